@@ -1,0 +1,48 @@
+"""Noisy latents to predicted velocity: one expert. Knows nothing about schedules or guidance."""
+
+from typing import Protocol
+
+import torch
+
+
+class Denoiser(Protocol):
+    """One transformer."""
+
+    def __call__(self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor) -> torch.Tensor:
+        """Predict the velocity.
+
+        Args:
+            latents: (1, channels, frames, height, width), float32.
+            timestep: scalar tensor, 0 to 1000.
+            text_embeds: (1, text tokens, text width).
+
+        Returns:
+            The prediction in the transformer's dtype, shaped like `latents`.
+        """
+        ...
+
+
+class PyTorchDenoiser:
+    """A `diffusers.WanTransformer3DModel`."""
+
+    def __init__(self, module: torch.nn.Module, *, expand_timesteps: bool, patch_size: tuple[int, int, int]) -> None:
+        self._module = module
+        self._expand = expand_timesteps
+        self._patch = patch_size
+        parameter = module.patch_embedding.weight  # type: ignore[union-attr]  # norms stay in float32, this does not
+        self._dtype = parameter.dtype
+
+    @torch.inference_mode()
+    def __call__(self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor) -> torch.Tensor:
+        """See `Denoiser`."""
+        batch, _, frames, height, width = latents.shape
+        shape = (batch,)
+        if self._expand:
+            shape = (batch, frames * (height // self._patch[1]) * (width // self._patch[2]))
+        output: torch.Tensor = self._module(
+            hidden_states=latents.to(self._dtype),
+            timestep=timestep.expand(shape),
+            encoder_hidden_states=text_embeds.to(self._dtype),
+            return_dict=False,
+        )[0]
+        return output

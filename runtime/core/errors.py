@@ -1,0 +1,55 @@
+"""What can go wrong, and whose it is to mend.
+
+    TandemError                 carries `what` (one line) and `remedy` (one line)
+    ├── InvalidRequestError     a value that was asked for; `field` names it
+    ├── ModelError              a model folder that is missing, damaged or of another family
+    ├── OutputError             a file or folder that cannot be written, a disk that is full
+    ├── SettingsError           a flag, environment variable or settings file
+    ├── MachineError            something this machine lacks: memory, ffmpeg, a free port
+    └── BadResultError          the model gave NaN or Inf
+
+Every TandemError is the user's to mend and ends with exit code 2. Any other exception is a defect of ours and ends
+with exit code 1. Cancelling is neither: see `cancel.CancelledError`.
+"""
+
+
+class TandemError(Exception):
+    """Base of all errors that the user can mend.
+
+    Args:
+        what: one line that says what is wrong.
+        remedy: one line that says what to do about it.
+    """
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(what)
+        self.what = what
+        self.remedy = remedy
+
+
+class InvalidRequestError(TandemError):
+    """A requested value that cannot be; `field` is its name in `GenerationRequest`."""
+
+    def __init__(self, field: str, what: str, remedy: str) -> None:
+        super().__init__(what, remedy)
+        self.field = field
+
+
+class ModelError(TandemError):
+    """A model folder that is missing, damaged or of another family."""
+
+
+class OutputError(TandemError):
+    """A file or folder that cannot be written."""
+
+
+class SettingsError(TandemError):
+    """A flag, environment variable or settings file that cannot be."""
+
+
+class MachineError(TandemError):
+    """Something this machine lacks."""
+
+
+class BadResultError(TandemError):
+    """The model's own output is unusable (NaN or Inf)."""

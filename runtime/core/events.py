@@ -1,0 +1,133 @@
+"""What a job tells while it runs.
+
+    Planned                     first, always
+    StageStarted(stage)         load, encode, denoise, decode, save; load comes before each part that is not in memory
+    StepDone                    after each denoising step
+    FramesDecoded               after each decoded chunk
+    Warned                      something the user should read beside the result
+    VideoSaved | Failed | Cancelled     last, exactly one
+
+Events are plain data: they cross threads as they are and become JSON through `to_json`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from runtime.core.plan import ExecutionPlan
+
+Stage = Literal["load", "encode", "denoise", "decode", "save"]
+
+STAGE_TITLES: Mapping[Stage, str] = {
+    "load": "Loading",
+    "encode": "Reading the prompt",
+    "denoise": "Denoising",
+    "decode": "Decoding frames",
+    "save": "Saving the video",
+}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The job starts; `plan` holds every decision."""
+
+    plan: ExecutionPlan
+
+
+@dataclass(frozen=True)
+class StageStarted:
+    """A stage begins; `part` names the component where only one is concerned."""
+
+    stage: Stage
+    part: str | None = None
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """Denoising step `step` of `of` took `seconds`; `preview` is an animated WebP of the clip so far."""
+
+    step: int
+    of: int
+    seconds: float
+    part: str
+    preview: bytes | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class FramesDecoded:
+    """`frames` of `of` frames are decoded."""
+
+    frames: int
+    of: int
+
+
+@dataclass(frozen=True)
+class Warned:
+    """A sentence to show beside the result."""
+
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoSaved:
+    """The job is done and the MP4 is whole.
+
+    Attributes:
+        video: its path.
+        request: every value as used.
+        plan: what ran where, and why.
+        timings: seconds of encode, denoise, decode, mux and total, without loading.
+        load_seconds: seconds spent loading weights.
+        peak_memory_bytes: of the device on CUDA, of the process elsewhere.
+        warnings: sentences to show beside the result.
+    """
+
+    video: Path
+    request: Mapping[str, Any]
+    plan: Mapping[str, Any]
+    timings: Mapping[str, float]
+    load_seconds: float
+    peak_memory_bytes: int
+    warnings: tuple[str, ...]
+
+    def result_json(self) -> dict[str, Any]:
+        """Return the result as the command line's `--json` and the API print it."""
+        return {
+            "video": str(self.video),
+            "request": dict(self.request),
+            "seed": self.request["seed"],
+            "plan": dict(self.plan),
+            "timings": dict(self.timings),
+            "load_seconds": self.load_seconds,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "warnings": list(self.warnings),
+        }
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The job ended without a video. `defect` says that the fault is ours; the traceback is in the log."""
+
+    what: str
+    remedy: str
+    defect: bool = False
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    """Somebody stopped the job; nothing half-written is left."""
+
+
+Event = Planned | StageStarted | StepDone | FramesDecoded | Warned | VideoSaved | Failed | Cancelled
+TerminalEvent = VideoSaved | Failed | Cancelled
+
+
+def to_json(event: Event) -> dict[str, Any]:
+    """Return the event as JSON types, with its name under "event"; previews are left out."""
+    name = type(event).__name__
+    if isinstance(event, Planned):
+        return {"event": name, "request": event.plan.request_json(), "plan": event.plan.to_json()}
+    if isinstance(event, VideoSaved):
+        return {"event": name, **event.result_json()}
+    return {"event": name, **{key: value for key, value in vars(event).items() if key != "preview"}}

@@ -1,0 +1,155 @@
+"""What was asked for.
+
+A `GenerationRequest` is frozen and valid by itself: every value is of the right type and within bounds that hold for
+any model. What only a model can judge (strides, frame counts) is judged by `manager.planner`. Knows nothing about
+models, machines or files.
+"""
+
+import math
+import unicodedata
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+from runtime.core.errors import InvalidRequestError
+
+AUTO: Literal["auto"] = "auto"
+Auto = Literal["auto"]
+
+MAX_PROMPT_CHARACTERS = 5_000
+MAX_SIDE = 8_192
+MAX_FRAMES = 4_001
+MAX_FPS = 120
+MAX_STEPS = 1_000
+MAX_GUIDANCE = 100.0
+# JSON and browsers keep integers exact up to here.
+MAX_SEED = 2**53 - 1
+
+_WHITESPACE = "\t\n\r"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """One video, as asked for.
+
+    Attributes:
+        prompt: what the video shows.
+        negative_prompt: what it should not show; `None` takes the model's own default.
+        model: a catalogue name or a folder in diffusers' format.
+        width, height: pixels.
+        frames: number of frames in the clip.
+        fps: frames per second of the MP4; does not change what is generated.
+        steps: denoising steps.
+        guidance_scale: classifier-free guidance of the (high-noise) transformer; 1 or less turns it off.
+        guidance_scale_2: the same for the low-noise transformer, where the model has one.
+        seed: of the initial noise.
+
+    Raises:
+        InvalidRequestError: for a value out of bounds, naming the field and what would do.
+    """
+
+    prompt: str
+    negative_prompt: str | None = None
+    model: str = "diorama"
+    width: int | Auto = AUTO
+    height: int | Auto = AUTO
+    frames: int | Auto = AUTO
+    fps: int | Auto = AUTO
+    steps: int | Auto = AUTO
+    guidance_scale: float | Auto = AUTO
+    guidance_scale_2: float | Auto = AUTO
+    seed: int | Auto = AUTO
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", _text("prompt", self.prompt))
+        if not self.prompt:
+            raise InvalidRequestError("prompt", "The prompt is empty.", "Say in a sentence what the video shows.")
+        if self.negative_prompt is not None:
+            object.__setattr__(self, "negative_prompt", _text("negative_prompt", self.negative_prompt))
+        if not isinstance(self.model, str) or not self.model.strip() or not self.model.isprintable():
+            raise InvalidRequestError(
+                "model", "The model's name is empty or unreadable.", "Give a name from `models list`, or a folder."
+            )
+        for name, low, high in (
+            ("width", 1, MAX_SIDE),
+            ("height", 1, MAX_SIDE),
+            ("frames", 1, MAX_FRAMES),
+            ("fps", 1, MAX_FPS),
+            ("steps", 1, MAX_STEPS),
+            ("seed", 0, MAX_SEED),
+        ):
+            object.__setattr__(self, name, _integer(name, getattr(self, name), low, high))
+        for name in ("guidance_scale", "guidance_scale_2"):
+            object.__setattr__(self, name, _number(name, getattr(self, name), 0.0, MAX_GUIDANCE))
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> "GenerationRequest":
+        """Build a request from a mapping such as JSON; unknown keys are refused."""
+        known = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise InvalidRequestError(name, f"There is no setting {name!r}.", f"Settings are: {', '.join(known)}.")
+        if "prompt" not in values:
+            raise InvalidRequestError("prompt", "There is no prompt.", "Say in a sentence what the video shows.")
+        return cls(**values)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return every field by name, as JSON types."""
+        return asdict(self)
+
+
+def label(field: str) -> str:
+    """Return a field's name as people read it: `guidance_scale` is "guidance scale"."""
+    return field.replace("_", " ")
+
+
+def _text(field: str, value: object) -> str:
+    name = label(field)
+    if not isinstance(value, str):
+        raise InvalidRequestError(field, f"The {name} is not text.", "Write it as a sentence.")
+    if len(value) > MAX_PROMPT_CHARACTERS:
+        raise InvalidRequestError(
+            field,
+            f"The {name} has {len(value):,} characters; at most {MAX_PROMPT_CHARACTERS:,} are read.",
+            "Shorten it to what the video should show.",
+        )
+    for character in value:
+        if character not in _WHITESPACE and unicodedata.category(character) in {"Cc", "Cs"}:
+            raise InvalidRequestError(
+                field,
+                f"The {name} holds the control character U+{ord(character):04X}.",
+                "Remove it, or type the text again.",
+            )
+    return value.strip()
+
+
+def _integer(field: str, value: object, low: int, high: int) -> int | Auto:
+    if value == AUTO:
+        return AUTO
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if isinstance(value, bool) or not whole:
+        raise InvalidRequestError(
+            field, f"{label(field)} is {_shown(value)}, not a whole number.", f"Give one from {low} to {high}, or auto."
+        )
+    number = int(value)  # type: ignore[call-overload]  # proven whole above
+    if not low <= number <= high:
+        raise InvalidRequestError(field, f"{label(field)} is {_shown(number)}.", f"Give one from {low} to {high}.")
+    return number
+
+
+def _number(field: str, value: object, low: float, high: float) -> float | Auto:
+    if value == AUTO:
+        return AUTO
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InvalidRequestError(
+            field, f"{label(field)} is {_shown(value)}, not a number.", f"Give one from {low:g} to {high:g}, or auto."
+        )
+    if not low <= value <= high:
+        raise InvalidRequestError(field, f"{label(field)} is {_shown(value)}.", f"Give one from {low:g} to {high:g}.")
+    return float(value)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    limit = 40
+    return text if len(text) <= limit else text[:limit] + "…"

@@ -1,0 +1,149 @@
+"""Settings: flags first, then `TANDEM_*` environment variables, then `settings.json` in the cache folder.
+
+The only module that reads them. Flags that were not given are `None`.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runtime.core.errors import SettingsError
+
+ROOT = Path(__file__).parents[2]
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off"})
+_LAST_PORT = 65_535
+_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+
+# Name in settings.json and in `Settings`: its environment variable.
+VARIABLES: Mapping[str, str] = {
+    "host": "TANDEM_HOST",
+    "port": "TANDEM_PORT",
+    "auth": "TANDEM_AUTH",
+    "model": "TANDEM_MODEL",
+    "browser": "TANDEM_BROWSER",
+}
+CACHE_VARIABLE = "TANDEM_CACHE_DIR"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How Tandem runs here.
+
+    Attributes:
+        cache_dir: holds weights, outputs and logs.
+        host, port: where the web app listens.
+        auth: (user, password) that the web app asks for.
+        model: what is generated with unless a request says otherwise.
+        browser: whether the web app opens a browser.
+    """
+
+    cache_dir: Path
+    host: str = "127.0.0.1"
+    port: int = 7860
+    auth: tuple[str, str] | None = None
+    model: str = "diorama"
+    browser: bool = True
+
+    @property
+    def outputs_dir(self) -> Path:
+        """Where videos go unless `--out` says otherwise."""
+        return self.cache_dir / "outputs"
+
+    @property
+    def weights_dir(self) -> Path:
+        """Where models are looked for, beside the shipped ones."""
+        return self.cache_dir / "weights"
+
+    @property
+    def log_file(self) -> Path:
+        """The log."""
+        return self.cache_dir / "logs" / "tandem.log"
+
+
+def load(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os.environ) -> Settings:
+    """Combine flags, environment and settings file.
+
+    Args:
+        flags: by the names of `VARIABLES`; `None` stands for "not given".
+
+    Raises:
+        SettingsError: for a value that cannot be, naming where it came from.
+    """
+    cache_dir = _cache_dir(environ)
+    values = _from_file(cache_dir / "settings.json")
+    values |= {name: (environ[variable], variable) for name, variable in VARIABLES.items() if environ.get(variable)}
+    for name, value in (flags or {}).items():
+        if value is not None:
+            values[name] = (value, "--no-browser" if name == "browser" else f"--{name}")
+    settings = Settings(cache_dir=cache_dir, **{name: _parsed(name, *given) for name, given in values.items()})
+    if settings.host not in _LOOPBACK and settings.auth is None:
+        raise SettingsError(
+            f"The host {settings.host} can be reached from other machines, and no password is set.",
+            "Add --auth USER:PASSWORD, or listen on 127.0.0.1.",
+        )
+    return settings
+
+
+def _cache_dir(environ: Mapping[str, str]) -> Path:
+    given = environ.get(CACHE_VARIABLE)
+    path = Path(given).expanduser() if given else ROOT / "Cache"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise SettingsError(
+            f"The cache folder {path} cannot be made: {getattr(error, 'strerror', None) or error}.",
+            f"Set {CACHE_VARIABLE} to a folder that you can write to.",
+        ) from error
+    return path.resolve()
+
+
+def _from_file(path: Path) -> dict[str, tuple[Any, str]]:
+    if not path.exists():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{path} cannot be read as JSON.", "Mend it, or delete it to start afresh.") from error
+    unknown = sorted(set(values) - set(VARIABLES)) if isinstance(values, dict) else ["(not an object)"]
+    if unknown:
+        raise SettingsError(
+            f"{path} holds unknown settings: {', '.join(unknown)}.", f"It may hold: {', '.join(VARIABLES)}."
+        )
+    return {name: (value, str(path)) for name, value in values.items()}
+
+
+def _parsed(name: str, value: Any, source: str) -> Any:
+    if name == "port":
+        return _port(value, source)
+    if name == "auth":
+        user, separator, password = value.partition(":") if isinstance(value, str) else ("", "", "")
+        if not (user and separator and password):
+            raise SettingsError(f"{source} is not of the form USER:PASSWORD.", "Give both, with a colon between.")
+        return user, password
+    if name == "browser":
+        return _switch(value, source)
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        raise SettingsError(f"{source} is empty or unreadable.", f"Give a {name}.")
+    return value.strip()
+
+
+def _port(value: Any, source: str) -> int:
+    try:
+        port = int(value)
+    except (TypeError, ValueError):
+        port = 0
+    if not 1 <= port <= _LAST_PORT:
+        raise SettingsError(f"{source} is {str(value)[:40]!r}, not a port.", f"Give a number from 1 to {_LAST_PORT}.")
+    return port
+
+
+def _switch(value: Any, source: str) -> bool:
+    text = str(value).strip().lower()
+    if text in _TRUE or text in _FALSE:
+        return text in _TRUE
+    raise SettingsError(f"{source} is {str(value)[:40]!r}.", "Give true or false.")

@@ -1,0 +1,1 @@
+"""One job from plan to MP4 (flow), and the background worker that runs them (worker)."""

@@ -1,0 +1,176 @@
+"""The whole job on one page: plan in, MP4 out, every step told by an event.
+
+The command line, the web app's worker and the tests all call `run_job`.
+"""
+
+import logging
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from typing import Any
+
+import diffusers
+import torch
+
+from runtime import __version__
+from runtime.components.denoiser import Denoiser
+from runtime.components.residency import Residency
+from runtime.components.text_encoder import TextEncoding
+from runtime.core.cancel import Cancel, CancelledError
+from runtime.core.errors import TandemError
+from runtime.core.events import (
+    Cancelled,
+    Event,
+    Failed,
+    FramesDecoded,
+    Planned,
+    StageStarted,
+    StepDone,
+    VideoSaved,
+    Warned,
+)
+from runtime.core.plan import ExecutionPlan
+from runtime.jobs.measure import Clock, PeakMemory
+from runtime.models.spec import ModelSpec
+from runtime.models.weights import load_scheduler
+from runtime.pipeline.sampling import Conditioning, decode, denoise, get_noise, get_schedule
+from runtime.video.encode import VideoWriter, check_target
+from runtime.video.preview import encode_preview
+
+Emit = Callable[[Event], None]
+
+logger = logging.getLogger(__name__)
+
+
+def run_job(plan: ExecutionPlan, spec: ModelSpec, emit: Emit, cancel: Cancel, residency: Residency) -> None:
+    """Make the video. Ends in exactly one of `VideoSaved`, `Failed`, `Cancelled`; raises nothing.
+
+    Args:
+        plan: from `manager.planner.resolve`, for `spec`.
+        emit: called with each event, on this thread.
+        cancel: checked at each stage, step and chunk.
+        residency: holds loaded components, between jobs too where the plan says so.
+    """
+    emit(Planned(plan))
+    try:
+        with PeakMemory(plan.components["transformer"].device) as peak:
+            saved = _generate(plan, spec, emit, cancel, residency, peak)
+    except CancelledError:
+        emit(Cancelled())
+    except TandemError as error:
+        emit(Failed(error.what, error.remedy))
+    except (torch.OutOfMemoryError, MemoryError):
+        logger.exception("Out of memory")
+        residency.free()
+        emit(_out_of_memory(plan))
+    except Exception as error:  # a defect: told in one line, kept in the log
+        logger.exception("The job failed")
+        emit(Failed(f"Something broke inside Tandem: {error!r}", "The log has the details.", defect=True))
+    else:
+        emit(saved)
+
+
+def _generate(
+    plan: ExecutionPlan, spec: ModelSpec, emit: Emit, cancel: Cancel, residency: Residency, peak: PeakMemory
+) -> VideoSaved:
+    clock = Clock(residency)
+    warnings: list[str] = []
+
+    def warn(message: str) -> None:
+        warnings.append(message)
+        emit(Warned(message))
+
+    def loading(name: str) -> None:
+        cancel.check()
+        emit(StageStarted("load", name))
+
+    check_target(plan.output)
+    for message in plan.warnings:
+        warn(message)
+
+    with residency.text_encoder(spec, plan, loading) as encoder, clock.stage("encode"):
+        emit(StageStarted("encode"))
+        guided = any(scale > 1 for scale in (plan.guidance_scale, plan.guidance_scale_2 or 0))
+        positive = encoder.encode(plan.prompt)
+        negative = encoder.encode(plan.negative_prompt) if guided else None
+    _warn_of_text(positive, "prompt", warn)
+    if negative is not None and plan.negative_prompt != spec.defaults.negative_prompt:
+        _warn_of_text(negative, "negative prompt", warn)
+    conditioning = Conditioning(positive.embeds, negative.embeds if negative else None)
+    cancel.check()
+
+    @contextmanager
+    def expert(name: str) -> Iterator[Denoiser]:
+        with residency.denoiser(spec, plan, name, loading) as denoiser:
+            emit(StageStarted("denoise", name))
+            yield denoiser
+
+    with clock.stage("denoise"):
+        scheduler = load_scheduler(spec)
+        steps = get_schedule(plan, scheduler, spec.boundary_ratio)
+        latents = get_noise(plan)
+        for done in denoise(latents, steps, scheduler, conditioning, expert, cancel):
+            latents = done.latents
+            preview = _preview(done.estimate, spec, plan)
+            emit(StepDone(done.index + 1, len(steps), done.seconds, done.step.expert, preview))
+
+    with VideoWriter(plan.output, plan.width, plan.height, plan.fps) as writer:
+        with residency.video_decoder(spec, plan, loading) as decoder, clock.stage("decode"):
+            emit(StageStarted("decode", "vae"))
+            written = 0
+            for frames in decode(decoder, latents, plan.decode_chunk, cancel):
+                writer.write(frames.numpy())
+                written += len(frames)
+                emit(FramesDecoded(written, plan.frames))
+        with clock.stage("mux"):
+            emit(StageStarted("save"))
+            writer.close_stream()
+        cancel.check()
+        saved = VideoSaved(
+            video=plan.output,
+            request=plan.request_json(),
+            plan=plan.to_json(),
+            timings=clock.timings(),
+            load_seconds=round(clock.load_seconds, 3),
+            peak_memory_bytes=peak.bytes(),
+            warnings=tuple(warnings),
+        )
+        writer.finish(plan.prompt, _facts(saved))
+    return saved
+
+
+def _warn_of_text(encoding: TextEncoding, name: str, warn: Callable[[str], None]) -> None:
+    if encoding.unknown_words:
+        words = ", ".join(f"“{word}”" for word in encoding.unknown_words)
+        warn(f"The model does not know {words}: the {name} was read without.")
+    if encoding.cut:
+        warn(f"The {name} is longer than the model reads: its end was cut off.")
+
+
+def _preview(estimate: torch.Tensor, spec: ModelSpec, plan: ExecutionPlan) -> bytes | None:
+    if spec.latent_rgb is None:
+        return None
+    factors = torch.tensor(spec.latent_rgb.factors, device=estimate.device)
+    rgb = torch.einsum("cfhw,cr->fhwr", estimate[0], factors) + torch.tensor(
+        spec.latent_rgb.bias, device=estimate.device
+    )
+    return encode_preview(rgb.cpu().numpy(), round(1000 * plan.seconds_of_video / plan.latent_shape[2]))
+
+
+def _facts(saved: VideoSaved) -> dict[str, Any]:
+    """Return what the MP4 says about itself."""
+    facts = {key: value for key, value in saved.result_json().items() if key != "video"}
+    versions = {
+        "tandem": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "diffusers": diffusers.__version__,
+    }
+    created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {"tandem": {**facts, "versions": versions, "created": created}}
+
+
+def _out_of_memory(plan: ExecutionPlan) -> Failed:
+    where = "video memory (VRAM)" if plan.components["transformer"].device.startswith("cuda") else "memory (RAM)"
+    return Failed(f"This machine ran out of {where}.", "Ask for a smaller size or fewer frames, or close other programs.")

@@ -1,0 +1,167 @@
+"""The background worker: one thread runs jobs one after another; pages and API calls only watch.
+
+A job outlives the page that asked for it. Knows nothing about pages.
+"""
+
+import logging
+import queue
+import re
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Literal
+
+from runtime.core.cancel import Cancel
+from runtime.core.events import Cancelled, Event, Failed, TerminalEvent, VideoSaved
+from runtime.core.plan import ExecutionPlan
+from runtime.core.progress import Progress
+from runtime.core.request import GenerationRequest
+from runtime.manager.machine import probe
+from runtime.manager.planner import resolve
+from runtime.models.catalogue import find
+from runtime.models.spec import ModelSpec
+
+State = Literal["queued", "running", "done", "failed", "cancelled"]
+
+# Finished jobs that can still be looked at; their videos stay on disk.
+_REMEMBERED = 50
+_SLUG_CHARACTERS = 40
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Job:
+    """One request on its way. Read it from any thread; only the worker changes it."""
+
+    id: str
+    plan: ExecutionPlan
+    spec: ModelSpec = field(repr=False)
+    cancel: Cancel = field(default_factory=Cancel, repr=False)
+    state: State = "queued"
+    progress: Progress = field(default_factory=Progress, repr=False)
+    events: list[Event] = field(default_factory=list, repr=False)
+    changed: threading.Condition = field(default_factory=threading.Condition, repr=False)
+
+    def record(self, event: Event) -> None:
+        """Append an event and wake whoever watches."""
+        with self.changed:
+            self.events.append(event)
+            self.progress = self.progress.after(event, time.monotonic())
+            if isinstance(event, TerminalEvent):
+                self.state = _end_state(event)
+            self.changed.notify_all()
+
+    def watch(self) -> Iterator[Event]:
+        """Yield every event from the first, waiting for new ones, up to and with the terminal event."""
+        seen = 0
+        while True:
+            with self.changed:
+                while seen == len(self.events):
+                    self.changed.wait()
+                event = self.events[seen]
+            yield event
+            if isinstance(event, TerminalEvent):
+                return
+            seen += 1
+
+
+class Worker:
+    """Runs jobs in the order they come.
+
+    Args:
+        weights_dir: where models are looked for, beside the shipped ones.
+        outputs_dir: where videos go; made if missing.
+    """
+
+    def __init__(self, weights_dir: Path, outputs_dir: Path) -> None:
+        self._weights_dir = weights_dir
+        self._outputs_dir = outputs_dir
+        self._jobs: OrderedDict[str, Job] = OrderedDict()
+        self._queue: queue.Queue[Job | None] = queue.Queue()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: GenerationRequest) -> Job:
+        """Plan a request and queue it.
+
+        Raises:
+            TandemError: if it cannot be made; nothing is queued then.
+        """
+        spec = find(request.model, self._weights_dir)
+        job_id = secrets.token_hex(4)
+        output = self._outputs_dir / output_name(request.prompt, job_id, datetime.now(timezone.utc).astimezone())
+        job = Job(job_id, resolve(request, spec, probe(), output), spec)
+        with self._lock:
+            self._jobs[job_id] = job
+            self._forget_old()
+        self._queue.put(job)
+        return job
+
+    def job(self, job_id: str) -> Job | None:
+        """Return a job by id."""
+        return self._jobs.get(job_id)
+
+    def active(self) -> Job | None:
+        """Return the job that runs, else the first that waits."""
+        with self._lock:
+            open_jobs = [job for job in self._jobs.values() if job.state in {"queued", "running"}]
+        return next((job for job in open_jobs if job.state == "running"), open_jobs[0] if open_jobs else None)
+
+    def latest(self) -> Job | None:
+        """Return the job that was submitted last."""
+        with self._lock:
+            return next(reversed(self._jobs.values()), None)
+
+    def position(self, job: Job) -> int:
+        """Return how many jobs run or wait before this one."""
+        with self._lock:
+            ids = [other.id for other in self._jobs.values() if other.state in {"queued", "running"}]
+        return ids.index(job.id) if job.id in ids else 0
+
+    def close(self) -> None:
+        """Cancel what runs and waits, and wait for the worker to end."""
+        with self._lock:
+            for job in self._jobs.values():
+                job.cancel.request()
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        # torch takes seconds to import: here, so that the page is up meanwhile.
+        from runtime.components.residency import Residency  # noqa: PLC0415
+        from runtime.jobs.flow import run_job  # noqa: PLC0415
+
+        with Residency() as residency:
+            while (job := self._queue.get()) is not None:
+                if job.cancel.requested:
+                    job.record(Cancelled())
+                    continue
+                job.state = "running"
+                logger.info("Job %s: %d frames, seed %d", job.id, job.plan.frames, job.plan.seed)
+                self._outputs_dir.mkdir(parents=True, exist_ok=True)
+                run_job(job.plan, job.spec, job.record, job.cancel, residency)
+                logger.info("Job %s: %s", job.id, job.state)
+
+    def _forget_old(self) -> None:
+        finished = [job for job in self._jobs.values() if job.state not in {"queued", "running"}]
+        for job in finished[: max(len(finished) - _REMEMBERED, 0)]:
+            del self._jobs[job.id]
+
+
+def output_name(prompt: str, job_id: str, now: datetime) -> str:
+    """Return a file name that sorts by time and says what it shows: 20261120-091500-a-red-boat-1a2b3c4d.mp4."""
+    slug = re.sub(r"[^a-z0-9]+", "-", prompt.lower())[:_SLUG_CHARACTERS].strip("-") or "video"
+    return f"{now:%Y%m%d-%H%M%S}-{slug}-{job_id}.mp4"
+
+
+def _end_state(event: TerminalEvent) -> State:
+    if isinstance(event, VideoSaved):
+        return "done"
+    return "failed" if isinstance(event, Failed) else "cancelled"

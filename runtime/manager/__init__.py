@@ -1,0 +1,1 @@
+"""Decides, before anything runs, what will run where and why."""

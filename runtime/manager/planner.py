@@ -1,0 +1,174 @@
+"""Turns a request into a plan: nothing "auto" is left, every choice has its reason, what cannot be is refused.
+
+A pure function of the request, the model and the machine: no torch, no disk.
+"""
+
+import secrets
+from pathlib import Path
+from typing import TypeVar
+
+from runtime.core.errors import InvalidRequestError, MachineError
+from runtime.core.plan import ComponentPlan, ExecutionPlan
+from runtime.core.request import AUTO, MAX_FRAMES, MAX_SIDE, Auto, GenerationRequest, label
+from runtime.manager import vram
+from runtime.manager.machine import Machine
+from runtime.models.spec import ModelSpec
+
+# Models below this size run in float32 on a GPU too: it costs them nothing.
+_SMALL_MODEL_BYTES = 1 << 30
+_BF16_CAPABILITY = (8, 0)
+# Parts stay loaded between stages while all of them need less than this share of the free memory.
+_KEEP_SHARE = 0.6
+_GIB = 1 << 30
+
+Number = TypeVar("Number", int, float)
+
+
+def resolve(request: GenerationRequest, spec: ModelSpec, machine: Machine, output: Path) -> ExecutionPlan:
+    """Decide everything.
+
+    Raises:
+        InvalidRequestError: for a size or length that the model cannot make, with the nearest that it can.
+        MachineError: if memory does not suffice.
+    """
+    defaults = spec.defaults
+    width = _or(request.width, defaults.width)
+    height = _or(request.height, defaults.height)
+    frames = _or(request.frames, defaults.frames)
+    for field, value, stride in (("width", width, spec.strides[0]), ("height", height, spec.strides[1])):
+        _check_stride(spec, field, value, stride)
+    _check_frames(spec, frames)
+    steps = _or(request.steps, defaults.steps)
+    guidance = _or(request.guidance_scale, defaults.guidance_scale)
+    guidance_2 = _second_guidance(request, spec, guidance)
+    seed = secrets.randbelow(1 << 32) if request.seed == AUTO else request.seed
+
+    device, dtypes, reason, free = _placement(spec, machine)
+    latent_shape = spec.latent_shape(frames, height, width)
+    tokens = spec.tokens(frames, height, width)
+    weights = vram.weights_bytes(spec, dtypes)
+    denoise = vram.denoise_bytes(spec, tokens, dtypes["transformer"])
+    chunk = vram.decode_chunk(spec, latent_shape[2], height, width, dtypes["vae"], free)
+    decode = spec.vae.decode_bytes(chunk, height, width, vram.DTYPE_BYTES[dtypes["vae"]])
+    latents_bytes = 4 * latent_shape[1] * latent_shape[2] * latent_shape[3] * latent_shape[4] * 8
+    together = vram.peak_bytes(spec, weights, denoise, decode, latents_bytes, keep_loaded=True)
+    keep = together <= _KEEP_SHARE * free
+    peak = together if keep else vram.peak_bytes(spec, weights, denoise, decode, latents_bytes, keep_loaded=False)
+    if peak > free:
+        where = "video memory" if device.startswith("cuda") else "memory"
+        raise MachineError(
+            f"{spec.title} at {width}x{height}, {frames} frames needs about {peak / _GIB:.1f} GiB of {where}; "
+            f"{free / _GIB:.1f} GiB are free.",
+            "Ask for a smaller size or fewer frames, or take a smaller model.",
+        )
+    passes = [2 if scale > 1 else 1 for scale in (guidance, guidance_2 or guidance)]
+    forward = spec.transformer.forward_flops(tokens, spec.max_sequence_length)
+    return ExecutionPlan(
+        prompt=request.prompt,
+        negative_prompt=defaults.negative_prompt if request.negative_prompt is None else request.negative_prompt,
+        width=width,
+        height=height,
+        frames=frames,
+        fps=_or(request.fps, defaults.fps),
+        steps=steps,
+        guidance_scale=guidance,
+        guidance_scale_2=guidance_2,
+        seed=seed,
+        model=request.model,
+        model_directory=spec.directory,
+        latent_shape=latent_shape,
+        tokens=tokens,
+        decode_chunk=chunk,
+        keep_loaded=keep,
+        components={
+            name: ComponentPlan(
+                backend="pytorch", device=device, dtype=dtypes[name], weights_bytes=weights[name], reason=reason
+            )
+            for name in spec.component_names
+        },
+        step_flops=forward * sum(passes) / 2,
+        decode_flops=spec.vae.decode_flops(frames, height, width),
+        memory_bytes=peak,
+        output=output,
+        warnings=tuple(_size_warnings(spec, width, height, frames)),
+    )
+
+
+def nearest(value: int, stride: int, offset: int, low: int, high: int) -> list[int]:
+    """Return the one or two numbers of the form stride·k + offset, within low..high, that are nearest to `value`."""
+    below = (min(max(value, low), high) - offset) // stride * stride + offset
+    return [n for n in (below, below + stride) if low <= n <= high and n > 0]
+
+
+def _or(value: Number | Auto, default: Number) -> Number:
+    return default if isinstance(value, str) else value
+
+
+def _second_guidance(request: GenerationRequest, spec: ModelSpec, guidance: float) -> float | None:
+    if spec.experts == 1:
+        if request.guidance_scale_2 != AUTO:
+            raise InvalidRequestError(
+                "guidance_scale_2",
+                f"{spec.title} has one transformer, so there is no second guidance scale.",
+                "Give one guidance scale.",
+            )
+        return None
+    if request.guidance_scale_2 != AUTO:
+        return float(request.guidance_scale_2)
+    # Whoever sets one scale means both, as in WanPipeline; whoever sets none gets the model's pair.
+    if request.guidance_scale != AUTO or spec.defaults.guidance_scale_2 is None:
+        return guidance
+    return spec.defaults.guidance_scale_2
+
+
+def _check_stride(spec: ModelSpec, field: str, value: int, stride: int) -> None:
+    if value % stride:
+        fitting = " or ".join(str(n) for n in nearest(value, stride, 0, stride, MAX_SIDE))
+        raise InvalidRequestError(
+            field, f"{label(field)} is {value}; {spec.title} makes multiples of {stride}.", f"Take {fitting}."
+        )
+
+
+def _check_frames(spec: ModelSpec, frames: int) -> None:
+    stride = spec.vae.scale_factor_temporal
+    if frames % stride != 1:
+        fitting = " or ".join(str(n) for n in nearest(frames, stride, 1, 1, MAX_FRAMES))
+        raise InvalidRequestError(
+            "frames", f"frames is {frames}; {spec.title} makes {stride}n+1 of them.", f"Take {fitting}."
+        )
+
+
+def _placement(spec: ModelSpec, machine: Machine) -> tuple[str, dict[str, str], str, int]:
+    """Return the device, each component's dtype, the reason, and the device's free bytes."""
+    names = spec.component_names
+    if not machine.gpus or machine.torch_cuda is None:
+        if not machine.gpus:
+            why = machine.gpu_problem or "no NVIDIA GPU was found"
+        else:
+            why = f"this PyTorch ({machine.torch_version}) is built without CUDA"
+        return "cpu", dict.fromkeys(names, "float32"), f"PyTorch in float32 on the CPU: {why}.", machine.ram_free_bytes
+    gpu = machine.gpus[0]
+    if 4 * sum(spec.parameters.values()) <= _SMALL_MODEL_BYTES:
+        dtypes = dict.fromkeys(names, "float32")
+        reason = f"PyTorch in float32 on {gpu.name}: the model is small."
+    elif gpu.capability >= _BF16_CAPABILITY:
+        # The VAE's convolutions lose visible detail in bfloat16; diffusers runs it in float32 too.
+        dtypes = dict.fromkeys(names, "bfloat16") | {"vae": "float32"}
+        reason = f"PyTorch on {gpu.name}: bfloat16, the VAE in float32."
+    else:
+        # UMT5 overflows in float16.
+        dtypes = dict.fromkeys(names, "float16") | {"vae": "float32", "text_encoder": "float32"}
+        reason = f"PyTorch on {gpu.name}, which has no bfloat16: float16, the text encoder and the VAE in float32."
+    return "cuda:0", dtypes, reason, gpu.free_bytes
+
+
+def _size_warnings(spec: ModelSpec, width: int, height: int, frames: int) -> list[str]:
+    warnings = []
+    if (width, height) not in spec.sizes:
+        sizes = ", ".join(f"{w}x{h}" for w, h in spec.sizes)
+        warnings.append(f"{spec.title} was not made for {width}x{height}: expect less quality. Its sizes: {sizes}.")
+    if frames > max(spec.frame_counts):
+        warnings.append(
+            f"{spec.title} was made for at most {max(spec.frame_counts)} frames: expect less quality with {frames}."
+        )
+    return warnings

@@ -1,0 +1,46 @@
+"""Reads the header of a safetensors file and checks that the file is whole. Loads no tensor.
+
+Format: https://huggingface.co/docs/safetensors/index (8 bytes of length, JSON, tensors).
+"""
+
+import json
+from math import prod
+from pathlib import Path
+
+from runtime.core.errors import ModelError
+
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000
+
+
+def count_parameters(path: Path) -> int:
+    """Return the number of weights in a safetensors file.
+
+    Raises:
+        ModelError: if the file cannot be read, is cut short or is not safetensors.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            if size < _LENGTH_BYTES or not 0 < length <= min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
+                raise _damaged(path, size)
+            header = json.loads(file.read(length))
+        tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
+        end = max((tensor["data_offsets"][1] for tensor in tensors), default=0)
+        if _LENGTH_BYTES + length + end != size:
+            raise _damaged(path, size)
+        return sum(prod(tensor["shape"]) for tensor in tensors)
+    except OSError as error:
+        raise ModelError(
+            f"{path.name} cannot be read: {error.strerror}.", f"Check the file {path} and its permissions."
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise _damaged(path, size) from error
+
+
+def _damaged(path: Path, size: int) -> ModelError:
+    return ModelError(
+        f"{path.parent.name}/{path.name} is damaged or cut short ({size:,} bytes).",
+        "Copy or download the model again.",
+    )

@@ -1,0 +1,89 @@
+"""Loads the modules of a model folder, through the library classes that its configs name. Weights are safetensors only.
+
+Nothing is fetched: folders are complete before they come here (`wan.read_spec`).
+"""
+
+from typing import Any, cast
+
+import diffusers
+import torch
+import transformers
+
+from runtime.core.errors import ModelError
+from runtime.core.plan import ComponentPlan
+from runtime.models.spec import ModelSpec
+
+# Progress is ours to show.
+diffusers.utils.logging.disable_progress_bar()
+transformers.utils.logging.disable_progress_bar()
+
+_CLASSES = {
+    "text_encoder": transformers.UMT5EncoderModel,
+    "transformer": diffusers.WanTransformer3DModel,
+    "transformer_2": diffusers.WanTransformer3DModel,
+    "vae": diffusers.AutoencoderKLWan,
+}
+
+
+def load_module(spec: ModelSpec, name: str, part: ComponentPlan) -> torch.nn.Module:
+    """Load one component's weights onto its device, for inference.
+
+    Args:
+        name: "text_encoder", "transformer", "transformer_2" or "vae".
+
+    Raises:
+        ModelError: if the weights do not fit the configuration.
+    """
+    dtype_argument = "dtype" if name == "text_encoder" else "torch_dtype"
+    arguments: dict[str, Any] = {
+        dtype_argument: getattr(torch, part.dtype),
+        "use_safetensors": True,
+        "local_files_only": True,
+        "subfolder": name,
+    }
+    try:
+        module = _CLASSES[name].from_pretrained(str(spec.directory), **arguments)
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ModelError(
+            f"The {name} of {spec.title} cannot be loaded: {str(error).splitlines()[0] if str(error) else error!r}.",
+            "Copy or download the model again.",
+        ) from error
+    return cast("torch.nn.Module", module.to(part.device).eval().requires_grad_(requires_grad=False))
+
+
+def load_tokenizer(spec: ModelSpec) -> Any:
+    """Load the model's tokenizer.
+
+    Raises:
+        ModelError: if it is missing or damaged.
+    """
+    try:
+        return transformers.AutoTokenizer.from_pretrained(str(spec.directory / "tokenizer"), local_files_only=True)
+    except Exception as error:  # tokenizers' own errors derive from Exception alone
+        raise ModelError(
+            f"The tokenizer of {spec.title} cannot be loaded.", "Copy or download the model again."
+        ) from error
+
+
+def load_scheduler(spec: ModelSpec) -> Any:
+    """Load the model's scheduler, of the class that its configuration names.
+
+    Raises:
+        ModelError: if diffusers has no such scheduler.
+    """
+    scheduler_class = getattr(diffusers, spec.scheduler, None)
+    if not (isinstance(scheduler_class, type) and issubclass(scheduler_class, diffusers.SchedulerMixin)):
+        raise ModelError(
+            f"{spec.title} wants the scheduler {spec.scheduler!r}, which diffusers {diffusers.__version__} has not.",
+            "Update Tandem, or take another model.",
+        )
+    try:
+        return cast("Any", scheduler_class).from_pretrained(
+            str(spec.directory), subfolder="scheduler", local_files_only=True
+        )
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(
+            f"The scheduler of {spec.title} cannot be loaded.", "Copy or download the model again."
+        ) from error

@@ -1,0 +1,144 @@
+"""The sampling verbs of Wan: noise, the two-expert denoise loop with guidance per expert, frames.
+
+Equal to `diffusers.WanPipeline.__call__` for the same seed with a CPU generator; tests hold it to that.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from runtime.components.denoiser import Denoiser
+from runtime.components.video_decoder import VideoDecoder
+from runtime.core.cancel import Cancel
+from runtime.core.errors import BadResultError
+from runtime.core.plan import ExecutionPlan
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """Text embeddings, each (1, text tokens, text width); `negative` is `None` without guidance."""
+
+    positive: torch.Tensor
+    negative: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One denoising step: its timestep, the expert that runs it and that expert's guidance scale."""
+
+    timestep: torch.Tensor
+    sigma: float
+    expert: str
+    guidance_scale: float
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gave.
+
+    Attributes:
+        index: from 0.
+        latents: (1, channels, frames, height, width), float32.
+        estimate: the clean latents as predicted at this step, of the same shape.
+        seconds: of the step.
+    """
+
+    index: int
+    step: Step
+    latents: torch.Tensor
+    estimate: torch.Tensor
+    seconds: float
+
+
+OpenExpert = Callable[[str], AbstractContextManager[Denoiser]]
+
+
+def get_noise(plan: ExecutionPlan) -> torch.Tensor:
+    """Return the seed's noise, (1, channels, frames, height, width), float32: drawn on the CPU, so equal anywhere."""
+    generator = torch.Generator("cpu").manual_seed(plan.seed)
+    noise = torch.randn(plan.latent_shape, generator=generator, dtype=torch.float32)
+    return noise.to(plan.components["transformer"].device)
+
+
+def get_schedule(plan: ExecutionPlan, scheduler: Any, boundary_ratio: float | None) -> list[Step]:
+    """Set the scheduler up for the plan's steps and say which expert runs each.
+
+    Args:
+        scheduler: a diffusers flow-matching scheduler; its timesteps are set here.
+        boundary_ratio: the high-noise expert runs while timestep / training timesteps is at least this.
+    """
+    scheduler.set_timesteps(plan.steps, device=plan.components["transformer"].device)
+    scheduler.set_begin_index(0)
+    boundary = None if boundary_ratio is None else boundary_ratio * scheduler.config.num_train_timesteps
+    steps = []
+    for timestep, sigma in zip(scheduler.timesteps, scheduler.sigmas.tolist(), strict=False):  # one sigma more: 0
+        low_noise = boundary is not None and timestep.item() < boundary
+        scale = plan.guidance_scale_2 if low_noise and plan.guidance_scale_2 is not None else plan.guidance_scale
+        steps.append(Step(timestep, sigma, "transformer_2" if low_noise else "transformer", scale))
+    return steps
+
+
+def denoise(
+    latents: torch.Tensor,
+    steps: list[Step],
+    scheduler: Any,
+    conditioning: Conditioning,
+    open_expert: OpenExpert,
+    cancel: Cancel,
+) -> Iterator[StepResult]:
+    """Run the loop, yielding after each step; an expert is held from its first step to its last.
+
+    Raises:
+        BadResultError: if the latents become NaN or Inf.
+        CancelledError: within a step of being asked.
+    """
+    index = 0
+    while index < len(steps):
+        expert = steps[index].expert
+        with open_expert(expert) as denoiser:
+            while index < len(steps) and steps[index].expert == expert:
+                cancel.check()
+                step = steps[index]
+                started = time.perf_counter()
+                velocity = _guided(denoiser, latents, step, conditioning, cancel)
+                estimate = latents - step.sigma * velocity
+                latents = scheduler.step(velocity, step.timestep, latents, return_dict=False)[0]
+                # Reading one value waits for the device, so the measured time is the step's own.
+                if not torch.isfinite(latents).all().item():
+                    raise BadResultError(
+                        f"Step {index + 1} of {len(steps)} gave values that are not numbers (NaN or Inf).",
+                        "Lower the guidance scale; if it happens at once, the model's weights are damaged.",
+                    )
+                yield StepResult(index, step, latents, estimate, time.perf_counter() - started)
+                index += 1
+
+
+def decode(decoder: VideoDecoder, latents: torch.Tensor, chunk: int, cancel: Cancel) -> Iterator[torch.Tensor]:
+    """Yield frames, (n, height, width, 3) uint8 on the CPU, as they are decoded.
+
+    Raises:
+        BadResultError: if the frames hold NaN or Inf.
+        CancelledError: within a chunk of being asked.
+    """
+    for frames in decoder.frames(latents, chunk):
+        if not torch.isfinite(frames).all().item():
+            raise BadResultError(
+                "The VAE gave values that are not numbers (NaN or Inf).", "The VAE's weights are damaged: copy them again."
+            )
+        yield ((frames + 1.0) * 127.5).round().to(torch.uint8).cpu()
+        cancel.check()
+
+
+def _guided(
+    denoiser: Denoiser, latents: torch.Tensor, step: Step, conditioning: Conditioning, cancel: Cancel
+) -> torch.Tensor:
+    velocity = denoiser(latents, step.timestep, conditioning.positive)
+    if conditioning.negative is None:
+        return velocity
+    cancel.check()
+    unguided = denoiser(latents, step.timestep, conditioning.negative)
+    return unguided + step.guidance_scale * (velocity - unguided)

@@ -1,0 +1,94 @@
+"""Our loop, encoder and decoder against `diffusers.WanPipeline`: same seed, same latents, same frames."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKLWan, WanPipeline
+
+from runtime.components.denoiser import Denoiser
+from runtime.components.residency import Residency
+from runtime.components.video_decoder import PyTorchVideoDecoder
+from runtime.core.cancel import Cancel
+from runtime.core.plan import ExecutionPlan
+from runtime.models.spec import ModelSpec
+from runtime.models.weights import load_scheduler
+from runtime.pipeline.sampling import Conditioning, decode, denoise, get_noise, get_schedule
+from tests.conftest import tiny_plan
+from tests.tiny_models import ARCHITECTURES
+
+
+def _sample(spec: ModelSpec, plan: ExecutionPlan, residency: Residency) -> torch.Tensor:
+    def loading(_: str) -> None:
+        pass
+
+    with residency.text_encoder(spec, plan, loading) as encoder:
+        positive = encoder.encode(plan.prompt).embeds
+        negative = encoder.encode(plan.negative_prompt).embeds if plan.guidance_scale > 1 else None
+
+    @contextmanager
+    def expert(name: str) -> Iterator[Denoiser]:
+        with residency.denoiser(spec, plan, name, loading) as denoiser:
+            yield denoiser
+
+    scheduler = load_scheduler(spec)
+    latents = get_noise(plan)
+    steps = get_schedule(plan, scheduler, spec.boundary_ratio)
+    for done in denoise(latents, steps, scheduler, Conditioning(positive, negative), expert, Cancel()):
+        latents = done.latents
+    return latents
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("guidance", [(4.0, 2.5), (1.0, 1.0)])
+def test_latents_and_frames_equal_wan_pipeline(
+    architecture: str, guidance: tuple[float, float], tiny: Callable[[str], ModelSpec], tmp_path: Path
+) -> None:
+    spec = tiny(architecture)
+    scales = {"guidance_scale": guidance[0]}
+    if spec.experts > 1:
+        scales["guidance_scale_2"] = guidance[1]
+    plan = tiny_plan(spec, tmp_path / "x.mp4", negative_prompt="blue ball", **scales)
+    with Residency() as residency:
+        latents = _sample(spec, plan, residency)
+
+    pipeline = WanPipeline.from_pretrained(spec.directory)
+    pipeline.set_progress_bar_config(disable=True)
+    wanted = pipeline(
+        prompt=plan.prompt,
+        negative_prompt=plan.negative_prompt,
+        width=plan.width,
+        height=plan.height,
+        num_frames=plan.frames,
+        num_inference_steps=plan.steps,
+        generator=torch.Generator("cpu").manual_seed(plan.seed),
+        output_type="latent",
+        **scales,
+    ).frames
+    assert (latents - wanted).abs().max() < 1e-4
+    assert wanted.std() > 0.1
+
+    decoder = PyTorchVideoDecoder(pipeline.vae)
+    frames = torch.cat(list(decode(decoder, latents, plan.decode_chunk, Cancel())))
+    assert frames.shape == (plan.frames, plan.height, plan.width, 3)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("chunk", [1, 2, 3, 8])
+def test_decoding_in_chunks_equals_autoencoder_decode(
+    architecture: str, chunk: int, tiny: Callable[[str], ModelSpec]
+) -> None:
+    vae = AutoencoderKLWan.from_pretrained(tiny(architecture).directory, subfolder="vae").eval()
+    torch.manual_seed(5)
+    latents = torch.randn(1, vae.config.z_dim, 6, 4, 5)
+    mean, std = (torch.tensor(x).view(1, -1, 1, 1, 1) for x in (vae.config.latents_mean, vae.config.latents_std))
+    with torch.inference_mode():
+        wanted = vae.decode(latents * std + mean).sample[0].permute(1, 2, 3, 0)
+    pieces = list(PyTorchVideoDecoder(vae).frames(latents, chunk))
+    assert [len(piece) for piece in pieces][:1] == [1]
+    got = torch.cat(pieces)
+    assert got.shape == wanted.shape
+    assert np.abs(got.numpy() - wanted.numpy()).max() < 1e-5

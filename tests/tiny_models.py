@@ -1,0 +1,87 @@
+"""Builds tiny random models of each Wan architecture, in diffusers' format: real modules, a second's work."""
+
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.normalizers import Lowercase
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+
+WORDS = "a red blue boat ball on the sea sails left rolls right calm at night".split()
+ARCHITECTURES = ("wan2.1", "wan2.2-a14b", "wan2.2-ti2v-5b")
+
+
+def build(architecture: str, directory: Path, seed: int = 0) -> Path:
+    """Save a tiny random model of one of `ARCHITECTURES` into `directory` and return it."""
+    torch.manual_seed(seed)
+    large_vae = architecture == "wan2.2-ti2v-5b"
+    two_experts = architecture == "wan2.2-a14b"
+    pipeline = WanPipeline(
+        tokenizer=_tokenizer(),
+        text_encoder=_text_encoder(),
+        vae=_vae_ti2v() if large_vae else _vae(),
+        scheduler=UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=3.0
+        ),
+        transformer=_transformer(48 if large_vae else 16),
+        transformer_2=_transformer(16) if two_experts else None,
+        boundary_ratio=0.875 if two_experts else None,
+        expand_timesteps=large_vae,
+    )
+    pipeline.save_pretrained(directory)
+    return directory
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {word: index for index, word in enumerate(["<pad>", "</s>", "<unk>", *WORDS])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.normalizer = Lowercase()
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=512
+    )
+
+
+def _text_encoder() -> UMT5EncoderModel:
+    config = UMT5Config(vocab_size=32, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+    return UMT5EncoderModel(config).eval()
+
+
+def _transformer(channels: int) -> WanTransformer3DModel:
+    return WanTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=channels,
+        out_channels=channels,
+        text_dim=32,
+        freq_dim=32,
+        ffn_dim=48,
+        num_layers=2,
+        rope_max_seq_len=64,
+    ).eval()
+
+
+def _vae() -> AutoencoderKLWan:
+    return AutoencoderKLWan(base_dim=4, z_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1).eval()
+
+
+def _vae_ti2v() -> AutoencoderKLWan:
+    return AutoencoderKLWan(
+        base_dim=4,
+        decoder_base_dim=8,
+        z_dim=48,
+        dim_mult=[1, 2, 2, 2],
+        num_res_blocks=1,
+        is_residual=True,
+        in_channels=12,
+        out_channels=12,
+        patch_size=2,
+        scale_factor_spatial=16,
+        latents_mean=[0.1] * 48,
+        latents_std=[1.5] * 48,
+    ).eval()
