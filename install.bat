@@ -1,0 +1,49 @@
+@echo off
+rem Sets Tandem up in .venv beside this file, the first time and when the requirements change, and starts it.
+rem
+rem   install.bat                      the web app
+rem   install.bat generate "PROMPT"    any sub-command of app.py, with any arguments
+rem   install.bat test [PYTEST ARGS]   the tests, with the tools they need
+rem
+rem All this script does is find a Python from 3.10 to 3.13; tools\setup_env.py does the rest.
+rem TANDEM_PYTHON names the Python to use. Nothing outside this folder is changed.
+setlocal EnableExtensions DisableDelayedExpansion
+
+set "HELPER=%~dp0tools\setup_env.py"
+set "OWN=%~dp0.venv\Scripts\python.exe"
+set "PROBE=import sys, ensurepip, venv; sys.exit(not ((3, 10) <= sys.version_info[:2] <= (3, 13) and sys.maxsize > 2**32))"
+set "PY="
+
+if defined TANDEM_PYTHON goto named
+if exist "%~dp0.venv\tandem-install.json" call :consider "%OWN%"
+for %%V in (3.11 3.12 3.13 3.10) do if not defined PY call :consider py -%%V
+if not defined PY call :consider python
+if not defined PY call :consider python3
+if defined PY goto start
+echo Tandem setup: no 64-bit Python 3.10 to 3.13 was found; the py launcher knows of: 1>&2
+py -0 1>&2
+echo Tandem setup: install Python 3.11 from https://www.python.org/downloads/windows/ and run the same command again 1>&2
+set "CODE=2"
+goto end
+
+:named
+call :consider "%TANDEM_PYTHON%"
+if defined PY goto start
+echo Tandem setup: TANDEM_PYTHON is no 64-bit Python 3.10 to 3.13 that runs: "%TANDEM_PYTHON%" 1>&2
+echo Tandem setup: set it to one, or unset it to have one looked for 1>&2
+set "CODE=2"
+goto end
+
+:start
+%PY% -I -S "%HELPER%" %*
+set "CODE=%ERRORLEVEL%"
+
+:end
+rem Started by a double click, the window would close on what went wrong.
+if not "%CODE%"=="0" if "%~1"=="" pause
+exit /b %CODE%
+
+:consider
+%* -I -c "%PROBE%" >nul 2>nul
+if "%ERRORLEVEL%"=="0" set PY=%*
+exit /b 0

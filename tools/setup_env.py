@@ -1,0 +1,486 @@
+"""Sets Tandem up in `.venv` and starts it. `install.sh` and `install.bat` find a Python and call this.
+
+    setup_env.py [ARGS...]             sets up where needed, then `python app.py ARGS...`
+    setup_env.py test [PYTEST ARGS]    sets up with the test tools, then `python -m pytest`, in the repository root
+
+Runs on any Python from 3.10 with the standard library alone, before anything is installed. What it does:
+
+1. The stamp in `.venv` names the requirement files, the GPU and the Python that `.venv` was made for. All as
+   before: start at once. The stamp is removed before a change and written last, so a set-up that was interrupted
+   is never mistaken for a finished one.
+2. Otherwise, under a lock: make `.venv` (again, if its Python does not run), install the PyTorch build that
+   suits the machine, then the requirement files.
+
+Its own words go to standard error; standard input and output belong to the program it starts, which replaces
+this process (on Windows: whose exit code it returns). Exit codes of its own: 2 what went wrong and what to do
+about it, one line each; 130 stopped by Ctrl-C.
+"""
+
+import contextlib
+import csv
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+PYTHON = VENV / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
+STAMP = VENV / "tandem-install.json"
+LOG = VENV / "install.log"
+LOCK = ROOT / ".install.lock"  # not in .venv, which may be thrown away while it is held
+
+APP, GPU, DEV = "requirements.txt", "requirements-gpu.txt", "requirements-dev.txt"
+TORCH = "2.13.0"
+TORCH_RANGE = ((2, 11), (2, 13))  # the same range as in requirements.txt
+PYTHON_RANGE = ((3, 10), (3, 13))
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+CUDA_INDEX = "https://download.pytorch.org/whl/cu130"
+GB = 1_000_000_000
+DISK_NEEDED = {"cpu": 3 * GB, "cuda": 12 * GB}
+NVIDIA_SMI = ("/usr/lib/wsl/lib/nvidia-smi", r"C:\Windows\System32\nvidia-smi.exe")
+# How pip's log speaks of a package index that it cannot reach.
+NETWORK_WORDS = ("Retrying (", "ConnectionError", "ConnectTimeout", "ReadTimeout", "ProxyError", "Read timed out")
+
+
+class SetupError(Exception):
+    """Set-up cannot go on: what went wrong, and what the user can do about it."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(what)
+        self.what = what
+        self.remedy = remedy
+
+
+def say(text: str) -> None:
+    sys.stderr.write(f"Tandem setup: {text}\n")
+    sys.stderr.flush()
+
+
+def main(args: Sequence[str]) -> int:
+    testing = list(args[:1]) == ["test"]
+    try:
+        if not is_current(testing):
+            with install_lock():
+                if not is_current(testing):  # another set-up may have done it while this one waited
+                    install(testing)
+        if testing:
+            os.chdir(ROOT)
+            return start([str(PYTHON), "-m", "pytest", *args[1:]])
+        return start([str(PYTHON), str(ROOT / "app.py"), *args])
+    except SetupError as error:
+        say(error.what)
+        say(error.remedy)
+        return 2
+    except KeyboardInterrupt:
+        say("stopped; the same command goes on from here")
+        return 130
+    except OSError as error:
+        say(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
+        say(f"see that {ROOT} can be written to and its disk has room, then run the same command again")
+        return 2
+
+
+def start(command: list[str]) -> int:
+    if sys.platform != "win32":
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and an exec would hand that on
+        os.execv(command[0], command)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the program's to answer
+    return subprocess.call(command)
+
+
+# The stamp: what .venv was made for.
+
+
+def read_stamp() -> dict[str, Any]:
+    """The stamp, or an empty one where there is none to be read."""
+    try:
+        stamp = json.loads(STAMP.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return stamp if isinstance(stamp, dict) else {}
+
+
+def write_stamp(stamp: dict[str, Any]) -> None:
+    partial = STAMP.with_suffix(".partial")
+    partial.write_text(json.dumps(stamp, indent=1), "utf-8")
+    partial.replace(STAMP)
+
+
+def digest(name: str) -> str:
+    return hashlib.sha256((ROOT / name).read_bytes()).hexdigest()
+
+
+def is_current(testing: bool) -> bool:
+    """Whether `.venv` is as the requirement files, the GPU and TANDEM_PYTHON ask now. Takes milliseconds."""
+    stamp = read_stamp()
+    if not stamp:
+        return False
+    needed = [APP, *([DEV] if testing else []), *([GPU] if stamp.get("nvidia") else [])]
+    files = stamp.get("files", {})
+    return (
+        all(files.get(name) == digest(name) for name in needed)
+        and stamp.get("gpu_evidence") == gpu_evidence()
+        and ("TANDEM_PYTHON" not in os.environ or stamp.get("python") == own_version())
+        and (os.path.abspath(sys.executable) == str(PYTHON) or venv_version() is not None)  # noqa: PTH100 (resolve would leave .venv)
+    )
+
+
+def own_version() -> str:
+    return "{}.{}".format(*sys.version_info)
+
+
+@contextlib.contextmanager
+def install_lock() -> Iterator[None]:
+    """One set-up at a time in this folder. The system frees the lock with its holder, so it cannot go stale."""
+    with LOCK.open("a") as file:
+        os.set_inheritable(file.fileno(), True)  # pip holds it too, so that it counts when this process is killed
+        if not try_lock(file.fileno()):
+            say("another set-up is at work in this folder; waiting for it")
+            while not try_lock(file.fileno()):
+                time.sleep(0.3)
+        yield
+
+
+def try_lock(fd: int) -> bool:
+    try:
+        if sys.platform == "win32":
+            msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
+        else:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        say("this file system has no locks; do not start a second set-up here before this one is done")
+    return True
+
+
+# The machine.
+
+
+def gpu_evidence() -> str:
+    """What points to an NVIDIA GPU: "driver", the path of an nvidia-smi still to be asked, or nothing."""
+    if sys.platform == "darwin":
+        return ""
+    if any(Path("/proc/driver/nvidia/gpus").glob("*")) and any(Path("/dev").glob("nvidia[0-9]*")):
+        return "driver"
+    here = (path for path in NVIDIA_SMI if Path(path).is_file())
+    return shutil.which("nvidia-smi") or next(here, "")
+
+
+def has_nvidia_gpu(evidence: str) -> bool:
+    if evidence in ("", "driver"):
+        return evidence == "driver"
+    try:
+        answer = subprocess.run(
+            [evidence, "-L"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return answer.returncode == 0 and "GPU 0" in answer.stdout
+
+
+def check_disk(nvidia: bool) -> None:
+    needed = GB if installed_torch() else DISK_NEEDED["cuda" if nvidia else "cpu"]
+    free = shutil.disk_usage(ROOT).free
+    if free < needed:
+        raise SetupError(
+            f"the disk of {ROOT} has {free / GB:.1f} GB free; installing takes about {needed / GB:.0f} GB",
+            "free some space and run the same command again",
+        )
+
+
+# Installing.
+
+
+def install(testing: bool) -> None:
+    if sys.platform == "darwin" and os.uname().machine == "x86_64":
+        raise SetupError(
+            f"PyTorch {TORCH} is not made for Macs with an Intel processor, or for a Python that runs as one",
+            "use a Mac with an Apple processor and a Python made for it (arm64), or another machine",
+        )
+    began = time.monotonic()
+    testing = testing or DEV in read_stamp().get("files", {})  # what was there stays in step
+    evidence = gpu_evidence()
+    nvidia = has_nvidia_gpu(evidence)
+    check_disk(nvidia)
+    prepare_venv()
+    LOG.write_text("", "utf-8")
+    install_torch(nvidia)
+    names = [APP, *([DEV] if testing else [])]
+    say(f"installing the packages in {' and '.join(names)}")
+    pip("install", *(part for name in names for part in ("-r", str(ROOT / name))), doing="install the packages")
+    if nvidia:
+        names.append(GPU)
+        install_gpu_extras()
+    write_stamp(
+        {
+            "files": {name: digest(name) for name in names},
+            "python": venv_version(),
+            "torch": installed_torch(),
+            "nvidia": nvidia,
+            "gpu_evidence": evidence,
+        }
+    )
+    say(f"ready after {time.monotonic() - began:.0f} s")
+
+
+def prepare_venv() -> None:
+    """Leaves a `.venv` without a stamp whose Python and pip run, and whose packages are whole."""
+    if VENV.is_symlink() or VENV.exists():
+        flaw = venv_flaw()
+        if flaw is None:
+            finished = STAMP.exists()
+            STAMP.unlink(missing_ok=True)
+            if not finished:
+                drop_half_installed()
+            return
+        say(f"making .venv again: {flaw}")
+        if VENV.is_symlink() or not VENV.is_dir():
+            VENV.unlink()
+        else:
+            shutil.rmtree(VENV)
+    say(f"making .venv with Python {own_version()}")
+    made = subprocess.run(
+        [base_python(), "-I", "-m", "venv", str(VENV)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if made.returncode != 0:
+        last = (made.stdout.strip().splitlines() or ["no reason given"])[-1]
+        raise SetupError(
+            f"{base_python()} could not make a virtual environment: {last}",
+            "install its venv module (Debian and Ubuntu: the package python3-venv), "
+            "or name another Python in TANDEM_PYTHON; then run the same command again",
+        )
+
+
+def base_python() -> str:
+    """The Python to make `.venv` with: this one, or the one behind it where this one is `.venv`'s own."""
+    if sys.platform == "win32":
+        return str(getattr(sys, "_base_executable", sys.executable))
+    return str(Path(sys.executable).resolve())
+
+
+def venv_flaw() -> str | None:
+    """Why the `.venv` that is there cannot be used, or None."""
+    version = venv_version()
+    if version is None:
+        return "its Python does not run"
+    if "TANDEM_PYTHON" in os.environ and version != own_version():
+        return f"it has Python {version}, and TANDEM_PYTHON is {own_version()}"
+    major_minor = tuple(int(part) for part in version.split("."))
+    if not PYTHON_RANGE[0] <= major_minor <= PYTHON_RANGE[1]:
+        return f"it has Python {version}, which Tandem does not run on"
+    if ask_venv("import pip") is None:
+        return "its pip does not run"
+    return None
+
+
+def venv_version() -> str | None:
+    """The Python of `.venv` as "3.11", or None where it does not run or is not a virtual environment's."""
+    return ask_venv("import sys; assert sys.prefix != sys.base_prefix; print('%d.%d' % sys.version_info[:2])")
+
+
+def ask_venv(code: str) -> str | None:
+    try:
+        answer = subprocess.run(
+            [str(PYTHON), "-I", "-c", code], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        )
+    except OSError:
+        return None
+    return answer.stdout.strip() if answer.returncode == 0 else None
+
+
+def site_packages() -> Path:
+    if sys.platform == "win32":
+        return VENV / "Lib" / "site-packages"
+    return next(iter(VENV.glob("lib/python3*/site-packages")), VENV / "lib")
+
+
+def drop_half_installed() -> None:
+    """Has pip install again what an interrupted pip left incomplete.
+
+    pip goes by the `.dist-info` folder, which may be there before the last of its package's files are. Its
+    RECORD, written last, lists them.
+    """
+    for left in site_packages().glob("~*"):
+        shutil.rmtree(left, ignore_errors=True)
+    for info in site_packages().glob("*.dist-info"):
+        record = info / "RECORD"
+        try:
+            with record.open(encoding="utf-8", newline="") as file:
+                listed = [row[0] for row in csv.reader(file) if row and "__pycache__" not in row[0]]
+        except OSError:
+            listed = ["/missing"]
+        if not all((info.parent / name).exists() for name in listed):
+            say(f"{info.name.removesuffix('.dist-info')} is incomplete; installing it again")
+            shutil.rmtree(info)
+
+
+# PyTorch: the build that suits the machine.
+
+
+def installed_torch() -> str | None:
+    """The version of PyTorch in `.venv` ("2.13.0+cpu"), or None."""
+    for info in site_packages().glob("torch-*.dist-info"):
+        return info.name.removeprefix("torch-").removesuffix(".dist-info")
+    return None
+
+
+def install_torch(nvidia: bool) -> None:
+    there = installed_torch()
+    if there and suits(there, nvidia):
+        say(f"PyTorch {there} is already there")
+        return
+    requirement, index, size = choose_torch(nvidia)
+    say(f"installing PyTorch {requirement.partition('==')[2].lstrip('=')}: {size}")
+    if there:
+        pip("uninstall", "--yes", "torch", doing=f"remove PyTorch {there}")
+    pip("install", requirement, *index, doing="install PyTorch")
+
+
+def suits(version: str, nvidia: bool) -> bool:
+    """Whether this PyTorch will do. A CUDA build runs without a GPU; a CPU build never uses one."""
+    match = re.match(r"(\d+)\.(\d+)\.", version)
+    if match is None or not TORCH_RANGE[0] <= (int(match[1]), int(match[2])) <= TORCH_RANGE[1]:
+        return False
+    if not nvidia:
+        return True
+    return "+cu" in version if sys.platform == "win32" else not version.endswith("+cpu")
+
+
+def choose_torch(nvidia: bool) -> tuple[str, list[str], str]:
+    """What to ask pip for, the index to ask, and the size in words.
+
+    Without a GPU a `+cpu` build that pip finds as it is configured here comes first. On Linux, where the
+    ordinary package carries CUDA, PyTorch's own index of CPU builds is next, and the ordinary package last.
+    """
+    if sys.platform == "darwin" or (sys.platform == "win32" and not nvidia):
+        return f"torch=={TORCH}", [], "the ordinary package, a CPU build; about 0.2 GB to download"
+    cuda = "with CUDA; about 3 GB to download, 8 GB on disk"
+    if nvidia and sys.platform != "win32":
+        # Spelled with ===, since == would also take a +cpu build where pip is configured to see one.
+        return f"torch{'===' if TORCH in torch_versions() else '=='}{TORCH}", [], cuda
+    build, index, size = ("+cu", CUDA_INDEX, cuda) if nvidia else ("+cpu", CPU_INDEX, "about 0.2 GB to download")
+    here = torch_versions()
+    for options in ([], ["--index-url", index]):
+        for version in torch_versions(*options) if options else here:
+            if version.startswith(TORCH + build):
+                return f"torch=={version}", options, size
+    if TORCH not in here:
+        raise unreachable("PyTorch could not be installed")
+    if nvidia:
+        say(f"{index} cannot be reached: taking the ordinary package, a CPU build, which leaves the GPU unused")
+        return f"torch=={TORCH}", [], "about 0.2 GB to download"
+    say(f"{index} cannot be reached: taking the ordinary package, which carries CUDA though no GPU was found")
+    check_disk(nvidia=True)
+    return f"torch=={TORCH}", [], cuda
+
+
+def torch_versions(*options: str) -> list[str]:
+    """The builds of PyTorch that pip sees for this Python; none where it cannot reach an index.
+
+    `pip index` reads the list alone. A dry run of an install may download the whole package to look inside.
+    """
+    code, text = run_pip(["index", "versions", "torch", "--timeout", "15", "--retries", "1", *options])
+    listed = re.search(r"^Available versions: (.*)$", text, re.MULTILINE)
+    return listed[1].split(", ") if code == 0 and listed else []
+
+
+def install_gpu_extras() -> None:
+    say(f"installing the packages in {GPU}")
+    try:
+        pip("install", "-r", str(ROOT / GPU), doing=f"install the packages in {GPU}")
+    except SetupError as error:
+        say(f"going on without the packages in {GPU}: {error.what}")
+        say(f'to try them again: "{PYTHON}" -m pip install -r "{ROOT / GPU}"')
+
+
+# pip.
+
+
+def pip(*args: str, doing: str) -> None:
+    """Runs pip in `.venv`. Raises SetupError with pip's own reason."""
+    code, text = run_pip(["--no-input", *args])
+    if code == 0:
+        return
+    if "No space left on device" in text or "not enough space on the disk" in text:
+        raise SetupError(
+            f"could not {doing}: the disk is full",
+            f"free some space and run the same command again; pip's log: {LOG}",
+        )
+    if any(word in text for word in NETWORK_WORDS):
+        raise unreachable(f"could not {doing}")
+    reasons = re.findall(r"^ERROR: (.*)$", text, re.MULTILINE) or [f"pip ended with code {code}"]
+    raise SetupError(f"could not {doing}: {reasons[0]}", f"run the same command again; if it stays so, read {LOG}")
+
+
+def unreachable(what: str) -> SetupError:
+    return SetupError(
+        f"{what}: pip cannot reach the package index",
+        f"check the network (or pip's proxy and index settings) and run the same command again; pip's log: {LOG}",
+    )
+
+
+def run_pip(args: list[str]) -> tuple[int, str]:
+    """Runs pip with its words in the log, the last of them on a terminal. Returns its exit code and its words."""
+    scratch = VENV / "tmp"  # pip unpacks gigabytes: on the disk that was checked, not in /tmp
+    scratch.mkdir(exist_ok=True)
+    kept = {name: value for name, value in os.environ.items() if name not in ("PIP_TARGET", "PIP_PREFIX", "PIP_USER")}
+    said: list[str] = []
+    with (
+        LOG.open("a", encoding="utf-8") as log,
+        subprocess.Popen(
+            [str(PYTHON), "-I", "-u", "-X", "utf8", "-m", "pip", "--disable-pip-version-check", *args],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+            env=kept | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch)),
+            close_fds=False,  # hands on the lock, and nothing else: Python marks its files as not to be inherited
+        ) as process,
+    ):
+        log.write(f"$ pip {' '.join(args)}\n")
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                said.append(line)
+                log.write(line)
+                show_progress(line)
+        except BaseException:
+            process.terminate()
+            raise
+    show_progress("")
+    shutil.rmtree(scratch, ignore_errors=True)
+    return process.returncode, "".join(said)
+
+
+def show_progress(line: str) -> None:
+    """Shows a line in place of the last one, on a terminal; an empty one clears it."""
+    if sys.stderr.isatty():
+        width = max(shutil.get_terminal_size().columns - 4, 10)
+        sys.stderr.write(f"\r{line.strip()[:width].ljust(width)}\r")
+        sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
