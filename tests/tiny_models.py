@@ -11,7 +11,23 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
-WORDS = "a red blue boat ball on the sea sails left rolls right calm at night".split()
+WORDS = [
+    "a",
+    "red",
+    "blue",
+    "boat",
+    "ball",
+    "on",
+    "the",
+    "sea",
+    "sails",
+    "left",
+    "rolls",
+    "right",
+    "calm",
+    "at",
+    "night",
+]
 ARCHITECTURES = ("wan2.1", "wan2.2-a14b", "wan2.2-ti2v-5b")
 
 

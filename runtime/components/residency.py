@@ -42,7 +42,9 @@ class Residency:
         _return_memory()
 
     @contextmanager
-    def text_encoder(self, spec: ModelSpec, plan: ExecutionPlan, loading: Callable[[str], None]) -> Iterator[TextEncoder]:
+    def text_encoder(
+        self, spec: ModelSpec, plan: ExecutionPlan, loading: Callable[[str], None]
+    ) -> Iterator[TextEncoder]:
         """Lend the text encoder; `loading` is called with the component's name if it must be loaded."""
 
         def build() -> TextEncoder:

@@ -9,15 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-COMPONENTS = ("text_encoder", "transformer", "transformer_2", "vae")
-
-COMPONENT_TITLES = {
-    "text_encoder": "Text encoder",
-    "transformer": "High-noise transformer",
-    "transformer_2": "Low-noise transformer",
-    "vae": "VAE decoder",
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class ComponentPlan:
@@ -99,6 +90,17 @@ class ExecutionPlan:
     def seconds_of_video(self) -> float:
         """Length of the clip in seconds."""
         return self.frames / self.fps
+
+    def title(self, component: str) -> str:
+        """Return a component's name as people read it."""
+        if component == "transformer" and "transformer_2" not in self.components:
+            return "Transformer"
+        return {
+            "text_encoder": "Text encoder",
+            "transformer": "High-noise transformer",
+            "transformer_2": "Low-noise transformer",
+            "vae": "VAE decoder",
+        }[component]
 
     def request_json(self) -> dict[str, Any]:
         """Return the request with every value as used; `GenerationRequest.from_mapping` reads it back."""

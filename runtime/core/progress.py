@@ -16,7 +16,7 @@ from runtime.core.events import (
     VideoSaved,
     Warned,
 )
-from runtime.core.plan import COMPONENT_TITLES, ExecutionPlan
+from runtime.core.plan import ExecutionPlan
 
 # The first step also warms caches up; with this many or more it is left out of the median.
 _STEPS_FOR_MEDIAN = 3
@@ -97,16 +97,19 @@ class Progress:
         if self.stage is None:
             return "Preparing"
         title = STAGE_TITLES[self.stage]
-        if self.part and self.stage == "load":
-            return f"{title} the {COMPONENT_TITLES[self.part].lower().replace('vae', 'VAE')}"
+        if self.stage == "load" and self.part and self.plan:
+            part = self.plan.title(self.part)
+            return f"{title} the {part if part.startswith('VAE') else part.lower()}"
         return title
+
+    def at(self, now: float) -> "Progress":
+        """Return the same progress as seen at `now`, so that the time left counts down between events."""
+        return replace(self, now=now)
 
     def after(self, event: Event, now: float) -> "Progress":
         """Return the progress once `event` has happened at `now` (seconds of a monotonic clock)."""
         if isinstance(event, Planned):
-            return replace(
-                self, plan=event.plan, steps=event.plan.steps, frame_count=event.plan.frames, now=now
-            )
+            return replace(self, plan=event.plan, steps=event.plan.steps, frame_count=event.plan.frames, now=now)
         if isinstance(event, StageStarted):
             return replace(self, stage=event.stage, part=event.part, stage_started=now, now=now)
         if isinstance(event, StepDone):

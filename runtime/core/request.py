@@ -126,15 +126,15 @@ def _text(field: str, value: object) -> str:
 def _integer(field: str, value: object, low: int, high: int) -> int | Auto:
     if value == AUTO:
         return AUTO
-    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    if isinstance(value, bool) or not whole:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidRequestError(
             field, f"{label(field)} is {_shown(value)}, not a whole number.", f"Give one from {low} to {high}, or auto."
         )
-    number = int(value)  # type: ignore[call-overload]  # proven whole above
-    if not low <= number <= high:
-        raise InvalidRequestError(field, f"{label(field)} is {_shown(number)}.", f"Give one from {low} to {high}.")
-    return number
+    if not low <= value <= high:
+        raise InvalidRequestError(field, f"{label(field)} is {_shown(value)}.", f"Give one from {low} to {high}.")
+    return value
 
 
 def _number(field: str, value: object, low: float, high: float) -> float | Auto:

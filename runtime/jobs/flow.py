@@ -173,4 +173,6 @@ def _facts(saved: VideoSaved) -> dict[str, Any]:
 
 def _out_of_memory(plan: ExecutionPlan) -> Failed:
     where = "video memory (VRAM)" if plan.components["transformer"].device.startswith("cuda") else "memory (RAM)"
-    return Failed(f"This machine ran out of {where}.", "Ask for a smaller size or fewer frames, or close other programs.")
+    return Failed(
+        f"This machine ran out of {where}.", "Ask for a smaller size or fewer frames, or close other programs."
+    )

@@ -5,14 +5,12 @@ A job outlives the page that asked for it. Knows nothing about pages.
 
 import logging
 import queue
-import re
 import secrets
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +19,7 @@ from runtime.core.events import Cancelled, Event, Failed, TerminalEvent, VideoSa
 from runtime.core.plan import ExecutionPlan
 from runtime.core.progress import Progress
 from runtime.core.request import GenerationRequest
+from runtime.jobs.outputs import make_folder, output_path
 from runtime.manager.machine import probe
 from runtime.manager.planner import resolve
 from runtime.models.catalogue import find
@@ -30,7 +29,6 @@ State = Literal["queued", "running", "done", "failed", "cancelled"]
 
 # Finished jobs that can still be looked at; their videos stay on disk.
 _REMEMBERED = 50
-_SLUG_CHARACTERS = 40
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +74,7 @@ class Worker:
 
     Args:
         weights_dir: where models are looked for, beside the shipped ones.
-        outputs_dir: where videos go; made if missing.
+        outputs_dir: where videos go; made when a job is submitted.
     """
 
     def __init__(self, weights_dir: Path, outputs_dir: Path) -> None:
@@ -95,11 +93,11 @@ class Worker:
             TandemError: if it cannot be made; nothing is queued then.
         """
         spec = find(request.model, self._weights_dir)
-        job_id = secrets.token_hex(4)
-        output = self._outputs_dir / output_name(request.prompt, job_id, datetime.now(timezone.utc).astimezone())
-        job = Job(job_id, resolve(request, spec, probe(), output), spec)
+        make_folder(self._outputs_dir)
+        output = output_path(self._outputs_dir, request.prompt)
+        job = Job(secrets.token_hex(4), resolve(request, spec, probe(), output), spec)
         with self._lock:
-            self._jobs[job_id] = job
+            self._jobs[job.id] = job
             self._forget_old()
         self._queue.put(job)
         return job
@@ -135,8 +133,8 @@ class Worker:
 
     def _run(self) -> None:
         # torch takes seconds to import: here, so that the page is up meanwhile.
-        from runtime.components.residency import Residency  # noqa: PLC0415
-        from runtime.jobs.flow import run_job  # noqa: PLC0415
+        from runtime.components.residency import Residency
+        from runtime.jobs.flow import run_job
 
         with Residency() as residency:
             while (job := self._queue.get()) is not None:
@@ -145,7 +143,6 @@ class Worker:
                     continue
                 job.state = "running"
                 logger.info("Job %s: %d frames, seed %d", job.id, job.plan.frames, job.plan.seed)
-                self._outputs_dir.mkdir(parents=True, exist_ok=True)
                 run_job(job.plan, job.spec, job.record, job.cancel, residency)
                 logger.info("Job %s: %s", job.id, job.state)
 
@@ -153,12 +150,6 @@ class Worker:
         finished = [job for job in self._jobs.values() if job.state not in {"queued", "running"}]
         for job in finished[: max(len(finished) - _REMEMBERED, 0)]:
             del self._jobs[job.id]
-
-
-def output_name(prompt: str, job_id: str, now: datetime) -> str:
-    """Return a file name that sorts by time and says what it shows: 20261120-091500-a-red-boat-1a2b3c4d.mp4."""
-    slug = re.sub(r"[^a-z0-9]+", "-", prompt.lower())[:_SLUG_CHARACTERS].strip("-") or "video"
-    return f"{now:%Y%m%d-%H%M%S}-{slug}-{job_id}.mp4"
 
 
 def _end_state(event: TerminalEvent) -> State:

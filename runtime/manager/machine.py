@@ -99,7 +99,7 @@ def _torch_cuda() -> str | None:
 def _gpus() -> tuple[tuple[Gpu, ...], str | None]:
     """Return the NVIDIA GPUs and, where they cannot be read, why."""
     try:
-        import pynvml  # noqa: PLC0415 - only there with an NVIDIA GPU
+        import pynvml
     except ImportError:
         return (), "nvidia-ml-py is not installed" if shutil.which("nvidia-smi") else None
     try:

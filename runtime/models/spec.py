@@ -4,6 +4,7 @@ All arithmetic that follows from the architecture alone (strides, tokens, bytes,
 Knows nothing about machines or engines.
 """
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -56,7 +57,7 @@ class VaeSpec:
         dims = [self.decoder_base_dim * m for m in (self.dim_mult[-1], *reversed(self.dim_mult))]
         upsample_time = tuple(reversed(self.temperal_downsample))
         total = 2.0 * 27 * t * h * w * (self.z_dim * dims[0] + 4 * dims[0] ** 2)
-        for level, (before, out) in enumerate(zip(dims[:-1], dims[1:], strict=True)):
+        for level, (before, out) in enumerate(itertools.pairwise(dims)):
             enters = before // 2 if level and not self.is_residual else before
             convolutions = enters * out + out * out * (2 * self.num_res_blocks + 1)
             total += 2.0 * 27 * t * h * w * convolutions

@@ -21,9 +21,9 @@ PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
 
 # From Wan2.2's configuration (`sample_neg_prompt`), https://github.com/Wan-Video/Wan2.2.
 WAN_NEGATIVE_PROMPT = (
-    "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，JPEG压缩残留，"  # noqa: RUF001 - Chinese text
-    "丑陋的，残缺的，多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，"  # noqa: RUF001 - Chinese text
-    "杂乱的背景，三条腿，背景人很多，倒着走"  # noqa: RUF001 - Chinese text
+    "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，JPEG压缩残留，"
+    "丑陋的，残缺的，多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，"
+    "杂乱的背景，三条腿，背景人很多，倒着走"
 )
 
 
@@ -39,7 +39,8 @@ def read_spec(directory: Path, name: str) -> ModelSpec:
     """
     if not directory.is_dir():
         raise ModelError(
-            f"There is no model folder {directory}.", "Give a name from `models list`, or a folder in diffusers' format."
+            f"There is no model folder {directory}.",
+            "Give a name from `models list`, or a folder in diffusers' format.",
         )
     index = _read_json(directory / "model_index.json")
     family = index.get("_class_name")

@@ -127,7 +127,8 @@ def decode(decoder: VideoDecoder, latents: torch.Tensor, chunk: int, cancel: Can
     for frames in decoder.frames(latents, chunk):
         if not torch.isfinite(frames).all().item():
             raise BadResultError(
-                "The VAE gave values that are not numbers (NaN or Inf).", "The VAE's weights are damaged: copy them again."
+                "The VAE gave values that are not numbers (NaN or Inf).",
+                "The VAE's weights are damaged: copy them again.",
             )
         yield ((frames + 1.0) * 127.5).round().to(torch.uint8).cpu()
         cancel.check()

@@ -1,0 +1,33 @@
+"""How a command ends: an exit code, two lines for people, one JSON object for programs."""
+
+import json
+import sys
+from typing import Any
+
+from runtime.cli import show
+from runtime.core import settings
+
+DONE, DEFECT, USER_ERROR, CANCELLED = 0, 1, 2, 130
+
+
+def emit_json(value: dict[str, Any]) -> None:
+    """Write one JSON object as the last line of standard output."""
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+def refuse(what: str, remedy: str, *, as_json: bool) -> int:
+    """Say what the user can mend; return the exit code."""
+    show.error(what, remedy)
+    if as_json:
+        emit_json({"error": {"what": what, "remedy": remedy, "defect": False}})
+    return USER_ERROR
+
+
+def defect(what: str, *, as_json: bool) -> int:
+    """Say that the fault is ours, and where the details are; return the exit code."""
+    remedy = f"The details are in {settings.load().log_file}."
+    show.error(what, remedy)
+    if as_json:
+        emit_json({"error": {"what": what, "remedy": remedy, "defect": True}})
+    return DEFECT

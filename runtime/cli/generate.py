@@ -1,0 +1,90 @@
+"""`generate`: one job on this thread, with Ctrl-C as its cancel."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from runtime.cli import endings, show
+from runtime.components.residency import Residency
+from runtime.core import log, settings
+from runtime.core.cancel import Cancel
+from runtime.core.errors import InvalidRequestError
+from runtime.core.events import Cancelled, Event, Failed, VideoSaved, Warned
+from runtime.core.request import GenerationRequest
+from runtime.jobs.flow import run_job
+from runtime.jobs.outputs import make_folder, output_path
+from runtime.manager.machine import probe
+from runtime.manager.planner import resolve
+from runtime.models.catalogue import find
+from runtime.video.encode import check_target
+
+
+def generate(request: GenerationRequest, out: str | None, *, as_json: bool) -> int:
+    """Make one video and return the exit code."""
+    loaded = settings.load()
+    log.start(loaded.log_file)
+    spec = find(request.model, loaded.weights_dir)
+    plan = resolve(request, spec, probe(), _target(request, out, loaded.outputs_dir))
+    check_target(plan.output)
+    progress = show.ProgressLine()
+    ends: list[Event] = []
+
+    def emit(event: Event) -> None:
+        progress.event(event)
+        if isinstance(event, Warned):
+            show.warning(event.message)
+        if isinstance(event, VideoSaved | Failed | Cancelled):
+            ends.append(event)
+
+    with _cancel_on_signals() as cancel, Residency() as residency, progress.shown():
+        run_job(plan, spec, emit, cancel, residency)
+    (end,) = ends
+    if isinstance(end, VideoSaved):
+        _report(end)
+        if as_json:
+            endings.emit_json(end.result_json())
+        return endings.DONE
+    if isinstance(end, Failed):
+        if end.defect:
+            return endings.defect(end.what, as_json=as_json)
+        return endings.refuse(end.what, end.remedy, as_json=as_json)
+    show.line("Cancelled. Nothing was saved.")
+    return endings.CANCELLED
+
+
+def _target(request: GenerationRequest, out: str | None, outputs_dir: Path) -> Path:
+    if out is None:
+        make_folder(outputs_dir)
+        return output_path(outputs_dir, request.prompt)
+    if not out.isprintable() or not out.strip():
+        raise InvalidRequestError("out", "--out is empty or unreadable.", "Give a file name that ends in .mp4.")
+    return Path(out).expanduser().resolve()
+
+
+@contextmanager
+def _cancel_on_signals() -> Iterator[Cancel]:
+    """Lend a `Cancel` that the first Ctrl-C (or SIGTERM) requests; the second one stops at once."""
+    cancel = Cancel()
+
+    def handle(number: int, _: FrameType | None) -> None:
+        if cancel.requested:
+            raise KeyboardInterrupt
+        cancel.request()
+        show.line("Stopping…")
+
+    handled = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, handle) for number in handled]
+    try:
+        yield cancel
+    finally:
+        for number, handler in zip(handled, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _report(end: VideoSaved) -> None:
+    timings = end.timings
+    stages = ", ".join(f"{name} {timings[name]:.1f} s" for name in ("encode", "denoise", "decode", "mux"))
+    show.line(f"Saved {end.video}")
+    show.line(f"Seed {end.request['seed']} · {timings['total']:.1f} s ({stages}) · loading {end.load_seconds:.1f} s")

@@ -1,0 +1,82 @@
+"""`plan`, `models list` and `doctor`: what they find, for people on standard error, returned for programs."""
+
+from typing import Any
+
+from runtime.cli import show
+from runtime.core import settings
+from runtime.core.errors import TandemError
+from runtime.core.request import GenerationRequest
+from runtime.jobs.outputs import output_path
+from runtime.manager.doctor import examine
+from runtime.manager.machine import probe
+from runtime.manager.planner import resolve
+from runtime.models.catalogue import find, folders
+from runtime.models.wan import read_spec
+
+_MIB = 1 << 20
+
+
+def show_plan(request: GenerationRequest) -> dict[str, Any]:
+    """Print and return what would run where, and why."""
+    loaded = settings.load()
+    spec = find(request.model, loaded.weights_dir)
+    plan = resolve(request, spec, probe(), output_path(loaded.outputs_dir, request.prompt))
+    show.line(
+        f"{spec.title}: {plan.width}x{plan.height}, {plan.frames} frames ({plan.seconds_of_video:.1f} s at {plan.fps} "
+        f"fps), {plan.steps} steps, {plan.tokens:,} tokens, seed {plan.seed}"
+    )
+    show.table(
+        ("Component", "Runs on", "Weights", "Why"),
+        [
+            (plan.title(name), f"{part.backend}, {part.device}", _size(part.weights_bytes), part.reason)
+            for name, part in plan.components.items()
+        ],
+    )
+    stay = "parts stay loaded" if plan.keep_loaded else "parts are loaded one at a time"
+    show.line(f"Memory at the peak: about {_size(plan.memory_bytes)} ({stay})")
+    for message in plan.warnings:
+        show.warning(message)
+    return {"request": plan.request_json(), "plan": plan.to_json(), "warnings": list(plan.warnings)}
+
+
+def show_models() -> dict[str, Any]:
+    """Print and return the models at hand; one that cannot be used says why."""
+    rows, listed = [], []
+    for name, folder in folders(settings.load().weights_dir).items():
+        entry: dict[str, Any] = {"name": name, "folder": str(folder), "problem": None}
+        try:
+            spec = read_spec(folder, name)
+        except TandemError as error:
+            entry["problem"] = error.what
+            rows.append((name, "", "", f"{error.what} {error.remedy}"))
+        else:
+            defaults = spec.defaults
+            entry |= {
+                "title": spec.title,
+                "license": spec.license,
+                "parameters": sum(spec.parameters.values()),
+                "sizes": [list(size) for size in spec.sizes],
+                "frame_counts": list(spec.frame_counts),
+                "defaults": vars(defaults),
+            }
+            clip = f"{defaults.width}x{defaults.height}, {defaults.frames} frames, {defaults.steps} steps"
+            rows.append((name, f"{sum(spec.parameters.values()) / 1e6:,.1f} M", clip, spec.license))
+        listed.append(entry)
+    show.table(("Name", "Weights", "By default", "Licence"), rows)
+    return {"models": listed}
+
+
+def show_doctor() -> dict[str, Any]:
+    """Print and return what this machine has; "ok" is whether videos can be made."""
+    loaded = settings.load()
+    findings = examine(probe(), loaded.cache_dir, loaded.weights_dir)
+    marks = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
+    show.table(("", "What", "Found"), [(marks[found.state], found.name, found.detail) for found in findings])
+    for found in findings:
+        if found.fix:
+            show.line(f"{found.name}: {found.fix}")
+    return {"ok": all(found.state != "problem" for found in findings), "findings": [f.to_json() for f in findings]}
+
+
+def _size(count: int) -> str:
+    return f"{count / _MIB:,.0f} MiB"

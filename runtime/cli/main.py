@@ -1,0 +1,149 @@
+"""Parses the command line, and turns every ending into text for people, JSON for programs and an exit code.
+
+Exit codes: 0 done; 2 the user's to mend; 1 a defect of ours; 130 cancelled.
+"""
+
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from typer.exceptions import TyperException
+
+from runtime import __version__
+from runtime.cli import show
+from runtime.cli.endings import CANCELLED, DEFECT, DONE, USER_ERROR, defect, emit_json, refuse
+from runtime.cli.request_flags import taking_request
+from runtime.core import log, settings
+from runtime.core.errors import SettingsError, TandemError
+from runtime.core.request import GenerationRequest
+
+logger = logging.getLogger(__name__)
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="End standard output with one JSON object on its last line.")]
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+models_app = typer.Typer(help="The catalogue of models.", no_args_is_help=True)
+app.add_typer(models_app, name="models")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit."""
+    sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command and return its exit code."""
+    wants_json = "--json" in arguments
+    try:
+        code = app(arguments, prog_name="app.py", standalone_mode=False)
+        return code if isinstance(code, int) else DONE
+    except TandemError as error:
+        return refuse(error.what, error.remedy, as_json=wants_json)
+    except TyperException as error:
+        what = error.format_message().strip()
+        return refuse(what if what.endswith(".") else f"{what}.", _usage(arguments), as_json=wants_json)
+    except (KeyboardInterrupt, typer.Abort):
+        show.line("Cancelled.")
+        return CANCELLED
+    except BrokenPipeError:
+        # Whoever read our output is gone; there is nobody to tell.
+        sys.stderr.close()
+        return DEFECT
+    except Exception as error:  # a defect: one line here, the rest in the log
+        logger.exception("A command failed")
+        return defect(f"Something broke inside Tandem: {error!r}", as_json=wants_json)
+
+
+def _usage(arguments: list[str]) -> str:
+    known = {"generate", "plan", "doctor"}
+    command = next((word for word in arguments if word in known), "models" if "models" in arguments else "")
+    return f"See: python app.py {command} --help".replace("  ", " ")
+
+
+@app.callback(invoke_without_command=True)
+def web(
+    context: typer.Context,
+    host: Annotated[str | None, typer.Option(help="Address to listen on. [default: 127.0.0.1]")] = None,
+    port: Annotated[str | None, typer.Option(help="Port to listen on. [default: 7860]")] = None,
+    auth: Annotated[
+        str | None, typer.Option(metavar="USER:PASSWORD", help="Ask for a password; needed beyond 127.0.0.1.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME|DIR", help="The model to start with. [default: diorama]")
+    ] = None,
+    no_browser: Annotated[bool, typer.Option("--no-browser", help="Do not open a browser.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+) -> None:
+    """Tandem turns a sentence into a video. Without a command it starts the web app."""
+    flags = {"host": host, "port": port, "auth": auth, "model": model, "browser": False if no_browser else None}
+    if context.invoked_subcommand is not None:
+        given = next((name for name, value in flags.items() if value is not None), None)
+        if given:
+            raise SettingsError(
+                f"--{'no-browser' if given == 'browser' else given} before a command is the web app's flag.",
+                f"Put the command's own flags after it: python app.py {context.invoked_subcommand} --help",
+            )
+        return
+    if version:
+        sys.stdout.write(f"{__version__}\n")
+        return
+    loaded = settings.load(flags)
+    log.start(loaded.log_file)
+    from runtime.ui.app import launch
+
+    launch(loaded)
+
+
+@app.command()
+@taking_request
+def generate(
+    request: GenerationRequest,
+    out: Annotated[
+        str | None,
+        typer.Option(metavar="FILE.mp4", help="Where the video goes; replaced once the new one is whole."),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> int:
+    """Make one video."""
+    from runtime.cli.generate import generate as run_generate
+
+    return run_generate(request, out, as_json=as_json)
+
+
+@app.command()
+@taking_request
+def plan(request: GenerationRequest, as_json: JsonFlag = False) -> None:
+    """Say what would run where, and why; run nothing."""
+    from runtime.cli.inform import show_plan
+
+    result = show_plan(request)
+    if as_json:
+        emit_json(result)
+
+
+@models_app.command("list")
+def models_list(as_json: JsonFlag = False) -> None:
+    """List the models at hand."""
+    from runtime.cli.inform import show_models
+
+    result = show_models()
+    if as_json:
+        emit_json(result)
+
+
+@app.command()
+def doctor(as_json: JsonFlag = False) -> int:
+    """Say what this machine has, what is missing, and what to do about it."""
+    from runtime.cli.inform import show_doctor
+
+    result = show_doctor()
+    if as_json:
+        emit_json(result)
+    return DONE if result["ok"] else USER_ERROR

@@ -1,0 +1,114 @@
+"""Text for people, on standard error: lines, tables, and the live progress line."""
+
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from runtime.core.events import Event
+from runtime.core.progress import Progress
+
+_BAR = 24
+_REFRESH_SECONDS = 0.2
+
+
+def console() -> Console:
+    """Return a console on standard error, as it is now."""
+    return Console(file=sys.stderr, highlight=False, soft_wrap=True)
+
+
+def line(text: str) -> None:
+    """Print one line."""
+    console().print(Text(text))
+
+
+def error(what: str, remedy: str) -> None:
+    """Print one line that says what is wrong and one that says what to do."""
+    console().print(Text("Error: ", style="bold red") + Text(_one_line(what)))
+    console().print(Text("To do: ", style="bold") + Text(_one_line(remedy)))
+
+
+def warning(text: str) -> None:
+    """Print a warning."""
+    console().print(Text("Note: ", style="yellow") + Text(_one_line(text)))
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table."""
+    grid = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
+    for heading in headings:
+        grid.add_column(heading, overflow="fold")
+    for row in rows:
+        grid.add_row(*(Text(cell) for cell in row))
+    console().print(grid, soft_wrap=False)
+
+
+class ProgressLine:
+    """The live line of one job; on a pipe, one line per stage."""
+
+    def __init__(self) -> None:
+        self._console = console()
+        self._live = self._console.is_terminal
+        self._progress = Progress()
+        self._lock = threading.Lock()
+        self._last_title = ""
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show the line while the body runs."""
+        if not self._live:
+            yield
+            return
+        with Live(
+            get_renderable=self._render, console=self._console, refresh_per_second=1 / _REFRESH_SECONDS, transient=True
+        ):
+            yield
+
+    def event(self, event: Event) -> None:
+        """Take an event in."""
+        with self._lock:
+            self._progress = self._progress.after(event, time.monotonic())
+            title = self._progress.title
+        if not self._live and self._progress.stage and title != self._last_title:
+            self._last_title = title
+            self._console.print(Text(f"{title}…"))
+
+    def _render(self) -> Text:
+        with self._lock:
+            progress = self._progress.at(time.monotonic())
+        return Text(progress_text(progress), no_wrap=True, overflow="ellipsis")
+
+
+def progress_text(progress: Progress) -> str:
+    """Return the progress line: bar, stage, step, seconds per step, time left."""
+    done = round(progress.fraction * _BAR)
+    parts = [f"{'━' * done}{'╌' * (_BAR - done)} {progress.title}"]
+    if progress.stage == "denoise":
+        parts.append(f"step {progress.step}/{progress.steps}")
+        if progress.seconds_per_step is not None:
+            parts.append(f"{progress.seconds_per_step:.2f} s/step")
+    if progress.stage == "decode":
+        parts.append(f"{progress.frames}/{progress.frame_count} frames")
+    if progress.seconds_left is not None:
+        parts.append(f"{duration(progress.seconds_left)} left")
+    return " · ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as people say them: "8 s", "3 min 5 s", "1 h 2 min"."""
+    whole = round(seconds)
+    minutes, rest = divmod(whole, 60)
+    hours, minutes_rest = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes_rest} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,32 @@
+"""Where videos go when nobody says."""
+
+import re
+import secrets
+from datetime import datetime, timezone
+from pathlib import Path
+
+from runtime.core.errors import OutputError
+
+_SLUG_CHARACTERS = 40
+
+
+def output_path(outputs_dir: Path, prompt: str) -> Path:
+    """Return a new path that sorts by time and says what it shows: 20261120-091500-a-red-boat-1a2b3c.mp4."""
+    slug = re.sub(r"[^a-z0-9]+", "-", prompt.lower())[:_SLUG_CHARACTERS].strip("-") or "video"
+    now = datetime.now(timezone.utc).astimezone()
+    return outputs_dir / f"{now:%Y%m%d-%H%M%S}-{slug}-{secrets.token_hex(3)}.mp4"
+
+
+def make_folder(outputs_dir: Path) -> None:
+    """Make the folder of videos if it is missing.
+
+    Raises:
+        OutputError: if it cannot be made.
+    """
+    try:
+        outputs_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(
+            f"The folder {outputs_dir} cannot be made: {error.strerror}.",
+            "Set TANDEM_CACHE_DIR to a folder that you can write to.",
+        ) from error
