@@ -1,6 +1,6 @@
 """Noisy latents to predicted velocity: one expert. Knows nothing about schedules or guidance."""
 
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -29,16 +29,15 @@ class PyTorchDenoiser:
         self._module = module
         self._expand = expand_timesteps
         self._patch = patch_size
-        parameter = module.patch_embedding.weight  # type: ignore[union-attr]  # norms stay in float32, this does not
-        self._dtype = parameter.dtype
+        # Norms stay in float32 whatever the model's dtype; the patch embedding does not.
+        self._dtype: torch.dtype = cast("Any", module).patch_embedding.weight.dtype
 
     @torch.inference_mode()
     def __call__(self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor) -> torch.Tensor:
         """See `Denoiser`."""
         batch, _, frames, height, width = latents.shape
-        shape = (batch,)
-        if self._expand:
-            shape = (batch, frames * (height // self._patch[1]) * (width // self._patch[2]))
+        tokens = frames * (height // self._patch[1]) * (width // self._patch[2])
+        shape: tuple[int, ...] = (batch, tokens) if self._expand else (batch,)
         output: torch.Tensor = self._module(
             hidden_states=latents.to(self._dtype),
             timestep=timestep.expand(shape),

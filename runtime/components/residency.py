@@ -76,7 +76,7 @@ class Residency:
         """Lend the VAE's decoder."""
 
         def build() -> VideoDecoder:
-            return PyTorchVideoDecoder(load_module(spec, "vae", plan.components["vae"]))  # type: ignore[arg-type]
+            return PyTorchVideoDecoder(load_module(spec, "vae", plan.components["vae"]))
 
         with self._lend(spec, plan, "vae", build, loading) as part:
             yield part

@@ -70,8 +70,8 @@ class PeakMemory:
     def bytes(self) -> int:
         """Return the peak so far, in bytes."""
         if self._cuda:
-            return torch.cuda.max_memory_allocated(self._cuda)
-        return max(self._peak, self._process.memory_info().rss)
+            return int(torch.cuda.max_memory_allocated(self._cuda))
+        return max(self._peak, int(self._process.memory_info().rss))
 
     def _sample(self) -> None:
         while not self._stop.wait(_SAMPLE_SECONDS):

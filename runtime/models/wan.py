@@ -76,7 +76,7 @@ def read_spec(directory: Path, name: str) -> ModelSpec:
             transformer=transformer,
             experts=experts,
             vae=vae,
-            boundary_ratio=float(boundary) if experts > 1 else None,
+            boundary_ratio=None if boundary is None else float(boundary),
             scheduler=str(_read_json(directory / "scheduler" / "scheduler_config.json")["_class_name"]),
             expand_timesteps=bool(index.get("expand_timesteps", False)),
             max_sequence_length=MAX_SEQUENCE_LENGTH,
