@@ -240,6 +240,7 @@ def install(testing: bool) -> None:
 
 def prepare_venv() -> None:
     """Leaves a `.venv` without a stamp whose Python and pip run, and whose packages are whole."""
+    base = base_python()  # asked now: it may be found through the .venv that goes
     if VENV.is_symlink() or VENV.exists():
         flaw = venv_flaw()
         if flaw is None:
@@ -255,7 +256,7 @@ def prepare_venv() -> None:
             shutil.rmtree(VENV)
     say(f"making .venv with Python {own_version()}")
     made = subprocess.run(
-        [base_python(), "-I", "-m", "venv", str(VENV)],
+        [base, "-I", "-m", "venv", str(VENV)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -266,7 +267,7 @@ def prepare_venv() -> None:
     if made.returncode != 0:
         last = (made.stdout.strip().splitlines() or ["no reason given"])[-1]
         raise SetupError(
-            f"{base_python()} could not make a virtual environment: {last}",
+            f"{base} could not make a virtual environment: {last}",
             "install its venv module (Debian and Ubuntu: the package python3-venv), "
             "or name another Python in TANDEM_PYTHON; then run the same command again",
         )

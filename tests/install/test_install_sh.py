@@ -1,0 +1,247 @@
+"""install.sh from end to end, with real virtual environments and a real pip, on tiny packages from a folder."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.install.conftest import Repo, path_of, report
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="install.bat is Windows' own")
+
+
+def fake_python(folder: Path, name: str, script: str) -> None:
+    (folder / name).write_text(f"#!/usr/bin/env bash\n{script}\n", "utf-8")
+    (folder / name).chmod(0o755)
+
+
+def test_sets_up_from_nothing_and_starts_the_app(
+    installed: tuple[Repo, "subprocess.CompletedProcess[str]"],
+) -> None:
+    repo, first = installed
+    told = report(first)  # standard output is the program's alone, or this would be no JSON
+    assert told["arguments"] == [b"first".hex()]
+    assert told["prefix"] == str(repo.root / ".venv")
+    assert told["cwd"] == str(repo.root.parents[1]), "the program runs where the user is"
+    assert "Tandem setup: installing PyTorch 2.13.0+cpu" in first.stderr
+    assert json.loads(repo.stamp.read_text("utf-8"))["torch"] == "2.13.0+cpu"
+    assert not (repo.root / ".venv/tmp").exists()
+
+
+def test_arguments_reach_the_program_as_they_are(shared: Repo) -> None:
+    arguments = [
+        b"generate", b"a red boat", b"", b" ", b'"', b"'", b"it's \"so\"", b"*", b"[a-z]?", b"$HOME", b"`ls`", b"$(ls)",
+        b"back\\slash", b"two\nlines", b"tab\t", b"!x", b"a&b|c;d", b"--flag=a b", b"--", b"-I", b"\xff",
+        "ünï 红船".encode(),
+    ]  # fmt: skip
+    assert report(shared.run(*arguments))["arguments"] == [argument.hex() for argument in arguments]
+    assert report(shared.run())["arguments"] == []
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 130])
+def test_exit_code_is_the_programs(shared: Repo, code: int) -> None:
+    assert shared.run("exit", str(code)).returncode == code
+
+
+def test_standard_input_reaches_the_program_also_while_setting_up(repo: Repo) -> None:
+    repo.stamp.unlink()
+    assert repo.run("read", stdin="a prompt").stdout == "a prompt\n"
+
+
+def test_ctrl_c_reaches_the_program(shared: Repo) -> None:
+    process = shared.start("wait")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waiting\n"
+    process.send_signal(signal.SIGINT)  # the program has taken install.sh's place
+    assert process.communicate(timeout=10)[0] == "the program was interrupted\n"
+    assert process.returncode == 130
+
+
+def test_second_run_calls_no_pip_and_is_quick(repo: Repo) -> None:
+    (repo.site_packages() / "pip/__init__.py").write_text("raise SystemExit('pip was called')", "utf-8")
+    seconds = []
+    for _ in range(3):
+        began = time.monotonic()
+        done = repo.run("again")
+        seconds.append(time.monotonic() - began)
+        report(done)
+        assert done.stderr == ""
+    assert min(seconds) < 0.3 * (1 + os.getloadavg()[0])  # a busy machine is given its time
+
+
+def test_changed_requirements_are_installed(repo: Repo) -> None:
+    repo.require("tinydep==2.0")
+    done = repo.run()
+    assert report(done)["tinydep"] == 2
+    assert "PyTorch 2.13.0+cpu is already there" in done.stderr
+
+
+def test_test_installs_the_test_tools_and_runs_pytest_in_the_repository(repo: Repo, tmp_path: Path) -> None:
+    done = repo.run("test", "-k", "a b", cwd=tmp_path)
+    assert report(done) == {"pytest": ["-k", "a b"], "cwd": str(repo.root)}
+    repo.require("tinydep==2.0")
+    assert "requirements-dev.txt" in repo.run().stderr, "the test tools stay in step"
+
+
+def test_works_through_a_link(shared: Repo, tmp_path: Path) -> None:
+    link = tmp_path / "tandem"
+    link.symlink_to(os.path.relpath(shared.command, tmp_path))
+    done = subprocess.run([link, "x"], capture_output=True, text=True, env=shared.environment, check=False)
+    assert report(done)["prefix"] == str(shared.root / ".venv")
+
+
+# What goes wrong on the way.
+
+
+def test_interrupted_install_is_repaired(repo: Repo) -> None:
+    repo.stamp.unlink()
+    (repo.site_packages() / "tinydep/part.py").unlink()  # pip was stopped before the last file...
+    (repo.site_packages() / "tinydep-1.0.dist-info/RECORD").unlink()  # ...and before the list of them
+    (repo.site_packages() / "~orch").mkdir()
+    done = repo.run()
+    assert report(done)["tinydep"] == 1
+    assert "tinydep-1.0 is incomplete; installing it again" in done.stderr
+    assert not (repo.site_packages() / "~orch").exists()
+
+
+def test_package_with_missing_files_is_repaired(repo: Repo) -> None:
+    repo.stamp.unlink()
+    (repo.site_packages() / "tinydep/part.py").unlink()
+    assert report(repo.run())["tinydep"] == 1
+
+
+def test_killed_in_the_middle_leaves_no_stamp_and_goes_on(repo: Repo) -> None:
+    repo.require("tinydep==2.0")
+    process = repo.start()
+    assert process.stderr is not None
+    while "installing the packages" not in process.stderr.readline():
+        assert process.poll() is None
+    process.kill()
+    process.communicate()
+    assert not repo.stamp.exists()
+    assert report(repo.run())["tinydep"] == 2  # waits for the pip left behind, which holds the lock
+
+
+def test_python_that_no_longer_runs_is_replaced(repo: Repo, tmp_path: Path) -> None:
+    repo.python.unlink()
+    repo.python.symlink_to("/no/such/python")
+    shims = tmp_path / "shims"
+    shims.mkdir()
+    fake_python(shims, "python3.11", "exit 127")  # on PATH, but runs no more than the other: the next is taken
+    done = repo.run(PATH=f"{shims}:{repo.environment['PATH']}")
+    assert report(done)["tinydep"] == 1
+    assert "making .venv again: its Python does not run" in done.stderr
+
+
+def test_half_made_environment_is_replaced(repo: Repo) -> None:
+    repo.stamp.unlink()
+    shutil.rmtree(repo.site_packages() / "pip")
+    done = repo.run()
+    assert report(done)["tinydep"] == 1
+    assert "making .venv again: its pip does not run" in done.stderr
+
+
+def test_stamp_that_cannot_be_read_is_no_stamp(repo: Repo) -> None:
+    repo.stamp.write_text('{"files": {"requ', "utf-8")
+    assert "ready after" in repo.run().stderr
+
+
+def test_lock_file_without_a_holder_holds_up_nothing(repo: Repo) -> None:
+    (repo.root / ".install.lock").write_text("99999\n", "utf-8")
+    repo.stamp.unlink()
+    done = repo.run()
+    report(done)
+    assert "another set-up" not in done.stderr
+
+
+def test_waits_for_another_set_up_and_takes_over_its_result(repo: Repo) -> None:
+    import fcntl  # not on Windows
+
+    stamp = repo.stamp.read_text("utf-8")
+    repo.stamp.unlink()
+    with (repo.root / ".install.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        process = repo.start()
+        assert process.stderr is not None
+        assert "another set-up is at work" in process.stderr.readline()
+        repo.stamp.write_text(stamp, "utf-8")
+    output, errors = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert json.loads(output)["tinydep"] == 1
+    assert errors == "", "the other one did the work"
+
+
+def test_pip_that_fails_gives_two_lines_and_exit_code_2(repo: Repo) -> None:
+    repo.require("tinydep==3.0")
+    done = repo.run()
+    assert done.returncode == 2
+    assert done.stdout == ""
+    what, remedy = done.stderr.splitlines()[-2:]
+    assert what.startswith("Tandem setup: could not install the packages: ")
+    assert "tinydep==3.0" in what
+    assert remedy == f"Tandem setup: run the same command again; if it stays so, read {repo.log}"
+    assert "tinydep==3.0" in repo.log.read_text("utf-8")
+    repo.require("tinydep==1.0")
+    report(repo.run())
+
+
+def test_no_network_is_named_as_such(repo: Repo) -> None:
+    repo.require("tinydep==3.0")
+    del repo.environment["PIP_NO_INDEX"]
+    done = repo.run(PIP_INDEX_URL="http://127.0.0.1:9/simple", PIP_RETRIES="1")
+    assert done.returncode == 2
+    what, remedy = done.stderr.splitlines()[-2:]
+    assert what == "Tandem setup: could not install the packages: pip cannot reach the package index"
+    assert "check the network" in remedy
+    assert str(repo.log) in remedy
+
+
+def test_gpu_package_that_fails_is_a_warning(repo: Repo, tmp_path: Path) -> None:
+    smi = tmp_path / "smi" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text("#!/usr/bin/env bash\necho 'GPU 0: Test (UUID: GPU-1)'\n", "utf-8")
+    smi.chmod(0o755)
+    path = f"{smi.parent}:{repo.environment['PATH']}"
+    done = repo.run(PATH=path)
+    report(done)
+    assert "going on without the packages in requirements-gpu.txt" in done.stderr
+    assert repo.run(PATH=path).stderr == ""
+
+
+# Which Python.
+
+
+def test_no_python_names_what_was_found(repo: Repo, tmp_path: Path) -> None:
+    shutil.rmtree(repo.root / ".venv")
+    path = path_of(tmp_path / "bin", ["bash", "env", "dirname", "readlink"])
+    fake_python(Path(path), "python3", "echo 3.9.18")
+    fake_python(Path(path), "python3.12", "echo 'pyenv: python3.12: command not found' >&2; exit 127")
+    done = repo.run(PATH=path)
+    assert (done.returncode, done.stdout) == (2, "")
+    what, remedy = done.stderr.splitlines()
+    assert what.endswith(f"found: {path}/python3 (3.9.18)")
+    assert "install Python 3.11" in remedy
+
+
+def test_python_without_venv_names_the_package(repo: Repo, tmp_path: Path) -> None:
+    shutil.rmtree(repo.root / ".venv")
+    path = path_of(tmp_path / "bin", ["bash", "env", "dirname", "readlink"])
+    fake_python(Path(path), "python3.11", "echo 3.11.2 without its venv module")
+    done = repo.run(PATH=path)
+    assert done.returncode == 2
+    assert "python3-venv" in done.stderr.splitlines()[1]
+
+
+def test_tandem_python_is_checked_and_used(shared: Repo) -> None:
+    done = shared.run(TANDEM_PYTHON="/no/such/python")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0].endswith(": /no/such/python")
+    done = shared.run(TANDEM_PYTHON=sys.executable)
+    report(done)
+    assert done.stderr == "", "the same version: .venv stays"

@@ -1,0 +1,171 @@
+"""What tools/setup_env.py decides: the build of PyTorch, the disk, the Mac. And that install.bat hangs together."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.install.conftest import REPO
+
+GPUS = [pytest.param(False, id="no-gpu"), pytest.param(True, id="gpu")]
+
+
+@pytest.fixture
+def setup_env(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("setup_env", REPO / "tools/setup_env.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "VENV", tmp_path / ".venv")
+    monkeypatch.setattr(module, "check_disk", lambda nvidia: None)
+    return module
+
+
+def offer(monkeypatch: pytest.MonkeyPatch, module: ModuleType, configured: list[str], **indexes: list[str]) -> None:
+    """Has pip see these builds of PyTorch as it is configured, and on the CPU and CUDA indexes."""
+    urls = {module.CPU_INDEX: indexes.get("cpu", []), module.CUDA_INDEX: indexes.get("cuda", [])}
+    monkeypatch.setattr(module, "torch_versions", lambda *options: urls[options[1]] if options else configured)
+
+
+PYPI = ["2.15.0", "2.13.0", "2.11.0"]
+
+
+def test_linux_without_gpu_takes_a_cpu_build_that_pip_is_configured_to_see(
+    setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    offer(monkeypatch, setup_env, ["2.13.0+cpu", *PYPI], cpu=["2.13.0+cpu"])
+    assert setup_env.choose_torch(False)[:2] == ("torch==2.13.0+cpu", [])
+
+
+def test_linux_without_gpu_takes_the_cpu_index(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    offer(monkeypatch, setup_env, PYPI, cpu=["2.13.0+cpu"])
+    assert setup_env.choose_torch(False)[:2] == ("torch==2.13.0+cpu", ["--index-url", setup_env.CPU_INDEX])
+
+
+def test_linux_without_gpu_or_cpu_index_takes_the_large_build_and_says_so(
+    setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    offer(monkeypatch, setup_env, PYPI)
+    requirement, index, size = setup_env.choose_torch(False)
+    assert (requirement, index) == ("torch==2.13.0", [])
+    assert "3 GB" in size
+    assert "cannot be reached: taking the ordinary package, which carries CUDA" in capsys.readouterr().err
+
+
+def test_linux_with_gpu_takes_no_cpu_build(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    offer(monkeypatch, setup_env, ["2.13.0+cpu", *PYPI])
+    assert setup_env.choose_torch(True)[:2] == ("torch===2.13.0", [])
+
+
+def test_windows(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    offer(monkeypatch, setup_env, PYPI, cuda=["2.13.0+cu130"])
+    assert setup_env.choose_torch(False)[:2] == ("torch==2.13.0", [])
+    assert setup_env.choose_torch(True)[:2] == ("torch==2.13.0+cu130", ["--index-url", setup_env.CUDA_INDEX])
+    offer(monkeypatch, setup_env, PYPI)
+    assert setup_env.choose_torch(True)[:2] == ("torch==2.13.0", [])
+
+
+@pytest.mark.parametrize("nvidia", GPUS)
+def test_mac_takes_the_ordinary_package(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch, nvidia: bool) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert setup_env.choose_torch(nvidia)[:2] == ("torch==2.13.0", [])
+
+
+def test_no_index_at_all_is_said_before_a_download_is_announced(
+    setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    offer(monkeypatch, setup_env, [])
+    with pytest.raises(setup_env.SetupError, match="cannot reach the package index"):
+        setup_env.choose_torch(False)
+
+
+@pytest.mark.parametrize(
+    ("platform", "version", "nvidia", "suits"),
+    [
+        ("linux", "2.13.0+cpu", False, True),
+        ("linux", "2.13.0", False, True),
+        ("linux", "2.11.0+rocm6.4", False, True),
+        ("linux", "2.13.0+cpu", True, False),
+        ("linux", "2.13.0", True, True),
+        ("linux", "2.10.0", True, False),
+        ("linux", "2.14.0", False, False),
+        ("win32", "2.13.0", True, False),
+        ("win32", "2.13.0+cu130", True, True),
+    ],
+)
+def test_which_pytorch_that_is_there_will_do(
+    setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch, platform: str, version: str, nvidia: bool, suits: bool
+) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    assert setup_env.suits(version, nvidia) is suits
+
+
+def test_nvidia_smi_that_lists_no_gpu_is_no_gpu(setup_env: ModuleType, tmp_path: Path) -> None:
+    for name, script in {
+        "none": "echo 'No devices were found'",
+        "broken": "exit 9",
+        "one": "echo 'GPU 0: Test'",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n", "utf-8")
+        (tmp_path / name).chmod(0o755)
+    found = {name: setup_env.has_nvidia_gpu(str(tmp_path / name)) for name in ("none", "broken", "one", "absent")}
+    assert found == {"none": False, "broken": False, "one": True, "absent": False}
+    assert setup_env.has_nvidia_gpu("driver")
+    assert not setup_env.has_nvidia_gpu("")
+
+
+@pytest.mark.parametrize(("nvidia", "needed"), [(False, "3 GB"), (True, "12 GB")])
+def test_disk_nearly_full_is_said_first(
+    monkeypatch: pytest.MonkeyPatch, setup_env: ModuleType, nvidia: bool, needed: str
+) -> None:
+    monkeypatch.undo()  # the real check_disk
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100 * 10**9, 98 * 10**9, 2 * 10**9))
+    monkeypatch.setattr(setup_env, "installed_torch", lambda: None)
+    with pytest.raises(setup_env.SetupError, match=f"2.0 GB free; installing takes about {needed}"):
+        setup_env.check_disk(nvidia)
+
+
+def test_torch_range_is_the_one_in_the_requirements(setup_env: ModuleType) -> None:
+    (low, high), text = setup_env.TORCH_RANGE, (REPO / "requirements.txt").read_text("utf-8")
+    assert f"\ntorch>={low[0]}.{low[1]},<{high[0]}.{high[1] + 1}\n" in text
+    assert low <= tuple(int(part) for part in setup_env.TORCH.split(".")[:2]) <= high
+
+
+@pytest.mark.parametrize("name", ["requirements.txt", "requirements-gpu.txt", "requirements-dev.txt"])
+def test_requirements_are_pinned(name: str) -> None:
+    lines = [line for line in (REPO / name).read_text("utf-8").splitlines() if line and not line.startswith("#")]
+    assert all(
+        re.match(r"[\w-]+==[\d.]+(; python_version .*)?$", line) for line in lines if not line.startswith("torch")
+    )
+
+
+# install.bat cannot be run off Windows: what can be read off its text.
+
+
+def test_install_bat_hangs_together() -> None:
+    text = (REPO / "install.bat").read_bytes()
+    assert text.count(b"\r\n") == text.count(b"\n"), "cmd reads labels wrongly where lines end in LF"
+    assert text.isascii()
+    lines = text.decode().splitlines()
+    labels = {line[1:] for line in lines if line.startswith(":")}
+    code = "\n".join(line for line in lines if not line.startswith("rem"))
+    assert set(re.findall(r"(?:goto|call) :?(\w+)", code)) == labels
+    probe = next(line for line in lines if line.startswith('set "PROBE='))[len('set "PROBE=') : -1]
+    assert '"' not in probe
+    assert "%" not in probe
+    assert subprocess.run([sys.executable, "-I", "-c", probe], check=False).returncode == 0
+    assert r"tools\setup_env.py" in text.decode()
