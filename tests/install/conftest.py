@@ -117,6 +117,14 @@ def path_of(folder: Path, commands: Sequence[str]) -> str:
     return str(folder)
 
 
+def link_or_copy(source: str, target: str) -> None:
+    """Copies a file; an installed one as a hard link, which takes no time. Tests replace those, never write to them."""
+    if "/site-packages/" in source:
+        os.link(source, target)
+    else:
+        shutil.copy2(source, target)
+
+
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Repo, "subprocess.CompletedProcess[str]"]:
     """A copy set up from nothing, from another directory, and what that run said. Tests change copies of it."""
@@ -159,5 +167,5 @@ def shared(installed: tuple[Repo, "subprocess.CompletedProcess[str]"]) -> Repo:
 def repo(installed: tuple[Repo, "subprocess.CompletedProcess[str]"], tmp_path: Path) -> Repo:
     """A copy that is set up, for the test to change."""
     root = tmp_path / "a path, ünïcode" / "Tandem"
-    shutil.copytree(installed[0].root, root, symlinks=True)
+    shutil.copytree(installed[0].root, root, symlinks=True, copy_function=link_or_copy)
     return Repo(root, dict(installed[0].environment))
