@@ -8,7 +8,7 @@ from types import FrameType
 
 from runtime.cli import endings, show
 from runtime.components.residency import Residency
-from runtime.core import log, settings
+from runtime.core import settings
 from runtime.core.cancel import Cancel
 from runtime.core.errors import InvalidRequestError
 from runtime.core.events import Cancelled, Event, Failed, VideoSaved, Warned
@@ -24,7 +24,6 @@ from runtime.video.encode import check_target
 def generate(request: GenerationRequest, out: str | None, *, as_json: bool) -> int:
     """Make one video and return the exit code."""
     loaded = settings.load()
-    log.start(loaded.log_file)
     spec = find(request.model, loaded.weights_dir)
     plan = resolve(request, spec, probe(), _target(request, out, loaded.outputs_dir))
     check_target(plan.output)

@@ -83,6 +83,8 @@ def web(
 ) -> None:
     """Tandem turns a sentence into a video. Without a command it starts the web app."""
     flags = {"host": host, "port": port, "auth": auth, "model": model, "browser": False if no_browser else None}
+    loaded = settings.load(flags)
+    log.start(loaded.log_file)
     if context.invoked_subcommand is not None:
         given = next((name for name, value in flags.items() if value is not None), None)
         if given:
@@ -94,8 +96,6 @@ def web(
     if version:
         sys.stdout.write(f"{__version__}\n")
         return
-    loaded = settings.load(flags)
-    log.start(loaded.log_file)
     from runtime.ui.app import launch
 
     launch(loaded)

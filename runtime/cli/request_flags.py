@@ -1,5 +1,6 @@
 """The flags that describe a video, said once for every command that takes them."""
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -9,7 +10,7 @@ import typer
 
 from runtime.core import settings
 from runtime.core.errors import InvalidRequestError
-from runtime.core.request import AUTO, Auto, GenerationRequest
+from runtime.core.request import AUTO, GenerationRequest
 
 Result = TypeVar("Result")
 
@@ -22,11 +23,17 @@ def request_from_flags(
     model: Annotated[
         str | None, typer.Option(metavar="NAME|DIR", help="A name from `models list`, or a folder.")
     ] = None,
-    width: Annotated[int | None, typer.Option(help=f"Pixels, a multiple of the model's stride. {_DEFAULT}")] = None,
-    height: Annotated[int | None, typer.Option(help=f"Pixels, a multiple of the model's stride. {_DEFAULT}")] = None,
-    frames: Annotated[int | None, typer.Option(help=f"Number of frames, 4n+1. {_DEFAULT}")] = None,
-    fps: Annotated[int | None, typer.Option(help=f"Frames per second of the video. {_DEFAULT}")] = None,
-    steps: Annotated[int | None, typer.Option(help=f"Denoising steps: more is slower and finer. {_DEFAULT}")] = None,
+    width: Annotated[
+        str | None, typer.Option(metavar="N", help=f"Pixels, a multiple of the model's stride. {_DEFAULT}")
+    ] = None,
+    height: Annotated[
+        str | None, typer.Option(metavar="N", help=f"Pixels, a multiple of the model's stride. {_DEFAULT}")
+    ] = None,
+    frames: Annotated[str | None, typer.Option(metavar="N", help=f"Number of frames, 4n+1. {_DEFAULT}")] = None,
+    fps: Annotated[str | None, typer.Option(metavar="N", help=f"Frames per second of the video. {_DEFAULT}")] = None,
+    steps: Annotated[
+        str | None, typer.Option(metavar="N", help=f"Denoising steps: more is slower and finer. {_DEFAULT}")
+    ] = None,
     guidance: Annotated[
         str | None,
         typer.Option(
@@ -35,7 +42,7 @@ def request_from_flags(
         ),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="The same seed and settings give the same video. [default: random]")
+        str | None, typer.Option(metavar="N", help="The same seed and settings give the same video. [default: random]")
     ] = None,
 ) -> GenerationRequest:
     """Build a request from flags; what was not given stays open.
@@ -48,14 +55,14 @@ def request_from_flags(
         prompt=prompt,
         negative_prompt=negative_prompt,
         model=settings.load().model if model is None else model,
-        width=_or_auto(width),
-        height=_or_auto(height),
-        frames=_or_auto(frames),
-        fps=_or_auto(fps),
-        steps=_or_auto(steps),
+        width=_number(width),
+        height=_number(height),
+        frames=_number(frames),
+        fps=_number(fps),
+        steps=_number(steps),
         guidance_scale=high,
         guidance_scale_2=low,
-        seed=_or_auto(seed),
+        seed=_number(seed),
     )
 
 
@@ -75,24 +82,23 @@ def taking_request(command: Callable[..., Result]) -> Callable[..., Result]:
     return wrapper
 
 
-def _or_auto(value: int | None) -> int | Auto:
-    return AUTO if value is None else value
+def _number(text: str | None) -> Any:
+    """Return the number that `text` spells, else the text itself: `GenerationRequest` says what is wrong with it."""
+    if text is None:
+        return AUTO
+    for number in (int, float):
+        with contextlib.suppress(ValueError):
+            return number(text)
+    return text
 
 
-def _scales(text: str | None) -> tuple[float | Auto, float | Auto]:
+def _scales(text: str | None) -> tuple[Any, Any]:
+    """Return the guidance scales of high and low noise; one value is meant for both."""
     if text is None:
         return AUTO, AUTO
-    parts = text.split(",")
-    try:
-        high, low = (float(parts[0]), float(parts[1]) if len(parts) > 1 else AUTO)
-    except ValueError as error:
-        raise _no_scale(text) from error
-    if len(parts) > 2:  # noqa: PLR2004 - high noise, low noise
-        raise _no_scale(text)
-    return high, low
-
-
-def _no_scale(text: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        "guidance_scale", f"--guidance is {text[:40]!r}.", "Give a number such as 4, or two such as 4,3."
-    )
+    high, *rest = text.split(",")
+    if len(rest) > 1:
+        raise InvalidRequestError(
+            "guidance_scale", f"--guidance is {text[:40]!r}.", "Give a number such as 4, or two such as 4,3."
+        )
+    return _number(high), _number(rest[0]) if rest else AUTO

@@ -16,6 +16,9 @@ def start(path: Path) -> None:
         handler = RotatingFileHandler(path, maxBytes=_MAX_BYTES, backupCount=_BACKUPS, encoding="utf-8", delay=False)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         root = logging.getLogger("runtime")
-        root.handlers = [handler]
+        for old in root.handlers[:]:
+            root.removeHandler(old)
+            old.close()
+        root.addHandler(handler)
         root.setLevel(logging.INFO)
         root.propagate = False

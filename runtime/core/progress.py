@@ -48,6 +48,7 @@ class Progress:
     frame_count: int = 0
     step_seconds: tuple[float, ...] = ()
     stage_started: float = 0.0
+    measured: float = 0.0
     now: float = 0.0
     preview: bytes | None = None
     warnings: tuple[str, ...] = ()
@@ -72,12 +73,15 @@ class Progress:
         decode = per_step * self.plan.decode_flops / self.plan.step_flops
         if self.stage == "save":
             return 0.0
-        elapsed = self.now - self.stage_started
-        if self.frames:
-            return elapsed * (self.frame_count - self.frames) / self.frames
+        # Forecasts hold from the last thing measured, and count down from there.
+        since = self.now - self.measured
+        # The first chunk is one frame and says little about the others' speed.
+        if self.frames > 1:
+            decode = (self.measured - self.stage_started) * (self.frame_count - self.frames) / self.frames
         if self.stage == "decode":
-            return max(decode - elapsed, 0.0)
-        return max((self.steps - self.step) * per_step + decode, 0.0)
+            return max(decode - (since if self.frames > 1 else self.now - self.stage_started), 0.0)
+        # A step that takes longer than the others does not eat into the time of those to come.
+        return max((self.steps - self.step) * per_step - min(since, per_step), 0.0) + decode
 
     @property
     def fraction(self) -> float:
@@ -111,7 +115,7 @@ class Progress:
         if isinstance(event, Planned):
             return replace(self, plan=event.plan, steps=event.plan.steps, frame_count=event.plan.frames, now=now)
         if isinstance(event, StageStarted):
-            return replace(self, stage=event.stage, part=event.part, stage_started=now, now=now)
+            return replace(self, stage=event.stage, part=event.part, stage_started=now, measured=now, now=now)
         if isinstance(event, StepDone):
             return replace(
                 self,
@@ -119,10 +123,11 @@ class Progress:
                 part=event.part,
                 step_seconds=(*self.step_seconds, event.seconds),
                 preview=event.preview or self.preview,
+                measured=now,
                 now=now,
             )
         if isinstance(event, FramesDecoded):
-            return replace(self, frames=event.frames, now=now)
+            return replace(self, frames=event.frames, measured=now, now=now)
         if isinstance(event, Warned):
             return replace(self, warnings=(*self.warnings, event.message), now=now)
         return replace(self, end=event, now=now)

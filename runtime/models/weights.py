@@ -40,9 +40,10 @@ def load_module(spec: ModelSpec, name: str, part: ComponentPlan) -> torch.nn.Mod
         "use_safetensors": True,
         "local_files_only": True,
         "subfolder": name,
+        "output_loading_info": True,
     }
     try:
-        module = _CLASSES[name].from_pretrained(str(spec.directory), **arguments)
+        module, loading = _CLASSES[name].from_pretrained(str(spec.directory), **arguments)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
@@ -50,6 +51,13 @@ def load_module(spec: ModelSpec, name: str, part: ComponentPlan) -> torch.nn.Mod
             f"The {name} of {spec.title} cannot be loaded: {str(error).splitlines()[0] if str(error) else error!r}.",
             "Copy or download the model again.",
         ) from error
+    absent = [*loading["missing_keys"], *loading["mismatched_keys"]]
+    if absent:
+        # The libraries would fill these with random numbers and go on.
+        raise ModelError(
+            f"The weights of the {name} of {spec.title} do not fit its configuration: {len(absent)} are missing.",
+            "Copy or download the model again.",
+        )
     return cast("torch.nn.Module", module.to(part.device).eval().requires_grad_(requires_grad=False))
 
 

@@ -10,6 +10,7 @@ import queue
 import subprocess
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +23,10 @@ from runtime.video.ffmpeg import failure, find_ffmpeg
 from runtime.video.metadata import to_ffmetadata
 
 _QUEUED_CHUNKS = 4
+_LINES_KEPT = 50
 _CRF = "17"
+# Studio-range BT.709 is what players assume; said in the stream, so that colours survive.
+_BT709 = "setparams=range=tv:color_primaries=bt709:color_trc=bt709:colorspace=bt709"
 
 
 class VideoWriter:
@@ -43,6 +47,8 @@ class VideoWriter:
         self._fps = fps
         self._queue: queue.Queue[bytes | None] = queue.Queue(_QUEUED_CHUNKS)
         self._error: OutputError | None = None
+        # The disk may be full: what ffmpeg says is kept in memory.
+        self._said: deque[str] = deque(maxlen=_LINES_KEPT)
 
     def __enter__(self) -> "VideoWriter":
         """Start ffmpeg.
@@ -55,15 +61,14 @@ class VideoWriter:
         width, height = self._size
         command = [self._ffmpeg, "-v", "error", "-y", "-f", "rawvideo", "-pix_fmt", "rgb24"]
         command += ["-s", f"{width}x{height}", "-r", str(self._fps), "-i", "pipe:0"]
-        # Studio-range BT.709 is what players assume; said in the stream, so that colours survive.
-        command += ["-vf", "scale=out_color_matrix=bt709:out_range=tv", "-c:v", "libx264", "-crf", _CRF]
-        command += ["-preset", "medium", "-pix_fmt", "yuv420p", "-color_primaries", "bt709", "-color_trc", "bt709"]
-        command += ["-colorspace", "bt709", "-color_range", "tv", str(self._folder / "stream.mp4")]
-        self._log = (self._folder / "log").open("w+b")
+        command += ["-vf", f"scale=out_color_matrix=bt709:out_range=tv,{_BT709}", "-c:v", "libx264", "-crf", _CRF]
+        command += ["-preset", "medium", "-pix_fmt", "yuv420p", str(self._folder / "stream.mp4")]
         # Its own process group: Ctrl-C reaches us, and we end it.
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._log, start_new_session=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
         )
+        self._listener = threading.Thread(target=self._listen, name="video-log", daemon=True)
+        self._listener.start()
         self._thread = threading.Thread(target=self._feed, name="video-writer", daemon=True)
         self._thread.start()
         return self
@@ -79,7 +84,7 @@ class VideoWriter:
             with contextlib.suppress(queue.Full):
                 self._queue.put_nowait(None)
             self._drain()
-        self._log.close()
+        self._listener.join()
         with contextlib.suppress(OSError):
             for path in self._folder.iterdir():
                 path.unlink()
@@ -139,9 +144,9 @@ class VideoWriter:
         pipe = self._process.stdin
         assert pipe is not None
         try:
-            while (data := self._queue.get()) is not None:
-                pipe.write(data)
-            pipe.close()
+            with pipe:
+                while (data := self._queue.get()) is not None:
+                    pipe.write(data)
         except OSError:
             self._process.wait()
             self._error = self._failure()
@@ -154,9 +159,15 @@ class VideoWriter:
                 self._queue.put_nowait(None)
             self._thread.join(0.05)
 
+    def _listen(self) -> None:
+        pipe = self._process.stderr
+        assert pipe is not None
+        with pipe:
+            self._said.extend(line.decode("utf-8", "replace") for line in pipe)
+
     def _failure(self) -> OutputError:
-        self._log.seek(0)
-        return failure(self._log.read().decode("utf-8", "replace"), self._target)
+        self._listener.join()
+        return failure("\n".join(self._said), self._target)
 
 
 def check_target(path: Path) -> None:

@@ -17,7 +17,7 @@ from runtime.core.plan import ExecutionPlan
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_scheduler
 from runtime.pipeline.sampling import Conditioning, decode, denoise, get_noise, get_schedule
-from tests.conftest import tiny_plan
+from tests.plans import tiny_plan
 from tests.tiny_models import ARCHITECTURES
 
 

@@ -1,0 +1,264 @@
+"""Bad input on the command line: exit code 2, one line on what is wrong, one on what to do, no traceback."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from runtime.cli.main import run
+from runtime.models.spec import ModelSpec
+
+GOOD = ["--model", "diorama"]
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
+    """Run the command and return its two lines, with the JSON checked against them."""
+    assert run([*arguments, "--json"]) == 2
+    out, err = capsys.readouterr()
+    lines = err.strip().splitlines()
+    assert len(lines) == 2, err
+    assert lines[0].startswith("Error: ")
+    assert lines[1].startswith("To do: ")
+    assert len(lines[1]) > len("To do: ...")
+    assert "Traceback" not in err
+    error = json.loads(out.strip().splitlines()[-1])["error"]
+    assert error["defect"] is False
+    return lines[0], lines[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says", "to_do"),
+    [
+        (["--width", "190"], "width is 190", "176 or 192"),
+        (["--width", "0"], "width is 0", "from 1"),
+        (["--width", "-16"], "width is -16", "from 1"),
+        (["--width", "1000000000"], "width is 1000000000", "to 8192"),
+        (["--width", "wide"], "'wide', not a whole number", "from 1"),
+        (["--height", "100"], "height is 100", "96 or 112"),
+        (["--height", "8"], "height is 8", "16"),
+        (["--frames", "32"], "frames is 32", "29 or 33"),
+        (["--frames", "0"], "frames is 0", "from 1"),
+        (["--fps", "0"], "fps is 0", "from 1"),
+        (["--fps", "nan"], "fps is nan", "from 1"),
+        (["--steps", "0"], "steps is 0", "from 1"),
+        (["--steps", "99999999999"], "steps is 99999999999", "1000"),
+        (["--guidance", "inf"], "guidance scale is inf", "from 0"),
+        (["--guidance", "nan,3"], "guidance scale is nan", "from 0"),
+        (["--guidance", "-1"], "guidance scale is -1", "from 0"),
+        (["--guidance", "4,3,2"], "4,3,2", "4,3"),
+        (["--guidance", "strong"], "strong", "from 0"),
+        (["--guidance", ""], "''", "from 0"),
+        (["--seed", "-1"], "seed is -1", "from 0"),
+        (["--seed", str(2**70)], "seed is 1180591620717411303424", "from 0"),
+        (["--model", "no-such"], "no-such", "diorama"),
+        (["--model", ""], "model", "models list"),
+        (["--model", "/no/such/folder"], "/no/such/folder", "folder"),
+        (["--negative-prompt", "a\x07b"], "U+0007", "Remove"),
+        (["--no-such-flag"], "--no-such-flag", "--help"),
+        (["--width", "2048", "--height", "8192", "--frames", "4001"], "GiB", "smaller"),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "plan"])
+def test_flags(
+    command: str,
+    flags: list[str],
+    says: str,
+    to_do: str,
+    cache_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    what, remedy = refused([command, "a red boat", *flags], capsys)
+    assert says in what
+    assert to_do in remedy
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ("", "empty"),
+        (" \t\n ", "empty"),
+        ("boat " * 20_000, "100,000 characters"),
+        ("a red\x00boat", "U+0000"),
+        ("a red\x1b[31mboat", "U+001B"),
+        ("a red \udcff boat", "U+DCFF"),
+    ],
+)
+def test_prompts(prompt: str, says: str, cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    what, _ = refused(["generate", prompt], capsys)
+    assert says in what
+
+
+def test_no_prompt(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    what, _ = refused(["generate"], capsys)
+    assert "PROMPT" in what
+
+
+def test_unknown_command(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    what, _ = refused(["genrate", "a red boat"], capsys)
+    assert "genrate" in what
+
+
+@pytest.mark.parametrize(
+    ("out", "says"),
+    [
+        ("{tmp}/none/x.mp4", "no folder"),
+        ("{tmp}/x.avi", ".mp4"),
+        ("{tmp}/folder.mp4", "not a file"),
+        ("", "empty"),
+        ("{tmp}/a\nb.mp4", "unreadable"),
+        ("/proc/x.mp4", "cannot be written"),
+        ("/dev/full", ".mp4"),
+        ("{tmp}/" + "x" * 300 + ".mp4", "cannot be written"),
+    ],
+)
+def test_out(out: str, says: str, cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "folder.mp4").mkdir()
+    what, _ = refused(["generate", "a red boat", "--out", out.format(tmp=tmp_path)], capsys)
+    assert says in what
+
+
+def _empty(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def _cut(folder: Path) -> None:
+    weights = folder / "transformer_2" / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def _cut_header(folder: Path) -> None:
+    weights = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5])
+
+
+def _foreign(folder: Path) -> None:
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index | {"_class_name": "StableDiffusionPipeline"}))
+
+
+def _pickle(folder: Path) -> None:
+    (folder / "text_encoder" / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+
+
+def _no_weights(folder: Path) -> None:
+    (folder / "vae" / "diffusion_pytorch_model.safetensors").unlink()
+
+
+def _bad_json(folder: Path) -> None:
+    (folder / "transformer" / "config.json").write_text("{")
+
+
+def _bad_config(folder: Path) -> None:
+    (folder / "transformer" / "config.json").write_text('{"patch_size": 3}')
+
+
+def _no_scheduler(folder: Path) -> None:
+    (folder / "scheduler" / "scheduler_config.json").unlink()
+
+
+def _swapped_weights(folder: Path) -> None:
+    shutil.copy(
+        folder / "vae" / "diffusion_pytorch_model.safetensors",
+        folder / "transformer" / "diffusion_pytorch_model.safetensors",
+    )
+
+
+def _bad_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer" / "tokenizer.json").write_text('{"version": "9"}')
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (_empty, "model_index.json"),
+        (_cut, "cut short"),
+        (_cut_header, "cut short"),
+        (_foreign, "StableDiffusionPipeline"),
+        (_pickle, "pytorch_model.bin"),
+        (_no_weights, "vae"),
+        (_bad_json, "config.json"),
+        (_bad_config, "incomplete"),
+        (_no_scheduler, "scheduler"),
+        (_swapped_weights, "transformer"),
+        (_bad_tokenizer, "tokenizer"),
+    ],
+)
+def test_model_folders(
+    damage: Callable[[Path], None],
+    says: str,
+    tiny: Callable[[str], ModelSpec],
+    cache_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny("wan2.2-a14b").directory, folder)
+    damage(folder)
+    out = tmp_path / "x.mp4"
+    size = ["--width", "64", "--height", "32", "--frames", "5", "--steps", "2"]
+    assert run(["generate", "a red boat", "--model", str(folder), "--out", str(out), *size, "--json"]) == 2
+    stdout, err = capsys.readouterr()
+    what, remedy = err.strip().splitlines()[-2:]
+    assert what.startswith("Error: ")
+    assert says in what
+    assert remedy.startswith("To do: ")
+    assert "Traceback" not in err
+    assert json.loads(stdout)["error"]["what"] in what
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("TANDEM_PORT", "99999999", "TANDEM_PORT"),
+        ("TANDEM_PORT", "nan", "TANDEM_PORT"),
+        ("TANDEM_AUTH", "nobody", "USER:PASSWORD"),
+        ("TANDEM_HOST", "0.0.0.0", "password"),
+        ("TANDEM_BROWSER", "perhaps", "TANDEM_BROWSER"),
+        ("TANDEM_CACHE_DIR", "/proc/none", "cache folder"),
+        ("TANDEM_MODEL", "no-such", "no-such"),
+        ("IMAGEIO_FFMPEG_EXE", "/no/such/ffmpeg", "ffmpeg"),
+    ],
+)
+def test_environment(
+    name: str,
+    value: str,
+    says: str,
+    cache_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert run(["generate", "a red boat", "--steps", "1", "--frames", "1"]) == 2
+    what, remedy = capsys.readouterr().err.strip().splitlines()[-2:]
+    assert says in what
+    assert remedy.startswith("To do: ")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"prot": 1}', '{"port": "x"}', '{"host": 7}', "\xff"])
+def test_settings_file(text: str, cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache_dir.mkdir()
+    (cache_dir / "settings.json").write_bytes(text.encode("latin-1"))
+    what, _ = refused(["doctor"], capsys)
+    assert "settings.json" in what
+
+
+def test_web_flags_before_a_command(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    what, _ = refused(["--port", "7000", "doctor"], capsys)
+    assert "--port" in what
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX permissions")
+def test_unreadable_model(
+    tiny: Callable[[str], ModelSpec], cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny("wan2.1").directory, folder)
+    (folder / "vae" / "config.json").unlink()
+    (folder / "vae" / "config.json").mkdir()
+    what, _ = refused(["plan", "a red boat", "--model", str(folder)], capsys)
+    assert "vae/config.json" in what

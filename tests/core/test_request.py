@@ -1,0 +1,95 @@
+"""What a request accepts by itself, whatever the model."""
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from runtime.core.errors import InvalidRequestError
+from runtime.core.request import AUTO, MAX_PROMPT_CHARACTERS, MAX_SEED, GenerationRequest
+
+ANYTHING = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(),
+    st.binary(),
+    st.lists(st.integers()),
+    st.dictionaries(st.text(), st.integers()),
+)
+
+
+def test_everything_but_the_prompt_may_stay_open() -> None:
+    request = GenerationRequest(prompt="  a red boat ")
+    assert request.prompt == "a red boat"
+    assert request.negative_prompt is None
+    assert {request.width, request.frames, request.steps, request.guidance_scale, request.seed} == {AUTO}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("width", 0),
+        ("width", -16),
+        ("width", 10**9),
+        ("width", 16.5),
+        ("width", "190"),
+        ("width", True),
+        ("width", None),
+        ("frames", 0),
+        ("fps", 0),
+        ("fps", math.nan),
+        ("steps", 0),
+        ("guidance_scale", math.inf),
+        ("guidance_scale", math.nan),
+        ("guidance_scale", -0.1),
+        ("guidance_scale_2", "3"),
+        ("seed", -1),
+        ("seed", MAX_SEED + 1),
+        ("negative_prompt", "a\x00b"),
+        ("model", ""),
+        ("prompt", ""),
+        ("prompt", "x" * (MAX_PROMPT_CHARACTERS + 1)),
+        ("prompt", 7),
+    ],
+)
+def test_bad_values_name_their_field(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        GenerationRequest.from_mapping({"prompt": "a red boat", field: value})
+    assert caught.value.field == field
+    assert caught.value.what.endswith(".")
+    assert caught.value.remedy.endswith(".")
+
+
+def test_whole_floats_are_numbers() -> None:
+    # Browsers and JSON have one number type.
+    request = GenerationRequest.from_mapping({"prompt": "a red boat", "width": 192.0, "guidance_scale": 4})
+    assert (request.width, type(request.width)) == (192, int)
+    assert (request.guidance_scale, type(request.guidance_scale)) == (4.0, float)
+
+
+@pytest.mark.parametrize(
+    "text", ["🚤 a red boat", "une barque rouge à l’aube", "红色的船", "a\tred\nboat", "👩‍🚀 star"]
+)
+def test_unicode_and_line_ends_are_text(text: str) -> None:
+    assert GenerationRequest(prompt=text).prompt == text
+
+
+def test_unknown_settings_are_named() -> None:
+    with pytest.raises(InvalidRequestError, match="'widht'"):
+        GenerationRequest.from_mapping({"prompt": "a red boat", "widht": 192})
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # speed is not what is tested
+@given(st.dictionaries(st.sampled_from(sorted(GenerationRequest.__dataclass_fields__)), ANYTHING))
+def test_any_mapping_gives_a_request_or_one_refusal(values: dict[str, Any]) -> None:
+    try:
+        request = GenerationRequest.from_mapping(values)
+    except InvalidRequestError as error:
+        assert "\n" not in error.what
+        assert "\n" not in error.remedy
+    else:
+        assert GenerationRequest.from_mapping(request.to_json()) == request

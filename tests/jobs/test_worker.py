@@ -1,0 +1,80 @@
+"""The background worker: jobs in order, watched from anywhere, cancelled at any time."""
+
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from runtime.core.errors import InvalidRequestError, ModelError
+from runtime.core.events import Cancelled, StepDone, TerminalEvent, VideoSaved
+from runtime.core.request import GenerationRequest
+from runtime.jobs.worker import Worker
+from runtime.models.spec import ModelSpec
+
+
+@pytest.fixture
+def worker(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Iterator[Worker]:
+    """A worker with one tiny model in its weights folder."""
+    shutil.copytree(tiny("wan2.2-a14b").directory, tmp_path / "weights" / "tiny")
+    made = Worker(tmp_path / "weights", tmp_path / "outputs")
+    yield made
+    made.close()
+
+
+def small(**values: object) -> GenerationRequest:
+    """Ask for a tiny clip."""
+    wanted: dict[str, object] = {"prompt": "a red boat", "model": "tiny", "width": 32, "height": 32, "frames": 5}
+    return GenerationRequest.from_mapping(wanted | {"steps": 2, "fps": 8} | values)
+
+
+def test_jobs_run_in_order_and_every_watcher_sees_everything(worker: Worker) -> None:
+    jobs = [worker.submit(small(seed=n)) for n in range(3)]
+    seen: list[list[object]] = [[], []]
+    watchers = [threading.Thread(target=lambda to=to: to.extend(jobs[1].watch())) for to in seen]
+    for watcher in watchers:
+        watcher.start()
+    ends = [list(job.watch())[-1] for job in jobs]
+    for watcher in watchers:
+        watcher.join()
+    assert all(isinstance(end, VideoSaved) for end in ends)
+    assert [job.state for job in jobs] == ["done"] * 3
+    assert seen[0] == seen[1] == jobs[1].events
+    videos = [job.plan.output for job in jobs]
+    assert len(set(videos)) == 3
+    assert all(video.is_file() for video in videos)
+    assert worker.active() is None
+    assert worker.latest() is jobs[2]
+
+
+def test_what_cannot_be_made_is_refused_at_once(worker: Worker) -> None:
+    with pytest.raises(InvalidRequestError):
+        worker.submit(small(width=33))
+    with pytest.raises(ModelError):
+        worker.submit(small(model="none"))
+    assert worker.latest() is None
+
+
+def test_cancelling_ends_the_running_job_and_skips_waiting_ones(worker: Worker) -> None:
+    running, waiting, last = (worker.submit(small(steps=steps)) for steps in (1000, 1000, 2))
+    waiting.cancel.request()
+    for event in running.watch():
+        if isinstance(event, StepDone):
+            assert worker.active() is running
+            assert worker.position(waiting) == 1
+            running.cancel.request()
+    assert list(waiting.watch()) == [Cancelled()]
+    assert isinstance(list(last.watch())[-1], VideoSaved)
+    assert (running.state, waiting.state, last.state) == ("cancelled", "cancelled", "done")
+    ends = [event for job in (running, waiting, last) for event in job.events if isinstance(event, TerminalEvent)]
+    assert len(ends) == 3
+
+
+def test_closing_cancels_what_runs(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
+    shutil.copytree(tiny("wan2.1").directory, tmp_path / "weights" / "tiny")
+    worker = Worker(tmp_path / "weights", tmp_path / "outputs")
+    jobs = [worker.submit(small(steps=1000)) for _ in range(2)]
+    worker.close()
+    assert [job.state for job in jobs] == ["cancelled", "cancelled"]
+    assert list((tmp_path / "outputs").iterdir()) == []

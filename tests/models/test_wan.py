@@ -1,0 +1,135 @@
+"""Model folders: what is read from them, and what is refused."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from torch.utils.flop_counter import FlopCounterMode
+
+from runtime.core.errors import ModelError
+from runtime.models.catalogue import find, folders
+from runtime.models.spec import ModelSpec
+from runtime.models.wan import read_spec
+from runtime.models.weights import load_scheduler
+from tests.tiny_models import ARCHITECTURES
+
+Tiny = Callable[[str], ModelSpec]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "experts", "channels", "strides", "expand"),
+    [
+        ("wan2.1", 1, 16, (16, 16), False),
+        ("wan2.2-a14b", 2, 16, (16, 16), False),
+        ("wan2.2-ti2v-5b", 1, 48, (32, 32), True),
+    ],
+)
+def test_each_architecture_is_told_apart(
+    architecture: str, experts: int, channels: int, strides: tuple[int, int], expand: bool, tiny: Tiny
+) -> None:
+    spec = tiny(architecture)
+    assert (spec.experts, spec.vae.z_dim, spec.strides, spec.expand_timesteps) == (experts, channels, strides, expand)
+    assert spec.boundary_ratio == (0.875 if experts > 1 else None)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_parameters_are_counted_from_the_files(architecture: str, tiny: Tiny) -> None:
+    spec = tiny(architecture)
+    module = WanTransformer3DModel.from_pretrained(spec.directory, subfolder="transformer")
+    assert spec.parameters["transformer"] == sum(p.numel() for p in module.parameters())
+
+
+def test_operations_of_a_forward_pass_are_those_that_torch_counts(tiny: Tiny) -> None:
+    spec = tiny("wan2.1")
+    module = WanTransformer3DModel.from_pretrained(spec.directory, subfolder="transformer").eval()
+    tokens, width = spec.tokens(frames=9, height=96, width=160), spec.transformer.width
+    for block in module.blocks:
+        # Not every CPU kernel of attention reports its operations: they are added by hand.
+        block.attn1.processor = block.attn2.processor = _ProjectionsOnly()
+    with FlopCounterMode(display=False) as counter, torch.inference_mode():
+        module(torch.randn(spec.latent_shape(frames=9, height=96, width=160)), torch.ones(1), torch.randn(1, 512, 32))
+    attention = spec.transformer.num_layers * 4 * tokens * width * (tokens + 512)
+    # What comes before and after the blocks is left out of the estimate: a few percent in so tiny a model.
+    assert spec.transformer.forward_flops(tokens, 512) == pytest.approx(counter.get_total_flops() + attention, rel=0.1)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_operations_of_decoding_are_those_that_torch_counts(architecture: str, tiny: Tiny) -> None:
+    spec = tiny(architecture)
+    vae = AutoencoderKLWan.from_pretrained(spec.directory, subfolder="vae").eval()
+    with FlopCounterMode(display=False) as counter, torch.inference_mode():
+        vae.decode(torch.randn(spec.latent_shape(frames=9, height=96, width=160)))
+    assert spec.vae.decode_flops(9, 96, 160) == pytest.approx(counter.get_total_flops(), rel=0.25)
+
+
+class _ProjectionsOnly:
+    """An attention processor without the attention."""
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, *_):  # type: ignore[no-untyped-def]
+        source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        value = attn.to_v(source).mean() + attn.to_k(source).mean()
+        return attn.to_out[0](attn.to_q(hidden_states) + value)
+
+
+def test_a_sidecar_gives_what_configs_do_not_hold(tiny: Tiny, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny("wan2.1").directory, folder)
+    sidecar = {
+        "title": "Mine",
+        "license": "MIT",
+        "defaults": {"width": 64, "height": 32, "frames": 9, "fps": 8, "steps": 4, "guidance_scale": 2.0},
+        "sizes": [[64, 32]],
+        "frame_counts": [5, 9],
+        "latent_rgb_factors": [[0.1, 0.2, 0.3]] * 16,
+        "latent_rgb_bias": [0.0, 0.0, 0.0],
+    }
+    (folder / "tandem.json").write_text(json.dumps(sidecar))
+    spec = read_spec(folder, "mine")
+    assert (spec.title, spec.license, spec.defaults.steps, spec.sizes) == ("Mine", "MIT", 4, ((64, 32),))
+    assert spec.latent_rgb is not None
+    (folder / "tandem.json").write_text("[]")
+    with pytest.raises(ModelError, match=r"tandem\.json"):
+        read_spec(folder, "mine")
+
+
+def test_an_image_to_video_transformer_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny("wan2.1").directory, folder)
+    config = json.loads((folder / "transformer" / "config.json").read_text())
+    (folder / "transformer" / "config.json").write_text(json.dumps(config | {"in_channels": 36}))
+    with pytest.raises(ModelError, match="36 channels"):
+        read_spec(folder, "i2v")
+
+
+def test_sharded_weights_are_counted_and_must_be_there(tiny: Tiny, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny("wan2.1").directory, folder)
+    module = WanTransformer3DModel.from_pretrained(folder, subfolder="transformer")
+    shutil.rmtree(folder / "transformer")
+    module.save_pretrained(folder / "transformer", max_shard_size="40KB")
+    shards = sorted((folder / "transformer").glob("*-of-*.safetensors"))
+    assert len(shards) > 1
+    assert read_spec(folder, "x").parameters == tiny("wan2.1").parameters
+    shards[0].unlink()
+    with pytest.raises(ModelError, match="cannot be read"):
+        read_spec(folder, "x")
+
+
+def test_an_unknown_scheduler_is_named(tiny: Tiny, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny("wan2.1").directory, folder)
+    for name in ("WanPipeline", "NoSuchScheduler"):
+        (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps({"_class_name": name}))
+        with pytest.raises(ModelError, match=name):
+            load_scheduler(read_spec(folder, "x"))
+
+
+def test_models_in_the_weights_folder_are_found_by_name(tiny: Tiny, tmp_path: Path) -> None:
+    shutil.copytree(tiny("wan2.1").directory, tmp_path / "mine")
+    assert "diorama" in folders(tmp_path)
+    assert find("mine", tmp_path).directory == tmp_path / "mine"
+    assert find(str(tmp_path / "mine"), Path("none")).name == "mine"

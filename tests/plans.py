@@ -1,0 +1,38 @@
+"""A machine and plans for tests that run tiny models."""
+
+from pathlib import Path
+
+from runtime.core.plan import ExecutionPlan
+from runtime.core.request import GenerationRequest
+from runtime.manager.machine import Gpu, Machine
+from runtime.manager.planner import resolve
+from runtime.models.spec import ModelSpec
+
+GIB = 1 << 30
+
+
+def machine(*, ram_free_gib: float = 20, gpu: Gpu | None = None, torch_cuda: str | None = None) -> Machine:
+    """Return a machine with two cores, by default without a GPU."""
+    return Machine(
+        system="Linux x86_64",
+        cpu="Test CPU",
+        cores=2,
+        ram_bytes=24 * GIB,
+        ram_free_bytes=int(ram_free_gib * GIB),
+        gpus=(gpu,) if gpu else (),
+        gpu_problem=None,
+        torch_version="2.13.0",
+        torch_cuda=torch_cuda,
+    )
+
+
+def gpu(*, capability: tuple[int, int] = (9, 0), free_gib: float = 80) -> Gpu:
+    """Return a GPU."""
+    return Gpu("Test GPU", capability, int(free_gib * GIB), int(free_gib * GIB), "580.0")
+
+
+def tiny_plan(spec: ModelSpec, output: Path, **values: object) -> ExecutionPlan:
+    """Plan a tiny clip on the CPU."""
+    wanted: dict[str, object] = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 9, "steps": 4}
+    wanted |= {"seed": 3, "fps": 8} | values
+    return resolve(GenerationRequest.from_mapping(wanted), spec, machine(), output)

@@ -1,0 +1,98 @@
+"""The rules that keep the tree simple: who imports whom, what stays without torch, how long a module is."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RUNTIME = ROOT / "runtime"
+MODULES = sorted(RUNTIME.rglob("*.py"))
+
+# A package may import those of a lower rank, and itself.
+RANKS = {
+    "core": 0,
+    "video": 1,
+    "models": 1,
+    "manager": 2,
+    "engines": 3,
+    "components": 4,
+    "pipeline": 5,
+    "jobs": 6,
+    "bench": 7,
+    "cli": 8,
+    "ui": 8,
+}
+# The command line starts the web app; nothing else crosses between equals.
+CROSSINGS = {("runtime/cli/main.py", "runtime.ui.app")}
+WITHOUT_TORCH = (
+    "runtime.core.progress",
+    "runtime.core.settings",
+    "runtime.models.catalogue",
+    "runtime.manager.planner",
+    "runtime.manager.doctor",
+    "runtime.jobs.worker",
+    "runtime.cli.inform",
+)
+MAX_LINES = 400
+
+
+def imports(path: Path) -> set[str]:
+    """Return the full names of the modules that a file imports, at any depth."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            found.add(node.module or "")
+            found |= {f"{node.module}.{alias.name}" for alias in node.names if node.module in {"runtime"}}
+    return found
+
+
+def package(path: Path) -> str | None:
+    """Return the package under `runtime` that a file belongs to."""
+    parts = path.relative_to(RUNTIME).parts
+    return parts[0] if len(parts) > 1 else None
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(RUNTIME)))
+def test_imports_point_one_way(path: Path) -> None:
+    own = package(path)
+    name = path.relative_to(ROOT).as_posix()
+    for module in imports(path):
+        top, _, rest = module.partition(".")
+        assert top not in {"tests", "tools", "app"}, f"{name} imports {module}"
+        if top == "gradio":
+            assert own == "ui", f"{name} imports gradio"
+        if top == "tensorrt":
+            assert own == "engines", f"{name} imports tensorrt"
+        if own == "core":
+            assert top in sys.stdlib_module_names or module.startswith("runtime.core") or module == "runtime", module
+        other = rest.partition(".")[0]
+        if top == "runtime" and own is not None and other in RANKS and other != own:
+            lower = RANKS[other] < RANKS[own]
+            assert lower or (name, module) in CROSSINGS, f"{name} imports {module}"
+
+
+def test_every_package_has_a_rank() -> None:
+    assert {package(path) for path in MODULES} - {None} <= set(RANKS)
+
+
+@pytest.mark.parametrize("module", WITHOUT_TORCH)
+def test_decisions_need_no_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit(bool({{'torch', 'tensorrt', 'gradio'}} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(RUNTIME)))
+def test_modules_are_short(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+
+
+def test_app_is_an_entry_point_and_nothing_else() -> None:
+    tree = ast.parse((ROOT / "app.py").read_text(encoding="utf-8"))
+    assert imports(ROOT / "app.py") == {"runtime.cli"}
+    assert len(tree.body) == 3  # docstring, import, call

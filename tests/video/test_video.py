@@ -1,0 +1,103 @@
+"""The writer, the metadata and the preview, without a model."""
+
+import io
+import subprocess
+from pathlib import Path
+
+import imageio_ffmpeg
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from runtime.core.errors import MachineError, OutputError
+from runtime.video.encode import VideoWriter
+from runtime.video.ffmpeg import find_ffmpeg
+from runtime.video.metadata import read_facts, to_ffmetadata
+from runtime.video.preview import encode_preview
+
+
+def write(target: Path, frames: np.ndarray, facts: dict[str, object] | None = None) -> None:
+    """Write frames as one video."""
+    with VideoWriter(target, frames.shape[2], frames.shape[1], 16) as writer:
+        for start in range(0, len(frames), 4):
+            writer.write(frames[start : start + 4])
+        writer.close_stream()
+        writer.finish("title", {"tandem": facts or {}})
+
+
+def read(video: Path, shape: tuple[int, ...]) -> np.ndarray:
+    """Return a video's frames, RGB."""
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-i", str(video), "-f", "rawvideo", "-pix_fmt", "rgb24"]
+    data = subprocess.run([*command, "-"], check=True, capture_output=True).stdout
+    return np.frombuffer(data, np.uint8).reshape(shape)
+
+
+def test_colours_survive(tmp_path: Path) -> None:
+    colours = np.array([[200, 40, 40], [40, 200, 40], [40, 40, 200], [230, 230, 230], [20, 20, 20]], np.uint8)
+    frames = np.broadcast_to(colours[:, None, None, :], (5, 32, 48, 3)).copy()
+    write(tmp_path / "x.mp4", frames)
+    got = read(tmp_path / "x.mp4", frames.shape)
+    assert np.abs(got.astype(int) - frames.astype(int)).max() <= 4
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\x00"), max_size=60))
+def test_any_text_comes_back_from_the_metadata(video: Path, text: str) -> None:
+    notes, copy = video.with_name("notes.txt"), video.with_name("copy.mp4")
+    notes.write_text(to_ffmetadata(text or "x", {"tandem": {"text": text}}), encoding="utf-8", newline="")
+    command = [find_ffmpeg(), "-v", "error", "-y", "-i", str(video), "-i", str(notes), "-map_metadata", "1"]
+    subprocess.run([*command, "-c", "copy", str(copy)], check=True, capture_output=True)
+    assert read_facts(copy) == {"text": text}
+
+
+@pytest.fixture(scope="module")
+def video(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One small video."""
+    path = tmp_path_factory.mktemp("video") / "x.mp4"
+    write(path, np.zeros((5, 32, 32, 3), np.uint8), {"seed": 7})
+    return path
+
+
+def test_a_foreign_or_broken_video_says_nothing_of_itself(video: Path, tmp_path: Path) -> None:
+    assert read_facts(video) == {"seed": 7}
+    (tmp_path / "cut.mp4").write_bytes(video.read_bytes()[:200])
+    (tmp_path / "text.mp4").write_text("not a video")
+    for name in ("cut.mp4", "text.mp4", "none.mp4"):
+        with pytest.raises(OutputError, match=name):
+            read_facts(tmp_path / name)
+
+
+def test_leaving_early_removes_every_trace(tmp_path: Path) -> None:
+    target = tmp_path / "x.mp4"
+    target.write_bytes(b"old")
+    with pytest.raises(ZeroDivisionError), VideoWriter(target, 32, 32, 16) as writer:
+        for _ in range(20):
+            writer.write(np.zeros((4, 32, 32, 3), np.uint8))
+        raise ZeroDivisionError
+    assert [path.name for path in tmp_path.iterdir()] == ["x.mp4"]
+    assert target.read_bytes() == b"old"
+
+
+def test_a_dead_ffmpeg_is_told(tmp_path: Path) -> None:
+    with (
+        pytest.raises(OutputError, match="ffmpeg could not write"),
+        VideoWriter(tmp_path / "x.mp4", 32, 32, 16) as writer,
+    ):
+        writer._process.kill()
+        for _ in range(1000):
+            writer.write(np.zeros((4, 32, 32, 3), np.uint8))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_ffmpeg_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", "/no/such/ffmpeg")
+    with pytest.raises(MachineError, match="ffmpeg"):
+        find_ffmpeg()
+
+
+def test_a_preview_is_an_animation_of_the_clip() -> None:
+    rgb = np.random.default_rng(0).uniform(-2, 2, (9, 14, 24, 3))
+    with Image.open(io.BytesIO(encode_preview(rgb, 200))) as image:
+        assert (image.format, image.n_frames, image.size) == ("WEBP", 9, (384, 224))
