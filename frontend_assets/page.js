@@ -1,0 +1,154 @@
+// What the page does in the browser alone: it remembers the form and this tab's job, keeps size and length in step,
+// switches light and dark, and notices when the server is gone. Fetches nothing but this server's own pages.
+(() => {
+  "use strict";
+  const NAMES = ["prompt", "negative_prompt", "model", "width", "height", "frames", "fps", "steps",
+    "guidance_scale", "guidance_scale_2", "seed"];
+  const FORM = "tandem.form", JOB = "tandem.job", THEME = "tandem.theme";
+  const LOOK_MS = 4000;      // how often the server is asked whether it is there
+  const SILENCE_MS = 6000;   // a running job says something every second or so; longer is a lost connection
+
+  // Storage may be forbidden (private windows): then nothing is remembered, and that is all.
+  const recall = (store, key) => { try { return store.getItem(key); } catch { return null; } };
+  const keep = (store, key, value) => { try { store.setItem(key, value); } catch { /* not remembered */ } };
+  const $ = (selector) => document.querySelector(selector);
+
+  const tandem = window.tandem = {
+    used: {},
+    restored: false,
+    job: () => recall(sessionStorage, JOB) || "",
+    remember: (id) => { if (id) keep(sessionStorage, JOB, id); },
+    // Before the stored form is back in place, the page's defaults must not overwrite it.
+    save: (values) => {
+      if (!tandem.restored) return;
+      keep(localStorage, FORM, JSON.stringify(Object.fromEntries(NAMES.map((name, i) => [name, values[i]]))));
+    },
+    restore: (values) => {
+      setTimeout(() => { tandem.restored = true; }, 500);
+      const now = values.slice(0, NAMES.length);
+      try {
+        const stored = JSON.parse(recall(localStorage, FORM));
+        // Sizes and lengths belong to a model: those of another one are not brought back.
+        if (!stored || stored.model !== now[NAMES.indexOf("model")]) return now;
+        return NAMES.map((name, i) => name in stored ? stored[name] : now[i]);
+      } catch { return now; }
+    },
+    use: (request) => { tandem.used = JSON.parse(request); },
+    useAll: (values) => {
+      const sameModel = tandem.used.model === values[NAMES.indexOf("model")];
+      const used = { ...tandem.used, seed: String(tandem.used.seed) };
+      return NAMES.map((name, i) => name in used && (sameModel || name === "prompt" || name === "seed")
+        ? used[name] : values[i]);
+    },
+    sizeChosen: (size, width, height) => {
+      const match = /^(\d+)x(\d+)$/.exec(size);
+      if (!match) { setTimeout(() => $("#field-width input")?.focus(), 0); return [width, height]; }
+      return [Number(match[1]), Number(match[2])];
+    },
+    sizeTyped: (width, height) => {
+      const own = [...document.querySelectorAll("#size input[type=radio]")].map((radio) => radio.value);
+      const typed = `${width}x${height}`;
+      return own.includes(typed) ? typed : "custom";
+    },
+    length: (frames, fps) => {
+      const known = frames >= 1 && fps > 0;
+      const seconds = known ? ` · ${(frames / fps).toFixed(1)} s at ${fps} fps` : "";
+      return `<p class="length">${known ? `${frames} frame${frames === 1 ? "" : "s"}${seconds}` : "&nbsp;"}</p>`;
+    },
+  };
+
+  // Light and dark: the system's choice until the button is pressed, then the button's.
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  const dark = () => (recall(localStorage, THEME) || (system.matches ? "dark" : "light")) === "dark";
+  const applyTheme = () => {
+    if (!document.body) return;
+    if (document.body.classList.contains("dark") !== dark()) document.body.classList.toggle("dark", dark());
+    document.documentElement.style.colorScheme = dark() ? "dark" : "light";
+    const button = $("#theme");
+    const text = dark() ? "Light" : "Dark";
+    if (button && button.textContent !== text) {
+      button.textContent = text;
+      button.setAttribute("aria-label", `Switch to ${text.toLowerCase()} colours`);
+    }
+  };
+  system.addEventListener("change", applyTheme);
+
+  document.addEventListener("click", (event) => {
+    if (!event.target.closest("#theme")) return;
+    keep(localStorage, THEME, dark() ? "light" : "dark");
+    applyTheme();
+  });
+
+  document.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
+    const button = $("#generate");
+    if (button && button.offsetParent) { event.preventDefault(); button.click(); }
+  });
+
+  // Generate and Cancel stand in one place: the focus stays there when one makes way for the other.
+  let inActions = false;
+  document.addEventListener("focusin", (event) => { inActions = Boolean(event.target.closest("#actions")); });
+  const keepFocus = () => {
+    if (inActions && document.activeElement === document.body) {
+      const button = [...document.querySelectorAll("#actions button")].find((b) => b.offsetParent);
+      if (button && !button.disabled) button.focus();
+    }
+  };
+
+  // The field that an error names is marked until it changes.
+  let marked = null;
+  const unmark = () => { marked?.removeAttribute("aria-invalid"); marked = null; };
+  const mark = () => {
+    const field = $("#status .status")?.dataset.field;
+    const input = field && $(`#field-${field} :is(textarea, input)`);
+    if (!input) { unmark(); return; }
+    if (input === marked) return;
+    unmark();
+    marked = input;
+    input.setAttribute("aria-invalid", "true");
+  };
+  document.addEventListener("input", (event) => { if (event.target === marked) unmark(); });
+
+  let heardAt = Date.now(), said = "";
+  const observe = () => {
+    const status = $("#status .status");
+    if (status && status.textContent !== said) { said = status.textContent; heardAt = Date.now(); mark(); }
+    keepFocus();
+    applyTheme();
+  };
+
+  // The server is asked now and then. Without an answer the page says so instead of showing a job as if it ran on.
+  let identity = null;
+  const tell = (message) => {
+    const line = $("#offline");
+    if (line && line.textContent !== message) line.textContent = message;
+    document.body.classList.toggle("offline", Boolean(message));
+  };
+  const look = async () => {
+    let answer;
+    try {
+      answer = await fetch("gradio_api/app_id", { cache: "no-store" });
+    } catch {
+      tell("Tandem does not answer: it was stopped, or the connection is lost. This page goes on by itself once it is back.");
+      return;
+    }
+    if (!answer.ok) { tell(""); return; }
+    const { app_id: now } = await answer.json();
+    if (identity !== null && now !== identity) { location.reload(); return; }
+    identity = now;
+    tell("");
+    const busy = ["queued", "running", "stopping"].includes($("#status .status")?.dataset.state);
+    if (busy && Date.now() - heardAt > SILENCE_MS) { heardAt = Date.now(); $("#attach")?.click(); }
+  };
+  setInterval(() => { if (!document.hidden) look(); }, LOOK_MS);
+  document.addEventListener("visibilitychange", () => { if (!document.hidden) look(); });
+
+  const start = () => {
+    document.title = "Tandem";
+    new MutationObserver(observe).observe(document.body, {
+      subtree: true, childList: true, characterData: true, attributes: true, attributeFilter: ["class"],
+    });
+    observe();
+  };
+  if (document.body) start(); else document.addEventListener("DOMContentLoaded", start);
+})();

@@ -1,0 +1,78 @@
+"""What is shown beside a finished video: download, seed, and how, where and how fast it was made. HTML as text."""
+
+import json
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from runtime.core.events import VideoSaved
+from runtime.core.plan import ExecutionPlan
+from runtime.ui import text
+
+_STAGES = {"encode": "reading the prompt", "denoise": "denoising", "decode": "decoding", "mux": "saving"}
+_BACKENDS = {
+    "pytorch": "PyTorch",
+    "inductor": "Inductor",
+    "onnxruntime": "ONNX Runtime",
+    "tensorrt": "TensorRT",
+}
+
+
+def file_url(path: Path) -> str:
+    """Return the address of a served file, relative to the page so that it holds behind a proxy too."""
+    return f"gradio_api/file={quote(path.as_posix())}"
+
+
+def facts(saved: VideoSaved, plan: ExecutionPlan, model: str) -> str:
+    """Return the block under the video; what ran where is from the result, names are from the plan."""
+    request = saved.request
+    name = escape(saved.video.name, quote=True)
+    settings = escape(json.dumps(dict(request)), quote=True)
+    size = text.size(request["width"], request["height"])
+    rows = [
+        ("Seed", str(request["seed"])),
+        (
+            "Video",
+            f"{size}, {text.length(request['frames'], request['fps'])}",
+        ),
+        ("Model", f"{model}, {request['steps']} steps, {_guidance(request)}"),
+        ("Time", _time(saved)),
+        ("Memory", f"{text.memory(saved.peak_memory_bytes)} at most"),
+    ]
+    components: Mapping[str, Mapping[str, Any]] = saved.plan["components"]
+    rows += [(plan.title(name), _where(choice)) for name, choice in components.items()]
+    notes = "".join(f"<li>{escape(warning)}</li>" for warning in saved.warnings)
+    reasons = dict.fromkeys(choice["reason"] for choice in components.values())
+    return (
+        f'<p class="caption">{escape(request["prompt"])}</p>'
+        f'<ul class="notes" aria-label="Notes on this video">{notes}</ul>'
+        '<div class="actions">'
+        f'<a class="button strong" href="{file_url(saved.video)}" download="{name}">Download video</a>'
+        f'<button type="button" class="button" data-use="seed" data-request="{settings}">Use this seed</button>'
+        f'<button type="button" class="button" data-use="all" data-request="{settings}">Use all its settings</button>'
+        "</div>"
+        f"<dl>{''.join(f'<div><dt>{escape(term)}</dt><dd>{escape(value)}</dd></div>' for term, value in rows)}</dl>"
+        f'<p class="why">{escape(" ".join(reasons))}</p>'
+    )
+
+
+def _guidance(request: Mapping[str, Any]) -> str:
+    second = request.get("guidance_scale_2")
+    return f"guidance {request['guidance_scale']:g}" + ("" if second is None else f" and {second:g}")
+
+
+def _time(saved: VideoSaved) -> str:
+    stages = ", ".join(
+        f"{_STAGES.get(name, name)} {text.duration(seconds)}"
+        for name, seconds in saved.timings.items()
+        if name != "total"
+    )
+    loading = f"; loading before that {text.duration(saved.load_seconds)}" if saved.load_seconds >= 0.05 else ""  # noqa: PLR2004 - shows as 0.0 s
+    return f"{text.duration(saved.timings['total'])}: {stages}{loading}"
+
+
+def _where(choice: Mapping[str, Any]) -> str:
+    backend = _BACKENDS.get(choice["backend"], choice["backend"])
+    return f"{backend} on {choice['device'].replace('cpu', 'the CPU')}, {choice['dtype']}"

@@ -1,0 +1,211 @@
+"""The form: every control with its explanation, and its reading into a request.
+
+Values come as the browser sent them, of any type: `GenerationRequest` and the planner judge them, in words that name
+the field, so gradio's own checks are left out.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import gradio as gr
+
+from runtime.core.errors import InvalidRequestError
+from runtime.core.request import AUTO, GenerationRequest, label
+from runtime.models.spec import ModelSpec
+from runtime.ui import text, theme
+from runtime.ui.models import check_offered
+
+CUSTOM = "custom"
+_WIDEST_STEPS = 100
+_WHOLE = re.compile(r"[+-]?[0-9]{1,20}")
+_MODEL_FRAMES_SHOWN = 2
+
+
+@dataclass
+class Form:
+    """The controls, by the names of `GenerationRequest`, in the order in which handlers get them."""
+
+    prompt: gr.Textbox
+    negative_prompt: gr.Textbox
+    model: gr.Dropdown
+    width: gr.Number
+    height: gr.Number
+    frames: gr.Slider
+    fps: gr.Number
+    steps: gr.Slider
+    guidance_scale: gr.Number
+    guidance_scale_2: gr.Number
+    seed: gr.Textbox
+
+    @property
+    def controls(self) -> list[Any]:
+        """The controls in order."""
+        return [getattr(self, field.name) for field in fields(self)]
+
+    @property
+    def following_model(self) -> list[Any]:
+        """The controls that a change of model sets to its defaults, in the order of `FOLLOWING_MODEL`."""
+        return [getattr(self, name) for name in FOLLOWING_MODEL]
+
+
+FOLLOWING_MODEL = (
+    "width", "height", "frames", "fps", "negative_prompt", "steps", "guidance_scale", "guidance_scale_2",
+)  # fmt: skip
+NAMES = tuple(field.name for field in fields(Form))
+
+
+def compose() -> tuple[gr.Textbox, list[tuple[gr.Button, str]]]:
+    """Make the prompt and the examples below it; return it and each example's button with its prompt."""
+    prompt = gr.Textbox(
+        label="Prompt",
+        info="Say in a sentence what the video shows: who or what, how it moves, where, when.",
+        placeholder="a red boat sails to the right on a calm sea at sunset",
+        lines=3,
+        max_lines=8,
+        elem_id="field-prompt",
+    )
+    with gr.Row(elem_id="examples"):
+        buttons = [
+            (gr.Button(example["title"], size="sm", elem_classes="example"), example["prompt"])
+            for example in theme.examples()
+        ]
+    return prompt, buttons
+
+
+def settings_group(models: dict[str, ModelSpec], chosen: str, prompt: gr.Textbox) -> tuple[Form, gr.Radio, gr.HTML]:
+    """Make the settings; return the form, the choice of sizes and the line that tells the length."""
+    spec = models[chosen]
+    values = model_values(spec)
+    model = gr.Dropdown(
+        choices=[(f"{other.title} ({other.license})", name) for name, other in models.items()],
+        value=chosen,
+        label="Model",
+        info="Sizes, length and the settings below follow it.",
+        visible=len(models) > 1,
+        elem_id="field-model",
+    )
+    size = gr.Radio(**values["size"], label="Size", info="The model's own; or type another below.", elem_id="size")
+    with gr.Row(elem_classes="pair"):
+        width = gr.Number(**values["width"], label="Width", elem_id="field-width")
+        height = gr.Number(**values["height"], label="Height", elem_id="field-height")
+    frames = gr.Slider(
+        **values["frames"],
+        label="Frames",
+        info="More frames make a longer video, and take more time and memory.",
+        buttons=[],
+        elem_id="field-frames",
+    )
+    with gr.Row(elem_id="speed-row"):
+        fps = gr.Number(
+            **values["fps"], label="Frames per second", info="Speed of the finished video.", elem_id="field-fps"
+        )
+        length = gr.HTML(length_line(spec.defaults.frames, spec.defaults.fps), elem_id="length")
+    with gr.Row(elem_id="seed-row"):
+        # Text, because gradio's number fields show 0 where nothing is given.
+        seed = gr.Textbox(
+            label="Seed",
+            placeholder="random",
+            info="Empty: a new one each time. The same seed and settings give the same video again.",
+            max_lines=1,
+            elem_id="field-seed",
+        )
+        random = gr.Button("Random", elem_id="random-seed", min_width=90)
+    random.click(None, None, seed, js="() => ''", api_visibility="private", show_progress="hidden")
+    with gr.Accordion("More settings", open=False, elem_id="more"):
+        negative = gr.Textbox(
+            **values["negative_prompt"],
+            label="Negative prompt",
+            info="What the video should not show. May be empty.",
+            lines=2,
+            max_lines=6,
+            elem_id="field-negative_prompt",
+        )
+        steps = gr.Slider(
+            **values["steps"],
+            label="Steps",
+            info="More steps: finer, and slower in proportion.",
+            buttons=[],
+            elem_id="field-steps",
+        )
+        with gr.Row(elem_classes="pair"):
+            guidance = gr.Number(
+                **values["guidance_scale"],
+                label="Guidance",
+                info="How closely the prompt is followed. 1 or less turns it off and halves the time.",
+                step=0.5,
+                elem_id="field-guidance_scale",
+            )
+            guidance_2 = gr.Number(
+                **values["guidance_scale_2"],
+                label="Low-noise guidance",
+                info="The same for the second transformer, which draws the detail.",
+                step=0.5,
+                elem_id="field-guidance_scale_2",
+            )
+    form = Form(prompt, negative, model, width, height, frames, fps, steps, guidance, guidance_2, seed)
+    return form, size, length
+
+
+def model_values(spec: ModelSpec) -> dict[str, dict[str, Any]]:
+    """Return the properties of the controls that follow the model, by name."""
+    defaults, stride = spec.defaults, spec.vae.scale_factor_temporal
+    wide, high = spec.strides
+    sizes: list[tuple[str, str]] = [(text.size(w, h), f"{w}x{h}") for w, h in spec.sizes]
+    second = defaults.guidance_scale_2 if defaults.guidance_scale_2 is not None else defaults.guidance_scale
+    return {
+        "size": {"choices": [*sizes, ("Custom", CUSTOM)], "value": size_value(spec, defaults.width, defaults.height)},
+        "width": {"value": defaults.width, "step": wide, "info": f"A multiple of {wide}."},
+        "height": {"value": defaults.height, "step": high, "info": f"A multiple of {high}."},
+        "frames": {
+            "value": defaults.frames,
+            "minimum": 1,
+            "maximum": _MODEL_FRAMES_SHOWN * max(*spec.frame_counts, defaults.frames) // stride * stride + 1,
+            "step": stride,
+        },
+        "fps": {"value": defaults.fps, "step": 1},
+        "negative_prompt": {"value": defaults.negative_prompt},
+        "steps": {"value": defaults.steps, "minimum": 1, "maximum": max(_WIDEST_STEPS, defaults.steps), "step": 1},
+        "guidance_scale": {"value": defaults.guidance_scale},
+        "guidance_scale_2": {"value": second, "visible": spec.experts > 1},
+    }
+
+
+def size_value(spec: ModelSpec, width: object, height: object) -> str:
+    """Return the choice of sizes that goes with a width and a height."""
+    return f"{width}x{height}" if (width, height) in spec.sizes else CUSTOM
+
+
+def length_line(frames: int, fps: int) -> str:
+    """Return the line that tells frames and seconds together; page.js keeps it up to date."""
+    return f'<p class="length">{text.length(frames, fps)}</p>'
+
+
+def read(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationRequest:
+    """Read the controls' values, in the order of `NAMES`.
+
+    Raises:
+        TandemError: for a value that cannot be, naming it.
+    """
+    given = dict(zip(NAMES, values, strict=True))
+    spec = check_offered(given["model"], models)
+    given["prompt"] = "" if given["prompt"] is None else given["prompt"]
+    given["seed"] = _seed(given["seed"])
+    if spec.experts == 1:
+        given["guidance_scale_2"] = AUTO
+    for name, value in given.items():
+        if value is None and name != "negative_prompt":
+            default = getattr(spec.defaults, name)
+            raise InvalidRequestError(name, f"The {label(name)} is empty.", f"Give one, such as {default:g}.")
+    return GenerationRequest(**given)
+
+
+def _seed(value: Any) -> Any:
+    """Return the number in the field, "auto" for an empty one, and what is neither as it is, to be refused by name."""
+    text_given = str(value).strip() if isinstance(value, str) else value
+    if text_given is None or text_given == "":
+        return AUTO
+    if isinstance(text_given, str) and _WHOLE.fullmatch(text_given):
+        return int(text_given)
+    return text_given

@@ -1,0 +1,102 @@
+"""What the page's buttons do: submit, watch, cancel. They answer raw HTTP too, so none trusts what it is sent."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from runtime.core.errors import InvalidRequestError, TandemError
+from runtime.jobs.worker import Job, Worker
+from runtime.models.spec import ModelSpec
+from runtime.ui import form, stage, watch
+from runtime.ui.models import check_offered
+
+Updates = tuple[Any, ...]
+
+logger = logging.getLogger(__name__)
+
+
+class Handlers:
+    """The page's handlers. Each view goes to: picture, status, facts, Generate, Cancel, the job watched, its id."""
+
+    def __init__(self, worker: Worker, models: dict[str, ModelSpec], log_file: Path, icon: str) -> None:
+        self._worker = worker
+        self._models = models
+        self._log_file = log_file
+        self._icon = icon
+
+    async def generate(self, *values: Any) -> AsyncIterator[Updates]:
+        """Submit the form as a job and show it until it ends; a form that cannot be is answered beside the stage."""
+        try:
+            job = await asyncio.to_thread(self._worker.submit, form.read(values, self._models))
+        except TandemError as error:
+            field = error.field if isinstance(error, InvalidRequestError) else ""
+            yield _alert(error.what, error.remedy, field)
+            return
+        except Exception as error:  # a defect: told in one line, kept in the log
+            logger.exception("The form could not be submitted")
+            yield _alert(f"Something broke inside Tandem: {error!r}", f"The log has the details: {self._log_file}")
+            return
+        async for updates in self._watch(job):
+            yield updates
+
+    async def attach(self, remembered: str | None) -> AsyncIterator[Updates]:
+        """Show the job of this tab while it runs, else one that runs, else the last result of this server."""
+        own = self._worker.job(remembered) if remembered else None
+        if own is None or own.progress.end is not None:
+            own = self._worker.active() or own or self._worker.latest()
+        if own is None:
+            # A generator that yields nothing would empty the page.
+            yield (gr.skip(),) * 7
+            return
+        async for updates in self._watch(own):
+            yield updates
+
+    def cancel(self, watched: Any) -> Any:
+        """Ask the job that this page watches to stop; watching shows the rest."""
+        job = self._worker.job(watched) if isinstance(watched, str) else None
+        if job is None or job.progress.end is not None:
+            return gr.skip()
+        job.cancel.request()
+        return gr.update(value="Stopping…", interactive=False)
+
+    def choose_model(self, name: Any) -> Updates:
+        """Set size, length and the rest to the defaults of another model."""
+        try:
+            values = form.model_values(check_offered(name, self._models))
+        except TandemError:
+            return (gr.skip(),) * (1 + len(form.FOLLOWING_MODEL))
+        return tuple(gr.update(**values[control]) for control in ("size", *form.FOLLOWING_MODEL))
+
+    async def _watch(self, job: Job) -> AsyncIterator[Updates]:
+        before: watch.View | None = None
+        async for view in watch.follow_views(job, self._worker, self._log_file, self._icon):
+            yield _updates(view, before)
+            before = view
+
+
+def _updates(view: watch.View, before: watch.View | None) -> Updates:
+    """Return what differs from the view before; the rest is left as it is."""
+
+    def changed(name: str) -> Any:
+        value = getattr(view, name)
+        return gr.skip() if before is not None and getattr(before, name) == value else value
+
+    buttons: tuple[Any, Any] = (gr.skip(), gr.skip())
+    if before is None or (before.busy, before.stopping) != (view.busy, view.stopping):
+        buttons = (
+            gr.update(visible=not view.busy),
+            gr.update(
+                visible=view.busy, value="Stopping…" if view.stopping else "Cancel", interactive=not view.stopping
+            ),
+        )
+    return (changed("picture"), changed("status"), changed("facts"), *buttons, changed("job_id"), changed("job_id"))
+
+
+def _alert(what: str, remedy: str, field: str = "") -> Updates:
+    """Return updates that show an error and leave everything else, the form first of all, as it was."""
+    line = stage.Line("failed", what=what, remedy=remedy, field=field)
+    return (gr.skip(), stage.status(line), *(gr.skip(),) * 5)
