@@ -21,7 +21,9 @@ from tests.plans import tiny_plan
 from tests.tiny_models import ARCHITECTURES
 
 
-def _sample(spec: ModelSpec, plan: ExecutionPlan, residency: Residency) -> torch.Tensor:
+def sample(spec: ModelSpec, plan: ExecutionPlan, residency: Residency) -> torch.Tensor:
+    """Return the final latents of a plan."""
+
     def loading(_: str) -> None:
         pass
 
@@ -53,7 +55,7 @@ def test_latents_and_frames_equal_wan_pipeline(
         scales["guidance_scale_2"] = guidance[1]
     plan = tiny_plan(spec, tmp_path / "x.mp4", negative_prompt="blue ball", **scales)
     with Residency() as residency:
-        latents = _sample(spec, plan, residency)
+        latents = sample(spec, plan, residency)
 
     pipeline = WanPipeline.from_pretrained(spec.directory)
     pipeline.set_progress_bar_config(disable=True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageSequence
 
 from runtime.core.errors import MachineError, OutputError
 from runtime.video.encode import VideoWriter
@@ -43,7 +43,7 @@ def test_colours_survive(tmp_path: Path) -> None:
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\x00"), max_size=60))
+@given(st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\x00"), max_size=60))
 def test_any_text_comes_back_from_the_metadata(video: Path, text: str) -> None:
     notes, copy = video.with_name("notes.txt"), video.with_name("copy.mp4")
     notes.write_text(to_ffmetadata(text or "x", {"tandem": {"text": text}}), encoding="utf-8", newline="")
@@ -100,4 +100,5 @@ def test_no_ffmpeg_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_preview_is_an_animation_of_the_clip() -> None:
     rgb = np.random.default_rng(0).uniform(-2, 2, (9, 14, 24, 3))
     with Image.open(io.BytesIO(encode_preview(rgb, 200))) as image:
-        assert (image.format, image.n_frames, image.size) == ("WEBP", 9, (384, 224))
+        assert (image.format, image.size) == ("WEBP", (384, 224))
+        assert len(list(ImageSequence.Iterator(image))) == 9

@@ -1,0 +1,126 @@
+"""`generate` as people and programs start it: a process of its own."""
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from runtime.cli.show import duration, progress_text
+from runtime.core.events import Planned, StageStarted, StepDone
+from runtime.core.progress import Progress
+from runtime.models.spec import ModelSpec
+from runtime.video.metadata import read_facts
+from tests.plans import tiny_plan
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--width", "64", "--height", "32", "--frames", "9", "--fps", "8"]
+
+Tiny = Callable[[str], ModelSpec]
+
+
+def command(spec: ModelSpec, out: Path, *flags: str) -> list[str]:
+    """Return the arguments of a small clip."""
+    prompt = ["generate", "a red boat", "--model", str(spec.directory), "--out", str(out)]
+    return [sys.executable, str(ROOT / "app.py"), *prompt, *SMALL, *flags]
+
+
+def test_json_on_standard_output_and_text_on_standard_error(tiny: Tiny, cache_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "boat.mp4"
+    flags = ("--steps", "2", "--seed", "7", "--guidance", "5,2", "--json")
+    done = subprocess.run(command(tiny("wan2.2-a14b"), out, *flags), capture_output=True, text=True, check=True)
+    (line,) = done.stdout.splitlines()
+    result = json.loads(line)
+    assert result["video"] == str(out)
+    assert result["seed"] == result["request"]["seed"] == 7
+    assert (result["request"]["guidance_scale"], result["request"]["guidance_scale_2"]) == (5.0, 2.0)
+    assert set(result["plan"]["components"]) == {"text_encoder", "transformer", "transformer_2", "vae"}
+    for part in result["plan"]["components"].values():
+        assert (part["backend"], part["engine"]) == ("pytorch", None)
+        assert part["reason"]
+    assert set(result["timings"]) == {"encode", "denoise", "decode", "mux", "total"}
+    assert result["load_seconds"] > 0
+    assert result["peak_memory_bytes"] > 1e6
+    assert isinstance(result["warnings"], list)
+    assert "Denoising" in done.stderr
+    assert f"Saved {out}" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Warning" not in done.stderr  # libraries stay quiet
+    assert read_facts(out)["request"] == result["request"]
+    assert not list((cache_dir / "outputs").glob("*")) if (cache_dir / "outputs").exists() else True
+
+
+def test_without_out_the_video_goes_to_the_cache(tiny: Tiny, cache_dir: Path, tmp_path: Path) -> None:
+    arguments = command(tiny("wan2.1"), tmp_path / "unused.mp4", "--steps", "1")
+    position = arguments.index("--out")
+    del arguments[position : position + 2]
+    subprocess.run(arguments, capture_output=True, check=True)
+    (video,) = (cache_dir / "outputs").iterdir()
+    assert re.fullmatch(r"\d{8}-\d{6}-a-red-boat-[0-9a-f]{6}\.mp4", video.name)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_stops_and_leaves_nothing(number: int, tiny: Tiny, cache_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    arguments = command(tiny("wan2.2-a14b"), out / "boat.mp4", "--steps", "1000")
+    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "Denoising" in line:
+                break
+        asked = time.monotonic()
+        process.send_signal(number)
+        rest = process.stderr.read()
+        assert process.wait() == 130
+    assert time.monotonic() - asked < 20
+    assert "Stopping" in rest
+    assert "Cancelled. Nothing was saved." in rest
+    assert "Traceback" not in rest
+    assert list(out.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_a_terminal_shows_a_live_line(tiny: Tiny, cache_dir: Path, tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    arguments = command(tiny("wan2.2-a14b"), tmp_path / "boat.mp4", "--steps", "300")
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "120"}
+    shown = b""
+    with subprocess.Popen(arguments, stderr=theirs, stdout=subprocess.DEVNULL, env=environment) as process:
+        os.close(theirs)
+        while process.poll() is None or select.select([ours], [], [], 0)[0]:
+            if select.select([ours], [], [], 0.1)[0]:
+                try:
+                    shown += os.read(ours, 65536)
+                except OSError:  # the other end is closed
+                    break
+    os.close(ours)
+    text = shown.decode()
+    assert process.returncode == 0
+    assert re.search(r"Denoising · step \d+/300 · \d+\.\d\d s/step · \d+ s left", text)
+
+
+def test_the_line_says_stage_step_speed_and_time_left(tiny: Tiny, tmp_path: Path) -> None:
+    planned = Planned(tiny_plan(tiny("wan2.2-a14b"), tmp_path / "x.mp4"))
+    progress = Progress().after(planned, 0.0).after(StageStarted("denoise", "transformer"), 0.0)
+    assert progress_text(progress).endswith("Denoising · step 0/4")
+    progress = progress.after(StepDone(1, 4, 2.0, "transformer"), 2.0)
+    assert "step 1/4 · 2.00 s/step" in progress_text(progress)
+    assert progress_text(progress).endswith(" left")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (8.4, "8 s"), (59.6, "1 min 0 s"), (125, "2 min 5 s"), (3725, "1 h 2 min")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

@@ -1,0 +1,83 @@
+"""The path on a CUDA device, held to the CPU's result. Needs an NVIDIA GPU; skipped elsewhere."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.components.residency import Residency
+from runtime.core.cancel import Cancel
+from runtime.core.events import StepDone, VideoSaved
+from runtime.core.plan import ExecutionPlan
+from runtime.core.request import GenerationRequest
+from runtime.jobs.flow import run_job
+from runtime.manager.machine import probe
+from runtime.manager.planner import resolve
+from runtime.models.catalogue import find
+from runtime.models.spec import ModelSpec
+from tests.pipeline.test_parity import sample
+from tests.plans import machine, tiny_plan
+from tests.tiny_models import ARCHITECTURES
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU and a CUDA build of PyTorch"),
+]
+
+
+def on_cuda(plan: ExecutionPlan, dtype: str) -> ExecutionPlan:
+    """Return the plan with every component on the first GPU."""
+    parts = {name: replace(part, device="cuda:0", dtype=dtype) for name, part in plan.components.items()}
+    return replace(plan, components=parts)
+
+
+def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
+    """Return ‖out - reference‖ / ‖reference‖."""
+    return ((out.cpu() - reference).norm() / reference.norm()).item()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_latents_equal_the_cpus(architecture: str, tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
+    plan = tiny_plan(tiny(architecture), tmp_path / "x.mp4")
+    with Residency() as residency:
+        reference = sample(tiny(architecture), plan, residency)
+        on_gpu = sample(tiny(architecture), on_cuda(plan, "float32"), residency)
+    assert relative_error(on_gpu, reference) < 1e-3
+
+
+def test_the_machine_is_seen_and_chosen() -> None:
+    seen = probe()
+    assert seen.gpus
+    assert seen.torch_cuda is not None
+    spec = find("diorama", Path("none"))
+    plan = resolve(GenerationRequest(prompt="a red boat"), spec, seen, Path("x.mp4"))
+    assert {part.device for part in plan.components.values()} == {"cuda:0"}
+
+
+def test_the_shipped_model_gives_the_cpus_latents() -> None:
+    spec = find("diorama", Path("none"))
+    request = GenerationRequest(prompt="a red boat sails left on a calm sea at sunset", seed=7)
+    plan = resolve(request, spec, machine(), Path("x.mp4"))
+    with Residency() as residency:
+        reference = sample(spec, plan, residency)
+        assert relative_error(sample(spec, on_cuda(plan, "float32"), residency), reference) < 1e-2
+
+
+def test_the_default_clip_is_made_on_the_gpu(tmp_path: Path) -> None:
+    spec = find("diorama", Path("none"))
+    out = tmp_path / "x.mp4"
+    plan = resolve(GenerationRequest(prompt="a red boat", seed=7), spec, probe(), out)
+    events = []
+    with Residency() as residency:
+        for _ in range(2):
+            run_job(plan, spec, events.append, Cancel(), residency)
+    saved = events[-1]
+    assert isinstance(saved, VideoSaved), saved
+    assert sum(isinstance(event, StepDone) for event in events) == 2 * plan.steps
+    assert saved.load_seconds == 0
+    assert out.stat().st_size > 1000
+    assert os.listdir(tmp_path) == ["x.mp4"]  # noqa: PTH208 - names, hidden ones too
+    assert 0 < saved.peak_memory_bytes < 8 << 30
