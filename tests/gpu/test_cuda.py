@@ -10,7 +10,7 @@ import torch
 
 from runtime.components.residency import Residency
 from runtime.core.cancel import Cancel
-from runtime.core.events import StepDone, VideoSaved
+from runtime.core.events import Event, StepDone, VideoSaved
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.jobs.flow import run_job
@@ -70,7 +70,7 @@ def test_the_default_clip_is_made_on_the_gpu(tmp_path: Path) -> None:
     spec = find("diorama", Path("none"))
     out = tmp_path / "x.mp4"
     plan = resolve(GenerationRequest(prompt="a red boat", seed=7), spec, probe(), out)
-    events = []
+    events: list[Event] = []
     with Residency() as residency:
         for _ in range(2):
             run_job(plan, spec, events.append, Cancel(), residency)

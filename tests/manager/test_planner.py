@@ -20,7 +20,7 @@ OUT = Path("x.mp4")
 Tiny = Callable[[str], ModelSpec]
 
 
-def plan(spec: ModelSpec, on: Machine | None = None, **values: Any) -> ExecutionPlan:
+def plan(spec: ModelSpec, /, on: Machine | None = None, **values: Any) -> ExecutionPlan:
     """Resolve a request for a red boat."""
     return resolve(GenerationRequest.from_mapping({"prompt": "a red boat"} | values), spec, on or machine(), OUT)
 
@@ -60,7 +60,7 @@ def test_tokens_of_the_default_clip(architecture: str, tokens: int, tiny: Tiny) 
         ({"guidance_scale": 1, "guidance_scale_2": 0}, (1.0, 0.0)),
     ],
 )
-def test_guidance_per_expert(given: dict[str, float], pair: tuple[float, float], tiny: Tiny) -> None:
+def test_guidance_per_expert(given: dict[str, Any], pair: tuple[float, float], tiny: Tiny) -> None:
     made = plan(tiny("wan2.2-a14b"), **given)
     assert (made.guidance_scale, made.guidance_scale_2) == pair
 
@@ -83,7 +83,7 @@ def test_one_transformer_has_no_second_guidance(tiny: Tiny) -> None:
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_nearest(
-    architecture: str, values: dict[str, int], field: str, fitting: str, tiny: Tiny
+    architecture: str, values: dict[str, Any], field: str, fitting: str, tiny: Tiny
 ) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         plan(tiny(architecture), **values)
