@@ -7,6 +7,7 @@
 #
 # All this script does is find a Python from 3.10 to 3.13; tools/setup_env.py does the rest.
 # TANDEM_PYTHON names the Python to use. Nothing outside this folder is changed.
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # for those who say `sh install.sh`
 set -u
 
 script=${BASH_SOURCE[0]}
@@ -62,9 +63,11 @@ else
   for name in python3.11 python3.12 python3.13 python3.10 python3 python; do
     [ -z "$python" ] || break
     while IFS= read -r path; do
-      consider "$path"
+      [ -z "$path" ] || consider "$path"
       [ -z "$python" ] || break
-    done < <(type -aP "$name")
+    done <<PATHS
+$(type -aP "$name")
+PATHS
   done
 fi
 

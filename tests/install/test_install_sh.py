@@ -96,6 +96,13 @@ def test_works_through_a_link(shared: Repo, tmp_path: Path) -> None:
     assert report(done)["prefix"] == str(shared.root / ".venv")
 
 
+def test_sh_install_sh_is_the_same(shared: Repo) -> None:
+    done = subprocess.run(
+        ["/bin/sh", shared.command, "a b"], capture_output=True, text=True, env=shared.environment, check=False
+    )
+    assert report(done)["arguments"] == [b"a b".hex()]
+
+
 # What goes wrong on the way.
 
 
@@ -126,6 +133,26 @@ def test_killed_in_the_middle_leaves_no_stamp_and_goes_on(repo: Repo) -> None:
     process.communicate()
     assert not repo.stamp.exists()
     assert report(repo.run())["tinydep"] == 2  # waits for the pip left behind, which holds the lock
+
+
+def test_ctrl_c_while_installing_is_told_and_the_next_run_goes_on(repo: Repo) -> None:
+    repo.require("tinydep==2.0")
+    process = repo.start()
+    assert process.stderr is not None
+    while "installing the packages" not in process.stderr.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=20)[1] == "Tandem setup: stopped; the same command goes on from here\n"
+    assert process.returncode == 130
+    assert report(repo.run())["tinydep"] == 2
+
+
+def test_two_at_once_install_once(repo: Repo) -> None:
+    repo.require("tinydep==2.0")
+    both = [repo.start(), repo.start()]
+    told = [process.communicate(timeout=60) for process in both]
+    assert [json.loads(output)["tinydep"] for output, _ in told] == [2, 2]
+    assert sum("ready after" in errors for _, errors in told) == 1
 
 
 def test_python_that_no_longer_runs_is_replaced(repo: Repo, tmp_path: Path) -> None:
