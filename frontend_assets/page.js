@@ -109,12 +109,38 @@
   };
   document.addEventListener("input", (event) => { if (event.target === marked) unmark(); });
 
+  // What gradio leaves out for screen readers and keyboards: explanations belong to their field, one group of choices
+  // is one stop with arrow keys inside, and a fold says whether it is open.
+  const set = (node, name, value) => { if (node.getAttribute(name) !== value) node.setAttribute(name, value); };
+  const describe = () => {
+    for (const info of document.querySelectorAll(".block[id] .info-text")) {
+      const block = info.closest(".block[id]");
+      if (!info.id) info.id = `${block.id}-info`;
+      for (const input of block.querySelectorAll("textarea, input:not([type=radio])")) set(input, "aria-describedby", info.id);
+      if (block.tagName === "FIELDSET") {
+        set(block, "role", "radiogroup");
+        set(block, "aria-label", block.querySelector("[data-testid=block-info]").textContent.trim());
+        set(block, "aria-describedby", info.id);
+        for (const radio of block.querySelectorAll("input[type=radio]")) set(radio, "name", block.id);
+      }
+    }
+    const fold = $("#more > button"), content = $("#more [data-testid=accordion-content]");
+    if (fold && content) set(fold, "aria-expanded", String(content.style.display !== "none"));
+  };
+
   let heardAt = Date.now(), said = "";
+  let waiting = false;
   const observe = () => {
+    if (waiting) return;
+    waiting = true;
+    setTimeout(() => { waiting = false; tidy(); }, 30);
+  };
+  const tidy = () => {
     const status = $("#status .status");
     if (status && status.textContent !== said) { said = status.textContent; heardAt = Date.now(); mark(); }
     keepFocus();
     applyTheme();
+    describe();
   };
 
   // The server is asked now and then. Without an answer the page says so instead of showing a job as if it ran on.
@@ -146,7 +172,7 @@
   const start = () => {
     document.title = "Tandem";
     new MutationObserver(observe).observe(document.body, {
-      subtree: true, childList: true, characterData: true, attributes: true, attributeFilter: ["class"],
+      subtree: true, childList: true, characterData: true, attributes: true, attributeFilter: ["class", "style", "disabled"],
     });
     observe();
   };

@@ -42,7 +42,7 @@ def facts(saved: VideoSaved, plan: ExecutionPlan, model: str) -> str:
         ("Memory", f"{text.memory(saved.peak_memory_bytes)} at most"),
     ]
     components: Mapping[str, Mapping[str, Any]] = saved.plan["components"]
-    rows += [(plan.title(name), _where(choice)) for name, choice in components.items()]
+    rows += [("Ran on", place) for place in _places(components, plan)]
     notes = "".join(f"<li>{escape(warning)}</li>" for warning in saved.warnings)
     reasons = dict.fromkeys(choice["reason"] for choice in components.values())
     return (
@@ -71,6 +71,15 @@ def _time(saved: VideoSaved) -> str:
     )
     loading = f"; loading before that {text.duration(saved.load_seconds)}" if saved.load_seconds >= 0.05 else ""  # noqa: PLR2004 - shows as 0.0 s
     return f"{text.duration(saved.timings['total'])}: {stages}{loading}"
+
+
+def _places(components: Mapping[str, Mapping[str, Any]], plan: ExecutionPlan) -> list[str]:
+    """Return each place with the parts that ran there."""
+    parts: dict[str, list[str]] = {}
+    for name, choice in components.items():
+        title = plan.title(name)
+        parts.setdefault(_where(choice), []).append(title if title.startswith("VAE") else title.lower())
+    return [f"{place}: {', '.join(names)}" for place, names in parts.items()]
 
 
 def _where(choice: Mapping[str, Any]) -> str:

@@ -99,7 +99,7 @@ def settings_group(models: dict[str, ModelSpec], chosen: str, prompt: gr.Textbox
     )
     with gr.Row(elem_id="speed-row"):
         fps = gr.Number(
-            **values["fps"], label="Frames per second", info="Speed of the finished video.", elem_id="field-fps"
+            **values["fps"], label="FPS", info="Frames per second of the video.", elem_id="field-fps"
         )
         length = gr.HTML(length_line(spec.defaults.frames, spec.defaults.fps), elem_id="length")
     with gr.Row(elem_id="seed-row"):
@@ -133,7 +133,7 @@ def settings_group(models: dict[str, ModelSpec], chosen: str, prompt: gr.Textbox
             guidance = gr.Number(
                 **values["guidance_scale"],
                 label="Guidance",
-                info="How closely the prompt is followed. 1 or less turns it off and halves the time.",
+                info="How closely the prompt is followed. 1 turns it off and halves the time.",
                 step=0.5,
                 elem_id="field-guidance_scale",
             )

@@ -67,7 +67,7 @@ def picture(progress: Progress | None, state: str, icon: str) -> str:
     )
 
 
-def status(line: Line) -> str:
+def status(line: Line, job_id: str = "") -> str:
     """Return the line, the bar, what a screen reader hears, and the alert."""
     percent = None if line.fraction is None else round(100 * line.fraction)
     busy = line.state in {"queued", "running", "stopping"}
@@ -81,7 +81,7 @@ def status(line: Line) -> str:
     what = line.what[:1].upper() + line.what[1:]
     heard = line.title if line.state != "idle" else ""
     return (
-        f'<div class="status" data-state="{line.state}" data-field="{escape(line.field, quote=True)}">'
+        f'<div class="status" data-state="{line.state}" data-job="{job_id}" data-field="{escape(line.field, quote=True)}">'
         f'<p class="line"><strong>{escape(line.title)}</strong> <span class="detail">{escape(line.detail)}</span> '
         f'<span class="left">{escape(line.left)}</span></p>'
         f"{bar}"

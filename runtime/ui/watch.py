@@ -36,7 +36,7 @@ def view(job: Job, worker: Worker, log_file: Path, icon: str, now: float) -> Vie
     line = _line(job, progress, worker, log_file, now)
     return View(
         picture=stage.picture(progress, line.state, icon),
-        status=stage.status(line),
+        status=stage.status(line, job.id),
         facts=facts.facts(progress.end, job.plan, job.spec.title) if isinstance(progress.end, VideoSaved) else "",
         busy=progress.end is None,
         stopping=line.state == "stopping",

@@ -1,0 +1,116 @@
+"""One server and one Chromium for all browser tests; a fresh context for each."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.served import Server, make_cache, serving
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+DESKTOP = {"width": 1280, "height": 900}
+PHONE = {"width": 390, "height": 844}
+
+OpenPage = Callable[..., Any]
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Return the web app that all tests share."""
+    with serving(make_cache(tmp_path_factory.mktemp("browser"))) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    """Return the browser."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium on this machine")
+    with playwright.sync_playwright() as session:
+        browser = session.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(chromium: Any, server: Server) -> Iterator[OpenPage]:
+    """Return a function that opens the page in a context of its own and waits until it can be used."""
+    contexts = []
+
+    def opened(viewport: dict[str, int] = DESKTOP, url: str = server.url, **options: Any) -> Any:
+        context = chromium.new_context(viewport=viewport, **options)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(30_000)
+        page.requests, page.complaints = [], []
+        page.on("request", lambda request: page.requests.append(request.url))
+        page.on("pageerror", lambda error: page.complaints.append(str(error)))
+        page.on("console", lambda said: page.complaints.append(said.text) if said.type == "error" else None)
+        page.goto(url)
+        ready(page)
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+
+
+def ready(page: Any) -> None:
+    """Wait until the page can be used: it is there, and the form is back as it was."""
+    page.wait_for_selector("#generate, #cancel")
+    page.wait_for_function("window.tandem && window.tandem.restored")
+
+
+def state(page: Any) -> str:
+    """Return what the status line is in: idle, queued, running, stopping, done, failed or cancelled."""
+    return str(page.get_attribute("#status .status", "data-state"))
+
+
+def wait_for_state(page: Any, *states: str, timeout: float = 60_000) -> None:
+    """Wait until the status line is in one of `states`."""
+    wanted = ",".join(f'#status .status[data-state="{name}"]' for name in states)
+    page.wait_for_selector(wanted, timeout=timeout)
+
+
+def ask(page: Any, prompt: str = "a red boat on the sea", *, long: bool = False) -> None:
+    """Fill the form; a long job has a hundred steps of a larger clip, seconds of work."""
+    page.fill("#field-prompt textarea", prompt)
+    if long:
+        page.fill("#field-width input", "256")
+        page.fill("#field-height input", "256")
+        if page.get_attribute("#more > button", "aria-expanded") == "false":
+            page.click("#more > button")
+        page.fill("#field-steps input[type=number]", "100")
+        page.press("#field-steps input[type=number]", "Tab")
+
+
+def start(page: Any) -> None:
+    """Press Generate and wait until the page shows the new job, not the last one."""
+    before = page.get_attribute("#status .status", "data-job")
+    page.click("#generate")
+    await_job_after(page, before)
+
+
+def await_job_after(page: Any, before: str | None) -> None:
+    """Wait until the page shows another job than `before`."""
+    page.wait_for_function(
+        "(before) => { const job = document.querySelector('#status .status').dataset.job; return job && job !== before }",
+        arg=before,
+    )
+
+
+def saved_videos(server: Server) -> set[Path]:
+    """Return the videos on disk."""
+    return set((server.cache_dir / "outputs").glob("*"))

@@ -1,0 +1,98 @@
+"""A web app for tests: a tiny model in a cache folder of its own, behind a real server."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests import tiny_models
+
+ROOT = Path(__file__).parents[1]
+MODEL = "tiny"
+# Small and quick by default; tests that need a job to last ask for more.
+DEFAULTS = {
+    "width": 64,
+    "height": 32,
+    "frames": 9,
+    "fps": 8,
+    "steps": 4,
+    "guidance_scale": 3.0,
+    "guidance_scale_2": 2.0,
+}
+_START_SECONDS = 90
+
+
+@dataclass(frozen=True)
+class Server:
+    """A web app in a process of its own."""
+
+    url: str
+    cache_dir: Path
+    process: subprocess.Popen[str]
+
+
+def make_cache(folder: Path) -> Path:
+    """Make a cache folder that holds a tiny model with two experts, and return it."""
+    model = tiny_models.build("wan2.2-a14b", folder / "weights" / MODEL)
+    sidecar = {
+        "title": "Tiny",
+        "license": "none",
+        "defaults": DEFAULTS | {"negative_prompt": ""},
+        "sizes": [[64, 32], [32, 64]],
+        "frame_counts": [9],
+        "latent_rgb_factors": [[0.1, -0.1, 0.05]] * 16,
+        "latent_rgb_bias": [0.0, 0.0, 0.0],
+    }
+    (model / "tandem.json").write_text(json.dumps(sidecar), encoding="utf-8")
+    return folder
+
+
+def free_port() -> int:
+    """Return a port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def serving(cache_dir: Path) -> Iterator[Server]:
+    """Run `python app.py` on a free port while entered."""
+    port = free_port()
+    log = cache_dir / "server.txt"
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            [sys.executable, "app.py", "--port", str(port), "--model", MODEL, "--no-browser"],
+            cwd=ROOT,
+            env=os.environ | {"TANDEM_CACHE_DIR": str(cache_dir)},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        try:
+            url = f"http://127.0.0.1:{port}/"
+            _wait_until_up(url, process, log)
+            yield Server(url, cache_dir, process)
+        finally:
+            process.terminate()
+            try:
+                process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait_until_up(url: str, process: subprocess.Popen[str], log: Path) -> None:
+    end = time.monotonic() + _START_SECONDS
+    while time.monotonic() < end:
+        assert process.poll() is None, log.read_text(encoding="utf-8")
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5):
+            return
+        time.sleep(0.2)
+    raise AssertionError(f"The server did not start: {log.read_text(encoding='utf-8')}")
