@@ -76,7 +76,10 @@ class Residency:
         """Lend the VAE's decoder."""
 
         def build() -> VideoDecoder:
-            return PyTorchVideoDecoder(load_module(spec, "vae", plan.components["vae"]))
+            vae: Any = load_module(spec, "vae", plan.components["vae"])
+            # Only image-to-video encodes.
+            vae.encoder = None
+            return PyTorchVideoDecoder(vae)
 
         with self._lend(spec, plan, "vae", build, loading) as part:
             yield part

@@ -5,7 +5,7 @@ import io
 import numpy as np
 from PIL import Image
 
-_HEIGHT = 224
+_HEIGHT = 112
 _QUALITY = 60
 
 

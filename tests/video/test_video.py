@@ -100,5 +100,5 @@ def test_no_ffmpeg_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_preview_is_an_animation_of_the_clip() -> None:
     rgb = np.random.default_rng(0).uniform(-2, 2, (9, 14, 24, 3))
     with Image.open(io.BytesIO(encode_preview(rgb, 200))) as image:
-        assert (image.format, image.size) == ("WEBP", (384, 224))
+        assert (image.format, image.size) == ("WEBP", (192, 112))
         assert len(list(ImageSequence.Iterator(image))) == 9
