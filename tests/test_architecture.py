@@ -34,6 +34,7 @@ WITHOUT_TORCH = (
     "runtime.manager.planner",
     "runtime.manager.doctor",
     "runtime.jobs.worker",
+    "runtime.cli.main",
     "runtime.cli.inform",
 )
 MAX_LINES = 400

@@ -1,5 +1,14 @@
 """The command line: one face of the jobs."""
 
-from runtime.cli.main import main
+import sys
 
-__all__ = ["main"]
+
+def main() -> None:
+    """Run the command line and exit; without the packages it stands on, say how to get them."""
+    try:
+        from runtime.cli.main import main as run
+    except ModuleNotFoundError as error:
+        sys.stderr.write(f"Error: The package {error.name!r} is not installed for this Python.\n")
+        sys.stderr.write("To do: Start Tandem with ./install.sh (install.bat on Windows), which installs it.\n")
+        sys.exit(2)
+    run()

@@ -124,3 +124,11 @@ def test_the_line_says_stage_step_speed_and_time_left(tiny: Tiny, tmp_path: Path
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_without_its_packages_it_says_how_to_get_them(cache_dir: Path) -> None:
+    # -S leaves site-packages out.
+    done = subprocess.run([sys.executable, "-S", str(ROOT / "app.py")], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "'typer' is not installed" in done.stderr
+    assert "./install.sh" in done.stderr
