@@ -81,7 +81,8 @@ def status(line: Line, job_id: str = "") -> str:
     what = line.what[:1].upper() + line.what[1:]
     heard = line.title if line.state != "idle" else ""
     return (
-        f'<div class="status" data-state="{line.state}" data-job="{job_id}" data-field="{escape(line.field, quote=True)}">'
+        f'<div class="status" data-state="{line.state}" data-job="{job_id}" '
+        f'data-field="{escape(line.field, quote=True)}">'
         f'<p class="line"><strong>{escape(line.title)}</strong> <span class="detail">{escape(line.detail)}</span> '
         f'<span class="left">{escape(line.left)}</span></p>'
         f"{bar}"

@@ -106,7 +106,10 @@ def start(page: Any) -> None:
 def await_job_after(page: Any, before: str | None) -> None:
     """Wait until the page shows another job than `before`."""
     page.wait_for_function(
-        "(before) => { const job = document.querySelector('#status .status').dataset.job; return job && job !== before }",
+        """(before) => {
+          const job = document.querySelector('#status .status').dataset.job;
+          return job && job !== before;
+        }""",
         arg=before,
     )
 

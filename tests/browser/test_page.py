@@ -1,7 +1,6 @@
 """The page in a browser: what people do with it, from the first word to the video."""
 
 import re
-from typing import Any
 
 import pytest
 
@@ -146,7 +145,7 @@ def test_errors_name_the_field_and_keep_the_form(open_page: OpenPage) -> None:
 
 def test_hostile_text_is_shown_as_text(open_page: OpenPage) -> None:
     page = open_page()
-    ask(page, "<img src=x onerror=window.hit=1> `${window.hit=1}` {{this}} ‮ 🚤")
+    ask(page, "<img src=x onerror=window.hit=1> `${window.hit=1}` {{this}} \u202e 🚤")
     start(page)
     wait_for_state(page, "done")
     assert "<img src=x onerror=window.hit=1> `${window.hit=1}` {{this}}" in page.inner_text("#facts")

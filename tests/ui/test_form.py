@@ -1,0 +1,100 @@
+"""From the controls' values, whatever the browser sent, to a request."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from runtime.core.errors import InvalidRequestError, ModelError, TandemError
+from runtime.core.request import AUTO, GenerationRequest
+from runtime.models.spec import ModelSpec
+from runtime.ui import form
+
+GOOD: dict[str, Any] = {
+    "prompt": "a red boat",
+    "negative_prompt": "",
+    "model": "wan2.2-a14b",
+    "width": 64,
+    "height": 32,
+    "frames": 9,
+    "fps": 8,
+    "steps": 4,
+    "guidance_scale": 4.0,
+    "guidance_scale_2": 3.0,
+    "seed": "",
+}
+
+
+@pytest.fixture(scope="module")
+def models(tiny: Callable[[str], ModelSpec]) -> dict[str, ModelSpec]:
+    return {name: tiny(name) for name in ("wan2.2-a14b", "wan2.1")}
+
+
+def read(models: dict[str, ModelSpec], **changes: Any) -> GenerationRequest:
+    values = GOOD | changes
+    return form.read([values[name] for name in form.NAMES], models)
+
+
+def test_values_become_a_request(models: dict[str, ModelSpec]) -> None:
+    request = read(models)
+    assert request == GenerationRequest(**(GOOD | {"seed": AUTO}))
+
+
+@pytest.mark.parametrize(("given", "seed"), [("", AUTO), ("  ", AUTO), (None, AUTO), ("12", 12), (" 7 ", 7), (5, 5)])
+def test_an_empty_seed_is_random(models: dict[str, ModelSpec], given: Any, seed: Any) -> None:
+    assert read(models, seed=given).seed == seed
+
+
+def test_a_model_with_one_transformer_gets_one_guidance(models: dict[str, ModelSpec]) -> None:
+    assert read(models, model="wan2.1").guidance_scale_2 == AUTO
+
+
+BAD: list[Any] = [None, "", "abc", float("nan"), float("inf"), -1, 0.5, 10**30, True, [], {}, "\x00", "9" * 100_000]
+
+
+@pytest.mark.parametrize("field", ["width", "height", "frames", "fps", "steps", "guidance_scale", "guidance_scale_2"])
+@pytest.mark.parametrize("value", BAD, ids=lambda value: repr(value)[:12])
+def test_what_is_no_number_is_refused_by_name(models: dict[str, ModelSpec], field: str, value: Any) -> None:
+    if field.startswith("guidance") and value == 0.5:
+        assert getattr(read(models, **{field: value}), field) == value
+        return
+    with pytest.raises(InvalidRequestError) as refused:
+        read(models, **{field: value})
+    assert refused.value.field == field
+    assert len(refused.value.what) < 120
+    assert refused.value.remedy
+
+
+@pytest.mark.parametrize("value", ["abc", "1.5", "-1", "９" * 30, "1" * 100_000, "0x10", [], {}, float("nan"), -1])
+def test_what_is_no_seed_is_refused(models: dict[str, ModelSpec], value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        read(models, seed=value)
+    assert refused.value.field == "seed"
+
+
+@pytest.mark.parametrize("value", ["", "   ", None, 7, ["a"], "a\x00b", "a" * 100_000])
+def test_what_is_no_prompt_is_refused(models: dict[str, ModelSpec], value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        read(models, prompt=value)
+    assert refused.value.field == "prompt"
+
+
+@pytest.mark.parametrize("value", [None, "", "/etc", "../weights", 7, []])
+def test_only_offered_models_are_taken(models: dict[str, ModelSpec], value: Any) -> None:
+    with pytest.raises(ModelError):
+        read(models, model=value)
+
+
+def test_controls_follow_the_model(models: dict[str, ModelSpec]) -> None:
+    two, one = form.model_values(models["wan2.2-a14b"]), form.model_values(models["wan2.1"])
+    assert two["guidance_scale_2"]["visible"] and not one["guidance_scale_2"]["visible"]
+    assert two["size"]["value"] == "832x480"
+    assert two["frames"]["step"] == 4
+    assert (two["frames"]["maximum"] - 1) % 4 == 0
+    assert set(form.FOLLOWING_MODEL) <= set(two)
+
+
+def test_every_control_is_a_field_of_the_request() -> None:
+    assert set(form.NAMES) == set(GenerationRequest.__dataclass_fields__)
+    with pytest.raises(TandemError):
+        form.read([None] * len(form.NAMES), {})

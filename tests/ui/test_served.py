@@ -1,0 +1,185 @@
+"""The web app over HTTP: the endpoint for programs, which files are served, and what is shut."""
+
+import json
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from gradio_client import Client
+from gradio_client.exceptions import AppError
+
+from runtime.core.errors import MachineError
+from runtime.core.settings import Settings
+from tests.served import DEFAULTS, MODEL, ROOT, Server, free_port, make_cache, serving
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(make_cache(tmp_path_factory.mktemp("served"))) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    connected = Client(server.url, download_files=tmp_path_factory.mktemp("got"), verbose=False)
+    yield connected
+    connected.close()
+
+
+def status(server: Server, path: str, *, method: str = "GET", headers: dict[str, str] | None = None) -> int:
+    request = urllib.request.Request(server.url + path, method=method, headers=headers or {})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+
+
+def test_generate_streams_events_and_gives_the_video(server: Server, client: Any) -> None:
+    events = list(client.submit("a red boat", seed=5, api_name="/generate"))
+    names = [event["event"] for event in events]
+    assert names[0] == "Planned" and names[-1] == "VideoSaved"
+    assert [event["step"] for event in events if event["event"] == "StepDone"] == [1, 2, 3, 4]
+    final = events[-1]
+    assert Path(final["video"]).read_bytes()[4:8] == b"ftyp"
+    assert final["seed"] == 5
+    assert final["request"] | DEFAULTS == final["request"]
+    assert set(final["plan"]["components"]) == {"text_encoder", "transformer", "transformer_2", "vae"}
+    assert set(final["timings"]) == {"encode", "denoise", "decode", "mux", "total"}
+
+
+def test_predict_gives_the_last_event(client: Any) -> None:
+    first = client.predict("a red boat", seed=5, steps=2, api_name="/generate")
+    again = client.predict("a red boat", seed=5, steps=2, api_name="/generate")
+    assert Path(first["video"]).is_file()
+    assert first["seed"] == again["seed"] == 5
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"prompt": ""}, ("The prompt is empty.", "Say in a sentence")),
+        ({"prompt": "a" * 100_000}, ("100,000 characters", "Shorten it")),
+        ({"prompt": "a\x00b"}, ("U+0000", "Remove it")),
+        ({"prompt": 5}, ("not text",)),
+        ({"width": 190}, ("width is 190", "176 or 192")),
+        ({"height": -16}, ("height is -16", "Give one from")),
+        ({"frames": 10}, ("frames is 10", "9 or 13")),
+        ({"steps": 0}, ("steps is 0", "Give one from 1")),
+        ({"steps": None}, ("steps is None", "Give one from 1")),
+        ({"fps": "fast"}, ("fps is 'fast'", "Give one from 1")),
+        ({"guidance_scale": 1e300}, ("guidance scale", "Give one from 0 to 100")),
+        ({"seed": 1.5}, ("seed is 1.5", "whole number")),
+        ({"seed": 10**40}, ("seed is 1000", "Give one from 0")),
+        ({"model": "/etc"}, ("no model of that name", MODEL)),
+        ({"width": 8192, "height": 8192, "frames": 4001}, ("needs about", "smaller size")),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_bad_values_are_answered_in_two_sentences(
+    server: Server, client: Any, values: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(AppError) as refused:
+        client.predict(**({"prompt": "a red boat"} | values), api_name="/generate")
+    for word in words:
+        assert word in str(refused.value)
+    assert "Traceback" not in (server.cache_dir / "server.txt").read_text(encoding="utf-8")
+
+
+def test_nan_over_raw_http_is_refused(server: Server) -> None:
+    body = b'{"data": ["a red boat", null, "tiny", NaN, 32, 9, 8, 4, 1, 1, 7]}'
+    request = urllib.request.Request(
+        server.url + "gradio_api/call/generate", data=body, headers={"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        event = json.load(answer)["event_id"]
+    with urllib.request.urlopen(f"{server.url}gradio_api/call/generate/{event}", timeout=30) as answer:
+        told = answer.read().decode()
+    assert "width is nan, not a whole number." in told
+    assert "Traceback" not in (server.cache_dir / "server.txt").read_text(encoding="utf-8")
+
+
+def test_only_generate_is_public(client: Any) -> None:
+    described = client.view_api(return_format="dict", print_info=False)
+    assert set(described["named_endpoints"]) == {"/generate"}
+    assert described["unnamed_endpoints"] == {}
+
+
+def test_outputs_are_served_and_nothing_else(server: Server, client: Any) -> None:
+    client.predict("a red boat", steps=1, api_name="/generate")
+    outputs = server.cache_dir / "outputs"
+    video = next(outputs.glob("*.mp4"))
+    (server.cache_dir / "settings.json").write_text("{}", encoding="utf-8")
+    assert status(server, f"gradio_api/file={quote(str(video))}") == 200
+    assert status(server, f"gradio_api/file={quote(str(video))}", headers={"Range": "bytes=0-9"}) == 206
+    for path in (
+        ROOT / "app.py",
+        ROOT / "README.md",
+        server.cache_dir / "settings.json",
+        server.cache_dir / "logs" / "tandem.log",
+        server.cache_dir / "weights" / MODEL / "model_index.json",
+        outputs,
+        Path("/etc/passwd"),
+    ):
+        assert status(server, f"gradio_api/file={quote(str(path))}") in {403, 404}, path
+    for trick in (
+        f"{outputs}/../settings.json",
+        f"{outputs}/%2e%2e/settings.json",
+        f"{outputs}/..%2fsettings.json",
+        "app.py",
+        "./app.py",
+        "runtime/cli/main.py",
+    ):
+        assert status(server, f"gradio_api/file={trick}") in {403, 404}, trick
+        assert status(server, f"gradio_api/file/{trick}") in {403, 404}, trick
+
+
+def test_what_the_app_does_not_use_is_shut(server: Server) -> None:
+    for path in ("upload", "proxy=https://example.com/", "file=https://example.com/", "file=http:/example.com"):
+        assert status(server, f"gradio_api/{path}") == 403, path
+    assert status(server, "gradio_api/upload", method="POST") == 403
+    assert status(server, "monitoring") == 403
+
+
+def test_another_sites_name_for_this_machine_is_turned_away(server: Server) -> None:
+    assert status(server, "", headers={"Host": "evil.example:80"}) == 403
+    assert status(server, "", headers={"Host": "localhost"}) == 200
+
+
+def test_the_page_may_load_from_here_only(server: Server) -> None:
+    with urllib.request.urlopen(server.url, timeout=10) as answer:
+        policy = answer.headers["Content-Security-Policy"]
+    assert "default-src 'self'" in policy
+    assert "http" not in policy
+
+
+def test_a_taken_port_is_said_in_two_lines(server: Server) -> None:
+    port = server.url.rstrip("/").rpartition(":")[2]
+    run = subprocess.run(
+        [sys.executable, "app.py", "--port", port, "--no-browser"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 2
+    assert "Traceback" not in run.stderr
+    assert f"Port {port} is in use by another program." in run.stderr
+    assert "--port" in run.stderr
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "203.0.113.7"])
+def test_a_host_that_is_not_this_machine_is_said(host: str, tmp_path: Path) -> None:
+    from runtime.ui.app import serve
+
+    with pytest.raises(MachineError) as refused, serve(Settings(cache_dir=tmp_path, host=host, port=free_port())):
+        pass
+    assert host in refused.value.what
+    assert "127.0.0.1" in refused.value.remedy

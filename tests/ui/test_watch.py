@@ -1,0 +1,131 @@
+"""What a page shows of a job in each of its states."""
+
+import asyncio
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from runtime.core.events import Cancelled, Event, Failed, FramesDecoded, Planned, StageStarted, StepDone, VideoSaved
+from runtime.jobs.worker import Job, Worker
+from runtime.models.spec import ModelSpec
+from runtime.ui import facts, stage, watch
+from tests.plans import tiny_plan
+
+LOG = Path("logs/tandem.log")
+
+
+class NobodyAhead:
+    """Stands in for the worker where only the place in its line is asked for."""
+
+    def position(self, job: Job) -> int:
+        return 0
+
+
+@pytest.fixture
+def job(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Job:
+    spec = tiny("wan2.2-a14b")
+    return Job("1a2b3c4d", tiny_plan(spec, tmp_path / "a video.mp4", prompt="<b>red</b> & blue"), spec)
+
+
+def saved(job: Job) -> VideoSaved:
+    return VideoSaved(
+        video=job.plan.output,
+        request=job.plan.request_json(),
+        plan=job.plan.to_json(),
+        timings={"encode": 0.2, "denoise": 3.0, "decode": 1.0, "mux": 0.1, "total": 4.3},
+        load_seconds=1.5,
+        peak_memory_bytes=1 << 30,
+        warnings=("The model does not know “<i>”.",),
+    )
+
+
+def show(job: Job, *events: Event) -> watch.View:
+    for event in events:
+        job.record(event)
+    if events:
+        job.state = job.state if job.progress.end else "running"
+    return watch.view(job, cast(Worker, NobodyAhead()), LOG, "<svg></svg>", job.progress.now)
+
+
+def test_a_running_job_tells_stage_step_and_time(job: Job) -> None:
+    steps = [StepDone(n, 4, 2.0, "transformer", b"webp") for n in (1, 2)]
+    view = show(job, Planned(job.plan), StageStarted("denoise", "transformer"), *steps)
+    assert 'data-state="running"' in view.status
+    assert "step 3 of 4" in view.status
+    assert re.search(r"about \d+ (s|min) left", view.status)
+    assert 'role="progressbar"' in view.status and "aria-valuenow" in view.status
+    assert "data:image/webp;base64,d2VicA==" in view.picture
+    assert view.busy and not view.stopping
+
+
+def test_a_job_that_stops_says_so_at_once(job: Job) -> None:
+    view = show(job, Planned(job.plan), StageStarted("encode"))
+    assert "Reading the prompt" in view.status
+    job.cancel.request()
+    assert "Stopping…" in show(job).status
+    assert show(job).stopping
+    ended = show(job, Cancelled())
+    assert "Nothing was saved." in ended.status and not ended.busy
+
+
+def test_a_finished_job_shows_video_and_facts(job: Job) -> None:
+    view = show(job, Planned(job.plan), FramesDecoded(9, 9), saved(job))
+    assert f'src="{facts.file_url(job.plan.output)}"' in view.picture
+    assert "a%20video.mp4" in view.picture
+    for expected in (
+        "Seed",
+        "3",
+        "1.0 GiB at most",
+        "denoising 3.0 s",
+        "loading before that 1.5 s",
+        "PyTorch on the CPU",
+    ):
+        assert expected in view.facts
+    assert "&lt;b&gt;red&lt;/b&gt; &amp; blue" in view.facts
+    assert "<b>red" not in view.facts + view.picture + view.status
+    assert "<i>" not in view.facts
+
+
+def test_an_error_is_what_and_what_to_do(job: Job) -> None:
+    assert (
+        "<strong>No memory.</strong> <span>Close a program.</span>"
+        in show(job, Failed("no memory.", "Close a program.")).status
+    )
+
+
+def test_a_defect_names_the_log(job: Job) -> None:
+    assert str(LOG) in show(job, Failed("Something broke.", "The log has the details.", defect=True)).status
+
+
+def test_every_state_has_the_same_children(job: Job) -> None:
+    """gradio patches child by child: only with the same ones do live regions stay and the preview not flicker."""
+
+    def tags(html: str) -> list[str]:
+        return [part.split(">")[0].split(" ")[0] for part in html.split("<")[1:]]
+
+    views = [show(job), show(job, Planned(job.plan)), show(job, Failed("a", "b"))]
+    assert len({tuple(tags(view.status)) for view in views} | {tuple(tags(stage.status(stage.IDLE)))}) == 1
+
+
+def test_following_ends_with_the_job(job: Job) -> None:
+    async def collect() -> tuple[list[watch.View], list[Event]]:
+        async def views() -> list[watch.View]:
+            return [view async for view in watch.follow_views(job, cast(Worker, NobodyAhead()), LOG, "")]
+
+        async def events() -> list[Event]:
+            return [event async for event in watch.follow_events(job)]
+
+        async def work() -> None:
+            for event in (Planned(job.plan), StageStarted("encode"), Cancelled()):
+                await asyncio.sleep(0.01)
+                job.record(event)
+
+        seen, heard, _ = await asyncio.gather(views(), events(), work())
+        return seen, heard
+
+    seen, heard = asyncio.run(collect())
+    assert seen[0].busy and not seen[-1].busy
+    assert [type(event).__name__ for event in heard] == ["Planned", "StageStarted", "Cancelled"]
