@@ -61,9 +61,10 @@
   const system = matchMedia("(prefers-color-scheme: dark)");
   const dark = () => (recall(localStorage, THEME) || (system.matches ? "dark" : "light")) === "dark";
   const applyTheme = () => {
+    document.documentElement.dataset.theme = dark() ? "dark" : "light";
+    document.documentElement.style.colorScheme = dark() ? "dark" : "light";
     if (!document.body) return;
     if (document.body.classList.contains("dark") !== dark()) document.body.classList.toggle("dark", dark());
-    document.documentElement.style.colorScheme = dark() ? "dark" : "light";
     const button = $("#theme");
     const text = dark() ? "Light" : "Dark";
     if (button && button.textContent !== text) {
@@ -72,6 +73,7 @@
     }
   };
   system.addEventListener("change", applyTheme);
+  applyTheme();
 
   document.addEventListener("click", (event) => {
     if (!event.target.closest("#theme")) return;
@@ -129,6 +131,7 @@
   };
 
   let heardAt = Date.now(), said = "";
+  const still = matchMedia("(prefers-reduced-motion: reduce)");
   let waiting = false;
   const observe = () => {
     if (waiting) return;
@@ -138,6 +141,12 @@
   const tidy = () => {
     const status = $("#status .status");
     if (status && status.textContent !== said) { said = status.textContent; heardAt = Date.now(); mark(); }
+    const bar = $("#status .bar:not([hidden])"), percent = bar?.getAttribute("aria-valuenow");
+    const title = percent ? `${percent}% · Tandem` : "Tandem";
+    if (document.title !== title) document.title = title;
+    // Who asked for less motion starts the video by hand.
+    const video = $("#picture video[autoplay]");
+    if (video && still.matches) { video.removeAttribute("autoplay"); video.pause(); }
     keepFocus();
     applyTheme();
     describe();
@@ -175,6 +184,7 @@
       subtree: true, childList: true, characterData: true, attributes: true, attributeFilter: ["class", "style", "disabled"],
     });
     observe();
+    look();
   };
   if (document.body) start(); else document.addEventListener("DOMContentLoaded", start);
 })();

@@ -62,13 +62,13 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serving(cache_dir: Path) -> Iterator[Server]:
-    """Run `python app.py` on a free port while entered."""
+def serving(cache_dir: Path, *flags: str) -> Iterator[Server]:
+    """Run `python app.py` with `flags` on a free port while entered."""
     port = free_port()
     log = cache_dir / "server.txt"
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
-            [sys.executable, "app.py", "--port", str(port), "--model", MODEL, "--no-browser"],
+            [sys.executable, "app.py", "--port", str(port), "--model", MODEL, "--no-browser", *flags],
             cwd=ROOT,
             env=os.environ | {"TANDEM_CACHE_DIR": str(cache_dir)},
             stdout=output,

@@ -19,6 +19,7 @@ from runtime.core.errors import MachineError
 from runtime.core.settings import Settings
 from runtime.jobs.worker import Worker
 from runtime.ui import theme
+from runtime.ui.document import Document
 from runtime.ui.gate import Gate
 from runtime.ui.page import build
 
@@ -26,6 +27,7 @@ __all__ = ["build", "launch", "serve"]
 
 # Nobody uploads; the gate shuts the way in, and this holds should it ever open.
 _MAX_UPLOAD_BYTES = 1024
+_GOODBYE_SECONDS = 1
 
 logger = logging.getLogger(__name__)
 
@@ -95,16 +97,26 @@ def serve(settings: Settings) -> Iterator[str]:
                 max_file_size=_MAX_UPLOAD_BYTES,
                 favicon_path=theme.ICON,
                 theme=theme.theme(),
-                head=theme.head(),
-                app_kwargs={"middleware": [Middleware(Gate, host=settings.host)]},
+                app_kwargs={
+                    "middleware": [Middleware(Gate, host=settings.host), Middleware(Document, head=theme.head())]
+                },
             )
         except OSError as error:
             raise _port_taken(settings.port) from error
         yield url
     finally:
-        if page is not None:
-            page.close(verbose=False)
+        # The worker first: pages still see that their job was cancelled.
         worker.close()
+        if page is not None:
+            _close(page)
+
+
+def _close(page: gr.Blocks) -> None:
+    """Stop the server without waiting for pages, which keep a connection open for as long as they are shown."""
+    if page.is_running:
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        page.server.config.timeout_graceful_shutdown = _GOODBYE_SECONDS
+        page.close(verbose=False)
 
 
 def _prepare_environment(settings: Settings) -> None:

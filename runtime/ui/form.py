@@ -98,9 +98,7 @@ def settings_group(models: dict[str, ModelSpec], chosen: str, prompt: gr.Textbox
         elem_id="field-frames",
     )
     with gr.Row(elem_id="speed-row"):
-        fps = gr.Number(
-            **values["fps"], label="FPS", info="Frames per second of the video.", elem_id="field-fps"
-        )
+        fps = gr.Number(**values["fps"], label="Frames per second", info="Speed of the video.", elem_id="field-fps")
         length = gr.HTML(length_line(spec.defaults.frames, spec.defaults.fps), elem_id="length")
     with gr.Row(elem_id="seed-row"):
         # Text, because gradio's number fields show 0 where nothing is given.

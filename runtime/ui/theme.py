@@ -16,17 +16,22 @@ _MONO = ("ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace")
 
 def theme() -> gr.themes.Base:
     """Return the theme: gradio's base with the colours of `theme.json`, in system fonts."""
-    values: dict[str, dict[str, str]] = json.loads(_text("theme.json"))
+    values = _values()
     dark = {f"{name}_dark": value for name, value in values["dark"].items()}
     return gr.themes.Base(font=_SANS, font_mono=_MONO).set(**values["both"], **values["light"], **dark)
 
 
 def head() -> str:
-    """Return what goes into the page's head: style and script inline, so that nothing flashes in later."""
+    """Return what goes into the page's head: title, style and script, inline so that nothing flashes in later."""
+    ground = {name: _values()[name]["body_background_fill"] for name in ("light", "dark")}
     return (
+        "<title>Tandem</title>\n"
         '<meta name="color-scheme" content="light dark">\n'
         '<meta name="referrer" content="no-referrer">\n'
-        f"<style>{_text('style.css')}</style>\n"
+        f"<style>{_text('style.css')}\n"
+        # gradio knows its colours only once its own script runs; the ground must have them from the first moment.
+        + "".join(f'html[data-theme="{name}"] body {{ background: {fill}; }}\n' for name, fill in ground.items())
+        + "</style>\n"
         f"<script>{_text('page.js')}</script>"
     )
 
@@ -39,6 +44,10 @@ def icon_svg() -> str:
 def examples() -> list[dict[str, Any]]:
     """Return the example prompts: title and prompt each."""
     return list(json.loads(_text("examples.json")))
+
+
+def _values() -> dict[str, dict[str, str]]:
+    return dict(json.loads(_text("theme.json")))
 
 
 @cache

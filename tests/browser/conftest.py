@@ -88,8 +88,8 @@ def ask(page: Any, prompt: str = "a red boat on the sea", *, long: bool = False)
     """Fill the form; a long job has a hundred steps of a larger clip, seconds of work."""
     page.fill("#field-prompt textarea", prompt)
     if long:
-        page.fill("#field-width input", "256")
-        page.fill("#field-height input", "256")
+        page.fill("#field-width input", "192")
+        page.fill("#field-height input", "192")
         if page.get_attribute("#more > button", "aria-expanded") == "false":
             page.click("#more > button")
         page.fill("#field-steps input[type=number]", "100")

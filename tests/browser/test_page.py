@@ -106,7 +106,7 @@ def test_a_reload_finds_the_running_job_again(open_page: OpenPage, server: Serve
     ready(page)
     wait_for_state(page, "running", "done")
     assert page.input_value("#field-prompt textarea") == "a blue boat at night"
-    assert page.input_value("#field-width input") == "256"
+    assert page.input_value("#field-width input") == "192"
     # A second tab shows the same job, and may stop watching without harm.
     other = page.context.new_page()
     other.goto(server.url)
@@ -117,6 +117,22 @@ def test_a_reload_finds_the_running_job_again(open_page: OpenPage, server: Serve
     page.reload()
     wait_for_state(page, "done")
     assert "a blue boat at night" in page.inner_text("#facts")
+
+
+def test_a_second_job_waits_for_the_first(open_page: OpenPage) -> None:
+    first, second = open_page(), open_page()
+    ask(first, "a red boat", long=True)
+    start(first)
+    wait_for_state(first, "running")
+    ask(second, "a blue ball")
+    start(second)
+    wait_for_state(second, "queued", "done")
+    if state(second) == "queued":
+        assert "1 video is ahead." in second.inner_text("#status")
+    first.click("#cancel")
+    wait_for_state(first, "cancelled")
+    wait_for_state(second, "done")
+    assert "a blue ball" in second.inner_text("#facts")
 
 
 def test_errors_name_the_field_and_keep_the_form(open_page: OpenPage) -> None:

@@ -160,6 +160,24 @@ def test_the_page_may_load_from_here_only(server: Server) -> None:
     assert "http" not in policy
 
 
+def test_the_page_is_styled_from_its_first_moment(server: Server) -> None:
+    with urllib.request.urlopen(server.url, timeout=10) as answer:
+        page = answer.read().decode()
+    before_body = page.partition("<body")[0]
+    assert "<title>Tandem</title>" in before_body
+    assert 'html[data-theme="dark"] body { background' in before_body
+
+
+def test_a_password_guards_page_endpoint_and_files(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with serving(make_cache(tmp_path_factory.mktemp("auth")), "--auth", "me:secret") as guarded:
+        assert status(guarded, "config") == 401
+        assert status(guarded, "gradio_api/info") == 401
+        assert status(guarded, f"gradio_api/file={ROOT}/app.py") == 401
+        assert Client(guarded.url, auth=("me", "secret"), verbose=False).predict("a red boat", api_name="/generate")
+        with pytest.raises(ValueError, match="Could not login"):
+            Client(guarded.url, auth=("me", "wrong"), verbose=False)
+
+
 def test_a_taken_port_is_said_in_two_lines(server: Server) -> None:
     port = server.url.rstrip("/").rpartition(":")[2]
     run = subprocess.run(

@@ -1,0 +1,67 @@
+"""What lies in `frontend_assets/`: complete, readable in both schemes, and known to the shipped model."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runtime.models.catalogue import SHIPPED, folders
+from runtime.ui import theme
+
+READABLE = 4.5
+PAIRS = (
+    ("body_text_color", "body_background_fill"),
+    ("body_text_color_subdued", "body_background_fill"),
+    ("body_text_color_subdued", "background_fill_secondary"),
+    ("block_info_text_color", "body_background_fill"),
+    ("input_placeholder_color", "input_background_fill"),
+    ("button_primary_text_color", "button_primary_background_fill"),
+    ("button_primary_text_color_hover", "button_primary_background_fill_hover"),
+    ("button_secondary_text_color", "button_secondary_background_fill"),
+    ("checkbox_label_text_color_selected", "checkbox_label_background_fill_selected"),
+    ("error_text_color", "error_background_fill"),
+)
+
+
+def luminance(colour: str) -> float:
+    """Return WCAG 2's relative luminance of #rrggbb."""
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def pairs() -> Iterator[tuple[str, str, str]]:
+    for scheme in ("light", "dark"):
+        for text, ground in PAIRS:
+            yield scheme, text, ground
+
+
+@pytest.mark.parametrize(("scheme", "text", "ground"), list(pairs()))
+def test_text_can_be_read(scheme: str, text: str, ground: str) -> None:
+    colours = json.loads((theme.ASSETS / "theme.json").read_text(encoding="utf-8"))[scheme]
+    light, dark = sorted((luminance(colours[text]), luminance(colours[ground])), reverse=True)
+    assert (light + 0.05) / (dark + 0.05) >= READABLE
+
+
+def test_assets_name_no_other_host() -> None:
+    for path in theme.ASSETS.iterdir():
+        addresses = re.findall(r"(?:https?:)?//[a-z0-9.-]+\.[a-z]+", path.read_text(encoding="utf-8"))
+        assert [address for address in addresses if "www.w3.org" not in address] == [], path
+
+
+def test_the_theme_loads() -> None:
+    assert theme.theme().body_background_fill == "#f6f1e7"
+    assert "</style>" in theme.head()
+
+
+def test_examples_use_words_that_the_shipped_model_knows() -> None:
+    from transformers import AutoTokenizer
+
+    shipped = folders(Path("none")).get(SHIPPED)
+    assert shipped is not None
+    tokenizer = AutoTokenizer.from_pretrained(shipped / "tokenizer")
+    for example in theme.examples():
+        assert 0 < len(example["title"]) < 24
+        assert tokenizer.unk_token_id not in tokenizer(example["prompt"]).input_ids, example["prompt"]
