@@ -23,23 +23,9 @@
       if (!tandem.restored) return;
       keep(localStorage, FORM, JSON.stringify(Object.fromEntries(NAMES.map((name, i) => [name, values[i]]))));
     },
-    restore: (values) => {
-      setTimeout(() => { tandem.restored = true; }, 500);
-      const now = values.slice(0, NAMES.length);
-      try {
-        const stored = JSON.parse(recall(localStorage, FORM));
-        // Sizes and lengths belong to a model: those of another one are not brought back.
-        if (!stored || stored.model !== now[NAMES.indexOf("model")]) return now;
-        return NAMES.map((name, i) => name in stored ? stored[name] : now[i]);
-      } catch { return now; }
-    },
+    stored: () => recall(localStorage, FORM) || "",
+    startKeeping: () => { tandem.restored = true; },
     use: (request) => { tandem.used = JSON.parse(request); },
-    useAll: (values) => {
-      const sameModel = tandem.used.model === values[NAMES.indexOf("model")];
-      const used = { ...tandem.used, seed: String(tandem.used.seed) };
-      return NAMES.map((name, i) => name in used && (sameModel || name === "prompt" || name === "seed")
-        ? used[name] : values[i]);
-    },
     sizeChosen: (size, width, height) => {
       const match = /^(\d+)x(\d+)$/.exec(size);
       if (!match) { setTimeout(() => $("#field-width input")?.focus(), 0); return [width, height]; }

@@ -1,7 +1,7 @@
 """What is shown beside a finished video: download, seed, and how, where and how fast it was made. HTML as text."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -43,11 +43,10 @@ def facts(saved: VideoSaved, plan: ExecutionPlan, model: str) -> str:
     ]
     components: Mapping[str, Mapping[str, Any]] = saved.plan["components"]
     rows += [("Ran on", place) for place in _places(components, plan)]
-    notes = "".join(f"<li>{escape(warning)}</li>" for warning in saved.warnings)
     reasons = dict.fromkeys(choice["reason"] for choice in components.values())
     return (
         f'<p class="caption">{escape(request["prompt"])}</p>'
-        f'<ul class="notes" aria-label="Notes on this video">{notes}</ul>'
+        f"{notes(saved.warnings)}"
         '<div class="actions">'
         f'<a class="button strong" href="{file_url(saved.video)}" download="{name}">Download video</a>'
         f'<button type="button" class="button" data-use="seed" data-request="{settings}">Use this seed</button>'
@@ -56,6 +55,12 @@ def facts(saved: VideoSaved, plan: ExecutionPlan, model: str) -> str:
         f"<dl>{''.join(f'<div><dt>{escape(term)}</dt><dd>{escape(value)}</dd></div>' for term, value in rows)}</dl>"
         f'<p class="why">{escape(" ".join(reasons))}</p>'
     )
+
+
+def notes(warnings: Sequence[str]) -> str:
+    """Return the warnings as a list."""
+    items = "".join(f"<li>{escape(warning)}</li>" for warning in warnings)
+    return f'<ul class="notes" aria-label="Notes on this video">{items}</ul>'
 
 
 def _guidance(request: Mapping[str, Any]) -> str:

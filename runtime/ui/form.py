@@ -4,8 +4,9 @@ Values come as the browser sent them, of any type: `GenerationRequest` and the p
 the field, so gradio's own checks are left out.
 """
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -168,6 +169,30 @@ def model_values(spec: ModelSpec) -> dict[str, dict[str, Any]]:
         "guidance_scale": {"value": defaults.guidance_scale},
         "guidance_scale_2": {"value": second, "visible": spec.experts > 1},
     }
+
+
+def filled(stored: Mapping[str, Any], models: dict[str, ModelSpec]) -> dict[str, dict[str, Any]]:
+    """Return properties for the choice of sizes and every control that bring stored values back.
+
+    The stored values come from a browser: those that a control could not show are passed over, as is a model that is
+    no longer there, with all that belongs to it.
+    """
+    name = stored.get("model")
+    known = isinstance(name, str) and name in models
+    spec = models[name] if known and isinstance(name, str) else next(iter(models.values()))
+    values = model_values(spec) | {"model": {"value": name if known else next(iter(models))}}
+    for control in ("prompt", "seed"):
+        given = stored.get(control)
+        values[control] = {"value": str(given) if isinstance(given, str | int) else ""}
+    if known:
+        if isinstance(stored.get("negative_prompt"), str):
+            values["negative_prompt"]["value"] = stored["negative_prompt"]
+        for control in ("width", "height", "frames", "fps", "steps", "guidance_scale", "guidance_scale_2"):
+            given = stored.get(control)
+            if isinstance(given, int | float) and math.isfinite(given):
+                values[control]["value"] = given
+    values["size"]["value"] = size_value(spec, values["width"]["value"], values["height"]["value"])
+    return values
 
 
 def size_value(spec: ModelSpec, width: object, height: object) -> str:

@@ -1,6 +1,7 @@
 """What the page's buttons do: submit, watch, cancel. They answer raw HTTP too, so none trusts what it is sent."""
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -70,6 +71,17 @@ class Handlers:
         except TandemError:
             return (gr.skip(),) * (1 + len(form.FOLLOWING_MODEL))
         return tuple(gr.update(**values[control]) for control in ("size", *form.FOLLOWING_MODEL))
+
+    def fill(self, stored: Any) -> Updates:
+        """Bring a form back that the browser kept, or the settings of a result: JSON by the names of the request."""
+        try:
+            values = json.loads(stored)
+        except (TypeError, ValueError, RecursionError):
+            values = None
+        if not isinstance(values, dict):
+            return (gr.skip(),) * (1 + len(form.NAMES))
+        filled = form.filled(values, self._models)
+        return tuple(gr.update(**filled[control]) for control in ("size", *form.NAMES))
 
     async def _watch(self, job: Job) -> AsyncIterator[Updates]:
         before: watch.View | None = None

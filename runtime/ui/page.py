@@ -72,9 +72,14 @@ def build(worker: Worker, settings: Settings) -> gr.Blocks:
         )
         for button, example in examples:
             button.click(**_LOCAL, outputs=prompt, js=f"() => {json.dumps(example)}")
-        _connect_form(page, inputs, size, length)
+        _connect_form(inputs, size, length)
         facts.select(**_LOCAL, outputs=inputs.seed, js="() => String(window.tandem.used.seed)")
-        facts.submit(**_LOCAL, inputs=inputs.controls, outputs=inputs.controls, js="(...v) => window.tandem.useAll(v)")
+        # Both bring a whole form back, and the model's own sizes and limits with it.
+        whole: dict[str, Any] = {"inputs": remembered, "outputs": [size, *inputs.controls], "preprocess": False}
+        facts.submit(handlers.fill, **whole, js="() => JSON.stringify(window.tandem.used)", **_SERVED)
+        page.load(handlers.fill, **whole, js="() => window.tandem.stored()", **_SERVED).then(
+            **_LOCAL, js="() => window.tandem.startKeeping()"
+        )
     page.queue(default_concurrency_limit=None)
     return page
 
@@ -87,7 +92,7 @@ def _header(icon: str) -> str:
     )
 
 
-def _connect_form(page: gr.Blocks, inputs: form.Form, size: gr.Radio, length: gr.HTML) -> None:
+def _connect_form(inputs: form.Form, size: gr.Radio, length: gr.HTML) -> None:
     """Keep size, length and the browser's memory of the form in step, without asking the server."""
     sides = [inputs.width, inputs.height]
     size.input(
@@ -100,4 +105,3 @@ def _connect_form(page: gr.Blocks, inputs: form.Form, size: gr.Radio, length: gr
         part.change(**_LOCAL, inputs=timing, outputs=length, js="(frames, fps) => window.tandem.length(frames, fps)")
     for control in inputs.controls:
         control.change(**_LOCAL, inputs=inputs.controls, js="(...values) => window.tandem.save(values)")
-    page.load(**_LOCAL, inputs=inputs.controls, outputs=inputs.controls, js="(...v) => window.tandem.restore(v)")

@@ -79,7 +79,8 @@ def status(line: Line, job_id: str = "") -> str:
         f'<span style="width:{percent or 0}%"{" class=waiting" if busy and not percent else ""}></span></div>'
     )
     what = line.what[:1].upper() + line.what[1:]
-    heard = line.title if line.state != "idle" else ""
+    # Stages are announced, steps are not: nobody wants to hear each of them.
+    heard = {"idle": "", "running": line.title}.get(line.state, f"{line.title} {line.detail}".strip())
     return (
         f'<div class="status" data-state="{line.state}" data-job="{job_id}" '
         f'data-field="{escape(line.field, quote=True)}">'

@@ -37,7 +37,7 @@ def view(job: Job, worker: Worker, log_file: Path, icon: str, now: float) -> Vie
     return View(
         picture=stage.picture(progress, line.state, icon),
         status=stage.status(line, job.id),
-        facts=facts.facts(progress.end, job.plan, job.spec.title) if isinstance(progress.end, VideoSaved) else "",
+        facts=_facts(job, progress),
         busy=progress.end is None,
         stopping=line.state == "stopping",
         job_id=job.id,
@@ -72,6 +72,13 @@ async def follow_events(job: Job) -> AsyncIterator[Event]:
             if isinstance(event, TerminalEvent):
                 return
         await asyncio.sleep(_API_LOOK_SECONDS)
+
+
+def _facts(job: Job, progress: Progress) -> str:
+    if isinstance(progress.end, VideoSaved):
+        return facts.facts(progress.end, job.plan, job.spec.title)
+    # A warning is worth most while the job can still be stopped.
+    return facts.notes(progress.warnings) if progress.end is None and progress.warnings else ""
 
 
 def _line(job: Job, progress: Progress, worker: Worker, log_file: Path, now: float) -> stage.Line:

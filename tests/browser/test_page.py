@@ -206,6 +206,23 @@ def test_examples_and_sizes_fill_the_form(open_page: OpenPage) -> None:
     page.wait_for_function("() => document.querySelector('#length').textContent.includes('2.3 s at 4 fps')")
 
 
+def test_the_form_follows_the_model_and_comes_back_with_it(open_page: OpenPage) -> None:
+    page = open_page()
+    page.fill("#field-prompt textarea", "a green kite")
+    page.click("#field-model input")
+    page.click("[role=option]:has-text('Diorama')")
+    page.wait_for_function("() => document.querySelector('#field-width input').value === '192'")
+    assert page.is_checked("#size input[value='192x112']")
+    page.fill("#field-fps input", "12")
+    page.wait_for_function("() => localStorage.getItem('tandem.form').includes('\"fps\":12')")
+    page.reload()
+    ready(page)
+    assert page.input_value("#field-model input").startswith("Diorama")
+    assert page.input_value("#field-prompt textarea") == "a green kite"
+    assert page.is_checked("#size input[value='192x112']")
+    assert page.input_value("#field-fps input") == "12"
+
+
 def test_keyboard_alone_is_enough(open_page: OpenPage) -> None:
     page = open_page()
     page.fill("#field-prompt textarea", "")
@@ -252,7 +269,7 @@ def test_the_page_can_be_heard(open_page: OpenPage) -> None:
     assert page.title() == "Tandem"
     assert page.locator("h1").count() == 1
     assert page.evaluate(UNNAMED_INPUTS) == []
-    assert page.get_attribute("#more > button", "aria-expanded") == "true"
+    page.wait_for_selector("#more > button[aria-expanded=true]")
     assert page.get_attribute("#size", "role") == "radiogroup"
     described = page.get_attribute("#field-width input", "aria-describedby")
     assert page.inner_text(f"#{described}") == "A multiple of 16."

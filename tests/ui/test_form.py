@@ -94,6 +94,24 @@ def test_controls_follow_the_model(models: dict[str, ModelSpec]) -> None:
     assert set(form.FOLLOWING_MODEL) <= set(two)
 
 
+def test_a_stored_form_comes_back(models: dict[str, ModelSpec]) -> None:
+    stored = {"model": "wan2.1", "prompt": "a kite", "width": 64, "height": 32, "fps": 5, "seed": 7, "steps": 3}
+    values = form.filled(stored, models)
+    assert values["size"]["value"] == form.CUSTOM
+    assert {name: values[name]["value"] for name in stored} == stored | {"seed": "7"}
+    assert values["guidance_scale_2"]["visible"] is False
+
+
+@pytest.mark.parametrize("value", [None, "x", [], {}, float("nan"), float("inf")])
+def test_a_stored_form_that_makes_no_sense_is_passed_over(models: dict[str, ModelSpec], value: Any) -> None:
+    values = form.filled(dict.fromkeys(form.NAMES, value) | {"model": "wan2.1"}, models)
+    assert values["width"]["value"] == models["wan2.1"].defaults.width
+    gone = form.filled({"model": value, "prompt": "kept", "width": 64}, models)
+    assert gone["model"]["value"] == "wan2.2-a14b"
+    assert gone["prompt"]["value"] == "kept"
+    assert gone["width"]["value"] == 832
+
+
 def test_every_control_is_a_field_of_the_request() -> None:
     assert set(form.NAMES) == set(GenerationRequest.__dataclass_fields__)
     with pytest.raises(TandemError):
