@@ -9,27 +9,26 @@
   const SILENCE_MS = 6000;   // a running job says something every second or so; longer is a lost connection
 
   // Storage may be forbidden (private windows): then nothing is remembered, and that is all.
-  const recall = (store, key) => { try { return store.getItem(key); } catch { return null; } };
-  const keep = (store, key, value) => { try { store.setItem(key, value); } catch { /* not remembered */ } };
+  const recall = (store, key) => { try { return window[store].getItem(key); } catch { return null; } };
+  const keep = (store, key, value) => { try { window[store].setItem(key, value); } catch { /* not remembered */ } };
   const $ = (selector) => document.querySelector(selector);
 
   const tandem = window.tandem = {
     used: {},
     restored: false,
-    job: () => recall(sessionStorage, JOB) || "",
-    remember: (id) => { if (id) keep(sessionStorage, JOB, id); },
+    job: () => recall("sessionStorage", JOB) || "",
+    remember: (id) => { if (id) keep("sessionStorage", JOB, id); },
     // Before the stored form is back in place, the page's defaults must not overwrite it.
     save: (values) => {
       if (!tandem.restored) return;
-      keep(localStorage, FORM, JSON.stringify(Object.fromEntries(NAMES.map((name, i) => [name, values[i]]))));
+      keep("localStorage", FORM, JSON.stringify(Object.fromEntries(NAMES.map((name, i) => [name, values[i]]))));
     },
-    stored: () => recall(localStorage, FORM) || "",
+    stored: () => recall("localStorage", FORM) || "",
     startKeeping: () => { tandem.restored = true; },
     use: (request) => { tandem.used = JSON.parse(request); },
     sizeChosen: (size, width, height) => {
       const match = /^(\d+)x(\d+)$/.exec(size);
-      if (!match) { setTimeout(() => $("#field-width input")?.focus(), 0); return [width, height]; }
-      return [Number(match[1]), Number(match[2])];
+      return match ? [Number(match[1]), Number(match[2])] : [width, height];
     },
     sizeTyped: (width, height) => {
       const own = [...document.querySelectorAll("#size input[type=radio]")].map((radio) => radio.value);
@@ -45,7 +44,7 @@
 
   // Light and dark: the system's choice until the button is pressed, then the button's.
   const system = matchMedia("(prefers-color-scheme: dark)");
-  const dark = () => (recall(localStorage, THEME) || (system.matches ? "dark" : "light")) === "dark";
+  const dark = () => (recall("localStorage", THEME) || (system.matches ? "dark" : "light")) === "dark";
   const applyTheme = () => {
     document.documentElement.dataset.theme = dark() ? "dark" : "light";
     document.documentElement.style.colorScheme = dark() ? "dark" : "light";
@@ -63,7 +62,7 @@
 
   document.addEventListener("click", (event) => {
     if (!event.target.closest("#theme")) return;
-    keep(localStorage, THEME, dark() ? "light" : "dark");
+    keep("localStorage", THEME, dark() ? "light" : "dark");
     applyTheme();
   });
 
@@ -104,7 +103,9 @@
     for (const info of document.querySelectorAll(".block[id] .info-text")) {
       const block = info.closest(".block[id]");
       if (!info.id) info.id = `${block.id}-info`;
-      for (const input of block.querySelectorAll("textarea, input:not([type=radio])")) set(input, "aria-describedby", info.id);
+      for (const input of block.querySelectorAll("textarea, input:not([type=radio])")) {
+        set(input, "aria-describedby", info.id);
+      }
       if (block.tagName === "FIELDSET") {
         set(block, "role", "radiogroup");
         set(block, "aria-label", block.querySelector("[data-testid=block-info]").textContent.trim());
@@ -150,7 +151,8 @@
     try {
       answer = await fetch("gradio_api/app_id", { cache: "no-store" });
     } catch {
-      tell("Tandem does not answer: it was stopped, or the connection is lost. This page goes on by itself once it is back.");
+      tell("Tandem does not answer: it was stopped, or the connection is lost. "
+        + "This page goes on by itself once it is back.");
       return;
     }
     if (!answer.ok) { tell(""); return; }
@@ -167,7 +169,8 @@
   const start = () => {
     document.title = "Tandem";
     new MutationObserver(observe).observe(document.body, {
-      subtree: true, childList: true, characterData: true, attributes: true, attributeFilter: ["class", "style", "disabled"],
+      subtree: true, childList: true, characterData: true,
+      attributes: true, attributeFilter: ["class", "style", "disabled"],
     });
     observe();
     look();

@@ -93,6 +93,7 @@ def serve(settings: Settings) -> Iterator[str]:
                 ssr_mode=False,
                 pwa=False,
                 mcp_server=False,
+                num_workers=0,
                 allowed_paths=[str(settings.outputs_dir)],
                 max_file_size=_MAX_UPLOAD_BYTES,
                 favicon_path=theme.ICON,

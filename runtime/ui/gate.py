@@ -1,11 +1,12 @@
 """The gate before gradio's server: what of it this app does not use is shut.
 
-Uploads, the proxy and files of other servers answer 403: nobody puts files here, and this server fetches nothing. A
-page of another site that points its own name at this machine is turned away by the host it asks for. The content policy
-makes the browser itself refuse whatever is not served from here.
+Uploads, the proxy and files of other servers answer 403: nobody puts files here, and this server fetches nothing. On
+loopback, a page of another site is turned away: by the host it asks for where it points its own name at this machine,
+by its origin where it sends a request across. The content policy makes the browser itself refuse whatever is not served
+from here.
 """
 
-from collections.abc import Iterable
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse
@@ -48,15 +49,15 @@ class Gate:
 
     def __init__(self, app: ASGIApp, host: str) -> None:
         self._app = app
-        self._names: Iterable[str] | None = _LOOPBACK if host in _LOOPBACK else None
+        self._names = _LOOPBACK if host in _LOOPBACK else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or pass on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if self._names is not None and _host_name(Headers(scope=scope).get("host", "")) not in self._names:
-            await PlainTextResponse("This server answers on this machine only.", 403)(scope, receive, send)
+        if self._names is not None and not _is_local(Headers(scope=scope), self._names):
+            await PlainTextResponse("This server answers to this machine only.", 403)(scope, receive, send)
             return
         if scope["path"].replace("//", "/").startswith(_SHUT):
             await PlainTextResponse("Not offered here.", 403)(scope, receive, send)
@@ -70,6 +71,13 @@ class Gate:
             await send(message)
 
         await self._app(scope, receive, with_headers)
+
+
+def _is_local(headers: Headers, names: frozenset[str]) -> bool:
+    origin = headers.get("origin")
+    return _host_name(headers.get("host", "")) in names and (
+        origin is None or _host_name(urlsplit(origin).netloc) in names
+    )
 
 
 def _host_name(host: str) -> str:

@@ -39,7 +39,7 @@ class Line:
     field: str = ""
 
 
-IDLE = Line("idle", "Ready", "Describe a scene, then press Generate.")
+IDLE = Line("idle", "Ready", "Describe a scene, then press Generate or Ctrl + Enter.")
 
 
 def picture(progress: Progress | None, state: str, icon: str) -> str:

@@ -30,6 +30,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Return the web app that all tests share."""
     with serving(make_cache(tmp_path_factory.mktemp("browser"))) as running:
         yield running
+    assert "Traceback" not in (running.cache_dir / "server.txt").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="session")

@@ -1,19 +1,42 @@
-"""A page whose server has stopped says so, and goes on once it is back."""
+"""A page that has lost its server says so instead of pretending, and goes on once it is back."""
 
 import pytest
 
-from tests.browser.conftest import OpenPage, ask, wait_for_state
-from tests.served import make_cache, serving
+from tests.browser.conftest import OpenPage, ask, ready, start, wait_for_state
+from tests.browser.relay import Relay
+from tests.served import Server, make_cache, serving
 
 pytestmark = pytest.mark.browser
+
+TOLD = "() => document.querySelector('#offline').textContent.includes('does not answer')"
+UNTOLD = "() => document.querySelector('#offline') && !document.querySelector('#offline').textContent"
 
 
 def test_a_page_does_not_pretend(open_page: OpenPage, tmp_path_factory: pytest.TempPathFactory) -> None:
     with serving(make_cache(tmp_path_factory.mktemp("gone"))) as other:
         page = open_page(url=other.url)
         ask(page, "a red boat", long=True)
-        page.click("#generate")
+        start(page)
         wait_for_state(page, "running")
-    page.wait_for_function("() => document.querySelector('#offline').textContent.includes('does not answer')")
+    page.wait_for_function(TOLD)
     assert page.is_hidden("#status .line")
     assert page.input_value("#field-prompt textarea") == "a red boat"
+    # Nothing half-made is left either.
+    assert list((other.cache_dir / "outputs").iterdir()) == []
+
+
+def test_a_lost_connection_loses_nothing(open_page: OpenPage, server: Server) -> None:
+    relay = Relay(int(server.url.rstrip("/").rpartition(":")[2]))
+    page = open_page(url=f"http://127.0.0.1:{relay.port}/")
+    ask(page, "a calm blue sea", long=True)
+    start(page)
+    wait_for_state(page, "running")
+    relay.cut()
+    page.wait_for_function(TOLD)
+    relay.mend()
+    page.wait_for_function(UNTOLD)
+    ready(page)
+    wait_for_state(page, "done")
+    assert "a calm blue sea" in page.inner_text("#facts")
+    assert page.input_value("#field-prompt textarea") == "a calm blue sea"
+    relay.cut()

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -60,6 +61,18 @@ def test_predict_gives_the_last_event(client: Any) -> None:
     again = client.predict("a red boat", seed=5, steps=2, api_name="/generate")
     assert Path(first["video"]).is_file()
     assert first["seed"] == again["seed"] == 5
+
+
+def test_a_closed_stream_does_not_end_the_job(server: Server, client: Any) -> None:
+    videos = server.cache_dir / "outputs"
+    before = set(videos.glob("*"))
+    job = client.submit("a red boat", steps=60, api_name="/generate")
+    next(iter(job))
+    job.cancel()
+    end = time.monotonic() + 60
+    while not set(videos.glob("*.mp4")) - before:
+        assert time.monotonic() < end
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize(
@@ -151,6 +164,8 @@ def test_what_the_app_does_not_use_is_shut(server: Server) -> None:
 def test_another_sites_name_for_this_machine_is_turned_away(server: Server) -> None:
     assert status(server, "", headers={"Host": "evil.example:80"}) == 403
     assert status(server, "", headers={"Host": "localhost"}) == 200
+    assert status(server, "gradio_api/queue/join", method="POST", headers={"Origin": "https://evil.example"}) == 403
+    assert status(server, "gradio_api/queue/join", method="POST", headers={"Origin": "null"}) == 403
 
 
 def test_the_page_may_load_from_here_only(server: Server) -> None:
