@@ -37,9 +37,7 @@ PLAYING = (
 
 def test_a_sentence_becomes_a_playing_video(open_page: OpenPage, server: Server) -> None:
     page = open_page()
-    ask(page, "a red boat on the calm sea")
-    page.fill("#field-width input", "128")
-    page.fill("#field-height input", "128")
+    ask(page, "a red boat on the calm sea", long=True)
     page.evaluate("""() => {
       window.seen = new Set();
       new MutationObserver(() => {
@@ -48,8 +46,6 @@ def test_a_sentence_becomes_a_playing_video(open_page: OpenPage, server: Server)
         if (document.querySelector('#picture img.preview[src^="data:image/webp"]')) window.seen.add('preview');
       }).observe(document.querySelector('#stage'), {subtree: true, childList: true, attributes: true});
     }""")
-    page.click("#more > button")
-    page.fill("#field-steps input[type=number]", "30")
     start(page)
     wait_for_state(page, "done")
     page.wait_for_function(PLAYING)
@@ -63,7 +59,7 @@ def test_a_sentence_becomes_a_playing_video(open_page: OpenPage, server: Server)
     facts = page.inner_text("#facts")
     for expected in (
         "a red boat on the calm sea",
-        "128 × 128, 9 frames · 1.1 s at 8 fps",
+        "192 × 192, 9 frames · 1.1 s at 8 fps",
         "PyTorch on the CPU",
         "denoising",
     ):
