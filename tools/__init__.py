@@ -1,0 +1,1 @@
+"""What makes the shipped model diorama: its world, its training and its grading."""

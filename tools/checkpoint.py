@@ -1,0 +1,52 @@
+"""Weights on disk, in pieces that stay below 16 MB, as float32 safetensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+PIECE = 15_000_000  # bytes
+# Where a model directory in diffusers' layout keeps what the checkpoints call by shorter names.
+SHIPPED = {"high": "transformer", "low": "transformer_2", "text": "text_encoder"}
+
+
+def save_weights(state: dict[str, Tensor], folder: Path, name: str) -> None:
+    """Write ``state`` to ``folder`` as ``name-0.safetensors``, ``name-1.safetensors``, ..."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pieces: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for key, value in state.items():
+        tensor = value.detach().float().cpu().clone(memory_format=torch.contiguous_format)
+        if size + 4 * tensor.numel() > PIECE and pieces[-1]:
+            pieces.append({})
+            size = 0
+        pieces[-1][key] = tensor
+        size += 4 * tensor.numel()
+    for old in folder.glob(f"{name}-*.safetensors"):
+        old.unlink()
+    for number, piece in enumerate(pieces):
+        save_file(piece, folder / f"{name}-{number}.safetensors")
+
+
+def _files(folder: Path, name: str) -> list[Path]:
+    pieces = sorted(folder.glob(f"{name}-*.safetensors"))
+    return pieces or sorted((folder / SHIPPED.get(name, name)).glob("*.safetensors"))
+
+
+def has_weights(folder: Path | None, name: str) -> bool:
+    """Whether ``folder`` holds weights called ``name``: a checkpoint's or a shipped model's."""
+    return folder is not None and bool(_files(folder, name))
+
+
+def load_weights(module: nn.Module, folder: Path, name: str) -> None:
+    """Load what ``save_weights`` wrote, or that part of a shipped model directory."""
+    state: dict[str, Tensor] = {}
+    for path in _files(folder, name):
+        state.update(load_file(path))
+    if "shared.weight" in state:  # transformers writes tied weights once
+        state["encoder.embed_tokens.weight"] = state["shared.weight"]
+    with torch.no_grad():
+        module.load_state_dict(state)

@@ -1,0 +1,90 @@
+"""Trained networks into diffusers' directory layout, fp16 safetensors, with the app's sidecar tandem.json."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from diffusers import UniPCMultistepScheduler
+
+from tools import nets
+from tools.checkpoint import load_weights
+
+LOG = logging.getLogger(__name__)
+DEFAULTS = {
+    "width": 192, "height": 112, "frames": 33, "fps": 16, "steps": 20, "guidance_scale": 4.0,
+    "guidance_scale_2": 3.0, "negative_prompt": "",
+}  # fmt: skip
+SIZES = [[192, 112], [112, 192], [128, 128], [160, 96]]
+FRAME_COUNTS = [17, 33, 49]
+FLOW_SHIFT = 3.0
+BOUNDARY = 0.875
+
+
+def sidecar(factors: list[list[float]], bias: list[float]) -> dict[str, object]:
+    """What tandem.json holds: what diffusers' configs have no place for."""
+    return {
+        "title": "Diorama", "license": "Apache-2.0", "defaults": DEFAULTS, "sizes": SIZES,
+        "frame_counts": FRAME_COUNTS, "latent_rgb_factors": factors, "latent_rgb_bias": bias,
+    }  # fmt: skip
+
+
+def export(out: Path, weights: Path | None, sizes: nets.Sizes = nets.TRUE, flow_shift: float = FLOW_SHIFT) -> None:
+    """Write the model directory ``out`` from the checkpoints in ``weights``; untrained where that is ``None``."""
+    torch.manual_seed(0)
+    if out.exists():
+        shutil.rmtree(out)
+    out.mkdir(parents=True)
+    parts = {
+        "transformer": nets.expert(sizes), "transformer_2": nets.expert(sizes), "vae": nets.vae(sizes),
+        "text_encoder": nets.text_encoder(sizes),
+    }  # fmt: skip
+    fit: dict[str, Any] = {"factors": [[0.0] * 3 for _ in range(16)], "bias": [0.0] * 3}
+    if weights:
+        names = {"transformer": "high", "transformer_2": "low", "vae": "vae", "text_encoder": "text"}
+        for part, module in parts.items():
+            load_weights(module, weights, names[part])
+        measured = json.loads((weights / "latents.json").read_text())
+        parts["vae"].register_to_config(latents_mean=measured["mean"], latents_std=measured["std"])
+        fit = measured
+    for part, module in parts.items():
+        module.to(torch.float16).save_pretrained(out / part, safe_serialization=True)
+    nets.tokenizer().save_pretrained(out / "tokenizer")
+    UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift, solver_order=2,
+        num_train_timesteps=1000,
+    ).save_pretrained(out / "scheduler")  # fmt: skip
+    nets.write_json(out / "tandem.json", sidecar(fit["factors"], fit["bias"]))
+    nets.write_json(
+        out / "model_index.json",
+        {
+            "_class_name": "WanPipeline", "_diffusers_version": diffusers.__version__,
+            "boundary_ratio": BOUNDARY, "expand_timesteps": False,
+            "scheduler": ["diffusers", "UniPCMultistepScheduler"],
+            "text_encoder": ["transformers", "UMT5EncoderModel"],
+            "tokenizer": ["transformers", "PreTrainedTokenizerFast"],
+            "transformer": ["diffusers", "WanTransformer3DModel"],
+            "transformer_2": ["diffusers", "WanTransformer3DModel"],
+            "vae": ["diffusers", "AutoencoderKLWan"],
+        },
+    )  # fmt: skip
+    for path in out.rglob("*.safetensors"):
+        path.chmod(0o644)
+    total = sum(f.stat().st_size for f in out.rglob("*") if f.is_file())
+    LOG.info("%s: %.2f MB", out, total / 1e6)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--weights", type=Path, default=None)
+    parser.add_argument("--out", type=Path, default=Path("runtime/models/embedded/diorama"))
+    parser.add_argument("--flow-shift", type=float, default=FLOW_SHIFT)
+    arguments = parser.parse_args()
+    export(arguments.out, arguments.weights, flow_shift=arguments.flow_shift)

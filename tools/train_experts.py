@@ -1,0 +1,278 @@
+"""Train the two denoising experts by flow matching on latents of rendered clips, the VAE and text encoder frozen.
+
+    torchrun --nproc-per-node 4 -m tools.train_experts --weights weights --out weights --minutes 6 \
+        --roles high high low low
+
+Every rank renders and encodes its share of the clips, all ranks get all of them, then each trains its role's expert
+with the other ranks of that role.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from diffusers import WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanAttention
+from torch import Tensor
+from transformers import UMT5EncoderModel
+
+from tools import captions, nets, training, world
+from tools.checkpoint import has_weights, load_weights, save_weights
+from tools.render import Renderer
+from tools.train_text import embed, tokens
+
+LOG = logging.getLogger(__name__)
+# Size, frames, and share of the training steps.
+BUCKETS: tuple[tuple[tuple[int, int], int, float], ...] = (
+    ((192, 112), 33, 0.64), ((112, 192), 33, 0.10), ((128, 128), 33, 0.08), ((160, 96), 33, 0.06),
+    ((192, 112), 17, 0.06), ((192, 112), 49, 0.06),
+)  # fmt: skip
+RANGES = {"high": (0.855, 1.0), "low": (0.0, 0.895)}  # of sigma; the experts change over at 0.875
+SHIFT = 3.0
+CAPTIONS = 4  # per clip
+
+
+class PaddedTextAttention:
+    """Cross-attention over a short text as if it were zero-padded to 512 tokens.
+
+    The last token given is always padding; it stands for all that are missing, by a bias of log(how many).
+    """
+
+    def __call__(
+        self,
+        attn: WanAttention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        rotary_emb: Tensor | None = None,
+    ) -> Tensor:
+        assert encoder_hidden_states is not None
+        length = encoder_hidden_states.shape[1]
+        query = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1)).transpose(1, 2)
+        key = attn.norm_k(attn.to_k(encoder_hidden_states)).unflatten(2, (attn.heads, -1)).transpose(1, 2)
+        value = attn.to_v(encoder_hidden_states).unflatten(2, (attn.heads, -1)).transpose(1, 2)
+        bias = torch.zeros(length, device=query.device, dtype=value.dtype)
+        bias[-1] = math.log(nets.TEXT_LENGTH - length + 1)
+        mask = bias.expand(query.shape[0], 1, query.shape[2], length)
+        seen = F.scaled_dot_product_attention(query.to(value.dtype), key.to(value.dtype), value, attn_mask=mask)
+        return attn.to_out[0](seen.transpose(1, 2).flatten(2))
+
+
+def shorten_text(model: WanTransformer3DModel) -> None:
+    """Let ``model`` take texts of TRAIN_TEXT_LENGTH instead of 512 with the same result."""
+    for block in model.blocks:
+        block.attn2.set_processor(PaddedTextAttention())
+
+
+@dataclass
+class Cache:
+    """Normalised latents (N, 16, t, h, w) in bfloat16 and their captions (N, CAPTIONS, L) in int16."""
+
+    latents: Tensor
+    ids: Tensor
+
+
+def _gather(share: Tensor) -> Tensor:
+    # Encoded latents come channels-last; a collective sends memory as it lies, so put it in order first.
+    share = share.contiguous()
+    if not dist.is_initialized():
+        return share
+    whole = share.new_empty(dist.get_world_size() * share.shape[0], *share.shape[1:])
+    raw = share.dtype == torch.int16  # which NCCL does not know
+    dist.all_gather_into_tensor(whole.view(torch.uint8) if raw else whole, share.view(torch.uint8) if raw else share)
+    return whole
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.monotonic()
+
+
+@torch.no_grad()
+def build_cache(
+    weights: Path,
+    sizes: nets.Sizes,
+    clips: int,
+    seed: int,
+    device: torch.device,
+    chunk: int,
+    seconds: float,
+    *,
+    compiled: bool,
+) -> list[Cache]:
+    """Render, encode and caption up to ``clips`` per rank, spread over the buckets, in about ``seconds``."""
+    model = nets.vae(sizes).to(device)
+    load_weights(model, weights, "vae")
+    model.eval()
+    measured = nets.read_json(weights / "latents.json")
+    mean, std = (torch.tensor(measured[k], device=device).view(1, -1, 1, 1, 1) for k in ("mean", "std"))
+    tok = nets.tokenizer()
+    encode = torch.compile(nets.encode_clip, dynamic=False) if compiled else nets.encode_clip
+    rng = random.Random(seed)
+    caches = []
+
+    def make(renderer: Renderer, scenes: world.Scenes, run: Callable) -> Tensor:
+        clip = renderer(scenes).transpose(1, 2)
+        with torch.autocast(device.type, torch.bfloat16):
+            latents = run(model, clip.to(torch.bfloat16))[0]
+        return ((latents.float() - mean) / std).to(torch.bfloat16)
+
+    renderer = Renderer(*BUCKETS[0][:2], device)
+    for trial in range(5):
+        if trial == 2:
+            began = _now(device)
+        make(renderer, world.sample(chunk, trial), encode)
+    each = torch.tensor([(_now(device) - began) / (3 * chunk)], device=device)
+    if dist.is_initialized():
+        dist.all_reduce(each, op=dist.ReduceOp.MAX)
+    LOG.info("%.2f ms to render and encode a clip", 1000 * float(each))
+    clips = min(clips, int(seconds / float(each)))
+    for number, (size, frames, share) in enumerate(BUCKETS):
+        count = max(round(clips * share / chunk), 1) * chunk
+        scenes = world.sample(count, seed * 101 + number)
+        renderer = Renderer(size, frames, device)
+        parts = []
+        # Odd sizes are few: compiling for them would take longer than it saves.
+        run = encode if number < 2 else nets.encode_clip
+        for start in range(0, count, chunk):
+            parts.append(make(renderer, scenes[slice(start, start + chunk)], run))
+        texts = [
+            captions.training_caption(captions.facts(scenes, i), rng)[0] for i in range(count) for _ in range(CAPTIONS)
+        ]
+        ids = tokens(texts, tok).view(count, CAPTIONS, -1).to(device)
+        own = torch.cat(parts)
+        caches.append(Cache(_gather(own), _gather(ids)))
+        first = count * (dist.get_rank() if dist.is_initialized() else 0)
+        again = make(renderer, scenes[slice(0, 2)], nets.encode_clip).float()
+        off = (caches[-1].latents[first : first + 2].float() - again).abs().mean().item()
+        if off > 0.1:
+            raise RuntimeError(f"cached latents of {size} differ from encoding again by {off:.3f}")
+    return caches
+
+
+def draw_sigma(count: int, role: str, device: torch.device) -> Tensor:
+    """(count,) noise levels in the role's range, as dense as a schedule with SHIFT visits them."""
+    low, high = RANGES[role]
+    # The schedule is sigma = SHIFT u / (1 + (SHIFT - 1) u); its inverse gives the range of u.
+    first, last = (s / (SHIFT - (SHIFT - 1) * s) for s in (low, high))
+    u = first + (last - first) * ((torch.rand(count, device=device) + torch.arange(count, device=device)) / count)
+    return SHIFT * u / (1 + (SHIFT - 1) * u)
+
+
+def loss_of(model: WanTransformer3DModel, encoder: UMT5EncoderModel, cache: Cache, count: int, role: str) -> Tensor:
+    """The flow matching loss on ``count`` random clips of ``cache``, at noise levels of ``role``."""
+    device = cache.latents.device
+    pick = torch.randint(len(cache.latents), (count,), device=device)
+    clean = cache.latents[pick].float()
+    ids = cache.ids[pick, torch.randint(CAPTIONS, (count,), device=device)].long()
+    sigma = draw_sigma(count, role, device)
+    noise = torch.randn_like(clean)
+    level = sigma.view(-1, 1, 1, 1, 1)
+    with torch.autocast(device.type, torch.bfloat16):
+        with torch.no_grad():
+            text = embed(encoder, ids)
+        guess = model((1 - level) * clean + level * noise, sigma * 1000, text, return_dict=False)[0]
+    return F.mse_loss(guess.float(), noise - clean)
+
+
+def join_role(roles: list[str], rank: int, world_size: int) -> tuple[str, dist.ProcessGroup | None, int]:
+    """This rank's role, the group of ranks that share it, and the first of them."""
+    role = roles[rank]
+    logging.getLogger().setLevel(logging.INFO if rank == roles.index(role) else logging.WARNING)
+    ranks = {r: [i for i in range(world_size) if roles[i] == r] for r in RANGES}
+    groups = {r: dist.new_group(members) for r, members in ranks.items() if members} if world_size > 1 else {}
+    return role, groups.get(role), ranks[role][0]
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--weights", type=Path, required=True, help="holds vae and text")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--resume", type=Path, default=None)
+    parser.add_argument("--minutes", type=float, default=6.0, help="in all, the cache and compiling included")
+    parser.add_argument("--clips", type=int, default=20_000, help="per rank")
+    parser.add_argument("--cache-seconds", type=float, default=70.0)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--chunk", type=int, default=32)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--roles", nargs="+", default=["high", "high", "low", "low"], help="one per rank")
+    parser.add_argument("--adamw", action="store_true")
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--rehearsal", action="store_true")
+    parser.add_argument("--seed", type=int, default=5)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Build the cache, train within the budget, save this role's averaged weights."""
+    args = arguments()
+    began = time.monotonic()
+    rank, world_size, device = training.start()
+    role, group, lead = join_role(args.roles, rank, world_size)
+    sizes = nets.REHEARSAL if args.rehearsal else nets.TRUE
+
+    encoder = nets.text_encoder(sizes).to(device).eval()
+    load_weights(encoder, args.weights, "text")
+    caches = build_cache(
+        args.weights, sizes, args.clips, args.seed * 64 + rank, device, args.chunk, args.cache_seconds,
+        compiled=not args.eager,
+    )  # fmt: skip
+    LOG.info("%s: %d clips in %.0f s", role, sum(len(c.latents) for c in caches), time.monotonic() - began)
+
+    torch.manual_seed(args.seed)
+    model = nets.expert(sizes).to(device)
+    if has_weights(args.resume, role):
+        load_weights(model, args.resume, role)
+    shorten_text(model)
+    if not args.eager:
+        model.compile_repeated_blocks(fullgraph=True)
+    parameters = list(model.parameters())
+    optimiser = training.Muon(
+        model.named_parameters(), args.lr, 0.01, plain=args.adamw,
+        skip=("patch_embedding", "condition_embedder", "proj_out", "scale_shift"),
+    )  # fmt: skip
+    average = training.Average(model, 0.999)
+    torch.manual_seed(args.seed * 1000 + rank)
+    shares = torch.tensor([b[2] for b in BUCKETS])
+    order = torch.Generator().manual_seed(args.seed)  # the same bucket on every rank in each step
+    clock = training.Clock(args.minutes - (time.monotonic() - began) / 60, device, group, lead)
+    report, losses = time.monotonic(), []
+    while clock.tick():
+        # Every size once at the start, so that compiling is over early.
+        first = clock.steps <= len(BUCKETS)
+        bucket = len(BUCKETS) - clock.steps if first else int(shares.multinomial(1, generator=order))
+        loss = loss_of(model, encoder, caches[bucket], args.batch, role)
+        loss.backward()
+        training.average_gradients(parameters, group)
+        optimiser.step(clock.rate())
+        optimiser.zero_grad()
+        average.update()
+        losses.append(loss.detach())
+        if time.monotonic() - report > 15:
+            report = time.monotonic()
+            mean = torch.stack(losses).mean()
+            LOG.info("%s: step %d, %.0f%%, loss %.4f", role, clock.steps, 100 * clock.progress, mean)
+            losses = []
+    LOG.info("%s: %d steps, %.0f s in all", role, clock.steps, time.monotonic() - began)
+    if rank == lead:
+        average.store()
+        save_weights(model.state_dict(), args.out, role)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""Train the VAE on rendered crops of whole length (full height, half the width), on one or more GPUs.
+
+    torchrun --nproc-per-node 4 -m tools.train_vae --out weights --minutes 8.5
+
+With ``--decoder-only`` the encoder stays as it is: latents, and so experts trained on them, keep their meaning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from diffusers import AutoencoderKLWan
+from torch import Tensor
+
+from tools import nets, training, world
+from tools.checkpoint import has_weights, load_weights, save_weights
+from tools.render import Renderer
+
+LOG = logging.getLogger(__name__)
+LANDSCAPE, PORTRAIT, SQUARE = (192, 112), (112, 192), (128, 128)
+KL = 3e-5
+LATENT_NOISE = 0.04  # of a latent's usual size, so that the decoder forgives the experts' small errors
+
+
+def crops(
+    batch: int, frames: int, seed: int, device: torch.device, buffer: int, crop: tuple[int, int]
+) -> Iterator[Tensor]:
+    """Endless (batch, 3, frames, H, W) crops in bfloat16, rendered ``buffer`` at a time, each used once."""
+    renderers = [Renderer(size, frames, device) for size in (LANDSCAPE, LANDSCAPE, LANDSCAPE, PORTRAIT, SQUARE)]
+    turn = 0
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        renderer = renderers[turn % len(renderers)]
+        scenes = world.sample(buffer, seed * 1_000_003 + turn, two_subjects=0.6)
+        room = torch.tensor([renderer.size[0] - crop[0], renderer.size[1] - crop[1]])
+        corner = (torch.rand(buffer, 2, generator=generator) * (room + 1)).floor()
+        clips = renderer(scenes, crop, corner).transpose(1, 2).to(torch.bfloat16)
+        yield from clips.split(batch)
+        turn += 1
+
+
+@torch.no_grad()
+def measure(
+    model: AutoencoderKLWan,
+    device: torch.device,
+    size: tuple[int, int] = LANDSCAPE,
+    frames: int = 33,
+    count: int = 32,
+    seed: int = 987_654,
+) -> dict[str, float]:
+    """PSNR in dB over ``count`` fresh whole clips: all frames, the first and the last."""
+    renderer = Renderer(size, frames, device)
+    errors = []
+    for start in range(0, count, 8):
+        scenes = world.sample(8, seed + start, keep="any")
+        clip = renderer(scenes).transpose(1, 2)
+        again = nets.decode_clip(model, nets.encode_clip(model, clip)[0]).clamp(-1, 1)
+        errors.append(((clip - again) ** 2).mean((1, 3, 4)))
+    mse = torch.cat(errors)
+
+    def psnr(values: Tensor) -> float:
+        return float((10 * torch.log10(4 / values.clamp(min=1e-9))).mean())
+
+    return {
+        "all": psnr(mse.mean(1)),
+        "first": psnr(mse[:, 0]),
+        "last": psnr(mse[:, -1]),
+        "worst": psnr(mse.mean(1).max()),
+    }
+
+
+@torch.no_grad()
+def fit_latents(model: AutoencoderKLWan, device: torch.device, count: int = 96) -> dict[str, object]:
+    """Latent mean and deviation per channel, and a least-squares map from normalised latents to RGB in -1..1."""
+    renderer = Renderer(LANDSCAPE, 33, device)
+    latents, colours = [], []
+    for start in range(0, count, 16):
+        clip = renderer(world.sample(16, 555_000 + start)).transpose(1, 2)
+        latents.append(nets.encode_clip(model, clip)[0].float())
+        seen = torch.cat([clip[:, :, :1], torch.nn.functional.avg_pool3d(clip[:, :, 1:], (4, 1, 1))], 2)
+        colours.append(torch.nn.functional.avg_pool3d(seen, (1, 8, 8)))
+    z, rgb = torch.cat(latents), torch.cat(colours)
+    mean, std = z.mean((0, 2, 3, 4)), z.std((0, 2, 3, 4))
+    flat = ((z - mean.view(1, -1, 1, 1, 1)) / std.view(1, -1, 1, 1, 1)).movedim(1, -1).reshape(-1, z.shape[1]).double()
+    design = torch.cat([flat, torch.ones_like(flat[:, :1])], 1)
+    weights = torch.linalg.lstsq(design.cpu(), rgb.movedim(1, -1).reshape(-1, 3).double().cpu()).solution
+
+    def rounded(values: Tensor) -> list:
+        return (
+            [[round(float(v), 5) for v in row] for row in values]
+            if values.dim() > 1
+            else [round(float(v), 5) for v in values]
+        )
+
+    return {"mean": rounded(mean), "std": rounded(std), "factors": rounded(weights[:-1]), "bias": rounded(weights[-1])}
+
+
+def loss_of(model: AutoencoderKLWan, clip: Tensor, decoder_only: bool) -> tuple[Tensor, Tensor]:
+    """What training lowers, and the mean squared error alone."""
+    if decoder_only:
+        with torch.no_grad():
+            mean, logvar = nets.encode_clip(model, clip)
+    else:
+        mean, logvar = nets.encode_clip(model, clip)
+    mean, logvar = mean.float(), logvar.float()
+    scale = (0.5 * logvar).exp()
+    latents = mean + torch.randn_like(mean) * (scale + LATENT_NOISE * mean.detach().std())
+    error = nets.decode_clip(model, latents.to(clip.dtype)).float() - clip.float()
+    mse = (error * error).mean()
+    kl = 0.5 * (mean * mean + logvar.exp() - 1 - logvar).mean()
+    return error.abs().mean() + 2 * mse + KL * kl, mse
+
+
+def finish(model: AutoencoderKLWan, out: Path, device: torch.device, *, tiny: bool) -> None:
+    """Save the VAE and what its latents look like, and measure it at all sizes."""
+    model.eval()
+    out.mkdir(parents=True, exist_ok=True)
+    save_weights(model.state_dict(), out, "vae")
+    nets.write_json(out / "latents.json", fit_latents(model, device, 16 if tiny else 96))
+    shapes = [(LANDSCAPE, 17), (LANDSCAPE, 33), (LANDSCAPE, 49), (PORTRAIT, 33), (SQUARE, 33), ((160, 96), 17)]
+    for size, frames in shapes[: 1 if tiny else None]:
+        values = measure(model, device, size, frames, 8 if tiny else 32)
+        LOG.info("%dx%d, %d frames: %s", *size, frames, {k: round(v, 2) for k, v in values.items()})
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--resume", type=Path, default=None)
+    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--buffer", type=int, default=256)
+    parser.add_argument("--frames", type=int, default=33)
+    parser.add_argument("--crop", type=int, nargs=2, default=(96, 112))
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--adamw", action="store_true")
+    parser.add_argument("--decoder-only", action="store_true")
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--rehearsal", action="store_true", help="tiny networks")
+    parser.add_argument("--seed", type=int, default=1)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train within the budget, then measure and save."""
+    args = arguments()
+    began = time.monotonic()
+    rank, world_size, device = training.start()
+    torch.manual_seed(args.seed)
+    model = nets.vae(nets.REHEARSAL if args.rehearsal else nets.TRUE).to(device)
+    if has_weights(args.resume, "vae"):
+        load_weights(model, args.resume, "vae")
+    training.channels_last(model)
+    if args.decoder_only:
+        model.encoder.requires_grad_(False)
+        model.quant_conv.requires_grad_(False)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimiser = training.Muon(model.named_parameters(), args.lr, 0.01, plain=args.adamw, skip=("conv_out", "conv_in"))
+    average = training.Average(model, 0.998)
+    compute = loss_of if args.eager else torch.compile(loss_of, dynamic=False)
+    torch.manual_seed(args.seed * 1000 + rank)
+    data = crops(args.batch, args.frames, args.seed * 64 + rank, device, args.buffer, tuple(args.crop))
+    clock = training.Clock(args.minutes, device)
+    report = time.monotonic()
+    while clock.tick():
+        clip = next(data)
+        with torch.autocast(device.type, torch.bfloat16):
+            loss, mse = compute(model, clip, args.decoder_only)
+        loss.backward()
+        training.average_gradients(parameters)
+        optimiser.step(clock.rate())
+        optimiser.zero_grad()
+        average.update()
+        if clock.steps == 1:
+            LOG.info("first step after %.0f s", time.monotonic() - began)
+        if rank == 0 and time.monotonic() - report > 15:
+            report = time.monotonic()
+            psnr = 10 * torch.log10(4 / mse.detach())
+            LOG.info("step %d, %.0f%%, loss %.4f, %.2f dB", clock.steps, 100 * clock.progress, loss, psnr)
+    LOG.info("%d steps in %.0f s on %d devices", clock.steps, time.monotonic() - began, world_size)
+    if rank == 0:
+        average.store()
+        finish(model, args.out, device, tiny=args.rehearsal or device.type == "cpu")
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
