@@ -1,0 +1,5 @@
+"""Tests. Like the app itself, they have waiting threads sleep before anything imports torch."""
+
+from runtime.core.threads import let_waiting_threads_sleep
+
+let_waiting_threads_sleep()

@@ -2,9 +2,12 @@
 
 import sys
 
+from runtime.core.threads import let_waiting_threads_sleep
+
 
 def main() -> None:
     """Run the command line and exit; without the packages it stands on, say how to get them."""
+    let_waiting_threads_sleep()
     try:
         from runtime.cli.main import main as run
     except ModuleNotFoundError as error:
