@@ -25,7 +25,7 @@ PHONE = {"width": 390, "height": 844}
 OpenPage = Callable[..., Any]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Return the web app that all tests share."""
     with serving(make_cache(tmp_path_factory.mktemp("browser"))) as running:
@@ -33,9 +33,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     assert "Traceback" not in (running.cache_dir / "server.txt").read_text(encoding="utf-8")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def chromium() -> Iterator[Any]:
-    """Return the browser."""
+    """Return the browser; it is closed with this folder, because its event loop is in the way of other tests' own."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if CHROMIUM is None:
         pytest.skip("there is no Chromium on this machine")
