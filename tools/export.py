@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from diffusers import UniPCMultistepScheduler
 
 from tools import nets
-from tools.checkpoint import load_weights
+from tools.checkpoint import has_weights, load_weights
 
 LOG = logging.getLogger(__name__)
 DEFAULTS = {
@@ -23,7 +23,7 @@ DEFAULTS = {
 }  # fmt: skip
 SIZES = [[192, 112], [112, 192], [128, 128], [160, 96]]
 FRAME_COUNTS = [17, 33, 49]
-FLOW_SHIFT = 3.0
+FLOW_SHIFT = 5.0
 BOUNDARY = 0.875
 
 
@@ -35,24 +35,31 @@ def sidecar(factors: list[list[float]], bias: list[float]) -> dict[str, object]:
     }  # fmt: skip
 
 
-def export(out: Path, weights: Path | None, sizes: nets.Sizes = nets.TRUE, flow_shift: float = FLOW_SHIFT) -> None:
-    """Write the model directory ``out`` from the checkpoints in ``weights``; untrained where that is ``None``."""
+def export(
+    out: Path, weights: Sequence[Path] = (), sizes: nets.Sizes = nets.TRUE, flow_shift: float = FLOW_SHIFT
+) -> None:
+    """Write the model directory ``out``, each part from the first of ``weights`` that has it, else untrained.
+
+    ``weights`` may hold checkpoints of the trainings or model directories, ``out`` itself among them.
+    """
     torch.manual_seed(0)
-    if out.exists():
-        shutil.rmtree(out)
-    out.mkdir(parents=True)
     parts = {
         "transformer": nets.expert(sizes), "transformer_2": nets.expert(sizes), "vae": nets.vae(sizes),
         "text_encoder": nets.text_encoder(sizes),
     }  # fmt: skip
+    names = {"transformer": "high", "transformer_2": "low", "vae": "vae", "text_encoder": "text"}
     fit: dict[str, Any] = {"factors": [[0.0] * 3 for _ in range(16)], "bias": [0.0] * 3}
-    if weights:
-        names = {"transformer": "high", "transformer_2": "low", "vae": "vae", "text_encoder": "text"}
-        for part, module in parts.items():
-            load_weights(module, weights, names[part])
-        measured = json.loads((weights / "latents.json").read_text())
-        parts["vae"].register_to_config(latents_mean=measured["mean"], latents_std=measured["std"])
-        fit = measured
+    for part, module in parts.items():
+        folder = next((f for f in weights if has_weights(f, names[part])), None)
+        if folder is None:
+            continue
+        load_weights(module, folder, names[part])
+        if part == "vae":
+            fit = nets.read_latents(folder)
+            module.register_to_config(latents_mean=fit["mean"], latents_std=fit["std"])
+    if out.exists():
+        shutil.rmtree(out)
+    out.mkdir(parents=True)
     for part, module in parts.items():
         module.to(torch.float16).save_pretrained(out / part, safe_serialization=True)
     nets.tokenizer().save_pretrained(out / "tokenizer")
@@ -83,7 +90,7 @@ def export(out: Path, weights: Path | None, sizes: nets.Sizes = nets.TRUE, flow_
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--weights", type=Path, default=None)
+    parser.add_argument("--weights", type=Path, nargs="*", default=[], help="the first that has a part gives it")
     parser.add_argument("--out", type=Path, default=Path("runtime/models/embedded/diorama"))
     parser.add_argument("--flow-shift", type=float, default=FLOW_SHIFT)
     arguments = parser.parse_args()

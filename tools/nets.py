@@ -143,3 +143,14 @@ def write_json(path: Path, value: object) -> None:
 def read_json(path: Path) -> dict:
     """The JSON object in ``path``."""
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def read_latents(folder: Path) -> dict:
+    """Latents' "mean" and "std", and "factors" and "bias" of their fit to RGB, of a checkpoint or a shipped model."""
+    if (folder / "latents.json").exists():
+        return read_json(folder / "latents.json")
+    config, sidecar = read_json(folder / "vae/config.json"), read_json(folder / "tandem.json")
+    return {
+        "mean": config["latents_mean"], "std": config["latents_std"], "factors": sidecar["latent_rgb_factors"],
+        "bias": sidecar["latent_rgb_bias"],
+    }  # fmt: skip

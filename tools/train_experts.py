@@ -115,7 +115,7 @@ def build_cache(
     model = nets.vae(sizes).to(device)
     load_weights(model, weights, "vae")
     model.eval()
-    measured = nets.read_json(weights / "latents.json")
+    measured = nets.read_latents(weights)
     mean, std = (torch.tensor(measured[k], device=device).view(1, -1, 1, 1, 1) for k in ("mean", "std"))
     tok = nets.tokenizer()
     encode = torch.compile(nets.encode_clip, dynamic=False) if compiled else nets.encode_clip
