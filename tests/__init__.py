@@ -1,4 +1,4 @@
-"""Tests. Like the app itself, they have waiting threads sleep before anything imports torch."""
+"""Tests. Like the app itself, waiting threads are told to sleep before anything imports torch."""
 
 from runtime.core.threads import let_waiting_threads_sleep
 
