@@ -1,0 +1,42 @@
+"""The README keeps up with the code: the tree, the commands and their flags."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from runtime.cli.main import app, web
+from runtime.cli.request_flags import request_from_flags
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+MODULES = sorted(path for path in (ROOT / "runtime").rglob("*.py") if path.name != "__init__.py")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_module_has_its_line_in_the_tree(path: Path) -> None:
+    assert re.search(rf"^    {re.escape(path.name)}\s+\S", README, re.MULTILINE)
+
+
+def test_the_tree_names_nothing_that_is_gone() -> None:
+    named = re.findall(r"^    (\w+\.py)\s", README, re.MULTILINE)
+    assert set(named) <= {path.name for path in MODULES}
+
+
+@pytest.mark.parametrize("function", [request_from_flags, web])
+def test_every_flag_is_named(function: object) -> None:
+    shown = {"as_json": "--json", "context": "", "prompt": "PROMPT", "version": ""}
+    for name in inspect.signature(function).parameters:  # type: ignore[arg-type]
+        assert shown.get(name, f"--{name.replace('_', '-')}") in README, name
+
+
+def test_every_command_is_named() -> None:
+    for command in app.registered_commands:
+        assert command.callback is not None
+        assert f"`{command.name or command.callback.__name__}" in README
+
+
+def test_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert target.startswith("https://") or (ROOT / target).exists(), target
