@@ -57,7 +57,10 @@ class VideoWriter:
             OutputError: if the target's folder cannot be written.
         """
         check_target(self._target)
-        self._folder = Path(tempfile.mkdtemp(prefix=".tandem-", dir=self._target.parent))
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix=".tandem-", dir=self._target.parent))
+        except OSError as error:
+            raise _cannot_write(self._target, error) from error
         width, height = self._size
         command = [self._ffmpeg, "-v", "error", "-y", "-f", "rawvideo", "-pix_fmt", "rgb24"]
         command += ["-s", f"{width}x{height}", "-r", str(self._fps), "-i", "pipe:0"]
@@ -126,7 +129,7 @@ class VideoWriter:
             run = subprocess.run(command, capture_output=True, check=False, start_new_session=True)
             if run.returncode != 0:
                 raise failure(run.stderr.decode("utf-8", "replace"), self._target)
-            with whole.open("rb") as file:
+            with whole.open("r+b") as file:
                 os.fsync(file.fileno())
             whole.replace(self._target)
         except OSError as error:
