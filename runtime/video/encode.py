@@ -1,12 +1,14 @@
 """Frames to H.264 in MP4: a bounded queue and a thread before ffmpeg; no half file survives.
 
-Two files are written beside the target: the stream as it comes, then a copy of it with the index in front (faststart)
-and the metadata, which holds timings that are known only at the end. The copy is renamed over the target.
+Two files are written in a hidden folder beside the target: the stream as it comes, then a copy of it with the index in
+front (faststart) and the metadata, which holds timings that are known only at the end. The copy is renamed over the
+target. A folder that a killed process left is removed by the next writer.
 """
 
 import contextlib
 import os
 import queue
+import shutil
 import subprocess
 import tempfile
 import threading
@@ -17,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+from filelock import FileLock, Timeout
 
 from runtime.core.errors import OutputError
 from runtime.video.ffmpeg import failure, find_ffmpeg
@@ -24,6 +27,8 @@ from runtime.video.metadata import to_ffmetadata
 
 _QUEUED_CHUNKS = 4
 _LINES_KEPT = 50
+_PREFIX = ".tandem-"
+_LOCK = "lock"
 _CRF = "17"
 # Studio-range BT.709 is what players assume; said in the stream, so that colours survive.
 _BT709 = "setparams=range=tv:color_primaries=bt709:color_trc=bt709:colorspace=bt709"
@@ -58,7 +63,10 @@ class VideoWriter:
         """
         check_target(self._target)
         try:
-            self._folder = Path(tempfile.mkdtemp(prefix=".tandem-", dir=self._target.parent))
+            _sweep(self._target.parent)
+            self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._target.parent))
+            self._lock = FileLock(self._folder / _LOCK)
+            self._lock.acquire()
         except OSError as error:
             raise _cannot_write(self._target, error) from error
         width, height = self._size
@@ -88,10 +96,8 @@ class VideoWriter:
                 self._queue.put_nowait(None)
             self._drain()
         self._listener.join()
-        with contextlib.suppress(OSError):
-            for path in self._folder.iterdir():
-                path.unlink()
-            self._folder.rmdir()
+        self._lock.release()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def write(self, frames: np.ndarray) -> None:
         """Queue frames, (n, height, width, 3) uint8; waits while the queue is full.
@@ -171,6 +177,17 @@ class VideoWriter:
     def _failure(self) -> OutputError:
         self._listener.join()
         return failure("\n".join(self._said), self._target)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what writers that were killed left behind; the lock of one that lives is held."""
+    for left in folder.glob(f"{_PREFIX}*"):
+        if not (left / _LOCK).exists():
+            continue  # its writer is just starting
+        with contextlib.suppress(Timeout):
+            with FileLock(left / _LOCK, timeout=0):
+                pass
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def check_target(path: Path) -> None:

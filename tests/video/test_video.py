@@ -2,6 +2,7 @@
 
 import io
 import subprocess
+import sys
 from pathlib import Path
 
 import imageio_ffmpeg
@@ -16,6 +17,8 @@ from runtime.video.encode import VideoWriter
 from runtime.video.ffmpeg import find_ffmpeg
 from runtime.video.metadata import read_facts, to_ffmetadata
 from runtime.video.preview import encode_preview
+
+ROOT = Path(__file__).parents[2]
 
 
 def write(target: Path, frames: np.ndarray, facts: dict[str, object] | None = None) -> None:
@@ -102,3 +105,20 @@ def test_a_preview_is_an_animation_of_the_clip() -> None:
     with Image.open(io.BytesIO(encode_preview(rgb, 200))) as image:
         assert (image.format, image.size) == ("WEBP", (192, 112))
         assert len(list(ImageSequence.Iterator(image))) == 9
+
+
+def test_what_a_killed_writer_left_is_swept_and_a_living_ones_is_not(tmp_path: Path) -> None:
+    code = (
+        "import sys, time, numpy as np; from pathlib import Path; from runtime.video.encode import VideoWriter\n"
+        "with VideoWriter(Path(sys.argv[1]), 32, 32, 16) as writer:\n"
+        "    writer.write(np.zeros((4, 32, 32, 3), np.uint8)); print('on', flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "killed.mp4")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        write(tmp_path / "beside.mp4", np.zeros((5, 32, 32, 3), np.uint8))
+        assert len(list(tmp_path.glob(".tandem-*"))) == 1
+        other.kill()
+    write(tmp_path / "after.mp4", np.zeros((5, 32, 32, 3), np.uint8))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["after.mp4", "beside.mp4"]
