@@ -25,10 +25,13 @@ def save_weights(state: dict[str, Tensor], folder: Path, name: str) -> None:
             size = 0
         pieces[-1][key] = tensor
         size += 4 * tensor.numel()
-    for old in folder.glob(f"{name}-*.safetensors"):
-        old.unlink()
     for number, piece in enumerate(pieces):
-        save_file(piece, folder / f"{name}-{number}.safetensors")
+        # Written aside and renamed, so that being stopped in between costs nothing.
+        save_file(piece, folder / f"{name}.part")
+        (folder / f"{name}.part").replace(folder / f"{name}-{number}.safetensors")
+    for old in folder.glob(f"{name}-*.safetensors"):
+        if int(old.stem.rpartition("-")[2]) >= len(pieces):
+            old.unlink()
 
 
 def _files(folder: Path, name: str) -> list[Path]:

@@ -93,5 +93,7 @@ if __name__ == "__main__":
     parser.add_argument("--weights", type=Path, nargs="*", default=[], help="the first that has a part gives it")
     parser.add_argument("--out", type=Path, default=Path("runtime/models/embedded/diorama"))
     parser.add_argument("--flow-shift", type=float, default=FLOW_SHIFT)
+    parser.add_argument("--rehearsal", action="store_true", help="tiny networks")
     arguments = parser.parse_args()
-    export(arguments.out, arguments.weights, flow_shift=arguments.flow_shift)
+    tried = nets.REHEARSAL if arguments.rehearsal else nets.TRUE
+    export(arguments.out, arguments.weights, tried, arguments.flow_shift)
