@@ -3,6 +3,8 @@
     torchrun --nproc-per-node 4 -m tools.train_vae --out weights --minutes 8.5
 
 With ``--decoder-only`` the encoder stays as it is: latents, and so experts trained on them, keep their meaning.
+With ``--equivariance`` shrunken latents must decode to the shrunken clip, and with ``--smooth`` neighbouring latents
+must be alike: both make latents less like noise in space, so that experts learn them sooner.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ import argparse
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,8 +28,19 @@ from tools.render import Renderer
 
 LOG = logging.getLogger(__name__)
 LANDSCAPE, PORTRAIT, SQUARE = (192, 112), (112, 192), (128, 128)
-KL = 3e-5
-LATENT_NOISE = 0.04  # of a latent's usual size, so that the decoder forgives the experts' small errors
+SHRINK = ((1, 2), (5, 7))  # what latents of 14 cells a side shrink by, one scale for each rank in turn
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What training lowers beside the error of the clip decoded again."""
+
+    kl: float = 3e-5
+    noise: float = 0.04  # of a latent's usual size, so that the decoder forgives the experts' small errors
+    equivariance: float = 0.0
+    shrink: tuple[int, int] = SHRINK[0]
+    smooth: float = 0.0
+    decoder_only: bool = False
 
 
 def crops(
@@ -76,8 +91,11 @@ def measure(
 
 
 @torch.no_grad()
-def fit_latents(model: AutoencoderKLWan, device: torch.device, count: int = 96) -> dict[str, object]:
-    """Latent mean and deviation per channel, and a least-squares map from normalised latents to RGB in -1..1."""
+def fit_latents(
+    model: AutoencoderKLWan, device: torch.device, count: int = 96
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """Latent mean and deviation per channel with a least-squares map from normalised latents to RGB in -1..1; and
+    how unlike neighbouring latents are."""
     renderer = Renderer(LANDSCAPE, 33, device)
     latents, colours = [], []
     for start in range(0, count, 16):
@@ -98,23 +116,62 @@ def fit_latents(model: AutoencoderKLWan, device: torch.device, count: int = 96) 
             else [round(float(v), 5) for v in values]
         )
 
-    return {"mean": rounded(mean), "std": rounded(std), "factors": rounded(weights[:-1]), "bias": rounded(weights[-1])}
+    rough = dict(zip(("time", "height", "width"), rounded(roughness(z)), strict=True))
+    fit = {"mean": rounded(mean), "std": rounded(std), "factors": rounded(weights[:-1]), "bias": rounded(weights[-1])}
+    return fit, rough
 
 
-def loss_of(model: AutoencoderKLWan, clip: Tensor, decoder_only: bool) -> tuple[Tensor, Tensor]:
+def shrink(x: Tensor, by: tuple[int, int]) -> Tensor:
+    """(..., H, W) with both sides times the fraction ``by``, each new pixel the mean of the area it covers."""
+
+    def matrix(size: int) -> Tensor:
+        new, left = divmod(size * by[0], by[1])
+        if left:
+            raise ValueError(f"{size} times {by[0]}/{by[1]} is no whole number")
+        edges = torch.arange(new + 1, device=x.device) * (size / new)
+        old = torch.arange(size, device=x.device)
+        cover = torch.minimum(edges[1:, None], old + 1) - torch.maximum(edges[:-1, None], old)
+        return cover.clamp(min=0) * (new / size)
+
+    return matrix(x.shape[-2]) @ x @ matrix(x.shape[-1]).mT
+
+
+def roughness(latents: Tensor) -> Tensor:
+    """1 - correlation of neighbours in time, height and width, (3,), the mean over channels: 1 for white noise."""
+    z = latents.float()
+    z = z - z.mean((0, 2, 3, 4), keepdim=True)
+    usual = z.square().mean((0, 2, 3, 4)) + 1e-6
+    return torch.stack([(z.diff(dim=d).square().mean((0, 2, 3, 4)) / (2 * usual)).mean() for d in (2, 3, 4)])
+
+
+def loss_of(model: AutoencoderKLWan, clip: Tensor, aim: Aim) -> tuple[Tensor, Tensor]:
     """What training lowers, and the mean squared error alone."""
-    if decoder_only:
+    if aim.decoder_only:
         with torch.no_grad():
             mean, logvar = nets.encode_clip(model, clip)
     else:
         mean, logvar = nets.encode_clip(model, clip)
     mean, logvar = mean.float(), logvar.float()
-    scale = (0.5 * logvar).exp()
-    latents = mean + torch.randn_like(mean) * (scale + LATENT_NOISE * mean.detach().std())
-    error = nets.decode_clip(model, latents.to(clip.dtype)).float() - clip.float()
-    mse = (error * error).mean()
-    kl = 0.5 * (mean * mean + logvar.exp() - 1 - logvar).mean()
-    return error.abs().mean() + 2 * mse + KL * kl, mse
+    usual = mean.detach().std((0, 2, 3, 4), keepdim=True)
+    noise = aim.noise * usual * (2 * torch.rand_like(mean[:, :1, :1, :1, :1]))
+    latents = mean + torch.randn_like(mean) * ((0.5 * logvar).exp() + noise)
+
+    def fault(latents: Tensor, clip: Tensor) -> tuple[Tensor, Tensor]:
+        error = nets.decode_clip(model, latents.to(torch.bfloat16)).float() - clip.float()
+        mse = (error * error).mean()
+        return error.abs().mean() + 2 * mse, mse
+
+    loss, mse = fault(latents, clip)
+    loss = loss + aim.kl * 0.5 * (mean * mean + logvar.exp() - 1 - logvar).mean()
+    if aim.equivariance:
+        # Fewer clips where they shrink less, so that every rank takes as long.
+        count = min(len(clip), max(1, round(len(clip) * (aim.shrink[1] / aim.shrink[0]) ** 2 / 4)))
+        small = fault(shrink(latents[:count], aim.shrink), shrink(clip[:count].float(), aim.shrink))
+        loss = loss + aim.equivariance * small[0]
+    if aim.smooth:
+        rough = roughness(mean)
+        loss = loss + aim.smooth * (0.5 * rough[0] + rough[1] + rough[2])
+    return loss, mse
 
 
 def finish(model: AutoencoderKLWan, out: Path, device: torch.device, *, tiny: bool) -> None:
@@ -122,11 +179,16 @@ def finish(model: AutoencoderKLWan, out: Path, device: torch.device, *, tiny: bo
     model.eval()
     out.mkdir(parents=True, exist_ok=True)
     save_weights(model.state_dict(), out, "vae")
-    nets.write_json(out / "latents.json", fit_latents(model, device, 16 if tiny else 96))
+    fit, rough = fit_latents(model, device, 16 if tiny else 96)
+    nets.write_json(out / "latents.json", fit)
+    LOG.info("1 - correlation of neighbouring latents: %s", rough)
+    results = []
     shapes = [(LANDSCAPE, 17), (LANDSCAPE, 33), (LANDSCAPE, 49), (PORTRAIT, 33), (SQUARE, 33), ((160, 96), 17)]
     for size, frames in shapes[: 1 if tiny else None]:
         values = measure(model, device, size, frames, 8 if tiny else 32)
         LOG.info("%dx%d, %d frames: %s", *size, frames, {k: round(v, 2) for k, v in values.items()})
+        results.append({"size": size, "frames": frames, **values})
+    nets.write_json(out / "vae.json", {"roughness": rough, "psnr": results})
 
 
 def arguments() -> argparse.Namespace:
@@ -142,6 +204,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--adamw", action="store_true")
     parser.add_argument("--decoder-only", action="store_true")
+    parser.add_argument("--kl", type=float, default=Aim.kl)
+    parser.add_argument("--noise", type=float, default=Aim.noise, help="in the mean, of a latent's usual size")
+    parser.add_argument("--equivariance", type=float, default=0.0, help="weight of shrunken latents, with crop 112 112")
+    parser.add_argument("--smooth", type=float, default=0.0, help="weight of the difference of neighbouring latents")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--rehearsal", action="store_true", help="tiny networks")
     parser.add_argument("--seed", type=int, default=1)
@@ -164,6 +230,9 @@ def main() -> None:
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimiser = training.Muon(model.named_parameters(), args.lr, 0.01, plain=args.adamw, skip=("conv_out", "conv_in"))
     average = training.Average(model, 0.998)
+    aim = Aim(
+        args.kl, args.noise, args.equivariance, SHRINK[rank % len(SHRINK)], args.smooth, args.decoder_only
+    )  # fmt: skip
     compute = loss_of if args.eager else torch.compile(loss_of, dynamic=False)
     torch.manual_seed(args.seed * 1000 + rank)
     data = crops(args.batch, args.frames, args.seed * 64 + rank, device, args.buffer, tuple(args.crop))
@@ -172,7 +241,7 @@ def main() -> None:
     while clock.tick():
         clip = next(data)
         with torch.autocast(device.type, torch.bfloat16):
-            loss, mse = compute(model, clip, args.decoder_only)
+            loss, mse = compute(model, clip, aim)
         loss.backward()
         training.average_gradients(parameters)
         optimiser.step(clock.rate())
