@@ -10,7 +10,7 @@ from tools import lexicon as lx
 from tools.world import BACKDROPS, COLOURS, MOTIONS, SUBJECTS, TIMES, WEATHERS, Scenes
 
 # What a training caption leaves out, and how often.
-EMPTY, SINGLE, PARTIAL = 0.10, 0.12, 0.25
+EMPTY, SINGLE, PARTIAL = 0.10, 0.08, 0.16
 CLEAR_UNSAID, DAY_UNSAID = 0.55, 0.40
 UNKNOWN = "zzz"  # stands for any word outside the vocabulary
 

@@ -137,3 +137,17 @@ def _lean(
     angle = torch.where(_FACES[subject][:, None], faces, 1.3 * rock)
     angle = torch.where(_POINTS[subject][:, None], points, angle)
     return torch.where(_ROLLS[subject][:, None], rolls, angle)
+
+
+def footprint(scenes: Scenes, size: tuple[int, int], frames: int, cell: int = 8) -> Tensor:
+    """(B, 1 + (frames - 1) / 4, H / cell, W / cell) bool: latent cells that a subject, taken as a disc, touches."""
+    unit = min(size) / 2
+    columns, rows = (((torch.arange(n // cell) + 0.5) * cell - n / 2) / unit for n in size)
+    inside = torch.zeros(len(scenes), frames, len(rows), len(columns), dtype=torch.bool)
+    for slot in (0, 1):
+        pose = poses(scenes, slot, (size[0] / min(size), size[1] / min(size)), frames)
+        x, y = (v[:, :, None, None] for v in (pose.x, pose.y))
+        near = torch.hypot(columns - x, rows[:, None] - y) < (1.05 * pose.size + cell / 2 / unit)[:, None, None, None]
+        inside |= near & (scenes.subject[:, slot] >= 0)[:, None, None, None]
+    # A latent frame holds four frames, the first holds one.
+    return torch.cat([inside[:, :1], inside[:, 1:].unflatten(1, (-1, 4)).any(2)], 1)

@@ -39,7 +39,7 @@ class Clock:
     def __init__(self, minutes: float, device: torch.device, group: dist.ProcessGroup | None = None, lead: int = 0):
         self.seconds, self.device, self.group, self.lead = minutes * 60, device, group, lead
         self.began = time.monotonic()
-        self.steps, self.progress = 0, 0.0
+        self.steps, self.progress, self.waited = 0, 0.0, 0.0
 
     def restart(self, minutes: float) -> None:
         """Begin again with ``minutes`` left, as after compiling."""
@@ -51,13 +51,15 @@ class Clock:
             now = torch.tensor([(time.monotonic() - self.began) / self.seconds], device=self.device)
             if dist.is_initialized():
                 dist.broadcast(now, self.lead, group=self.group)
-            self.progress = float(now)
+            asked = time.monotonic()
+            self.progress = float(now)  # waits for the GPU; hardly any waiting means that the CPU is what is slow
+            self.waited += time.monotonic() - asked
         self.steps += 1
         return self.progress < 1
 
-    def rate(self, warm_up: int = 100) -> float:
-        """The learning rate's factor: a short warm-up, then straight down to 0 at the end of the budget."""
-        return min(1.0, self.steps / warm_up) * max(1.0 - self.progress, 0.0)
+    def rate(self, warm_up: int = 100, first: float = 1.0, last: float = 0.0) -> float:
+        """The learning rate's factor: a short warm-up, then straight from ``first`` to ``last`` within the budget."""
+        return min(1.0, self.steps / warm_up) * max(first + (last - first) * self.progress, 0.0)
 
 
 def channels_last(model: nn.Module) -> None:
@@ -137,13 +139,13 @@ class Muon:
 
 def average_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
     """Mean of the gradients over the ranks of ``group``, in one message; clips their norm to 1."""
-    grads = [p.grad for p in parameters if p.grad is not None]
+    grads: list[Tensor] = [p.grad for p in parameters if p.grad is not None]
     if dist.is_initialized() and dist.get_world_size(group) > 1:
         flat = torch.cat([g.reshape(-1) for g in grads])
         dist.all_reduce(flat, group=group)
         flat /= dist.get_world_size(group)
-        for g, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-            g.copy_(part.view_as(g))
+        parts = flat.split([g.numel() for g in grads])
+        torch._foreach_copy_(grads, [part.view_as(g) for g, part in zip(grads, parts, strict=True)])
     torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
 
 
@@ -162,6 +164,10 @@ class Average:
         self.count += 1
         decay = min(self.decay, self.count / (self.count + 10))
         torch._foreach_lerp_(self.mean, self.live, 1 - decay)
+
+    def state(self, module: nn.Module) -> dict[str, Tensor]:
+        """The state of ``module`` with the averages in the parameters' place."""
+        return module.state_dict() | dict(zip(self.names, self.mean, strict=True))
 
     @torch.no_grad()
     def store(self) -> None:
