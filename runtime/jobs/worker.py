@@ -9,7 +9,8 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -29,6 +30,7 @@ State = Literal["queued", "running", "done", "failed", "cancelled"]
 
 # Finished jobs that can still be looked at; their videos stay on disk.
 _REMEMBERED = 50
+_REINSTALL = "Run the installer again, then `doctor`; the log has the details."
 
 logger = logging.getLogger(__name__)
 
@@ -132,24 +134,37 @@ class Worker:
         self._thread.join()
 
     def _run(self) -> None:
-        # torch takes seconds to import: here, so that the page is up meanwhile.
-        from runtime.components.residency import Residency
-        from runtime.jobs.flow import run_job
-
-        with Residency() as residency:
+        with ExitStack() as stack:
+            run: Callable[[Job], None] | None = None
+            with suppress(Exception):  # told when there is a job to tell it to
+                run = _ready(stack)
             while (job := self._queue.get()) is not None:
                 if job.cancel.requested:
                     job.record(Cancelled())
                     continue
                 job.state = "running"
                 logger.info("Job %s: %d frames, seed %d", job.id, job.plan.frames, job.plan.seed)
-                run_job(job.plan, job.spec, job.record, job.cancel, residency)
+                try:
+                    run = run or _ready(stack)
+                    run(job)
+                except Exception as error:  # running raises nothing: PyTorch itself does not start
+                    logger.exception("Job %s could not start", job.id)
+                    job.record(Failed(f"PyTorch or a library beside it does not start: {error}", _REINSTALL))
                 logger.info("Job %s: %s", job.id, job.state)
 
     def _forget_old(self) -> None:
         finished = [job for job in self._jobs.values() if job.state not in {"queued", "running"}]
         for job in finished[: max(len(finished) - _REMEMBERED, 0)]:
             del self._jobs[job.id]
+
+
+def _ready(stack: ExitStack) -> Callable[[Job], None]:
+    """Import what runs jobs, and return it. Takes seconds, for torch: so here, on the worker's own thread."""
+    from runtime.components.residency import Residency
+    from runtime.jobs.flow import run_job
+
+    residency = stack.enter_context(Residency())
+    return lambda job: run_job(job.plan, job.spec, job.record, job.cancel, residency)
 
 
 def _end_state(event: TerminalEvent) -> State:

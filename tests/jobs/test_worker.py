@@ -1,6 +1,7 @@
 """The background worker: jobs in order, watched from anywhere, cancelled at any time."""
 
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from runtime.core.errors import InvalidRequestError, ModelError
-from runtime.core.events import Cancelled, StepDone, TerminalEvent, VideoSaved
+from runtime.core.events import Cancelled, Failed, StepDone, TerminalEvent, VideoSaved
 from runtime.core.request import GenerationRequest
 from runtime.jobs.worker import Worker
 from runtime.models.spec import ModelSpec
@@ -78,3 +79,17 @@ def test_closing_cancels_what_runs(tiny: Callable[[str], ModelSpec], tmp_path: P
     worker.close()
     assert [job.state for job in jobs] == ["cancelled", "cancelled"]
     assert list((tmp_path / "outputs").iterdir()) == []
+
+
+def test_a_torch_that_does_not_start_ends_the_job_and_not_the_worker(
+    tiny: Callable[[str], ModelSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(tiny("wan2.1").directory, tmp_path / "weights" / "tiny")
+    monkeypatch.setitem(sys.modules, "runtime.jobs.flow", None)
+    worker = Worker(tmp_path / "weights", tmp_path / "outputs")
+    end = list(worker.submit(small()).watch())[-1]
+    assert isinstance(end, Failed)
+    assert "does not start" in end.what
+    monkeypatch.undo()
+    assert isinstance(list(worker.submit(small()).watch())[-1], VideoSaved)
+    worker.close()
