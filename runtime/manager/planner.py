@@ -48,7 +48,7 @@ def resolve(request: GenerationRequest, spec: ModelSpec, machine: Machine, outpu
     tokens = spec.tokens(frames, height, width)
     weights = vram.weights_bytes(spec, dtypes)
     denoise = vram.denoise_bytes(spec, tokens, dtypes["transformer"])
-    chunk = vram.decode_chunk(spec, latent_shape[2], height, width, dtypes["vae"], free)
+    chunk = vram.decode_chunk(spec, latent_shape[2], height, width, dtypes["vae"], device, free)
     decode = spec.vae.decode_bytes(chunk, height, width, vram.DTYPE_BYTES[dtypes["vae"]])
     latents_bytes = 4 * latent_shape[1] * latent_shape[2] * latent_shape[3] * latent_shape[4] * 8
     together = vram.peak_bytes(spec, weights, denoise, decode, latents_bytes, keep_loaded=True)
