@@ -62,9 +62,13 @@ def run(arguments: list[str]) -> int:
 
 
 def _usage(arguments: list[str]) -> str:
-    known = {"generate", "plan", "doctor"}
-    command = next((word for word in arguments if word in known), "models" if "models" in arguments else "")
-    return f"See: python app.py {command} --help".replace("  ", " ")
+    known = {"generate", "plan", "models", "doctor"}
+    return _help_of(next((word for word in arguments if word in known), ""))
+
+
+def _help_of(command: str) -> str:
+    starter = "install.bat" if sys.platform == "win32" else "./install.sh"
+    return f"See: {' '.join(filter(None, (starter, command, '--help')))}"
 
 
 @app.callback(invoke_without_command=True)
@@ -90,7 +94,7 @@ def web(
         if given:
             raise SettingsError(
                 f"--{'no-browser' if given == 'browser' else given} before a command is the web app's flag.",
-                f"Put the command's own flags after it: python app.py {context.invoked_subcommand} --help",
+                f"Put the command's own flags after it. {_help_of(context.invoked_subcommand)}",
             )
         return
     if version:
