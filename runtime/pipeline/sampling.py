@@ -138,7 +138,7 @@ def _guided(
     denoiser: Denoiser, latents: torch.Tensor, step: Step, conditioning: Conditioning, cancel: Cancel
 ) -> torch.Tensor:
     velocity = denoiser(latents, step.timestep, conditioning.positive)
-    if conditioning.negative is None:
+    if conditioning.negative is None or step.guidance_scale <= 1:
         return velocity
     cancel.check()
     unguided = denoiser(latents, step.timestep, conditioning.negative)
