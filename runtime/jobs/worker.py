@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,29 +46,13 @@ class Job:
     state: State = "queued"
     progress: Progress = field(default_factory=Progress, repr=False)
     events: list[Event] = field(default_factory=list, repr=False)
-    changed: threading.Condition = field(default_factory=threading.Condition, repr=False)
 
     def record(self, event: Event) -> None:
-        """Append an event and wake whoever watches."""
-        with self.changed:
-            self.events.append(event)
-            self.progress = self.progress.after(event, time.monotonic())
-            if isinstance(event, TerminalEvent):
-                self.state = _end_state(event)
-            self.changed.notify_all()
-
-    def watch(self) -> Iterator[Event]:
-        """Yield every event from the first, waiting for new ones, up to and with the terminal event."""
-        seen = 0
-        while True:
-            with self.changed:
-                while seen == len(self.events):
-                    self.changed.wait()
-                event = self.events[seen]
-            yield event
-            if isinstance(event, TerminalEvent):
-                return
-            seen += 1
+        """Take an event in; whoever sees a terminal one in `events` finds state and progress at their end too."""
+        if isinstance(event, TerminalEvent):
+            self.state = _end_state(event)
+        self.progress = self.progress.after(event, time.monotonic())
+        self.events.append(event)
 
 
 class Worker:

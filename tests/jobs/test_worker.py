@@ -3,15 +3,16 @@
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from runtime.core.errors import InvalidRequestError, ModelError
-from runtime.core.events import Cancelled, Failed, StepDone, TerminalEvent, VideoSaved
+from runtime.core.events import Cancelled, Event, Failed, StepDone, TerminalEvent, VideoSaved
 from runtime.core.request import GenerationRequest
-from runtime.jobs.worker import Worker
+from runtime.jobs.worker import Job, Worker
 from runtime.models.spec import ModelSpec
 
 
@@ -24,6 +25,18 @@ def worker(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Iterator[Worker]
     made.close()
 
 
+def watch(job: Job) -> Iterator[Event]:
+    """Yield every event of a job from the first, up to and with the terminal one."""
+    seen = 0
+    while True:
+        for event in job.events[seen:]:
+            yield event
+            if isinstance(event, TerminalEvent):
+                return
+            seen += 1
+        time.sleep(0.002)
+
+
 def small(**values: object) -> GenerationRequest:
     """Ask for a tiny clip."""
     wanted: dict[str, object] = {"prompt": "a red boat", "model": "tiny", "width": 32, "height": 32, "frames": 5}
@@ -33,10 +46,10 @@ def small(**values: object) -> GenerationRequest:
 def test_jobs_run_in_order_and_every_watcher_sees_everything(worker: Worker) -> None:
     jobs = [worker.submit(small(seed=n)) for n in range(3)]
     seen: list[list[object]] = [[], []]
-    watchers = [threading.Thread(target=lambda to=to: to.extend(jobs[1].watch())) for to in seen]
+    watchers = [threading.Thread(target=lambda to=to: to.extend(watch(jobs[1]))) for to in seen]
     for watcher in watchers:
         watcher.start()
-    ends = [list(job.watch())[-1] for job in jobs]
+    ends = [list(watch(job))[-1] for job in jobs]
     for watcher in watchers:
         watcher.join()
     assert all(isinstance(end, VideoSaved) for end in ends)
@@ -60,13 +73,13 @@ def test_what_cannot_be_made_is_refused_at_once(worker: Worker) -> None:
 def test_cancelling_ends_the_running_job_and_skips_waiting_ones(worker: Worker) -> None:
     running, waiting, last = (worker.submit(small(steps=steps)) for steps in (1000, 1000, 2))
     waiting.cancel.request()
-    for event in running.watch():
+    for event in watch(running):
         if isinstance(event, StepDone):
             assert worker.active() is running
             assert worker.position(waiting) == 1
             running.cancel.request()
-    assert list(waiting.watch()) == [Cancelled()]
-    assert isinstance(list(last.watch())[-1], VideoSaved)
+    assert list(watch(waiting)) == [Cancelled()]
+    assert isinstance(list(watch(last))[-1], VideoSaved)
     assert (running.state, waiting.state, last.state) == ("cancelled", "cancelled", "done")
     ends = [event for job in (running, waiting, last) for event in job.events if isinstance(event, TerminalEvent)]
     assert len(ends) == 3
@@ -87,9 +100,9 @@ def test_a_torch_that_does_not_start_ends_the_job_and_not_the_worker(
     shutil.copytree(tiny("wan2.1").directory, tmp_path / "weights" / "tiny")
     monkeypatch.setitem(sys.modules, "runtime.jobs.flow", None)
     worker = Worker(tmp_path / "weights", tmp_path / "outputs")
-    end = list(worker.submit(small()).watch())[-1]
+    end = list(watch(worker.submit(small())))[-1]
     assert isinstance(end, Failed)
     assert "does not start" in end.what
     monkeypatch.undo()
-    assert isinstance(list(worker.submit(small()).watch())[-1], VideoSaved)
+    assert isinstance(list(watch(worker.submit(small())))[-1], VideoSaved)
     worker.close()
