@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from runtime.core.duration import duration
 from runtime.core.events import Event
 from runtime.core.progress import Progress
 
@@ -98,16 +99,6 @@ def progress_text(progress: Progress) -> str:
     if progress.seconds_left is not None:
         parts.append(f"{duration(progress.seconds_left)} left")
     return " · ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """Return seconds as people say them: "8 s", "3 min 5 s", "1 h 2 min"."""
-    whole = round(seconds)
-    minutes, rest = divmod(whole, 60)
-    hours, minutes_rest = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes_rest} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def _one_line(text: str) -> str:

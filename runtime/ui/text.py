@@ -1,5 +1,7 @@
 """How numbers read on the page: durations, sizes, lengths. Plain functions."""
 
+from runtime.core.duration import duration as whole_seconds
+
 _MINUTE = 60
 _HOUR = 3600
 _KIB = 1024
@@ -11,12 +13,7 @@ def duration(seconds: float) -> str:
     """Return a measured duration: "0.4 s", "12 s", "3 min 20 s", "1 h 5 min"."""
     if seconds < _FINE_SECONDS:
         return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < _MINUTE:
-        return f"{whole} s"
-    if whole < _HOUR:
-        return f"{whole // _MINUTE} min {whole % _MINUTE} s"
-    return f"{whole // _HOUR} h {whole % _HOUR // _MINUTE} min"
+    return whole_seconds(seconds)
 
 
 def time_left(seconds: float | None) -> str:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.cli.show import duration, progress_text
+from runtime.cli.show import progress_text
+from runtime.core.duration import duration
 from runtime.core.events import Planned, StageStarted, StepDone
 from runtime.core.progress import Progress
 from runtime.models.spec import ModelSpec
