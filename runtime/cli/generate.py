@@ -11,14 +11,13 @@ from runtime.components.residency import Residency
 from runtime.core import settings
 from runtime.core.cancel import Cancel
 from runtime.core.errors import InvalidRequestError
-from runtime.core.events import Cancelled, Event, Failed, VideoSaved, Warned
+from runtime.core.events import Event, Failed, TerminalEvent, VideoSaved, Warned
 from runtime.core.request import GenerationRequest
 from runtime.jobs.flow import run_job
 from runtime.jobs.outputs import make_folder, output_path
 from runtime.manager.machine import probe
 from runtime.manager.planner import resolve
 from runtime.models.catalogue import find
-from runtime.video.encode import check_target
 
 
 def generate(request: GenerationRequest, out: str | None, *, as_json: bool) -> int:
@@ -26,15 +25,14 @@ def generate(request: GenerationRequest, out: str | None, *, as_json: bool) -> i
     loaded = settings.load()
     spec = find(request.model, loaded.weights_dir)
     plan = resolve(request, spec, probe(), _target(request, out, loaded.outputs_dir))
-    check_target(plan.output)
     progress = show.ProgressLine()
-    ends: list[Event] = []
+    ends: list[TerminalEvent] = []
 
     def emit(event: Event) -> None:
         progress.event(event)
         if isinstance(event, Warned):
             show.warning(event.message)
-        if isinstance(event, VideoSaved | Failed | Cancelled):
+        if isinstance(event, TerminalEvent):
             ends.append(event)
 
     with _cancel_on_signals() as cancel, Residency() as residency, progress.shown():

@@ -54,13 +54,13 @@ def show_models() -> dict[str, Any]:
             entry |= {
                 "title": spec.title,
                 "license": spec.license,
-                "parameters": sum(spec.parameters.values()),
+                "parameters": spec.total_parameters,
                 "sizes": [list(size) for size in spec.sizes],
                 "frame_counts": list(spec.frame_counts),
                 "defaults": vars(defaults),
             }
             clip = f"{defaults.width}x{defaults.height}, {defaults.frames} frames, {defaults.steps} steps"
-            rows.append((name, f"{sum(spec.parameters.values()) / 1e6:,.1f} M", clip, spec.license))
+            rows.append((name, f"{spec.total_parameters / 1e6:,.1f} M", clip, spec.license))
         listed.append(entry)
     show.table(("Name", "Weights", "By default", "Licence"), rows)
     return {"models": listed}

@@ -123,4 +123,4 @@ def _models(weights_dir: Path) -> Iterator[Finding]:
         except TandemError as error:
             yield Finding(f"Model {name}", "problem", error.what, error.remedy)
         else:
-            yield Finding(f"Model {name}", "ok", f"{sum(spec.parameters.values()) / 1e6:,.1f} million weights")
+            yield Finding(f"Model {name}", "ok", f"{spec.total_parameters / 1e6:,.1f} million weights")

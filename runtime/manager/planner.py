@@ -4,6 +4,7 @@ A pure function of the request, the model and the machine: no torch, no disk.
 """
 
 import secrets
+from math import prod
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +20,8 @@ _SMALL_MODEL_BYTES = 1 << 30
 _BF16_CAPABILITY = (8, 0)
 # Parts stay loaded between stages while all of them need less than this share of the free memory.
 _KEEP_SHARE = 0.6
+# Sample, predictions and the solver's history, all of the latents' size.
+_LATENTS_HELD = 8
 _GIB = 1 << 30
 
 Number = TypeVar("Number", int, float)
@@ -50,7 +53,7 @@ def resolve(request: GenerationRequest, spec: ModelSpec, machine: Machine, outpu
     denoise = vram.denoise_bytes(spec, tokens, dtypes["transformer"])
     chunk = vram.decode_chunk(spec, latent_shape[2], height, width, dtypes["vae"], device, free)
     decode = spec.vae.decode_bytes(chunk, height, width, vram.DTYPE_BYTES[dtypes["vae"]])
-    latents_bytes = 4 * latent_shape[1] * latent_shape[2] * latent_shape[3] * latent_shape[4] * 8
+    latents_bytes = _LATENTS_HELD * vram.DTYPE_BYTES["float32"] * prod(latent_shape)
     together = vram.peak_bytes(spec, weights, denoise, decode, latents_bytes, keep_loaded=True)
     keep = together <= _KEEP_SHARE * free
     peak = together if keep else vram.peak_bytes(spec, weights, denoise, decode, latents_bytes, keep_loaded=False)
@@ -148,7 +151,7 @@ def _placement(spec: ModelSpec, machine: Machine) -> tuple[str, dict[str, str], 
             why = f"this PyTorch ({machine.torch_version}) is built without CUDA"
         return "cpu", dict.fromkeys(names, "float32"), f"PyTorch in float32 on the CPU: {why}.", machine.ram_free_bytes
     gpu = machine.gpus[0]
-    if 4 * sum(spec.parameters.values()) <= _SMALL_MODEL_BYTES:
+    if 4 * spec.total_parameters <= _SMALL_MODEL_BYTES:
         dtypes = dict.fromkeys(names, "float32")
         reason = f"PyTorch in float32 on {gpu.name}: the model is small."
     elif gpu.capability >= _BF16_CAPABILITY:

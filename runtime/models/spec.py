@@ -146,6 +146,11 @@ class ModelSpec:
         return ("text_encoder", *experts, "vae")
 
     @property
+    def total_parameters(self) -> int:
+        """The number of weights in all components."""
+        return sum(self.parameters.values())
+
+    @property
     def strides(self) -> tuple[int, int]:
         """(width, height) must be multiples of these."""
         _, patch_h, patch_w = self.transformer.patch_size
