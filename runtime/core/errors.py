@@ -6,6 +6,7 @@
     ├── OutputError             a file or folder that cannot be written, a disk that is full
     ├── SettingsError           a flag, environment variable or settings file
     ├── MachineError            something this machine lacks: memory, ffmpeg, a free port
+    ├── EngineError             an engine that cannot be built, is damaged or does not run
     └── BadResultError          the model gave NaN or Inf
 
 Every TandemError is the user's to mend and ends with exit code 2. Any other exception is a defect of ours and ends
@@ -49,6 +50,10 @@ class SettingsError(TandemError):
 
 class MachineError(TandemError):
     """Something this machine lacks."""
+
+
+class EngineError(TandemError):
+    """An engine that cannot be built, is damaged or does not run; PyTorch can take over."""
 
 
 class BadResultError(TandemError):
