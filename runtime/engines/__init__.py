@@ -1,0 +1,1 @@
+"""Engines: components exported, built, proven, kept and run by TensorRT, Inductor or ONNX Runtime."""
