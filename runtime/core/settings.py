@@ -4,6 +4,7 @@ The only module that reads them. Flags that were not given are `None`.
 """
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ VARIABLES: Mapping[str, str] = {
     "auth": "TANDEM_AUTH",
     "model": "TANDEM_MODEL",
     "browser": "TANDEM_BROWSER",
+    "engine_cache_dir": "TENSORRT_CACHE_DIR",
+    "engine_cache_gb": "TANDEM_ENGINE_CACHE_GB",
 }
 CACHE_VARIABLE = "TANDEM_CACHE_DIR"
 
@@ -40,6 +43,8 @@ class Settings:
         auth: (user, password) that the web app asks for.
         model: what is generated with unless a request says otherwise.
         browser: whether the web app opens a browser.
+        engine_cache_dir: where engines are kept, if not in the cache folder.
+        engine_cache_gb: how much they may take together, in units of 10^9 bytes.
     """
 
     cache_dir: Path
@@ -48,6 +53,13 @@ class Settings:
     auth: tuple[str, str] | None = None
     model: str = "diorama"
     browser: bool = True
+    engine_cache_dir: Path | None = None
+    engine_cache_gb: float = 50.0
+
+    @property
+    def engines_dir(self) -> Path:
+        """Where engines are kept."""
+        return self.engine_cache_dir or self.cache_dir / "engines"
 
     @property
     def outputs_dir(self) -> Path:
@@ -79,7 +91,7 @@ def load(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os
     values |= {name: (environ[variable], variable) for name, variable in VARIABLES.items() if environ.get(variable)}
     for name, value in (flags or {}).items():
         if value is not None:
-            values[name] = (value, "--no-browser" if name == "browser" else f"--{name}")
+            values[name] = (value, "--no-browser" if name == "browser" else f"--{name.replace('_', '-')}")
     settings = Settings(cache_dir=cache_dir, **{name: _parsed(name, *given) for name, given in values.items()})
     if settings.host not in _LOOPBACK and settings.auth is None:
         raise SettingsError(
@@ -127,9 +139,32 @@ def _parsed(name: str, value: Any, source: str) -> Any:
         return user, password
     if name == "browser":
         return _switch(value, source)
+    if name == "engine_cache_gb":
+        return _gigabytes(value, source)
     if not isinstance(value, str) or not value.strip() or not value.isprintable():
-        raise SettingsError(f"{source} is empty or unreadable.", f"Give a {name}.")
-    return value.strip()
+        raise SettingsError(f"{source} is empty or unreadable.", f"Give a {name.replace('_', ' ')}.")
+    return _folder(value.strip(), source) if name == "engine_cache_dir" else value.strip()
+
+
+def _folder(value: str, source: str) -> Path:
+    try:
+        path = Path(value).expanduser().resolve()
+        usable = path.is_dir() or not path.exists()
+    except (OSError, RuntimeError):  # no such user's home, a name too long, a folder that may not be entered
+        usable = False
+    if not usable:
+        raise SettingsError(f"{source} is {value[:200]}, not a folder.", "Name a folder; it is made when needed.")
+    return path
+
+
+def _gigabytes(value: Any, source: str) -> float:
+    try:
+        size = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        size = math.nan
+    if not (math.isfinite(size) and size >= 0):
+        raise SettingsError(f"{source} is {str(value)[:40]!r}, not a size.", "Give a number of gigabytes, as in 50.")
+    return size
 
 
 def _port(value: Any, source: str) -> int:

@@ -27,6 +27,35 @@ def test_other_machines_need_a_password(tmp_path: Path) -> None:
     assert settings.load({"auth": "me:s3cret:x"}, environ).auth == ("me", "s3cret:x")
 
 
+def test_engines_are_kept_where_and_as_large_as_asked(tmp_path: Path) -> None:
+    environ = {"TANDEM_CACHE_DIR": str(tmp_path)}
+    assert settings.load({}, environ).engines_dir == tmp_path / "engines"
+    assert settings.load({}, environ).engine_cache_gb == 50
+    (tmp_path / "settings.json").write_text(
+        json.dumps({"engine_cache_gb": 2.5, "engine_cache_dir": str(tmp_path / "a")})
+    )
+    assert settings.load({}, environ).engine_cache_gb == 2.5
+    assert settings.load({}, environ).engines_dir == tmp_path / "a"
+    environ |= {"TENSORRT_CACHE_DIR": str(tmp_path / "b"), "TANDEM_ENGINE_CACHE_GB": "0"}
+    assert settings.load({}, environ).engines_dir == tmp_path / "b"
+    assert settings.load({}, environ).engine_cache_gb == 0
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("value", ["many", "-1", "nan", "inf", "1e999", "50GB"])
+def test_a_size_that_cannot_be_is_refused(tmp_path: Path, value: str) -> None:
+    with pytest.raises(SettingsError, match="TANDEM_ENGINE_CACHE_GB"):
+        settings.load({}, {"TANDEM_CACHE_DIR": str(tmp_path), "TANDEM_ENGINE_CACHE_GB": value})
+
+
+@pytest.mark.parametrize("name", ["file", "x" * 300, "~no-such-user/engines"])
+def test_an_engine_folder_that_cannot_be_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    value = name if name.startswith("~") else str(tmp_path / name)
+    with pytest.raises(SettingsError, match="TENSORRT_CACHE_DIR"):
+        settings.load({}, {"TANDEM_CACHE_DIR": str(tmp_path), "TENSORRT_CACHE_DIR": value})
+
+
 @pytest.mark.parametrize("name", [*settings.VARIABLES.values(), settings.CACHE_VARIABLE])
 def test_every_variable_is_in_the_readme(name: str) -> None:
     assert name in (settings.ROOT / "README.md").read_text(encoding="utf-8")
