@@ -6,9 +6,11 @@ A file that is missing, cut short, of another format or with values of the wrong
 says so, never an exception.
 """
 
+import contextlib
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
@@ -45,8 +47,13 @@ def write(folder: Path, record: EngineRecord) -> None:
         raise
 
 
-def read(folder: Path) -> EngineRecord:
-    """Read an engine's `engine.json`; what is wrong with it is the record's `problem`."""
+def read(folder: Path, engine_id: str | None = None) -> EngineRecord:
+    """Read an engine's `engine.json`; what is wrong with it is the record's `problem`.
+
+    Args:
+        engine_id: whose it must be, if the folder's name is not the engine's id.
+    """
+    engine_id = engine_id or folder.name
     path = folder / NAME
     try:
         if not S_ISREG(path.lstat().st_mode):
@@ -66,8 +73,9 @@ def read(folder: Path) -> EngineRecord:
     except ValueError as error:
         return unreadable(folder, f"{NAME} cannot be used: {error}")
     # A key that was edited is another engine's: what is in the folder was not built for it.
-    if record.id != folder.name or record.key.digest() != record.id:
-        return replace(record, key=UNREADABLE_KEY, id=folder.name, problem=f"{NAME} was changed or is another engine's")
+    if record.id != engine_id or record.key.digest() != engine_id:
+        problem = f"{NAME} was changed, or is another engine's"
+        return replace(record, key=UNREADABLE_KEY, id=engine_id, pinned=False, problem=problem)
     return record
 
 
@@ -150,12 +158,11 @@ def check_hashes(folder: Path, record: EngineRecord) -> str | None:
 def folder_bytes(folder: Path) -> int:
     """Return the bytes of all files in a folder, links not followed; what cannot be seen counts nothing."""
     total = 0
-    try:
-        for path in folder.rglob("*"):
-            status = path.lstat()
-            total += status.st_size if S_ISREG(status.st_mode) else 0
-    except OSError:  # it is being deleted
-        return total
+    for root, _, names in os.walk(folder) if not folder.is_symlink() else ():
+        for name in names:
+            with contextlib.suppress(OSError):  # it is being deleted
+                status = Path(root, name).lstat()
+                total += status.st_size if S_ISREG(status.st_mode) else 0
     return total
 
 
@@ -171,7 +178,7 @@ def _record(values: object) -> EngineRecord:
     names = {field.name for field in fields(EngineRecord)}
     if not isinstance(values, dict) or "format" not in values:
         raise ValueError("it is not an engine's")
-    if values["format"] != _FORMAT:
+    if values["format"] != _FORMAT or values["format"] is True:
         raise ValueError(f"its format is {str(values['format'])[:20]}, not {_FORMAT}")
     if set(values) != names | {"format"}:
         raise ValueError("its fields are not an engine's")

@@ -1,0 +1,81 @@
+"""Keys and engines for tests of the store: real folders with real manifests, and a few bytes for an engine."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from runtime.engines import manifest
+from runtime.engines.store import EngineStore
+from runtime.manager.engine_index import EngineKey, EngineRecord
+from runtime.manager.shapes import ShapeProfile
+
+_KEY = EngineKey(
+    program="transformer",
+    family="wan",
+    architecture="a" * 64,
+    weights="b" * 64,
+    export_revision=1,
+    profiles=(ShapeProfile((1, 14, 24), (9, 14, 24), (21, 60, 104)),),
+    precision="float32",
+    backend="inductor",
+    builder="inductor",
+    options=(("threads", "2"),),
+    versions=(("torch", "2.13.0"),),
+    device="x86_64 avx512",
+    system="Linux x86_64",
+)
+
+
+def key(**changes: Any) -> EngineKey:
+    """Return a key, with some fields changed."""
+    return replace(_KEY, **changes)
+
+
+def put(folder: Path, key: EngineKey, content: bytes = b"engine" * 100, **changes: Any) -> EngineRecord:
+    """Put a finished engine into a folder and return its record."""
+    (folder / "engine.pt2").write_bytes(content)
+    (folder / manifest.LOG_NAME).write_text("built\n")
+    files = manifest.hashed_files(folder, "engine.pt2")
+    record = EngineRecord(
+        id=key.digest(),
+        key=key,
+        model="diorama",
+        component="transformer",
+        files=files,
+        file_bytes=sum(file.bytes for file in files),
+        build_seconds=1.5,
+        seconds_per_call=0.1,
+        pytorch_seconds_per_call=0.2,
+        error=1e-6,
+        tolerance=1e-4,
+        verified=True,
+        detail="",
+        built_at=1000.0,
+        last_used=1000.0,
+    )
+    record = replace(record, **changes)
+    manifest.write(folder, record)
+    return record
+
+
+def add(store: EngineStore, key: EngineKey, content: bytes = b"engine" * 100, **changes: Any) -> EngineRecord:
+    """Build an engine as the store wants it built, and insert it."""
+    store.folder.mkdir(exist_ok=True)
+    with store.building(key.digest(), wait=lambda: None), store.workspace(key.digest()) as room:
+        put(room.engine, key, content, **changes)
+        return store.insert(room.engine, key.digest())
+
+
+def same(one: EngineRecord, other: EngineRecord) -> bool:
+    """Whether two records are equal, NaN counting as equal to itself."""
+    if math.isnan(one.error) and math.isnan(other.error):
+        one, other = replace(one, error=0.0), replace(other, error=0.0)
+    return one == other
+
+
+def visible(store: EngineStore) -> list[str]:
+    """Return the names of all that lies in the store, its locks left out where none is held."""
+    if (store.folder / ".locks").is_dir():
+        assert list((store.folder / ".locks").iterdir()) == []
+    return sorted(path.name for path in store.folder.iterdir() if path.name != ".locks")

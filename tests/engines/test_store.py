@@ -1,0 +1,384 @@
+"""The engine folder: inserting, finding, evicting, and what it must survive."""
+
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from runtime.core.errors import EngineError
+from runtime.engines import manifest
+from runtime.engines.store import EngineStore
+from tests.engines.made import add, key, put, visible
+
+ROOT = Path(__file__).parents[2]
+LARGE = 1 << 40
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> EngineStore:
+    """Return a store that is not there yet."""
+    return EngineStore(tmp_path / "engines", LARGE)
+
+
+def keys(count: int) -> list:
+    """Return different keys."""
+    return [key(export_revision=number) for number in range(count)]
+
+
+def test_what_was_inserted_is_found(store: EngineStore) -> None:
+    assert store.index() == []
+    assert store.get(key()) is None
+    record = add(store, key())
+    for each in (store, EngineStore(store.folder, LARGE)):
+        assert each.get(key()) == record
+        assert each.index() == [record]
+    assert store.get(key(precision="bfloat16")) is None
+    assert sorted(path.name for path in store.path(record.id).iterdir()) == ["build.log", "engine.json", "engine.pt2"]
+    assert visible(store) == [record.id]
+
+
+def test_near_misses_come_with_what_differs(store: EngineStore) -> None:
+    add(store, key(precision="float16", versions=(("torch", "2.11.0"),)))
+    near = add(store, key(versions=(("torch", "2.11.0"),)))
+    add(store, key(program="vae_next"))
+    add(store, key())
+    found = store.near(key())
+    assert found[0] == (near, ["built with PyTorch 2.11.0, here 2.13.0"])
+    assert len(found) == 2
+
+
+def test_an_engine_is_replaced(store: EngineStore) -> None:
+    add(store, key(), b"old")
+    record = add(store, key(), b"newer", built_at=2000.0)
+    assert store.index() == [record]
+    assert (store.path(record.id) / "engine.pt2").read_bytes() == b"newer"
+    assert visible(store) == [record.id]
+
+
+def test_an_unfinished_engine_is_refused(store: EngineStore) -> None:
+    store.folder.mkdir()
+    engine_id = key().digest()
+    with store.building(engine_id, wait=lambda: None), store.workspace(engine_id) as room:
+        with pytest.raises(EngineError, match=r"engine\.json is missing"):
+            store.insert(room.engine, engine_id)
+        put(room.engine, key(precision="float16"))
+        with pytest.raises(EngineError, match="another engine's"):
+            store.insert(room.engine, engine_id)
+        put(room.engine, key())
+        (room.engine / "engine.pt2").write_bytes(b"")
+        with pytest.raises(EngineError, match="cut short"):
+            store.insert(room.engine, engine_id)
+    assert visible(store) == []
+
+
+def test_pinning_and_deleting(store: EngineStore) -> None:
+    record = add(store, key())
+    other = EngineStore(store.folder, LARGE)
+    assert other.index() == [record]
+    assert store.pin(record.id).pinned
+    assert [found.pinned for found in other.index()] == [True]
+    assert not store.unpin(record.id).pinned
+    assert other.index() == [record]
+    store.delete(record.id)
+    assert other.index() == []
+    for act in (store.delete, store.pin, store.unpin):
+        with pytest.raises(EngineError, match=f"no engine {record.id}"):
+            act(record.id)
+    store.touch(record.id)
+    with pytest.raises(EngineError, match="no engine"), store.using(record.id):
+        pass
+    assert visible(store) == []
+
+
+def test_the_least_recently_used_go_first(store: EngineStore) -> None:
+    records = [add(store, each, b"x" * 10_000, built_at=1000.0 + n) for n, each in enumerate(keys(5))]
+    size = manifest.folder_bytes(store.path(records[0].id))
+    store.pin(records[1].id)
+    store.touch(records[0].id)
+    with store.using(records[2].id):
+        evicted = store.prune(2 * size)
+    # 0 and 2 were used, 1 is pinned.
+    assert [record.id for record in evicted] == [records[3].id, records[4].id, records[0].id]
+    assert {record.id for record in store.index()} == {records[1].id, records[2].id}
+    assert store.prune(LARGE) == []
+    assert [record.id for record in store.prune(0)] == [records[2].id]
+    assert visible(store) == [records[1].id]
+    assert EngineStore(store.folder / "none", 0).prune(0) == []
+    assert not (store.folder / "none").exists()
+
+
+def test_a_new_engine_makes_room_and_stays(store: EngineStore) -> None:
+    store.max_bytes = 30_000
+    records = [add(store, each, b"x" * 12_000) for each in keys(3)]
+    assert {record.id for record in store.index()} == {records[2].id, max(records[0].id, records[1].id)}
+    huge = add(store, key(precision="float16"), b"x" * 50_000)
+    assert [record.id for record in store.index()] == [huge.id]
+
+
+def test_the_order_of_use_survives_a_clock_that_goes_back(store: EngineStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [add(store, each) for each in keys(3)]
+    for now, record in zip((5000.0, 3000.0, 1.0), (records[2], records[0], records[1]), strict=True):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        store.touch(record.id)
+    by_use = sorted(store.index(), key=lambda record: record.last_used)
+    assert [record.id for record in by_use] == [records[2].id, records[0].id, records[1].id]
+
+
+def test_one_in_use_is_not_deleted(store: EngineStore) -> None:
+    record = add(store, key())
+    code = (
+        "import sys, time; from pathlib import Path; from runtime.engines.store import EngineStore\n"
+        "with EngineStore(Path(sys.argv[1]), 1 << 40).using(sys.argv[2]): print('on', flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", code, str(store.folder), record.id]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as user:
+        assert user.stdout is not None
+        user.stdout.readline()
+        with pytest.raises(EngineError, match="in use"):
+            store.delete(record.id)
+        assert store.prune(0) == []
+        assert [found.id for found in store.index()] == [record.id]
+        user.kill()
+    assert [found.id for found in store.index()] == [record.id]
+    store.delete(record.id)
+    assert visible(store) == []
+
+
+def test_a_damaged_engine_is_kept_out_and_remembered(store: EngineStore) -> None:
+    record = add(store, key())
+    assert store.verify_hash(record) is None
+    engine = store.path(record.id) / "engine.pt2"
+    engine.write_bytes(engine.read_bytes().replace(b"e", b"E", 1))
+    assert store.index()[0].usable
+    assert store.verify_hash(record) == "engine.pt2 was changed since it was built"
+    for each in (store, EngineStore(store.folder, LARGE)):
+        assert each.index()[0].problem == "engine.pt2 was changed since it was built"
+    add(store, key())
+    assert store.index()[0].usable
+
+
+@pytest.mark.parametrize("what", ["emptied", "folder", "link", "gone"])
+def test_an_engine_file_that_is_none(store: EngineStore, tmp_path: Path, what: str) -> None:
+    record = add(store, key())
+    engine = store.path(record.id) / "engine.pt2"
+    engine.rename(tmp_path / "outside")
+    if what == "emptied":
+        engine.write_bytes(b"")
+    elif what == "folder":
+        engine.mkdir()
+    elif what == "link":
+        engine.symlink_to(tmp_path / "outside")
+    assert "engine.pt2 is" in str(store.index()[0].problem)
+    # Broken ones go first, however recently they were used.
+    store.touch(record.id)
+    whole = add(store, key(precision="float16"))
+    assert [found.id for found in store.prune(manifest.folder_bytes(store.path(whole.id)))] == [record.id]
+    assert visible(store) == [whole.id]
+    assert (tmp_path / "outside").exists()
+
+
+def test_a_damaged_manifest_is_listed_deleted_and_replaced(store: EngineStore) -> None:
+    record = add(store, key())
+    (store.path(record.id) / manifest.NAME).write_text("{")
+    assert store.index()[0].problem == "engine.json is cut short or not JSON"
+    assert store.get(key()) is None
+    assert store.near(key()) == []
+    with pytest.raises(EngineError, match="damaged"):
+        store.pin(record.id)
+    store.touch(record.id)
+    assert add(store, key()) == store.get(key())
+    (store.path(record.id) / manifest.NAME).write_text("{")
+    store.delete(record.id)
+    assert visible(store) == []
+
+
+def test_what_is_not_an_engine_is_left_alone(store: EngineStore, tmp_path: Path) -> None:
+    record = add(store, key())
+    outside = tmp_path / "outside"
+    shutil.copytree(store.path(record.id), outside)
+    for name in ("mine", "0123456789ABCDEF", "0123456789abcdef0", ".building-mine"):
+        (store.folder / name).mkdir()
+    (store.folder / "0123456789abcdef").mkdir()
+    (store.folder / "0123456789abcdef" / "mine").write_text("x" * 10_000)
+    (store.folder / "fedcba9876543210").write_text("a file")
+    (store.folder / "aaaaaaaaaaaaaaaa").symlink_to(outside)
+    problems = {found.id: found.problem for found in store.index()}
+    assert problems == {
+        record.id: None,
+        "0123456789abcdef": "engine.json is missing",
+        "aaaaaaaaaaaaaaaa": "its folder is a link out of the store",
+    }
+    assert [found.id for found in store.prune(0)] == [record.id]
+    assert len(visible(store)) == 7
+    store.delete("aaaaaaaaaaaaaaaa")
+    assert len(list(outside.iterdir())) == 3
+
+
+@contextmanager
+def not_root() -> Iterator[None]:
+    """Give up root's rights for a while: root may write everywhere."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65_534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+def test_a_folder_that_cannot_be_written(store: EngineStore, tmp_path: Path) -> None:
+    record = add(store, key())
+    # pytest's own folders are closed to others.
+    for folder in (tmp_path, *list(tmp_path.parents)[:-2]):
+        folder.chmod(folder.stat().st_mode | stat.S_IXOTH | stat.S_IXGRP)
+    shutil.rmtree(store.folder / ".locks")
+    for folder in (store.folder, store.path(record.id)):
+        folder.chmod(0o555)
+    with not_root():
+        assert store.index() == [record]
+        assert store.get(key()) == record
+        assert store.near(key(precision="float16"))[0][0] == record
+        with store.using(record.id) as path:
+            assert path == store.path(record.id)
+        store.touch(record.id)
+        for act in (store.pin, store.unpin, store.delete):
+            with pytest.raises(EngineError, match="cannot be written: Permission denied"):
+                act(record.id)
+        with pytest.raises(EngineError, match="cannot be written"), store.building(record.id, wait=lambda: None):
+            pass
+        with pytest.raises(EngineError, match="cannot be written"):
+            store.prune(0)
+        store.report_problem(record, "it does not load")
+        assert store.index()[0].problem == "it does not load"
+    store.folder.chmod(0o000)
+    with not_root():
+        assert store.index() == []
+    store.folder.chmod(0o755)
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "x" * 300])
+def test_a_folder_that_cannot_be(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("")
+    store = EngineStore(tmp_path / place, LARGE)
+    assert store.index() == []
+    assert store.get(key()) is None
+    assert store.prune(0) == []
+    with pytest.raises(EngineError, match="cannot be written"), store.building(key().digest(), wait=lambda: None):
+        pass
+
+
+def test_a_folder_that_vanishes(store: EngineStore) -> None:
+    record = add(store, key())
+    with store.using(record.id):
+        shutil.rmtree(store.folder)
+        store.touch(record.id)
+        store.report_problem(record, "gone")
+    assert store.index() == []
+    with store.building(record.id, wait=lambda: None), store.workspace(record.id) as room:
+        put(room.engine, key())
+        shutil.rmtree(store.folder)
+        with pytest.raises(EngineError, match="not finished"):
+            store.insert(room.engine, record.id)
+    assert not store.folder.exists()
+    add(store, key())
+    assert len(store.index()) == 1
+
+
+def test_a_disk_that_is_full(store: EngineStore) -> None:
+    record = add(store, key())
+    before = (store.path(record.id) / manifest.NAME).read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # What the process may write to one file: a write beyond it fails as on a full disk.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(EngineError, match="The disk is full"):
+            store.pin(record.id)
+        store.touch(record.id)
+        store.report_problem(record, "it does not load")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (store.path(record.id) / manifest.NAME).read_bytes() == before
+    assert store.index()[0].problem == "it does not load"
+    assert sorted(path.name for path in store.path(record.id).iterdir()) == ["build.log", "engine.json", "engine.pt2"]
+    store.delete(record.id)
+    assert visible(store) == []
+
+
+def work(folder: Path, seed: int, seconds: float) -> None:
+    """Do everything to a store, at random; any exception but EngineError is a defect."""
+    store, rng = EngineStore(folder, 40_000), random.Random(seed)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        wanted = rng.choice(keys(6))
+        engine_id = wanted.digest()
+        try:
+            match rng.randrange(8):
+                case 0 | 1:
+                    add(store, wanted, bytes([rng.randrange(256)]) * 9_000, built_at=time.time())
+                case 2:
+                    store.delete(engine_id)
+                case 3:
+                    store.prune(rng.randrange(60_000))
+                case 4:
+                    store.pin(engine_id) if rng.random() < 0.2 else store.unpin(engine_id)
+                case 5:
+                    with store.using(engine_id):
+                        record = store.get(wanted)
+                        assert record is None or record.problem is None, record
+                case 6:
+                    store.touch(engine_id)
+                case 7:
+                    for record in store.index():
+                        assert record.problem in {None, "engine.json is missing", "engine.pt2 is missing"}, record
+        except EngineError as error:
+            assert "no engine" in error.what or "in use" in error.what, error.what
+
+
+def test_several_processes_do_everything_at_once(store: EngineStore) -> None:
+    store.folder.mkdir()
+    spawn = multiprocessing.get_context("spawn")
+    workers = [spawn.Process(target=work, args=(store.folder, seed, 4.0)) for seed in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert [worker.exitcode for worker in workers] == [0, 0, 0]
+    for record in store.index():
+        assert record.problem is None
+        assert store.verify_hash(record) is None
+    assert set(visible(store)) == {record.id for record in store.index()}
+
+
+def test_a_process_killed_at_any_instant_leaves_whole_engines_only(store: EngineStore) -> None:
+    store.folder.mkdir()
+    spawn = multiprocessing.get_context("spawn")
+    worker = spawn.Process(target=work, args=(store.folder, 0, 60.0))
+    worker.start()
+    while not store.index():
+        time.sleep(0.05)
+    # Children of one started process are killed at many instants, without the cost of starting Python each time.
+    fork = multiprocessing.get_context("fork")
+    rng = random.Random(1)
+    os.kill(worker.pid or 0, signal.SIGKILL)
+    worker.join()
+    for seed in range(40):
+        child = fork.Process(target=work, args=(store.folder, seed, 60.0))
+        child.start()
+        time.sleep(rng.uniform(0.005, 0.08))
+        child.kill()
+        child.join()
+        for record in store.index():
+            assert record.problem is None
+            assert store.verify_hash(record) is None
+        assert set(visible(store)) == {record.id for record in store.index()}
