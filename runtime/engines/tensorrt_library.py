@@ -1,0 +1,215 @@
+"""TensorRT as a library: imported late, its log listened to, its failures told. Versions 8.6, 10 and 11.
+
+Importing this module imports no TensorRT, so that the app runs on machines without it. What its versions do
+differently is here, a small function each; everything else that we call is the same in all of them.
+"""
+
+import functools
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from runtime.core.errors import EngineError
+
+REMEDY = "The part runs in PyTorch meanwhile; building the engine again mends most of these."
+_INSTALL = "Run install.sh (install.bat on Windows) again: it installs requirements-gpu.txt where there is a GPU."
+# Two are published for each version: "tensorrt" asks for the other.
+_PACKAGES = ("tensorrt", "tensorrt-cu13", "tensorrt-cu12")
+_FIRST_WITH_BFLOAT16 = 10
+_OUT_OF_MEMORY = re.compile(r"out ?of ?memory|insufficient memory|memory allocation|\bbad_alloc\b", re.IGNORECASE)
+_KEPT_ERRORS = 20
+_TORCH_DTYPES = {
+    "FLOAT": torch.float32,
+    "HALF": torch.float16,
+    "BF16": torch.bfloat16,
+    "INT64": torch.int64,
+    "INT32": torch.int32,
+    "INT8": torch.int8,
+    "UINT8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+Report = Callable[[str, float | None], None]
+
+
+@dataclass
+class Messages:
+    """What TensorRT said while it was listened to: its last errors, and warnings for where there is no error."""
+
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def failure(self, what: str, remedy: str = REMEDY) -> Exception:
+        """Return the exception for something that failed: out of memory is told apart, so that a job can free some.
+
+        Args:
+            what: a clause without a full stop; TensorRT's own words follow it.
+        """
+        said = (self.errors or self.warnings)[-1:]
+        text = f"{what}: {said[0]}" if said else f"{what}; TensorRT did not say why."
+        if any(_OUT_OF_MEMORY.search(line) for line in self.errors):
+            return torch.OutOfMemoryError(text)
+        return EngineError(text, remedy)
+
+
+def installed_version() -> str | None:
+    """Return the version of the installed TensorRT package, without importing it."""
+    for package in _PACKAGES:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def has_bfloat16(tensorrt_version: str) -> bool:
+    """Whether that version of TensorRT computes in bfloat16."""
+    return int(tensorrt_version.partition(".")[0]) >= _FIRST_WITH_BFLOAT16
+
+
+def load() -> Any:
+    """Import TensorRT.
+
+    Raises:
+        EngineError: if it is not installed, cannot be loaded, or there is no GPU that answers.
+    """
+    # Without one, `tensorrt.Runtime(...)` is an object around nothing, and its first use ends the process.
+    if not torch.cuda.is_available():
+        raise EngineError("TensorRT needs an NVIDIA GPU, and PyTorch sees none.", "Choose another backend.")
+    try:
+        import tensorrt
+    except (ImportError, OSError) as error:
+        raise EngineError(f"TensorRT cannot be loaded: {error}.", _INSTALL) from error
+    return tensorrt
+
+
+# TensorRT keeps the first logger that it is given for the whole process, so there is one, and listeners come and go.
+_listeners: list[Callable[[str, str], None]] = []
+_lock = threading.Lock()
+
+
+@functools.cache
+def logger() -> Any:
+    """Return the process's one TensorRT logger."""
+    trt = load()
+    levels = {
+        trt.ILogger.INTERNAL_ERROR: "error",
+        trt.ILogger.ERROR: "error",
+        trt.ILogger.WARNING: "warning",
+        trt.ILogger.INFO: "info",
+    }
+
+    class Logger(trt.ILogger):  # type: ignore[name-defined,misc] # its base is known at run time only
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+
+        def log(self, severity: Any, msg: str) -> None:
+            level = levels.get(severity)
+            if level is None:
+                return
+            with _lock:
+                listeners = list(_listeners)
+            for listener in listeners:
+                listener(level, msg.strip())
+
+    return Logger()
+
+
+@contextmanager
+def listen(report: Report | None = None) -> Iterator[Messages]:
+    """Collect what TensorRT says inside the block; `report` gets each line too."""
+    messages = Messages()
+
+    def hear(level: str, text: str) -> None:
+        if level == "error":
+            messages.errors = [*messages.errors, text][-_KEPT_ERRORS:]
+        elif level == "warning":
+            messages.warnings = [*messages.warnings, text][-_KEPT_ERRORS:]
+        if report is not None:
+            report(f"TensorRT: {text}" if level == "info" else f"TensorRT {level}: {text}", None)
+
+    with _lock:
+        _listeners.append(hear)
+    try:
+        yield messages
+    finally:
+        with _lock:
+            _listeners.remove(hear)
+
+
+def torch_dtype(trt_dtype: Any) -> torch.dtype:
+    """Return torch's name of a `tensorrt.DataType`.
+
+    Raises:
+        EngineError: for one that torch has not.
+    """
+    if trt_dtype.name not in _TORCH_DTYPES:
+        raise EngineError(f"The engine has tensors of type {trt_dtype.name}, which PyTorch has not.", REMEDY)
+    return _TORCH_DTYPES[trt_dtype.name]
+
+
+def create_network(trt: Any, builder: Any) -> Any:
+    """Return an empty network, strongly typed where TensorRT has that: computed in the types that the model says.
+
+    8.6 has not (see `constrain_types`), 10 has it as a flag, 11 knows nothing else.
+    """
+    flags = trt.NetworkDefinitionCreationFlag
+    strongly = getattr(flags, "STRONGLY_TYPED", None)
+    return builder.create_network(1 << int(flags.EXPLICIT_BATCH if strongly is None else strongly))
+
+
+def constrain_types(trt: Any, config: Any, network: Any, precision: str, float32_tensors: set[str]) -> None:
+    """Make a builder keep to `precision`.
+
+    Args:
+        float32_tensors: the names of tensors that are float32 in the model, whatever `precision` is.
+
+    Raises:
+        EngineError: if this version cannot.
+    """
+    # Else TensorRT rounds the factors of float32 products to 10 bits.
+    config.clear_flag(trt.BuilderFlag.TF32)
+    if hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED") or precision == "float32":
+        return
+    if precision == "bfloat16":
+        raise EngineError(
+            f"TensorRT {trt.__version__} does not compute in bfloat16.", "Take float16 or float32, or TensorRT 10."
+        )
+    # A weakly typed network computes anything in float16 once that is allowed, also sums of squares, which overflow.
+    config.set_flag(trt.BuilderFlag.FP16)
+    config.set_flag(trt.BuilderFlag.PREFER_PRECISION_CONSTRAINTS)
+    kinds = ("ACTIVATION", "ELEMENTWISE", "NORMALIZATION", "REDUCE", "SOFTMAX", "UNARY")
+    arithmetic = {getattr(trt.LayerType, kind) for kind in kinds}
+    for layer in (network.get_layer(index) for index in range(network.num_layers)):
+        if layer.type in arithmetic and layer.get_output(0).name in float32_tensors:
+            layer.precision = trt.float32
+            layer.set_output_type(0, trt.float32)
+
+
+def create_context(trt: Any, engine: Any, device: torch.device) -> tuple[Any, torch.Tensor] | None:
+    """Return an execution context and its working memory, or None if TensorRT made none.
+
+    The memory is torch's, so that both draw on one pool.
+
+    Raises:
+        torch.OutOfMemoryError: if there is not enough.
+    """
+    strategies = getattr(trt, "ExecutionContextAllocationStrategy", None)
+    if strategies is None:  # before 10
+        context, size = engine.create_execution_context_without_device_memory(), engine.device_memory_size
+    else:
+        context, size = engine.create_execution_context(strategies.USER_MANAGED), engine.device_memory_size_v2
+    if context is None:
+        return None
+    memory = torch.empty(max(size, 1), dtype=torch.uint8, device=device)
+    if strategies is None:
+        context.device_memory = memory.data_ptr()
+    else:
+        context.set_device_memory(memory.data_ptr(), memory.numel())
+    return context, memory
