@@ -53,7 +53,14 @@ class MachineError(TandemError):
 
 
 class EngineError(TandemError):
-    """An engine that cannot be built, is damaged or does not run; PyTorch can take over."""
+    """An engine that cannot be built, is damaged or does not run; PyTorch can take over.
+
+    `log` holds the last lines of its build's log, where there was one.
+    """
+
+    def __init__(self, what: str, remedy: str, log: str = "") -> None:
+        super().__init__(what, remedy)
+        self.log = log
 
 
 class BadResultError(TandemError):

@@ -74,7 +74,8 @@ class EngineStore:
 
     def verify_hash(self, record: EngineRecord) -> str | None:
         """Read all files of an engine and say what is wrong with them; it is kept out from then on."""
-        problem = record.problem or manifest.check_hashes(self.path(record.id), record)
+        unreadable = record.problem if record.key == UNREADABLE_KEY else None
+        problem = unreadable or manifest.check_hashes(self.path(record.id), record)
         if problem is not None:
             self.report_problem(record, problem)
         return problem

@@ -35,7 +35,6 @@ def key(**changes: Any) -> EngineKey:
 def put(folder: Path, key: EngineKey, content: bytes = b"engine" * 100, **changes: Any) -> EngineRecord:
     """Put a finished engine into a folder and return its record."""
     (folder / "engine.pt2").write_bytes(content)
-    (folder / manifest.LOG_NAME).write_text("built\n")
     files = manifest.hashed_files(folder, "engine.pt2")
     record = EngineRecord(
         id=key.digest(),
@@ -63,6 +62,7 @@ def add(store: EngineStore, key: EngineKey, content: bytes = b"engine" * 100, **
     """Build an engine as the store wants it built, and insert it."""
     store.folder.mkdir(exist_ok=True)
     with store.building(key.digest(), wait=lambda: None), store.workspace(key.digest()) as room:
+        (room.engine / manifest.LOG_NAME).write_text("built\n")
         put(room.engine, key, content, **changes)
         return store.insert(room.engine, key.digest())
 
