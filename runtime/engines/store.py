@@ -116,9 +116,7 @@ class EngineStore:
         if not S_ISDIR(_kind(self.path(engine_id))):
             return
         with contextlib.suppress(EngineError), self._changing():
-            newest = max((record.last_used for record in self._records()), default=0.0)
-            # The order of use must hold though the clock was moved back.
-            self._write(engine_id, last_used=max(time.time(), newest + 1e-3))
+            self._write(engine_id, last_used=self._now())
 
     @contextlib.contextmanager
     def using(self, engine_id: str) -> Iterator[Path]:
@@ -170,7 +168,7 @@ class EngineStore:
             yield made
 
     def insert(self, folder: Path, engine_id: str) -> EngineRecord:
-        """Move a finished engine from its workspace into the store, in place of one that may be there.
+        """Move a finished engine from its workspace into the store, in place of one that may be there (a pin stays).
 
         Raises:
             EngineError: if it is not finished, or the folder cannot be written.
@@ -180,9 +178,13 @@ class EngineStore:
         if problem is not None:
             raise EngineError(f"The engine {engine_id} was not finished: {problem}.", "Build it again.")
         with self._changing():
+            before = self._record(self.path(engine_id))
+            pinned = before is not None and before.pinned
             self._discard(self.path(engine_id))
             folder.rename(self.path(engine_id))
             self._problems = {known: said for known, said in self._problems.items() if known[0] != engine_id}
+            with contextlib.suppress(OSError):  # a full disk: the engine is there, and that counts
+                record = self._write(engine_id, last_used=self._now(), pinned=pinned)
             self._evict(self.max_bytes, keep=engine_id)
         self._empty_trash()
         return record
@@ -281,6 +283,11 @@ class EngineStore:
                 yield
             except OSError as error:
                 raise self._cannot_write(error) from error
+
+    def _now(self) -> float:
+        """Return the time, or later than any use so far: the order holds though the clock was moved back."""
+        newest = max((record.last_used for record in self._records()), default=0.0)
+        return max(time.time(), newest + 1e-3)
 
     def _in_use(self, engine_id: str) -> bool:
         return any(is_held(path) for path in entries(self._locks) if path.name.startswith(f"{engine_id}.use-"))
