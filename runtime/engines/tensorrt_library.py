@@ -7,10 +7,9 @@ differently is here, a small function each; everything else that we call is the 
 import functools
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -19,9 +18,6 @@ from runtime.core.errors import EngineError
 
 REMEDY = "The part runs in PyTorch meanwhile; building the engine again mends most of these."
 _INSTALL = "Run install.sh (install.bat on Windows) again: it installs requirements-gpu.txt where there is a GPU."
-# Two are published for each version: "tensorrt" asks for the other.
-_PACKAGES = ("tensorrt", "tensorrt-cu13", "tensorrt-cu12")
-_FIRST_WITH_BFLOAT16 = 10
 _OUT_OF_MEMORY = re.compile(r"out ?of ?memory|insufficient memory|memory allocation|\bbad_alloc\b", re.IGNORECASE)
 _KEPT_ERRORS = 20
 _TORCH_DTYPES = {
@@ -56,21 +52,6 @@ class Messages:
         if any(_OUT_OF_MEMORY.search(line) for line in self.errors):
             return torch.OutOfMemoryError(text)
         return EngineError(text, remedy)
-
-
-def installed_version() -> str | None:
-    """Return the version of the installed TensorRT package, without importing it."""
-    for package in _PACKAGES:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            continue
-    return None
-
-
-def has_bfloat16(tensorrt_version: str) -> bool:
-    """Whether that version of TensorRT computes in bfloat16."""
-    return int(tensorrt_version.partition(".")[0]) >= _FIRST_WITH_BFLOAT16
 
 
 def load() -> Any:
@@ -154,17 +135,19 @@ def torch_dtype(trt_dtype: Any) -> torch.dtype:
     return _TORCH_DTYPES[trt_dtype.name]
 
 
+def is_strongly_typed(trt: Any) -> bool:
+    """Whether networks compute in the types that the model says: 8.6 cannot, 10 can, 11 does nothing else."""
+    return hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED")
+
+
 def create_network(trt: Any, builder: Any) -> Any:
-    """Return an empty network, strongly typed where TensorRT has that: computed in the types that the model says.
-
-    8.6 has not (see `constrain_types`), 10 has it as a flag, 11 knows nothing else.
-    """
-    flags = trt.NetworkDefinitionCreationFlag
-    strongly = getattr(flags, "STRONGLY_TYPED", None)
-    return builder.create_network(1 << int(flags.EXPLICIT_BATCH if strongly is None else strongly))
+    """Return an empty network, strongly typed where TensorRT has that."""
+    if is_strongly_typed(trt):
+        return builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    return builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.EXPLICIT_BATCH))
 
 
-def constrain_types(trt: Any, config: Any, network: Any, precision: str, float32_tensors: set[str]) -> None:
+def constrain_types(trt: Any, config: Any, network: Any, precision: str, float32_tensors: Set[str]) -> None:
     """Make a builder keep to `precision`.
 
     Args:
@@ -175,7 +158,7 @@ def constrain_types(trt: Any, config: Any, network: Any, precision: str, float32
     """
     # Else TensorRT rounds the factors of float32 products to 10 bits.
     config.clear_flag(trt.BuilderFlag.TF32)
-    if hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED") or precision == "float32":
+    if is_strongly_typed(trt) or precision == "float32":
         return
     if precision == "bfloat16":
         raise EngineError(
@@ -184,12 +167,18 @@ def constrain_types(trt: Any, config: Any, network: Any, precision: str, float32
     # A weakly typed network computes anything in float16 once that is allowed, also sums of squares, which overflow.
     config.set_flag(trt.BuilderFlag.FP16)
     config.set_flag(trt.BuilderFlag.PREFER_PRECISION_CONSTRAINTS)
-    kinds = ("ACTIVATION", "ELEMENTWISE", "NORMALIZATION", "REDUCE", "SOFTMAX", "UNARY")
-    arithmetic = {getattr(trt.LayerType, kind) for kind in kinds}
+    arithmetic = {
+        trt.LayerType.ACTIVATION,
+        trt.LayerType.ELEMENTWISE,
+        trt.LayerType.NORMALIZATION,
+        trt.LayerType.REDUCE,
+        trt.LayerType.SOFTMAX,
+        trt.LayerType.UNARY,
+    }
     for layer in (network.get_layer(index) for index in range(network.num_layers)):
         if layer.type in arithmetic and layer.get_output(0).name in float32_tensors:
-            layer.precision = trt.float32
-            layer.set_output_type(0, trt.float32)
+            layer.precision = trt.DataType.FLOAT
+            layer.set_output_type(0, trt.DataType.FLOAT)
 
 
 def create_context(trt: Any, engine: Any, device: torch.device) -> tuple[Any, torch.Tensor] | None:
@@ -200,16 +189,18 @@ def create_context(trt: Any, engine: Any, device: torch.device) -> tuple[Any, to
     Raises:
         torch.OutOfMemoryError: if there is not enough.
     """
-    strategies = getattr(trt, "ExecutionContextAllocationStrategy", None)
-    if strategies is None:  # before 10
-        context, size = engine.create_execution_context_without_device_memory(), engine.device_memory_size
+    since_10 = hasattr(trt, "ExecutionContextAllocationStrategy")
+    if since_10:
+        context = engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        size = engine.device_memory_size_v2
     else:
-        context, size = engine.create_execution_context(strategies.USER_MANAGED), engine.device_memory_size_v2
+        context = engine.create_execution_context_without_device_memory()
+        size = engine.device_memory_size
     if context is None:
         return None
     memory = torch.empty(max(size, 1), dtype=torch.uint8, device=device)
-    if strategies is None:
-        context.device_memory = memory.data_ptr()
-    else:
+    if since_10:
         context.set_device_memory(memory.data_ptr(), memory.numel())
+    else:
+        context.device_memory = memory.data_ptr()
     return context, memory

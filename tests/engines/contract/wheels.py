@@ -110,7 +110,9 @@ def main(module: str) -> None:
     names = {
         name: [member for member in dir(value) if not member.startswith("_")] for name, value in sorted(classes.items())
     }
-    sys.stdout.write("{\n" + ",\n".join(f'"{name}": {json.dumps(members)}' for name, members in names.items()) + "\n}\n")
+    sys.stdout.write(
+        "{\n" + ",\n".join(f'"{name}": {json.dumps(members)}' for name, members in names.items()) + "\n}\n"
+    )
 
 
 if __name__ == "__main__":

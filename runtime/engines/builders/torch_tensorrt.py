@@ -1,0 +1,159 @@
+"""Builds TensorRT plans straight from the exported program, by torch-tensorrt's converters.
+
+torch-tensorrt's own files hold a pickled or TorchScript module around the plan. We take the plan alone: it runs in
+the same session as one built from ONNX, and nothing is unpickled. The names that torch-tensorrt gave the plan's
+tensors lie beside it, in `tensors.json`.
+"""
+
+import json
+import logging
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runtime.core.errors import EngineError
+from runtime.engines import timing_cache
+from runtime.engines.builders import Report
+from runtime.engines.builders.tensorrt_common import (
+    OTHER_BACKEND,
+    PACKAGES,
+    Shapes,
+    TensorRTBuilder,
+    enclosing,
+    gpu_of,
+    shapes,
+    why_no_torch_tensorrt,
+)
+from runtime.manager.engine_index import EngineKey
+from runtime.manager.machine import Machine
+
+if TYPE_CHECKING:
+    import torch
+
+    from runtime.engines.programs import Program
+
+NAMES_FILE = "tensors.json"
+# What torch-tensorrt says, and what TensorRT says to it.
+_LOGGERS = ("torch_tensorrt", "torch_tensorrt [TensorRT Conversion Context]")
+
+
+def arguments(key: EngineKey, device: "torch.device", timing_cache_path: Path) -> dict[str, Any]:
+    """Return the keywords for `torch_tensorrt.dynamo.convert_exported_program_to_serialized_trt_engine`.
+
+    An operation without a converter is an error there: the engine is one plan, without ways back into PyTorch.
+    """
+    options = dict(key.options)
+    return {
+        "device": device,
+        "disable_tf32": True,
+        "workspace_size": int(options["workspace_mib"]) << 20,
+        "optimization_level": int(options["optimization_level"]),
+        "timing_cache_path": str(timing_cache_path),
+        "assume_dynamic_shape_support": any(profile.min != profile.max for profile in key.profiles),
+        # The weights are in the key: see `onnx_tensorrt`.
+        "immutable_weights": True,
+        # Its default takes every attention with a bias for a causal one, and the text encoder's is not.
+        "attn_bias_is_causal": False,
+    }
+
+
+def input_arguments(sizes: Shapes, name: str, dtype: "torch.dtype") -> dict[str, Any]:
+    """Return the keywords for `torch_tensorrt.Input`."""
+    low, best, high = (shapes[name] for shapes in sizes)
+    if low == high:
+        return {"shape": best, "dtype": dtype}
+    return {"min_shape": low, "opt_shape": best, "max_shape": high, "dtype": dtype}
+
+
+class TorchTensorRT(TensorRTBuilder):
+    """See `Builder`. Several profiles become one that encloses them: torch-tensorrt builds with one."""
+
+    name = "torch_tensorrt"
+    packages = (*PACKAGES, "torch", "torch-tensorrt")
+
+    def unavailable(self, machine: Machine) -> tuple[str, str] | None:
+        """See `Builder`."""
+        return super().unavailable(machine) or why_no_torch_tensorrt(machine)
+
+    def build(self, program: "Program", key: EngineKey, folder: Path, report: Report) -> None:
+        """Write `folder/engine.plan` and `folder/tensors.json`.
+
+        Raises:
+            EngineError: if torch-tensorrt cannot build it.
+            torch.OutOfMemoryError: if the GPU's memory does not suffice.
+        """
+        from torch.utils import _pytree as pytree
+
+        from runtime.engines import tensorrt_library
+
+        trt = tensorrt_library.load()
+        import torch_tensorrt
+
+        profile = enclosing(key.profiles)
+        sizes = shapes(program, profile)
+        report("Exporting", None)
+        exported = program.export(profile)
+        example, structure = pytree.tree_flatten(exported.example_inputs)
+        inputs = [
+            torch_tensorrt.Input(**input_arguments(sizes, name, tensor.dtype))
+            for name, tensor in zip(program.input_names, example, strict=True)
+        ]
+        report("Building with torch-tensorrt", None)
+        cache = timing_cache.path_for(folder, key.device, trt.__version__)
+        with _log_to(report):
+            plan = _convert(exported, pytree.tree_unflatten(inputs, structure), key, gpu_of(program), cache)
+        (folder / self.file_name).write_bytes(plan)
+        names = dict(zip(exported.graph_signature.user_inputs, program.input_names, strict=True))
+        names |= {f"output{index}": name for index, name in enumerate(program.output_names)}
+        (folder / NAMES_FILE).write_text(json.dumps(names), encoding="utf-8")
+
+
+def _convert(
+    exported: "torch.export.ExportedProgram",
+    inputs: tuple[tuple[Any, ...], dict[str, Any]],
+    key: EngineKey,
+    device: "torch.device",
+    cache: Path,
+) -> bytes:
+    import torch
+    import torch_tensorrt
+
+    positional, keywords = inputs
+    with tempfile.TemporaryDirectory() as scratch, torch.cuda.device(device):
+        # torch-tensorrt writes its cache in place, so it gets a copy.
+        copy = Path(scratch) / "timing"
+        copy.write_bytes(timing_cache.read(cache))
+        try:
+            plan = torch_tensorrt.dynamo.convert_exported_program_to_serialized_trt_engine(
+                exported, arg_inputs=positional, kwarg_inputs=keywords, **arguments(key, device, copy)
+            )
+        except (RuntimeError, AssertionError, ValueError, TypeError, NotImplementedError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            reason = (str(error).splitlines() or [repr(error)])[0]
+            raise EngineError(f"torch-tensorrt could not build the engine: {reason}", OTHER_BACKEND) from error
+        timing_cache.write(cache, copy.read_bytes())
+    return bytes(plan)
+
+
+@contextmanager
+def _log_to(report: Report) -> Iterator[None]:
+    """Pass on what torch-tensorrt logs."""
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            report(f"torch-tensorrt: {record.getMessage()}", None)
+
+    handler, loggers = Handler(logging.INFO), [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.removeHandler(handler)
+            logger.setLevel(level)
