@@ -50,7 +50,7 @@ PYTHON_RANGE = ((3, 10), (3, 13))
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 CUDA_INDEX = "https://download.pytorch.org/whl/cu130"
 GB = 1_000_000_000
-DISK_NEEDED = {"cpu": 3 * GB, "cuda": 12 * GB}
+DISK_NEEDED = {"cpu": 3 * GB, "cuda": 18 * GB}
 NVIDIA_SMI = ("/usr/lib/wsl/lib/nvidia-smi", r"C:\Windows\System32\nvidia-smi.exe")
 # How pip's log speaks of a package index that it cannot reach.
 NETWORK_WORDS = ("Retrying (", "ConnectionError", "ConnectTimeout", "ReadTimeout", "ProxyError", "Read timed out")
@@ -407,12 +407,16 @@ def torch_versions(*options: str) -> list[str]:
 
 
 def install_gpu_extras() -> None:
-    say(f"installing the packages in {GPU}")
-    try:
-        pip("install", "-r", str(ROOT / GPU), doing=f"install the packages in {GPU}")
-    except SetupError as error:
-        say(f"going on without the packages in {GPU}: {error.what}")
-        say(f'to try them again: "{PYTHON}" -m pip install -r "{ROOT / GPU}"')
+    """Each package for itself: TensorRT, of gigabytes, must not keep the others out where it cannot be had."""
+    say(f"installing the packages in {GPU}; TensorRT among them is large")
+    for line in (ROOT / GPU).read_text("utf-8").splitlines():
+        if not line or line.startswith("#"):
+            continue
+        try:
+            pip("install", line, doing=f"install {line.partition('==')[0]}")
+        except SetupError as error:
+            say(f"going on without one of the packages in {GPU}: {error.what}")
+            say(f'to try it again: "{PYTHON}" -m pip install -r "{ROOT / GPU}"')
 
 
 # pip.
