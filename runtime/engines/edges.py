@@ -1,0 +1,105 @@
+"""Which tensors an engine takes: written into the engine file when it is built, held to when it runs.
+
+Inductor's libraries read memory without looking at sizes, so a tensor of another shape must never reach one.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from runtime.core.errors import EngineError
+
+# A size: fixed, or a multiple of a named one.
+Size = int | tuple[str, int]
+METADATA_KEY = "tandem.edges"
+_REMEDY = "Build an engine for this size; PyTorch runs meanwhile."
+
+
+@dataclass(frozen=True)
+class Edge:
+    """One input: its name, torch dtype's name and sizes."""
+
+    name: str
+    dtype: str
+    sizes: tuple[Size, ...]
+
+
+@dataclass(frozen=True)
+class Edges:
+    """All inputs in the order of the program's arguments, and the range of each named size."""
+
+    inputs: tuple[Edge, ...]
+    ranges: Mapping[str, tuple[int, int]]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The inputs' names."""
+        return frozenset(edge.name for edge in self.inputs)
+
+    def to_text(self) -> str:
+        """Return what `from_text` reads."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> "Edges":
+        """Read `to_text`'s.
+
+        Raises:
+            ValueError, KeyError, TypeError: if it is anything else.
+        """
+        value: Any = json.loads(text)
+        inputs = tuple(
+            Edge(
+                str(edge["name"]),
+                str(edge["dtype"]),
+                tuple(size if isinstance(size, int) else (str(size[0]), int(size[1])) for size in edge["sizes"]),
+            )
+            for edge in value["inputs"]
+        )
+        return cls(inputs, {str(name): (int(low), int(high)) for name, (low, high) in value["ranges"].items()})
+
+    def fit(self, inputs: Mapping[str, torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+        """Return the inputs in order, contiguous, of the engine's dtypes and on its device, after a look at each size.
+
+        Raises:
+            EngineError: if one is missing, too many or of a size that the engine was not built for.
+        """
+        if set(inputs) != self.names:
+            wanted, given = ", ".join(sorted(self.names)), ", ".join(sorted(inputs))
+            raise EngineError(f"The engine takes {wanted}; it was given {given}.", "Build the engine anew.")
+        known: dict[str, int] = {}
+        for edge in self.inputs:
+            self._look(edge, tuple(inputs[edge.name].shape), known)
+        return [
+            inputs[edge.name].to(device=device, dtype=getattr(torch, edge.dtype)).contiguous() for edge in self.inputs
+        ]
+
+    def _look(self, edge: Edge, shape: tuple[int, ...], known: dict[str, int]) -> None:
+        if len(shape) != len(edge.sizes):
+            raise self._wrong(edge, shape)
+        for size, given in zip(edge.sizes, shape, strict=True):
+            if isinstance(size, int):
+                fits = given == size
+            else:
+                name, multiple = size
+                low, high = self.ranges[name]
+                count, rest = divmod(given, multiple)
+                fits = not rest and low <= count <= high and known.setdefault(name, count) == count
+            if not fits:
+                raise self._wrong(edge, shape)
+
+    def _wrong(self, edge: Edge, shape: tuple[int, ...]) -> EngineError:
+        wanted = "×".join(self._words(size) for size in edge.sizes)
+        return EngineError(
+            f"The engine takes {edge.name} of {wanted}, not {'×'.join(map(str, shape))}.",
+            _REMEDY,
+        )
+
+    def _words(self, size: Size) -> str:
+        if isinstance(size, int):
+            return str(size)
+        low, high = self.ranges[size[0]]
+        return f"({low * size[1]} to {high * size[1]})"

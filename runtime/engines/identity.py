@@ -1,0 +1,146 @@
+"""What a program is made from, without loading it: architecture and weights by their digests, device and versions.
+
+Imports no torch: the key of a wanted engine is known in milliseconds, once a model's weights have been read through.
+"""
+
+import hashlib
+import json
+import platform
+import re
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from runtime.core.errors import EngineError, ModelError
+from runtime.manager.machine import Machine
+from runtime.models.spec import ModelSpec
+
+# Raised whenever a form or the way it is exported changes, so that older engines are built anew.
+EXPORT_REVISION = 1
+FAMILY = "wan"
+# Both experts have one architecture, so one program serves them.
+PROGRAMS = {
+    "text_encoder": ("text_encoder",),
+    "transformer": ("transformer",),
+    "transformer_2": ("transformer",),
+    "vae": ("vae_first", "vae_next"),
+}
+_READ_BYTES = 1 << 22
+_NOT_ARCHITECTURE = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version"})
+_DIGESTS = "weights.json"
+# What compilers and kernels choose by.
+_INSTRUCTIONS = re.compile(r"(avx|amx|fma|f16c|bmi|sse4|asimd|sve|bf16|i8mm)\w*")
+
+
+def programs_of(component: str) -> tuple[str, ...]:
+    """Return the programs that a component runs: two for the VAE, one for each other."""
+    return PROGRAMS[component]
+
+
+def program_key_parts(spec: ModelSpec, component: str, name: str, notes: Path | None = None) -> tuple[str, str]:
+    """Return the sha256 of the architecture and of the weights of a program.
+
+    Args:
+        component: whose weights.
+        name: one of `programs_of(component)`.
+        notes: a folder in which the weights' digests are noted, so that a file that has not changed (by path, size
+            and time) is read through once.
+
+    Raises:
+        ModelError: if a file cannot be read.
+    """
+    config = json.loads((spec.directory / component / "config.json").read_text(encoding="utf-8"))
+    shaping = {key: value for key, value in config.items() if key not in _NOT_ARCHITECTURE and not key.startswith("_")}
+    if name == "text_encoder":
+        shaping["max_sequence_length"] = spec.max_sequence_length
+    architecture = hashlib.sha256(json.dumps(shaping, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return architecture, _weights_digest(spec.directory / component, notes)
+
+
+def device_text(machine: Machine, device: str) -> str:
+    """Return what an engine built for `device` ("cpu", "cuda", "cuda:1") depends on there.
+
+    Raises:
+        EngineError: if the machine has no such GPU.
+    """
+    if device == "cpu":
+        return " ".join([platform.machine(), *cpu_instructions()])
+    index = int(device.partition(":")[2] or 0)
+    if index >= len(machine.gpus):
+        raise EngineError(f"There is no GPU {device} here.", "Choose a device that `doctor` lists.")
+    gpu = machine.gpus[index]
+    major, minor = gpu.capability
+    return f"{gpu.name} sm{major}{minor} CUDA {machine.torch_cuda or 'none'}"
+
+
+def cpu_instructions() -> list[str]:
+    """Return the CPU's instruction sets that matter for arithmetic, sorted; empty where the system does not say."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.is_file():
+        return []
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", cpuinfo.read_text(errors="replace"), re.MULTILINE)
+    return sorted(flag for flag in flags.group(1).split() if _INSTRUCTIONS.fullmatch(flag)) if flags else []
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether the CPU multiplies bfloat16 in hardware; without, it is slower than float32."""
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(cpu_instructions())
+
+
+def versions_of(*packages: str) -> tuple[tuple[str, str], ...]:
+    """Return (package, version) of those that are installed, without what names a build ("+cpu")."""
+    found = []
+    for package in packages:
+        try:
+            found.append((package, version(package).partition("+")[0]))
+        except PackageNotFoundError:
+            continue
+    return tuple(sorted(found))
+
+
+def _weights_digest(folder: Path, notes: Path | None) -> str:
+    paths = sorted(folder.glob("*.safetensors"))
+    try:
+        stamps = {str(path.resolve()): [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
+        known = _read_notes(notes)
+        digests = []
+        for name, stamp in stamps.items():
+            noted = known.get(name)
+            if not (isinstance(noted, list) and noted[:2] == stamp and len(noted) == 3 and isinstance(noted[2], str)):  # noqa: PLR2004 - size, time, digest
+                known[name] = noted = [*stamp, _sha256(Path(name))]
+            digests.append(noted[2])
+        _write_notes(notes, known)
+    except OSError as error:
+        raise ModelError(
+            f"The weights in {folder} cannot be read: {error.strerror}.", "Check the folder and its permissions."
+        ) from error
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _read_notes(folder: Path | None) -> dict[str, Any]:
+    try:
+        value = json.loads((folder / _DIGESTS).read_text(encoding="utf-8")) if folder is not None else {}
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _write_notes(folder: Path | None, known: dict[str, Any]) -> None:
+    if folder is None or _read_notes(folder) == known:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        new = folder / f"{_DIGESTS}.{platform.node()}.{id(known)}"
+        new.write_text(json.dumps(known), encoding="utf-8")
+        new.replace(folder / _DIGESTS)
+    except OSError:
+        # Notes save time, nothing else.
+        return

@@ -1,0 +1,226 @@
+"""What is exported, built and run: one `Program` per part of the model, with its edges and example inputs.
+
+Edges are the same for every backend and precision; sizes are those of one clip, (1, …):
+
+    text_encoder  input_ids, attention_mask (1, L) int64                        -> embeds (1, L, D), zero in the padding
+    transformer   latents (1, C, F, H, W), timestep (1,), text_embeds (1, L, D) -> velocity, like latents
+    vae_first     z (1, C, 1, h, w)                                             -> frames (1, H, W, 3), cache_0 …
+    vae_next      z (1, C, n, h, w), cache_0 …                                  -> frames (4n, H, W, 3), cache_0 …
+
+All are float32 but the ids, and the caches, which are of the program's inner type. Frames are in -1 to 1.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from runtime.core.plan import ComponentPlan
+from runtime.engines.edges import Edge, Edges, Size
+from runtime.engines.forms.text_encoder import TextEncoderForm
+from runtime.engines.forms.transformer import TransformerForm
+from runtime.engines.forms.vae import VaeForm
+from runtime.manager.shapes import LatentSize, ShapeProfile
+from runtime.models.spec import ModelSpec
+from runtime.models.weights import load_module
+
+_INPUTS = {
+    "text_encoder": ("input_ids", "attention_mask"),
+    "transformer": ("latents", "timestep", "text_embeds"),
+    "vae_first": ("z",),
+    "vae_next": ("z",),
+}
+_OUTPUTS = {"text_encoder": "embeds", "transformer": "velocity", "vae_first": "frames", "vae_next": "frames"}
+TEXT_PADDING = "text_padding"
+# Text is cut to a multiple of this, so that prompts of similar length share a shape.
+_TEXT_STEP = 8
+_WORDS_IN_EXAMPLE = 24
+_EXAMPLE_TIMESTEP = 700.0
+CACHE = "cache_"
+_FRAMES, _HEIGHT, _WIDTH = 2, 3, 4
+_AXES = {_FRAMES: "frames", _HEIGHT: "height", _WIDTH: "width"}
+_SMALLEST_DYNAMIC = 2
+
+
+@dataclass(frozen=True)
+class Program:
+    """One part of the model in its exportable form.
+
+    Attributes:
+        name: "text_encoder", "transformer", "vae_first" or "vae_next".
+        module: the form, in evaluation mode, with its weights on its device.
+        spec: the model it is of.
+    """
+
+    name: str
+    module: torch.nn.Module
+    spec: ModelSpec
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.module.parameters()).device
+
+    @property
+    def cache_count(self) -> int:
+        """How many caches the VAE's steps hand on; 0 for other programs."""
+        return self.module.cache_count if isinstance(self.module, VaeForm) else 0
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """The inputs in the order of the module's arguments."""
+        return (*_INPUTS[self.name], *(_cache_names(self.cache_count) if self.name == "vae_next" else ()))
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """The outputs in the order in which the module returns them."""
+        return name_outputs(self.name, 1 + self.cache_count)
+
+    @torch.inference_mode()
+    def run(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Run the module itself, called as a session is."""
+        outputs = self.module(*(inputs[name] for name in self.input_names))
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return dict(zip(self.output_names, outputs, strict=True))
+
+    def inputs(self, latent: LatentSize, seed: int = 0) -> dict[str, torch.Tensor]:
+        """Return inputs of the magnitudes that a clip has, drawn on the CPU: equal on every device.
+
+        Args:
+            latent: (frames, height, width) as a `ShapeProfile` of this program counts them.
+        """
+        generator = torch.Generator("cpu").manual_seed(seed)
+
+        def noise(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(self.device)
+
+        length, channels = self.spec.max_sequence_length, self.spec.vae.z_dim
+        words = torch.arange(length, device=self.device)[None, :] < min(_WORDS_IN_EXAMPLE, length)
+        if isinstance(self.module, TextEncoderForm):
+            ids = torch.randint(self.module.vocabulary, (1, length), generator=generator).to(self.device)
+            return {"input_ids": ids * words, "attention_mask": words.long()}
+        if isinstance(self.module, TransformerForm):
+            return {
+                "latents": noise(1, channels, *latent),
+                "timestep": torch.full((1,), _EXAMPLE_TIMESTEP, device=self.device),
+                "text_embeds": noise(1, length, self.spec.transformer.text_dim) * words.unsqueeze(-1),
+            }
+        inputs = {"z": noise(1, channels, *latent)}
+        if self.name == "vae_next":
+            # A step on other noise fills the caches.
+            before = noise(1, channels, 1, *latent[1:])
+            with torch.inference_mode():
+                _, *caches = self.module(before)
+            inputs |= dict(zip(_cache_names(len(caches)), caches, strict=True))
+        return inputs
+
+    def example(self, profile: ShapeProfile, *, cut: bool = False) -> dict[str, torch.Tensor]:
+        """Return the tensors that the program is exported with: `inputs` at the profile's best size.
+
+        Args:
+            cut: whether the transformer's text is cut by `cut_text`.
+        """
+        inputs = self.inputs(profile.opt)
+        # Tensors made in inference mode cannot be traced.
+        inputs = {name: tensor.clone() for name, tensor in inputs.items()}
+        return cut_text(inputs) if cut and self.name == "transformer" else inputs
+
+    def export(self, profile: ShapeProfile, *, cut: bool = False) -> torch.export.ExportedProgram:
+        """Export through `torch.export`; a size is dynamic where the profile's minimum and maximum differ.
+
+        Args:
+            cut: whether the transformer takes its text as `cut_text` gives it, of any length.
+        """
+        example = self.example(profile, cut=cut)
+        edges = self.edges(profile, example)
+        dims = {name: torch.export.Dim(name, min=low, max=high) for name, (low, high) in edges.ranges.items()}
+        shapes: list[Any] = [
+            {
+                axis: dims[size[0]] if size[1] == 1 else size[1] * dims[size[0]]
+                for axis, size in enumerate(edge.sizes)
+                if not isinstance(size, int)
+            }
+            for edge in edges.inputs
+        ]
+        if self.name == "vae_next":
+            # The caches are one variadic argument.
+            shapes = [shapes[0], tuple(shapes[1:])]
+        with torch.no_grad():
+            return torch.export.export(self.module, tuple(example.values()), dynamic_shapes=tuple(shapes), strict=False)
+
+    def edges(self, profile: ShapeProfile, example: dict[str, torch.Tensor]) -> Edges:
+        """Return which inputs an engine for `profile` takes.
+
+        Args:
+            example: `example(profile)`.
+        """
+        sizes: dict[int, tuple[str, int, int]] = {}
+        ranges: dict[str, tuple[int, int]] = {}
+        patches = self.spec.transformer.patch_size if self.name == "transformer" else (1, 1, 1)
+        for axis, low, high, patch in zip((_FRAMES, _HEIGHT, _WIDTH), profile.min, profile.max, patches, strict=True):
+            if low != high:
+                name = _AXES[axis]
+                sizes[axis] = name, patch, profile.opt[axis - _FRAMES]
+                ranges[name] = -(-low // patch), high // patch
+        if TEXT_PADDING in example:
+            ranges["text"] = _SMALLEST_DYNAMIC, self.spec.max_sequence_length
+        found = []
+        for name, tensor in example.items():
+            shape: list[Size] = list(tensor.shape)
+            if name in {"latents", "z"} or name.startswith(CACHE):
+                # A cache is some multiple of the latents in height and width, and always of two frames.
+                for axis, (size, patch, latent) in sizes.items():
+                    if not (axis == _FRAMES and name.startswith(CACHE)):
+                        shape[axis] = size, patch * tensor.shape[axis] // latent
+            if name == "text_embeds" and TEXT_PADDING in example:
+                shape[1] = "text", 1
+            found.append(Edge(name, str(tensor.dtype).removeprefix("torch."), tuple(shape)))
+        return Edges(tuple(found), ranges)
+
+
+def load_program(spec: ModelSpec, component: str, name: str, *, device: str, dtype: str) -> Program:
+    """Load a component's weights and put them into a program's form.
+
+    Args:
+        component: whose weights: of "transformer" and "transformer_2" comes the one program "transformer".
+        name: one of `identity.programs_of(component)`.
+        device: a torch device.
+        dtype: "float32", "bfloat16" or "float16".
+
+    Raises:
+        ModelError: if the weights do not fit the configuration.
+    """
+    part = ComponentPlan(backend="pytorch", device=device, dtype=dtype, weights_bytes=0, reason="")
+    module: Any = load_module(spec, component, part)
+    form: torch.nn.Module
+    if name == "text_encoder":
+        form = TextEncoderForm(module, spec.max_sequence_length)
+    elif name == "transformer":
+        form = TransformerForm(module)
+    else:
+        form = VaeForm(module, first=name == "vae_first")
+    return Program(name, form.eval(), spec)
+
+
+def name_outputs(name: str, count: int) -> tuple[str, ...]:
+    """Return the names of a program's `count` outputs, in order."""
+    return (_OUTPUTS[name], *_cache_names(count - 1))
+
+
+def cut_text(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the transformer's inputs with the text's zero padding cut off, and counted in `text_padding` (1,).
+
+    All padding gives one key and one value, so attention over it is attention over one key whose weight is its
+    count: exact, and on a CPU a quarter of a small transformer's time.
+    """
+    embeds = inputs["text_embeds"]
+    length = embeds.shape[1]
+    used = embeds[0].any(dim=1).nonzero()
+    words = int(used[-1].item()) + 1 if len(used) else 1
+    kept = min(-(-words // _TEXT_STEP) * _TEXT_STEP, length)
+    padding = torch.full((1,), float(length - kept), device=embeds.device)
+    return inputs | {"text_embeds": embeds[:, :kept].contiguous(), TEXT_PADDING: padding}
+
+
+def _cache_names(count: int) -> list[str]:
+    return [f"{CACHE}{index}" for index in range(count)]
