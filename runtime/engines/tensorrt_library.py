@@ -7,7 +7,7 @@ differently is here, a small function each; everything else that we call is the 
 import functools
 import re
 import threading
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -133,52 +133,6 @@ def torch_dtype(trt_dtype: Any) -> torch.dtype:
     if trt_dtype.name not in _TORCH_DTYPES:
         raise EngineError(f"The engine has tensors of type {trt_dtype.name}, which PyTorch has not.", REMEDY)
     return _TORCH_DTYPES[trt_dtype.name]
-
-
-def is_strongly_typed(trt: Any) -> bool:
-    """Whether networks compute in the types that the model says: 8.6 cannot, 10 can, 11 does nothing else."""
-    return hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED")
-
-
-def create_network(trt: Any, builder: Any) -> Any:
-    """Return an empty network, strongly typed where TensorRT has that."""
-    if is_strongly_typed(trt):
-        return builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-    return builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.EXPLICIT_BATCH))
-
-
-def constrain_types(trt: Any, config: Any, network: Any, precision: str, float32_tensors: Set[str]) -> None:
-    """Make a builder keep to `precision`.
-
-    Args:
-        float32_tensors: the names of tensors that are float32 in the model, whatever `precision` is.
-
-    Raises:
-        EngineError: if this version cannot.
-    """
-    # Else TensorRT rounds the factors of float32 products to 10 bits.
-    config.clear_flag(trt.BuilderFlag.TF32)
-    if is_strongly_typed(trt) or precision == "float32":
-        return
-    if precision == "bfloat16":
-        raise EngineError(
-            f"TensorRT {trt.__version__} does not compute in bfloat16.", "Take float16 or float32, or TensorRT 10."
-        )
-    # A weakly typed network computes anything in float16 once that is allowed, also sums of squares, which overflow.
-    config.set_flag(trt.BuilderFlag.FP16)
-    config.set_flag(trt.BuilderFlag.PREFER_PRECISION_CONSTRAINTS)
-    arithmetic = {
-        trt.LayerType.ACTIVATION,
-        trt.LayerType.ELEMENTWISE,
-        trt.LayerType.NORMALIZATION,
-        trt.LayerType.REDUCE,
-        trt.LayerType.SOFTMAX,
-        trt.LayerType.UNARY,
-    }
-    for layer in (network.get_layer(index) for index in range(network.num_layers)):
-        if layer.type in arithmetic and layer.get_output(0).name in float32_tensors:
-            layer.precision = trt.DataType.FLOAT
-            layer.set_output_type(0, trt.DataType.FLOAT)
 
 
 def create_context(trt: Any, engine: Any, device: torch.device) -> tuple[Any, torch.Tensor] | None:

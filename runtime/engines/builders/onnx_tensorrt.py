@@ -6,7 +6,7 @@ engine holds would rest on names that nothing checks.
 """
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,7 +65,7 @@ def _write_plan(
 
     options = dict(key.options)
     builder = trt.Builder(tensorrt_library.logger())
-    network = tensorrt_library.create_network(trt, builder)
+    network = _create_network(trt, builder)
     # It holds the weights: it must live until the plan is built.
     parser = trt.OnnxParser(network, tensorrt_library.logger())
     if not parser.parse_from_file(str(model)):
@@ -74,8 +74,8 @@ def _write_plan(
     config = builder.create_builder_config()
     config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, int(options["workspace_mib"]) << 20)
     config.builder_optimization_level = int(options["optimization_level"])
-    float32_tensors = set() if tensorrt_library.is_strongly_typed(trt) else _float32_tensors(model)
-    tensorrt_library.constrain_types(trt, config, network, key.precision, float32_tensors)
+    float32_tensors = set() if _is_strongly_typed(trt) else _float32_tensors(model)
+    _constrain_types(trt, config, network, key.precision, float32_tensors)
     _add_profiles(builder, config, network, sizes, said)
     # TensorRT does not keep these two alive by itself.
     monitor = tensorrt_progress.monitor(trt, report)
@@ -92,6 +92,52 @@ def _write_plan(
     with plan.open("wb") as file:
         file.write(built)
     timing_cache.write(cache_file, bytes(memoryview(config.get_timing_cache().serialize())))
+
+
+def _is_strongly_typed(trt: Any) -> bool:
+    """Whether networks compute in the types that the model says: 8.6 cannot, 10 can, 11 does nothing else."""
+    return hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED")
+
+
+def _create_network(trt: Any, builder: Any) -> Any:
+    """Return an empty network, strongly typed where TensorRT has that."""
+    if _is_strongly_typed(trt):
+        return builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    return builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.EXPLICIT_BATCH))
+
+
+def _constrain_types(trt: Any, config: Any, network: Any, precision: str, float32_tensors: Set[str]) -> None:
+    """Make a builder keep to `precision`.
+
+    Args:
+        float32_tensors: the names of tensors that are float32 in the model, whatever `precision` is.
+
+    Raises:
+        EngineError: if this version cannot.
+    """
+    # Else TensorRT rounds the factors of float32 products to 10 bits.
+    config.clear_flag(trt.BuilderFlag.TF32)
+    if _is_strongly_typed(trt) or precision == "float32":
+        return
+    if precision == "bfloat16":
+        raise EngineError(
+            f"TensorRT {trt.__version__} does not compute in bfloat16.", "Take float16 or float32, or TensorRT 10."
+        )
+    # A weakly typed network computes anything in float16 once that is allowed, also sums of squares, which overflow.
+    config.set_flag(trt.BuilderFlag.FP16)
+    config.set_flag(trt.BuilderFlag.PREFER_PRECISION_CONSTRAINTS)
+    arithmetic = {
+        trt.LayerType.ACTIVATION,
+        trt.LayerType.ELEMENTWISE,
+        trt.LayerType.NORMALIZATION,
+        trt.LayerType.REDUCE,
+        trt.LayerType.SOFTMAX,
+        trt.LayerType.UNARY,
+    }
+    for layer in (network.get_layer(index) for index in range(network.num_layers)):
+        if layer.type in arithmetic and layer.get_output(0).name in float32_tensors:
+            layer.precision = trt.DataType.FLOAT
+            layer.set_output_type(0, trt.DataType.FLOAT)
 
 
 def _add_profiles(builder: Any, config: Any, network: Any, sizes: Sequence[Shapes], said: "Messages") -> None:

@@ -103,14 +103,19 @@ class TensorRTBuilder:
             precision=precision,
             backend=self.backend,
             builder=self.name,
-            options=(
-                ("cuda_graphs", "on"),
-                ("optimization_level", str(_OPTIMIZATION_LEVEL)),
-                ("workspace_mib", str(_workspace_bytes(machine, device) // _MIB)),
-            ),
+            options=self.options(machine, device),
             versions=versions_of(*self.packages),
             device=where,
             system=machine.system,
+        )
+
+    def options(self, machine: Machine, device: str) -> tuple[tuple[str, str], ...]:
+        """Return what `EngineKey.options` says unless somebody asks otherwise; a session looks at cuda_graphs."""
+        workspace = _workspace_bytes(machine, device) // _MIB
+        return (
+            ("cuda_graphs", "on"),
+            ("optimization_level", str(_OPTIMIZATION_LEVEL)),
+            ("workspace_mib", str(workspace)),
         )
 
     def needs(self, spec: ModelSpec, program: str, profile: ShapeProfile) -> BuildNeeds:

@@ -9,6 +9,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -50,13 +51,22 @@ def unpacked(requirement: str) -> Path:
         if done.returncode or len(wheels) != 1:
             pytest.skip(f"{requirement} cannot be fetched: {(done.stderr.strip().splitlines() or ['no wheel'])[-1]}")
         with zipfile.ZipFile(wheels[0]) as archive:
-            archive.extractall(new)
+            # Libraries that want CUDA; torch-tensorrt's Python part works without its own.
+            archive.extractall(new, [name for name in archive.namelist() if "/lib/" not in name])
         wheels[0].unlink()
         if not folder.is_dir():
             new.rename(folder)
     finally:
         shutil.rmtree(new, ignore_errors=True)
     return folder
+
+
+def pinned(package: str) -> str:
+    """Return the version of a package in requirements-gpu.txt."""
+    text = (ROOT / "requirements-gpu.txt").read_text(encoding="utf-8")
+    found = re.search(rf"^{re.escape(package)}==([\d.]+)", text, re.MULTILINE)
+    assert found is not None, f"{package} is not pinned"
+    return found.group(1)
 
 
 def stand_ins(major: int) -> Path:
@@ -101,18 +111,19 @@ def recorded_8_6() -> Names:
     return names
 
 
-def main(module: str) -> None:
-    """Print the public names of every class of an importable TensorRT package as JSON."""
+def read_names(module: str) -> Names:
+    """Return the public names of every class of an importable TensorRT package."""
     # Not all that the bindings ask of the libraries is there.
     sys.setdlopenflags(os.RTLD_LAZY | os.RTLD_GLOBAL)
     package = importlib.import_module(module)
     classes = {name: value for name, value in vars(package).items() if inspect.isclass(value)}
-    names = {
-        name: [member for member in dir(value) if not member.startswith("_")] for name, value in sorted(classes.items())
-    }
-    sys.stdout.write(
-        "{\n" + ",\n".join(f'"{name}": {json.dumps(members)}' for name, members in names.items()) + "\n}\n"
-    )
+    return {name: [name for name in dir(value) if name[0] != "_"] for name, value in sorted(classes.items())}
+
+
+def main(module: str) -> None:
+    """Print a package's names, a class per line."""
+    lines = [f"{json.dumps(name)}: {json.dumps(members)}" for name, members in read_names(module).items()]
+    sys.stdout.write("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 if __name__ == "__main__":

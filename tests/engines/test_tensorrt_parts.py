@@ -1,0 +1,211 @@
+"""What of the TensorRT path runs without a GPU: who may build, keys, shapes, progress, the timing cache, names."""
+
+import json
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.core.errors import EngineError
+from runtime.engines import tensorrt_library, timing_cache
+from runtime.engines.builders import BUILDERS, tensorrt_common
+from runtime.engines.programs import load_program
+from runtime.engines.sessions.tensorrt import TensorRTSession
+from runtime.engines.sessions.torch_tensorrt import read_names
+from runtime.engines.tensorrt_progress import Phases
+from runtime.manager.machine import Machine
+from runtime.manager.shapes import ShapeProfile
+from runtime.models.spec import ModelSpec
+from tests.plans import gpu, machine
+
+NAMES = ("onnx_tensorrt", "torch_tensorrt")
+WITH_GPU = machine(gpu=gpu(), torch_cuda="13.0")
+VARIED = ShapeProfile((1, 4, 6), (2, 4, 8), (3, 8, 10))
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that says which packages are installed, for the builders alone."""
+
+    def say(**versions: str) -> None:
+        def version(package: str) -> str:
+            name = package.replace("-", "_")
+            if name not in versions:
+                raise PackageNotFoundError(package)
+            return versions[name]
+
+        monkeypatch.setattr(tensorrt_common, "version", version)
+
+    return say
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("where", "why"),
+    [
+        (machine(), "no NVIDIA GPU was found"),
+        (machine(gpu=gpu()), "this PyTorch (2.13.0) is built without CUDA"),
+        (machine(gpu=gpu(capability=(7, 0)), torch_cuda="13.0"), "TensorRT has no kernels for Test GPU"),
+    ],
+)
+def test_it_says_why_it_cannot_build(installed: Callable[..., None], name: str, where: Machine, why: str) -> None:
+    installed(tensorrt="11.0.0.114", torch_tensorrt="2.13.0")
+    reason = BUILDERS[name].unavailable(where)
+    assert reason is not None
+    assert reason[0] == why
+    assert BUILDERS[name].unavailable(WITH_GPU) is None
+
+
+def test_a_missing_or_unfit_package_is_named(installed: Callable[..., None]) -> None:
+    installed()
+    assert BUILDERS["onnx_tensorrt"].unavailable(WITH_GPU) == ("TensorRT is not installed", tensorrt_common.INSTALL)
+    installed(tensorrt_cu13="11.0.0.114")
+    assert BUILDERS["onnx_tensorrt"].unavailable(WITH_GPU) is None
+    assert BUILDERS["torch_tensorrt"].unavailable(WITH_GPU) == (
+        "torch-tensorrt is not installed",
+        tensorrt_common.INSTALL,
+    )
+    installed(tensorrt_cu13="11.0.0.114", torch_tensorrt="2.11.0")
+    assert BUILDERS["torch_tensorrt"].unavailable(WITH_GPU) == (
+        "torch-tensorrt 2.11.0 does not fit PyTorch 2.13.0",
+        tensorrt_common.INSTALL,
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "text"),
+    [("11.0.0.114", (9, 0), "bfloat16"), ("11.0.0.114", (7, 5), "float32"), ("8.6.0", (9, 0), "float32")],
+)
+def test_default_precisions(
+    installed: Callable[..., None], version: str, capability: tuple[int, int], text: str
+) -> None:
+    installed(tensorrt=version)
+    where = machine(gpu=gpu(capability=capability), torch_cuda="13.0")
+    builder = BUILDERS["onnx_tensorrt"]
+    programs = ("text_encoder", "transformer", "vae_first", "vae_next")
+    assert [builder.default_precision(program, where, "cuda:0") for program in programs] == [
+        text,
+        "float16",
+        "float32",
+        "float32",
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_keys(name: str, tiny: Callable[[str], ModelSpec]) -> None:
+    spec, builder = tiny("wan2.2-a14b"), BUILDERS[name]
+
+    def key(component: str, where: Machine = WITH_GPU, precision: str = "float16") -> str:
+        made = builder.key(
+            spec, component, "transformer", (VARIED,), precision=precision, machine=where, device="cuda:0"
+        )
+        assert (made.builder, made.backend, made.program) == (name, "tensorrt", "transformer")
+        return made.digest()
+
+    assert key("transformer") == key("transformer")
+    # The weights are in the plan.
+    assert key("transformer") != key("transformer_2")
+    assert key("transformer") != key("transformer", precision="float32")
+    assert key("transformer") != key("transformer", machine(gpu=gpu(capability=(8, 9)), torch_cuda="13.0"))
+    with pytest.raises(EngineError, match="no"):
+        key("transformer", machine())
+
+
+def test_needs_grow_with_the_size(tiny: Callable[[str], ModelSpec]) -> None:
+    builder = BUILDERS["onnx_tensorrt"]
+    for program in ("transformer", "vae_next"):
+        small, large = (
+            builder.needs(tiny("wan2.1"), program, ShapeProfile.fixed(size)) for size in ((2, 8, 8), (4, 90, 160))
+        )
+        assert small.ram_bytes == large.ram_bytes
+        assert 0 < small.vram_bytes < large.vram_bytes
+
+
+def test_one_profile_encloses_several() -> None:
+    other = ShapeProfile((2, 2, 8), (4, 4, 9), (4, 4, 20))
+    assert tensorrt_common.enclosing([VARIED]) == VARIED
+    assert tensorrt_common.enclosing([VARIED, other]) == ShapeProfile((1, 2, 6), (2, 4, 8), (4, 8, 20))
+
+
+@pytest.mark.parametrize(
+    ("component", "name"),
+    [("text_encoder", "text_encoder"), ("transformer", "transformer"), ("vae", "vae_first"), ("vae", "vae_next")],
+)
+def test_shapes_are_those_of_the_inputs(component: str, name: str, tiny: Callable[[str], ModelSpec]) -> None:
+    program = load_program(tiny("wan2.1"), component, name, device="cpu", dtype="float32")
+    found = tensorrt_common.shapes(program, VARIED)
+    for sizes, latent in zip(found, (VARIED.min, VARIED.opt, VARIED.max), strict=True):
+        assert sizes == {name: tuple(tensor.shape) for name, tensor in program.inputs(latent).items()}
+    # Nothing of the pretended run is left in the module.
+    assert all(type(tensor) in {torch.Tensor, torch.nn.Parameter} for tensor in program.module.state_dict().values())
+
+
+def test_phases_are_one_rising_share() -> None:
+    told: list[tuple[str, float | None]] = []
+    phases = Phases(lambda line, share: told.append((line, share)))
+    phases.start("Building", None, 4)
+    phases.step("Building", 0)
+    phases.start("Timing", "Building", 100)
+    for step in range(100):
+        phases.step("Timing", step)
+    phases.finish("Timing")
+    phases.step("Building", 1)
+    phases.step("nobody knows", 3)
+    phases.step("Building", 3)
+    phases.finish("Building")
+    shares = [share for _, share in told if share is not None]
+    assert shares == sorted(shares)
+    assert shares[0] == 0
+    assert told[1] == ("Building", 0.25)
+    # A quarter done, and half of the next quarter.
+    assert any(line == "Timing" and share == pytest.approx(0.375, abs=0.01) for line, share in told)
+    assert shares[-1] == 1
+    assert len(told) < 60
+
+
+def test_the_timing_cache_is_whole_or_empty(tmp_path: Path) -> None:
+    path = timing_cache.path_for(tmp_path / "0123456789abcdef", "H200 sm90", "8.6.0")
+    assert path.parent == tmp_path
+    assert path == timing_cache.path_for(tmp_path / ".building-0123456789abcdef-00" / "engine", "H200 sm90", "8.6.0")
+    assert path != timing_cache.path_for(tmp_path / "x", "H200 sm90", "11.0")
+    assert timing_cache.read(path) == b""
+    timing_cache.write(path, b"measured")
+    assert timing_cache.read(path) == b"measured"
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert timing_cache.read(path) == b""
+    path.write_bytes(data[:10])
+    assert timing_cache.read(path) == b""
+    timing_cache.write(tmp_path / "no such folder" / "timing", b"measured")
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", '{"z": 1}', "\xff"])
+def test_names_that_cannot_be_read(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "tensors.json"
+    if text is not None:
+        path.write_text(text, encoding="latin-1")
+    with pytest.raises(EngineError, match=r"tensors\.json"):
+        read_names(path)
+    path.write_text(json.dumps({"given_0": "cache_0"}), encoding="utf-8")
+    assert read_names(path) == {"given_0": "cache_0"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_a_gpu_a_session_is_an_error_not_a_crash(tmp_path: Path) -> None:
+    (tmp_path / "engine.plan").write_bytes(b"plan")
+    with pytest.raises(EngineError, match="no"):
+        TensorRTSession(tmp_path / "engine.plan", device="cuda:0")
+
+
+def test_out_of_memory_is_told_apart() -> None:
+    said = tensorrt_library.Messages(errors=["Error Code 2: OutOfMemory (no further information)"])
+    assert isinstance(said.failure("It failed"), torch.OutOfMemoryError)
+    said = tensorrt_library.Messages(errors=["Version tag does not match"], warnings=["slow"])
+    error = said.failure("It failed")
+    assert isinstance(error, EngineError)
+    assert error.what == "It failed: Version tag does not match"
+    assert "did not say" in str(tensorrt_library.Messages().failure("It failed"))
