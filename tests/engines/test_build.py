@@ -1,0 +1,334 @@
+"""Building in a child process: whatever becomes of it, an error in words, no debris, and the next try works."""
+
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from runtime.core.cancel import Cancel, CancelledError
+from runtime.core.errors import EngineError
+from runtime.engines import build as build_module
+from runtime.engines.build import BuildRequest, build_engine
+from runtime.engines.builders import BuildNeeds
+from runtime.engines.store import EngineStore
+from runtime.manager.engine_index import EngineRecord
+from runtime.models.spec import ModelSpec
+from tests.engines.made import add, key, visible
+
+ROOT = Path(__file__).parents[2]
+ENGINE = key().digest()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> EngineStore:
+    """Return a store that is not there yet."""
+    return EngineStore(tmp_path / "engines", 1 << 40)
+
+
+@pytest.fixture
+def request_(tiny: Callable[[str], ModelSpec]) -> BuildRequest:
+    """Return what is to be built."""
+    return BuildRequest(spec=tiny("wan2.1"), component="transformer", key=key(), device="cpu")
+
+
+def odd(task: str) -> list[str]:
+    """Return what starts a child that does something odd."""
+    return [sys.executable, "-m", "tests.engines.odd_child", task]
+
+
+def ignore(line: str, share: float | None) -> None:
+    """Watch no progress."""
+
+
+def attempt(request: BuildRequest, store: EngineStore, task: str) -> EngineRecord:
+    """Build with an odd child."""
+    return build_engine(request, store, ignore, Cancel(), odd(task))
+
+
+def test_an_engine_is_built_once_with_progress_and_log(request_: BuildRequest, store: EngineStore) -> None:
+    said: list[tuple[str, float | None]] = []
+    record = build_engine(request_, store, lambda *line: said.append(line), Cancel(), odd("make"))
+    assert ("half", 0.5) in said
+    assert said[-1][1] == 1.0
+    assert store.index() == [record]
+    assert "half" in (store.path(record.id) / "build.log").read_text()
+    # The second time nothing is started.
+    assert build_engine(request_, store, ignore, Cancel(), ["/no/such/program"]) == record
+    again = attempt(replace(request_, again=True), store, "make")
+    assert again.built_at > record.built_at
+    assert (store.folder / "made").read_text() == "made\n" * 2
+    assert visible(store) == sorted([ENGINE, "made"])
+
+
+def test_a_damaged_engine_is_built_anew_and_what_was_wrong_is_said(request_: BuildRequest, store: EngineStore) -> None:
+    add(store, key())
+    (store.path(ENGINE) / "engine.pt2").write_bytes(b"")
+    said: list[str] = []
+    record = build_engine(request_, store, lambda line, share: said.append(line), Cancel(), odd("make"))
+    assert said[0] == "The engine that is there cannot be used: engine.pt2 is cut short: 0 of 600 bytes"
+    assert record.usable
+
+
+def test_an_engine_that_is_wrong_is_kept_out_and_not_built_in_vain_again(
+    request_: BuildRequest, store: EngineStore
+) -> None:
+    with pytest.raises(EngineError, match="not what PyTorch computes: NaN in velocity"):
+        attempt(request_, store, "make_wrong")
+    assert [record.usable for record in store.index()] == [False]
+    with pytest.raises(EngineError, match="not what PyTorch computes"):
+        attempt(request_, store, "make")
+    assert attempt(replace(request_, again=True), store, "make").usable
+
+
+FAILURES = [
+    ("raise_", "could not be built: ValueError: the shape is odd", "about to fail"),
+    ("refuse", "could not be built: The operator Foo is unknown", "EngineError"),
+    ("exhaust", "memory ran out", "MemoryError"),
+    ("die", "its process crashed (signal 11)", "last words"),
+    ("exit_", "its process ended with exit code 0", "bye"),
+    ("forget", "was not finished: engine.json is missing", ""),
+]
+
+
+@pytest.mark.parametrize(("task", "what", "log"), FAILURES, ids=[failure[0] for failure in FAILURES])
+def test_a_failure_is_told_with_the_logs_end(
+    request_: BuildRequest, store: EngineStore, task: str, what: str, log: str
+) -> None:
+    with pytest.raises(EngineError) as failed:
+        attempt(request_, store, task)
+    assert what in failed.value.what
+    assert "\n" not in failed.value.what + failed.value.remedy
+    assert log in failed.value.log
+    assert visible(store) == []
+    assert attempt(request_, store, "make").usable
+
+
+def test_rubbish_on_standard_output_is_log_and_nothing_else(request_: BuildRequest, store: EngineStore) -> None:
+    said: list[str] = []
+    build_engine(request_, store, lambda line, share: said.append(line), Cancel(), odd("babble"))
+    assert said[1:-1] == ["half"]
+    log = (store.path(ENGINE) / "build.log").read_text()
+    for words in ('{"done": {}}', "no progress", "from C", "red\n", "100%\n", "xxx"):
+        assert words in log
+    assert "\x1b" not in log
+    assert len(log) < 20_000
+
+
+def test_no_child_can_be_started(request_: BuildRequest, store: EngineStore) -> None:
+    with pytest.raises(EngineError, match="could not be started"):
+        build_engine(request_, store, ignore, Cancel(), ["/no/such/program"])
+    assert visible(store) == []
+
+
+def test_a_full_disk_is_told(request_: BuildRequest, store: EngineStore) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 22, limits[1]))
+    try:
+        with pytest.raises(EngineError, match="the disk is full"):
+            attempt(request_, store, "fill")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert visible(store) == []
+    assert attempt(request_, store, "make").usable
+
+
+def test_a_really_full_disk_is_told(request_: BuildRequest, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
+    if sys.platform != "linux" or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("only root can mount a small disk")
+    try:
+        store = EngineStore(disk / "engines", 1 << 40)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(build_module, "free_disk_bytes", lambda folder: 1 << 60)
+            with pytest.raises(EngineError, match="the disk is full"):
+                attempt(request_, store, "fill")
+            assert visible(store) == []
+            assert attempt(request_, store, "make").usable
+            (disk / "rest").write_bytes(b"x" * (1 << 20))
+            with contextlib.suppress(OSError), (disk / "more").open("wb") as file:
+                while file.write(b"x" * 4096):
+                    file.flush()
+            with pytest.raises(EngineError, match="disk is full"):
+                attempt(replace(request_, again=True), store, "make")
+        assert store.index()[0].usable
+        assert store.verify_hash(store.index()[0]) is None
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("lack", ["memory", "disk", "video memory"])
+def test_what_does_not_fit_is_refused_before_the_start(
+    request_: BuildRequest, store: EngineStore, monkeypatch: pytest.MonkeyPatch, lack: str
+) -> None:
+    field = {"memory": "ram_bytes", "disk": "disk_bytes", "video memory": "vram_bytes"}[lack]
+    needs = replace(BuildNeeds(ram_bytes=0, disk_bytes=0, vram_bytes=0), **{field: 1 << 60})
+    monkeypatch.setattr(build_module, "_needs", lambda request: needs)
+    with pytest.raises(EngineError, match=rf"needs about 1073741824\.0 GiB of {lack}; \d+\.\d GiB are free"):
+        build_engine(request_, store, ignore, Cancel(), ["/no/such/program"])
+    assert visible(store) == []
+
+
+class Hanging:
+    """A build that never ends, and the processes in it."""
+
+    def __init__(self) -> None:
+        self.pids: list[int] = []
+        self.begun = threading.Event()
+
+    def __call__(self, line: str, share: float | None) -> None:
+        """Take the process ids from the child's progress."""
+        if line.startswith("pids "):
+            self.pids = [int(word) for word in line.split()[1:]]
+            self.begun.set()
+
+    def then(self, act: Callable[[], None]) -> None:
+        """Act as soon as it hangs."""
+        assert self.begun.wait(60)
+        act()
+
+
+def gone(pids: list[int], seconds: float = 10.0) -> bool:
+    """Whether none of the processes lives, at the latest after `seconds`."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        alive = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+        if not alive:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_cancelling_ends_all_processes_at_once(request_: BuildRequest, store: EngineStore) -> None:
+    cancel, hanging = Cancel(), Hanging()
+    threading.Thread(target=hanging.then, args=(cancel.request,)).start()
+    with pytest.raises(CancelledError):
+        build_engine(request_, store, hanging, cancel, odd("hang"))
+    assert len(hanging.pids) == 3
+    assert gone(hanging.pids, 1.0)
+    assert visible(store) == []
+    with pytest.raises(CancelledError):
+        build_engine(request_, store, ignore, cancel, ["/no/such/program"])
+    assert attempt(request_, store, "make").usable
+
+
+def test_a_killed_child_is_told(request_: BuildRequest, store: EngineStore) -> None:
+    hanging = Hanging()
+    threading.Thread(target=hanging.then, args=(lambda: os.kill(hanging.pids[0], signal.SIGKILL),)).start()
+    with pytest.raises(EngineError, match="its process was killed") as failed:
+        build_engine(request_, store, hanging, Cancel(), odd("hang"))
+    assert "memory" in failed.value.remedy
+    assert gone(hanging.pids[:1] + hanging.pids[2:], 1.0)
+    os.kill(hanging.pids[1], signal.SIGKILL)  # it left the group, and its parent was killed: nobody can know of it
+    assert visible(store) == []
+    assert attempt(request_, store, "make").usable
+
+
+PARENT = """
+import sys
+from pathlib import Path
+from runtime.core.cancel import Cancel
+from runtime.engines.build import BuildRequest, build_engine
+from runtime.engines.builders import BuildNeeds
+from runtime.engines.store import EngineStore
+from runtime.models.wan import read_spec
+from tests.engines.made import key
+_, model, folder, task = sys.argv
+request = BuildRequest(spec=read_spec(Path(model), "wan2.1"), component="transformer", key=key(), device="cpu")
+say = lambda line, share: print(line, flush=True)
+record = build_engine(request, EngineStore(Path(folder), 1 << 40), say, Cancel(),
+                      [sys.executable, "-m", "tests.engines.odd_child", task])
+print("built", record.id, record.built_at, flush=True)
+"""
+
+
+@contextlib.contextmanager
+def parent(request: BuildRequest, store: EngineStore, task: str) -> Iterator[subprocess.Popen[str]]:
+    """Start a process that builds."""
+    command = [sys.executable, "-c", PARENT, str(request.spec.directory), str(store.folder), task]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT, text=True, start_new_session=True
+    ) as process:
+        yield process
+        process.kill()
+
+
+def pids_of(process: subprocess.Popen[str]) -> list[int]:
+    """Return the process ids that a hanging build tells of."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("pids "):
+            return [int(word) for word in line.split()[1:]]
+    raise AssertionError("the build did not begin")
+
+
+def test_ctrl_c_leaves_nothing(request_: BuildRequest, store: EngineStore) -> None:
+    with parent(request_, store, "hang") as process:
+        pids = pids_of(process)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(20) != 0
+    assert gone(pids, 1.0)
+    assert visible(store) == []
+
+
+@pytest.mark.parametrize("space", ["without", "with a space"])
+def test_a_killed_parent_takes_its_child_along_and_the_next_call_works(
+    request_: BuildRequest, tmp_path: Path, space: str
+) -> None:
+    store = EngineStore(tmp_path / space / "engines", 1 << 40)
+    with parent(request_, store, "hang") as process:
+        pids = pids_of(process)
+        elsewhere = list(store.folder.glob(".building-*/elsewhere"))
+        assert bool(elsewhere) == (" " in space)
+        scratch = [Path(path.read_text()) for path in elsewhere]
+        process.kill()
+        process.wait()
+        assert gone(pids)
+    assert store.index() == []
+    assert visible(store) == []
+    assert not any(path.exists() for path in scratch)
+    assert attempt(request_, store, "make").usable
+
+
+def test_two_builds_of_one_engine_at_once_build_it_once(request_: BuildRequest, store: EngineStore) -> None:
+    with parent(request_, store, "make") as one, parent(request_, store, "make") as other:
+        ends = [process.communicate(timeout=60)[0].splitlines() for process in (one, other)]
+    assert ends[0][-1] == ends[1][-1]
+    assert ends[0][-1].startswith(f"built {ENGINE}")
+    assert sum("Waiting for another build" in line for lines in ends for line in lines) == 1
+    assert (store.folder / "made").read_text() == "made\n"
+    assert visible(store) == sorted([ENGINE, "made"])
+
+
+def test_two_builds_in_one_process_build_once_even_where_both_insist(
+    request_: BuildRequest, store: EngineStore
+) -> None:
+    found: list[EngineRecord] = []
+    insist = replace(request_, again=True)
+    threads = [threading.Thread(target=lambda: found.append(attempt(insist, store, "make"))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found[0] == found[1]
+    assert (store.folder / "made").read_text() == "made\n"
+
+
+def test_waiting_for_another_build_can_be_cancelled(request_: BuildRequest, store: EngineStore) -> None:
+    cancel = Cancel()
+    with store.building(ENGINE, wait=lambda: None):
+        threading.Timer(0.3, cancel.request).start()
+        with pytest.raises(CancelledError):
+            build_engine(request_, store, ignore, cancel, odd("make"))
+    assert visible(store) == []
