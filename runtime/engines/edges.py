@@ -1,4 +1,4 @@
-"""Which tensors an engine takes: written into the engine file when it is built, held to when it runs.
+"""Which tensors an engine takes and gives: written into the engine file when it is built, held to when it runs.
 
 Inductor's libraries read memory without looking at sizes, so a tensor of another shape must never reach one.
 """
@@ -20,18 +20,29 @@ _REMEDY = "Build an engine for this size; PyTorch runs meanwhile."
 
 @dataclass(frozen=True)
 class Edge:
-    """One input: its name, torch dtype's name and sizes."""
+    """One input or output: its name, torch dtype's name and sizes."""
 
     name: str
     dtype: str
     sizes: tuple[Size, ...]
 
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    def shape(self, known: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the shape once the named sizes are known."""
+        return tuple(size if isinstance(size, int) else known[size[0]] * size[1] for size in self.sizes)
+
 
 @dataclass(frozen=True)
 class Edges:
-    """All inputs in the order of the program's arguments, and the range of each named size."""
+    """All inputs in the order of the program's arguments, all outputs, and the range of each named size."""
 
     inputs: tuple[Edge, ...]
+    outputs: tuple[Edge, ...]
     ranges: Mapping[str, tuple[int, int]]
 
     @property
@@ -45,24 +56,22 @@ class Edges:
 
     @classmethod
     def from_text(cls, text: str) -> "Edges":
-        """Read `to_text`'s.
+        """Read what `to_text` wrote.
 
         Raises:
             ValueError, KeyError, TypeError: if it is anything else.
         """
         value: Any = json.loads(text)
-        inputs = tuple(
-            Edge(
-                str(edge["name"]),
-                str(edge["dtype"]),
-                tuple(size if isinstance(size, int) else (str(size[0]), int(size[1])) for size in edge["sizes"]),
-            )
-            for edge in value["inputs"]
+        return cls(
+            tuple(_edge(edge) for edge in value["inputs"]),
+            tuple(_edge(edge) for edge in value["outputs"]),
+            {str(name): (int(low), int(high)) for name, (low, high) in value["ranges"].items()},
         )
-        return cls(inputs, {str(name): (int(low), int(high)) for name, (low, high) in value["ranges"].items()})
 
-    def fit(self, inputs: Mapping[str, torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-        """Return the inputs in order, contiguous, of the engine's dtypes and on its device, after a look at each size.
+    def fit(
+        self, inputs: Mapping[str, torch.Tensor], device: torch.device
+    ) -> tuple[list[torch.Tensor], dict[str, int]]:
+        """Return the inputs in order, contiguous, of the engine's dtypes and on its device, and the named sizes.
 
         Raises:
             EngineError: if one is missing, too many or of a size that the engine was not built for.
@@ -73,9 +82,8 @@ class Edges:
         known: dict[str, int] = {}
         for edge in self.inputs:
             self._look(edge, tuple(inputs[edge.name].shape), known)
-        return [
-            inputs[edge.name].to(device=device, dtype=getattr(torch, edge.dtype)).contiguous() for edge in self.inputs
-        ]
+        tensors = [inputs[edge.name].to(device=device, dtype=edge.torch_dtype).contiguous() for edge in self.inputs]
+        return tensors, known
 
     def _look(self, edge: Edge, shape: tuple[int, ...], known: dict[str, int]) -> None:
         if len(shape) != len(edge.sizes):
@@ -93,13 +101,15 @@ class Edges:
 
     def _wrong(self, edge: Edge, shape: tuple[int, ...]) -> EngineError:
         wanted = "×".join(self._words(size) for size in edge.sizes)
-        return EngineError(
-            f"The engine takes {edge.name} of {wanted}, not {'×'.join(map(str, shape))}.",
-            _REMEDY,
-        )
+        return EngineError(f"The engine takes {edge.name} of {wanted}, not {'×'.join(map(str, shape))}.", _REMEDY)
 
     def _words(self, size: Size) -> str:
         if isinstance(size, int):
             return str(size)
         low, high = self.ranges[size[0]]
         return f"({low * size[1]} to {high * size[1]})"
+
+
+def _edge(value: Any) -> Edge:
+    sizes = tuple(size if isinstance(size, int) else (str(size[0]), int(size[1])) for size in value["sizes"])
+    return Edge(str(value["name"]), str(value["dtype"]), sizes)

@@ -10,10 +10,12 @@ Edges are the same for every backend and precision; sizes are those of one clip,
 All are float32 but the ids, and the caches, which are of the program's inner type. Frames are in -1 to 1.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from runtime.core.plan import ComponentPlan
 from runtime.engines.edges import Edge, Edges, Size
@@ -37,8 +39,18 @@ _TEXT_STEP = 8
 _WORDS_IN_EXAMPLE = 24
 _EXAMPLE_TIMESTEP = 700.0
 CACHE = "cache_"
-_FRAMES, _HEIGHT, _WIDTH = 2, 3, 4
-_AXES = {_FRAMES: "frames", _HEIGHT: "height", _WIDTH: "width"}
+_AXES = ("frames", "height", "width")
+_LATENT_AXES = {2: "frames", 3: "height", 4: "width"}
+# A cache is always of two frames. What the VAE's first step gives is one frame whatever the profile says, but its
+# profile has one frame too.
+_DYNAMIC_AXES: Mapping[str, Mapping[int, str]] = {
+    "latents": _LATENT_AXES,
+    "velocity": _LATENT_AXES,
+    "z": _LATENT_AXES,
+    "frames": {0: "frames", 1: "height", 2: "width"},
+    CACHE: {3: "height", 4: "width"},
+    "text_embeds": {1: "text"},
+}
 _SMALLEST_DYNAMIC = 2
 
 
@@ -74,7 +86,7 @@ class Program:
     @property
     def output_names(self) -> tuple[str, ...]:
         """The outputs in the order in which the module returns them."""
-        return name_outputs(self.name, 1 + self.cache_count)
+        return (_OUTPUTS[self.name], *_cache_names(self.cache_count))
 
     @torch.inference_mode()
     def run(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -149,33 +161,40 @@ class Program:
             return torch.export.export(self.module, tuple(example.values()), dynamic_shapes=tuple(shapes), strict=False)
 
     def edges(self, profile: ShapeProfile, example: dict[str, torch.Tensor]) -> Edges:
-        """Return which inputs an engine for `profile` takes.
+        """Return which tensors an engine for `profile` takes and gives.
 
         Args:
             example: `example(profile)`.
         """
-        sizes: dict[int, tuple[str, int, int]] = {}
-        ranges: dict[str, tuple[int, int]] = {}
         patches = self.spec.transformer.patch_size if self.name == "transformer" else (1, 1, 1)
-        for axis, low, high, patch in zip((_FRAMES, _HEIGHT, _WIDTH), profile.min, profile.max, patches, strict=True):
-            if low != high:
-                name = _AXES[axis]
-                sizes[axis] = name, patch, profile.opt[axis - _FRAMES]
-                ranges[name] = -(-low // patch), high // patch
+        dynamic: dict[str, int] = {}
+        ranges: dict[str, tuple[int, int]] = {}
+        for axis, patch in enumerate(patches):
+            if profile.min[axis] != profile.max[axis]:
+                dynamic[_AXES[axis]] = profile.opt[axis] // patch
+                ranges[_AXES[axis]] = -(-profile.min[axis] // patch), profile.max[axis] // patch
         if TEXT_PADDING in example:
+            dynamic["text"] = example["text_embeds"].shape[1]
             ranges["text"] = _SMALLEST_DYNAMIC, self.spec.max_sequence_length
-        found = []
-        for name, tensor in example.items():
-            shape: list[Size] = list(tensor.shape)
-            if name in {"latents", "z"} or name.startswith(CACHE):
-                # A cache is some multiple of the latents in height and width, and always of two frames.
-                for axis, (size, patch, latent) in sizes.items():
-                    if not (axis == _FRAMES and name.startswith(CACHE)):
-                        shape[axis] = size, patch * tensor.shape[axis] // latent
-            if name == "text_embeds" and TEXT_PADDING in example:
-                shape[1] = "text", 1
-            found.append(Edge(name, str(tensor.dtype).removeprefix("torch."), tuple(shape)))
-        return Edges(tuple(found), ranges)
+
+        def edge(name: str, tensor: torch.Tensor) -> Edge:
+            named = _DYNAMIC_AXES.get(CACHE if name.startswith(CACHE) else name, {})
+            sizes: list[Size] = list(tensor.shape)
+            for axis, size in named.items():
+                # Everything grows with the latents: pixels and caches are multiples of them.
+                if size in dynamic:
+                    sizes[axis] = size, tensor.shape[axis] // dynamic[size]
+            return Edge(name, str(tensor.dtype).removeprefix("torch."), tuple(sizes))
+
+        # Shapes are known without computing anything.
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+            outputs = self.module(*(mode.from_tensor(tensor) for tensor in example.values()))
+        given = zip(self.output_names, outputs if isinstance(outputs, tuple) else (outputs,), strict=True)
+        return Edges(
+            tuple(edge(name, tensor) for name, tensor in example.items()),
+            tuple(edge(name, tensor) for name, tensor in given),
+            ranges,
+        )
 
 
 def load_program(spec: ModelSpec, component: str, name: str, *, device: str, dtype: str) -> Program:
@@ -200,11 +219,6 @@ def load_program(spec: ModelSpec, component: str, name: str, *, device: str, dty
     else:
         form = VaeForm(module, first=name == "vae_first")
     return Program(name, form.eval(), spec)
-
-
-def name_outputs(name: str, count: int) -> tuple[str, ...]:
-    """Return the names of a program's `count` outputs, in order."""
-    return (_OUTPUTS[name], *_cache_names(count - 1))
 
 
 def cut_text(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

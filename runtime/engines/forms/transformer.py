@@ -82,9 +82,9 @@ class TransformerForm(nn.Module):
         for block in self.blocks:
             x = self._block(block, x, (text, weights), modulation, rotation)
         shift, scale = (self.scale_shift_table + time.unsqueeze(1)).chunk(2, dim=1)
-        x = self.proj_out((self._layer_norm(x) * (1 + scale) + shift).to(dtype)).float()
-        x = x.view(*grid, pt, ph, pw, self._channels_out)
-        return x.permute(6, 0, 3, 1, 4, 2, 5).reshape(1, self._channels_out, frames, height, width)
+        out: torch.Tensor = self.proj_out((self._layer_norm(x) * (1 + scale) + shift).to(dtype)).float()
+        out = out.view(*grid, pt, ph, pw, self._channels_out)
+        return out.permute(6, 0, 3, 1, 4, 2, 5).reshape(1, self._channels_out, frames, height, width)
 
     def _sinusoid(self, timestep: torch.Tensor) -> torch.Tensor:
         half = self._sinusoids // 2
@@ -128,7 +128,8 @@ class TransformerForm(nn.Module):
         x = x + self._attend(block.attn2, normed, text, None).float()
         normed = (self._layer_norm(x) * (1 + ff_scale) + ff_shift).to(dtype)
         expand, _, contract = block.ffn.net
-        return x + contract(F.gelu(expand.proj(normed), approximate="tanh")).float() * ff_gate
+        out: torch.Tensor = contract(F.gelu(expand.proj(normed), approximate="tanh")).float()
+        return x + out * ff_gate
 
     def _attend(
         self,
@@ -160,7 +161,8 @@ def _rms_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
     """Normalise over all heads at once, in float32: `torch.nn.RMSNorm`, spelt out."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
-    return (wide * norm.weight.float()).to(x.dtype)
+    scaled: torch.Tensor = (wide * norm.weight.float()).to(x.dtype)
+    return scaled
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -169,7 +169,8 @@ def _normalise(norm: Any, x: torch.Tensor) -> torch.Tensor:
     """Divide by the root mean square over channels, in float32: `WanRMS_norm`, which divides by the length."""
     wide = x.float()
     length = wide.square().sum(1, keepdim=True).sqrt().clamp_min(1e-12)
-    return (wide / length).to(x.dtype) * (norm.gamma * norm.scale)
+    normalised: torch.Tensor = (wide / length).to(x.dtype) * (norm.gamma * norm.scale)
+    return normalised
 
 
 def _attend(block: Any, x: torch.Tensor) -> torch.Tensor:
@@ -180,4 +181,5 @@ def _attend(block: Any, x: torch.Tensor) -> torch.Tensor:
     q, k, v = y.chunk(3, dim=-1)
     y = F.scaled_dot_product_attention(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)).squeeze(1)
     y = block.proj(y.transpose(1, 2).reshape(t, c, h, w))
-    return x + y.permute(1, 0, 2, 3).unsqueeze(0)
+    attended: torch.Tensor = y.permute(1, 0, 2, 3).unsqueeze(0)
+    return x + attended

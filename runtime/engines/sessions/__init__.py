@@ -69,11 +69,12 @@ def open_session(
             from runtime.engines.sessions.inductor import InductorSession
 
             given = weights() if key.weights == SWAPPED else None
-            return InductorSession(engine, key.program, device=device, weights=given)
+            return InductorSession(engine, device=device, weights=given)
         case "onnxruntime":
             from runtime.engines.sessions.onnxruntime import OnnxRuntimeSession
 
-            return OnnxRuntimeSession(engine, key, device=device)
+            provider = dict(key.options).get("provider", "cpu")
+            return OnnxRuntimeSession(engine, provider=provider, precision=key.precision, device=device)
         case "tensorrt":
             graphs = dict(key.options).get("cuda_graphs", "on") == "on"
             if key.builder == "torch_tensorrt":

@@ -1,0 +1,184 @@
+"""Builds Inductor packages: C++ (CPU) or Triton kernels (CUDA), compiled ahead of time into a library.
+
+The library names its weights but does not hold them: they are handed over when it is loaded, so both experts run on
+one package, at the same speed. The VAE on a CPU is the exception: there Inductor lays the convolutions' weights out
+anew ("freezing"), which makes it a third faster, and keeps them.
+"""
+
+import contextlib
+import os
+import platform
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from runtime.core.errors import EngineError
+from runtime.engines.builders import BuildNeeds, Report
+from runtime.engines.edges import METADATA_KEY
+from runtime.engines.identity import (
+    EXPORT_REVISION,
+    FAMILY,
+    cpu_has_bfloat16,
+    device_text,
+    program_key_parts,
+    versions_of,
+)
+from runtime.manager.engine_index import SWAPPED, EngineKey
+from runtime.manager.machine import Machine
+from runtime.manager.shapes import ShapeProfile
+from runtime.manager.vram import DTYPE_BYTES
+from runtime.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from runtime.engines.programs import Program
+
+_GIB = 1 << 30
+# torch, the compiler's processes.
+_BASE_RAM = 2 * _GIB
+_BASE_DISK = _GIB // 2
+
+
+@dataclass(frozen=True)
+class InductorBuilder:
+    """See `Builder`."""
+
+    name: ClassVar[str] = "inductor"
+    backend: ClassVar[str] = "inductor"
+    file_name: ClassVar[str] = "engine.pt2"
+
+    def unavailable(self, machine: Machine) -> tuple[str, str] | None:
+        """See `Builder`."""
+        if machine.torch_version is None:
+            return "PyTorch is not installed", "Run install.sh (install.bat on Windows)."
+        if _compiler() is None:
+            remedy = {
+                "Windows": "Install the Visual Studio Build Tools with C++, and start Tandem from their prompt.",
+                "Darwin": "Run `xcode-select --install`.",
+            }.get(platform.system(), "Install g++ with the system's package manager.")
+            return "there is no C++ compiler", remedy
+        return None
+
+    def default_precision(self, program: str, machine: Machine, device: str) -> str:
+        """Return the fastest precision in which a program keeps its quality.
+
+        On a CPU the VAE runs in bfloat16 where the CPU multiplies it, which changes frames by less than what 8-bit
+        colour does (57 dB), and everything else in float32: twenty steps add up what a transformer's rounding changes
+        (41 dB in bfloat16, measured on the shipped model). On a GPU the same holds but for models that are trained
+        in bfloat16 and would not fit otherwise.
+        """
+        if device == "cpu":
+            return "bfloat16" if program.startswith("vae") and cpu_has_bfloat16() else "float32"
+        return "float32" if program.startswith("vae") else "bfloat16"
+
+    def key(
+        self,
+        spec: ModelSpec,
+        component: str,
+        program: str,
+        profiles: tuple[ShapeProfile, ...],
+        *,
+        precision: str,
+        machine: Machine,
+        device: str,
+        notes: Path | None = None,
+    ) -> EngineKey:
+        """See `Builder`."""
+        architecture, weights = program_key_parts(spec, component, program, notes)
+        return EngineKey(
+            program=program,
+            family=FAMILY,
+            architecture=architecture,
+            weights=weights if _keeps_weights(program, device) else SWAPPED,
+            export_revision=EXPORT_REVISION,
+            profiles=profiles,
+            precision=precision,
+            backend=self.backend,
+            builder=self.name,
+            options=(),
+            versions=versions_of("torch", "triton") if device != "cpu" else versions_of("torch"),
+            device=device_text(machine, device),
+            system=machine.system,
+        )
+
+    def needs(self, spec: ModelSpec, program: str, profile: ShapeProfile) -> BuildNeeds:
+        """See `Builder`."""
+        component = "vae" if program.startswith("vae") else program
+        weights = DTYPE_BYTES["float32"] * spec.parameters[component]
+        # Tracing copies nothing; freezing lays the VAE's weights out anew, and the package holds them twice while it
+        # is linked.
+        copies = 3 if component == "vae" else 1
+        return BuildNeeds(ram_bytes=_BASE_RAM + copies * weights, disk_bytes=_BASE_DISK + copies * weights)
+
+    def build(self, program: "Program", key: EngineKey, folder: Path, report: Report) -> None:
+        """Write `folder/engine.pt2`.
+
+        Raises:
+            EngineError: if the compiler fails.
+        """
+        import torch
+        from torch._inductor.exc import CppCompileError
+
+        (profile,) = key.profiles
+        on_cpu = program.device.type == "cpu"
+        report("Exporting", 0.0)
+        exported = program.export(profile, cut=on_cpu)
+        edges = program.edges(profile, program.example(profile, cut=on_cpu))
+        options: dict[str, Any] = {
+            "aot_inductor.metadata": {METADATA_KEY: edges.to_text()},
+            "aot_inductor.package_constants_in_so": key.weights != SWAPPED,
+            "freezing": on_cpu and key.weights != SWAPPED,
+            # As many threads as the process has when it runs, not as it had here.
+            "cpp.dynamic_threads": True,
+        }
+        report("Compiling", 0.1)
+        with _cache_without_spaces(), torch.no_grad(), warnings.catch_warnings():
+            # torch's own: it still uses what it has deprecated.
+            warnings.simplefilter("ignore", FutureWarning)
+            try:
+                torch._inductor.aoti_compile_and_package(
+                    exported, package_path=str(folder / self.file_name), inductor_configs=options
+                )
+            except CppCompileError as error:
+                raise EngineError(
+                    f"The C++ compiler failed: {str(error).strip().splitlines()[-1]}.",
+                    "The log has its messages. PyTorch runs meanwhile.",
+                ) from error
+
+
+def _keeps_weights(program: str, device: str) -> bool:
+    return program.startswith("vae") and device == "cpu"
+
+
+def _compiler() -> str | None:
+    """Return the C++ compiler that Inductor would take."""
+    names = {"Windows": ("cl",), "Darwin": ("clang++",)}.get(platform.system(), ("g++",))
+    return next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), *names)))), None)
+
+
+@contextlib.contextmanager
+def _cache_without_spaces() -> Iterator[None]:
+    """Give Inductor a folder for its files whose path holds no space: its compiler commands would fall apart."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    folder = cache_dir()
+    if " " not in folder or os.name == "nt":
+        yield
+        return
+    # What it writes stays where it was meant to be.
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        link = Path(short) / "inductor"
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        link.symlink_to(folder)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(link)
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+            else:
+                os.environ["TORCHINDUCTOR_CACHE_DIR"] = before

@@ -1,0 +1,122 @@
+"""Builds engines for ONNX Runtime: the exported ONNX file. Which execution provider runs it is part of the key."""
+
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from runtime.engines.builders import BuildNeeds, Report
+from runtime.engines.identity import (
+    EXPORT_REVISION,
+    FAMILY,
+    cpu_has_bfloat16,
+    device_text,
+    program_key_parts,
+    versions_of,
+)
+from runtime.manager.engine_index import EngineKey
+from runtime.manager.machine import Machine
+from runtime.manager.shapes import ShapeProfile
+from runtime.manager.vram import DTYPE_BYTES
+from runtime.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from runtime.engines.programs import Program
+
+_GIB = 1 << 30
+_BASE_RAM = 2 * _GIB
+# A release of ONNX Runtime comes under one name per provider; only one of them may be installed.
+PACKAGES = ("onnxruntime-openvino", "onnxruntime-gpu", "onnxruntime-directml", "onnxruntime")
+
+
+@dataclass(frozen=True)
+class OnnxRuntimeBuilder:
+    """See `Builder`.
+
+    Args:
+        provider: "cpu", "openvino", "cuda", "tensorrt", "coreml" or "directml"; by default the best that the installed
+            package has for the device.
+    """
+
+    provider: str | None = None
+    name: ClassVar[str] = "onnxruntime"
+    backend: ClassVar[str] = "onnxruntime"
+    file_name: ClassVar[str] = "engine.onnx"
+
+    def unavailable(self, machine: Machine) -> tuple[str, str] | None:
+        """See `Builder`."""
+        installed = dict(versions_of("onnx", "onnxscript", *PACKAGES))
+        if not {"onnx", "onnxscript"} <= set(installed) or not set(PACKAGES) & set(installed):
+            return "ONNX Runtime is not installed", "Run install.sh (install.bat on Windows)."
+        return None
+
+    def default_precision(self, program: str, machine: Machine, device: str) -> str:
+        """Return the fastest precision in which a program keeps its quality.
+
+        As for Inductor: on a CPU only the VAE in bfloat16 (59 dB), and only OpenVINO computes in it.
+        """
+        if device == "cpu":
+            fast = self._provider(device) == "openvino" and cpu_has_bfloat16()
+            return "bfloat16" if program.startswith("vae") and fast else "float32"
+        return "float16" if program == "transformer" else "float32"
+
+    def key(
+        self,
+        spec: ModelSpec,
+        component: str,
+        program: str,
+        profiles: tuple[ShapeProfile, ...],
+        *,
+        precision: str,
+        machine: Machine,
+        device: str,
+        notes: Path | None = None,
+    ) -> EngineKey:
+        """See `Builder`."""
+        architecture, weights = program_key_parts(spec, component, program, notes)
+        return EngineKey(
+            program=program,
+            family=FAMILY,
+            architecture=architecture,
+            weights=weights,
+            export_revision=EXPORT_REVISION,
+            profiles=profiles,
+            precision=precision,
+            backend=self.backend,
+            builder=self.name,
+            options=(("provider", self._provider(device)),),
+            versions=versions_of("torch", "onnxscript", *PACKAGES),
+            device=device_text(machine, device),
+            system=machine.system,
+        )
+
+    def needs(self, spec: ModelSpec, program: str, profile: ShapeProfile) -> BuildNeeds:
+        """See `Builder`."""
+        component = "vae" if program.startswith("vae") else program
+        weights = DTYPE_BYTES["float32"] * spec.parameters[component]
+        # RAM: the module, the exporter's copy, the file as it is written.
+        return BuildNeeds(ram_bytes=_BASE_RAM + 3 * weights, disk_bytes=2 * weights)
+
+    def build(self, program: "Program", key: EngineKey, folder: Path, report: Report) -> None:
+        """Write `folder/engine.onnx`, and `folder/engine.onnx.data` where the weights are large.
+
+        Raises:
+            torch.onnx.errors.OnnxExporterError: if torch has no translation for an operator.
+        """
+        from runtime.engines.onnx_export import export_onnx
+
+        (profile,) = key.profiles
+        report("Exporting to ONNX", 0.0)
+        if key.precision == "bfloat16":
+            # Providers that compute in bfloat16 take a float32 graph and round as they go.
+            program.module.float()
+        export_onnx(program, profile, folder / self.file_name, cut=program.device.type == "cpu")
+
+    def _provider(self, device: str) -> str:
+        if self.provider is not None:
+            return self.provider
+        if device != "cpu":
+            return "cuda"
+        installed = dict(versions_of(*PACKAGES))
+        on_x86 = platform.machine().lower() in {"x86_64", "amd64"}
+        return "openvino" if "onnxruntime-openvino" in installed and on_x86 else "cpu"
