@@ -129,7 +129,8 @@ class TransformerForm(nn.Module):
         normed = (self._layer_norm(x) * (1 + ff_scale) + ff_shift).to(dtype)
         expand, _, contract = block.ffn.net
         out: torch.Tensor = contract(F.gelu(expand.proj(normed), approximate="tanh")).float()
-        return x + out * ff_gate
+        added: torch.Tensor = out * ff_gate
+        return x + added
 
     def _attend(
         self,
