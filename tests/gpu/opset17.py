@@ -1,4 +1,4 @@
-"""Rewrites an exported ONNX file (opset 18) to opset 17, which TensorRT 8.6 parses. An aid of the proof, not of the app.
+"""Rewrites an exported ONNX file (opset 18) to opset 17, which TensorRT 8.6 parses: an aid of the proof, not the app's.
 
 Between the two opsets, of the operators that our forms export to, these differ: reductions take their axes as an
 input, `Split` has `num_outputs`, `Resize` and `ScatterND` have new attributes, `Pad` a new input.
@@ -17,6 +17,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "ScatterElements": {"reduction": b"none"},
 }
 _PAD_INPUTS = 3
+_FROM, _TO, _IR_VERSION = 18, 17, 8
 
 
 def to_opset_17(path: Path) -> None:
@@ -28,39 +29,51 @@ def to_opset_17(path: Path) -> None:
     import onnx
 
     model = onnx.load(str(path), load_external_data=False)
-    graph = model.graph
-    constants = {tensor.name: tensor for tensor in graph.initializer}
-    for node in graph.node:
-        if node.op_type == "Constant":
-            constants |= {node.output[0]: a.t for a in node.attribute if a.name == "value"}
-    for node in graph.node:
-        if node.op_type in REDUCTIONS and len(node.input) > 1:
-            if node.input[1]:
-                axes = onnx.numpy_helper.to_array(constants[node.input[1]]).tolist()
-                node.attribute.append(onnx.helper.make_attribute("axes", axes))
-            elif any(a.name == "noop_with_empty_axes" and a.i for a in node.attribute):
-                raise ValueError(f"{node.name}: reduces nothing")
-            del node.input[1:]
-            _remove(node, "noop_with_empty_axes")
-        elif node.op_type == "Split" and any(a.name == "num_outputs" for a in node.attribute):
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    for node in model.graph.node:
+        for attribute in node.attribute if node.op_type == "Constant" else ():
+            if attribute.name == "value":
+                constants[node.output[0]] = attribute.t
+    for node in model.graph.node:
+        if node.op_type in REDUCTIONS:
+            _rewrite_reduction(node, constants)
+        elif node.op_type == "Split":
             # Opset 17 splits evenly by the number of outputs alone.
             _remove(node, "num_outputs")
         elif node.op_type in _DEFAULTS:
-            for name, default in _DEFAULTS[node.op_type].items():
-                for attribute in node.attribute:
-                    if attribute.name == name and onnx.helper.get_attribute_value(attribute) != default:
-                        raise ValueError(f"{node.name}: {name} has no counterpart in opset 17")
-                _remove(node, name)
+            _remove_defaults(node)
         elif node.op_type == "Pad" and len(node.input) > _PAD_INPUTS:
             raise ValueError(f"{node.name}: pads given axes")
     for opset in model.opset_import:
         if opset.domain in {"", "ai.onnx"}:
-            if opset.version > 18:
+            if opset.version > _FROM:
                 raise ValueError(f"opset {opset.version} is not known here")
-            opset.version = 17
-    # onnx 1.23 writes a newer format than 8.6 knows; nothing in these files needs it.
-    model.ir_version = min(model.ir_version, 8)
+            opset.version = _TO
+    # Newer formats of the file itself are unknown to 8.6; nothing in these files needs one.
+    model.ir_version = min(model.ir_version, _IR_VERSION)
     path.write_bytes(model.SerializeToString())
+
+
+def _rewrite_reduction(node: Any, constants: dict[str, Any]) -> None:
+    import onnx
+
+    if len(node.input) > 1 and node.input[1]:
+        axes = onnx.numpy_helper.to_array(constants[node.input[1]]).tolist()
+        node.attribute.append(onnx.helper.make_attribute("axes", axes))
+    elif any(a.name == "noop_with_empty_axes" and a.i for a in node.attribute):
+        raise ValueError(f"{node.name}: reduces nothing")
+    del node.input[1:]
+    _remove(node, "noop_with_empty_axes")
+
+
+def _remove_defaults(node: Any) -> None:
+    import onnx
+
+    for name, default in _DEFAULTS[node.op_type].items():
+        for attribute in node.attribute:
+            if attribute.name == name and onnx.helper.get_attribute_value(attribute) != default:
+                raise ValueError(f"{node.name}: {name} has no counterpart in opset 17")
+        _remove(node, name)
 
 
 def _remove(node: Any, name: str) -> None:

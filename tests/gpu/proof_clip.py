@@ -1,0 +1,159 @@
+"""The proof's clip: every component on engines, against PyTorch in float32."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+
+from runtime.components.residency import Residency
+from runtime.core.cancel import Cancel
+from runtime.core.plan import ExecutionPlan
+from runtime.core.request import GenerationRequest
+from runtime.engines.sessions import Session
+from runtime.manager.planner import resolve
+from runtime.models.catalogue import find
+from runtime.models.spec import ModelSpec
+from runtime.models.weights import load_scheduler, load_tokenizer
+from runtime.pipeline.sampling import Conditioning, decode, denoise, get_noise, get_schedule
+from tests.gpu.proof_common import CHUNK, CLIP, COMPONENTS, Proof, profile_of, psnr, relative_error, ssim
+
+PROMPT = "a red boat sails left on a calm sea at sunset"
+
+
+class EngineDenoiser:
+    """A transformer's session as the loop calls it."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __call__(self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor) -> torch.Tensor:
+        given = {"latents": latents, "timestep": timestep.reshape(1).float(), "text_embeds": text_embeds}
+        return self._session.infer(**given)["velocity"]
+
+
+class EngineDecoder:
+    """The VAE's two sessions as the loop calls them."""
+
+    def __init__(self, first: Session, following: Session) -> None:
+        self._first = first
+        self._next = following
+
+    def frames(self, latents: torch.Tensor, chunk: int) -> Iterator[torch.Tensor]:
+        out = self._first.infer(z=latents[:, :, :1])
+        yield out.pop("frames")
+        for start in range(1, latents.shape[2], chunk):
+            out = self._next.infer(z=latents[:, :, start : start + chunk], **out)
+            yield out.pop("frames")
+
+
+def clip(proof: Proof) -> None:
+    """A whole clip with every component on engines, against PyTorch in float32: latents by step, frames, seconds."""
+    spec = find("diorama", Path("none"))
+    request = GenerationRequest(prompt=PROMPT, seed=7)
+    plan = replace(resolve(request, spec, proof.machine, Path("x.mp4")), decode_chunk=CHUNK)
+    parts = {
+        name: replace(part, device=proof.device, dtype="float32", backend="pytorch")
+        for name, part in plan.components.items()
+    }
+    plan = replace(plan, components=parts)
+    torch.backends.cudnn.allow_tf32 = False
+    records = {}
+    for component, program in COMPONENTS:
+        key = proof.key(spec, component, program, (profile_of(program, CLIP),), proof.arguments.precision)
+        records[component, program] = proof.engine(spec, component, key)
+
+    with Residency() as residency:
+        wanted = run_pytorch(spec, plan, residency)
+        proof.synchronize()
+        started = time.perf_counter()
+        wanted = run_pytorch(spec, plan, residency)
+        proof.synchronize()
+        proof.say("PyTorch float32", seconds=time.perf_counter() - started, steps=plan.steps)
+    for graphs in ("off", "on"):
+        sessions = {item: proof.open(record, cuda_graphs=graphs) for item, record in records.items()}
+        try:
+            run_engines(spec, plan, sessions)
+            proof.synchronize()
+            started = time.perf_counter()
+            got = run_engines(spec, plan, sessions)
+            proof.synchronize()
+            seconds = time.perf_counter() - started
+        finally:
+            for session in sessions.values():
+                session.close()
+        proof.say(
+            "clip",
+            graphs=graphs,
+            precisions={f"{component} {program}": r.key.precision for (component, program), r in records.items()},
+            verified={f"{component} {program}": r.verified for (component, program), r in records.items()},
+            seconds=seconds,
+            text_error=relative_error(got[0], wanted[0]),
+            latent_error_by_step=[round(relative_error(a, b), 6) for a, b in zip(got[1], wanted[1], strict=True)],
+            psnr_db=round(psnr(got[2], wanted[2]), 2),
+            ssim=round(ssim(got[2], wanted[2]), 5),
+            frames=len(got[2]),
+        )
+
+
+Made = tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]
+
+
+def run_pytorch(spec: ModelSpec, plan: ExecutionPlan, residency: Residency) -> Made:
+    """Return the text's embeddings, the latents after each step and the frames."""
+
+    def loading(_: str) -> None:
+        pass
+
+    with residency.text_encoder(spec, plan, loading) as encoder:
+        positive = encoder.encode(plan.prompt).embeds
+        negative = encoder.encode(plan.negative_prompt).embeds
+
+    @contextmanager
+    def expert(name: str) -> Iterator[Any]:
+        with residency.denoiser(spec, plan, name, loading) as denoiser:
+            yield denoiser
+
+    latents = sample(spec, plan, Conditioning(positive, negative), expert)
+    with residency.video_decoder(spec, plan, loading) as decoder:
+        frames = torch.cat(list(decode(decoder, latents[-1], plan.decode_chunk, Cancel())))
+    return positive, latents, frames
+
+
+def run_engines(spec: ModelSpec, plan: ExecutionPlan, sessions: dict[tuple[str, str], Session]) -> Made:
+    """Return the same, from sessions."""
+    tokenizer = load_tokenizer(spec)
+
+    def encode(prompt: str) -> torch.Tensor:
+        tokens = tokenizer(
+            [prompt_clean(prompt)],
+            padding="max_length",
+            max_length=spec.max_sequence_length,
+            truncation=True,
+            return_tensors="pt",
+        )
+        session = sessions["text_encoder", "text_encoder"]
+        given = {"input_ids": tokens.input_ids, "attention_mask": tokens.attention_mask}
+        return session.infer(**given)["embeds"].clone()
+
+    conditioning = Conditioning(encode(plan.prompt), encode(plan.negative_prompt))
+
+    @contextmanager
+    def expert(name: str) -> Iterator[Any]:
+        yield EngineDenoiser(sessions[name, "transformer"])
+
+    latents = sample(spec, plan, conditioning, expert)
+    decoder = EngineDecoder(sessions["vae", "vae_first"], sessions["vae", "vae_next"])
+    frames = torch.cat(list(decode(decoder, latents[-1], plan.decode_chunk, Cancel())))
+    return conditioning.positive, latents, frames
+
+
+def sample(spec: ModelSpec, plan: ExecutionPlan, conditioning: Conditioning, expert: Any) -> list[torch.Tensor]:
+    """Return the latents after each step."""
+    scheduler = load_scheduler(spec)
+    steps = get_schedule(plan, scheduler, spec.boundary_ratio)
+    return [done.latents.clone() for done in denoise(get_noise(plan), steps, scheduler, conditioning, expert, Cancel())]

@@ -1,0 +1,179 @@
+"""What the parts of the proof share: engines by key, sessions, times, memory, and how alike two results are."""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from runtime.core.cancel import Cancel
+from runtime.core.errors import EngineError
+from runtime.engines.build import BuildRequest, build_engine
+from runtime.engines.builders import BUILDERS
+from runtime.engines.sessions import Session, open_session
+from runtime.engines.store import EngineStore
+from runtime.manager.engine_index import EngineKey, EngineRecord
+from runtime.manager.machine import Machine
+from runtime.manager.shapes import LatentSize, ShapeProfile
+from runtime.models.spec import ModelSpec
+
+HOME = Path(os.environ.get("TANDEM_PROOF", "/tmp/tandem-proof"))
+COMPONENTS = (
+    ("text_encoder", "text_encoder"),
+    ("transformer", "transformer"),
+    ("transformer_2", "transformer"),
+    ("vae", "vae_first"),
+    ("vae", "vae_next"),
+)
+CLIP: LatentSize = (9, 14, 24)
+CHUNK = 4
+# 480p: 5 latent frames of 60×104, 7,800 tokens; TensorRT 8.6 keeps the whole matrix of an attention.
+LARGE: LatentSize = (5, 60, 104)
+CHILD = (sys.executable, "-m", "tests.gpu.proof_build_child")
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What all parts need."""
+
+    arguments: argparse.Namespace
+    machine: Machine
+    store: EngineStore
+
+    @property
+    def device(self) -> str:
+        """Where everything runs."""
+        return str(self.arguments.device)
+
+    def say(self, what: str, **found: Any) -> None:
+        """Print and keep one finding."""
+        line = json.dumps({"part": self.arguments.part, "what": what, **found}, default=str, ensure_ascii=False)
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+        out = Path(os.environ.get("OUT", HOME))
+        out.mkdir(parents=True, exist_ok=True)
+        with (out / "proof.jsonl").open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    @contextmanager
+    def going_on(self, what: str) -> Iterator[None]:
+        """Tell of a failure and go on with the next."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.say(what, failed=f"{type(error).__name__}: {error}", log=getattr(error, "log", None))
+
+    def key(
+        self, spec: ModelSpec, component: str, program: str, profiles: tuple[ShapeProfile, ...], precision: str
+    ) -> EngineKey:
+        """Return the key of an engine in the asked precision and optimisation level."""
+        builder = BUILDERS[self.arguments.builder]
+        if precision == "default":
+            precision = builder.default_precision(program, self.machine, self.device)
+        key = builder.key(
+            spec, component, program, profiles, precision=precision, machine=self.machine, device=self.device
+        )
+        options = dict(key.options)
+        if "optimization_level" in options:
+            options["optimization_level"] = str(self.arguments.level)
+        return replace(key, options=tuple(options.items()))
+
+    def engine(self, spec: ModelSpec, component: str, key: EngineKey) -> EngineRecord:
+        """Build an engine unless it is there, and return its record, verified or not."""
+        request = BuildRequest(spec=spec, component=component, key=key, device=self.device)
+        log = Path(os.environ.get("OUT", HOME)) / f"build-{component}-{key.program}-{key.precision}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("a", encoding="utf-8") as file:
+
+            def progress(line: str, share: float | None) -> None:
+                file.write(f"{'' if share is None else f'{share:.0%} '}{line}\n")
+                file.flush()
+
+            try:
+                return build_engine(request, self.store, progress, Cancel(), CHILD)
+            except EngineError:
+                record = self.store.get(key)
+                if record is None:
+                    raise
+                return record
+
+    def open(self, record: EngineRecord, **options: str) -> Session:
+        """Open a session; `options` replace those of the key, without building anew."""
+        key = replace(record.key, options=tuple((dict(record.key.options) | options).items()))
+        folder = self.store.path(record.id)
+        return open_session(folder, replace(record, key=key), device=self.device, weights=dict)
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.device.startswith("cuda"):
+            torch.cuda.synchronize()
+
+    def milliseconds(self, call: Callable[[], object], repeats: int = 30) -> float:
+        """Return the median time of a call, by CUDA events where there are any."""
+        for _ in range(5):
+            call()
+        times = []
+        for _ in range(repeats):
+            if self.device.startswith("cuda"):
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start.record()
+                call()
+                end.record()
+                end.synchronize()
+                times.append(start.elapsed_time(end))
+            else:
+                started = time.perf_counter()
+                call()
+                times.append(1000 * (time.perf_counter() - started))
+        return round(statistics.median(times), 4)
+
+    def used_bytes(self) -> tuple[int, int]:
+        """Return the GPU's memory in use, by anybody, and this process's resident memory."""
+        gpu = 0
+        if self.device.startswith("cuda"):
+            free, total = torch.cuda.mem_get_info(self.device)
+            gpu = total - free
+        return gpu, psutil.Process().memory_info().rss
+
+
+def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
+    """Return ‖out - reference‖ / ‖reference‖."""
+    out, reference = out.double().cpu(), reference.double().cpu()
+    return float((out - reference).norm() / reference.norm())
+
+
+def psnr(frames: torch.Tensor, reference: torch.Tensor) -> float:
+    """Return the peak signal-to-noise ratio of 8-bit frames, in dB."""
+    error = (frames.double() - reference.double()).square().mean()
+    return float(10 * torch.log10(255**2 / error)) if error else float("inf")
+
+
+def ssim(frames: torch.Tensor, reference: torch.Tensor) -> float:
+    """Return the mean structural similarity of 8-bit frames (n, height, width, 3), in windows of 7×7."""
+    x, y = (part.permute(0, 3, 1, 2).double() for part in (frames, reference))
+
+    def mean(part: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.avg_pool2d(part, 7, stride=1)
+
+    mx, my = mean(x), mean(y)
+    vx, vy, vxy = mean(x * x) - mx * mx, mean(y * y) - my * my, mean(x * y) - mx * my
+    c1, c2 = (0.01 * 255) ** 2, (0.03 * 255) ** 2
+    return float((((2 * mx * my + c1) * (2 * vxy + c2)) / ((mx * mx + my * my + c1) * (vx + vy + c2))).mean())
+
+
+def profile_of(program: str, latent: LatentSize) -> ShapeProfile:
+    """Return the profile of one size."""
+    frames, height, width = latent
+    sizes = {"text_encoder": (1, 1, 1), "transformer": latent, "vae_first": (1, height, width)}
+    return ShapeProfile.fixed(sizes.get(program, (min(CHUNK, frames), height, width)))

@@ -1,0 +1,233 @@
+"""Proves the engines on a real GPU: our export, our builder, our session, against PyTorch. Not run by pytest.
+
+    python tests/gpu/proof_tensorrt.py build [--model M] [--precision P] [--only PROGRAM,…] [--latent F,H,W]
+    python tests/gpu/proof_tensorrt.py profiles | clip | damage | endurance [--precision P]
+
+Each part prints a JSON object per finding, and appends it at once to $OUT/proof.jsonl. Engines stay in
+$TANDEM_PROOF (/tmp/tandem-proof), so that a later part, or the same one after a time limit, builds nothing twice.
+With --builder onnxruntime --device cpu the same parts run without a GPU.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+
+from runtime.core.errors import EngineError
+from runtime.engines.programs import load_program
+from runtime.engines.store import EngineStore
+from runtime.manager.engine_index import EngineRecord
+from runtime.manager.machine import probe
+from runtime.manager.shapes import LatentSize, ShapeProfile
+from runtime.models.catalogue import find
+from runtime.models.spec import ModelSpec
+from tests.gpu import proof_models, tensorrt_8_6
+from tests.gpu.proof_clip import clip
+from tests.gpu.proof_common import CLIP, COMPONENTS, HOME, LARGE, Proof, profile_of, relative_error
+from tests.gpu.proof_damage import case, damage
+
+
+def model(proof: Proof) -> ModelSpec:
+    """Return the model that is asked for; random ones are made first."""
+    name = proof.arguments.model
+    if name in proof_models.WIDTHS:
+        proof_models.build(name, HOME / name, proof.arguments.blocks)
+        return find(str(HOME / name), Path("none"))
+    return find(name, Path("none"))
+
+
+def build(proof: Proof) -> None:
+    """Each program: built in a child process and verified there, then timed with CUDA graphs and without."""
+    spec = model(proof)
+    latent = proof.arguments.latent or (LARGE if proof.arguments.model in proof_models.WIDTHS else CLIP)
+    wanted = proof.arguments.only.split(",") if proof.arguments.only else None
+    chosen = [
+        (component, program)
+        for component, program in COMPONENTS
+        if component in spec.component_names and (wanted is None or component in wanted or program in wanted)
+    ]
+    keys = {
+        (component, program): proof.key(
+            spec, component, program, (profile_of(program, latent),), proof.arguments.precision
+        )
+        for component, program in chosen
+    }
+
+    def one(item: tuple[str, str]) -> EngineRecord | None:
+        with proof.going_on(f"build {item}"):
+            return proof.engine(spec, item[0], keys[item])
+        return None
+
+    # Builds wait for compilers as much as for the GPU; they are timed below, alone.
+    with ThreadPoolExecutor(proof.arguments.jobs) as pool:
+        records = dict(zip(chosen, pool.map(one, chosen), strict=True))
+    for (component, program), record in records.items():
+        if record is not None:
+            with proof.going_on(f"time {component} {program}"):
+                report_engine(proof, spec, component, record, latent)
+
+
+def report_engine(proof: Proof, spec: ModelSpec, component: str, record: EngineRecord, latent: LatentSize) -> None:
+    """Say what an engine is and how fast, beside PyTorch in the same precision."""
+    key = record.key
+    profile = profile_of(key.program, latent)
+    program = load_program(spec, component, key.program, device=proof.device, dtype=key.precision)
+    inputs = program.inputs(profile.opt)
+    found: dict[str, Any] = {"pytorch_ms": proof.milliseconds(lambda: program.run(**inputs), 10)}
+    proof.synchronize()
+    for graphs in ("off", "on"):
+        started = time.perf_counter()
+        with proof.open(record, cuda_graphs=graphs) as session:
+            proof.synchronize()
+            found["load_seconds"] = round(time.perf_counter() - started, 3)
+            found[f"graphs_{graphs}_ms"] = proof.milliseconds(lambda: session.infer(**inputs))
+            found[f"graphs_{graphs}_captured"] = len(getattr(session, "_graphs", ()))
+    proof.say(
+        "engine",
+        model=spec.name,
+        component=component,
+        program=key.program,
+        precision=key.precision,
+        size=str(profile),
+        level=dict(key.options).get("optimization_level"),
+        error=record.error,
+        tolerance=record.tolerance,
+        verified=record.verified,
+        detail=record.detail,
+        build_seconds=record.build_seconds,
+        file_mib=round(record.file_bytes / (1 << 20), 2),
+        id=record.id,
+        **found,
+    )
+
+
+def profiles(proof: Proof) -> None:
+    """One engine with two ranges of sizes: right in both, at once an error outside."""
+    spec = find("diorama", Path("none"))
+    two = (
+        ShapeProfile((5, 10, 16), CLIP, CLIP),
+        ShapeProfile((2, 4, 4), (3, 8, 8), (5, 8, 14)),
+    )
+    key = proof.key(spec, "transformer", "transformer", two, proof.arguments.precision)
+    record = proof.engine(spec, "transformer", key)
+    program = load_program(spec, "transformer", "transformer", device=proof.device, dtype="float32")
+    errors = {}
+    with proof.open(record) as session:
+        for latent in (CLIP, (3, 8, 8), (5, 10, 16), (2, 4, 4), (4, 6, 12), (7, 12, 20), CLIP, CLIP):
+            inputs = program.inputs(latent)
+            errors[str(latent)] = relative_error(session.infer(**inputs)["velocity"], program.run(**inputs)["velocity"])
+        try:
+            session.infer(**program.inputs((9, 16, 24)))
+        except EngineError as error:
+            proof.say("outside", refused=error.what)
+        else:
+            proof.say("outside", failed="a size outside of both profiles was taken")
+        again = relative_error(session.infer(**inputs)["velocity"], program.run(**inputs)["velocity"])
+    proof.say(
+        "two profiles",
+        precision=key.precision,
+        errors=errors,
+        after_refusal=again,
+        verified=record.verified,
+        detail=record.detail,
+        build_seconds=record.build_seconds,
+    )
+
+
+def endurance(proof: Proof) -> None:
+    """1,000 calls, and opening and closing, without growth of the GPU's or this process's memory."""
+    spec = find("diorama", Path("none"))
+    for component, name in (COMPONENTS[1], COMPONENTS[4]):
+        key = proof.key(spec, component, name, (profile_of(name, CLIP),), proof.arguments.precision)
+        record = proof.engine(spec, component, key)
+        program = load_program(spec, component, name, device=proof.device, dtype=key.precision)
+        inputs = program.inputs(key.profiles[0].opt)
+        with proof.going_on(f"endurance {name}"):
+            calls(proof, name, record, inputs)
+        with proof.going_on(f"opening {name}"):
+            openings(proof, name, record, inputs)
+
+
+def calls(proof: Proof, name: str, record: EngineRecord, inputs: dict[str, torch.Tensor]) -> None:
+    """Run a session 1,000 times; the VAE's caches go round."""
+    for graphs in ("off", "on"):
+        with proof.open(record, cuda_graphs=graphs) as session:
+            before, first = (0, 0), None
+            for index in range(proof.arguments.calls):
+                out = session.infer(**inputs)
+                caches = {key: value for key, value in out.items() if key.startswith("cache_")}
+                inputs = inputs | caches
+                if not caches:
+                    first = out["velocity"].clone() if first is None else first
+                if index == proof.arguments.calls // 10:
+                    proof.synchronize()
+                    before = proof.used_bytes()
+            proof.synchronize()
+            after = proof.used_bytes()
+        proof.say(
+            "calls",
+            program=name,
+            graphs=graphs,
+            calls=proof.arguments.calls,
+            gpu_growth_bytes=after[0] - before[0],
+            host_growth_bytes=after[1] - before[1],
+            last_equals_first=None if first is None else bool(torch.equal(first, out["velocity"])),
+        )
+
+
+def openings(proof: Proof, name: str, record: EngineRecord, inputs: dict[str, torch.Tensor]) -> None:
+    """Open, run and close a session 20 times."""
+    used = []
+    for _ in range(20):
+        with proof.open(record) as session:
+            for _ in range(3):
+                session.infer(**inputs)
+        del session
+        if proof.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+        used.append(proof.used_bytes())
+    proof.say(
+        "openings",
+        program=name,
+        gpu_growth_bytes=used[-1][0] - used[4][0],
+        host_growth_bytes=used[-1][1] - used[4][1],
+    )
+
+
+def main() -> None:
+    """Run one part."""
+    parts: dict[str, Callable[[Proof], None]] = {
+        part.__name__: part for part in (build, profiles, clip, damage, case, endurance)
+    }
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=parts)
+    parser.add_argument("--model", default="diorama", help="diorama, wan2.1-1.3b or wan2.2-a14b")
+    parser.add_argument("--blocks", type=int, default=2, help="of a random model's transformer")
+    parser.add_argument("--precision", default="default", help="default, float32 or float16")
+    parser.add_argument("--only", help="components or programs, with commas")
+    parser.add_argument("--latent", type=lambda text: tuple(map(int, text.split(","))), help="frames,height,width")
+    parser.add_argument("--level", type=int, default=3, help="TensorRT's optimisation level, 0 to 5")
+    parser.add_argument("--jobs", type=int, default=1, help="builds at once")
+    parser.add_argument("--calls", type=int, default=1000)
+    parser.add_argument("--builder", default="onnx_tensorrt")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--folder", help="for `case`")
+    arguments = parser.parse_args()
+    if tensorrt_8_6.is_installed():
+        tensorrt_8_6.load()
+    proof = Proof(arguments, probe(), EngineStore(HOME / "engines", 1 << 40))
+    started = time.perf_counter()
+    with proof.going_on(arguments.part):
+        parts[arguments.part](proof)
+    proof.say("end", seconds=round(time.perf_counter() - started, 1))
+
+
+if __name__ == "__main__":
+    main()
