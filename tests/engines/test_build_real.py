@@ -1,0 +1,73 @@
+"""A real engine, by a real builder, through the real child process: built, proven, found again, proven again."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.core.cancel import Cancel
+from runtime.core.errors import EngineError
+from runtime.engines import library
+from runtime.engines.build import BuildRequest, build_engine
+from runtime.engines.builders import BUILDERS
+from runtime.engines.programs import load_program
+from runtime.engines.sessions import open_session
+from runtime.engines.store import EngineStore
+from runtime.manager.engine_index import find
+from runtime.manager.machine import probe
+from runtime.manager.shapes import ShapeProfile
+from runtime.models.spec import ModelSpec
+from tests.engines.made import visible
+
+
+def ignore(line: str, share: float | None) -> None:
+    """Watch no progress."""
+
+
+@pytest.mark.slow
+def test_a_real_engine_from_build_to_deletion(
+    tiny: Callable[[str], ModelSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "2")
+    spec, machine, size = tiny("wan2.1"), probe(), (1, 4, 4)
+    key = BUILDERS["onnxruntime"].key(
+        spec,
+        "transformer",
+        "transformer",
+        (ShapeProfile.fixed(size),),
+        precision="float32",
+        machine=machine,
+        device="cpu",
+    )
+    store = EngineStore(tmp_path / "with a space" / "engines", 1 << 40)
+    request = BuildRequest(spec=spec, component="transformer", key=key, device="cpu")
+    said: list[str] = []
+    record = build_engine(request, store, lambda line, share: said.append(line), Cancel())
+    assert "Comparing with PyTorch" in said
+    assert record.usable
+    assert record.error <= record.tolerance == 1e-4
+    assert min(record.build_seconds, record.seconds_per_call, record.pytorch_seconds_per_call) > 0
+    assert find(store.index(), key, size) == record
+    assert visible(store) == [record.id]
+
+    with store.using(record.id) as folder, open_session(folder, record, device="cpu", weights=dict) as session:
+        program = load_program(spec, "transformer", "transformer", device="cpu", dtype="float32")
+        inputs = program.inputs(size, seed=1)
+        torch.testing.assert_close(session.infer(**inputs)["velocity"], program.run(**inputs)["velocity"])
+
+    [verified] = library.verify(store, store.index(), [spec], machine, ignore, Cancel())
+    assert verified.engine.usable
+    assert verified.skipped is None
+
+    engine = store.path(record.id) / record.files[0].name
+    data = bytearray(engine.read_bytes())
+    data[len(data) // 2] ^= 1
+    engine.write_bytes(data)
+    with pytest.raises(EngineError, match="was changed"):
+        open_session(store.path(record.id), record, device="cpu", weights=dict)
+    [verified] = library.verify(store, store.index(), [spec], machine, ignore, Cancel())
+    assert verified.engine.problem == "engine.onnx was changed since it was built"
+    library.delete(store, store.index())
+    assert visible(store) == []
