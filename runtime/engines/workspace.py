@@ -22,6 +22,7 @@ from pathlib import Path
 from runtime.engines.locks import held, is_held
 
 _FOLDER = re.compile(r"\.building-([0-9a-f]{16})-[0-9a-f]{8}")
+_LOCK_SECONDS = 10.0
 _ELSEWHERE = re.compile(r"tandem-build-[0-9a-f]{16}")
 
 
@@ -67,7 +68,7 @@ def working_in(folder: Path) -> Iterator[None]:
     Raises:
         OSError: if the workspace is gone.
     """
-    with held(folder / "child", seconds=0):
+    with held(folder / "child", seconds=_LOCK_SECONDS):
         yield
 
 
@@ -80,10 +81,11 @@ def sweep(store: Path, locks: Path) -> None:
     """
     for folder in entries(store):
         match = _FOLDER.fullmatch(folder.name)
-        if match is None or is_held(folder / "child"):
-            continue
-        with contextlib.suppress(OSError), held(locks / match[1], seconds=0):
-            _remove(folder)
+        if match is not None:
+            # A child may outlive its parent by a moment.
+            with contextlib.suppress(OSError), held(locks / match[1], seconds=0):
+                if not is_held(folder / "child"):
+                    _remove(folder)
 
 
 def entries(folder: Path) -> list[Path]:
