@@ -4,6 +4,8 @@ from pathlib import Path
 
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
+from runtime.engines.service import EngineService
+from runtime.engines.store import EngineStore
 from runtime.manager.machine import Gpu, Machine
 from runtime.manager.planner import resolve
 from runtime.models.spec import ModelSpec
@@ -36,3 +38,24 @@ def tiny_plan(spec: ModelSpec, output: Path, **values: object) -> ExecutionPlan:
     wanted: dict[str, object] = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 9, "steps": 4}
     wanted |= {"seed": 3, "fps": 8} | values
     return resolve(GenerationRequest.from_mapping(wanted), spec, machine(), output)
+
+
+def no_engines(folder: Path) -> EngineService:
+    """Return engines kept in an empty folder."""
+    return EngineService(EngineStore(folder / "engines", 10**9), machine(), folder)
+
+
+class Alone:
+    """What `Residency` lends to where there is no job around; falling back is told."""
+
+    def __init__(self, plan: ExecutionPlan) -> None:
+        self.plan = plan
+        self.fallen: list[tuple[str, str]] = []
+
+    def loading(self, name: str) -> None:
+        """Nothing is shown."""
+
+    def fell_back(self, name: str, reason: str) -> None:
+        """Note it, and go on in PyTorch."""
+        self.plan = self.plan.with_component(name, self.plan.components[name].in_pytorch(reason))
+        self.fallen.append((name, reason))

@@ -11,8 +11,9 @@ from runtime.components.residency import Residency
 from runtime.core import settings
 from runtime.core.cancel import Cancel
 from runtime.core.errors import InvalidRequestError
-from runtime.core.events import Event, Failed, TerminalEvent, VideoSaved, Warned
+from runtime.core.events import Event, Failed, FellBack, TerminalEvent, VideoSaved, Warned
 from runtime.core.request import GenerationRequest
+from runtime.engines.service import EngineService
 from runtime.jobs.flow import run_job
 from runtime.jobs.outputs import make_folder, output_path
 from runtime.manager.machine import probe
@@ -24,7 +25,9 @@ def generate(request: GenerationRequest, out: str | None, *, as_json: bool) -> i
     """Make one video and return the exit code."""
     loaded = settings.load()
     spec = find(request.model, loaded.weights_dir)
-    plan = resolve(request, spec, probe(), _target(request, out, loaded.outputs_dir))
+    machine = probe()
+    engines = EngineService.from_settings(loaded, machine)
+    plan = resolve(request, spec, machine, _target(request, out, loaded.outputs_dir), engines.offers(spec))
     progress = show.ProgressLine()
     ends: list[TerminalEvent] = []
 
@@ -32,10 +35,12 @@ def generate(request: GenerationRequest, out: str | None, *, as_json: bool) -> i
         progress.event(event)
         if isinstance(event, Warned):
             show.warning(event.message)
+        if isinstance(event, FellBack):
+            show.warning(event.reason)
         if isinstance(event, TerminalEvent):
             ends.append(event)
 
-    with _cancel_on_signals() as cancel, Residency() as residency, progress.shown():
+    with _cancel_on_signals() as cancel, Residency(engines) as residency, progress.shown():
         run_job(plan, spec, emit, cancel, residency)
     (end,) = ends
     if isinstance(end, VideoSaved):

@@ -5,7 +5,9 @@ from typing import Any
 from runtime.cli import show
 from runtime.core import settings
 from runtime.core.errors import TandemError
+from runtime.core.plan import BACKEND_TITLES
 from runtime.core.request import GenerationRequest
+from runtime.engines.service import EngineService
 from runtime.jobs.outputs import output_path
 from runtime.manager.doctor import examine
 from runtime.manager.machine import probe
@@ -20,7 +22,9 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
     """Print and return what would run where, and why."""
     loaded = settings.load()
     spec = find(request.model, loaded.weights_dir)
-    plan = resolve(request, spec, probe(), output_path(loaded.outputs_dir, request.prompt))
+    machine = probe()
+    offers = EngineService.from_settings(loaded, machine).offers(spec)
+    plan = resolve(request, spec, machine, output_path(loaded.outputs_dir, request.prompt), offers)
     show.line(
         f"{spec.title}: {plan.width}x{plan.height}, {plan.frames} frames ({plan.seconds_of_video:.1f} s at {plan.fps} "
         f"fps), {plan.steps} steps, {plan.tokens:,} tokens, seed {plan.seed}"
@@ -28,7 +32,12 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
     show.table(
         ("Component", "Runs on", "Weights", "Why"),
         [
-            (plan.title(name), f"{part.backend}, {part.device}", _size(part.weights_bytes), part.reason)
+            (
+                plan.title(name),
+                f"{BACKEND_TITLES[part.backend]}, {part.device}",
+                _size(part.weights_bytes),
+                part.reason,
+            )
             for name, part in plan.components.items()
         ],
     )

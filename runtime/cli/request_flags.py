@@ -10,7 +10,7 @@ import typer
 
 from runtime.core import settings
 from runtime.core.errors import InvalidRequestError
-from runtime.core.request import AUTO, GenerationRequest
+from runtime.core.request import ALL, AUTO, BACKENDS, BUILDS, COMPONENTS, GenerationRequest
 
 Result = TypeVar("Result")
 
@@ -44,6 +44,21 @@ def request_from_flags(
     seed: Annotated[
         str | None, typer.Option(metavar="N", help="The same seed and settings give the same video. [default: random]")
     ] = None,
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="COMPONENT=BACKEND",
+            help=f"What runs a component, repeatable. Components: {', '.join(COMPONENTS)}, or {ALL} for every one; "
+            f"backends: {', '.join(BACKENDS)}. [default: {ALL}={AUTO}]",
+        ),
+    ] = None,
+    build: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(BUILDS[1:]),
+            help="Whether engines are built first. [default: missing ones of backends that --backend names]",
+        ),
+    ] = None,
 ) -> GenerationRequest:
     """Build a request from flags; what was not given stays open.
 
@@ -63,6 +78,8 @@ def request_from_flags(
         guidance_scale=high,
         guidance_scale_2=low,
         seed=_number(seed),
+        backends=_backends(backend or []),
+        build=AUTO if build is None else build,
     )
 
 
@@ -90,6 +107,23 @@ def _number(text: str | None) -> Any:
         with contextlib.suppress(ValueError):
             return number(text)
     return text
+
+
+def _backends(texts: list[str]) -> dict[str, str]:
+    """Return the backends by component; `GenerationRequest` says what is wrong with them."""
+    backends: dict[str, str] = {}
+    for text in texts:
+        component, separator, backend = text.partition("=")
+        if not separator:
+            raise InvalidRequestError(
+                "backends", f"--backend is {text[:40]!r}.", "Give COMPONENT=BACKEND, as in vae=inductor or all=pytorch."
+            )
+        if backends.get(component, backend) != backend:
+            raise InvalidRequestError(
+                "backends", f"--backend names {component[:40]!r} twice.", "Give one backend per component."
+            )
+        backends[component] = backend
+    return backends
 
 
 def _scales(text: str | None) -> tuple[Any, Any]:

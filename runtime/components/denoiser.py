@@ -1,8 +1,12 @@
 """Noisy latents to predicted velocity: one expert. Knows nothing about schedules or guidance."""
 
+from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import torch
+
+from runtime.components.guarded import Guarded
+from runtime.engines.service import OpenEngines
 
 
 class Denoiser(Protocol):
@@ -45,3 +49,18 @@ class PyTorchDenoiser:
             return_dict=False,
         )[0]
         return output
+
+
+class EngineDenoiser:
+    """An engine, and PyTorch from the call on in which it fails."""
+
+    def __init__(self, engines: OpenEngines, fall_back: Callable[[str], Denoiser]) -> None:
+        self._guarded = Guarded(engines, fall_back)
+
+    def __call__(self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor) -> torch.Tensor:
+        """See `Denoiser`; the result stays as it is until the call after the next."""
+        inputs = {"latents": latents, "timestep": timestep.expand(1).float(), "text_embeds": text_embeds.float()}
+        return self._guarded.call(
+            lambda engines: engines.infer("transformer", **inputs)["velocity"],
+            lambda denoiser: denoiser(latents, timestep, text_embeds),
+        )

@@ -4,27 +4,52 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from runtime.components.denoiser import Denoiser, PyTorchDenoiser
-from runtime.components.text_encoder import PyTorchTextEncoder, TextEncoder
-from runtime.components.video_decoder import PyTorchVideoDecoder, VideoDecoder
-from runtime.core.plan import ExecutionPlan
+from runtime.components.denoiser import Denoiser, EngineDenoiser, PyTorchDenoiser
+from runtime.components.guarded import OUT_OF_MEMORY
+from runtime.components.text_encoder import EngineTextModel, PyTorchTextModel, TextEncoder, TextModel
+from runtime.components.video_decoder import EngineVideoDecoder, PyTorchVideoDecoder, VideoDecoder
+from runtime.core.errors import EngineError
+from runtime.core.plan import ComponentPlan, ExecutionPlan
+from runtime.engines.service import EngineService, OpenEngines
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module, load_tokenizer
 
-_Key = tuple[Path, str, str, str, int]
+Part = TypeVar("Part")
+_Key = tuple[Path, str, str, str, int, tuple[str, ...]]
+
+
+class Watch(Protocol):
+    """The job that components are lent to."""
+
+    @property
+    def plan(self) -> ExecutionPlan:
+        """What runs where."""
+        ...
+
+    def loading(self, name: str) -> None:
+        """Hear that a component is loaded."""
+        ...
+
+    def fell_back(self, name: str, reason: str) -> None:
+        """Hear that PyTorch runs a component from here on, because of its engine; `reason` is a sentence."""
+        ...
 
 
 class Residency:
     """Loaded components, shared by the jobs of one worker. Not safe between threads.
 
     Use as a context manager: leaving it frees everything.
+
+    Args:
+        engines: where engines are opened; without, plans must be for PyTorch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, engines: EngineService | None = None) -> None:
+        self._service = engines
         self._held: dict[_Key, Any] = {}
         self.load_seconds = 0.0
 
@@ -38,71 +63,130 @@ class Residency:
 
     def free(self) -> None:
         """Free everything."""
-        self._held.clear()
-        _return_memory()
+        for key in list(self._held):
+            self._drop(key)
+
+    @property
+    def engines(self) -> EngineService:
+        """Where engines are opened and built."""
+        assert self._service is not None, "a plan with engines, and a residency without"
+        return self._service
+
+    def holds(self, spec: ModelSpec, plan: ExecutionPlan, name: str) -> bool:
+        """Whether a component is loaded as the plan wants it."""
+        return _key(spec, name, plan.components[name]) in self._held
 
     @contextmanager
-    def text_encoder(
-        self, spec: ModelSpec, plan: ExecutionPlan, loading: Callable[[str], None]
-    ) -> Iterator[TextEncoder]:
-        """Lend the text encoder; `loading` is called with the component's name if it must be loaded."""
+    def text_encoder(self, spec: ModelSpec, job: Watch) -> Iterator[TextEncoder]:
+        """Lend the text encoder."""
 
-        def build() -> TextEncoder:
-            module = load_module(spec, "text_encoder", plan.components["text_encoder"])
-            return PyTorchTextEncoder(load_tokenizer(spec), module, spec.max_sequence_length)
+        def build(part: ComponentPlan) -> TextModel:
+            return PyTorchTextModel(load_module(spec, "text_encoder", part))
 
-        with self._lend(spec, plan, "text_encoder", build, loading) as part:
-            yield part
+        with self._lend(spec, job, "text_encoder", build, EngineTextModel) as model:
+            yield TextEncoder(load_tokenizer(spec), model, spec.max_sequence_length)
 
     @contextmanager
-    def denoiser(
-        self, spec: ModelSpec, plan: ExecutionPlan, name: str, loading: Callable[[str], None]
-    ) -> Iterator[Denoiser]:
+    def denoiser(self, spec: ModelSpec, job: Watch, name: str) -> Iterator[Denoiser]:
         """Lend the transformer called `name`."""
 
-        def build() -> Denoiser:
-            module = load_module(spec, name, plan.components[name])
+        def build(part: ComponentPlan) -> Denoiser:
             return PyTorchDenoiser(
-                module, expand_timesteps=spec.expand_timesteps, patch_size=spec.transformer.patch_size
+                load_module(spec, name, part),
+                expand_timesteps=spec.expand_timesteps,
+                patch_size=spec.transformer.patch_size,
             )
 
-        with self._lend(spec, plan, name, build, loading) as part:
-            yield part
+        with self._lend(spec, job, name, build, EngineDenoiser) as denoiser:
+            yield denoiser
 
     @contextmanager
-    def video_decoder(
-        self, spec: ModelSpec, plan: ExecutionPlan, loading: Callable[[str], None]
-    ) -> Iterator[VideoDecoder]:
+    def video_decoder(self, spec: ModelSpec, job: Watch) -> Iterator[VideoDecoder]:
         """Lend the VAE's decoder."""
 
-        def build() -> VideoDecoder:
-            vae: Any = load_module(spec, "vae", plan.components["vae"])
+        def build(part: ComponentPlan) -> PyTorchVideoDecoder:
+            vae: Any = load_module(spec, "vae", part)
             # Only image-to-video encodes.
             vae.encoder = None
             return PyTorchVideoDecoder(vae)
 
-        with self._lend(spec, plan, "vae", build, loading) as part:
-            yield part
+        with self._lend(spec, job, "vae", build, EngineVideoDecoder) as decoder:
+            yield decoder
 
     @contextmanager
     def _lend(
-        self, spec: ModelSpec, plan: ExecutionPlan, name: str, build: Callable[[], Any], loading: Callable[[str], None]
+        self,
+        spec: ModelSpec,
+        job: Watch,
+        name: str,
+        build: Callable[[ComponentPlan], Part],
+        on_engines: Callable[[OpenEngines, Callable[[str], Part]], Any],
     ) -> Iterator[Any]:
-        part = plan.components[name]
-        key = (spec.directory, name, part.device, part.dtype, _stamp(spec.directory / name))
-        if key not in self._held:
-            if any(held[0] != spec.directory for held in self._held):
-                self.free()
-            loading(name)
-            started = time.perf_counter()
-            self._held[key] = build()
-            self.load_seconds += time.perf_counter() - started
+        """Lend a component: `build` makes it in PyTorch, `on_engines` of its engines and what it falls back to."""
+        part = job.plan.components[name]
+        used = [_key(spec, name, part)]
+
+        def hold(wanted: ComponentPlan, make: Callable[[], Any]) -> Any:
+            key = _key(spec, name, wanted)
+            if key not in self._held:
+                if any(held[0] != spec.directory for held in self._held):
+                    self.free()
+                job.loading(name)
+                started = time.perf_counter()
+                self._held[key] = make()
+                self.load_seconds += time.perf_counter() - started
+            return self._held[key]
+
+        def pytorch(wanted: ComponentPlan) -> Part:
+            made: Part = hold(wanted, lambda: build(wanted))
+            return made
+
+        def fall_back(reason: str) -> Part:
+            self._drop(used.pop())
+            instead = part.in_pytorch(reason)
+            used.append(_key(spec, name, instead))
+            job.fell_back(name, reason)
+            return pytorch(instead)
+
         try:
-            yield self._held[key]
+            if part.engines:
+                yield self._on_engines(hold, spec, name, part, on_engines, fall_back)
+            else:
+                yield pytorch(part)
         finally:
-            if not plan.keep_loaded:
-                self._held.pop(key, None)
-                _return_memory()
+            if not job.plan.keep_loaded:
+                self._drop(used[0])
+
+    def _on_engines(
+        self,
+        hold: Callable[[ComponentPlan, Callable[[], Any]], Any],
+        spec: ModelSpec,
+        name: str,
+        part: ComponentPlan,
+        on_engines: Callable[[OpenEngines, Callable[[str], Part]], Any],
+        fall_back: Callable[[str], Part],
+    ) -> Any:
+        """Open a component's engines, or return it in PyTorch where they cannot be opened."""
+        service = self.engines
+        try:
+            engines = hold(part, lambda: service.open(spec, name, part.engines, part.device))
+            return on_engines(engines, fall_back)
+        except EngineError as error:
+            reason = error.what
+        except OUT_OF_MEMORY:
+            reason = "Memory ran out while its engine was loaded."
+        return fall_back(reason)
+
+    def _drop(self, key: _Key) -> None:
+        held = self._held.pop(key, None)
+        if isinstance(held, OpenEngines):
+            held.close()
+        _return_memory()
+
+
+def _key(spec: ModelSpec, name: str, part: ComponentPlan) -> _Key:
+    engines = tuple(use.id for use in part.engines)
+    return spec.directory, name, part.device, part.dtype, _stamp(spec.directory / name), engines
 
 
 def _stamp(folder: Path) -> int:

@@ -1,11 +1,15 @@
 """Prompt to embeddings. Knows nothing about guidance or the loop."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import regex
 import torch
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+
+from runtime.components.guarded import Guarded
+from runtime.engines.service import OpenEngines
 
 _WORD = regex.compile(r"[\p{L}\p{N}]")
 
@@ -25,26 +29,20 @@ class TextEncoding:
     cut: bool
 
 
-class TextEncoder(Protocol):
-    """Encodes one prompt."""
+# (1, max_sequence_length) token ids and mask, int64, to (1, max_sequence_length, text width), zero beyond the mask.
+TextModel = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class TextEncoder:
+    """A tokenizer and what embeds its tokens, as `diffusers.WanPipeline.encode_prompt` uses them."""
+
+    def __init__(self, tokenizer: Any, model: TextModel, max_sequence_length: int) -> None:
+        self._tokenizer = tokenizer
+        self._model = model
+        self._length = max_sequence_length
 
     def encode(self, prompt: str) -> TextEncoding:
         """Return the prompt's embeddings; the empty prompt is allowed."""
-        ...
-
-
-class PyTorchTextEncoder:
-    """A UMT5 encoder and its tokenizer, as `diffusers.WanPipeline.encode_prompt` uses them."""
-
-    def __init__(self, tokenizer: Any, module: torch.nn.Module, max_sequence_length: int) -> None:
-        self._tokenizer = tokenizer
-        self._module = module
-        self._length = max_sequence_length
-        self._device = next(module.parameters()).device
-
-    @torch.inference_mode()
-    def encode(self, prompt: str) -> TextEncoding:
-        """Return the prompt's embeddings in the module's dtype."""
         text = prompt_clean(prompt)
         inputs = self._tokenizer(
             [text],
@@ -55,8 +53,7 @@ class PyTorchTextEncoder:
             return_attention_mask=True,
             return_tensors="pt",
         )
-        ids, mask = inputs.input_ids.to(self._device), inputs.attention_mask.to(self._device)
-        embeds = self._module(ids, mask).last_hidden_state * mask.unsqueeze(-1)
+        embeds = self._model(inputs.input_ids, inputs.attention_mask)
         whole = self._tokenizer(text, add_special_tokens=True).input_ids
         return TextEncoding(embeds, self._unknown(text), len(whole) > self._length)
 
@@ -71,3 +68,32 @@ class PyTorchTextEncoder:
             if token == unknown_id
         ]
         return tuple(dict.fromkeys(piece for piece in pieces if _WORD.search(piece)))
+
+
+class PyTorchTextModel:
+    """A `transformers.UMT5EncoderModel`."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._device = next(module.parameters()).device
+
+    @torch.inference_mode()
+    def __call__(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """See `TextModel`; the result has the module's dtype."""
+        ids, mask = ids.to(self._device), mask.to(self._device)
+        embeds: torch.Tensor = self._module(ids, mask).last_hidden_state * mask.unsqueeze(-1)
+        return embeds
+
+
+class EngineTextModel:
+    """An engine, and PyTorch once it fails."""
+
+    def __init__(self, engines: OpenEngines, fall_back: Callable[[str], TextModel]) -> None:
+        self._guarded = Guarded(engines, fall_back)
+
+    def __call__(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """See `TextModel`."""
+        return self._guarded.call(
+            lambda engines: engines.infer("text_encoder", input_ids=ids, attention_mask=mask)["embeds"].clone(),
+            lambda model: model(ids, mask),
+        )

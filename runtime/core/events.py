@@ -1,7 +1,10 @@
 """What a job tells while it runs.
 
     Planned                     first, always
-    StageStarted(stage)         load, encode, denoise, decode, save; load comes before each part that is not in memory
+    EngineProgress              while an engine is built
+    StageStarted(stage)         build, load, encode, denoise, decode, save; build comes for each component that has an
+                                engine to build, load before each that is not in memory
+    FellBack(component)         PyTorch runs it from here on, and why
     StepDone                    after each denoising step
     FramesDecoded               after each decoded chunk
     Warned                      something the user should read beside the result
@@ -17,9 +20,10 @@ from typing import Any, Literal
 
 from runtime.core.plan import ExecutionPlan
 
-Stage = Literal["load", "encode", "denoise", "decode", "save"]
+Stage = Literal["build", "load", "encode", "denoise", "decode", "save"]
 
 STAGE_TITLES: Mapping[Stage, str] = {
+    "build": "Building an engine",
     "load": "Loading",
     "encode": "Reading the prompt",
     "denoise": "Denoising",
@@ -41,6 +45,24 @@ class StageStarted:
 
     stage: Stage
     part: str | None = None
+
+
+@dataclass(frozen=True)
+class EngineProgress:
+    """The builder of `component`'s engine says `line`; `share` of the build is done, where that is known."""
+
+    component: str
+    line: str
+    share: float | None = None
+
+
+@dataclass(frozen=True)
+class FellBack:
+    """`component` was to run on `backend` and runs in PyTorch for the rest of the job; `reason` is for people."""
+
+    component: str
+    backend: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -119,7 +141,18 @@ class Cancelled:
     """Somebody stopped the job; nothing half-written is left."""
 
 
-Event = Planned | StageStarted | StepDone | FramesDecoded | Warned | VideoSaved | Failed | Cancelled
+Event = (
+    Planned
+    | EngineProgress
+    | StageStarted
+    | FellBack
+    | StepDone
+    | FramesDecoded
+    | Warned
+    | VideoSaved
+    | Failed
+    | Cancelled
+)
 TerminalEvent = VideoSaved | Failed | Cancelled
 
 

@@ -5,9 +5,41 @@ came to be.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+PYTORCH = "pytorch"
+BACKEND_TITLES: Mapping[str, str] = {
+    PYTORCH: "PyTorch",
+    "inductor": "Inductor",
+    "onnxruntime": "ONNX Runtime",
+    "tensorrt": "TensorRT",
+}
+
+# (latent frames, latent height, latent width)
+LatentSize = tuple[int, int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineUse:
+    """One engine of a component: a component has one, but the VAE, whose first step has its own.
+
+    Attributes:
+        id: its name in the engine library.
+        program: what it computes: "text_encoder", "transformer", "vae_first" or "vae_next".
+        builder: what makes it.
+        precision: of its arithmetic.
+        profile: the smallest, best and largest latent size it is built for.
+        build: whether it is built before the job starts.
+    """
+
+    id: str
+    program: str
+    builder: str
+    precision: str
+    profile: tuple[LatentSize, LatentSize, LatentSize]
+    build: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,12 +47,13 @@ class ComponentPlan:
     """Where one part of the model runs, and why.
 
     Attributes:
-        backend: "pytorch".
+        backend: "tensorrt", "inductor", "onnxruntime" or "pytorch".
         device: a torch device, such as "cpu" or "cuda:0".
-        dtype: a torch dtype's name, such as "float32".
+        dtype: a torch dtype's name, such as "float32": PyTorch's, should it run or take over.
         weights_bytes: size of its weights in that dtype.
         reason: one sentence.
-        engine: id of the engine it runs on, where the backend has engines.
+        engines: what it runs on, in the order of use; none in PyTorch.
+        asked: the backend that was asked for, or "auto".
     """
 
     backend: str
@@ -28,17 +61,28 @@ class ComponentPlan:
     dtype: str
     weights_bytes: int
     reason: str
-    engine: str | None = None
+    engines: tuple[EngineUse, ...] = ()
+    asked: str = "auto"
+
+    @property
+    def fell_back(self) -> bool:
+        """Whether PyTorch runs it where another backend was asked for."""
+        return self.asked not in {"auto", self.backend}
+
+    def in_pytorch(self, reason: str) -> "ComponentPlan":
+        """Return the same component in PyTorch."""
+        return replace(self, backend=PYTORCH, engines=(), reason=reason)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON types."""
+        """Return the fields as JSON types; `engine` is the id of the engine that does most of the work."""
         return {
             "backend": self.backend,
             "device": self.device,
-            "dtype": self.dtype,
+            "dtype": self.engines[-1].precision if self.engines else self.dtype,
             "weights_bytes": self.weights_bytes,
             "reason": self.reason,
-            "engine": self.engine,
+            "engine": self.engines[-1].id if self.engines else None,
+            "engines": [use.id for use in self.engines],
         }
 
 
@@ -60,6 +104,8 @@ class ExecutionPlan:
         step_flops, decode_flops: arithmetic of one denoising step (guidance included) and of the whole decode.
         memory_bytes: estimated peak of weights and activations.
         output: the MP4 to write.
+        backends: which backend was asked for, by component or "all"; what is not there is "auto".
+        build: whether engines are built: "missing", "never", "always", or "auto".
         warnings: sentences to show beside the result.
     """
 
@@ -84,6 +130,8 @@ class ExecutionPlan:
     decode_flops: float
     memory_bytes: int
     output: Path
+    backends: Mapping[str, str]
+    build: str
     warnings: tuple[str, ...] = ()
 
     @property
@@ -102,6 +150,10 @@ class ExecutionPlan:
             "vae": "VAE decoder",
         }[component]
 
+    def with_component(self, name: str, part: ComponentPlan) -> "ExecutionPlan":
+        """Return the plan with one component decided anew."""
+        return replace(self, components={**self.components, name: part})
+
     def request_json(self) -> dict[str, Any]:
         """Return the request with every value as used; `GenerationRequest.from_mapping` reads it back."""
         used: dict[str, Any] = {
@@ -115,6 +167,8 @@ class ExecutionPlan:
             "steps": self.steps,
             "guidance_scale": self.guidance_scale,
             "seed": self.seed,
+            "backends": dict(self.backends),
+            "build": self.build,
         }
         if self.guidance_scale_2 is not None:
             used["guidance_scale_2"] = self.guidance_scale_2

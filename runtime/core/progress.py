@@ -6,8 +6,10 @@ from statistics import median
 from runtime.core.events import (
     STAGE_TITLES,
     Cancelled,
+    EngineProgress,
     Event,
     Failed,
+    FellBack,
     FramesDecoded,
     Planned,
     Stage,
@@ -30,6 +32,7 @@ class Progress:
         plan: once it is known.
         stage: the running stage.
         part: the component at work.
+        building: what an engine's builder said last, and the share done.
         step, steps: denoising steps done, and their number.
         frames, frame_count: frames decoded, and their number.
         step_seconds: duration of each step so far.
@@ -42,6 +45,7 @@ class Progress:
     plan: ExecutionPlan | None = None
     stage: Stage | None = None
     part: str | None = None
+    building: EngineProgress | None = None
     step: int = 0
     steps: int = 0
     frames: int = 0
@@ -101,9 +105,10 @@ class Progress:
         if self.stage is None:
             return "Preparing"
         title = STAGE_TITLES[self.stage]
-        if self.stage == "load" and self.part and self.plan:
+        if self.stage in {"build", "load"} and self.part and self.plan:
             part = self.plan.title(self.part)
-            return f"{title} the {part if part.startswith('VAE') else part.lower()}"
+            part = part if part.startswith("VAE") else part.lower()
+            return f"{title} for the {part}" if self.stage == "build" else f"{title} the {part}"
         return title
 
     def at(self, now: float) -> "Progress":
@@ -115,7 +120,11 @@ class Progress:
         if isinstance(event, Planned):
             return replace(self, plan=event.plan, steps=event.plan.steps, frame_count=event.plan.frames, now=now)
         if isinstance(event, StageStarted):
-            return replace(self, stage=event.stage, part=event.part, stage_started=now, measured=now, now=now)
+            return replace(
+                self, stage=event.stage, part=event.part, building=None, stage_started=now, measured=now, now=now
+            )
+        if isinstance(event, EngineProgress):
+            return replace(self, building=event, now=now)
         if isinstance(event, StepDone):
             return replace(
                 self,
@@ -128,6 +137,7 @@ class Progress:
             )
         if isinstance(event, FramesDecoded):
             return replace(self, frames=event.frames, measured=now, now=now)
-        if isinstance(event, Warned):
-            return replace(self, warnings=(*self.warnings, event.message), now=now)
+        if isinstance(event, Warned | FellBack):
+            message = event.message if isinstance(event, Warned) else event.reason
+            return replace(self, warnings=(*self.warnings, message), now=now)
         return replace(self, end=event, now=now)

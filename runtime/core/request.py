@@ -5,6 +5,7 @@ any model. What only a model can judge (strides, frame counts) is judged by `man
 models, machines or files.
 """
 
+import dataclasses
 import math
 import unicodedata
 from collections.abc import Mapping
@@ -15,6 +16,11 @@ from runtime.core.errors import InvalidRequestError
 
 AUTO: Literal["auto"] = "auto"
 Auto = Literal["auto"]
+
+COMPONENTS = ("text_encoder", "transformer", "transformer_2", "vae")
+ALL = "all"
+BACKENDS = (AUTO, "tensorrt", "inductor", "onnxruntime", "pytorch")
+BUILDS = (AUTO, "missing", "never", "always")
 
 MAX_PROMPT_CHARACTERS = 5_000
 MAX_SIDE = 8_192
@@ -43,6 +49,9 @@ class GenerationRequest:
         guidance_scale: classifier-free guidance of the (high-noise) transformer; 1 or less turns it off.
         guidance_scale_2: the same for the low-noise transformer, where the model has one.
         seed: of the initial noise.
+        backends: what runs each component: one of `BACKENDS` by component, or by "all" for those not named.
+        build: whether engines are built first: those that are missing, never, or always anew. "auto" builds what is
+            missing for a backend that was asked for by name.
 
     Raises:
         InvalidRequestError: for a value out of bounds, naming the field and what would do.
@@ -59,6 +68,8 @@ class GenerationRequest:
     guidance_scale: float | Auto = AUTO
     guidance_scale_2: float | Auto = AUTO
     seed: int | Auto = AUTO
+    backends: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    build: str = AUTO
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", _text("prompt", self.prompt))
@@ -81,6 +92,13 @@ class GenerationRequest:
             object.__setattr__(self, name, _integer(name, getattr(self, name), low, high))
         for name in ("guidance_scale", "guidance_scale_2"):
             object.__setattr__(self, name, _number(name, getattr(self, name), 0.0, MAX_GUIDANCE))
+        object.__setattr__(self, "backends", _backends(self.backends))
+        if self.build not in BUILDS:
+            raise InvalidRequestError("build", f"build is {_shown(self.build)}.", f"Take one of {', '.join(BUILDS)}.")
+
+    def backend(self, component: str) -> str:
+        """Return the backend that was asked for, for one component."""
+        return self.backends.get(component, self.backends.get(ALL, AUTO))
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "GenerationRequest":
@@ -101,6 +119,25 @@ class GenerationRequest:
 def label(field: str) -> str:
     """Return a field's name as people read it: `guidance_scale` is "guidance scale"."""
     return field.replace("_", " ")
+
+
+def _backends(value: object) -> dict[str, str]:
+    if not isinstance(value, Mapping):
+        raise InvalidRequestError(
+            "backends", f"backends is {_shown(value)}.", 'Give a backend by component, as in {"vae": "pytorch"}.'
+        )
+    for component, backend in value.items():
+        if component not in (*COMPONENTS, ALL):
+            raise InvalidRequestError(
+                "backends",
+                f"There is no component {_shown(component)}.",
+                f"Components are {', '.join(COMPONENTS)}; {ALL} stands for every one.",
+            )
+        if backend not in BACKENDS:
+            raise InvalidRequestError(
+                "backends", f"There is no backend {_shown(backend)}.", f"Take one of {', '.join(BACKENDS)}."
+            )
+    return dict(value)
 
 
 def _text(field: str, value: object) -> str:

@@ -21,24 +21,21 @@ from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.errors import TandemError
 from runtime.core.events import (
     Cancelled,
-    Event,
     Failed,
     FramesDecoded,
     Planned,
     StageStarted,
     StepDone,
     VideoSaved,
-    Warned,
 )
 from runtime.core.plan import ExecutionPlan
+from runtime.jobs.course import Course, Emit
 from runtime.jobs.measure import Clock, PeakMemory
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_scheduler
 from runtime.pipeline.sampling import Conditioning, decode, denoise, get_noise, get_schedule
 from runtime.video.encode import VideoWriter, check_target
 from runtime.video.preview import encode_preview
-
-Emit = Callable[[Event], None]
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +46,7 @@ def run_job(plan: ExecutionPlan, spec: ModelSpec, emit: Emit, cancel: Cancel, re
     Args:
         plan: from `manager.planner.resolve`, for `spec`.
         emit: called with each event, on this thread.
-        cancel: checked at each stage, step and chunk.
+        cancel: checked at each stage, step and chunk, and ten times a second while an engine is built.
         residency: holds loaded components, between jobs too where the plan says so.
     """
     emit(Planned(plan))
@@ -75,34 +72,26 @@ def _generate(
     plan: ExecutionPlan, spec: ModelSpec, emit: Emit, cancel: Cancel, residency: Residency, peak: PeakMemory
 ) -> VideoSaved:
     clock = Clock(residency)
-    warnings: list[str] = []
-
-    def warn(message: str) -> None:
-        warnings.append(message)
-        emit(Warned(message))
-
-    def loading(name: str) -> None:
-        cancel.check()
-        emit(StageStarted("load", name))
-
+    course = Course(plan, spec, emit, cancel)
     check_target(plan.output)
     for message in plan.warnings:
-        warn(message)
+        course.warn(message)
+    course.get_engines(residency)
 
-    with residency.text_encoder(spec, plan, loading) as encoder, clock.stage("encode"):
+    with residency.text_encoder(spec, course) as encoder, clock.stage("encode"):
         emit(StageStarted("encode"))
         guided = any(scale > 1 for scale in (plan.guidance_scale, plan.guidance_scale_2 or 0))
         positive = encoder.encode(plan.prompt)
         negative = encoder.encode(plan.negative_prompt) if guided else None
-    _warn_of_text(positive, "prompt", warn)
+    _warn_of_text(positive, "prompt", course.warn)
     if negative is not None and plan.negative_prompt != spec.defaults.negative_prompt:
-        _warn_of_text(negative, "negative prompt", warn)
+        _warn_of_text(negative, "negative prompt", course.warn)
     conditioning = Conditioning(positive.embeds, negative.embeds if negative else None)
     cancel.check()
 
     @contextmanager
     def expert(name: str) -> Iterator[Denoiser]:
-        with residency.denoiser(spec, plan, name, loading) as denoiser:
+        with residency.denoiser(spec, course, name) as denoiser:
             emit(StageStarted("denoise", name))
             yield denoiser
 
@@ -116,7 +105,7 @@ def _generate(
             emit(StepDone(done.index + 1, len(steps), done.seconds, done.step.expert, preview))
 
     with VideoWriter(plan.output, plan.width, plan.height, plan.fps) as writer:
-        with residency.video_decoder(spec, plan, loading) as decoder, clock.stage("decode"):
+        with residency.video_decoder(spec, course) as decoder, clock.stage("decode"):
             emit(StageStarted("decode", "vae"))
             written = 0
             for frames in decode(decoder, latents, plan.decode_chunk, cancel):
@@ -130,11 +119,11 @@ def _generate(
         saved = VideoSaved(
             video=plan.output,
             request=plan.request_json(),
-            plan=plan.to_json(),
+            plan=course.plan.to_json(),
             timings=clock.timings(),
             load_seconds=round(clock.load_seconds, 3),
             peak_memory_bytes=peak.bytes(),
-            warnings=tuple(warnings),
+            warnings=tuple(course.warnings),
         )
         writer.finish(plan.prompt, _facts(saved))
     return saved

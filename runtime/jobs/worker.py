@@ -20,6 +20,7 @@ from runtime.core.events import Cancelled, Event, Failed, TerminalEvent, VideoSa
 from runtime.core.plan import ExecutionPlan
 from runtime.core.progress import Progress
 from runtime.core.request import GenerationRequest
+from runtime.engines.service import EngineService
 from runtime.jobs.outputs import make_folder, output_path
 from runtime.manager.machine import probe
 from runtime.manager.planner import resolve
@@ -61,11 +62,13 @@ class Worker:
     Args:
         weights_dir: where models are looked for, beside the shipped ones.
         outputs_dir: where videos go; made when a job is submitted.
+        engines: what the plans may use.
     """
 
-    def __init__(self, weights_dir: Path, outputs_dir: Path) -> None:
+    def __init__(self, weights_dir: Path, outputs_dir: Path, engines: EngineService) -> None:
         self._weights_dir = weights_dir
         self._outputs_dir = outputs_dir
+        self._engines = engines
         self._jobs: OrderedDict[str, Job] = OrderedDict()
         self._queue: queue.Queue[Job | None] = queue.Queue()
         self._lock = threading.Lock()
@@ -81,7 +84,8 @@ class Worker:
         spec = find(request.model, self._weights_dir)
         make_folder(self._outputs_dir)
         output = output_path(self._outputs_dir, request.prompt)
-        job = Job(secrets.token_hex(4), resolve(request, spec, probe(), output), spec)
+        plan = resolve(request, spec, probe(), output, self._engines.offers(spec))
+        job = Job(secrets.token_hex(4), plan, spec)
         with self._lock:
             self._jobs[job.id] = job
             self._forget_old()
@@ -121,7 +125,7 @@ class Worker:
         with ExitStack() as stack:
             run: Callable[[Job], None] | None = None
             with suppress(Exception):  # told when there is a job to tell it to
-                run = _ready(stack)
+                run = _ready(stack, self._engines)
             while (job := self._queue.get()) is not None:
                 if job.cancel.requested:
                     job.record(Cancelled())
@@ -129,7 +133,7 @@ class Worker:
                 job.state = "running"
                 logger.info("Job %s: %d frames, seed %d", job.id, job.plan.frames, job.plan.seed)
                 try:
-                    run = run or _ready(stack)
+                    run = run or _ready(stack, self._engines)
                     run(job)
                 except Exception as error:  # running raises nothing: PyTorch itself does not start
                     logger.exception("Job %s could not start", job.id)
@@ -142,12 +146,12 @@ class Worker:
             del self._jobs[job.id]
 
 
-def _ready(stack: ExitStack) -> Callable[[Job], None]:
+def _ready(stack: ExitStack, engines: EngineService) -> Callable[[Job], None]:
     """Import what runs jobs, and return it. Takes seconds, for torch: so here, on the worker's own thread."""
     from runtime.components.residency import Residency
     from runtime.jobs.flow import run_job
 
-    residency = stack.enter_context(Residency())
+    residency = stack.enter_context(Residency(engines))
     return lambda job: run_job(job.plan, job.spec, job.record, job.cancel, residency)
 
 

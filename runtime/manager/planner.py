@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from runtime.core.errors import InvalidRequestError, MachineError
-from runtime.core.plan import ComponentPlan, ExecutionPlan
-from runtime.core.request import AUTO, MAX_FRAMES, MAX_SIDE, Auto, GenerationRequest, label
+from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan
+from runtime.core.request import ALL, AUTO, MAX_FRAMES, MAX_SIDE, Auto, GenerationRequest, label
 from runtime.manager import vram
 from runtime.manager.machine import Machine
+from runtime.manager.offers import Choice, Offers, choose, no_offers
 from runtime.models.spec import ModelSpec
 
 # Models below this size run in float32 on a GPU too: it costs them nothing.
@@ -27,8 +28,13 @@ _GIB = 1 << 30
 Number = TypeVar("Number", int, float)
 
 
-def resolve(request: GenerationRequest, spec: ModelSpec, machine: Machine, output: Path) -> ExecutionPlan:
+def resolve(
+    request: GenerationRequest, spec: ModelSpec, machine: Machine, output: Path, offers: Offers = no_offers
+) -> ExecutionPlan:
     """Decide everything.
+
+    Args:
+        offers: the engines there are or could be, see `engines.offers`.
 
     Raises:
         InvalidRequestError: for a size or length that the model cannot make, with the nearest that it can.
@@ -51,7 +57,11 @@ def resolve(request: GenerationRequest, spec: ModelSpec, machine: Machine, outpu
     tokens = spec.tokens(frames, height, width)
     weights = vram.weights_bytes(spec, dtypes)
     denoise = vram.denoise_bytes(spec, tokens, dtypes["transformer"])
+    choices = _choices(request, spec, latent_shape[2:], device, reason, offers)
     chunk = vram.decode_chunk(spec, latent_shape[2], height, width, dtypes["vae"], device, free)
+    if choices["vae"].uses:
+        # An engine takes one latent frame a call, so that it serves clips of any length.
+        chunk = 1
     decode = spec.vae.decode_bytes(chunk, height, width, vram.DTYPE_BYTES[dtypes["vae"]])
     latents_bytes = _LATENTS_HELD * vram.DTYPE_BYTES["float32"] * prod(latent_shape)
     together = vram.peak_bytes(spec, weights, denoise, decode, latents_bytes, keep_loaded=True)
@@ -85,7 +95,13 @@ def resolve(request: GenerationRequest, spec: ModelSpec, machine: Machine, outpu
         keep_loaded=keep,
         components={
             name: ComponentPlan(
-                backend="pytorch", device=device, dtype=dtypes[name], weights_bytes=weights[name], reason=reason
+                backend=choices[name].backend,
+                device=device,
+                dtype=dtypes[name],
+                weights_bytes=weights[name],
+                reason=choices[name].reason,
+                engines=choices[name].uses,
+                asked=request.backend(name),
             )
             for name in spec.component_names
         },
@@ -93,6 +109,8 @@ def resolve(request: GenerationRequest, spec: ModelSpec, machine: Machine, outpu
         decode_flops=spec.vae.decode_flops(frames, height, width),
         memory_bytes=peak,
         output=output,
+        backends=request.backends,
+        build=request.build,
         warnings=tuple(_size_warnings(spec, width, height, frames)),
     )
 
@@ -105,6 +123,29 @@ def nearest(value: int, stride: int, offset: int, low: int, high: int) -> list[i
 
 def _or(value: Number | Auto, default: Number) -> Number:
     return default if isinstance(value, str) else value
+
+
+def _choices(
+    request: GenerationRequest,
+    spec: ModelSpec,
+    latent: tuple[int, int, int],
+    device: str,
+    in_pytorch: str,
+    offers: Offers,
+) -> dict[str, Choice]:
+    for name in request.backends:
+        if name != ALL and name not in spec.component_names:
+            raise InvalidRequestError(
+                "backends",
+                f"{spec.title} has no {name}.",
+                f"Its components are {', '.join(spec.component_names)}; {ALL} stands for every one.",
+            )
+    chosen = {}
+    for name in spec.component_names:
+        asked = request.backend(name)
+        offered = () if asked == PYTORCH else offers(name, latent, device)
+        chosen[name] = choose(asked, request.build, offered, in_pytorch)
+    return chosen
 
 
 def _second_guidance(request: GenerationRequest, spec: ModelSpec, guidance: float) -> float | None:

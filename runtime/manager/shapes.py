@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-# (latent frames, latent height, latent width)
-LatentSize = tuple[int, int, int]
+from runtime.core.plan import LatentSize
+
+__all__ = ["LatentSize", "ShapeProfile"]
 
 
 @dataclass(frozen=True, order=True)

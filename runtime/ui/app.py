@@ -17,7 +17,9 @@ from starlette.middleware import Middleware
 
 from runtime.core.errors import MachineError
 from runtime.core.settings import Settings
+from runtime.engines.service import EngineService
 from runtime.jobs.worker import Worker
+from runtime.manager.machine import probe
 from runtime.ui import theme
 from runtime.ui.document import Document
 from runtime.ui.gate import Gate
@@ -72,7 +74,8 @@ def serve(settings: Settings) -> Iterator[str]:
     """
     _check_address(settings.host, settings.port)
     _prepare_environment(settings)
-    worker = Worker(settings.weights_dir, settings.outputs_dir)
+    engines = EngineService.from_settings(settings, probe())
+    worker = Worker(settings.weights_dir, settings.outputs_dir, engines)
     page: gr.Blocks | None = None
     try:
         page = build(worker, settings)

@@ -21,6 +21,7 @@ from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_scheduler, load_tokenizer
 from runtime.pipeline.sampling import Conditioning, decode, denoise, get_noise, get_schedule
 from tests.gpu.proof_common import CHUNK, CLIP, COMPONENTS, Proof, profile_of, psnr, relative_error, ssim
+from tests.plans import Alone
 
 PROMPT = "a red boat sails left on a calm sea at sunset"
 
@@ -105,21 +106,18 @@ Made = tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]
 
 def run_pytorch(spec: ModelSpec, plan: ExecutionPlan, residency: Residency) -> Made:
     """Return the text's embeddings, the latents after each step and the frames."""
-
-    def loading(_: str) -> None:
-        pass
-
-    with residency.text_encoder(spec, plan, loading) as encoder:
+    job = Alone(plan)
+    with residency.text_encoder(spec, job) as encoder:
         positive = encoder.encode(plan.prompt).embeds
         negative = encoder.encode(plan.negative_prompt).embeds
 
     @contextmanager
     def expert(name: str) -> Iterator[Any]:
-        with residency.denoiser(spec, plan, name, loading) as denoiser:
+        with residency.denoiser(spec, job, name) as denoiser:
             yield denoiser
 
     latents = sample(spec, plan, Conditioning(positive, negative), expert)
-    with residency.video_decoder(spec, plan, loading) as decoder:
+    with residency.video_decoder(spec, job) as decoder:
         frames = torch.cat(list(decode(decoder, latents[-1], plan.decode_chunk, Cancel())))
     return positive, latents, frames
 

@@ -14,13 +14,14 @@ from runtime.core.events import Cancelled, Event, Failed, StepDone, TerminalEven
 from runtime.core.request import GenerationRequest
 from runtime.jobs.worker import Job, Worker
 from runtime.models.spec import ModelSpec
+from tests.plans import no_engines
 
 
 @pytest.fixture
 def worker(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Iterator[Worker]:
     """A worker with one tiny model in its weights folder."""
     shutil.copytree(tiny("wan2.2-a14b").directory, tmp_path / "weights" / "tiny")
-    made = Worker(tmp_path / "weights", tmp_path / "outputs")
+    made = Worker(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path))
     yield made
     made.close()
 
@@ -87,7 +88,7 @@ def test_cancelling_ends_the_running_job_and_skips_waiting_ones(worker: Worker) 
 
 def test_closing_cancels_what_runs(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
     shutil.copytree(tiny("wan2.1").directory, tmp_path / "weights" / "tiny")
-    worker = Worker(tmp_path / "weights", tmp_path / "outputs")
+    worker = Worker(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path))
     jobs = [worker.submit(small(steps=1000)) for _ in range(2)]
     worker.close()
     assert [job.state for job in jobs] == ["cancelled", "cancelled"]
@@ -99,7 +100,7 @@ def test_a_torch_that_does_not_start_ends_the_job_and_not_the_worker(
 ) -> None:
     shutil.copytree(tiny("wan2.1").directory, tmp_path / "weights" / "tiny")
     monkeypatch.setitem(sys.modules, "runtime.jobs.flow", None)
-    worker = Worker(tmp_path / "weights", tmp_path / "outputs")
+    worker = Worker(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path))
     end = list(watch(worker.submit(small())))[-1]
     assert isinstance(end, Failed)
     assert "does not start" in end.what

@@ -19,23 +19,20 @@ from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_scheduler
 from runtime.pipeline.sampling import Conditioning, decode, denoise, get_noise, get_schedule
-from tests.plans import tiny_plan
+from tests.plans import Alone, tiny_plan
 from tests.tiny_models import ARCHITECTURES
 
 
 def sample(spec: ModelSpec, plan: ExecutionPlan, residency: Residency) -> torch.Tensor:
     """Return the final latents of a plan."""
-
-    def loading(_: str) -> None:
-        pass
-
-    with residency.text_encoder(spec, plan, loading) as encoder:
+    job = Alone(plan)
+    with residency.text_encoder(spec, job) as encoder:
         positive = encoder.encode(plan.prompt).embeds
         negative = encoder.encode(plan.negative_prompt).embeds if plan.guidance_scale > 1 else None
 
     @contextmanager
     def expert(name: str) -> Iterator[Denoiser]:
-        with residency.denoiser(spec, plan, name, loading) as denoiser:
+        with residency.denoiser(spec, job, name) as denoiser:
             yield denoiser
 
     scheduler = load_scheduler(spec)
@@ -88,7 +85,7 @@ def test_the_shipped_models_latents_and_frames_equal_wan_pipelines(tmp_path: Pat
     plan = tiny_plan(spec, tmp_path / "x.mp4", prompt=prompt, negative_prompt="rain", width=128, height=96, steps=5)
     with Residency() as residency:
         latents = sample(spec, plan, residency)
-        with residency.video_decoder(spec, plan, lambda _: None) as decoder:
+        with residency.video_decoder(spec, Alone(plan)) as decoder:
             frames = torch.cat(list(decode(decoder, latents, plan.decode_chunk, Cancel()))).numpy()
     assert abs(latents - by_wan_pipeline(spec, plan, "latent")).max() < 1e-4
     wanted = by_wan_pipeline(spec, plan, "np")[0]

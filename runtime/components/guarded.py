@@ -1,0 +1,55 @@
+"""A component on engines, with PyTorch in its place from the moment that one fails."""
+
+from collections.abc import Callable, Mapping
+from typing import Generic, TypeVar
+
+import torch
+
+from runtime.core.errors import EngineError
+from runtime.engines.service import OpenEngines
+
+Part = TypeVar("Part")
+Result = TypeVar("Result", bound=torch.Tensor | Mapping[str, torch.Tensor] | None)
+
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
+
+
+class Guarded(Generic[Part]):
+    """Engines until one fails, runs out of memory or gives values that are not numbers; then `fall_back`'s part.
+
+    Args:
+        engines: loaded; whoever lends them closes them.
+        fall_back: called once, with the reason; closes the engines and returns the same component in PyTorch.
+    """
+
+    def __init__(self, engines: OpenEngines, fall_back: Callable[[str], Part]) -> None:
+        self._engines = engines
+        self._fall_back = fall_back
+        self._instead: Part | None = None
+
+    def call(self, on_engines: Callable[[OpenEngines], Result], in_pytorch: Callable[[Part], Result]) -> Result:
+        """Return what the engines give, or PyTorch."""
+        if self._instead is None:
+            try:
+                result = on_engines(self._engines)
+                if _finite(result):
+                    return result
+                reason = "Its engine gave values that are not numbers (NaN or Inf)."
+            except EngineError as error:
+                reason = error.what
+            except OUT_OF_MEMORY:
+                reason = "Memory ran out in its engine."
+            # Outside of the handler: an exception's frames would hold on to the memory that is needed now.
+            self._instead = self._fall_back(reason)
+        return in_pytorch(self._instead)
+
+    def instead(self) -> Part:
+        """Return the component in PyTorch, after an engine has failed."""
+        assert self._instead is not None
+        return self._instead
+
+
+def _finite(result: torch.Tensor | Mapping[str, torch.Tensor] | None) -> bool:
+    # The first output is the result proper; what goes wrong in the others shows in the next call.
+    first = next(iter(result.values())) if isinstance(result, Mapping) else result
+    return first is None or bool(torch.isfinite(first).all().item())
