@@ -3,7 +3,8 @@
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -83,7 +84,8 @@ def verify(session: Session, program: Program, profile: ShapeProfile, precision:
 def _compare(session: Session, program: Program, size: LatentSize) -> tuple[float, str]:
     """Return the worst output's error and name; NaN for one that is not finite."""
     inputs = program.inputs(size)
-    expected = program.run(**inputs)
+    with _full_float32(program.device):
+        expected = program.run(**inputs)
     given = session.infer(**inputs)
     worst, where = -1.0, ""
     for name, reference in expected.items():
@@ -93,6 +95,20 @@ def _compare(session: Session, program: Program, size: LatentSize) -> tuple[floa
         if math.isnan(error):
             break
     return worst, where
+
+
+@contextmanager
+def _full_float32(device: torch.device) -> Iterator[None]:
+    """Keep the reference's float32 whole: on a GPU cuDNN rounds the factors of convolutions to 10 bits otherwise."""
+    settings = (torch.backends.cudnn.conv, torch.backends.cuda.matmul) if device.type == "cuda" else ()
+    before = [setting.fp32_precision for setting in settings]
+    for setting in settings:
+        setting.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for setting, precision in zip(settings, before, strict=True):
+            setting.fp32_precision = precision
 
 
 def _relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:
