@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -100,7 +101,8 @@ def _compare(session: Session, program: Program, size: LatentSize) -> tuple[floa
 @contextmanager
 def _full_float32(device: torch.device) -> Iterator[None]:
     """Keep the reference's float32 whole: on a GPU cuDNN rounds the factors of convolutions to 10 bits otherwise."""
-    settings = (torch.backends.cudnn.conv, torch.backends.cuda.matmul) if device.type == "cuda" else ()
+    backends: Any = torch.backends
+    settings = (backends.cudnn.conv, backends.cuda.matmul) if device.type == "cuda" else ()
     before = [setting.fp32_precision for setting in settings]
     for setting in settings:
         setting.fp32_precision = "ieee"

@@ -63,7 +63,8 @@ def clip(proof: Proof) -> None:
     }
     plan = replace(plan, components=parts)
     # The reference is float32 indeed: cuDNN rounds factors to 10 bits otherwise.
-    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    backends: Any = torch.backends
+    backends.cudnn.conv.fp32_precision = "ieee"
     records = {}
     for component, program in COMPONENTS:
         key = proof.key(spec, component, program, (profile_of(program, CLIP),), proof.arguments.precision)
