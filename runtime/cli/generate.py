@@ -1,15 +1,11 @@
 """`generate`: one job on this thread, with Ctrl-C as its cancel."""
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 from runtime.cli import endings, show
+from runtime.cli.cancelling import cancel_on_signals
 from runtime.components.residency import Residency
 from runtime.core import settings
-from runtime.core.cancel import Cancel
 from runtime.core.errors import InvalidRequestError
 from runtime.core.events import Event, Failed, FellBack, TerminalEvent, VideoSaved, Warned
 from runtime.core.request import GenerationRequest
@@ -40,7 +36,7 @@ def generate(request: GenerationRequest, out: str | None, *, as_json: bool) -> i
         if isinstance(event, TerminalEvent):
             ends.append(event)
 
-    with _cancel_on_signals() as cancel, Residency(engines) as residency, progress.shown():
+    with cancel_on_signals() as cancel, Residency(engines) as residency, progress.shown():
         run_job(plan, spec, emit, cancel, residency)
     (end,) = ends
     if isinstance(end, VideoSaved):
@@ -63,26 +59,6 @@ def _target(request: GenerationRequest, out: str | None, outputs_dir: Path) -> P
     if not out.isprintable() or not out.strip():
         raise InvalidRequestError("out", "--out is empty or unreadable.", "Give a file name that ends in .mp4.")
     return Path(out).expanduser().resolve()
-
-
-@contextmanager
-def _cancel_on_signals() -> Iterator[Cancel]:
-    """Lend a `Cancel` that the first Ctrl-C (or SIGTERM) requests; the second one stops at once."""
-    cancel = Cancel()
-
-    def handle(number: int, _: FrameType | None) -> None:
-        if cancel.requested:
-            raise KeyboardInterrupt
-        cancel.request()
-        show.line("Stopping…")
-
-    handled = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, handle) for number in handled]
-    try:
-        yield cancel
-    finally:
-        for number, handler in zip(handled, before, strict=True):
-            signal.signal(number, handler)
 
 
 def _report(end: VideoSaved) -> None:

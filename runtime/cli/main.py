@@ -14,7 +14,7 @@ from typer.exceptions import TyperException
 from runtime import __version__
 from runtime.cli import show
 from runtime.cli.endings import CANCELLED, DEFECT, DONE, USER_ERROR, defect, emit_json, refuse
-from runtime.cli.request_flags import taking_request
+from runtime.cli.request_flags import taking_engines, taking_request, taking_size
 from runtime.core import log, settings
 from runtime.core.errors import SettingsError, TandemError
 from runtime.core.request import GenerationRequest
@@ -31,6 +31,10 @@ app = typer.Typer(
 )
 models_app = typer.Typer(help="The catalogue of models.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
+engines_app = typer.Typer(help="The engine library.", no_args_is_help=True)
+app.add_typer(engines_app, name="engines")
+
+EngineIds = Annotated[list[str], typer.Argument(metavar="ID...", help="Engines, as `engines list` shows them.")]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -62,7 +66,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _usage(arguments: list[str]) -> str:
-    known = {"generate", "plan", "models", "doctor"}
+    known = {"generate", "plan", "build", "engines", "export", "models", "doctor"}
     return _help_of(next((word for word in arguments if word in known), ""))
 
 
@@ -128,6 +132,113 @@ def plan(request: GenerationRequest, as_json: JsonFlag = False) -> None:
     from runtime.cli.inform import show_plan
 
     result = show_plan(request)
+    if as_json:
+        emit_json(result)
+
+
+@app.command()
+@taking_engines
+def build(
+    request: GenerationRequest,
+    again: Annotated[bool, typer.Option("--again", help="Build also the engines that are there.")] = False,
+    as_json: JsonFlag = False,
+) -> int:
+    """Build and measure the engines for a model and a size, without making a video."""
+    from runtime.cli import engines
+
+    result = engines.build(request, again=again)
+    if as_json:
+        emit_json(result)
+    return USER_ERROR if result["failed"] else DONE
+
+
+@app.command()
+@taking_size
+def export(
+    request: GenerationRequest,
+    component: Annotated[
+        str, typer.Option(metavar="NAME", help="text_encoder, transformer, transformer_2 or vae.")
+    ] = "transformer",
+    out: Annotated[str, typer.Option(metavar="FOLDER", help="Where the ONNX files go.")] = "onnx",
+    as_json: JsonFlag = False,
+) -> None:
+    """Write one component as ONNX, checked against PyTorch."""
+    from runtime.cli import engines
+
+    result = engines.export(component, request, out)
+    if as_json:
+        emit_json(result)
+
+
+@engines_app.command("list")
+def engines_list(as_json: JsonFlag = False) -> None:
+    """List the engines, the last used first."""
+    from runtime.cli import engines
+
+    result = engines.listing()
+    if as_json:
+        emit_json(result)
+
+
+@engines_app.command("verify")
+def engines_verify(
+    ids: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ID...]", help="Engines, as `engines list` shows them. [default: all]"),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> int:
+    """Prove engines against PyTorch once more."""
+    from runtime.cli import engines
+
+    result = engines.verify(ids or [])
+    if as_json:
+        emit_json(result)
+    return DONE if result["ok"] else USER_ERROR
+
+
+@engines_app.command("delete")
+def engines_delete(ids: EngineIds, as_json: JsonFlag = False) -> None:
+    """Delete engines."""
+    from runtime.cli import engines
+
+    result = engines.delete(ids)
+    if as_json:
+        emit_json(result)
+
+
+@engines_app.command("prune")
+def engines_prune(
+    max_size: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="What may stay, as in 500MB or 20GB. [default: TANDEM_ENGINE_CACHE_GB]"),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Delete the engines that were not used for longest, until the rest keep to a size; pinned ones stay."""
+    from runtime.cli import engines
+
+    result = engines.prune(max_size)
+    if as_json:
+        emit_json(result)
+
+
+@engines_app.command("pin")
+def engines_pin(ids: EngineIds, as_json: JsonFlag = False) -> None:
+    """Keep engines from being deleted to make room."""
+    from runtime.cli import engines
+
+    result = engines.pin(ids, pinned=True)
+    if as_json:
+        emit_json(result)
+
+
+@engines_app.command("unpin")
+def engines_unpin(ids: EngineIds, as_json: JsonFlag = False) -> None:
+    """Let engines be deleted to make room."""
+    from runtime.cli import engines
+
+    result = engines.pin(ids, pinned=False)
     if as_json:
         emit_json(result)
 

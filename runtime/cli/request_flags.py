@@ -13,6 +13,8 @@ from runtime.core.errors import InvalidRequestError
 from runtime.core.request import ALL, AUTO, BACKENDS, BUILDS, COMPONENTS, GenerationRequest
 
 Result = TypeVar("Result")
+# What shapes an engine.
+_SIZE = ("model", "width", "height", "frames")
 
 _DEFAULT = "[default: the model's]"
 
@@ -85,15 +87,33 @@ def request_from_flags(
 
 def taking_request(command: Callable[..., Result]) -> Callable[..., Result]:
     """Give `command`, which takes a `GenerationRequest` first, the flags of `request_from_flags` in its place."""
-    flags = inspect.signature(request_from_flags, eval_str=True).parameters
+    return _taking(command, list(_FLAGS))
+
+
+def taking_size(command: Callable[..., Result]) -> Callable[..., Result]:
+    """Give `command`, which takes a `GenerationRequest` first, the flags for model and size in its place."""
+    return _taking(command, list(_SIZE))
+
+
+def taking_engines(command: Callable[..., Result]) -> Callable[..., Result]:
+    """Give `command`, which takes a `GenerationRequest` first, the flags for model, size and backend in its place."""
+    return _taking(command, [*_SIZE, "backend"])
+
+
+_FLAGS = inspect.signature(request_from_flags, eval_str=True).parameters
+
+
+def _taking(command: Callable[..., Result], names: list[str]) -> Callable[..., Result]:
+    flags = [_FLAGS[name] for name in names]
     _, *own = inspect.signature(command, eval_str=True).parameters.values()
 
     @functools.wraps(command)
     def wrapper(**values: Any) -> Result:
-        request = request_from_flags(**{name: values.pop(name) for name in flags})
-        return command(request, **values)
+        # Without a prompt there is no video; a request has one all the same.
+        given: dict[str, Any] = {"prompt": "none"} | {name: values.pop(name) for name in names}
+        return command(request_from_flags(**given), **values)
 
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*flags.values(), *own)]
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*flags, *own)]
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
     return wrapper

@@ -90,6 +90,8 @@ def progress_text(progress: Progress) -> str:
     """Return the progress line: bar, stage, step, seconds per step, time left."""
     done = round(progress.fraction * _BAR)
     parts = [f"{'━' * done}{'╌' * (_BAR - done)} {progress.title}"]
+    if progress.building is not None:
+        parts.append(progress.building.line)
     if progress.stage == "denoise":
         parts.append(f"step {progress.step}/{progress.steps}")
         if progress.seconds_per_step is not None:

@@ -139,6 +139,12 @@ class ExecutionPlan:
         """Length of the clip in seconds."""
         return self.frames / self.fps
 
+    @property
+    def latent_size(self) -> LatentSize:
+        """(latent frames, latent height, latent width)."""
+        _, _, frames, height, width = self.latent_shape
+        return frames, height, width
+
     def title(self, component: str) -> str:
         """Return a component's name as people read it."""
         if component == "transformer" and "transformer_2" not in self.components:

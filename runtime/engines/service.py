@@ -83,7 +83,10 @@ class EngineService:
             if not index:
                 index.extend(self.store.index())
             names = _PREFERRED[device.partition(":")[0]]
-            return [self._offer(BUILDERS[name], spec, component, latent, device, index) for name in names]
+            return [
+                *(self._offer(BUILDERS[name], spec, component, latent, device, index) for name in names),
+                *(self._refusal(BUILDERS[name]) for name in BUILDERS if name not in names),
+            ]
 
         return of
 
@@ -193,6 +196,11 @@ class EngineService:
             seconds=seconds,
             pytorch_seconds=pytorch_seconds,
         )
+
+    def _refusal(self, builder: Builder) -> EngineOffer:
+        """Return an offer that says why a builder is not for a device."""
+        why, remedy = builder.unavailable(self.machine) or ("it needs an NVIDIA GPU", "Take another backend.")
+        return EngineOffer(backend=builder.backend, builder=builder.name, uses=(), problem=why, remedy=remedy)
 
     def _why(self, key: EngineKey, spec: ModelSpec) -> str:
         """Say why there is no engine for `key`: none was built, it is broken, or another differs in something."""

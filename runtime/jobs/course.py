@@ -1,6 +1,7 @@
 """A job under way: its plan as it changes, and what it tells. Builds what the plan wants before anything runs."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +16,7 @@ Emit = Callable[[Event], None]
 
 
 class Course:
-    """What changes while a job runs.
+    """What changes while a job runs. Use as a context manager: its engines are kept from deletion until it ends.
 
     Attributes:
         plan: what runs where, fallbacks included.
@@ -28,6 +29,15 @@ class Course:
         self._spec = spec
         self._emit = emit
         self._cancel = cancel
+        self._kept = ExitStack()
+
+    def __enter__(self) -> "Course":
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let go of the engines."""
+        self._kept.close()
 
     def warn(self, message: str) -> None:
         """Tell something that the user should read beside the result."""
@@ -69,16 +79,16 @@ class Course:
 
     def _get_engine(self, name: str, use: EngineUse, residency: Residency) -> None:
         engines = residency.engines
-        again = self.plan.build == "always"
-        if not use.build:
-            problem = None if self.plan.build == "never" else engines.problem(use.id)
-            if problem is None:
-                return
+        problem = None if use.build or self.plan.build == "never" else engines.problem(use.id)
+        if problem is not None:
             self.warn(f"{self.plan.title(name)}: the engine {use.id} is of no use ({problem}) and is built anew.")
-            again = True
-        self._emit(StageStarted("build", name))
-        device = self.plan.components[name].device
-        engines.build(self._spec, name, use, device, partial(self._building, name), self._cancel, again=again)
+        if use.build or problem is not None:
+            self._emit(StageStarted("build", name))
+            device = self.plan.components[name].device
+            again = self.plan.build == "always" or problem is not None
+            engines.build(self._spec, name, use, device, partial(self._building, name), self._cancel, again=again)
+        # Building the next one makes room in the library, but not of this one's.
+        self._kept.enter_context(engines.store.using(use.id))
 
     def _building(self, name: str, line: str, share: float | None) -> None:
         self._emit(EngineProgress(name, line, share))

@@ -51,8 +51,8 @@ def run_job(plan: ExecutionPlan, spec: ModelSpec, emit: Emit, cancel: Cancel, re
     """
     emit(Planned(plan))
     try:
-        with PeakMemory(plan.components["transformer"].device) as peak:
-            saved = _generate(plan, spec, emit, cancel, residency, peak)
+        with PeakMemory(plan.components["transformer"].device) as peak, Course(plan, spec, emit, cancel) as course:
+            saved = _generate(course, spec, emit, cancel, residency, peak)
     except CancelledError:
         emit(Cancelled())
     except TandemError as error:
@@ -69,10 +69,9 @@ def run_job(plan: ExecutionPlan, spec: ModelSpec, emit: Emit, cancel: Cancel, re
 
 
 def _generate(
-    plan: ExecutionPlan, spec: ModelSpec, emit: Emit, cancel: Cancel, residency: Residency, peak: PeakMemory
+    course: Course, spec: ModelSpec, emit: Emit, cancel: Cancel, residency: Residency, peak: PeakMemory
 ) -> VideoSaved:
-    clock = Clock(residency)
-    course = Course(plan, spec, emit, cancel)
+    plan, clock = course.plan, Clock(residency)
     check_target(plan.output)
     for message in plan.warnings:
         course.warn(message)

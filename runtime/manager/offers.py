@@ -16,7 +16,7 @@ class EngineOffer:
 
     Attributes:
         backend, builder: what runs them and what makes them.
-        uses: the engines; those that are not there say `build`.
+        uses: the engines; those that are not there say `build`. None where the backend does not run on the device.
         missing: why an engine must be built, as in "there is none yet"; empty where all are there.
         problem: why nothing can be built here, `None` where it can.
         remedy: what to do about that, a sentence.
@@ -35,7 +35,7 @@ class EngineOffer:
     @property
     def ready(self) -> bool:
         """Whether all engines are there."""
-        return not any(use.build for use in self.uses)
+        return bool(self.uses) and not any(use.build for use in self.uses)
 
     @property
     def speed_up(self) -> float:
@@ -100,16 +100,14 @@ def _asked_for(asked: str, build: str, offers: list[EngineOffer]) -> Choice:
     if ready is not None and build != "always":
         return Choice(asked, ready.uses, f"{title}, as asked: {_speed(ready)}.")
     buildable = next((offer for offer in offers if offer.problem is None), None)
+    if buildable is None:
+        why = f"{offers[0].problem}. {offers[0].remedy}" if offers else "it does not run this component."
+        return Choice(PYTORCH, (), f"{title} was asked for, but {why}")
     if build == "never":
-        missing = offers[0].missing if offers else "there is none yet"
         return Choice(
-            PYTORCH, (), f"{title} was asked for, but has no engine to run ({missing}) and none is to be built."
+            PYTORCH, (), f"{title} was asked for, but has no engine ({buildable.missing}), and none is to be built."
         )
-    if buildable is not None:
-        return Choice(asked, _to_build(buildable, build), f"{title}, as asked: {_building(buildable, build)}.")
-    if not offers:
-        return Choice(PYTORCH, (), f"{title} was asked for, but does not run this component.")
-    return Choice(PYTORCH, (), f"{title} was asked for, but {offers[0].problem}. {offers[0].remedy}")
+    return Choice(asked, _to_build(buildable, build), f"{title}, as asked: {_building(buildable, build)}.")
 
 
 def _to_build(offer: EngineOffer, build: str) -> tuple[EngineUse, ...]:

@@ -8,16 +8,10 @@ from typing import Any
 from urllib.parse import quote
 
 from runtime.core.events import VideoSaved
-from runtime.core.plan import ExecutionPlan
+from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
 from runtime.ui import text
 
 _STAGES = {"encode": "reading the prompt", "denoise": "denoising", "decode": "decoding", "mux": "saving"}
-_BACKENDS = {
-    "pytorch": "PyTorch",
-    "inductor": "Inductor",
-    "onnxruntime": "ONNX Runtime",
-    "tensorrt": "TensorRT",
-}
 
 
 def file_url(path: Path) -> str:
@@ -88,5 +82,5 @@ def _places(components: Mapping[str, Mapping[str, Any]], plan: ExecutionPlan) ->
 
 
 def _where(choice: Mapping[str, Any]) -> str:
-    backend = _BACKENDS.get(choice["backend"], choice["backend"])
+    backend = BACKEND_TITLES.get(choice["backend"], choice["backend"])
     return f"{backend} on {choice['device'].replace('cpu', 'the CPU')}, {choice['dtype']}"

@@ -99,6 +99,8 @@ def running(progress: Progress) -> Line:
     if progress.stage == "denoise" and progress.steps:
         # The step that is being made, not the last one made: 1 of 20 while the first one runs.
         detail = f"step {min(progress.step + 1, progress.steps)} of {progress.steps}"
+    elif progress.building is not None:
+        detail = progress.building.line
     elif progress.stage == "decode":
         detail = f"{progress.frames} of {progress.frame_count} frames"
     return Line("running", progress.title, detail, text.time_left(progress.seconds_left), progress.fraction)

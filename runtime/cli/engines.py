@@ -1,0 +1,278 @@
+"""`build`, `engines …` and `export`: for people on standard error, returned for programs."""
+
+import math
+import re
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from runtime.cli import show
+from runtime.cli.cancelling import cancel_on_signals
+from runtime.core import settings
+from runtime.core.errors import EngineError, InvalidRequestError, TandemError
+from runtime.core.plan import BACKEND_TITLES
+from runtime.core.request import GenerationRequest
+from runtime.engines import library
+from runtime.engines.service import EngineService
+from runtime.jobs.building import Built, build_all, wanted_engines
+from runtime.manager.engine_index import UNREADABLE_KEY, EngineRecord
+from runtime.manager.machine import probe
+from runtime.manager.planner import resolve
+from runtime.models.catalogue import find, folders
+from runtime.models.spec import ModelSpec
+from runtime.models.wan import read_spec
+
+_UNITS = {"": 10**9, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def build(request: GenerationRequest, *, again: bool) -> dict[str, Any]:
+    """Build the engines that a model and a size want; return them.
+
+    Raises:
+        CancelledError: on Ctrl-C; what was built before stays.
+    """
+    loaded = settings.load()
+    spec = find(request.model, loaded.weights_dir)
+    service = EngineService.from_settings(loaded, probe())
+    wanted = wanted_engines(request, spec, service)
+    built: list[Built] = []
+    with cancel_on_signals() as cancel:
+        for number, one in enumerate(build_all(wanted, spec, service, _progress(), cancel, again=again), start=1):
+            built.append(one)
+            if one.error is not None:
+                show.warning(f"{number} of {len(wanted)}: {one.error.what} {one.error.remedy}")
+    records = [one.record for one in built if one.record is not None]
+    _table(records)
+    return {
+        "engines": [_row(record) for record in records],
+        "failed": [
+            {
+                "component": one.wanted.component,
+                "program": one.wanted.use.program,
+                "backend": one.wanted.backend,
+                "what": one.error.what,
+                "remedy": one.error.remedy,
+            }
+            for one in built
+            if one.error is not None
+        ],
+    }
+
+
+def listing() -> dict[str, Any]:
+    """Print and return the engine library."""
+    service = _service()
+    found = library.listing(service.store)
+    _table(found.engines)
+    show.line(f"{_size(found.total_bytes)} of at most {_size(found.max_bytes)}, in {service.store.folder}")
+    return {
+        "engines": [_row(record) for record in found.engines],
+        "total_bytes": found.total_bytes,
+        "max_bytes": found.max_bytes,
+        "folder": str(service.store.folder),
+    }
+
+
+def verify(ids: Sequence[str]) -> dict[str, Any]:
+    """Prove engines against PyTorch, all of them where none is named; return what was found.
+
+    Raises:
+        CancelledError: on Ctrl-C; what was found before is kept.
+    """
+    service = _service()
+    chosen = library.choose(service.store, ids)
+    rows = []
+    with cancel_on_signals() as cancel:
+        for found in library.verify(
+            service.store, chosen, _models(), service.machine, _progress(), cancel, service.notes
+        ):
+            record = found.engine
+            if found.skipped is not None:
+                said = f"not verified. {found.skipped} {found.remedy}"
+            else:
+                said = f"{'right' if record.usable else 'WRONG'}: {record.problem or record.detail}"
+            show.line(f"{record.id} {_title(record)}: {said}")
+            rows.append({**_row(record), "skipped": found.skipped})
+    bad = sum(1 for row in rows if row["skipped"] is None and not row["usable"])
+    return {"ok": bad == 0, "engines": rows}
+
+
+def delete(ids: Sequence[str]) -> dict[str, Any]:
+    """Delete engines by id."""
+    service = _service()
+    chosen = library.choose(service.store, ids)
+    freed = library.delete(service.store, chosen)
+    show.line(f"Deleted {_count(len(chosen))}, {_size(freed)}.")
+    return {"deleted": [record.id for record in chosen], "freed_bytes": freed}
+
+
+def prune(max_size: str | None) -> dict[str, Any]:
+    """Delete the least recently used engines until the rest keep to a size."""
+    service = _service()
+    done = library.prune(service.store, None if max_size is None else parse_size(max_size))
+    show.line(f"Deleted {_count(len(done.deleted))}; {_size(done.total_bytes)} of {_size(done.max_bytes)} are left.")
+    if not done.enough:
+        show.warning("Pinned engines and those in use stay.")
+    return {
+        "deleted": [record.id for record in done.deleted],
+        "total_bytes": done.total_bytes,
+        "max_bytes": done.max_bytes,
+        "enough": done.enough,
+    }
+
+
+def pin(ids: Sequence[str], *, pinned: bool) -> dict[str, Any]:
+    """Keep engines from being evicted, or let them."""
+    store = _service().store
+    chosen = library.choose(store, ids)
+    change = store.pin if pinned else store.unpin
+    rows = [_row(change(record.id)) for record in chosen]
+    show.line(f"{'Pinned' if pinned else 'Unpinned'} {_count(len(rows))}.")
+    return {"engines": rows}
+
+
+def export(component: str, request: GenerationRequest, out: str) -> dict[str, Any]:
+    """Write one component as ONNX into the folder `out`, and compare it with PyTorch through ONNX Runtime."""
+    from runtime.engines.export import export_component
+
+    spec = find(request.model, settings.load().weights_dir)
+    if component not in spec.component_names:
+        raise InvalidRequestError(
+            "component", f"{spec.title} has no {component[:40]!r}.", f"Take one of {', '.join(spec.component_names)}."
+        )
+    plan = resolve(request, spec, probe(), Path("none.mp4"))
+    files = []
+    for exported in export_component(spec, component, plan.latent_size, _folder(out)):
+        show.line(f"{exported.path} ({_size(exported.bytes)}): {exported.detail}")
+        files.append(exported.to_json())
+    return {"component": component, "model": spec.name, "files": files}
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that "500 MB", "2GB" or "1.5" (gigabytes) mean.
+
+    Raises:
+        InvalidRequestError: if it means nothing.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([KMGT]?B)?\s*", text.upper())
+    size = float(match[1]) * _UNITS[match[2] or ""] if match else math.nan
+    if not math.isfinite(size):
+        raise InvalidRequestError("max_size", f"--max-size is {text[:40]!r}.", "Give a size, as in 500MB or 20GB.")
+    return int(size)
+
+
+def _service() -> EngineService:
+    return EngineService.from_settings(settings.load(), probe())
+
+
+def _models() -> list[ModelSpec]:
+    specs = []
+    for name, folder in folders(settings.load().weights_dir).items():
+        try:
+            specs.append(read_spec(folder, name))
+        except TandemError:  # `models list` says so
+            continue
+    return specs
+
+
+def _folder(text: str) -> Path:
+    if not text.strip() or not text.isprintable():
+        raise InvalidRequestError("out", "--out is empty or unreadable.", "Give a folder for the ONNX files.")
+    folder = Path(text).expanduser().resolve()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EngineError(
+            f"{folder} cannot be made: {error.strerror}.", "Give a folder that you can write to."
+        ) from error
+    return folder
+
+
+def _progress() -> Any:
+    said = [""]
+
+    def tell(line: str, share: float | None) -> None:
+        text = line if share in {None, 0.0, 1.0} else f"{line} ({share:.0%})"
+        if text != said[0]:
+            said[0] = text
+            show.line(text)
+
+    return tell
+
+
+def _table(records: Sequence[EngineRecord]) -> None:
+    show.table(
+        ("Engine", "Component", "Runs on", "Sizes", "On disk", "Speed", "Error", "Used", ""),
+        [
+            (
+                record.id,
+                _title(record),
+                f"{BACKEND_TITLES.get(record.key.backend, record.key.backend)}, {record.key.precision}",
+                ", ".join(map(str, record.key.profiles)),
+                _size(record.file_bytes),
+                _speed(record),
+                f"{record.error:.0e}" if record.verified else "",
+                datetime.fromtimestamp(record.last_used).astimezone().strftime("%Y-%m-%d %H:%M"),
+                _state(record),
+            )
+            for record in records
+        ],
+    )
+
+
+def _row(record: EngineRecord) -> dict[str, Any]:
+    key = record.key
+    return {
+        "id": record.id,
+        "model": record.model,
+        "component": record.component,
+        "program": key.program,
+        "backend": key.backend,
+        "builder": key.builder,
+        "precision": key.precision,
+        "profiles": [{"min": p.min, "opt": p.opt, "max": p.max} for p in key.profiles],
+        "device": key.device,
+        "versions": dict(key.versions),
+        "file_bytes": record.file_bytes,
+        "build_seconds": record.build_seconds,
+        "seconds_per_call": record.seconds_per_call,
+        "pytorch_seconds_per_call": record.pytorch_seconds_per_call,
+        "error": None if math.isnan(record.error) else record.error,
+        "tolerance": record.tolerance,
+        "verified": record.verified,
+        "usable": record.usable,
+        "problem": record.problem,
+        "detail": record.detail,
+        "built_at": record.built_at,
+        "last_used": record.last_used,
+        "pinned": record.pinned,
+    }
+
+
+def _title(record: EngineRecord) -> str:
+    return "unreadable" if record.key == UNREADABLE_KEY else f"{record.model} {record.key.program}"
+
+
+def _speed(record: EngineRecord) -> str:
+    if not record.seconds_per_call:
+        return ""
+    times = record.pytorch_seconds_per_call / record.seconds_per_call
+    return f"{record.seconds_per_call * 1000:,.0f} ms a call, {times:.1f}x"
+
+
+def _state(record: EngineRecord) -> str:
+    if record.problem is not None:
+        return record.problem
+    if not record.verified:
+        return f"not right: {record.detail}"
+    return "pinned" if record.pinned else ""
+
+
+def _size(count: int) -> str:
+    unit = next((unit for unit in ("TB", "GB", "MB", "KB") if count >= _UNITS[unit]), "B")
+    return f"{count / _UNITS[unit]:.1f} {unit}" if unit != "B" else f"{count} B"
+
+
+def _count(count: int) -> str:
+    return f"{count} engine{'' if count == 1 else 's'}"
