@@ -8,5 +8,5 @@ from tests.gpu.opset17 import to_opset_17
 if __name__ == "__main__":
     if tensorrt_8_6.is_installed():
         tensorrt_8_6.load()
-        builders.BUILDERS = {**builders.BUILDERS, "onnx_tensorrt": OnnxTensorRT(prepare=to_opset_17)}
+        builders.BUILDERS = {"onnx_tensorrt": OnnxTensorRT(prepare=to_opset_17)}
     build_child.main()

@@ -1,16 +1,16 @@
-"""The proof's clip: every component on engines, against PyTorch in float32."""
+"""The proof's clip: every component on engines, against `diffusers.WanPipeline` in float32."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import WanPipeline
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
-from runtime.components.residency import Residency
 from runtime.core.cancel import Cancel
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
@@ -21,7 +21,6 @@ from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_scheduler, load_tokenizer
 from runtime.pipeline.sampling import Conditioning, decode, denoise, get_noise, get_schedule
 from tests.gpu.proof_common import CHUNK, CLIP, COMPONENTS, Proof, profile_of, psnr, relative_error, ssim
-from tests.plans import Alone
 
 PROMPT = "a red boat sails left on a calm sea at sunset"
 
@@ -70,13 +69,14 @@ def clip(proof: Proof) -> None:
         key = proof.key(spec, component, program, (profile_of(program, CLIP),), proof.arguments.precision)
         records[component, program] = proof.engine(spec, component, key)
 
-    with Residency() as residency:
-        wanted = run_pytorch(spec, plan, residency)
-        proof.synchronize()
-        started = time.perf_counter()
-        wanted = run_pytorch(spec, plan, residency)
-        proof.synchronize()
-        proof.say("PyTorch float32", seconds=time.perf_counter() - started, steps=plan.steps)
+    reference = run_pytorch(spec, plan, proof.device)
+    reference()
+    proof.synchronize()
+    started = time.perf_counter()
+    wanted = reference()
+    proof.synchronize()
+    proof.say("PyTorch float32", seconds=time.perf_counter() - started, steps=plan.steps)
+    del reference
     for graphs in ("off", "on"):
         sessions = {item: proof.open(record, cuda_graphs=graphs) for item, record in records.items()}
         try:
@@ -96,7 +96,7 @@ def clip(proof: Proof) -> None:
             verified={f"{component} {program}": r.verified for (component, program), r in records.items()},
             seconds=seconds,
             text_error=relative_error(got[0], wanted[0]),
-            latent_error_by_step=[round(relative_error(a, b), 6) for a, b in zip(got[1], wanted[1], strict=True)],
+            latent_error_by_step=[float(f"{relative_error(a, b):.3g}") for a, b in zip(got[1], wanted[1], strict=True)],
             psnr_db=round(psnr(got[2], wanted[2]), 2),
             ssim=round(ssim(got[2], wanted[2]), 5),
             frames=len(got[2]),
@@ -106,22 +106,37 @@ def clip(proof: Proof) -> None:
 Made = tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]
 
 
-def run_pytorch(spec: ModelSpec, plan: ExecutionPlan, residency: Residency) -> Made:
-    """Return the text's embeddings, the latents after each step and the frames."""
-    job = Alone(plan)
-    with residency.text_encoder(spec, job) as encoder:
-        positive = encoder.encode(plan.prompt).embeds
-        negative = encoder.encode(plan.negative_prompt).embeds
+def run_pytorch(spec: ModelSpec, plan: ExecutionPlan, device: str) -> Callable[[], Made]:
+    """Return what makes the text's embeddings, the latents after each step and the frames, by `WanPipeline`."""
+    pipeline = WanPipeline.from_pretrained(spec.directory).to(torch.float32).to(device)
+    pipeline.set_progress_bar_config(disable=True)
 
-    @contextmanager
-    def expert(name: str) -> Iterator[Any]:
-        with residency.denoiser(spec, job, name) as denoiser:
-            yield denoiser
+    def run() -> Made:
+        embeds, _ = pipeline.encode_prompt(
+            plan.prompt, do_classifier_free_guidance=False, max_sequence_length=spec.max_sequence_length
+        )
+        latents: list[torch.Tensor] = []
 
-    latents = sample(spec, plan, Conditioning(positive, negative), expert)
-    with residency.video_decoder(spec, job) as decoder:
-        frames = torch.cat(list(decode(decoder, latents[-1], plan.decode_chunk, Cancel())))
-    return positive, latents, frames
+        def keep(_: Any, step: int, timestep: Any, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            latents.append(given["latents"].clone())
+            return given
+
+        frames = pipeline(
+            prompt=plan.prompt,
+            negative_prompt=plan.negative_prompt,
+            width=plan.width,
+            height=plan.height,
+            num_frames=plan.frames,
+            num_inference_steps=plan.steps,
+            guidance_scale=plan.guidance_scale,
+            guidance_scale_2=plan.guidance_scale_2,
+            generator=torch.Generator("cpu").manual_seed(plan.seed),
+            output_type="np",
+            callback_on_step_end=keep,
+        ).frames[0]
+        return embeds, latents, torch.from_numpy(frames).mul(255).round().to(torch.uint8)
+
+    return run
 
 
 def run_engines(spec: ModelSpec, plan: ExecutionPlan, sessions: dict[tuple[str, str], Session]) -> Made:

@@ -149,7 +149,7 @@ class Proof:
 
 def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
     """Return ‖out - reference‖ / ‖reference‖."""
-    out, reference = out.double().cpu(), reference.double().cpu()
+    out, reference = out.detach().double().cpu(), reference.detach().double().cpu()
     return float((out - reference).norm() / reference.norm())
 
 
