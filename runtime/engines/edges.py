@@ -15,6 +15,8 @@ from runtime.core.errors import EngineError
 # A size: fixed, or a multiple of a named one.
 Size = int | tuple[str, int]
 METADATA_KEY = "tandem.edges"
+# Beside it: the weights that are handed over, as {name: [dtype, shape]}.
+WEIGHTS_KEY = "tandem.weights"
 _REMEDY = "Build an engine for this size; PyTorch runs meanwhile."
 
 

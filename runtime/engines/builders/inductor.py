@@ -6,6 +6,7 @@ anew ("freezing"), which makes it a third faster, and keeps them.
 """
 
 import contextlib
+import json
 import os
 import platform
 import shutil
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from runtime.core.errors import EngineError
 from runtime.engines.builders import BuildNeeds, Report
-from runtime.engines.edges import METADATA_KEY
+from runtime.engines.edges import METADATA_KEY, WEIGHTS_KEY
 from runtime.engines.identity import (
     EXPORT_REVISION,
     FAMILY,
@@ -34,6 +35,8 @@ from runtime.manager.vram import DTYPE_BYTES
 from runtime.models.spec import ModelSpec
 
 if TYPE_CHECKING:
+    import torch
+
     from runtime.engines.programs import Program
 
 _GIB = 1 << 30
@@ -127,8 +130,9 @@ class InductorBuilder:
         report("Exporting", 0.0)
         exported = program.export(profile, cut=on_cpu)
         edges = program.edges(profile, program.example(profile, cut=on_cpu))
+        weights = {} if key.weights != SWAPPED else _described(exported)
         options: dict[str, Any] = {
-            "aot_inductor.metadata": {METADATA_KEY: edges.to_text()},
+            "aot_inductor.metadata": {METADATA_KEY: edges.to_text(), WEIGHTS_KEY: json.dumps(weights)},
             "aot_inductor.package_constants_in_so": key.weights != SWAPPED,
             "freezing": on_cpu and key.weights != SWAPPED,
             # As many threads as the process has when it runs, not as it had here.
@@ -147,6 +151,14 @@ class InductorBuilder:
                     f"The C++ compiler failed: {str(error).strip().splitlines()[-1]}.",
                     "The log has its messages. PyTorch runs meanwhile.",
                 ) from error
+
+
+def _described(exported: "torch.export.ExportedProgram") -> dict[str, tuple[str, list[int]]]:
+    """Return the dtype and shape of every weight by its name in the program's state dict."""
+    signature = exported.graph_signature
+    names = [*signature.inputs_to_parameters.values(), *signature.inputs_to_buffers.values()]
+    tensors = {name: exported.state_dict[name] for name in names}
+    return {name: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def _keeps_weights(program: str, device: str) -> bool:

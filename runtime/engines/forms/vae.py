@@ -36,7 +36,8 @@ class _Caches:
 
     def begin_empty(self, x: torch.Tensor) -> None:
         """Keep two frames of zeros: doubling time starts with the second frame."""
-        self.kept.append(torch.zeros_like(x).expand(-1, -1, CACHED_FRAMES, -1, -1).contiguous())
+        # Not `zeros_like`: exporters would make a constant of it, and OpenVINO reads no constant as an output.
+        self.kept.append(x.clamp(0.0, 0.0).repeat(1, 1, CACHED_FRAMES, 1, 1))
 
 
 class _NextConv(nn.Module):

@@ -1,0 +1,123 @@
+"""Builders: keys that tell engines apart, defaults, and the VAE and text encoder as they are built by default."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from runtime.engines.builders import BUILDERS, builders_of
+from runtime.engines.builders import inductor as inductor_module
+from runtime.engines.builders import onnxruntime as onnxruntime_module
+from runtime.engines.builders.inductor import InductorBuilder
+from runtime.engines.builders.onnxruntime import OnnxRuntimeBuilder
+from runtime.engines.programs import load_program
+from runtime.engines.verify import verify
+from runtime.manager.engine_index import SWAPPED, EngineKey, differences
+from runtime.manager.machine import Machine, probe
+from runtime.manager.shapes import ShapeProfile
+from runtime.models.spec import ModelSpec
+from tests.engines.conftest import PROFILES, Build
+
+SMALL = ShapeProfile.fixed((1, 2, 2))
+
+
+@pytest.fixture(scope="module")
+def machine() -> Machine:
+    """Return this machine."""
+    return probe()
+
+
+def key(builder: str, spec: ModelSpec, machine: Machine, component: str, program: str) -> EngineKey:
+    """Return the key of a small float32 engine."""
+    return BUILDERS[builder].key(
+        spec, component, program, (SMALL,), precision="float32", machine=machine, device="cpu"
+    )
+
+
+def test_experts_share_what_can_be_shared(tiny: Callable[[str], ModelSpec], machine: Machine) -> None:
+    spec = tiny("wan2.2-a14b")
+    one, two = (key("inductor", spec, machine, part, "transformer") for part in ("transformer", "transformer_2"))
+    assert one == two
+    assert one.weights == SWAPPED
+    one, two = (key("onnxruntime", spec, machine, part, "transformer") for part in ("transformer", "transformer_2"))
+    assert differences(one, two) == ["built from other weights"]
+
+
+def test_a_key_names_what_runs_it(tiny: Callable[[str], ModelSpec], machine: Machine) -> None:
+    spec = tiny("wan2.1")
+    openvino = key("onnxruntime", spec, machine, "vae", "vae_next")
+    assert dict(openvino.options) == {"provider": "openvino"}
+    assert {"torch", "onnxscript", "onnxruntime-openvino"} == set(dict(openvino.versions))
+    plain = OnnxRuntimeBuilder("cpu").key(
+        spec, "vae", "vae_next", (SMALL,), precision="float32", machine=machine, device="cpu"
+    )
+    assert differences(plain, openvino) == ["built with provider openvino, asked cpu"]
+    assert key("inductor", spec, machine, "vae", "vae_next").weights != SWAPPED
+
+
+def test_every_backend_has_its_builders() -> None:
+    assert [builder.name for builder in builders_of("inductor")] == ["inductor"]
+    assert [builder.name for builder in builders_of("onnxruntime")] == ["onnxruntime"]
+    assert {builder.backend for name in BUILDERS for builder in [BUILDERS[name]]} == {
+        "tensorrt",
+        "inductor",
+        "onnxruntime",
+    }
+
+
+def test_what_is_missing_is_said(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert InductorBuilder().unavailable(machine) is None
+    assert OnnxRuntimeBuilder().unavailable(machine) is None
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    why, remedy = InductorBuilder().unavailable(machine) or ("", "")
+    assert "C++ compiler" in why
+    assert "Install" in remedy or "Run" in remedy
+    monkeypatch.setattr(onnxruntime_module, "versions_of", lambda *names: (("onnx", "1"),))
+    assert OnnxRuntimeBuilder().unavailable(machine) is not None
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_only_the_vae_runs_in_bfloat16_on_a_cpu(machine: Machine, monkeypatch: pytest.MonkeyPatch, fast: bool) -> None:
+    monkeypatch.setattr(inductor_module, "cpu_has_bfloat16", lambda: fast)
+    monkeypatch.setattr(onnxruntime_module, "cpu_has_bfloat16", lambda: fast)
+    for builder in (InductorBuilder(), OnnxRuntimeBuilder("openvino")):
+        chosen = {name: builder.default_precision(name, machine, "cpu") for name in PROFILES}
+        vae = "bfloat16" if fast else "float32"
+        assert chosen == {"text_encoder": "float32", "transformer": "float32", "vae_first": vae, "vae_next": vae}
+    assert OnnxRuntimeBuilder("cpu").default_precision("vae_next", machine, "cpu") == "float32"
+
+
+@pytest.mark.parametrize("builder", ["inductor", "openvino"])
+@pytest.mark.parametrize("program", ["vae_first", "vae_next"])
+def test_the_vae_in_bfloat16_is_near(built: Build, builder: str, program: str) -> None:
+    profile = ShapeProfile.fixed((2 if program == "vae_next" else 1, 4, 6))
+    engine = built(builder, "wan2.2-ti2v-5b", "vae", program, "bfloat16", profile)
+    with engine.session() as session:
+        result = verify(session, engine.program(), profile, "bfloat16")
+    assert result.passed, result.detail
+    assert result.error > 1e-5
+
+
+@pytest.mark.parametrize("builder", ["inductor", "openvino"])
+def test_the_text_encoder_is_right(built: Build, builder: str) -> None:
+    engine = built(builder, "wan2.1", "text_encoder", "text_encoder")
+    with engine.session() as session:
+        result = verify(session, engine.program(), PROFILES["text_encoder"], "float32")
+    assert result.error < 1e-5, result.detail
+
+
+def test_a_cache_folder_with_a_space_does_not_matter(
+    tiny: Callable[[str], ModelSpec], machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "my engines"
+    folder.mkdir()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor cache"))
+    spec = tiny("wan2.1")
+    wanted = key("inductor", spec, machine, "vae", "vae_first")
+    program = load_program(spec, "vae", "vae_first", device="cpu", dtype="float32")
+    said: list[str] = []
+    InductorBuilder().build(program, wanted, folder, lambda line, share: said.append(line))
+    assert (folder / "engine.pt2").stat().st_size > 10_000
+    assert list((folder / "inductor cache").iterdir())
+    assert said == ["Exporting", "Compiling"]

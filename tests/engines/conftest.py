@@ -1,0 +1,112 @@
+"""Engines that several tests share: built once, from tiny models, by the real builders."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.engines import manifest
+from runtime.engines.builders import BUILDERS, Builder
+from runtime.engines.builders.onnxruntime import OnnxRuntimeBuilder
+from runtime.engines.programs import Program, load_program
+from runtime.engines.sessions import Session, open_session
+from runtime.manager.engine_index import EngineRecord
+from runtime.manager.machine import probe
+from runtime.manager.shapes import ShapeProfile
+from runtime.models.spec import ModelSpec
+
+# What the tiny models are small enough for, and small enough for tests.
+PROFILES = {
+    "text_encoder": ShapeProfile.fixed((1, 1, 1)),
+    "transformer": ShapeProfile((1, 4, 4), (3, 6, 8), (5, 10, 12)),
+    "vae_first": ShapeProfile((1, 2, 2), (1, 4, 6), (1, 5, 8)),
+    "vae_next": ShapeProfile((1, 2, 2), (2, 4, 6), (4, 5, 8)),
+}
+
+
+@dataclass(frozen=True)
+class Built:
+    """An engine with its folder and record, and the program that it is to equal."""
+
+    folder: Path
+    record: EngineRecord
+    spec: ModelSpec
+    component: str
+
+    def program(self, component: str | None = None, dtype: str = "float32") -> Program:
+        """Load the program, of another component's weights if asked."""
+        return load_program(
+            self.spec, component or self.component, self.record.key.program, device="cpu", dtype=dtype
+        )
+
+    def session(self, component: str | None = None) -> Session:
+        """Open the engine, with another component's weights if asked."""
+
+        def weights() -> dict[str, torch.Tensor]:
+            return self.program(component, self.record.key.precision).module.state_dict()
+
+        return open_session(self.folder, self.record, device="cpu", weights=weights)
+
+
+Build = Callable[..., Built]
+
+
+@pytest.fixture(scope="session")
+def built(tiny: Callable[[str], ModelSpec], tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """Return a function that builds an engine once and gives it to whoever asks again."""
+    root = tmp_path_factory.mktemp("engines")
+    machine = probe()
+
+    def build(
+        builder: str,
+        architecture: str,
+        component: str,
+        program: str,
+        precision: str = "float32",
+        profile: ShapeProfile | None = None,
+    ) -> Built:
+        maker: Builder = BUILDERS[builder] if builder in BUILDERS else OnnxRuntimeBuilder(builder)
+        spec = tiny(architecture)
+        key = maker.key(
+            spec,
+            component,
+            program,
+            (profile or PROFILES[program],),
+            precision=precision,
+            machine=machine,
+            device="cpu",
+        )
+        folder = root / key.digest()
+        if not (folder / manifest.NAME).exists():
+            folder.mkdir()
+            loaded = load_program(spec, component, program, device="cpu", dtype=precision)
+            maker.build(loaded, key, folder, lambda line, share: None)
+            files = manifest.hashed_files(folder, maker.file_name)
+            record = EngineRecord(
+                id=key.digest(),
+                key=key,
+                model=spec.name,
+                component=component,
+                files=files,
+                file_bytes=sum(file.bytes for file in files),
+                build_seconds=1.0,
+                seconds_per_call=0.0,
+                pytorch_seconds_per_call=0.0,
+                error=0.0,
+                tolerance=0.0,
+                verified=False,
+                detail="",
+                built_at=0.0,
+                last_used=0.0,
+            )
+            manifest.write(folder, record)
+        return Built(folder, manifest.read(folder), spec, component)
+
+    return build
+
+
+def relative(output: torch.Tensor, reference: torch.Tensor) -> float:
+    """Return ‖out − ref‖/‖ref‖."""
+    return float((output.float() - reference.float()).norm() / reference.float().norm())

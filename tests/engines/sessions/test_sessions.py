@@ -1,0 +1,230 @@
+"""Sessions of Inductor and ONNX Runtime answer like the program, keep outputs alive, and refuse what is not theirs."""
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from runtime.core.errors import EngineError
+from runtime.engines import manifest
+from runtime.engines.sessions import open_session
+from runtime.engines.sessions.inductor import InductorSession
+from runtime.engines.sessions.onnxruntime import OnnxRuntimeSession
+from runtime.engines.verify import verify
+from runtime.manager.engine_index import SWAPPED
+from tests.engines.conftest import PROFILES, Build, Built, relative
+
+ENGINES = ["inductor", "cpu", "openvino"]
+
+
+@pytest.fixture(params=ENGINES)
+def transformer(request: pytest.FixtureRequest, built: Build) -> Built:
+    """Return the transformer of a model with two experts on each backend in turn, for a range of sizes."""
+    return built(request.param, "wan2.2-a14b", "transformer", "transformer")
+
+
+@pytest.fixture(params=ENGINES)
+def vae_next(request: pytest.FixtureRequest, built: Build) -> Built:
+    """Return the VAE's recurrent step on each backend in turn."""
+    return built(request.param, "wan2.1", "vae", "vae_next")
+
+
+def test_the_transformer_is_right_at_every_size(transformer: Built) -> None:
+    with transformer.session() as session:
+        result = verify(session, transformer.program(), PROFILES["transformer"], "float32")
+    assert result.error < 1e-5, result.detail
+    assert 0 < result.seconds_per_call < 5
+
+
+def test_any_text_is_right(transformer: Built) -> None:
+    program = transformer.program()
+    with transformer.session() as session:
+        for words in (0, 1, 100, 512):
+            inputs = program.inputs((2, 4, 6))
+            generator = torch.Generator().manual_seed(words)
+            inputs["text_embeds"] = torch.randn(1, 512, 32, generator=generator)
+            inputs["text_embeds"][:, words:] = 0
+            assert relative(session.infer(**inputs)["velocity"], program.run(**inputs)["velocity"]) < 1e-5
+
+
+def test_the_vae_is_right_step_after_step_and_its_caches_stay(vae_next: Built) -> None:
+    program = vae_next.program()
+    with vae_next.session() as session:
+        result = verify(session, program, PROFILES["vae_next"], "float32")
+        assert result.error < 1e-5, result.detail
+        ours = theirs = program.inputs((2, 4, 6))
+        for step in range(4):
+            # A shorter step at the end has buffers of another size.
+            z = program.inputs((1 if step == 3 else 2, 4, 6), seed=step)["z"]
+            ours, theirs = session.infer(**ours | {"z": z}), program.run(**theirs | {"z": z})
+            assert all(relative(ours[name], theirs[name]) < 1e-4 for name in theirs)
+            ours.pop("frames")
+            theirs.pop("frames")
+
+
+def test_an_output_stays_until_the_call_after_the_next(transformer: Built) -> None:
+    program = transformer.program()
+    with transformer.session() as session:
+        first = session.infer(**program.inputs((3, 6, 8), seed=1))["velocity"]
+        copy = first.clone()
+        second = session.infer(**program.inputs((3, 6, 8), seed=2))["velocity"]
+        assert torch.equal(first, copy)
+        assert not torch.equal(first, second)
+
+
+def test_another_size_is_refused_and_the_session_goes_on(transformer: Built) -> None:
+    program = transformer.program()
+    inputs = program.inputs((3, 6, 8))
+    with transformer.session() as session:
+        for size in ((6, 6, 8), (3, 6, 14), (3, 5, 8)):
+            wrong = inputs | {"latents": torch.zeros(1, 16, *size)}
+            with pytest.raises(EngineError, match="takes latents of"):
+                session.infer(**wrong)
+        with pytest.raises(EngineError, match="it was given latents"):
+            session.infer(latents=inputs["latents"], text_embeds=inputs["text_embeds"])
+        assert relative(session.infer(**inputs)["velocity"], program.run(**inputs)["velocity"]) < 1e-5
+
+
+def test_a_closed_session_is_of_no_use(transformer: Built) -> None:
+    session = transformer.session()
+    session.close()
+    session.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        session.infer(**transformer.program().inputs((3, 6, 8)))
+
+
+def test_both_experts_run_on_one_package(built: Build) -> None:
+    high = built("inductor", "wan2.2-a14b", "transformer", "transformer")
+    low = built("inductor", "wan2.2-a14b", "transformer_2", "transformer")
+    assert high.record.key.weights == SWAPPED
+    assert high.folder == low.folder
+    for component in ("transformer", "transformer_2"):
+        program = high.program(component)
+        with high.session(component) as session:
+            assert verify(session, program, PROFILES["transformer"], "float32").error < 1e-5
+    with high.session("transformer_2") as session:
+        assert not verify(session, high.program("transformer"), PROFILES["transformer"], "float32").passed
+
+
+def test_handed_weights_are_used_where_they_are_and_freed(built: Build) -> None:
+    engine = built("inductor", "wan2.2-a14b", "transformer", "transformer")
+    weights = engine.program().module.state_dict()
+    name = "blocks.0.attn1.to_q.weight"
+    held = StorageWeakRef(weights[name].untyped_storage())
+    session = InductorSession(engine.folder / "engine.pt2", device="cpu", weights=weights)
+    inputs = engine.program().inputs((3, 6, 8))
+    before = session.infer(**inputs)["velocity"]
+    weights[name].zero_()
+    assert not torch.equal(session.infer(**inputs)["velocity"], before)
+    del weights
+    gc.collect()
+    assert not held.expired()
+    session.close()
+    gc.collect()
+    assert held.expired()
+
+
+def test_opening_again_and_again_takes_no_memory(built: Build) -> None:
+    engine = built("inductor", "wan2.2-a14b", "transformer", "transformer")
+    inputs = engine.program().inputs((3, 6, 8))
+    held = []
+    for _ in range(4):
+        maps = Path("/proc/self/maps").read_text().count("wrapper.so") if sys.platform == "linux" else 0
+        with engine.session() as session:
+            session.infer(**inputs)
+        held.append(maps)
+    assert len(set(held[1:])) == 1
+
+
+def test_experts_take_turns(built: Build) -> None:
+    engine = built("inductor", "wan2.2-a14b", "transformer", "transformer")
+    parts = ("transformer", "transformer_2")
+    programs = {part: engine.program(part) for part in parts}
+    inputs = programs["transformer"].inputs((3, 6, 8))
+    with engine.session("transformer") as high, engine.session("transformer_2") as low:
+        for _ in range(2):
+            for session, part in ((high, "transformer"), (low, "transformer_2")):
+                given = session.infer(**inputs)["velocity"]
+                assert relative(given, programs[part].run(**inputs)["velocity"]) < 1e-5
+
+
+def test_weights_of_another_model_are_refused(built: Build) -> None:
+    engine = built("inductor", "wan2.2-a14b", "transformer", "transformer")
+    weights = built("inductor", "wan2.1", "vae", "vae_next").program().module.state_dict()
+    with pytest.raises(EngineError, match="which the model has not"):
+        InductorSession(engine.folder / "engine.pt2", device="cpu", weights=weights)
+    weights = engine.program().module.state_dict()
+    weights["proj_out.bias"] = weights["proj_out.bias"][:-1]
+    with pytest.raises(EngineError, match=r"proj_out\.bias"):
+        InductorSession(engine.folder / "engine.pt2", device="cpu", weights=weights)
+
+
+def test_a_file_that_was_changed_is_never_opened(transformer: Built, tmp_path: Path) -> None:
+    name = transformer.record.files[0].name
+    data = bytearray((transformer.folder / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(EngineError, match="cannot be used"):
+        open_session(tmp_path, transformer.record, device="cpu", weights=dict)
+    (tmp_path / name).unlink()
+    with pytest.raises(EngineError, match="cannot be used"):
+        open_session(tmp_path, transformer.record, device="cpu", weights=dict)
+
+
+@pytest.mark.parametrize("damage", ["empty", "rubbish", "cut", "other"])
+@pytest.mark.parametrize("backend", ["inductor", "cpu"])
+def test_a_damaged_file_with_a_right_hash_is_an_error_and_no_crash(
+    built: Build, tmp_path: Path, backend: str, damage: str
+) -> None:
+    engine = built(backend, "wan2.2-a14b", "transformer", "transformer")
+    path = tmp_path / engine.record.files[0].name
+    whole = (engine.folder / path.name).read_bytes()
+    other = (Path(__file__).parents[3] / "README.md").read_bytes()
+    path.write_bytes(
+        {"empty": b"", "rubbish": os.urandom(5000), "cut": whole[: len(whole) // 2], "other": other}[damage]
+    )
+    manifest.write(tmp_path, engine.record)
+    files = manifest.hashed_files(tmp_path, path.name)
+    # In a process of its own, which shows a crash.
+    code = f"""
+import sys
+from pathlib import Path
+from dataclasses import replace
+from runtime.core.errors import EngineError
+from runtime.engines import manifest
+from runtime.engines.sessions import open_session
+folder = Path({str(tmp_path)!r})
+files = manifest.hashed_files(folder, {path.name!r})
+record = replace(manifest.read(folder, {engine.record.id!r}), files=files, file_bytes=files[0].bytes, problem=None)
+try:
+    open_session(folder, record, device="cpu", weights=dict)
+except EngineError as error:
+    print("refused:", error.what)
+"""
+    assert files[0].bytes == path.stat().st_size
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=Path.cwd())
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("refused:")
+    assert len(run.stdout.strip().splitlines()) == 1
+
+
+def test_a_provider_that_is_not_here_is_said(built: Build) -> None:
+    engine = built("cpu", "wan2.2-a14b", "transformer", "transformer")
+    with pytest.raises(EngineError, match="no cuda provider"):
+        OnnxRuntimeSession(engine.folder / "engine.onnx", provider="cuda", precision="float32", device="cpu")
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+def test_a_session_prints_nothing(built: Build, capfd: pytest.CaptureFixture[str], backend: str) -> None:
+    engine = built(backend, "wan2.2-a14b", "transformer", "transformer")
+    capfd.readouterr()
+    with engine.session() as session, pytest.raises(EngineError):
+        inputs = engine.program().inputs((3, 6, 8))
+        session.infer(**inputs)
+        session.infer(**inputs | {"latents": torch.zeros(1, 16, 9, 9, 9)})
+    assert capfd.readouterr() == ("", "")

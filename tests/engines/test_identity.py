@@ -1,0 +1,86 @@
+"""A program's identity: what it is made from, and what is told apart."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from runtime.core.errors import EngineError
+from runtime.engines.identity import cpu_instructions, device_text, program_key_parts, programs_of, versions_of
+from runtime.manager.machine import probe
+from runtime.models.spec import ModelSpec
+from runtime.models.wan import read_spec
+
+
+@pytest.fixture
+def copied(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> ModelSpec:
+    """Return a model that may be changed."""
+    shutil.copytree(tiny("wan2.2-a14b").directory, tmp_path / "model")
+    return read_spec(tmp_path / "model", "model")
+
+
+def test_experts_share_an_architecture_and_not_their_weights(copied: ModelSpec) -> None:
+    high = program_key_parts(copied, "transformer", "transformer")
+    low = program_key_parts(copied, "transformer_2", "transformer")
+    assert high[0] == low[0]
+    assert high[1] != low[1]
+    assert {name for component in copied.component_names for name in programs_of(component)} == {
+        "text_encoder",
+        "transformer",
+        "vae_first",
+        "vae_next",
+    }
+
+
+def test_a_changed_weight_changes_the_digest_and_a_remark_does_not(copied: ModelSpec, tmp_path: Path) -> None:
+    before = program_key_parts(copied, "vae", "vae_next", tmp_path)
+    config = copied.directory / "vae" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"_name_or_path": "elsewhere"}))
+    assert program_key_parts(copied, "vae", "vae_next", tmp_path) == before
+    weights = next((copied.directory / "vae").glob("*.safetensors"))
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    after = program_key_parts(copied, "vae", "vae_next", tmp_path)
+    assert after[0] == before[0]
+    assert after[1] != before[1]
+
+
+def test_a_file_that_is_noted_is_not_read_again(copied: ModelSpec, tmp_path: Path) -> None:
+    weights = next((copied.directory / "vae").glob("*.safetensors"))
+    before = program_key_parts(copied, "vae", "vae_first", tmp_path)
+    stat = weights.stat()
+    weights.write_bytes(bytes(stat.st_size))
+    os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert program_key_parts(copied, "vae", "vae_first", tmp_path) == before
+    assert program_key_parts(copied, "vae", "vae_first") != before
+
+
+@pytest.mark.parametrize("notes", ["{", "[]", '{"x": 1}'])
+def test_damaged_notes_are_written_anew(copied: ModelSpec, tmp_path: Path, notes: str) -> None:
+    wanted = program_key_parts(copied, "vae", "vae_first")
+    (tmp_path / "weights.json").write_text(notes)
+    assert program_key_parts(copied, "vae", "vae_first", tmp_path) == wanted
+    assert len(json.loads((tmp_path / "weights.json").read_text())) in {1, 2}
+
+
+def test_notes_that_cannot_be_written_do_no_harm(copied: ModelSpec, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert program_key_parts(copied, "vae", "vae_first", tmp_path / "file") == program_key_parts(
+        copied, "vae", "vae_first"
+    )
+
+
+def test_the_cpu_is_told_by_its_instructions() -> None:
+    text = device_text(probe(), "cpu")
+    assert text.split()[1:] == cpu_instructions()
+    with pytest.raises(EngineError, match="no GPU cuda:7"):
+        device_text(probe(), "cuda:7")
+
+
+def test_versions_are_of_what_is_installed() -> None:
+    assert [name for name, _ in versions_of("torch", "no-such-package")] == ["torch"]
+    assert "+" not in versions_of("torch")[0][1]

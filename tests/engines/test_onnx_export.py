@@ -1,0 +1,62 @@
+"""ONNX files: by the standard, without scatter, large weights beside, and right at every size in ONNX Runtime."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import pytest
+
+from runtime.engines import onnx_export
+from runtime.engines.onnx_export import OPSET, TENSOR_NAMES, check_structure, export_onnx
+from runtime.engines.programs import load_program
+from runtime.engines.sessions.onnxruntime import OnnxRuntimeSession
+from runtime.engines.verify import verify
+from runtime.models.spec import ModelSpec
+from tests.engines.conftest import PROFILES
+
+CASES = [
+    ("wan2.1", "text_encoder", "text_encoder"),
+    ("wan2.2-ti2v-5b", "transformer", "transformer"),
+    ("wan2.2-ti2v-5b", "vae", "vae_first"),
+    ("wan2.2-ti2v-5b", "vae", "vae_next"),
+]
+
+
+@pytest.mark.parametrize(("architecture", "component", "name"), CASES, ids=[case[2] for case in CASES])
+def test_a_file_is_right_at_every_size(
+    tiny: Callable[[str], ModelSpec], tmp_path: Path, architecture: str, component: str, name: str
+) -> None:
+    program = load_program(tiny(architecture), component, name, device="cpu", dtype="float32")
+    path = tmp_path / "model.onnx"
+    export_onnx(program, PROFILES[name], path)
+    check_structure(path)
+    model = onnx.load(path)
+    assert [opset.version for opset in model.opset_import if opset.domain == ""] == [OPSET]
+    assert OPSET >= 18
+    assert not any(node.op_type.startswith("Scatter") for node in model.graph.node)
+    assert tuple(node.name for node in model.graph.input) == program.input_names
+    assert tuple(TENSOR_NAMES.get(node.name, node.name) for node in model.graph.output) == program.output_names
+    with OnnxRuntimeSession(path, provider="cpu", precision="float32", device="cpu") as session:
+        result = verify(session, program, PROFILES[name], "float32")
+    assert result.error < 1e-5, result.detail
+
+
+def test_large_weights_lie_beside(
+    tiny: Callable[[str], ModelSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onnx_export, "_MAX_INLINE_BYTES", 1000)
+    program = load_program(tiny("wan2.1"), "text_encoder", "text_encoder", device="cpu", dtype="float32")
+    path = tmp_path / "model.onnx"
+    export_onnx(program, PROFILES["text_encoder"], path)
+    assert (tmp_path / "model.onnx.data").stat().st_size > 10_000
+    check_structure(path)
+    with OnnxRuntimeSession(path, provider="cpu", precision="float32", device="cpu") as session:
+        assert verify(session, program, PROFILES["text_encoder"], "float32").passed
+
+
+def test_nothing_is_printed(
+    tiny: Callable[[str], ModelSpec], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = load_program(tiny("wan2.1"), "vae", "vae_first", device="cpu", dtype="float32")
+    export_onnx(program, PROFILES["vae_first"], tmp_path / "model.onnx")
+    assert capfd.readouterr() == ("", "")

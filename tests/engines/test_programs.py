@@ -1,0 +1,131 @@
+"""Programs: example inputs, edges, and exports that hold at every size of their profile."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from runtime.core.errors import EngineError
+from runtime.engines.edges import Edges
+from runtime.engines.identity import PROGRAMS
+from runtime.engines.programs import TEXT_PADDING, Program, cut_text, load_program
+from runtime.manager.shapes import ShapeProfile
+from runtime.models.spec import ModelSpec
+from tests.engines.conftest import PROFILES, relative
+
+CASES = [
+    ("wan2.2-a14b", "text_encoder", "text_encoder"),
+    ("wan2.2-a14b", "transformer", "transformer"),
+    ("wan2.1", "vae", "vae_first"),
+    ("wan2.1", "vae", "vae_next"),
+    ("wan2.2-ti2v-5b", "transformer", "transformer"),
+    ("wan2.2-ti2v-5b", "vae", "vae_first"),
+    ("wan2.2-ti2v-5b", "vae", "vae_next"),
+]
+
+
+@pytest.fixture(params=CASES, ids=["-".join(case) for case in CASES])
+def program(request: pytest.FixtureRequest, tiny: Callable[[str], ModelSpec]) -> Program:
+    """Return each program in turn."""
+    architecture, component, name = request.param
+    assert name in PROGRAMS[component]
+    return load_program(tiny(architecture), component, name, device="cpu", dtype="float32")
+
+
+def test_inputs_are_drawn_by_the_seed(program: Program) -> None:
+    size = PROFILES[program.name].opt
+    first, again, other = program.inputs(size), program.inputs(size), program.inputs(size, seed=1)
+    assert tuple(first) == program.input_names
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+    assert tuple(program.run(**first)) == program.output_names
+
+
+def test_exports_hold_at_every_size(program: Program) -> None:
+    profile = PROFILES[program.name]
+    exported = program.export(profile).module()
+    for size in (profile.min, profile.opt, profile.max):
+        inputs = program.inputs(size)
+        given = exported(*(inputs[name] for name in program.input_names))
+        given = given if isinstance(given, tuple) else (given,)
+        for output, expected in zip(given, program.run(**inputs).values(), strict=True):
+            torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_edges_know_every_output(program: Program) -> None:
+    profile = PROFILES[program.name]
+    edges = Edges.from_text(program.edges(profile, program.example(profile)).to_text())
+    for size in (profile.min, profile.opt, profile.max):
+        inputs = program.inputs(size)
+        _, known = edges.fit(inputs, torch.device("cpu"))
+        assert [(edge.name, edge.torch_dtype, edge.shape(known)) for edge in edges.outputs] == [
+            (name, output.dtype, tuple(output.shape)) for name, output in program.run(**inputs).items()
+        ]
+
+
+def test_a_fixed_profile_fixes_every_size(tiny: Callable[[str], ModelSpec]) -> None:
+    program = load_program(tiny("wan2.1"), "transformer", "transformer", device="cpu", dtype="float32")
+    profile = ShapeProfile.fixed((2, 4, 6))
+    edges = program.edges(profile, program.example(profile))
+    assert edges.ranges == {}
+    cut = program.edges(profile, program.example(profile, cut=True))
+    assert cut.ranges == {"text": (2, 512)}
+
+
+def test_an_export_with_cut_text_takes_any_text(tiny: Callable[[str], ModelSpec]) -> None:
+    program = load_program(tiny("wan2.1"), "transformer", "transformer", device="cpu", dtype="float32")
+    exported = program.export(ShapeProfile.fixed((2, 4, 4)), cut=True).module()
+    for words in (1, 30, 512):
+        inputs = program.inputs((2, 4, 4))
+        inputs["text_embeds"] = torch.randn(1, 512, 32) * (torch.arange(512) < words)[None, :, None]
+        with torch.inference_mode():
+            given = exported(*cut_text(inputs).values())
+        assert relative(given, program.run(**inputs)["velocity"]) < 1e-5
+
+
+def _edges(tiny: Callable[[str], ModelSpec], name: str) -> tuple[Edges, dict[str, torch.Tensor]]:
+    program = load_program(tiny("wan2.1"), "vae" if name != "transformer" else name, name, device="cpu", dtype="float32")
+    profile = PROFILES[name]
+    return program.edges(profile, program.example(profile)), program.inputs(profile.opt)
+
+
+@pytest.mark.parametrize(
+    ("shape", "what"),
+    [
+        ((1, 16, 3, 6, 7), r"latents of 1×16×\(1 to 5\)×\(4 to 10\)×\(4 to 12\), not 1×16×3×6×7"),
+        ((1, 16, 6, 6, 8), "not 1×16×6×6×8"),
+        ((1, 16, 3, 6), "not 1×16×3×6"),
+        ((2, 16, 3, 6, 8), "not 2×16×3×6×8"),
+    ],
+)
+def test_another_size_is_refused(tiny: Callable[[str], ModelSpec], shape: tuple[int, ...], what: str) -> None:
+    edges, inputs = _edges(tiny, "transformer")
+    with pytest.raises(EngineError, match=what):
+        edges.fit(inputs | {"latents": torch.zeros(shape)}, torch.device("cpu"))
+
+
+def test_caches_of_another_size_are_refused(tiny: Callable[[str], ModelSpec]) -> None:
+    edges, inputs = _edges(tiny, "vae_next")
+    with pytest.raises(EngineError, match="takes cache_3"):
+        edges.fit(inputs | {"cache_3": inputs["cache_3"][..., :-1]}, torch.device("cpu"))
+    del inputs["cache_3"]
+    with pytest.raises(EngineError, match="it was given"):
+        edges.fit(inputs, torch.device("cpu"))
+
+
+def test_inputs_are_brought_to_the_engines_type(tiny: Callable[[str], ModelSpec]) -> None:
+    edges, inputs = _edges(tiny, "transformer")
+    strided = inputs["latents"].double().transpose(3, 4).contiguous().transpose(3, 4)
+    tensors, _ = edges.fit(inputs | {"latents": strided}, torch.device("cpu"))
+    assert tensors[0].dtype is torch.float32
+    assert tensors[0].is_contiguous()
+    assert torch.equal(tensors[0], inputs["latents"])
+
+
+def test_cut_text_keeps_a_word_of_zeros_between_others(tiny: Callable[[str], ModelSpec]) -> None:
+    program = load_program(tiny("wan2.1"), "transformer", "transformer", device="cpu", dtype="float32")
+    inputs = program.inputs((1, 4, 4))
+    inputs["text_embeds"][:, 3] = 0
+    cut = cut_text(inputs)
+    assert cut["text_embeds"].shape[1] == 24
+    assert cut[TEXT_PADDING].tolist() == [488.0]

@@ -1,0 +1,38 @@
+"""Verification lets right engines pass and no others: not wrong ones, and never NaN or Inf."""
+
+import math
+
+import pytest
+import torch
+
+from runtime.engines.sessions.inductor import InductorSession
+from runtime.engines.verify import TOLERANCES, verify
+from tests.engines.conftest import PROFILES, Build
+
+NAME = "blocks.1.ffn.net.2.bias"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_a_number_never_passes(built: Build, value: float) -> None:
+    engine = built("inductor", "wan2.2-a14b", "transformer", "transformer")
+    program = engine.program()
+    weights = engine.program().module.state_dict()
+    weights[NAME][3] = value
+    with InductorSession(engine.folder / "engine.pt2", device="cpu", weights=weights) as session:
+        result = verify(session, program, PROFILES["transformer"], "bfloat16")
+    assert math.isnan(result.error)
+    assert not result.passed
+    assert result.detail == "velocity at 1×4×4 holds NaN or Inf, or has another shape"
+
+
+def test_what_is_a_little_wrong_fails_in_float32_and_says_where(built: Build) -> None:
+    engine = built("inductor", "wan2.2-a14b", "transformer", "transformer")
+    weights = engine.program().module.state_dict()
+    weights[NAME] += 0.003
+    with InductorSession(engine.folder / "engine.pt2", device="cpu", weights=weights) as session:
+        result = verify(session, engine.program(), PROFILES["transformer"], "float32")
+        assert TOLERANCES["float32"] < result.error < 0.1
+        assert not result.passed
+        assert "(velocity at" in result.detail
+        assert verify(session, engine.program(), PROFILES["transformer"], "bfloat16").passed
+    torch.testing.assert_close(result.tolerance, 1e-4)
