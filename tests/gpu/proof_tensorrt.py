@@ -52,7 +52,8 @@ def build(proof: Proof) -> None:
     chosen = [
         (component, program)
         for component, program in COMPONENTS
-        if component in spec.component_names and (wanted is None or component in wanted or program in wanted)
+        if component in spec.component_names
+        and (wanted is None or (program if component == "vae" else component) in wanted)
     ]
     keys = {
         (component, program): proof.key(
@@ -215,7 +216,7 @@ def main() -> None:
     parser.add_argument("--model", default="diorama", help="diorama, wan2.1-1.3b or wan2.2-a14b")
     parser.add_argument("--blocks", type=int, default=2, help="of a random model's transformer")
     parser.add_argument("--precision", default="default", help="default, float32 or float16")
-    parser.add_argument("--only", help="components or programs, with commas")
+    parser.add_argument("--only", help="of text_encoder,transformer,transformer_2,vae_first,vae_next")
     parser.add_argument("--latent", type=lambda text: tuple(map(int, text.split(","))), help="frames,height,width")
     parser.add_argument("--level", type=int, default=3, help="TensorRT's optimisation level, 0 to 5")
     parser.add_argument("--jobs", type=int, default=1, help="builds at once")
