@@ -81,7 +81,8 @@ def open_session(
                 from runtime.engines.sessions.torch_tensorrt import TorchTensorRTSession
 
                 return TorchTensorRTSession(engine, device=device, cuda_graphs=graphs)
+            from runtime.engines.onnx_export import TENSOR_NAMES
             from runtime.engines.sessions.tensorrt import TensorRTSession
 
-            return TensorRTSession(engine, device=device, cuda_graphs=graphs)
+            return TensorRTSession(engine, device=device, cuda_graphs=graphs, names=TENSOR_NAMES)
     raise EngineError(f"There is nothing that runs engines of {key.backend!r}.", "Build the engine anew.")
