@@ -33,6 +33,8 @@ WITHOUT_TORCH = (
     "runtime.models.catalogue",
     "runtime.manager.planner",
     "runtime.manager.doctor",
+    "runtime.engines.builders.onnx_tensorrt",
+    "runtime.engines.builders.torch_tensorrt",
     "runtime.jobs.worker",
     "runtime.cli.main",
     "runtime.cli.inform",
