@@ -20,6 +20,7 @@ REMEDY = "The part runs in PyTorch meanwhile; building the engine again mends mo
 _INSTALL = "Run install.sh (install.bat on Windows) again: it installs requirements-gpu.txt where there is a GPU."
 _OUT_OF_MEMORY = re.compile(r"out ?of ?memory|insufficient memory|memory allocation|\bbad_alloc\b", re.IGNORECASE)
 _KEPT_ERRORS = 20
+_LONGEST_LINE = 400
 _TORCH_DTYPES = {
     "FLOAT": torch.float32,
     "HALF": torch.float16,
@@ -48,10 +49,16 @@ class Messages:
             what: a clause without a full stop; TensorRT's own words follow it.
         """
         said = (self.errors or self.warnings)[-1:]
-        text = f"{what}: {said[0]}" if said else f"{what}; TensorRT did not say why."
+        text = f"{what}: {one_line(said[0])}" if said else f"{what}; TensorRT did not say why."
         if any(_OUT_OF_MEMORY.search(line) for line in self.errors):
             return torch.OutOfMemoryError(text)
         return EngineError(text, remedy)
+
+
+def one_line(text: str) -> str:
+    """Return TensorRT's words, which may be pages, as one line that can be read."""
+    words = " ".join(text.split())
+    return words if len(words) <= _LONGEST_LINE else f"{words[:_LONGEST_LINE]}…"
 
 
 def load() -> Any:

@@ -208,4 +208,7 @@ def test_out_of_memory_is_told_apart() -> None:
     error = said.failure("It failed")
     assert isinstance(error, EngineError)
     assert error.what == "It failed: Version tag does not match"
+    long = str(tensorrt_library.Messages(errors=["In node 3:\n" + "word " * 200]).failure("It failed"))
+    assert "\n" not in long
+    assert len(long) < 500
     assert "did not say" in str(tensorrt_library.Messages().failure("It failed"))

@@ -70,7 +70,10 @@ def _write_plan(
     parser = trt.OnnxParser(network, tensorrt_library.logger())
     if not parser.parse_from_file(str(model)):
         reasons = "; ".join(parser.get_error(index).desc() for index in range(parser.num_errors))
-        raise EngineError(f"TensorRT {trt.__version__} cannot read the exported model: {reasons}", OTHER_BACKEND)
+        raise EngineError(
+            f"TensorRT {trt.__version__} cannot read the exported model: {tensorrt_library.one_line(reasons)}",
+            OTHER_BACKEND,
+        )
     config = builder.create_builder_config()
     config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, int(options["workspace_mib"]) << 20)
     config.builder_optimization_level = int(options["optimization_level"])
