@@ -129,7 +129,7 @@ def bench(stocked: tuple[ModelSpec, Path, list[Event]], tmp_path: Path) -> Bench
 def break_after(
     monkeypatch: pytest.MonkeyPatch, program: str, calls: int, end: Callable[[], dict[str, torch.Tensor]]
 ) -> None:
-    """Let real sessions run, and `end` the call of `program` that comes after `calls` of them."""
+    """Let real sessions run, and `end` the one call of `program` that comes after `calls` of them."""
     infer: Infer = OnnxRuntimeSession.infer
     marks = {"text_encoder": "input_ids", "transformer": "timestep", "vae_next": "cache_0"}
     seen = 0
@@ -138,7 +138,7 @@ def break_after(
         nonlocal seen
         if marks[program] in inputs:
             seen += 1
-            if seen > calls:
+            if seen == calls + 1:
                 return end()
         return infer(self, **inputs)
 
