@@ -45,6 +45,8 @@ class TransformerForm(nn.Module):
         ):
             self.register_buffer(f"cos_{axis}", cos[:, 0::2].contiguous())
             self.register_buffer(f"sin_{axis}", sin[:, 1::2].contiguous())
+        for block in self.blocks:
+            _pair_halves(block.attn1, self._heads)
 
     def forward(
         self,
@@ -166,7 +168,20 @@ def _rms_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
     return scaled
 
 
+def _pair_halves(attention: Any, heads: int) -> None:
+    """Reorder the channels of queries and keys, each head's even ones before its odd ones.
+
+    Wan rotates neighbouring channels in pairs, which takes a copy of every other value; halves of a head are read as
+    they lie. What is attended to depends on products of queries and keys alone, so on no common order.
+    """
+    channels = attention.to_q.weight.shape[0]
+    order = torch.arange(channels, device=attention.to_q.weight.device).view(heads, -1, 2).transpose(1, 2).flatten()
+    for module in (attention.to_q, attention.to_k, attention.norm_q, attention.norm_k):
+        for parameter in module.parameters():
+            parameter.data = parameter.data[order]
+
+
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate neighbouring channels by their token's angles; `x` is (1, tokens, heads, head width)."""
-    a, b = x.float().view(*x.shape[:-1], -1, 2).unbind(-1)
-    return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).to(x.dtype)
+    """Rotate each pair of channels by its token's angles; `x` is (1, tokens, heads, head width)."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
