@@ -2,7 +2,6 @@
 
 import ast
 import json
-import os
 import re
 import subprocess
 import sys
@@ -90,13 +89,13 @@ def test_every_operation_has_a_converter(wheel: Path, tiny: Callable[[str], Mode
         pytest.skip("the pinned torch-tensorrt is of another torch")
     bindings = wheels.unpacked(f"tensorrt-cu13-bindings=={wheels.pinned('tensorrt')}")
     libraries = wheels.stand_ins(int(wheels.pinned("tensorrt").partition(".")[0]))
-    paths = (wheel, bindings, wheels.unpacked("dllist==2.0.0"), wheels.ROOT)
+    packages = [wheel, bindings, wheels.unpacked("dllist==2.0.0"), wheels.ROOT]
     done = subprocess.run(
         [sys.executable, "-m", "tests.engines.contract.conversion", str(tiny("wan2.1").directory)],
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "LD_LIBRARY_PATH": str(libraries)},
+        env=wheels.environment_with(packages, libraries),
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

@@ -87,11 +87,20 @@ def stand_ins(major: int) -> Path:
     return folder
 
 
+def environment_with(packages: list[Path], libraries: Path) -> dict[str, str]:
+    """Return this process's environment with more folders of packages and of libraries."""
+    paths = {"PYTHONPATH": packages, "LD_LIBRARY_PATH": [libraries]}
+    return os.environ | {
+        name: os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get(name)])])
+        for name, folders in paths.items()
+    }
+
+
 @functools.cache
 def names_of(requirement: str, module: str) -> Names:
     """Return the public names of every class of a TensorRT package."""
     folder, libraries = unpacked(requirement), stand_ins(int(requirement.partition("==")[2].partition(".")[0]))
-    environment = os.environ | {"PYTHONPATH": f"{folder}:{ROOT}", "LD_LIBRARY_PATH": str(libraries)}
+    environment = environment_with([folder, ROOT], libraries)
     done = subprocess.run(
         [sys.executable, "-m", "tests.engines.contract.wheels", module],
         capture_output=True,
