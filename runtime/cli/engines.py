@@ -203,7 +203,7 @@ def _progress() -> Any:
 
 def _table(records: Sequence[EngineRecord]) -> None:
     show.table(
-        ("Engine", "Component", "Runs on", "Sizes", "On disk", "Speed", "Error", "Used", ""),
+        ("Engine", "Part", "Runs on", "Latent sizes", "On disk", "Speed", "Used", ""),
         [
             (
                 record.id,
@@ -212,8 +212,7 @@ def _table(records: Sequence[EngineRecord]) -> None:
                 ", ".join(map(str, record.key.profiles)),
                 _size(record.file_bytes),
                 _speed(record),
-                f"{record.error:.0e}" if record.verified else "",
-                datetime.fromtimestamp(record.last_used).astimezone().strftime("%Y-%m-%d %H:%M"),
+                datetime.fromtimestamp(record.last_used).astimezone().strftime("%Y-%m-%d"),
                 _state(record),
             )
             for record in records
@@ -257,8 +256,7 @@ def _title(record: EngineRecord) -> str:
 def _speed(record: EngineRecord) -> str:
     if not record.seconds_per_call:
         return ""
-    times = record.pytorch_seconds_per_call / record.seconds_per_call
-    return f"{record.seconds_per_call * 1000:,.0f} ms a call, {times:.1f}x"
+    return f"{record.pytorch_seconds_per_call / record.seconds_per_call:.1f}x"
 
 
 def _state(record: EngineRecord) -> str:

@@ -43,8 +43,8 @@ def warning(text: str) -> None:
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table."""
     grid = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
-    for heading in headings:
-        grid.add_column(heading, overflow="fold")
+    for number, heading in enumerate(headings):
+        grid.add_column(heading, overflow="fold", no_wrap=number == 0)
     for row in rows:
         grid.add_row(*(Text(cell) for cell in row))
     console().print(grid, soft_wrap=False)

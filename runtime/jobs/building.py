@@ -7,7 +7,7 @@ from pathlib import Path
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError, MachineError
 from runtime.core.plan import BACKEND_TITLES, PYTORCH, EngineUse, ExecutionPlan
-from runtime.core.request import AUTO, GenerationRequest
+from runtime.core.request import ALL, AUTO, GenerationRequest
 from runtime.engines.build import EmitProgress
 from runtime.engines.service import EngineService
 from runtime.manager.engine_index import EngineRecord
@@ -38,7 +38,7 @@ class Built:
 def wanted_engines(request: GenerationRequest, spec: ModelSpec, engines: EngineService) -> list[Wanted]:
     """Return the engines for a size: of the backends asked for, or of every one that can be built here for "auto".
 
-    Engines that several components share come once.
+    Where backends are named, components without one want nothing. Engines that several components share come once.
 
     Raises:
         InvalidRequestError: for a size that the model cannot make.
@@ -48,6 +48,8 @@ def wanted_engines(request: GenerationRequest, spec: ModelSpec, engines: EngineS
     offers = engines.offers(spec)
     found: dict[str, Wanted] = {}
     for name in plan.components:
+        if request.backends and not {name, ALL} & set(request.backends):
+            continue
         for wanted in _of_component(name, request.backend(name), plan, offers):
             found.setdefault(wanted.use.id, wanted)
     return list(found.values())
