@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.cli.main import app, web
+from runtime.cli.main import app, build, engines_app, engines_prune, export, web
 from runtime.cli.request_flags import request_from_flags
 
 ROOT = Path(__file__).parents[1]
@@ -16,15 +16,15 @@ MODULES = sorted(path for path in (ROOT / "runtime").rglob("*.py") if path.name 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_every_module_has_its_line_in_the_tree(path: Path) -> None:
-    assert re.search(rf"^    {re.escape(path.name)}\s+\S", README, re.MULTILINE)
+    assert re.search(rf"^ {{4,6}}{re.escape(path.name)}\s+\S", README, re.MULTILINE)
 
 
 def test_the_tree_names_nothing_that_is_gone() -> None:
-    named = re.findall(r"^    (\w+\.py)\s", README, re.MULTILINE)
+    named = re.findall(r"^ {4,6}(\w+\.py)\s", README, re.MULTILINE)
     assert set(named) <= {path.name for path in MODULES}
 
 
-@pytest.mark.parametrize("function", [request_from_flags, web])
+@pytest.mark.parametrize("function", [request_from_flags, web, build, export, engines_prune])
 def test_every_flag_is_named(function: object) -> None:
     shown = {"as_json": "--json", "context": "", "prompt": "PROMPT", "version": ""}
     for name in inspect.signature(function).parameters:  # type: ignore[arg-type]
@@ -35,6 +35,8 @@ def test_every_command_is_named() -> None:
     for command in app.registered_commands:
         assert command.callback is not None
         assert f"`{command.name or command.callback.__name__}" in README
+    for command in engines_app.registered_commands:
+        assert re.search(rf"`engines [\w|\\]*{command.name}", README), command.name
 
 
 def test_links_lead_somewhere() -> None:

@@ -263,7 +263,7 @@ def _state(record: EngineRecord) -> str:
     if record.problem is not None:
         return record.problem
     if not record.verified:
-        return f"not right: {record.detail}"
+        return f"not right: error {record.error:.0e}"
     return "pinned" if record.pinned else ""
 
 

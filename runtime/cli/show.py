@@ -16,6 +16,7 @@ from runtime.core.events import Event
 from runtime.core.progress import Progress
 
 _BAR = 24
+_PIPE_WIDTH = 160
 _REFRESH_SECONDS = 0.2
 
 
@@ -47,7 +48,9 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         grid.add_column(heading, overflow="fold", no_wrap=number == 0)
     for row in rows:
         grid.add_row(*(Text(cell) for cell in row))
-    console().print(grid, soft_wrap=False)
+    # Nobody reads a pipe at the width of a terminal.
+    width = None if console().is_terminal else _PIPE_WIDTH
+    Console(file=sys.stderr, highlight=False, width=width).print(grid)
 
 
 class ProgressLine:

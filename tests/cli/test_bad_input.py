@@ -58,6 +58,13 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[s
         (["--model", "/no/such/folder"], "/no/such/folder", "folder"),
         (["--negative-prompt", "a\x07b"], "U+0007", "Remove"),
         (["--no-such-flag"], "--no-such-flag", "--help"),
+        (["--backend", "vae"], "'vae'", "COMPONENT=BACKEND"),
+        (["--backend", "vae=cuda"], "no backend 'cuda'", "inductor"),
+        (["--backend", "eyes=auto"], "no component 'eyes'", "text_encoder"),
+        (["--backend", "="], "no component ''", "vae"),
+        (["--backend", "vae=auto", "--backend", "vae=pytorch"], "'vae' twice", "one backend"),
+        (["--build", "maybe"], "build is 'maybe'", "never"),
+        (["--build", ""], "build is ''", "never"),
         (["--width", "2048", "--height", "8192", "--frames", "4001"], "GiB", "smaller"),
     ],
 )

@@ -1,0 +1,127 @@
+"""The engine commands: what they print for programs, and what they refuse."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from runtime.cli.engines import parse_size
+from runtime.cli.main import run
+from runtime.core.errors import InvalidRequestError
+from runtime.engines.store import EngineStore
+from runtime.models.spec import ModelSpec
+from tests.cli.test_bad_input import refused
+from tests.engines.made import key, put
+
+
+def stock(cache_dir: Path, count: int) -> list[str]:
+    """Put engines into the library, the first used longest ago, and return their ids."""
+    store = EngineStore(cache_dir / "engines", 10**9)
+    ids = []
+    for number in range(count):
+        wanted = key(weights=f"{number:064x}")
+        with store.building(wanted.digest(), lambda: None), store.workspace(wanted.digest()) as room:
+            put(room.engine, wanted)
+            ids.append(store.insert(room.engine, wanted.digest()).id)
+    return ids
+
+
+def printed(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> dict[str, object]:
+    """Run a command and return its JSON."""
+    assert run([*arguments, "--json"]) == code
+    value = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert isinstance(value, dict)
+    return value
+
+
+def test_an_empty_library(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    listed = printed(["engines", "list"], capsys)
+    assert listed["engines"] == []
+    assert listed["total_bytes"] == 0
+    assert listed["folder"] == str(cache_dir.resolve() / "engines")
+    assert printed(["engines", "prune"], capsys)["deleted"] == []
+    assert printed(["engines", "verify"], capsys) == {"ok": True, "engines": []}
+
+
+def test_list_pin_prune_delete(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second, third = stock(cache_dir, 3)
+    listed = printed(["engines", "list"], capsys)
+    assert [row["id"] for row in listed["engines"]] == [third, second, first]  # type: ignore[attr-defined]
+    total = listed["total_bytes"]
+    assert isinstance(total, int)
+    printed(["engines", "pin", first[:8]], capsys)
+    pruned = printed(["engines", "prune", "--max-size", f"{total - 100}B"], capsys)
+    assert pruned["deleted"] == [second]
+    assert pruned["enough"] is True
+    pruned = printed(["engines", "prune", "--max-size", "0"], capsys)
+    assert pruned["deleted"] == [third]
+    assert pruned["enough"] is False
+    printed(["engines", "unpin", first], capsys)
+    assert printed(["engines", "delete", first], capsys)["deleted"] == [first]
+    assert printed(["engines", "list"], capsys)["engines"] == []
+
+
+def test_verifying_what_no_model_here_has(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (engine,) = stock(cache_dir, 1)
+    found = printed(["engines", "verify", engine], capsys)
+    assert "No model here has the weights" in found["engines"][0]["skipped"]  # type: ignore[index]
+
+
+def test_export_is_compared_with_pytorch(
+    tiny: Callable[[str], ModelSpec], cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--model", str(tiny("wan2.2-ti2v-5b").directory), "--width", "64", "--height", "64", "--frames", "9"]
+    out = printed(["export", "--component", "vae", "--out", str(tmp_path / "x"), *arguments], capsys)
+    files = out["files"]
+    assert isinstance(files, list)
+    assert [Path(file["path"]).name for file in files] == ["vae_first.onnx", "vae_next.onnx"]
+    assert all(file["error"] < 1e-5 and Path(file["path"]).stat().st_size == file["bytes"] for file in files)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        ("1", 10**9),
+        ("1.5", 1_500_000_000),
+        ("500MB", 5 * 10**8),
+        ("2 gb", 2 * 10**9),
+        (".5kb", 500),
+        ("7B", 7),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "-1", "nan", "inf", "1e400", "10 GiB", "GB", "½", "1,5GB", "٣", "9" * 400])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(InvalidRequestError):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says", "to_do"),
+    [
+        (["engines", "delete", "zz"], "no engine 'zz'", "engines list"),
+        (["engines", "delete", ""], "no engine ''", "engines list"),
+        (["engines", "delete", "../../etc"], "no engine '../../etc'", "engines list"),
+        (["engines", "delete"], "ID", "--help"),
+        (["engines", "verify", "0000"], "no engine '0000'", "engines list"),
+        (["engines", "pin", "x\x07"], "no engine", "engines list"),
+        (["engines", "prune", "--max-size", "much"], "'much'", "20GB"),
+        (["build", "--backend", "all=tensorrt"], "TensorRT engines cannot be built here", "."),
+        (["build", "--width", "190"], "width is 190", "176 or 192"),
+        (["build", "--backend", "vae"], "'vae'", "COMPONENT=BACKEND"),
+        (["export", "--component", "eyes"], "no 'eyes'", "text_encoder"),
+        (["export", "--out", " "], "--out is empty", "folder"),
+        (["export", "--out", "/proc/none/x"], "cannot be made", "write to"),
+    ],
+)
+def test_bad_input(
+    arguments: list[str], says: str, to_do: str, cache_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    what, remedy = refused(arguments, capsys)
+    assert says in what
+    assert to_do in remedy
