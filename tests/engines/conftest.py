@@ -1,7 +1,8 @@
 """Engines that several tests share: built once, from tiny models, by the real builders."""
 
+import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from runtime.engines.builders import BUILDERS, Builder
 from runtime.engines.builders.onnxruntime import OnnxRuntimeBuilder
 from runtime.engines.programs import Program, load_program
 from runtime.engines.sessions import Session, open_session
-from runtime.manager.engine_index import EngineRecord
+from runtime.manager.engine_index import EngineKey, EngineRecord
 from runtime.manager.machine import probe
 from runtime.manager.shapes import ShapeProfile
 from runtime.models.spec import ModelSpec
@@ -37,9 +38,7 @@ class Built:
 
     def program(self, component: str | None = None, dtype: str = "float32") -> Program:
         """Load the program, of another component's weights if asked."""
-        return load_program(
-            self.spec, component or self.component, self.record.key.program, device="cpu", dtype=dtype
-        )
+        return load_program(self.spec, component or self.component, self.record.key.program, device="cpu", dtype=dtype)
 
     def session(self, component: str | None = None) -> Session:
         """Open the engine, with another component's weights if asked."""
@@ -58,6 +57,7 @@ def built(tiny: Callable[[str], ModelSpec], tmp_path_factory: pytest.TempPathFac
     """Return a function that builds an engine once and gives it to whoever asks again."""
     root = tmp_path_factory.mktemp("engines")
     machine = probe()
+    exported: dict[EngineKey, Path] = {}
 
     def build(
         builder: str,
@@ -81,8 +81,14 @@ def built(tiny: Callable[[str], ModelSpec], tmp_path_factory: pytest.TempPathFac
         folder = root / key.digest()
         if not (folder / manifest.NAME).exists():
             folder.mkdir()
-            loaded = load_program(spec, component, program, device="cpu", dtype=precision)
-            maker.build(loaded, key, folder, lambda line, share: None)
+            # Execution providers take the same file.
+            same = replace(key, options=(), precision="")
+            if maker.backend == "onnxruntime" and same in exported:
+                shutil.copy(exported[same], folder)
+            else:
+                loaded = load_program(spec, component, program, device="cpu", dtype=precision)
+                maker.build(loaded, key, folder, lambda line, share: None)
+                exported[same] = folder / maker.file_name
             files = manifest.hashed_files(folder, maker.file_name)
             record = EngineRecord(
                 id=key.digest(),

@@ -84,7 +84,9 @@ def test_an_export_with_cut_text_takes_any_text(tiny: Callable[[str], ModelSpec]
 
 
 def _edges(tiny: Callable[[str], ModelSpec], name: str) -> tuple[Edges, dict[str, torch.Tensor]]:
-    program = load_program(tiny("wan2.1"), "vae" if name != "transformer" else name, name, device="cpu", dtype="float32")
+    program = load_program(
+        tiny("wan2.1"), "vae" if name != "transformer" else name, name, device="cpu", dtype="float32"
+    )
     profile = PROFILES[name]
     return program.edges(profile, program.example(profile)), program.inputs(profile.opt)
 

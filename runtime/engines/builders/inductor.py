@@ -2,7 +2,7 @@
 
 The library names its weights but does not hold them: they are handed over when it is loaded, so both experts run on
 one package, at the same speed. The VAE on a CPU is the exception: there Inductor lays the convolutions' weights out
-anew ("freezing"), which makes it a third faster, and keeps them.
+anew ("freezing"), which makes it a tenth faster in bfloat16 and a sixth in float32, and keeps them.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+from unittest import mock
 
 from runtime.core.errors import EngineError
 from runtime.engines.builders import BuildNeeds, Report
@@ -139,7 +140,7 @@ class InductorBuilder:
             "cpp.dynamic_threads": True,
         }
         report("Compiling", 0.1)
-        with _cache_without_spaces(), torch.no_grad(), warnings.catch_warnings():
+        with _paths_without_spaces(), torch.no_grad(), warnings.catch_warnings():
             # torch's own: it still uses what it has deprecated.
             warnings.simplefilter("ignore", FutureWarning)
             try:
@@ -172,25 +173,25 @@ def _compiler() -> str | None:
 
 
 @contextlib.contextmanager
-def _cache_without_spaces() -> Iterator[None]:
-    """Give Inductor a folder for its files whose path holds no space: its compiler commands would fall apart."""
+def _paths_without_spaces() -> Iterator[None]:
+    """Show Inductor its cache and torch under paths without spaces: its compiler commands would fall apart."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
+    from torch.utils import cpp_extension
 
-    folder = cache_dir()
-    if " " not in folder or os.name == "nt":
+    cache = Path(cache_dir())
+    torch_folder = Path(cpp_extension.TORCH_LIB_PATH).parent
+    if os.name == "nt" or not any(" " in str(path) for path in (cache, torch_folder)):
         yield
         return
-    # What it writes stays where it was meant to be.
-    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
-        link = Path(short) / "inductor"
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        link.symlink_to(folder)
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(link)
-        try:
+        links = {}
+        for name, folder in (("cache", cache), ("torch", torch_folder)):
+            links[name] = Path(short) / name
+            links[name].symlink_to(folder)
+        with (
+            mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": str(links["cache"])}),
+            mock.patch.object(cpp_extension, "_TORCH_PATH", str(links["torch"])),
+            mock.patch.object(cpp_extension, "TORCH_LIB_PATH", str(links["torch"] / "lib")),
+        ):
             yield
-        finally:
-            if before is None:
-                del os.environ["TORCHINDUCTOR_CACHE_DIR"]
-            else:
-                os.environ["TORCHINDUCTOR_CACHE_DIR"] = before

@@ -17,9 +17,7 @@ SIZES = [(1, 4, 4), (3, 6, 8), (5, 10, 12)]
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("size", SIZES)
-def test_it_equals_diffusers(
-    tiny: Callable[[str], ModelSpec], architecture: str, size: tuple[int, int, int]
-) -> None:
+def test_it_equals_diffusers(tiny: Callable[[str], ModelSpec], architecture: str, size: tuple[int, int, int]) -> None:
     spec = tiny(architecture)
     for component in spec.component_names[1:-1]:
         module = WanTransformer3DModel.from_pretrained(spec.directory / component).eval()
