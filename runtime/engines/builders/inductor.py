@@ -1,8 +1,9 @@
 """Builds Inductor packages: C++ (CPU) or Triton kernels (CUDA), compiled ahead of time into a library.
 
 The library names its weights but does not hold them: they are handed over when it is loaded, so both experts run on
-one package, at the same speed. The VAE on a CPU is the exception: there Inductor lays the convolutions' weights out
-anew ("freezing"), which makes it a tenth faster in bfloat16 and a sixth in float32, and keeps them.
+one package, at the same speed. The exception is the VAE's recurrent step for one size on a CPU: Inductor lays its
+convolutions' weights out anew ("freezing"), which makes it a tenth faster in bfloat16 and a sixth in float32, and keeps
+them. With dynamic sizes, or 2D convolutions, that gives wrong results in bfloat16 (torch 2.13).
 """
 
 import contextlib
@@ -96,7 +97,7 @@ class InductorBuilder:
             program=program,
             family=FAMILY,
             architecture=architecture,
-            weights=weights if _keeps_weights(program, device) else SWAPPED,
+            weights=weights if _keeps_weights(program, profiles, device) else SWAPPED,
             export_revision=EXPORT_REVISION,
             profiles=profiles,
             precision=precision,
@@ -162,8 +163,8 @@ def _described(exported: "torch.export.ExportedProgram") -> dict[str, tuple[str,
     return {name: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def _keeps_weights(program: str, device: str) -> bool:
-    return program.startswith("vae") and device == "cpu"
+def _keeps_weights(program: str, profiles: tuple[ShapeProfile, ...], device: str) -> bool:
+    return program == "vae_next" and device == "cpu" and all(profile.min == profile.max for profile in profiles)
 
 
 def _compiler() -> str | None:

@@ -55,6 +55,7 @@ def test_a_key_names_what_runs_it(tiny: Callable[[str], ModelSpec], machine: Mac
     )
     assert differences(plain, openvino) == ["built with provider openvino, asked cpu"]
     assert key("inductor", spec, machine, "vae", "vae_next").weights != SWAPPED
+    assert key("inductor", spec, machine, "vae", "vae_first").weights == SWAPPED
 
 
 def test_every_backend_has_its_builders() -> None:
@@ -127,7 +128,8 @@ def test_a_space_in_the_path_does_not_matter_nor_do_half_precisions(
     assert list((folder / "inductor cache").iterdir())
     assert said == ["Exporting", "Compiling"]
     reference = load_program(spec, "vae", "vae_first", device="cpu", dtype="float32")
-    with InductorSession(folder / "engine.pt2", device="cpu", weights=None) as session:
+    weights = load_program(spec, "vae", "vae_first", device="cpu", dtype="bfloat16").module.state_dict()
+    with InductorSession(folder / "engine.pt2", device="cpu", weights=weights) as session:
         result = verify(session, reference, SMALL, "bfloat16")
     assert result.passed, result.detail
     assert result.error > 1e-5
