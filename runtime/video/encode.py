@@ -29,7 +29,9 @@ _QUEUED_CHUNKS = 4
 _LINES_KEPT = 50
 _PREFIX = ".tandem-"
 _LOCK = "lock"
-_CRF = "17"
+# A small picture is shown enlarged, where compression shows; there it costs little to have less of it.
+_CRF, _SMALL_CRF = "17", "10"
+_SMALL_PIXELS = 320 * 240
 # Studio-range BT.709 is what players assume; said in the stream, so that colours survive.
 _BT709 = "setparams=range=tv:color_primaries=bt709:color_trc=bt709:colorspace=bt709"
 
@@ -72,7 +74,8 @@ class VideoWriter:
         width, height = self._size
         command = [self._ffmpeg, "-v", "error", "-y", "-f", "rawvideo", "-pix_fmt", "rgb24"]
         command += ["-s", f"{width}x{height}", "-r", str(self._fps), "-i", "pipe:0"]
-        command += ["-vf", f"scale=out_color_matrix=bt709:out_range=tv,{_BT709}", "-c:v", "libx264", "-crf", _CRF]
+        crf = _SMALL_CRF if width * height <= _SMALL_PIXELS else _CRF
+        command += ["-vf", f"scale=out_color_matrix=bt709:out_range=tv,{_BT709}", "-c:v", "libx264", "-crf", crf]
         command += ["-preset", "medium", "-pix_fmt", "yuv420p", str(self._folder / "stream.mp4")]
         # Its own process group: Ctrl-C reaches us, and we end it.
         self._process = subprocess.Popen(
