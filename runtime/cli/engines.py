@@ -10,6 +10,7 @@ from typing import Any
 from runtime.cli import show
 from runtime.cli.cancelling import cancel_on_signals
 from runtime.core import settings
+from runtime.core.byte_size import UNITS, byte_size
 from runtime.core.errors import EngineError, InvalidRequestError, TandemError
 from runtime.core.plan import BACKEND_TITLES
 from runtime.core.request import GenerationRequest
@@ -22,8 +23,6 @@ from runtime.manager.planner import resolve
 from runtime.models.catalogue import find, folders
 from runtime.models.spec import ModelSpec
 from runtime.models.wan import read_spec
-
-_UNITS = {"": 10**9, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def build(request: GenerationRequest, *, again: bool) -> dict[str, Any]:
@@ -65,7 +64,7 @@ def listing() -> dict[str, Any]:
     service = _service()
     found = library.listing(service.store)
     _table(found.engines)
-    show.line(f"{_size(found.total_bytes)} of at most {_size(found.max_bytes)}, in {service.store.folder}")
+    show.line(f"{byte_size(found.total_bytes)} of at most {byte_size(found.max_bytes)}, in {service.store.folder}")
     return {
         "engines": [_row(record) for record in found.engines],
         "total_bytes": found.total_bytes,
@@ -103,7 +102,7 @@ def delete(ids: Sequence[str]) -> dict[str, Any]:
     service = _service()
     chosen = library.choose(service.store, ids)
     freed = library.delete(service.store, chosen)
-    show.line(f"Deleted {_count(len(chosen))}, {_size(freed)}.")
+    show.line(f"Deleted {_count(len(chosen))}, {byte_size(freed)}.")
     return {"deleted": [record.id for record in chosen], "freed_bytes": freed}
 
 
@@ -111,7 +110,8 @@ def prune(max_size: str | None) -> dict[str, Any]:
     """Delete the least recently used engines until the rest keep to a size."""
     service = _service()
     done = library.prune(service.store, None if max_size is None else parse_size(max_size))
-    show.line(f"Deleted {_count(len(done.deleted))}; {_size(done.total_bytes)} of {_size(done.max_bytes)} are left.")
+    left = f"{byte_size(done.total_bytes)} of {byte_size(done.max_bytes)} are left"
+    show.line(f"Deleted {_count(len(done.deleted))}; {left}.")
     if not done.enough:
         show.warning("Pinned engines and those in use stay.")
     return {
@@ -144,7 +144,7 @@ def export(component: str, request: GenerationRequest, out: str) -> dict[str, An
     plan = resolve(request, spec, probe(), Path("none.mp4"))
     files = []
     for exported in export_component(spec, component, plan.latent_size, _folder(out)):
-        show.line(f"{exported.path} ({_size(exported.bytes)}): {exported.detail}")
+        show.line(f"{exported.path} ({byte_size(exported.bytes)}): {exported.detail}")
         files.append(exported.to_json())
     return {"component": component, "model": spec.name, "files": files}
 
@@ -156,7 +156,7 @@ def parse_size(text: str) -> int:
         InvalidRequestError: if it means nothing.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([KMGT]?B)?\s*", text.upper())
-    size = float(match[1]) * _UNITS[match[2] or ""] if match else math.nan
+    size = float(match[1]) * UNITS[match[2] or "GB"] if match else math.nan
     if not math.isfinite(size):
         raise InvalidRequestError("max_size", f"--max-size is {text[:40]!r}.", "Give a size, as in 500MB or 20GB.")
     return int(size)
@@ -202,6 +202,9 @@ def _progress() -> Any:
 
 
 def _table(records: Sequence[EngineRecord]) -> None:
+    if not records:
+        show.line("No engines.")
+        return
     show.table(
         ("Engine", "Part", "Runs on", "Latent sizes", "On disk", "Speed", "Used", ""),
         [
@@ -210,7 +213,7 @@ def _table(records: Sequence[EngineRecord]) -> None:
                 _title(record),
                 f"{BACKEND_TITLES.get(record.key.backend, record.key.backend)}, {record.key.precision}",
                 ", ".join(map(str, record.key.profiles)),
-                _size(record.file_bytes),
+                byte_size(record.file_bytes),
                 _speed(record),
                 datetime.fromtimestamp(record.last_used).astimezone().strftime("%Y-%m-%d"),
                 _state(record),
@@ -265,11 +268,6 @@ def _state(record: EngineRecord) -> str:
     if not record.verified:
         return f"not right: error {record.error:.0e}"
     return "pinned" if record.pinned else ""
-
-
-def _size(count: int) -> str:
-    unit = next((unit for unit in ("TB", "GB", "MB", "KB") if count >= _UNITS[unit]), "B")
-    return f"{count / _UNITS[unit]:.1f} {unit}" if unit != "B" else f"{count} B"
 
 
 def _count(count: int) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from runtime.core.byte_size import byte_size
 from runtime.core.cancel import Cancel
 from runtime.core.duration import duration
 from runtime.core.errors import EngineError
@@ -26,7 +27,6 @@ EmitProgress = Callable[[str, float | None], None]
 
 logger = logging.getLogger(__name__)
 
-_GIB = 1 << 30
 _SIGKILL = 9
 _DISK_WORDS = ("No space left on device", "Disk quota exceeded", "File too large")
 
@@ -199,8 +199,7 @@ def _check_room(request: BuildRequest, store: EngineStore) -> None:
     ):
         if needed > free:
             raise EngineError(
-                f"Building the {request.title} needs about {needed / _GIB:.1f} GiB of {what}; "
-                f"{free / _GIB:.1f} GiB are free.",
+                f"Building the {request.title} needs about {byte_size(needed)} of {what}; {byte_size(free)} are free.",
                 remedy,
             )
 
