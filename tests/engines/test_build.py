@@ -236,7 +236,7 @@ def test_a_killed_child_is_told(request_: BuildRequest, store: EngineStore) -> N
 
 
 PARENT = """
-import sys
+import signal, sys
 from pathlib import Path
 from runtime.core.cancel import Cancel
 from runtime.engines.build import BuildRequest, build_engine
@@ -245,6 +245,8 @@ from runtime.engines.store import EngineStore
 from runtime.models.wan import read_spec
 from tests.engines.made import key
 _, model, folder, task = sys.argv
+# Where the tests were started in the background, SIGINT is ignored by all they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 request = BuildRequest(spec=read_spec(Path(model), "wan2.1"), component="transformer", key=key(), device="cpu")
 say = lambda line, share: print(line, flush=True)
 record = build_engine(request, EngineStore(Path(folder), 1 << 40), say, Cancel(),
