@@ -21,19 +21,12 @@ from unittest import mock
 
 from runtime.core.errors import EngineError
 from runtime.engines.builders import BuildNeeds, Report
+from runtime.engines.builders.keyed import KeyedBuilder, weights_bytes
 from runtime.engines.edges import METADATA_KEY, WEIGHTS_KEY
-from runtime.engines.identity import (
-    EXPORT_REVISION,
-    FAMILY,
-    cpu_has_bfloat16,
-    device_text,
-    program_key_parts,
-    versions_of,
-)
+from runtime.engines.identity import cpu_has_bfloat16
 from runtime.manager.engine_index import SWAPPED, EngineKey
 from runtime.manager.machine import Machine
 from runtime.manager.shapes import ShapeProfile
-from runtime.manager.vram import DTYPE_BYTES
 from runtime.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -48,7 +41,7 @@ _BASE_DISK = _GIB // 2
 
 
 @dataclass(frozen=True)
-class InductorBuilder:
+class InductorBuilder(KeyedBuilder):
     """See `Builder`."""
 
     name: ClassVar[str] = "inductor"
@@ -79,43 +72,20 @@ class InductorBuilder:
             return "bfloat16" if program.startswith("vae") and cpu_has_bfloat16() else "float32"
         return "float32" if program.startswith("vae") else "bfloat16"
 
-    def key(
-        self,
-        spec: ModelSpec,
-        component: str,
-        program: str,
-        profiles: tuple[ShapeProfile, ...],
-        *,
-        precision: str,
-        machine: Machine,
-        device: str,
-        notes: Path | None = None,
-    ) -> EngineKey:
-        """See `Builder`."""
-        architecture, weights = program_key_parts(spec, component, program, notes)
-        return EngineKey(
-            program=program,
-            family=FAMILY,
-            architecture=architecture,
-            weights=weights if _keeps_weights(program, profiles, device) else SWAPPED,
-            export_revision=EXPORT_REVISION,
-            profiles=profiles,
-            precision=precision,
-            backend=self.backend,
-            builder=self.name,
-            options=(),
-            versions=versions_of("torch", "triton") if device != "cpu" else versions_of("torch"),
-            device=device_text(machine, device),
-            system=machine.system,
-        )
+    def keeps_weights(self, program: str, profiles: tuple[ShapeProfile, ...], device: str) -> bool:
+        """See `KeyedBuilder`."""
+        return program == "vae_next" and device == "cpu" and all(profile.min == profile.max for profile in profiles)
+
+    def packages(self, device: str) -> tuple[str, ...]:
+        """See `KeyedBuilder`."""
+        return ("torch",) if device == "cpu" else ("torch", "triton")
 
     def needs(self, spec: ModelSpec, program: str, profile: ShapeProfile) -> BuildNeeds:
         """See `Builder`."""
-        component = "vae" if program.startswith("vae") else program
-        weights = DTYPE_BYTES["float32"] * spec.parameters[component]
+        weights = weights_bytes(spec, program, "float32")
         # Tracing copies nothing; freezing lays the VAE's weights out anew, and the package holds them twice while it
         # is linked.
-        copies = 3 if component == "vae" else 1
+        copies = 3 if program.startswith("vae") else 1
         return BuildNeeds(ram_bytes=_BASE_RAM + copies * weights, disk_bytes=_BASE_DISK + copies * weights)
 
     def build(self, program: "Program", key: EngineKey, folder: Path, report: Report) -> None:
@@ -161,10 +131,6 @@ def _described(exported: "torch.export.ExportedProgram") -> dict[str, tuple[str,
     names = [*signature.inputs_to_parameters.values(), *signature.inputs_to_buffers.values()]
     tensors = {name: exported.state_dict[name] for name in names}
     return {name: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors.items()}
-
-
-def _keeps_weights(program: str, profiles: tuple[ShapeProfile, ...], device: str) -> bool:
-    return program == "vae_next" and device == "cpu" and all(profile.min == profile.max for profile in profiles)
 
 
 def _compiler() -> str | None:

@@ -6,18 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from runtime.engines.builders import BuildNeeds, Report
-from runtime.engines.identity import (
-    EXPORT_REVISION,
-    FAMILY,
-    cpu_has_bfloat16,
-    device_text,
-    program_key_parts,
-    versions_of,
-)
+from runtime.engines.builders.keyed import KeyedBuilder, weights_bytes
+from runtime.engines.identity import cpu_has_bfloat16, versions_of
 from runtime.manager.engine_index import EngineKey
 from runtime.manager.machine import Machine
 from runtime.manager.shapes import ShapeProfile
-from runtime.manager.vram import DTYPE_BYTES
 from runtime.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -30,7 +23,7 @@ PACKAGES = ("onnxruntime-openvino", "onnxruntime-gpu", "onnxruntime-directml", "
 
 
 @dataclass(frozen=True)
-class OnnxRuntimeBuilder:
+class OnnxRuntimeBuilder(KeyedBuilder):
     """See `Builder`.
 
     Args:
@@ -60,40 +53,17 @@ class OnnxRuntimeBuilder:
             return "bfloat16" if program.startswith("vae") and fast else "float32"
         return "float16" if program == "transformer" else "float32"
 
-    def key(
-        self,
-        spec: ModelSpec,
-        component: str,
-        program: str,
-        profiles: tuple[ShapeProfile, ...],
-        *,
-        precision: str,
-        machine: Machine,
-        device: str,
-        notes: Path | None = None,
-    ) -> EngineKey:
-        """See `Builder`."""
-        architecture, weights = program_key_parts(spec, component, program, notes)
-        return EngineKey(
-            program=program,
-            family=FAMILY,
-            architecture=architecture,
-            weights=weights,
-            export_revision=EXPORT_REVISION,
-            profiles=profiles,
-            precision=precision,
-            backend=self.backend,
-            builder=self.name,
-            options=(("provider", self._provider(device)),),
-            versions=versions_of("torch", "onnxscript", *PACKAGES),
-            device=device_text(machine, device),
-            system=machine.system,
-        )
+    def options(self, machine: Machine, device: str) -> tuple[tuple[str, str], ...]:
+        """See `KeyedBuilder`."""
+        return (("provider", self._provider(device)),)
+
+    def packages(self, device: str) -> tuple[str, ...]:
+        """See `KeyedBuilder`."""
+        return ("torch", "onnxscript", *PACKAGES)
 
     def needs(self, spec: ModelSpec, program: str, profile: ShapeProfile) -> BuildNeeds:
         """See `Builder`."""
-        component = "vae" if program.startswith("vae") else program
-        weights = DTYPE_BYTES["float32"] * spec.parameters[component]
+        weights = weights_bytes(spec, program, "float32")
         # RAM: the module, the exporter's copy, the file as it is written.
         return BuildNeeds(ram_bytes=_BASE_RAM + 3 * weights, disk_bytes=2 * weights)
 

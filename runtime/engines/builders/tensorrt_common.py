@@ -3,13 +3,11 @@
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from runtime.core.errors import EngineError
 from runtime.engines.builders import BuildNeeds
-from runtime.engines.identity import EXPORT_REVISION, FAMILY, device_text, program_key_parts, versions_of
-from runtime.manager.engine_index import EngineKey
+from runtime.engines.builders.keyed import KeyedBuilder, weights_bytes
 from runtime.manager.machine import Machine
 from runtime.manager.shapes import LatentSize, ShapeProfile
 from runtime.manager.vram import DTYPE_BYTES, denoise_bytes
@@ -43,13 +41,12 @@ _OPTIMIZATION_LEVEL = 3
 _BASE_RAM = 4 * _GIB
 
 
-class TensorRTBuilder:
+class TensorRTBuilder(KeyedBuilder):
     """What `Builder` asks for beside `build`."""
 
     name: ClassVar[str]
     backend: ClassVar[str] = "tensorrt"
     file_name: ClassVar[str] = "engine.plan"
-    packages: ClassVar[tuple[str, ...]] = (*PACKAGES, "torch")
 
     def unavailable(self, machine: Machine) -> tuple[str, str] | None:
         """See `Builder`."""
@@ -78,37 +75,6 @@ class TensorRTBuilder:
             return "float32"
         return usual
 
-    def key(
-        self,
-        spec: ModelSpec,
-        component: str,
-        program: str,
-        profiles: tuple[ShapeProfile, ...],
-        *,
-        precision: str,
-        machine: Machine,
-        device: str,
-        notes: Path | None = None,
-    ) -> EngineKey:
-        """See `Builder`."""
-        architecture, weights = program_key_parts(spec, component, program, notes)
-        where = device_text(machine, device)
-        return EngineKey(
-            program=program,
-            family=FAMILY,
-            architecture=architecture,
-            weights=weights,
-            export_revision=EXPORT_REVISION,
-            profiles=profiles,
-            precision=precision,
-            backend=self.backend,
-            builder=self.name,
-            options=self.options(machine, device),
-            versions=versions_of(*self.packages),
-            device=where,
-            system=machine.system,
-        )
-
     def options(self, machine: Machine, device: str) -> tuple[tuple[str, str], ...]:
         """Return what `EngineKey.options` says unless somebody asks otherwise; a session looks at cuda_graphs."""
         workspace = _workspace_bytes(machine, device) // _MIB
@@ -118,10 +84,13 @@ class TensorRTBuilder:
             ("workspace_mib", str(workspace)),
         )
 
+    def packages(self, device: str) -> tuple[str, ...]:
+        """See `KeyedBuilder`."""
+        return (*PACKAGES, "torch")
+
     def needs(self, spec: ModelSpec, program: str, profile: ShapeProfile) -> BuildNeeds:
         """See `Builder`."""
-        component = "vae" if program.startswith("vae") else program
-        weights = DTYPE_BYTES[_usual_precision(program)] * spec.parameters[component]
+        weights = weights_bytes(spec, program, _usual_precision(program))
         # RAM: the exported weights, the parser's and builder's copies, the plan. Disk: the exported file and the plan.
         # The GPU: the module, the builder's copy and the engine; kernels are measured on the largest size.
         return BuildNeeds(

@@ -18,7 +18,6 @@ from runtime.engines import timing_cache
 from runtime.engines.builders import Report
 from runtime.engines.builders.tensorrt_common import (
     OTHER_BACKEND,
-    PACKAGES,
     Shapes,
     TensorRTBuilder,
     enclosing,
@@ -71,11 +70,14 @@ class TorchTensorRT(TensorRTBuilder):
     """See `Builder`. Several profiles become one that encloses them: torch-tensorrt builds with one."""
 
     name = "torch_tensorrt"
-    packages = (*PACKAGES, "torch", "torch-tensorrt")
 
     def unavailable(self, machine: Machine) -> tuple[str, str] | None:
         """See `Builder`."""
         return super().unavailable(machine) or why_no_torch_tensorrt(machine)
+
+    def packages(self, device: str) -> tuple[str, ...]:
+        """See `KeyedBuilder`."""
+        return (*super().packages(device), "torch-tensorrt")
 
     def build(self, program: "Program", key: EngineKey, folder: Path, report: Report) -> None:
         """Write `folder/engine.plan` and `folder/tensors.json`.
