@@ -65,3 +65,9 @@ class EngineError(TandemError):
 
 class BadResultError(TandemError):
     """The model's own output is unusable (NaN or Inf)."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of a library's error, without its full stop; the error's name where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from runtime.core.errors import EngineError
+from runtime.core.errors import EngineError, first_line
 from runtime.engines.edges import METADATA_KEY, WEIGHTS_KEY, Edges
 from runtime.engines.programs import TEXT_PADDING, cut_text
 
@@ -137,7 +137,7 @@ class _Library:
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            raise EngineError(f"The engine failed: {_first_line(error)}.", "PyTorch takes over.") from error
+            raise EngineError(f"The engine failed: {first_line(error)}.", "PyTorch takes over.") from error
         return outputs
 
     def take_away(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -160,9 +160,4 @@ def _load(package: Path, device: torch.device) -> _Library:
             _LIBRARIES[key] = _Library(package, device)
         return _LIBRARIES[key]
     except (OSError, RuntimeError, KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
-        raise EngineError(f"The package cannot be loaded: {_first_line(error)}.", _REMEDY) from error
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__
+        raise EngineError(f"The package cannot be loaded: {first_line(error)}.", _REMEDY) from error

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from runtime.core.errors import EngineError
+from runtime.core.errors import EngineError, first_line
 from runtime.engines.edges import METADATA_KEY, Edges
 from runtime.engines.programs import TEXT_PADDING, cut_text
 
@@ -69,7 +69,7 @@ class OnnxRuntimeSession:
         except EngineError:
             raise
         except Exception as error:  # ONNX Runtime's own errors derive from Exception alone
-            raise EngineError(f"The ONNX file cannot be loaded: {_first_line(error)}.", _REMEDY) from error
+            raise EngineError(f"The ONNX file cannot be loaded: {first_line(error)}.", _REMEDY) from error
         self._names = [output.name for output in self._session.get_outputs()]
         self._buffers: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         self._turn = 0
@@ -110,7 +110,7 @@ class OnnxRuntimeSession:
         except Exception as error:  # ONNX Runtime's own errors derive from Exception alone
             if _OUT_OF_MEMORY in str(error):
                 raise MemoryError(str(error)) from error
-            raise EngineError(f"The engine failed: {_first_line(error)}.", "PyTorch takes over.") from error
+            raise EngineError(f"The engine failed: {first_line(error)}.", "PyTorch takes over.") from error
         return {edge.name: output for edge, output in zip(self._edges.outputs, outputs, strict=True)}
 
     def _next_buffers(self, shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
@@ -155,8 +155,3 @@ def _element_type(dtype: torch.dtype) -> Any:
     if dtype is torch.bfloat16:  # which numpy has not
         return int(onnx.TensorProto.BFLOAT16)
     return np.dtype(str(dtype).removeprefix("torch.")).type
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__
