@@ -172,8 +172,8 @@ def ssim(frames: torch.Tensor, reference: torch.Tensor) -> float:
     return float((((2 * mx * my + c1) * (2 * vxy + c2)) / ((mx * mx + my * my + c1) * (vx + vy + c2))).mean())
 
 
-def profile_of(program: str, latent: LatentSize) -> ShapeProfile:
-    """Return the profile of one size."""
+def profile_of(program: str, latent: LatentSize, chunk: int = CHUNK) -> ShapeProfile:
+    """Return the profile of one size; the VAE takes `chunk` latent frames a call."""
     frames, height, width = latent
     sizes = {"text_encoder": (1, 1, 1), "transformer": latent, "vae_first": (1, height, width)}
-    return ShapeProfile.fixed(sizes.get(program, (min(CHUNK, frames), height, width)))
+    return ShapeProfile.fixed(sizes.get(program, (min(chunk, frames), height, width)))

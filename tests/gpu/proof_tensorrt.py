@@ -1,7 +1,7 @@
 """Proves the engines on a real GPU: our export, our builder, our session, against PyTorch. Not run by pytest.
 
     python tests/gpu/proof_tensorrt.py build [--model M] [--precision P] [--only PROGRAM,…] [--latent F,H,W]
-    python tests/gpu/proof_tensorrt.py profiles | clip | damage | endurance [--precision P]
+    python tests/gpu/proof_tensorrt.py profiles | clip | job | damage | endurance [--precision P]
 
 Each part prints a JSON object per finding, and appends it at once to $OUT/proof.jsonl. Engines stay in
 $TANDEM_PROOF (/tmp/tandem-proof), so that a later part, or the same one after a time limit, builds nothing twice.
@@ -33,6 +33,7 @@ from tests.gpu import proof_models, tensorrt_8_6
 from tests.gpu.proof_clip import clip
 from tests.gpu.proof_common import CLIP, COMPONENTS, HOME, LARGE, Proof, profile_of, relative_error
 from tests.gpu.proof_damage import case, damage
+from tests.gpu.proof_job import job
 
 
 def model(proof: Proof) -> ModelSpec:
@@ -209,7 +210,7 @@ def openings(proof: Proof, name: str, record: EngineRecord, inputs: dict[str, to
 def main() -> None:
     """Run one part."""
     parts: dict[str, Callable[[Proof], None]] = {
-        part.__name__: part for part in (build, profiles, clip, damage, case, endurance)
+        part.__name__: part for part in (build, profiles, clip, job, damage, case, endurance)
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=parts)

@@ -1,0 +1,68 @@
+"""The proof's job: the app's own path, from request to MP4, on the engines of one backend and in PyTorch."""
+
+import os
+import shutil
+import statistics
+from pathlib import Path
+
+import torch
+
+from runtime.components.residency import Residency
+from runtime.core.cancel import Cancel
+from runtime.core.events import Event, FellBack, VideoSaved
+from runtime.core.request import GenerationRequest
+from runtime.engines.builders import BUILDERS
+from runtime.engines.service import EngineService
+from runtime.jobs.flow import run_job
+from runtime.manager.planner import resolve
+from runtime.models.catalogue import find
+from tests.gpu.proof_clip import PROMPT
+from tests.gpu.proof_common import CLIP, COMPONENTS, HOME, Proof, profile_of, psnr, ssim
+from tests.jobs.test_flow import frames_of
+
+RUNS = 5
+
+
+def job(proof: Proof) -> None:
+    """One clip by `run_job`: engines planned from the library, loaded, run; beside PyTorch, in turn."""
+    spec = find("diorama", Path("none"))
+    service = EngineService(proof.store, proof.machine, None)
+    for component, program in COMPONENTS:
+        profile = profile_of(program, CLIP, chunk=1)
+        with proof.going_on(f"build {component} {program}"):
+            proof.engine(spec, component, proof.key(spec, component, program, (profile,), "default"))
+    out = Path(os.environ.get("OUT", HOME))
+    backend = BUILDERS[proof.arguments.builder].backend
+    events: dict[str, list[Event]] = {}
+    with Residency(service) as first, Residency(service) as second:
+        for residency, asked in (*[(first, backend), (second, "pytorch")] * RUNS,):
+            request = GenerationRequest.from_mapping(
+                {"prompt": PROMPT, "seed": 7, "backends": {"all": asked}, "build": "never"}
+            )
+            plan = resolve(request, spec, proof.machine, HOME / f"{asked}.mp4", service.offers(spec))
+            run_job(plan, spec, events.setdefault(asked, []).append, Cancel(), residency)
+    frames = {}
+    for asked, told in events.items():
+        saved = [event for event in told if isinstance(event, VideoSaved)]
+        if not saved:
+            proof.say("job", asked=asked, failed=told[-1])
+            continue
+        video = saved[0].video
+        shutil.copy(video, out / f"{proof.arguments.builder}-{asked}.mp4")
+        pixels = torch.frombuffer(bytearray(frames_of(video)), dtype=torch.uint8)
+        frames[asked] = pixels.reshape(-1, saved[0].request["height"], saved[0].request["width"], 3)
+        warm = {stage: statistics.median(run.timings[stage] for run in saved[1:]) for stage in saved[0].timings}
+        proof.say(
+            "job",
+            asked=asked,
+            components={name: part["backend"] for name, part in saved[-1].plan["components"].items()},
+            reasons={name: part["reason"] for name, part in saved[-1].plan["components"].items()},
+            fell_back=[event.reason for event in told if isinstance(event, FellBack)],
+            load_seconds=saved[0].load_seconds,
+            first_seconds=saved[0].timings["total"],
+            seconds={stage: round(seconds, 4) for stage, seconds in warm.items()},
+            peak_memory_bytes=saved[-1].peak_memory_bytes,
+        )
+    if len(frames) > 1:
+        ours, wanted = frames[backend], frames["pytorch"]
+        proof.say("jobs", builder=proof.arguments.builder, psnr_db=psnr(ours, wanted), ssim=ssim(ours, wanted))
