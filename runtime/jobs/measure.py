@@ -53,6 +53,7 @@ class PeakMemory:
     def __enter__(self) -> "PeakMemory":
         """Start measuring."""
         if self._cuda:
+            torch.cuda.synchronize(self._cuda)  # starts CUDA: before that there are no statistics to reset
             torch.cuda.reset_peak_memory_stats(self._cuda)
         else:
             self._thread = threading.Thread(target=self._sample, name="peak-memory", daemon=True)

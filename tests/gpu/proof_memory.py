@@ -1,0 +1,201 @@
+"""Measures what Wan's parts take on a GPU at their true size: weights, working set, seconds. Not run by pytest.
+
+    python tests/gpu/proof_memory.py [PART …]     of transformers, vaes, text; all by default
+
+Random weights: neither memory nor speed depends on their values. Prints a JSON object per measurement, and appends it
+to $OUT/memory.jsonl. Bytes are PyTorch's: `weights` lie there between calls, `working` is what a call takes beside
+them and its inputs at its peak, `reserved` what the allocator took from the driver for all of it.
+"""
+
+import gc
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from transformers import UMT5Config, UMT5EncoderModel
+
+from runtime.components.denoiser import PyTorchDenoiser
+from runtime.components.text_encoder import PyTorchTextModel
+from runtime.components.video_decoder import PyTorchVideoDecoder
+
+# From the models' configurations, https://huggingface.co/Wan-AI.
+TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "wan2.1-1.3b": {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
+    "wan2.2-a14b": {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40},
+    "wan2.2-ti2v-5b": {
+        "num_attention_heads": 24,
+        "ffn_dim": 14336,
+        "num_layers": 30,
+        "in_channels": 48,
+        "out_channels": 48,
+    },
+}
+VAES: dict[str, dict[str, Any]] = {
+    "wan2.1": {},
+    "wan2.2-ti2v-5b": {
+        "base_dim": 160,
+        "decoder_base_dim": 256,
+        "z_dim": 48,
+        "is_residual": True,
+        "in_channels": 12,
+        "out_channels": 12,
+        "patch_size": 2,
+        "scale_factor_spatial": 16,
+        "latents_mean": [0.0] * 48,
+        "latents_std": [1.0] * 48,
+    },
+}
+# Width, height, frames.
+CLIPS = {
+    "wan2.1-1.3b": [(832, 480, 81), (832, 480, 33), (480, 272, 49)],
+    "wan2.2-a14b": [(832, 480, 81), (832, 480, 33), (1280, 720, 81)],
+    "wan2.2-ti2v-5b": [(1280, 704, 121), (1280, 704, 49), (832, 480, 81)],
+}
+DECODED = {
+    "wan2.1": [(832, 480), (1280, 720), (480, 272)],
+    "wan2.2-ti2v-5b": [(1280, 704), (832, 480)],
+}
+DEVICE = "cuda:0"
+
+
+def say(**found: Any) -> None:
+    """Print and keep one measurement."""
+    line = json.dumps(found)
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+    with (Path(os.environ.get("OUT", ".")) / "memory.jsonl").open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
+@contextmanager
+def module(make: Callable[[], torch.nn.Module], dtype: torch.dtype) -> Iterator[tuple[Any, int]]:
+    """Give a module with random weights on the GPU, and their bytes; gone afterwards."""
+    before = torch.cuda.memory_allocated()
+    with torch.device("meta"):
+        made = make()
+    made = made.to(dtype).to_empty(device=DEVICE).eval().requires_grad_(False)
+    for tensor in (*made.parameters(), *made.buffers()):
+        if tensor.is_floating_point():
+            tensor.normal_(0, 0.02)
+    try:
+        yield made, torch.cuda.memory_allocated() - before
+    finally:
+        del made, tensor
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def call(run: Callable[[], object], repeats: int) -> dict[str, Any]:
+    """Run something and return the bytes that it takes at its peak and the median of its seconds."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    working, reserved = torch.cuda.max_memory_allocated() - before, torch.cuda.max_memory_reserved()
+    seconds = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        seconds.append(start.elapsed_time(end) / 1000)
+    return {"working": working, "reserved": reserved, "seconds": round(statistics.median(seconds), 4)}
+
+
+def transformers() -> None:
+    """One forward pass of each transformer in bfloat16."""
+    for name, config in TRANSFORMERS.items():
+        with module(partial(WanTransformer3DModel, **config), torch.bfloat16) as (made, weights):
+            made.rope = type(made.rope)(128, (1, 2, 2), 1024).to(DEVICE)
+            large_vae = config.get("in_channels") == TRANSFORMERS["wan2.2-ti2v-5b"]["in_channels"]
+            denoiser = PyTorchDenoiser(made, expand_timesteps=large_vae, patch_size=(1, 2, 2))
+            text = torch.randn(1, 512, 4096, device=DEVICE, dtype=torch.bfloat16)
+            timestep = torch.tensor(500.0, device=DEVICE)
+            for width, height, frames in CLIPS[name]:
+                scale = 16 if large_vae else 8
+                size = (1, config.get("in_channels", 16), (frames - 1) // 4 + 1, height // scale, width // scale)
+                latents = torch.randn(size, device=DEVICE)
+                found = call(partial(denoiser, latents, timestep, text), 2)
+                say(
+                    part="transformer",
+                    model=name,
+                    dtype="bfloat16",
+                    size=[width, height, frames],
+                    weights=weights,
+                    **found,
+                )
+
+
+def vaes() -> None:
+    """A decode of 9 latent frames, so many a call; what it takes does not grow with the clip."""
+    for name, config in VAES.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            with module(partial(AutoencoderKLWan, **config), dtype) as (made, weights):
+                del made.encoder
+                gc.collect()
+                decoder = PyTorchVideoDecoder(made)
+                scale, channels = made.config.scale_factor_spatial, made.config.z_dim
+                for width, height in DECODED[name]:
+                    latents = torch.randn(1, channels, 9, height // scale, width // scale, device=DEVICE)
+                    for chunk in (1, 2, 4):
+                        say(
+                            part="vae",
+                            model=name,
+                            dtype=str(dtype).removeprefix("torch."),
+                            size=[width, height, 33],
+                            chunk=chunk,
+                            weights=weights,
+                            **call(partial(decode, decoder, latents, chunk), 1),
+                        )
+
+
+def decode(decoder: PyTorchVideoDecoder, latents: torch.Tensor, chunk: int) -> None:
+    """Decode as a job does: frames leave the GPU as bytes."""
+    for frames in decoder.frames(latents, chunk):
+        frames.mul(127.5).add(127.5).to(torch.uint8).cpu()
+
+
+def text() -> None:
+    """UMT5-XXL reading 512 tokens in bfloat16."""
+    config = UMT5Config(
+        vocab_size=256384,
+        d_model=4096,
+        d_kv=64,
+        d_ff=10240,
+        num_layers=24,
+        num_heads=64,
+        feed_forward_proj="gated-gelu",
+    )
+    with module(lambda: UMT5EncoderModel(config), torch.bfloat16) as (made, weights):
+        model = PyTorchTextModel(made)
+        ids = torch.randint(1, 1000, (1, 512), device=DEVICE)
+        mask = torch.ones_like(ids)
+        found = call(lambda: model(ids, mask), 3)
+        say(part="text_encoder", model="umt5-xxl", dtype="bfloat16", tokens=512, weights=weights, **found)
+
+
+def main() -> None:
+    """Measure."""
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    say(part="machine", gpu=torch.cuda.get_device_name(), torch=torch.__version__, context=total - free, total=total)
+    parts = {part.__name__: part for part in (transformers, vaes, text)}
+    for name in sys.argv[1:] or parts:
+        parts[name]()
+
+
+if __name__ == "__main__":
+    main()
