@@ -10,7 +10,7 @@ import typer
 
 from runtime.core import settings
 from runtime.core.errors import InvalidRequestError
-from runtime.core.request import ALL, AUTO, BACKENDS, BUILDS, COMPONENTS, GenerationRequest
+from runtime.core.request import ALL, AUTO, BACKENDS, BUILDS, COMPONENTS, OFFLOADS, QUANTIZATIONS, GenerationRequest
 
 Result = TypeVar("Result")
 # What shapes an engine.
@@ -61,6 +61,21 @@ def request_from_flags(
             help="Whether engines are built first. [default: missing ones of backends that --backend names]",
         ),
     ] = None,
+    offload: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(OFFLOADS[1:]),
+            help="Where weights wait while they are not used: on the GPU, or in RAM by part, by block or by layer. "
+            "[default: what fits]",
+        ),
+    ] = None,
+    quantization: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(QUANTIZATIONS[1:]),
+            help="Of the transformers' weights in PyTorch: smaller and a little less exact. [default: none if it fits]",
+        ),
+    ] = None,
 ) -> GenerationRequest:
     """Build a request from flags; what was not given stays open.
 
@@ -82,6 +97,8 @@ def request_from_flags(
         seed=_number(seed),
         backends=_backends(backend or []),
         build=AUTO if build is None else build,
+        offload=AUTO if offload is None else offload,
+        quantization=AUTO if quantization is None else quantization,
     )
 
 

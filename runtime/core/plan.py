@@ -54,6 +54,7 @@ class ComponentPlan:
         reason: one sentence.
         engines: what it runs on, in the order of use; none in PyTorch.
         asked: the backend that was asked for, or "auto".
+        quantization: of its weights in PyTorch: "none", "bnb-8bit", "bnb-4bit" or "fp8".
     """
 
     backend: str
@@ -63,6 +64,7 @@ class ComponentPlan:
     reason: str
     engines: tuple[EngineUse, ...] = ()
     asked: str = "auto"
+    quantization: str = "none"
 
     @property
     def fell_back(self) -> bool:
@@ -80,6 +82,7 @@ class ComponentPlan:
             "device": self.device,
             "dtype": self.engines[-1].precision if self.engines else self.dtype,
             "weights_bytes": self.weights_bytes,
+            "quantization": self.quantization,
             "reason": self.reason,
             "engine": self.engines[-1].id if self.engines else None,
             "engines": [use.id for use in self.engines],
@@ -106,6 +109,8 @@ class ExecutionPlan:
         output: the MP4 to write.
         backends: which backend was asked for, by component or "all"; what is not there is "auto".
         build: whether engines are built: "missing", "never", "always", or "auto".
+        offload: where weights wait while they are not used: "none" (the device), "model", "group" or "sequential".
+        quantization: what was asked for, or "auto"; the components say what became of it.
         warnings: sentences to show beside the result.
     """
 
@@ -132,6 +137,8 @@ class ExecutionPlan:
     output: Path
     backends: Mapping[str, str]
     build: str
+    offload: str
+    quantization: str
     warnings: tuple[str, ...] = ()
 
     @property
@@ -175,6 +182,8 @@ class ExecutionPlan:
             "seed": self.seed,
             "backends": dict(self.backends),
             "build": self.build,
+            "offload": self.offload,
+            "quantization": self.quantization,
         }
         if self.guidance_scale_2 is not None:
             used["guidance_scale_2"] = self.guidance_scale_2
@@ -188,6 +197,7 @@ class ExecutionPlan:
             "tokens": self.tokens,
             "decode_chunk": self.decode_chunk,
             "keep_loaded": self.keep_loaded,
+            "offload": self.offload,
             "step_flops": self.step_flops,
             "decode_flops": self.decode_flops,
             "memory_bytes": self.memory_bytes,

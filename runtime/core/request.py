@@ -21,6 +21,8 @@ COMPONENTS = ("text_encoder", "transformer", "transformer_2", "vae")
 ALL = "all"
 BACKENDS = (AUTO, "tensorrt", "inductor", "onnxruntime", "pytorch")
 BUILDS = (AUTO, "missing", "never", "always")
+OFFLOADS = (AUTO, "none", "model", "group", "sequential")
+QUANTIZATIONS = (AUTO, "none", "bnb-8bit", "bnb-4bit", "fp8")
 
 MAX_PROMPT_CHARACTERS = 5_000
 MAX_SIDE = 8_192
@@ -52,6 +54,9 @@ class GenerationRequest:
         backends: what runs each component: one of `BACKENDS` by component, or by "all" for those not named.
         build: whether engines are built first: those that are missing, never, or always anew. "auto" builds what is
             missing for a backend that was asked for by name.
+        offload: where weights wait while they are not used: on the device ("none"), or in RAM, brought by whole part
+            ("model"), by group of blocks ("group") or by layer ("sequential").
+        quantization: of the transformers' weights in PyTorch: "none", "bnb-8bit", "bnb-4bit" or "fp8".
 
     Raises:
         InvalidRequestError: for a value out of bounds, naming the field and what would do.
@@ -70,6 +75,8 @@ class GenerationRequest:
     seed: int | Auto = AUTO
     backends: Mapping[str, str] = dataclasses.field(default_factory=dict)
     build: str = AUTO
+    offload: str = AUTO
+    quantization: str = AUTO
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", _text("prompt", self.prompt))
@@ -93,8 +100,11 @@ class GenerationRequest:
         for name in ("guidance_scale", "guidance_scale_2"):
             object.__setattr__(self, name, _number(name, getattr(self, name), 0.0, MAX_GUIDANCE))
         object.__setattr__(self, "backends", _backends(self.backends))
-        if self.build not in BUILDS:
-            raise InvalidRequestError("build", f"build is {_shown(self.build)}.", f"Take one of {', '.join(BUILDS)}.")
+        for name, known in (("build", BUILDS), ("offload", OFFLOADS), ("quantization", QUANTIZATIONS)):
+            if getattr(self, name) not in known:
+                raise InvalidRequestError(
+                    name, f"{name} is {_shown(getattr(self, name))}.", f"Take one of {', '.join(known)}."
+                )
 
     def backend(self, component: str) -> str:
         """Return the backend that was asked for, for one component."""

@@ -111,6 +111,8 @@ def resolve(
         output=output,
         backends=request.backends,
         build=request.build,
+        offload=request.offload,
+        quantization=request.quantization,
         warnings=tuple(_size_warnings(spec, width, height, frames)),
     )
 
