@@ -5,6 +5,7 @@ The command line, the web app's worker and the tests all call `run_job`.
 
 import logging
 import platform
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -38,6 +39,9 @@ from runtime.video.encode import VideoWriter, check_target
 from runtime.video.preview import encode_preview
 
 logger = logging.getLogger(__name__)
+
+# Previews are drawn at most so often: one takes 10 ms, as long as several steps of a small model on a GPU.
+_PREVIEW_SECONDS = 0.25
 
 
 def run_job(plan: ExecutionPlan, spec: ModelSpec, emit: Emit, cancel: Cancel, residency: Residency) -> None:
@@ -98,9 +102,12 @@ def _generate(
         scheduler = load_scheduler(spec)
         steps = get_schedule(plan, scheduler, spec.boundary_ratio)
         latents = get_noise(plan)
+        shown = -_PREVIEW_SECONDS
         for done in denoise(latents, steps, scheduler, conditioning, expert, cancel):
             latents = done.latents
-            preview = _preview(done.estimate, spec, plan)
+            preview = None
+            if time.monotonic() - shown >= _PREVIEW_SECONDS:
+                preview, shown = _preview(done.estimate, spec, plan), time.monotonic()
             emit(StepDone(done.index + 1, len(steps), done.seconds, done.step.expert, preview))
 
     with VideoWriter(plan.output, plan.width, plan.height, plan.fps) as writer:

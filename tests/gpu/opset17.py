@@ -1,7 +1,8 @@
 """Rewrites an exported ONNX file (opset 18) to opset 17, which TensorRT 8.6 parses: an aid of the proof, not the app's.
 
 Between the two opsets, of the operators that our forms export to, these differ: reductions take their axes as an
-input, `Split` has `num_outputs`, `Resize` and `ScatterND` have new attributes, `Pad` a new input.
+input, `Split` has `num_outputs`, `Resize` and `ScatterND` have new attributes, `Pad` a new input. `Shape` has `start`
+and `end` in both, and 8.6 does not look at them: a slice does it.
 """
 
 from pathlib import Path
@@ -17,6 +18,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "ScatterElements": {"reduction": b"none"},
 }
 _PAD_INPUTS = 3
+# TensorRT 8.6 counts in 32 bits.
+_ALL_AXES = 2**31 - 1
 _FROM, _TO, _IR_VERSION = 18, 17, 8
 
 
@@ -34,6 +37,7 @@ def to_opset_17(path: Path) -> None:
         for attribute in node.attribute if node.op_type == "Constant" else ():
             if attribute.name == "value":
                 constants[node.output[0]] = attribute.t
+    _slice_shapes(model.graph)
     for node in model.graph.node:
         if node.op_type in REDUCTIONS:
             _rewrite_reduction(node, constants)
@@ -52,6 +56,28 @@ def to_opset_17(path: Path) -> None:
     # Newer formats of the file itself are unknown to 8.6; nothing in these files needs one.
     model.ir_version = min(model.ir_version, _IR_VERSION)
     path.write_bytes(model.SerializeToString())
+
+
+def _slice_shapes(graph: Any) -> None:
+    """Replace each `Shape` of some axes by the `Slice` of all."""
+    import onnx
+
+    nodes: list[Any] = []
+    for node in graph.node:
+        nodes.append(node)
+        bounds = {attribute.name: attribute.i for attribute in node.attribute}
+        if node.op_type != "Shape" or not bounds:
+            continue
+        out = node.output[0]
+        limits = (bounds.get("start", 0), bounds.get("end", _ALL_AXES))
+        names = [f"{out}_start", f"{out}_end"]
+        for name, value in zip(names, limits, strict=True):
+            graph.initializer.append(onnx.helper.make_tensor(name, onnx.TensorProto.INT64, [1], [value]))
+        del node.attribute[:]
+        node.output[0] = f"{out}_whole"
+        nodes.append(onnx.helper.make_node("Slice", [node.output[0], *names], [out], name=f"{node.name}_slice"))
+    del graph.node[:]
+    graph.node.extend(nodes)
 
 
 def _rewrite_reduction(node: Any, constants: dict[str, Any]) -> None:

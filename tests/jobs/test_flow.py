@@ -29,6 +29,7 @@ from runtime.core.events import (
 )
 from runtime.core.request import GenerationRequest
 from runtime.jobs.flow import run_job
+from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.models.wan import read_spec
 from runtime.video.metadata import read_facts
@@ -197,6 +198,15 @@ def test_a_disk_that_fills_up_is_told_and_left_clean(small_disk: Path, tiny: Tin
     assert "disk is full" in end.what
     assert out.read_bytes() == b"the old video"
     assert [path.name for path in small_disk.iterdir()] == ["x.mp4"]
+
+
+@pytest.mark.parametrize(("pause", "drawn"), [(0.0, [True, True, True]), (3600.0, [True, False, False])])
+def test_previews_keep_a_pause(
+    pause: float, drawn: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.jobs.flow._PREVIEW_SECONDS", pause)
+    events = run(find("diorama", tmp_path), tmp_path / "x.mp4", steps=3, frames=5)
+    assert [event.preview is not None for event in events if isinstance(event, StepDone)] == drawn
 
 
 def test_a_defect_is_one_line_and_the_log(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
