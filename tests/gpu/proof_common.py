@@ -25,7 +25,9 @@ from runtime.engines.store import EngineStore
 from runtime.manager.engine_index import EngineKey, EngineRecord
 from runtime.manager.machine import Machine
 from runtime.manager.shapes import LatentSize, ShapeProfile
+from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
+from tests.gpu import proof_models
 
 HOME = Path(os.environ.get("TANDEM_PROOF", "/tmp/tandem-proof"))
 COMPONENTS = (
@@ -54,6 +56,14 @@ class Proof:
     def device(self) -> str:
         """Where everything runs."""
         return str(self.arguments.device)
+
+    def model(self) -> ModelSpec:
+        """Return the model that is asked for; random ones are made first."""
+        name = self.arguments.model
+        if name in proof_models.WIDTHS:
+            proof_models.build(name, HOME / name, self.arguments.blocks)
+            return find(str(HOME / name), Path("none"))
+        return find(name, Path("none"))
 
     def say(self, what: str, **found: Any) -> None:
         """Print and keep one finding."""

@@ -25,8 +25,10 @@ def build(name: str, directory: Path, blocks: int, seed: int = 0) -> Path:
             for _ in range(experts)
         ]
         vae = AutoencoderKLWan()
-    # The transformer's text comes from the proof itself: what encodes it is not of this architecture.
-    text_encoder = UMT5EncoderModel(UMT5Config(vocab_size=32, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4))
+    # Of UMT5-XXL's width, with one layer and few words.
+    text_encoder = UMT5EncoderModel(
+        UMT5Config(vocab_size=32, d_model=4096, d_kv=64, d_ff=10240, num_layers=1, num_heads=64)
+    )
     WanPipeline(
         tokenizer=_tokenizer(),
         text_encoder=text_encoder,

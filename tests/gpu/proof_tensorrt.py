@@ -36,18 +36,9 @@ from tests.gpu.proof_damage import case, damage
 from tests.gpu.proof_job import job
 
 
-def model(proof: Proof) -> ModelSpec:
-    """Return the model that is asked for; random ones are made first."""
-    name = proof.arguments.model
-    if name in proof_models.WIDTHS:
-        proof_models.build(name, HOME / name, proof.arguments.blocks)
-        return find(str(HOME / name), Path("none"))
-    return find(name, Path("none"))
-
-
 def build(proof: Proof) -> None:
     """Each program: built in a child process and verified there, then timed with CUDA graphs and without."""
-    spec = model(proof)
+    spec = proof.model()
     latent = proof.arguments.latent or (LARGE if proof.arguments.model in proof_models.WIDTHS else CLIP)
     wanted = proof.arguments.only.split(",") if proof.arguments.only else None
     chosen = [
