@@ -7,7 +7,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError
 from runtime.engines.build import BuildRequest, build_engine
 from runtime.engines.builders import BUILDERS
+from runtime.engines.programs import load_program
 from runtime.engines.sessions import Session, open_session
 from runtime.engines.store import EngineStore
 from runtime.manager.engine_index import EngineKey, EngineRecord
@@ -122,7 +123,12 @@ class Proof:
         """Open a session; `options` replace those of the key, without building anew."""
         key = replace(record.key, options=tuple((dict(record.key.options) | options).items()))
         folder = self.store.path(record.id)
-        return open_session(folder, replace(record, key=key), device=self.device, weights=dict)
+
+        def weights() -> Mapping[str, torch.Tensor]:
+            program = load_program(self.model(), record.component, key.program, device=self.device, dtype=key.precision)
+            return program.module.state_dict()
+
+        return open_session(folder, replace(record, key=key), device=self.device, weights=weights)
 
     def synchronize(self) -> None:
         """Wait for the device."""
