@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import shutil
+import subprocess
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -38,6 +39,7 @@ _GIB = 1 << 30
 # torch, the compiler's processes.
 _BASE_RAM = 2 * _GIB
 _BASE_DISK = _GIB // 2
+_GCC = 12
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class InductorBuilder(KeyedBuilder):
             EngineError: if the compiler fails.
         """
         import torch
-        from torch._inductor.exc import CppCompileError
+        from torch._inductor.exc import CppCompileError, InductorError
 
         (profile,) = key.profiles
         on_cpu = program.device.type == "cpu"
@@ -109,6 +111,8 @@ class InductorBuilder(KeyedBuilder):
             "freezing": on_cpu and key.weights != SWAPPED,
             # As many threads as the process has when it runs, not as it had here.
             "cpp.dynamic_threads": True,
+            # Inductor tries each set of vector instructions out, for every package: half of the time of a small one.
+            "cpp.vec_isa_ok": True if _knows_vector_instructions() else None,
         }
         report("Compiling", 0.1)
         with _paths_without_spaces(), torch.no_grad(), warnings.catch_warnings():
@@ -118,7 +122,7 @@ class InductorBuilder(KeyedBuilder):
                 torch._inductor.aoti_compile_and_package(
                     exported, package_path=str(folder / self.file_name), inductor_configs=options
                 )
-            except CppCompileError as error:
+            except (CppCompileError, InductorError) as error:
                 raise EngineError(
                     f"The C++ compiler failed: {str(error).strip().splitlines()[-1]}.",
                     "The log has its messages. PyTorch runs meanwhile.",
@@ -137,6 +141,16 @@ def _compiler() -> str | None:
     """Return the C++ compiler that Inductor would take."""
     names = {"Windows": ("cl",), "Darwin": ("clang++",)}.get(platform.system(), ("g++",))
     return next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), *names)))), None)
+
+
+def _knows_vector_instructions() -> bool:
+    """Whether the compiler is a GCC that knows all that Inductor asks for where the processor has it (AMX: GCC 11)."""
+    compiler = _compiler()
+    if compiler is None or platform.system() != "Linux":
+        return False
+    asked = subprocess.run([compiler, "-dumpfullversion"], capture_output=True, text=True, check=False)
+    major = asked.stdout.partition(".")[0]
+    return major.isdecimal() and int(major) >= _GCC
 
 
 @contextlib.contextmanager

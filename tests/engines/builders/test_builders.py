@@ -1,5 +1,6 @@
 """Builders: keys that tell engines apart, defaults, and the VAE and text encoder as they are built by default."""
 
+import platform
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -106,6 +107,18 @@ def test_the_text_encoder_is_right(built: Build, builder: str) -> None:
     with engine.session() as session:
         result = verify(session, engine.program(), PROFILES["text_encoder"], "float32")
     assert result.error < 1e-5, result.detail
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="trusts no other compilers")
+@pytest.mark.parametrize(("prints", "trusted"), [("13.2.0", True), ("9.4.0", False), ("", False)])
+def test_only_a_recent_gcc_is_trusted(
+    prints: str, trusted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_text(f"#!/bin/sh\necho '{prints}'\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert inductor_module._knows_vector_instructions() is trusted
 
 
 def test_a_space_in_the_path_does_not_matter_nor_do_half_precisions(
