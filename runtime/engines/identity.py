@@ -25,6 +25,8 @@ PROGRAMS = {
     "transformer_2": ("transformer",),
     "vae": ("vae_first", "vae_next"),
 }
+# What a model whose weights are not here has for digests: no engine has them.
+_NOT_HERE = "not here"
 _READ_BYTES = 1 << 22
 _NOT_ARCHITECTURE = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version"})
 _DIGESTS = "weights.json"
@@ -38,7 +40,7 @@ def programs_of(component: str) -> tuple[str, ...]:
 
 
 def program_key_parts(spec: ModelSpec, component: str, name: str, notes: Path | None = None) -> tuple[str, str]:
-    """Return the sha256 of the architecture and of the weights of a program.
+    """Return the sha256 of the architecture and of the weights of a program, which no engine equals if it is not here.
 
     Args:
         component: whose weights.
@@ -49,6 +51,8 @@ def program_key_parts(spec: ModelSpec, component: str, name: str, notes: Path | 
     Raises:
         ModelError: if a file cannot be read.
     """
+    if not spec.here:
+        return _NOT_HERE, _NOT_HERE
     config = json.loads((spec.directory / component / "config.json").read_text(encoding="utf-8"))
     shaping = {key: value for key, value in config.items() if key not in _NOT_ARCHITECTURE and not key.startswith("_")}
     if name == "text_encoder":

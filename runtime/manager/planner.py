@@ -209,7 +209,7 @@ def _placement(spec: ModelSpec, machine: Machine) -> tuple[str, dict[str, str], 
 
 
 def _size_warnings(spec: ModelSpec, width: int, height: int, frames: int) -> list[str]:
-    warnings = []
+    warnings = [] if spec.here else [f"The weights of {spec.title} are not here: this is what would run."]
     if (width, height) not in spec.sizes:
         sizes = ", ".join(f"{w}x{h}" for w, h in spec.sizes)
         warnings.append(f"{spec.title} was not made for {width}x{height}: expect less quality. Its sizes: {sizes}.")
