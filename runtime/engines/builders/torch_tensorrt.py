@@ -17,7 +17,6 @@ from runtime.core.errors import EngineError
 from runtime.engines import timing_cache
 from runtime.engines.builders import Report
 from runtime.engines.builders.tensorrt_common import (
-    OTHER_BACKEND,
     Shapes,
     TensorRTBuilder,
     enclosing,
@@ -25,6 +24,7 @@ from runtime.engines.builders.tensorrt_common import (
     shapes,
     why_no_torch_tensorrt,
 )
+from runtime.manager.compat import OTHER_BACKEND
 from runtime.manager.engine_index import EngineKey
 from runtime.manager.machine import Machine
 
