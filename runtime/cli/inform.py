@@ -1,5 +1,6 @@
 """`plan`, `models list` and `doctor`: what they find, for people on standard error, returned for programs."""
 
+from dataclasses import asdict
 from typing import Any
 
 from runtime.cli import show
@@ -95,13 +96,18 @@ def _model_row(spec: ModelSpec) -> tuple[str, str, str, str]:
 def show_doctor() -> dict[str, Any]:
     """Print and return what this machine has; "ok" is whether videos can be made."""
     loaded = settings.load()
-    findings = examine(probe(), loaded.cache_dir, loaded.weights_dir)
+    machine = probe(loaded.engines_dir)
+    findings = examine(machine, loaded.cache_dir, loaded.weights_dir, loaded.engines_dir)
     marks = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
     show.table(("", "What", "Found"), [(marks[found.state], found.name, found.detail) for found in findings])
     for found in findings:
         if found.fix:
             show.line(f"{found.name}: {found.fix}")
-    return {"ok": all(found.state != "problem" for found in findings), "findings": [f.to_json() for f in findings]}
+    return {
+        "ok": all(found.state != "problem" for found in findings),
+        "findings": [found.to_json() for found in findings],
+        "machine": asdict(machine) | {"packages": dict(machine.packages)},
+    }
 
 
 def _size(count: int) -> str:

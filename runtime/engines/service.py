@@ -19,7 +19,7 @@ from runtime.manager.build_time import build_seconds
 from runtime.manager.compat import no_room
 from runtime.manager.engine_index import EngineKey, EngineRecord, find
 from runtime.manager.engine_index import misfit as engine_misfit
-from runtime.manager.machine import Machine
+from runtime.manager.machine import Machine, free_disk_bytes
 from runtime.manager.offers import EngineOffer, Offers
 from runtime.manager.shapes import ShapeProfile
 from runtime.models.spec import ModelSpec
@@ -216,11 +216,14 @@ class EngineService:
 
     def _no_room(self, needs: list[BuildNeeds]) -> tuple[str, str] | None:
         """Say why there can be no room here to build what is missing, `None` if there may be."""
+        machine = self.machine
+        if machine.disk_free_bytes is None:
+            machine = replace(machine, disk_free_bytes=free_disk_bytes(self.store.folder))
         found = no_room(
             max(need.ram_bytes for need in needs),
             max(need.vram_bytes for need in needs),
             max(need.disk_bytes for need in needs),
-            self.machine,
+            machine,
         )
         return None if found is None else (found.reason, found.remedy)
 

@@ -178,6 +178,14 @@ def _capability(least: tuple[int, int], what: str) -> Callable[[Machine], str | 
     return problem
 
 
+def unfit_torch_tensorrt(machine: Machine) -> str | None:
+    """Return why torch-tensorrt does not go with this PyTorch: each release fits one. `None` if it does."""
+    installed, torch_version = machine.version_of("torch-tensorrt") or "", machine.torch_version or ""
+    if installed.split(".")[:2] != torch_version.split(".")[:2]:
+        return f"torch-tensorrt {installed} does not fit PyTorch {torch_version}"
+    return None
+
+
 def _compiler_remedy(system: str) -> str:
     return {
         "Windows": "Install the Visual Studio Build Tools with C++, and start Tandem from their prompt.",
@@ -195,12 +203,17 @@ _ONNX = Need(
     ),
     _INSTALL_CPU,
 )
+_TENSORRT = Need(_package("tensorrt", "TensorRT"), INSTALL)
+_TENSORRT_KERNELS = Need(_capability(TENSORRT_CAPABILITY, "TensorRT has no kernels for {gpu}"), OTHER_BACKEND)
 NEEDS: Mapping[str, tuple[Need, ...]] = MappingProxyType(
     {
-        "tensorrt": (
+        "tensorrt": (_CUDA, _TENSORRT, _TENSORRT_KERNELS),
+        "torch_tensorrt": (
             _CUDA,
-            Need(_package("tensorrt", "TensorRT"), INSTALL),
-            Need(_capability(TENSORRT_CAPABILITY, "TensorRT has no kernels for {gpu}"), OTHER_BACKEND),
+            _TENSORRT,
+            _TENSORRT_KERNELS,
+            Need(_package("torch-tensorrt", "torch-tensorrt"), INSTALL),
+            Need(unfit_torch_tensorrt, INSTALL),
         ),
         "inductor": (
             Need(lambda machine: None if machine.torch_version else "PyTorch is not installed", _INSTALL_CPU),

@@ -39,7 +39,7 @@ class Machine:
         torch_version: `None` where PyTorch is not installed.
         torch_cuda: the CUDA version that PyTorch is built with, `None` for a CPU build.
         swap_bytes, swap_free_bytes: of swap space.
-        disk_free_bytes: on the disk of the engine folder; `None` where nobody asked.
+        disk_free_bytes: on the disk of the engine folder; `None` where it was not asked for, since it changes.
         unified_memory: whether CPU and GPU share their memory, as on Apple silicon.
         driver_cuda: the newest CUDA version (major, minor) that the NVIDIA driver runs.
         packages: (name, version) of those of `packages.PACKAGES` that are installed.

@@ -79,16 +79,26 @@ PACKAGES = (
     Package("triton", "Triton", ("triton", "triton-windows"), "triton", "Inductor engines on a GPU"),
     Package("bitsandbytes", "bitsandbytes", ("bitsandbytes",), "bitsandbytes", "8-bit and 4-bit weights"),
     Package("torchao", "torchao", ("torchao",), "torchao", "FP8 weights"),
-    Package("flash-attn", "FlashAttention", ("flash-attn",), "flash_attn", "faster attention"),
-    Package("sageattention", "SageAttention", ("sageattention",), "sageattention", "faster attention"),
+    Package("flash-attn", "FlashAttention", ("flash-attn",), "flash_attn", "faster attention by it"),
+    Package("sageattention", "SageAttention", ("sageattention",), "sageattention", "faster attention by it"),
 )  # fmt: skip
 
 
 @functools.cache
 def installed_versions() -> tuple[tuple[str, str], ...]:
     """Return (name, version) of the installed packages, found without importing any; the same while Tandem runs."""
-    found = ((package.name, _version(package)) for package in PACKAGES)
-    return tuple((name, number) for name, number in found if number is not None)
+    found = ((package.name, installed_as(package)) for package in PACKAGES)
+    return tuple((name, installed[1]) for name, installed in found if installed is not None)
+
+
+def installed_as(package: Package) -> tuple[str, str] | None:
+    """Return the name under which a package is installed and its version, `None` if it is not."""
+    for distribution in package.distributions:
+        try:
+            return distribution, version(distribution)
+        except PackageNotFoundError:
+            continue
+    return None
 
 
 def import_problem(package: Package, seconds: float = _IMPORT_SECONDS) -> str | None:
@@ -113,12 +123,3 @@ def import_problem(package: Package, seconds: float = _IMPORT_SECONDS) -> str | 
         return f"importing it crashed (signal {-child.returncode})"
     lines = child.stderr.strip().splitlines()
     return lines[-1][:_LONGEST_LINE].rstrip(".") if lines else f"importing it ended with exit code {child.returncode}"
-
-
-def _version(package: Package) -> str | None:
-    for distribution in package.distributions:
-        try:
-            return version(distribution)
-        except PackageNotFoundError:
-            continue
-    return None

@@ -42,11 +42,13 @@ class TensorRTBuilder(KeyedBuilder):
 
     name: ClassVar[str]
     backend: ClassVar[str] = "tensorrt"
+    # What it needs of the machine, in `compat.NEEDS`.
+    needed: ClassVar[str] = "tensorrt"
     file_name: ClassVar[str] = "engine.plan"
 
     def unavailable(self, machine: Machine) -> tuple[str, str] | None:
         """See `Builder`."""
-        found = compat.lacking(self.backend, machine)
+        found = compat.lacking(self.needed, machine)
         return None if found is None else (found.reason, found.remedy)
 
     def default_precision(self, program: str, machine: Machine, device: str) -> str:
@@ -96,17 +98,6 @@ def installed_version() -> str | None:
             return version(package)
         except PackageNotFoundError:
             continue
-    return None
-
-
-def why_no_torch_tensorrt(machine: Machine) -> tuple[str, str] | None:
-    """Say why torch-tensorrt cannot be used: each release fits one of torch."""
-    installed = machine.version_of("torch-tensorrt")
-    if installed is None:
-        return "torch-tensorrt is not installed", compat.INSTALL
-    torch_version = machine.torch_version or ""
-    if installed.split(".")[:2] != torch_version.split(".")[:2]:
-        return f"torch-tensorrt {installed} does not fit PyTorch {torch_version}", compat.INSTALL
     return None
 
 

@@ -22,11 +22,9 @@ from runtime.engines.builders.tensorrt_common import (
     enclosing,
     gpu_of,
     shapes,
-    why_no_torch_tensorrt,
 )
 from runtime.manager.compat import OTHER_BACKEND
 from runtime.manager.engine_index import EngineKey
-from runtime.manager.machine import Machine
 
 if TYPE_CHECKING:
     import torch
@@ -70,10 +68,7 @@ class TorchTensorRT(TensorRTBuilder):
     """See `Builder`. Several profiles become one that encloses them: torch-tensorrt builds with one."""
 
     name = "torch_tensorrt"
-
-    def unavailable(self, machine: Machine) -> tuple[str, str] | None:
-        """See `Builder`."""
-        return super().unavailable(machine) or why_no_torch_tensorrt(machine)
+    needed = "torch_tensorrt"
 
     def packages(self, device: str) -> tuple[str, ...]:
         """See `KeyedBuilder`."""
