@@ -3,6 +3,7 @@
 Imports no torch: the key of a wanted engine is known in milliseconds, once a model's weights have been read through.
 """
 
+import functools
 import hashlib
 import json
 import platform
@@ -93,13 +94,17 @@ def cpu_has_bfloat16() -> bool:
 
 def versions_of(*packages: str) -> tuple[tuple[str, str], ...]:
     """Return (package, version) of those that are installed, without what names a build ("+cpu")."""
-    found = []
-    for package in packages:
-        try:
-            found.append((package, version(package).partition("+")[0]))
-        except PackageNotFoundError:
-            continue
-    return tuple(sorted(found))
+    found = ((package, _version(package)) for package in packages)
+    return tuple(sorted((package, number) for package, number in found if number is not None))
+
+
+@functools.cache
+def _version(package: str) -> str | None:
+    # Reading metadata takes milliseconds, and a plan asks for tens of versions.
+    try:
+        return version(package).partition("+")[0]
+    except PackageNotFoundError:
+        return None
 
 
 def _weights_digest(folder: Path, notes: Path | None) -> str:

@@ -16,7 +16,7 @@ from runtime.engines.builders import BUILDERS, Builder, BuildNeeds
 from runtime.engines.identity import programs_of
 from runtime.engines.store import EngineStore
 from runtime.manager.build_time import build_seconds
-from runtime.manager.compat import no_room
+from runtime.manager.compat import Conflict, no_room
 from runtime.manager.engine_index import EngineKey, EngineRecord, find
 from runtime.manager.engine_index import misfit as engine_misfit
 from runtime.manager.machine import Machine, free_disk_bytes
@@ -194,8 +194,9 @@ class EngineService:
                 seconds += calls * found.seconds_per_call
                 pytorch_seconds += calls * found.pytorch_seconds_per_call
             uses.append(use)
-        if problem is None and needs:
-            problem = self._no_room(needs)
+        room = self._no_room(needs) if problem is None and needs else None
+        if room is not None:
+            problem = room.reason, room.remedy
         return EngineOffer(
             backend=builder.backend,
             builder=builder.name,
@@ -204,6 +205,7 @@ class EngineService:
             misfit=misfit,
             problem=problem and problem[0],
             remedy=problem[1] if problem else "",
+            chip=room.chip if room else "",
             build_seconds=build_time,
             seconds=seconds,
             pytorch_seconds=pytorch_seconds,
@@ -214,18 +216,17 @@ class EngineService:
         why, remedy = builder.unavailable(self.machine) or ("it needs an NVIDIA GPU", "Take another backend.")
         return EngineOffer(backend=builder.backend, builder=builder.name, uses=(), problem=why, remedy=remedy)
 
-    def _no_room(self, needs: list[BuildNeeds]) -> tuple[str, str] | None:
+    def _no_room(self, needs: list[BuildNeeds]) -> Conflict | None:
         """Say why there can be no room here to build what is missing, `None` if there may be."""
         machine = self.machine
         if machine.disk_free_bytes is None:
             machine = replace(machine, disk_free_bytes=free_disk_bytes(self.store.folder))
-        found = no_room(
+        return no_room(
             max(need.ram_bytes for need in needs),
             max(need.vram_bytes for need in needs),
             max(need.disk_bytes for need in needs),
             machine,
         )
-        return None if found is None else (found.reason, found.remedy)
 
     def _why(self, key: EngineKey, spec: ModelSpec) -> tuple[str, str]:
         """Say why there is no engine for `key`: none was built, it is broken, or another differs in something.

@@ -292,11 +292,22 @@ RULES = (
         setting="loras",
     ),
     Rule(
+        name="ONNX Runtime on a GPU",
+        excludes=lambda case, machine: (
+            case.backend == "onnxruntime"
+            and case.device.startswith("cuda")
+            and machine.version_of("onnxruntime-gpu") is None
+        ),
+        chip="this ONNX Runtime has no CUDA",
+        reason="this ONNX Runtime has no CUDA",
+        remedy=OTHER_BACKEND,
+    ),
+    Rule(
         name="bfloat16",
         excludes=_without_bfloat16,
         chip="no bfloat16 on this GPU",
         reason="{gpu} does not compute in bfloat16",
-        remedy="Choose another backend; the part runs in PyTorch meanwhile.",
+        remedy=OTHER_BACKEND,
     ),
 )
 

@@ -24,6 +24,7 @@ class EngineOffer:
         misfit: the same in a few words, where there is an engine for something else: "engine for other sizes".
         problem: why nothing can be built here, `None` where it can.
         remedy: what to do about that, a sentence.
+        chip: `problem` in a few words, where it has more.
         build_seconds: about how long building those that are not there takes.
         seconds, pytorch_seconds: of all calls that a clip takes, as measured here; 0 if not measured.
     """
@@ -35,6 +36,7 @@ class EngineOffer:
     misfit: str = ""
     problem: str | None = None
     remedy: str = ""
+    chip: str = ""
     build_seconds: float = 0.0
     seconds: float = 0.0
     pytorch_seconds: float = 0.0
@@ -83,7 +85,7 @@ def admit(offers: Iterable[EngineOffer], case: Case, machine: Machine) -> tuple[
         if against is not None and against.setting:
             excluded = excluded or against
         elif against is not None and not offer.ready and offer.problem is None:
-            admitted.append(replace(offer, problem=against.reason, remedy=against.remedy))
+            admitted.append(replace(offer, problem=against.reason, remedy=against.remedy, chip=against.chip))
         else:
             admitted.append(offer)
     return admitted, excluded
@@ -146,11 +148,11 @@ def _why_none(offers: list[EngineOffer]) -> str:
     misfit = next((offer.misfit for offer in offers if offer.misfit), "")
     if misfit or not offers or any(offer.problem is None for offer in offers):
         return misfit or "no engine yet"
-    return _short(offers[0].problem)
+    return _short(offers[0])
 
 
-def _short(problem: str | None) -> str:
-    return (problem or "").partition(":")[0]
+def _short(offer: EngineOffer) -> str:
+    return offer.chip or (offer.problem or "").partition(":")[0]
 
 
 def _asked_for(asked: str, build: str, offers: list[EngineOffer]) -> Choice:
@@ -161,7 +163,7 @@ def _asked_for(asked: str, build: str, offers: list[EngineOffer]) -> Choice:
     buildable = next((offer for offer in offers if offer.problem is None), None)
     if buildable is None:
         why = f"{offers[0].problem}. {offers[0].remedy}" if offers else "it does not run this component."
-        short = _short(offers[0].problem) if offers else f"{title} does not run this part"
+        short = _short(offers[0]) if offers else f"{title} does not run this part"
         return _pytorch(f"{title} was asked for, but {why}", short)
     if build == "never":
         return _pytorch(

@@ -76,6 +76,10 @@ PACKAGES = (
         "openvino", "OpenVINO", ("onnxruntime-openvino",), "onnxruntime", "ONNX Runtime engines on x86 CPUs",
         needs_gpu=False,
     ),
+    Package(
+        "onnxruntime-gpu", "ONNX Runtime for CUDA", ("onnxruntime-gpu",), "onnxruntime",
+        "ONNX Runtime engines on a GPU", needs_gpu=False,
+    ),
     Package("triton", "Triton", ("triton", "triton-windows"), "triton", "Inductor engines on a GPU"),
     Package("bitsandbytes", "bitsandbytes", ("bitsandbytes",), "bitsandbytes", "8-bit and 4-bit weights"),
     Package("torchao", "torchao", ("torchao",), "torchao", "FP8 weights"),
