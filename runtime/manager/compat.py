@@ -64,11 +64,13 @@ class Conflict:
 
 @dataclass(frozen=True)
 class Need:
-    """One thing that a machine must have: `problem` says what is missing, as a clause, `None` if nothing is."""
+    """One thing that a machine must have: `problem` says what is missing, as a clause, `None` if nothing is.
+
+    Where `remedy` is empty it depends on the machine.
+    """
 
     problem: Callable[[Machine], str | None]
     remedy: str
-    chip: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,8 +195,8 @@ def _compiler_remedy(system: str) -> str:
     }.get(system, "Install g++ with the system's package manager.")
 
 
-_CUDA = Need(cuda_problem, "", "")
-_COMPILER = Need(lambda machine: None if machine.compiler else "there is no C++ compiler", "", "no C++ compiler")
+_CUDA = Need(cuda_problem, "")
+_COMPILER = Need(lambda machine: None if machine.compiler else "there is no C++ compiler", "")
 _ONNX = Need(
     lambda machine: (
         None
@@ -244,7 +246,7 @@ def lacking(feature: str, machine: Machine) -> Conflict | None:
                 remedy = cuda_remedy(machine)
             elif need is _COMPILER:
                 remedy = _compiler_remedy(machine.system.partition(" ")[0])
-            return Conflict(need.chip or problem.partition(":")[0], problem, remedy)
+            return Conflict(problem.partition(":")[0], problem, remedy)
     return None
 
 
@@ -362,8 +364,10 @@ def no_ram(spec: ModelSpec, weights: Mapping[str, int], machine: Machine) -> Con
     """Return why a model cannot even be loaded: each part passes through memory whole on its way to the GPU.
 
     Args:
-        weights: bytes of each component.
+        weights: bytes of each component that is loaded so; quantized ones and engines are not.
     """
+    if not weights:
+        return None
     largest = max(weights, key=lambda name: weights[name])
     there = machine.ram_bytes + machine.swap_bytes
     if weights[largest] <= there:

@@ -75,15 +75,15 @@ def admit(offers: Iterable[EngineOffer], case: Case, machine: Machine) -> tuple[
     """Sort out the offers that other settings or the machine exclude.
 
     Returns:
-        Those that stay, and why the first that does not was left out, where that is because of other settings. What the
-        machine excludes stays where its engines are there and proven; else it says so as its `problem`.
+        Those that stay, and why the first that could be had was left out because of other settings. What the machine
+        excludes stays where its engines are there and proven; else it says so as its `problem`.
     """
     admitted, excluded = [], None
     for offer in offers:
         precision = offer.uses[-1].precision if offer.uses else ""
         against = conflict(replace(case, backend=offer.backend, precision=precision), machine)
         if against is not None and against.setting:
-            excluded = excluded or against
+            excluded = excluded or (against if offer.problem is None else None)
         elif against is not None and not offer.ready and offer.problem is None:
             admitted.append(replace(offer, problem=against.reason, remedy=against.remedy, chip=against.chip))
         else:
@@ -135,7 +135,9 @@ def _fastest(build: str, offers: list[EngineOffer], in_pytorch: str, excluded: C
     if best is None:
         if excluded is not None:
             return _pytorch(f"{in_pytorch} {excluded.what}", excluded.chip)
-        return _pytorch(in_pytorch, _why_none(offers))
+        nearest = next((offer.missing for offer in offers if offer.misfit), "")
+        reason = f"{in_pytorch} No engine fits: {nearest}." if nearest else in_pytorch
+        return _pytorch(reason, _why_none(offers))
     if best.speed_up < _WORTH_IT:
         return _pytorch(f"{in_pytorch} No engine measured here is faster.", "as fast as its engine")
     others = "the fastest measured here" if len(measured) > 1 else "faster here"

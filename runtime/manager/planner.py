@@ -59,11 +59,11 @@ def resolve(
     tokens = spec.tokens(frames, height, width)
     weights = vram.weights_bytes(spec, dtypes)
     denoise = vram.denoise_bytes(spec, tokens, dtypes["transformer"])
-    if device != "cpu":
-        _refuse(compat.no_ram(spec, weights, machine))
     surroundings = compat.Case(component="", backend=PYTORCH, device=device, offload=offload)
     choices = _choices(request, spec, latent_shape[2:], machine, surroundings, reason, offers)
     chunk = vram.decode_chunk(spec, latent_shape[2], height, width, dtypes["vae"], device, free)
+    if device != "cpu":
+        _check_ram(request, spec, machine, {name: weights[name] for name in weights if not choices[name].uses})
     if choices["vae"].uses:
         # An engine takes one latent frame a call, so that it serves clips of any length.
         chunk = 1
@@ -182,7 +182,12 @@ def _check_quantization(request: GenerationRequest, machine: Machine) -> None:
         raise MachineError(f"{wants} cannot be had here: {against.reason}.", remedy)
 
 
-def _refuse(against: compat.Conflict | None) -> None:
+def _check_ram(request: GenerationRequest, spec: ModelSpec, machine: Machine, weights: dict[str, int]) -> None:
+    """Refuse what passes through memory whole while it is loaded, and does not fit; `weights` are those in PyTorch."""
+    if request.quantization in compat.WEIGHTS_TITLES:
+        # Weights are quantized one by one as they are read.
+        weights = {name: size for name, size in weights.items() if not name.startswith("transformer")}
+    against = compat.no_ram(spec, weights, machine)
     if against is not None:
         raise MachineError(against.what, against.remedy)
 
