@@ -13,8 +13,19 @@ from runtime.models.spec import ModelSpec
 GIB = 1 << 30
 
 
-def machine(*, ram_free_gib: float = 20, gpu: Gpu | None = None, torch_cuda: str | None = None) -> Machine:
-    """Return a machine with two cores, by default without a GPU."""
+# What requirements.txt installs, and what requirements-gpu.txt adds.
+PACKAGES = (("onnx", "1.23.2"), ("onnxscript", "0.7.2"), ("onnxruntime", "1.24.1"))
+GPU_PACKAGES = (*PACKAGES, ("tensorrt", "11.0.0.114"), ("torch-tensorrt", "2.13.0"))
+
+
+def machine(
+    *,
+    ram_free_gib: float = 20,
+    gpu: Gpu | None = None,
+    torch_cuda: str | None = None,
+    packages: tuple[tuple[str, str], ...] = PACKAGES,
+) -> Machine:
+    """Return a machine with two cores, 24 GiB of memory and 32 of swap, by default without a GPU."""
     return Machine(
         system="Linux x86_64",
         cpu="Test CPU",
@@ -25,6 +36,10 @@ def machine(*, ram_free_gib: float = 20, gpu: Gpu | None = None, torch_cuda: str
         gpu_problem=None,
         torch_version="2.13.0",
         torch_cuda=torch_cuda,
+        packages=packages,
+        swap_bytes=32 * GIB,
+        swap_free_bytes=32 * GIB,
+        compiler="g++",
     )
 
 

@@ -87,17 +87,36 @@ def web(
         str | None, typer.Option(metavar="NAME|DIR", help="The model to start with. [default: diorama]")
     ] = None,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Do not open a browser.")] = False,
+    enable_tensorrt: Annotated[
+        bool, typer.Option("--enable-tensorrt", help="Start with every part on TensorRT, or with those named below.")
+    ] = False,
+    tensorrt_text_encoders: Annotated[
+        bool, typer.Option("--tensorrt-text-encoders", help="The text encoder; with --enable-tensorrt.")
+    ] = False,
+    tensorrt_transformer: Annotated[
+        bool, typer.Option("--tensorrt-transformer", help="The transformers; with --enable-tensorrt.")
+    ] = False,
     version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
 ) -> None:
     """Tandem turns a sentence into a video. Without a command it starts the web app."""
-    flags = {"host": host, "port": port, "auth": auth, "model": model, "browser": False if no_browser else None}
+    tensorrt = settings.tensorrt_from_flags(
+        enable=enable_tensorrt, text_encoders=tensorrt_text_encoders, transformer=tensorrt_transformer
+    )
+    flags = {
+        "host": host,
+        "port": port,
+        "auth": auth,
+        "model": model,
+        "browser": False if no_browser else None,
+        "tensorrt": tensorrt,
+    }
     loaded = settings.load(flags)
     log.start(loaded.log_file)
     if context.invoked_subcommand is not None:
         given = next((name for name, value in flags.items() if value is not None), None)
         if given:
             raise SettingsError(
-                f"--{'no-browser' if given == 'browser' else given} before a command is the web app's flag.",
+                f"{settings.flag_of(given)} before a command is the web app's flag.",
                 f"Put the command's own flags after it. {_help_of(context.invoked_subcommand)}",
             )
         return

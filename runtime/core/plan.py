@@ -55,6 +55,7 @@ class ComponentPlan:
         engines: what it runs on, in the order of use; none in PyTorch.
         asked: the backend that was asked for, or "auto".
         quantization: of its weights in PyTorch: "none", "bnb-8bit", "bnb-4bit" or "fp8".
+        chip: what will happen now, in a few words: "TensorRT: engine ready", "PyTorch: no engine yet".
     """
 
     backend: str
@@ -65,6 +66,7 @@ class ComponentPlan:
     engines: tuple[EngineUse, ...] = ()
     asked: str = "auto"
     quantization: str = "none"
+    chip: str = ""
 
     @property
     def fell_back(self) -> bool:
@@ -73,7 +75,7 @@ class ComponentPlan:
 
     def in_pytorch(self, reason: str) -> "ComponentPlan":
         """Return the same component in PyTorch."""
-        return replace(self, backend=PYTORCH, engines=(), reason=reason)
+        return replace(self, backend=PYTORCH, engines=(), reason=reason, chip="PyTorch: took over from its engine")
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON types; `engine` is the id of the engine that does most of the work."""
@@ -84,6 +86,7 @@ class ComponentPlan:
             "weights_bytes": self.weights_bytes,
             "quantization": self.quantization,
             "reason": self.reason,
+            "chip": self.chip,
             "engine": self.engines[-1].id if self.engines else None,
             "engines": [use.id for use in self.engines],
         }

@@ -29,6 +29,13 @@ VARIABLES: Mapping[str, str] = {
     "browser": "TANDEM_BROWSER",
     "engine_cache_dir": "TENSORRT_CACHE_DIR",
     "engine_cache_gb": "TANDEM_ENGINE_CACHE_GB",
+    "tensorrt": "TANDEM_TENSORRT",
+}
+# What `tensorrt` may name: the components behind each word.
+TENSORRT_PARTS: Mapping[str, tuple[str, ...]] = {
+    "text-encoders": ("text_encoder",),
+    "transformer": ("transformer", "transformer_2"),
+    "vae": ("vae",),
 }
 CACHE_VARIABLE = "TANDEM_CACHE_DIR"
 
@@ -45,6 +52,7 @@ class Settings:
         browser: whether the web app opens a browser.
         engine_cache_dir: where engines are kept, if not in the cache folder.
         engine_cache_gb: how much they may take together, in units of 10^9 bytes.
+        tensorrt: which parts the web app starts with on TensorRT, of `TENSORRT_PARTS`.
     """
 
     cache_dir: Path
@@ -55,6 +63,12 @@ class Settings:
     browser: bool = True
     engine_cache_dir: Path | None = None
     engine_cache_gb: float = 50.0
+    tensorrt: tuple[str, ...] = ()
+
+    @property
+    def backends(self) -> dict[str, str]:
+        """What the web app's choice of backends starts with, by component; those not named start with "auto"."""
+        return {component: "tensorrt" for part in self.tensorrt for component in TENSORRT_PARTS[part]}
 
     @property
     def engines_dir(self) -> Path:
@@ -91,7 +105,7 @@ def load(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os
     values |= {name: (environ[variable], variable) for name, variable in VARIABLES.items() if environ.get(variable)}
     for name, value in (flags or {}).items():
         if value is not None:
-            values[name] = (value, "--no-browser" if name == "browser" else f"--{name.replace('_', '-')}")
+            values[name] = (value, flag_of(name))
     settings = Settings(cache_dir=cache_dir, **{name: _parsed(name, *given) for name, given in values.items()})
     if settings.host not in _LOOPBACK and settings.auth is None:
         raise SettingsError(
@@ -99,6 +113,29 @@ def load(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os
             "Add --auth USER:PASSWORD, or listen on 127.0.0.1.",
         )
     return settings
+
+
+def flag_of(name: str) -> str:
+    """Return the flag that sets a setting."""
+    return {"browser": "--no-browser", "tensorrt": "--enable-tensorrt"}.get(name, f"--{name.replace('_', '-')}")
+
+
+def tensorrt_from_flags(*, enable: bool, text_encoders: bool, transformer: bool) -> str | None:
+    """Return the setting `tensorrt` that the launch flags mean: all parts, or those that are named.
+
+    Returns:
+        A value for `load`, `None` where no flag was given.
+
+    Raises:
+        SettingsError: if a part is named and TensorRT is not enabled.
+    """
+    flags = {"text-encoders": text_encoders, "transformer": transformer}
+    named = [part for part, given in flags.items() if given]
+    if named and not enable:
+        raise SettingsError(
+            f"--tensorrt-{named[0]} was given, but TensorRT is not enabled.", "Add --enable-tensorrt, or leave it out."
+        )
+    return (",".join(named) or "all") if enable else None
 
 
 def _cache_dir(environ: Mapping[str, str]) -> Path:
@@ -141,6 +178,8 @@ def _parsed(name: str, value: Any, source: str) -> Any:
         return _switch(value, source)
     if name == "engine_cache_gb":
         return _gigabytes(value, source)
+    if name == "tensorrt":
+        return _tensorrt(value, source)
     if not isinstance(value, str) or not value.strip() or not value.isprintable():
         raise SettingsError(f"{source} is empty or unreadable.", f"Give a {name.replace('_', ' ')}.")
     return _folder(value.strip(), source) if name == "engine_cache_dir" else value.strip()
@@ -165,6 +204,18 @@ def _gigabytes(value: Any, source: str) -> float:
     if not (math.isfinite(size) and size >= 0):
         raise SettingsError(f"{source} is {str(value)[:40]!r}, not a size.", "Give a number of gigabytes, as in 50.")
     return size
+
+
+def _tensorrt(value: Any, source: str) -> tuple[str, ...]:
+    words = [word.strip().lower() for word in value.split(",")] if isinstance(value, str) else [""]
+    if words == ["all"]:
+        return tuple(TENSORRT_PARTS)
+    if words == ["none"]:
+        return ()
+    if not set(words) <= set(TENSORRT_PARTS):
+        known = ", ".join(TENSORRT_PARTS)
+        raise SettingsError(f"{source} is {str(value)[:40]!r}.", f"Give all, none, or some of {known}, with commas.")
+    return tuple(part for part in TENSORRT_PARTS if part in words)
 
 
 def _port(value: Any, source: str) -> int:

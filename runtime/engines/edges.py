@@ -6,11 +6,12 @@ Inductor's libraries read memory without looking at sizes, so a tensor of anothe
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from runtime.core.errors import EngineError
+
+if TYPE_CHECKING:
+    import torch
 
 # A size: fixed, or a multiple of a named one.
 Size = int | tuple[str, int]
@@ -29,8 +30,10 @@ class Edge:
     sizes: tuple[Size, ...]
 
     @property
-    def torch_dtype(self) -> torch.dtype:
+    def torch_dtype(self) -> "torch.dtype":
         """The dtype."""
+        import torch
+
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
@@ -71,8 +74,8 @@ class Edges:
         )
 
     def fit(
-        self, inputs: Mapping[str, torch.Tensor], device: torch.device
-    ) -> tuple[list[torch.Tensor], dict[str, int]]:
+        self, inputs: "Mapping[str, torch.Tensor]", device: "torch.device"
+    ) -> "tuple[list[torch.Tensor], dict[str, int]]":
         """Return the inputs in order, contiguous, of the engine's dtypes and on its device, and the named sizes.
 
         Raises:

@@ -3,6 +3,7 @@
 Imports no torch: the key of a wanted engine is known in milliseconds, once a model's weights have been read through.
 """
 
+import functools
 import hashlib
 import json
 import platform
@@ -25,6 +26,8 @@ PROGRAMS = {
     "transformer_2": ("transformer",),
     "vae": ("vae_first", "vae_next"),
 }
+# What a model whose weights are not here has for digests: no engine has them.
+_NOT_HERE = "not here"
 _READ_BYTES = 1 << 22
 _NOT_ARCHITECTURE = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version"})
 _DIGESTS = "weights.json"
@@ -38,7 +41,7 @@ def programs_of(component: str) -> tuple[str, ...]:
 
 
 def program_key_parts(spec: ModelSpec, component: str, name: str, notes: Path | None = None) -> tuple[str, str]:
-    """Return the sha256 of the architecture and of the weights of a program.
+    """Return the sha256 of the architecture and of the weights of a program, which no engine equals if it is not here.
 
     Args:
         component: whose weights.
@@ -49,6 +52,8 @@ def program_key_parts(spec: ModelSpec, component: str, name: str, notes: Path | 
     Raises:
         ModelError: if a file cannot be read.
     """
+    if not spec.here:
+        return _NOT_HERE, _NOT_HERE
     config = json.loads((spec.directory / component / "config.json").read_text(encoding="utf-8"))
     shaping = {key: value for key, value in config.items() if key not in _NOT_ARCHITECTURE and not key.startswith("_")}
     if name == "text_encoder":
@@ -89,13 +94,17 @@ def cpu_has_bfloat16() -> bool:
 
 def versions_of(*packages: str) -> tuple[tuple[str, str], ...]:
     """Return (package, version) of those that are installed, without what names a build ("+cpu")."""
-    found = []
-    for package in packages:
-        try:
-            found.append((package, version(package).partition("+")[0]))
-        except PackageNotFoundError:
-            continue
-    return tuple(sorted(found))
+    found = ((package, _version(package)) for package in packages)
+    return tuple(sorted((package, number) for package, number in found if number is not None))
+
+
+@functools.cache
+def _version(package: str) -> str | None:
+    # Reading metadata takes milliseconds, and a plan asks for tens of versions.
+    try:
+        return version(package).partition("+")[0]
+    except PackageNotFoundError:
+        return None
 
 
 def _weights_digest(folder: Path, notes: Path | None) -> str:

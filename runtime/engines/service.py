@@ -12,11 +12,14 @@ from runtime.core.errors import EngineError
 from runtime.core.plan import EngineUse, LatentSize
 from runtime.core.settings import Settings
 from runtime.engines.build import BuildRequest, EmitProgress, build_engine
-from runtime.engines.builders import BUILDERS, Builder
+from runtime.engines.builders import BUILDERS, Builder, BuildNeeds
 from runtime.engines.identity import programs_of
 from runtime.engines.store import EngineStore
+from runtime.manager.build_time import build_seconds
+from runtime.manager.compat import Conflict, no_room
 from runtime.manager.engine_index import EngineKey, EngineRecord, find
-from runtime.manager.machine import Machine
+from runtime.manager.engine_index import misfit as engine_misfit
+from runtime.manager.machine import Machine, free_disk_bytes
 from runtime.manager.offers import EngineOffer, Offers
 from runtime.manager.shapes import ShapeProfile
 from runtime.models.spec import ModelSpec
@@ -161,7 +164,9 @@ class EngineService:
     ) -> EngineOffer:
         problem = builder.unavailable(self.machine)
         uses: list[EngineUse] = []
-        missing = ""
+        needs: list[BuildNeeds] = []
+        missing = misfit = ""
+        build_time = 0.0
         seconds = pytorch_seconds = 0.0
         for program in programs_of(component):
             size = _size(program, latent)
@@ -179,20 +184,29 @@ class EngineService:
                 build=found is None,
             )
             if found is None:
-                missing = missing or self._why(key, spec)
+                needs.append(builder.needs(spec, program, profile))
+                build_time += build_seconds(spec, component, program, builder.name, profile.opt, index)
+                if not missing:
+                    missing, misfit = self._why(key, spec)
             else:
                 use = replace(use, id=found.id)
                 calls = latent[0] - 1 if program == "vae_next" else 1
                 seconds += calls * found.seconds_per_call
                 pytorch_seconds += calls * found.pytorch_seconds_per_call
             uses.append(use)
+        room = self._no_room(needs) if problem is None and needs else None
+        if room is not None:
+            problem = room.reason, room.remedy
         return EngineOffer(
             backend=builder.backend,
             builder=builder.name,
             uses=tuple(uses),
             missing=missing,
+            misfit=misfit,
             problem=problem and problem[0],
             remedy=problem[1] if problem else "",
+            chip=room.chip if room else "",
+            build_seconds=build_time,
             seconds=seconds,
             pytorch_seconds=pytorch_seconds,
         )
@@ -202,15 +216,30 @@ class EngineService:
         why, remedy = builder.unavailable(self.machine) or ("it needs an NVIDIA GPU", "Take another backend.")
         return EngineOffer(backend=builder.backend, builder=builder.name, uses=(), problem=why, remedy=remedy)
 
-    def _why(self, key: EngineKey, spec: ModelSpec) -> str:
-        """Say why there is no engine for `key`: none was built, it is broken, or another differs in something."""
+    def _no_room(self, needs: list[BuildNeeds]) -> Conflict | None:
+        """Say why there can be no room here to build what is missing, `None` if there may be."""
+        machine = self.machine
+        if machine.disk_free_bytes is None:
+            machine = replace(machine, disk_free_bytes=free_disk_bytes(self.store.folder))
+        return no_room(
+            max(need.ram_bytes for need in needs),
+            max(need.vram_bytes for need in needs),
+            max(need.disk_bytes for need in needs),
+            machine,
+        )
+
+    def _why(self, key: EngineKey, spec: ModelSpec) -> tuple[str, str]:
+        """Say why there is no engine for `key`: none was built, it is broken, or another differs in something.
+
+        The second is for what else the nearest was built, in a few words.
+        """
         there = self.store.get(key)
         if there is not None:
-            return f"the one that is there is of no use: {there.problem or there.detail}"
-        for record, differing in self.store.near(key):
+            return f"the one that is there is of no use: {there.problem or there.detail}", ""
+        for record, differing in self.store.near(key, spec.vae.scale_factor_spatial):
             if record.key.architecture == key.architecture and record.key.builder == key.builder:
-                return f"the nearest was {_listed(differing)}"
-        return _NONE_YET
+                return f"the nearest was {_listed(differing)}", engine_misfit(key, record.key)
+        return _NONE_YET, ""
 
     def _key(
         self,

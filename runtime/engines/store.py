@@ -63,10 +63,14 @@ class EngineStore:
         record = self._record(self.path(key.digest()))
         return record if record is not None and record.key == key else None
 
-    def near(self, key: EngineKey) -> list[tuple[EngineRecord, list[str]]]:
-        """Return the engines of the same program that differ, with what differs, the most alike first."""
+    def near(self, key: EngineKey, scale: int = 1) -> list[tuple[EngineRecord, list[str]]]:
+        """Return the engines of the same program that differ, with what differs, the most alike first.
+
+        Args:
+            scale: see `engine_index.differences`.
+        """
         found = [
-            (record, differences(key, record.key))
+            (record, differences(key, record.key, scale))
             for record in self._records()
             if record.key.program == key.program and record.key != key
         ]

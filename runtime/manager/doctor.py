@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from runtime.core.errors import TandemError
+from runtime.manager import compat
 from runtime.manager.machine import Machine, free_disk_bytes
+from runtime.manager.packages import PACKAGES, Package, import_problem, installed_as
 from runtime.models.catalogue import folders
 from runtime.models.wan import read_spec
 from runtime.video.ffmpeg import find_ffmpeg
@@ -36,16 +38,19 @@ class Finding:
         return asdict(self)
 
 
-def examine(machine: Machine, cache_dir: Path, weights_dir: Path) -> list[Finding]:
-    """Look at everything that a video needs."""
+def examine(machine: Machine, cache_dir: Path, weights_dir: Path, engines_dir: Path) -> list[Finding]:
+    """Look at everything that a video needs, and at what makes it faster. Imports packages in child processes."""
     return [
         _python(),
         _torch(machine),
         *_graphics(machine),
-        Finding("CPU", "ok", f"{machine.cpu}, {machine.cores} cores"),
+        Finding("CPU", "ok", f"{machine.cpu}, {machine.cores} core{'s' * (machine.cores != 1)}, {machine.system}"),
         _memory(machine),
         _cache(cache_dir),
+        *_engines_folder(cache_dir, engines_dir),
         _ffmpeg(),
+        _compiler(machine),
+        *_packages(machine),
         *_models(weights_dir),
     ]
 
@@ -70,22 +75,27 @@ def _torch(machine: Machine) -> Finding:
 
 
 def _graphics(machine: Machine) -> Iterator[Finding]:
+    problem = compat.cuda_problem(machine)
     if machine.gpu_problem:
-        yield Finding("GPU", "problem", machine.gpu_problem, "Install or update the NVIDIA driver, then restart.")
+        yield Finding("GPU", "problem", machine.gpu_problem, compat.cuda_remedy(machine))
     elif not machine.gpus:
-        yield Finding("GPU", "note", "no NVIDIA GPU: everything runs on the CPU")
+        shared = ", whose memory it would share anyway" if machine.unified_memory else ""
+        yield Finding("GPU", "note", f"no NVIDIA GPU: everything runs on the CPU{shared}")
     for gpu in machine.gpus:
         capability = ".".join(map(str, gpu.capability))
         memory = f"{gpu.free_bytes / _GIB:.1f} of {gpu.total_bytes / _GIB:.1f} GiB free"
-        detail = f"{gpu.name}, compute capability {capability}, {memory}, driver {gpu.driver}"
-        if machine.torch_version is not None and machine.torch_cuda is None:
-            yield Finding("GPU", "problem", f"{detail}; PyTorch cannot use it", "Run the installer again.")
+        runs = f" (CUDA {'.'.join(map(str, machine.driver_cuda))})" if machine.driver_cuda else ""
+        detail = f"{gpu.name}, compute capability {capability}, {memory}, driver {gpu.driver}{runs}"
+        if machine.torch_version is not None and problem is not None:
+            yield Finding("GPU", "problem", f"{detail}; {problem}", compat.cuda_remedy(machine))
         else:
             yield Finding("GPU", "ok", detail)
 
 
 def _memory(machine: Machine) -> Finding:
     detail = f"{machine.ram_free_bytes / _GIB:.1f} of {machine.ram_bytes / _GIB:.1f} GiB free"
+    if machine.swap_bytes:
+        detail += f", {machine.swap_free_bytes / _GIB:.1f} of {machine.swap_bytes / _GIB:.1f} GiB of swap"
     if machine.ram_free_bytes < _LOW_RAM_BYTES:
         return Finding("Memory", "problem", detail, "Close other programs: at least 2 GiB should be free.")
     return Finding("Memory", "ok", detail)
@@ -107,6 +117,53 @@ def _cache(cache_dir: Path) -> Finding:
     if free < _LOW_DISK_BYTES:
         return Finding("Cache folder", "problem", detail, "Free some space, or set TANDEM_CACHE_DIR to another disk.")
     return Finding("Cache folder", "ok", detail)
+
+
+def _engines_folder(cache_dir: Path, engines_dir: Path) -> Iterator[Finding]:
+    if cache_dir in engines_dir.parents:
+        return
+    free = free_disk_bytes(engines_dir)
+    detail = f"{engines_dir}, {free / _GIB:.1f} GiB free"
+    if free < _LOW_DISK_BYTES:
+        fix = "Free some space, or set TENSORRT_CACHE_DIR to another disk."
+        yield Finding("Engine folder", "note", f"{detail}: too little to build engines", fix)
+    else:
+        yield Finding("Engine folder", "ok", detail)
+
+
+def _compiler(machine: Machine) -> Finding:
+    if machine.compiler:
+        return Finding("C++ compiler", "ok", machine.compiler)
+    lacking = compat.lacking("inductor", machine)
+    return Finding("C++ compiler", "note", "none: Inductor builds no engines", lacking.remedy if lacking else "")
+
+
+def _packages(machine: Machine) -> Iterator[Finding]:
+    for package in PACKAGES:
+        number = machine.version_of(package.name)
+        if number is not None:
+            yield _installed(package, number, machine)
+        elif (package.installed_by_us and not package.needs_gpu) or (package.needs_gpu and machine.gpus):
+            yield _absent(package)
+
+
+def _installed(package: Package, number: str, machine: Machine) -> Finding:
+    problem = import_problem(package)
+    if problem is not None:
+        release, _ = installed_as(package) or (package.distributions[0], number)
+        again = f"Install it anew: {sys.executable} -m pip install --force-reinstall {release}=={number}"
+        return Finding(package.title, "note", f"{number}, but it cannot be used: {problem}", again)
+    unfit = compat.unfit_torch_tensorrt(machine) if package.name == "torch-tensorrt" else None
+    if unfit is not None:
+        return Finding(package.title, "note", unfit, compat.INSTALL)
+    return Finding(package.title, "ok", number)
+
+
+def _absent(package: Package) -> Finding:
+    fix = f"If you want it: {sys.executable} -m pip install {package.distributions[0]}"
+    if package.installed_by_us:
+        fix = compat.INSTALL
+    return Finding(package.title, "note", f"not installed: no {package.use}", fix)
 
 
 def _ffmpeg() -> Finding:

@@ -27,6 +27,18 @@ _TITLES: Mapping[str, str] = {
     "torch": "PyTorch",
     "torch_tensorrt": "torch-tensorrt",
 }
+# Fields of a key in the order in which `misfit` names them.
+_MISFITS: Mapping[str, str] = {
+    "device": "of another GPU or processor",
+    "system": "of another system",
+    "versions": "of other library versions",
+    "architecture": "of another model",
+    "weights": "of other weights",
+    "export_revision": "of another Tandem",
+    "precision": "in another precision",
+    "options": "with other options",
+    "profiles": "for other sizes",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +211,17 @@ def differences(wanted: EngineKey, found: EngineKey, scale: int = 1) -> list[str
         *_differing_build(wanted, found, scale),
         *_differing_machine(wanted, found),
     ]
+
+
+def misfit(wanted: EngineKey, found: EngineKey) -> str:
+    """Say in a few words for what else an engine was built; empty where nothing differs.
+
+    What takes longest to mend is named first: another GPU, then other libraries, weights, sizes.
+    """
+    for name, words in _MISFITS.items():
+        if getattr(wanted, name) != getattr(found, name):
+            return f"engine {words}"
+    return ""
 
 
 def _differing_identity(wanted: EngineKey, found: EngineKey) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """What this machine has. Probed without importing torch, never at import time."""
 
+import contextlib
 import importlib.util
 import os
 import platform
@@ -10,6 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
+
+from runtime.manager.packages import installed_versions
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,23 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The facts that decisions rest on; bytes throughout. `torch_cuda` is `None` for a CPU build."""
+    """The facts that decisions rest on.
+
+    Attributes:
+        system: operating system and processor architecture, as in "Linux x86_64" or "Darwin arm64".
+        cpu, cores: the processor's name, and how many of its cores may be used.
+        ram_bytes, ram_free_bytes: of memory; free is what programs can get, caches of files included.
+        gpus: the NVIDIA GPUs.
+        gpu_problem: why the GPUs cannot be read, where there seems to be one.
+        torch_version: `None` where PyTorch is not installed.
+        torch_cuda: the CUDA version that PyTorch is built with, `None` for a CPU build.
+        swap_bytes, swap_free_bytes: of swap space.
+        disk_free_bytes: on the disk of the engine folder; `None` where it was not asked for, since it changes.
+        unified_memory: whether CPU and GPU share their memory, as on Apple silicon.
+        driver_cuda: the newest CUDA version (major, minor) that the NVIDIA driver runs.
+        packages: (name, version) of those of `packages.PACKAGES` that are installed.
+        compiler: the C++ compiler that Inductor would take.
+    """
 
     system: str
     cpu: str
@@ -36,12 +55,28 @@ class Machine:
     gpu_problem: str | None
     torch_version: str | None
     torch_cuda: str | None
+    swap_bytes: int = 0
+    swap_free_bytes: int = 0
+    disk_free_bytes: int | None = None
+    unified_memory: bool = False
+    driver_cuda: tuple[int, int] | None = None
+    packages: tuple[tuple[str, str], ...] = ()
+    compiler: str | None = None
+
+    def version_of(self, package: str) -> str | None:
+        """Return the version of an installed package of `packages.PACKAGES`."""
+        return dict(self.packages).get(package)
 
 
-def probe() -> Machine:
-    """Look at this machine."""
+def probe(engines_dir: Path | None = None) -> Machine:
+    """Look at this machine.
+
+    Args:
+        engines_dir: whose disk's free space is looked at.
+    """
     memory = psutil.virtual_memory()
-    gpus, problem = _gpus()
+    gpus, problem, driver_cuda = _gpus()
+    swap_bytes, swap_free_bytes = _swap()
     return Machine(
         system=f"{platform.system()} {platform.machine()}",
         cpu=_cpu_name(),
@@ -52,6 +87,13 @@ def probe() -> Machine:
         gpu_problem=problem,
         torch_version=_version("torch"),
         torch_cuda=_torch_cuda(),
+        swap_bytes=swap_bytes,
+        swap_free_bytes=swap_free_bytes,
+        disk_free_bytes=None if engines_dir is None else free_disk_bytes(engines_dir),
+        unified_memory=(platform.system(), platform.machine()) == ("Darwin", "arm64"),
+        driver_cuda=driver_cuda,
+        packages=installed_versions(),
+        compiler=cpp_compiler(),
     )
 
 
@@ -60,6 +102,19 @@ def free_disk_bytes(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
+
+
+def _swap() -> tuple[int, int]:
+    # Some containers and BSDs do not say; then there is none to count on.
+    with contextlib.suppress(OSError, RuntimeError):
+        swap = psutil.swap_memory()
+        return swap.total, swap.free
+    return 0, 0
+
+
+def cpp_compiler() -> str | None:
+    names = {"Windows": ("cl",), "Darwin": ("clang++",)}.get(platform.system(), ("g++",))
+    return next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), *names)))), None)
 
 
 def _cores() -> int:
@@ -96,18 +151,19 @@ def _torch_cuda() -> str | None:
     return match.group(1) if match else None
 
 
-def _gpus() -> tuple[tuple[Gpu, ...], str | None]:
-    """Return the NVIDIA GPUs and, where they cannot be read, why."""
+def _gpus() -> tuple[tuple[Gpu, ...], str | None, tuple[int, int] | None]:
+    """Return the NVIDIA GPUs, where they cannot be read why, and the newest CUDA that their driver runs."""
     try:
         import pynvml
     except ImportError:
-        return (), "nvidia-ml-py is not installed" if shutil.which("nvidia-smi") else None
+        return (), "nvidia-ml-py is not installed" if shutil.which("nvidia-smi") else None, None
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         absent = isinstance(error, pynvml.NVMLError_LibraryNotFound | pynvml.NVMLError_DriverNotLoaded)
-        return (), None if absent else f"the NVIDIA driver does not answer ({error})"
+        return (), None if absent else f"the NVIDIA driver does not answer ({error})", None
     try:
+        cuda = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
         driver = pynvml.nvmlSystemGetDriverVersion()
         found = []
         for index in range(pynvml.nvmlDeviceGetCount()):
@@ -116,8 +172,9 @@ def _gpus() -> tuple[tuple[Gpu, ...], str | None]:
             major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
             name = pynvml.nvmlDeviceGetName(handle)
             found.append(Gpu(name, (major, minor), int(memory.total), int(memory.free), driver))
-        return tuple(found), None
+        # 13010 is 13.1.
+        return tuple(found), None, (cuda // 1000, cuda % 1000 // 10)
     except pynvml.NVMLError as error:
-        return (), f"the NVIDIA driver does not answer ({error})"
+        return (), f"the NVIDIA driver does not answer ({error})", None
     finally:
         pynvml.nvmlShutdown()

@@ -3,8 +3,11 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from runtime.core.duration import about
 from runtime.core.plan import BACKEND_TITLES, PYTORCH, EngineUse, LatentSize
 from runtime.core.request import AUTO
+from runtime.manager.compat import Case, Conflict, conflict
+from runtime.manager.machine import Machine
 
 # An engine must be this much faster than PyTorch to be taken unasked: timings vary by less.
 _WORTH_IT = 1.03
@@ -18,8 +21,11 @@ class EngineOffer:
         backend, builder: what runs them and what makes them.
         uses: the engines; those that are not there say `build`. None where the backend does not run on the device.
         missing: why an engine must be built, as in "there is none yet"; empty where all are there.
+        misfit: the same in a few words, where there is an engine for something else: "engine for other sizes".
         problem: why nothing can be built here, `None` where it can.
         remedy: what to do about that, a sentence.
+        chip: `problem` in a few words, where it has more.
+        build_seconds: about how long building those that are not there takes.
         seconds, pytorch_seconds: of all calls that a clip takes, as measured here; 0 if not measured.
     """
 
@@ -27,8 +33,11 @@ class EngineOffer:
     builder: str
     uses: tuple[EngineUse, ...]
     missing: str = ""
+    misfit: str = ""
     problem: str | None = None
     remedy: str = ""
+    chip: str = ""
+    build_seconds: float = 0.0
     seconds: float = 0.0
     pytorch_seconds: float = 0.0
 
@@ -49,11 +58,12 @@ Offers = Callable[[str, LatentSize, str], Sequence[EngineOffer]]
 
 @dataclass(frozen=True)
 class Choice:
-    """What a component runs on: `backend` is "pytorch" where `uses` is empty."""
+    """What a component runs on: `backend` is "pytorch" where `uses` is empty, `chip` says it in a few words."""
 
     backend: str
     uses: tuple[EngineUse, ...]
     reason: str
+    chip: str
 
 
 def no_offers(_component: str, _latent: LatentSize, _device: str) -> Sequence[EngineOffer]:
@@ -61,7 +71,29 @@ def no_offers(_component: str, _latent: LatentSize, _device: str) -> Sequence[En
     return ()
 
 
-def choose(asked: str, build: str, offers: Iterable[EngineOffer], in_pytorch: str) -> Choice:
+def admit(offers: Iterable[EngineOffer], case: Case, machine: Machine) -> tuple[list[EngineOffer], Conflict | None]:
+    """Sort out the offers that other settings or the machine exclude.
+
+    Returns:
+        Those that stay, and why the first that could be had was left out because of other settings. What the machine
+        excludes stays where its engines are there and proven; else it says so as its `problem`.
+    """
+    admitted, excluded = [], None
+    for offer in offers:
+        precision = offer.uses[-1].precision if offer.uses else ""
+        against = conflict(replace(case, backend=offer.backend, precision=precision), machine)
+        if against is not None and against.setting:
+            excluded = excluded or (against if offer.problem is None else None)
+        elif against is not None and not offer.ready and offer.problem is None:
+            admitted.append(replace(offer, problem=against.reason, remedy=against.remedy, chip=against.chip))
+        else:
+            admitted.append(offer)
+    return admitted, excluded
+
+
+def choose(
+    asked: str, build: str, offers: Iterable[EngineOffer], in_pytorch: str, excluded: Conflict | None = None
+) -> Choice:
     """Decide what a component runs on.
 
     Args:
@@ -69,49 +101,78 @@ def choose(asked: str, build: str, offers: Iterable[EngineOffer], in_pytorch: st
         build: "auto", "missing", "never" or "always".
         offers: what there is.
         in_pytorch: why and how PyTorch would run it, a sentence.
+        excluded: why the engines that suit best are not among the offers: other settings exclude them.
     """
     if asked == PYTORCH:
-        return Choice(PYTORCH, (), f"{in_pytorch} It was asked for.")
+        return _pytorch(f"{in_pytorch} It was asked for.", "as asked")
     if asked == AUTO:
-        return _fastest(build, list(offers), in_pytorch)
+        return _fastest(build, list(offers), in_pytorch, excluded)
     return _asked_for(asked, build, [offer for offer in offers if offer.backend == asked])
 
 
-def _fastest(build: str, offers: list[EngineOffer], in_pytorch: str) -> Choice:
+def _pytorch(reason: str, chip: str) -> Choice:
+    return Choice(PYTORCH, (), reason, f"{BACKEND_TITLES[PYTORCH]}: {chip}")
+
+
+def _engines(offer: EngineOffer, build: str, reason: str) -> Choice:
+    uses = tuple(replace(use, build=True) for use in offer.uses) if build == "always" else offer.uses
+    title = BACKEND_TITLES[offer.backend]
+    if not any(use.build for use in uses):
+        return Choice(offer.backend, uses, reason, f"{title}: engine ready")
+    how_long = f", {about(offer.build_seconds)}" if offer.build_seconds else ""
+    return Choice(offer.backend, uses, reason, f"{title}: builds first{how_long}")
+
+
+def _fastest(build: str, offers: list[EngineOffer], in_pytorch: str, excluded: Conflict | None) -> Choice:
     if build in {"missing", "always"}:
         buildable = [offer for offer in offers if offer.problem is None]
         if buildable and (build == "always" or not any(offer.ready for offer in offers)):
             first = buildable[0]
             reason = f"{BACKEND_TITLES[first.backend]}, most likely the fastest here: {_building(first, build)}."
-            return Choice(first.backend, _to_build(first, build), reason)
+            return _engines(first, build, reason)
     measured = [offer for offer in offers if offer.speed_up]
     best = max(measured, key=lambda offer: offer.speed_up, default=None)
     if best is None:
-        return Choice(PYTORCH, (), in_pytorch)
+        if excluded is not None:
+            return _pytorch(f"{in_pytorch} {excluded.what}", excluded.chip)
+        nearest = next((offer.missing for offer in offers if offer.misfit), "")
+        reason = f"{in_pytorch} No engine fits: {nearest}." if nearest else in_pytorch
+        return _pytorch(reason, _why_none(offers))
     if best.speed_up < _WORTH_IT:
-        return Choice(PYTORCH, (), f"{in_pytorch} No engine measured here is faster.")
+        return _pytorch(f"{in_pytorch} No engine measured here is faster.", "as fast as its engine")
     others = "the fastest measured here" if len(measured) > 1 else "faster here"
-    return Choice(best.backend, best.uses, f"{BACKEND_TITLES[best.backend]} is {others}: {_speed(best)}.")
+    return _engines(best, "never", f"{BACKEND_TITLES[best.backend]} is {others}: {_speed(best)}.")
+
+
+def _why_none(offers: list[EngineOffer]) -> str:
+    if any(offer.ready for offer in offers):
+        return "its engine is not measured"
+    misfit = next((offer.misfit for offer in offers if offer.misfit), "")
+    if misfit or not offers or any(offer.problem is None for offer in offers):
+        return misfit or "no engine yet"
+    return _short(offers[0])
+
+
+def _short(offer: EngineOffer) -> str:
+    return offer.chip or (offer.problem or "").partition(":")[0]
 
 
 def _asked_for(asked: str, build: str, offers: list[EngineOffer]) -> Choice:
     title = BACKEND_TITLES[asked]
     ready = next((offer for offer in offers if offer.ready), None)
     if ready is not None and build != "always":
-        return Choice(asked, ready.uses, f"{title}, as asked: {_speed(ready)}.")
+        return _engines(ready, build, f"{title}, as asked: {_speed(ready)}.")
     buildable = next((offer for offer in offers if offer.problem is None), None)
     if buildable is None:
         why = f"{offers[0].problem}. {offers[0].remedy}" if offers else "it does not run this component."
-        return Choice(PYTORCH, (), f"{title} was asked for, but {why}")
+        short = _short(offers[0]) if offers else f"{title} does not run this part"
+        return _pytorch(f"{title} was asked for, but {why}", short)
     if build == "never":
-        return Choice(
-            PYTORCH, (), f"{title} was asked for, but has no engine ({buildable.missing}), and none is to be built."
+        return _pytorch(
+            f"{title} was asked for, but has no engine ({buildable.missing}), and none is to be built.",
+            buildable.misfit or f"no {title} engine, and none is to be built",
         )
-    return Choice(asked, _to_build(buildable, build), f"{title}, as asked: {_building(buildable, build)}.")
-
-
-def _to_build(offer: EngineOffer, build: str) -> tuple[EngineUse, ...]:
-    return tuple(replace(use, build=True) for use in offer.uses) if build == "always" else offer.uses
+    return _engines(buildable, build, f"{title}, as asked: {_building(buildable, build)}.")
 
 
 def _building(offer: EngineOffer, build: str) -> str:

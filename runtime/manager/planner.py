@@ -4,6 +4,7 @@ A pure function of the request, the model and the machine: no torch, no disk.
 """
 
 import secrets
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import TypeVar
@@ -11,14 +12,13 @@ from typing import TypeVar
 from runtime.core.errors import InvalidRequestError, MachineError
 from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan
 from runtime.core.request import ALL, AUTO, MAX_FRAMES, MAX_SIDE, Auto, GenerationRequest, label
-from runtime.manager import vram
+from runtime.manager import compat, vram
 from runtime.manager.machine import Machine
-from runtime.manager.offers import Choice, Offers, choose, no_offers
+from runtime.manager.offers import Choice, Offers, admit, choose, no_offers
 from runtime.models.spec import ModelSpec
 
 # Models below this size run in float32 on a GPU too: it costs them nothing.
 _SMALL_MODEL_BYTES = 1 << 30
-_BF16_CAPABILITY = (8, 0)
 # Parts stay loaded between stages while all of them need less than this share of the free memory.
 _KEEP_SHARE = 0.6
 # Sample, predictions and the solver's history, all of the latents' size.
@@ -53,12 +53,17 @@ def resolve(
     seed = secrets.randbelow(1 << 32) if request.seed == AUTO else request.seed
 
     device, dtypes, reason, free = _placement(spec, machine)
+    offload, notes = _offload(request, machine)
+    _check_quantization(request, machine)
     latent_shape = spec.latent_shape(frames, height, width)
     tokens = spec.tokens(frames, height, width)
     weights = vram.weights_bytes(spec, dtypes)
     denoise = vram.denoise_bytes(spec, tokens, dtypes["transformer"])
-    choices = _choices(request, spec, latent_shape[2:], device, reason, offers)
+    surroundings = compat.Case(component="", backend=PYTORCH, device=device, offload=offload)
+    choices = _choices(request, spec, latent_shape[2:], machine, surroundings, reason, offers)
     chunk = vram.decode_chunk(spec, latent_shape[2], height, width, dtypes["vae"], device, free)
+    if device != "cpu":
+        _check_ram(request, spec, machine, {name: weights[name] for name in weights if not choices[name].uses})
     if choices["vae"].uses:
         # An engine takes one latent frame a call, so that it serves clips of any length.
         chunk = 1
@@ -102,6 +107,7 @@ def resolve(
                 reason=choices[name].reason,
                 engines=choices[name].uses,
                 asked=request.backend(name),
+                chip=choices[name].chip,
             )
             for name in spec.component_names
         },
@@ -111,9 +117,9 @@ def resolve(
         output=output,
         backends=request.backends,
         build=request.build,
-        offload=request.offload,
+        offload=offload,
         quantization=request.quantization,
-        warnings=tuple(_size_warnings(spec, width, height, frames)),
+        warnings=(*_size_warnings(spec, width, height, frames), *notes),
     )
 
 
@@ -131,7 +137,8 @@ def _choices(
     request: GenerationRequest,
     spec: ModelSpec,
     latent: tuple[int, int, int],
-    device: str,
+    machine: Machine,
+    surroundings: compat.Case,
     in_pytorch: str,
     offers: Offers,
 ) -> dict[str, Choice]:
@@ -145,9 +152,44 @@ def _choices(
     chosen = {}
     for name in spec.component_names:
         asked = request.backend(name)
-        offered = () if asked == PYTORCH else offers(name, latent, device)
-        chosen[name] = choose(asked, request.build, offered, in_pytorch)
+        # Only the transformers' weights are quantized.
+        quantization = request.quantization if name.startswith("transformer") else "none"
+        case = replace(surroundings, component=name, quantization=quantization)
+        if asked not in {AUTO, PYTORCH}:
+            against = compat.conflict(replace(case, backend=asked), machine)
+            if against is not None and against.setting:
+                raise InvalidRequestError(against.setting, against.what, against.remedy)
+        offered = () if asked == PYTORCH else offers(name, latent, surroundings.device)
+        admitted, excluded = admit(offered, case, machine)
+        chosen[name] = choose(asked, request.build, admitted, in_pytorch, excluded)
     return chosen
+
+
+def _offload(request: GenerationRequest, machine: Machine) -> tuple[str, list[str]]:
+    """Return how weights wait, and what to say about it: on the CPU they are where they are used already."""
+    against = compat.lacking(request.offload, machine)
+    if against is None:
+        return request.offload, []
+    return "none", [f"Offload {request.offload!r} changes nothing on the CPU: {against.reason}."]
+
+
+def _check_quantization(request: GenerationRequest, machine: Machine) -> None:
+    """Refuse weights that this machine cannot quantize: whoever asks for them counts on their size."""
+    against = compat.lacking(request.quantization, machine)
+    if against is not None:
+        wants = compat.WEIGHTS_TITLES[request.quantization]
+        remedy = "Take --quantization none." if against.remedy == compat.OTHER_BACKEND else against.remedy
+        raise MachineError(f"{wants} cannot be had here: {against.reason}.", remedy)
+
+
+def _check_ram(request: GenerationRequest, spec: ModelSpec, machine: Machine, weights: dict[str, int]) -> None:
+    """Refuse what passes through memory whole while it is loaded, and does not fit; `weights` are those in PyTorch."""
+    if request.quantization in compat.WEIGHTS_TITLES:
+        # Weights are quantized one by one as they are read.
+        weights = {name: size for name, size in weights.items() if not name.startswith("transformer")}
+    against = compat.no_ram(spec, weights, machine)
+    if against is not None:
+        raise MachineError(against.what, against.remedy)
 
 
 def _second_guidance(request: GenerationRequest, spec: ModelSpec, guidance: float) -> float | None:
@@ -187,17 +229,14 @@ def _check_frames(spec: ModelSpec, frames: int) -> None:
 def _placement(spec: ModelSpec, machine: Machine) -> tuple[str, dict[str, str], str, int]:
     """Return the device, each component's dtype, the reason, and the device's free bytes."""
     names = spec.component_names
-    if not machine.gpus or machine.torch_cuda is None:
-        if not machine.gpus:
-            why = machine.gpu_problem or "no NVIDIA GPU was found"
-        else:
-            why = f"this PyTorch ({machine.torch_version}) is built without CUDA"
+    why = compat.cuda_problem(machine)
+    if why is not None:
         return "cpu", dict.fromkeys(names, "float32"), f"PyTorch in float32 on the CPU: {why}.", machine.ram_free_bytes
     gpu = machine.gpus[0]
     if 4 * spec.total_parameters <= _SMALL_MODEL_BYTES:
         dtypes = dict.fromkeys(names, "float32")
         reason = f"PyTorch in float32 on {gpu.name}: the model is small."
-    elif gpu.capability >= _BF16_CAPABILITY:
+    elif gpu.capability >= compat.BF16_CAPABILITY:
         # The VAE's convolutions lose visible detail in bfloat16; diffusers runs it in float32 too.
         dtypes = dict.fromkeys(names, "bfloat16") | {"vae": "float32"}
         reason = f"PyTorch on {gpu.name}: bfloat16, the VAE in float32."
@@ -209,7 +248,7 @@ def _placement(spec: ModelSpec, machine: Machine) -> tuple[str, dict[str, str], 
 
 
 def _size_warnings(spec: ModelSpec, width: int, height: int, frames: int) -> list[str]:
-    warnings = []
+    warnings = [] if spec.here else [f"The weights of {spec.title} are not here: this is what would run."]
     if (width, height) not in spec.sizes:
         sizes = ", ".join(f"{w}x{h}" for w, h in spec.sizes)
         warnings.append(f"{spec.title} was not made for {width}x{height}: expect less quality. Its sizes: {sizes}.")

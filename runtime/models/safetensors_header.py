@@ -13,8 +13,8 @@ _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
 
 
-def count_parameters(path: Path) -> int:
-    """Return the number of weights in a safetensors file.
+def tensor_sizes(path: Path) -> dict[str, int]:
+    """Return the number of weights of each tensor in a safetensors file, by name.
 
     Raises:
         ModelError: if the file cannot be read, is cut short or is not safetensors.
@@ -26,11 +26,11 @@ def count_parameters(path: Path) -> int:
             if size < _LENGTH_BYTES or not 0 < length <= min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
                 raise _damaged(path, size)
             header = json.loads(file.read(length))
-        tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
-        end = max((tensor["data_offsets"][1] for tensor in tensors), default=0)
+        tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+        end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
         if _LENGTH_BYTES + length + end != size:
             raise _damaged(path, size)
-        return sum(prod(tensor["shape"]) for tensor in tensors)
+        return {name: prod(tensor["shape"]) for name, tensor in tensors.items()}
     except OSError as error:
         raise ModelError(
             f"{path.name} cannot be read: {error.strerror}.", f"Check the file {path} and its permissions."

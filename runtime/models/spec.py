@@ -120,6 +120,7 @@ class ModelSpec:
         latent_rgb: for previews, where it is known.
         defaults: for "auto".
         sizes, frame_counts: what the model was made for, (width, height) and frames.
+        here: whether `directory` is there; a known model can be planned with before its weights are.
     """
 
     name: str
@@ -138,6 +139,7 @@ class ModelSpec:
     defaults: Defaults
     sizes: tuple[tuple[int, int], ...]
     frame_counts: tuple[int, ...]
+    here: bool = True
 
     @property
     def component_names(self) -> tuple[str, ...]:

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from runtime.core.errors import ModelError
-from runtime.models.safetensors_header import count_parameters
+from runtime.models.safetensors_header import tensor_sizes
 from runtime.models.spec import Defaults, LatentRgb, ModelSpec, TransformerSpec, VaeSpec
 
 PIPELINE_CLASS = "WanPipeline"
 # WanPipeline.__call__'s default; Wan was trained with it.
 MAX_SEQUENCE_LENGTH = 512
+# Two names of UMT5's embedding: some files hold it under both.
+_TIED = ("shared.weight", "encoder.embed_tokens.weight")
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
 
 # From Wan2.2's configuration (`sample_neg_prompt`), https://github.com/Wan-Video/Wan2.2.
@@ -54,12 +56,12 @@ def read_spec(directory: Path, name: str) -> ModelSpec:
     names = ["transformer", "transformer_2"][:experts]
     config, *other = [_read_json(directory / expert / "config.json") for expert in names]
     try:
-        transformer = _transformer_spec(config)
-        if any(_transformer_spec(expert) != transformer for expert in other):
+        transformer = transformer_spec(config)
+        if any(transformer_spec(expert) != transformer for expert in other):
             raise ModelError(
                 f"The two transformers of {directory.name} differ in architecture.", "Take both from the same model."
             )
-        vae = _vae_spec(_read_json(directory / "vae" / "config.json"))
+        vae = vae_spec(_read_json(directory / "vae" / "config.json"))
         boundary = index.get("boundary_ratio")
         if experts > 1 and boundary is None:
             raise KeyError("boundary_ratio")
@@ -121,7 +123,13 @@ def _refuse_pickles(directory: Path) -> None:
             )
 
 
-def _transformer_spec(config: dict[str, Any]) -> TransformerSpec:
+def transformer_spec(config: dict[str, Any]) -> TransformerSpec:
+    """Read a transformer's `config.json`.
+
+    Raises:
+        KeyError, TypeError, ValueError: if it is incomplete or wrong.
+        ModelError: if it wants an image.
+    """
     if config.get("image_dim"):
         raise ModelError("The transformer expects an image.", "Take a text-to-video model, not an image-to-video one.")
     patch_t, patch_h, patch_w = config["patch_size"]
@@ -136,7 +144,12 @@ def _transformer_spec(config: dict[str, Any]) -> TransformerSpec:
     )
 
 
-def _vae_spec(config: dict[str, Any]) -> VaeSpec:
+def vae_spec(config: dict[str, Any]) -> VaeSpec:
+    """Read a VAE's `config.json`.
+
+    Raises:
+        KeyError, TypeError, ValueError: if it is incomplete or wrong.
+    """
     return VaeSpec(
         z_dim=int(config["z_dim"]),
         decoder_base_dim=int(config.get("decoder_base_dim") or config["base_dim"]),
@@ -169,7 +182,10 @@ def _count(component: Path) -> int:
     for name in names:
         if Path(name).name != name:
             raise ModelError(f"{component.name} names a weight file outside its folder.", "Download the model again.")
-    return sum(count_parameters(component / name) for name in sorted(names))
+    sizes: dict[str, int] = {}
+    for name in sorted(names):
+        sizes |= tensor_sizes(component / name)
+    return sum(size for name, size in sizes.items() if name != _TIED[1] or _TIED[0] not in sizes)
 
 
 def _sidecar(directory: Path, vae: VaeSpec, experts: int) -> dict[str, Any]:
@@ -179,7 +195,7 @@ def _sidecar(directory: Path, vae: VaeSpec, experts: int) -> dict[str, Any]:
             "title": directory.name,
             "license": "unknown",
             "latent_rgb": None,
-            **_card_defaults(vae, experts),
+            **card_defaults(vae, experts),
         }
     config = _read_json(path)
     factors, bias = config.get("latent_rgb_factors"), config.get("latent_rgb_bias")
@@ -203,7 +219,7 @@ def _sidecar(directory: Path, vae: VaeSpec, experts: int) -> dict[str, Any]:
     }
 
 
-def _card_defaults(vae: VaeSpec, experts: int) -> dict[str, Any]:
+def card_defaults(vae: VaeSpec, experts: int) -> dict[str, Any]:
     """Return the model cards' settings: TI2V-5B, Wan2.2-A14B, Wan2.1, told apart by VAE and experts."""
     if vae.scale_factor_spatial == 16:  # noqa: PLR2004 - TI2V-5B's VAE
         width, height, frames, fps, steps, guidance, guidance_2 = 1280, 704, 121, 24, 50, 5.0, None

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,8 @@ from typing import Any
 import pytest
 
 from runtime.cli.main import run
+from runtime.core.settings import ROOT
+from runtime.models.known import KNOWN
 from runtime.models.spec import ModelSpec
 
 
@@ -31,6 +35,26 @@ def test_plan_says_what_would_run_and_leaves_no_trace(
     assert "Low-noise transformer" in text
     assert "Memory at the peak" in text
     assert not (cache_dir / "outputs").exists()
+
+
+@pytest.mark.parametrize("model", ["diorama", "wan2.2-t2v-a14b", "wan2.1-t2v-1.3b"])
+def test_planning_loads_no_torch(model: str, cache_dir: Path) -> None:
+    arguments = ["plan", "a red boat", "--model", model, "--width", "64", "--height", "64", "--build", "missing"]
+    code = f"import sys; from runtime.cli.main import run; run({arguments}); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "Component" in done.stderr or "GiB of memory" in done.stderr
+
+
+def test_known_models_are_listed_and_not_made_with(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result, text = answer(["models", "list"], capsys)
+    here = {model["name"]: model["here"] for model in result["models"]}
+    assert here == {"diorama": True} | dict.fromkeys([known.name for known in KNOWN], False)
+    assert "34,384.8 M, not here" in text
+    assert run(["generate", "a red boat", "--model", "A14B"]) == 2
+    what, remedy = capsys.readouterr().err.strip().splitlines()
+    assert what == "Error: The weights of Wan2.2 T2V-A14B are not here."
+    assert "Wan-AI/Wan2.2-T2V-A14B-Diffusers" in remedy
 
 
 def test_models_list_names_the_broken_ones(

@@ -7,6 +7,7 @@ import pytest
 
 from runtime.core import settings
 from runtime.core.errors import SettingsError
+from runtime.core.request import COMPONENTS
 
 
 def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
@@ -59,3 +60,47 @@ def test_an_engine_folder_that_cannot_be_is_refused(tmp_path: Path, name: str) -
 @pytest.mark.parametrize("name", [*settings.VARIABLES.values(), settings.CACHE_VARIABLE])
 def test_every_variable_is_in_the_readme(name: str) -> None:
     assert name in (settings.ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("flags", "backends"),
+    [
+        ((False, False, False), {}),
+        ((True, False, False), dict.fromkeys(COMPONENTS, "tensorrt")),
+        ((True, True, False), {"text_encoder": "tensorrt"}),
+        ((True, False, True), {"transformer": "tensorrt", "transformer_2": "tensorrt"}),
+        ((True, True, True), dict.fromkeys(COMPONENTS[:3], "tensorrt")),
+    ],
+)
+def test_launch_flags_preset_backends(tmp_path: Path, flags: tuple[bool, bool, bool], backends: dict[str, str]) -> None:
+    enable, text_encoders, transformer = flags
+    value = settings.tensorrt_from_flags(enable=enable, text_encoders=text_encoders, transformer=transformer)
+    assert settings.load({"tensorrt": value}, {"TANDEM_CACHE_DIR": str(tmp_path)}).backends == backends
+
+
+def test_a_part_on_tensorrt_needs_tensorrt_enabled() -> None:
+    with pytest.raises(SettingsError, match="--tensorrt-transformer was given, but TensorRT is not enabled") as caught:
+        settings.tensorrt_from_flags(enable=False, text_encoders=False, transformer=True)
+    assert "--enable-tensorrt" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("value", "parts"),
+    [("none", ()), ("ALL", ("text-encoders", "transformer", "vae")), ("vae, transformer", ("transformer", "vae"))],
+)
+def test_parts_on_tensorrt_by_variable(tmp_path: Path, value: str, parts: tuple[str, ...]) -> None:
+    environ = {"TANDEM_CACHE_DIR": str(tmp_path), "TANDEM_TENSORRT": value}
+    assert settings.load({}, environ).tensorrt == parts
+
+
+@pytest.mark.parametrize("value", ["yes", "all,vae", "unet", ",", "text_encoder"])
+def test_parts_that_cannot_be_are_refused(tmp_path: Path, value: str) -> None:
+    with pytest.raises(SettingsError, match="TANDEM_TENSORRT") as caught:
+        settings.load({}, {"TANDEM_CACHE_DIR": str(tmp_path), "TANDEM_TENSORRT": value})
+    assert "text-encoders" in caught.value.remedy
+
+
+def test_a_settings_file_of_the_wrong_type_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text(json.dumps({"tensorrt": True}))
+    with pytest.raises(SettingsError, match=r"settings\.json is 'True'"):
+        settings.load({}, {"TANDEM_CACHE_DIR": str(tmp_path)})

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -15,13 +16,14 @@ from runtime.engines.programs import load_program
 from runtime.engines.sessions.tensorrt import TensorRTSession
 from runtime.engines.sessions.torch_tensorrt import read_names
 from runtime.engines.tensorrt_progress import Phases
+from runtime.manager import compat
 from runtime.manager.machine import Machine
 from runtime.manager.shapes import ShapeProfile
 from runtime.models.spec import ModelSpec
-from tests.plans import gpu, machine
+from tests.plans import GPU_PACKAGES, gpu, machine
 
 NAMES = ("onnx_tensorrt", "torch_tensorrt")
-WITH_GPU = machine(gpu=gpu(), torch_cuda="13.0")
+WITH_GPU = machine(gpu=gpu(), torch_cuda="13.0", packages=GPU_PACKAGES)
 VARIED = ShapeProfile((1, 4, 6), (2, 4, 8), (3, 8, 10))
 
 
@@ -47,30 +49,29 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     [
         (machine(), "no NVIDIA GPU was found"),
         (machine(gpu=gpu()), "this PyTorch (2.13.0) is built without CUDA"),
-        (machine(gpu=gpu(capability=(7, 0)), torch_cuda="13.0"), "TensorRT has no kernels for Test GPU"),
+        (
+            machine(gpu=gpu(capability=(7, 0)), torch_cuda="12.8", packages=GPU_PACKAGES),
+            "TensorRT has no kernels for Test GPU",
+        ),
     ],
 )
-def test_it_says_why_it_cannot_build(installed: Callable[..., None], name: str, where: Machine, why: str) -> None:
-    installed(tensorrt="11.0.0.114", torch_tensorrt="2.13.0")
+def test_it_says_why_it_cannot_build(name: str, where: Machine, why: str) -> None:
     reason = BUILDERS[name].unavailable(where)
     assert reason is not None
     assert reason[0] == why
     assert BUILDERS[name].unavailable(WITH_GPU) is None
 
 
-def test_a_missing_or_unfit_package_is_named(installed: Callable[..., None]) -> None:
-    installed()
-    assert BUILDERS["onnx_tensorrt"].unavailable(WITH_GPU) == ("TensorRT is not installed", tensorrt_common.INSTALL)
-    installed(tensorrt_cu13="11.0.0.114")
-    assert BUILDERS["onnx_tensorrt"].unavailable(WITH_GPU) is None
-    assert BUILDERS["torch_tensorrt"].unavailable(WITH_GPU) == (
-        "torch-tensorrt is not installed",
-        tensorrt_common.INSTALL,
-    )
-    installed(tensorrt_cu13="11.0.0.114", torch_tensorrt="2.11.0")
-    assert BUILDERS["torch_tensorrt"].unavailable(WITH_GPU) == (
+def test_a_missing_or_unfit_package_is_named() -> None:
+    without = replace(WITH_GPU, packages=())
+    assert BUILDERS["onnx_tensorrt"].unavailable(without) == ("TensorRT is not installed", compat.INSTALL)
+    with_one = replace(WITH_GPU, packages=(("tensorrt", "11.0.0.114"),))
+    assert BUILDERS["onnx_tensorrt"].unavailable(with_one) is None
+    assert BUILDERS["torch_tensorrt"].unavailable(with_one) == ("torch-tensorrt is not installed", compat.INSTALL)
+    unfit = replace(with_one, packages=(*with_one.packages, ("torch-tensorrt", "2.11.0")))
+    assert BUILDERS["torch_tensorrt"].unavailable(unfit) == (
         "torch-tensorrt 2.11.0 does not fit PyTorch 2.13.0",
-        tensorrt_common.INSTALL,
+        compat.INSTALL,
     )
 
 

@@ -1,9 +1,14 @@
 """Which engine a component is given, case by case."""
 
+from dataclasses import replace
+
 import pytest
 
+from runtime.core.duration import about
 from runtime.core.plan import EngineUse
-from runtime.manager.offers import EngineOffer, choose
+from runtime.manager.compat import Case, Conflict
+from runtime.manager.offers import EngineOffer, admit, choose
+from tests.plans import GPU_PACKAGES, gpu, machine
 
 HERE = "PyTorch in float32 on the CPU."
 
@@ -23,7 +28,14 @@ def ready(backend: str, speed_up: float = 2.0) -> EngineOffer:
 
 def buildable(backend: str) -> EngineOffer:
     """Return one that could be built."""
-    return EngineOffer(backend=backend, builder=backend, uses=(use(build=True),), missing="there is none yet")
+    return EngineOffer(
+        backend=backend, builder=backend, uses=(use(build=True),), missing="there is none yet", build_seconds=240
+    )
+
+
+def misfit(backend: str) -> EngineOffer:
+    """Return one that could be built, where there is one for another size."""
+    return replace(buildable(backend), missing="the nearest was built for 64x64", misfit="engine for other sizes")
 
 
 def impossible(backend: str) -> EngineOffer:
@@ -56,6 +68,7 @@ ORT, IND, TRT = "onnxruntime", "inductor", "tensorrt"
         ("auto", "auto", [ready(ORT, 0.9)], "pytorch", False, "No engine measured here is faster."),
         ("auto", "auto", [ready(ORT, 1.02)], "pytorch", False, "No engine measured here is faster."),
         ("auto", "auto", [unmeasured(ORT)], "pytorch", False, HERE),
+        ("auto", "auto", [misfit(ORT)], "pytorch", False, f"{HERE} No engine fits: the nearest was built for 64x64."),
         ("auto", "never", [ready(ORT)], ORT, False, "faster here"),
         ("auto", "missing", [ready(ORT), buildable(IND)], ORT, False, "faster here"),
         ("auto", "missing", [buildable(ORT), buildable(IND)], ORT, True, "most likely the fastest here: built first"),
@@ -83,6 +96,61 @@ def test_choices(asked: str, build: str, offers: list[EngineOffer], backend: str
     assert says in choice.reason
     assert any(one.build for one in choice.uses) == builds
     assert bool(choice.uses) == (backend != "pytorch")
+
+
+EXCLUDED = Conflict("4-bit weights exclude TensorRT", "4-bit weights exclude it", "Take none.", "quantization")
+
+
+@pytest.mark.parametrize(
+    ("asked", "build", "offers", "excluded", "chip"),
+    [
+        ("auto", "auto", [], None, "PyTorch: no engine yet"),
+        ("auto", "auto", [buildable(ORT)], None, "PyTorch: no engine yet"),
+        ("auto", "auto", [misfit(ORT)], None, "PyTorch: engine for other sizes"),
+        ("auto", "auto", [impossible(ORT)], None, "PyTorch: it is not installed"),
+        ("auto", "auto", [unmeasured(ORT)], None, "PyTorch: its engine is not measured"),
+        ("auto", "auto", [ready(ORT, 0.9)], None, "PyTorch: as fast as its engine"),
+        ("auto", "auto", [ready(IND)], EXCLUDED, "Inductor: engine ready"),
+        ("auto", "auto", [], EXCLUDED, "PyTorch: 4-bit weights exclude TensorRT"),
+        ("auto", "missing", [buildable(IND)], EXCLUDED, "Inductor: builds first, about 4 min"),
+        ("auto", "always", [ready(IND)], None, "Inductor: builds first"),
+        ("pytorch", "auto", [ready(ORT)], None, "PyTorch: as asked"),
+        (TRT, "auto", [ready(TRT)], None, "TensorRT: engine ready"),
+        (TRT, "auto", [buildable(TRT)], None, "TensorRT: builds first, about 4 min"),
+        (TRT, "always", [ready(TRT)], None, "TensorRT: builds first"),
+        (TRT, "never", [buildable(TRT)], None, "PyTorch: no TensorRT engine, and none is to be built"),
+        (TRT, "never", [misfit(TRT)], None, "PyTorch: engine for other sizes"),
+        (TRT, "auto", [impossible(TRT)], None, "PyTorch: it is not installed"),
+        (TRT, "auto", [replace(impossible(TRT), chip="no TensorRT")], None, "PyTorch: no TensorRT"),
+        (TRT, "auto", [ready(ORT)], None, "PyTorch: TensorRT does not run this part"),
+    ],
+)
+def test_chips(asked: str, build: str, offers: list[EngineOffer], excluded: Conflict | None, chip: str) -> None:
+    assert choose(asked, build, offers, HERE, excluded).chip == chip
+
+
+def test_other_settings_keep_engines_out_and_the_machine_says_why() -> None:
+    on = machine(gpu=gpu(capability=(7, 5)), torch_cuda="13.0", packages=GPU_PACKAGES)
+    case = Case(component="transformer", backend="pytorch", device="cuda:0", quantization="bnb-4bit")
+    admitted, excluded = admit([impossible(ORT), buildable(TRT)], case, on)
+    assert admitted == []
+    assert excluded is not None
+    assert excluded.chip == "4-bit weights exclude TensorRT"
+    bfloat16 = replace(buildable(IND), uses=(replace(use(build=True), precision="bfloat16"),))
+    (barred,), excluded = admit([bfloat16], replace(case, quantization="none"), on)
+    assert excluded is None
+    assert (barred.problem, barred.chip) == ("Test GPU does not compute in bfloat16", "no bfloat16 on this GPU")
+    # One that is there was proven here.
+    there = replace(ready(IND), uses=(replace(use(), precision="bfloat16"),))
+    assert admit([there], replace(case, quantization="none"), on) == ([there], None)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(1, "about 5 s"), (44, "about 40 s"), (61, "about 1 min"), (900, "about 15 min"), (7300, "about 2 h")],
+)
+def test_guessed_durations_are_round(seconds: float, words: str) -> None:
+    assert about(seconds) == words
 
 
 def test_an_offer_without_engines_is_not_ready() -> None:

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import platform
-import shutil
 import subprocess
 import tempfile
 import warnings
@@ -25,8 +24,9 @@ from runtime.engines.builders import BuildNeeds, Report
 from runtime.engines.builders.keyed import KeyedBuilder, weights_bytes
 from runtime.engines.edges import METADATA_KEY, WEIGHTS_KEY
 from runtime.engines.identity import cpu_has_bfloat16
+from runtime.manager.compat import lacking
 from runtime.manager.engine_index import SWAPPED, EngineKey
-from runtime.manager.machine import Machine
+from runtime.manager.machine import Machine, cpp_compiler
 from runtime.manager.shapes import ShapeProfile
 from runtime.models.spec import ModelSpec
 
@@ -52,15 +52,8 @@ class InductorBuilder(KeyedBuilder):
 
     def unavailable(self, machine: Machine) -> tuple[str, str] | None:
         """See `Builder`."""
-        if machine.torch_version is None:
-            return "PyTorch is not installed", "Run install.sh (install.bat on Windows)."
-        if _compiler() is None:
-            remedy = {
-                "Windows": "Install the Visual Studio Build Tools with C++, and start Tandem from their prompt.",
-                "Darwin": "Run `xcode-select --install`.",
-            }.get(platform.system(), "Install g++ with the system's package manager.")
-            return "there is no C++ compiler", remedy
-        return None
+        found = lacking(self.backend, machine)
+        return None if found is None else (found.reason, found.remedy)
 
     def default_precision(self, program: str, machine: Machine, device: str) -> str:
         """Return the fastest precision in which a program keeps its quality.
@@ -137,15 +130,9 @@ def _described(exported: "torch.export.ExportedProgram") -> dict[str, tuple[str,
     return {name: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def _compiler() -> str | None:
-    """Return the C++ compiler that Inductor would take."""
-    names = {"Windows": ("cl",), "Darwin": ("clang++",)}.get(platform.system(), ("g++",))
-    return next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), *names)))), None)
-
-
 def _knows_vector_instructions() -> bool:
     """Whether the compiler is a GCC that knows all that Inductor asks for where the processor has it (AMX: GCC 11)."""
-    compiler = _compiler()
+    compiler = cpp_compiler()
     if compiler is None or platform.system() != "Linux":
         return False
     asked = subprocess.run([compiler, "-dumpfullversion"], capture_output=True, text=True, check=False)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from runtime.engines.builders import BuildNeeds, Report
 from runtime.engines.builders.keyed import KeyedBuilder, weights_bytes
 from runtime.engines.identity import cpu_has_bfloat16, versions_of
+from runtime.manager.compat import lacking
 from runtime.manager.engine_index import EngineKey
 from runtime.manager.machine import Machine
 from runtime.manager.shapes import ShapeProfile
@@ -38,10 +39,8 @@ class OnnxRuntimeBuilder(KeyedBuilder):
 
     def unavailable(self, machine: Machine) -> tuple[str, str] | None:
         """See `Builder`."""
-        installed = dict(versions_of("onnx", "onnxscript", *PACKAGES))
-        if not {"onnx", "onnxscript"} <= set(installed) or not set(PACKAGES) & set(installed):
-            return "ONNX Runtime is not installed", "Run install.sh (install.bat on Windows)."
-        return None
+        found = lacking(self.backend, machine)
+        return None if found is None else (found.reason, found.remedy)
 
     def default_precision(self, program: str, machine: Machine, device: str) -> str:
         """Return the fastest precision in which a program keeps its quality.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from runtime.core.errors import EngineError
 from runtime.engines.builders import BuildNeeds
 from runtime.engines.builders.keyed import KeyedBuilder, weights_bytes
+from runtime.manager import compat
 from runtime.manager.machine import Machine
 from runtime.manager.shapes import LatentSize, ShapeProfile
 from runtime.manager.vram import DTYPE_BYTES, denoise_bytes
@@ -22,14 +23,9 @@ Shape = tuple[int, ...]
 # The shapes of all inputs by name, at a profile's smallest, best and largest size.
 Shapes = tuple[Mapping[str, Shape], Mapping[str, Shape], Mapping[str, Shape]]
 
-OTHER_BACKEND = "Choose another backend; the part runs in PyTorch meanwhile."
-INSTALL = "Run install.sh (install.bat on Windows) again: it installs requirements-gpu.txt where there is a GPU."
 # One release has several names: "tensorrt" asks for the one that fits CUDA.
 PACKAGES = ("tensorrt", "tensorrt-cu13", "tensorrt-cu12")
 _FIRST_WITH_BFLOAT16 = 10
-# TensorRT 10 and later have no kernels for older GPUs.
-_LEAST_CAPABILITY = (7, 5)
-_BFLOAT16_CAPABILITY = (8, 0)
 _GIB = 1 << 30
 _MIB = 1 << 20
 # Of the GPU's memory: a kernel that wants more for itself leaves too little for the rest of the job.
@@ -46,19 +42,14 @@ class TensorRTBuilder(KeyedBuilder):
 
     name: ClassVar[str]
     backend: ClassVar[str] = "tensorrt"
+    # What it needs of the machine, in `compat.NEEDS`.
+    needed: ClassVar[str] = "tensorrt"
     file_name: ClassVar[str] = "engine.plan"
 
     def unavailable(self, machine: Machine) -> tuple[str, str] | None:
         """See `Builder`."""
-        if not machine.gpus:
-            return machine.gpu_problem or "no NVIDIA GPU was found", OTHER_BACKEND
-        if machine.torch_cuda is None:
-            return f"this PyTorch ({machine.torch_version}) is built without CUDA", INSTALL
-        if installed_version() is None:
-            return "TensorRT is not installed", INSTALL
-        if machine.gpus[0].capability < _LEAST_CAPABILITY:
-            return f"TensorRT has no kernels for {machine.gpus[0].name}", OTHER_BACKEND
-        return None
+        found = compat.lacking(self.needed, machine)
+        return None if found is None else (found.reason, found.remedy)
 
     def default_precision(self, program: str, machine: Machine, device: str) -> str:
         """Return the fastest precision in which a program keeps its quality.
@@ -71,7 +62,7 @@ class TensorRTBuilder(KeyedBuilder):
           activations little room. diffusers, too, runs it in float32.
         """
         usual = _usual_precision(program)
-        if usual == "bfloat16" and machine.gpus[_gpu_index(machine, device)].capability < _BFLOAT16_CAPABILITY:
+        if usual == "bfloat16" and machine.gpus[_gpu_index(machine, device)].capability < compat.BF16_CAPABILITY:
             return "float32"
         return usual
 
@@ -107,18 +98,6 @@ def installed_version() -> str | None:
             return version(package)
         except PackageNotFoundError:
             continue
-    return None
-
-
-def why_no_torch_tensorrt(machine: Machine) -> tuple[str, str] | None:
-    """Say why torch-tensorrt cannot be used: each release fits one of torch."""
-    try:
-        installed = version("torch-tensorrt")
-    except PackageNotFoundError:
-        return "torch-tensorrt is not installed", INSTALL
-    torch_version = machine.torch_version or ""
-    if installed.split(".")[:2] != torch_version.split(".")[:2]:
-        return f"torch-tensorrt {installed} does not fit PyTorch {torch_version}", INSTALL
     return None
 
 
@@ -171,7 +150,7 @@ def _activation_bytes(spec: ModelSpec, program: str, profile: ShapeProfile) -> i
 def _gpu_index(machine: Machine, device: str) -> int:
     index = int(device.partition(":")[2] or 0)
     if not device.startswith("cuda") or index >= len(machine.gpus):
-        raise EngineError(f"TensorRT needs an NVIDIA GPU, and {device} is none.", OTHER_BACKEND)
+        raise EngineError(f"TensorRT needs an NVIDIA GPU, and {device} is none.", compat.OTHER_BACKEND)
     return index
 
 

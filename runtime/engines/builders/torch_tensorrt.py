@@ -17,16 +17,14 @@ from runtime.core.errors import EngineError
 from runtime.engines import timing_cache
 from runtime.engines.builders import Report
 from runtime.engines.builders.tensorrt_common import (
-    OTHER_BACKEND,
     Shapes,
     TensorRTBuilder,
     enclosing,
     gpu_of,
     shapes,
-    why_no_torch_tensorrt,
 )
+from runtime.manager.compat import OTHER_BACKEND
 from runtime.manager.engine_index import EngineKey
-from runtime.manager.machine import Machine
 
 if TYPE_CHECKING:
     import torch
@@ -70,10 +68,7 @@ class TorchTensorRT(TensorRTBuilder):
     """See `Builder`. Several profiles become one that encloses them: torch-tensorrt builds with one."""
 
     name = "torch_tensorrt"
-
-    def unavailable(self, machine: Machine) -> tuple[str, str] | None:
-        """See `Builder`."""
-        return super().unavailable(machine) or why_no_torch_tensorrt(machine)
+    needed = "torch_tensorrt"
 
     def packages(self, device: str) -> tuple[str, ...]:
         """See `KeyedBuilder`."""

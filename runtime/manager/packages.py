@@ -1,0 +1,129 @@
+"""The optional packages that make Tandem faster or smaller: which are installed, and why one cannot be imported.
+
+Versions come from the packages' metadata. Only importing tells whether a package works, which takes seconds and may
+crash: that is done in a child process, by `doctor` alone.
+"""
+
+import functools
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from runtime.core.errors import first_line
+
+_IMPORT_SECONDS = 120
+_LONGEST_LINE = 200
+
+
+@dataclass(frozen=True)
+class Package:
+    """One package.
+
+    Attributes:
+        name: as `Machine.packages` has it.
+        title: as people read it.
+        distributions: the names under which it is released; at most one is installed.
+        module: what is imported.
+        use: what it is for, a clause.
+        needs_gpu: whether it is of use on NVIDIA GPUs only.
+        installed_by_us: whether the installer installs it where it is of use.
+    """
+
+    name: str
+    title: str
+    distributions: tuple[str, ...]
+    module: str
+    use: str
+    needs_gpu: bool = True
+    installed_by_us: bool = False
+
+
+# One release of TensorRT has several names: "tensorrt" asks for the one that fits CUDA. One of ONNX Runtime has a name
+# per execution provider.
+PACKAGES = (
+    Package(
+        "tensorrt",
+        "TensorRT",
+        ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"),
+        "tensorrt",
+        "TensorRT engines",
+        installed_by_us=True,
+    ),
+    Package(
+        "torch-tensorrt",
+        "torch-tensorrt",
+        ("torch-tensorrt",),
+        "torch_tensorrt",
+        "TensorRT engines built straight from PyTorch",
+        installed_by_us=True,
+    ),
+    Package("onnx", "ONNX", ("onnx",), "onnx", "exporting engines", needs_gpu=False, installed_by_us=True),
+    Package(
+        "onnxscript", "ONNX Script", ("onnxscript",), "onnxscript", "exporting engines", needs_gpu=False,
+        installed_by_us=True,
+    ),
+    Package(
+        "onnxruntime",
+        "ONNX Runtime",
+        ("onnxruntime-openvino", "onnxruntime-gpu", "onnxruntime-directml", "onnxruntime"),
+        "onnxruntime",
+        "ONNX Runtime engines",
+        needs_gpu=False,
+        installed_by_us=True,
+    ),
+    Package(
+        "openvino", "OpenVINO", ("onnxruntime-openvino",), "onnxruntime", "ONNX Runtime engines on x86 CPUs",
+        needs_gpu=False,
+    ),
+    Package(
+        "onnxruntime-gpu", "ONNX Runtime for CUDA", ("onnxruntime-gpu",), "onnxruntime",
+        "ONNX Runtime engines on a GPU", needs_gpu=False,
+    ),
+    Package("triton", "Triton", ("triton", "triton-windows"), "triton", "Inductor engines on a GPU"),
+    Package("bitsandbytes", "bitsandbytes", ("bitsandbytes",), "bitsandbytes", "8-bit and 4-bit weights"),
+    Package("torchao", "torchao", ("torchao",), "torchao", "FP8 weights"),
+    Package("flash-attn", "FlashAttention", ("flash-attn",), "flash_attn", "faster attention by it"),
+    Package("sageattention", "SageAttention", ("sageattention",), "sageattention", "faster attention by it"),
+)  # fmt: skip
+
+
+@functools.cache
+def installed_versions() -> tuple[tuple[str, str], ...]:
+    """Return (name, version) of the installed packages, found without importing any; the same while Tandem runs."""
+    found = ((package.name, installed_as(package)) for package in PACKAGES)
+    return tuple((name, installed[1]) for name, installed in found if installed is not None)
+
+
+def installed_as(package: Package) -> tuple[str, str] | None:
+    """Return the name under which a package is installed and its version, `None` if it is not."""
+    for distribution in package.distributions:
+        try:
+            return distribution, version(distribution)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def import_problem(package: Package, seconds: float = _IMPORT_SECONDS) -> str | None:
+    """Import a package in a child process and return why it cannot be, one line, or `None` if it can."""
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", f"import {package.module}"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"importing it took longer than {seconds:g} seconds"
+    except OSError as error:
+        return f"no process could be started: {first_line(error)}"
+    if child.returncode == 0:
+        return None
+    if child.returncode < 0:
+        return f"importing it crashed (signal {-child.returncode})"
+    lines = child.stderr.strip().splitlines()
+    return lines[-1][:_LONGEST_LINE].rstrip(".") if lines else f"importing it ended with exit code {child.returncode}"

@@ -1,0 +1,114 @@
+"""Known models: their numbers are the libraries', their names lead to them, their weights are not here."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from safetensors.torch import load_file, save_file
+from transformers import UMT5Config, UMT5EncoderModel
+
+from runtime.core.errors import ModelError
+from runtime.models.catalogue import find, folders, look_up, not_here
+from runtime.models.known import KNOWN, KnownModel, known_as
+from runtime.models.spec import ModelSpec
+from runtime.models.wan import read_spec
+
+Tiny = Callable[[str], ModelSpec]
+NAMES = [known.name for known in KNOWN]
+
+
+def weights(module: torch.nn.Module) -> int:
+    """Return the number of weights, shared ones once."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("known", KNOWN, ids=NAMES)
+def test_the_numbers_of_weights_are_the_architectures(known: KnownModel) -> None:
+    transformer = {name: value for name, value in known.transformer.items() if value is not None}
+    latents = {"latents_mean": [0.0] * known.vae["z_dim"], "latents_std": [1.0] * known.vae["z_dim"]}
+    with torch.device("meta"):
+        assert known.transformer_parameters == weights(WanTransformer3DModel(**transformer))
+        assert known.vae_parameters == weights(AutoencoderKLWan(**known.vae, **latents))
+
+
+def test_the_text_encoder_has_the_weights_of_umt5_xxl() -> None:
+    config = UMT5Config(
+        vocab_size=256384,
+        d_model=4096,
+        d_kv=64,
+        d_ff=10240,
+        num_layers=24,
+        num_heads=64,
+        feed_forward_proj="gated-gelu",
+    )
+    with torch.device("meta"):
+        module = UMT5EncoderModel(config)
+    tied = {name: parameter for name, parameter in module.named_parameters() if name != "encoder.embed_tokens.weight"}
+    counted = sum(parameter.numel() for parameter in tied.values())
+    assert {known.spec(Path()).parameters["text_encoder"] for known in KNOWN} == {counted}
+
+
+@pytest.mark.parametrize(
+    ("name", "of"),
+    [
+        ("wan2.2-t2v-a14b", "wan2.2-t2v-a14b"),
+        ("WAN2.2-T2V-A14B", "wan2.2-t2v-a14b"),
+        ("Wan-AI/Wan2.2-T2V-A14B-Diffusers", "wan2.2-t2v-a14b"),
+        ("Wan2.2-T2V-A14B-Diffusers", "wan2.2-t2v-a14b"),
+        ("a14b", "wan2.2-t2v-a14b"),
+        ("ti2v-5B", "wan2.2-ti2v-5b"),
+        ("wan2.1-1.3b", "wan2.1-t2v-1.3b"),
+        ("Wan2.1-T2V-14B", "wan2.1-t2v-14b"),
+    ],
+)
+def test_names(name: str, of: str, tmp_path: Path) -> None:
+    spec = look_up(name, tmp_path)
+    assert (spec.name, spec.here, spec.license) == (of, False, "Apache-2.0")
+    with pytest.raises(ModelError, match="not here") as caught:
+        find(name, tmp_path)
+    assert "Wan-AI/Wan2" in caught.value.remedy
+    assert str(tmp_path) in caught.value.remedy
+
+
+def test_no_name_is_two_models() -> None:
+    for known in KNOWN:
+        assert all(known_as(name) is known for name in known.names)
+        assert all(name == name.lower() for name in known.names)
+    assert known_as("wan") is None
+
+
+def test_what_is_not_known_is_told_with_what_is(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no-such") as caught:
+        look_up("no-such", tmp_path)
+    assert all(name in caught.value.remedy for name in ["diorama", *NAMES])
+    with pytest.raises(ModelError, match="no model folder"):
+        look_up("no/such/folder", tmp_path)
+
+
+@pytest.mark.parametrize("folder", ["wan2.2-t2v-a14b", "Wan2.2-T2V-A14B", "Wan2.2-T2V-A14B-Diffusers"])
+def test_weights_that_are_here_are_found_by_every_name(folder: str, tiny: Tiny, tmp_path: Path) -> None:
+    shutil.copytree(tiny("wan2.2-a14b").directory, tmp_path / folder)
+    for name in ("A14B", "wan-ai/wan2.2-t2v-a14b-diffusers", folder.upper()):
+        assert find(name, tmp_path).directory == tmp_path / folder
+    assert "wan2.2-t2v-a14b" not in [spec.name for spec in not_here(tmp_path)]
+    assert len(not_here(tmp_path)) == len(KNOWN) - 1
+    # Of another size than the published one: it keeps its own name.
+    assert find("a14b", tmp_path).title == folder
+
+
+def test_the_shipped_model_goes_before_all(tmp_path: Path) -> None:
+    assert list(folders(tmp_path)) == ["diorama"]
+    assert find("Diorama", tmp_path).here
+
+
+def test_an_embedding_under_two_names_is_counted_once(tiny: Tiny, tmp_path: Path) -> None:
+    shutil.copytree(tiny("wan2.1").directory, tmp_path / "twice")
+    file = tmp_path / "twice" / "text_encoder" / "model.safetensors"
+    tensors = load_file(file)
+    names = ("shared.weight", "encoder.embed_tokens.weight")
+    embedding = next(tensors[name] for name in names if name in tensors)
+    save_file(tensors | {name: embedding.clone() for name in names}, file, metadata={"format": "pt"})
+    assert read_spec(tmp_path / "twice", "twice").parameters == tiny("wan2.1").parameters
