@@ -25,6 +25,8 @@ PROGRAMS = {
     "transformer_2": ("transformer",),
     "vae": ("vae_first", "vae_next"),
 }
+# What a decoder made elsewhere computes: it takes whole clips.
+CLIP_PROGRAM = "vae_clip"
 _READ_BYTES = 1 << 22
 _NOT_ARCHITECTURE = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version"})
 _DIGESTS = "weights.json"
