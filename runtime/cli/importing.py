@@ -11,7 +11,7 @@ from runtime.cli.cancelling import cancel_on_signals
 from runtime.cli.engines import engine_row, progress
 from runtime.core import settings
 from runtime.core.errors import InvalidRequestError
-from runtime.engines.imported.importing import import_engine, served
+from runtime.engines.imported.importing import import_engine
 from runtime.engines.imported.source import WARNING, check_library, check_room, look
 from runtime.engines.service import EngineService
 from runtime.manager.machine import probe
@@ -42,8 +42,7 @@ def import_file(file: str, component: str | None, model: str | None, *, trusted:
     device = "cuda:0" if machine.gpus and machine.torch_cuda else "cpu"
     with cancel_on_signals() as cancel:
         done = import_engine(source.path, spec, component, service, device, progress(), cancel)
-    scale, temporal = spec.vae.scale_factor_spatial, spec.vae.scale_factor_temporal
-    for line in done.lines(scale, temporal):
+    for line in done.lines():
         show.line(line)
     record = done.engine
     if done.compared:
@@ -56,7 +55,7 @@ def import_file(file: str, component: str | None, model: str | None, *, trusted:
     return {
         "engine": engine_row(record),
         "contract": done.contract.to_json(),
-        "serves": served(done.fitting, scale, temporal),
+        "serves": done.serves,
         "exact": done.fitting.exact,
         "adapters": done.fitting.lines(),
         "compared": done.compared,

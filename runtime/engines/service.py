@@ -93,7 +93,7 @@ class EngineService:
                 *(self._refusal(BUILDERS[name]) for name in BUILDERS if name not in names),
             ]
             imported = imported_engines(index, spec, component, self.machine, device, self.notes)
-            return offers_with(built, imported, latent)
+            return offers_with(built, imported, spec, latent)
 
         return of
 

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import nn
+from transformers import UMT5EncoderModel
 
+from runtime.engines.forms.text_encoder import TextEncoderForm
 from runtime.models.spec import ModelSpec
 
 NAMES = ("sample", "timestep", "encoder_hidden_states")
@@ -44,6 +46,20 @@ class Decoder(nn.Module):
         """Return frames (1, 3, n, height, width)."""
         frames: torch.Tensor = self.vae.decode(latent, return_dict=False)[0]
         return frames
+
+
+class TextEncoder(nn.Module):
+    """A `transformers.UMT5EncoderModel` that does not zero what it gives for the padding."""
+
+    def __init__(self, module: Any, length: int) -> None:
+        super().__init__()
+        self.form = TextEncoderForm(module, length)
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return embeddings (1, tokens, width)."""
+        # What stands in the padding is nothing to rely on.
+        embeds: torch.Tensor = self.form(tokens.long(), mask.long())
+        return embeds + (1 - mask.float()).unsqueeze(-1)
 
 
 def transformer(
@@ -84,6 +100,13 @@ def decoder(spec: ModelSpec, path: Path, size: Sequence[int]) -> Path:
     """Write a VAE's decoder as ONNX: whole clips of one size."""
     vae = AutoencoderKLWan.from_pretrained(spec.directory / "vae").eval()
     return _write(Decoder(vae), (torch.randn(1, spec.vae.z_dim, *size),), path, ("latent",), "video")
+
+
+def text_encoder(spec: ModelSpec, path: Path, length: int) -> Path:
+    """Write a text encoder as ONNX: int32 ids and mask, values left as they are in the padding."""
+    encoder = UMT5EncoderModel.from_pretrained(spec.directory / "text_encoder").eval()
+    mask = torch.ones(1, length, dtype=torch.int32)
+    return _write(TextEncoder(encoder, length), (mask.clone(), mask), path, ("tokens", "mask"), "last_hidden_state")
 
 
 def _write(form: nn.Module, inputs: Any, path: Path, names: Sequence[str], output: str) -> Path:

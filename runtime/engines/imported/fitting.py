@@ -59,7 +59,9 @@ class Fitting:
 
     def lines(self) -> list[str]:
         """Return the adapters in words, a line each: what they do and cost."""
-        return [f"{adapter.title}. {adapter.cost}" for adapter in (self.batch, *self.adapters)]
+        guided = self.program == "transformer" or self.batch.size > 1
+        shown = (self.batch, *self.adapters) if guided else self.adapters
+        return [f"{adapter.title[0].upper()}{adapter.title[1:]}. {adapter.cost}" for adapter in shown]
 
     def to_json(self) -> dict[str, Any]:
         """Return the adapters as JSON values."""

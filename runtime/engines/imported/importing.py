@@ -24,7 +24,7 @@ from runtime.engines.child import COMMAND, run_child
 from runtime.engines.identity import EXPORT_REVISION, FAMILY, device_text, program_key_parts, versions_of
 from runtime.engines.imported.contract import Contract
 from runtime.engines.imported.fitting import ADAPTERS_FILE, Fitting, fittings
-from runtime.engines.imported.offering import EXACT
+from runtime.engines.imported.offering import EXACT, served
 from runtime.engines.imported.source import FILE_NAMES, Source, check_library, check_room, look
 from runtime.engines.service import EngineService
 from runtime.manager.engine_index import IMPORTED, EngineKey, EngineRecord
@@ -45,41 +45,31 @@ class Imported:
 
     Attributes:
         engine: in the library.
+        spec: the model that it was compared with.
         contract: what the file said of itself.
         fitting: what it stands for, and through which adapters.
         compared: whether it was compared with PyTorch; if memory did not suffice it waits for `engines verify`.
     """
 
     engine: EngineRecord
+    spec: ModelSpec
     contract: Contract
     fitting: Fitting
     compared: bool
 
-    def lines(self, scale: int, temporal: int) -> list[str]:
-        """Return it in words, a line each.
+    @property
+    def serves(self) -> str:
+        """The sizes it serves, in pixels and frames."""
+        return served(self.engine, self.spec)
 
-        Args:
-            scale, temporal: pixels and frames per latent.
-        """
+    def lines(self) -> list[str]:
+        """Return it in words, a line each."""
         return [
             *self.contract.lines(),
-            f"Stands for the {self.fitting.component} of {self.engine.model}: {served(self.fitting, scale, temporal)}.",
+            f"Stands for the {self.fitting.component} of {self.engine.model}: {self.serves}.",
             *self.fitting.lines(),
+            *(() if self.fitting.exact else ("Something is lost, so it is used only where its backend is asked for.",)),
         ]
-
-
-def served(fitting: Fitting, scale: int, temporal: int) -> str:
-    """Return the sizes that an engine serves, in pixels and frames."""
-    if fitting.program == "text_encoder":
-        return "clips of any size"
-    words = []
-    for profile in fitting.profiles:
-        (fewest, *small), (most, *large) = profile.min, profile.max
-        frames = [temporal * (latent - 1) + 1 for latent in (fewest, most)]
-        low, high = (f"{height * scale}×{width * scale}" for height, width in (small, large))
-        count = f"{frames[0]} to {frames[1]} frames" if fewest != most else f"{frames[0]} frames"
-        words.append(f"{low if low == high else f'{low} to {high}'} (height × width), {count}")
-    return "; or ".join(words)
 
 
 def inspect(
@@ -142,7 +132,7 @@ def import_engine(
             record = _record(fitting, contract, spec, service, device, digest, room.engine)
             there = store.get(record.key)
             if there is not None and there.usable:
-                return Imported(there, contract, fitting, compared=True)
+                return Imported(there, spec, contract, fitting, compared=True)
             request = BuildRequest(spec=spec, component=fitting.component, key=record.key, device=device)
             emit_progress(f"Comparing with the {fitting.component} of {spec.title}", None)
             outcome = run_child(
@@ -172,7 +162,7 @@ def import_engine(
                     continue
             manifest.write(room.engine, record)
             inserted = store.insert(room.engine, record.id)
-            return Imported(inserted, contract, fitting, compared=outcome.done is not None)
+            return Imported(inserted, spec, contract, fitting, compared=outcome.done is not None)
     raise min(refused, key=lambda pair: pair[0])[1]
 
 

@@ -48,7 +48,25 @@ def imported_engines(
     return sorted(found, key=lambda record: (record.seconds_per_call, record.id))
 
 
-def offers_with(built: Sequence[EngineOffer], records: Sequence[EngineRecord], latent: LatentSize) -> list[EngineOffer]:
+def served(record: EngineRecord, spec: ModelSpec) -> str:
+    """Return the sizes that an engine serves, in pixels and frames."""
+    if record.key.program == "text_encoder":
+        return "clips of any size"
+    scale, temporal = spec.vae.scale_factor_spatial, spec.vae.scale_factor_temporal
+    words = []
+    for profile in record.key.profiles:
+        (fewest, *small), (most, *large) = profile.min, profile.max
+        # As people ask for a size: width first.
+        low, high = (f"{width * scale}x{height * scale}" for height, width in (small, large))
+        frames = [temporal * (latent - 1) + 1 for latent in (fewest, most)]
+        count = f"{frames[0]} to {frames[1]} frames" if fewest != most else f"{frames[0]} frames"
+        words.append(f"{low if low == high else f'{low} to {high}'}, {count}")
+    return "; or ".join(words)
+
+
+def offers_with(
+    built: Sequence[EngineOffer], records: Sequence[EngineRecord], spec: ModelSpec, latent: LatentSize
+) -> list[EngineOffer]:
     """Return all offers: those of the builders first, which were made for the size that is asked for.
 
     An imported engine of another size is named where its backend has nothing that is ready.
@@ -59,8 +77,7 @@ def offers_with(built: Sequence[EngineOffer], records: Sequence[EngineRecord], l
         if profile is not None:
             offers.append(_offer(record, profile))
             continue
-        sizes = " or ".join(map(str, record.key.profiles))
-        aside = f"the imported one serves latents of {sizes} (frames × height × width)"
+        aside = f"the imported one serves {served(record, spec)}"
         offers = [
             replace(offer, missing=f"{offer.missing}; {aside}")
             if offer.backend == record.key.backend and offer.missing

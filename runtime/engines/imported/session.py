@@ -11,6 +11,7 @@ import torch
 from runtime.core.errors import EngineError
 from runtime.engines.imported import adapters as bridges
 from runtime.engines.imported.adapters import Adapter, Batch, RestoredRows
+from runtime.engines.imported.adapters.transformer import TRAINING_STEPS
 from runtime.engines.imported.contract import Contract
 from runtime.engines.imported.fitting import ADAPTERS_FILE
 from runtime.engines.programs import Program
@@ -20,6 +21,8 @@ from runtime.engines.verify import Verification, verify
 from runtime.manager.engine_index import EngineRecord
 from runtime.manager.shapes import LatentSize, ShapeProfile
 
+# A smooth picture has this many latents from one value to the next.
+_COARSE = 4
 _IMPORT_AGAIN = "Import it again."
 
 
@@ -181,8 +184,12 @@ def prove_imported(session: Session, program: Program, profile: ShapeProfile, pr
 
 
 def _restored_error(session: AdaptedSession, part: ReadPart, latent: LatentSize) -> float:
-    """Return the relative error of the rows and columns that are made up."""
+    """Return the relative error of the rows and columns that are made up, on latents as smooth as a picture's."""
     inputs = part.inputs(latent)
+    noise, sigma = inputs["latents"], inputs["timestep"].item() / TRAINING_STEPS
+    coarse = [latent[0], *(-(-side // _COARSE) for side in latent[1:])]
+    smooth = torch.nn.functional.interpolate(noise[..., : coarse[1], : coarse[2]], size=list(latent), mode="trilinear")
+    inputs["latents"] = (1 - sigma) * smooth + sigma * noise
     whole = Program.run(part, **inputs)["velocity"]
     height, width = whole.shape[-2] - part.missing.rows, whole.shape[-1] - part.missing.columns
     difference = session.infer(**inputs)["velocity"].to(whole) - whole

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from runtime.engines.imported.adapters.common import Tensors
 
 TEXT_MASK = "text_mask"
-_TRAINING_STEPS = 1000.0
+TRAINING_STEPS = 1000.0
 _PARTS = 3
 _PER_TOKEN = 2
 
@@ -65,8 +65,9 @@ class RepeatedText(Exact):
     """A longer text sequence filled with the whole text several times.
 
     A transformer that attends to text without positions, as Wan's does, weighs a token that is there n times n times
-    as much; where all are, padding included, nothing changes. Zeros instead would: Wan attends to its zeros, and 3,584
-    more of them take attention from the words.
+    as much; where all are, padding included, nothing changes. Zeros instead would: Wan attends to its zeros, and more
+    of them take attention from the words. Measured along a clip of diorama, 512 tokens made 4,096: with zeros the
+    velocity is 4 % to 48 % off, with repeats 1e-6.
 
     Attributes:
         times: how often the model's own sequence fits into the engine's.
@@ -159,6 +160,8 @@ class RestoredRows:
     The velocity is noise minus clean latents, and its noise differs from row to row, so the neighbour's velocity is of
     no use. Its clean latents are: they vary slowly. Rectified flow has x = (1 - s)·clean + s·noise with s = t / 1000,
     so clean = x - s·velocity for the last row that is there, and velocity = (x - clean) / s for the one that is not.
+    Measured along a clip of diorama: the row's clean latents are 13 % to 16 % off, its velocity 10 % at the first step
+    and 61 % at the last; the neighbour's velocity would be 84 % off at every step.
 
     Attributes:
         rows, columns: how many.
@@ -175,7 +178,7 @@ class RestoredRows:
     @property
     def cost(self) -> str:
         """See `Adapter`."""
-        return "The restored edge repeats its neighbour: a strip of the picture has no detail of its own."
+        return "The restored edge repeats its neighbour: its clean latents are about 15 % off, the rest is untouched."
 
     @property
     def exact(self) -> bool:
@@ -190,7 +193,7 @@ class RestoredRows:
         """See `Adapter`."""
         velocity, latents = outputs["velocity"].float(), inputs["latents"].float()
         height, width = velocity.shape[-2:]
-        sigma = (inputs["timestep"].reshape(-1)[:1].float() / _TRAINING_STEPS).to(latents.device)
+        sigma = (inputs["timestep"].reshape(-1)[:1].float() / TRAINING_STEPS).to(latents.device)
         clean = latents[..., :height, :width] - sigma * velocity
         restored = (latents - _extend(clean, self.rows, self.columns)) / sigma
         restored[..., :height, :width] = velocity
