@@ -77,6 +77,10 @@ def fittings(contract: Contract, spec: ModelSpec, component: str | None = None) 
     Raises:
         EngineError: if there is none; says what differs.
     """
+    types = _FLOATS | _WHOLE if contract.backend == "tensorrt" else (_FLOATS | _WHOLE) - {"bfloat16"}
+    for port in (*contract.inputs, *contract.outputs):
+        if port.dtype not in types:
+            raise EngineError(f"The engine cannot be used: {port} is of a type that cannot be handed over.", _OTHER)
     kind = _kind(contract)
     wanted = component or kind
     if wanted not in spec.component_names:
@@ -195,10 +199,6 @@ def _fitting(
 ) -> Fitting:
     if not profiles:
         raise _unlike(spec, component, "it serves no size that the model makes")
-    for port in (*contract.inputs, *contract.outputs):
-        known = _FLOATS | _WHOLE if contract.backend == "tensorrt" else (_FLOATS | _WHOLE) - {"bfloat16"}
-        if port.dtype not in known:
-            raise _unlike(spec, component, f"{port} is of a type that cannot be handed over")
     given = {"input_ids": "int64", "attention_mask": "int64"}
     types = Types(
         tuple((role, port.dtype) for role, port in inputs.items() if port.dtype != given.get(role, "float32")),

@@ -30,7 +30,9 @@ def imported_engines(
     device: str,
     notes: Path | None,
 ) -> list[EngineRecord]:
-    """Return the imported engines that hold a component's weights, as was proven, and run here, the fastest first.
+    """Return the imported engines that hold a component's weights, as was proven, and run here.
+
+    Those that lose nothing come first, then the fastest.
 
     Args:
         notes: see `identity.program_key_parts`.
@@ -45,7 +47,7 @@ def imported_engines(
         same_machine = (key.device, key.system) == (device_text(machine, device), machine.system)
         if same_model and same_machine and key.versions == versions_of(*(name for name, _ in key.versions)):
             found.append(record)
-    return sorted(found, key=lambda record: (record.seconds_per_call, record.id))
+    return sorted(found, key=lambda record: (not _exact(record), record.seconds_per_call, record.id))
 
 
 def served(record: EngineRecord, spec: ModelSpec) -> str:
@@ -92,6 +94,10 @@ def serves(record: EngineRecord, profile: ShapeProfile, latent: LatentSize) -> b
     return record.key.program == "text_encoder" or profile.serves(latent)
 
 
+def _exact(record: EngineRecord) -> bool:
+    return dict(record.key.options).get(EXACT) == "yes"
+
+
 def _offer(record: EngineRecord, profile: ShapeProfile) -> EngineOffer:
     key = record.key
     use = EngineUse(
@@ -102,7 +108,7 @@ def _offer(record: EngineRecord, profile: ShapeProfile) -> EngineOffer:
         profile=(profile.min, profile.opt, profile.max),
     )
     # Without a speed it is taken only where its backend is asked for.
-    unasked = dict(key.options).get(EXACT) == "yes"
+    unasked = _exact(record)
     return EngineOffer(
         backend=key.backend,
         builder=IMPORTED,
