@@ -99,19 +99,27 @@ def _read_onnx(path: Path) -> Contract:
         model = onnx.load(str(path), load_external_data=False)
         if not model.graph.output:
             raise EngineError("The ONNX file is damaged or none: it has no outputs.", _COPY)
+        return _onnx_contract(model)
     except EngineError:
         raise
-    except Exception as error:  # protobuf's errors have no base of their own
+    except Exception as error:  # protobuf's errors have no base of their own, and what it reads may be anything
         raise EngineError(f"The ONNX file is damaged or none: {first_line(error)}.", _COPY) from error
+
+
+def _onnx_contract(model: Any) -> Contract:
     weights = {tensor.name for tensor in model.graph.initializer}
     opset = max((entry.version for entry in model.opset_import if entry.domain in {"", "ai.onnx"}), default=0)
-    maker = " ".join(filter(None, (model.producer_name, model.producer_version)))
+    maker = f"{model.producer_name} {model.producer_version}".strip()
+    inputs = tuple(_onnx_port(value) for value in model.graph.input if value.name not in weights)
+    outputs = tuple(_onnx_port(value) for value in model.graph.output)
+    types = {port.dtype for port in (*inputs, *outputs)} | {_type_of_most(model)}
     return Contract(
         backend="onnxruntime",
         made_by=f"{maker or 'an unknown program'} (ONNX, opset {opset})",
-        inputs=tuple(_onnx_port(value) for value in model.graph.input if value.name not in weights),
-        outputs=tuple(_onnx_port(value) for value in model.graph.output),
-        precision=_onnx_precision(model),
+        inputs=inputs,
+        outputs=outputs,
+        # The coarsest: rounding at the edges counts as well.
+        precision=next((name for name in ("bfloat16", "float16") if name in types), "float32"),
         beside=_data_files(model),
     )
 
@@ -128,7 +136,7 @@ def _onnx_port(value: Any) -> Port:
     return Port(value.name, dtype, sizes)
 
 
-def _onnx_precision(model: Any) -> str:
+def _type_of_most(model: Any) -> str:
     """Return the type of most of the weights."""
     import onnx
 

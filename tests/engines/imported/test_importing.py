@@ -263,7 +263,7 @@ def test_damaged_files(
 def outside(path: Path, target: Path, location: str) -> Path:
     """Move a model's weights into another file, and say that they lie at `location`."""
     model = onnx.load(str(path))
-    onnx.save(model, str(target), save_as_external_data=True, location="weights.data", size_threshold=0)
+    onnx.save(model, str(target), save_as_external_data=True, location="weights.data", size_threshold=1024)
     model = onnx.load(str(target), load_external_data=False)
     for tensor in model.graph.initializer:
         for entry in tensor.external_data:
