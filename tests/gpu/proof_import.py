@@ -168,6 +168,7 @@ def carried(proof: Proof, service: EngineService, spec: ModelSpec, path: Path) -
     return done
 
 
+@torch.inference_mode()
 def errors(proof: Proof, service: EngineService, spec: ModelSpec, done: Imported) -> None:
     """Compare by size; then what zeros in the place of repeats would give, and what is in the row that is not read."""
     program = load_program(spec, done.engine.component, "transformer", device=proof.device, dtype="float32")
@@ -234,7 +235,7 @@ def clip(proof: Proof, service: EngineService, spec: ModelSpec, done: Imported) 
     for asked in (done.engine.key.backend, "pytorch"):
         wanted = {"prompt": PROMPT, "seed": 7, "backends": {"all": "pytorch", "transformer": asked}, "build": "never"}
         request = GenerationRequest.from_mapping({**wanted, **size})
-        plan = resolve(request, spec, proof.machine, HOME / f"import-{asked}.mp4", service.offers(spec))
+        plan = resolve(request, spec, proof.machine, HOME / f"clip-{asked}.mp4", service.offers(spec))
         if proof.device == "cpu":
             plan = replace(plan, components={name: replace(p, device="cpu") for name, p in plan.components.items()})
         events: list[Event] = []
@@ -279,7 +280,7 @@ def bad(proof: Proof, service: EngineService, spec: ModelSpec, path: Path) -> No
         "tag flipped": flipped(0),
         "layout flipped": flipped(5),
         "size flipped": flipped(17),
-        "of another TensorRT": whole[:24] + bytes([99, 9, 9, 9]) + whole[28:],
+        "of another TensorRT": whole[:24] + bytes([10, 3, 0, 26]) + whole[28:],
         "parts flipped": flipped(40),
         "longer": whole + b"\0",
     }

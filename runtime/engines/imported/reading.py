@@ -16,6 +16,11 @@ _PLAN_OF_ANOTHER = (
         "Have it built on a GPU of this kind.",
     ),
     (
+        ("latform specific tag", "latformTag"),
+        "it was built on another system",
+        "Have it built on a system of this kind.",
+    ),
+    (
         ("version", "Version"),
         "it was built by another TensorRT",
         "A plan runs on the TensorRT that made it: have it built anew.",

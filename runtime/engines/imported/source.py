@@ -26,6 +26,8 @@ _LOOKED_AT = 4096
 _HEAD = struct.Struct("<4sIQQ4B")
 _TAG = b"ftrt"
 _MOST_BYTES = 1 << 46
+# Major versions that have this head, or may come to have it; anything else there is no version.
+_FIRST, _LAST = 8, 30
 _ONLY = "Give a TensorRT plan (.trt, .plan or .engine) or an ONNX file (.onnx)."
 _COPY_AGAIN = "Copy it again from where it was made."
 
@@ -121,7 +123,7 @@ def _plan_version(name: str, head: bytes, size: int) -> str:
         return ""
     if size < whole < _MOST_BYTES:
         raise EngineError(f"{name} is cut short: {size:,} of {whole:,} bytes.", _COPY_AGAIN)
-    return ".".join(map(str, version[:3])) if version[0] else ""
+    return ".".join(map(str, version[:3])) if _FIRST <= version[0] <= _LAST else ""
 
 
 def _is_text(head: bytes) -> bool:

@@ -31,6 +31,7 @@ from tests.engines.conftest import relative
 from tests.engines.made import visible
 from tests.plans import machine
 
+pytestmark = pytest.mark.slow
 CLIP = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 9, "steps": 4, "seed": 3, "fps": 8}
 
 
@@ -155,7 +156,6 @@ def test_guidance_is_two_calls_or_one_of_a_batch(full: Shelf, taken: dict[str, I
     assert relative(alone, expected[:1]) < 1e-5
 
 
-@pytest.mark.slow
 def test_a_job_on_imported_engines(full: Shelf, taken: dict[str, Imported]) -> None:
     ids = {taken[name].engine.id for name in ("carried", "pair", "decoder", "text")}
     plan = full.plan(backends={"all": "onnxruntime"})
