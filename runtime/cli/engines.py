@@ -17,7 +17,7 @@ from runtime.core.request import GenerationRequest
 from runtime.engines import library
 from runtime.engines.service import EngineService
 from runtime.jobs.building import Built, build_all, wanted_engines
-from runtime.manager.engine_index import UNREADABLE_KEY, EngineRecord
+from runtime.manager.engine_index import IMPORTED, UNREADABLE_KEY, EngineRecord
 from runtime.manager.machine import probe
 from runtime.manager.planner import resolve
 from runtime.models.catalogue import find, folders
@@ -37,14 +37,14 @@ def build(request: GenerationRequest, *, again: bool) -> dict[str, Any]:
     wanted = wanted_engines(request, spec, service)
     built: list[Built] = []
     with cancel_on_signals() as cancel:
-        for number, one in enumerate(build_all(wanted, spec, service, _progress(), cancel, again=again), start=1):
+        for number, one in enumerate(build_all(wanted, spec, service, progress(), cancel, again=again), start=1):
             built.append(one)
             if one.error is not None:
                 show.warning(f"{number} of {len(wanted)}: {one.error.what} {one.error.remedy}")
     records = [one.record for one in built if one.record is not None]
     _table(records)
     return {
-        "engines": [_row(record) for record in records],
+        "engines": [engine_row(record) for record in records],
         "failed": [
             {
                 "component": one.wanted.component,
@@ -66,7 +66,7 @@ def listing() -> dict[str, Any]:
     _table(found.engines)
     show.line(f"{byte_size(found.total_bytes)} of at most {byte_size(found.max_bytes)}, in {service.store.folder}")
     return {
-        "engines": [_row(record) for record in found.engines],
+        "engines": [engine_row(record) for record in found.engines],
         "total_bytes": found.total_bytes,
         "max_bytes": found.max_bytes,
         "folder": str(service.store.folder),
@@ -84,7 +84,7 @@ def verify(ids: Sequence[str]) -> dict[str, Any]:
     rows = []
     with cancel_on_signals() as cancel:
         for found in library.verify(
-            service.store, chosen, _models(), service.machine, _progress(), cancel, service.notes
+            service.store, chosen, _models(), service.machine, progress(), cancel, service.notes
         ):
             record = found.engine
             if found.skipped is not None:
@@ -92,7 +92,7 @@ def verify(ids: Sequence[str]) -> dict[str, Any]:
             else:
                 said = f"{'right' if record.usable else 'WRONG'}: {record.problem or record.detail}"
             show.line(f"{record.id} {_title(record)}: {said}")
-            rows.append({**_row(record), "skipped": found.skipped})
+            rows.append({**engine_row(record), "skipped": found.skipped})
     bad = sum(1 for row in rows if row["skipped"] is None and not row["usable"])
     return {"ok": bad == 0, "engines": rows}
 
@@ -127,7 +127,7 @@ def pin(ids: Sequence[str], *, pinned: bool) -> dict[str, Any]:
     store = _service().store
     chosen = library.choose(store, ids)
     change = store.pin if pinned else store.unpin
-    rows = [_row(change(record.id)) for record in chosen]
+    rows = [engine_row(change(record.id)) for record in chosen]
     show.line(f"{'Pinned' if pinned else 'Unpinned'} {_count(len(rows))}.")
     return {"engines": rows}
 
@@ -189,7 +189,8 @@ def _folder(text: str) -> Path:
     return folder
 
 
-def _progress() -> Any:
+def progress() -> Any:
+    """Return what prints a build's progress, a line whenever it changes."""
     said = [""]
 
     def tell(line: str, share: float | None) -> None:
@@ -211,7 +212,8 @@ def _table(records: Sequence[EngineRecord]) -> None:
             (
                 record.id,
                 _title(record),
-                f"{BACKEND_TITLES.get(record.key.backend, record.key.backend)}, {record.key.precision}",
+                f"{BACKEND_TITLES.get(record.key.backend, record.key.backend)}, {record.key.precision}"
+                f"{', imported' if record.key.builder == IMPORTED else ''}",
                 ", ".join(map(str, record.key.profiles)),
                 byte_size(record.file_bytes),
                 _speed(record),
@@ -223,7 +225,8 @@ def _table(records: Sequence[EngineRecord]) -> None:
     )
 
 
-def _row(record: EngineRecord) -> dict[str, Any]:
+def engine_row(record: EngineRecord) -> dict[str, Any]:
+    """Return an engine as programs read it."""
     key = record.key
     return {
         "id": record.id,

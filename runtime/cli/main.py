@@ -242,6 +242,30 @@ def engines_prune(
         emit_json(result)
 
 
+@engines_app.command("import")
+def engines_import(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A .trt, .plan, .engine or .onnx file made elsewhere.")],
+    component: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="transformer, transformer_2, vae or text_encoder. [default: the one whose weights it holds]",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME|DIR", help="The model that it was made from. [default: TANDEM_MODEL]")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask: the file is trusted.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Copy an engine made elsewhere into the library, once it proves to compute what the model does."""
+    from runtime.cli.importing import import_file
+
+    result = import_file(file, component, model, trusted=yes)
+    if as_json:
+        emit_json(result)
+
+
 @engines_app.command("pin")
 def engines_pin(ids: EngineIds, as_json: JsonFlag = False) -> None:
     """Keep engines from being deleted to make room."""

@@ -43,6 +43,10 @@ class Guarded(Generic[Part]):
             self._instead = self._fall_back(reason)
         return in_pytorch(self._instead)
 
+    def runs(self, program: str) -> bool:
+        """Whether an engine for a program is there and none has failed."""
+        return self._instead is None and self._engines.runs(program)
+
     def instead(self) -> Part:
         """Return the component in PyTorch, after an engine has failed."""
         assert self._instead is not None

@@ -7,6 +7,7 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan, unpatchify
 
 from runtime.components.guarded import Guarded
+from runtime.engines.identity import CLIP_PROGRAM
 from runtime.engines.service import OpenEngines
 
 
@@ -69,13 +70,19 @@ class PyTorchVideoDecoder:
 
 
 class EngineVideoDecoder:
-    """Two engines, the first step and the recurrent one, and PyTorch from the step on in which one fails."""
+    """Two engines, the first step and the recurrent one, and PyTorch from the step on in which one fails.
+
+    One that was made elsewhere may take whole clips; where it fails, PyTorch decodes all.
+    """
 
     def __init__(self, engines: OpenEngines, fall_back: Callable[[str], PyTorchVideoDecoder]) -> None:
         self._guarded = Guarded(engines, fall_back)
 
     def frames(self, latents: torch.Tensor, chunk: int) -> Iterator[torch.Tensor]:
         """See `VideoDecoder`."""
+        if self._guarded.runs(CLIP_PROGRAM):
+            yield from self._clip(latents, chunk)
+            return
         caches: dict[str, torch.Tensor] = {}
         start = 0
         while start < latents.shape[2]:
@@ -92,3 +99,10 @@ class EngineVideoDecoder:
             yield outputs.pop("frames")
             caches = outputs
             start = end
+
+    def _clip(self, latents: torch.Tensor, chunk: int) -> Iterator[torch.Tensor]:
+        outputs = self._guarded.call(lambda engines: engines.infer(CLIP_PROGRAM, z=latents), lambda _: None)
+        if outputs is None:
+            yield from self._guarded.instead().frames(latents, chunk)
+        else:
+            yield outputs["frames"]

@@ -102,7 +102,7 @@ def build_engine(
             log = room.engine / manifest.LOG_NAME
             outcome = _run(request, job, room.scratch, log, emit_progress, cancel, command)
             if outcome.done is None:
-                raise _failure(request.title, "built", outcome)
+                raise failure(request.title, "built", outcome)
             record = store.insert(room.engine, engine_id)
     emit_progress(f"Built the {request.title} in {duration(record.build_seconds)}", 1.0)
     return _proven(request, record)
@@ -138,11 +138,11 @@ def verify_engine(
             log = room.folder / "verify.log"
             outcome = _run(request, job, room.scratch, log, emit_progress, cancel, command)
         if outcome.done is not None:
-            return store.record_verification(record, **_found(outcome.done), problem=None)
-        failure = _failure(request.title, "verified", outcome)
+            return store.record_verification(record, **found_by(outcome.done), problem=None)
+        error = failure(request.title, "verified", outcome)
         if outcome.kind in {"memory", "disk"}:  # which says nothing about the engine
-            raise failure
-        return store.record_verification(record, problem=failure.what, verified=False)
+            raise error
+        return store.record_verification(record, problem=error.what, verified=False)
 
 
 def _proven(request: BuildRequest, record: EngineRecord) -> EngineRecord:
@@ -214,7 +214,7 @@ def _free_vram(machine: Machine, device: str) -> int:
     return machine.gpus[index].free_bytes if index < len(machine.gpus) else 0
 
 
-def _failure(title: str, verb: str, outcome: Outcome) -> EngineError:
+def failure(title: str, verb: str, outcome: Outcome) -> EngineError:
     """Say in two lines why the child has nothing to show; the log's end goes along, and into Tandem's own log."""
     logger.warning("The %s was not %s. The end of the log:\n%s", title, verb, outcome.log)
     what = f"The engine for the {title} could not be {verb}"
@@ -241,7 +241,7 @@ def _failure(title: str, verb: str, outcome: Outcome) -> EngineError:
     return EngineError(f"{what}: its process {died}.", again, log=outcome.log)
 
 
-def _found(done: Mapping[str, Any]) -> dict[str, Any]:
+def found_by(done: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of an `EngineRecord` that the child found."""
     names = ("verified", "tolerance", "detail", "seconds_per_call", "pytorch_seconds_per_call")
     return {"error": math.nan if done["error"] is None else done["error"], **{name: done[name] for name in names}}

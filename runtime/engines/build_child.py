@@ -24,7 +24,7 @@ import psutil
 from runtime.core.errors import TandemError
 from runtime.core.threads import let_waiting_threads_sleep
 from runtime.engines.workspace import working_in
-from runtime.manager.engine_index import EngineKey, EngineRecord
+from runtime.manager.engine_index import IMPORTED, EngineKey, EngineRecord
 from runtime.manager.machine import probe
 from runtime.manager.vram import DTYPE_BYTES
 from runtime.models.spec import ModelSpec
@@ -126,12 +126,26 @@ def verify(job: Mapping[str, Any], report: Report) -> dict[str, Any]:
     from runtime.engines import manifest
 
     folder = Path(job["engine"])
-    found = _prove(_spec(job), job["component"], manifest.read(folder), folder, job["device"], report)
+    # An engine that is being imported is not in a folder of its name yet.
+    record = manifest.read(folder, EngineKey.from_json(job["key"]).digest())
+    found = _prove(_spec(job), job["component"], record, folder, job["device"], report)
     # JSON has no NaN.
     return {**found, "error": found["error"] if math.isfinite(found["error"]) else None}
 
 
-TASKS: Mapping[str, Callable[[Mapping[str, Any], Report], dict[str, Any]]] = {"build": build, "verify": verify}
+def inspect(job: Mapping[str, Any], report: Report) -> dict[str, Any]:
+    """Open an engine file that was made elsewhere, and return its contract."""
+    from runtime.engines.imported.reading import read
+
+    report("Opening the engine file")
+    return read(Path(job["file"]), job["backend"], job["device"]).to_json()
+
+
+TASKS: Mapping[str, Callable[[Mapping[str, Any], Report], dict[str, Any]]] = {
+    "build": build,
+    "verify": verify,
+    "inspect": inspect,
+}
 
 
 def _spec(job: Mapping[str, Any]) -> ModelSpec:
@@ -142,15 +156,17 @@ def _prove(
     spec: ModelSpec, component: str, record: EngineRecord, folder: Path, device: str, report: Report
 ) -> dict[str, Any]:
     """Run the engine beside PyTorch and return what an `EngineRecord` says of that."""
+    from runtime.engines.imported.session import prove_imported
     from runtime.engines.programs import load_program
     from runtime.engines.sessions import open_session
-    from runtime.engines.verify import verify as compare
+    from runtime.engines.verify import verify
 
     key = record.key
 
     def weights() -> Mapping[str, Any]:
         return load_program(spec, component, key.program, device=device, dtype=key.precision).module.state_dict()
 
+    compare = prove_imported if key.builder == IMPORTED else verify
     report("Comparing with PyTorch")
     with open_session(folder, record, device=device, weights=weights) as session:
         dtype = "float32" if _float32_fits(spec, component, device) else key.precision

@@ -28,6 +28,8 @@ PROGRAMS = {
 }
 # What a model whose weights are not here has for digests: no engine has them.
 _NOT_HERE = "not here"
+# What a decoder made elsewhere computes: it takes whole clips.
+CLIP_PROGRAM = "vae_clip"
 _READ_BYTES = 1 << 22
 _NOT_ARCHITECTURE = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version"})
 _DIGESTS = "weights.json"

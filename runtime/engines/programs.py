@@ -6,6 +6,9 @@ Edges are the same for every backend and precision; sizes are those of one clip,
     transformer   latents (1, C, F, H, W), timestep (1,), text_embeds (1, L, D) -> velocity, like latents
     vae_first     z (1, C, 1, h, w)                                             -> frames (1, H, W, 3), cache_0 …
     vae_next      z (1, C, n, h, w), cache_0 …                                  -> frames (4n, H, W, 3), cache_0 …
+    vae_clip      z (1, C, n, h, w)                                             -> frames (4(n - 1) + 1, H, W, 3)
+
+The last is never built here: it is what a decoder made elsewhere, which takes whole clips, is compared with.
 
 All are float32 but the ids, and the caches, which are of the program's inner type. Frames are in -1 to 1.
 """
@@ -21,7 +24,7 @@ from runtime.core.plan import ComponentPlan
 from runtime.engines.edges import Edge, Edges, Size
 from runtime.engines.forms.text_encoder import TextEncoderForm
 from runtime.engines.forms.transformer import TransformerForm
-from runtime.engines.forms.vae import VaeForm
+from runtime.engines.forms.vae import VaeClipForm, VaeForm
 from runtime.manager.shapes import LatentSize, ShapeProfile
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
@@ -31,8 +34,9 @@ _INPUTS = {
     "transformer": ("latents", "timestep", "text_embeds"),
     "vae_first": ("z",),
     "vae_next": ("z",),
+    "vae_clip": ("z",),
 }
-_OUTPUTS = {"text_encoder": "embeds", "transformer": "velocity", "vae_first": "frames", "vae_next": "frames"}
+_OUTPUTS = {"text_encoder": "embeds", "transformer": "velocity"}
 TEXT_PADDING = "text_padding"
 # Text is cut to a multiple of this, so that prompts of similar length share a shape.
 _TEXT_STEP = 8
@@ -59,7 +63,7 @@ class Program:
     """One part of the model in its exportable form.
 
     Attributes:
-        name: "text_encoder", "transformer", "vae_first" or "vae_next".
+        name: "text_encoder", "transformer", "vae_first", "vae_next" or "vae_clip".
         module: the form, in evaluation mode, with its weights on its device.
         spec: the model it is of.
     """
@@ -86,7 +90,7 @@ class Program:
     @property
     def output_names(self) -> tuple[str, ...]:
         """The outputs in the order in which the module returns them."""
-        return (_OUTPUTS[self.name], *_cache_names(self.cache_count))
+        return (_OUTPUTS.get(self.name, "frames"), *_cache_names(self.cache_count))
 
     @torch.inference_mode()
     def run(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -202,7 +206,7 @@ def load_program(spec: ModelSpec, component: str, name: str, *, device: str, dty
 
     Args:
         component: whose weights: of "transformer" and "transformer_2" comes the one program "transformer".
-        name: one of `identity.programs_of(component)`.
+        name: one of `identity.programs_of(component)`, or "vae_clip".
         device: a torch device.
         dtype: "float32", "bfloat16" or "float16".
 
@@ -216,6 +220,8 @@ def load_program(spec: ModelSpec, component: str, name: str, *, device: str, dty
         form = TextEncoderForm(module, spec.max_sequence_length)
     elif name == "transformer":
         form = TransformerForm(module)
+    elif name == "vae_clip":
+        form = VaeClipForm(module, load_module(spec, component, part))
     else:
         form = VaeForm(module, first=name == "vae_first")
     return Program(name, form.eval(), spec)

@@ -14,10 +14,11 @@ from runtime.core.settings import Settings
 from runtime.engines.build import BuildRequest, EmitProgress, build_engine
 from runtime.engines.builders import BUILDERS, Builder, BuildNeeds
 from runtime.engines.identity import programs_of
+from runtime.engines.imported.offering import imported_engines, offers_with
 from runtime.engines.store import EngineStore
 from runtime.manager.build_time import build_seconds
 from runtime.manager.compat import Conflict, no_room
-from runtime.manager.engine_index import EngineKey, EngineRecord, find
+from runtime.manager.engine_index import IMPORTED, EngineKey, EngineRecord, find
 from runtime.manager.engine_index import misfit as engine_misfit
 from runtime.manager.machine import Machine, free_disk_bytes
 from runtime.manager.offers import EngineOffer, Offers
@@ -59,6 +60,10 @@ class OpenEngines:
         """Run one program; see `Session.infer`."""
         return self._sessions[program].infer(**inputs)
 
+    def runs(self, program: str) -> bool:
+        """Whether one of the engines is for a program."""
+        return program in self._sessions
+
     def close(self) -> None:
         """Free everything; the engines may be deleted from then on."""
         self._stack.close()
@@ -86,10 +91,12 @@ class EngineService:
             if not index:
                 index.extend(self.store.index())
             names = _PREFERRED[device.partition(":")[0]]
-            return [
+            built = [
                 *(self._offer(BUILDERS[name], spec, component, latent, device, index) for name in names),
                 *(self._refusal(BUILDERS[name]) for name in BUILDERS if name not in names),
             ]
+            imported = imported_engines(index, spec, component, self.machine, device, self.notes)
+            return offers_with(built, imported, spec, latent)
 
         return of
 
@@ -109,6 +116,8 @@ class EngineService:
         Raises:
             EngineError: too if what is here is not what the plan was made for.
         """
+        if use.builder == IMPORTED:
+            raise EngineError(f"The engine {use.id} was imported, so it cannot be built here.", "Import it again.")
         key = self._key(BUILDERS[use.builder], spec, component, use.program, use.profile, use.precision, device)
         if key.digest() != use.id:
             raise EngineError(

@@ -14,6 +14,8 @@ from runtime.manager.shapes import LatentSize, ShapeProfile
 
 # What `EngineKey.weights` says when one engine serves several weights, handed over as it is loaded.
 SWAPPED = "swapped"
+# What `EngineKey.builder` says of one that was made elsewhere: its weights are those that it was compared with.
+IMPORTED = "imported"
 _DIGEST_LENGTH = 16
 _TITLES: Mapping[str, str] = {
     "cuda": "CUDA",

@@ -166,6 +166,28 @@ class VaeForm(nn.Module):
         return x.float().clamp(-1.0, 1.0)
 
 
+class VaeClipForm(nn.Module):
+    """Both steps, for a whole clip.
+
+    Args:
+        vae, other: the same `diffusers.AutoencoderKLWan` twice: each step changes the one that it gets.
+    """
+
+    def __init__(self, vae: Any, other: Any) -> None:
+        super().__init__()
+        self.first = VaeForm(vae, first=True)
+        self.next = VaeForm(other, first=False)
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        """Return frames (n, height, width, 3), float32 in -1 to 1; `z` is normalised as the transformer sees it."""
+        frames, *caches = self.first(z[:, :, :1])
+        parts = [frames]
+        for index in range(1, z.shape[2]):
+            frames, *caches = self.next(z[:, :, index : index + 1], *caches)
+            parts.append(frames)
+        return torch.cat(parts)
+
+
 def _normalise(norm: Any, x: torch.Tensor) -> torch.Tensor:
     """Divide by the root mean square over channels, in float32: `WanRMS_norm`, which divides by the length."""
     wide = x.float()

@@ -9,7 +9,7 @@ import torch
 
 from runtime.core.errors import EngineError
 from runtime.engines import manifest
-from runtime.manager.engine_index import SWAPPED, EngineRecord
+from runtime.manager.engine_index import IMPORTED, SWAPPED, EngineRecord
 
 
 class Session(Protocol):
@@ -64,6 +64,10 @@ def open_session(
     if problem is not None:
         raise EngineError(f"The engine cannot be used: {problem}.", "Build it anew.")
     key, engine = record.key, folder / record.files[0].name
+    if key.builder == IMPORTED:
+        from runtime.engines.imported.session import open_imported
+
+        return open_imported(folder, record, device=device)
     match key.backend:
         case "inductor":
             from runtime.engines.sessions.inductor import InductorSession

@@ -21,7 +21,7 @@ _PROVIDERS = {
 }
 _OPENVINO_PRECISIONS = {"float32": "f32", "bfloat16": "bf16"}
 _FATAL = 4
-_OUT_OF_MEMORY = "Failed to allocate memory"
+OUT_OF_MEMORY = "Failed to allocate memory"
 _REMEDY = "Build it anew."
 
 
@@ -41,34 +41,11 @@ class OnnxRuntimeSession:
     """
 
     def __init__(self, model: Path, *, provider: str, precision: str, device: str) -> None:
-        import onnxruntime
-
         self._device = torch.device(device)
-        wanted = _PROVIDERS.get(provider, provider)
-        if wanted not in onnxruntime.get_available_providers():
-            raise EngineError(
-                f"This ONNX Runtime has no {provider} provider.", "Install the package that has it, or build anew."
-            )
-        options = onnxruntime.SessionOptions()
-        # What goes wrong is raised; nothing needs to be printed as well.
-        options.log_severity_level = _FATAL
-        options.intra_op_num_threads = torch.get_num_threads()
-        # Threads that wait sleep: between calls the cores belong to PyTorch.
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        if provider == "openvino":
-            # It optimises for itself, and does not know ONNX Runtime's fused operators.
-            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        self._session: Any = start(model, provider=provider, precision=precision, device=self._device)
         try:
-            self._session: Any = onnxruntime.InferenceSession(
-                str(model), options, providers=[(wanted, _provider_options(provider, precision, self._device))]
-            )
-            # ONNX Runtime falls back to the CPU in silence; that is for us to decide.
-            if self._session.get_providers()[0] != wanted:
-                raise EngineError(f"The {provider} provider does not start here.", "Choose another backend.")
             self._edges = Edges.from_text(self._session.get_modelmeta().custom_metadata_map[METADATA_KEY])
-        except EngineError:
-            raise
-        except Exception as error:  # ONNX Runtime's own errors derive from Exception alone
+        except (KeyError, TypeError, ValueError) as error:
             raise EngineError(f"The ONNX file cannot be loaded: {first_line(error)}.", _REMEDY) from error
         self._names = [output.name for output in self._session.get_outputs()]
         self._buffers: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
@@ -108,7 +85,7 @@ class OnnxRuntimeSession:
             self._session.run_with_iobinding(binding)
             binding.synchronize_outputs()
         except Exception as error:  # ONNX Runtime's own errors derive from Exception alone
-            if _OUT_OF_MEMORY in str(error):
+            if OUT_OF_MEMORY in str(error):
                 raise MemoryError(str(error)) from error
             raise EngineError(f"The engine failed: {first_line(error)}.", "PyTorch takes over.") from error
         return {edge.name: output for edge, output in zip(self._edges.outputs, outputs, strict=True)}
@@ -133,6 +110,40 @@ class OnnxRuntimeSession:
             tuple(tensor.shape),
             tensor.data_ptr(),
         )
+
+
+def start(model: Path, *, provider: str, precision: str, device: torch.device) -> Any:
+    """Load an ONNX file; arguments as for `OnnxRuntimeSession`.
+
+    Raises:
+        EngineError: if the file cannot be loaded, or the provider is not there.
+    """
+    import onnxruntime
+
+    wanted = _PROVIDERS.get(provider, provider)
+    if wanted not in onnxruntime.get_available_providers():
+        raise EngineError(
+            f"This ONNX Runtime has no {provider} provider.", "Install the package that has it, or build anew."
+        )
+    options = onnxruntime.SessionOptions()
+    # What goes wrong is raised; nothing needs to be printed as well.
+    options.log_severity_level = _FATAL
+    options.intra_op_num_threads = torch.get_num_threads()
+    # Threads that wait sleep: between calls the cores belong to PyTorch.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    if provider == "openvino":
+        # It optimises for itself, and does not know ONNX Runtime's fused operators.
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    try:
+        session: Any = onnxruntime.InferenceSession(
+            str(model), options, providers=[(wanted, _provider_options(provider, precision, device))]
+        )
+    except Exception as error:  # ONNX Runtime's own errors derive from Exception alone
+        raise EngineError(f"The ONNX file cannot be loaded: {first_line(error)}.", _REMEDY) from error
+    # ONNX Runtime falls back to the CPU in silence; that is for us to decide.
+    if session.get_providers()[0] != wanted:
+        raise EngineError(f"The {provider} provider does not start here.", "Choose another backend.")
+    return session
 
 
 def _provider_options(provider: str, precision: str, device: torch.device) -> dict[str, str]:

@@ -60,7 +60,7 @@ class TensorRTSession:
             # Memory that torch keeps for later is not there for TensorRT.
             torch.cuda.empty_cache()
             self._runtime = trt.Runtime(tensorrt_library.logger())
-            self._engine = _deserialize(self._runtime, plan, said)
+            self._engine = deserialize(self._runtime, plan, said)
             made = tensorrt_library.create_context(trt, self._engine, self._device)
             if made is None:
                 raise said.failure("TensorRT cannot run the engine")
@@ -279,7 +279,13 @@ def _tensors(trt: Any, engine: Any, names: Mapping[str, str]) -> tuple[dict[str,
     return inputs, outputs
 
 
-def _deserialize(runtime: Any, plan: Path, said: tensorrt_library.Messages) -> Any:
+def deserialize(runtime: Any, plan: Path, said: tensorrt_library.Messages) -> Any:
+    """Return the engine in a plan.
+
+    Raises:
+        EngineError: if the file cannot be read or TensorRT does not take it.
+        torch.OutOfMemoryError: if the GPU's memory does not suffice.
+    """
     try:
         with plan.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             engine = runtime.deserialize_cuda_engine(data)

@@ -1,0 +1,1 @@
+"""Engines made elsewhere: read, matched with a component, bridged by declared adapters, proven, and only then used."""

@@ -1,0 +1,324 @@
+"""Files that somebody else exported: imported, proven, run in a job, and refused where they are anything else."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+
+from runtime.components.residency import Residency
+from runtime.core.cancel import Cancel, CancelledError
+from runtime.core.errors import EngineError
+from runtime.core.events import Event, FellBack, VideoSaved
+from runtime.core.plan import ExecutionPlan
+from runtime.core.request import GenerationRequest
+from runtime.engines import library
+from runtime.engines.imported.importing import Imported, import_engine, inspect
+from runtime.engines.programs import load_program
+from runtime.engines.service import EngineService
+from runtime.engines.sessions import open_session
+from runtime.engines.store import EngineStore
+from runtime.jobs.flow import run_job
+from runtime.manager.machine import probe
+from runtime.manager.planner import resolve
+from runtime.models.spec import ModelSpec
+from tests.engines import foreign
+from tests.engines.conftest import relative
+from tests.engines.made import visible
+from tests.plans import machine
+
+pytestmark = pytest.mark.slow
+CLIP = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 9, "steps": 4, "seed": 3, "fps": 8}
+
+
+def ignore(line: str, share: float | None) -> None:
+    """Watch no progress."""
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """A model with two experts and an engine library."""
+
+    spec: ModelSpec
+    service: EngineService
+    folder: Path
+
+    def take(self, path: Path, component: str | None = None) -> Imported:
+        """Import a file."""
+        return import_engine(path, self.spec, component, self.service, "cpu", ignore, Cancel())
+
+    def plan(self, **values: object) -> ExecutionPlan:
+        """Plan a tiny clip that builds nothing."""
+        request = GenerationRequest.from_mapping(CLIP | {"build": "never"} | values)
+        return resolve(request, self.spec, machine(), self.folder / "x.mp4", self.service.offers(self.spec))
+
+    def run(self, plan: ExecutionPlan) -> tuple[VideoSaved, list[FellBack]]:
+        """Run a job; return the video and what fell back."""
+        events: list[Event] = []
+        with Residency(self.service) as residency:
+            run_job(plan, self.spec, events.append, Cancel(), residency)
+        assert isinstance(events[-1], VideoSaved), events[-1]
+        return events[-1], [event for event in events if isinstance(event, FellBack)]
+
+
+@pytest.fixture
+def shelf(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Shelf:
+    """Return an empty library."""
+    service = EngineService(EngineStore(tmp_path / "engines", 10**10), probe(), tmp_path)
+    return Shelf(tiny("wan2.2-a14b"), service, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def files(tiny: Callable[[str], ModelSpec], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return what somebody exported: half precision, one row more than is read, twice the text, whole timesteps."""
+    folder, spec = tmp_path_factory.mktemp("foreign"), tiny("wan2.2-a14b")
+    return {
+        "carried": foreign.transformer(spec, folder / "carried.onnx"),
+        "pair": foreign.transformer(
+            spec,
+            folder / "pair.onnx",
+            component="transformer_2",
+            size=(3, 4, 9),
+            text=512,
+            batch=2,
+            time=(),
+            dtype=torch.float32,
+            names=("x", "t", "context"),
+        ),
+        "cut": foreign.transformer(spec, folder / "cut.onnx", size=(3, 4, 8), cut=1),
+        "decoder": foreign.decoder(spec, folder / "decoder.onnx", (4, 4, 8)),
+        "text": foreign.text_encoder(spec, folder / "text.onnx", 600),
+    }
+
+
+@pytest.fixture(scope="module")
+def stock(
+    tiny: Callable[[str], ModelSpec], files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Imported]]:
+    """Return a library into which all files were imported, and what was said of each."""
+    folder = tmp_path_factory.mktemp("stock")
+    service = EngineService(EngineStore(folder / "engines", 10**10), probe(), folder)
+    shelf = Shelf(tiny("wan2.2-a14b"), service, folder)
+    return folder, {name: shelf.take(path) for name, path in files.items()}
+
+
+@pytest.fixture
+def full(shelf: Shelf, stock: tuple[Path, dict[str, Imported]]) -> Shelf:
+    """Return a copy of that library."""
+    shutil.copytree(stock[0] / "engines", shelf.folder / "engines")
+    return shelf
+
+
+@pytest.fixture
+def taken(stock: tuple[Path, dict[str, Imported]]) -> dict[str, Imported]:
+    """Return what was said of each file."""
+    return stock[1]
+
+
+def test_the_foreign_contract_by_all_its_adapters(shelf: Shelf, files: dict[str, Path]) -> None:
+    done = shelf.take(files["carried"])
+    record = done.engine
+    assert done.compared
+    assert record.usable
+    assert 0 < record.error < record.tolerance == 1e-2
+    assert (record.key.builder, record.component) == ("imported", "transformer")
+    assert done.serves == "64x32, 9 frames"
+    kinds = [type(adapter).__name__ for adapter in done.fitting.adapters]
+    assert kinds == ["Timestep", "RepeatedText", "UnreadRows", "Types", "Names"]
+    assert visible(shelf.service.store) == [record.id]
+    assert not (shelf.service.store.path(record.id) / "engine.onnx").is_symlink()
+    # As long as it stays, importing it again changes nothing.
+    assert shelf.take(files["carried"]).engine.built_at == record.built_at
+    # What `engines verify` finds is the same.
+    [again] = library.verify(
+        shelf.service.store, [record], [shelf.spec], shelf.service.machine, ignore, Cancel(), shelf.service.notes
+    )
+    assert again.skipped is None
+    assert again.engine.error == pytest.approx(record.error)
+
+
+def test_guidance_is_two_calls_or_one_of_a_batch(full: Shelf, taken: dict[str, Imported]) -> None:
+    done = taken["pair"]
+    # Whose weights these are was found by comparing.
+    assert done.engine.component == "transformer_2"
+    program = load_program(full.spec, "transformer_2", "transformer", device="cpu", dtype="float32")
+    one, other = program.inputs((3, 4, 8), seed=1), program.inputs((3, 4, 8), seed=2)
+    expected = torch.cat([program.run(**inputs)["velocity"] for inputs in (one, other)])
+    both = {name: torch.cat([one[name], other[name]]) for name in ("latents", "text_embeds")}
+    with open_session(full.service.store.path(done.engine.id), done.engine, device="cpu", weights=dict) as session:
+        given = session.infer(**both, timestep=one["timestep"])["velocity"]
+        alone = session.infer(**one)["velocity"]
+    assert relative(given, expected) < 1e-5
+    assert relative(alone, expected[:1]) < 1e-5
+
+
+def test_a_job_on_imported_engines(full: Shelf, taken: dict[str, Imported]) -> None:
+    ids = {taken[name].engine.id for name in ("carried", "pair", "decoder", "text")}
+    plan = full.plan(backends={"all": "onnxruntime"})
+    assert {part.engines[0].id for part in plan.components.values()} == ids
+    on_engines, fallen = full.run(plan)
+    assert fallen == []
+    assert {part["backend"] for part in on_engines.plan["components"].values()} == {"onnxruntime"}
+
+    # Unasked, it is taken where it was measured to be faster, like any other.
+    offers = full.service.offers(full.spec)("transformer", (3, 4, 8), "cpu")
+    fastest = max(offer.speed_up for offer in offers)
+    part = full.plan().components["transformer"]
+    assert part.backend == ("onnxruntime" if fastest >= 1.03 else "pytorch")
+
+    # A size that it does not serve is named with the one that it does.
+    part = full.plan(width=96, backends={"transformer": "onnxruntime"}).components["transformer"]
+    assert part.backend == "pytorch"
+    assert "the imported one serves 64x32, 9 frames" in part.reason
+
+    # Damaged, it is not built here: PyTorch takes its place.
+    engine = full.service.store.path(plan.components["vae"].engines[0].id) / "engine.onnx"
+    engine.write_bytes(engine.read_bytes()[:-1] + b"\0")
+    _, fallen = full.run(full.plan(backends={"all": "onnxruntime"}, build="missing"))
+    assert [event.component for event in fallen] == ["vae"]
+    assert "Import it again" in fallen[0].reason
+
+
+def test_a_decoder_of_whole_clips_serves_shorter_ones(full: Shelf, taken: dict[str, Imported]) -> None:
+    done = taken["decoder"]
+    assert done.serves == "64x32, 1 to 13 frames"
+    assert done.engine.error < 1e-5
+    latents = torch.randn(1, 16, 2, 4, 8, generator=torch.Generator().manual_seed(0))
+    program = load_program(full.spec, "vae", "vae_clip", device="cpu", dtype="float32")
+    with open_session(full.service.store.path(done.engine.id), done.engine, device="cpu", weights=dict) as session:
+        frames = session.infer(z=latents)["frames"]
+    assert tuple(frames.shape) == (5, 32, 64, 3)
+    torch.testing.assert_close(frames, program.run(z=latents)["frames"], atol=1e-4, rtol=1e-4)
+
+
+def test_a_longer_text_encoder(full: Shelf, taken: dict[str, Imported]) -> None:
+    done = taken["text"]
+    assert (done.engine.component, done.serves) == ("text_encoder", "clips of any size")
+    assert done.engine.error < 1e-4
+
+
+def test_what_loses_something_is_taken_only_by_name(full: Shelf, taken: dict[str, Imported]) -> None:
+    done = taken["cut"]
+    assert not done.fitting.exact
+    # What it computes is right; what is made up is told.
+    assert done.engine.error < 1e-2
+    assert "1 row left out by the engine" in done.engine.detail
+    assert done.engine.detail.endswith("% off")
+    library.delete(full.service.store, [taken["carried"].engine])
+    [offer] = [offer for offer in full.service.offers(full.spec)("transformer", (3, 4, 8), "cpu") if offer.ready]
+    assert offer.speed_up == 0
+    assert full.plan().components["transformer"].backend == "pytorch"
+    plan = full.plan(backends={"transformer": "onnxruntime"})
+    assert plan.components["transformer"].engines[0].id == done.engine.id
+    _, fallen = full.run(plan)
+    assert fallen == []
+
+
+def test_other_weights_are_refused_and_leave_nothing(shelf: Shelf, files: dict[str, Path]) -> None:
+    with pytest.raises(EngineError, match="does not compute what the transformer_2"):
+        shelf.take(files["carried"], "transformer_2")
+    module = foreign.other_transformer(shelf.spec)
+    path = foreign.transformer(shelf.spec, shelf.folder / "other.onnx", module=module)
+    with pytest.raises(EngineError, match="It holds other weights"):
+        shelf.take(path)
+    assert visible(shelf.service.store) == []
+
+
+def test_an_engine_of_weights_that_changed_is_not_offered(shelf: Shelf, files: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(shelf.spec.directory, folder)
+    changed = Shelf(replace(shelf.spec, directory=folder), shelf.service, tmp_path)
+    changed.take(files["carried"])
+    assert changed.plan(backends={"all": "onnxruntime"}).components["transformer"].engines
+    shutil.rmtree(folder / "transformer")
+    shutil.copytree(folder / "transformer_2", folder / "transformer")
+    assert not changed.plan(backends={"all": "onnxruntime"}).components["transformer"].engines
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda data: data[: len(data) // 2], "damaged or none"),
+        (lambda _: bytes(range(256)) * 20, "damaged or none"),
+        (lambda _: b"\x08\x08", "has no outputs"),
+        (lambda data: data.replace(b"Softmax", b"Softmix").replace(b"MatMul", b"MatMil"), "could not be compared"),
+    ],
+    ids=["cut", "random", "an empty model", "unknown operators"],
+)
+def test_damaged_files(
+    damage: Callable[[bytes], bytes], says: str, shelf: Shelf, files: dict[str, Path], tmp_path: Path
+) -> None:
+    path = tmp_path / "damaged.onnx"
+    path.write_bytes(damage(files["carried"].read_bytes()))
+    with pytest.raises(EngineError, match=says) as told:
+        shelf.take(path)
+    assert "\n" not in told.value.what
+    assert visible(shelf.service.store) == []
+
+
+def outside(path: Path, target: Path, location: str) -> Path:
+    """Move a model's weights into another file, and say that they lie at `location`."""
+    model = onnx.load(str(path))
+    onnx.save(model, str(target), save_as_external_data=True, location="weights.data", size_threshold=1024)
+    model = onnx.load(str(target), load_external_data=False)
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = location
+    target.write_bytes(model.SerializeToString())
+    return target
+
+
+def test_weights_beside_the_file_come_along(shelf: Shelf, files: dict[str, Path], tmp_path: Path) -> None:
+    path = outside(files["carried"], tmp_path / "beside.onnx", "weights.data")
+    record = shelf.take(path).engine
+    assert [file.name for file in record.files] == ["engine.onnx", "adapters.json", "weights.data"]
+    assert record.usable
+
+
+@pytest.mark.parametrize("location", ["../weights.data", "/etc/passwd", "sub/weights.data", "engine.onnx", "gone.data"])
+def test_weights_outside_are_refused(location: str, shelf: Shelf, files: dict[str, Path], tmp_path: Path) -> None:
+    path = outside(files["carried"], tmp_path / "outside.onnx", location)
+    with pytest.raises(EngineError, match=r"outside of its folder|not beside the ONNX file"):
+        shelf.take(path)
+    assert visible(shelf.service.store) == []
+
+
+def test_a_crash_while_opening_is_a_message(shelf: Shelf, files: dict[str, Path]) -> None:
+    crash = ("python", "-c", "import os; os.abort()")
+    with pytest.raises(EngineError, match=r"its process crashed \(signal 6\)"):
+        import_engine(files["carried"], shelf.spec, None, shelf.service, "cpu", ignore, Cancel(), crash)
+    assert visible(shelf.service.store) == []
+
+
+def test_cancelling_leaves_nothing(shelf: Shelf, files: dict[str, Path]) -> None:
+    cancel = Cancel()
+
+    def stop(line: str, share: float | None) -> None:
+        if line.startswith("Comparing"):
+            cancel.request()
+
+    with pytest.raises(CancelledError):
+        import_engine(files["carried"], shelf.spec, None, shelf.service, "cpu", stop, cancel)
+    assert visible(shelf.service.store) == []
+
+
+def test_inspecting_imports_nothing(shelf: Shelf, files: dict[str, Path]) -> None:
+    contract = inspect(files["carried"], "cpu", ignore, Cancel())
+    assert [port.name for port in contract.inputs] == ["sample", "timestep", "encoder_hidden_states"]
+    assert contract.precision == "float16"
+    assert contract.made_by.startswith("pytorch")
+    assert not shelf.service.store.folder.exists()
+
+
+def test_adapters_that_were_changed_are_not_used(full: Shelf, taken: dict[str, Imported]) -> None:
+    record = taken["carried"].engine
+    path = full.service.store.path(record.id) / "adapters.json"
+    value = json.loads(path.read_text())
+    path.write_text(json.dumps(value | {"batch": 2}))
+    with pytest.raises(EngineError, match=r"adapters\.json"):
+        open_session(path.parent, record, device="cpu", weights=dict)
