@@ -165,10 +165,12 @@ class Residency:
             return self._held[key]
 
         def pytorch(wanted: ComponentPlan) -> Part:
-            how = placement(name, wanted, offload)
-            loaded: _Loaded = hold(wanted, lambda: _load(spec, name, wanted, how, build))
+            key = _key(spec, name, wanted, offload)
+            waited = key in self._held
+            loaded: _Loaded = hold(wanted, lambda: _load(spec, name, wanted, key.placement, build))
             if loaded.placed.waits_elsewhere:
-                job.loading(name)
+                if waited:
+                    job.loading(name)
                 started = time.perf_counter()
                 loaded.placed.bring()
                 self.load_seconds += time.perf_counter() - started
@@ -189,8 +191,7 @@ class Residency:
                 yield pytorch(part)
         finally:
             held = self._held.get(used[0])
-            # Weights that wait in memory for their stage are there to be kept.
-            if not job.plan.keep_loaded and not (offload == "model" and isinstance(held, _Loaded)):
+            if used[0].placement == "device" and not job.plan.keep_loaded:
                 self._drop(used[0])
             elif isinstance(held, _Loaded):
                 held.placed.away()

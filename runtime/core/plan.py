@@ -103,8 +103,8 @@ class ExecutionPlan:
         tokens: length of the transformer's sequence.
         decode_chunk: latent frames that the VAE decodes in one call.
         decode_tile: side of the tiles that the VAE decodes a frame in, in latents; `None` decodes it whole.
-        keep_loaded: whether parts stay in memory between stages and jobs: on the device, or where `offload` has them
-            wait. Those of "model" wait in RAM in any case.
+        keep_loaded: whether parts stay on the device between stages and jobs. Those that `offload` has wait in RAM
+            stay there in any case.
         components: by name, in the order they run.
         step_flops, decode_flops: arithmetic of one denoising step (guidance included) and of the whole decode.
         memory_bytes: estimated peak of weights and activations.
