@@ -36,7 +36,8 @@ class PyTorchDenoiser:
         # Norms stay in float32 whatever the model's dtype; the patch embedding does not.
         self._dtype: torch.dtype = cast("Any", module).patch_embedding.weight.dtype
 
-    @torch.inference_mode()
+    # Not in inference mode: what brings weights to the device changes them while the module runs.
+    @torch.no_grad()
     def __call__(self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor) -> torch.Tensor:
         """See `Denoiser`."""
         batch, _, frames, height, width = latents.shape

@@ -1,15 +1,21 @@
-"""Which components are in memory: loaded when first used, kept or freed as the plan says. One lifetime, one `with`."""
+"""Which components are in memory: loaded when first used, kept or freed as the plan says. One lifetime, one `with`.
+
+Where a kept component's weights wait, on the device or in memory (RAM), is the plan's `offload`.
+"""
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from runtime.components.denoiser import Denoiser, EngineDenoiser, PyTorchDenoiser
 from runtime.components.guarded import OUT_OF_MEMORY
+from runtime.components.memory import give_back
+from runtime.components.offload import Placed, Placement, place, placement
 from runtime.components.text_encoder import EngineTextModel, PyTorchTextModel, TextEncoder, TextModel
 from runtime.components.video_decoder import EngineVideoDecoder, PyTorchVideoDecoder, VideoDecoder
 from runtime.core.errors import EngineError
@@ -19,7 +25,30 @@ from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module, load_tokenizer
 
 Part = TypeVar("Part")
-_Key = tuple[Path, str, str, str, int, tuple[str, ...]]
+
+# With these, hooks tie a module to itself: only the garbage collector frees it.
+_HOOKED: tuple[Placement, ...] = ("blocks", "leaves")
+
+
+class _Key(NamedTuple):
+    """What makes a loaded component the one that a plan wants."""
+
+    directory: Path
+    name: str
+    device: str
+    dtype: str
+    quantization: str
+    placement: Placement
+    stamp: int
+    engines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A component in PyTorch, and who knows where its weights are."""
+
+    part: Any
+    placed: Placed
 
 
 class Watch(Protocol):
@@ -74,14 +103,14 @@ class Residency:
 
     def holds(self, spec: ModelSpec, plan: ExecutionPlan, name: str) -> bool:
         """Whether a component is loaded as the plan wants it."""
-        return _key(spec, name, plan.components[name]) in self._held
+        return _key(spec, name, plan.components[name], plan.offload) in self._held
 
     @contextmanager
     def text_encoder(self, spec: ModelSpec, job: Watch) -> Iterator[TextEncoder]:
         """Lend the text encoder."""
 
-        def build(part: ComponentPlan) -> TextModel:
-            return PyTorchTextModel(load_module(spec, "text_encoder", part))
+        def build(module: torch.nn.Module, part: ComponentPlan) -> TextModel:
+            return PyTorchTextModel(module, part.device)
 
         with self._lend(spec, job, "text_encoder", build, EngineTextModel) as model:
             yield TextEncoder(load_tokenizer(spec), model, spec.max_sequence_length)
@@ -90,9 +119,9 @@ class Residency:
     def denoiser(self, spec: ModelSpec, job: Watch, name: str) -> Iterator[Denoiser]:
         """Lend the transformer called `name`."""
 
-        def build(part: ComponentPlan) -> Denoiser:
+        def build(module: torch.nn.Module, _: ComponentPlan) -> Denoiser:
             return PyTorchDenoiser(
-                load_module(spec, name, part),
+                module,
                 expand_timesteps=spec.expand_timesteps,
                 patch_size=spec.transformer.patch_size,
             )
@@ -104,11 +133,10 @@ class Residency:
     def video_decoder(self, spec: ModelSpec, job: Watch) -> Iterator[VideoDecoder]:
         """Lend the VAE's decoder."""
 
-        def build(part: ComponentPlan) -> PyTorchVideoDecoder:
-            vae: Any = load_module(spec, "vae", part)
+        def build(module: Any, part: ComponentPlan) -> PyTorchVideoDecoder:
             # Only image-to-video encodes.
-            vae.encoder = None
-            return PyTorchVideoDecoder(vae)
+            module.encoder = None
+            return PyTorchVideoDecoder(module, part.device)
 
         with self._lend(spec, job, "vae", build, EngineVideoDecoder) as decoder:
             yield decoder
@@ -119,18 +147,17 @@ class Residency:
         spec: ModelSpec,
         job: Watch,
         name: str,
-        build: Callable[[ComponentPlan], Part],
+        build: Callable[[torch.nn.Module, ComponentPlan], Part],
         on_engines: Callable[[OpenEngines, Callable[[str], Part]], Any],
     ) -> Iterator[Any]:
         """Lend a component: `build` makes it in PyTorch, `on_engines` of its engines and what it falls back to."""
-        part = job.plan.components[name]
-        used = [_key(spec, name, part)]
+        part, offload = job.plan.components[name], job.plan.offload
+        used = [_key(spec, name, part, offload)]
 
         def hold(wanted: ComponentPlan, make: Callable[[], Any]) -> Any:
-            key = _key(spec, name, wanted)
+            self._free_all_but(spec, job.plan)
+            key = _key(spec, name, wanted, offload)
             if key not in self._held:
-                if any(held[0] != spec.directory for held in self._held):
-                    self.free()
                 job.loading(name)
                 started = time.perf_counter()
                 self._held[key] = make()
@@ -138,13 +165,22 @@ class Residency:
             return self._held[key]
 
         def pytorch(wanted: ComponentPlan) -> Part:
-            made: Part = hold(wanted, lambda: build(wanted))
+            key = _key(spec, name, wanted, offload)
+            waited = key in self._held
+            loaded: _Loaded = hold(wanted, lambda: _load(spec, name, wanted, key.placement, build))
+            if loaded.placed.waits_elsewhere:
+                if waited:
+                    job.loading(name)
+                started = time.perf_counter()
+                loaded.placed.bring()
+                self.load_seconds += time.perf_counter() - started
+            made: Part = loaded.part
             return made
 
         def fall_back(reason: str) -> Part:
             self._drop(used.pop())
             instead = part.in_pytorch(reason)
-            used.append(_key(spec, name, instead))
+            used.append(_key(spec, name, instead, offload))
             job.fell_back(name, reason)
             return pytorch(instead)
 
@@ -154,8 +190,13 @@ class Residency:
             else:
                 yield pytorch(part)
         finally:
-            if not job.plan.keep_loaded:
+            held = self._held.get(used[0])
+            if used[0].placement == "device" and not job.plan.keep_loaded:
                 self._drop(used[0])
+            elif isinstance(held, _Loaded):
+                held.placed.away()
+                if held.placed.waits_elsewhere:
+                    give_back()
 
     def _on_engines(
         self,
@@ -177,23 +218,40 @@ class Residency:
             reason = "Memory ran out while its engine was loaded."
         return fall_back(reason)
 
+    def _free_all_but(self, spec: ModelSpec, plan: ExecutionPlan) -> None:
+        """Free what an earlier job left that this plan has no use for: another model, another place or precision."""
+        wanted = {_key(spec, name, part, plan.offload) for name, part in plan.components.items()}
+        for key in [key for key in self._held if key not in wanted]:
+            self._drop(key)
+
     def _drop(self, key: _Key) -> None:
         held = self._held.pop(key, None)
         if isinstance(held, OpenEngines):
             held.close()
-        _return_memory()
+        del held
+        give_back(unreachable=key.placement in _HOOKED)
 
 
-def _key(spec: ModelSpec, name: str, part: ComponentPlan) -> _Key:
+def _load(
+    spec: ModelSpec,
+    name: str,
+    part: ComponentPlan,
+    how: Placement,
+    build: Callable[[torch.nn.Module, ComponentPlan], Any],
+) -> _Loaded:
+    """Load a component in PyTorch to where its weights wait."""
+    module = load_module(spec, name, part, None if how == "device" else "cpu")
+    made = build(module, part)
+    return _Loaded(made, place(module, how, part))
+
+
+def _key(spec: ModelSpec, name: str, part: ComponentPlan, offload: str) -> _Key:
     engines = tuple(use.id for use in part.engines)
-    return spec.directory, name, part.device, part.dtype, _stamp(spec.directory / name), engines
+    where = placement(name, part, offload)
+    stamp = _stamp(spec.directory / name)
+    return _Key(spec.directory, name, part.device, part.dtype, part.quantization, where, stamp, engines)
 
 
 def _stamp(folder: Path) -> int:
     """Return the newest change of a component's files: weights replaced on disk are loaded again."""
     return max(path.stat().st_mtime_ns for path in folder.iterdir())
-
-
-def _return_memory() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -71,13 +71,19 @@ class TextEncoder:
 
 
 class PyTorchTextModel:
-    """A `transformers.UMT5EncoderModel`."""
+    """A `transformers.UMT5EncoderModel`.
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    Args:
+        module: its weights may lie elsewhere until it is called.
+        device: where it computes.
+    """
+
+    def __init__(self, module: torch.nn.Module, device: str | torch.device) -> None:
         self._module = module
-        self._device = next(module.parameters()).device
+        self._device = torch.device(device)
 
-    @torch.inference_mode()
+    # Not in inference mode: what brings weights to the device changes them while the module runs.
+    @torch.no_grad()
     def __call__(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """See `TextModel`; the result has the module's dtype."""
         ids, mask = ids.to(self._device), mask.to(self._device)

@@ -7,22 +7,29 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan, unpatchify
 
 from runtime.components.guarded import Guarded
+from runtime.components.tiling import shares, spans
 from runtime.engines.identity import CLIP_PROGRAM
 from runtime.engines.service import OpenEngines
+
+# Frames handed on at a time once tiles have come together.
+_TOGETHER = 4
 
 
 class VideoDecoder(Protocol):
     """A causal video decoder."""
 
-    def frames(self, latents: torch.Tensor, chunk: int) -> Iterator[torch.Tensor]:
+    def frames(self, latents: torch.Tensor, chunk: int, tile: int | None = None) -> Iterator[torch.Tensor]:
         """Yield decoded frames in order.
 
         Args:
             latents: (1, channels, latent frames, height, width), normalised as the transformer sees them.
             chunk: latent frames to decode in one call, after the first, which is always alone.
+            tile: side of the tiles that frames are decoded in, in latents; `None` decodes them whole. An engine has
+                its size, and decodes them whole.
 
         Yields:
-            (frames, height, width, 3), float32 in -1 to 1, on the decoder's device.
+            (frames, height, width, 3), float32 in -1 to 1: on the decoder's device, or on the CPU if tiled. Tiles come
+            together at the very end: until then, a batch of 0 frames comes after each call.
         """
         ...
 
@@ -32,20 +39,58 @@ class PyTorchVideoDecoder:
 
     The causal convolutions' caches take the first latent frame alone and then any number at once; the result equals
     one at a time up to rounding.
+
+    Args:
+        module: its weights may lie elsewhere until it is called.
+        device: where it computes; by default, where its weights are.
     """
 
-    def __init__(self, module: AutoencoderKLWan) -> None:
+    def __init__(self, module: AutoencoderKLWan, device: str | torch.device | None = None) -> None:
         self._vae: Any = module
         config: Any = module.config
         parameter = next(module.decoder.parameters())
-        shape = (1, config.z_dim, 1, 1, 1)
-        self._mean = torch.tensor(config.latents_mean, device=parameter.device, dtype=parameter.dtype).view(shape)
-        self._std = torch.tensor(config.latents_std, device=parameter.device, dtype=parameter.dtype).view(shape)
+        device, shape = device or parameter.device, (1, config.z_dim, 1, 1, 1)
+        self._mean = torch.tensor(config.latents_mean, device=device, dtype=parameter.dtype).view(shape)
+        self._std = torch.tensor(config.latents_std, device=device, dtype=parameter.dtype).view(shape)
         self._patch_size = config.patch_size
 
-    def frames(self, latents: torch.Tensor, chunk: int) -> Iterator[torch.Tensor]:
+    def frames(self, latents: torch.Tensor, chunk: int, tile: int | None = None) -> Iterator[torch.Tensor]:
         """See `VideoDecoder`."""
-        yield from self.go_on(latents, chunk, 0, ())
+        if tile is None or max(latents.shape[3:]) <= tile:
+            yield from self.go_on(latents, chunk, 0, ())
+        else:
+            yield from self._tiled(latents, chunk, tile)
+
+    def _tiled(self, latents: torch.Tensor, chunk: int, tile: int) -> Iterator[torch.Tensor]:
+        """Decode tile by tile, each through the whole clip, so that the caches of one tile are all that is held.
+
+        Tiles are blended as `AutoencoderKLWan.tiled_decode` does it, with its overlap, a quarter of a tile; ours are
+        all of one size. The clip comes together in memory (RAM), in float16: 2 bytes a colour and pixel, whose
+        rounding is a sixteenth of what 8 bits tell apart.
+        """
+        scale = self._vae.config.scale_factor_spatial
+        rows, columns = spans(latents.shape[3], tile), spans(latents.shape[4], tile)
+        clip: torch.Tensor | None = None
+        for row, down in zip(rows, shares(rows, scale), strict=True):
+            for column, across in zip(columns, shares(columns, scale), strict=True):
+                share = (down[:, None] * across)[None, :, :, None].to(self._mean.device)
+                start = 0
+                part = latents[..., row.start : row.end, column.start : column.end]
+                for frames in self.go_on(part, chunk, 0, ()):
+                    if clip is None:
+                        count = (latents.shape[2] - 1) * self._vae.config.scale_factor_temporal + 1
+                        size = (count, latents.shape[3] * scale, latents.shape[4] * scale, frames.shape[3])
+                        clip = torch.zeros(size, dtype=torch.float16)
+                    end = start + len(frames)
+                    place = clip[
+                        start:end, row.start * scale : row.end * scale, column.start * scale : column.end * scale
+                    ]
+                    place += (frames * share).half().cpu()
+                    start = end
+                    yield clip[:0].float()
+        assert clip is not None
+        for start in range(0, len(clip), _TOGETHER):
+            yield clip[start : start + _TOGETHER].float()
 
     @torch.inference_mode()
     def go_on(
@@ -78,7 +123,7 @@ class EngineVideoDecoder:
     def __init__(self, engines: OpenEngines, fall_back: Callable[[str], PyTorchVideoDecoder]) -> None:
         self._guarded = Guarded(engines, fall_back)
 
-    def frames(self, latents: torch.Tensor, chunk: int) -> Iterator[torch.Tensor]:
+    def frames(self, latents: torch.Tensor, chunk: int, tile: int | None = None) -> Iterator[torch.Tensor]:
         """See `VideoDecoder`."""
         if self._guarded.runs(CLIP_PROGRAM):
             yield from self._clip(latents, chunk)
@@ -93,6 +138,9 @@ class EngineVideoDecoder:
                 lambda engines: engines.infer(program, z=z, **given),  # noqa: B023 - called at once
                 lambda _: None,
             )
+            if outputs is None and not start:
+                yield from self._guarded.instead().frames(latents, chunk, tile)
+                return
             if outputs is None:
                 yield from self._guarded.instead().go_on(latents, chunk, start, list(caches.values()))
                 return

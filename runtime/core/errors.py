@@ -13,6 +13,8 @@ Every TandemError is the user's to mend and ends with exit code 2. Any other exc
 with exit code 1. Cancelling is neither: see `cancel.CancelledError`.
 """
 
+import errno
+
 
 class TandemError(Exception):
     """Base of all errors that the user can mend.
@@ -71,3 +73,13 @@ def first_line(error: BaseException) -> str:
     """Return the first line of a library's error, without its full stop; the error's name where it says nothing."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+def ram_ran_out(error: BaseException) -> bool:
+    """Return whether an error says that this machine's memory (RAM) is full.
+
+    PyTorch's allocator says so in a RuntimeError, mapping a file in an OSError.
+    """
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))

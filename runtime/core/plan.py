@@ -105,7 +105,9 @@ class ExecutionPlan:
         latent_shape: (batch, channels, latent frames, latent height, latent width).
         tokens: length of the transformer's sequence.
         decode_chunk: latent frames that the VAE decodes in one call.
-        keep_loaded: whether parts stay in memory between stages and jobs.
+        decode_tile: side of the tiles that the VAE decodes a frame in, in latents; `None` decodes it whole.
+        keep_loaded: whether parts stay on the device between stages and jobs. Those that `offload` has wait in RAM
+            stay there in any case.
         components: by name, in the order they run.
         step_flops, decode_flops: arithmetic of one denoising step (guidance included) and of the whole decode.
         memory_bytes: estimated peak of weights and activations.
@@ -142,6 +144,7 @@ class ExecutionPlan:
     build: str
     offload: str
     quantization: str
+    decode_tile: int | None = None
     warnings: tuple[str, ...] = ()
 
     @property
@@ -199,6 +202,7 @@ class ExecutionPlan:
             "latent_shape": list(self.latent_shape),
             "tokens": self.tokens,
             "decode_chunk": self.decode_chunk,
+            "decode_tile": self.decode_tile,
             "keep_loaded": self.keep_loaded,
             "offload": self.offload,
             "step_flops": self.step_flops,

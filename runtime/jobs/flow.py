@@ -16,6 +16,7 @@ import torch
 
 from runtime import __version__
 from runtime.components.denoiser import Denoiser
+from runtime.components.memory import ran_out
 from runtime.components.residency import Residency
 from runtime.components.text_encoder import TextEncoding
 from runtime.core.cancel import Cancel, CancelledError
@@ -61,13 +62,15 @@ def run_job(plan: ExecutionPlan, spec: ModelSpec, emit: Emit, cancel: Cancel, re
         emit(Cancelled())
     except TandemError as error:
         emit(Failed(error.what, error.remedy))
-    except (torch.OutOfMemoryError, MemoryError):
-        logger.exception("Out of memory")
-        residency.free()
-        emit(_out_of_memory(plan))
-    except Exception as error:  # a defect: told in one line, kept in the log
-        logger.exception("The job failed")
-        emit(Failed(f"Something broke inside Tandem: {error!r}", "The log has the details.", defect=True))
+    except Exception as error:
+        full = ran_out(error)
+        if full is None:  # a defect: told in one line, kept in the log
+            logger.exception("The job failed")
+            emit(Failed(f"Something broke inside Tandem: {error!r}", "The log has the details.", defect=True))
+        else:
+            logger.exception("Out of memory")
+            residency.free()
+            emit(_out_of_memory(full, plan))
     else:
         emit(saved)
 
@@ -114,7 +117,7 @@ def _generate(
         with residency.video_decoder(spec, course) as decoder, clock.stage("decode"):
             emit(StageStarted("decode", "vae"))
             written = 0
-            for frames in decode(decoder, latents, plan.decode_chunk, cancel):
+            for frames in decode(decoder, latents, plan.decode_chunk, cancel, plan.decode_tile):
                 writer.write(frames.numpy())
                 written += len(frames)
                 emit(FramesDecoded(written, plan.frames))
@@ -166,8 +169,9 @@ def _facts(saved: VideoSaved) -> dict[str, Any]:
     return {"tandem": {**facts, "versions": versions, "created": created}}
 
 
-def _out_of_memory(plan: ExecutionPlan) -> Failed:
-    where = "video memory (VRAM)" if plan.components["transformer"].device.startswith("cuda") else "memory (RAM)"
+def _out_of_memory(full: str, plan: ExecutionPlan) -> Failed:
+    in_vram = full == "VRAM" and plan.components["transformer"].device.startswith("cuda")
+    where = "video memory (VRAM)" if in_vram else "memory (RAM)"
     return Failed(
         f"This machine ran out of {where}.", "Ask for a smaller size or fewer frames, or close other programs."
     )

@@ -9,8 +9,9 @@ import diffusers
 import torch
 import transformers
 
-from runtime.core.errors import ModelError
+from runtime.core.errors import ModelError, ram_ran_out
 from runtime.core.plan import ComponentPlan
+from runtime.models import quantization
 from runtime.models.spec import ModelSpec
 
 # Progress is ours to show.
@@ -25,14 +26,18 @@ _CLASSES = {
 }
 
 
-def load_module(spec: ModelSpec, name: str, part: ComponentPlan) -> torch.nn.Module:
-    """Load one component's weights onto its device, for inference.
+def load_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | None = None) -> torch.nn.Module:
+    """Load one component's weights, for inference.
 
     Args:
         name: "text_encoder", "transformer", "transformer_2" or "vae".
+        part: says the dtype and, for a transformer, the quantization.
+        device: where the weights are put, if not on the part's own device; quantized ones always come to lie there.
 
     Raises:
         ModelError: if the weights do not fit the configuration.
+        MachineError: if this machine cannot quantize.
+        MemoryError: if memory (RAM) runs out.
     """
     dtype_argument = "dtype" if name == "text_encoder" else "torch_dtype"
     arguments: dict[str, Any] = {
@@ -42,11 +47,16 @@ def load_module(spec: ModelSpec, name: str, part: ComponentPlan) -> torch.nn.Mod
         "subfolder": name,
         "output_loading_info": True,
     }
+    quantized = part.quantization != quantization.NONE and name.startswith("transformer")
+    if quantized:
+        arguments |= quantization.loading_arguments(part)
     try:
         module, loading = _CLASSES[name].from_pretrained(str(spec.directory), **arguments)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
+        if ram_ran_out(error):
+            raise MemoryError(str(error)) from None
         raise ModelError(
             f"The {name} of {spec.title} cannot be loaded: {str(error).splitlines()[0] if str(error) else error!r}.",
             "Copy or download the model again.",
@@ -58,7 +68,11 @@ def load_module(spec: ModelSpec, name: str, part: ComponentPlan) -> torch.nn.Mod
             f"The weights of the {name} of {spec.title} do not fit its configuration: {len(absent)} are missing.",
             "Copy or download the model again.",
         )
-    return cast("torch.nn.Module", module.to(part.device).eval().requires_grad_(requires_grad=False))
+    if quantized:
+        quantization.check_quantized(module, part.quantization, f"the {name} of {spec.title}")
+    else:
+        module = module.to(device or part.device)
+    return cast("torch.nn.Module", module.eval().requires_grad_(requires_grad=False))
 
 
 def load_tokenizer(spec: ModelSpec) -> Any:

@@ -117,21 +117,28 @@ def denoise(
                 index += 1
 
 
-def decode(decoder: VideoDecoder, latents: torch.Tensor, chunk: int, cancel: Cancel) -> Iterator[torch.Tensor]:
+def decode(
+    decoder: VideoDecoder, latents: torch.Tensor, chunk: int, cancel: Cancel, tile: int | None = None
+) -> Iterator[torch.Tensor]:
     """Yield frames, (n, height, width, 3) uint8 on the CPU, as they are decoded.
+
+    Args:
+        chunk, tile: see `VideoDecoder.frames`.
 
     Raises:
         BadResultError: if the frames hold NaN or Inf.
         CancelledError: within a chunk of being asked.
     """
-    for frames in decoder.frames(latents, chunk):
+    for frames in decoder.frames(latents, chunk, tile):
+        cancel.check()
+        if not len(frames):
+            continue
         if not torch.isfinite(frames).all().item():
             raise BadResultError(
                 "The VAE gave values that are not numbers (NaN or Inf).",
                 "The VAE's weights are damaged: copy them again.",
             )
         yield ((frames + 1.0) * 127.5).round().to(torch.uint8).cpu()
-        cancel.check()
 
 
 def _guided(

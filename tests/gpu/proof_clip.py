@@ -45,7 +45,7 @@ class EngineDecoder:
         self._first = first
         self._next = following
 
-    def frames(self, latents: torch.Tensor, chunk: int) -> Iterator[torch.Tensor]:
+    def frames(self, latents: torch.Tensor, chunk: int, _tile: int | None = None) -> Iterator[torch.Tensor]:
         out = self._first.infer(z=latents[:, :, :1])
         yield out.pop("frames")
         for start in range(1, latents.shape[2], chunk):

@@ -180,7 +180,7 @@ def text() -> None:
         feed_forward_proj="gated-gelu",
     )
     with module(lambda: UMT5EncoderModel(config), torch.bfloat16) as (made, weights):
-        model = PyTorchTextModel(made)
+        model = PyTorchTextModel(made, DEVICE)
         ids = torch.randint(1, 1000, (1, 512), device=DEVICE)
         mask = torch.ones_like(ids)
         found = call(lambda: model(ids, mask), 3)

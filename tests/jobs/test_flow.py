@@ -221,9 +221,19 @@ def test_a_defect_is_one_line_and_the_log(tiny: Tiny, tmp_path: Path, monkeypatc
     assert "\n" not in end.what
 
 
-def test_running_out_of_memory_says_which(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("out of memory"),
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_running_out_of_memory_says_which(
+    error: Exception, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     monkeypatch.setattr("runtime.jobs.flow.get_noise", full)
     end = run(tiny("wan2.1"), tmp_path / "x.mp4")[-1]

@@ -1,0 +1,94 @@
+"""Quantization: what it computes in, what it refuses, and that the pinned libraries do what is asked of them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.core.errors import MachineError, ModelError
+from runtime.core.plan import ComponentPlan
+from runtime.models.quantization import arithmetic, check_quantized, config, loading_arguments
+from tests.engines.contract import wheels
+
+KINDS = {"bnb-8bit": "bitsandbytes", "bnb-4bit": "bitsandbytes", "fp8": "torchao"}
+# Relative errors of a small random transformer in bfloat16, with room: measured 0.005, 0.023 and 0.011.
+ERRORS = {"bnb-8bit": 0.02, "bnb-4bit": 0.06, "fp8": 0.03}
+
+
+def part(quantization: str, dtype: str = "bfloat16", device: str = "cpu") -> ComponentPlan:
+    """Return a transformer's plan."""
+    return ComponentPlan(
+        backend="pytorch", device=device, dtype=dtype, weights_bytes=0, reason="", quantization=quantization
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "bfloat16", "computes_in"),
+    [
+        ("fp8", "bfloat16", True, "bfloat16"),
+        ("fp8", "float32", True, "bfloat16"),
+        ("fp8", "float16", True, "bfloat16"),
+        ("bnb-4bit", "bfloat16", True, "bfloat16"),
+        ("bnb-4bit", "float32", True, "bfloat16"),
+        ("bnb-4bit", "float32", False, "float16"),
+        ("bnb-8bit", "float16", False, "float16"),
+    ],
+)
+def test_it_computes_in_16_bits(kind: str, dtype: str, bfloat16: bool, computes_in: str) -> None:
+    assert arithmetic(part(kind, dtype), bfloat16=bfloat16) == computes_in
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cpu_is_refused(kind: str) -> None:
+    with pytest.raises(MachineError, match=f"{kind} needs an NVIDIA GPU") as caught:
+        loading_arguments(part(kind))
+    assert caught.value.remedy == "Take --quantization none."
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_package_that_is_not_there_is_named(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, KINDS[kind], None)
+    with pytest.raises(MachineError, match=f"{kind} needs {KINDS[kind]}, which is not installed") as caught:
+        config(kind, torch.bfloat16)
+    assert "--quantization none" in caught.value.remedy
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_package_that_does_not_start_says_why(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, KINDS[kind], raising=False)
+    (tmp_path / f"{KINDS[kind]}.py").write_text("raise OSError('libcudart.so.13 is missing\\nmore')\n", "utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(MachineError, match=r"does not start here: libcudart\.so\.13 is missing") as caught:
+        config(kind, torch.bfloat16)
+    assert "\n" not in caught.value.what
+
+
+def test_a_model_of_which_nothing_was_quantized_is_told() -> None:
+    with pytest.raises(ModelError, match="found no layer of the transformer"):
+        check_quantized(torch.nn.Linear(3, 3), "fp8", "the transformer")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_pinned_libraries_quantize_and_what_is_quantized_moves(kind: str, tmp_path: Path) -> None:
+    package = wheels.unpacked(f"{KINDS[kind]}=={wheels.pinned(KINDS[kind])}")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.models.quantize_on_cpu", kind, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=wheels.ROOT,
+        env=wheels.environment_with([package, wheels.ROOT], tmp_path),
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    placements = ["device"] if kind == "bnb-8bit" else ["device", "whole", "blocks", "leaves"]
+    assert list(found["errors"]) == placements
+    for error in found["errors"].values():
+        assert 0 < error < ERRORS[kind]
+    # The blocks' linear layers and nothing else.
+    assert found["quantized"] == 3 * 10
+    assert found["kept"] == ["torch.bfloat16"] * 3
