@@ -154,7 +154,7 @@ class Residency:
             else:
                 yield pytorch(part)
         finally:
-            if not job.plan.keep_loaded:
+            if not job.plan.stays(name):
                 self._drop(used[0])
 
     def _on_engines(

@@ -5,9 +5,11 @@ came to be.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from runtime.core.forecast import Rung, Seconds, StageMemory
 
 PYTORCH = "pytorch"
 BACKEND_TITLES: Mapping[str, str] = {
@@ -50,7 +52,7 @@ class ComponentPlan:
         backend: "tensorrt", "inductor", "onnxruntime" or "pytorch".
         device: a torch device, such as "cpu" or "cuda:0".
         dtype: a torch dtype's name, such as "float32": PyTorch's, should it run or take over.
-        weights_bytes: size of its weights in that dtype.
+        weights_bytes: size of its weights in that dtype and quantization, or of its engines' files.
         reason: one sentence.
         engines: what it runs on, in the order of use; none in PyTorch.
         asked: the backend that was asked for, or "auto".
@@ -102,15 +104,18 @@ class ExecutionPlan:
         latent_shape: (batch, channels, latent frames, latent height, latent width).
         tokens: length of the transformer's sequence.
         decode_chunk: latent frames that the VAE decodes in one call.
-        keep_loaded: whether parts stay in memory between stages and jobs.
+        keep_loaded: whether parts stay in memory between stages and jobs, all but those `freed` after their stage.
         components: by name, in the order they run.
         step_flops, decode_flops: arithmetic of one denoising step (guidance included) and of the whole decode.
-        memory_bytes: estimated peak of weights and activations.
+        memory_bytes: the forecast's peak over the stages; `free_bytes` of the device were free for it.
+        memory: what each component takes while it runs, in order.
+        seconds: the forecast for "encode", "denoise", "decode", their "total", and "load", which comes on top.
+        ladder: the ways to hold the weights, fastest first.
         output: the MP4 to write.
         backends: which backend was asked for, by component or "all"; what is not there is "auto".
         build: whether engines are built: "missing", "never", "always", or "auto".
         offload: where weights wait while they are not used: "none" (the device), "model", "group" or "sequential".
-        quantization: what was asked for, or "auto"; the components say what became of it.
+        quantization: of the transformers' weights: "none", "bnb-8bit", "bnb-4bit" or "fp8".
         warnings: sentences to show beside the result.
     """
 
@@ -139,6 +144,11 @@ class ExecutionPlan:
     build: str
     offload: str
     quantization: str
+    free_bytes: int = 0
+    freed: tuple[str, ...] = ()
+    memory: tuple[StageMemory, ...] = ()
+    seconds: Mapping[str, Seconds] = field(default_factory=dict)
+    ladder: tuple[Rung, ...] = ()
     warnings: tuple[str, ...] = ()
 
     @property
@@ -151,6 +161,10 @@ class ExecutionPlan:
         """(latent frames, latent height, latent width)."""
         _, _, frames, height, width = self.latent_shape
         return frames, height, width
+
+    def stays(self, component: str) -> bool:
+        """Whether a component stays in memory after its stage."""
+        return self.keep_loaded and component not in self.freed
 
     def title(self, component: str) -> str:
         """Return a component's name as people read it."""
@@ -201,4 +215,12 @@ class ExecutionPlan:
             "step_flops": self.step_flops,
             "decode_flops": self.decode_flops,
             "memory_bytes": self.memory_bytes,
+            "quantization": self.quantization,
+            "memory": {
+                "peak_bytes": self.memory_bytes,
+                "free_bytes": self.free_bytes,
+                "stages": [stage.to_json() for stage in self.memory],
+            },
+            "forecast": {name: seconds.to_json() for name, seconds in self.seconds.items()},
+            "ladder": [rung.to_json() for rung in self.ladder],
         }

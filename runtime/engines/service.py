@@ -163,6 +163,7 @@ class EngineService:
         uses: list[EngineUse] = []
         missing = ""
         seconds = pytorch_seconds = 0.0
+        file_bytes = 0
         for program in programs_of(component):
             size = _size(program, latent)
             profile = _profile(builder.name, program, spec, size, device)
@@ -185,6 +186,7 @@ class EngineService:
                 calls = latent[0] - 1 if program == "vae_next" else 1
                 seconds += calls * found.seconds_per_call
                 pytorch_seconds += calls * found.pytorch_seconds_per_call
+                file_bytes += found.file_bytes
             uses.append(use)
         return EngineOffer(
             backend=builder.backend,
@@ -195,6 +197,7 @@ class EngineService:
             remedy=problem[1] if problem else "",
             seconds=seconds,
             pytorch_seconds=pytorch_seconds,
+            file_bytes=file_bytes,
         )
 
     def _refusal(self, builder: Builder) -> EngineOffer:

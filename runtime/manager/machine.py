@@ -11,6 +11,9 @@ from pathlib import Path
 
 import psutil
 
+# Packages that make weights smaller.
+QUANTIZERS = ("torchao", "bitsandbytes")
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -25,7 +28,10 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The facts that decisions rest on; bytes throughout. `torch_cuda` is `None` for a CPU build."""
+    """The facts that decisions rest on; bytes throughout.
+
+    `torch_cuda` is `None` for a CPU build; `quantizers` are those of `QUANTIZERS` that are installed.
+    """
 
     system: str
     cpu: str
@@ -36,6 +42,7 @@ class Machine:
     gpu_problem: str | None
     torch_version: str | None
     torch_cuda: str | None
+    quantizers: tuple[str, ...] = ()
 
 
 def probe() -> Machine:
@@ -52,6 +59,7 @@ def probe() -> Machine:
         gpu_problem=problem,
         torch_version=_version("torch"),
         torch_cuda=_torch_cuda(),
+        quantizers=tuple(package for package in QUANTIZERS if _version(package) is not None),
     )
 
 

@@ -20,7 +20,8 @@ class EngineOffer:
         missing: why an engine must be built, as in "there is none yet"; empty where all are there.
         problem: why nothing can be built here, `None` where it can.
         remedy: what to do about that, a sentence.
-        seconds, pytorch_seconds: of all calls that a clip takes, as measured here; 0 if not measured.
+        seconds, pytorch_seconds: of one call, for the VAE of the whole clip, as measured here; 0 if not measured.
+        file_bytes: of the engines that are there.
     """
 
     backend: str
@@ -31,6 +32,7 @@ class EngineOffer:
     remedy: str = ""
     seconds: float = 0.0
     pytorch_seconds: float = 0.0
+    file_bytes: int = 0
 
     @property
     def ready(self) -> bool:
