@@ -104,12 +104,12 @@ def decide(case: Case, offload: str, quantization: str, clip: str) -> Decision:
     """
     every = options(case)
     asked = _asked(case, every, offload, quantization)
-    # Quantized only where nothing else fits; a tight fit only then, and the smallest.
+    # Quantized only where nothing else fits; a tight fit only then, the least tight and of those the fastest.
     ranked = sorted(asked, key=lambda option: not option.rung.lossless)
     taken = next((option for option in ranked if _fits(option) and not option.tight), None)
     if taken is None:
         tight = [option for option in ranked if _fits(option)]
-        taken = min(tight, key=lambda option: option.rung.peak_bytes, default=None)
+        taken = min(tight, key=lambda option: _needs(option.memory), default=None)
     if taken is None:
         raise _refusal(case, every, asked, clip)
     ladder = every if taken in every else [taken, *every]
@@ -122,7 +122,7 @@ def decide(case: Case, offload: str, quantization: str, clip: str) -> Decision:
             f"Memory is tight: about {_gib(taken.rung.peak_bytes)} of the {_gib(case.free_bytes)} that are free. "
             "It may run out; a smaller size or fewer frames are safer."
         )
-    return Decision(taken, tuple(replace(option.rung, taken=option is taken) for option in ladder), tuple(warnings))
+    return Decision(taken, tuple(replace(option.rung, taken=option == taken) for option in ladder), tuple(warnings))
 
 
 def _asked(case: Case, every: list[Option], offload: str, quantization: str) -> list[Option]:

@@ -78,7 +78,7 @@ def test_what_fits_leaves_room_for_the_allocator(row: dict[str, Any]) -> None:
     model = spec(OF_VAE.get(row["model"], row["model"]) if row["part"] != "transformer" else row["model"])
     dtypes = dict.fromkeys(model.component_names, row["dtype"])
     size = tuple(row.get("size", (832, 480, 81)))
-    held = load(model, size, dtypes)  # type: ignore[arg-type]
+    held = load(model, size, dtypes)
     (stage,) = [stage for stage in vram.stages(held, Way(), row.get("chunk", 1)) if stage.component == row["part"]]
     needs = row["weights"] + stage.working_bytes + stage.spare_bytes
     assert row["reserved"] <= needs <= 1.5 * row["reserved"]
