@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from runtime.core.plan import ExecutionPlan
@@ -40,17 +41,18 @@ class HistoryFile:
             return ()
 
     def add(self, new: Iterable[Run]) -> None:
-        """Remember runs; each takes the place of the one before of its kind and size."""
-        runs = list(new)
+        """Remember runs; each takes the place of the one before of its kind and size, but for memory not told anew."""
+        runs = {(run.kind, run.flops): run for run in new}
         if not runs:
             return
-        known = {(run.kind, run.flops) for run in runs}
         target = self._path
         written = target.with_suffix(f".{os.getpid()}.tmp")
         try:
             with held(target.with_suffix(".lock"), seconds=_WAIT_SECONDS):
-                kept = [run for run in self.read() if (run.kind, run.flops) not in known]
-                values = {"version": _VERSION, "runs": [run.to_json() for run in (*kept, *runs)[-_MOST:]]}
+                before = {(run.kind, run.flops): run for run in self.read()}
+                kept = [run for key, run in before.items() if key not in runs]
+                now = [_with_memory_of(before.get(key), run) for key, run in runs.items()]
+                values = {"version": _VERSION, "runs": [run.to_json() for run in (*kept, *now)[-_MOST:]]}
                 written.write_text(json.dumps(values), encoding="utf-8")
                 written.replace(target)
         except OSError as error:  # a lock that nobody gives back in time is one too
@@ -70,3 +72,9 @@ class HistoryFile:
         """
         self.add(runs_of(planned, ran, spec, self._machine, timings, peaks if self._first else {}))
         self._first = False
+
+
+def _with_memory_of(before: Run | None, run: Run) -> Run:
+    if before is None or run.excess_bytes is not None:
+        return run
+    return replace(run, working_bytes=before.working_bytes, excess_bytes=before.excess_bytes)
