@@ -11,6 +11,7 @@ from runtime.core.events import Event, Failed, FellBack, TerminalEvent, VideoSav
 from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
 from runtime.jobs.flow import run_job
+from runtime.jobs.history import HistoryFile
 from runtime.jobs.outputs import make_folder, output_path
 from runtime.manager.machine import probe
 from runtime.manager.planner import resolve
@@ -23,7 +24,9 @@ def generate(request: GenerationRequest, out: str | None, *, as_json: bool) -> i
     spec = find(request.model, loaded.weights_dir)
     machine = probe()
     engines = EngineService.from_settings(loaded, machine)
-    plan = resolve(request, spec, machine, _target(request, out, loaded.outputs_dir), engines.offers(spec))
+    history = HistoryFile(loaded.cache_dir, machine)
+    output = _target(request, out, loaded.outputs_dir)
+    plan = resolve(request, spec, machine, output, engines.offers(spec), history.read())
     progress = show.ProgressLine()
     ends: list[TerminalEvent] = []
 
@@ -37,7 +40,7 @@ def generate(request: GenerationRequest, out: str | None, *, as_json: bool) -> i
             ends.append(event)
 
     with cancel_on_signals() as cancel, Residency(engines) as residency, progress.shown():
-        run_job(plan, spec, emit, cancel, residency)
+        run_job(plan, spec, emit, cancel, residency, history)
     (end,) = ends
     if isinstance(end, VideoSaved):
         _report(end)

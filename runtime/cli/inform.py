@@ -5,10 +5,12 @@ from typing import Any
 
 from runtime.cli import show
 from runtime.core import settings
+from runtime.core.duration import duration
 from runtime.core.errors import TandemError
-from runtime.core.plan import BACKEND_TITLES
+from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
+from runtime.jobs.history import HistoryFile
 from runtime.jobs.outputs import output_path
 from runtime.manager.doctor import examine
 from runtime.manager.machine import probe
@@ -19,6 +21,8 @@ from runtime.models.spec import ModelSpec
 from runtime.models.wan import read_spec
 
 _MIB = 1 << 20
+_STAGES = ("encode", "denoise", "decode")
+_TENTHS_BELOW = 10
 
 
 def show_plan(request: GenerationRequest) -> dict[str, Any]:
@@ -27,7 +31,8 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
     spec = look_up(request.model, loaded.weights_dir)
     machine = probe()
     offers = EngineService.from_settings(loaded, machine).offers(spec)
-    plan = resolve(request, spec, machine, output_path(loaded.outputs_dir, request.prompt), offers)
+    history = HistoryFile(loaded.cache_dir, machine).read()
+    plan = resolve(request, spec, machine, output_path(loaded.outputs_dir, request.prompt), offers, history)
     show.line(
         f"{spec.title}: {plan.width}x{plan.height}, {plan.frames} frames ({plan.seconds_of_video:.1f} s at {plan.fps} "
         f"fps), {plan.steps} steps, {plan.tokens:,} tokens, seed {plan.seed}"
@@ -44,11 +49,50 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
             for name, part in plan.components.items()
         ],
     )
-    stay = "parts stay loaded" if plan.keep_loaded else "parts are loaded one at a time"
-    show.line(f"Memory at the peak: about {_size(plan.memory_bytes)} ({stay})")
+    _show_memory(plan)
+    _show_time(plan)
     for message in plan.warnings:
         show.warning(message)
     return {"request": plan.request_json(), "plan": plan.to_json(), "warnings": list(plan.warnings)}
+
+
+def _show_memory(plan: ExecutionPlan) -> None:
+    where = "video memory" if plan.components["transformer"].device.startswith("cuda") else "memory"
+    rows = []
+    for stage in plan.memory:
+        how = "measured" if stage.measured else "estimated"
+        sizes = (stage.weights_bytes, stage.working_bytes, stage.beside_bytes, stage.peak_bytes)
+        rows.append((plan.title(stage.component), *map(_size, sizes), how))
+    show.table(("While it runs", "Weights", "Working set", "Beside", "Peak", ""), rows)
+    taken = next(rung for rung in plan.ladder if rung.taken)
+    show.line(
+        f"Memory at the peak: about {_size(plan.memory_bytes)} of {_size(plan.free_bytes)} of {where} that are free. "
+        f"{taken.title}."
+    )
+    if taken is plan.ladder[0]:
+        return
+    fastest = plan.ladder[0].seconds.likely
+    show.line("Memory is short for the fastest way. The ways there are:")
+    rows = []
+    for rung in plan.ladder:
+        short = [what for what, fits in (("video memory", rung.fits), ("RAM", rung.fits_ram)) if not fits]
+        verdict = "taken" if rung.taken else f"too little {' and '.join(short)}" if short else "fits"
+        ram = _size(rung.ram_bytes) if rung.ram_bytes else ""
+        times = f"{rung.seconds.likely / fastest:.1f} times"
+        rows.append((rung.title, rung.flags, _size(rung.peak_bytes), ram, times, verdict))
+    show.table(("Way", "Asked for by", "Peak", "RAM", "As long", ""), rows)
+
+
+def _show_time(plan: ExecutionPlan) -> None:
+    stages = ", ".join(f"{name} {_about(plan.seconds[name].likely)}" for name in _STAGES)
+    total, load = plan.seconds["total"], plan.seconds["load"]
+    how = "by earlier runs here" if total.measured else "estimated"
+    show.line(f"Time: about {_about(total.likely)}, {_about(total.low)} to {_about(total.high)} ({how}): {stages}")
+    show.line(f"Loading before that: about {_about(load.likely)}, {_about(load.low)} to {_about(load.high)}")
+
+
+def _about(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < _TENTHS_BELOW else duration(seconds)
 
 
 def show_models() -> dict[str, Any]:

@@ -191,7 +191,7 @@ class Residency:
                 yield pytorch(part)
         finally:
             held = self._held.get(used[0])
-            if used[0].placement == "device" and not job.plan.keep_loaded:
+            if used[0].placement == "device" and not job.plan.stays(name):
                 self._drop(used[0])
             elif isinstance(held, _Loaded):
                 held.placed.away()

@@ -5,9 +5,11 @@ came to be.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from runtime.core.forecast import Rung, Seconds, StageMemory
 
 PYTORCH = "pytorch"
 BACKEND_TITLES: Mapping[str, str] = {
@@ -50,7 +52,7 @@ class ComponentPlan:
         backend: "tensorrt", "inductor", "onnxruntime" or "pytorch".
         device: a torch device, such as "cpu" or "cuda:0".
         dtype: a torch dtype's name, such as "float32": PyTorch's, should it run or take over.
-        weights_bytes: size of its weights in that dtype.
+        weights_bytes: size of its weights in that dtype and quantization, or of its engines' files.
         reason: one sentence.
         engines: what it runs on, in the order of use; none in PyTorch.
         asked: the backend that was asked for, or "auto".
@@ -106,16 +108,19 @@ class ExecutionPlan:
         tokens: length of the transformer's sequence.
         decode_chunk: latent frames that the VAE decodes in one call.
         decode_tile: side of the tiles that the VAE decodes a frame in, in latents; `None` decodes it whole.
-        keep_loaded: whether parts stay on the device between stages and jobs. Those that `offload` has wait in RAM
-            stay there in any case.
+        keep_loaded: whether parts stay on the device between stages and jobs, all but those `freed` after their stage.
+            Those that `offload` has wait in RAM stay there in any case.
         components: by name, in the order they run.
         step_flops, decode_flops: arithmetic of one denoising step (guidance included) and of the whole decode.
-        memory_bytes: estimated peak of weights and activations.
+        memory_bytes: the forecast's peak over the stages; `free_bytes` of the device were free for it.
+        memory: what each component takes while it runs, in order.
+        seconds: the forecast for "encode", "denoise", "decode", their "total", and "load", which comes on top.
+        ladder: the ways to hold the weights, fastest first.
         output: the MP4 to write.
         backends: which backend was asked for, by component or "all"; what is not there is "auto".
         build: whether engines are built: "missing", "never", "always", or "auto".
         offload: where weights wait while they are not used: "none" (the device), "model", "group" or "sequential".
-        quantization: what was asked for, or "auto"; the components say what became of it.
+        quantization: of the transformers' weights: "none", "bnb-8bit", "bnb-4bit" or "fp8".
         warnings: sentences to show beside the result.
     """
 
@@ -145,6 +150,11 @@ class ExecutionPlan:
     offload: str
     quantization: str
     decode_tile: int | None = None
+    free_bytes: int = 0
+    freed: tuple[str, ...] = ()
+    memory: tuple[StageMemory, ...] = ()
+    seconds: Mapping[str, Seconds] = field(default_factory=dict)
+    ladder: tuple[Rung, ...] = ()
     warnings: tuple[str, ...] = ()
 
     @property
@@ -157,6 +167,10 @@ class ExecutionPlan:
         """(latent frames, latent height, latent width)."""
         _, _, frames, height, width = self.latent_shape
         return frames, height, width
+
+    def stays(self, component: str) -> bool:
+        """Whether a component stays in memory after its stage."""
+        return self.keep_loaded and component not in self.freed
 
     def title(self, component: str) -> str:
         """Return a component's name as people read it."""
@@ -208,4 +222,12 @@ class ExecutionPlan:
             "step_flops": self.step_flops,
             "decode_flops": self.decode_flops,
             "memory_bytes": self.memory_bytes,
+            "quantization": self.quantization,
+            "memory": {
+                "peak_bytes": self.memory_bytes,
+                "free_bytes": self.free_bytes,
+                "stages": [stage.to_json() for stage in self.memory],
+            },
+            "forecast": {name: seconds.to_json() for name, seconds in self.seconds.items()},
+            "ladder": [rung.to_json() for rung in self.ladder],
         }

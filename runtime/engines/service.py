@@ -177,6 +177,7 @@ class EngineService:
         missing = misfit = ""
         build_time = 0.0
         seconds = pytorch_seconds = 0.0
+        file_bytes = 0
         for program in programs_of(component):
             size = _size(program, latent)
             profile = _profile(builder.name, program, spec, size, device)
@@ -202,6 +203,7 @@ class EngineService:
                 calls = latent[0] - 1 if program == "vae_next" else 1
                 seconds += calls * found.seconds_per_call
                 pytorch_seconds += calls * found.pytorch_seconds_per_call
+                file_bytes += found.file_bytes
             uses.append(use)
         room = self._no_room(needs) if problem is None and needs else None
         if room is not None:
@@ -218,6 +220,7 @@ class EngineService:
             build_seconds=build_time,
             seconds=seconds,
             pytorch_seconds=pytorch_seconds,
+            file_bytes=file_bytes,
         )
 
     def _refusal(self, builder: Builder) -> EngineOffer:

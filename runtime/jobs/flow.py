@@ -32,6 +32,7 @@ from runtime.core.events import (
 )
 from runtime.core.plan import ExecutionPlan
 from runtime.jobs.course import Course, Emit
+from runtime.jobs.history import HistoryFile
 from runtime.jobs.measure import Clock, PeakMemory
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_scheduler
@@ -45,7 +46,14 @@ logger = logging.getLogger(__name__)
 _PREVIEW_SECONDS = 0.25
 
 
-def run_job(plan: ExecutionPlan, spec: ModelSpec, emit: Emit, cancel: Cancel, residency: Residency) -> None:
+def run_job(
+    plan: ExecutionPlan,
+    spec: ModelSpec,
+    emit: Emit,
+    cancel: Cancel,
+    residency: Residency,
+    history: HistoryFile | None = None,
+) -> None:
     """Make the video. Ends in exactly one of `VideoSaved`, `Failed`, `Cancelled`; raises nothing.
 
     Args:
@@ -53,11 +61,14 @@ def run_job(plan: ExecutionPlan, spec: ModelSpec, emit: Emit, cancel: Cancel, re
         emit: called with each event, on this thread.
         cancel: checked at each stage, step and chunk, and ten times a second while an engine is built.
         residency: holds loaded components, between jobs too where the plan says so.
+        history: remembers what the job took, if it ends well.
     """
     emit(Planned(plan))
     try:
         with PeakMemory(plan.components["transformer"].device) as peak, Course(plan, spec, emit, cancel) as course:
             saved = _generate(course, spec, emit, cancel, residency, peak)
+            if history is not None:
+                history.note(plan, course.plan, spec, saved.timings, peak.by_stage)
     except CancelledError:
         emit(Cancelled())
     except TandemError as error:
@@ -78,7 +89,7 @@ def run_job(plan: ExecutionPlan, spec: ModelSpec, emit: Emit, cancel: Cancel, re
 def _generate(
     course: Course, spec: ModelSpec, emit: Emit, cancel: Cancel, residency: Residency, peak: PeakMemory
 ) -> VideoSaved:
-    plan, clock = course.plan, Clock(residency)
+    plan, clock = course.plan, Clock(residency, peak)
     check_target(plan.output)
     for message in plan.warnings:
         course.warn(message)

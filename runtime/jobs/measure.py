@@ -15,10 +15,11 @@ _SAMPLE_SECONDS = 0.05
 
 
 class Clock:
-    """Times stages; what `residency` spends on loading inside a stage is counted apart."""
+    """Times stages, and tells `peak` of them; what `residency` spends on loading inside a stage is counted apart."""
 
-    def __init__(self, residency: Residency) -> None:
+    def __init__(self, residency: Residency, peak: "PeakMemory") -> None:
         self._residency = residency
+        self._peak = peak
         self._loaded_before = residency.load_seconds
         self._seconds: dict[str, float] = {}
 
@@ -26,7 +27,9 @@ class Clock:
     def stage(self, name: str) -> Iterator[None]:
         """Time the body as stage `name`."""
         started, loaded = time.perf_counter(), self._residency.load_seconds
+        self._peak.enter_stage(name)
         yield
+        self._peak.leave_stage()
         loading = self._residency.load_seconds - loaded
         self._seconds[name] = time.perf_counter() - started - loading
 
@@ -42,20 +45,30 @@ class Clock:
 
 
 class PeakMemory:
-    """The most memory held while it is entered: allocated on a CUDA device, else resident in this process."""
+    """The most memory held while it is entered: allocated on a CUDA device, else resident in this process.
+
+    `by_stage` holds the same for each stage that ended, without what was held before.
+    """
 
     def __init__(self, device: str) -> None:
         self._cuda = device if device.startswith("cuda") else None
         self._process = psutil.Process()
         self._stop = threading.Event()
+        self._lock = threading.Lock()
         self._peak = 0
+        self._before = 0
+        self._in_stage = 0
+        self._stage = ""
+        self.by_stage: dict[str, int] = {}
 
     def __enter__(self) -> "PeakMemory":
         """Start measuring."""
         if self._cuda:
             torch.cuda.synchronize(self._cuda)  # starts CUDA: before that there are no statistics to reset
             torch.cuda.reset_peak_memory_stats(self._cuda)
+            self._before = torch.cuda.memory_allocated(self._cuda)
         else:
+            self._before = self._process.memory_info().rss
             self._thread = threading.Thread(target=self._sample, name="peak-memory", daemon=True)
             self._thread.start()
         return self
@@ -70,10 +83,28 @@ class PeakMemory:
 
     def bytes(self) -> int:
         """Return the peak so far, in bytes."""
-        if self._cuda:
-            return int(torch.cuda.max_memory_allocated(self._cuda))
-        return max(self._peak, int(self._process.memory_info().rss))
+        self._note()
+        return self._peak
+
+    def enter_stage(self, name: str) -> None:
+        """Measure stage `name` apart, from here on."""
+        self._note()
+        with self._lock:
+            self._stage, self._in_stage = name, 0
+            if self._cuda:
+                torch.cuda.reset_peak_memory_stats(self._cuda)
+
+    def leave_stage(self) -> None:
+        """End the stage."""
+        self._note()
+        self.by_stage[self._stage] = self._in_stage - self._before
+
+    def _note(self) -> None:
+        with self._lock:
+            held = torch.cuda.max_memory_allocated(self._cuda) if self._cuda else self._process.memory_info().rss
+            self._peak = max(self._peak, held)
+            self._in_stage = max(self._in_stage, held)
 
     def _sample(self) -> None:
         while not self._stop.wait(_SAMPLE_SECONDS):
-            self._peak = max(self._peak, self._process.memory_info().rss)
+            self._note()

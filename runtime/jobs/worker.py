@@ -6,14 +6,17 @@ A job outlives the page that asked for it. Knows nothing about pages.
 import logging
 import queue
 import secrets
+import sys
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
+
+import psutil
 
 from runtime.core.cancel import Cancel
 from runtime.core.events import Cancelled, Event, Failed, TerminalEvent, VideoSaved
@@ -21,8 +24,9 @@ from runtime.core.plan import ExecutionPlan
 from runtime.core.progress import Progress
 from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
+from runtime.jobs.history import HistoryFile
 from runtime.jobs.outputs import make_folder, output_path
-from runtime.manager.machine import probe
+from runtime.manager.machine import Machine, probe
 from runtime.manager.planner import resolve
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
@@ -63,12 +67,16 @@ class Worker:
         weights_dir: where models are looked for, beside the shipped ones.
         outputs_dir: where videos go; made when a job is submitted.
         engines: what the plans may use.
+        history: what jobs took here, read for each plan and added to.
     """
 
-    def __init__(self, weights_dir: Path, outputs_dir: Path, engines: EngineService) -> None:
+    def __init__(
+        self, weights_dir: Path, outputs_dir: Path, engines: EngineService, history: HistoryFile | None = None
+    ) -> None:
         self._weights_dir = weights_dir
         self._outputs_dir = outputs_dir
         self._engines = engines
+        self._history = history
         self._jobs: OrderedDict[str, Job] = OrderedDict()
         self._queue: queue.Queue[Job | None] = queue.Queue()
         self._lock = threading.Lock()
@@ -84,7 +92,8 @@ class Worker:
         spec = find(request.model, self._weights_dir)
         make_folder(self._outputs_dir)
         output = output_path(self._outputs_dir, request.prompt)
-        plan = resolve(request, spec, probe(), output, self._engines.offers(spec))
+        history = self._history.read() if self._history is not None else ()
+        plan = resolve(request, spec, _with_own_memory(probe()), output, self._engines.offers(spec), history)
         job = Job(secrets.token_hex(4), plan, spec)
         with self._lock:
             self._jobs[job.id] = job
@@ -125,7 +134,7 @@ class Worker:
         with ExitStack() as stack:
             run: Callable[[Job], None] | None = None
             with suppress(Exception):  # told when there is a job to tell it to
-                run = _ready(stack, self._engines)
+                run = _ready(stack, self._engines, self._history)
             while (job := self._queue.get()) is not None:
                 if job.cancel.requested:
                     job.record(Cancelled())
@@ -133,7 +142,7 @@ class Worker:
                 job.state = "running"
                 logger.info("Job %s: %d frames, seed %d", job.id, job.plan.frames, job.plan.seed)
                 try:
-                    run = run or _ready(stack, self._engines)
+                    run = run or _ready(stack, self._engines, self._history)
                     run(job)
                 except Exception as error:  # running raises nothing: PyTorch itself does not start
                     logger.exception("Job %s could not start", job.id)
@@ -146,13 +155,24 @@ class Worker:
             del self._jobs[job.id]
 
 
-def _ready(stack: ExitStack, engines: EngineService) -> Callable[[Job], None]:
+def _ready(stack: ExitStack, engines: EngineService, history: HistoryFile | None) -> Callable[[Job], None]:
     """Import what runs jobs, and return it. Takes seconds, for torch: so here, on the worker's own thread."""
     from runtime.components.residency import Residency
     from runtime.jobs.flow import run_job
 
     residency = stack.enter_context(Residency(engines))
-    return lambda job: run_job(job.plan, job.spec, job.record, job.cancel, residency)
+    return lambda job: run_job(job.plan, job.spec, job.record, job.cancel, residency, history)
+
+
+def _with_own_memory(machine: Machine) -> Machine:
+    """Return the machine as it is to a new job: what this process holds from earlier ones is used again or freed."""
+    torch = sys.modules.get("torch")
+    gpus = machine.gpus
+    if gpus and torch is not None and torch.cuda.is_initialized():
+        held = torch.cuda.memory_reserved(0)
+        gpus = (replace(gpus[0], free_bytes=min(gpus[0].free_bytes + held, gpus[0].total_bytes)), *gpus[1:])
+    own = psutil.Process().memory_info().rss
+    return replace(machine, gpus=gpus, ram_free_bytes=min(machine.ram_free_bytes + own, machine.ram_bytes))
 
 
 def _end_state(event: TerminalEvent) -> State:

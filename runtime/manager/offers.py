@@ -26,7 +26,8 @@ class EngineOffer:
         remedy: what to do about that, a sentence.
         chip: `problem` in a few words, where it has more.
         build_seconds: about how long building those that are not there takes.
-        seconds, pytorch_seconds: of all calls that a clip takes, as measured here; 0 if not measured.
+        seconds, pytorch_seconds: of one call, for the VAE of the whole clip, as measured here; 0 if not measured.
+        file_bytes: of the engines that are there.
     """
 
     backend: str
@@ -40,6 +41,7 @@ class EngineOffer:
     build_seconds: float = 0.0
     seconds: float = 0.0
     pytorch_seconds: float = 0.0
+    file_bytes: int = 0
 
     @property
     def ready(self) -> bool:

@@ -4,41 +4,45 @@ A pure function of the request, the model and the machine: no torch, no disk.
 """
 
 import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import TypeVar
 
 from runtime.core.errors import InvalidRequestError, MachineError
-from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan
+from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, LatentSize
 from runtime.core.request import ALL, AUTO, MAX_FRAMES, MAX_SIDE, Auto, GenerationRequest, label
 from runtime.manager import compat, vram
+from runtime.manager.history import History, calls_of
+from runtime.manager.ladder import Case, decide
 from runtime.manager.machine import Machine
-from runtime.manager.offers import Choice, Offers, admit, choose, no_offers
+from runtime.manager.offers import Choice, EngineOffer, Offers, admit, choose, no_offers
+from runtime.manager.timing import Work
 from runtime.models.spec import ModelSpec
 
 # Models below this size run in float32 on a GPU too: it costs them nothing.
 _SMALL_MODEL_BYTES = 1 << 30
-# Parts stay loaded between stages while all of them need less than this share of the free memory.
-_KEEP_SHARE = 0.6
-# Sample, predictions and the solver's history, all of the latents' size.
-_LATENTS_HELD = 8
-_GIB = 1 << 30
 
 Number = TypeVar("Number", int, float)
 
 
 def resolve(
-    request: GenerationRequest, spec: ModelSpec, machine: Machine, output: Path, offers: Offers = no_offers
+    request: GenerationRequest,
+    spec: ModelSpec,
+    machine: Machine,
+    output: Path,
+    offers: Offers = no_offers,
+    history: History = (),
 ) -> ExecutionPlan:
     """Decide everything.
 
     Args:
         offers: the engines there are or could be, see `engines.offers`.
+        history: what earlier jobs took here, see `jobs.history`: it corrects the forecast.
 
     Raises:
         InvalidRequestError: for a size or length that the model cannot make, with the nearest that it can.
-        MachineError: if memory does not suffice.
+        MachineError: if memory does not suffice, or not for the way that was asked for.
     """
     defaults = spec.defaults
     width = _or(request.width, defaults.width)
@@ -57,28 +61,31 @@ def resolve(
     _check_quantization(request, machine)
     latent_shape = spec.latent_shape(frames, height, width)
     tokens = spec.tokens(frames, height, width)
-    weights = vram.weights_bytes(spec, dtypes)
-    denoise = vram.denoise_bytes(spec, tokens, dtypes["transformer"])
+    noted = _Noted(offers)
     surroundings = compat.Case(component="", backend=PYTORCH, device=device, offload=offload)
-    choices = _choices(request, spec, latent_shape[2:], machine, surroundings, reason, offers)
-    chunk = vram.decode_chunk(spec, latent_shape[2], height, width, dtypes["vae"], device, free)
+    choices = _choices(request, spec, latent_shape[2:], machine, surroundings, reason, noted)
+    load = _load(spec, device, dtypes, choices, noted, frames, height, width)
+    case = Case(
+        load=load,
+        work=Work(
+            calls=calls_of(steps, guidance, guidance_2),
+            frames=frames,
+            engine_seconds=noted.seconds(choices),
+        ),
+        machine=machine,
+        history=history,
+        backends={name: choice.backend for name, choice in choices.items()},
+        free_bytes=free,
+        ram_free_bytes=machine.ram_free_bytes,
+        chunk=_most_at_once(load, choices["vae"], free),
+    )
+    in_pytorch = vram.weights_bytes(spec, dtypes)
     if device != "cpu":
-        _check_ram(request, spec, machine, {name: weights[name] for name in weights if not choices[name].uses})
-    if choices["vae"].uses:
-        # An engine takes one latent frame a call, so that it serves clips of any length.
-        chunk = 1
-    decode = spec.vae.decode_bytes(chunk, height, width, vram.DTYPE_BYTES[dtypes["vae"]])
-    latents_bytes = _LATENTS_HELD * vram.DTYPE_BYTES["float32"] * prod(latent_shape)
-    together = vram.peak_bytes(spec, weights, denoise, decode, latents_bytes, keep_loaded=True)
-    keep = together <= _KEEP_SHARE * free
-    peak = together if keep else vram.peak_bytes(spec, weights, denoise, decode, latents_bytes, keep_loaded=False)
-    if peak > free:
-        where = "video memory" if device.startswith("cuda") else "memory"
-        raise MachineError(
-            f"{spec.title} at {width}x{height}, {frames} frames needs about {peak / _GIB:.1f} GiB of {where}; "
-            f"{free / _GIB:.1f} GiB are free.",
-            "Ask for a smaller size or fewer frames, or take a smaller model.",
-        )
+        _check_ram(request, spec, machine, {name: in_pytorch[name] for name in choices if not choices[name].uses})
+    clip = f"{spec.title} at {width}x{height}, {frames} frames"
+    decision = decide(case, offload, request.quantization, clip)
+    way = decision.taken.way
+    weights = vram.weights_bytes(spec, dtypes, way.quantization) | dict(load.engine_bytes)
     passes = [2 if scale > 1 else 1 for scale in (guidance, guidance_2 or guidance)]
     forward = spec.transformer.forward_flops(tokens, spec.max_sequence_length)
     return ExecutionPlan(
@@ -96,8 +103,9 @@ def resolve(
         model_directory=spec.directory,
         latent_shape=latent_shape,
         tokens=tokens,
-        decode_chunk=chunk,
-        keep_loaded=keep,
+        decode_chunk=decision.taken.chunk,
+        keep_loaded=way.keep_loaded,
+        freed=way.freed,
         components={
             name: ComponentPlan(
                 backend=choices[name].backend,
@@ -108,19 +116,50 @@ def resolve(
                 engines=choices[name].uses,
                 asked=request.backend(name),
                 chip=choices[name].chip,
+                quantization=way.quantization if vram.is_transformer(name) and not choices[name].uses else "none",
             )
             for name in spec.component_names
         },
         step_flops=forward * sum(passes) / 2,
         decode_flops=spec.vae.decode_flops(frames, height, width),
-        memory_bytes=peak,
+        memory_bytes=decision.taken.rung.peak_bytes,
+        free_bytes=free,
+        memory=decision.taken.memory,
+        seconds=decision.taken.seconds,
+        ladder=decision.ladder,
         output=output,
         backends=request.backends,
         build=request.build,
-        offload=offload,
-        quantization=request.quantization,
-        warnings=(*_size_warnings(spec, width, height, frames), *notes),
+        offload=way.offload,
+        quantization=way.quantization,
+        warnings=(*_size_warnings(spec, width, height, frames), *notes, *decision.warnings),
     )
+
+
+class _Noted:
+    """Offers that are remembered: the forecast asks for those that were taken."""
+
+    def __init__(self, offers: Offers) -> None:
+        self._offers = offers
+        self._seen: dict[str, Sequence[EngineOffer]] = {}
+
+    def __call__(self, component: str, latent: LatentSize, device: str) -> Sequence[EngineOffer]:
+        """Return what is offered for a component."""
+        self._seen[component] = self._offers(component, latent, device)
+        return self._seen[component]
+
+    def taken(self, choices: Mapping[str, Choice]) -> dict[str, EngineOffer]:
+        """Return the offers that choices rest on, by component."""
+        found = {}
+        for name, choice in choices.items():
+            ids = [use.id for use in choice.uses]
+            if ids:
+                found[name] = next(offer for offer in self._seen[name] if [use.id for use in offer.uses] == ids)
+        return found
+
+    def seconds(self, choices: Mapping[str, Choice]) -> dict[str, float]:
+        """Return the seconds of a call of those components whose engines were measured."""
+        return {name: offer.seconds for name, offer in self.taken(choices).items() if offer.seconds}
 
 
 def nearest(value: int, stride: int, offset: int, low: int, high: int) -> list[int]:
@@ -131,6 +170,39 @@ def nearest(value: int, stride: int, offset: int, low: int, high: int) -> list[i
 
 def _or(value: Number | Auto, default: Number) -> Number:
     return default if isinstance(value, str) else value
+
+
+def _load(
+    spec: ModelSpec,
+    device: str,
+    dtypes: Mapping[str, str],
+    choices: Mapping[str, Choice],
+    offers: _Noted,
+    frames: int,
+    height: int,
+    width: int,
+) -> vram.Load:
+    weights = vram.weights_bytes(spec, dtypes)
+    return vram.Load(
+        spec=spec,
+        device=device,
+        dtypes=dtypes,
+        # One that is to be built will be as large as its weights; Inductor's files are without them.
+        engine_bytes={name: max(offer.file_bytes, weights[name]) for name, offer in offers.taken(choices).items()},
+        tokens=spec.tokens(frames, height, width),
+        latent_shape=spec.latent_shape(frames, height, width),
+        height=height,
+        width=width,
+    )
+
+
+def _most_at_once(load: vram.Load, vae: Choice, free_bytes: int) -> int:
+    if vae.uses:
+        # An engine takes one latent frame a call, so that it serves clips of any length.
+        return 1
+    return vram.decode_chunk(
+        load.spec, load.latent_shape[2], load.height, load.width, load.dtypes["vae"], load.device, free_bytes
+    )
 
 
 def _choices(

@@ -1,32 +1,131 @@
-"""How much memory a plan needs, from the architecture alone: pure functions, no measuring."""
+"""How much memory each stage of a plan takes, from the architecture alone: pure functions, no measuring.
+
+What a component takes is its weights, and a working set while it runs. Which weights lie on the device meanwhile is the
+`Way` of holding them. tests/manager/ holds both to what an H200 measured.
+"""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
 
+from runtime.core.forecast import StageMemory
 from runtime.models.spec import ModelSpec
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+# Bytes per weight of a block's linear layers. bnb-4bit: half a byte, and a float32 scale for each 64 weights; the other
+# two have one scale per row, which is nothing. The rest stays as it is: embeddings, norms, modulation.
+_QUANTIZED_BYTES: Mapping[str, float] = {"bnb-8bit": 1.0, "bnb-4bit": 0.5 + 4 / 64, "fp8": 1.0}
 
 # Latent frames in one call of the VAE's decoder: more gain nothing, and cancelling waits for a call to end. Measured:
 # on 2 cores diorama decodes in 4.4 s with 1, 3.9 with 2, 4.6 with 4, 5.4 with 8, which leave the processor's caches;
 # on an H200 Wan2.1's decoder gains 10 % from 4.
 _MOST_AT_ONCE = {"cpu": 2, "cuda": 4}
 _DECODE_SHARE = 0.25
-# Python with PyTorch, diffusers and transformers loaded, before any weight (measured: 0.45 GiB on Linux).
-_LIBRARIES_BYTES = 1 << 29
+# Sample, predictions and the solver's history, all of the latents' size, in float32.
+_LATENTS_HELD = 8
+# On a CPU: PyTorch, diffusers and transformers loaded (0.39 GB on Linux), and what they and malloc keep once they ran
+# (0.2 to 0.35 GB, whatever the size). On an H200: the CUDA context.
+_CPU_IMPORTED_BYTES = 390_000_000
+_CPU_LIBRARIES_BYTES = 700_000_000
+_CUDA_CONTEXT_BYTES = 552_402_944
+# System memory of a process that runs CUDA: its libraries, and pages of the shard that is being read.
+_CUDA_PROCESS_BYTES = 3_000_000_000
+_SHARD_BYTES = 5_000_000_000
+# What PyTorch's allocator took on an H200 beside the weights, where all of it was free: at most so many times the
+# working set, and half a gigabyte. It keeps blocks that do not fit the next use, and cuDNN tries workspaces.
+_SPARE_SHARE = {"encode": 0.5, "denoise": 0.5, "decode": 0.75}
+_SPARE_BYTES = 500_000_000
+# By layer, the largest is the text encoder's embedding: 2.1 of UMT5-XXL's 11.4 GB.
+_LARGEST_LAYER = 0.2
+# Of UMT5's heads of attention each has 64 channels.
+_TEXT_HEAD_WIDTH = 64
 
 
-def weights_bytes(spec: ModelSpec, dtypes: Mapping[str, str]) -> dict[str, int]:
-    """Return the bytes of each component's weights in its dtype."""
-    return {name: spec.parameters[name] * DTYPE_BYTES[dtypes[name]] for name in spec.component_names}
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How weights are held.
 
-
-def denoise_bytes(spec: ModelSpec, tokens: int, dtype: str) -> int:
-    """Return an estimate of one forward pass's activations, attention computed without its matrix.
-
-    A block holds the residual stream, q, k, v and the feed-forward's inner layer at once, the norms in float32.
+    Attributes:
+        offload: "none", "model", "group" or "sequential".
+        quantization: of the transformers: "none", "bnb-8bit", "bnb-4bit" or "fp8".
+        keep_loaded: whether parts stay between stages and jobs, all but those `freed` after their stage.
     """
-    width, inner = spec.transformer.width, spec.transformer.ffn_dim
-    return tokens * (6 * width + inner) * DTYPE_BYTES[dtype] + 2 * tokens * width * DTYPE_BYTES["float32"]
+
+    offload: str = "none"
+    quantization: str = "none"
+    keep_loaded: bool = False
+    freed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What is to be held and run.
+
+    Attributes:
+        device: "cpu" or "cuda:0".
+        dtypes: by component, PyTorch's.
+        engine_bytes: of the files of components that run on engines; those hold their own weights.
+        tokens: of the transformer's sequence.
+        latent_shape: (batch, channels, latent frames, latent height, latent width).
+        height, width: of a frame.
+    """
+
+    spec: ModelSpec
+    device: str
+    dtypes: Mapping[str, str]
+    engine_bytes: Mapping[str, int]
+    tokens: int
+    latent_shape: tuple[int, int, int, int, int]
+    height: int
+    width: int
+
+    @property
+    def cuda(self) -> bool:
+        """Whether the device has memory of its own."""
+        return self.device.startswith("cuda")
+
+
+def weights_bytes(spec: ModelSpec, dtypes: Mapping[str, str], quantization: str = "none") -> dict[str, int]:
+    """Return the bytes of each component's weights in its dtype, the transformers' blocks quantized."""
+    found = {name: spec.parameters[name] * DTYPE_BYTES[dtypes[name]] for name in spec.component_names}
+    if quantization != "none":
+        for name in found:
+            if is_transformer(name):
+                linear = min(spec.transformer.block_parameters, spec.parameters[name])
+                rest = (spec.parameters[name] - linear) * DTYPE_BYTES[dtypes[name]]
+                found[name] = rest + int(linear * _QUANTIZED_BYTES[quantization])
+    return found
+
+
+def is_transformer(component: str) -> bool:
+    """Whether a component is one of the experts."""
+    return component.startswith("transformer")
+
+
+def stage_of(component: str) -> str:
+    """Return the stage in which a component runs."""
+    return {"text_encoder": "encode", "vae": "decode"}.get(component, "denoise")
+
+
+def encode_bytes(spec: ModelSpec, dtype: str) -> int:
+    """Return the working set of reading a prompt: attention's matrices, which UMT5 has whole, in float32 for softmax.
+
+    Scores, bias and bias with mask in the encoder's dtype, scores and their softmax in float32.
+    """
+    tokens, width, element = spec.max_sequence_length, spec.transformer.text_dim, DTYPE_BYTES[dtype]
+    heads = max(width // _TEXT_HEAD_WIDTH, 1)
+    return heads * tokens**2 * (3 * element + 8) + 4 * tokens * width * element
+
+
+def denoise_bytes(spec: ModelSpec, tokens: int, dtype: str, quantization: str = "none") -> int:
+    """Return the working set of one forward pass; quantized layers are brought to the dtype one at a time."""
+    widest = 0
+    if quantization != "none":
+        inner = spec.transformer.ffn_dim
+        widest = tokens * inner if quantization == "fp8" else spec.transformer.width * inner * DTYPE_BYTES[dtype]
+    working = spec.transformer.forward_bytes(tokens, DTYPE_BYTES[dtype], time_per_token=spec.expand_timesteps)
+    return working + widest
 
 
 def decode_chunk(
@@ -39,12 +138,79 @@ def decode_chunk(
     return chunk
 
 
-def peak_bytes(
-    spec: ModelSpec, weights: Mapping[str, int], denoise: int, decode: int, frames_bytes: int, *, keep_loaded: bool
-) -> int:
-    """Return the peak over the stages: all weights if they stay loaded, else the largest part with its activations."""
-    beside = frames_bytes + _LIBRARIES_BYTES
-    if keep_loaded:
-        return sum(weights.values()) + max(denoise, decode) + beside
-    experts = max(weights[name] for name in spec.component_names if name.startswith("transformer"))
-    return max(weights["text_encoder"], experts + denoise, weights["vae"] + decode) + beside
+def stages(load: Load, way: Way, chunk: int) -> tuple[StageMemory, ...]:
+    """Return what each component takes while it runs, in the order they do.
+
+    Args:
+        chunk: latent frames that the VAE decodes in one call.
+    """
+    weights = _held(load, way)
+    beside = _LATENTS_HELD * DTYPE_BYTES["float32"] * prod(load.latent_shape)
+    beside += _CUDA_CONTEXT_BYTES if load.cuda else _CPU_LIBRARIES_BYTES
+    return tuple(_stage(load, way, name, weights, chunk, beside) for name in load.spec.component_names)
+
+
+def ram_bytes(load: Load, way: Way) -> int:
+    """Return the system memory that a job on a GPU takes: weights that wait there, or the shard that is read."""
+    weights = weights_bytes(load.spec, load.dtypes, way.quantization)
+    own = {name: size for name, size in weights.items() if name not in load.engine_bytes}
+    waits = sum(own.values()) if way.offload != "none" else min(max(own.values(), default=0), _SHARD_BYTES)
+    return _CUDA_PROCESS_BYTES + waits
+
+
+def _held(load: Load, way: Way) -> dict[str, int]:
+    return weights_bytes(load.spec, load.dtypes, way.quantization) | dict(load.engine_bytes)
+
+
+def _stage(load: Load, way: Way, name: str, weights: Mapping[str, int], chunk: int, beside: int) -> StageMemory:
+    stage = stage_of(name)
+    working = _working(load, way, name, chunk)
+    return StageMemory(
+        stage=stage,
+        component=name,
+        weights_bytes=_on_device(load.spec, way, name, weights, load.engine_bytes),
+        working_bytes=working,
+        beside_bytes=beside,
+        spare_bytes=int(_SPARE_SHARE[stage] * working) + _SPARE_BYTES if load.cuda else 0,
+    )
+
+
+def _working(load: Load, way: Way, name: str, chunk: int) -> int:
+    spec, dtype = load.spec, load.dtypes[name]
+    if name == "text_encoder":
+        return encode_bytes(spec, dtype)
+    if name == "vae":
+        return spec.vae.decode_bytes(chunk, load.height, load.width, DTYPE_BYTES[dtype])
+    return denoise_bytes(spec, load.tokens, dtype, way.quantization)
+
+
+def _on_device(spec: ModelSpec, way: Way, name: str, weights: Mapping[str, int], on_engines: Mapping[str, int]) -> int:
+    """Return the weights that lie on the device while `name` runs."""
+    if way.offload == "none" and way.keep_loaded:
+        running = spec.component_names.index(name)
+        gone = {part for part in way.freed if spec.component_names.index(part) < running}
+        return sum(size for part, size in weights.items() if part not in gone)
+    if way.offload in {"none", "model"} or name == "vae" or name in on_engines:
+        return weights[name]
+    if not is_transformer(name):
+        return int(_LARGEST_LAYER * weights[name])
+    layers = spec.transformer.num_layers
+    blocks = min(spec.transformer.block_parameters, spec.parameters[name]) / spec.parameters[name] * weights[name]
+    # By block: the one that runs and the next, which is brought meanwhile. By layer: a third of a block at most.
+    at_once = 2 * blocks / layers if way.offload == "group" else blocks / layers / 3
+    return int(weights[name] - blocks + at_once) if way.offload == "group" else int(at_once)
+
+
+def taken_before(device: str) -> int:
+    """Return what is taken when a job starts: by the CUDA context, or by the libraries as they are imported."""
+    return _CUDA_CONTEXT_BYTES if device.startswith("cuda") else _CPU_IMPORTED_BYTES
+
+
+def corrected(stage: StageMemory, excess: int) -> StageMemory:
+    """Return the stage with what was measured beyond its forecast: more is the working set's, less the libraries'."""
+    return replace(
+        stage,
+        working_bytes=stage.working_bytes + max(excess, 0),
+        beside_bytes=max(stage.beside_bytes + min(excess, 0), 0),
+        measured=True,
+    )

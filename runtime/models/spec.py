@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+_FLOAT32 = 4
+_RGB = 3
+
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerSpec:
@@ -34,6 +37,33 @@ class TransformerSpec:
         cross_attention = 4 * (tokens + text_tokens) * self.width**2 + 4 * tokens * text_tokens * self.width
         feed_forward = 4 * tokens * self.width * self.ffn_dim
         return float(self.num_layers * (self_attention + cross_attention + feed_forward))
+
+    def forward_bytes(self, tokens: int, element_bytes: int, *, time_per_token: bool) -> int:
+        """Return what one forward pass takes at its peak, beside the weights; attention has no matrix.
+
+        The peak is in a block, at one of four moments. In units of tokens × width: the feed-forward's activation
+        (input, stream, cross-attention's output, norm, and the inner layer twice), the gated sum after it (five of
+        these, beside product, sum and, where the model is not in float32, the stream once more, all in float32), the
+        rotary embedding in float32 within self-attention, and with a timestep per token (`time_per_token`) the start,
+        where the modulation's six vectors are cast and summed in float32. They stay to the block's end.
+
+        Source: diffusers' `WanTransformerBlock`; within 3 % of what an H200 took.
+        """
+        e, width = element_bytes, self.width
+        lifted = 0 if element_bytes == _FLOAT32 else _FLOAT32
+        feed_forward = 4 * e * width + 2 * e * self.ffn_dim
+        gated_sum = 5 * e * width + (3 if lifted else 2) * _FLOAT32 * width
+        rotary = 7 * e * width + 6 * width
+        modulation = 6 * _FLOAT32 * width if time_per_token else 0
+        start = e * width + (6 * lifted * width if time_per_token else 0)
+        timestep = 7 * e * width if time_per_token else 0
+        rotations = 2 * _FLOAT32 * self.attention_head_dim
+        return tokens * (max(feed_forward, gated_sum, rotary, start) + modulation + timestep + rotations)
+
+    @property
+    def block_parameters(self) -> int:
+        """The number of weights in the linear layers of all blocks: what is quantized, and what offload streams."""
+        return self.num_layers * (8 * self.width**2 + 2 * self.width * self.ffn_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,15 +98,38 @@ class VaeSpec:
         return total
 
     def decode_bytes(self, latent_frames: int, height: int, width: int, element_bytes: int) -> int:
-        """Return an estimate of what decoding `latent_frames` in one call needs beside the weights.
+        """Return what decoding `latent_frames` in one call takes at its peak, beside the weights.
 
-        The last level is the widest in pixels: its block holds about four activations and the convolution's padded
-        copy at once, and every convolution keeps two frames for the next call.
+        The peak is a convolution of a residual block, mostly of the last level. At that moment there are the block's
+        and the level's inputs, the shortcut, the convolution's input as it is and padded (by two frames of cache), its
+        output, both once more in cuDNN's own layout, and the caches of all convolutions: two frames each. A residual
+        decoder (TI2V-5B) keeps a copy of each level's input for its shortcut.
+
+        Source: diffusers' `autoencoder_kl_wan`; within 1 % of what an H200 took (tests/manager/measured_h200.jsonl).
         """
-        pixels = (height // self.patch_size) * (width // self.patch_size)
-        frames = latent_frames * self.scale_factor_temporal + 2
-        channels = 2 * self.decoder_base_dim * self.dim_mult[0]
-        return 4 * frames * pixels * channels * element_bytes
+        dims = [self.decoder_base_dim * m for m in (self.dim_mult[-1], *reversed(self.dim_mult))]
+        upsample_time = tuple(reversed(self.temperal_downsample))
+        positions = (height // self.scale_factor_spatial) * (width // self.scale_factor_spatial)
+        frames = latent_frames
+        caches = 2 * positions * (self.z_dim + 4 * dims[0])
+        most = 0
+        for level, (before, out) in enumerate(itertools.pairwise(dims)):
+            enters = before // 2 if level and not self.is_residual else before
+            level_input = (2 if self.is_residual else 1) * frames * enters
+            for block in range(self.num_res_blocks + 1):
+                channels = out if block else enters
+                held = level_input + (frames * out if block or channels != out else 0)
+                for c in (channels, out):
+                    convolution = frames * c + 2 * (frames + 2) * c + 2 * frames * out + 2 * c
+                    most = max(most, positions * (held + convolution))
+                caches += 2 * positions * (channels + out)
+            if level < len(self.dim_mult) - 1:
+                caches += 2 * positions * out if upsample_time[level] else 0
+                frames = 2 * frames if upsample_time[level] else frames
+                positions *= 4
+        caches += 2 * positions * dims[-1]
+        pixels = _RGB * self.patch_size**2 * positions * frames
+        return element_bytes * (most + caches + 2 * pixels)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from starlette.middleware import Middleware
 from runtime.core.errors import MachineError
 from runtime.core.settings import Settings
 from runtime.engines.service import EngineService
+from runtime.jobs.history import HistoryFile
 from runtime.jobs.worker import Worker
 from runtime.manager.machine import probe
 from runtime.ui import theme
@@ -75,7 +76,9 @@ def serve(settings: Settings) -> Iterator[str]:
     _check_address(settings.host, settings.port)
     _prepare_environment(settings)
     engines = EngineService.from_settings(settings, probe())
-    worker = Worker(settings.weights_dir, settings.outputs_dir, engines)
+    worker = Worker(
+        settings.weights_dir, settings.outputs_dir, engines, HistoryFile(settings.cache_dir, engines.machine)
+    )
     page: gr.Blocks | None = None
     try:
         page = build(worker, settings)

@@ -57,6 +57,8 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[s
         (["--model", ""], "model", "models list"),
         (["--model", "/no/such/folder"], "/no/such/folder", "folder"),
         (["--negative-prompt", "a\x07b"], "U+0007", "Remove"),
+        (["--offload", "group"], "--offload group needs an NVIDIA GPU", "Leave --offload out."),
+        (["--quantization", "fp8"], "--quantization fp8 needs an NVIDIA GPU", "Leave --quantization out."),
         (["--no-such-flag"], "--no-such-flag", "--help"),
         (["--backend", "vae"], "'vae'", "COMPONENT=BACKEND"),
         (["--backend", "vae=cuda"], "no backend 'cuda'", "inductor"),

@@ -14,6 +14,7 @@ from runtime.cli.main import run
 from runtime.core.settings import ROOT
 from runtime.models.known import KNOWN
 from runtime.models.spec import ModelSpec
+from tests.plans import gpu, machine
 
 
 def answer(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> tuple[dict[str, Any], str]:
@@ -34,6 +35,12 @@ def test_plan_says_what_would_run_and_leaves_no_trace(
     assert result["plan"]["components"]["transformer_2"]["reason"]
     assert "Low-noise transformer" in text
     assert "Memory at the peak" in text
+    assert "Time: about" in text
+    assert "(estimated)" in text
+    assert result["plan"]["memory"]["peak_bytes"] == result["plan"]["memory_bytes"]
+    assert result["plan"]["forecast"]["total"]["low"] < result["plan"]["forecast"]["total"]["seconds"]
+    # All that stays loaded fits: there is no ladder to show.
+    assert "Asked for by" not in text
     assert not (cache_dir / "outputs").exists()
 
 
@@ -55,6 +62,22 @@ def test_known_models_are_listed_and_not_made_with(cache_dir: Path, capsys: pyte
     what, remedy = capsys.readouterr().err.strip().splitlines()
     assert what == "Error: The weights of Wan2.2 T2V-A14B are not here."
     assert "Wan-AI/Wan2.2-T2V-A14B-Diffusers" in remedy
+
+
+def test_plan_shows_the_ladder_where_memory_is_short(
+    tiny: Callable[[str], ModelSpec],
+    cache_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    short = gpu(free_gib=1.05)
+    monkeypatch.setattr("runtime.cli.inform.probe", lambda: machine(gpu=short, torch_cuda="13.0"))
+    size = ["--width", "128", "--height", "128", "--frames", "17"]
+    model = ["--model", str(tiny("wan2.2-a14b").directory)]
+    result, text = answer(["plan", "a red boat", *model, *size], capsys)
+    assert "of video memory that are free" in text
+    assert "--offload sequential" in text
+    assert [rung["taken"] for rung in result["plan"]["ladder"]].count(True) == 1
 
 
 def test_models_list_names_the_broken_ones(

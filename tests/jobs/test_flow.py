@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import imageio_ffmpeg
@@ -262,3 +263,8 @@ def test_parts_are_loaded_once_and_freed_where_the_plan_says_so(tiny: Tiny, tmp_
         for plan in (free, free):
             run_job(plan, spec, emit, Cancel(), residency)
         assert loads == ["text_encoder", "transformer", "transformer_2", "vae"] * 2
+    with Residency() as residency:
+        loads.clear()
+        for plan in (replace(keep, freed=("text_encoder",)),) * 2:
+            run_job(plan, spec, emit, Cancel(), residency)
+        assert loads == ["text_encoder", "transformer", "transformer_2", "vae", "text_encoder"]

@@ -1,0 +1,208 @@
+"""What earlier jobs took here, and what follows for the next: a forecast rests on the nearest run of the same kind.
+
+Pure: `jobs.history` keeps the file.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from runtime.core.forecast import Seconds, StageMemory
+from runtime.core.plan import ExecutionPlan
+from runtime.manager.machine import Machine
+from runtime.manager.timing import MEASURED, SCALED, Work, flops
+from runtime.manager.vram import Load, Way, corrected, is_transformer, stages, taken_before
+from runtime.models.spec import ModelSpec
+
+# A run of so many times more or less arithmetic says nothing: caches and launches count differently there.
+_FARTHEST = 16.0
+_SAME = 1.001
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What two runs must share for one to tell of the other; the names are those of `ComponentPlan`.
+
+    `model` is the architecture's digest, `component` stands for both experts with "transformer".
+    """
+
+    device: str
+    model: str
+    component: str
+    backend: str
+    dtype: str
+    quantization: str
+    offload: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One stage of a job that ended well.
+
+    Attributes:
+        flops: operations of one call, of the whole clip for the VAE.
+        seconds: of one call; 0 where it was not measured alone.
+        working_bytes: the forecast's working set.
+        excess_bytes: by how much the measured peak was above the forecast's; `None` where nothing can be said.
+    """
+
+    kind: Kind
+    flops: float
+    seconds: float
+    working_bytes: int
+    excess_bytes: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Run":
+        """Read `to_json` back.
+
+        Raises:
+            TypeError, ValueError, KeyError, AttributeError: if it is anything else.
+        """
+        kind = Kind(**{field.name: str(values["kind"][field.name]) for field in fields(Kind)})
+        excess = values["excess_bytes"]
+        run = cls(
+            kind=kind,
+            flops=float(values["flops"]),
+            seconds=float(values["seconds"]),
+            working_bytes=int(values["working_bytes"]),
+            excess_bytes=None if excess is None else int(excess),
+        )
+        if not (0 < run.flops < math.inf and 0 <= run.seconds < math.inf and run.working_bytes > 0):
+            raise ValueError("a run with impossible figures")
+        return run
+
+
+History = Sequence[Run]
+
+
+def runs_of(
+    planned: ExecutionPlan,
+    ran: ExecutionPlan,
+    spec: ModelSpec,
+    machine: Machine,
+    timings: Mapping[str, float],
+    peaks: Mapping[str, int],
+) -> list[Run]:
+    """Return what a job tells, component by component; one that fell back on the way tells nothing.
+
+    Args:
+        planned, ran: as it started and as it ended.
+        timings: seconds by stage, without loading.
+        peaks: bytes by stage beyond what was held before the job, where they say something about it alone.
+    """
+    load, work, way = _as_planned(planned, spec)
+    uncorrected = stages(load, way, planned.decode_chunk)
+    found = []
+    for name in ("text_encoder", "transformer", "vae"):
+        same = [stage for stage in uncorrected if stage.component == name or _both_experts(stage.component, name)]
+        parts = [planned.components[stage.component] for stage in same]
+        unlike = len({(part.backend, part.dtype, part.quantization) for part in parts}) > 1
+        fell_back = any(ran.components[s.component].backend != planned.components[s.component].backend for s in same)
+        if unlike or fell_back:
+            continue
+        largest = max(same, key=lambda stage: stage.peak_bytes)
+        peak = peaks.get(largest.stage)
+        kind = Kind(
+            device=device_name(machine, parts[0].device),
+            model=architecture(spec),
+            component=name,
+            backend=parts[0].backend,
+            dtype=parts[0].dtype,
+            quantization=parts[0].quantization,
+            offload=planned.offload,
+        )
+        found.append(
+            Run(
+                kind=kind,
+                flops=flops(load, work, name),
+                seconds=timings.get(largest.stage, 0.0) / sum(work.calls[stage.component] for stage in same),
+                working_bytes=largest.working_bytes,
+                excess_bytes=None if peak is None else taken_before(load.device) + peak - largest.peak_bytes,
+            )
+        )
+    return found
+
+
+def _both_experts(one: str, other: str) -> bool:
+    """Whether two components are experts: they have one architecture."""
+    return is_transformer(one) and is_transformer(other)
+
+
+def calls_of(steps: int, guidance_scale: float, guidance_scale_2: float | None) -> dict[str, float]:
+    """Return how often each component is called for one clip; experts share the steps evenly."""
+    scales = {"transformer": guidance_scale}
+    if guidance_scale_2 is not None:
+        scales["transformer_2"] = guidance_scale_2
+    passes = {name: 2 if scale > 1 else 1 for name, scale in scales.items()}
+    experts = {name: count * steps / len(scales) for name, count in passes.items()}
+    return {"text_encoder": max(passes.values()), **experts, "vae": 1}
+
+
+def _as_planned(plan: ExecutionPlan, spec: ModelSpec) -> tuple[Load, Work, Way]:
+    parts = plan.components
+    load = Load(
+        spec=spec,
+        device=parts["transformer"].device,
+        dtypes={name: part.dtype for name, part in parts.items()},
+        engine_bytes={name: part.weights_bytes for name, part in parts.items() if part.engines},
+        tokens=plan.tokens,
+        latent_shape=plan.latent_shape,
+        height=plan.height,
+        width=plan.width,
+    )
+    calls = calls_of(plan.steps, plan.guidance_scale, plan.guidance_scale_2)
+    way = Way(
+        offload=plan.offload,
+        quantization=parts["transformer"].quantization,
+        keep_loaded=plan.keep_loaded,
+        freed=plan.freed,
+    )
+    return load, Work(calls=calls, frames=plan.frames, engine_seconds={}), way
+
+
+def device_name(machine: Machine, device: str) -> str:
+    """Return what a device is called in the history."""
+    if device.startswith("cuda"):
+        return machine.gpus[int(device.partition(":")[2] or 0)].name
+    return f"{machine.cpu}, {machine.cores} cores"
+
+
+def architecture(spec: ModelSpec) -> str:
+    """Return a short digest of what determines a model's memory and arithmetic."""
+    known = repr((spec.transformer, spec.vae, sorted(spec.parameters.items()), spec.expand_timesteps))
+    return hashlib.sha256(known.encode()).hexdigest()[:16]
+
+
+def seconds_per_call(history: History, kind: Kind, flops: float) -> Seconds | None:
+    """Return what one call takes by the nearest run, scaled by its operations; `None` if there is none."""
+    run = _nearest([run for run in history if run.seconds], kind, flops)
+    if run is None:
+        return None
+    seconds = run.seconds * flops / run.flops
+    low, high = MEASURED if _distance(run, flops) < _SAME else SCALED
+    return Seconds(seconds, low * seconds, high * seconds, measured=True)
+
+
+def remembered(history: History, kind: Kind, flops: float, stage: StageMemory) -> StageMemory:
+    """Return the stage's memory by what the nearest run took beyond its forecast; more is scaled by the working set."""
+    run = _nearest([run for run in history if run.excess_bytes is not None], kind, flops)
+    if run is None or run.excess_bytes is None:
+        return stage
+    scale = stage.working_bytes / run.working_bytes if run.excess_bytes > 0 else 1.0
+    return corrected(stage, int(run.excess_bytes * scale))
+
+
+def _nearest(history: History, kind: Kind, flops: float) -> Run | None:
+    alike = [run for run in history if run.kind == kind and _distance(run, flops) <= _FARTHEST]
+    return min(alike, key=lambda run: _distance(run, flops), default=None)
+
+
+def _distance(run: Run, flops: float) -> float:
+    return max(run.flops / flops, flops / run.flops)

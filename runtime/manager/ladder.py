@@ -1,0 +1,264 @@
+"""The ways to hold a model's weights, fastest first, each with its forecast; and which of them a plan takes.
+
+Pure. A way that changes the video (quantized weights) is taken unasked only where no other fits.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from runtime.core.errors import InvalidRequestError, MachineError
+from runtime.core.forecast import Rung, Seconds, StageMemory
+from runtime.core.request import AUTO
+from runtime.manager import history, timing, vram
+from runtime.manager.compat import lacking
+from runtime.manager.history import History
+from runtime.manager.machine import Machine
+from runtime.manager.timing import Work
+from runtime.manager.vram import Load, Way
+
+_GIB = 1 << 30
+_SMALLER = "Ask for a smaller size or fewer frames, or take a smaller model."
+# What stays loaded stays for hours: so much of the free memory at most.
+_KEEP_SHARE = {"cpu": 0.6, "cuda": 0.9}
+_QUANTIZED: Mapping[str, str] = {"fp8": "FP8", "bnb-8bit": "8 bits", "bnb-4bit": "4 bits"}
+
+_KEEP = ("Everything stays loaded", Way(keep_loaded=True))
+_FREE_TEXT = ("Text encoder freed after the prompt", Way(keep_loaded=True, freed=("text_encoder",)))
+_ONE = ("One part at a time", Way())
+_MODEL = ("Parts wait in RAM", Way(offload="model"))
+_GROUP = ("Blocks wait in RAM", Way(offload="group"))
+_SEQUENTIAL = ("Layers wait in RAM", Way(offload="sequential"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What the ladder is made for.
+
+    Attributes:
+        backends: by component.
+        free_bytes: on the device, `ram_free_bytes` in system memory.
+        chunk: latent frames that the VAE decodes in one call, where memory allows.
+    """
+
+    load: Load
+    work: Work
+    machine: Machine
+    history: History
+    backends: Mapping[str, str]
+    free_bytes: int
+    ram_free_bytes: int
+    chunk: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One way with all that follows from it.
+
+    Attributes:
+        chunk: latent frames that the VAE decodes in one call.
+        seconds: by stage, their "total", and "load", which the total leaves out.
+        tight: whether it fits only if PyTorch's allocator takes nothing on top.
+    """
+
+    way: Way
+    chunk: int
+    memory: tuple[StageMemory, ...]
+    seconds: Mapping[str, Seconds]
+    rung: Rung
+    tight: bool
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The option that is taken, the whole ladder, and what there is to say."""
+
+    taken: Option
+    ladder: tuple[Rung, ...]
+    warnings: tuple[str, ...]
+
+
+def options(case: Case) -> list[Option]:
+    """Return every way that this machine has, fastest first."""
+    if not case.load.cuda:
+        return [_option(case, *named) for named in (_KEEP, _ONE)]
+    plain = [_option(case, *named) for named in (_KEEP, _FREE_TEXT, _ONE, _MODEL, _GROUP)]
+    kinds = [kind for kind in _QUANTIZED if lacking(kind, case.machine) is None]
+    quantized = [_first_that_fits(_quantized(case, kind)[:3]) for kind in kinds]
+    return [*plain, *quantized, _option(case, *_SEQUENTIAL)]
+
+
+def decide(case: Case, offload: str, quantization: str, clip: str) -> Decision:
+    """Take a way.
+
+    Args:
+        offload, quantization: as asked for, or "auto".
+        clip: what is to be made, as a sentence's subject.
+
+    Raises:
+        InvalidRequestError: if what was asked for excludes itself.
+        MachineError: if this machine cannot do what was asked for, or no such way fits, with the first way that does.
+    """
+    every = options(case)
+    asked = _asked(case, every, offload, quantization)
+    # Quantized only where nothing else fits; a tight fit only then, the least tight and of those the fastest.
+    ranked = sorted(asked, key=lambda option: not option.rung.lossless)
+    taken = next((option for option in ranked if _fits(option) and not option.tight), None)
+    if taken is None:
+        tight = [option for option in ranked if _fits(option)]
+        taken = min(tight, key=lambda option: _needs(option.memory), default=None)
+    if taken is None:
+        raise _refusal(case, every, asked, clip)
+    ladder = every if taken in every else [taken, *every]
+    warnings = []
+    if quantization == AUTO and not taken.rung.lossless:
+        title = _QUANTIZED[taken.way.quantization]
+        warnings.append(f"Memory is short: the transformers run in {title}, and the video is a little less exact.")
+    if taken.tight:
+        warnings.append(
+            f"Memory is tight: about {_gib(taken.rung.peak_bytes)} of the {_gib(case.free_bytes)} that are free. "
+            "It may run out; a smaller size or fewer frames are safer."
+        )
+    return Decision(taken, tuple(replace(option.rung, taken=option == taken) for option in ladder), tuple(warnings))
+
+
+def _asked(case: Case, every: list[Option], offload: str, quantization: str) -> list[Option]:
+    if quantization in {AUTO, "none"}:
+        pool = [option for option in every if quantization == AUTO or option.rung.lossless]
+    else:
+        pool = _quantized(case, quantization)
+    # An engine holds its weights itself: they are neither brought to it nor quantized unless that was asked for.
+    if any(vram.is_transformer(name) for name in case.load.engine_bytes):
+        pool = [
+            option
+            for option in pool
+            if option.way.offload in {"none", offload} and option.way.quantization in {"none", quantization}
+        ]
+    asked = [option for option in pool if offload in {AUTO, option.way.offload}]
+    if not asked:
+        raise InvalidRequestError(
+            "offload",
+            f"Quantized transformers are not brought in parts: --quantization {quantization} excludes "
+            f"--offload {offload}.",
+            "Take --offload model or none with it, or leave --quantization out.",
+        )
+    return asked
+
+
+def _quantized(case: Case, kind: str) -> list[Option]:
+    """Return the ways to hold quantized transformers, the roomiest first."""
+    title = f"Transformers in {_QUANTIZED[kind]}"
+    ways = (_KEEP, _FREE_TEXT, _ONE, _MODEL)
+    return [
+        _option(case, f"{title}, {name[0].lower()}{name[1:]}", replace(way, quantization=kind)) for name, way in ways
+    ]
+
+
+def _first_that_fits(found: list[Option]) -> Option:
+    return next((option for option in found if _fits(option) and not option.tight), found[-1])
+
+
+def _fits(option: Option) -> bool:
+    return option.rung.fits and option.rung.fits_ram
+
+
+def _option(case: Case, title: str, way: Way) -> Option:
+    room = _KEEP_SHARE["cuda" if case.load.cuda else "cpu"] if way.keep_loaded else 1.0
+    # Decoding fewer frames in a call costs little time: it comes before any other saving.
+    chunk = case.chunk
+    memory = _memory(case, way, chunk)
+    if chunk > 1 and _needs(memory[-1:]) > room * case.free_bytes:
+        chunk = 1
+        memory = _memory(case, way, chunk)
+    peak = max(stage.peak_bytes for stage in memory)
+    ram = vram.ram_bytes(case.load, way) if case.load.cuda else 0
+    seconds = _seconds(case, way)
+    roomy = _needs(memory) <= room * case.free_bytes
+    # What stays for good leaves room to others: there is no tight way of keeping everything.
+    fits = roomy or (not way.keep_loaded and peak <= case.free_bytes)
+    flags = [f"--offload {way.offload}"] if way.offload != "none" else []
+    flags += [f"--quantization {way.quantization}"] if way.quantization != "none" else []
+    rung = Rung(
+        title=title if chunk == case.chunk else f"{title}, decoding frame by frame",
+        flags=" ".join(flags),
+        offload=way.offload,
+        quantization=way.quantization,
+        peak_bytes=peak,
+        ram_bytes=ram,
+        seconds=seconds["total"],
+        fits=fits,
+        fits_ram=ram <= case.ram_free_bytes,
+        lossless=way.quantization == "none",
+    )
+    return Option(way=way, chunk=chunk, memory=memory, seconds=seconds, rung=rung, tight=not roomy)
+
+
+def _needs(memory: tuple[StageMemory, ...]) -> int:
+    return max(stage.peak_bytes + stage.spare_bytes for stage in memory)
+
+
+def _kind(case: Case, way: Way, name: str) -> history.Kind:
+    transformer = vram.is_transformer(name)
+    return history.Kind(
+        device=history.device_name(case.machine, case.load.device),
+        model=history.architecture(case.load.spec),
+        component="transformer" if transformer else name,
+        backend=case.backends[name],
+        dtype=case.load.dtypes[name],
+        quantization=way.quantization if transformer else "none",
+        offload=way.offload,
+    )
+
+
+def _memory(case: Case, way: Way, chunk: int) -> tuple[StageMemory, ...]:
+    return tuple(
+        history.remembered(
+            case.history,
+            _kind(case, way, stage.component),
+            timing.flops(case.load, case.work, stage.component),
+            stage,
+        )
+        for stage in vram.stages(case.load, way, chunk)
+    )
+
+
+def _seconds(case: Case, way: Way) -> dict[str, Seconds]:
+    found = dict.fromkeys(("encode", "denoise", "decode"), Seconds(0, 0, 0, measured=True))
+    for name in case.load.spec.component_names:
+        stage = vram.stage_of(name)
+        found[stage] += _component_seconds(case, way, name)
+    total = found["encode"] + found["denoise"] + found["decode"]
+    return found | {"total": total, "load": timing.load_seconds(case.load)}
+
+
+def _component_seconds(case: Case, way: Way, name: str) -> Seconds:
+    calls = case.work.calls[name]
+    operations = timing.flops(case.load, case.work, name)
+    whole = history.seconds_per_call(case.history, _kind(case, way, name), operations)
+    if whole is not None:
+        return whole * calls
+    at_hand = replace(way, offload="none")
+    call = history.seconds_per_call(case.history, _kind(case, at_hand, name), operations)
+    call = call or timing.compute_seconds(case.load, case.work, name, case.machine, way.quantization)
+    return timing.stage_seconds(call * calls, timing.transfer_seconds(case.load, way, name, calls), way)
+
+
+def _refusal(case: Case, every: list[Option], asked: list[Option], clip: str) -> MachineError:
+    least = min(asked, key=lambda option: (not option.rung.fits_ram, option.rung.peak_bytes))
+    if least.rung.fits_ram or not any(option.rung.fits for option in asked):
+        where = "video memory" if case.load.cuda else "memory"
+        peak = max(option.peak_bytes for option in least.memory)
+        what = f"{clip} needs about {_gib(peak)} of {where}; {_gib(case.free_bytes)} are free."
+    else:
+        least = min((option for option in asked if option.rung.fits), key=lambda option: option.rung.ram_bytes)
+        needs, free = _gib(least.rung.ram_bytes), _gib(case.ram_free_bytes)
+        what = f"{clip} needs about {needs} of system memory (RAM) for weights that wait; {free} are free."
+    other = next((option for option in every if _fits(option)), None)
+    if other is None:
+        return MachineError(what, _SMALLER)
+    slower = other.rung.seconds.likely / every[0].rung.seconds.likely
+    flags = other.rung.flags or "--offload none"
+    return MachineError(what, f"Take {flags}: {_gib(other.rung.peak_bytes)}, about {slower:.1f} times as long.")
+
+
+def _gib(count: int) -> str:
+    return f"{count / _GIB:.1f} GiB"

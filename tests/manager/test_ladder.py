@@ -1,0 +1,165 @@
+"""Which way to hold the weights is taken, machine by machine; what is refused, and what is offered instead."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.core.errors import InvalidRequestError, MachineError
+from runtime.core.plan import ExecutionPlan
+from runtime.core.request import GenerationRequest
+from runtime.manager.machine import Gpu, Machine
+from runtime.manager.planner import resolve
+from tests.plans import GIB, machine
+from tests.true_sizes import spec
+
+A14B, SMALL, TI2V = "wan2.2-a14b", "wan2.1-1.3b", "wan2.2-ti2v-5b"
+QUANTIZERS = ("torchao", "bitsandbytes")
+
+
+def on(
+    free_gib: float, ram_gib: float, capability: tuple[int, int] = (8, 9), quantizers: tuple[str, ...] = QUANTIZERS
+) -> Machine:
+    """Return a machine with so much free of each memory."""
+    gpu = Gpu("Some GPU", capability, int(free_gib * GIB), int(free_gib * GIB), "580.0")
+    return replace(
+        machine(ram_free_gib=ram_gib, gpu=gpu, torch_cuda="13.0"), packages=tuple((name, "1") for name in quantizers)
+    )
+
+
+def plan(model: str, where: Machine, **values: Any) -> ExecutionPlan:
+    """Plan a clip of 832x480 with the default frames."""
+    wanted = {"prompt": "a red boat", "seed": 1, "width": 832, "height": 480} | values
+    return resolve(GenerationRequest.from_mapping(wanted), spec(model), where, Path("x.mp4"))
+
+
+@pytest.mark.parametrize(
+    ("model", "where", "values", "offload", "quantization", "keeps", "chunk"),
+    [
+        (A14B, on(140, 500), {}, "none", "none", "all", 4),
+        (A14B, on(86, 500), {}, "none", "none", "but text", 1),
+        (A14B, on(75, 500), {}, "none", "none", "none", 3),
+        (A14B, on(40, 16), {}, "none", "none", "none", 1),
+        (A14B, on(24, 96), {}, "group", "none", "none", 1),
+        (A14B, on(24, 32), {}, "none", "fp8", "none", 1),
+        (A14B, on(24, 32, (8, 6)), {}, "none", "bnb-8bit", "none", 1),
+        (A14B, on(24, 32, (8, 9), ("bitsandbytes",)), {}, "none", "bnb-8bit", "none", 1),
+        (A14B, on(19, 32), {}, "none", "bnb-4bit", "none", 1),
+        (A14B, on(140, 500), {"offload": "model"}, "model", "none", "none", 4),
+        (A14B, on(140, 500), {"offload": "sequential"}, "sequential", "none", "none", 4),
+        (A14B, on(140, 500), {"offload": "none"}, "none", "none", "all", 4),
+        (A14B, on(140, 500), {"quantization": "bnb-4bit"}, "none", "bnb-4bit", "all", 4),
+        (A14B, on(140, 500), {"quantization": "fp8", "offload": "model"}, "model", "fp8", "none", 4),
+        (A14B, on(24, 96), {"quantization": "fp8"}, "none", "fp8", "none", 1),
+        (SMALL, on(16, 32), {"frames": 33}, "none", "none", "none", 1),
+        (SMALL, on(24, 32), {}, "none", "none", "but text", 1),
+        (TI2V, on(24, 32), {}, "none", "none", "none", 1),
+        (TI2V, on(140, 500), {}, "none", "none", "all", 4),
+    ],
+)
+def test_the_way_that_is_taken(
+    model: str, where: Machine, values: dict[str, Any], offload: str, quantization: str, keeps: str, chunk: int
+) -> None:
+    made = plan(model, where, **values)
+    assert (made.offload, made.quantization) == (offload, quantization)
+    stay = [name for name in made.components if made.stays(name)]
+    expected = {"all": list(made.components), "but text": list(made.components)[1:], "none": []}
+    assert stay == expected[keeps]
+    assert made.decode_chunk == chunk
+    assert made.components["transformer"].quantization == quantization
+    assert made.components["vae"].quantization == "none"
+    (taken,) = [rung for rung in made.ladder if rung.taken]
+    assert taken.peak_bytes == made.memory_bytes == max(stage.peak_bytes for stage in made.memory) <= made.free_bytes
+
+
+def test_quantizing_unasked_is_said() -> None:
+    (said,) = plan(A14B, on(24, 32)).warnings
+    assert "transformers run in FP8" in said
+    assert plan(A14B, on(24, 32), quantization="fp8").warnings == ()
+
+
+def test_a_tight_fit_is_the_last_resort_and_is_said() -> None:
+    made = plan(A14B, on(32, 32, quantizers=()))
+    (said,) = made.warnings
+    assert "Memory is tight" in said
+    assert made.memory_bytes < made.free_bytes
+    # With room in RAM there is a way that fits well.
+    roomy = plan(A14B, on(32, 96, quantizers=()))
+    assert (roomy.offload, roomy.warnings) == ("group", ())
+
+
+@pytest.mark.parametrize(
+    ("model", "where", "values", "what", "remedy"),
+    [
+        (A14B, on(24, 96), {"offload": "none", "quantization": "none"}, "video memory", "Take --offload group: "),
+        (A14B, on(24, 96), {"offload": "model"}, "30.7 GiB of video memory", "Take --offload group: "),
+        (A14B, on(24, 32), {"offload": "group"}, "67.1 GiB of system memory (RAM)", "Take --quantization fp8: "),
+        (A14B, on(140, 16), {"offload": "model"}, "system memory (RAM)", "Take --offload none: "),
+        (A14B, on(15, 96), {"quantization": "fp8"}, "video memory", "Take --offload group: "),
+        (A14B, on(8, 32), {}, "video memory", "Ask for a smaller size"),
+        (A14B, on(8, 32), {"offload": "sequential"}, "video memory", "Ask for a smaller size"),
+        (A14B, on(24, 32, quantizers=()), {}, "video memory", "Ask for a smaller size"),
+        (A14B, on(24, 32, (8, 6)), {"quantization": "fp8"}, "does not compute in FP8", "Take --quantization bnb-8bit."),
+        (A14B, machine(ram_free_gib=500), {"quantization": "bnb-4bit"}, "no NVIDIA GPU", "Take --quantization none."),
+        (A14B, machine(ram_free_gib=16), {}, "GiB of memory; 16.0 GiB are free", "Ask for a smaller size"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_does(
+    model: str, where: Machine, values: dict[str, Any], what: str, remedy: str
+) -> None:
+    with pytest.raises(MachineError) as caught:
+        plan(model, where, **values)
+    assert what in caught.value.what
+    assert remedy in caught.value.remedy
+    assert "\n" not in caught.value.what + caught.value.remedy
+
+
+def test_on_a_cpu_offload_changes_nothing_and_says_so() -> None:
+    made = plan(A14B, machine(ram_free_gib=500), offload="group")
+    assert made.offload == "none"
+    assert "changes nothing on the CPU" in made.warnings[0]
+
+
+def test_quantized_transformers_are_not_brought_in_parts() -> None:
+    with pytest.raises(InvalidRequestError, match="excludes --offload group"):
+        plan(A14B, on(140, 500), offload="group", quantization="bnb-4bit")
+
+
+def test_on_a_cpu_parts_are_kept_or_come_one_at_a_time() -> None:
+    roomy, short = (plan(SMALL, machine(ram_free_gib=gib)) for gib in (96, 32))
+    assert [rung.title for rung in roomy.ladder] == ["Everything stays loaded", "One part at a time"]
+    assert (roomy.keep_loaded, short.keep_loaded) == (True, False)
+    assert {rung.ram_bytes for rung in roomy.ladder} == {0}
+
+
+def test_the_ladder_is_from_fast_to_frugal() -> None:
+    ladder = plan(A14B, on(140, 500)).ladder
+    asked = [rung.flags for rung in ladder]
+    assert asked == [
+        "",
+        "",
+        "",
+        "--offload model",
+        "--offload group",
+        "--quantization fp8",
+        "--quantization bnb-8bit",
+        "--quantization bnb-4bit",
+        "--offload sequential",
+    ]
+    lossless = [rung for rung in ladder if rung.lossless]
+    assert [rung.peak_bytes for rung in lossless] == sorted((rung.peak_bytes for rung in lossless), reverse=True)
+    assert [rung.seconds.likely for rung in lossless] == sorted(rung.seconds.likely for rung in lossless)
+    assert not any(rung.ram_bytes > 10 * GIB for rung in ladder if rung.offload == "none")
+
+
+def test_the_plan_says_it_all_as_json() -> None:
+    said = plan(A14B, on(24, 96)).to_json()
+    assert said["memory"]["peak_bytes"] == said["memory_bytes"]
+    assert said["memory"]["free_bytes"] == 24 * GIB
+    assert [stage["component"] for stage in said["memory"]["stages"]] == list(said["components"])
+    assert set(said["forecast"]) == {"encode", "denoise", "decode", "total", "load"}
+    for forecast in said["forecast"].values():
+        assert forecast["low"] <= forecast["seconds"] <= forecast["high"]
+        assert forecast["measured"] is False
+    assert [rung["flags"] for rung in said["ladder"] if rung["taken"]] == ["--offload group"]

@@ -1,0 +1,129 @@
+"""The memory forecast, against what an H200 measured with the components at their true size, and way by way."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.manager import vram
+from runtime.manager.vram import Load, Way
+from runtime.models.spec import ModelSpec
+from tests.true_sizes import spec
+
+ROWS = [json.loads(line) for line in Path(__file__).with_name("measured_h200.jsonl").read_text().splitlines()]
+# Wan2.1's VAE is A14B's too.
+OF_VAE = {"wan2.1": "wan2.1-1.3b", "wan2.2-ti2v-5b": "wan2.2-ti2v-5b", "umt5-xxl": "wan2.1-1.3b"}
+BF16 = {"text_encoder": "bfloat16", "transformer": "bfloat16", "transformer_2": "bfloat16", "vae": "float32"}
+GB = 10**9
+
+
+def rows(part: str) -> list[Any]:
+    """Return the measurements of one part, named."""
+    found = [row for row in ROWS if row["part"] == part]
+    return [
+        pytest.param(row, id=f"{row['model']}-{row.get('dtype')}-{row.get('size')}-{row.get('chunk')}") for row in found
+    ]
+
+
+def close(forecast: float, measured: float) -> bool:
+    """Whether a forecast is within 15 %."""
+    return abs(forecast - measured) <= 0.15 * measured
+
+
+def load(
+    model: ModelSpec, size: tuple[int, int, int], dtypes: Mapping[str, str] = BF16, device: str = "cuda:0"
+) -> Load:
+    """Return a clip's load."""
+    width, height, frames = size
+    return Load(
+        spec=model,
+        device=device,
+        dtypes=dtypes,
+        engine_bytes={},
+        tokens=model.tokens(frames, height, width),
+        latent_shape=model.latent_shape(frames, height, width),
+        height=height,
+        width=width,
+    )
+
+
+@pytest.mark.parametrize("row", rows("transformer"))
+def test_a_transformer_takes_what_was_measured(row: dict[str, Any]) -> None:
+    model = spec(row["model"])
+    width, height, frames = row["size"]
+    working = vram.denoise_bytes(model, model.tokens(frames, height, width), row["dtype"])
+    weights = vram.weights_bytes(model, dict.fromkeys(model.component_names, row["dtype"]))["transformer"]
+    assert close(working, row["working"])
+    assert close(weights, row["weights"])
+
+
+@pytest.mark.parametrize("row", rows("vae"))
+def test_a_decoder_takes_what_was_measured(row: dict[str, Any]) -> None:
+    model = spec(OF_VAE[row["model"]])
+    width, height, _ = row["size"]
+    working = model.vae.decode_bytes(row["chunk"], height, width, vram.DTYPE_BYTES[row["dtype"]])
+    assert close(working, row["working"])
+
+
+@pytest.mark.parametrize("row", rows("text_encoder"))
+def test_a_text_encoder_takes_what_was_measured(row: dict[str, Any]) -> None:
+    assert close(vram.encode_bytes(spec(OF_VAE[row["model"]]), row["dtype"]), row["working"])
+
+
+@pytest.mark.parametrize("row", [*rows("transformer"), *rows("vae"), *rows("text_encoder")])
+def test_what_fits_leaves_room_for_the_allocator(row: dict[str, Any]) -> None:
+    model = spec(OF_VAE.get(row["model"], row["model"]) if row["part"] != "transformer" else row["model"])
+    dtypes = dict.fromkeys(model.component_names, row["dtype"])
+    size = tuple(row.get("size", (832, 480, 81)))
+    held = load(model, size, dtypes)
+    (stage,) = [stage for stage in vram.stages(held, Way(), row.get("chunk", 1)) if stage.component == row["part"]]
+    needs = row["weights"] + stage.working_bytes + stage.spare_bytes
+    assert row["reserved"] <= needs <= 1.5 * row["reserved"]
+
+
+@pytest.mark.parametrize(
+    ("quantization", "gigabytes"), [("none", 28.6), ("fp8", 14.5), ("bnb-8bit", 14.5), ("bnb-4bit", 8.4)]
+)
+def test_quantized_weights(quantization: str, gigabytes: float) -> None:
+    weights = vram.weights_bytes(spec("wan2.2-a14b"), BF16, quantization)
+    assert weights["transformer"] / GB == pytest.approx(gigabytes, abs=0.1)
+    assert weights["transformer_2"] == weights["transformer"]
+    assert weights["text_encoder"] / GB == pytest.approx(11.4, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("way", "encode", "denoise", "decode"),
+    [
+        (Way(keep_loaded=True), 69.0, 69.0, 69.0),
+        (Way(keep_loaded=True, freed=("text_encoder",)), 69.0, 57.6, 57.6),
+        (Way(), 11.4, 28.6, 0.5),
+        (Way(offload="model"), 11.4, 28.6, 0.5),
+        (Way(offload="group"), 2.3, 1.9, 0.5),
+        (Way(offload="sequential"), 2.3, 0.2, 0.5),
+        (Way(quantization="bnb-4bit"), 11.4, 8.4, 0.5),
+    ],
+)
+def test_weights_on_the_device_by_way(way: Way, encode: float, denoise: float, decode: float) -> None:
+    text, high, low, vae = vram.stages(load(spec("wan2.2-a14b"), (832, 480, 81)), way, 1)
+    assert text.weights_bytes / GB == pytest.approx(encode, abs=0.1)
+    assert high.weights_bytes / GB == pytest.approx(denoise, abs=0.1)
+    assert low.weights_bytes == high.weights_bytes
+    assert vae.weights_bytes / GB == pytest.approx(decode, abs=0.1)
+
+
+@pytest.mark.parametrize(("offload", "gigabytes"), [("none", 8.0), ("model", 72.0), ("group", 72.0)])
+def test_system_memory_holds_what_waits(offload: str, gigabytes: float) -> None:
+    held = load(spec("wan2.2-a14b"), (832, 480, 81))
+    assert vram.ram_bytes(held, Way(offload=offload)) / GB == pytest.approx(gigabytes, abs=0.2)
+
+
+def test_an_engine_holds_its_own_weights_however_the_rest_is_held() -> None:
+    held = replace(load(spec("wan2.2-a14b"), (832, 480, 81)), engine_bytes={"transformer": 30 * GB})
+    _, high, low, _ = vram.stages(held, Way(offload="group"), 1)
+    assert high.weights_bytes == 30 * GB
+    assert low.weights_bytes < 2 * GB
+    whole = load(spec("wan2.2-a14b"), (832, 480, 81))
+    assert vram.ram_bytes(held, Way(offload="group")) < vram.ram_bytes(whole, Way(offload="group"))
