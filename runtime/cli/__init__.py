@@ -1,5 +1,6 @@
 """The command line: one face of the jobs."""
 
+import os
 import sys
 
 from runtime.core.threads import let_waiting_threads_sleep
@@ -8,6 +9,8 @@ from runtime.core.threads import let_waiting_threads_sleep
 def main() -> None:
     """Run the command line and exit; without the packages it stands on, say how to get them."""
     let_waiting_threads_sleep()
+    # So that CUDA counts the GPUs as the driver does, from which plans are made.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     try:
         from runtime.cli.main import main as run
     except ModuleNotFoundError as error:

@@ -18,7 +18,7 @@ from runtime.engines.imported.offering import imported_engines, offers_with
 from runtime.engines.store import EngineStore
 from runtime.manager.build_time import build_seconds
 from runtime.manager.compat import Conflict, no_room
-from runtime.manager.engine_index import IMPORTED, EngineKey, EngineRecord, find
+from runtime.manager.engine_index import IMPORTED, SWAPPED, EngineKey, EngineRecord, find
 from runtime.manager.engine_index import misfit as engine_misfit
 from runtime.manager.machine import Machine, free_disk_bytes
 from runtime.manager.offers import EngineOffer, Offers
@@ -197,7 +197,7 @@ class EngineService:
                 needs.append(builder.needs(spec, program, profile))
                 build_time += build_seconds(spec, component, program, builder.name, profile.opt, index)
                 if not missing:
-                    missing, misfit = self._why(key, spec)
+                    missing, misfit = self._why(key, spec, component)
             else:
                 use = replace(use, id=found.id)
                 calls = latent[0] - 1 if program == "vae_next" else 1
@@ -240,7 +240,7 @@ class EngineService:
             machine,
         )
 
-    def _why(self, key: EngineKey, spec: ModelSpec) -> tuple[str, str]:
+    def _why(self, key: EngineKey, spec: ModelSpec, component: str) -> tuple[str, str]:
         """Say why there is no engine for `key`: none was built, it is broken, or another differs in something.
 
         The second is for what else the nearest was built, in a few words.
@@ -249,7 +249,9 @@ class EngineService:
         if there is not None:
             return f"the one that is there is of no use: {there.problem or there.detail}", ""
         for record, differing in self.store.near(key, spec.vae.scale_factor_spatial):
-            if record.key.architecture == key.architecture and record.key.builder == key.builder:
+            alike = (record.key.architecture, record.key.builder) == (key.architecture, key.builder)
+            # The other expert's engine says nothing about this one's, unless both run on one.
+            if alike and (record.component == component or key.weights == SWAPPED):
                 return f"the nearest was {_listed(differing)}", engine_misfit(key, record.key)
         return _NONE_YET, ""
 

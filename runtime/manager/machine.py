@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -34,7 +35,7 @@ class Machine:
         system: operating system and processor architecture, as in "Linux x86_64" or "Darwin arm64".
         cpu, cores: the processor's name, and how many of its cores may be used.
         ram_bytes, ram_free_bytes: of memory; free is what programs can get, caches of files included.
-        gpus: the NVIDIA GPUs.
+        gpus: the NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves, in its order.
         gpu_problem: why the GPUs cannot be read, where there seems to be one.
         torch_version: `None` where PyTorch is not installed.
         torch_cuda: the CUDA version that PyTorch is built with, `None` for a CPU build.
@@ -104,6 +105,26 @@ def free_disk_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
+def visible(setting: str | None, uuids: Sequence[str]) -> list[int]:
+    """Return which GPUs programs may use, by index, in their order.
+
+    Args:
+        setting: CUDA_VISIBLE_DEVICES: indices or beginnings of UUIDs with commas. As in CUDA, the first that is neither
+            ends the list.
+        uuids: of all GPUs.
+    """
+    if setting is None:
+        return list(range(len(uuids)))
+    chosen: list[int] = []
+    for word in map(str.strip, setting.split(",")):
+        by_uuid = next((i for i, uuid in enumerate(uuids) if uuid.startswith(word)), -1)
+        index = int(word) if word.isdecimal() else by_uuid
+        if not word or not 0 <= index < len(uuids) or index in chosen:
+            break
+        chosen.append(index)
+    return chosen
+
+
 def _swap() -> tuple[int, int]:
     # Some containers and BSDs do not say; then there is none to count on.
     with contextlib.suppress(OSError, RuntimeError):
@@ -165,9 +186,11 @@ def _gpus() -> tuple[tuple[Gpu, ...], str | None, tuple[int, int] | None]:
     try:
         cuda = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
         driver = pynvml.nvmlSystemGetDriverVersion()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        uuids = [str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
         found = []
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        for index in visible(os.environ.get("CUDA_VISIBLE_DEVICES"), uuids):
+            handle = handles[index]
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
             major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
             name = pynvml.nvmlDeviceGetName(handle)

@@ -141,7 +141,7 @@ def _fastest(build: str, offers: list[EngineOffer], in_pytorch: str, excluded: C
         reason = f"{in_pytorch} No engine fits: {nearest}." if nearest else in_pytorch
         return _pytorch(reason, _why_none(offers))
     if best.speed_up < _WORTH_IT:
-        return _pytorch(f"{in_pytorch} No engine measured here is faster.", "as fast as its engine")
+        return _pytorch(f"{in_pytorch} No engine measured here is faster.", "no engine is faster")
     others = "the fastest measured here" if len(measured) > 1 else "faster here"
     return _engines(best, "never", f"{BACKEND_TITLES[best.backend]} is {others}: {_speed(best)}.")
 

@@ -271,3 +271,37 @@ def test_unreadable_model(
     (folder / "vae" / "config.json").mkdir()
     what, _ = refused(["plan", "a red boat", "--model", str(folder)], capsys)
     assert "vae/config.json" in what
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says", "to_do"),
+    [
+        (["--tensorrt-transformer"], "TensorRT is not enabled", "--enable-tensorrt"),
+        (["--tensorrt-text-encoders", "--tensorrt-transformer"], "--tensorrt-text-encoders was given", "leave it out"),
+        (["--enable-tensorrt", "plan", "a red boat"], "--enable-tensorrt before a command", "plan --help"),
+        (["--enable-tensorrt=yes"], "--enable-tensorrt", "--help"),
+    ],
+)
+def test_launch_flags(
+    arguments: list[str], says: str, to_do: str, cache_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 2
+    what, remedy = capsys.readouterr().err.strip().splitlines()
+    assert says in what
+    assert to_do in remedy
+
+
+@pytest.mark.parametrize(
+    ("flags", "says", "to_do"),
+    [
+        (["--quantization", "bnb-4bit", "--backend", "all=onnxruntime"], "4-bit weights", ""),
+        (["--quantization", "int4"], "quantization is 'int4'", "bnb-4bit"),
+        (["--offload", "disk"], "offload is 'disk'", "sequential"),
+    ],
+)
+def test_settings_that_cannot_be(
+    flags: list[str], says: str, to_do: str, cache_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    what, remedy = refused(["plan", "a red boat", *flags], capsys)
+    assert says in what
+    assert to_do in remedy

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from runtime.manager.doctor import Finding, examine
-from runtime.manager.machine import Machine, probe
+from runtime.manager.machine import Machine, probe, visible
 from runtime.manager.packages import PACKAGES, Package, import_problem, installed_as, installed_versions
 from tests.plans import gpu, machine
 
@@ -125,3 +125,22 @@ def test_this_machine_is_told_as_json(tmp_path: Path) -> None:
     assert here.disk_free_bytes
     assert here.packages == installed_versions()
     assert probe().disk_free_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "indices"),
+    [
+        (None, [0, 1, 2]),
+        ("", []),
+        ("-1", []),
+        ("1", [1]),
+        ("2,0", [2, 0]),
+        ("0, 5, 1", [0]),
+        ("1,1", [1]),
+        ("GPU-b", [1]),
+        ("GPU-c,0", [2, 0]),
+        ("MIG-x", []),
+    ],
+)
+def test_gpus_that_are_hidden_are_not_there(setting: str | None, indices: list[int]) -> None:
+    assert visible(setting, ["GPU-a1", "GPU-b2", "GPU-c3"]) == indices

@@ -109,7 +109,7 @@ EXCLUDED = Conflict("4-bit weights exclude TensorRT", "4-bit weights exclude it"
         ("auto", "auto", [misfit(ORT)], None, "PyTorch: engine for other sizes"),
         ("auto", "auto", [impossible(ORT)], None, "PyTorch: it is not installed"),
         ("auto", "auto", [unmeasured(ORT)], None, "PyTorch: its engine is not measured"),
-        ("auto", "auto", [ready(ORT, 0.9)], None, "PyTorch: as fast as its engine"),
+        ("auto", "auto", [ready(ORT, 0.9)], None, "PyTorch: no engine is faster"),
         ("auto", "auto", [ready(IND)], EXCLUDED, "Inductor: engine ready"),
         ("auto", "auto", [], EXCLUDED, "PyTorch: 4-bit weights exclude TensorRT"),
         ("auto", "missing", [buildable(IND)], EXCLUDED, "Inductor: builds first, about 4 min"),

@@ -12,11 +12,14 @@ import pytest
 from runtime.core.errors import InvalidRequestError, MachineError, TandemError
 from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
 from runtime.core.request import GenerationRequest
+from runtime.engines.builders import BUILDERS
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.manager.machine import Gpu, Machine
 from runtime.manager.planner import resolve
+from runtime.manager.shapes import ShapeProfile
 from runtime.models.catalogue import look_up
+from tests.engines.made import add
 from tests.plans import GIB, GPU_PACKAGES, PACKAGES
 
 ALL_PACKAGES = (*GPU_PACKAGES, ("bitsandbytes", "0.48.1"), ("torchao", "0.14.1"), ("triton", "3.5.0"))
@@ -256,6 +259,50 @@ def test_the_plan_and_its_reasons(row: Row, tmp_path: Path) -> None:
         assert part.chip.startswith(f"{BACKEND_TITLES[part.backend]}: ")
         assert bool(part.engines) == (part.backend != "pytorch")
         assert not part.reason.endswith("..")
+
+
+@pytest.mark.parametrize(
+    ("differs", "chip", "reason"),
+    [
+        ({}, "TensorRT: engine ready", "TensorRT is faster here: float16, 2.0 times as fast"),
+        (
+            {"profiles": (ShapeProfile.fixed((9, 16, 16)),)},
+            "PyTorch: engine for other sizes",
+            "the nearest was built for 9 latent frames of 128×128, asked 9 latent frames of 112×192.",
+        ),
+        (
+            {"device": "NVIDIA L4 sm89 CUDA 12.8"},
+            "PyTorch: engine of another GPU or processor",
+            "the nearest was built on NVIDIA L4 sm89 CUDA 12.8, here H200 sm90 CUDA 13.0.",
+        ),
+        (
+            {"versions": (("tensorrt", "10.16"), ("torch", "2.13.0"))},
+            "PyTorch: engine of other library versions",
+            "built with TensorRT 10.16",
+        ),
+        ({"precision": "float32"}, "PyTorch: engine in another precision", "built in float32, asked float16"),
+        ({"weights": "f" * 64}, "PyTorch: engine of other weights", "built from other weights"),
+        ({"architecture": "f" * 64}, "PyTorch: no engine yet", "the model is small."),
+    ],
+)
+def test_an_engine_that_is_there(differs: dict[str, Any], chip: str, reason: str, tmp_path: Path) -> None:
+    spec = look_up(SHIPPED, tmp_path)
+    store = EngineStore(tmp_path / "engines", 10**12)
+    wanted = BUILDERS["onnx_tensorrt"].key(
+        spec,
+        "transformer",
+        "transformer",
+        (ShapeProfile.fixed((9, 14, 24)),),
+        precision="float16",
+        machine=H200,
+        device="cuda:0",
+    )
+    add(store, replace(wanted, **differs))
+    part = planned(Row(H200, SHIPPED, {}, "", ""), tmp_path).components
+    assert part["transformer"].chip == chip
+    assert reason in part["transformer"].reason
+    # The other expert's weights are not in it.
+    assert part["transformer_2"].chip == "PyTorch: no engine yet"
 
 
 def test_the_table_is_as_large_as_it_should_be() -> None:
