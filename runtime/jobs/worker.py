@@ -93,7 +93,7 @@ class Worker:
         make_folder(self._outputs_dir)
         output = output_path(self._outputs_dir, request.prompt)
         history = self._history.read() if self._history is not None else ()
-        plan = resolve(request, spec, _with_own_memory(probe()), output, self._engines.offers(spec), history)
+        plan = resolve(request, spec, with_own_memory(probe()), output, self._engines.offers(spec), history)
         job = Job(secrets.token_hex(4), plan, spec)
         with self._lock:
             self._jobs[job.id] = job
@@ -164,7 +164,7 @@ def _ready(stack: ExitStack, engines: EngineService, history: HistoryFile | None
     return lambda job: run_job(job.plan, job.spec, job.record, job.cancel, residency, history)
 
 
-def _with_own_memory(machine: Machine) -> Machine:
+def with_own_memory(machine: Machine) -> Machine:
     """Return the machine as it is to a new job: what this process holds from earlier ones is used again or freed."""
     torch = sys.modules.get("torch")
     gpus = machine.gpus
