@@ -12,9 +12,9 @@ import pytest
 from runtime.core.errors import InvalidRequestError, ModelError
 from runtime.core.events import Cancelled, Event, Failed, StepDone, TerminalEvent, VideoSaved
 from runtime.core.request import GenerationRequest
-from runtime.jobs.worker import Job, Worker, with_own_memory
+from runtime.jobs.worker import Job, Worker
 from runtime.models.spec import ModelSpec
-from tests.plans import GIB, gpu, machine, no_engines
+from tests.plans import GIB, machine, no_engines
 
 
 @pytest.fixture
@@ -109,10 +109,10 @@ def test_a_torch_that_does_not_start_ends_the_job_and_not_the_worker(
     worker.close()
 
 
-def test_what_this_process_holds_counts_as_free() -> None:
-    seen = machine(ram_free_gib=10, gpu=gpu(free_gib=40))
-    own = with_own_memory(seen)
-    assert 10 * GIB + (50 << 20) < own.ram_free_bytes < 20 * GIB
-    assert with_own_memory(machine(ram_free_gib=24)).ram_free_bytes == 24 * GIB
-    # CUDA has not started in this process.
-    assert own.gpus == seen.gpus
+def test_what_this_process_holds_counts_as_free(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def free(gib: float) -> int:
+        monkeypatch.setattr("runtime.jobs.worker.probe", lambda: machine(ram_free_gib=gib))
+        return worker.submit(small(steps=1)).plan.free_bytes
+
+    assert 10 * GIB + (50 << 20) < free(10) < 20 * GIB
+    assert free(24) == 24 * GIB
