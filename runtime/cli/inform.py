@@ -20,7 +20,7 @@ from runtime.models.known import named
 from runtime.models.spec import ModelSpec
 from runtime.models.wan import read_spec
 
-_MIB = 1 << 20
+_MIB, _GIB = 1 << 20, 1 << 30
 _STAGES = ("encode", "denoise", "decode")
 _TENTHS_BELOW = 10
 
@@ -155,4 +155,4 @@ def show_doctor() -> dict[str, Any]:
 
 
 def _size(count: int) -> str:
-    return f"{count / _MIB:,.0f} MiB"
+    return f"{count / _GIB:,.1f} GiB" if count >= _GIB else f"{count / _MIB:,.0f} MiB"

@@ -6,7 +6,6 @@ A job outlives the page that asked for it. Knows nothing about pages.
 import logging
 import queue
 import secrets
-import sys
 import threading
 import time
 from collections import OrderedDict
@@ -77,6 +76,7 @@ class Worker:
         self._outputs_dir = outputs_dir
         self._engines = engines
         self._history = history
+        self._held_bytes: Callable[[], int] = lambda: 0
         self._jobs: OrderedDict[str, Job] = OrderedDict()
         self._queue: queue.Queue[Job | None] = queue.Queue()
         self._lock = threading.Lock()
@@ -93,7 +93,7 @@ class Worker:
         make_folder(self._outputs_dir)
         output = output_path(self._outputs_dir, request.prompt)
         history = self._history.read() if self._history is not None else ()
-        plan = resolve(request, spec, _with_own_memory(probe()), output, self._engines.offers(spec), history)
+        plan = resolve(request, spec, self._machine(), output, self._engines.offers(spec), history)
         job = Job(secrets.token_hex(4), plan, spec)
         with self._lock:
             self._jobs[job.id] = job
@@ -143,11 +143,22 @@ class Worker:
                 logger.info("Job %s: %d frames, seed %d", job.id, job.plan.frames, job.plan.seed)
                 try:
                     run = run or _ready(stack, self._engines, self._history)
+                    self._held_bytes = _held_on_gpu
                     run(job)
                 except Exception as error:  # running raises nothing: PyTorch itself does not start
                     logger.exception("Job %s could not start", job.id)
                     job.record(Failed(f"PyTorch or a library beside it does not start: {error}", _REINSTALL))
                 logger.info("Job %s: %s", job.id, job.state)
+
+    def _machine(self) -> Machine:
+        """Return the machine as it is to a new job: what earlier ones hold is used again or freed."""
+        seen = probe()
+        own = psutil.Process().memory_info().rss
+        gpus = seen.gpus
+        if gpus:
+            free = min(gpus[0].free_bytes + self._held_bytes(), gpus[0].total_bytes)
+            gpus = (replace(gpus[0], free_bytes=free), *gpus[1:])
+        return replace(seen, gpus=gpus, ram_free_bytes=min(seen.ram_free_bytes + own, seen.ram_bytes))
 
     def _forget_old(self) -> None:
         finished = [job for job in self._jobs.values() if job.state not in {"queued", "running"}]
@@ -164,15 +175,11 @@ def _ready(stack: ExitStack, engines: EngineService, history: HistoryFile | None
     return lambda job: run_job(job.plan, job.spec, job.record, job.cancel, residency, history)
 
 
-def _with_own_memory(machine: Machine) -> Machine:
-    """Return the machine as it is to a new job: what this process holds from earlier ones is used again or freed."""
-    torch = sys.modules.get("torch")
-    gpus = machine.gpus
-    if gpus and torch is not None and torch.cuda.is_initialized():
-        held = torch.cuda.memory_reserved(0)
-        gpus = (replace(gpus[0], free_bytes=min(gpus[0].free_bytes + held, gpus[0].total_bytes)), *gpus[1:])
-    own = psutil.Process().memory_info().rss
-    return replace(machine, gpus=gpus, ram_free_bytes=min(machine.ram_free_bytes + own, machine.ram_bytes))
+def _held_on_gpu() -> int:
+    """Return what this process took of the first GPU; only once PyTorch is imported whole."""
+    import torch
+
+    return torch.cuda.memory_reserved(0)
 
 
 def _end_state(event: TerminalEvent) -> State:

@@ -14,7 +14,7 @@ from runtime.core.events import Cancelled, Event, Failed, StepDone, TerminalEven
 from runtime.core.request import GenerationRequest
 from runtime.jobs.worker import Job, Worker
 from runtime.models.spec import ModelSpec
-from tests.plans import no_engines
+from tests.plans import GIB, machine, no_engines
 
 
 @pytest.fixture
@@ -107,3 +107,12 @@ def test_a_torch_that_does_not_start_ends_the_job_and_not_the_worker(
     monkeypatch.undo()
     assert isinstance(list(watch(worker.submit(small())))[-1], VideoSaved)
     worker.close()
+
+
+def test_what_this_process_holds_counts_as_free(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def free(gib: float) -> int:
+        monkeypatch.setattr("runtime.jobs.worker.probe", lambda: machine(ram_free_gib=gib))
+        return worker.submit(small(steps=1)).plan.free_bytes
+
+    assert 10 * GIB + (50 << 20) < free(10) < 20 * GIB
+    assert free(24) == 24 * GIB
