@@ -10,9 +10,11 @@ from typing import Any
 import gradio as gr
 
 from runtime.core.errors import InvalidRequestError, TandemError
+from runtime.core.request import COMPONENTS
 from runtime.jobs.worker import Job, Worker
 from runtime.models.spec import ModelSpec
-from runtime.ui import form, stage, watch
+from runtime.ui import acceleration, form, outlook, stage, watch
+from runtime.ui.foresight import Foresight
 from runtime.ui.models import check_offered
 
 Updates = tuple[Any, ...]
@@ -23,11 +25,14 @@ logger = logging.getLogger(__name__)
 class Handlers:
     """The page's handlers. Each view goes to: picture, status, facts, Generate, Cancel, the job watched, its id."""
 
-    def __init__(self, worker: Worker, models: dict[str, ModelSpec], log_file: Path, icon: str) -> None:
+    def __init__(
+        self, worker: Worker, models: dict[str, ModelSpec], log_file: Path, icon: str, foresight: Foresight
+    ) -> None:
         self._worker = worker
         self._models = models
         self._log_file = log_file
         self._icon = icon
+        self._foresight = foresight
 
     async def generate(self, *values: Any) -> AsyncIterator[Updates]:
         """Submit the form as a job and show it until it ends; a form that cannot be is answered beside the stage."""
@@ -69,8 +74,8 @@ class Handlers:
         try:
             values = form.model_values(check_offered(name, self._models))
         except TandemError:
-            return (gr.skip(),) * (1 + len(form.FOLLOWING_MODEL))
-        return tuple(gr.update(**values[control]) for control in ("size", *form.FOLLOWING_MODEL))
+            return (gr.skip(),) * (1 + len(form.ROWS) + len(form.FOLLOWING_MODEL))
+        return tuple(gr.update(**values[control]) for control in ("size", *form.ROWS, *form.FOLLOWING_MODEL))
 
     def fill(self, stored: Any) -> Updates:
         """Bring a form back that the browser kept, or the settings of a result: JSON by the names of the request."""
@@ -79,9 +84,19 @@ class Handlers:
         except (TypeError, ValueError, RecursionError):
             values = None
         if not isinstance(values, dict):
-            return (gr.skip(),) * (1 + len(form.NAMES))
+            return (gr.skip(),) * (1 + len(form.ROWS) + len(form.NAMES))
         filled = form.filled(values, self._models)
-        return tuple(gr.update(**filled[control]) for control in ("size", *form.NAMES))
+        return tuple(gr.update(**filled[control]) for control in ("size", *form.ROWS, *form.NAMES))
+
+    def look_ahead(self, *values: Any) -> Updates:
+        """Say what Generate would do now, at the chips; a form that cannot be is said there too."""
+        try:
+            request = form.read_settings(values, self._models)
+            spec = check_offered(request.model, self._models)
+            foreseen = self._foresight.foresee(request, spec)
+        except TandemError as error:
+            return acceleration.show(outlook.stopped(error, COMPONENTS))
+        return acceleration.show(outlook.outlook(foreseen, spec.component_names))
 
     async def _watch(self, job: Job) -> AsyncIterator[Updates]:
         before: watch.View | None = None
