@@ -11,6 +11,7 @@
   const LOOK_MS = 4000;      // how often the server is asked whether it is there
   const REST_MS = 30;        // for so long the form rests before it is asked what Generate would do
   const AGAIN_MS = 700;      // until that is asked again where engines were not known yet
+  const PATIENCE_MS = 8000;  // a question without an answer for so long is lost
   const SILENCE_MS = 6000;   // a running job says something every second or so; longer is a lost connection
 
   // Storage may be forbidden (private windows): then nothing is remembered, and that is all.
@@ -18,7 +19,7 @@
   const keep = (store, key, value) => { try { window[store].setItem(key, value); } catch { /* not remembered */ } };
   const $ = (selector) => document.querySelector(selector);
 
-  let lookedAt = "", resting = 0, wanted = {};
+  let lookedAt = "", resting = 0, question = 0, askedAt = 0, wanted = {};
   const tandem = window.tandem = {
     used: {},
     restored: false,
@@ -31,10 +32,21 @@
       const settings = JSON.stringify(values.filter((_, i) => !WORDS.includes(NAMES[i])));
       if (settings !== lookedAt) { lookedAt = settings; tandem.lookAhead(); }
     },
-    // gradio sends one question at a time and the last one after it: an answer never overwrites a newer one.
+    // One question at a time: the next is asked once the last is answered, so an answer never overwrites a newer one.
     lookAhead: (rest = REST_MS) => {
       clearTimeout(resting);
-      resting = setTimeout(() => { resting = 0; $("#look-ahead")?.click(); }, rest);
+      resting = setTimeout(() => {
+        if (askedAt && Date.now() - askedAt < PATIENCE_MS) { tandem.lookAhead(); return; }
+        askedAt = Date.now();
+        $("#look-ahead")?.click();
+      }, rest);
+    },
+    question: () => String(++question),
+    answered: (answer) => {
+      const [number, more] = answer.split(" ");
+      if (Number(number) !== question) { tandem.lookAhead(); return; }
+      askedAt = 0;
+      if (more) tandem.lookAhead(AGAIN_MS);
     },
     asked: () => JSON.stringify(wanted),
     stored: () => recall("localStorage", FORM) || "",
@@ -113,17 +125,17 @@
 
   // Generate and Cancel stand in one place: the focus stays there when one makes way for the other. A button of the
   // library that is gone with its engine leaves the focus at the library's heading.
+  const purpose = (button) => button && `${button.dataset.act.replace("unpin", "pin")} ${button.dataset.of}`;
   let inActions = false, pressed = null;
   document.addEventListener("focusin", (event) => {
     inActions = Boolean(event.target.closest("#actions"));
-    if (!event.target.closest("dialog")) pressed = event.target.closest("[data-act]")?.dataset ?? null;
+    if (!event.target.closest("dialog")) pressed = purpose(event.target.closest("[data-act]"));
   });
   const keepFocus = () => {
-    if (pressed && document.activeElement === document.body) {
-      const { act, of } = pressed;
-      const same = [...document.querySelectorAll("[data-act]")].find(
-        (b) => b.dataset.act === act && b.dataset.of === of && !b.disabled,
-      );
+    // gradio fills rows anew from the top: the focused button may have become another engine's.
+    const now = document.activeElement;
+    if (pressed && (now === document.body || (now.dataset.act && purpose(now) !== pressed))) {
+      const same = [...document.querySelectorAll("[data-act]")].find((b) => !b.disabled && purpose(b) === pressed);
       (same ?? $("#library-heading"))?.focus();
     }
     if (inActions && document.activeElement === document.body) {
@@ -189,11 +201,10 @@
   const tidy = () => {
     const status = $("#status .status");
     if (status && status.textContent !== said) { said = status.textContent; heardAt = Date.now(); mark(); }
-    // A job may have built engines; and what was not known yet may be known now.
+    // A job may have built engines.
     const state = status?.dataset.state;
     if (state !== ended && ["done", "failed", "cancelled"].includes(state) && tandem.restored) tandem.lookAhead();
     ended = state;
-    if ($("#outlook .outlook")?.dataset.complete === "false" && !resting) tandem.lookAhead(AGAIN_MS);
     const bar = $("#status .bar:not([hidden])"), percent = bar?.getAttribute("aria-valuenow");
     const title = percent ? `${percent}% · Tandem` : "Tandem";
     if (document.title !== title) document.title = title;

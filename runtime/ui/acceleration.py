@@ -155,7 +155,7 @@ def sum_html(outlook: Outlook) -> str:
     """Return memory, time, what is wrong, and the one line that is read out when it changes."""
     problem = f"{outlook.problem} {outlook.remedy}".strip()
     return (
-        f'<div class="outlook" data-complete="{str(outlook.complete).lower()}">'
+        '<div class="outlook">'
         f'<p class="trouble"{"" if problem else " hidden"}>{escape(problem)}</p>'
         f"{_memory_html(outlook.memory)}"
         f'<p class="forecast"{" hidden" if problem else ""}><strong>Time for a video</strong> '

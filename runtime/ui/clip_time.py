@@ -9,9 +9,6 @@ from runtime.manager.engine_index import EngineRecord
 from runtime.manager.offers import EngineOffer, Offers
 from runtime.ui import text
 
-# An engine that saves less than this a clip does not pay off within any number of clips worth naming.
-_LEAST_SAVED = 0.005
-
 
 @dataclass(frozen=True)
 class Payoff:
@@ -23,7 +20,7 @@ class Payoff:
     def __str__(self) -> str:
         """Return "18 min 0 s to build, saves 40 s a video: after 27 videos"."""
         built = f"{text.duration(self.build_seconds)} to build"
-        if self.saved_seconds < _LEAST_SAVED:
+        if self.saved_seconds <= 0:
             return f"{built}, saves no time"
         videos = ceil(self.build_seconds / self.saved_seconds)
         after = "after 1 video" if videos <= 1 else f"after {videos:,} videos"
@@ -88,4 +85,7 @@ def build_estimate(offer: EngineOffer, records: Sequence[EngineRecord]) -> float
 
 
 def _fine(seconds: float) -> str:
-    return f"{1000 * seconds:.0f} ms" if seconds < 1 else text.duration(seconds)
+    milliseconds = 1000 * seconds
+    if milliseconds < 1:
+        return "less than 1 ms"
+    return f"{milliseconds:.0f} ms" if seconds < 1 else text.duration(seconds)

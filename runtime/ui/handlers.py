@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from runtime.ui.foresight import Foresight
 from runtime.ui.models import check_offered
 
 Updates = tuple[Any, ...]
+
+_NUMBER = re.compile(r"[0-9]{1,12}")
 
 logger = logging.getLogger(__name__)
 
@@ -88,15 +91,22 @@ class Handlers:
         filled = form.filled(values, self._models)
         return tuple(gr.update(**filled[control]) for control in ("size", *form.ROWS, *form.NAMES))
 
-    def look_ahead(self, *values: Any) -> Updates:
-        """Say what Generate would do now, at the chips; a form that cannot be is said there too."""
+    def look_ahead(self, question: Any, *values: Any) -> Updates:
+        """Say what Generate would do now, at the chips, and which question that answers.
+
+        A form that cannot be is an answer too. "more" after the number says that it is worth asking again.
+        """
+        number = question if isinstance(question, str) and _NUMBER.fullmatch(question) else ""
         try:
             request = form.read_settings(values, self._models)
             spec = check_offered(request.model, self._models)
-            foreseen = self._foresight.foresee(request, spec)
+            seen = outlook.outlook(self._foresight.foresee(request, spec), spec.component_names)
         except TandemError as error:
-            return acceleration.show(outlook.stopped(error, COMPONENTS))
-        return acceleration.show(outlook.outlook(foreseen, spec.component_names))
+            seen = outlook.stopped(error, COMPONENTS)
+        except Exception as error:  # a defect: told in one line, kept in the log
+            logger.exception("It could not be said what would happen")
+            seen = outlook.stopped(error, COMPONENTS)
+        return *acceleration.show(seen), f"{number}{'' if seen.complete else ' more'}"
 
     async def _watch(self, job: Job) -> AsyncIterator[Updates]:
         before: watch.View | None = None

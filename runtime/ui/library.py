@@ -160,7 +160,7 @@ class Library:
 
 def _parts(foreseen: Foreseen | None, problem: str) -> str:
     if foreseen is None or foreseen.plan is None:
-        return shelf.parts([], "", "", problem, complete=True)
+        return shelf.parts([], "", "", problem)
     plan = foreseen.plan
     chips = outlook.outlook(foreseen, tuple(plan.components)).chips
     rows: list[shelf.PartRow] = []
@@ -184,7 +184,7 @@ def _parts(foreseen: Foreseen | None, problem: str) -> str:
     elif foreseen.complete:
         total = "What engines save is known once they are built and measured."
     what = f"{plan.model}, {size}. Builds what is missing of the chosen backends, or of all where it is automatic."
-    return shelf.parts(rows, what, total, problem, complete=foreseen.complete)
+    return shelf.parts(rows, what, total, problem)
 
 
 def _payoff_of(record: EngineRecord, foreseen: Foreseen | None) -> clip_time.Payoff | None:

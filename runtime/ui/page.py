@@ -77,17 +77,6 @@ def build(
         watched = gr.State(None)
         remembered = gr.Textbox("", visible="hidden", elem_id="remembered", label="Job of this tab")
         attach_again = gr.Button("Watch again", visible="hidden", elem_id="attach")
-        # Pressed by the script once the form has rested for a moment: one answer at a time, the last question wins.
-        look_ahead = gr.Button("Look ahead", visible="hidden", elem_id="look-ahead")
-        look_ahead.click(
-            handlers.look_ahead,
-            inputs.controls,
-            made.panel.shown,
-            preprocess=False,
-            trigger_mode="always_last",
-            queue=False,
-            **_SERVED,
-        )
         shown = [picture, status, facts, generate, cancel, watched, remembered]
 
         # Values go to the handler as they come (preprocess=False): it answers for bad ones in its own words.
@@ -106,6 +95,7 @@ def build(
         for button, example in examples:
             button.click(**_LOCAL, outputs=prompt, js=f"() => {json.dumps(example)}")
         _connect_form(made)
+        _connect_panel(handlers, made)
         _connect_library(library, inputs, [*shelves, said], make_tab, engines_tab)
         facts.select(**_LOCAL, outputs=inputs.seed, js="() => String(window.tandem.used.seed)")
         # Both bring a whole form back, and the model's own sizes and limits with it.
@@ -150,6 +140,23 @@ def _connect_form(made: form.Settings) -> None:
         choice.change(**_LOCAL, inputs=choice, outputs=toggle, js=f"(name) => name === '{acceleration.TENSORRT}'")
     for control in inputs.controls:
         control.change(**_LOCAL, inputs=inputs.controls, js="(...values) => window.tandem.save(values)")
+
+
+def _connect_panel(handlers: Handlers, made: form.Settings) -> None:
+    """Say what Generate would do, when the script asks: once the form has rested, one question after the other."""
+    question = gr.Textbox("", visible="hidden", elem_id="question", label="Number of the question")
+    answered = gr.Textbox("", visible="hidden", elem_id="answered", label="Number of the question answered")
+    gr.Button("Look ahead", visible="hidden", elem_id="look-ahead").click(
+        handlers.look_ahead,
+        [question, *made.form.controls],
+        [*made.panel.shown, answered],
+        js="(_, ...values) => [window.tandem.question(), ...values]",
+        preprocess=False,
+        trigger_mode="multiple",
+        queue=False,
+        **_SERVED,
+    )
+    answered.change(**_LOCAL, inputs=answered, js="(answer) => window.tandem.answered(answer)")
 
 
 def _connect_library(

@@ -50,7 +50,7 @@ def said(message: str) -> str:
     return f'<p class="aside" role="status" aria-live="polite">{escape(message)}</p>'
 
 
-def parts(rows: Sequence[PartRow], what: str, total: str, problem: str, *, complete: bool) -> str:
+def parts(rows: Sequence[PartRow], what: str, total: str, problem: str) -> str:
     """Return the block for the settings of the form: a row per part, and what builds."""
     body = "".join(
         f'<tr><th scope="row">{escape(row.title)}</th><td data-label="Now">{escape(row.now)}</td>'
@@ -59,7 +59,7 @@ def parts(rows: Sequence[PartRow], what: str, total: str, problem: str, *, compl
         for row in rows
     )
     return (
-        f'<section class="shelf" data-complete="{str(complete).lower()}"><h2>For the current settings</h2>'
+        '<section class="shelf"><h2>For the current settings</h2>'
         f'<p class="aside">{escape(what)}</p>'
         f'<p class="trouble"{"" if problem else " hidden"}>{escape(problem)}</p>'
         f'<table{"" if rows else " hidden"}><thead><tr><th scope="col">Part</th><th scope="col">Now</th>'
@@ -198,14 +198,14 @@ def _chore(chore: Chore, ahead: int) -> str:
         f'aria-valuemax="100"{value}{"" if chore.state == "running" else " hidden"}>'
         f'<span style="width:{percent or 0}%"{"" if percent else " class=waiting"}></span></div>'
     )
-    log = escape("\n".join(chore.log))
+    # The log is worth its room while there is something to follow, or to find out.
+    log = escape("\n".join(chore.log)) if chore.state in {"running", "failed"} else ""
     cancel = _button("cancel", "Cancel", chore.id, f"Cancel: {chore.title}", off=state == "stopping")
     return (
         f'<li data-chore="{chore.id}" data-kind="{chore.kind}" data-state="{state}">'
         f'<p class="row-end"><span><strong>{escape(chore.title)}</strong> <span class="tag">{title}</span></span>'
         f'{cancel if chore.open else "<span></span>"}</p>{bar}<p class="said">{escape(line)}</p>'
-        f'<details data-log="{chore.id}"{"" if log else " hidden"}><summary>Log</summary>'
-        f'<pre tabindex="0">{log}</pre></details></li>'
+        f'<pre tabindex="0" aria-label="Log"{"" if log else " hidden"}>{log}</pre></li>'
     )
 
 

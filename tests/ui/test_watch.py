@@ -20,8 +20,8 @@ LOG = Path("logs/tandem.log")
 class NobodyAhead:
     """Stands in for the worker where only the place in its line is asked for."""
 
-    def position(self, job: Job) -> int:
-        return 0
+    def ahead(self, job: Job) -> list[Job]:
+        return []
 
 
 @pytest.fixture
