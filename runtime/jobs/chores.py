@@ -107,7 +107,7 @@ def building(
                 chore.write("\n".join(filter(None, (one.error.what, one.error.remedy, one.error.log))))
         if failed and not made:
             raise failed[0]
-        said = f"{count(len(made))} of {len(wanted)} ready."
+        said = f"{len(made)} of {len(wanted)} ready."
         return f"{said} {failed[0].what}" if failed else said
 
     return Chore("build", title or f"Engines for {spec.title}", work)
@@ -152,14 +152,10 @@ def pruning(engines: EngineService) -> Chore:
         free()
         done = library.prune(engines.store)
         kept = "" if done.enough else " Pinned engines and those in use stay."
-        return f"Deleted {count(len(done.deleted))}; {byte_size(done.total_bytes)} are left.{kept}"
+        engines_gone = f"{len(done.deleted)} engine{'' if len(done.deleted) == 1 else 's'}"
+        return f"Deleted {engines_gone}; {byte_size(done.total_bytes)} are left.{kept}"
 
     return Chore("prune", "Delete what is beyond the limit", work)
-
-
-def count(number: int) -> str:
-    """Return "1 engine" or "3 engines"."""
-    return f"{number} engine{'' if number == 1 else 's'}"
 
 
 def _only(request: GenerationRequest, part: str) -> GenerationRequest:

@@ -102,7 +102,7 @@ def test_a_chip_says_what_will_happen(spec: ModelSpec, values: dict[str, Any], t
 
 
 def test_a_build_takes_as_long_as_the_last_of_its_kind(spec: ModelSpec) -> None:
-    values = {"offers": offering(offer("vae", build=True)), "backends": {"vae": "tensorrt"}}
+    values: dict[str, Any] = {"offers": offering(offer("vae", build=True)), "backends": {"vae": "tensorrt"}}
     foreseen = foresee(spec, **values)
     plan = foreseen.plan
     assert plan is not None
