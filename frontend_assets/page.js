@@ -176,7 +176,8 @@
       }
     }
     for (const fold of document.querySelectorAll(".fold")) {
-      const button = fold.querySelector(":scope > button"), content = fold.querySelector("[data-testid=accordion-content]");
+      const button = fold.querySelector(":scope > button");
+      const content = fold.querySelector("[data-testid=accordion-content]");
       if (button) set(button, "aria-expanded", String(Boolean(content) && content.style.display !== "none"));
     }
     for (const part of PARTS) {

@@ -82,9 +82,14 @@ def panel(spec: ModelSpec, machine: Machine, backends: Mapping[str, str]) -> tup
                     elem_id=f"tensorrt-{name}",
                     elem_classes="toggle",
                 )
-                chips[name] = gr.HTML(chip_html(name, Chip("", "", "plain")), elem_classes="chip-line")
+                chips[name] = gr.HTML(
+                    chip_html(name, Chip("", "", "plain")), elem_classes="chip-line", apply_default_css=False
+                )
         if absent is not None:
-            gr.HTML(f'<p class="aside" id="no-tensorrt">TensorRT cannot be used here: {escape(absent)}.</p>')
+            gr.HTML(
+                f'<p class="aside" id="no-tensorrt">TensorRT cannot be used here: {escape(absent)}.</p>',
+                apply_default_css=False,
+            )
         settings["build"] = gr.Dropdown(
             choices=[(title, name) for name, title in _BUILDS.items()],
             value=AUTO,
@@ -110,7 +115,7 @@ def panel(spec: ModelSpec, machine: Machine, backends: Mapping[str, str]) -> tup
                 info="Smaller weights in PyTorch, a little less exact. Excludes engines for the transformers.",
                 elem_id="field-quantization",
             )
-        total = gr.HTML(sum_html(Outlook("")), elem_id="outlook")
+        total = gr.HTML(sum_html(Outlook("")), elem_id="outlook", apply_default_css=False)
     return Panel(fold, rows, toggles, chips, total), settings
 
 

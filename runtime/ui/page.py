@@ -70,8 +70,11 @@ def build(
                 with gr.Column(elem_id="settings"):
                     made = form.settings_group(models, settings.model, prompt, foresight.machine(), backends or {})
             with gr.Tab("Engines", id="engines", elem_id="tab-engines") as engines_tab:
-                said = gr.HTML(shelf.said(""), elem_id="library-said")
-                shelves = [gr.HTML("", elem_id=f"library-{name}") for name in ("parts", "work", "disk", "table")]
+                said = gr.HTML(shelf.said(""), elem_id="library-said", apply_default_css=False)
+                shelves = [
+                    gr.HTML("", elem_id=f"library-{name}", apply_default_css=False)
+                    for name in ("parts", "work", "disk", "table")
+                ]
         inputs, size = made.form, made.size
         # The job that this page watches: on the server for Cancel, and in the browser's tab for the next reload.
         watched = gr.State(None)
