@@ -1,5 +1,6 @@
 """What the Engines tab does. Its handlers answer raw HTTP too, so none trusts what it is sent."""
 
+import hashlib
 import json
 import logging
 import re
@@ -121,24 +122,26 @@ class Library:
         return record
 
     def _view(self, shown: Any, values: Sequence[Any], said: Any) -> Updates:
+        """Return what differs from what is shown: a running build changes its own lines and no table."""
         stamp, records = self._foresight.library()
         foreseen, problem = self._foreseen(values)
-        open_chores = self._worker.chores()
-        # Chores change while this is put together: what is compared is what is drawn.
-        drawn_work = shelf.work([(one, len(self._worker.ahead(one))) for one in open_chores])
+        drawn_work = shelf.work([(one, len(self._worker.ahead(one))) for one in self._worker.chores()])
         drawn_parts = _parts(foreseen, problem)
-        state = str(hash((stamp, drawn_work, drawn_parts)))
-        if state == shown:
-            return (*(gr.skip(),) * 4, said, gr.skip())
-        total = sum(manifest.folder_bytes(self._engines.store.path(record.id)) for record in records)
+        marks = [_mark(drawn_parts), _mark(drawn_work), _mark(stamp), _mark((stamp, drawn_parts))]
+        before = shown.split() if isinstance(shown, str) else []
+        same = [mark in before[place : place + 1] for place, mark in enumerate(marks)]
         return (
-            drawn_parts,
-            drawn_work,
-            shelf.disk(total, self._engines.store.max_bytes, len(records)),
-            shelf.table(self._entries(records, foreseen)),
+            gr.skip() if same[0] else drawn_parts,
+            gr.skip() if same[1] else drawn_work,
+            gr.skip() if same[2] else self._disk(records),
+            gr.skip() if same[3] else shelf.table(self._entries(records, foreseen)),
             said,
-            state,
+            gr.skip() if all(same) else " ".join(marks),
         )
+
+    def _disk(self, records: Sequence[EngineRecord]) -> str:
+        total = sum(manifest.folder_bytes(self._engines.store.path(record.id)) for record in records)
+        return shelf.disk(total, self._engines.store.max_bytes, len(records))
 
     def _foreseen(self, values: Sequence[Any]) -> tuple[Foreseen | None, str]:
         try:
@@ -217,6 +220,11 @@ def _parsed(asked: Any) -> tuple[str, str]:
         case {"act": str(act), "of": str(of)}:
             return act, of
     raise _unknown()
+
+
+def _mark(drawn: object) -> str:
+    """Return what changes with what is drawn."""
+    return hashlib.sha256(repr(drawn).encode()).hexdigest()[:16]
 
 
 def _told(error: TandemError) -> str:

@@ -111,6 +111,8 @@ def _why_pytorch(part: ComponentPlan) -> str:
     if part.asked == PYTORCH:
         return "as chosen"
     _, _, why = part.reason.partition(" but " if part.fell_back else ": ")
+    if part.fell_back and why.startswith("has "):
+        why = f"{BACKEND_TITLES[part.asked]} {why.partition(' (')[0]}"
     return (why or part.reason).split(". ")[0].rstrip(".")
 
 

@@ -159,8 +159,19 @@ def test_a_look_at_what_is_shown_already_draws_nothing(tab: Tab) -> None:
         assert time.monotonic() < end
         shown = drawn[5]
     assert drawn == (gr.skip(),) * 6
+    # Work that moves on leaves the table alone.
+    tab.worker.add_chore(Chore("prune", "Quick", lambda *_: "Done."))
+    tab.settle()
+    parts, work, disk, table, _, shown_now = tab.library.look(shown, *VALUES)
+    assert (parts, disk, table) == (gr.skip(),) * 3
+    assert "Quick" in work
     insert(tab.store, 2)
-    assert tab.library.look(shown, *VALUES)[3] != gr.skip()
+    assert tab.library.look(shown_now, *VALUES)[3] != gr.skip()
+
+
+@pytest.mark.parametrize("shown", [None, 7, "", "a", "a b c d e f", [], {}])
+def test_what_is_said_to_be_shown_is_not_trusted(tab: Tab, shown: object) -> None:
+    assert all(part != gr.skip() for part in tab.library.look(shown, *VALUES)[:4])
 
 
 def test_a_row_says_it_all(tiny: Callable[[str], ModelSpec]) -> None:

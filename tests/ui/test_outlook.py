@@ -85,6 +85,11 @@ def spec(tiny: Callable[[str], ModelSpec]) -> ModelSpec:
             "build",
         ),
         (
+            {"offers": offering(offer("vae", build=True)), "backends": {"vae": "tensorrt"}, "build": "never"},
+            "PyTorch: TensorRT has no engine",
+            "instead",
+        ),
+        (
             {"offers": offering(offer("vae", problem="TensorRT is not installed", build=True, remedy="Install it."))}
             | {"backends": {"vae": "tensorrt"}},
             "PyTorch: TensorRT is not installed",
