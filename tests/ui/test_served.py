@@ -139,8 +139,12 @@ def test_nan_over_raw_http_is_refused(server: Server) -> None:
 
 def test_another_site_cannot_press_the_librarys_buttons(server: Server) -> None:
     for path in ("gradio_api/queue/join", "gradio_api/run/predict"):
-        headers = {"Origin": "https://evil.example", "Content-Type": "application/json"}
-        assert status(server, path, method="POST", headers=headers) == 403
+        assert status(server, path, method="POST", headers={"Origin": "https://evil.example"}) == 403
+        # Nor a page that another program of this machine serves.
+        for site in ("cross-site", "same-site"):
+            assert status(server, path, method="POST", headers={"Sec-Fetch-Site": site}) == 403
+        assert status(server, path, method="POST", headers={"Sec-Fetch-Site": "same-origin"}) == 422
+    assert status(server, "", headers={"Sec-Fetch-Site": "cross-site"}) == 200
 
 
 def test_only_generate_is_public(client: Any) -> None:
