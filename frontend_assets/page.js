@@ -131,12 +131,16 @@
     inActions = Boolean(event.target.closest("#actions"));
     if (!event.target.closest("dialog")) pressed = purpose(event.target.closest("[data-act]"));
   });
+  // Who presses elsewhere has left the library's buttons, though nothing there takes the focus.
+  document.addEventListener("pointerdown", (event) => {
+    if (!event.target.closest("[data-act], dialog")) pressed = null;
+  });
   const keepFocus = () => {
     // gradio fills rows anew from the top: the focused button may have become another engine's.
     const now = document.activeElement;
     if (pressed && (now === document.body || (now.dataset.act && purpose(now) !== pressed))) {
       const same = [...document.querySelectorAll("[data-act]")].find((b) => !b.disabled && purpose(b) === pressed);
-      (same ?? $("#library-heading"))?.focus();
+      (same ?? $("#library-heading"))?.focus({ preventScroll: true });
     }
     if (inActions && document.activeElement === document.body) {
       const button = [...document.querySelectorAll("#actions button")].find((b) => b.offsetParent);
