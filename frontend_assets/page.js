@@ -3,9 +3,15 @@
 (() => {
   "use strict";
   const NAMES = ["prompt", "negative_prompt", "model", "width", "height", "frames", "fps", "steps",
-    "guidance_scale", "guidance_scale_2", "seed"];
+    "guidance_scale", "guidance_scale_2", "seed", "backend_text_encoder", "backend_transformer",
+    "backend_transformer_2", "backend_vae", "build", "offload", "quantization"];
+  const WORDS = ["prompt", "negative_prompt", "seed"];   // which change nothing in what runs where
+  const PARTS = ["text_encoder", "transformer", "transformer_2", "vae"];
   const FORM = "tandem.form", JOB = "tandem.job", THEME = "tandem.theme";
   const LOOK_MS = 4000;      // how often the server is asked whether it is there
+  const REST_MS = 30;        // for so long the form rests before it is asked what Generate would do
+  const AGAIN_MS = 700;      // until that is asked again where engines were not known yet
+  const PATIENCE_MS = 8000;  // a question without an answer for so long is lost
   const SILENCE_MS = 6000;   // a running job says something every second or so; longer is a lost connection
 
   // Storage may be forbidden (private windows): then nothing is remembered, and that is all.
@@ -13,6 +19,7 @@
   const keep = (store, key, value) => { try { window[store].setItem(key, value); } catch { /* not remembered */ } };
   const $ = (selector) => document.querySelector(selector);
 
+  let lookedAt = "", resting = 0, question = 0, askedAt = 0, wanted = {};
   const tandem = window.tandem = {
     used: {},
     restored: false,
@@ -22,9 +29,28 @@
     save: (values) => {
       if (!tandem.restored) return;
       keep("localStorage", FORM, JSON.stringify(Object.fromEntries(NAMES.map((name, i) => [name, values[i]]))));
+      const settings = JSON.stringify(values.filter((_, i) => !WORDS.includes(NAMES[i])));
+      if (settings !== lookedAt) { lookedAt = settings; tandem.lookAhead(); }
     },
+    // One question at a time: the next is asked once the last is answered, so an answer never overwrites a newer one.
+    lookAhead: (rest = REST_MS) => {
+      clearTimeout(resting);
+      resting = setTimeout(() => {
+        if (askedAt && Date.now() - askedAt < PATIENCE_MS) { tandem.lookAhead(); return; }
+        askedAt = Date.now();
+        $("#look-ahead")?.click();
+      }, rest);
+    },
+    question: () => String(++question),
+    answered: (answer) => {
+      const [number, more] = answer.split(" ");
+      if (Number(number) !== question) { tandem.lookAhead(); return; }
+      askedAt = 0;
+      if (more) tandem.lookAhead(AGAIN_MS);
+    },
+    asked: () => JSON.stringify(wanted),
     stored: () => recall("localStorage", FORM) || "",
-    startKeeping: () => { tandem.restored = true; },
+    startKeeping: () => { tandem.restored = true; tandem.lookAhead(); },
     use: (request) => { tandem.used = JSON.parse(request); },
     sizeChosen: (size, width, height) => {
       const match = /^(\d+)x(\d+)$/.exec(size);
@@ -72,10 +98,50 @@
     if (button && button.offsetParent) { event.preventDefault(); button.click(); }
   });
 
-  // Generate and Cancel stand in one place: the focus stays there when one makes way for the other.
-  let inActions = false;
-  document.addEventListener("focusin", (event) => { inActions = Boolean(event.target.closest("#actions")); });
+  // The library's buttons. What cannot be taken back is asked for first, and Escape or Keep leaves all as it is.
+  const ask = (question, title, then) => {
+    const dialog = document.createElement("dialog");
+    dialog.className = "ask";
+    dialog.setAttribute("aria-labelledby", "ask-question");
+    dialog.innerHTML = '<p id="ask-question"></p><div><button type="button" class="button">Keep</button>'
+      + '<button type="button" class="button strong"></button></div>';
+    dialog.querySelector("p").textContent = question;
+    const [no, yes] = dialog.querySelectorAll("button");
+    yes.textContent = title;
+    no.addEventListener("click", () => dialog.close());
+    yes.addEventListener("click", () => { dialog.close(); then(); });
+    dialog.addEventListener("close", () => dialog.remove());
+    document.body.append(dialog);
+    dialog.showModal();
+    no.focus();
+  };
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest("[data-act]");
+    if (!button || button.disabled) return;
+    const { act, of, confirm } = button.dataset;
+    const go = () => { wanted = { act, of }; $("#act")?.click(); };
+    if (confirm) ask(confirm, button.textContent, go); else go();
+  });
+
+  // Generate and Cancel stand in one place: the focus stays there when one makes way for the other. A button of the
+  // library that is gone with its engine leaves the focus at the library's heading.
+  const purpose = (button) => button && `${button.dataset.act.replace("unpin", "pin")} ${button.dataset.of}`;
+  let inActions = false, pressed = null;
+  document.addEventListener("focusin", (event) => {
+    inActions = Boolean(event.target.closest("#actions"));
+    if (!event.target.closest("dialog")) pressed = purpose(event.target.closest("[data-act]"));
+  });
+  // Who presses elsewhere has left the library's buttons, though nothing there takes the focus.
+  document.addEventListener("pointerdown", (event) => {
+    if (!event.target.closest("[data-act], dialog")) pressed = null;
+  });
   const keepFocus = () => {
+    // gradio fills rows anew from the top: the focused button may have become another engine's.
+    const now = document.activeElement;
+    if (pressed && (now === document.body || (now.dataset.act && purpose(now) !== pressed))) {
+      const same = [...document.querySelectorAll("[data-act]")].find((b) => !b.disabled && purpose(b) === pressed);
+      (same ?? $("#library-heading"))?.focus({ preventScroll: true });
+    }
     if (inActions && document.activeElement === document.body) {
       const button = [...document.querySelectorAll("#actions button")].find((b) => b.offsetParent);
       if (button && !button.disabled) button.focus();
@@ -113,11 +179,23 @@
         for (const radio of block.querySelectorAll("input[type=radio]")) set(radio, "name", block.id);
       }
     }
-    const fold = $("#more > button"), content = $("#more [data-testid=accordion-content]");
-    if (fold && content) set(fold, "aria-expanded", String(content.style.display !== "none"));
+    for (const fold of document.querySelectorAll(".fold")) {
+      const button = fold.querySelector(":scope > button");
+      const content = fold.querySelector("[data-testid=accordion-content]");
+      if (button) set(button, "aria-expanded", String(Boolean(content) && content.style.display !== "none"));
+    }
+    for (const part of PARTS) {
+      const title = $(`#field-backend_${part} [data-testid=block-info]`)?.textContent.trim();
+      const choice = $(`#field-backend_${part} input`), toggle = $(`#tensorrt-${part} input`);
+      if (choice) set(choice, "aria-describedby", `why-${part}`);
+      if (toggle) {
+        set(toggle, "aria-label", `TensorRT for the ${title}`);
+        set(toggle, "aria-describedby", toggle.disabled ? "no-tensorrt" : `why-${part}`);
+      }
+    }
   };
 
-  let heardAt = Date.now(), said = "";
+  let heardAt = Date.now(), said = "", ended = "";
   const still = matchMedia("(prefers-reduced-motion: reduce)");
   let waiting = false;
   const observe = () => {
@@ -128,6 +206,10 @@
   const tidy = () => {
     const status = $("#status .status");
     if (status && status.textContent !== said) { said = status.textContent; heardAt = Date.now(); mark(); }
+    // A job may have built engines.
+    const state = status?.dataset.state;
+    if (state !== ended && ["done", "failed", "cancelled"].includes(state) && tandem.restored) tandem.lookAhead();
+    ended = state;
     const bar = $("#status .bar:not([hidden])"), percent = bar?.getAttribute("aria-valuenow");
     const title = percent ? `${percent}% · Tandem` : "Tandem";
     if (document.title !== title) document.title = title;

@@ -81,7 +81,7 @@ def serve(settings: Settings) -> Iterator[str]:
     )
     page: gr.Blocks | None = None
     try:
-        page = build(worker, settings)
+        page = build(worker, engines, settings)
         settings.outputs_dir.mkdir(parents=True, exist_ok=True)
         try:
             _, url, _ = page.launch(

@@ -13,9 +13,20 @@ from typing import Any
 import gradio as gr
 
 from runtime.core.errors import InvalidRequestError
-from runtime.core.request import AUTO, GenerationRequest, label
+from runtime.core.request import (
+    ALL,
+    AUTO,
+    BACKENDS,
+    BUILDS,
+    COMPONENTS,
+    OFFLOADS,
+    QUANTIZATIONS,
+    GenerationRequest,
+    label,
+)
+from runtime.manager.machine import Machine
 from runtime.models.spec import ModelSpec
-from runtime.ui import text, theme
+from runtime.ui import acceleration, text, theme
 from runtime.ui.models import check_offered
 
 CUSTOM = "custom"
@@ -26,7 +37,10 @@ _MODEL_FRAMES_SHOWN = 2
 
 @dataclass
 class Form:
-    """The controls, by the names of `GenerationRequest`, in the order in which handlers get them."""
+    """The controls, by the names of `GenerationRequest`, in the order in which handlers get them.
+
+    A page chooses a backend for each component; together they are the request's `backends`.
+    """
 
     prompt: gr.Textbox
     negative_prompt: gr.Textbox
@@ -39,6 +53,13 @@ class Form:
     guidance_scale: gr.Number
     guidance_scale_2: gr.Number
     seed: gr.Textbox
+    backend_text_encoder: gr.Dropdown
+    backend_transformer: gr.Dropdown
+    backend_transformer_2: gr.Dropdown
+    backend_vae: gr.Dropdown
+    build: gr.Dropdown
+    offload: gr.Dropdown
+    quantization: gr.Dropdown
 
     @property
     def controls(self) -> list[Any]:
@@ -53,8 +74,17 @@ class Form:
 
 FOLLOWING_MODEL = (
     "width", "height", "frames", "fps", "negative_prompt", "steps", "guidance_scale", "guidance_scale_2",
+    "backend_text_encoder", "backend_transformer", "backend_transformer_2", "backend_vae",
 )  # fmt: skip
 NAMES = tuple(field.name for field in fields(Form))
+# The rows of the acceleration panel, which come and go with the model; they are no settings.
+ROWS = tuple(f"row_{name}" for name in COMPONENTS)
+_CHOICES = {
+    **{f"backend_{name}": BACKENDS for name in COMPONENTS},
+    "build": BUILDS,
+    "offload": OFFLOADS,
+    "quantization": QUANTIZATIONS,
+}
 
 
 def compose() -> tuple[gr.Textbox, list[tuple[gr.Button, str]]]:
@@ -75,8 +105,28 @@ def compose() -> tuple[gr.Textbox, list[tuple[gr.Button, str]]]:
     return prompt, buttons
 
 
-def settings_group(models: dict[str, ModelSpec], chosen: str, prompt: gr.Textbox) -> tuple[Form, gr.Radio, gr.HTML]:
-    """Make the settings; return the form, the choice of sizes and the line that tells the length."""
+@dataclass
+class Settings:
+    """The settings column: the form, the choice of sizes, the line that tells the length, the acceleration panel."""
+
+    form: Form
+    size: gr.Radio
+    length: gr.HTML
+    panel: acceleration.Panel
+
+
+def settings_group(
+    models: dict[str, ModelSpec],
+    chosen: str,
+    prompt: gr.Textbox,
+    machine: Machine,
+    backends: Mapping[str, str],
+) -> Settings:
+    """Make the settings.
+
+    Args:
+        backends: what is chosen at first, by component; "auto" for those not named.
+    """
     spec = models[chosen]
     values = model_values(spec)
     model = gr.Dropdown(
@@ -112,7 +162,7 @@ def settings_group(models: dict[str, ModelSpec], chosen: str, prompt: gr.Textbox
         )
         random = gr.Button("Random", elem_id="random-seed", min_width=90)
     random.click(None, None, seed, js="() => ''", api_visibility="private", show_progress="hidden")
-    with gr.Accordion("More settings", open=False, elem_id="more"):
+    with gr.Accordion("More settings", open=False, elem_id="more", elem_classes="fold"):
         negative = gr.Textbox(
             **values["negative_prompt"],
             label="Negative prompt",
@@ -143,8 +193,9 @@ def settings_group(models: dict[str, ModelSpec], chosen: str, prompt: gr.Textbox
                 step=0.5,
                 elem_id="field-guidance_scale_2",
             )
-    form = Form(prompt, negative, model, width, height, frames, fps, steps, guidance, guidance_2, seed)
-    return form, size, length
+    panel, choices = acceleration.panel(spec, machine, backends)
+    form = Form(prompt, negative, model, width, height, frames, fps, steps, guidance, guidance_2, seed, **choices)
+    return Settings(form, size, length, panel)
 
 
 def model_values(spec: ModelSpec) -> dict[str, dict[str, Any]]:
@@ -168,6 +219,7 @@ def model_values(spec: ModelSpec) -> dict[str, dict[str, Any]]:
         "steps": {"value": defaults.steps, "minimum": 1, "maximum": max(_WIDEST_STEPS, defaults.steps), "step": 1},
         "guidance_scale": {"value": defaults.guidance_scale},
         "guidance_scale_2": {"value": second, "visible": spec.experts > 1},
+        **acceleration.model_values(spec),
     }
 
 
@@ -192,7 +244,23 @@ def filled(stored: Mapping[str, Any], models: dict[str, ModelSpec]) -> dict[str,
             if isinstance(given, int | float) and math.isfinite(given):
                 values[control]["value"] = given
     values["size"]["value"] = size_value(spec, values["width"]["value"], values["height"]["value"])
+    chosen = _chosen(stored)
+    for control in _CHOICES:
+        values.setdefault(control, {}).update({"value": chosen[control]} if control in chosen else {})
     return values
+
+
+def _chosen(stored: Mapping[str, Any]) -> dict[str, str]:
+    """Return the choices that stored values hold; a result says `backends`, by component or for all."""
+    backends = stored.get("backends")
+    given = dict(stored)
+    if isinstance(backends, Mapping):
+        given |= {f"backend_{name}": backends.get(name, backends.get(ALL, AUTO)) for name in COMPONENTS}
+    return {
+        name: given[name] if given[name] in known else AUTO
+        for name, known in _CHOICES.items()
+        if isinstance(given.get(name), str)
+    }
 
 
 def size_value(spec: ModelSpec, width: object, height: object) -> str:
@@ -211,17 +279,35 @@ def read(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationReque
     Raises:
         TandemError: for a value that cannot be, naming it.
     """
-    given = dict(zip(NAMES, values, strict=True))
+    given = _by_name(values)
     spec = check_offered(given["model"], models)
     given["prompt"] = "" if given["prompt"] is None else given["prompt"]
     given["seed"] = _seed(given["seed"])
     if spec.experts == 1:
         given["guidance_scale_2"] = AUTO
+    chosen = {name: given.pop(f"backend_{name}") for name in COMPONENTS}
+    given["backends"] = {name: chosen[name] for name in spec.component_names if chosen[name] != AUTO}
     for name, value in given.items():
-        if value is None and name != "negative_prompt":
+        if value is None and name not in {"negative_prompt", *_CHOICES}:
             default = getattr(spec.defaults, name)
             raise InvalidRequestError(name, f"The {label(name)} is empty.", f"Give one, such as {default:g}.")
     return GenerationRequest(**given)
+
+
+def read_settings(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationRequest:
+    """Read the controls' values but for the words and the seed, which change nothing in what runs where.
+
+    Raises:
+        TandemError: for a value that cannot be, naming it.
+    """
+    given = _by_name(values) | {"prompt": "none", "negative_prompt": None, "seed": ""}
+    return read([given[name] for name in NAMES], models)
+
+
+def _by_name(values: Sequence[Any]) -> dict[str, Any]:
+    if len(values) != len(NAMES):
+        raise InvalidRequestError("form", "The form is not whole.", "Load the page again.")
+    return dict(zip(NAMES, values, strict=True))
 
 
 def _seed(value: Any) -> Any:

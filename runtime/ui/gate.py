@@ -2,8 +2,9 @@
 
 Uploads, the proxy and files of other servers answer 403: nobody puts files here, and this server fetches nothing. On
 loopback, a page of another site is turned away: by the host it asks for where it points its own name at this machine,
-by its origin where it sends a request across. The content policy makes the browser itself refuse whatever is not served
-from here.
+by its origin where it sends a request across. Anywhere, what a browser sends for a page of another origin is turned
+away unless it only reads: the engine library's buttons delete. The content policy makes the browser itself refuse
+whatever is not served from here.
 """
 
 from urllib.parse import urlsplit
@@ -26,6 +27,9 @@ _SHUT = (
     "/monitoring",
 )
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+_READING = frozenset({"GET", "HEAD", "OPTIONS"})
+# What a browser says of requests of this page, and of its user's own; other programs say nothing.
+_OWN = frozenset({"same-origin", "none"})
 # gradio's page compiles templates and styles in the browser, hence the two "unsafe".
 _POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; style-src 'self' 'unsafe-inline'; "
@@ -55,6 +59,10 @@ class Gate:
         """Answer, or pass on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
+            return
+        foreign = Headers(scope=scope).get("sec-fetch-site", "none") not in _OWN
+        if foreign and scope["method"] not in _READING:
+            await PlainTextResponse("This server answers to its own pages only.", 403)(scope, receive, send)
             return
         if self._names is not None and not _is_local(Headers(scope=scope), self._names):
             await PlainTextResponse("This server answers to this machine only.", 403)(scope, receive, send)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,16 @@ from typing import Any
 import gradio as gr
 
 from runtime.core.errors import InvalidRequestError, TandemError
+from runtime.core.request import COMPONENTS
 from runtime.jobs.worker import Job, Worker
 from runtime.models.spec import ModelSpec
-from runtime.ui import form, stage, watch
+from runtime.ui import acceleration, form, outlook, stage, watch
+from runtime.ui.foresight import Foresight
 from runtime.ui.models import check_offered
 
 Updates = tuple[Any, ...]
+
+_NUMBER = re.compile(r"[0-9]{1,12}")
 
 logger = logging.getLogger(__name__)
 
@@ -23,11 +28,14 @@ logger = logging.getLogger(__name__)
 class Handlers:
     """The page's handlers. Each view goes to: picture, status, facts, Generate, Cancel, the job watched, its id."""
 
-    def __init__(self, worker: Worker, models: dict[str, ModelSpec], log_file: Path, icon: str) -> None:
+    def __init__(
+        self, worker: Worker, models: dict[str, ModelSpec], log_file: Path, icon: str, foresight: Foresight
+    ) -> None:
         self._worker = worker
         self._models = models
         self._log_file = log_file
         self._icon = icon
+        self._foresight = foresight
 
     async def generate(self, *values: Any) -> AsyncIterator[Updates]:
         """Submit the form as a job and show it until it ends; a form that cannot be is answered beside the stage."""
@@ -69,8 +77,8 @@ class Handlers:
         try:
             values = form.model_values(check_offered(name, self._models))
         except TandemError:
-            return (gr.skip(),) * (1 + len(form.FOLLOWING_MODEL))
-        return tuple(gr.update(**values[control]) for control in ("size", *form.FOLLOWING_MODEL))
+            return (gr.skip(),) * (1 + len(form.ROWS) + len(form.FOLLOWING_MODEL))
+        return tuple(gr.update(**values[control]) for control in ("size", *form.ROWS, *form.FOLLOWING_MODEL))
 
     def fill(self, stored: Any) -> Updates:
         """Bring a form back that the browser kept, or the settings of a result: JSON by the names of the request."""
@@ -79,9 +87,26 @@ class Handlers:
         except (TypeError, ValueError, RecursionError):
             values = None
         if not isinstance(values, dict):
-            return (gr.skip(),) * (1 + len(form.NAMES))
+            return (gr.skip(),) * (1 + len(form.ROWS) + len(form.NAMES))
         filled = form.filled(values, self._models)
-        return tuple(gr.update(**filled[control]) for control in ("size", *form.NAMES))
+        return tuple(gr.update(**filled[control]) for control in ("size", *form.ROWS, *form.NAMES))
+
+    def look_ahead(self, question: Any, *values: Any) -> Updates:
+        """Say what Generate would do now, at the chips, and which question that answers.
+
+        A form that cannot be is an answer too. "more" after the number says that it is worth asking again.
+        """
+        number = question if isinstance(question, str) and _NUMBER.fullmatch(question) else ""
+        try:
+            request = form.read_settings(values, self._models)
+            spec = check_offered(request.model, self._models)
+            seen = outlook.outlook(self._foresight.foresee(request, spec), spec.component_names)
+        except TandemError as error:
+            seen = outlook.stopped(error, COMPONENTS)
+        except Exception as error:  # a defect: told in one line, kept in the log
+            logger.exception("It could not be said what would happen")
+            seen = outlook.stopped(error, COMPONENTS)
+        return *acceleration.show(seen), f"{number}{'' if seen.complete else ' more'}"
 
     async def _watch(self, job: Job) -> AsyncIterator[Updates]:
         before: watch.View | None = None

@@ -87,7 +87,7 @@ def status(line: Line, job_id: str = "") -> str:
         f'<p class="line"><strong>{escape(line.title)}</strong> <span class="detail">{escape(line.detail)}</span> '
         f'<span class="left">{escape(line.left)}</span></p>'
         f"{bar}"
-        f'<p class="heard" role="status" aria-live="polite">{escape(heard)}</p>'
+        f'<p class="unseen" role="status" aria-live="polite">{escape(heard)}</p>'
         f'<p class="alert" role="alert"><strong>{escape(what)}</strong> <span>{escape(line.remedy)}</span></p>'
         "</div>"
     )

@@ -93,7 +93,8 @@ def _line(job: Job, progress: Progress, worker: Worker, log_file: Path, now: flo
     if job.cancel.requested:
         return stage.Line("stopping", "Stopping…", fraction=progress.fraction)
     if job.state == "queued":
-        ahead = worker.position(job)
-        others = f"{ahead} video is" if ahead == 1 else f"{ahead} videos are"
+        ahead = worker.ahead(job)
+        what = "video" if all(isinstance(one, Job) for one in ahead) else "task"
+        others = f"1 {what} is" if len(ahead) == 1 else f"{len(ahead)} {what}s are"
         return stage.Line("queued", "Waiting", f"{others} ahead." if ahead else "Starting.")
     return stage.running(progress.at(now))

@@ -1,5 +1,6 @@
 """From the controls' values, whatever the browser sent, to a request."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from runtime.core.errors import InvalidRequestError, ModelError, TandemError
 from runtime.core.request import AUTO, GenerationRequest
 from runtime.models.spec import ModelSpec
-from runtime.ui import form
+from runtime.ui import form, theme
 
 GOOD: dict[str, Any] = {
     "prompt": "a red boat",
@@ -22,7 +23,15 @@ GOOD: dict[str, Any] = {
     "guidance_scale": 4.0,
     "guidance_scale_2": 3.0,
     "seed": "",
+    "backend_text_encoder": "auto",
+    "backend_transformer": "auto",
+    "backend_transformer_2": "auto",
+    "backend_vae": "auto",
+    "build": "auto",
+    "offload": "auto",
+    "quantization": "auto",
 }
+BACKENDS = ["backend_text_encoder", "backend_transformer", "backend_transformer_2", "backend_vae"]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +46,34 @@ def read(models: dict[str, ModelSpec], **changes: Any) -> GenerationRequest:
 
 def test_values_become_a_request(models: dict[str, ModelSpec]) -> None:
     request = read(models)
-    assert request == GenerationRequest(**(GOOD | {"seed": AUTO}))
+    plain = {name: value for name, value in GOOD.items() if name not in BACKENDS}
+    assert request == GenerationRequest(**(plain | {"seed": AUTO}))
+
+
+def test_backends_are_told_by_component(models: dict[str, ModelSpec]) -> None:
+    chosen = {"backend_vae": "onnxruntime", "backend_transformer_2": "pytorch"}
+    request = read(models, **chosen, build="never", offload="group", quantization="fp8")
+    assert request.backends == {"transformer_2": "pytorch", "vae": "onnxruntime"}
+    assert (request.build, request.offload, request.quantization) == ("never", "group", "fp8")
+    # A row that a model does not have says nothing, whatever was chosen there before.
+    assert read(models, model="wan2.1", **chosen).backends == {"vae": "onnxruntime"}
+
+
+@pytest.mark.parametrize("field", [*BACKENDS, "build", "offload", "quantization"])
+@pytest.mark.parametrize("value", [None, "", "cuda", 1, True, [], {}, ["pytorch"], float("nan"), "a" * 100_000])
+def test_what_is_no_choice_is_refused_by_name(models: dict[str, ModelSpec], field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        read(models, **{field: value})
+    assert refused.value.field == ("backends" if field in BACKENDS else field)
+    assert len(refused.value.what) < 120
+
+
+def test_words_and_seed_do_not_matter_to_what_runs_where(models: dict[str, ModelSpec]) -> None:
+    values = GOOD | {"prompt": None, "negative_prompt": 7, "seed": "abc"}
+    request = form.read_settings([values[name] for name in form.NAMES], models)
+    assert (request.width, request.seed) == (64, AUTO)
+    with pytest.raises(InvalidRequestError):
+        form.read_settings([values[name] for name in form.NAMES][1:], models)
 
 
 @pytest.mark.parametrize(("given", "seed"), [("", AUTO), ("  ", AUTO), (None, AUTO), ("12", 12), (" 7 ", 7), (5, 5)])
@@ -113,7 +149,36 @@ def test_a_stored_form_that_makes_no_sense_is_passed_over(models: dict[str, Mode
 
 
 def test_every_control_is_a_field_of_the_request() -> None:
-    # What runs where is the plan's, for a page: it takes the engines that are there, and builds none.
-    assert set(form.NAMES) == set(GenerationRequest.__dataclass_fields__) - {"backends", "build"}
+    assert set(form.NAMES) == {*GenerationRequest.__dataclass_fields__, *BACKENDS} - {"backends"}
     with pytest.raises(TandemError):
         form.read([None] * len(form.NAMES), {})
+
+
+def test_the_page_keeps_every_control() -> None:
+    script = (theme.ASSETS / "page.js").read_text(encoding="utf-8")
+    named = re.search(r"const NAMES = \[(.*?)\];", script, re.DOTALL)
+    assert named is not None
+    assert tuple(re.findall(r'"(\w+)"', named[1])) == form.NAMES
+
+
+def test_choices_come_back_from_the_browser_and_from_a_result(models: dict[str, ModelSpec]) -> None:
+    kept = form.filled({"model": "wan2.1", "backend_vae": "inductor", "build": "missing"}, models)
+    assert kept["backend_vae"]["value"] == "inductor"
+    assert kept["build"]["value"] == "missing"
+    # What was not kept stays as the page has it.
+    assert "value" not in kept["offload"]
+    backends = {"all": "onnxruntime", "vae": "pytorch"}
+    result = form.filled(read(models).to_json() | {"backends": backends, "offload": "model"}, models)
+    assert [result[name]["value"] for name in BACKENDS] == ["onnxruntime"] * 3 + ["pytorch"]
+    assert result["offload"]["value"] == "model"
+    odd = form.filled({"model": "wan2.1", "backends": {"vae": "cuda"}, "build": "often", "offload": []}, models)
+    assert odd["backend_vae"]["value"] == "auto"
+    assert odd["build"]["value"] == "auto"
+    assert "value" not in odd["offload"]
+
+
+def test_rows_follow_the_model(models: dict[str, ModelSpec]) -> None:
+    two, one = form.model_values(models["wan2.2-a14b"]), form.model_values(models["wan2.1"])
+    assert two["row_transformer_2"]["visible"] and not one["row_transformer_2"]["visible"]
+    assert two["backend_transformer"]["label"] == "High-noise transformer"
+    assert one["backend_transformer"]["label"] == "Transformer"

@@ -63,6 +63,15 @@ def test_predict_gives_the_last_event(client: Any) -> None:
     assert first["seed"] == again["seed"] == 5
 
 
+@pytest.mark.parametrize("backends", [{"vae": "pytorch"}, ["vae=pytorch"]])
+def test_what_runs_where_may_be_said(client: Any, backends: object) -> None:
+    chosen = {"backends": backends, "build": "never", "offload": "none", "quantization": "none"}
+    final = client.predict("a red boat", steps=1, **chosen, api_name="/generate")
+    assert final["request"]["backends"] == {"vae": "pytorch"}
+    assert final["request"] | {name: chosen[name] for name in ("build", "offload", "quantization")} == final["request"]
+    assert final["plan"]["components"]["vae"]["reason"].endswith("It was asked for.")
+
+
 def test_a_closed_stream_does_not_end_the_job(server: Server, client: Any) -> None:
     videos = server.cache_dir / "outputs"
     before = set(videos.glob("*"))
@@ -92,6 +101,15 @@ def test_a_closed_stream_does_not_end_the_job(server: Server, client: Any) -> No
         ({"seed": 1.5}, ("seed is 1.5", "whole number")),
         ({"seed": 10**40}, ("seed is 1000", "Give one from 0")),
         ({"model": "/etc"}, ("no model of that name", MODEL)),
+        ({"backends": {"vae": "cuda"}}, ("There is no backend 'cuda'", "Take one of auto")),
+        ({"backends": {"eyes": "pytorch"}}, ("There is no component 'eyes'", "text_encoder")),
+        ({"backends": ["vae"]}, ("backends holds 'vae'", "vae=pytorch")),
+        ({"backends": ["vae=pytorch", "vae=inductor"]}, ("backends holds 'vae=inductor'", "once")),
+        ({"backends": [7]}, ("backends holds '7'", "once")),
+        ({"backends": "vae=pytorch"}, ("backends is 'vae=pytorch'", "by component")),
+        ({"build": "often"}, ("build is 'often'", "Take one of auto")),
+        ({"offload": None}, ("offload is None", "sequential")),
+        ({"quantization": 8}, ("quantization is 8", "bnb-8bit")),
         ({"width": 8192, "height": 8192, "frames": 4001}, ("needs about", "smaller size")),
     ],
     ids=lambda value: str(value)[:30],
@@ -107,7 +125,7 @@ def test_bad_values_are_answered_in_two_sentences(
 
 
 def test_nan_over_raw_http_is_refused(server: Server) -> None:
-    body = b'{"data": ["a red boat", null, "tiny", NaN, 32, 9, 8, 4, 1, 1, 7]}'
+    body = b'{"data": ["a red boat", null, "tiny", NaN, 32, 9, 8, 4, 1, 1, 7, null, "auto", "auto", "auto"]}'
     request = urllib.request.Request(
         server.url + "gradio_api/call/generate", data=body, headers={"Content-Type": "application/json"}
     )
@@ -117,6 +135,16 @@ def test_nan_over_raw_http_is_refused(server: Server) -> None:
         told = answer.read().decode()
     assert "width is nan, not a whole number." in told
     assert "Traceback" not in (server.cache_dir / "server.txt").read_text(encoding="utf-8")
+
+
+def test_another_site_cannot_press_the_librarys_buttons(server: Server) -> None:
+    for path in ("gradio_api/queue/join", "gradio_api/run/predict"):
+        assert status(server, path, method="POST", headers={"Origin": "https://evil.example"}) == 403
+        # Nor a page that another program of this machine serves.
+        for site in ("cross-site", "same-site"):
+            assert status(server, path, method="POST", headers={"Sec-Fetch-Site": site}) == 403
+        assert status(server, path, method="POST", headers={"Sec-Fetch-Site": "same-origin"}) == 422
+    assert status(server, "", headers={"Sec-Fetch-Site": "cross-site"}) == 200
 
 
 def test_only_generate_is_public(client: Any) -> None:

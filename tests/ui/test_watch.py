@@ -4,11 +4,13 @@ import asyncio
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
 from runtime.core.events import Cancelled, Event, Failed, FramesDecoded, Planned, StageStarted, StepDone, VideoSaved
+from runtime.jobs.chores import Chore
 from runtime.jobs.worker import Job, Worker
 from runtime.models.spec import ModelSpec
 from runtime.ui import facts, stage, watch
@@ -20,8 +22,8 @@ LOG = Path("logs/tandem.log")
 class NobodyAhead:
     """Stands in for the worker where only the place in its line is asked for."""
 
-    def position(self, job: Job) -> int:
-        return 0
+    def ahead(self, job: Job) -> list[Job]:
+        return []
 
 
 @pytest.fixture
@@ -59,6 +61,18 @@ def test_a_running_job_tells_stage_step_and_time(job: Job) -> None:
     assert 'role="progressbar"' in view.status and "aria-valuenow" in view.status
     assert "data:image/webp;base64,d2VicA==" in view.picture
     assert view.busy and not view.stopping
+
+
+def test_a_job_that_waits_says_for_how_much(job: Job) -> None:
+    def shown(*ahead: Job | Chore) -> str:
+        line = cast(Worker, SimpleNamespace(ahead=lambda _job: list(ahead)))
+        return watch.view(job, line, LOG, "", 0.0).status
+
+    build = Chore("build", "Build", lambda *_: "")
+    assert "Starting." in shown()
+    assert "1 video is ahead." in shown(job)
+    assert "1 task is ahead." in shown(build)
+    assert "2 tasks are ahead." in shown(job, build)
 
 
 def test_a_job_that_stops_says_so_at_once(job: Job) -> None:

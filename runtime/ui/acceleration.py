@@ -1,0 +1,193 @@
+"""The acceleration panel: its controls, and what it shows of an outlook, as HTML."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import gradio as gr
+
+from runtime.core.request import AUTO, BUILDS, COMPONENTS, OFFLOADS, QUANTIZATIONS
+from runtime.engines.builders import builders_of
+from runtime.manager.machine import Machine
+from runtime.models.spec import ModelSpec
+from runtime.ui import text
+from runtime.ui.outlook import Chip, Memory, Outlook
+
+TENSORRT = "tensorrt"
+LABEL = "Acceleration"
+_BACKENDS = (
+    ("Automatic", AUTO),
+    ("TensorRT", TENSORRT),
+    ("Inductor", "inductor"),
+    ("ONNX Runtime", "onnxruntime"),
+    ("PyTorch", "pytorch"),
+)
+_BUILDS = dict(zip(BUILDS, ("For chosen backends", "What is missing", "Never", "All anew"), strict=True))
+_OFFLOADS = dict(zip(OFFLOADS, ("Automatic", "None", "By part", "By block", "By layer"), strict=True))
+_QUANTIZATIONS = dict(zip(QUANTIZATIONS, ("Automatic", "None", "8 bit", "4 bit", "FP8"), strict=True))
+
+
+@dataclass
+class Panel:
+    """The parts of the panel that are no settings.
+
+    Attributes:
+        fold: the whole of it; its label tells the sum.
+        rows: one per component.
+        toggles: TensorRT on or off; each only mirrors the choice beside it.
+        chips: what will happen, one per component.
+        sum: memory, time and what is wrong.
+    """
+
+    fold: gr.Accordion
+    rows: dict[str, Any]
+    toggles: dict[str, Any]
+    chips: dict[str, Any]
+    sum: gr.HTML
+
+    @property
+    def shown(self) -> list[Any]:
+        """What an outlook is shown in, in the order of `show`."""
+        return [self.fold, *self.chips.values(), self.sum]
+
+
+def panel(spec: ModelSpec, machine: Machine, backends: Mapping[str, str]) -> tuple[Panel, dict[str, Any]]:
+    """Make the panel; return it, and its settings by their names in the form.
+
+    Args:
+        backends: what is chosen at first, by component.
+    """
+    values = model_values(spec)
+    absent = tensorrt_problem(machine)
+    settings: dict[str, Any] = {}
+    rows: dict[str, Any] = {}
+    toggles: dict[str, Any] = {}
+    chips: dict[str, Any] = {}
+    with gr.Accordion(LABEL, open=False, elem_id="acceleration", elem_classes="fold") as fold:
+        for name in COMPONENTS:
+            chosen = backends.get(name, AUTO)
+            with gr.Row(elem_classes="part", elem_id=f"part-{name}", **values[f"row_{name}"]) as rows[name]:
+                settings[f"backend_{name}"] = gr.Dropdown(
+                    choices=list(_BACKENDS),
+                    value=chosen,
+                    filterable=False,
+                    elem_id=f"field-backend_{name}",
+                    **values[f"backend_{name}"],
+                )
+                toggles[name] = gr.Checkbox(
+                    label="TensorRT",
+                    value=chosen == TENSORRT,
+                    interactive=absent is None,
+                    elem_id=f"tensorrt-{name}",
+                    elem_classes="toggle",
+                )
+                chips[name] = gr.HTML(
+                    chip_html(name, Chip("", "", "plain")), elem_classes="chip-line", apply_default_css=False
+                )
+        if absent is not None:
+            gr.HTML(
+                f'<p class="aside" id="no-tensorrt">TensorRT cannot be used here: {escape(absent)}.</p>',
+                apply_default_css=False,
+            )
+        settings["build"] = gr.Dropdown(
+            choices=[(title, name) for name, title in _BUILDS.items()],
+            value=AUTO,
+            filterable=False,
+            label="Build engines first",
+            info="Before the video is made. An engine is built once for a size.",
+            elem_id="field-build",
+        )
+        with gr.Row(elem_classes="pair"):
+            settings["offload"] = gr.Dropdown(
+                choices=[(title, name) for name, title in _OFFLOADS.items()],
+                value=AUTO,
+                filterable=False,
+                label="Offload",
+                info="Weights wait in RAM: less video memory, slower. Excludes TensorRT for the transformers.",
+                elem_id="field-offload",
+            )
+            settings["quantization"] = gr.Dropdown(
+                choices=[(title, name) for name, title in _QUANTIZATIONS.items()],
+                value=AUTO,
+                filterable=False,
+                label="Quantization",
+                info="Smaller weights in PyTorch, a little less exact. Excludes engines for the transformers.",
+                elem_id="field-quantization",
+            )
+        total = gr.HTML(sum_html(Outlook("")), elem_id="outlook", apply_default_css=False)
+    return Panel(fold, rows, toggles, chips, total), settings
+
+
+def model_values(spec: ModelSpec) -> dict[str, dict[str, Any]]:
+    """Return the properties of what follows the model: the rows, and what each part is called."""
+    two = spec.experts > 1
+    titles = {
+        "text_encoder": "Text encoder",
+        "transformer": "High-noise transformer" if two else "Transformer",
+        "transformer_2": "Low-noise transformer",
+        "vae": "VAE decoder",
+    }
+    return {
+        **{f"row_{name}": {"visible": name in spec.component_names} for name in COMPONENTS},
+        **{f"backend_{name}": {"label": title} for name, title in titles.items()},
+    }
+
+
+def tensorrt_problem(machine: Machine) -> str | None:
+    """Return why no TensorRT engine can be made or run here, `None` where one can."""
+    problems = [builder.unavailable(machine) for builder in builders_of(TENSORRT)]
+    return None if None in problems else next(problem[0] for problem in problems if problem is not None)
+
+
+def show(outlook: Outlook) -> tuple[Any, ...]:
+    """Return updates for `Panel.shown`."""
+    none = Chip("", "", "plain")
+    chips = (chip_html(name, outlook.chips.get(name, none)) for name in COMPONENTS)
+    return (gr.update(label=f"{LABEL} · {outlook.line}"), *chips, sum_html(outlook))
+
+
+def chip_html(component: str, chip: Chip) -> str:
+    """Return a chip; its full reason is what describes the choice beside it to a screen reader."""
+    reason = escape(chip.reason, quote=True)
+    return (
+        f'<p class="chip" data-kind="{chip.kind}" title="{reason}">{escape(chip.text) or "&nbsp;"}</p>'
+        f'<span class="unseen" id="why-{component}">{reason}</span>'
+    )
+
+
+def sum_html(outlook: Outlook) -> str:
+    """Return memory, time, what is wrong, and the one line that is read out when it changes."""
+    problem = f"{outlook.problem} {outlook.remedy}".strip()
+    return (
+        '<div class="outlook">'
+        f'<p class="trouble"{"" if problem else " hidden"}>{escape(problem)}</p>'
+        f"{_memory_html(outlook.memory)}"
+        f'<p class="forecast"{" hidden" if problem else ""}><strong>Time for a video</strong> '
+        f"<span>{escape(outlook.time)}</span></p>"
+        f'<p class="unseen" role="status" aria-live="polite">{escape(problem or outlook.line)}</p>'
+        "</div>"
+    )
+
+
+def _memory_html(memory: Memory | None) -> str:
+    where = memory.where if memory else "memory"
+    sizes = (memory.weights, memory.working, max(memory.free - memory.weights - memory.working, 0)) if memory else ()
+    whole = max(sum(sizes), 1)
+    names = ("weights", "working", "free")
+    titles = ("Weights", "Working set", "Left free")
+    shares = [100 * size / whole for size in sizes] or [0.0, 0.0, 0.0]
+    told = [text.memory(size) for size in sizes] or ["", "", ""]
+    spoken = ", ".join(f"{title.lower()} {size}" for title, size in zip(titles, told, strict=True))
+    bar = "".join(
+        f'<span class="{name}" style="width:{share:.1f}%"></span>' for name, share in zip(names, shares, strict=True)
+    )
+    key = "".join(
+        f'<li><i class="{name}"></i>{title} <b>{size}</b></li>'
+        for name, title, size in zip(names, titles, told, strict=True)
+    )
+    return (
+        f'<div class="memory"{"" if memory else " hidden"}><p><strong>{where[:1].upper()}{where[1:]}</strong></p>'
+        f'<div class="meter" role="img" aria-label="{escape(f"{where}: {spoken}", quote=True)}">{bar}</div>'
+        f"<ul>{key}</ul></div>"
+    )

@@ -1,0 +1,235 @@
+"""What the Engines tab does. Its handlers answer raw HTTP too, so none trusts what it is sent."""
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import gradio as gr
+
+from runtime.core.errors import EngineError, InvalidRequestError, TandemError
+from runtime.engines import library as engine_library
+from runtime.engines import manifest
+from runtime.engines.service import EngineService
+from runtime.engines.staleness import why_stale
+from runtime.jobs import chores
+from runtime.jobs.chores import Chore
+from runtime.jobs.worker import Worker
+from runtime.manager.engine_index import EngineRecord
+from runtime.models.spec import ModelSpec
+from runtime.ui import clip_time, form, outlook, shelf, text
+from runtime.ui.foresight import Foreseen, Foresight
+from runtime.ui.models import check_offered
+
+Updates = tuple[Any, ...]
+
+_ENGINE = re.compile(r"[0-9a-f]{16}")
+_CHORE = re.compile(r"[0-9a-f]{8}")
+_MOST_WAITING = 20
+_MOST_SENT = 1000
+_ALL = "all"
+
+logger = logging.getLogger(__name__)
+
+
+class Library:
+    """The tab's handlers. Each view goes to: parts, work, disk, table, what was said, and what is shown now."""
+
+    def __init__(
+        self, worker: Worker, engines: EngineService, models: dict[str, ModelSpec], foresight: Foresight
+    ) -> None:
+        self._worker = worker
+        self._engines = engines
+        self._models = models
+        self._foresight = foresight
+
+    def look(self, shown: Any, *values: Any) -> Updates:
+        """Show what has changed since `shown`: a tick costs next to nothing where nothing has."""
+        return self._view(shown, values, gr.skip())
+
+    def act(self, asked: Any, *values: Any) -> Updates:
+        """Do what a button of the tab says, JSON of `act` and `of`, and show what came of it."""
+        try:
+            said = self._do(asked, values)
+        except TandemError as error:
+            said = _told(error)
+        except Exception as error:  # a defect: told in one line, kept in the log
+            logger.exception("The engine library could not do what was asked")
+            said = f"Something broke inside Tandem: {error!r} The log has the details."
+        return self._view(None, values, shelf.said(said))
+
+    def _do(self, asked: Any, values: Sequence[Any]) -> str:
+        act, of = _parsed(asked)
+        match act:
+            case "build":
+                return self._add(self._building(of, values))
+            case "prune":
+                return self._add(chores.pruning(self._engines))
+            case "cancel":
+                if not _CHORE.fullmatch(of):
+                    raise _unknown()
+                self._worker.cancel_chore(of)
+                return "Cancelled."
+            case "verify" | "delete" | "pin" | "unpin":
+                return self._of_engine(act, self._engine(of))
+        raise _unknown()
+
+    def _of_engine(self, act: str, record: EngineRecord) -> str:
+        title = shelf.PROGRAM_TITLES.get(record.key.program, "engine").lower()
+        match act:
+            case "verify":
+                chore = chores.verifying(record.id, tuple(self._models.values()), self._engines)
+            case "delete":
+                chore = chores.deleting(record.id, self._engines)
+            case _:
+                change = self._engines.store.pin if act == "pin" else self._engines.store.unpin
+                change(record.id)
+                return f"{'Pinned' if act == 'pin' else 'Unpinned'}: {title}."
+        chore.title = f"{act.title()} {title} {record.id}"
+        return self._add(chore)
+
+    def _building(self, part: str, values: Sequence[Any]) -> Chore:
+        request = form.read_settings(values, self._models)
+        spec = self._models[request.model]
+        if part != _ALL and part not in spec.component_names:
+            raise _unknown()
+        foreseen = self._foresight.foresee(request, spec)
+        if foreseen.error is not None:
+            raise foreseen.error
+        plan = foreseen.plan
+        assert plan is not None, "neither a plan nor an error"
+        size = f"{text.size(plan.width, plan.height)}, {plan.frames} frames"
+        whose = "all parts" if part == _ALL else plan.title(part)
+        title = f"Build engines for {whose} of {spec.title} at {size}"
+        return chores.building(request, spec, self._engines, None if part == _ALL else part, title)
+
+    def _add(self, chore: Chore) -> str:
+        waiting = [one for one in self._worker.chores() if one.open]
+        if any(one.title == chore.title for one in waiting):
+            raise EngineError("That is waiting or running already.", "See Work.")
+        if len(waiting) >= _MOST_WAITING:
+            raise EngineError("Too much work is waiting.", "Let some of it end, or cancel some.")
+        self._worker.add_chore(chore)
+        return f"{chore.title}: waiting for its turn." if self._worker.ahead(chore) else f"{chore.title}: begun."
+
+    def _engine(self, engine_id: str) -> EngineRecord:
+        """Return the engine of exactly this id: beginnings are for the command line."""
+        if not _ENGINE.fullmatch(engine_id):
+            raise _unknown()
+        (record,) = engine_library.choose(self._engines.store, [engine_id])
+        return record
+
+    def _view(self, shown: Any, values: Sequence[Any], said: Any) -> Updates:
+        """Return what differs from what is shown: a running build changes its own lines and no table."""
+        stamp, records = self._foresight.library()
+        foreseen, problem = self._foreseen(values)
+        drawn_work = shelf.work([(one, len(self._worker.ahead(one))) for one in self._worker.chores()])
+        drawn_parts = _parts(foreseen, problem)
+        marks = [_mark(drawn_parts), _mark(drawn_work), _mark(stamp), _mark((stamp, drawn_parts))]
+        before = shown.split() if isinstance(shown, str) else []
+        same = [mark in before[place : place + 1] for place, mark in enumerate(marks)]
+        return (
+            gr.skip() if same[0] else drawn_parts,
+            gr.skip() if same[1] else drawn_work,
+            gr.skip() if same[2] else self._disk(records),
+            gr.skip() if same[3] else shelf.table(self._entries(records, foreseen)),
+            said,
+            gr.skip() if all(same) else " ".join(marks),
+        )
+
+    def _disk(self, records: Sequence[EngineRecord]) -> str:
+        total = sum(manifest.folder_bytes(self._engines.store.path(record.id)) for record in records)
+        return shelf.disk(total, self._engines.store.max_bytes, len(records))
+
+    def _foreseen(self, values: Sequence[Any]) -> tuple[Foreseen | None, str]:
+        try:
+            request = form.read_settings(values, self._models)
+            foreseen = self._foresight.foresee(request, check_offered(request.model, self._models))
+        except TandemError as error:
+            return None, _told(error)
+        return foreseen, "" if foreseen.error is None else _told(foreseen.error)
+
+    def _entries(self, records: Sequence[EngineRecord], foreseen: Foreseen | None) -> list[shelf.Entry]:
+        models = tuple(self._models.values())
+        entries = []
+        for record in sorted(records, key=lambda record: (-record.last_used, record.id)):
+            spec = next((spec for spec in models if spec.name == record.model), None)
+            stale = why_stale(record, models, self._engines.machine, self._engines.notes)
+            entries.append(shelf.Entry(record, spec, stale, _payoff_of(record, foreseen)))
+        return entries
+
+
+def _parts(foreseen: Foreseen | None, problem: str) -> str:
+    if foreseen is None or foreseen.plan is None:
+        return shelf.parts([], "", "", problem)
+    plan = foreseen.plan
+    chips = outlook.outlook(foreseen, tuple(plan.components)).chips
+    rows: list[shelf.PartRow] = []
+    known: list[clip_time.Payoff] = []
+    used: set[str] = set()
+    for name, part in plan.components.items():
+        offered = [offer for offer in foreseen.offers(name, plan.latent_size, part.device) if offer.speed_up]
+        fastest = max(offered, key=lambda offer: offer.speed_up, default=None)
+        pays = None if fastest is None else clip_time.payoff(plan, name, fastest, foreseen.records)
+        if fastest is not None and pays is not None:
+            known.append(pays)
+            used |= {use.id for use in fastest.uses}
+        rows.append(shelf.PartRow(name, plan.title(name), chips[name].text, str(pays or "not built yet")))
+    size = f"{text.size(plan.width, plan.height)}, {plan.frames} frames, {plan.steps} steps"
+    total = ""
+    if known:
+        # Experts may share an engine: it was built once.
+        built = sum(record.build_seconds for record in foreseen.records if record.id in used)
+        both = clip_time.Payoff(built, sum(max(pays.saved_seconds, 0.0) for pays in known))
+        total = f"{'All together' if len(known) == len(rows) else 'Those built'}: {both}."
+    elif foreseen.complete:
+        total = "What engines save is known once they are built and measured."
+    what = f"{plan.model}, {size}. Builds what is missing of the chosen backends, or of all where it is automatic."
+    return shelf.parts(rows, what, total, problem)
+
+
+def _payoff_of(record: EngineRecord, foreseen: Foreseen | None) -> clip_time.Payoff | None:
+    """Return what an engine cost and saves with each clip, if the form's settings would use it."""
+    if foreseen is None or foreseen.plan is None or not record.seconds_per_call:
+        return None
+    plan = foreseen.plan
+    times = 0.0
+    for name, part in plan.components.items():
+        offered = foreseen.offers(name, plan.latent_size, part.device)
+        if any(use.id == record.id and not use.build for offer in offered for use in offer.uses):
+            times += clip_time.calls(plan, name)
+    if record.key.program == "vae_next":
+        times *= plan.latent_size[0] - 1
+    saved = times * (record.pytorch_seconds_per_call - record.seconds_per_call)
+    return clip_time.Payoff(record.build_seconds, saved) if times else None
+
+
+def _parsed(asked: Any) -> tuple[str, str]:
+    """Return what is asked for, and of what, both text of no great length.
+
+    Raises:
+        InvalidRequestError: for anything else.
+    """
+    try:
+        value = json.loads(asked) if isinstance(asked, str) and len(asked) <= _MOST_SENT else None
+    except (ValueError, RecursionError):
+        value = None
+    match value:
+        case {"act": str(act), "of": str(of)}:
+            return act, of
+    raise _unknown()
+
+
+def _mark(drawn: object) -> str:
+    """Return what changes with what is drawn."""
+    return hashlib.sha256(repr(drawn).encode()).hexdigest()[:16]
+
+
+def _told(error: TandemError) -> str:
+    return f"{error.what[:1].upper()}{error.what[1:]} {error.remedy}"
+
+
+def _unknown() -> InvalidRequestError:
+    return InvalidRequestError("act", "There is no such action or engine.", "Load the page again.")

@@ -1,0 +1,125 @@
+"""The acceleration panel in a browser: what it says follows the settings, and comes back with the form."""
+
+from typing import Any
+
+import pytest
+
+from tests.browser.conftest import DESKTOP, PHONE, OpenPage, ask, ready, start, wait_for_state
+from tests.browser.test_page import UNNAMED_INPUTS
+
+pytestmark = pytest.mark.browser
+
+ROWS = ("text_encoder", "transformer", "transformer_2", "vae")
+
+
+def unfold(page: Any) -> None:
+    """Open the panel and wait until its chips are there."""
+    page.wait_for_function("() => /Auto|As chosen/.test(document.querySelector('#acceleration > button').innerText)")
+    page.click("#acceleration > button")
+    page.wait_for_selector("#part-vae .chip:has-text(':')")
+
+
+def choose(page: Any, field: str, title: str) -> None:
+    """Choose an entry of a list."""
+    page.click(f"#field-{field} input")
+    page.click(f"[role=option]:has-text('{title}')")
+
+
+def wait_for_chip(page: Any, part: str, words: str) -> None:
+    """Wait until a chip says something; generous, because this is no measurement."""
+    page.wait_for_selector(f"#part-{part} .chip:has-text('{words}')", timeout=5_000)
+
+
+def test_the_closed_line_tells_the_sum(open_page: OpenPage) -> None:
+    page = open_page()
+    page.wait_for_function("() => document.querySelector('#acceleration > button').innerText.includes('Auto')")
+    assert page.get_attribute("#acceleration > button", "aria-expanded") == "false"
+
+
+def test_a_choice_changes_its_chip_and_no_other(open_page: OpenPage) -> None:
+    page = open_page()
+    unfold(page)
+    choose(page, "backend_vae", "PyTorch")
+    wait_for_chip(page, "vae", "PyTorch: as chosen")
+    choose(page, "backend_vae", "ONNX Runtime")
+    wait_for_chip(page, "vae", "ONNX Runtime: builds first")
+    assert "as chosen" not in page.inner_text("#part-text_encoder .chip")
+    assert "1 of 4 parts" in page.inner_text("#acceleration > button")
+    choose(page, "build", "Never")
+    wait_for_chip(page, "vae", "PyTorch: ONNX Runtime has no engine")
+
+
+def test_every_quick_change_ends_in_the_last_ones_answer(open_page: OpenPage) -> None:
+    page = open_page()
+    unfold(page)
+    for width in ("32", "33", "48", "49", "65", "64"):
+        page.fill("#field-width input", width)
+    page.wait_for_function("() => !document.querySelector('#part-vae .chip').innerText.includes('mended')")
+    page.fill("#field-width input", "65")
+    wait_for_chip(page, "vae", "Waiting for a setting to be mended")
+    assert "multiples of 16" in page.inner_text("#outlook .trouble")
+    assert page.is_hidden("#outlook .memory")
+    # Nothing else of the page complains.
+    assert page.get_attribute("#status .status", "data-state") != "failed"
+    page.fill("#field-width input", "64")
+    page.wait_for_selector("#outlook .memory", state="visible")
+
+
+def test_without_a_gpu_tensorrt_is_out_of_reach_and_says_why(open_page: OpenPage) -> None:
+    page = open_page()
+    unfold(page)
+    for part in ROWS:
+        assert page.is_disabled(f"#tensorrt-{part} input")
+    assert page.get_attribute("#tensorrt-vae input", "aria-describedby") == "no-tensorrt"
+    assert "no NVIDIA GPU was found" in page.inner_text("#no-tensorrt")
+
+
+def test_the_choices_are_kept_and_come_back_from_a_result(open_page: OpenPage) -> None:
+    page = open_page()
+    unfold(page)
+    choose(page, "backend_vae", "PyTorch")
+    choose(page, "build", "Never")
+    page.wait_for_function("() => localStorage.getItem('tandem.form').includes('\"build\":\"never\"')")
+    page.reload()
+    ready(page)
+    unfold(page)
+    assert page.input_value("#field-backend_vae input") == "PyTorch"
+    assert page.input_value("#field-build input") == "Never"
+    ask(page, "a red ball")
+    start(page)
+    wait_for_state(page, "done")
+    choose(page, "backend_vae", "Automatic")
+    page.click("#facts [data-use=all]")
+    page.wait_for_function("() => document.querySelector('#field-backend_vae input').value === 'PyTorch'")
+    wait_for_chip(page, "vae", "PyTorch: as chosen")
+
+
+def test_rows_follow_the_model(open_page: OpenPage) -> None:
+    page = open_page()
+    unfold(page)
+    assert "High-noise transformer" in page.inner_text("#part-transformer")
+    assert page.is_visible("#part-transformer_2")
+
+
+@pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=["phone", "desktop"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_and_can_be_heard(open_page: OpenPage, viewport: dict[str, int], scheme: str) -> None:
+    page = open_page(viewport, color_scheme=scheme)
+    unfold(page)
+    assert page.evaluate("() => document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    assert page.evaluate(UNNAMED_INPUTS) == []
+    assert page.get_attribute("#field-backend_vae input", "aria-describedby") == "why-vae"
+    assert "NVIDIA" in str(page.text_content("#why-vae"))
+    assert page.locator("#outlook [aria-live]").count() == 1
+    assert page.locator("#part-vae [aria-live]").count() == 0
+    assert page.complaints == []
+
+
+def test_a_chip_does_not_move_what_is_below(open_page: OpenPage) -> None:
+    page = open_page()
+    unfold(page)
+    place = "() => document.querySelector('#field-build').getBoundingClientRect().y + scrollY"
+    before = page.evaluate(place)
+    choose(page, "backend_vae", "PyTorch")
+    wait_for_chip(page, "vae", "as chosen")
+    assert page.evaluate(place) == before

@@ -1,0 +1,101 @@
+"""The Engines tab in a browser: build and cancel, pin, delete after asking, seen alike by every tab."""
+
+from typing import Any
+
+import pytest
+
+from runtime.engines.store import EngineStore
+from tests.browser.conftest import DESKTOP, PHONE, OpenPage, ready
+from tests.browser.test_acceleration import choose, unfold
+from tests.browser.test_page import UNNAMED_INPUTS
+from tests.served import Server
+from tests.ui.test_foresight import insert
+
+pytestmark = pytest.mark.browser
+
+
+def go(page: Any) -> None:
+    """Open the tab and wait until the library is there."""
+    page.click("[role=tab]:has-text('Engines')")
+    page.wait_for_selector("#library-disk .meter")
+
+
+def stock(server: Server, number: int) -> str:
+    """Put an engine into the server's library."""
+    return insert(EngineStore(server.cache_dir / "engines", 10**10), number)
+
+
+def test_an_engine_is_deleted_by_keyboard_after_asking(open_page: OpenPage, server: Server) -> None:
+    kept, gone = stock(server, 1), stock(server, 2)
+    page = open_page()
+    go(page)
+    delete = f"[data-act=delete][data-of='{gone}']"
+    page.wait_for_selector(delete)
+    page.focus(delete)
+    page.keyboard.press("Enter")
+    page.wait_for_selector("dialog[open]")
+    assert page.evaluate("() => document.activeElement.textContent") == "Keep"
+    page.keyboard.press("Escape")
+    page.wait_for_selector("dialog", state="detached")
+    assert page.evaluate("() => document.activeElement.dataset.of") == gone
+    page.keyboard.press("Enter")
+    page.wait_for_selector("dialog[open]")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(f"[data-engine='{gone}']", state="detached")
+    assert page.is_visible(f"[data-engine='{kept}']")
+    page.wait_for_function("() => document.activeElement.id === 'library-heading'")
+
+
+def test_pinning_is_seen_by_another_tab(open_page: OpenPage, server: Server) -> None:
+    engine = stock(server, 3)
+    page, other = open_page(), open_page()
+    go(page)
+    go(other)
+    page.click(f"[data-act=pin][data-of='{engine}']")
+    page.wait_for_selector(f"[data-act=unpin][data-of='{engine}']")
+    other.wait_for_selector(f"[data-act=unpin][data-of='{engine}']")
+    assert "Pinned: transformer." in page.inner_text("#library-said")
+
+
+def test_a_build_is_watched_outlives_a_reload_and_is_cancelled(open_page: OpenPage) -> None:
+    page = open_page()
+    unfold(page)
+    choose(page, "backend_text_encoder", "ONNX Runtime")
+    go(page)
+    page.click("#library-parts [data-act=build][data-of=text_encoder]")
+    page.wait_for_selector("#library-work li[data-kind=build][data-state=running]")
+    page.reload()
+    ready(page)
+    go(page)
+    other = open_page()
+    go(other)
+    for watching in (page, other):
+        watching.wait_for_selector("#library-work li[data-kind=build][data-state=running] pre:has-text('Building')")
+    other.click("#library-work li[data-kind=build] [data-act=cancel]")
+    page.wait_for_selector("#library-work li[data-kind=build][data-state=cancelled]")
+    assert "Cancelled." in page.inner_text("#library-work")
+
+
+def test_a_build_makes_an_engine_and_its_chip_ready(open_page: OpenPage) -> None:
+    page = open_page()
+    unfold(page)
+    choose(page, "backend_text_encoder", "ONNX Runtime")
+    go(page)
+    page.click("#library-parts [data-act=build][data-of=text_encoder]")
+    page.wait_for_selector("#library-table tr[data-state=ready]:has-text('Text encoder')", timeout=120_000)
+    assert "any size" in page.inner_text("#library-table tr[data-state=ready]")
+    page.click("[role=tab]:has-text('Make')")
+    page.wait_for_selector("#part-text_encoder .chip[data-kind=ready]")
+
+
+@pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=["phone", "desktop"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_and_can_be_heard(open_page: OpenPage, server: Server, viewport: dict[str, int], scheme: str) -> None:
+    stock(server, 4)
+    page = open_page(viewport, color_scheme=scheme)
+    go(page)
+    page.wait_for_selector("#library-table [data-act=delete]")
+    assert page.evaluate("() => document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    assert page.evaluate(UNNAMED_INPUTS) == []
+    assert page.complaints == []

@@ -1,0 +1,61 @@
+"""Why an engine is not what this machine would build now."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from runtime.engines.builders import BUILDERS
+from runtime.engines.staleness import why_stale
+from runtime.manager.engine_index import UNREADABLE_KEY, EngineRecord
+from runtime.manager.machine import probe
+from runtime.manager.shapes import ShapeProfile
+from runtime.models.spec import ModelSpec
+from tests.ui.records import record
+
+HERE = probe()
+
+
+@pytest.fixture
+def spec(tiny: Callable[[str], ModelSpec]) -> ModelSpec:
+    return tiny("wan2.2-a14b")
+
+
+@pytest.fixture
+def fresh(spec: ModelSpec) -> EngineRecord:
+    """An engine as this machine would build it."""
+    profiles = (ShapeProfile.fixed((3, 4, 8)),)
+    key = BUILDERS["onnxruntime"].key(
+        spec, "transformer_2", "transformer", profiles, precision="float32", machine=HERE, device="cpu"
+    )
+    return record(key, model=spec.name, component="transformer_2")
+
+
+def test_one_that_would_be_built_now_is_not_stale(fresh: EngineRecord, spec: ModelSpec) -> None:
+    assert why_stale(fresh, [spec], HERE) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"weights": "0" * 64}, "built from other weights"),
+        ({"versions": (("torch", "1.0"),)}, "built with PyTorch 1.0, here "),
+        ({"export_revision": 0}, "exported by an older Tandem"),
+        ({"system": "Plan9 vax"}, "built on Plan9 vax, here "),
+        ({"device": "NVIDIA H200 sm90 CUDA 13.0"}, "built on NVIDIA H200 sm90 CUDA 13.0, here "),
+        ({"builder": "forge"}, "there is no builder forge any more"),
+    ],
+)
+def test_what_differs_is_named(fresh: EngineRecord, spec: ModelSpec, changes: dict[str, Any], words: str) -> None:
+    stale = why_stale(replace(fresh, key=replace(fresh.key, **changes)), [spec], HERE)
+    assert any(words in phrase for phrase in stale), stale
+
+
+def test_a_model_that_is_gone_is_named(fresh: EngineRecord, spec: ModelSpec) -> None:
+    assert why_stale(fresh, [], HERE) == [f"the model {spec.name} is not here"]
+    assert why_stale(replace(fresh, component="eyes"), [spec], HERE) == [f"the model {spec.name} is not here"]
+
+
+def test_of_an_unreadable_one_nothing_is_said(fresh: EngineRecord, spec: ModelSpec) -> None:
+    assert why_stale(replace(fresh, key=UNREADABLE_KEY, problem="broken"), [spec], HERE) == []
