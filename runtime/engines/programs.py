@@ -13,7 +13,8 @@ The last is never built here: it is what a decoder made elsewhere, which takes w
 All are float32 but the ids, and the caches, which are of the program's inner type. Frames are in -1 to 1.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -244,3 +245,18 @@ def cut_text(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _cache_names(count: int) -> list[str]:
     return [f"{CACHE}{index}" for index in range(count)]
+
+
+@contextmanager
+def full_float32(device: torch.device) -> Iterator[None]:
+    """Keep float32 whole while it is entered: on a GPU, cuDNN rounds convolutions' factors to 10 bits otherwise."""
+    backends: Any = torch.backends
+    settings = (backends.cudnn.conv, backends.cuda.matmul) if device.type == "cuda" else ()
+    before = [setting.fp32_precision for setting in settings]
+    for setting in settings:
+        setting.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for setting, precision in zip(settings, before, strict=True):
+            setting.fp32_precision = precision

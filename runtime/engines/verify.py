@@ -3,14 +3,12 @@
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from runtime.engines.programs import Program
+from runtime.engines.programs import Program, full_float32
 from runtime.engines.sessions import Session
 from runtime.manager.shapes import LatentSize, ShapeProfile
 
@@ -85,7 +83,7 @@ def verify(session: Session, program: Program, profile: ShapeProfile, precision:
 def _compare(session: Session, program: Program, size: LatentSize) -> tuple[float, str]:
     """Return the worst output's error and name; NaN for one that is not finite."""
     inputs = program.inputs(size)
-    with _full_float32(program.device):
+    with full_float32(program.device):
         expected = program.run(**inputs)
     given = session.infer(**inputs)
     worst, where = -1.0, ""
@@ -96,21 +94,6 @@ def _compare(session: Session, program: Program, size: LatentSize) -> tuple[floa
         if math.isnan(error):
             break
     return worst, where
-
-
-@contextmanager
-def _full_float32(device: torch.device) -> Iterator[None]:
-    """Keep the reference's float32 whole: on a GPU cuDNN rounds the factors of convolutions to 10 bits otherwise."""
-    backends: Any = torch.backends
-    settings = (backends.cudnn.conv, backends.cuda.matmul) if device.type == "cuda" else ()
-    before = [setting.fp32_precision for setting in settings]
-    for setting in settings:
-        setting.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        for setting, precision in zip(settings, before, strict=True):
-            setting.fp32_precision = precision
 
 
 def _relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:

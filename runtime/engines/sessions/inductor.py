@@ -19,7 +19,7 @@ import torch
 
 from runtime.core.errors import EngineError, first_line
 from runtime.engines.edges import METADATA_KEY, WEIGHTS_KEY, Edges
-from runtime.engines.programs import TEXT_PADDING, cut_text
+from runtime.engines.programs import TEXT_PADDING, cut_text, full_float32
 
 _REMEDY = "Build it anew."
 _METADATA = "_metadata.json"
@@ -71,7 +71,9 @@ class InductorSession:
         if TEXT_PADDING in edges.names:
             inputs = cut_text(inputs)
         tensors, _ = edges.fit(inputs, self._device)
-        outputs = self._library.run(tensors, self._weights)
+        # A library calls cuDNN as torch does.
+        with full_float32(self._device):
+            outputs = self._library.run(tensors, self._weights)
         return {edge.name: output for edge, output in zip(edges.outputs, outputs, strict=True)}
 
 

@@ -155,7 +155,8 @@ def _provider_options(provider: str, precision: str, device: torch.device) -> di
         }
         return {"device_type": "CPU", "load_config": json.dumps({"CPU": plugin})}
     if device.type == "cuda":
-        return {"device_id": str(device.index or 0)}
+        # float32 is float32: by default factors are rounded to 10 bits.
+        return {"device_id": str(device.index or 0), "use_tf32": "0"}
     return {}
 
 

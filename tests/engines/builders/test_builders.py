@@ -46,6 +46,11 @@ def test_experts_share_what_can_be_shared(tiny: Callable[[str], ModelSpec], mach
     assert differences(one, two) == ["built from other weights"]
 
 
+@pytest.mark.parametrize("program", PROFILES)
+def test_on_a_gpu_packages_keep_their_weights(program: str) -> None:
+    assert InductorBuilder().keeps_weights(program, (SMALL,), "cuda:0")
+
+
 def test_a_key_names_what_runs_it(tiny: Callable[[str], ModelSpec], machine: Machine) -> None:
     spec = tiny("wan2.1")
     openvino = key("onnxruntime", spec, machine, "vae", "vae_next")
