@@ -77,6 +77,8 @@ def _show_memory(plan: ExecutionPlan) -> None:
     for rung in plan.ladder:
         short = [what for what, fits in (("video memory", rung.fits), ("RAM", rung.fits_ram)) if not fits]
         verdict = "taken" if rung.taken else f"too little {' and '.join(short)}" if short else "fits"
+        if rung.lacks:
+            verdict = f"not available here: {rung.lacks}"
         ram = _size(rung.ram_bytes) if rung.ram_bytes else ""
         times = f"{rung.seconds.likely / fastest:.1f} times"
         rows.append((rung.title, rung.flags, _size(rung.peak_bytes), ram, times, verdict))

@@ -7,7 +7,8 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan, unpatchify
 
 from runtime.components.guarded import Guarded
-from runtime.components.tiling import shares, spans
+from runtime.components.tiling import shares
+from runtime.core.tiles import spans
 from runtime.engines.identity import CLIP_PROGRAM
 from runtime.engines.service import OpenEngines
 

@@ -87,6 +87,8 @@ class Rung:
         seconds: of the whole video, without loading.
         fits: whether it fits the device's free memory, `fits_ram` the free system memory.
         lossless: whether the video is the same as without it.
+        decode_tile: side of the tiles that frames are decoded in, in latents; `None` where they are decoded whole.
+        lacks: why this machine cannot do it, whatever memory there is, as a clause; empty where it can.
         taken: whether the plan takes it.
     """
 
@@ -100,6 +102,8 @@ class Rung:
     fits: bool
     fits_ram: bool
     lossless: bool
+    decode_tile: int | None = None
+    lacks: str = ""
     taken: bool = False
 
     def to_json(self) -> dict[str, Any]:

@@ -25,7 +25,8 @@ _SAME = 1.001
 class Kind:
     """What two runs must share for one to tell of the other; the names are those of `ComponentPlan`.
 
-    `model` is the architecture's digest, `component` stands for both experts with "transformer".
+    `model` is the architecture's digest, `component` stands for both experts with "transformer". `tile` is the side
+    of the tiles that a decoder works in, in latents; empty where frames are whole.
     """
 
     device: str
@@ -35,6 +36,7 @@ class Kind:
     dtype: str
     quantization: str
     offload: str
+    tile: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +119,12 @@ def runs_of(
             dtype=parts[0].dtype,
             quantization=parts[0].quantization,
             offload=planned.offload,
+            tile=tile_of(way, name),
         )
         found.append(
             Run(
                 kind=kind,
-                flops=flops(load, work, name),
+                flops=flops(load, work, name, way.decode_tile),
                 seconds=timings.get(largest.stage, 0.0) / sum(work.calls[stage.component] for stage in same),
                 working_bytes=largest.working_bytes,
                 excess_bytes=None if peak is None else taken_before(load.device) + peak - largest.peak_bytes,
@@ -163,6 +166,7 @@ def _as_planned(plan: ExecutionPlan, spec: ModelSpec) -> tuple[Load, Work, Way]:
         quantization=parts["transformer"].quantization,
         keep_loaded=plan.keep_loaded,
         freed=plan.freed,
+        decode_tile=plan.decode_tile,
     )
     return load, Work(calls=calls, frames=plan.frames, engine_seconds={}), way
 
@@ -172,6 +176,11 @@ def device_name(machine: Machine, device: str) -> str:
     if device.startswith("cuda"):
         return machine.gpus[int(device.partition(":")[2] or 0)].name
     return f"{machine.cpu}, {machine.cores} cores"
+
+
+def tile_of(way: Way, component: str) -> str:
+    """Return `Kind.tile`: only the VAE works in tiles."""
+    return str(way.decode_tile) if component == "vae" and way.decode_tile is not None else ""
 
 
 def architecture(spec: ModelSpec) -> str:

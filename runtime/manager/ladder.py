@@ -1,6 +1,7 @@
 """The ways to hold a model's weights, fastest first, each with its forecast; and which of them a plan takes.
 
-Pure. A way that changes the video (quantized weights) is taken unasked only where no other fits.
+Pure. A way that quantizes weights is taken unasked only where no other fits. Frames are decoded in tiles where they do
+not fit whole though nothing but the VAE lies on the device.
 """
 
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from runtime.manager.vram import Load, Way
 
 _GIB = 1 << 30
 _SMALLER = "Ask for a smaller size or fewer frames, or take a smaller model."
+_MORE_RAM = "Close other programs, add memory (RAM), or take a smaller model."
 # What stays loaded stays for hours: so much of the free memory at most.
 _KEEP_SHARE = {"cpu": 0.6, "cuda": 0.9}
 _QUANTIZED: Mapping[str, str] = {"fp8": "FP8", "bnb-8bit": "8 bits", "bnb-4bit": "4 bits"}
@@ -78,12 +80,11 @@ class Decision:
 
 
 def options(case: Case) -> list[Option]:
-    """Return every way that this machine has, fastest first."""
+    """Return every way there is on such a device, fastest first; what this machine lacks for one is its rung's."""
     if not case.load.cuda:
         return [_option(case, *named) for named in (_KEEP, _ONE)]
     plain = [_option(case, *named) for named in (_KEEP, _FREE_TEXT, _ONE, _MODEL, _GROUP)]
-    kinds = [kind for kind in _QUANTIZED if lacking(kind, case.machine) is None]
-    quantized = [_first_that_fits(_quantized(case, kind)[:3]) for kind in kinds]
+    quantized = [_first_that_fits(_quantized(case, kind)[:3]) for kind in _QUANTIZED]
     return [*plain, *quantized, _option(case, *_SEQUENTIAL)]
 
 
@@ -101,7 +102,7 @@ def decide(case: Case, offload: str, quantization: str, clip: str) -> Decision:
     every = options(case)
     asked = _asked(case, every, offload, quantization)
     # Quantized only where nothing else fits; a tight fit only then, the least tight and of those the fastest.
-    ranked = sorted(asked, key=lambda option: not option.rung.lossless)
+    ranked = sorted(asked, key=_is_quantized)
     taken = next((option for option in ranked if _fits(option) and not option.tight), None)
     if taken is None:
         tight = [option for option in ranked if _fits(option)]
@@ -110,7 +111,10 @@ def decide(case: Case, offload: str, quantization: str, clip: str) -> Decision:
         raise _refusal(case, every, asked, clip)
     ladder = every if taken in every else [taken, *every]
     warnings = []
-    if quantization == AUTO and not taken.rung.lossless:
+    if taken.way.decode_tile is not None:
+        side = _tile_pixels(case, taken.way.decode_tile)
+        warnings.append(f"Memory is short: frames are decoded in tiles of {side} and differ a little where these meet.")
+    if quantization == AUTO and _is_quantized(taken):
         title = _QUANTIZED[taken.way.quantization]
         warnings.append(f"Memory is short: the transformers run in {title}, and the video is a little less exact.")
     if taken.tight:
@@ -123,7 +127,8 @@ def decide(case: Case, offload: str, quantization: str, clip: str) -> Decision:
 
 def _asked(case: Case, every: list[Option], offload: str, quantization: str) -> list[Option]:
     if quantization in {AUTO, "none"}:
-        pool = [option for option in every if quantization == AUTO or option.rung.lossless]
+        here = [option for option in every if not option.rung.lacks]
+        pool = [option for option in here if quantization == AUTO or not _is_quantized(option)]
     else:
         pool = _quantized(case, quantization)
     # An engine holds its weights itself: they are neither brought to it nor quantized unless that was asked for.
@@ -154,20 +159,32 @@ def _quantized(case: Case, kind: str) -> list[Option]:
 
 
 def _first_that_fits(found: list[Option]) -> Option:
-    return next((option for option in found if _fits(option) and not option.tight), found[-1])
+    return next((option for option in found if _has_room(option) and not option.tight), found[-1])
+
+
+def _is_quantized(option: Option) -> bool:
+    return option.way.quantization != "none"
+
+
+def _has_room(option: Option) -> bool:
+    return option.rung.fits and option.rung.fits_ram
 
 
 def _fits(option: Option) -> bool:
-    return option.rung.fits and option.rung.fits_ram
+    return _has_room(option) and not option.rung.lacks
 
 
 def _option(case: Case, title: str, way: Way) -> Option:
     room = _KEEP_SHARE["cuda" if case.load.cuda else "cpu"] if way.keep_loaded else 1.0
-    # Decoding fewer frames in a call costs little time: it comes before any other saving.
+    # Decoding fewer frames in a call costs little time: it comes before any other saving. Tiles cost more than letting
+    # go of what does not run, so they come once that is done.
+    tiles = [] if way.keep_loaded else vram.tile_sides(case.load)
     chunk = case.chunk
     memory = _memory(case, way, chunk)
-    if chunk > 1 and _needs(memory[-1:]) > room * case.free_bytes:
-        chunk = 1
+    for fewer, tile in ((1, None), *((1, tile) for tile in tiles)):
+        if _needs(memory[-1:]) <= room * case.free_bytes:
+            break
+        chunk, way = fewer, replace(way, decode_tile=tile)
         memory = _memory(case, way, chunk)
     peak = max(stage.peak_bytes for stage in memory)
     ram = vram.ram_bytes(case.load, way) if case.load.cuda else 0
@@ -177,8 +194,13 @@ def _option(case: Case, title: str, way: Way) -> Option:
     fits = roomy or (not way.keep_loaded and peak <= case.free_bytes)
     flags = [f"--offload {way.offload}"] if way.offload != "none" else []
     flags += [f"--quantization {way.quantization}"] if way.quantization != "none" else []
+    if way.decode_tile is not None:
+        title = f"{title}, decoding in tiles of {_tile_pixels(case, way.decode_tile)}"
+    elif chunk != case.chunk:
+        title = f"{title}, decoding frame by frame"
+    lacks = lacking(way.quantization, case.machine)
     rung = Rung(
-        title=title if chunk == case.chunk else f"{title}, decoding frame by frame",
+        title=title,
         flags=" ".join(flags),
         offload=way.offload,
         quantization=way.quantization,
@@ -187,9 +209,16 @@ def _option(case: Case, title: str, way: Way) -> Option:
         seconds=seconds["total"],
         fits=fits,
         fits_ram=ram <= case.ram_free_bytes,
-        lossless=way.quantization == "none",
+        lossless=way.quantization == "none" and way.decode_tile is None,
+        decode_tile=way.decode_tile,
+        lacks=lacks.reason if lacks else "",
     )
     return Option(way=way, chunk=chunk, memory=memory, seconds=seconds, rung=rung, tight=not roomy)
+
+
+def _tile_pixels(case: Case, tile: int) -> str:
+    side = tile * case.load.spec.vae.scale_factor_spatial
+    return f"{side}x{side}"
 
 
 def _needs(memory: tuple[StageMemory, ...]) -> int:
@@ -206,6 +235,7 @@ def _kind(case: Case, way: Way, name: str) -> history.Kind:
         dtype=case.load.dtypes[name],
         quantization=way.quantization if transformer else "none",
         offload=way.offload,
+        tile=history.tile_of(way, name),
     )
 
 
@@ -214,7 +244,7 @@ def _memory(case: Case, way: Way, chunk: int) -> tuple[StageMemory, ...]:
         history.remembered(
             case.history,
             _kind(case, way, stage.component),
-            timing.flops(case.load, case.work, stage.component),
+            timing.flops(case.load, case.work, stage.component, way.decode_tile),
             stage,
         )
         for stage in vram.stages(case.load, way, chunk)
@@ -232,29 +262,31 @@ def _seconds(case: Case, way: Way) -> dict[str, Seconds]:
 
 def _component_seconds(case: Case, way: Way, name: str) -> Seconds:
     calls = case.work.calls[name]
-    operations = timing.flops(case.load, case.work, name)
+    operations = timing.flops(case.load, case.work, name, way.decode_tile)
     whole = history.seconds_per_call(case.history, _kind(case, way, name), operations)
     if whole is not None:
         return whole * calls
     at_hand = replace(way, offload="none")
     call = history.seconds_per_call(case.history, _kind(case, at_hand, name), operations)
-    call = call or timing.compute_seconds(case.load, case.work, name, case.machine, way.quantization)
+    call = call or timing.compute_seconds(case.load, case.work, name, case.machine, way)
     return timing.stage_seconds(call * calls, timing.transfer_seconds(case.load, way, name, calls), way)
 
 
 def _refusal(case: Case, every: list[Option], asked: list[Option], clip: str) -> MachineError:
-    least = min(asked, key=lambda option: (not option.rung.fits_ram, option.rung.peak_bytes))
-    if least.rung.fits_ram or not any(option.rung.fits for option in asked):
-        where = "video memory" if case.load.cuda else "memory"
-        peak = max(option.peak_bytes for option in least.memory)
-        what = f"{clip} needs about {_gib(peak)} of {where}; {_gib(case.free_bytes)} are free."
-    else:
-        least = min((option for option in asked if option.rung.fits), key=lambda option: option.rung.ram_bytes)
-        needs, free = _gib(least.rung.ram_bytes), _gib(case.ram_free_bytes)
-        what = f"{clip} needs about {needs} of system memory (RAM) for weights that wait; {free} are free."
     other = next((option for option in every if _fits(option)), None)
+    least = min(asked, key=lambda option: (not option.rung.fits_ram, option.rung.peak_bytes))
+    where = "video memory" if case.load.cuda else "memory"
+    needs, free = f"{_gib(least.rung.peak_bytes)} of {where}", _gib(case.free_bytes)
+    waiting = min((o.rung for o in asked if o.rung.fits), key=lambda rung: rung.ram_bytes, default=None)
+    if waiting is not None:
+        ram, ram_free = f"{_gib(waiting.ram_bytes)} of system memory (RAM)", _gib(case.ram_free_bytes)
+        if least.rung.fits_ram:
+            needs, free = f"{needs}, or {ram} for weights that wait", f"{free} and {ram_free}"
+        else:
+            needs, free = f"{ram} for weights that wait", ram_free
+    what = f"{clip} needs about {needs}; {free} are free."
     if other is None:
-        return MachineError(what, _SMALLER)
+        return MachineError(what, _SMALLER if waiting is None else _MORE_RAM)
     slower = other.rung.seconds.likely / every[0].rung.seconds.likely
     flags = other.rung.flags or "--offload none"
     return MachineError(what, f"Take {flags}: {_gib(other.rung.peak_bytes)}, about {slower:.1f} times as long.")

@@ -17,7 +17,7 @@ from runtime.manager.history import History, calls_of
 from runtime.manager.ladder import Case, decide
 from runtime.manager.machine import Machine
 from runtime.manager.offers import Choice, EngineOffer, Offers, admit, choose, no_offers
-from runtime.manager.timing import Work
+from runtime.manager.timing import Work, flops
 from runtime.models.spec import ModelSpec
 
 # Models below this size run in float32 on a GPU too: it costs them nothing.
@@ -104,6 +104,7 @@ def resolve(
         latent_shape=latent_shape,
         tokens=tokens,
         decode_chunk=decision.taken.chunk,
+        decode_tile=way.decode_tile,
         keep_loaded=way.keep_loaded,
         freed=way.freed,
         components={
@@ -121,7 +122,7 @@ def resolve(
             for name in spec.component_names
         },
         step_flops=forward * sum(passes) / 2,
-        decode_flops=spec.vae.decode_flops(frames, height, width),
+        decode_flops=flops(load, case.work, "vae", way.decode_tile),
         memory_bytes=decision.taken.rung.peak_bytes,
         free_bytes=free,
         memory=decision.taken.memory,

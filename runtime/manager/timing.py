@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from runtime.core.forecast import Seconds
+from runtime.core.tiles import times_decoded
 from runtime.manager.machine import Machine
 from runtime.manager.vram import DTYPE_BYTES, Load, Way, is_transformer, weights_bytes
 
@@ -105,24 +106,29 @@ class Work:
     engine_seconds: Mapping[str, float]
 
 
-def flops(load: Load, work: Work, component: str) -> float:
-    """Return the operations of one call of a component; of the whole clip for the VAE."""
+def flops(load: Load, work: Work, component: str, tile: int | None = None) -> float:
+    """Return the operations of one call of a component; of the whole clip for the VAE.
+
+    Args:
+        tile: side of the tiles that the VAE decodes frames in, in latents; where they overlap it decodes again.
+    """
     spec = load.spec
     if component == "text_encoder":
         return 2.0 * spec.parameters[component] * spec.max_sequence_length
     if component == "vae":
-        return spec.vae.decode_flops(work.frames, load.height, load.width)
+        whole = spec.vae.decode_flops(work.frames, load.height, load.width)
+        return whole * times_decoded(*load.latent_shape[3:], tile)
     return spec.transformer.forward_flops(load.tokens, spec.max_sequence_length)
 
 
-def compute_seconds(load: Load, work: Work, component: str, machine: Machine, quantization: str) -> Seconds:
+def compute_seconds(load: Load, work: Work, component: str, machine: Machine, way: Way) -> Seconds:
     """Return what one call takes on its device, all weights at hand."""
     if component in work.engine_seconds:
         seconds = work.engine_seconds[component]
         return Seconds(seconds, _ENGINE[0] * seconds, _ENGINE[1] * seconds, measured=True)
     if load.cuda:
-        return _on_gpu(load, work, component, machine, quantization)
-    seconds = flops(load, work, component) / (_CORE_RATE * machine.cores)
+        return _on_gpu(load, work, component, machine, way)
+    seconds = flops(load, work, component, way.decode_tile) / (_CORE_RATE * machine.cores)
     return Seconds(seconds, _CPU[0] * seconds, _CPU[1] * seconds)
 
 
@@ -157,7 +163,7 @@ def load_seconds(load: Load) -> Seconds:
     return Seconds(size / _DISK + making, size / _DISK_FAST + making, size / _DISK_SLOW + 2 * making)
 
 
-def _on_gpu(load: Load, work: Work, component: str, machine: Machine, quantization: str) -> Seconds:
+def _on_gpu(load: Load, work: Work, component: str, machine: Machine, way: Way) -> Seconds:
     gpu = machine.gpus[int(load.device.partition(":")[2] or 0)]
     known = next(((rate, memory) for name, rate, memory in _GPUS if name in gpu.name), None)
     rate, memory = known or next((rate, memory) for least, rate, memory in _BY_CAPABILITY if gpu.capability >= least)
@@ -165,7 +171,7 @@ def _on_gpu(load: Load, work: Work, component: str, machine: Machine, quantizati
     dtype = load.dtypes[component]
     full = DTYPE_BYTES[dtype] == DTYPE_BYTES["float32"]
     slower = (_NO_TF32 if gpu.capability < _TF32_CAPABILITY else 0.5) if full else 1.0
-    operations = flops(load, work, component)
+    operations = flops(load, work, component, way.decode_tile)
     low, high = _KNOWN_GPU if known else _OTHER_GPU
     if component == "text_encoder":
         seconds = operations / (_TEXT_SHARE * rate * slower)
@@ -178,6 +184,6 @@ def _on_gpu(load: Load, work: Work, component: str, machine: Machine, quantizati
         per_token = _BLOCK_TRAFFIC_TIME_PER_TOKEN if load.spec.expand_timesteps else _BLOCK_TRAFFIC
         traffic = per_token * spec.num_layers * load.tokens * spec.width
         seconds = operations / (_MATRIX_SHARE * rate * slower) + traffic / (_MEMORY_SHARE * memory)
-        quick, likely, slow = _QUANTIZED[quantization]
+        quick, likely, slow = _QUANTIZED[way.quantization]
         return Seconds(likely * seconds, quick * low * seconds, slow * high * seconds)
     return Seconds(seconds, low * seconds, high * seconds)

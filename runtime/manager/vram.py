@@ -22,6 +22,10 @@ _QUANTIZED_BYTES: Mapping[str, float] = {"bnb-8bit": 1.0, "bnb-4bit": 0.5 + 4 / 
 # on an H200 Wan2.1's decoder gains 10 % from 4.
 _MOST_AT_ONCE = {"cpu": 2, "cuda": 4}
 _DECODE_SHARE = 0.25
+# Sides of the tiles that a frame may be decoded in, in pixels. 256 is diffusers' own for this VAE; sizes between the
+# two overlap so much more that they take longer than 256.
+_TILE_SIDES = (512, 256)
+_CLIP_BYTES_PER_PIXEL = 3 * 2
 # Sample, predictions and the solver's history, all of the latents' size, in float32.
 _LATENTS_HELD = 8
 # On a CPU: PyTorch, diffusers and transformers loaded (0.39 GB on Linux), and what they and malloc keep once they ran
@@ -50,12 +54,14 @@ class Way:
         offload: "none", "model", "group" or "sequential".
         quantization: of the transformers: "none", "bnb-8bit", "bnb-4bit" or "fp8".
         keep_loaded: whether parts stay between stages and jobs, all but those `freed` after their stage.
+        decode_tile: side of the tiles that the VAE decodes a frame in, in latents; `None` decodes it whole.
     """
 
     offload: str = "none"
     quantization: str = "none"
     keep_loaded: bool = False
     freed: tuple[str, ...] = ()
+    decode_tile: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +144,38 @@ def decode_chunk(
     return chunk
 
 
+def tile_sides(load: Load) -> list[int]:
+    """Return the sides of tiles that a frame can be cut into, in latents, the largest first; none for an engine."""
+    if "vae" in load.engine_bytes:
+        return []
+    scale = load.spec.vae.scale_factor_spatial
+    return [side // scale for side in _TILE_SIDES if side < max(load.height, load.width)]
+
+
+def decode_bytes(load: Load, chunk: int, tile: int | None) -> int:
+    """Return the working set of the VAE's decoder.
+
+    In tiles it is that of one tile, which goes through the whole clip with its caches before the next one starts. The
+    clip comes together in system memory: on a CPU that is the same, on a GPU `ram_bytes` counts it.
+
+    Args:
+        chunk: latent frames in one call.
+        tile: side of a tile, in latents; `None` decodes frames whole.
+    """
+    vae, element = load.spec.vae, DTYPE_BYTES[load.dtypes["vae"]]
+    if tile is None:
+        return vae.decode_bytes(chunk, load.height, load.width, element)
+    side = tile * vae.scale_factor_spatial
+    working = vae.decode_bytes(chunk, min(load.height, side), min(load.width, side), element)
+    return working if load.cuda else working + clip_bytes(load)
+
+
+def clip_bytes(load: Load) -> int:
+    """Return what the clip takes that tiles come together in: three colours in float16."""
+    frames = (load.latent_shape[2] - 1) * load.spec.vae.scale_factor_temporal + 1
+    return _CLIP_BYTES_PER_PIXEL * frames * load.height * load.width
+
+
 def stages(load: Load, way: Way, chunk: int) -> tuple[StageMemory, ...]:
     """Return what each component takes while it runs, in the order they do.
 
@@ -151,11 +189,16 @@ def stages(load: Load, way: Way, chunk: int) -> tuple[StageMemory, ...]:
 
 
 def ram_bytes(load: Load, way: Way) -> int:
-    """Return the system memory that a job on a GPU takes: weights that wait there, or the shard that is read."""
+    """Return the system memory that a job on a GPU takes.
+
+    Weights wait there, or a shard of them is read before anything is decoded; and tiles come together there.
+    """
     weights = weights_bytes(load.spec, load.dtypes, way.quantization)
     own = {name: size for name, size in weights.items() if name not in load.engine_bytes}
-    waits = sum(own.values()) if way.offload != "none" else min(max(own.values(), default=0), _SHARD_BYTES)
-    return _CUDA_PROCESS_BYTES + waits
+    clip = 0 if way.decode_tile is None else clip_bytes(load)
+    if way.offload != "none":
+        return _CUDA_PROCESS_BYTES + sum(own.values()) + clip
+    return _CUDA_PROCESS_BYTES + max(min(max(own.values(), default=0), _SHARD_BYTES), clip)
 
 
 def _held(load: Load, way: Way) -> dict[str, int]:
@@ -180,7 +223,7 @@ def _working(load: Load, way: Way, name: str, chunk: int) -> int:
     if name == "text_encoder":
         return encode_bytes(spec, dtype)
     if name == "vae":
-        return spec.vae.decode_bytes(chunk, load.height, load.width, DTYPE_BYTES[dtype])
+        return decode_bytes(load, chunk, way.decode_tile)
     return denoise_bytes(spec, load.tokens, dtype, way.quantization)
 
 

@@ -78,6 +78,9 @@ def test_plan_shows_the_ladder_where_memory_is_short(
     assert "of video memory that are free" in text
     assert "--offload sequential" in text
     assert [rung["taken"] for rung in result["plan"]["ladder"]].count(True) == 1
+    lacks = {rung["lacks"] for rung in result["plan"]["ladder"] if rung["quantization"] == "bnb-4bit"}
+    assert lacks == {"bitsandbytes is not installed"}
+    assert "not available here" in text
 
 
 def test_models_list_names_the_broken_ones(

@@ -1,10 +1,10 @@
-"""Tiles: that they cover a frame, blend without a trace in the sum, and decode to what the whole frame gives."""
+"""Tiles: that their shares sum to one, that they decode to what the whole frame gives, and take what is forecast."""
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.components.residency import Residency
-from runtime.components.tiling import shares, spans
+from runtime.components.tiling import shares
 from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.events import Event, FramesDecoded, VideoSaved
+from runtime.core.tiles import spans, times_decoded
 from runtime.jobs.flow import run_job
+from runtime.manager import vram
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.sampling import decode
@@ -24,16 +26,6 @@ from tests.plans import Alone, tiny_plan
 from tests.tiny_models import ARCHITECTURES
 
 Tiny = Callable[[str], ModelSpec]
-
-
-@given(st.integers(1, 200), st.integers(4, 80))
-def test_tiles_cover_a_side_and_overlap(length: int, tile: int) -> None:
-    placed = spans(length, tile)
-    assert (placed[0].start, placed[-1].end) == (0, length)
-    assert {span.end - span.start for span in placed} == {min(tile, length)}
-    for before, after in itertools.pairwise(placed):
-        assert before.start < after.start
-        assert before.end - after.start >= tile // 4
 
 
 @given(st.integers(1, 120), st.integers(4, 60), st.sampled_from([8, 16]))
@@ -66,6 +58,34 @@ def test_a_tile_is_decoded_as_if_it_were_the_frame(architecture: str, chunk: int
     assert (tiled[alone] - corner[alone]).abs().max() < 1e-3
     # Whoever reads can stop after each call: 2 × 2 tiles.
     assert sum(len(batch) == 0 for batch in batches) == 4 * (3 if chunk == 1 else 2)
+
+
+@pytest.mark.parametrize(("height", "width", "tile"), [(8, 6, 5), (6, 15, 4), (4, 9, 8)])
+@torch.inference_mode()
+def test_the_decoder_runs_as_often_and_as_large_as_forecast(
+    height: int, width: int, tile: int, tiny: Tiny, tmp_path: Path
+) -> None:
+    spec = tiny("wan2.1")
+    latents = torch.zeros((1, spec.vae.z_dim, 2, height, width))
+    with Residency() as residency, residency.video_decoder(spec, Alone(tiny_plan(spec, tmp_path / "x.mp4"))) as decoder:
+        seen: list[tuple[int, int]] = []
+        vae: Any = vars(decoder)["_vae"]
+        vae.decoder.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[3:]))
+        batches = list(decoder.frames(latents, 1, tile))
+    # Two calls a tile: the first latent frame, and the other.
+    assert sum(h * w for h, w in seen) == pytest.approx(2 * height * width * times_decoded(height, width, tile))
+    assert set(seen) == {(min(height, tile), min(width, tile))}
+    load = vram.Load(
+        spec=spec,
+        device="cuda:0",
+        dtypes={"vae": "float32"},
+        engine_bytes={},
+        tokens=0,
+        latent_shape=(1, spec.vae.z_dim, 2, height, width),
+        height=height * spec.vae.scale_factor_spatial,
+        width=width * spec.vae.scale_factor_spatial,
+    )
+    assert vram.clip_bytes(load) == sum(batch.half().nbytes for batch in batches)
 
 
 def test_the_shipped_models_frames_are_those_of_the_whole(tmp_path: Path) -> None:

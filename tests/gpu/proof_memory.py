@@ -55,6 +55,15 @@ VAES: dict[str, dict[str, Any]] = {
         "latents_std": [1.0] * 48,
     },
 }
+UMT5: dict[str, Any] = {
+    "vocab_size": 256384,
+    "d_model": 4096,
+    "d_kv": 64,
+    "d_ff": 10240,
+    "num_layers": 24,
+    "num_heads": 64,
+    "feed_forward_proj": "gated-gelu",
+}
 # Width, height, frames.
 CLIPS = {
     "wan2.1-1.3b": [(832, 480, 81), (832, 480, 33), (480, 272, 49)],
@@ -170,16 +179,7 @@ def decode(decoder: PyTorchVideoDecoder, latents: torch.Tensor, chunk: int) -> N
 
 def text() -> None:
     """UMT5-XXL reading 512 tokens in bfloat16."""
-    config = UMT5Config(
-        vocab_size=256384,
-        d_model=4096,
-        d_kv=64,
-        d_ff=10240,
-        num_layers=24,
-        num_heads=64,
-        feed_forward_proj="gated-gelu",
-    )
-    with module(lambda: UMT5EncoderModel(config), torch.bfloat16) as (made, weights):
+    with module(lambda: UMT5EncoderModel(UMT5Config(**UMT5)), torch.bfloat16) as (made, weights):
         model = PyTorchTextModel(made, DEVICE)
         ids = torch.randint(1, 1000, (1, 512), device=DEVICE)
         mask = torch.ones_like(ids)

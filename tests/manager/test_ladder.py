@@ -9,8 +9,10 @@ import pytest
 from runtime.core.errors import InvalidRequestError, MachineError
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
+from runtime.manager import vram
 from runtime.manager.machine import Gpu, Machine
 from runtime.manager.planner import resolve
+from tests.manager.test_memory import load
 from tests.plans import GIB, machine
 from tests.true_sizes import spec
 
@@ -35,41 +37,65 @@ def plan(model: str, where: Machine, **values: Any) -> ExecutionPlan:
 
 
 @pytest.mark.parametrize(
-    ("model", "where", "values", "offload", "quantization", "keeps", "chunk"),
+    ("model", "where", "values", "offload", "quantization", "keeps", "chunk", "tile"),
     [
-        (A14B, on(140, 500), {}, "none", "none", "all", 4),
-        (A14B, on(86, 500), {}, "none", "none", "but text", 1),
-        (A14B, on(75, 500), {}, "none", "none", "none", 3),
-        (A14B, on(40, 16), {}, "none", "none", "none", 1),
-        (A14B, on(24, 96), {}, "group", "none", "none", 1),
-        (A14B, on(24, 32), {}, "none", "fp8", "none", 1),
-        (A14B, on(24, 32, (8, 6)), {}, "none", "bnb-8bit", "none", 1),
-        (A14B, on(24, 32, (8, 9), ("bitsandbytes",)), {}, "none", "bnb-8bit", "none", 1),
-        (A14B, on(19, 32), {}, "none", "bnb-4bit", "none", 1),
-        (A14B, on(140, 500), {"offload": "model"}, "model", "none", "none", 4),
-        (A14B, on(140, 500), {"offload": "sequential"}, "sequential", "none", "none", 4),
-        (A14B, on(140, 500), {"offload": "none"}, "none", "none", "all", 4),
-        (A14B, on(140, 500), {"quantization": "bnb-4bit"}, "none", "bnb-4bit", "all", 4),
-        (A14B, on(140, 500), {"quantization": "fp8", "offload": "model"}, "model", "fp8", "none", 4),
-        (A14B, on(24, 96), {"quantization": "fp8"}, "none", "fp8", "none", 1),
-        (SMALL, on(16, 32), {"frames": 33}, "none", "none", "none", 1),
-        (SMALL, on(24, 32), {}, "none", "none", "but text", 1),
-        (TI2V, on(24, 32), {}, "none", "none", "none", 1),
-        (TI2V, on(140, 500), {}, "none", "none", "all", 4),
+        (A14B, on(140, 500), {}, "none", "none", "all", 4, None),
+        (A14B, on(86, 500), {}, "none", "none", "but text", 1, None),
+        (A14B, on(75, 500), {}, "none", "none", "none", 3, None),
+        (A14B, on(40, 16), {}, "none", "none", "none", 1, None),
+        (A14B, on(24, 96), {}, "group", "none", "none", 1, None),
+        (A14B, on(24, 32), {}, "none", "fp8", "none", 1, None),
+        (A14B, on(24, 32, (8, 6)), {}, "none", "bnb-8bit", "none", 1, None),
+        (A14B, on(24, 32, (8, 9), ("bitsandbytes",)), {}, "none", "bnb-8bit", "none", 1, None),
+        (A14B, on(19, 32), {}, "none", "bnb-4bit", "none", 1, None),
+        (A14B, on(140, 500), {"offload": "model"}, "model", "none", "none", 4, None),
+        (A14B, on(140, 500), {"offload": "sequential"}, "sequential", "none", "none", 4, None),
+        (A14B, on(140, 500), {"offload": "none"}, "none", "none", "all", 4, None),
+        (A14B, on(140, 500), {"quantization": "bnb-4bit"}, "none", "bnb-4bit", "all", 4, None),
+        (A14B, on(140, 500), {"quantization": "fp8", "offload": "model"}, "model", "fp8", "none", 4, None),
+        (A14B, on(24, 96), {"quantization": "fp8"}, "none", "fp8", "none", 1, None),
+        # The VAE's decoder is what does not fit.
+        (SMALL, on(17, 32), {"frames": 33}, "none", "none", "none", 1, None),
+        (SMALL, on(16, 32), {"frames": 33}, "none", "none", "none", 1, 64),
+        (SMALL, on(16, 32), {}, "none", "none", "none", 1, 64),
+        (SMALL, on(16, 32), {"offload": "model"}, "model", "none", "none", 1, 64),
+        (SMALL, on(12, 32), {}, "none", "none", "none", 1, 64),
+        (TI2V, on(16, 32), {"width": 1280, "height": 704}, "group", "none", "none", 1, 32),
+        # The text encoder does not fit whole: it goes by layer, in group offload as in sequential.
+        (SMALL, on(8, 32), {}, "group", "none", "none", 1, 32),
+        (SMALL, on(8, 32), {"offload": "sequential"}, "sequential", "none", "none", 1, 32),
+        (SMALL, on(8, 32), {"width": 1280, "height": 720}, "group", "none", "none", 1, 32),
+        (TI2V, on(8, 32), {}, "group", "none", "none", 1, 16),
+        (TI2V, on(8, 32), {"width": 1280, "height": 704}, "sequential", "none", "none", 1, 16),
+        (A14B, on(8, 96), {}, "group", "none", "none", 1, 32),
+        (A14B, on(7.5, 96), {}, "sequential", "none", "none", 1, 32),
+        # A frame no larger than a tile is decoded whole.
+        (SMALL, on(8, 32), {"width": 256, "height": 256}, "group", "none", "none", 1, None),
+        (SMALL, on(24, 32), {}, "none", "none", "but text", 1, None),
+        (TI2V, on(24, 32), {}, "none", "none", "none", 1, None),
+        (TI2V, on(140, 500), {}, "none", "none", "all", 4, None),
     ],
 )
 def test_the_way_that_is_taken(
-    model: str, where: Machine, values: dict[str, Any], offload: str, quantization: str, keeps: str, chunk: int
+    model: str,
+    where: Machine,
+    values: dict[str, Any],
+    offload: str,
+    quantization: str,
+    keeps: str,
+    chunk: int,
+    tile: int | None,
 ) -> None:
     made = plan(model, where, **values)
     assert (made.offload, made.quantization) == (offload, quantization)
     stay = [name for name in made.components if made.stays(name)]
     expected = {"all": list(made.components), "but text": list(made.components)[1:], "none": []}
     assert stay == expected[keeps]
-    assert made.decode_chunk == chunk
+    assert (made.decode_chunk, made.decode_tile) == (chunk, tile)
     assert made.components["transformer"].quantization == quantization
     assert made.components["vae"].quantization == "none"
     (taken,) = [rung for rung in made.ladder if rung.taken]
+    assert (taken.decode_tile, taken.lossless) == (tile, tile is None and quantization == "none")
     assert taken.peak_bytes == made.memory_bytes == max(stage.peak_bytes for stage in made.memory) <= made.free_bytes
 
 
@@ -97,9 +123,13 @@ def test_a_tight_fit_is_the_last_resort_and_is_said() -> None:
         (A14B, on(24, 32), {"offload": "group"}, "67.1 GiB of system memory (RAM)", "Take --quantization fp8: "),
         (A14B, on(140, 16), {"offload": "model"}, "system memory (RAM)", "Take --offload none: "),
         (A14B, on(15, 96), {"quantization": "fp8"}, "video memory", "Take --offload group: "),
-        (A14B, on(8, 32), {}, "video memory", "Ask for a smaller size"),
-        (A14B, on(8, 32), {"offload": "sequential"}, "video memory", "Ask for a smaller size"),
-        (A14B, on(24, 32, quantizers=()), {}, "video memory", "Ask for a smaller size"),
+        (A14B, on(8, 32), {}, "67.3 GiB of system memory (RAM)", "add memory (RAM)"),
+        (A14B, on(8, 32), {"offload": "sequential"}, "67.3 GiB of system memory (RAM)", "add memory (RAM)"),
+        (A14B, on(24, 32, quantizers=()), {}, "30.7 GiB of video memory, or 67.1 GiB", "add memory (RAM)"),
+        (SMALL, on(8, 16), {}, "16.7 GiB of system memory (RAM)", "Close other programs"),
+        (SMALL, on(8, 16), {"width": 1920, "height": 1088}, "GiB of video memory", "Ask for a smaller size"),
+        (SMALL, on(8, 32), {"offload": "none"}, "11.4 GiB of video memory", "Take --offload group: "),
+        (SMALL, on(8, 32), {"offload": "model"}, "11.4 GiB of video memory", "Take --offload group: "),
         (A14B, on(24, 32, (8, 6)), {"quantization": "fp8"}, "does not compute in FP8", "Take --quantization bnb-8bit."),
         (A14B, machine(ram_free_gib=500), {"quantization": "bnb-4bit"}, "no NVIDIA GPU", "Take --quantization none."),
         (A14B, machine(ram_free_gib=16), {}, "GiB of memory; 16.0 GiB are free", "Ask for a smaller size"),
@@ -131,6 +161,61 @@ def test_on_a_cpu_parts_are_kept_or_come_one_at_a_time() -> None:
     assert [rung.title for rung in roomy.ladder] == ["Everything stays loaded", "One part at a time"]
     assert (roomy.keep_loaded, short.keep_loaded) == (True, False)
     assert {rung.ram_bytes for rung in roomy.ladder} == {0}
+
+
+def test_on_a_cpu_too_frames_are_decoded_in_tiles_where_memory_is_short() -> None:
+    roomy, short = (plan(SMALL, machine(ram_free_gib=gib), width=1920, height=1088) for gib in (64, 30))
+    assert (roomy.decode_tile, short.decode_tile) == (None, 64)
+    # The clip comes together in the same memory.
+    whole_clip = 81 * 1920 * 1088 * 3 * 2
+    assert short.memory[-1].working_bytes > whole_clip
+    assert short.memory[-1].working_bytes < roomy.memory[-1].working_bytes / 3
+    assert short.seconds["decode"].likely > 1.1 * roomy.seconds["decode"].likely
+    assert short.decode_flops > 1.1 * roomy.decode_flops
+    assert short.seconds["denoise"] == roomy.seconds["denoise"]
+
+
+def test_decoding_in_tiles_is_said() -> None:
+    made = plan(SMALL, on(8, 32))
+    (said,) = made.warnings
+    assert "decoded in tiles of 256x256" in said
+    (taken,) = [rung for rung in made.ladder if rung.taken]
+    assert taken.title == "Blocks wait in RAM, decoding in tiles of 256x256"
+    assert made.to_json()["decode_tile"] == 32
+
+
+def test_what_stays_loaded_is_let_go_before_frames_are_cut() -> None:
+    ladder = plan(SMALL, on(16, 32)).ladder
+    assert [rung.decode_tile for rung in ladder[:3]] == [None, None, 64]
+
+
+def test_an_engine_decodes_frames_whole() -> None:
+    held = load(spec(SMALL), (832, 480, 81))
+    assert vram.tile_sides(held) == [64, 32]
+    assert vram.tile_sides(replace(held, engine_bytes={"vae": 1})) == []
+
+
+def test_every_tile_is_one_that_the_decoder_takes() -> None:
+    sides = [side for model in (SMALL, TI2V) for side in vram.tile_sides(load(spec(model), (1280, 704, 81)))]
+    assert sides == [64, 32, 32, 16]
+    assert min(sides) >= 4
+
+
+def test_what_this_machine_lacks_is_shown_and_never_offered() -> None:
+    made = plan(A14B, on(32, 96, (8, 6), ("bitsandbytes",)))
+    lacks = {rung.quantization: rung.lacks for rung in made.ladder if rung.quantization != "none"}
+    assert lacks == {"fp8": "Some GPU does not compute in FP8", "bnb-8bit": "", "bnb-4bit": ""}
+    bare = plan(A14B, on(32, 96, quantizers=()))
+    assert {rung.flags: rung.lacks for rung in bare.ladder if rung.lacks} == {
+        "--quantization fp8": "torchao is not installed",
+        "--quantization bnb-8bit": "bitsandbytes is not installed",
+        "--quantization bnb-4bit": "bitsandbytes is not installed",
+    }
+    # It would fit, and is not offered.
+    assert all(rung.fits and rung.fits_ram for rung in bare.ladder if rung.quantization == "bnb-4bit")
+    with pytest.raises(MachineError) as caught:
+        plan(A14B, on(24, 32, quantizers=()), offload="group")
+    assert "--quantization" not in caught.value.remedy
 
 
 def test_the_ladder_is_from_fast_to_frugal() -> None:

@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import UMT5Config, UMT5EncoderModel
 
+from runtime.components.offload import placement
+from runtime.core.plan import ComponentPlan
 from runtime.manager import vram
 from runtime.manager.vram import Load, Way
 from runtime.models.spec import ModelSpec
+from tests.gpu.proof_memory import UMT5
 from tests.true_sizes import spec
 
 ROWS = [json.loads(line) for line in Path(__file__).with_name("measured_h200.jsonl").read_text().splitlines()]
@@ -124,6 +129,44 @@ def test_weights_on_the_device_by_way(way: Way, encode: float, denoise: float, d
 def test_system_memory_holds_what_waits(offload: str, gigabytes: float) -> None:
     held = load(spec("wan2.2-a14b"), (832, 480, 81))
     assert vram.ram_bytes(held, Way(offload=offload)) / GB == pytest.approx(gigabytes, abs=0.2)
+
+
+def test_a_tile_takes_its_share_of_a_frame_and_the_clip_comes_together_in_ram() -> None:
+    held = load(spec("wan2.1-1.3b"), (832, 480, 81))
+    whole, half, quarter = (vram.decode_bytes(held, 1, tile) for tile in (None, 64, 32))
+    assert half / whole == pytest.approx(512 / 832, rel=1e-3)
+    assert quarter / whole == pytest.approx(256**2 / (832 * 480), rel=1e-3)
+    clip = 81 * 480 * 832 * 3 * 2
+    assert vram.decode_bytes(replace(held, device="cpu"), 1, 32) == quarter + clip
+    for offload, more in (("group", clip), ("none", 0)):
+        way = Way(offload=offload)
+        assert vram.ram_bytes(held, replace(way, decode_tile=32)) == vram.ram_bytes(held, way) + more
+
+
+@pytest.mark.parametrize("offload", ["none", "model", "group", "sequential"])
+@pytest.mark.parametrize("model", ["wan2.1-1.3b", "wan2.2-a14b", "wan2.2-ti2v-5b"])
+def test_weights_lie_where_the_offload_puts_them(model: str, offload: str) -> None:
+    made = spec(model)
+    held = load(made, (832, 480, 81))
+    sizes = vram.weights_bytes(made, BF16)
+    for stage in vram.stages(held, Way(offload=offload), 1):
+        name = stage.component
+        part = ComponentPlan(backend="pytorch", device="cuda:0", dtype=BF16[name], weights_bytes=0, reason="")
+        share = stage.weights_bytes / sizes[name]
+        where = placement(name, part, offload)
+        assert (share == 1) == (where in {"device", "whole"})
+        assert (share <= 0.2) == (where in {"blocks", "leaves"})
+
+
+def test_by_layer_the_text_encoder_takes_its_embedding() -> None:
+    with torch.device("meta"):
+        encoder = UMT5EncoderModel(UMT5Config(**UMT5)).encoder
+    sizes = [sum(p.numel() for p in module.parameters(recurse=False)) for module in encoder.modules()]
+    made = spec("wan2.1-1.3b")
+    text, *_ = vram.stages(load(made, (832, 480, 81)), Way(offload="group"), 1)
+    # The next layer comes while one computes.
+    first, second = sorted(sizes)[-1], sorted(sizes)[-2]
+    assert 2 * (first + second) == pytest.approx(text.weights_bytes, rel=0.05)
 
 
 def test_an_engine_holds_its_own_weights_however_the_rest_is_held() -> None:

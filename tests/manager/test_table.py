@@ -57,6 +57,8 @@ def here(
 
 
 LAPTOP = here("RTX 4060 Laptop", (8, 9), 8, ram=16)
+LAPTOP_32 = here("RTX 4070 Laptop", (8, 9), 8, ram=32)
+TWELVE = here("RTX 3060", (8, 6), 12, ram=32)
 TURING = here("RTX 2080 Ti", (7, 5), 12, ram=32)
 AMPERE = here("RTX A4000", (8, 6), 16)
 ADA = here("RTX 4090", (8, 9), 24)
@@ -81,6 +83,7 @@ TENSORRT = {"backends": {"all": "tensorrt"}}
 INDUCTOR = {"backends": {"all": "inductor"}}
 ONNX = {"backends": {"all": "onnxruntime"}}
 PYTORCH = {"backends": {"all": "pytorch"}}
+AT_480P = {"width": 832, "height": 480}
 IN_PYTORCH = {"transformer": "pytorch", "transformer_2": "pytorch"}
 
 
@@ -212,10 +215,23 @@ ROWS = [
 
 # What is planned where memory is short.
 MEMORY_ROWS = [
-    Row(LAPTOP, SMALL, {}, MachineError, "video memory"),
-    Row(LAPTOP, TI2V, {}, MachineError, "video memory"),
-    Row(TURING, SMALL, {}, "PPP", "Memory is tight", {"offload": "group"}),
-    Row(AMPERE, SMALL, {}, "PPP", "Memory is tight", {"offload": "none", "keep_loaded": False}),
+    # 8 GiB: the text encoder goes by layer, frames in tiles; with 16 GiB of RAM there is no place for it to wait in.
+    Row(LAPTOP, SMALL, {}, MachineError, "(RAM) for weights that wait; 7.6 GiB and 15.2 GiB are free."),
+    Row(LAPTOP, TI2V, {}, MachineError, "Close other programs, add memory (RAM), or take a smaller model."),
+    Row(LAPTOP_32, SMALL, {}, "PPP", "tiles of 256x256", {"offload": "group", "decode_tile": 32, "decode_chunk": 1}),
+    Row(LAPTOP_32, SMALL, AT_480P, "PPP", "differ a little where these meet", {"offload": "group", "decode_tile": 32}),
+    Row(LAPTOP_32, TI2V, {}, "PPP", "Memory is tight", {"offload": "sequential", "decode_tile": 16}),
+    Row(LAPTOP_32, TI2V, AT_480P, "PPP", "tiles of 256x256", {"offload": "group", "decode_tile": 16}),
+    Row(LAPTOP_32, SMALL, {"offload": "model"}, MachineError, "Take --offload group"),
+    Row(LAPTOP_32, A14B, {}, MachineError, "system memory (RAM)"),
+    Row(TURING, SMALL, {}, "PPP", "tiles of 512x512", {"offload": "group", "decode_tile": 64}),
+    Row(TURING, TI2V, {}, MachineError, "system memory (RAM)"),
+    Row(TWELVE, SMALL, {}, "PPP", "tiles of 512x512", {"offload": "group", "decode_tile": 64}),
+    Row(TWELVE, TI2V, {}, "PPP", "tiles of 256x256", {"offload": "group", "decode_tile": 16}),
+    Row(AMPERE, SMALL, {}, "PPP", "tiles of 512x512", {"offload": "none", "keep_loaded": False, "decode_tile": 64}),
+    Row(AMPERE, TI2V, {}, "PPP", "tiles of 512x512", {"offload": "group", "decode_tile": 32}),
+    Row(ADA, SMALL, {}, "PPP", "bfloat16", {"keep_loaded": True, "decode_tile": None}),
+    Row(ADA, TI2V, {}, "PPP", "tiles of 512x512", {"offload": "none", "decode_tile": 32}),
     Row(ADA, A14B, {}, "PPPP", "in FP8", {"quantization": "fp8", "keep_loaded": False}),
     Row(BLACKWELL, A14B, {}, "PPPP", "in FP8", {"quantization": "fp8", "keep_loaded": False}),
     Row(L40, A14B, {}, "PPPP", "bfloat16", {"keep_loaded": False}),

@@ -27,7 +27,7 @@ def test_an_h200_takes_what_was_measured(row: dict[str, Any]) -> None:
     model = spec(OF_VAE[row["model"]] if row["part"] == "vae" else row["model"])
     held = load(model, tuple(row["size"]), dict.fromkeys(model.component_names, row["dtype"]))
     work = Work(calls={}, frames=row["size"][2], engine_seconds={})
-    found = timing.compute_seconds(held, work, row["part"], gpu("NVIDIA H200"), "none")
+    found = timing.compute_seconds(held, work, row["part"], gpu("NVIDIA H200"), Way())
     assert found.likely == pytest.approx(row["seconds"], rel=0.2)
     assert found.low < row["seconds"] < found.high
     assert not found.measured
@@ -45,21 +45,21 @@ def test_an_h200_takes_what_was_measured(row: dict[str, Any]) -> None:
 def test_a_slower_gpu_takes_longer(faster: Any, slower: Any) -> None:
     held = load(spec("wan2.2-a14b"), CLIP)
     for part in ("transformer", "vae"):
-        one, other = (timing.compute_seconds(held, ONE, part, where, "none") for where in (faster, slower))
+        one, other = (timing.compute_seconds(held, ONE, part, where, Way()) for where in (faster, slower))
         assert one.likely < other.likely
 
 
 def test_an_unknown_gpu_is_less_certain() -> None:
     held = load(spec("wan2.2-a14b"), CLIP)
     known, unknown = (
-        timing.compute_seconds(held, ONE, "transformer", gpu(name), "none") for name in ("NVIDIA H200", "NVIDIA X1")
+        timing.compute_seconds(held, ONE, "transformer", gpu(name), Way()) for name in ("NVIDIA H200", "NVIDIA X1")
     )
     assert unknown.high / unknown.low > known.high / known.low
 
 
 def test_an_engine_takes_what_it_was_measured_to_take() -> None:
     work = Work(calls=ONE.calls, frames=81, engine_seconds={"transformer": 2.0})
-    found = timing.compute_seconds(load(spec("wan2.2-a14b"), CLIP), work, "transformer", gpu("NVIDIA H200"), "none")
+    found = timing.compute_seconds(load(spec("wan2.2-a14b"), CLIP), work, "transformer", gpu("NVIDIA H200"), Way())
     assert (found.likely, found.measured) == (2.0, True)
 
 
@@ -86,7 +86,7 @@ def test_bringing_blocks_hides_behind_computing_and_bringing_parts_does_not() ->
 
 def test_a_cpu_takes_longer_with_fewer_cores() -> None:
     held = load(spec("wan2.1-1.3b"), CLIP, dict.fromkeys(BF16, "float32"), "cpu")
-    found = timing.compute_seconds(held, ONE, "transformer", machine(), "none")
+    found = timing.compute_seconds(held, ONE, "transformer", machine(), Way())
     assert found.low < found.likely < found.high
     assert found.likely == pytest.approx(timing.flops(held, ONE, "transformer") / 80e9)
 
