@@ -29,9 +29,9 @@ _CLIP_BYTES_PER_PIXEL = 3 * 2
 # Sample, predictions and the solver's history, all of the latents' size, in float32.
 _LATENTS_HELD = 8
 # On a CPU: PyTorch, diffusers and transformers loaded (0.39 GB on Linux), and what they and malloc keep once they ran
-# (0.2 to 0.35 GB, whatever the size). On an H200: the CUDA context.
+# (0.2 to 0.35 GB, whatever the size; it varies from run to run). On an H200: the CUDA context.
 _CPU_IMPORTED_BYTES = 390_000_000
-_CPU_LIBRARIES_BYTES = 700_000_000
+_CPU_LIBRARIES_BYTES = 660_000_000
 _CUDA_CONTEXT_BYTES = 552_402_944
 # System memory of a process that runs CUDA: its libraries, and pages of the shard that is being read.
 _CUDA_PROCESS_BYTES = 3_000_000_000
