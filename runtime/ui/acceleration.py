@@ -1,6 +1,6 @@
 """The acceleration panel: its controls, and what it shows of an outlook, as HTML."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -12,7 +12,7 @@ from runtime.engines.builders import builders_of
 from runtime.manager.machine import Machine
 from runtime.models.spec import ModelSpec
 from runtime.ui import text
-from runtime.ui.outlook import Chip, Memory, Outlook
+from runtime.ui.outlook import Chip, Memory, Outlook, Step
 
 TENSORRT = "tensorrt"
 LABEL = "Acceleration"
@@ -157,7 +157,7 @@ def chip_html(component: str, chip: Chip) -> str:
 
 
 def sum_html(outlook: Outlook) -> str:
-    """Return memory, time, what is wrong, and the one line that is read out when it changes."""
+    """Return memory, time, what is wrong, the one line that is read out when it changes, and what there is to add."""
     problem = f"{outlook.problem} {outlook.remedy}".strip()
     return (
         '<div class="outlook">'
@@ -166,7 +166,21 @@ def sum_html(outlook: Outlook) -> str:
         f'<p class="forecast"{" hidden" if problem else ""}><strong>Time for a video</strong> '
         f"<span>{escape(outlook.time)}</span></p>"
         f'<p class="unseen" role="status" aria-live="polite">{escape(problem or outlook.line)}</p>'
+        f"{_ways_html(outlook.ways)}"
+        f'<p class="aside"{"" if outlook.notes else " hidden"}>{escape(outlook.notes)}</p>'
         "</div>"
+    )
+
+
+def _ways_html(ways: Sequence[Step]) -> str:
+    rows = "".join(
+        f"<li{' class=taken' if way.taken else ''}><span>{escape(way.title)}</span> "
+        f"<small>{escape(way.takes)} · <b>{escape(way.verdict)}</b></small></li>"
+        for way in ways
+    )
+    return (
+        f'<div class="ways"{"" if ways else " hidden"}><p><strong>Memory is short for the fastest way</strong></p>'
+        f"<ol>{rows}</ol></div>"
     )
 
 

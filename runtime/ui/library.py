@@ -19,7 +19,7 @@ from runtime.jobs.chores import Chore
 from runtime.jobs.worker import Worker
 from runtime.manager.engine_index import EngineRecord
 from runtime.models.spec import ModelSpec
-from runtime.ui import clip_time, form, outlook, shelf, text
+from runtime.ui import form, outlook, payoff, shelf, text
 from runtime.ui.foresight import Foreseen, Foresight
 from runtime.ui.models import check_offered
 
@@ -167,12 +167,12 @@ def _parts(foreseen: Foreseen | None, problem: str) -> str:
     plan = foreseen.plan
     chips = outlook.outlook(foreseen, tuple(plan.components)).chips
     rows: list[shelf.PartRow] = []
-    known: list[clip_time.Payoff] = []
+    known: list[payoff.Payoff] = []
     used: set[str] = set()
     for name, part in plan.components.items():
         offered = [offer for offer in foreseen.offers(name, plan.latent_size, part.device) if offer.speed_up]
         fastest = max(offered, key=lambda offer: offer.speed_up, default=None)
-        pays = None if fastest is None else clip_time.payoff(plan, name, fastest, foreseen.records)
+        pays = None if fastest is None else payoff.payoff(plan, name, fastest, foreseen.records)
         if fastest is not None and pays is not None:
             known.append(pays)
             used |= {use.id for use in fastest.uses}
@@ -182,7 +182,7 @@ def _parts(foreseen: Foreseen | None, problem: str) -> str:
     if known:
         # Experts may share an engine: it was built once.
         built = sum(record.build_seconds for record in foreseen.records if record.id in used)
-        both = clip_time.Payoff(built, sum(max(pays.saved_seconds, 0.0) for pays in known))
+        both = payoff.Payoff(built, sum(max(pays.saved_seconds, 0.0) for pays in known))
         total = f"{'All together' if len(known) == len(rows) else 'Those built'}: {both}."
     elif foreseen.complete:
         total = "What engines save is known once they are built and measured."
@@ -190,7 +190,7 @@ def _parts(foreseen: Foreseen | None, problem: str) -> str:
     return shelf.parts(rows, what, total, problem)
 
 
-def _payoff_of(record: EngineRecord, foreseen: Foreseen | None) -> clip_time.Payoff | None:
+def _payoff_of(record: EngineRecord, foreseen: Foreseen | None) -> payoff.Payoff | None:
     """Return what an engine cost and saves with each clip, if the form's settings would use it."""
     if foreseen is None or foreseen.plan is None or not record.seconds_per_call:
         return None
@@ -199,11 +199,11 @@ def _payoff_of(record: EngineRecord, foreseen: Foreseen | None) -> clip_time.Pay
     for name, part in plan.components.items():
         offered = foreseen.offers(name, plan.latent_size, part.device)
         if any(use.id == record.id and not use.build for offer in offered for use in offer.uses):
-            times += clip_time.calls(plan, name)
+            times += payoff.calls(plan)[name]
     if record.key.program == "vae_next":
         times *= plan.latent_size[0] - 1
     saved = times * (record.pytorch_seconds_per_call - record.seconds_per_call)
-    return clip_time.Payoff(record.build_seconds, saved) if times else None
+    return payoff.Payoff(record.build_seconds, saved) if times else None
 
 
 def _parsed(asked: Any) -> tuple[str, str]:

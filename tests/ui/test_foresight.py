@@ -25,7 +25,7 @@ def store(tmp_path: Path) -> EngineStore:
 
 @pytest.fixture
 def foresight(store: EngineStore, tmp_path: Path) -> Foresight:
-    return Foresight(EngineService(store, probe(), tmp_path))
+    return Foresight(EngineService(store, probe(), tmp_path), probe, lambda: ())
 
 
 @pytest.fixture

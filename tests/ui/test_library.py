@@ -19,9 +19,9 @@ from runtime.manager.machine import probe
 from runtime.manager.shapes import ShapeProfile
 from runtime.models.spec import ModelSpec
 from runtime.ui import form, shelf
-from runtime.ui.clip_time import Payoff
 from runtime.ui.foresight import Foresight
 from runtime.ui.library import Library
+from runtime.ui.payoff import Payoff
 from tests.engines.made import key
 from tests.ui.records import record
 from tests.ui.test_foresight import insert
@@ -62,7 +62,7 @@ def tab(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Iterator[Tab]:
     engines = EngineService(store, probe(), tmp_path)
     worker = Worker(tmp_path / "weights", tmp_path / "outputs", engines)
     models = {name: tiny(name) for name in ("wan2.2-a14b", "wan2.1")}
-    yield Tab(Library(worker, engines, models, Foresight(engines)), worker, store)
+    yield Tab(Library(worker, engines, models, Foresight(engines, worker.machine, worker.history)), worker, store)
     worker.close()
 
 
