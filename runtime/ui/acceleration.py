@@ -1,5 +1,6 @@
 """The acceleration panel: its controls, and what it shows of an outlook, as HTML."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -26,6 +27,13 @@ _BACKENDS = (
 _BUILDS = dict(zip(BUILDS, ("For chosen backends", "What is missing", "Never", "All anew"), strict=True))
 _OFFLOADS = dict(zip(OFFLOADS, ("Automatic", "None", "By part", "By block", "By layer"), strict=True))
 _QUANTIZATIONS = dict(zip(QUANTIZATIONS, ("Automatic", "None", "8 bit", "4 bit", "FP8"), strict=True))
+_TITLES = {
+    "text_encoder": "Text encoder",
+    "transformer": "Transformer",
+    "transformer_2": "Low-noise transformer",
+    "vae": "VAE decoder",
+}
+_FLAG = re.compile(r"--(offload|quantization) ([\w-]+)|--backend (\w+)=(\w+)")
 
 
 @dataclass
@@ -121,17 +129,26 @@ def panel(spec: ModelSpec, machine: Machine, backends: Mapping[str, str]) -> tup
 
 def model_values(spec: ModelSpec) -> dict[str, dict[str, Any]]:
     """Return the properties of what follows the model: the rows, and what each part is called."""
-    two = spec.experts > 1
-    titles = {
-        "text_encoder": "Text encoder",
-        "transformer": "High-noise transformer" if two else "Transformer",
-        "transformer_2": "Low-noise transformer",
-        "vae": "VAE decoder",
-    }
+    titles = _TITLES | ({"transformer": "High-noise transformer"} if spec.experts > 1 else {})
     return {
         **{f"row_{name}": {"visible": name in spec.component_names} for name in COMPONENTS},
         **{f"backend_{name}": {"label": title} for name, title in titles.items()},
     }
+
+
+def in_form_words(sentence: str) -> str:
+    """Return a sentence with the panel's names where it has the command line's: flags, which a page has none of."""
+
+    def told(flag: re.Match[str]) -> str:
+        setting, value, component, backend = flag.groups()
+        if setting:
+            titles = _OFFLOADS if setting == "offload" else _QUANTIZATIONS
+            return f"{setting.title()} “{titles[value]}”" if value in titles else f"{setting.title()} {value}"
+        chosen = next((title for title, name in _BACKENDS if name == backend), backend)
+        part = _TITLES.get(component, component)
+        return f"{chosen} for the {part if part.startswith('VAE') else part.lower()}"
+
+    return _FLAG.sub(told, sentence)
 
 
 def tensorrt_problem(machine: Machine) -> str | None:
@@ -149,7 +166,7 @@ def show(outlook: Outlook) -> tuple[Any, ...]:
 
 def chip_html(component: str, chip: Chip) -> str:
     """Return a chip; its full reason is what describes the choice beside it to a screen reader."""
-    reason = escape(chip.reason, quote=True)
+    reason = escape(in_form_words(chip.reason), quote=True)
     return (
         f'<p class="chip" data-kind="{chip.kind}" title="{reason}">{escape(chip.text) or "&nbsp;"}</p>'
         f'<span class="unseen" id="why-{component}">{reason}</span>'
@@ -158,7 +175,7 @@ def chip_html(component: str, chip: Chip) -> str:
 
 def sum_html(outlook: Outlook) -> str:
     """Return memory, time, what is wrong, the one line that is read out when it changes, and what there is to add."""
-    problem = f"{outlook.problem} {outlook.remedy}".strip()
+    problem = in_form_words(f"{outlook.problem} {outlook.remedy}".strip())
     return (
         '<div class="outlook">'
         f'<p class="trouble"{"" if problem else " hidden"}>{escape(problem)}</p>'
@@ -167,7 +184,7 @@ def sum_html(outlook: Outlook) -> str:
         f"<span>{escape(outlook.time)}</span></p>"
         f'<p class="unseen" role="status" aria-live="polite">{escape(problem or outlook.line)}</p>'
         f"{_ways_html(outlook.ways)}"
-        f'<p class="aside"{"" if outlook.notes else " hidden"}>{escape(outlook.notes)}</p>'
+        f'<p class="aside"{"" if outlook.notes else " hidden"}>{escape(in_form_words(outlook.notes))}</p>'
         "</div>"
     )
 

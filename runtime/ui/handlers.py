@@ -142,5 +142,6 @@ def _updates(view: watch.View, before: watch.View | None) -> Updates:
 
 def _alert(what: str, remedy: str, field: str = "") -> Updates:
     """Return updates that show an error and leave everything else, the form first of all, as it was."""
-    line = stage.Line("failed", what=what, remedy=remedy, field=field)
+    said = acceleration.in_form_words
+    line = stage.Line("failed", what=said(what), remedy=said(remedy), field=field)
     return (gr.skip(), stage.status(line), *(gr.skip(),) * 5)

@@ -19,7 +19,7 @@ from runtime.jobs.chores import Chore
 from runtime.jobs.worker import Worker
 from runtime.manager.engine_index import EngineRecord
 from runtime.models.spec import ModelSpec
-from runtime.ui import form, outlook, payoff, shelf, text
+from runtime.ui import acceleration, form, outlook, payoff, shelf, text
 from runtime.ui.foresight import Foreseen, Foresight
 from runtime.ui.models import check_offered
 
@@ -228,7 +228,7 @@ def _mark(drawn: object) -> str:
 
 
 def _told(error: TandemError) -> str:
-    return f"{error.what[:1].upper()}{error.what[1:]} {error.remedy}"
+    return acceleration.in_form_words(f"{error.what[:1].upper()}{error.what[1:]} {error.remedy}")
 
 
 def _unknown() -> InvalidRequestError:

@@ -220,3 +220,28 @@ def test_when_building_pays_off(build: float, saved: float, words: str) -> None:
 
 def test_tensorrt_is_out_of_question_without_a_gpu() -> None:
     assert acceleration.tensorrt_problem(machine()) == "no NVIDIA GPU was found"
+
+
+@pytest.mark.parametrize(
+    ("sentence", "words"),
+    [
+        ("Take --offload group: 9.5 GiB.", "Take Offload “By block”: 9.5 GiB."),
+        ("Take --quantization bnb-8bit.", "Take Quantization “8 bit”."),
+        ("Leave --quantization out.", "Leave Quantization out."),
+        (
+            "Take --quantization none, or --backend transformer_2=pytorch; that is all.",
+            "Take Quantization “None”, or PyTorch for the low-noise transformer; that is all.",
+        ),
+        ("Take --backend vae=onnxruntime.", "Take ONNX Runtime for the VAE decoder."),
+        ("Nothing of the kind.", "Nothing of the kind."),
+    ],
+)
+def test_the_page_speaks_of_its_own_controls(sentence: str, words: str) -> None:
+    assert acceleration.in_form_words(sentence) == words
+
+
+def test_a_refusal_names_what_the_page_has(spec: ModelSpec) -> None:
+    seen = look(spec, offload="group", backends={"transformer": "tensorrt"})
+    assert seen.line == "Waiting for a setting to be mended"
+    html = acceleration.sum_html(seen) + acceleration.chip_html("vae", seen.chips["vae"])
+    assert "Offload “None”" in html and "--offload" not in html
