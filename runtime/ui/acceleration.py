@@ -33,7 +33,7 @@ _TITLES = {
     "transformer_2": "Low-noise transformer",
     "vae": "VAE decoder",
 }
-_FLAG = re.compile(r"--(offload|quantization) ([\w-]+)|--backend (\w+)=(\w+)")
+_FLAG = re.compile(r"(--offload|--quantization|Offload(?= ')) '?([\w-]+)'?|--backend (\w+)=(\w+)")
 
 
 @dataclass
@@ -106,23 +106,22 @@ def panel(spec: ModelSpec, machine: Machine, backends: Mapping[str, str]) -> tup
             info="Before the video is made. An engine is built once for a size.",
             elem_id="field-build",
         )
-        with gr.Row(elem_classes="pair"):
-            settings["offload"] = gr.Dropdown(
-                choices=[(title, name) for name, title in _OFFLOADS.items()],
-                value=AUTO,
-                filterable=False,
-                label="Offload",
-                info="Weights wait in RAM: less video memory, slower. Excludes TensorRT for the transformers.",
-                elem_id="field-offload",
-            )
-            settings["quantization"] = gr.Dropdown(
-                choices=[(title, name) for name, title in _QUANTIZATIONS.items()],
-                value=AUTO,
-                filterable=False,
-                label="Quantization",
-                info="Smaller weights in PyTorch, a little less exact. Excludes engines for the transformers.",
-                elem_id="field-quantization",
-            )
+        settings["offload"] = gr.Dropdown(
+            choices=[(title, name) for name, title in _OFFLOADS.items()],
+            value=AUTO,
+            filterable=False,
+            label="Offload",
+            info="Weights wait in RAM: less video memory, slower. Excludes TensorRT for the transformers.",
+            elem_id="field-offload",
+        )
+        settings["quantization"] = gr.Dropdown(
+            choices=[(title, name) for name, title in _QUANTIZATIONS.items()],
+            value=AUTO,
+            filterable=False,
+            label="Quantization",
+            info="Smaller weights in PyTorch, a little less exact. Excludes engines for the transformers.",
+            elem_id="field-quantization",
+        )
         total = gr.HTML(sum_html(Outlook("")), elem_id="outlook", apply_default_css=False)
     return Panel(fold, rows, toggles, chips, total), settings
 
@@ -142,8 +141,9 @@ def in_form_words(sentence: str) -> str:
     def told(flag: re.Match[str]) -> str:
         setting, value, component, backend = flag.groups()
         if setting:
-            titles = _OFFLOADS if setting == "offload" else _QUANTIZATIONS
-            return f"{setting.title()} “{titles[value]}”" if value in titles else f"{setting.title()} {value}"
+            title = setting.strip("-").title()
+            titles = _OFFLOADS if title == "Offload" else _QUANTIZATIONS
+            return f"{title} “{titles[value]}”" if value in titles else f"{title} {value}"
         chosen = next((title for title, name in _BACKENDS if name == backend), backend)
         part = _TITLES.get(component, component)
         return f"{chosen} for the {part if part.startswith('VAE') else part.lower()}"

@@ -9,7 +9,9 @@ from typing import Any
 
 import gradio as gr
 
+from runtime.core.duration import about
 from runtime.core.errors import EngineError, InvalidRequestError, TandemError
+from runtime.core.plan import BACKEND_TITLES
 from runtime.engines import library as engine_library
 from runtime.engines import manifest
 from runtime.engines.service import EngineService
@@ -18,6 +20,7 @@ from runtime.jobs import chores
 from runtime.jobs.chores import Chore
 from runtime.jobs.worker import Worker
 from runtime.manager.engine_index import EngineRecord
+from runtime.manager.offers import EngineOffer
 from runtime.models.spec import ModelSpec
 from runtime.ui import acceleration, form, outlook, payoff, shelf, text
 from runtime.ui.foresight import Foreseen, Foresight
@@ -170,13 +173,13 @@ def _parts(foreseen: Foreseen | None, problem: str) -> str:
     known: list[payoff.Payoff] = []
     used: set[str] = set()
     for name, part in plan.components.items():
-        offered = [offer for offer in foreseen.offers(name, plan.latent_size, part.device) if offer.speed_up]
-        fastest = max(offered, key=lambda offer: offer.speed_up, default=None)
+        offered = foreseen.offers(name, plan.latent_size, part.device)
+        fastest = max((offer for offer in offered if offer.speed_up), key=lambda offer: offer.speed_up, default=None)
         pays = None if fastest is None else payoff.payoff(plan, name, fastest, foreseen.records)
         if fastest is not None and pays is not None:
             known.append(pays)
             used |= {use.id for use in fastest.uses}
-        rows.append(shelf.PartRow(name, plan.title(name), chips[name].text, str(pays or "not built yet")))
+        rows.append(shelf.PartRow(name, plan.title(name), chips[name].text, str(pays or _unbuilt(offered))))
     size = f"{text.size(plan.width, plan.height)}, {plan.frames} frames, {plan.steps} steps"
     total = ""
     if known:
@@ -188,6 +191,14 @@ def _parts(foreseen: Foreseen | None, problem: str) -> str:
         total = "What engines save is known once they are built and measured."
     what = f"{plan.model}, {size}. Builds what is missing of the chosen backends, or of all where it is automatic."
     return shelf.parts(rows, what, total, problem)
+
+
+def _unbuilt(offered: Sequence[EngineOffer]) -> str:
+    """Return how long the first engines that can be built here would take."""
+    first = next((offer for offer in offered if offer.problem is None and not offer.ready), None)
+    if first is None or not first.build_seconds:
+        return "not built yet"
+    return f"not built yet, {about(first.build_seconds)} to build on {BACKEND_TITLES[first.backend]}"
 
 
 def _payoff_of(record: EngineRecord, foreseen: Foreseen | None) -> payoff.Payoff | None:

@@ -165,7 +165,7 @@ def test_where_memory_is_short_the_ways_are_told() -> None:
 def test_what_a_plan_warns_of_is_told(spec: ModelSpec) -> None:
     seen = look(spec, here=machine(), offload="group")
     assert "changes nothing on the CPU" in seen.notes
-    assert escape(seen.notes) in acceleration.sum_html(seen)
+    assert escape(acceleration.in_form_words(seen.notes)) in acceleration.sum_html(seen)
 
 
 def test_a_form_that_cannot_be_is_said_at_every_chip(spec: ModelSpec) -> None:
@@ -233,6 +233,7 @@ def test_tensorrt_is_out_of_question_without_a_gpu() -> None:
             "Take Quantization “None”, or PyTorch for the low-noise transformer; that is all.",
         ),
         ("Take --backend vae=onnxruntime.", "Take ONNX Runtime for the VAE decoder."),
+        ("Offload 'group' changes nothing here.", "Offload “By block” changes nothing here."),
         ("Nothing of the kind.", "Nothing of the kind."),
     ],
 )
