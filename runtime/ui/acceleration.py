@@ -111,7 +111,7 @@ def panel(spec: ModelSpec, machine: Machine, backends: Mapping[str, str]) -> tup
             value=AUTO,
             filterable=False,
             label="Offload",
-            info="Weights wait in RAM: less video memory, slower. Excludes TensorRT for the transformers.",
+            info="Weights wait in RAM: less video memory, slower. Excludes engines for the transformers.",
             elem_id="field-offload",
         )
         settings["quantization"] = gr.Dropdown(

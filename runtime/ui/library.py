@@ -11,7 +11,8 @@ import gradio as gr
 
 from runtime.core.duration import about
 from runtime.core.errors import EngineError, InvalidRequestError, TandemError
-from runtime.core.plan import BACKEND_TITLES
+from runtime.core.plan import BACKEND_TITLES, PYTORCH
+from runtime.core.request import AUTO
 from runtime.engines import library as engine_library
 from runtime.engines import manifest
 from runtime.engines.service import EngineService
@@ -179,7 +180,8 @@ def _parts(foreseen: Foreseen | None, problem: str) -> str:
         if fastest is not None and pays is not None:
             known.append(pays)
             used |= {use.id for use in fastest.uses}
-        rows.append(shelf.PartRow(name, plan.title(name), chips[name].text, str(pays or _unbuilt(offered))))
+        unknown = _unbuilt(part.asked, offered) if foreseen.complete else ""
+        rows.append(shelf.PartRow(name, plan.title(name), chips[name].text, str(pays or unknown)))
     size = f"{text.size(plan.width, plan.height)}, {plan.frames} frames, {plan.steps} steps"
     total = ""
     if known:
@@ -193,12 +195,16 @@ def _parts(foreseen: Foreseen | None, problem: str) -> str:
     return shelf.parts(rows, what, total, problem)
 
 
-def _unbuilt(offered: Sequence[EngineOffer]) -> str:
-    """Return how long the first engines that can be built here would take."""
-    first = next((offer for offer in offered if offer.problem is None and not offer.ready), None)
-    if first is None or not first.build_seconds:
-        return "not built yet"
-    return f"not built yet, {about(first.build_seconds)} to build on {BACKEND_TITLES[first.backend]}"
+def _unbuilt(asked: str, offered: Sequence[EngineOffer]) -> str:
+    """Return how long the first engines that can be built here would take, of the backend that is asked for."""
+    if asked == PYTORCH:
+        return "none needed"
+    wanted = [offer for offer in offered if asked in {AUTO, offer.backend}]
+    first = next((offer for offer in wanted if offer.problem is None and not offer.ready), None)
+    if first is None:
+        return "not measured" if any(offer.ready for offer in wanted) else "none can be built here"
+    how_long = f", {about(first.build_seconds)} to build on {BACKEND_TITLES[first.backend]}"
+    return f"not built yet{how_long if first.build_seconds else ''}"
 
 
 def _payoff_of(record: EngineRecord, foreseen: Foreseen | None) -> payoff.Payoff | None:

@@ -6,6 +6,7 @@ import pytest
 
 from tests.browser.conftest import DESKTOP, PHONE, OpenPage, ask, ready, start, wait_for_state
 from tests.browser.test_page import UNNAMED_INPUTS
+from tests.served import make_cache, serving
 
 pytestmark = pytest.mark.browser
 
@@ -123,3 +124,24 @@ def test_a_chip_does_not_move_what_is_below(open_page: OpenPage) -> None:
     choose(page, "backend_vae", "PyTorch")
     wait_for_chip(page, "vae", "as asked")
     assert page.evaluate(place) == before
+
+
+def test_launch_flags_choose_at_first_and_the_form_keeps_what_is_chosen_then(
+    open_page: OpenPage, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with serving(make_cache(tmp_path_factory.mktemp("preset")), "--enable-tensorrt", "--tensorrt-transformer") as other:
+        page = open_page(url=other.url)
+        unfold(page)
+        shown = [page.input_value(f"#field-backend_{part} input") for part in ROWS]
+        assert shown == ["Automatic", "TensorRT", "TensorRT", "Automatic"]
+        assert page.is_checked("#tensorrt-transformer input") and not page.is_checked("#tensorrt-vae input")
+        wait_for_chip(page, "transformer", "PyTorch: no NVIDIA GPU was found")
+        choose(page, "backend_transformer", "PyTorch")
+        page.wait_for_function(
+            "() => localStorage.getItem('tandem.form').includes('\"backend_transformer\":\"pytorch\"')"
+        )
+        page.reload()
+        ready(page)
+        unfold(page)
+        assert page.input_value("#field-backend_transformer input") == "PyTorch"
+        assert page.input_value("#field-backend_transformer_2 input") == "TensorRT"

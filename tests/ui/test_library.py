@@ -1,6 +1,7 @@
 """The Engines tab's handlers, which answer raw HTTP too, and what the tab shows."""
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -167,6 +168,17 @@ def test_a_look_at_what_is_shown_already_draws_nothing(tab: Tab) -> None:
     assert "Quick" in work
     insert(tab.store, 2)
     assert tab.library.look(shown_now, *VALUES)[3] != gr.skip()
+
+
+def test_each_part_says_what_building_would_take(tab: Tab) -> None:
+    chosen = GOOD | {"backend_vae": "pytorch", "backend_transformer": "onnxruntime"}
+    values = [chosen[name] for name in form.NAMES]
+    end = time.monotonic() + 60
+    while "Looking" in (parts := tab.library.look("", *values)[0]):
+        assert time.monotonic() < end
+    said = re.findall(r'data-label="Engines">([^<]*)<', parts)
+    assert [words.split(",")[0] for words in said] == ["not built yet"] * 3 + ["none needed"]
+    assert re.fullmatch(r"not built yet, about \d+ s to build on ONNX Runtime", said[1])
 
 
 @pytest.mark.parametrize("shown", [None, 7, "", "a", "a b c d e f", [], {}])
