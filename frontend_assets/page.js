@@ -28,7 +28,9 @@
     // Before the stored form is back in place, the page's defaults must not overwrite it.
     save: (values) => {
       if (!tandem.restored) return;
-      keep("localStorage", FORM, JSON.stringify(Object.fromEntries(NAMES.map((name, i) => [name, values[i]]))));
+      const form = Object.fromEntries(NAMES.map((name, i) => [name, values[i]]));
+      // What the app was started with: under other flags, kept backends give way to those.
+      keep("localStorage", FORM, JSON.stringify({ ...form, preset: $("#top header").dataset.preset }));
       const settings = JSON.stringify(values.filter((_, i) => !WORDS.includes(NAMES[i])));
       if (settings !== lookedAt) { lookedAt = settings; tandem.lookAhead(); }
     },

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from runtime.core import settings
 from tests import tiny_models
 
 ROOT = Path(__file__).parents[1]
@@ -70,7 +71,7 @@ def serving(cache_dir: Path, *flags: str) -> Iterator[Server]:
         process = subprocess.Popen(
             [sys.executable, "app.py", "--port", str(port), "--model", MODEL, "--no-browser", *flags],
             cwd=ROOT,
-            env=os.environ | {"TANDEM_CACHE_DIR": str(cache_dir)},
+            env=_environment() | {"TANDEM_CACHE_DIR": str(cache_dir)},
             stdout=output,
             stderr=subprocess.STDOUT,
             text=True,
@@ -86,6 +87,12 @@ def serving(cache_dir: Path, *flags: str) -> Iterator[Server]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment without the settings of whoever runs the tests."""
+    ours = {*settings.VARIABLES.values(), settings.CACHE_VARIABLE}
+    return {name: value for name, value in os.environ.items() if name not in ours}
 
 
 def _wait_until_up(url: str, process: subprocess.Popen[str], log: Path) -> None:

@@ -31,9 +31,22 @@ class HistoryFile:
         self._path = folder / "history.json"
         self._machine = machine
         self._first = True
+        self._known: tuple[tuple[int, int, int], History] | None = None
 
     def read(self) -> History:
-        """Return all runs, the newest last."""
+        """Return all runs, the newest last; the file is read again only when it has changed."""
+        try:
+            found = self._path.stat()
+        except OSError:
+            return ()
+        # Each write is a new file, so that two within one tick of the clock differ too.
+        stamp = (found.st_mtime_ns, found.st_size, found.st_ino)
+        known = self._known
+        if known is None or known[0] != stamp:
+            known = self._known = (stamp, self._parsed())
+        return known[1]
+
+    def _parsed(self) -> History:
         try:
             values = json.loads(self._path.read_text(encoding="utf-8"))
             return tuple(Run.from_json(run) for run in values["runs"]) if values["version"] == _VERSION else ()

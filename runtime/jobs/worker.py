@@ -27,6 +27,7 @@ from runtime.engines.service import EngineService
 from runtime.jobs.chores import Chore
 from runtime.jobs.history import HistoryFile
 from runtime.jobs.outputs import make_folder, output_path
+from runtime.manager.history import History
 from runtime.manager.machine import Machine, probe
 from runtime.manager.planner import resolve
 from runtime.models.catalogue import find
@@ -103,8 +104,7 @@ class Worker:
         spec = find(request.model, self._weights_dir)
         make_folder(self._outputs_dir)
         output = output_path(self._outputs_dir, request.prompt)
-        history = self._history.read() if self._history is not None else ()
-        plan = resolve(request, spec, self._machine(), output, self._engines.offers(spec), history)
+        plan = resolve(request, spec, self.machine(), output, self._engines.offers(spec), self.history())
         job = Job(secrets.token_hex(4), plan, spec)
         self._add(job)
         return job
@@ -154,6 +154,20 @@ class Worker:
     def position(self, job: Job) -> int:
         """Return how many jobs and chores run or wait before this one."""
         return len(self.ahead(job))
+
+    def machine(self) -> Machine:
+        """Return the machine as it is to a new job: what earlier ones hold is used again or freed."""
+        seen = probe()
+        own = psutil.Process().memory_info().rss
+        gpus = seen.gpus
+        if gpus:
+            free = min(gpus[0].free_bytes + self._held_bytes(), gpus[0].total_bytes)
+            gpus = (replace(gpus[0], free_bytes=free), *gpus[1:])
+        return replace(seen, gpus=gpus, ram_free_bytes=min(seen.ram_free_bytes + own, seen.ram_bytes))
+
+    def history(self) -> History:
+        """Return what jobs took here."""
+        return () if self._history is None else self._history.read()
 
     def close(self) -> None:
         """Cancel what runs and waits, and wait for the worker to end."""
@@ -212,16 +226,6 @@ class Worker:
         else:
             chore.end("done", said)
         logger.info("%s: %s", chore.id, chore.state)
-
-    def _machine(self) -> Machine:
-        """Return the machine as it is to a new job: what earlier ones hold is used again or freed."""
-        seen = probe()
-        own = psutil.Process().memory_info().rss
-        gpus = seen.gpus
-        if gpus:
-            free = min(gpus[0].free_bytes + self._held_bytes(), gpus[0].total_bytes)
-            gpus = (replace(gpus[0], free_bytes=free), *gpus[1:])
-        return replace(seen, gpus=gpus, ram_free_bytes=min(seen.ram_free_bytes + own, seen.ram_bytes))
 
     def _forget_old(self) -> None:
         for kind, most in ((Job, _REMEMBERED), (Chore, _CHORES_REMEMBERED)):

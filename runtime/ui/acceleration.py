@@ -1,6 +1,7 @@
 """The acceleration panel: its controls, and what it shows of an outlook, as HTML."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -12,7 +13,7 @@ from runtime.engines.builders import builders_of
 from runtime.manager.machine import Machine
 from runtime.models.spec import ModelSpec
 from runtime.ui import text
-from runtime.ui.outlook import Chip, Memory, Outlook
+from runtime.ui.outlook import Chip, Memory, Outlook, Step
 
 TENSORRT = "tensorrt"
 LABEL = "Acceleration"
@@ -26,6 +27,13 @@ _BACKENDS = (
 _BUILDS = dict(zip(BUILDS, ("For chosen backends", "What is missing", "Never", "All anew"), strict=True))
 _OFFLOADS = dict(zip(OFFLOADS, ("Automatic", "None", "By part", "By block", "By layer"), strict=True))
 _QUANTIZATIONS = dict(zip(QUANTIZATIONS, ("Automatic", "None", "8 bit", "4 bit", "FP8"), strict=True))
+_TITLES = {
+    "text_encoder": "Text encoder",
+    "transformer": "Transformer",
+    "transformer_2": "Low-noise transformer",
+    "vae": "VAE decoder",
+}
+_FLAG = re.compile(r"(--offload|--quantization|Offload(?= ')) '?([\w-]+)'?|--backend (\w+)=(\w+)")
 
 
 @dataclass
@@ -98,40 +106,49 @@ def panel(spec: ModelSpec, machine: Machine, backends: Mapping[str, str]) -> tup
             info="Before the video is made. An engine is built once for a size.",
             elem_id="field-build",
         )
-        with gr.Row(elem_classes="pair"):
-            settings["offload"] = gr.Dropdown(
-                choices=[(title, name) for name, title in _OFFLOADS.items()],
-                value=AUTO,
-                filterable=False,
-                label="Offload",
-                info="Weights wait in RAM: less video memory, slower. Excludes TensorRT for the transformers.",
-                elem_id="field-offload",
-            )
-            settings["quantization"] = gr.Dropdown(
-                choices=[(title, name) for name, title in _QUANTIZATIONS.items()],
-                value=AUTO,
-                filterable=False,
-                label="Quantization",
-                info="Smaller weights in PyTorch, a little less exact. Excludes engines for the transformers.",
-                elem_id="field-quantization",
-            )
+        settings["offload"] = gr.Dropdown(
+            choices=[(title, name) for name, title in _OFFLOADS.items()],
+            value=AUTO,
+            filterable=False,
+            label="Offload",
+            info="Weights wait in RAM: less video memory, slower. Excludes engines for the transformers.",
+            elem_id="field-offload",
+        )
+        settings["quantization"] = gr.Dropdown(
+            choices=[(title, name) for name, title in _QUANTIZATIONS.items()],
+            value=AUTO,
+            filterable=False,
+            label="Quantization",
+            info="Smaller weights in PyTorch, a little less exact. Excludes engines for the transformers.",
+            elem_id="field-quantization",
+        )
         total = gr.HTML(sum_html(Outlook("")), elem_id="outlook", apply_default_css=False)
     return Panel(fold, rows, toggles, chips, total), settings
 
 
 def model_values(spec: ModelSpec) -> dict[str, dict[str, Any]]:
     """Return the properties of what follows the model: the rows, and what each part is called."""
-    two = spec.experts > 1
-    titles = {
-        "text_encoder": "Text encoder",
-        "transformer": "High-noise transformer" if two else "Transformer",
-        "transformer_2": "Low-noise transformer",
-        "vae": "VAE decoder",
-    }
+    titles = _TITLES | ({"transformer": "High-noise transformer"} if spec.experts > 1 else {})
     return {
         **{f"row_{name}": {"visible": name in spec.component_names} for name in COMPONENTS},
         **{f"backend_{name}": {"label": title} for name, title in titles.items()},
     }
+
+
+def in_form_words(sentence: str) -> str:
+    """Return a sentence with the panel's names where it has the command line's: flags, which a page has none of."""
+
+    def told(flag: re.Match[str]) -> str:
+        setting, value, component, backend = flag.groups()
+        if setting:
+            title = setting.strip("-").title()
+            titles = _OFFLOADS if title == "Offload" else _QUANTIZATIONS
+            return f"{title} “{titles[value]}”" if value in titles else f"{title} {value}"
+        chosen = next((title for title, name in _BACKENDS if name == backend), backend)
+        part = _TITLES.get(component, component)
+        return f"{chosen} for the {part if part.startswith('VAE') else part.lower()}"
+
+    return _FLAG.sub(told, sentence)
 
 
 def tensorrt_problem(machine: Machine) -> str | None:
@@ -149,7 +166,7 @@ def show(outlook: Outlook) -> tuple[Any, ...]:
 
 def chip_html(component: str, chip: Chip) -> str:
     """Return a chip; its full reason is what describes the choice beside it to a screen reader."""
-    reason = escape(chip.reason, quote=True)
+    reason = escape(in_form_words(chip.reason), quote=True)
     return (
         f'<p class="chip" data-kind="{chip.kind}" title="{reason}">{escape(chip.text) or "&nbsp;"}</p>'
         f'<span class="unseen" id="why-{component}">{reason}</span>'
@@ -157,8 +174,8 @@ def chip_html(component: str, chip: Chip) -> str:
 
 
 def sum_html(outlook: Outlook) -> str:
-    """Return memory, time, what is wrong, and the one line that is read out when it changes."""
-    problem = f"{outlook.problem} {outlook.remedy}".strip()
+    """Return memory, time, what is wrong, the one line that is read out when it changes, and what there is to add."""
+    problem = in_form_words(f"{outlook.problem} {outlook.remedy}".strip())
     return (
         '<div class="outlook">'
         f'<p class="trouble"{"" if problem else " hidden"}>{escape(problem)}</p>'
@@ -166,7 +183,21 @@ def sum_html(outlook: Outlook) -> str:
         f'<p class="forecast"{" hidden" if problem else ""}><strong>Time for a video</strong> '
         f"<span>{escape(outlook.time)}</span></p>"
         f'<p class="unseen" role="status" aria-live="polite">{escape(problem or outlook.line)}</p>'
+        f"{_ways_html(outlook.ways)}"
+        f'<p class="aside"{"" if outlook.notes else " hidden"}>{escape(in_form_words(outlook.notes))}</p>'
         "</div>"
+    )
+
+
+def _ways_html(ways: Sequence[Step]) -> str:
+    rows = "".join(
+        f"<li{' class=taken' if way.taken else ''}><span>{escape(way.title)}</span> "
+        f"<small>{escape(way.takes)} · <b>{escape(way.verdict)}</b></small></li>"
+        for way in ways
+    )
+    return (
+        f'<div class="ways"{"" if ways else " hidden"}><p><strong>Memory is short for the fastest way</strong></p>'
+        f"<ol>{rows}</ol></div>"
     )
 
 

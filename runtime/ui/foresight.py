@@ -7,7 +7,7 @@ are told apart once, on a thread of their own: until that is done, plans know of
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,8 @@ from runtime.core.plan import ExecutionPlan, LatentSize
 from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
 from runtime.manager.engine_index import EngineRecord
-from runtime.manager.machine import Machine, probe
+from runtime.manager.history import History
+from runtime.manager.machine import Machine
 from runtime.manager.offers import EngineOffer, Offers, no_offers
 from runtime.manager.planner import resolve
 from runtime.models.spec import ModelSpec
@@ -41,7 +42,6 @@ class Foreseen:
         error: why not.
         offers: the engines that a component could run on, the one to prefer first; those that the plan chose from.
         records: the engine library.
-        machine: as it was seen last.
         complete: whether engines are known yet.
     """
 
@@ -49,15 +49,21 @@ class Foreseen:
     error: TandemError | None
     offers: Offers
     records: Sequence[EngineRecord]
-    machine: Machine
     complete: bool
 
 
 class Foresight:
-    """Plans from memory, for any number of pages. Safe between threads."""
+    """Plans from memory, for any number of pages. Safe between threads.
 
-    def __init__(self, engines: EngineService) -> None:
+    Args:
+        probe: tells what the machine has, as a new job would find it.
+        history: tells what jobs took here.
+    """
+
+    def __init__(self, engines: EngineService, probe: Callable[[], Machine], history: Callable[[], History]) -> None:
         self._engines = engines
+        self._probe = probe
+        self._history = history
         self._lock = threading.Lock()
         self._machine = probe()
         self._machine_at = time.monotonic()
@@ -70,7 +76,7 @@ class Foresight:
         """Return this machine as it was a few seconds ago at most."""
         with self._lock:
             if time.monotonic() - self._machine_at > _MACHINE_SECONDS:
-                self._machine, self._machine_at = probe(), time.monotonic()
+                self._machine, self._machine_at = self._probe(), time.monotonic()
             return self._machine
 
     def library(self) -> tuple[Stamp, Sequence[EngineRecord]]:
@@ -90,10 +96,10 @@ class Foresight:
         complete = self._is_read(spec)
         offers = self._offers(spec) if complete else no_offers
         try:
-            plan = resolve(request, spec, machine, _NOWHERE, offers)
+            plan = resolve(request, spec, machine, _NOWHERE, offers, self._history())
         except TandemError as error:
-            return Foreseen(None, error, offers, records, machine, complete)
-        return Foreseen(plan, None, offers, records, machine, complete)
+            return Foreseen(None, error, offers, records, complete)
+        return Foreseen(plan, None, offers, records, complete)
 
     def _offers(self, spec: ModelSpec) -> Offers:
         """Return what the service offers, each answer remembered until the library or the model changes."""

@@ -223,11 +223,12 @@ def model_values(spec: ModelSpec) -> dict[str, dict[str, Any]]:
     }
 
 
-def filled(stored: Mapping[str, Any], models: dict[str, ModelSpec]) -> dict[str, dict[str, Any]]:
+def filled(stored: Mapping[str, Any], models: dict[str, ModelSpec], preset: str = "") -> dict[str, dict[str, Any]]:
     """Return properties for the choice of sizes and every control that bring stored values back.
 
     The stored values come from a browser: those that a control could not show are passed over, as is a model that is
-    no longer there, with all that belongs to it.
+    no longer there, with all that belongs to it. Backends that were kept under another preset than this one give way
+    to it: whoever starts the app with other flags means them.
     """
     name = stored.get("model")
     known = isinstance(name, str) and name in models
@@ -245,6 +246,8 @@ def filled(stored: Mapping[str, Any], models: dict[str, ModelSpec]) -> dict[str,
                 values[control]["value"] = given
     values["size"]["value"] = size_value(spec, values["width"]["value"], values["height"]["value"])
     chosen = _chosen(stored)
+    if "backends" not in stored and stored.get("preset", "") != preset:
+        chosen = {name: value for name, value in chosen.items() if not name.startswith("backend_")}
     for control in _CHOICES:
         values.setdefault(control, {}).update({"value": chosen[control]} if control in chosen else {})
     return values
@@ -261,6 +264,11 @@ def _chosen(stored: Mapping[str, Any]) -> dict[str, str]:
         for name, known in _CHOICES.items()
         if isinstance(given.get(name), str)
     }
+
+
+def preset_name(backends: Mapping[str, str]) -> str:
+    """Return what tells one preset of backends from another."""
+    return ",".join(f"{name}={backend}" for name, backend in sorted(backends.items()))
 
 
 def size_value(spec: ModelSpec, width: object, height: object) -> str:

@@ -29,13 +29,20 @@ class Handlers:
     """The page's handlers. Each view goes to: picture, status, facts, Generate, Cancel, the job watched, its id."""
 
     def __init__(
-        self, worker: Worker, models: dict[str, ModelSpec], log_file: Path, icon: str, foresight: Foresight
+        self,
+        worker: Worker,
+        models: dict[str, ModelSpec],
+        log_file: Path,
+        icon: str,
+        foresight: Foresight,
+        preset: str,
     ) -> None:
         self._worker = worker
         self._models = models
         self._log_file = log_file
         self._icon = icon
         self._foresight = foresight
+        self._preset = preset
 
     async def generate(self, *values: Any) -> AsyncIterator[Updates]:
         """Submit the form as a job and show it until it ends; a form that cannot be is answered beside the stage."""
@@ -88,7 +95,7 @@ class Handlers:
             values = None
         if not isinstance(values, dict):
             return (gr.skip(),) * (1 + len(form.ROWS) + len(form.NAMES))
-        filled = form.filled(values, self._models)
+        filled = form.filled(values, self._models, self._preset)
         return tuple(gr.update(**filled[control]) for control in ("size", *form.ROWS, *form.NAMES))
 
     def look_ahead(self, question: Any, *values: Any) -> Updates:
@@ -135,5 +142,6 @@ def _updates(view: watch.View, before: watch.View | None) -> Updates:
 
 def _alert(what: str, remedy: str, field: str = "") -> Updates:
     """Return updates that show an error and leave everything else, the form first of all, as it was."""
-    line = stage.Line("failed", what=what, remedy=remedy, field=field)
+    said = acceleration.in_form_words
+    line = stage.Line("failed", what=said(what), remedy=said(remedy), field=field)
     return (gr.skip(), stage.status(line), *(gr.skip(),) * 5)

@@ -9,7 +9,10 @@ from typing import Any
 
 import gradio as gr
 
+from runtime.core.duration import about
 from runtime.core.errors import EngineError, InvalidRequestError, TandemError
+from runtime.core.plan import BACKEND_TITLES, PYTORCH
+from runtime.core.request import AUTO
 from runtime.engines import library as engine_library
 from runtime.engines import manifest
 from runtime.engines.service import EngineService
@@ -18,8 +21,9 @@ from runtime.jobs import chores
 from runtime.jobs.chores import Chore
 from runtime.jobs.worker import Worker
 from runtime.manager.engine_index import EngineRecord
+from runtime.manager.offers import EngineOffer
 from runtime.models.spec import ModelSpec
-from runtime.ui import clip_time, form, outlook, shelf, text
+from runtime.ui import acceleration, form, outlook, payoff, shelf, text
 from runtime.ui.foresight import Foreseen, Foresight
 from runtime.ui.models import check_offered
 
@@ -167,22 +171,23 @@ def _parts(foreseen: Foreseen | None, problem: str) -> str:
     plan = foreseen.plan
     chips = outlook.outlook(foreseen, tuple(plan.components)).chips
     rows: list[shelf.PartRow] = []
-    known: list[clip_time.Payoff] = []
+    known: list[payoff.Payoff] = []
     used: set[str] = set()
     for name, part in plan.components.items():
-        offered = [offer for offer in foreseen.offers(name, plan.latent_size, part.device) if offer.speed_up]
-        fastest = max(offered, key=lambda offer: offer.speed_up, default=None)
-        pays = None if fastest is None else clip_time.payoff(plan, name, fastest, foreseen.records)
+        offered = foreseen.offers(name, plan.latent_size, part.device)
+        fastest = max((offer for offer in offered if offer.speed_up), key=lambda offer: offer.speed_up, default=None)
+        pays = None if fastest is None else payoff.payoff(plan, name, fastest, foreseen.records)
         if fastest is not None and pays is not None:
             known.append(pays)
             used |= {use.id for use in fastest.uses}
-        rows.append(shelf.PartRow(name, plan.title(name), chips[name].text, str(pays or "not built yet")))
+        unknown = _unbuilt(part.asked, offered) if foreseen.complete else ""
+        rows.append(shelf.PartRow(name, plan.title(name), chips[name].text, str(pays or unknown)))
     size = f"{text.size(plan.width, plan.height)}, {plan.frames} frames, {plan.steps} steps"
     total = ""
     if known:
         # Experts may share an engine: it was built once.
         built = sum(record.build_seconds for record in foreseen.records if record.id in used)
-        both = clip_time.Payoff(built, sum(max(pays.saved_seconds, 0.0) for pays in known))
+        both = payoff.Payoff(built, sum(max(pays.saved_seconds, 0.0) for pays in known))
         total = f"{'All together' if len(known) == len(rows) else 'Those built'}: {both}."
     elif foreseen.complete:
         total = "What engines save is known once they are built and measured."
@@ -190,7 +195,19 @@ def _parts(foreseen: Foreseen | None, problem: str) -> str:
     return shelf.parts(rows, what, total, problem)
 
 
-def _payoff_of(record: EngineRecord, foreseen: Foreseen | None) -> clip_time.Payoff | None:
+def _unbuilt(asked: str, offered: Sequence[EngineOffer]) -> str:
+    """Return how long the first engines that can be built here would take, of the backend that is asked for."""
+    if asked == PYTORCH:
+        return "none needed"
+    wanted = [offer for offer in offered if asked in {AUTO, offer.backend}]
+    first = next((offer for offer in wanted if offer.problem is None and not offer.ready), None)
+    if first is None:
+        return "not measured" if any(offer.ready for offer in wanted) else "none can be built here"
+    how_long = f", {about(first.build_seconds)} to build on {BACKEND_TITLES[first.backend]}"
+    return f"not built yet{how_long if first.build_seconds else ''}"
+
+
+def _payoff_of(record: EngineRecord, foreseen: Foreseen | None) -> payoff.Payoff | None:
     """Return what an engine cost and saves with each clip, if the form's settings would use it."""
     if foreseen is None or foreseen.plan is None or not record.seconds_per_call:
         return None
@@ -199,11 +216,11 @@ def _payoff_of(record: EngineRecord, foreseen: Foreseen | None) -> clip_time.Pay
     for name, part in plan.components.items():
         offered = foreseen.offers(name, plan.latent_size, part.device)
         if any(use.id == record.id and not use.build for offer in offered for use in offer.uses):
-            times += clip_time.calls(plan, name)
+            times += payoff.calls(plan)[name]
     if record.key.program == "vae_next":
         times *= plan.latent_size[0] - 1
     saved = times * (record.pytorch_seconds_per_call - record.seconds_per_call)
-    return clip_time.Payoff(record.build_seconds, saved) if times else None
+    return payoff.Payoff(record.build_seconds, saved) if times else None
 
 
 def _parsed(asked: Any) -> tuple[str, str]:
@@ -228,7 +245,7 @@ def _mark(drawn: object) -> str:
 
 
 def _told(error: TandemError) -> str:
-    return f"{error.what[:1].upper()}{error.what[1:]} {error.remedy}"
+    return acceleration.in_form_words(f"{error.what[:1].upper()}{error.what[1:]} {error.remedy}")
 
 
 def _unknown() -> InvalidRequestError:

@@ -8,12 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from runtime.core.errors import InvalidRequestError, MachineError
+from runtime.core.forecast import Rung
 from runtime.core.plan import BACKEND_TITLES, PYTORCH, ComponentPlan, ExecutionPlan
-from runtime.ui import clip_time, text
+from runtime.ui import text
 from runtime.ui.foresight import Foreseen
 
-_LONGEST_CHIP = 70
 _LOOKING = "Looking for engines…"
+# Forecasts are no finer than they are shown.
+_FINEST_SECONDS = 0.1
+# Ways that differ less in time are as fast as each other.
+_SLOWER = 1.05
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,16 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class Step:
+    """One way to hold the weights: what is done, what it takes, and whether it is taken or why it cannot be."""
+
+    title: str
+    takes: str
+    verdict: str
+    taken: bool
+
+
+@dataclass(frozen=True)
 class Outlook:
     """Everything that the panel shows.
 
@@ -48,6 +62,8 @@ class Outlook:
         chips: by component.
         memory: `None` where there is no plan.
         time: the forecast in words.
+        ways: how the weights could be held, fastest first, where memory is short for the fastest.
+        notes: what there is to say beside it.
         problem, remedy: why the form cannot be carried out.
         complete: whether engines are known yet; if not, it is worth asking again.
     """
@@ -56,6 +72,8 @@ class Outlook:
     chips: Mapping[str, Chip] = field(default_factory=dict)
     memory: Memory | None = None
     time: str = ""
+    ways: tuple[Step, ...] = ()
+    notes: str = ""
     problem: str = ""
     remedy: str = ""
     complete: bool = True
@@ -68,12 +86,13 @@ def outlook(foreseen: Foreseen, components: tuple[str, ...]) -> Outlook:
         error = foreseen.error
         assert error is not None, "neither a plan nor an error"
         return stopped(error, components)
-    chips = {name: _chip(plan, name, foreseen) for name in plan.components}
-    seconds = clip_time.clip_seconds(plan, foreseen.offers)
-    builds = sum(use.build for part in plan.components.values() for use in part.engines)
-    time = "not measured here yet" if seconds is None else f"about {text.duration(seconds)}"
-    line = _LOOKING if not foreseen.complete else _sum(plan, None if seconds is None else time, builds)
-    return Outlook(line, chips, _memory(plan, foreseen), time, complete=foreseen.complete)
+    memory = _memory(plan)
+    ways, notes = _ways(plan, memory.where), " ".join(plan.warnings)
+    if not foreseen.complete:
+        chip = Chip(_LOOKING, "The model's files are read once; then its engines are known.", "plain")
+        return Outlook(_LOOKING, dict.fromkeys(plan.components, chip), memory, "", ways, notes, complete=False)
+    chips = {name: Chip(part.chip, part.reason, _kind(part)) for name, part in plan.components.items()}
+    return Outlook(_sum(plan), chips, memory, _time(plan), ways, notes)
 
 
 def stopped(error: Exception, components: tuple[str, ...]) -> Outlook:
@@ -87,40 +106,13 @@ def stopped(error: Exception, components: tuple[str, ...]) -> Outlook:
     return Outlook(title, dict.fromkeys(components, chip), problem=what, remedy=remedy)
 
 
-def _chip(plan: ExecutionPlan, name: str, foreseen: Foreseen) -> Chip:
-    part = plan.components[name]
-    title = BACKEND_TITLES[part.backend]
-    if not foreseen.complete:
-        return Chip(_LOOKING, "The model's files are read once; then its engines are known.", "plain")
+def _kind(part: ComponentPlan) -> str:
     if part.backend == PYTORCH:
-        kind = "instead" if part.fell_back else "plain"
-        return Chip(_short(f"{title}: {_why_pytorch(part)}"), part.reason, kind)
-    ids = [use.id for use in part.engines]
-    offered = foreseen.offers(name, plan.latent_size, part.device)
-    offer = next((offer for offer in offered if [use.id for use in offer.uses] == ids), None)
-    if any(use.build for use in part.engines):
-        seconds = clip_time.build_estimate(offer, foreseen.records) if offer else None
-        about = f", about {text.duration(seconds)}" if seconds else ""
-        return Chip(f"{title}: builds first{about}", part.reason, "build")
-    speed = f", {offer.speed_up:.1f} times as fast" if offer and offer.speed_up else ""
-    return Chip(f"{title}: engine ready{speed}", part.reason, "ready")
+        return "instead" if part.fell_back else "plain"
+    return "build" if any(use.build for use in part.engines) else "ready"
 
 
-def _why_pytorch(part: ComponentPlan) -> str:
-    """Return what matters of the reason: what stands after "but" or the colon, up to the full stop."""
-    if part.asked == PYTORCH:
-        return "as chosen"
-    _, _, why = part.reason.partition(" but " if part.fell_back else ": ")
-    if part.fell_back and why.startswith("has "):
-        why = f"{BACKEND_TITLES[part.asked]} {why.partition(' (')[0]}"
-    return (why or part.reason).split(". ")[0].rstrip(".")
-
-
-def _short(sentence: str) -> str:
-    return sentence if len(sentence) <= _LONGEST_CHIP else f"{sentence[: _LONGEST_CHIP - 1].rstrip()}…"
-
-
-def _sum(plan: ExecutionPlan, time: str | None, builds: int) -> str:
+def _sum(plan: ExecutionPlan) -> str:
     parts = plan.components
     counted = Counter(BACKEND_TITLES[part.backend] for part in parts.values() if part.backend != PYTORCH)
     how = "Auto" if all(part.asked == "auto" for part in parts.values()) else "As chosen"
@@ -129,16 +121,45 @@ def _sum(plan: ExecutionPlan, time: str | None, builds: int) -> str:
         said = f"{how}: {shares} of {len(parts)} parts"
     else:
         said = f"{how}: PyTorch"
-    if builds:
-        said += f", {builds} to build first"
-    return f"{said}, {time}" if time else said
+    builds = sum(use.build for part in parts.values() for use in part.engines)
+    about = f"about {_words(plan.seconds['total'].likely)}"
+    return f"{said}, {builds} to build first, then {about}" if builds else f"{said}, {about}"
 
 
-def _memory(plan: ExecutionPlan, foreseen: Foreseen) -> Memory:
-    sizes = [part.weights_bytes for part in plan.components.values()]
-    weights = min(sum(sizes) if plan.keep_loaded else max(sizes), plan.memory_bytes)
-    device = plan.components["transformer"].device
-    machine = foreseen.machine
-    on_gpu = device.startswith("cuda")
-    free = machine.gpus[int(device.partition(":")[2] or 0)].free_bytes if on_gpu else machine.ram_free_bytes
-    return Memory(weights, plan.memory_bytes - weights, free, "video memory" if on_gpu else "memory")
+def _time(plan: ExecutionPlan) -> str:
+    total, load = plan.seconds["total"], plan.seconds["load"]
+    how = "measured here" if total.measured else "estimated"
+    return (
+        f"about {_words(total.likely)}, {_words(total.low)} to {_words(total.high)} ({how}). "
+        f"Loading before the first: about {_words(load.likely)}."
+    )
+
+
+def _words(seconds: float) -> str:
+    return text.duration(max(seconds, _FINEST_SECONDS))
+
+
+def _memory(plan: ExecutionPlan) -> Memory:
+    peak = max(plan.memory, key=lambda stage: stage.peak_bytes)
+    on_gpu = plan.components[peak.component].device.startswith("cuda")
+    working = peak.working_bytes + peak.beside_bytes
+    return Memory(peak.weights_bytes, working, plan.free_bytes, "video memory" if on_gpu else "memory")
+
+
+def _ways(plan: ExecutionPlan, where: str) -> tuple[Step, ...]:
+    """Return the ladder where its first rung does not fit."""
+    fastest = plan.ladder[0]
+    if fastest.taken or (fastest.fits and fastest.fits_ram):
+        return ()
+    return tuple(Step(rung.title, _takes(rung, fastest), _verdict(rung, where), rung.taken) for rung in plan.ladder)
+
+
+def _takes(rung: Rung, fastest: Rung) -> str:
+    slower = rung.seconds.likely / fastest.seconds.likely
+    times = f", {slower:.1f} times as long" if slower >= _SLOWER else ""
+    return f"{text.memory(rung.peak_bytes)}{times}"
+
+
+def _verdict(rung: Rung, where: str) -> str:
+    short = [what for what, fits in ((where, rung.fits), ("RAM", rung.fits_ram)) if not fits]
+    return "taken" if rung.taken else f"too little {' and '.join(short)}" if short else "fits"

@@ -1,7 +1,6 @@
 """The page: its parts, and how they are connected. What the connections do is in `handlers`."""
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import gradio as gr
@@ -36,26 +35,22 @@ _SERVED: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private
 _LOOK_SECONDS = 1.0
 
 
-def build(
-    worker: Worker, engines: EngineService, settings: Settings, backends: Mapping[str, str] | None = None
-) -> gr.Blocks:
+def build(worker: Worker, engines: EngineService, settings: Settings) -> gr.Blocks:
     """Return the page, with `/generate` for programs.
-
-    Args:
-        backends: what the acceleration panel starts with, by component; "auto" for those not named.
 
     Raises:
         ModelError: if the model that Tandem was started with cannot be used.
     """
     models = offered(settings)
     icon = theme.icon_svg()
-    foresight = Foresight(engines)
-    handlers = Handlers(worker, models, settings.log_file, icon, foresight)
+    foresight = Foresight(engines, worker.machine, worker.history)
+    preset = form.preset_name(settings.backends)
+    handlers = Handlers(worker, models, settings.log_file, icon, foresight, preset)
     library = Library(worker, engines, models, foresight)
     with gr.Blocks(title="Tandem", analytics_enabled=False, fill_width=True, delete_cache=_TIDY_SECONDS) as page:
         # First, so that the name is its own: gradio numbers later ones.
         gr.api(api.endpoint(worker, models, settings.model), api_name="generate", concurrency_limit=None)
-        gr.HTML(_header(icon), elem_id="top")
+        gr.HTML(_header(icon, preset), elem_id="top")
         with gr.Tabs(elem_id="tabs"):
             with gr.Tab("Make", id="make", elem_id="tab-make") as make_tab, gr.Row(elem_id="columns"):
                 with gr.Column(elem_id="compose"):
@@ -68,7 +63,7 @@ def build(
                     status = gr.HTML(stage.status(stage.IDLE), elem_id="status")
                     facts = gr.HTML("", elem_id="facts", js_on_load=_FACTS_SCRIPT)
                 with gr.Column(elem_id="settings"):
-                    made = form.settings_group(models, settings.model, prompt, foresight.machine(), backends or {})
+                    made = form.settings_group(models, settings.model, prompt, foresight.machine(), settings.backends)
             with gr.Tab("Engines", id="engines", elem_id="tab-engines") as engines_tab:
                 said = gr.HTML(shelf.said(""), elem_id="library-said", apply_default_css=False)
                 shelves = [
@@ -115,9 +110,9 @@ def build(
     return page
 
 
-def _header(icon: str) -> str:
+def _header(icon: str, preset: str) -> str:
     return (
-        f"<header>{icon}<h1>Tandem</h1><p>{_TAGLINE}</p>"
+        f'<header data-preset="{preset}">{icon}<h1>Tandem</h1><p>{_TAGLINE}</p>'
         '<button type="button" class="button" id="theme">Dark</button></header>'
         '<p id="offline" role="alert"></p>'
     )

@@ -13,7 +13,7 @@ from runtime.manager.engine_index import UNREADABLE_KEY, EngineRecord
 from runtime.manager.shapes import LatentSize, ShapeProfile
 from runtime.models.spec import ModelSpec
 from runtime.ui import text
-from runtime.ui.clip_time import Payoff
+from runtime.ui.payoff import Payoff
 
 PROGRAM_TITLES: Mapping[str, str] = {
     "text_encoder": "Text encoder",

@@ -6,6 +6,7 @@ import pytest
 
 from tests.browser.conftest import DESKTOP, PHONE, OpenPage, ask, ready, start, wait_for_state
 from tests.browser.test_page import UNNAMED_INPUTS
+from tests.served import make_cache, serving
 
 pytestmark = pytest.mark.browser
 
@@ -40,13 +41,13 @@ def test_a_choice_changes_its_chip_and_no_other(open_page: OpenPage) -> None:
     page = open_page()
     unfold(page)
     choose(page, "backend_vae", "PyTorch")
-    wait_for_chip(page, "vae", "PyTorch: as chosen")
+    wait_for_chip(page, "vae", "PyTorch: as asked")
     choose(page, "backend_vae", "ONNX Runtime")
     wait_for_chip(page, "vae", "ONNX Runtime: builds first")
-    assert "as chosen" not in page.inner_text("#part-text_encoder .chip")
+    assert "as asked" not in page.inner_text("#part-text_encoder .chip")
     assert "1 of 4 parts" in page.inner_text("#acceleration > button")
     choose(page, "build", "Never")
-    wait_for_chip(page, "vae", "PyTorch: ONNX Runtime has no engine")
+    wait_for_chip(page, "vae", "PyTorch: no ONNX Runtime engine, and none is to be built")
 
 
 def test_every_quick_change_ends_in_the_last_ones_answer(open_page: OpenPage) -> None:
@@ -91,7 +92,7 @@ def test_the_choices_are_kept_and_come_back_from_a_result(open_page: OpenPage) -
     choose(page, "backend_vae", "Automatic")
     page.click("#facts [data-use=all]")
     page.wait_for_function("() => document.querySelector('#field-backend_vae input').value === 'PyTorch'")
-    wait_for_chip(page, "vae", "PyTorch: as chosen")
+    wait_for_chip(page, "vae", "PyTorch: as asked")
 
 
 def test_rows_follow_the_model(open_page: OpenPage) -> None:
@@ -121,5 +122,26 @@ def test_a_chip_does_not_move_what_is_below(open_page: OpenPage) -> None:
     place = "() => document.querySelector('#field-build').getBoundingClientRect().y + scrollY"
     before = page.evaluate(place)
     choose(page, "backend_vae", "PyTorch")
-    wait_for_chip(page, "vae", "as chosen")
+    wait_for_chip(page, "vae", "as asked")
     assert page.evaluate(place) == before
+
+
+def test_launch_flags_choose_at_first_and_the_form_keeps_what_is_chosen_then(
+    open_page: OpenPage, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with serving(make_cache(tmp_path_factory.mktemp("preset")), "--enable-tensorrt", "--tensorrt-transformer") as other:
+        page = open_page(url=other.url)
+        unfold(page)
+        shown = [page.input_value(f"#field-backend_{part} input") for part in ROWS]
+        assert shown == ["Automatic", "TensorRT", "TensorRT", "Automatic"]
+        assert page.is_checked("#tensorrt-transformer input") and not page.is_checked("#tensorrt-vae input")
+        wait_for_chip(page, "transformer", "PyTorch: no NVIDIA GPU was found")
+        choose(page, "backend_transformer", "PyTorch")
+        page.wait_for_function(
+            "() => localStorage.getItem('tandem.form').includes('\"backend_transformer\":\"pytorch\"')"
+        )
+        page.reload()
+        ready(page)
+        unfold(page)
+        assert page.input_value("#field-backend_transformer input") == "PyTorch"
+        assert page.input_value("#field-backend_transformer_2 input") == "TensorRT"

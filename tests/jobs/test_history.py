@@ -155,3 +155,13 @@ def test_two_processes_lose_nothing(tmp_path: Path, history: HistoryFile) -> Non
     assert [writer.wait(60) for writer in writers] == [0, 0]
     assert {known.flops for known in history.read()} == {start + n for start in (1000.0, 2000.0) for n in range(20)}
     assert [path.name for path in tmp_path.iterdir()] == ["history.json"]
+
+
+def test_the_file_is_read_again_only_when_it_has_changed(tmp_path: Path, history: HistoryFile) -> None:
+    history.add(sized(1))
+    first = history.read()
+    assert history.read() is first
+    HistoryFile(tmp_path, machine()).add(sized(3))
+    assert len(history.read()) == 3
+    (tmp_path / "history.json").unlink()
+    assert history.read() == ()

@@ -10,6 +10,7 @@ from runtime.core.errors import InvalidRequestError
 from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
+from runtime.manager.history import runs_of
 from runtime.manager.machine import probe
 from runtime.models.spec import ModelSpec
 from runtime.ui.foresight import Foreseen, Foresight
@@ -25,7 +26,7 @@ def store(tmp_path: Path) -> EngineStore:
 
 @pytest.fixture
 def foresight(store: EngineStore, tmp_path: Path) -> Foresight:
-    return Foresight(EngineService(store, probe(), tmp_path))
+    return Foresight(EngineService(store, probe(), tmp_path), probe, lambda: ())
 
 
 @pytest.fixture
@@ -97,3 +98,15 @@ def test_a_change_of_the_library_changes_the_offers(foresight: Foresight, store:
     offered = before.offers("vae", before.plan.latent_size, "cpu")
     insert(store, 1)
     assert settled(foresight, spec).offers("vae", before.plan.latent_size, "cpu") is not offered
+
+
+def test_what_jobs_took_corrects_the_forecast(store: EngineStore, tmp_path: Path, spec: ModelSpec) -> None:
+    engines = EngineService(store, probe(), tmp_path)
+    estimated = settled(Foresight(engines, probe, lambda: ()), spec).plan
+    assert estimated is not None and not estimated.seconds["decode"].measured
+    timings = {"encode": 1.0, "denoise": 8.0, "decode": 5.0}
+    runs = runs_of(estimated, estimated, spec, probe(), timings, {})
+    measured = settled(Foresight(engines, probe, lambda: runs), spec).plan
+    assert measured is not None
+    assert measured.seconds["decode"].likely == pytest.approx(5.0)
+    assert measured.seconds["total"].measured

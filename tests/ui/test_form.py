@@ -182,3 +182,15 @@ def test_rows_follow_the_model(models: dict[str, ModelSpec]) -> None:
     assert two["row_transformer_2"]["visible"] and not one["row_transformer_2"]["visible"]
     assert two["backend_transformer"]["label"] == "High-noise transformer"
     assert one["backend_transformer"]["label"] == "Transformer"
+
+
+def test_kept_backends_give_way_to_other_launch_flags(models: dict[str, ModelSpec]) -> None:
+    preset = form.preset_name({"vae": "tensorrt"})
+    kept = {"model": "wan2.1", "backend_vae": "pytorch", "build": "never"}
+    assert "value" not in form.filled(kept, models, preset)["backend_vae"]
+    assert form.filled(kept, models, preset)["build"]["value"] == "never"
+    assert form.filled(kept | {"preset": preset}, models, preset)["backend_vae"]["value"] == "pytorch"
+    assert "value" not in form.filled(kept | {"preset": preset}, models)["backend_vae"]
+    # What a result was made with is taken as it is.
+    result = form.filled({"model": "wan2.1", "backends": {"vae": "pytorch"}}, models, preset)
+    assert result["backend_vae"]["value"] == "pytorch"

@@ -1,6 +1,7 @@
 """The Engines tab's handlers, which answer raw HTTP too, and what the tab shows."""
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,9 +20,9 @@ from runtime.manager.machine import probe
 from runtime.manager.shapes import ShapeProfile
 from runtime.models.spec import ModelSpec
 from runtime.ui import form, shelf
-from runtime.ui.clip_time import Payoff
 from runtime.ui.foresight import Foresight
 from runtime.ui.library import Library
+from runtime.ui.payoff import Payoff
 from tests.engines.made import key
 from tests.ui.records import record
 from tests.ui.test_foresight import insert
@@ -62,7 +63,7 @@ def tab(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Iterator[Tab]:
     engines = EngineService(store, probe(), tmp_path)
     worker = Worker(tmp_path / "weights", tmp_path / "outputs", engines)
     models = {name: tiny(name) for name in ("wan2.2-a14b", "wan2.1")}
-    yield Tab(Library(worker, engines, models, Foresight(engines)), worker, store)
+    yield Tab(Library(worker, engines, models, Foresight(engines, worker.machine, worker.history)), worker, store)
     worker.close()
 
 
@@ -167,6 +168,17 @@ def test_a_look_at_what_is_shown_already_draws_nothing(tab: Tab) -> None:
     assert "Quick" in work
     insert(tab.store, 2)
     assert tab.library.look(shown_now, *VALUES)[3] != gr.skip()
+
+
+def test_each_part_says_what_building_would_take(tab: Tab) -> None:
+    chosen = GOOD | {"backend_vae": "pytorch", "backend_transformer": "onnxruntime"}
+    values = [chosen[name] for name in form.NAMES]
+    end = time.monotonic() + 60
+    while "Looking" in (parts := tab.library.look("", *values)[0]):
+        assert time.monotonic() < end
+    said = re.findall(r'data-label="Engines">([^<]*)<', parts)
+    assert [words.split(",")[0] for words in said] == ["not built yet"] * 3 + ["none needed"]
+    assert re.fullmatch(r"not built yet, about \d+ s to build on ONNX Runtime", said[1])
 
 
 @pytest.mark.parametrize("shown", [None, 7, "", "a", "a b c d e f", [], {}])

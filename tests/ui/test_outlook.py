@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,15 @@ from runtime.core.request import GenerationRequest
 from runtime.manager.machine import Machine
 from runtime.manager.offers import EngineOffer, Offers, no_offers
 from runtime.manager.planner import resolve
+from runtime.models.catalogue import look_up
 from runtime.models.spec import ModelSpec
-from runtime.ui import acceleration, clip_time
-from runtime.ui.clip_time import Payoff
+from runtime.ui import acceleration
 from runtime.ui.foresight import Foreseen
 from runtime.ui.outlook import Outlook, outlook
-from tests.engines.made import key
-from tests.plans import gpu, machine
-from tests.ui.records import record
+from runtime.ui.payoff import Payoff
+from tests.plans import GIB, GPU_PACKAGES, gpu, machine
 
-GPU = machine(gpu=gpu(), torch_cuda="13.0")
+GPU = machine(gpu=gpu(), torch_cuda="13.0", packages=GPU_PACKAGES)
 
 
 def offer(component: str, backend: str = "tensorrt", **values: Any) -> EngineOffer:
@@ -58,8 +58,8 @@ def foresee(
     try:
         plan = resolve(GenerationRequest.from_mapping(wanted), spec, here, Path("x.mp4"), offers)
     except TandemError as error:
-        return Foreseen(None, error, offers, (), here, complete)
-    return Foreseen(plan, None, offers, (), here, complete)
+        return Foreseen(None, error, offers, (), complete)
+    return Foreseen(plan, None, offers, (), complete)
 
 
 def look(spec: ModelSpec, **values: Any) -> Outlook:
@@ -75,18 +75,18 @@ def spec(tiny: Callable[[str], ModelSpec]) -> ModelSpec:
 @pytest.mark.parametrize(
     ("values", "text", "kind"),
     [
-        ({}, "PyTorch: the model is small", "plain"),
-        ({"here": machine()}, "PyTorch: no NVIDIA GPU was found", "plain"),
-        ({"backends": {"vae": "pytorch"}}, "PyTorch: as chosen", "plain"),
-        ({"offers": offering(offer("vae"))}, "TensorRT: engine ready, 3.0 times as fast", "ready"),
+        ({}, "PyTorch: no engine yet", "plain"),
+        ({"here": machine()}, "PyTorch: no engine yet", "plain"),
+        ({"backends": {"vae": "pytorch"}}, "PyTorch: as asked", "plain"),
+        ({"offers": offering(offer("vae"))}, "TensorRT: engine ready", "ready"),
         (
-            {"offers": offering(offer("vae", build=True)), "backends": {"vae": "tensorrt"}},
-            "TensorRT: builds first",
+            {"offers": offering(offer("vae", build=True, build_seconds=240.0)), "backends": {"vae": "tensorrt"}},
+            "TensorRT: builds first, about 4 min",
             "build",
         ),
         (
             {"offers": offering(offer("vae", build=True)), "backends": {"vae": "tensorrt"}, "build": "never"},
-            "PyTorch: TensorRT has no engine",
+            "PyTorch: no TensorRT engine, and none is to be built",
             "instead",
         ),
         (
@@ -106,50 +106,66 @@ def test_a_chip_says_what_will_happen(spec: ModelSpec, values: dict[str, Any], t
     assert chip.reason == plan.components["vae"].reason
 
 
-def test_a_build_takes_as_long_as_the_last_of_its_kind(spec: ModelSpec) -> None:
-    values: dict[str, Any] = {"offers": offering(offer("vae", build=True)), "backends": {"vae": "tensorrt"}}
-    foreseen = foresee(spec, **values)
-    plan = foreseen.plan
-    assert plan is not None
-    wanted = offer("vae", build=True)
-    alike = [
-        record(key(program="vae", builder="tensorrt"), build_seconds=seconds, built_at=at)
-        for seconds, at in ((240.0, 2.0), (90.0, 1.0))
-    ]
-    other = record(key(program="vae", builder="inductor"), build_seconds=1.0, built_at=3.0)
-    assert clip_time.build_estimate(wanted, [*alike, other]) == 240
-    assert clip_time.build_estimate(wanted, [other]) is None
-    chips = outlook(replace(foreseen, records=[*alike, other]), spec.component_names).chips
-    assert chips["vae"].text == "TensorRT: builds first, about 4 min 0 s"
-
-
 def test_the_sum_tells_shares_builds_and_time(spec: ModelSpec) -> None:
     every = [offer(name) for name in spec.component_names]
-    assert look(spec).line == "Auto: PyTorch"
+    assert look(spec).line == "Auto: PyTorch, about 0.1 s"
     # The text encoder twice, each expert 5 steps of two calls, the VAE once, a second each.
     assert look(spec, offers=offering(*every)).line == "Auto: TensorRT for 4 of 4 parts, about 23 s"
     half = look(spec, offers=offering(*every), backends={"vae": "pytorch", "text_encoder": "pytorch"})
-    assert half.line == "As chosen: TensorRT for 2 of 4 parts, about 29 s"
-    mixed = offering(*every[:3], offer("vae", "onnxruntime", build=True))
-    wanted = look(spec, offers=mixed, backends={"vae": "onnxruntime"})
-    assert wanted.line == "As chosen: TensorRT for 3 and ONNX Runtime for 1 of 4 parts, 1 to build first"
-    assert wanted.time == "not measured here yet"
+    assert half.line == "As chosen: TensorRT for 2 of 4 parts, about 20 s"
+    mixed = offering(*every[:3], offer("vae", "inductor", build=True, seconds=0.0))
+    wanted = look(spec, offers=mixed, backends={"vae": "inductor"})
+    assert wanted.line == "As chosen: TensorRT for 3 and Inductor for 1 of 4 parts, 1 to build first, then about 22 s"
 
 
-def test_without_guidance_a_step_is_one_call(spec: ModelSpec) -> None:
+def test_time_is_told_with_its_bounds_and_what_it_rests_on(spec: ModelSpec) -> None:
     every = offering(*(offer(name) for name in spec.component_names))
-    seen = look(spec, offers=every, guidance_scale=1.0, guidance_scale_2=1.0)
-    assert seen.time == "about 12 s"
+    plan = foresee(spec, offers=every).plan
+    assert plan is not None
+    total = plan.seconds["total"]
+    measured = look(spec, offers=every).time
+    assert measured.startswith(f"about 23 s, {total.low:.0f} s to {total.high:.0f} s (measured here). Loading before")
+    assert "(estimated)" in look(spec).time
+    assert look(spec, offers=every, guidance_scale=1.0, guidance_scale_2=1.0).time.startswith("about 12 s")
 
 
-def test_memory_is_weights_and_what_is_worked_on(spec: ModelSpec) -> None:
+def test_memory_is_of_the_stage_that_takes_most(spec: ModelSpec) -> None:
     seen, plan = look(spec).memory, foresee(spec).plan
     assert seen is not None and plan is not None
     assert seen.weights + seen.working == plan.memory_bytes
+    assert seen.weights == max(plan.memory, key=lambda stage: stage.peak_bytes).weights_bytes
     assert (seen.where, seen.free) == ("video memory", GPU.gpus[0].free_bytes)
     on_cpu = look(spec, here=machine()).memory
     assert on_cpu is not None
     assert (on_cpu.where, on_cpu.free) == ("memory", machine().ram_free_bytes)
+
+
+def test_where_memory_is_short_the_ways_are_told() -> None:
+    a14b = look_up("wan2.2-t2v-a14b", Path("none"))
+    size = {"width": 832, "height": 480, "frames": 81}
+
+    def on(free_gib: float, **values: Any) -> Outlook:
+        here = replace(GPU, gpus=(gpu(free_gib=free_gib),), ram_bytes=256 * GIB, ram_free_bytes=256 * GIB)
+        return look(a14b, here=here, **size, **values)
+
+    short = on(48)
+    assert [way.title for way in short.ways if way.taken] == ["One part at a time"]
+    assert short.ways[0].verdict == "too little video memory"
+    assert short.ways[-1].verdict == "fits" and short.ways[-1].takes.endswith("times as long")
+    html = acceleration.sum_html(short)
+    assert html.count("<li class=taken>") == 1 and "<span>One part at a time</span>" in html
+    assert on(120).ways == ()
+    # Whoever asks for a slower way has memory enough all the same.
+    assert on(120, offload="model").ways == ()
+    refused = on(8)
+    assert (refused.line, refused.ways) == ("Does not fit", ())
+    assert "video memory; 8.0 GiB are free" in refused.problem and refused.remedy
+
+
+def test_what_a_plan_warns_of_is_told(spec: ModelSpec) -> None:
+    seen = look(spec, here=machine(), offload="group")
+    assert "changes nothing on the CPU" in seen.notes
+    assert escape(acceleration.in_form_words(seen.notes)) in acceleration.sum_html(seen)
 
 
 def test_a_form_that_cannot_be_is_said_at_every_chip(spec: ModelSpec) -> None:
@@ -204,3 +220,29 @@ def test_when_building_pays_off(build: float, saved: float, words: str) -> None:
 
 def test_tensorrt_is_out_of_question_without_a_gpu() -> None:
     assert acceleration.tensorrt_problem(machine()) == "no NVIDIA GPU was found"
+
+
+@pytest.mark.parametrize(
+    ("sentence", "words"),
+    [
+        ("Take --offload group: 9.5 GiB.", "Take Offload “By block”: 9.5 GiB."),
+        ("Take --quantization bnb-8bit.", "Take Quantization “8 bit”."),
+        ("Leave --quantization out.", "Leave Quantization out."),
+        (
+            "Take --quantization none, or --backend transformer_2=pytorch; that is all.",
+            "Take Quantization “None”, or PyTorch for the low-noise transformer; that is all.",
+        ),
+        ("Take --backend vae=onnxruntime.", "Take ONNX Runtime for the VAE decoder."),
+        ("Offload 'group' changes nothing here.", "Offload “By block” changes nothing here."),
+        ("Nothing of the kind.", "Nothing of the kind."),
+    ],
+)
+def test_the_page_speaks_of_its_own_controls(sentence: str, words: str) -> None:
+    assert acceleration.in_form_words(sentence) == words
+
+
+def test_a_refusal_names_what_the_page_has(spec: ModelSpec) -> None:
+    seen = look(spec, offload="group", backends={"transformer": "tensorrt"})
+    assert seen.line == "Waiting for a setting to be mended"
+    html = acceleration.sum_html(seen) + acceleration.chip_html("vae", seen.chips["vae"])
+    assert "Offload “None”" in html and "--offload" not in html
