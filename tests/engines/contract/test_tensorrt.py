@@ -13,7 +13,11 @@ import pytest
 from tests.engines.contract import wheels
 
 ENGINES = wheels.ROOT / "runtime" / "engines"
-SESSION = (ENGINES / "sessions" / "tensorrt.py", ENGINES / "tensorrt_library.py")
+SESSION = (
+    ENGINES / "sessions" / "tensorrt.py",
+    ENGINES / "tensorrt_library.py",
+    ENGINES / "imported" / "reading.py",
+)
 BUILDER = (ENGINES / "builders" / "onnx_tensorrt.py", ENGINES / "tensorrt_progress.py")
 # What our variables hold; each function that handles one names it so.
 VARIABLES = {
@@ -24,7 +28,6 @@ VARIABLES = {
     "config": "IBuilderConfig",
     "context": "IExecutionContext",
     "engine": "ICudaEngine",
-    "layer": "ILayer",
     "network": "INetworkDefinition",
     "parser": "OnnxParser",
     "runtime": "Runtime",
@@ -43,11 +46,8 @@ SINCE_10 = {
 }
 UNTIL_10 = {
     "BuilderFlag.FP16",
-    "BuilderFlag.PREFER_PRECISION_CONSTRAINTS",
     "ICudaEngine.create_execution_context_without_device_memory",
     "ICudaEngine.device_memory_size",
-    "ILayer.precision",
-    "ILayer.set_output_type",
     "NetworkDefinitionCreationFlag.EXPLICIT_BATCH",
 }
 
