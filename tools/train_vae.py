@@ -157,7 +157,7 @@ def loss_of(model: AutoencoderKLWan, clip: Tensor, aim: Aim) -> tuple[Tensor, Te
     latents = mean + torch.randn_like(mean) * ((0.5 * logvar).exp() + noise)
 
     def fault(latents: Tensor, clip: Tensor) -> tuple[Tensor, Tensor]:
-        error = nets.decode_clip(model, latents.to(torch.bfloat16)).float() - clip.float()
+        error = nets.decode_clip(model, latents.to(clip.dtype)).float() - clip.float()
         mse = (error * error).mean()
         return error.abs().mean() + 2 * mse, mse
 

@@ -49,8 +49,8 @@ def test_the_vae_learns_from_shrunken_latents_too() -> None:
     model = nets.vae(nets.REHEARSAL)
     clip = torch.rand(2, 3, 5, 112, 112) * 2 - 1
     for by in train_vae.SHRINK:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss, mse = train_vae.loss_of(model, clip, train_vae.Aim(equivariance=0.5, shrink=by, smooth=0.1))
+        # In float32: some processors take minutes for a convolution's gradient in bfloat16.
+        loss, mse = train_vae.loss_of(model, clip, train_vae.Aim(equivariance=0.5, shrink=by, smooth=0.1))
         loss.backward()
         assert float(loss.detach()) > float(mse.detach()) > 0
         assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.encoder.parameters())
