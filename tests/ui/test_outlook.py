@@ -157,9 +157,9 @@ def test_where_memory_is_short_the_ways_are_told() -> None:
     assert on(120).ways == ()
     # Whoever asks for a slower way has memory enough all the same.
     assert on(120, offload="model").ways == ()
-    refused = on(8)
+    refused = on(2)
     assert (refused.line, refused.ways) == ("Does not fit", ())
-    assert "video memory; 8.0 GiB are free" in refused.problem and refused.remedy
+    assert "video memory; 2.0 GiB are free" in refused.problem and refused.remedy
 
 
 def test_what_a_plan_warns_of_is_told(spec: ModelSpec) -> None:
