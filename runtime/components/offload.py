@@ -17,6 +17,7 @@ from runtime.components.pinned import pin
 from runtime.core.errors import MachineError, first_line
 from runtime.core.plan import ComponentPlan
 from runtime.models.quantization import BNB_8BIT, NONE
+from runtime.models.spec import is_transformer
 
 Placement = Literal["device", "whole", "blocks", "leaves"]
 
@@ -60,7 +61,7 @@ def placement(name: str, part: ComponentPlan, offload: str) -> Placement:
         )
     if offload == "model" or name == "vae":
         return "whole"
-    return "blocks" if offload == "group" and name.startswith("transformer") else "leaves"
+    return "blocks" if offload == "group" and is_transformer(name) else "leaves"
 
 
 def place(module: torch.nn.Module, how: Placement, part: ComponentPlan) -> Placed:

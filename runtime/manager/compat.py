@@ -14,7 +14,7 @@ from types import MappingProxyType
 from runtime.core.byte_size import byte_size
 from runtime.core.plan import BACKEND_TITLES, PYTORCH
 from runtime.manager.machine import Machine
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import ModelSpec, is_transformer
 
 INSTALL = "Run install.sh (install.bat on Windows) again: it installs requirements-gpu.txt where there is a GPU."
 OTHER_BACKEND = "Choose another backend; the part runs in PyTorch meanwhile."
@@ -30,7 +30,6 @@ _BLACKWELL, _FIRST_FOR_BLACKWELL = (10, 0), (12, 8)
 # https://docs.nvidia.com/deploy/cuda-compatibility: a driver runs all of a major version of CUDA, and older ones.
 _LEAST_DRIVER = {11: "450", 12: "525", 13: "580"}
 
-_TRANSFORMERS = ("transformer", "transformer_2")
 WEIGHTS_TITLES: Mapping[str, str] = {"bnb-8bit": "8-bit weights", "bnb-4bit": "4-bit weights", "fp8": "FP8 weights"}
 _COMPONENT_TITLES: Mapping[str, str] = {
     "text_encoder": "text encoder",
@@ -100,11 +99,6 @@ class Case:
     def on_engine(self) -> bool:
         """Whether an engine is to run it."""
         return self.backend != PYTORCH
-
-    @property
-    def is_transformer(self) -> bool:
-        """Whether it is one of the denoising transformers."""
-        return self.component in _TRANSFORMERS
 
     def words(self, machine: Machine) -> dict[str, str]:
         """Return what the sentences of `RULES` name."""
@@ -267,7 +261,7 @@ RULES = (
     Rule(
         name="offloaded transformer",
         excludes=lambda case, _: (
-            case.on_engine and case.is_transformer and case.offload in {"model", "group", "sequential"}
+            case.on_engine and is_transformer(case.component) and case.offload in {"model", "group", "sequential"}
         ),
         chip="{offload} offload excludes {backend}",
         reason="{offload} offload excludes {backend} for the {part}: an engine keeps its weights on the GPU",
@@ -276,7 +270,7 @@ RULES = (
     ),
     Rule(
         name="several GPUs",
-        excludes=lambda case, _: case.on_engine and case.is_transformer and case.gpus > 1,
+        excludes=lambda case, _: case.on_engine and is_transformer(case.component) and case.gpus > 1,
         chip="{gpus} GPUs exclude {backend}",
         reason="a {part} shared by {gpus} GPUs excludes {backend}: an engine runs whole on one",
         remedy="Take one GPU, or --backend {component}=pytorch.",
@@ -286,7 +280,7 @@ RULES = (
         name="LoRA",
         # Inductor's packages are handed their weights as they are loaded, so adapters can be merged before.
         excludes=lambda case, _: (
-            bool(case.loras) and case.is_transformer and case.backend in {"tensorrt", "onnxruntime"}
+            bool(case.loras) and is_transformer(case.component) and case.backend in {"tensorrt", "onnxruntime"}
         ),
         chip="LoRA excludes the built {backend} engine",
         reason="{loras} changes the weights that are inside the {backend} engine, which would have to be built anew",

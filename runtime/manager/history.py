@@ -13,8 +13,8 @@ from runtime.core.forecast import Seconds, StageMemory
 from runtime.core.plan import ExecutionPlan
 from runtime.manager.machine import Machine
 from runtime.manager.timing import MEASURED, SCALED, Work, flops
-from runtime.manager.vram import Load, Way, corrected, is_transformer, stages, taken_before
-from runtime.models.spec import ModelSpec
+from runtime.manager.vram import Load, Way, corrected, stages, taken_before
+from runtime.models.spec import ModelSpec, is_transformer
 
 # A run of so many times more or less arithmetic says nothing: caches and launches count differently there.
 _FARTHEST = 16.0

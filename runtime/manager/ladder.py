@@ -16,6 +16,7 @@ from runtime.manager.history import History
 from runtime.manager.machine import Machine
 from runtime.manager.timing import Work
 from runtime.manager.vram import Load, Way
+from runtime.models.spec import is_transformer
 
 _GIB = 1 << 30
 _SMALLER = "Ask for a smaller size or fewer frames, or take a smaller model."
@@ -132,7 +133,7 @@ def _asked(case: Case, every: list[Option], offload: str, quantization: str) -> 
     else:
         pool = _quantized(case, quantization)
     # An engine holds its weights itself: they are neither brought to it nor quantized unless that was asked for.
-    if any(vram.is_transformer(name) for name in case.load.engine_bytes):
+    if any(is_transformer(name) for name in case.load.engine_bytes):
         pool = [
             option
             for option in pool
@@ -226,7 +227,7 @@ def _needs(memory: tuple[StageMemory, ...]) -> int:
 
 
 def _kind(case: Case, way: Way, name: str) -> history.Kind:
-    transformer = vram.is_transformer(name)
+    transformer = is_transformer(name)
     return history.Kind(
         device=history.device_name(case.machine, case.load.device),
         model=history.architecture(case.load.spec),

@@ -18,7 +18,7 @@ from runtime.manager.ladder import Case, decide
 from runtime.manager.machine import Machine
 from runtime.manager.offers import Choice, EngineOffer, Offers, admit, choose, no_offers
 from runtime.manager.timing import Work, flops
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import ModelSpec, is_transformer
 
 # Models below this size run in float32 on a GPU too: it costs them nothing.
 _SMALL_MODEL_BYTES = 1 << 30
@@ -117,7 +117,7 @@ def resolve(
                 engines=choices[name].uses,
                 asked=request.backend(name),
                 chip=choices[name].chip,
-                quantization=way.quantization if vram.is_transformer(name) and not choices[name].uses else "none",
+                quantization=way.quantization if is_transformer(name) and not choices[name].uses else "none",
             )
             for name in spec.component_names
         },
@@ -226,7 +226,7 @@ def _choices(
     for name in spec.component_names:
         asked = request.backend(name)
         # Only the transformers' weights are quantized.
-        quantization = request.quantization if name.startswith("transformer") else "none"
+        quantization = request.quantization if is_transformer(name) else "none"
         case = replace(surroundings, component=name, quantization=quantization)
         if asked not in {AUTO, PYTORCH}:
             against = compat.conflict(replace(case, backend=asked), machine)
@@ -259,7 +259,7 @@ def _check_ram(request: GenerationRequest, spec: ModelSpec, machine: Machine, we
     """Refuse what passes through memory whole while it is loaded, and does not fit; `weights` are those in PyTorch."""
     if request.quantization in compat.WEIGHTS_TITLES:
         # Weights are quantized one by one as they are read.
-        weights = {name: size for name, size in weights.items() if not name.startswith("transformer")}
+        weights = {name: size for name, size in weights.items() if not is_transformer(name)}
     against = compat.no_ram(spec, weights, machine)
     if against is not None:
         raise MachineError(against.what, against.remedy)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from runtime.core.forecast import Seconds
 from runtime.core.tiles import times_decoded
 from runtime.manager.machine import Machine
-from runtime.manager.vram import DTYPE_BYTES, Load, Way, is_transformer, weights_bytes
+from runtime.manager.vram import DTYPE_BYTES, Load, Way, weights_bytes
+from runtime.models.spec import is_transformer
 
 _TERA = 1e12
 _GIGA = 1e9

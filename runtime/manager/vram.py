@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from runtime.core.forecast import StageMemory
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import ModelSpec, is_transformer
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -102,11 +102,6 @@ def weights_bytes(spec: ModelSpec, dtypes: Mapping[str, str], quantization: str 
                 rest = (spec.parameters[name] - linear) * DTYPE_BYTES[dtypes[name]]
                 found[name] = rest + int(linear * _QUANTIZED_BYTES[quantization])
     return found
-
-
-def is_transformer(component: str) -> bool:
-    """Whether a component is one of the experts."""
-    return component.startswith("transformer")
 
 
 def stage_of(component: str) -> str:

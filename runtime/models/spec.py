@@ -14,6 +14,11 @@ _FLOAT32 = 4
 _RGB = 3
 
 
+def is_transformer(component: str) -> bool:
+    """Whether a component is one of the experts."""
+    return component.startswith("transformer")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TransformerSpec:
     """Architecture of a `diffusers.WanTransformer3DModel`, with the names of its config."""

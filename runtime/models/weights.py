@@ -12,7 +12,7 @@ import transformers
 from runtime.core.errors import ModelError, ram_ran_out
 from runtime.core.plan import ComponentPlan
 from runtime.models import quantization
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import ModelSpec, is_transformer
 
 # Progress is ours to show.
 diffusers.utils.logging.disable_progress_bar()
@@ -47,7 +47,7 @@ def load_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | N
         "subfolder": name,
         "output_loading_info": True,
     }
-    quantized = part.quantization != quantization.NONE and name.startswith("transformer")
+    quantized = part.quantization != quantization.NONE and is_transformer(name)
     if quantized:
         arguments |= quantization.loading_arguments(part)
     try:

@@ -15,7 +15,7 @@ from runtime.engines.imported import adapters as bridges
 from runtime.engines.imported.adapters import Adapter, Batch, Names, Types
 from runtime.engines.imported.contract import Contract, Port, Span
 from runtime.manager.shapes import LatentSize, ShapeProfile
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import ModelSpec, is_transformer
 
 # What an engine is used with, beside it in its folder.
 ADAPTERS_FILE = "adapters.json"
@@ -92,7 +92,7 @@ def fittings(contract: Contract, spec: ModelSpec, component: str | None = None) 
         return _decoders(contract, spec)
     if kind == "text_encoder":
         return [_text_encoder(contract, spec)]
-    experts = [name for name in spec.component_names if name.startswith("transformer")]
+    experts = [name for name in spec.component_names if is_transformer(name)]
     return [_transformer(contract, spec, name) for name in experts if component in {None, name}]
 
 
