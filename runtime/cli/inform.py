@@ -5,6 +5,7 @@ from typing import Any
 
 from runtime.cli import show
 from runtime.core import settings
+from runtime.core.byte_size import memory_size
 from runtime.core.duration import duration
 from runtime.core.errors import TandemError
 from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
@@ -20,7 +21,6 @@ from runtime.models.known import named
 from runtime.models.spec import ModelSpec
 from runtime.models.wan import read_spec
 
-_MIB, _GIB = 1 << 20, 1 << 30
 _STAGES = ("encode", "denoise", "decode")
 _TENTHS_BELOW = 10
 
@@ -43,7 +43,7 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
             (
                 plan.title(name),
                 f"{BACKEND_TITLES[part.backend]}, {part.device}",
-                _size(part.weights_bytes),
+                memory_size(part.weights_bytes),
                 part.reason,
             )
             for name, part in plan.components.items()
@@ -62,13 +62,11 @@ def _show_memory(plan: ExecutionPlan) -> None:
     for stage in plan.memory:
         how = "measured" if stage.measured else "estimated"
         sizes = (stage.weights_bytes, stage.working_bytes, stage.beside_bytes, stage.peak_bytes)
-        rows.append((plan.title(stage.component), *map(_size, sizes), how))
+        rows.append((plan.title(stage.component), *map(memory_size, sizes), how))
     show.table(("While it runs", "Weights", "Working set", "Beside", "Peak", ""), rows)
     taken = next(rung for rung in plan.ladder if rung.taken)
-    show.line(
-        f"Memory at the peak: about {_size(plan.memory_bytes)} of {_size(plan.free_bytes)} of {where} that are free. "
-        f"{taken.title}."
-    )
+    peak, free = memory_size(plan.memory_bytes), memory_size(plan.free_bytes)
+    show.line(f"Memory at the peak: about {peak} of {free} of {where} that are free. {taken.title}.")
     if taken is plan.ladder[0]:
         return
     fastest = plan.ladder[0].seconds.likely
@@ -79,9 +77,9 @@ def _show_memory(plan: ExecutionPlan) -> None:
         verdict = "taken" if rung.taken else f"too little {' and '.join(short)}" if short else "fits"
         if rung.lacks:
             verdict = f"not available here: {rung.lacks}"
-        ram = _size(rung.ram_bytes) if rung.ram_bytes else ""
+        ram = memory_size(rung.ram_bytes) if rung.ram_bytes else ""
         times = f"{rung.seconds.likely / fastest:.1f} times"
-        rows.append((rung.title, rung.flags, _size(rung.peak_bytes), ram, times, verdict))
+        rows.append((rung.title, rung.flags, memory_size(rung.peak_bytes), ram, times, verdict))
     show.table(("Way", "Asked for by", "Peak", "RAM", "As long", ""), rows)
 
 
@@ -154,7 +152,3 @@ def show_doctor() -> dict[str, Any]:
         "findings": [found.to_json() for found in findings],
         "machine": asdict(machine) | {"packages": dict(machine.packages)},
     }
-
-
-def _size(count: int) -> str:
-    return f"{count / _GIB:,.1f} GiB" if count >= _GIB else f"{count / _MIB:,.0f} MiB"

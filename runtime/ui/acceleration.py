@@ -8,11 +8,11 @@ from typing import Any
 
 import gradio as gr
 
+from runtime.core.byte_size import memory_size
 from runtime.core.request import AUTO, BUILDS, COMPONENTS, OFFLOADS, QUANTIZATIONS
 from runtime.engines.builders import builders_of
 from runtime.manager.machine import Machine
 from runtime.models.spec import ModelSpec
-from runtime.ui import text
 from runtime.ui.outlook import Chip, Memory, Outlook, Step
 
 TENSORRT = "tensorrt"
@@ -98,32 +98,35 @@ def panel(spec: ModelSpec, machine: Machine, backends: Mapping[str, str]) -> tup
                 f'<p class="aside" id="no-tensorrt">TensorRT cannot be used here: {escape(absent)}.</p>',
                 apply_default_css=False,
             )
-        settings["build"] = gr.Dropdown(
-            choices=[(title, name) for name, title in _BUILDS.items()],
-            value=AUTO,
-            filterable=False,
-            label="Build engines first",
-            info="Before the video is made. An engine is built once for a size.",
-            elem_id="field-build",
+        settings["build"] = _choice(
+            "build", _BUILDS, "Build engines first", "Before the video is made. An engine is built once for a size."
         )
-        settings["offload"] = gr.Dropdown(
-            choices=[(title, name) for name, title in _OFFLOADS.items()],
-            value=AUTO,
-            filterable=False,
-            label="Offload",
-            info="Weights wait in RAM: less video memory, slower. Excludes engines for the transformers.",
-            elem_id="field-offload",
+        settings["offload"] = _choice(
+            "offload",
+            _OFFLOADS,
+            "Offload",
+            "Weights wait in RAM: less video memory, slower. Excludes engines for the transformers.",
         )
-        settings["quantization"] = gr.Dropdown(
-            choices=[(title, name) for name, title in _QUANTIZATIONS.items()],
-            value=AUTO,
-            filterable=False,
-            label="Quantization",
-            info="Smaller weights in PyTorch, a little less exact. Excludes engines for the transformers.",
-            elem_id="field-quantization",
+        settings["quantization"] = _choice(
+            "quantization",
+            _QUANTIZATIONS,
+            "Quantization",
+            "Smaller weights in PyTorch, a little less exact. Excludes engines for the transformers.",
         )
         total = gr.HTML(sum_html(Outlook("")), elem_id="outlook", apply_default_css=False)
     return Panel(fold, rows, toggles, chips, total), settings
+
+
+def _choice(field: str, titles: Mapping[str, str], label: str, info: str) -> gr.Dropdown:
+    """Make the choice for one field of the request; `titles` are its values as people read them."""
+    return gr.Dropdown(
+        choices=[(title, name) for name, title in titles.items()],
+        value=AUTO,
+        filterable=False,
+        label=label,
+        info=info,
+        elem_id=f"field-{field}",
+    )
 
 
 def model_values(spec: ModelSpec) -> dict[str, dict[str, Any]]:
@@ -208,7 +211,7 @@ def _memory_html(memory: Memory | None) -> str:
     names = ("weights", "working", "free")
     titles = ("Weights", "Working set", "Left free")
     shares = [100 * size / whole for size in sizes] or [0.0, 0.0, 0.0]
-    told = [text.memory(size) for size in sizes] or ["", "", ""]
+    told = [memory_size(size) for size in sizes] or ["", "", ""]
     spoken = ", ".join(f"{title.lower()} {size}" for title, size in zip(titles, told, strict=True))
     bar = "".join(
         f'<span class="{name}" style="width:{share:.1f}%"></span>' for name, share in zip(names, shares, strict=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from runtime.core.byte_size import memory_size
 from runtime.core.events import VideoSaved
 from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
 from runtime.ui import text
@@ -33,7 +34,7 @@ def facts(saved: VideoSaved, plan: ExecutionPlan, model: str) -> str:
         ),
         ("Model", f"{model}, {request['steps']} steps, {_guidance(request)}"),
         ("Time", _time(saved)),
-        ("Memory", f"{text.memory(saved.peak_memory_bytes)} at most"),
+        ("Memory", f"{memory_size(saved.peak_memory_bytes)} at most"),
     ]
     components: Mapping[str, Mapping[str, Any]] = saved.plan["components"]
     rows += [("Ran on", place) for place in _places(components, plan)]

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from runtime.core.byte_size import memory_size
 from runtime.core.errors import InvalidRequestError, MachineError
 from runtime.core.forecast import Rung
 from runtime.core.plan import BACKEND_TITLES, PYTORCH, ComponentPlan, ExecutionPlan
@@ -157,7 +158,7 @@ def _ways(plan: ExecutionPlan, where: str) -> tuple[Step, ...]:
 def _takes(rung: Rung, fastest: Rung) -> str:
     slower = rung.seconds.likely / fastest.seconds.likely
     times = f", {slower:.1f} times as long" if slower >= _SLOWER else ""
-    return f"{text.memory(rung.peak_bytes)}{times}"
+    return f"{memory_size(rung.peak_bytes)}{times}"
 
 
 def _verdict(rung: Rung, where: str) -> str:

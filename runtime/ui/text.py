@@ -4,7 +4,6 @@ from runtime.core.duration import duration as whole_seconds
 
 _MINUTE = 60
 _HOUR = 3600
-_KIB = 1024
 # Below this a duration shows tenths.
 _FINE_SECONDS = 10
 
@@ -39,9 +38,3 @@ def size(width: int, height: int) -> str:
 def length(frames: int, fps: int) -> str:
     """Return "33 frames · 2.1 s at 16 fps"."""
     return f"{frames} frame{'' if frames == 1 else 's'} · {frames / fps:.1f} s at {fps} fps"
-
-
-def memory(count: int) -> str:
-    """Return bytes as "812 MiB" or "3.4 GiB"."""
-    mib = count / _KIB**2
-    return f"{mib:.0f} MiB" if mib < _KIB else f"{mib / _KIB:.1f} GiB"
