@@ -6,14 +6,21 @@
     ├── OutputError             a file or folder that cannot be written, a disk that is full
     ├── SettingsError           a flag, environment variable or settings file
     ├── MachineError            something this machine lacks: memory, ffmpeg, a free port
+    │   └── MemoryShortError    no way to hold the weights fits; `ladder` tells of each what it takes
     ├── EngineError             an engine that cannot be built, is damaged or does not run
-    └── BadResultError          the model gave NaN or Inf
+    ├── LimitError              what a visitor of a share link may not do now
+    ├── CheckpointError         a checkpoint that cannot be written, or not be used
+    ├── BadResultError          the model gave NaN or Inf, or a clip that shows nothing
+    └── StoreError              a job that is not there, or a job store that cannot be read or written
 
 Every TandemError is the user's to mend and ends with exit code 2. Any other exception is a defect of ours and ends
 with exit code 1. Cancelling is neither: see `cancel.CancelledError`.
 """
 
 import errno
+from collections.abc import Sequence
+
+from runtime.core.forecast import Rung
 
 
 class TandemError(Exception):
@@ -54,6 +61,20 @@ class MachineError(TandemError):
     """Something this machine lacks."""
 
 
+class MemoryShortError(MachineError):
+    """No way to hold the weights fits, or none of those that were asked for.
+
+    Args:
+        ladder: every way there is, fastest first, none of them taken.
+        where: which memory a model's parts run in: "video memory" or "memory".
+    """
+
+    def __init__(self, what: str, remedy: str, ladder: Sequence[Rung], where: str) -> None:
+        super().__init__(what, remedy)
+        self.ladder = tuple(ladder)
+        self.where = where
+
+
 class EngineError(TandemError):
     """An engine that cannot be built, is damaged or does not run; PyTorch can take over.
 
@@ -65,8 +86,23 @@ class EngineError(TandemError):
         self.log = log
 
 
+class LimitError(TandemError):
+    """What a visitor of a share link may not do, or not now."""
+
+
+class CheckpointError(TandemError):
+    """A checkpoint that cannot be written, or not be used; `what` is a clause, for the job goes on without it."""
+
+    def __init__(self, what: str, remedy: str = "") -> None:
+        super().__init__(what, remedy)
+
+
 class BadResultError(TandemError):
-    """The model's own output is unusable (NaN or Inf)."""
+    """The model's own output is unusable: NaN, Inf, or a clip that shows nothing."""
+
+
+class StoreError(TandemError):
+    """A job that is not there or not in the state for it, or a job store that cannot be read or written."""
 
 
 def first_line(error: BaseException) -> str:

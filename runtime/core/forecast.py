@@ -88,8 +88,11 @@ class Rung:
         fits: whether it fits the device's free memory, `fits_ram` the free system memory.
         lossless: whether the video is the same as without it.
         decode_tile: side of the tiles that frames are decoded in, in latents; `None` where they are decoded whole.
-        lacks: why this machine cannot do it, whatever memory there is, as a clause; empty where it can.
+        decode_chunk: latent frames that are decoded in one call.
+        keep_loaded: whether parts stay on the device, all but those `freed` after their stage.
+        lacks: why it cannot be, however much memory is free, in a few words; empty where it can.
         taken: whether the plan takes it.
+        offered: whether a request with its `offload` and `quantization` takes it.
     """
 
     title: str
@@ -103,8 +106,23 @@ class Rung:
     fits_ram: bool
     lossless: bool
     decode_tile: int | None = None
+    decode_chunk: int = 1
+    keep_loaded: bool = False
+    freed: tuple[str, ...] = ()
     lacks: str = ""
     taken: bool = False
+    offered: bool = False
+
+    def verdict(self, where: str) -> str:
+        """Return in a few words whether it can be; `where` is which memory the device has."""
+        if self.taken:
+            return "taken"
+        if self.lacks:
+            return f"cannot be: {self.lacks}"
+        short = [what for what, fits in ((where, self.fits), ("RAM", self.fits_ram)) if not fits]
+        if short:
+            return f"too little {' and '.join(short)}"
+        return "fits" if self.offered else "fits, not needed"
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON types."""

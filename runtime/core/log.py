@@ -1,19 +1,88 @@
-"""The log file: rotating, one line per event of note, tracebacks of defects. Prompts are not written to it."""
+"""The log file: rotating, one line per event of a job, tracebacks of defects; no prompts, no paths of videos."""
 
 import contextlib
 import logging
+import os
+import time
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
+from runtime.core.events import Event, Planned
+
 _MAX_BYTES = 1_000_000
 _BACKUPS = 3
+_ROTATING_SECONDS = 60.0
+# Fields of events that hold one of a few words; other text may hold prompts and paths.
+_WORDS = frozenset({"stage", "part", "component", "backend", "memory"})
+
+
+class SharedRotatingHandler(RotatingFileHandler):
+    """A rotating file that several processes write: one rotates at a time, the others notice and follow.
+
+    A disk that is full costs lines and nothing else. Where a file that somebody has open cannot be renamed (Windows),
+    it grows until nobody else has.
+    """
+
+    def shouldRollover(self, record: logging.LogRecord) -> bool:  # noqa: N802 - logging's own name
+        """Whether this record would make the file too large; looks for the file of now first."""
+        self._follow()
+        return bool(super().shouldRollover(record))
+
+    def doRollover(self) -> None:  # noqa: N802 - logging's own name
+        """Begin a new file; while another process does, go on with the one there is."""
+        mark = Path(f"{self.baseFilename}.rotating")
+        try:
+            mark.touch(exist_ok=False)
+        except FileExistsError:
+            with contextlib.suppress(OSError):  # its owner is quick, unless it was killed in between
+                if time.time() - mark.stat().st_mtime > _ROTATING_SECONDS:
+                    mark.unlink()
+            return
+        try:
+            if not self._follow():
+                super().doRollover()
+        except OSError:
+            self.stream = self.stream or self._open()
+        finally:
+            mark.unlink(missing_ok=True)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's own name
+        """Go without this line: there is nobody to tell."""
+
+    def _follow(self) -> bool:
+        """Open the file anew if another one, or none, is in its place; return whether that was so."""
+        with contextlib.suppress(OSError):
+            if self.stream is not None:
+                there, ours = Path(self.baseFilename).stat(), os.fstat(self.stream.fileno())
+                if (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino):
+                    return False
+        before = self.stream
+        self.stream = self._open()
+        if before is not None:
+            with contextlib.suppress(OSError):  # what it still held does not fit on the disk
+                before.close()
+        return True
+
+
+def in_the_log(event: Event) -> str:
+    """Return an event as its line says it: name, numbers, and which part it is about."""
+    if isinstance(event, Planned):
+        plan = event.plan
+        return f"Planned {plan.width}x{plan.height} frames={plan.frames} steps={plan.steps} seed={plan.seed}"
+    words = [type(event).__name__]
+    for name, value in vars(event).items():
+        if isinstance(value, float):
+            words.append(f"{name}={value:.3f}")
+        elif isinstance(value, int) or (name in _WORDS and value is not None):
+            words.append(f"{name}={value}")
+    return " ".join(words)
 
 
 def start(path: Path) -> None:
     """Send the log of `runtime` to `path`; without a writable file there is no log, and that is all."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handler = RotatingFileHandler(path, maxBytes=_MAX_BYTES, backupCount=_BACKUPS, encoding="utf-8", delay=False)
+        handler = SharedRotatingHandler(path, maxBytes=_MAX_BYTES, backupCount=_BACKUPS, encoding="utf-8", delay=False)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         root = logging.getLogger("runtime")
         for old in root.handlers[:]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.core.forecast import Rung, Seconds, StageMemory
+from runtime.core.request import RETRY
 
 PYTORCH = "pytorch"
 BACKEND_TITLES: Mapping[str, str] = {
@@ -121,6 +122,7 @@ class ExecutionPlan:
         build: whether engines are built: "missing", "never", "always", or "auto".
         offload: where weights wait while they are not used: "none" (the device), "model", "group" or "sequential".
         quantization: of the transformers' weights: "none", "bnb-8bit", "bnb-4bit" or "fp8".
+        on_out_of_memory: what follows when memory runs out: "retry", "any" or "ask".
         warnings: sentences to show beside the result.
     """
 
@@ -155,6 +157,7 @@ class ExecutionPlan:
     memory: tuple[StageMemory, ...] = ()
     seconds: Mapping[str, Seconds] = field(default_factory=dict)
     ladder: tuple[Rung, ...] = ()
+    on_out_of_memory: str = RETRY
     warnings: tuple[str, ...] = ()
 
     @property
@@ -204,6 +207,7 @@ class ExecutionPlan:
             "build": self.build,
             "offload": self.offload,
             "quantization": self.quantization,
+            "on_out_of_memory": self.on_out_of_memory,
         }
         if self.guidance_scale_2 is not None:
             used["guidance_scale_2"] = self.guidance_scale_2

@@ -1,7 +1,7 @@
 """Progress: events folded into what a progress line or bar shows. Knows nothing about who draws it."""
 
-from dataclasses import dataclass, replace
-from statistics import median
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from runtime.core.events import (
     STAGE_TITLES,
@@ -11,17 +11,19 @@ from runtime.core.events import (
     Failed,
     FellBack,
     FramesDecoded,
+    OutOfMemory,
+    Paused,
     Planned,
+    Resumed,
     Stage,
     StageStarted,
     StepDone,
+    TerminalEvent,
     VideoSaved,
     Warned,
 )
+from runtime.core.pace import Pace
 from runtime.core.plan import ExecutionPlan
-
-# The first step also warms caches up; with this many or more it is left out of the median.
-_STEPS_FOR_MEDIAN = 3
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,11 @@ class Progress:
         building: what an engine's builder said last, and the share done.
         step, steps: denoising steps done, and their number.
         frames, frame_count: frames decoded, and their number.
-        step_seconds: duration of each step so far.
-        decode_seconds: measured seconds of decoding so far.
+        pace: what is measured and forecast of its time.
+        now: when this is seen.
         preview: the latest preview, an animated WebP.
         warnings: so far.
+        paused: whether this run of the job is over, and another goes on.
         end: the terminal event.
     """
 
@@ -50,42 +53,22 @@ class Progress:
     steps: int = 0
     frames: int = 0
     frame_count: int = 0
-    step_seconds: tuple[float, ...] = ()
-    stage_started: float = 0.0
-    measured: float = 0.0
+    pace: Pace = field(default_factory=Pace, repr=False)
     now: float = 0.0
     preview: bytes | None = None
     warnings: tuple[str, ...] = ()
+    paused: bool = False
     end: VideoSaved | Failed | Cancelled | None = None
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Median seconds of a step, or `None` before the first one."""
-        if not self.step_seconds:
-            return None
-        steady = self.step_seconds[1:] if len(self.step_seconds) >= _STEPS_FOR_MEDIAN else self.step_seconds
-        return median(steady)
+        """Median seconds of a step of the expert at work, or `None` before the first one."""
+        return self.pace.median_step
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds until the video is there, from measured speed; `None` while nothing is measured."""
-        if self.end is not None:
-            return 0.0
-        per_step = self.seconds_per_step
-        if self.plan is None or per_step is None:
-            return None
-        decode = per_step * self.plan.decode_flops / self.plan.step_flops
-        if self.stage == "save":
-            return 0.0
-        # Forecasts hold from the last thing measured, and count down from there.
-        since = self.now - self.measured
-        # The first chunk is one frame and says little about the others' speed.
-        if self.frames > 1:
-            decode = (self.measured - self.stage_started) * (self.frame_count - self.frames) / self.frames
-        if self.stage == "decode":
-            return max(decode - (since if self.frames > 1 else self.now - self.stage_started), 0.0)
-        # A step that takes longer than the others does not eat into the time of those to come.
-        return max((self.steps - self.step) * per_step - min(since, per_step), 0.0) + decode
+        """Seconds until the video is there; `None` where nothing is known, as while an engine is built."""
+        return 0.0 if self.end is not None else self.pace.left(self.now)
 
     @property
     def fraction(self) -> float:
@@ -102,6 +85,8 @@ class Progress:
     @property
     def title(self) -> str:
         """The stage in words, with the component that is loaded or at work."""
+        if self.paused:
+            return "Paused"
         if self.stage is None:
             return "Preparing"
         title = STAGE_TITLES[self.stage]
@@ -117,27 +102,33 @@ class Progress:
 
     def after(self, event: Event, now: float) -> "Progress":
         """Return the progress once `event` has happened at `now` (seconds of a monotonic clock)."""
+        pace = self.pace.after(event, now)
         if isinstance(event, Planned):
-            return replace(self, plan=event.plan, steps=event.plan.steps, frame_count=event.plan.frames, now=now)
+            # A job that is resumed begins again, as far as anybody sees.
+            plan = event.plan
+            return Progress(plan=plan, steps=plan.steps, frame_count=plan.frames, pace=pace, now=now)
+        return replace(self, pace=pace, now=now, **self._changes(event))
+
+    def _changes(self, event: Event) -> dict[str, Any]:
+        changes: dict[str, Any] = {}
         if isinstance(event, StageStarted):
-            return replace(
-                self, stage=event.stage, part=event.part, building=None, stage_started=now, measured=now, now=now
-            )
-        if isinstance(event, EngineProgress):
-            return replace(self, building=event, now=now)
-        if isinstance(event, StepDone):
-            return replace(
-                self,
-                step=event.step,
-                part=event.part,
-                step_seconds=(*self.step_seconds, event.seconds),
-                preview=event.preview or self.preview,
-                measured=now,
-                now=now,
-            )
-        if isinstance(event, FramesDecoded):
-            return replace(self, frames=event.frames, measured=now, now=now)
-        if isinstance(event, Warned | FellBack):
-            message = event.message if isinstance(event, Warned) else event.reason
-            return replace(self, warnings=(*self.warnings, message), now=now)
-        return replace(self, end=event, now=now)
+            changes = {"stage": event.stage, "part": event.part, "building": None}
+        elif isinstance(event, EngineProgress):
+            changes = {"building": event}
+        elif isinstance(event, Resumed):
+            changes = {"step": event.step}
+        elif isinstance(event, StepDone):
+            changes = {"step": event.step, "part": event.part, "preview": event.preview or self.preview}
+        elif isinstance(event, FramesDecoded):
+            changes = {"frames": event.frames, "preview": event.preview or self.preview}
+        elif isinstance(event, OutOfMemory):
+            changes = {"plan": event.plan or self.plan, "frames": 0, "warnings": (*self.warnings, event.message)}
+        elif isinstance(event, Warned):
+            changes = {"warnings": (*self.warnings, event.message)}
+        elif isinstance(event, FellBack):
+            changes = {"warnings": (*self.warnings, event.reason)}
+        elif isinstance(event, Paused):
+            changes = {"paused": True}
+        elif isinstance(event, TerminalEvent):
+            changes = {"end": event}
+        return changes

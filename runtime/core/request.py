@@ -23,6 +23,8 @@ BACKENDS = (AUTO, "tensorrt", "inductor", "onnxruntime", "pytorch")
 BUILDS = (AUTO, "missing", "never", "always")
 OFFLOADS = (AUTO, "none", "model", "group", "sequential")
 QUANTIZATIONS = (AUTO, "none", "bnb-8bit", "bnb-4bit", "fp8")
+RETRY = "retry"
+ON_OUT_OF_MEMORY = (RETRY, "any", "ask")
 
 MAX_PROMPT_CHARACTERS = 5_000
 MAX_SIDE = 8_192
@@ -57,6 +59,9 @@ class GenerationRequest:
         offload: where weights wait while they are not used: on the device ("none"), or in RAM, brought by whole part
             ("model"), by group of blocks ("group") or by layer ("sequential").
         quantization: of the transformers' weights in PyTorch: "none", "bnb-8bit", "bnb-4bit" or "fp8".
+        on_out_of_memory: what follows when memory runs out: the job goes on in the next more frugal way that gives the
+            same video ("retry"), or in any, which may quantize weights or decode in tiles ("any"), or it ends and says
+            which way there is ("ask").
 
     Raises:
         InvalidRequestError: for a value out of bounds, naming the field and what would do.
@@ -77,6 +82,7 @@ class GenerationRequest:
     build: str = AUTO
     offload: str = AUTO
     quantization: str = AUTO
+    on_out_of_memory: str = RETRY
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", _text("prompt", self.prompt))
@@ -100,7 +106,12 @@ class GenerationRequest:
         for name in ("guidance_scale", "guidance_scale_2"):
             object.__setattr__(self, name, _number(name, getattr(self, name), 0.0, MAX_GUIDANCE))
         object.__setattr__(self, "backends", _backends(self.backends))
-        for name, known in (("build", BUILDS), ("offload", OFFLOADS), ("quantization", QUANTIZATIONS)):
+        for name, known in (
+            ("build", BUILDS),
+            ("offload", OFFLOADS),
+            ("quantization", QUANTIZATIONS),
+            ("on_out_of_memory", ON_OUT_OF_MEMORY),
+        ):
             if getattr(self, name) not in known:
                 raise InvalidRequestError(
                     name, f"{name} is {_shown(getattr(self, name))}.", f"Take one of {', '.join(known)}."

@@ -6,12 +6,14 @@ The only module that reads them. Flags that were not given are `None`.
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from runtime.core.errors import SettingsError
+from runtime.core.request import MAX_FRAMES, MAX_STEPS
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,6 +32,13 @@ VARIABLES: Mapping[str, str] = {
     "engine_cache_dir": "TENSORRT_CACHE_DIR",
     "engine_cache_gb": "TANDEM_ENGINE_CACHE_GB",
     "tensorrt": "TANDEM_TENSORRT",
+    "share": "TANDEM_SHARE",
+    "share_frames": "TANDEM_SHARE_FRAMES",
+    "share_size": "TANDEM_SHARE_SIZE",
+    "share_steps": "TANDEM_SHARE_STEPS",
+    "share_queue": "TANDEM_SHARE_QUEUE",
+    "share_queue_all": "TANDEM_SHARE_QUEUE_ALL",
+    "share_rate": "TANDEM_SHARE_RATE",
 }
 # What `tensorrt` may name: the components behind each word.
 TENSORRT_PARTS: Mapping[str, tuple[str, ...]] = {
@@ -38,6 +47,15 @@ TENSORRT_PARTS: Mapping[str, tuple[str, ...]] = {
     "vae": ("vae",),
 }
 CACHE_VARIABLE = "TANDEM_CACHE_DIR"
+# The settings that are whole numbers, with the most that each may be.
+_COUNTS: Mapping[str, int] = {
+    "share_frames": MAX_FRAMES,
+    "share_steps": MAX_STEPS,
+    "share_queue": 1_000,
+    "share_queue_all": 10_000,
+    "share_rate": 10_000,
+}
+_SIZE = re.compile(r"([1-9][0-9]{0,3})[x×]([1-9][0-9]{0,3})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +71,11 @@ class Settings:
         engine_cache_dir: where engines are kept, if not in the cache folder.
         engine_cache_gb: how much they may take together, in units of 10^9 bytes.
         tensorrt: which parts the web app starts with on TensorRT, of `TENSORRT_PARTS`.
+        share: whether a link is made by which others may visit.
+        share_frames, share_steps: the most that a visitor's video may have; `None` allows the model's own.
+        share_size: (width, height) of the largest one, turned either way; `None` allows the model's own sizes.
+        share_queue, share_queue_all: how many videos one visitor, and all together, may have waiting or running.
+        share_rate: how many videos one visitor may ask for in an hour.
     """
 
     cache_dir: Path
@@ -64,6 +87,13 @@ class Settings:
     engine_cache_dir: Path | None = None
     engine_cache_gb: float = 50.0
     tensorrt: tuple[str, ...] = ()
+    share: bool = False
+    share_frames: int | None = None
+    share_size: tuple[int, int] | None = None
+    share_steps: int | None = None
+    share_queue: int = 2
+    share_queue_all: int = 10
+    share_rate: int = 20
 
     @property
     def backends(self) -> dict[str, str]:
@@ -111,6 +141,11 @@ def load(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os
         raise SettingsError(
             f"The host {settings.host} can be reached from other machines, and no password is set.",
             "Add --auth USER:PASSWORD, or listen on 127.0.0.1.",
+        )
+    if settings.share and settings.host not in _LOOPBACK:
+        raise SettingsError(
+            f"--share and the host {settings.host} do not go together: visitors could open your own page by that host.",
+            "Leave --host out: the link needs no other host.",
         )
     return settings
 
@@ -174,8 +209,12 @@ def _parsed(name: str, value: Any, source: str) -> Any:
         if not (user and separator and password):
             raise SettingsError(f"{source} is not of the form USER:PASSWORD.", "Give both, with a colon between.")
         return user, password
-    if name == "browser":
+    if name in {"browser", "share"}:
         return _switch(value, source)
+    if name in _COUNTS:
+        return _count(value, source, _COUNTS[name])
+    if name == "share_size":
+        return _size(value, source)
     if name == "engine_cache_gb":
         return _gigabytes(value, source)
     if name == "tensorrt":
@@ -216,6 +255,23 @@ def _tensorrt(value: Any, source: str) -> tuple[str, ...]:
         known = ", ".join(TENSORRT_PARTS)
         raise SettingsError(f"{source} is {str(value)[:40]!r}.", f"Give all, none, or some of {known}, with commas.")
     return tuple(part for part in TENSORRT_PARTS if part in words)
+
+
+def _count(value: Any, source: str, most: int) -> int:
+    try:
+        count = 0 if isinstance(value, bool) or (isinstance(value, float) and value % 1) else int(value)
+    except (TypeError, ValueError, OverflowError):
+        count = 0
+    if not 1 <= count <= most:
+        raise SettingsError(f"{source} is {str(value)[:40]!r}.", f"Give a whole number from 1 to {most}.")
+    return count
+
+
+def _size(value: Any, source: str) -> tuple[int, int]:
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        raise SettingsError(f"{source} is {str(value)[:40]!r}, not a size.", "Give WIDTHxHEIGHT, as in 832x480.")
+    return int(match[1]), int(match[2])
 
 
 def _port(value: Any, source: str) -> int:

@@ -28,6 +28,39 @@ def test_other_machines_need_a_password(tmp_path: Path) -> None:
     assert settings.load({"auth": "me:s3cret:x"}, environ).auth == ("me", "s3cret:x")
 
 
+def test_what_visitors_may_is_read(tmp_path: Path) -> None:
+    environ = {"TANDEM_CACHE_DIR": str(tmp_path), "TANDEM_SHARE_SIZE": "832x480", "TANDEM_SHARE_RATE": "5"}
+    loaded = settings.load({"share": True, "share_frames": "49", "share_queue": None}, environ)
+    assert (loaded.share, loaded.share_size, loaded.share_rate) == (True, (832, 480), 5)
+    assert (loaded.share_frames, loaded.share_steps, loaded.share_queue) == (49, None, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TANDEM_SHARE_FRAMES", "0"),
+        ("TANDEM_SHARE_FRAMES", "many"),
+        ("TANDEM_SHARE_STEPS", "1001"),
+        ("TANDEM_SHARE_SIZE", "832"),
+        ("TANDEM_SHARE_SIZE", "0x480"),
+        ("TANDEM_SHARE_SIZE", "99999x480"),
+        ("TANDEM_SHARE_QUEUE", "-1"),
+        ("TANDEM_SHARE_QUEUE_ALL", "1.5"),
+        ("TANDEM_SHARE_RATE", "nan"),
+        ("TANDEM_SHARE", "perhaps"),
+    ],
+)
+def test_a_limit_that_cannot_be_is_refused(tmp_path: Path, name: str, value: str) -> None:
+    with pytest.raises(SettingsError, match=name):
+        settings.load({}, {"TANDEM_CACHE_DIR": str(tmp_path), name: value})
+
+
+def test_a_link_and_another_host_do_not_go_together(tmp_path: Path) -> None:
+    environ = {"TANDEM_CACHE_DIR": str(tmp_path), "TANDEM_HOST": "0.0.0.0", "TANDEM_AUTH": "me:secret"}
+    with pytest.raises(SettingsError, match="do not go together"):
+        settings.load({"share": True}, environ)
+
+
 def test_engines_are_kept_where_and_as_large_as_asked(tmp_path: Path) -> None:
     environ = {"TANDEM_CACHE_DIR": str(tmp_path)}
     assert settings.load({}, environ).engines_dir == tmp_path / "engines"

@@ -1,0 +1,88 @@
+"""The log: rotating, shared by processes, silent about prompts and paths."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runtime.core import log
+from runtime.core.events import Cancelled, Event, Failed, FellBack, Planned, StageStarted, StepDone, Warned
+from tests.jobs.made import planned, saved
+
+ROOT = Path(__file__).parents[2]
+LINES = 400
+WRITER = """
+import logging, sys
+from pathlib import Path
+from runtime.core import log
+
+log._MAX_BYTES, log._BACKUPS = 4000, 40
+log.start(Path(sys.argv[1]))
+for number in range(int(sys.argv[3])):
+    logging.getLogger("runtime.test").info("writer %s line %d", sys.argv[2], number)
+"""
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (Planned(planned()), "Planned 192x112 frames=33 steps=4 seed=7"),
+        (StageStarted("load", "vae"), "StageStarted stage=load part=vae"),
+        (StageStarted("save"), "StageStarted stage=save"),
+        (StepDone(2, 4, 0.51234, "transformer", b"webp"), "StepDone step=2 of=4 seconds=0.512 part=transformer"),
+        (FellBack("vae", "inductor", "/home/me is full"), "FellBack component=vae backend=inductor"),
+        (Warned("The model does not know “zorp”."), "Warned"),
+        (Failed("/home/me/a.mp4 is no file", "Look.", defect=True), "Failed defect=True"),
+        (saved(), "VideoSaved load_seconds=1.500 peak_memory_bytes=1073741824"),
+        (Cancelled(), "Cancelled"),
+    ],
+)
+def test_an_event_is_one_line_without_prompt_and_paths(event: Event, line: str) -> None:
+    assert log.in_the_log(event) == line
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows renames no file that another process has open")
+def test_processes_that_rotate_one_file_lose_no_line(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "tandem.log"
+    writers = [
+        subprocess.Popen([sys.executable, "-c", WRITER, path, str(name), str(LINES)], cwd=ROOT, stderr=subprocess.PIPE)
+        for name in range(3)
+    ]
+    for writer in writers:
+        assert writer.communicate()[1] == b""
+    files = list(path.parent.iterdir())
+    assert len(files) > 5 and all(file.name.startswith("tandem.log") for file in files)
+    assert not path.with_name("tandem.log.rotating").exists()
+    said = [line.partition("writer ")[2] for file in files for line in file.read_text().splitlines()]
+    assert sorted(said) == sorted(f"{name} line {number}" for name in range(3) for number in range(LINES))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_costs_the_line_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    handler = log.SharedRotatingHandler("/dev/full", maxBytes=1_000_000, backupCount=1)
+    handler.handle(logging.LogRecord("a", logging.INFO, "", 0, "line", None, None))
+    with pytest.raises(OSError):
+        handler.close()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_rotation_that_was_killed_in_between_is_made_up_for(tmp_path: Path) -> None:
+    path, mark = tmp_path / "a.log", tmp_path / "a.log.rotating"
+    handler = log.SharedRotatingHandler(path, maxBytes=20, backupCount=1)
+
+    def write() -> None:
+        handler.handle(logging.LogRecord("a", logging.INFO, "", 0, "a line of words", None, None))
+
+    mark.touch()
+    for _ in range(3):
+        write()
+    assert len(path.read_text().splitlines()) == 3
+    os.utime(mark, (0, 0))
+    write()  # removes the mark
+    write()
+    handler.close()
+    assert len(path.read_text().splitlines()) == 1
+    assert len((tmp_path / "a.log.1").read_text().splitlines()) == 4
