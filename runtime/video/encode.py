@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,8 +28,10 @@ from runtime.video.metadata import to_ffmetadata
 
 _QUEUED_CHUNKS = 4
 _LINES_KEPT = 50
-_PREFIX = ".tandem-"
-_LOCK = "lock"
+SCRATCH = ".tandem-"
+LOCK = "lock"
+# Between making its folder and locking it, a writer takes milliseconds.
+_STARTING_SECONDS = 60.0
 # A small picture is shown enlarged, where compression shows; there it costs little to have less of it.
 _CRF, _SMALL_CRF = "17", "10"
 _SMALL_PIXELS = 320 * 240
@@ -65,9 +68,9 @@ class VideoWriter:
         """
         check_target(self._target)
         try:
-            _sweep(self._target.parent)
-            self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._target.parent))
-            self._lock = FileLock(self._folder / _LOCK)
+            sweep(self._target.parent)
+            self._folder = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=self._target.parent))
+            self._lock = FileLock(self._folder / LOCK)
             self._lock.acquire()
         except OSError as error:
             raise _cannot_write(self._target, error) from error
@@ -182,15 +185,23 @@ class VideoWriter:
         return failure("\n".join(self._said), self._target)
 
 
-def _sweep(folder: Path) -> None:
+def sweep(folder: Path) -> None:
     """Remove what writers that were killed left behind; the lock of one that lives is held."""
-    for left in folder.glob(f"{_PREFIX}*"):
-        if not (left / _LOCK).exists():
-            continue  # its writer is just starting
+    for left in folder.glob(f"{SCRATCH}*"):
+        if not (left / LOCK).exists():
+            if _is_old(left):
+                shutil.rmtree(left, ignore_errors=True)
+            continue  # else its writer is just starting
         with contextlib.suppress(Timeout):
-            with FileLock(left / _LOCK, timeout=0):
+            with FileLock(left / LOCK, timeout=0):
                 pass
             shutil.rmtree(left, ignore_errors=True)
+
+
+def _is_old(folder: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return time.time() - folder.stat().st_mtime > _STARTING_SECONDS
+    return False
 
 
 def check_target(path: Path) -> None:

@@ -1,12 +1,14 @@
-"""Latents to a small animated picture, so that a clip shows itself while it is made."""
+"""A small animated picture, so that a clip shows itself while it is made."""
 
 import io
+from collections.abc import Sequence
 
 import numpy as np
 from PIL import Image
 
 _HEIGHT = 112
 _QUALITY = 60
+_STILL_QUALITY = 80
 
 
 def encode_preview(rgb: np.ndarray, milliseconds_per_frame: int) -> bytes:
@@ -17,8 +19,18 @@ def encode_preview(rgb: np.ndarray, milliseconds_per_frame: int) -> bytes:
         milliseconds_per_frame: how long each frame shows.
     """
     pixels = ((rgb.clip(-1.0, 1.0) + 1.0) * 127.5).astype(np.uint8)
-    width = round(_HEIGHT * rgb.shape[2] / rgb.shape[1])
-    images = [Image.fromarray(frame).resize((width, _HEIGHT), Image.Resampling.BICUBIC) for frame in pixels]
+    return encode_frames(small(pixels), milliseconds_per_frame)
+
+
+def small(frames: np.ndarray) -> list[np.ndarray]:
+    """Return frames, (n, height, width, 3) uint8, in the size of a preview."""
+    size = (round(_HEIGHT * frames.shape[2] / frames.shape[1]), _HEIGHT)
+    return [np.asarray(Image.fromarray(frame).resize(size, Image.Resampling.BICUBIC)) for frame in frames]
+
+
+def encode_frames(frames: Sequence[np.ndarray], milliseconds_per_frame: int) -> bytes:
+    """Return an animated WebP of frames that `small` made."""
+    images = [Image.fromarray(frame) for frame in frames]
     buffer = io.BytesIO()
     images[0].save(
         buffer,
@@ -30,4 +42,20 @@ def encode_preview(rgb: np.ndarray, milliseconds_per_frame: int) -> bytes:
         quality=_QUALITY,
         method=0,
     )
+    return buffer.getvalue()
+
+
+def still(animated: bytes) -> bytes:
+    """Return the frame in the middle of an animated WebP, as a WebP.
+
+    Raises:
+        ValueError: if it is not one.
+    """
+    try:
+        with Image.open(io.BytesIO(animated), formats=["WEBP"]) as image:
+            image.seek(getattr(image, "n_frames", 1) // 2)
+            buffer = io.BytesIO()
+            image.convert("RGB").save(buffer, "WEBP", quality=_STILL_QUALITY)
+    except (OSError, EOFError, SyntaxError) as error:
+        raise ValueError("not a WebP") from error
     return buffer.getvalue()

@@ -1,6 +1,7 @@
 """The writer, the metadata and the preview, without a model."""
 
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageSequence
 
 from runtime.core.errors import MachineError, OutputError
-from runtime.video.encode import VideoWriter
+from runtime.video.encode import VideoWriter, sweep
 from runtime.video.ffmpeg import find_ffmpeg
 from runtime.video.metadata import read_facts, to_ffmetadata
 from runtime.video.preview import encode_preview
@@ -122,3 +123,12 @@ def test_what_a_killed_writer_left_is_swept_and_a_living_ones_is_not(tmp_path: P
         other.kill()
     write(tmp_path / "after.mp4", np.zeros((5, 32, 32, 3), np.uint8))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["after.mp4", "beside.mp4"]
+
+
+def test_what_a_writer_left_that_was_killed_before_its_lock_is_swept_once_it_is_old(tmp_path: Path) -> None:
+    (tmp_path / ".tandem-new").mkdir()
+    (tmp_path / ".tandem-old").mkdir()
+    (tmp_path / ".tandem-old" / "stream.mp4").write_bytes(b"half")
+    os.utime(tmp_path / ".tandem-old", (1.0, 1.0))
+    sweep(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".tandem-new"]
