@@ -4,7 +4,7 @@ Equal to `diffusers.WanPipeline.__call__` for the same seed with a CPU generator
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +34,21 @@ class Step:
     sigma: float
     expert: str
     guidance_scale: float
+
+
+@dataclass(frozen=True)
+class Reached:
+    """How far sampling is: all that the rest of it needs beside the prompt.
+
+    Attributes:
+        steps: done.
+        latents: after them, (1, channels, frames, height, width), float32.
+        scheduler: what it remembers, see `scheduler_state`; `None` where that cannot be had.
+    """
+
+    steps: int
+    latents: torch.Tensor
+    scheduler: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -89,19 +104,24 @@ def denoise(
     conditioning: Conditioning,
     open_expert: OpenExpert,
     cancel: Cancel,
+    start: int = 0,
 ) -> Iterator[StepResult]:
     """Run the loop, yielding after each step; an expert is held from its first step to its last.
+
+    Args:
+        latents: noise, or what the first `start` steps made of it; the scheduler then remembers them.
 
     Raises:
         BadResultError: if the latents become NaN or Inf.
         CancelledError: within a step of being asked.
+        PausedError: before the next step.
     """
-    index = 0
+    index = start
     while index < len(steps):
         expert = steps[index].expert
         with open_expert(expert) as denoiser:
             while index < len(steps) and steps[index].expert == expert:
-                cancel.check()
+                cancel.check_pause()
                 step = steps[index]
                 started = time.perf_counter()
                 velocity = _guided(denoiser, latents, step, conditioning, cancel)
@@ -127,10 +147,10 @@ def decode(
 
     Raises:
         BadResultError: if the frames hold NaN or Inf.
-        CancelledError: within a chunk of being asked.
+        CancelledError, PausedError: within a chunk of being asked.
     """
     for frames in decoder.frames(latents, chunk, tile):
-        cancel.check()
+        cancel.check_pause()
         if not len(frames):
             continue
         if not torch.isfinite(frames).all().item():

@@ -1,0 +1,71 @@
+"""What schedulers remember: taken between two steps and put back, the rest is the same bit for bit."""
+
+import copy
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+
+from runtime.core.errors import CheckpointError
+from runtime.pipeline.scheduler_state import restore, snapshot
+
+FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
+SCHEDULERS: list[tuple[str, dict[str, Any]]] = [
+    ("UniPCMultistepScheduler", FLOW),
+    ("UniPCMultistepScheduler", FLOW | {"solver_order": 3}),
+    ("DPMSolverMultistepScheduler", FLOW),
+    ("FlowMatchEulerDiscreteScheduler", {"shift": 3.0}),
+    ("FlowMatchHeunDiscreteScheduler", {"shift": 3.0}),
+]
+STEPS = 6
+
+
+def fresh(name: str, config: dict[str, Any]) -> Any:
+    scheduler = getattr(diffusers, name)(**config)
+    scheduler.set_timesteps(STEPS)
+    scheduler.set_begin_index(0)
+    return scheduler
+
+
+def step(scheduler: Any, index: int, latents: torch.Tensor) -> torch.Tensor:
+    """Take a step with a stand-in for a transformer that depends on latents and time."""
+    timestep = scheduler.timesteps[index]
+    velocity = torch.tanh(latents * 1.3 + timestep / 500)
+    stepped: torch.Tensor = scheduler.step(velocity, timestep, latents, return_dict=False)[0]
+    return stepped
+
+
+# diffusers' own, in DPMSolverMultistepScheduler.
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.parametrize(("name", "config"), SCHEDULERS)
+def test_the_rest_is_the_same_from_any_step(name: str, config: dict[str, Any]) -> None:
+    noise = torch.randn(1, 4, 3, 4, 4, generator=torch.Generator().manual_seed(1))
+    scheduler = fresh(name, config)
+    count = len(scheduler.timesteps)
+    reached, states, copies = [noise], [snapshot(scheduler)], [copy.deepcopy(snapshot(scheduler))]
+    for index in range(count):
+        reached.append(step(scheduler, index, reached[-1]))
+        states.append(snapshot(scheduler))
+        copies.append(copy.deepcopy(states[-1]))
+    for index in range(count):
+        other = fresh(name, config)
+        restore(other, states[index])
+        latents = reached[index]
+        for later in range(index, count):
+            latents = step(other, later, latents)
+        assert torch.equal(latents, reached[-1])
+        # Taken as they are, and no later step wrote into them.
+        assert str(states[index]) == str(copies[index])
+
+
+def test_what_cannot_be_kept_is_refused() -> None:
+    scheduler = fresh(*SCHEDULERS[0])
+    scheduler.solver_p = fresh(*SCHEDULERS[3])
+    with pytest.raises(CheckpointError, match=r"UniPCMultistepScheduler\.solver_p holds a FlowMatchEuler"):
+        snapshot(scheduler)
+
+
+def test_another_schedulers_memory_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="another version of FlowMatchEulerDiscreteScheduler"):
+        restore(fresh(*SCHEDULERS[3]), {"timesteps": torch.zeros(3)})
