@@ -16,7 +16,8 @@ from diffusers.hooks import apply_group_offloading
 from runtime.components.pinned import pin
 from runtime.core.errors import MachineError, first_line
 from runtime.core.plan import ComponentPlan
-from runtime.models.quantization import BNB_8BIT, NONE
+from runtime.manager import compat
+from runtime.models.quantization import NONE
 from runtime.models.spec import is_transformer
 
 Placement = Literal["device", "whole", "blocks", "leaves"]
@@ -53,12 +54,10 @@ def placement(name: str, part: ComponentPlan, offload: str) -> Placement:
     """
     if part.engines or offload in {"none", "auto"}:
         return "device"
-    if part.quantization == BNB_8BIT:
-        # It keeps copies of weights and scales outside of what can be moved.
-        raise MachineError(
-            f"Weights of bnb-8bit cannot wait in memory (RAM), as --offload {offload} wants.",
-            "Take --offload none, or --quantization bnb-4bit or fp8.",
-        )
+    case = compat.Case(component=name, backend=part.backend, offload=offload, quantization=part.quantization)
+    against = compat.cannot_wait(case)
+    if against is not None:
+        raise MachineError(against.what, against.remedy)
     if offload == "model" or name == "vae":
         return "whole"
     return "blocks" if offload == "group" and is_transformer(name) else "leaves"

@@ -21,12 +21,13 @@ from runtime.components.video_decoder import EngineVideoDecoder, PyTorchVideoDec
 from runtime.core.errors import EngineError
 from runtime.core.plan import ComponentPlan, ExecutionPlan
 from runtime.engines.service import EngineService, OpenEngines
+from runtime.models.quantization import NONE
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module, load_tokenizer
 
 Part = TypeVar("Part")
 
-# With these, hooks tie a module to itself: only the garbage collector frees it.
+# With these, hooks tie a module to itself, as bitsandbytes' layers are: only the garbage collector frees it.
 _HOOKED: tuple[Placement, ...] = ("blocks", "leaves")
 
 
@@ -49,6 +50,13 @@ class _Loaded:
 
     part: Any
     placed: Placed
+    module: torch.nn.Module
+
+    def close(self) -> None:
+        """Let go of the weights, whoever still holds the part: one that it was lent to may for a while."""
+        for module in list(self.module.modules()):
+            for held in (module._parameters, module._buffers, module._modules):
+                held.clear()
 
 
 class Watch(Protocol):
@@ -226,10 +234,10 @@ class Residency:
 
     def _drop(self, key: _Key) -> None:
         held = self._held.pop(key, None)
-        if isinstance(held, OpenEngines):
+        if held is not None:
             held.close()
         del held
-        give_back(unreachable=key.placement in _HOOKED)
+        give_back(unreachable=key.placement in _HOOKED or key.quantization != NONE)
 
 
 def _load(
@@ -242,7 +250,7 @@ def _load(
     """Load a component in PyTorch to where its weights wait."""
     module = load_module(spec, name, part, None if how == "device" else "cpu")
     made = build(module, part)
-    return _Loaded(made, place(module, how, part))
+    return _Loaded(made, place(module, how, part), module)
 
 
 def _key(spec: ModelSpec, name: str, part: ComponentPlan, offload: str) -> _Key:

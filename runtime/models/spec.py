@@ -30,6 +30,7 @@ class TransformerSpec:
     in_channels: int
     text_dim: int
     patch_size: tuple[int, int, int]
+    rope_max_seq_len: int
 
     @property
     def width(self) -> int:

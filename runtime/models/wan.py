@@ -17,6 +17,8 @@ from runtime.models.spec import Defaults, LatentRgb, ModelSpec, TransformerSpec,
 PIPELINE_CLASS = "WanPipeline"
 # WanPipeline.__call__'s default; Wan was trained with it.
 MAX_SEQUENCE_LENGTH = 512
+# Of diffusers, where a configuration does not name it.
+_ROPE_MAX_SEQ_LEN = 1024
 # Two names of UMT5's embedding: some files hold it under both.
 _TIED = ("shared.weight", "encoder.embed_tokens.weight")
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
@@ -141,6 +143,7 @@ def transformer_spec(config: dict[str, Any]) -> TransformerSpec:
         in_channels=int(config["in_channels"]),
         text_dim=int(config["text_dim"]),
         patch_size=(int(patch_t), int(patch_h), int(patch_w)),
+        rope_max_seq_len=int(config.get("rope_max_seq_len", _ROPE_MAX_SEQ_LEN)),
     )
 
 

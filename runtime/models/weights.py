@@ -3,6 +3,7 @@
 Nothing is fetched: folders are complete before they come here (`wan.read_spec`).
 """
 
+import threading
 from typing import Any, cast
 
 import diffusers
@@ -18,6 +19,8 @@ from runtime.models.spec import ModelSpec, is_transformer
 diffusers.utils.logging.disable_progress_bar()
 transformers.utils.logging.disable_progress_bar()
 
+# The libraries make modules without memory first, by patches that other threads would see.
+_LOADING = threading.Lock()
 _CLASSES = {
     "text_encoder": transformers.UMT5EncoderModel,
     "transformer": diffusers.WanTransformer3DModel,
@@ -51,7 +54,8 @@ def load_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | N
     if quantized:
         arguments |= quantization.loading_arguments(part)
     try:
-        module, loading = _CLASSES[name].from_pretrained(str(spec.directory), **arguments)
+        with _LOADING:
+            module, loading = _CLASSES[name].from_pretrained(str(spec.directory), **arguments)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise

@@ -51,7 +51,7 @@ def test_where_weights_wait(offload: str, text_encoder: str, transformer: str, v
 @pytest.mark.parametrize("offload", ["model", "group", "sequential"])
 def test_eight_bit_weights_stay_where_they_are(offload: str) -> None:
     assert placement("transformer", part(quantization="bnb-8bit"), "none") == "device"
-    with pytest.raises(MachineError, match=f"as --offload {offload} wants") as caught:
+    with pytest.raises(MachineError, match=f"exclude {offload} offload: they cannot wait in memory") as caught:
         placement("transformer", part(quantization="bnb-8bit"), offload)
     assert "bnb-4bit" in caught.value.remedy
 

@@ -83,6 +83,25 @@ def test_nothing_is_left_when_it_is_freed(offload: str, tiny: Tiny, tmp_path: Pa
     assert parameters() == before
 
 
+def test_one_part_at_a_time_is_one(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.2-a14b")
+    plan = offloaded(spec, tmp_path / "x.mp4", "none")
+    before, alive = parameters(), {}
+
+    def emit(event: Event) -> None:
+        if isinstance(event, StageStarted) and event.stage == "load":
+            alive[event.part] = parameters() - before
+
+    with Residency() as residency:
+        run_job(plan, spec, emit, Cancel(), residency)
+        assert alive == dict.fromkeys(plan.components, 0)
+        # Nor does it matter that whom a part was lent to still knows it.
+        with residency.denoiser(spec, Alone(plan), "transformer") as denoiser:
+            assert parameters() > before
+        assert parameters() == before
+        del denoiser
+
+
 def test_what_a_new_plan_has_no_use_for_is_freed_first(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.1")
     old = offloaded(spec, tmp_path / "x.mp4", "none", keep=True)
