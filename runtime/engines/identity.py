@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.core.errors import EngineError, ModelError
+from runtime.manager.engine_index import is_of_gpu
 from runtime.manager.machine import Machine
 from runtime.models.spec import ModelSpec
 
@@ -78,6 +79,11 @@ def device_text(machine: Machine, device: str) -> str:
     gpu = machine.gpus[index]
     major, minor = gpu.capability
     return f"{gpu.name} sm{major}{minor} CUDA {machine.torch_cuda or 'none'}"
+
+
+def device_like(there: str, machine: Machine) -> str:
+    """Return the device here that is of the kind of a key's `device`: "cuda:0" or "cpu"."""
+    return "cuda:0" if is_of_gpu(there) and machine.gpus else "cpu"
 
 
 def cpu_instructions() -> list[str]:

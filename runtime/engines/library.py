@@ -8,9 +8,9 @@ from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError, TandemError
 from runtime.engines import manifest
 from runtime.engines.build import EmitProgress, verify_engine
-from runtime.engines.identity import CLIP_PROGRAM, PROGRAMS, device_text, program_key_parts, programs_of
+from runtime.engines.identity import CLIP_PROGRAM, PROGRAMS, device_like, device_text, program_key_parts, programs_of
 from runtime.engines.store import EngineStore
-from runtime.manager.engine_index import SWAPPED, UNREADABLE_KEY, EngineRecord
+from runtime.manager.engine_index import SWAPPED, UNREADABLE_KEY, EngineRecord, device_words
 from runtime.manager.machine import Machine
 from runtime.models.spec import ModelSpec
 
@@ -176,9 +176,8 @@ def _device(record: EngineRecord, machine: Machine) -> str:
     for device in devices:
         if device_text(machine, device) == record.key.device and record.key.system == machine.system:
             return device
-    raise EngineError(
-        f"The engine {record.id} was built on another machine: {record.key.device}.", "Build it here, and delete that."
-    )
+    there = device_words(record.key.device, device_text(machine, device_like(record.key.device, machine)))
+    raise EngineError(f"The engine {record.id} was built on {there}.", "Build it here, and delete that.")
 
 
 def _total(store: EngineStore) -> int:

@@ -5,7 +5,9 @@ from pathlib import Path
 
 from runtime.core.errors import TandemError
 from runtime.engines.builders import BUILDERS
-from runtime.manager.engine_index import UNREADABLE_KEY, EngineRecord, differences
+from runtime.engines.identity import device_like
+from runtime.engines.imported.offering import key_here
+from runtime.manager.engine_index import IMPORTED, UNREADABLE_KEY, EngineKey, EngineRecord, differences
 from runtime.manager.machine import Machine
 from runtime.models.spec import ModelSpec
 
@@ -27,21 +29,27 @@ def why_stale(
     spec = next((spec for spec in models if spec.name == record.model), None)
     if spec is None or record.component not in spec.component_names:
         return [f"the model {record.model or 'it was built from'} is not here"]
-    device = "cuda:0" if " sm" in key.device and machine.gpus else "cpu"
-    try:
-        wanted = BUILDERS[key.builder].key(
-            spec,
-            record.component,
-            key.program,
-            key.profiles,
-            precision=key.precision,
-            machine=machine,
-            device=device,
-            notes=notes,
-        )
-    except KeyError:
+    if key.builder != IMPORTED and key.builder not in BUILDERS:
         return [f"there is no builder {key.builder} any more"]
+    try:
+        wanted = _wanted(record, spec, machine, device_like(key.device, machine), notes)
     except TandemError as error:
         return [error.what.rstrip(".")]
-    # Weights that are handed over as the engine is loaded may be any of its architecture.
     return differences(wanted, key, spec.vae.scale_factor_spatial)
+
+
+def _wanted(record: EngineRecord, spec: ModelSpec, machine: Machine, device: str, notes: Path | None) -> EngineKey:
+    """Return the key of the engine that would be in its place now; of one made elsewhere, of it imported again."""
+    key = record.key
+    if key.builder == IMPORTED:
+        return key_here(key, spec, record.component, machine, device, notes)
+    return BUILDERS[key.builder].key(
+        spec,
+        record.component,
+        key.program,
+        key.profiles,
+        precision=key.precision,
+        machine=machine,
+        device=device,
+        notes=notes,
+    )

@@ -101,7 +101,8 @@ def test_what_cannot_be_verified_here_is_skipped_and_said(tiny: Callable[[str], 
     engines = library.choose(store, [of_nobody.id, elsewhere.id, damaged.id])
     found = list(library.verify(store, engines, [spec], machine, ignore, Cancel()))
     assert "No model here" in str(found[0].skipped)
-    assert "built on another machine: x86_64 avx512" in str(found[1].skipped)
+    assert "was built on a processor with avx512" in str(found[1].skipped)
+    assert found[1].remedy == "Build it here, and delete that."
     assert found[2] == library.Verified(engines[2])
     assert {record.id for record in store.index() if record.usable} == {of_nobody.id, elsewhere.id}
     cancel = Cancel()

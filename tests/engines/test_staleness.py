@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from runtime.engines.builders import BUILDERS
+from runtime.engines.identity import CLIP_PROGRAM, EXPORT_REVISION, FAMILY, device_text, program_key_parts, versions_of
+from runtime.engines.imported.offering import imported_engines
 from runtime.engines.staleness import why_stale
-from runtime.manager.engine_index import UNREADABLE_KEY, EngineRecord
+from runtime.manager.engine_index import IMPORTED, UNREADABLE_KEY, EngineKey, EngineRecord
 from runtime.manager.machine import probe
 from runtime.manager.shapes import ShapeProfile
 from runtime.models.spec import ModelSpec
@@ -50,6 +52,55 @@ def test_one_that_would_be_built_now_is_not_stale(fresh: EngineRecord, spec: Mod
 def test_what_differs_is_named(fresh: EngineRecord, spec: ModelSpec, changes: dict[str, Any], words: str) -> None:
     stale = why_stale(replace(fresh, key=replace(fresh.key, **changes)), [spec], HERE)
     assert any(words in phrase for phrase in stale), stale
+
+
+@pytest.fixture(params=[("transformer_2", "transformer"), ("vae", CLIP_PROGRAM)], ids=["transformer", "clip"])
+def imported(spec: ModelSpec, request: pytest.FixtureRequest) -> EngineRecord:
+    """An engine made elsewhere, as it is known right after it was imported here."""
+    component, program = request.param
+    architecture, weights = program_key_parts(spec, component, program)
+    key = EngineKey(
+        program=program,
+        family=FAMILY,
+        architecture=architecture,
+        weights=weights,
+        export_revision=EXPORT_REVISION,
+        profiles=(ShapeProfile.fixed((3, 4, 8)),),
+        precision="float16",
+        backend="onnxruntime",
+        builder=IMPORTED,
+        options=(("exact", "yes"), ("made_by", "somebody"), ("sha256", "0" * 64)),
+        versions=versions_of("onnxruntime-openvino", "onnxruntime-gpu", "onnxruntime"),
+        device=device_text(HERE, "cpu"),
+        system=HERE.system,
+    )
+    return record(key, model=spec.name, component=component)
+
+
+def test_an_imported_one_is_judged_by_what_it_runs_on(imported: EngineRecord, spec: ModelSpec) -> None:
+    assert why_stale(imported, [spec], HERE) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"weights": "0" * 64}, "built from other weights"),
+        ({"architecture": "0" * 64}, "built from another architecture"),
+        ({"versions": (("onnxruntime", "1.2.3"),)}, "built with ONNX Runtime 1.2.3, here "),
+        ({"versions": (("tensorrt", "8.6.1"),)}, "built with TensorRT 8.6.1, here "),
+        ({"system": "Plan9 vax"}, "built on Plan9 vax, here "),
+        ({"device": "NVIDIA H200 sm90 CUDA 13.0"}, "built on NVIDIA H200 sm90 CUDA 13.0, here "),
+        ({"device": f"{device_text(HERE, 'cpu')} avx9999"}, "built on a processor with avx9999, unlike this one"),
+    ],
+)
+def test_an_imported_one_is_stale_where_no_job_would_take_it(
+    imported: EngineRecord, spec: ModelSpec, changes: dict[str, Any], words: str
+) -> None:
+    changed = replace(imported, key=replace(imported.key, **changes))
+    (phrase,) = why_stale(changed, [spec], HERE)
+    assert words in phrase
+    for one, wanted in ((imported, [imported]), (changed, [])):
+        assert imported_engines([one], spec, imported.component, HERE, "cpu", None) == wanted
 
 
 def test_a_model_that_is_gone_is_named(fresh: EngineRecord, spec: ModelSpec) -> None:

@@ -27,8 +27,9 @@ from runtime.engines.imported.fitting import ADAPTERS_FILE, Fitting, fittings
 from runtime.engines.imported.offering import EXACT, served
 from runtime.engines.imported.source import FILE_NAMES, Source, check_library, check_room, look
 from runtime.engines.service import EngineService
+from runtime.manager.compat import cuda_problem
 from runtime.manager.engine_index import IMPORTED, EngineKey, EngineRecord
-from runtime.manager.machine import probe
+from runtime.manager.machine import Machine, probe
 from runtime.models.spec import ModelSpec
 
 _BLOCK = 1 << 22
@@ -60,16 +61,39 @@ class Imported:
     @property
     def serves(self) -> str:
         """The sizes it serves, in pixels and frames."""
-        return served(self.engine, self.spec)
+        return served(self.engine.key.program, self.engine.key.profiles, self.spec)
 
     def lines(self) -> list[str]:
         """Return it in words, a line each."""
         return [
             *self.contract.lines(),
             f"Stands for the {self.fitting.component} of {self.engine.model}: {self.serves}.",
-            *self.fitting.lines(),
-            *(() if self.fitting.exact else ("Something is lost, so it is used only where its backend is asked for.",)),
+            *_costs(self.fitting),
         ]
+
+
+def prospects(found: Sequence[Fitting], spec: ModelSpec) -> list[str]:
+    """Return in words, a line each, what an engine could stand for and what bridging the rest would cost."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for fitting in found:
+        said = (served(fitting.program, fitting.profiles, spec), *_costs(fitting))
+        alike.setdefault(said, []).append(fitting.component)
+    lines = []
+    for (sizes, *costs), components in alike.items():
+        lines += [f"Could stand for the {' or the '.join(dict.fromkeys(components))} of {spec.title}: {sizes}.", *costs]
+    if len(found) > 1:
+        lines.append("Which of these it is shows when it is compared with the model, as it is imported.")
+    return lines
+
+
+def _costs(fitting: Fitting) -> list[str]:
+    lossy = "Something is lost, so it is used only where its backend is asked for."
+    return [*fitting.lines(), *(() if fitting.exact else (lossy,))]
+
+
+def device_here(machine: Machine) -> str:
+    """Return the device that an imported engine is to run on: the GPU where there is one that can be used."""
+    return "cpu" if cuda_problem(machine) else "cuda:0"
 
 
 def inspect(
@@ -198,7 +222,8 @@ def _contract(
     if outcome.done is not None:
         return Contract.from_json(outcome.done)
     if outcome.kind == "told":
-        raise EngineError(outcome.failed, outcome.remedy, log=outcome.log)
+        # It says what is wrong with the file: what else is in the log is of no use.
+        raise EngineError(outcome.failed, outcome.remedy)
     raise failure("imported file", "opened", outcome)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from runtime.core.plan import EngineUse, LatentSize
 from runtime.engines.identity import CLIP_PROGRAM, device_text, program_key_parts, programs_of, versions_of
-from runtime.manager.engine_index import IMPORTED, EngineRecord
+from runtime.manager.engine_index import IMPORTED, EngineKey, EngineRecord
 from runtime.manager.machine import Machine
 from runtime.manager.offers import EngineOffer
 from runtime.manager.shapes import ShapeProfile
@@ -43,20 +43,39 @@ def imported_engines(
         key = record.key
         if key.builder != IMPORTED or key.program not in programs or not record.usable:
             continue
-        same_model = (key.architecture, key.weights) == program_key_parts(spec, component, key.program, notes)
-        same_machine = (key.device, key.system) == (device_text(machine, device), machine.system)
-        if same_model and same_machine and key.versions == versions_of(*(name for name, _ in key.versions)):
+        if key == key_here(key, spec, component, machine, device, notes):
             found.append(record)
     return sorted(found, key=lambda record: (not _exact(record), record.seconds_per_call, record.id))
 
 
-def served(record: EngineRecord, spec: ModelSpec) -> str:
+def key_here(
+    key: EngineKey, spec: ModelSpec, component: str, machine: Machine, device: str, notes: Path | None
+) -> EngineKey:
+    """Return the key that an imported engine must have to run here now, in the place of a component.
+
+    What the file itself fixed stays: sizes, precision, adapters. Weights are those that it was compared with.
+
+    Raises:
+        TandemError: if the model's files or the device cannot be read.
+    """
+    architecture, weights = program_key_parts(spec, component, key.program, notes)
+    return replace(
+        key,
+        architecture=architecture,
+        weights=weights,
+        versions=versions_of(*(name for name, _ in key.versions)),
+        device=device_text(machine, device),
+        system=machine.system,
+    )
+
+
+def served(program: str, profiles: Sequence[ShapeProfile], spec: ModelSpec) -> str:
     """Return the sizes that an engine serves, in pixels and frames."""
-    if record.key.program == "text_encoder":
+    if program == "text_encoder":
         return "clips of any size"
     scale, temporal = spec.vae.scale_factor_spatial, spec.vae.scale_factor_temporal
     words = []
-    for profile in record.key.profiles:
+    for profile in profiles:
         (fewest, *small), (most, *large) = profile.min, profile.max
         # As people ask for a size: width first.
         low, high = (f"{width * scale}x{height * scale}" for height, width in (small, large))
@@ -79,7 +98,7 @@ def offers_with(
         if profile is not None:
             offers.append(_offer(record, profile))
             continue
-        aside = f"the imported one serves {served(record, spec)}"
+        aside = f"the imported one serves {served(record.key.program, record.key.profiles, spec)}"
         offers = [
             replace(offer, missing=f"{offer.missing}; {aside}")
             if offer.backend == record.key.backend and offer.missing

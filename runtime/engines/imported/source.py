@@ -11,6 +11,7 @@ from runtime.core.errors import EngineError
 from runtime.engines.builders.onnx_tensorrt import OnnxTensorRT
 from runtime.engines.builders.onnxruntime import OnnxRuntimeBuilder
 from runtime.engines.builders.tensorrt_common import installed_version
+from runtime.manager.compat import OTHER_BACKEND
 from runtime.manager.machine import Machine, free_disk_bytes
 
 BACKENDS = {".trt": "tensorrt", ".plan": "tensorrt", ".engine": "tensorrt", ".onnx": "onnxruntime"}
@@ -29,6 +30,7 @@ _MOST_BYTES = 1 << 46
 # Major versions that have this head, or may come to have it; anything else there is no version.
 _FIRST, _LAST = 8, 30
 _ONLY = "Give a TensorRT plan (.trt, .plan or .engine) or an ONNX file (.onnx)."
+_ELSEWHERE = "Import it on a machine that can run it, or have an ONNX file made."
 _COPY_AGAIN = "Copy it again from where it was made."
 
 
@@ -90,7 +92,10 @@ def check_library(source: Source, machine: Machine) -> None:
     builder = OnnxTensorRT() if source.backend == "tensorrt" else OnnxRuntimeBuilder()
     missing = builder.unavailable(machine)
     if missing is not None:
-        raise EngineError(f"{source.path.name} cannot be run here: {missing[0]}.", missing[1])
+        why, remedy = missing
+        raise EngineError(
+            f"{source.path.name} cannot be run here: {why}.", _ELSEWHERE if remedy == OTHER_BACKEND else remedy
+        )
     here = installed_version() or ""
     if source.version and source.version.split(".")[:2] != here.split(".")[:2]:
         raise EngineError(
