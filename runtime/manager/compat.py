@@ -30,7 +30,9 @@ _BLACKWELL, _FIRST_FOR_BLACKWELL = (10, 0), (12, 8)
 # https://docs.nvidia.com/deploy/cuda-compatibility: a driver runs all of a major version of CUDA, and older ones.
 _LEAST_DRIVER = {11: "450", 12: "525", 13: "580"}
 
-WEIGHTS_TITLES: Mapping[str, str] = {"bnb-8bit": "8-bit weights", "bnb-4bit": "4-bit weights", "fp8": "FP8 weights"}
+# What quantized weights are called, the fastest first.
+WEIGHTS_TITLES: Mapping[str, str] = {"fp8": "FP8 weights", "bnb-8bit": "8-bit weights", "bnb-4bit": "4-bit weights"}
+_WAITING = frozenset({"model", "group", "sequential"})
 _COMPONENT_TITLES: Mapping[str, str] = {
     "text_encoder": "text encoder",
     "transformer": "transformer",
@@ -100,8 +102,8 @@ class Case:
         """Whether an engine is to run it."""
         return self.backend != PYTORCH
 
-    def words(self, machine: Machine) -> dict[str, str]:
-        """Return what the sentences of `RULES` name."""
+    def words(self, gpu: str) -> dict[str, str]:
+        """Return what the sentences of `RULES` name; `gpu` is the machine's."""
         return {
             "backend": BACKEND_TITLES[self.backend],
             "component": self.component,
@@ -110,7 +112,7 @@ class Case:
             "weights": WEIGHTS_TITLES.get(self.quantization, ""),
             "loras": ", ".join(self.loras),
             "gpus": str(self.gpus),
-            "gpu": machine.gpus[0].name if machine.gpus else "",
+            "gpu": gpu,
         }
 
 
@@ -124,6 +126,12 @@ class Rule:
     reason: str
     remedy: str
     setting: str = field(default="")
+
+    def against(self, case: Case, gpu: str = "") -> Conflict:
+        """Return what it says of a case that it excludes; `gpu` is the machine's name for its own."""
+        words = case.words(gpu)
+        chip, reason, remedy = (text.format_map(words) for text in (self.chip, self.reason, self.remedy))
+        return Conflict(chip, reason, remedy, self.setting)
 
 
 def cuda_problem(machine: Machine) -> str | None:
@@ -249,7 +257,21 @@ def _without_bfloat16(case: Case, machine: Machine) -> bool:
     return on_gpu and case.precision == "bfloat16" and machine.gpus[0].capability < BF16_CAPABILITY
 
 
+def _is_held_twice(case: Case) -> bool:
+    return not case.on_engine and case.quantization == "bnb-8bit" and case.offload in _WAITING
+
+
+_HELD_TWICE = Rule(
+    name="8-bit weights that wait",
+    excludes=lambda case, _: _is_held_twice(case),
+    chip="{weights} exclude {offload} offload",
+    reason="{weights} exclude {offload} offload: they cannot wait in memory (RAM), "
+    "because bitsandbytes keeps copies of them outside of what can be moved",
+    remedy="Take --offload none with them; --quantization bnb-4bit goes with --offload model.",
+    setting="offload",
+)
 RULES = (
+    _HELD_TWICE,
     Rule(
         name="quantized weights",
         excludes=lambda case, _: case.on_engine and case.quantization in WEIGHTS_TITLES,
@@ -260,9 +282,7 @@ RULES = (
     ),
     Rule(
         name="offloaded transformer",
-        excludes=lambda case, _: (
-            case.on_engine and is_transformer(case.component) and case.offload in {"model", "group", "sequential"}
-        ),
+        excludes=lambda case, _: case.on_engine and is_transformer(case.component) and case.offload in _WAITING,
         chip="{offload} offload excludes {backend}",
         reason="{offload} offload excludes {backend} for the {part}: an engine keeps its weights on the GPU",
         remedy="Take --offload none, or --backend {component}=pytorch; other parts may run on engines all the same.",
@@ -312,14 +332,13 @@ def conflict(case: Case, machine: Machine) -> Conflict | None:
     """Return what stands against a case: the first rule that excludes it, else what its backend lacks here."""
     for rule in RULES:
         if rule.excludes(case, machine):
-            words = case.words(machine)
-            return Conflict(
-                rule.chip.format_map(words),
-                rule.reason.format_map(words),
-                rule.remedy.format_map(words),
-                rule.setting,
-            )
+            return rule.against(case, machine.gpus[0].name if machine.gpus else "")
     return lacking(case.backend, machine)
+
+
+def cannot_wait(case: Case) -> Conflict | None:
+    """Return why weights in PyTorch cannot wait in memory (RAM) as `case.offload` wants; alike on every machine."""
+    return _HELD_TWICE.against(case) if _is_held_twice(case) else None
 
 
 def no_room(ram_bytes: int, vram_bytes: int, disk_bytes: int, machine: Machine) -> Conflict | None:

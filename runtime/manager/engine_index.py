@@ -17,6 +17,8 @@ SWAPPED = "swapped"
 # What `EngineKey.builder` says of one that was made elsewhere: its weights are those that it was compared with.
 IMPORTED = "imported"
 _DIGEST_LENGTH = 16
+# So many of a CPU's instruction sets are named where they differ.
+_NAMED = 3
 _TITLES: Mapping[str, str] = {
     "cuda": "CUDA",
     "inductor": "Inductor",
@@ -254,9 +256,32 @@ def _differing_machine(wanted: EngineKey, found: EngineKey) -> Iterator[str]:
             yield f"built without {_title(name)}, here {here}"
         else:
             yield f"built with {_title(name)} {there}, here {here or 'there is none'}"
-    for name in ("device", "system"):
-        if getattr(wanted, name) != getattr(found, name):
-            yield f"built on {getattr(found, name)}, here {getattr(wanted, name)}"
+    if wanted.device != found.device:
+        yield f"built on {device_words(found.device, wanted.device)}"
+    if wanted.system != found.system:
+        yield f"built on {found.system}, here {wanted.system}"
+
+
+def is_of_gpu(device: str) -> bool:
+    """Whether a key's `device` is a GPU; a CPU is its architecture and instruction sets."""
+    return " sm" in device
+
+
+def device_words(there: str, here: str) -> str:
+    """Say of a key's `device` how it differs from the one here: two CPUs by their instruction sets alone."""
+    (kind, *instructions), (kind_here, *instructions_here) = there.split() or [""], here.split() or [""]
+    more = [name for name in instructions if name not in instructions_here]
+    fewer = [name for name in instructions_here if name not in instructions]
+    if is_of_gpu(there) or is_of_gpu(here) or kind != kind_here or not (more or fewer):
+        there, here = (device if is_of_gpu(device) else device.partition(" ")[0] for device in (there, here))
+        return f"{there}, here {here}"
+    told = [f"{word} {_some(names)}" for word, names in (("with", more), ("without", fewer)) if names]
+    return f"a processor {' and '.join(told)}, unlike this one"
+
+
+def _some(names: list[str]) -> str:
+    left = len(names) - _NAMED
+    return f"{', '.join(names[:_NAMED])}{f' and {left} more' if left > 0 else ''}"
 
 
 def _without_profiles(key: EngineKey) -> tuple[object, ...]:

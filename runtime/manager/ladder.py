@@ -7,11 +7,11 @@ not fit whole though nothing but the VAE lies on the device.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from runtime.core.errors import InvalidRequestError, MachineError
+from runtime.core.errors import InvalidRequestError, MemoryShortError
 from runtime.core.forecast import Rung, Seconds, StageMemory
+from runtime.core.plan import PYTORCH
 from runtime.core.request import AUTO
-from runtime.manager import history, timing, vram
-from runtime.manager.compat import lacking
+from runtime.manager import compat, history, timing, vram
 from runtime.manager.history import History
 from runtime.manager.machine import Machine
 from runtime.manager.timing import Work
@@ -23,7 +23,6 @@ _SMALLER = "Ask for a smaller size or fewer frames, or take a smaller model."
 _MORE_RAM = "Close other programs, add memory (RAM), or take a smaller model."
 # What stays loaded stays for hours: so much of the free memory at most.
 _KEEP_SHARE = {"cpu": 0.6, "cuda": 0.9}
-_QUANTIZED: Mapping[str, str] = {"fp8": "FP8", "bnb-8bit": "8 bits", "bnb-4bit": "4 bits"}
 
 _KEEP = ("Everything stays loaded", Way(keep_loaded=True))
 _FREE_TEXT = ("Text encoder freed after the prompt", Way(keep_loaded=True, freed=("text_encoder",)))
@@ -39,6 +38,8 @@ class Case:
 
     Attributes:
         backends: by component.
+        asked: the backends that were asked for, or "auto", by component.
+        whole: bytes of the components that pass through system memory whole on their way to the device.
         free_bytes: on the device, `ram_free_bytes` in system memory.
         chunk: latent frames that the VAE decodes in one call, where memory allows.
     """
@@ -48,6 +49,8 @@ class Case:
     machine: Machine
     history: History
     backends: Mapping[str, str]
+    asked: Mapping[str, str]
+    whole: Mapping[str, int]
     free_bytes: int
     ram_free_bytes: int
     chunk: int
@@ -61,6 +64,7 @@ class Option:
         chunk: latent frames that the VAE decodes in one call.
         seconds: by stage, their "total", and "load", which the total leaves out.
         tight: whether it fits only if PyTorch's allocator takes nothing on top.
+        against: why this machine cannot do it, however much memory is free.
     """
 
     way: Way
@@ -69,6 +73,12 @@ class Option:
     seconds: Mapping[str, Seconds]
     rung: Rung
     tight: bool
+    against: compat.Conflict | None
+
+    @property
+    def settings(self) -> tuple[str, str]:
+        """What a request says for it."""
+        return self.way.offload, self.way.quantization
 
 
 @dataclass(frozen=True)
@@ -85,7 +95,7 @@ def options(case: Case) -> list[Option]:
     if not case.load.cuda:
         return [_option(case, *named) for named in (_KEEP, _ONE)]
     plain = [_option(case, *named) for named in (_KEEP, _FREE_TEXT, _ONE, _MODEL, _GROUP)]
-    quantized = [_first_that_fits(_quantized(case, kind)[:3]) for kind in _QUANTIZED]
+    quantized = [_first_that_fits(_quantized(case, kind)[:3]) for kind in compat.WEIGHTS_TITLES]
     return [*plain, *quantized, _option(case, *_SEQUENTIAL)]
 
 
@@ -98,38 +108,70 @@ def decide(case: Case, offload: str, quantization: str, clip: str) -> Decision:
 
     Raises:
         InvalidRequestError: if what was asked for excludes itself.
-        MachineError: if this machine cannot do what was asked for, or no such way fits, with the first way that does.
+        MemoryShortError: if no such way fits, with the first way that does.
     """
     every = options(case)
     asked = _asked(case, every, offload, quantization)
-    # Quantized only where nothing else fits; a tight fit only then, the least tight and of those the fastest.
-    ranked = sorted(asked, key=_is_quantized)
-    taken = next((option for option in ranked if _fits(option) and not option.tight), None)
-    if taken is None:
-        tight = [option for option in ranked if _fits(option)]
-        taken = min(tight, key=lambda option: _needs(option.memory), default=None)
+    taken = _first(asked)
     if taken is None:
         raise _refusal(case, every, asked, clip)
-    ladder = every if taken in every else [taken, *every]
+    if taken not in every:
+        # After the others of its kind, which are faster.
+        place = 1 + max(place for place, option in enumerate(every) if option.way.quantization == quantization)
+        every = [*every[:place], taken, *every[place:]]
     warnings = []
     if taken.way.decode_tile is not None:
         side = _tile_pixels(case, taken.way.decode_tile)
         warnings.append(f"Memory is short: frames are decoded in tiles of {side} and differ a little where these meet.")
     if quantization == AUTO and _is_quantized(taken):
-        title = _QUANTIZED[taken.way.quantization]
-        warnings.append(f"Memory is short: the transformers run in {title}, and the video is a little less exact.")
+        title = compat.WEIGHTS_TITLES[taken.way.quantization]
+        warnings.append(f"Memory is short: the transformers run with {title}, and the video is a little less exact.")
     if taken.tight:
         warnings.append(
             f"Memory is tight: about {_gib(taken.rung.peak_bytes)} of the {_gib(case.free_bytes)} that are free. "
             "It may run out; a smaller size or fewer frames are safer."
         )
-    return Decision(taken, tuple(replace(option.rung, taken=option == taken) for option in ladder), tuple(warnings))
+    return Decision(taken, _rungs(case, every, taken), tuple(warnings))
+
+
+def _first(options: list[Option]) -> Option | None:
+    """Return the option to take: quantized only where nothing else fits, a tight fit, the least tight, only then."""
+    fitting = sorted(filter(_fits, options), key=_is_quantized)
+    roomy = next((option for option in fitting if not option.tight), None)
+    return roomy or min(fitting, key=lambda option: _needs(option.memory), default=None)
+
+
+def _rungs(case: Case, every: list[Option], taken: Option | None) -> tuple[Rung, ...]:
+    """Return the ladder as it is shown: what was taken, and what a request would take by asking for it."""
+    rungs = []
+    for option in every:
+        excluded = _excluded(case, *option.settings)
+        first = _first([other for other in every if other.settings == option.settings])
+        rungs.append(
+            replace(
+                option.rung,
+                taken=option == taken,
+                offered=option == first and not excluded,
+                lacks="" if option == taken else option.rung.lacks or excluded,
+            )
+        )
+    return tuple(rungs)
+
+
+def _excluded(case: Case, offload: str, quantization: str) -> str:
+    """Return why a way does not go with the backends that were asked for, in a few words; empty where it does."""
+    for name, backend in case.asked.items():
+        if backend not in {AUTO, PYTORCH} and is_transformer(name):
+            asked = compat.Case(component=name, backend=backend, offload=offload, quantization=quantization)
+            against = compat.conflict(asked, case.machine)
+            if against is not None and against.setting:
+                return against.chip
+    return ""
 
 
 def _asked(case: Case, every: list[Option], offload: str, quantization: str) -> list[Option]:
     if quantization in {AUTO, "none"}:
-        here = [option for option in every if not option.rung.lacks]
-        pool = [option for option in here if quantization == AUTO or not _is_quantized(option)]
+        pool = [option for option in every if quantization == AUTO or not _is_quantized(option)]
     else:
         pool = _quantized(case, quantization)
     # An engine holds its weights itself: they are neither brought to it nor quantized unless that was asked for.
@@ -141,6 +183,9 @@ def _asked(case: Case, every: list[Option], offload: str, quantization: str) -> 
         ]
     asked = [option for option in pool if offload in {AUTO, option.way.offload}]
     if not asked:
+        against = compat.cannot_wait(_in_pytorch(quantization, offload))
+        if against is not None:
+            raise InvalidRequestError(against.setting, against.what, against.remedy)
         raise InvalidRequestError(
             "offload",
             f"Quantized transformers are not brought in parts: --quantization {quantization} excludes "
@@ -152,11 +197,16 @@ def _asked(case: Case, every: list[Option], offload: str, quantization: str) -> 
 
 def _quantized(case: Case, kind: str) -> list[Option]:
     """Return the ways to hold quantized transformers, the roomiest first."""
-    title = f"Transformers in {_QUANTIZED[kind]}"
-    ways = (_KEEP, _FREE_TEXT, _ONE, _MODEL)
+    title = f"Transformers with {compat.WEIGHTS_TITLES[kind]}"
     return [
-        _option(case, f"{title}, {name[0].lower()}{name[1:]}", replace(way, quantization=kind)) for name, way in ways
+        _option(case, f"{title}, {name[0].lower()}{name[1:]}", replace(way, quantization=kind))
+        for name, way in (_KEEP, _FREE_TEXT, _ONE, _MODEL)
+        if compat.cannot_wait(_in_pytorch(kind, way.offload)) is None
     ]
+
+
+def _in_pytorch(quantization: str, offload: str) -> compat.Case:
+    return compat.Case(component="transformer", backend=PYTORCH, offload=offload, quantization=quantization)
 
 
 def _first_that_fits(found: list[Option]) -> Option:
@@ -172,7 +222,7 @@ def _has_room(option: Option) -> bool:
 
 
 def _fits(option: Option) -> bool:
-    return _has_room(option) and not option.rung.lacks
+    return _has_room(option) and option.against is None
 
 
 def _option(case: Case, title: str, way: Way) -> Option:
@@ -199,7 +249,7 @@ def _option(case: Case, title: str, way: Way) -> Option:
         title = f"{title}, decoding in tiles of {_tile_pixels(case, way.decode_tile)}"
     elif chunk != case.chunk:
         title = f"{title}, decoding frame by frame"
-    lacks = lacking(way.quantization, case.machine)
+    against = compat.lacking(way.quantization, case.machine) or _unloadable(case, way)
     rung = Rung(
         title=title,
         flags=" ".join(flags),
@@ -212,9 +262,19 @@ def _option(case: Case, title: str, way: Way) -> Option:
         fits_ram=ram <= case.ram_free_bytes,
         lossless=way.quantization == "none" and way.decode_tile is None,
         decode_tile=way.decode_tile,
-        lacks=lacks.reason if lacks else "",
+        decode_chunk=chunk,
+        keep_loaded=way.keep_loaded,
+        freed=way.freed,
+        lacks=against.chip if against else "",
     )
-    return Option(way=way, chunk=chunk, memory=memory, seconds=seconds, rung=rung, tight=not roomy)
+    return Option(way=way, chunk=chunk, memory=memory, seconds=seconds, rung=rung, tight=not roomy, against=against)
+
+
+def _unloadable(case: Case, way: Way) -> compat.Conflict | None:
+    # Weights are quantized one by one as they are read.
+    quantized = way.quantization != "none"
+    whole = {name: size for name, size in case.whole.items() if not (quantized and is_transformer(name))}
+    return compat.no_ram(case.load.spec, whole, case.machine)
 
 
 def _tile_pixels(case: Case, tile: int) -> str:
@@ -273,12 +333,17 @@ def _component_seconds(case: Case, way: Way, name: str) -> Seconds:
     return timing.stage_seconds(call * calls, timing.transfer_seconds(case.load, way, name, calls), way)
 
 
-def _refusal(case: Case, every: list[Option], asked: list[Option], clip: str) -> MachineError:
-    other = next((option for option in every if _fits(option)), None)
-    least = min(asked, key=lambda option: (not option.rung.fits_ram, option.rung.peak_bytes))
+def _refusal(case: Case, every: list[Option], asked: list[Option], clip: str) -> MemoryShortError:
     where = "video memory" if case.load.cuda else "memory"
+    other = next((option for option in every if _fits(option)), None)
+    remedy = "" if other is None else _instead(every[0], other)
+    able = [option for option in asked if option.against is None]
+    unable = next((option.against for option in asked if option.against), None)
+    if not able and unable is not None:
+        return MemoryShortError(unable.what, remedy or unable.remedy, _rungs(case, every, None), where)
+    least = min(able, key=lambda option: (not option.rung.fits_ram, option.rung.peak_bytes))
     needs, free = f"{_gib(least.rung.peak_bytes)} of {where}", _gib(case.free_bytes)
-    waiting = min((o.rung for o in asked if o.rung.fits), key=lambda rung: rung.ram_bytes, default=None)
+    waiting = min((o.rung for o in able if o.rung.fits), key=lambda rung: rung.ram_bytes, default=None)
     if waiting is not None:
         ram, ram_free = f"{_gib(waiting.ram_bytes)} of system memory (RAM)", _gib(case.ram_free_bytes)
         if least.rung.fits_ram:
@@ -286,11 +351,14 @@ def _refusal(case: Case, every: list[Option], asked: list[Option], clip: str) ->
         else:
             needs, free = f"{ram} for weights that wait", ram_free
     what = f"{clip} needs about {needs}; {free} are free."
-    if other is None:
-        return MachineError(what, _SMALLER if waiting is None else _MORE_RAM)
-    slower = other.rung.seconds.likely / every[0].rung.seconds.likely
+    remedy = remedy or (_SMALLER if waiting is None else _MORE_RAM)
+    return MemoryShortError(what, remedy, _rungs(case, every, None), where)
+
+
+def _instead(fastest: Option, other: Option) -> str:
+    slower = other.rung.seconds.likely / fastest.rung.seconds.likely
     flags = other.rung.flags or "--offload none"
-    return MachineError(what, f"Take {flags}: {_gib(other.rung.peak_bytes)}, about {slower:.1f} times as long.")
+    return f"Take {flags}: {_gib(other.rung.peak_bytes)}, about {slower:.1f} times as long."
 
 
 def _gib(count: int) -> str:

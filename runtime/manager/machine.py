@@ -7,7 +7,7 @@ import platform
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -67,6 +67,13 @@ class Machine:
     def version_of(self, package: str) -> str | None:
         """Return the version of an installed package of `packages.PACKAGES`."""
         return dict(self.packages).get(package)
+
+
+def seen_from(machine: Machine, gpu: int) -> Machine:
+    """Return the machine as a job on one of its GPUs has it: what is asked of any GPU is answered by that one."""
+    if not machine.gpus:
+        return machine
+    return replace(machine, gpus=(machine.gpus[gpu],) * len(machine.gpus))
 
 
 def probe(engines_dir: Path | None = None) -> Machine:

@@ -121,8 +121,11 @@ def _engines(offer: EngineOffer, build: str, reason: str) -> Choice:
     title = BACKEND_TITLES[offer.backend]
     if not any(use.build for use in uses):
         return Choice(offer.backend, uses, reason, f"{title}: engine ready")
-    how_long = f", {about(offer.build_seconds)}" if offer.build_seconds else ""
-    return Choice(offer.backend, uses, reason, f"{title}: builds first{how_long}")
+    return Choice(offer.backend, uses, reason, f"{title}: builds first{_how_long(offer)}")
+
+
+def _how_long(offer: EngineOffer) -> str:
+    return f", {about(offer.build_seconds)}" if offer.build_seconds else ""
 
 
 def _fastest(build: str, offers: list[EngineOffer], in_pytorch: str, excluded: Conflict | None) -> Choice:
@@ -180,7 +183,7 @@ def _asked_for(asked: str, build: str, offers: list[EngineOffer]) -> Choice:
 def _building(offer: EngineOffer, build: str) -> str:
     if offer.ready:
         return "built anew, as asked" if build == "always" else _speed(offer)
-    return f"built first ({offer.missing})"
+    return f"built first{_how_long(offer)} ({offer.missing})"
 
 
 def _speed(offer: EngineOffer) -> str:

@@ -15,7 +15,7 @@ from runtime.core.request import ALL, AUTO, MAX_FRAMES, MAX_SIDE, Auto, Generati
 from runtime.manager import compat, vram
 from runtime.manager.history import History, calls_of
 from runtime.manager.ladder import Case, decide
-from runtime.manager.machine import Machine
+from runtime.manager.machine import Machine, seen_from
 from runtime.manager.offers import Choice, EngineOffer, Offers, admit, choose, no_offers
 from runtime.manager.timing import Work, flops
 from runtime.models.spec import ModelSpec, is_transformer
@@ -33,21 +33,26 @@ def resolve(
     output: Path,
     offers: Offers = no_offers,
     history: History = (),
+    gpu: int = 0,
 ) -> ExecutionPlan:
     """Decide everything.
 
     Args:
         offers: the engines there are or could be, see `engines.offers`.
         history: what earlier jobs took here, see `jobs.history`: it corrects the forecast.
+        gpu: the index of the one that it runs on, where the machine has some.
 
     Raises:
         InvalidRequestError: for a size or length that the model cannot make, with the nearest that it can.
-        MachineError: if memory does not suffice, or not for the way that was asked for.
+        MachineError: if this machine cannot do what was asked for.
+        MemoryShortError: if memory does not suffice, or not for the way that was asked for.
     """
+    machine = seen_from(machine, gpu)
     defaults = spec.defaults
     width = _or(request.width, defaults.width)
     height = _or(request.height, defaults.height)
     frames = _or(request.frames, defaults.frames)
+    _check_extent(spec, {"frames": frames, "height": height, "width": width})
     for field, value, stride in (("width", width, spec.strides[0]), ("height", height, spec.strides[1])):
         _check_stride(spec, field, value, stride)
     _check_frames(spec, frames)
@@ -56,7 +61,7 @@ def resolve(
     guidance_2 = _second_guidance(request, spec, guidance)
     seed = secrets.randbelow(1 << 32) if request.seed == AUTO else request.seed
 
-    device, dtypes, reason, free = _placement(spec, machine)
+    device, dtypes, reason, free = _placement(spec, machine, gpu)
     offload, notes = _offload(request, machine)
     _check_quantization(request, machine)
     latent_shape = spec.latent_shape(frames, height, width)
@@ -65,6 +70,7 @@ def resolve(
     surroundings = compat.Case(component="", backend=PYTORCH, device=device, offload=offload)
     choices = _choices(request, spec, latent_shape[2:], machine, surroundings, reason, noted)
     load = _load(spec, device, dtypes, choices, noted, frames, height, width)
+    in_pytorch = vram.weights_bytes(spec, dtypes) if device != "cpu" else {}
     case = Case(
         load=load,
         work=Work(
@@ -75,13 +81,12 @@ def resolve(
         machine=machine,
         history=history,
         backends={name: choice.backend for name, choice in choices.items()},
+        asked={name: request.backend(name) for name in choices},
+        whole={name: size for name, size in in_pytorch.items() if not choices[name].uses},
         free_bytes=free,
         ram_free_bytes=machine.ram_free_bytes,
         chunk=_most_at_once(load, choices["vae"], free),
     )
-    in_pytorch = vram.weights_bytes(spec, dtypes)
-    if device != "cpu":
-        _check_ram(request, spec, machine, {name: in_pytorch[name] for name in choices if not choices[name].uses})
     clip = f"{spec.title} at {width}x{height}, {frames} frames"
     decision = decide(case, offload, request.quantization, clip)
     way = decision.taken.way
@@ -133,6 +138,7 @@ def resolve(
         build=request.build,
         offload=way.offload,
         quantization=way.quantization,
+        on_out_of_memory=request.on_out_of_memory,
         warnings=(*_size_warnings(spec, width, height, frames), *notes, *decision.warnings),
     )
 
@@ -255,16 +261,6 @@ def _check_quantization(request: GenerationRequest, machine: Machine) -> None:
         raise MachineError(f"{wants} cannot be had here: {against.reason}.", remedy)
 
 
-def _check_ram(request: GenerationRequest, spec: ModelSpec, machine: Machine, weights: dict[str, int]) -> None:
-    """Refuse what passes through memory whole while it is loaded, and does not fit; `weights` are those in PyTorch."""
-    if request.quantization in compat.WEIGHTS_TITLES:
-        # Weights are quantized one by one as they are read.
-        weights = {name: size for name, size in weights.items() if not is_transformer(name)}
-    against = compat.no_ram(spec, weights, machine)
-    if against is not None:
-        raise MachineError(against.what, against.remedy)
-
-
 def _second_guidance(request: GenerationRequest, spec: ModelSpec, guidance: float) -> float | None:
     if spec.experts == 1:
         if request.guidance_scale_2 != AUTO:
@@ -299,13 +295,34 @@ def _check_frames(spec: ModelSpec, frames: int) -> None:
         )
 
 
-def _placement(spec: ModelSpec, machine: Machine) -> tuple[str, dict[str, str], str, int]:
+def _check_extent(spec: ModelSpec, asked: Mapping[str, int]) -> None:
+    """Check that the transformer has positions for a clip of these frames, height and width."""
+    positions = [spec.transformer.rope_max_seq_len * patch for patch in spec.transformer.patch_size]
+    scale = spec.vae.scale_factor_spatial
+    most = {
+        "frames": (positions[0] - 1) * spec.vae.scale_factor_temporal + 1,
+        "height": positions[1] * scale,
+        "width": positions[2] * scale,
+    }
+    for field, value in asked.items():
+        if value > most[field]:
+            raise InvalidRequestError(
+                field, f"{label(field)} is {value}; {spec.title} makes at most {most[field]}.", f"Take {most[field]}."
+            )
+
+
+def usable_gpus(machine: Machine) -> list[int]:
+    """Return the indices of the GPUs that videos can be made on; none where all is done on the CPU."""
+    return [index for index in range(len(machine.gpus)) if compat.cuda_problem(seen_from(machine, index)) is None]
+
+
+def _placement(spec: ModelSpec, machine: Machine, index: int) -> tuple[str, dict[str, str], str, int]:
     """Return the device, each component's dtype, the reason, and the device's free bytes."""
     names = spec.component_names
     why = compat.cuda_problem(machine)
     if why is not None:
         return "cpu", dict.fromkeys(names, "float32"), f"PyTorch in float32 on the CPU: {why}.", machine.ram_free_bytes
-    gpu = machine.gpus[0]
+    gpu = machine.gpus[index]
     if 4 * spec.total_parameters <= _SMALL_MODEL_BYTES:
         dtypes = dict.fromkeys(names, "float32")
         reason = f"PyTorch in float32 on {gpu.name}: the model is small."
@@ -317,7 +334,7 @@ def _placement(spec: ModelSpec, machine: Machine) -> tuple[str, dict[str, str], 
         # UMT5 overflows in float16.
         dtypes = dict.fromkeys(names, "float16") | {"vae": "float32", "text_encoder": "float32"}
         reason = f"PyTorch on {gpu.name}, which has no bfloat16: float16, the text encoder and the VAE in float32."
-    return "cuda:0", dtypes, reason, gpu.free_bytes
+    return f"cuda:{index}", dtypes, reason, gpu.free_bytes
 
 
 def _size_warnings(spec: ModelSpec, width: int, height: int, frames: int) -> list[str]:

@@ -8,7 +8,18 @@ import pytest
 
 from runtime.core.request import BACKENDS, OFFLOADS, QUANTIZATIONS
 from runtime.manager.build_time import build_seconds
-from runtime.manager.compat import NEEDS, RULES, Case, Conflict, conflict, cuda_problem, lacking, no_ram, no_room
+from runtime.manager.compat import (
+    NEEDS,
+    RULES,
+    Case,
+    Conflict,
+    cannot_wait,
+    conflict,
+    cuda_problem,
+    lacking,
+    no_ram,
+    no_room,
+)
 from runtime.manager.engine_index import EngineRecord, misfit
 from runtime.manager.machine import Machine
 from runtime.manager.shapes import ShapeProfile
@@ -67,8 +78,43 @@ EXCLUDED: list[tuple[str, dict[str, Any], Machine, str, str, str]] = [
         "transformer_2=pytorch; other parts",
     ),
     ("offloaded transformer", {"offload": "sequential"}, H200, "sequential offload", "keeps its weights", "none"),
+    *(
+        (
+            "8-bit weights that wait",
+            {"backend": "pytorch", "quantization": "bnb-8bit", "offload": offload},
+            H200,
+            f"8-bit weights exclude {offload} offload",
+            "cannot wait in memory (RAM)",
+            "Take --offload none",
+        )
+        for offload in ("model", "group", "sequential")
+    ),
     ("several GPUs", {"gpus": 4}, H200, "4 GPUs exclude TensorRT", "runs whole on one", "one GPU"),
+    (
+        "several GPUs",
+        {"gpus": 2, "backend": "inductor", "component": "transformer_2"},
+        H200,
+        "2 GPUs exclude Inductor",
+        "a low-noise transformer shared by 2 GPUs",
+        "transformer_2=pytorch",
+    ),
+    (
+        "several GPUs",
+        {"gpus": 4, "backend": "onnxruntime", "device": "cpu"},
+        H200,
+        "4 GPUs exclude ONNX Runtime",
+        "an engine runs whole on one",
+        "transformer=pytorch",
+    ),
     ("LoRA", {"loras": ("ghibli", "slow")}, H200, "LoRA excludes", "ghibli, slow changes", "on Inductor"),
+    (
+        "LoRA",
+        {"loras": ("ghibli",), "backend": "onnxruntime", "device": "cpu", "component": "transformer_2"},
+        CPU,
+        "LoRA excludes the built ONNX Runtime engine",
+        "would have to be built anew",
+        "transformer_2=pytorch",
+    ),
     ("bfloat16", {"backend": "inductor", "precision": "bfloat16"}, TURING, "no bfloat16", "Test GPU does not", "other"),
     ("ONNX Runtime on a GPU", {"backend": "onnxruntime"}, H200, "has no CUDA", "has no CUDA", "another backend"),
 ]
@@ -88,6 +134,18 @@ def test_what_is_excluded(rule: str, changes: dict[str, Any], on: Machine, chip:
     assert found.what.endswith(".")
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_what_cannot_wait_is_a_rule_of_every_machine(backend: str, offload: str, quantization: str) -> None:
+    case = Case(component="transformer", backend=backend, offload=offload, quantization=quantization)
+    against = cannot_wait(case)
+    waits = offload in {"model", "group", "sequential"}
+    assert (against is not None) == (backend == "pytorch" and quantization == "bnb-8bit" and waits)
+    if against is not None:
+        assert conflict(case, H200) == conflict(case, CPU) == against
+
+
 def test_every_rule_has_its_case() -> None:
     assert {rule.name for rule in RULES} == {row[0] for row in EXCLUDED}
 
@@ -103,6 +161,14 @@ def test_every_rule_has_its_case() -> None:
         ({"component": "text_encoder", "offload": "model"}, H200),
         ({"component": "vae", "loras": ("ghibli",)}, H200),
         ({"component": "vae", "gpus": 2}, H200),
+        ({"component": "text_encoder", "gpus": 4, "backend": "inductor"}, H200),
+        ({"component": "text_encoder", "loras": ("ghibli",)}, H200),
+        # One GPU, and no LoRA.
+        ({"gpus": 1, "loras": ()}, H200),
+        # What waits in PyTorch: all weights but those in 8 bits.
+        ({"backend": "pytorch", "quantization": "bnb-8bit", "offload": "none"}, H200),
+        ({"backend": "pytorch", "quantization": "bnb-8bit", "offload": "auto"}, H200),
+        ({"backend": "pytorch", "quantization": "fp8", "offload": "model"}, H200),
         ({"backend": "inductor", "loras": ("ghibli",)}, H200),
         ({"backend": "pytorch", "quantization": "bnb-4bit", "offload": "group", "loras": ("x",), "gpus": 2}, H200),
         ({"backend": "inductor", "precision": "bfloat16"}, AMPERE),

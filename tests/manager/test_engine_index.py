@@ -130,6 +130,23 @@ WORDS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
         {"device": "NVIDIA L4 sm89 CUDA 12.8"},
         ["built on NVIDIA L4 sm89 CUDA 12.8, here NVIDIA H200 sm90 CUDA 13.0"],
     ),
+    (
+        {"device": "x86_64 avx avx2"},
+        {"device": "NVIDIA L4 sm89 CUDA 12.8"},
+        ["built on NVIDIA L4 sm89 CUDA 12.8, here x86_64"],
+    ),
+    # Of two processors what differs, and not all that they have.
+    (
+        {"device": "x86_64 avx avx2 fma"},
+        {"device": "x86_64 avx avx2 avx512_bf16 fma"},
+        ["built on a processor with avx512_bf16, unlike this one"],
+    ),
+    (
+        {"device": "x86_64 amx_bf16 amx_int8 amx_tile avx avx512_bf16 avx512f fma"},
+        {"device": "x86_64 avx f16c fma"},
+        ["built on a processor with f16c and without amx_bf16, amx_int8, amx_tile and 2 more, unlike this one"],
+    ),
+    ({"device": "x86_64 avx"}, {"device": "aarch64 asimd sve"}, ["built on aarch64, here x86_64"]),
     ({"system": "Linux x86_64"}, {"system": "Windows AMD64"}, ["built on Windows AMD64, here Linux x86_64"]),
     (
         {"builder": "onnx_tensorrt", "backend": "tensorrt"},

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from runtime.core.errors import InvalidRequestError, MachineError
+from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortError
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.manager import vram
@@ -44,7 +44,8 @@ def plan(model: str, where: Machine, **values: Any) -> ExecutionPlan:
         (A14B, on(75, 500), {}, "none", "none", "none", 3, None),
         (A14B, on(40, 16), {}, "none", "none", "none", 1, None),
         (A14B, on(24, 96), {}, "group", "none", "none", 1, None),
-        (A14B, on(24, 32), {}, "none", "fp8", "none", 1, None),
+        (A14B, on(24, 32), {}, "none", "bnb-8bit", "none", 1, None),
+        (A14B, on(32, 32), {}, "none", "fp8", "none", 1, None),
         (A14B, on(24, 32, (8, 6)), {}, "none", "bnb-8bit", "none", 1, None),
         (A14B, on(24, 32, (8, 9), ("bitsandbytes",)), {}, "none", "bnb-8bit", "none", 1, None),
         (A14B, on(19, 32), {}, "none", "bnb-4bit", "none", 1, None),
@@ -101,8 +102,8 @@ def test_the_way_that_is_taken(
 
 def test_quantizing_unasked_is_said() -> None:
     (said,) = plan(A14B, on(24, 32)).warnings
-    assert "transformers run in FP8" in said
-    assert plan(A14B, on(24, 32), quantization="fp8").warnings == ()
+    assert "transformers run with 8-bit weights" in said
+    assert plan(A14B, on(24, 32), quantization="bnb-8bit").warnings == ()
 
 
 def test_a_tight_fit_is_the_last_resort_and_is_said() -> None:
@@ -236,6 +237,70 @@ def test_the_ladder_is_from_fast_to_frugal() -> None:
     assert [rung.peak_bytes for rung in lossless] == sorted((rung.peak_bytes for rung in lossless), reverse=True)
     assert [rung.seconds.likely for rung in lossless] == sorted(rung.seconds.likely for rung in lossless)
     assert not any(rung.ram_bytes > 10 * GIB for rung in ladder if rung.offload == "none")
+
+
+@pytest.mark.parametrize(
+    ("model", "where"),
+    [(A14B, on(140, 500)), (A14B, on(24, 96)), (A14B, on(24, 32)), (A14B, on(19, 32)), (SMALL, on(16, 32))],
+)
+def test_what_a_rung_offers_is_taken_when_it_is_asked_for(model: str, where: Machine) -> None:
+    for rung in plan(model, where).ladder:
+        if not rung.offered:
+            assert rung.verdict("video memory") != "fits"
+            continue
+        made = plan(model, where, offload=rung.offload, quantization=rung.quantization)
+        (taken,) = [other for other in made.ladder if other.taken]
+        assert taken == replace(rung, taken=True)
+        assert len(made.ladder) == len(plan(model, where).ladder)
+
+
+def test_what_the_chosen_backends_exclude_is_not_offered() -> None:
+    with_tensorrt = replace(on(24, 96), packages=(*on(24, 96).packages, ("tensorrt", "11.0")))
+    made = plan(A14B, with_tensorrt, backends={"transformer": "tensorrt"})
+    group = next(rung for rung in made.ladder if rung.flags == "--offload model")
+    assert not group.offered
+    assert group.verdict("video memory") == "cannot be: model offload excludes TensorRT"
+    with pytest.raises(InvalidRequestError, match="Model offload excludes TensorRT"):
+        plan(A14B, with_tensorrt, backends={"transformer": "tensorrt"}, offload="model")
+
+
+def test_a_way_beyond_the_ladder_has_its_place_on_it() -> None:
+    ladder = plan(A14B, on(140, 500), quantization="fp8", offload="model").ladder
+    flags = [rung.flags for rung in ladder]
+    place = flags.index("--offload model --quantization fp8")
+    assert ladder[place].taken and flags[place - 1] == "--quantization fp8"
+
+
+@pytest.mark.parametrize(
+    ("model", "where", "values", "verdicts"),
+    [
+        (A14B, on(8, 32), {}, {"too little video memory", "too little RAM", "too little video memory and RAM"}),
+        (
+            A14B,
+            on(24, 96),
+            {"offload": "none", "quantization": "none"},
+            {"too little video memory", "fits"},
+        ),
+        (SMALL, machine(ram_free_gib=8), {}, {"too little memory"}),
+        (
+            A14B,
+            replace(on(140, 12, quantizers=()), ram_bytes=12 * GIB, swap_bytes=0),
+            {},
+            {
+                "cannot be: too little memory to load",
+                "cannot be: torchao is not installed",
+                "cannot be: bitsandbytes is not installed",
+            },
+        ),
+    ],
+)
+def test_a_refusal_carries_the_ladder(model: str, where: Machine, values: dict[str, Any], verdicts: set[str]) -> None:
+    with pytest.raises(MemoryShortError) as caught:
+        plan(model, where, **values)
+    ladder = caught.value.ladder
+    assert len(ladder) == (9 if where.gpus else 2)
+    assert not any(rung.taken for rung in ladder)
+    assert {rung.verdict(caught.value.where) for rung in ladder} == verdicts
 
 
 def test_the_plan_says_it_all_as_json() -> None:

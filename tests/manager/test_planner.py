@@ -10,10 +10,10 @@ import pytest
 from runtime.core.errors import InvalidRequestError, MachineError
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
-from runtime.manager.machine import Machine
-from runtime.manager.planner import nearest, resolve
+from runtime.manager.machine import Machine, seen_from
+from runtime.manager.planner import nearest, resolve, usable_gpus
 from runtime.models.spec import ModelSpec
-from tests.plans import gpu, machine
+from tests.plans import GIB, gpu, machine
 
 OUT = Path("x.mp4")
 
@@ -76,7 +76,11 @@ def test_one_transformer_has_no_second_guidance(tiny: Tiny) -> None:
     [
         ("wan2.2-a14b", {"width": 190}, "width", "Take 176 or 192."),
         ("wan2.2-a14b", {"height": 8}, "height", "Take 16 or 32."),
-        ("wan2.2-a14b", {"width": 8191}, "width", "Take 8176 or 8192."),
+        ("wan2.2-a14b", {"width": 1023}, "width", "Take 1008 or 1024."),
+        ("wan2.2-a14b", {"width": 8191}, "width", "Take 1024."),
+        ("wan2.2-a14b", {"height": 1040}, "height", "Take 1024."),
+        ("wan2.2-a14b", {"frames": 257}, "frames", "Take 253."),
+        ("wan2.2-ti2v-5b", {"width": 2080}, "width", "Take 2048."),
         ("wan2.2-a14b", {"frames": 32}, "frames", "Take 29 or 33."),
         ("wan2.2-a14b", {"frames": 2}, "frames", "Take 1 or 5."),
         ("wan2.2-ti2v-5b", {"width": 720}, "width", "Take 704 or 736."),
@@ -151,7 +155,7 @@ def test_too_little_ram_is_told_before_the_run(tiny: Tiny) -> None:
     with pytest.raises(MachineError, match=r"GiB of memory; 20\.0 GiB are free"):
         plan(large(tiny("wan2.2-a14b")))
     with pytest.raises(MachineError):
-        plan(tiny("wan2.1"), width=8192, height=8192, frames=4001)
+        plan(large(tiny("wan2.1")), width=1024, height=1024, frames=253)
 
 
 def test_sizes_that_the_model_was_not_made_for_are_warned_of(tiny: Tiny) -> None:
@@ -160,3 +164,48 @@ def test_sizes_that_the_model_was_not_made_for_are_warned_of(tiny: Tiny) -> None
     assert "64x64" in size
     (frames,) = plan(tiny("wan2.1"), frames=101).warnings
     assert "81 frames" in frames
+
+
+def two_gpus(
+    *, capabilities: tuple[tuple[int, int], ...] = ((9, 0), (9, 0)), free_gib: tuple[int, ...] = (80, 40)
+) -> Machine:
+    """Return a machine with two GPUs."""
+    found = [gpu(capability=each, free_gib=free) for each, free in zip(capabilities, free_gib, strict=True)]
+    named = [replace(one, name=f"GPU {index}") for index, one in enumerate(found)]
+    return replace(machine(torch_cuda="13.0"), gpus=tuple(named))
+
+
+@pytest.mark.parametrize(("index", "free_gib"), [(0, 80), (1, 40)])
+def test_each_gpu_has_its_own_plan(index: int, free_gib: int, tiny: Tiny) -> None:
+    made = resolve(GenerationRequest(prompt="a boat"), tiny("wan2.1"), two_gpus(), OUT, gpu=index)
+    assert {part.device for part in made.components.values()} == {f"cuda:{index}"}
+    assert made.free_bytes == free_gib * GIB
+    assert f"GPU {index}" in made.components["vae"].reason
+
+
+def test_a_second_gpu_that_is_older_has_its_own_arithmetic(tiny: Tiny) -> None:
+    seen = two_gpus(capabilities=((9, 0), (7, 5)))
+    spec = large(tiny("wan2.2-a14b"))
+    plans = [resolve(GenerationRequest(prompt="a boat"), spec, seen, OUT, gpu=index) for index in (0, 1)]
+    assert [made.components["transformer"].dtype for made in plans] == ["bfloat16", "float16"]
+
+
+@pytest.mark.parametrize(
+    ("seen", "usable"),
+    [
+        (machine(), []),
+        (machine(gpu=gpu(), torch_cuda=None), []),
+        (machine(gpu=gpu(), torch_cuda="13.0"), [0]),
+        (two_gpus(), [0, 1]),
+        (two_gpus(capabilities=((9, 0), (6, 1))), [0]),
+        (two_gpus(capabilities=((6, 1), (9, 0))), [1]),
+    ],
+)
+def test_which_gpus_make_videos(seen: Machine, usable: list[int]) -> None:
+    assert usable_gpus(seen) == usable
+
+
+def test_a_machine_seen_from_one_gpu_answers_for_that_one() -> None:
+    seen = seen_from(two_gpus(), 1)
+    assert [one.name for one in seen.gpus] == ["GPU 1", "GPU 1"]
+    assert seen_from(machine(), 0) == machine()

@@ -63,9 +63,11 @@ TURING = here("RTX 2080 Ti", (7, 5), 12, ram=32)
 AMPERE = here("RTX A4000", (8, 6), 16)
 ADA = here("RTX 4090", (8, 9), 24)
 BLACKWELL = here("RTX 5090", (12, 0), 32)
+TWELVE_96 = here("RTX 3060", (8, 6), 12, ram=96)
 L40 = here("L40S", (8, 9), 48, ram=128)
 H100 = here("H100", (9, 0), 80, ram=256)
 H200 = here("H200", (9, 0), 141, ram=256)
+LITTLE_RAM = here("H200", (9, 0), 141, ram=16)
 FOUR = here("H200", (9, 0), 141, ram=1024, gpus=4)
 CPU_8, CPU_16, CPU_64 = here(ram=8), here(ram=16), here(ram=64)
 APPLE = here(ram=32, system="Darwin arm64", cpu="Apple M3", unified_memory=True)
@@ -83,6 +85,7 @@ TENSORRT = {"backends": {"all": "tensorrt"}}
 INDUCTOR = {"backends": {"all": "inductor"}}
 ONNX = {"backends": {"all": "onnxruntime"}}
 PYTORCH = {"backends": {"all": "pytorch"}}
+IN_8_BITS = {"quantization": "bnb-8bit"}
 AT_480P = {"width": 832, "height": 480}
 IN_PYTORCH = {"transformer": "pytorch", "transformer_2": "pytorch"}
 
@@ -131,12 +134,12 @@ ROWS = [
     Row(H200, A14B, {"build": "missing"}, "TTTT", "TensorRT: builds first, about 15 min"),
     Row(CPU_16, SHIPPED, {"build": "missing"}, "OOOO", "ONNX Runtime: builds first, about 10 s"),
     Row(APPLE, SHIPPED, {"build": "missing"}, "OOOO", "ONNX Runtime, most likely the fastest here"),
-    Row(NO_COMPILER, SHIPPED, {"build": "missing"}, "OOOO", "built first (there is none yet)"),
+    Row(NO_COMPILER, SHIPPED, {"build": "missing"}, "OOOO", "built first, about 10 s (there is none yet)"),
     Row(BARE, SHIPPED, {"build": "missing"}, "PPPP", "PyTorch: ONNX Runtime is not installed"),
     Row(NO_TENSORRT, SHIPPED, {"build": "missing"}, "IIII", "Inductor: builds first, about 40 s"),
     Row(H200, A14B, {"build": "never"}, "PPPP", "PyTorch: no engine yet"),
     # TensorRT asked for.
-    Row(LAPTOP, SHIPPED, TENSORRT, "TTTT", "TensorRT, as asked: built first (there is none yet)."),
+    Row(LAPTOP, SHIPPED, TENSORRT, "TTTT", "TensorRT, as asked: built first, about 40 s (there is none yet)."),
     Row(TURING, SHIPPED, TENSORRT, "TTTT", "TensorRT: builds first"),
     Row(H100, SMALL, TENSORRT, "TTT", "TensorRT: builds first, about 5 min"),
     Row(H200, TI2V, TENSORRT, "TTT", "TensorRT: builds first, about 15 min"),
@@ -190,6 +193,14 @@ ROWS = [
     Row(CPU_64, SMALL, {"quantization": "bnb-8bit"}, MachineError, "8-bit weights cannot be had here: no NVIDIA GPU"),
     Row(APPLE, SHIPPED, {"quantization": "fp8"}, MachineError, "Take --quantization none."),
     Row(TORCH_CPU, SHIPPED, {"quantization": "bnb-4bit"}, MachineError, "built without CUDA"),
+    # Those in 8 bits do not wait in RAM; no others are brought in parts.
+    Row(H200, A14B, IN_8_BITS | {"offload": "model"}, InvalidRequestError, "8-bit weights exclude model offload"),
+    Row(H200, A14B, IN_8_BITS | {"offload": "group"}, InvalidRequestError, "they cannot wait in memory (RAM)"),
+    Row(LAPTOP, A14B, IN_8_BITS | {"offload": "sequential"}, InvalidRequestError, "goes with --offload model."),
+    Row(H200, A14B, IN_8_BITS | {"offload": "none"}, "PPPP", "bfloat16", {"quantization": "bnb-8bit"}),
+    Row(H200, A14B, {"quantization": "bnb-4bit", "offload": "model"}, "PPPP", "bfloat16", {"offload": "model"}),
+    Row(H200, A14B, {"quantization": "fp8", "offload": "model"}, "PPPP", "bfloat16", {"quantization": "fp8"}),
+    Row(H200, A14B, {"quantization": "fp8", "offload": "group"}, InvalidRequestError, "not brought in parts"),
     # Offload.
     Row(H200, A14B, TENSORRT | {"offload": "model"}, InvalidRequestError, "Model offload excludes TensorRT"),
     Row(H200, A14B, TENSORRT | {"offload": "group"}, InvalidRequestError, "keeps its weights on the GPU"),
@@ -208,7 +219,10 @@ ROWS = [
     Row(CPU_16, SHIPPED, {"offload": "group"} | ONNX, "OOOO", "changes nothing on the CPU", {"offload": "none"}),
     Row(OLD_DRIVER, SHIPPED, {"offload": "sequential"}, "PPPP", "is too old", {"offload": "none"}),
     # Memory that no setting makes up for, and requests that no machine can serve.
-    Row(here("H200", (9, 0), 141, ram=16), A14B, {}, MachineError, "Loading the transformer of Wan2.2 T2V-A14B needs"),
+    Row(LITTLE_RAM, A14B, {"quantization": "none"}, MachineError, "Loading the transformer of Wan2.2 T2V-A14B needs"),
+    Row(replace(LITTLE_RAM, packages=GPU_PACKAGES), A14B, {}, MachineError, "or add memory or swap."),
+    Row(LITTLE_RAM, A14B, {"offload": "group"}, MachineError, "Take --quantization fp8: "),
+    Row(here("H200", (9, 0), 141, ram=8), A14B, {}, MachineError, "Loading the transformer of Wan2.2 T2V-A14B needs"),
     Row(H200, SMALL, {"backends": {"transformer_2": "tensorrt"}}, InvalidRequestError, "has no transformer_2"),
     Row(H200, TI2V, {"width": 720}, InvalidRequestError, "Take 704 or 736."),
 ]
@@ -232,8 +246,13 @@ MEMORY_ROWS = [
     Row(AMPERE, TI2V, {}, "PPP", "tiles of 512x512", {"offload": "group", "decode_tile": 32}),
     Row(ADA, SMALL, {}, "PPP", "bfloat16", {"keep_loaded": True, "decode_tile": None}),
     Row(ADA, TI2V, {}, "PPP", "tiles of 512x512", {"offload": "none", "decode_tile": 32}),
-    Row(ADA, A14B, {}, "PPPP", "in FP8", {"quantization": "fp8", "keep_loaded": False}),
-    Row(BLACKWELL, A14B, {}, "PPPP", "in FP8", {"quantization": "fp8", "keep_loaded": False}),
+    Row(ADA, A14B, {}, "PPPP", "with 8-bit weights", {"quantization": "bnb-8bit", "keep_loaded": False}),
+    Row(BLACKWELL, A14B, {}, "PPPP", "with FP8 weights", {"quantization": "fp8", "keep_loaded": False}),
+    # What is not quantized does not pass through so little RAM.
+    Row(LITTLE_RAM, A14B, {}, "PPPP", "with FP8 weights", {"quantization": "fp8", "keep_loaded": True}),
+    # Only parts that wait would fit, and those in 8 bits do not.
+    Row(TWELVE_96, A14B, IN_8_BITS, MachineError, "Take --offload group"),
+    Row(TWELVE_96, A14B, {}, "PPPP", "tiles of", {"offload": "group", "quantization": "none"}),
     Row(L40, A14B, {}, "PPPP", "bfloat16", {"keep_loaded": False}),
     Row(H100, A14B, {}, "PPPP", "bfloat16", {"keep_loaded": False}),
     Row(H200, A14B, {}, "PPPP", "bfloat16", {"keep_loaded": True}),
