@@ -1,4 +1,4 @@
-"""Work on the engine library that waits its turn among the videos: building, verifying, deleting, pruning.
+"""Work on the engine library that waits its turn among the videos: building, importing, verifying, deleting, pruning.
 
 A chore says what it does while it does it; the worker's thread runs it, anybody may look or cancel.
 """
@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from runtime.core.byte_size import byte_size
@@ -14,12 +15,17 @@ from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError
 from runtime.core.request import GenerationRequest
 from runtime.engines import library
+from runtime.engines.imported.fitting import fittings
+from runtime.engines.imported.importing import device_here, import_engine, inspect, prospects
 from runtime.engines.service import EngineService
 from runtime.jobs.building import build_all, wanted_engines
 from runtime.models.spec import ModelSpec
 
 ChoreState = Literal["queued", "running", "done", "failed", "cancelled"]
-Kind = Literal["build", "verify", "delete", "prune"]
+Kind = Literal["build", "look", "import", "verify", "delete", "prune"]
+
+# Frees the models that are loaded.
+Free = Callable[[], None]
 
 _LOG_LINES = 200
 
@@ -35,11 +41,13 @@ class Chore:
         line, share: what was said last, and how much is done, 0 to 1, where that is known.
         log: what was said so far, and the end of a failed build's own log.
         said, remedy: what came of it, and what to do about that.
+        found: what was found out about an imported file, a line each.
+        request, part: all that it takes to do a build later, in whichever process.
     """
 
     kind: Kind
     title: str
-    work: Callable[["Chore", Callable[[], None]], str] = field(repr=False)
+    work: Callable[["Chore", Free], str] = field(repr=False)
     id: str = field(default_factory=lambda: secrets.token_hex(4))
     cancel: Cancel = field(default_factory=Cancel, repr=False)
     state: ChoreState = "queued"
@@ -48,6 +56,9 @@ class Chore:
     log: list[str] = field(default_factory=list, repr=False)
     said: str = ""
     remedy: str = ""
+    found: tuple[str, ...] = ()
+    request: GenerationRequest | None = None
+    part: str | None = None
     started_at: float = 0.0
     ended_at: float = 0.0
 
@@ -84,7 +95,7 @@ def building(
     Engines that are there are kept, unless the request says `build="always"`.
     """
 
-    def work(chore: Chore, free: Callable[[], None]) -> str:
+    def work(chore: Chore, free: Free) -> str:
         chore.tell("Looking for what is to be built", None)
         narrowed = request if part is None else _only(request, part)
         wanted = wanted_engines(narrowed, spec, engines)
@@ -110,13 +121,56 @@ def building(
         said = f"{len(made)} of {len(wanted)} ready."
         return f"{said} {failed[0].what}" if failed else said
 
-    return Chore("build", title or f"Engines for {spec.title}", work)
+    return Chore("build", title or f"Engines for {spec.title}", work, request=request, part=part)
+
+
+def looking(path: Path, spec: ModelSpec, component: str | None, engines: EngineService) -> Chore:
+    """Return the chore of opening an engine file and saying what it could stand for. It runs what is in it: ask before.
+
+    Args:
+        component: whose place it is to take; `None` looks for it.
+    """
+
+    def work(chore: Chore, free: Callable[[], None]) -> str:
+        chore.tell(f"Opening {path.name}", None)
+        # A plan that is opened lies in the GPU's memory.
+        free()
+        contract = inspect(path, device_here(engines.machine), chore.tell, chore.cancel)
+        chore.found = tuple(contract.lines())
+        found = fittings(contract, spec, component)
+        chore.found += tuple(prospects(found, spec))
+        return "It can be imported, if it holds the model's own weights."
+
+    return Chore("look", f"Look into {path.name}", work)
+
+
+def importing(path: Path, spec: ModelSpec, component: str | None, engines: EngineService) -> Chore:
+    """Return the chore of importing an engine file. It runs what is in it: ask before.
+
+    Args:
+        component: whose place it is to take; `None` looks for the one whose weights it holds.
+    """
+
+    def work(chore: Chore, free: Callable[[], None]) -> str:
+        # It is compared with the model's own weights, and both want memory.
+        free()
+        device = device_here(engines.machine)
+        done = import_engine(path, spec, component, engines, device, chore.tell, chore.cancel)
+        chore.found = tuple(done.lines())
+        if done.compared:
+            return f"Imported as {done.engine.id}: {done.engine.detail}."
+        return (
+            f"Imported as {done.engine.id}. Memory did not allow to compare it with PyTorch, and before that it is not "
+            "used: close other programs, then press Verify."
+        )
+
+    return Chore("import", f"Import {path.name}", work)
 
 
 def verifying(engine_id: str, models: Sequence[ModelSpec], engines: EngineService) -> Chore:
     """Return the chore of proving one engine against PyTorch."""
 
-    def work(chore: Chore, free: Callable[[], None]) -> str:
+    def work(chore: Chore, free: Free) -> str:
         chosen = library.choose(engines.store, [engine_id])
         free()
         (found,) = library.verify(
@@ -137,7 +191,7 @@ def verifying(engine_id: str, models: Sequence[ModelSpec], engines: EngineServic
 def deleting(engine_id: str, engines: EngineService) -> Chore:
     """Return the chore of deleting one engine."""
 
-    def work(_chore: Chore, free: Callable[[], None]) -> str:
+    def work(_chore: Chore, free: Free) -> str:
         chosen = library.choose(engines.store, [engine_id])
         return f"Deleted, {byte_size(_freeing(lambda: library.delete(engines.store, chosen), free))} freed."
 
@@ -147,7 +201,7 @@ def deleting(engine_id: str, engines: EngineService) -> Chore:
 def pruning(engines: EngineService) -> Chore:
     """Return the chore of deleting what is beyond the library's cap, the least recently used first."""
 
-    def work(_chore: Chore, free: Callable[[], None]) -> str:
+    def work(_chore: Chore, free: Free) -> str:
         # Engines that are only held for the next video may go too.
         free()
         done = library.prune(engines.store)
@@ -164,7 +218,7 @@ def _only(request: GenerationRequest, part: str) -> GenerationRequest:
     return GenerationRequest.from_mapping(values)
 
 
-def _freeing(delete: Callable[[], int], free: Callable[[], None]) -> int:
+def _freeing(delete: Callable[[], int], free: Free) -> int:
     """Delete; an engine that is only held for the next video is let go of first."""
     try:
         return delete()

@@ -1,53 +1,200 @@
-"""A job under way: its plan as it changes, and what it tells. Builds what the plan wants before anything runs."""
+"""A job under way: its plan as it changes, how far it is, and what it tells.
 
-from collections.abc import Callable
+Takes up what an earlier run left, and builds what the plan wants before anything runs.
+"""
+
+import time
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from typing import Any
+
+import torch
 
 from runtime.components.residency import Residency
 from runtime.core.cancel import Cancel
-from runtime.core.errors import EngineError
-from runtime.core.events import EngineProgress, Event, FellBack, StageStarted, Warned
+from runtime.core.errors import CheckpointError, EngineError
+from runtime.core.events import EngineProgress, Event, FellBack, Resumed, Stage, StageStarted, Warned
 from runtime.core.plan import BACKEND_TITLES, EngineUse, ExecutionPlan
+from runtime.jobs.checkpoint import Checkpoint, CheckpointFolder
+from runtime.jobs.keeping import Keeper
+from runtime.jobs.measure import Clock
 from runtime.models.spec import ModelSpec
+from runtime.models.weights import load_scheduler
+from runtime.pipeline.sampling import Conditioning, Reached, Step
+from runtime.pipeline.scheduler_state import restore, snapshot
 
 Emit = Callable[[Event], None]
 
+# What of a plan changes while it is carried out.
+_DECIDED = (
+    "components",
+    "offload",
+    "quantization",
+    "keep_loaded",
+    "freed",
+    "decode_chunk",
+    "decode_tile",
+    "decode_flops",
+    "memory",
+    "memory_bytes",
+    "seconds",
+    "ladder",
+)
+
 
 class Course:
-    """What changes while a job runs. Use as a context manager: its engines are kept from deletion until it ends.
+    """What changes while a job runs.
+
+    Use as a context manager: its engines are kept from deletion until it ends, and where it ends before its time, what
+    is done is kept.
 
     Attributes:
         plan: what runs where, fallbacks included.
         warnings: all that was said beside the result.
+        doing: the stage that runs, and the component at work.
+        conditioning: the prompt, once it is read.
+        reached: how far sampling is; `None` before the first step.
+        done_at: when that was, by the performance counter.
+        earlier: what came of earlier runs, see `VideoSaved`.
+        straight: whether this run does all the work, in one way: what it takes says something about the next.
     """
 
-    def __init__(self, plan: ExecutionPlan, spec: ModelSpec, emit: Emit, cancel: Cancel) -> None:
+    def __init__(
+        self,
+        plan: ExecutionPlan,
+        spec: ModelSpec,
+        emit: Emit,
+        cancel: Cancel,
+        residency: Residency,
+        clock: Clock,
+        checkpoints: CheckpointFolder | None = None,
+    ) -> None:
         self.plan = plan
+        self.spec = spec
+        self.emit = emit
+        self.cancel = cancel
+        self.residency = residency
+        self.clock = clock
         self.warnings: list[str] = []
-        self._spec = spec
-        self._emit = emit
-        self._cancel = cancel
+        self.doing: tuple[Stage, str] = ("load", "text_encoder")
+        self.conditioning: Conditioning | None = None
+        self.reached: Reached | None = None
+        self.done_at = time.perf_counter()
+        self.earlier: dict[str, Any] = {}
+        self.straight = True
+        self._planned = plan
+        self._checkpoints = checkpoints
+        self.keeper = Keeper(checkpoints, spec, self._checkpoint, emit, self.warn)
         self._kept = ExitStack()
 
     def __enter__(self) -> "Course":
         """Return itself."""
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Let go of the engines."""
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Let go of the engines; keep what is done, if not all of it is."""
         self._kept.close()
+        if kind is not None and issubclass(kind, Exception):
+            self.keeper.keep()
+
+    @property
+    def step(self) -> int:
+        """Denoising steps done."""
+        return 0 if self.reached is None else self.reached.steps
 
     def warn(self, message: str) -> None:
-        """Tell something that the user should read beside the result."""
-        self.warnings.append(message)
-        self._emit(Warned(message))
+        """Tell something that the user should read beside the result; what an earlier run told is not told twice."""
+        if message not in self.warnings:
+            self.warnings.append(message)
+            self.emit(Warned(message))
+
+    def begin(self, stage: Stage, name: str) -> None:
+        """Tell that a stage begins, with a component at work."""
+        self.doing = (stage, name)
+        self.emit(StageStarted(stage, name))
 
     def loading(self, name: str) -> None:
         """Tell that a component is loaded."""
-        self._cancel.check()
-        self._emit(StageStarted("load", name))
+        self.cancel.check()
+        self.begin("load", name)
+
+    def read(self, conditioning: Conditioning) -> None:
+        """Note that the prompt is read."""
+        self.conditioning = conditioning
+        self.done_at = time.perf_counter()
+        self.keeper.keep()
+
+    def reach(self, steps: int, latents: torch.Tensor, scheduler: Any) -> Reached:
+        """Note what is done, and return it."""
+        state = None
+        try:
+            state = snapshot(scheduler)
+        except CheckpointError as error:
+            self.warn(f"The job cannot be resumed between its steps: {error.what}.")
+        self.reached = Reached(steps, latents, state)
+        self.done_at = time.perf_counter()
+        return self.reached
+
+    def keep(self, steps: Sequence[Step], seconds: float) -> None:
+        """Keep what is done if that is due, and in any case between both experts and after the last step.
+
+        Args:
+            seconds: that the last step took.
+        """
+        self.keeper.after_step(seconds)
+        between = self.step < len(steps) and steps[self.step].expert != steps[self.step - 1].expert
+        if between or self.step == len(steps) or self.keeper.due:
+            self.keeper.keep(boundary=between)
+
+    def take_up(self) -> None:
+        """Go on from what an earlier run left; a checkpoint that is of no use is told of and removed."""
+        if self._checkpoints is None:
+            return
+        try:
+            found = self._checkpoints.load(self.spec, self.plan)
+            if found is not None and found.reached is not None and found.reached.scheduler is not None:
+                restore(load_scheduler(self.spec), found.reached.scheduler)
+        except CheckpointError as error:
+            self._checkpoints.clear()
+            self.warn(f"What an earlier run left is of no use, for {error.what}: the video is made anew.")
+            return
+        if found is None:
+            return
+        if _decisions(found.planned) == _decisions(self.plan):
+            # What had become of the plan goes on; asked for otherwise, that is what counts.
+            self.plan = replace(self.plan, **{name: getattr(found.plan, name) for name in _DECIDED})
+        guided = found.conditioning.negative is not None or not wants_guidance(self.plan)
+        self.conditioning = found.conditioning if guided else None
+        self.reached = found.reached
+        for message in found.warnings:
+            self.warn(message)
+        self.clock.go_on(found.timings, found.load_seconds)
+        self.earlier = {
+            "step": found.step,
+            "timings": dict(found.timings),
+            "load_seconds": round(found.load_seconds, 3),
+        }
+        self.straight = False
+        self.keeper.found(found)
+        self.emit(Resumed(found.step, found.of))
+
+    def _checkpoint(self) -> Checkpoint | None:
+        if self.conditioning is None:
+            return None
+        if self.reached is not None and self.reached.scheduler is None and self.step < self.plan.steps:
+            return None
+        return Checkpoint(
+            planned=self._planned,
+            plan=self.plan,
+            of=self.plan.steps,
+            conditioning=self.conditioning,
+            reached=self.reached,
+            warnings=tuple(self.warnings),
+            timings=self.clock.timings(),
+            load_seconds=self.clock.load_seconds,
+        )
 
     def fell_back(self, name: str, reason: str) -> None:
         """Tell that PyTorch runs a component from here on; `reason` is a sentence."""
@@ -55,40 +202,60 @@ class Course:
         backend = part.backend if part.engines else part.asked
         said = f"{self.plan.title(name)}: PyTorch instead of {BACKEND_TITLES[backend]}. {reason}"
         self.plan = self.plan.with_component(name, part.in_pytorch(reason))
-        self.warnings.append(said)
-        self._emit(FellBack(name, backend, said))
+        if said not in self.warnings:
+            self.warnings.append(said)
+            self.emit(FellBack(name, backend, said))
 
-    def get_engines(self, residency: Residency) -> None:
-        """Build the engines that are not there or damaged; a component whose engine cannot be built falls back.
+    def get_engines(self, names: Collection[str]) -> None:
+        """Build the engines of components that are not there or damaged; where one cannot be built, PyTorch takes over.
 
         Raises:
             CancelledError: within a tenth of a second of being asked; nothing of the build is left.
+            PausedError: once the engine that is built is there.
         """
         for name, part in self.plan.components.items():
+            if name not in names:
+                continue
+            self.cancel.check_pause()
             if part.fell_back:
                 self.fell_back(name, part.reason)
-            elif part.engines and not residency.holds(self._spec, self.plan, name):
+            elif part.engines and not self.residency.holds(self.spec, self.plan, name):
                 try:
                     for use in part.engines:
-                        self._get_engine(name, use, residency)
+                        self._get_engine(name, use)
                 except EngineError as error:
                     self.fell_back(name, f"{error.what} {error.remedy}")
                 else:
                     there = replace(part, engines=tuple(replace(use, build=False) for use in part.engines))
                     self.plan = self.plan.with_component(name, there)
 
-    def _get_engine(self, name: str, use: EngineUse, residency: Residency) -> None:
-        engines = residency.engines
+    def _get_engine(self, name: str, use: EngineUse) -> None:
+        engines = self.residency.engines
         problem = None if use.build or self.plan.build == "never" else engines.problem(use.id)
         if problem is not None:
             self.warn(f"{self.plan.title(name)}: the engine {use.id} is of no use ({problem}) and is built anew.")
         if use.build or problem is not None:
-            self._emit(StageStarted("build", name))
+            self.begin("build", name)
             device = self.plan.components[name].device
             again = self.plan.build == "always" or problem is not None
-            engines.build(self._spec, name, use, device, partial(self._building, name), self._cancel, again=again)
+            engines.build(self.spec, name, use, device, partial(self._building, name), self.cancel, again=again)
         # Building the next one makes room in the library, but not of this one's.
         self._kept.enter_context(engines.store.using(use.id))
 
     def _building(self, name: str, line: str, share: float | None) -> None:
-        self._emit(EngineProgress(name, line, share))
+        self.emit(EngineProgress(name, line, share))
+
+
+def wants_guidance(plan: ExecutionPlan) -> bool:
+    """Return whether a plan needs the negative prompt."""
+    return any(scale > 1 for scale in (plan.guidance_scale, plan.guidance_scale_2 or 0))
+
+
+def _decisions(plan: ExecutionPlan) -> tuple[Any, ...]:
+    """Return how a plan computes its clip: not what is forecast of it, nor where it goes."""
+    parts = [
+        (name, part.backend, part.asked, part.device, part.dtype, part.quantization, [use.id for use in part.engines])
+        for name, part in plan.components.items()
+    ]
+    held = (plan.offload, plan.keep_loaded, plan.freed, plan.decode_chunk, plan.decode_tile)
+    return parts, held

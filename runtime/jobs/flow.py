@@ -4,46 +4,42 @@ The command line, the web app's worker and the tests all call `run_job`.
 """
 
 import logging
-import platform
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import datetime, timezone
-from typing import Any
+from functools import partial
 
-import diffusers
-import torch
-
-from runtime import __version__
 from runtime.components.denoiser import Denoiser
-from runtime.components.memory import ran_out
 from runtime.components.residency import Residency
 from runtime.components.text_encoder import TextEncoding
-from runtime.core.cancel import Cancel, CancelledError
-from runtime.core.errors import TandemError
+from runtime.core.cancel import Cancel, CancelledError, PausedError
+from runtime.core.errors import BadResultError, TandemError
 from runtime.core.events import (
     Cancelled,
     Failed,
     FramesDecoded,
+    Paused,
     Planned,
     StageStarted,
     StepDone,
     VideoSaved,
 )
 from runtime.core.plan import ExecutionPlan
-from runtime.jobs.course import Course, Emit
+from runtime.jobs import causes
+from runtime.jobs.checkpoint import CheckpointFolder
+from runtime.jobs.course import Course, Emit, wants_guidance
+from runtime.jobs.enduring import enduring
 from runtime.jobs.history import HistoryFile
 from runtime.jobs.measure import Clock, PeakMemory
+from runtime.jobs.outcome import facts, outcome
+from runtime.jobs.previews import Previews
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_scheduler
-from runtime.pipeline.sampling import Conditioning, decode, denoise, get_noise, get_schedule
-from runtime.video.encode import VideoWriter, check_target
-from runtime.video.preview import encode_preview
+from runtime.pipeline.sampling import Conditioning, Step, decode, denoise, get_noise, get_schedule
+from runtime.pipeline.scheduler_state import restore
+from runtime.video.encode import VideoWriter, check_target, sweep
+from runtime.video.nothing import Detector
 
 logger = logging.getLogger(__name__)
-
-# Previews are drawn at most so often: one takes 10 ms, as long as several steps of a small model on a GPU.
-_PREVIEW_SECONDS = 0.25
 
 
 def run_job(
@@ -53,8 +49,10 @@ def run_job(
     cancel: Cancel,
     residency: Residency,
     history: HistoryFile | None = None,
+    checkpoints: CheckpointFolder | None = None,
+    job_id: str | None = None,
 ) -> None:
-    """Make the video. Ends in exactly one of `VideoSaved`, `Failed`, `Cancelled`; raises nothing.
+    """Make the video. Ends in exactly one of `VideoSaved`, `Failed`, `Cancelled`, or in `Paused`; raises nothing.
 
     Args:
         plan: from `manager.planner.resolve`, for `spec`.
@@ -62,91 +60,122 @@ def run_job(
         cancel: checked at each stage, step and chunk, and ten times a second while an engine is built.
         residency: holds loaded components, between jobs too where the plan says so.
         history: remembers what the job took, if it ends well.
+        checkpoints: where the job is kept as it goes, and taken up from if an earlier run of it left something; they
+            stay when it ends. Without, an interrupted job is lost.
+        job_id: what the job is called; the video names it.
     """
     emit(Planned(plan))
     try:
-        with PeakMemory(plan.components["transformer"].device) as peak, Course(plan, spec, emit, cancel) as course:
-            saved = _generate(course, spec, emit, cancel, residency, peak)
-            if history is not None:
+        with PeakMemory(plan.components["transformer"].device) as peak:
+            clock = Clock(residency, peak)
+            with Course(plan, spec, emit, cancel, residency, clock, checkpoints) as course:
+                saved = _generate(course, peak, job_id)
+            if history is not None and course.straight:
                 history.note(plan, course.plan, spec, saved.timings, peak.by_stage)
     except CancelledError:
         emit(Cancelled())
+    except PausedError:
+        emit(Paused(course.step, plan.steps))
     except TandemError as error:
         emit(Failed(error.what, error.remedy))
-    except Exception as error:
-        full = ran_out(error)
-        if full is None:  # a defect: told in one line, kept in the log
-            logger.exception("The job failed")
-            emit(Failed(f"Something broke inside Tandem: {error!r}", "The log has the details.", defect=True))
-        else:
-            logger.exception("Out of memory")
-            residency.free()
-            emit(_out_of_memory(full, plan))
+    except Exception as error:  # a defect: told in one line, kept in the log
+        logger.exception("The job failed")
+        emit(Failed(f"Something broke inside Tandem: {error!r}", "The log has the details.", defect=True))
     else:
         emit(saved)
 
 
-def _generate(
-    course: Course, spec: ModelSpec, emit: Emit, cancel: Cancel, residency: Residency, peak: PeakMemory
-) -> VideoSaved:
-    plan, clock = course.plan, Clock(residency, peak)
-    check_target(plan.output)
-    for message in plan.warnings:
+def _generate(course: Course, peak: PeakMemory, job_id: str | None) -> VideoSaved:
+    check_target(course.plan.output)
+    sweep(course.plan.output.parent)
+    for message in course.plan.warnings:
         course.warn(message)
-    course.get_engines(residency)
+    course.take_up()
+    course.get_engines(_parts_ahead(course))
+    if course.conditioning is None:
+        course.read(enduring(course, partial(_read_prompt, course)))
+    previews = Previews(course.spec, course.plan)
+    enduring(course, partial(_denoise, course, previews))
+    return enduring(course, partial(_save, course, previews, peak, job_id))
 
-    with residency.text_encoder(spec, course) as encoder, clock.stage("encode"):
-        emit(StageStarted("encode"))
-        guided = any(scale > 1 for scale in (plan.guidance_scale, plan.guidance_scale_2 or 0))
+
+def _read_prompt(course: Course) -> Conditioning:
+    plan = course.plan
+    course.doing = ("load", "text_encoder")
+    with course.residency.text_encoder(course.spec, course) as encoder, course.clock.stage("encode"):
+        course.begin("encode", "text_encoder")
         positive = encoder.encode(plan.prompt)
-        negative = encoder.encode(plan.negative_prompt) if guided else None
+        negative = encoder.encode(plan.negative_prompt) if wants_guidance(plan) else None
     _warn_of_text(positive, "prompt", course.warn)
-    if negative is not None and plan.negative_prompt != spec.defaults.negative_prompt:
+    if negative is not None and plan.negative_prompt != course.spec.defaults.negative_prompt:
         _warn_of_text(negative, "negative prompt", course.warn)
-    conditioning = Conditioning(positive.embeds, negative.embeds if negative else None)
-    cancel.check()
+    return Conditioning(positive.embeds, negative.embeds if negative else None)
+
+
+def _denoise(course: Course, previews: Previews) -> None:
+    """Take the steps that are not done yet."""
+    course.cancel.check_pause()
+    course.doing = ("denoise", "transformer")
+    assert course.conditioning is not None
+    scheduler = load_scheduler(course.spec)
+    steps = get_schedule(course.plan, scheduler, course.spec.boundary_ratio)
+    reached = course.reached
+    if reached is None or (reached.scheduler is None and reached.steps < len(steps)):
+        reached = course.reach(0, get_noise(course.plan), scheduler)
+    if reached.scheduler is not None:
+        restore(scheduler, reached.scheduler)
 
     @contextmanager
     def expert(name: str) -> Iterator[Denoiser]:
-        with residency.denoiser(spec, course, name) as denoiser:
-            emit(StageStarted("denoise", name))
+        course.doing = ("load", name)
+        with course.residency.denoiser(course.spec, course, name) as denoiser:
+            course.begin("denoise", name)
             yield denoiser
 
-    with clock.stage("denoise"):
-        scheduler = load_scheduler(spec)
-        steps = get_schedule(plan, scheduler, spec.boundary_ratio)
-        latents = get_noise(plan)
-        shown = -_PREVIEW_SECONDS
-        for done in denoise(latents, steps, scheduler, conditioning, expert, cancel):
-            latents = done.latents
-            preview = None
-            if time.monotonic() - shown >= _PREVIEW_SECONDS:
-                preview, shown = _preview(done.estimate, spec, plan), time.monotonic()
-            emit(StepDone(done.index + 1, len(steps), done.seconds, done.step.expert, preview))
-
-    with VideoWriter(plan.output, plan.width, plan.height, plan.fps) as writer:
-        with residency.video_decoder(spec, course) as decoder, clock.stage("decode"):
-            emit(StageStarted("decode", "vae"))
-            written = 0
-            for frames in decode(decoder, latents, plan.decode_chunk, cancel, plan.decode_tile):
-                writer.write(frames.numpy())
-                written += len(frames)
-                emit(FramesDecoded(written, plan.frames))
-        with clock.stage("mux"):
-            emit(StageStarted("save"))
-            writer.close_stream()
-        cancel.check()
-        saved = VideoSaved(
-            video=plan.output,
-            request=plan.request_json(),
-            plan=course.plan.to_json(),
-            timings=clock.timings(),
-            load_seconds=round(clock.load_seconds, 3),
-            peak_memory_bytes=peak.bytes(),
-            warnings=tuple(course.warnings),
+    with course.clock.stage("denoise"):
+        rest = denoise(
+            reached.latents, steps, scheduler, course.conditioning, expert, course.cancel, start=reached.steps
         )
-        writer.finish(plan.prompt, _facts(saved))
+        for done in rest:
+            course.reach(done.index + 1, done.latents, scheduler)
+            preview = previews.of_latents(done.estimate)
+            course.emit(StepDone(done.index + 1, len(steps), done.seconds, done.step.expert, preview))
+            course.keep(steps, done.seconds)
+
+
+def _save(course: Course, previews: Previews, peak: PeakMemory, job_id: str | None) -> VideoSaved:
+    """Decode the frames and write the MP4."""
+    course.cancel.check_pause()
+    assert course.reached is not None
+    plan, detector = course.plan, Detector()
+    course.doing = ("load", "vae")
+    previews.begin_again()
+    with VideoWriter(plan.output, plan.width, plan.height, plan.fps) as writer:
+        with course.residency.video_decoder(course.spec, course) as decoder, course.clock.stage("decode"):
+            course.begin("decode", "vae")
+            written = 0
+            for chunk in decode(decoder, course.reached.latents, plan.decode_chunk, course.cancel, plan.decode_tile):
+                frames = chunk.numpy()
+                writer.write(frames)
+                detector.look(frames)
+                written += len(frames)
+                course.emit(FramesDecoded(written, plan.frames, previews.of_frames(frames)))
+        if detector.fault is not None:
+            raise BadResultError(causes.shown(detector.fault), causes.remedy(detector.fault, course.plan))
+        with course.clock.stage("mux"):
+            course.emit(StageStarted("save"))
+            writer.close_stream()
+        course.cancel.check()
+        saved = outcome(course, peak)
+        writer.finish(plan.prompt, facts(saved, job_id))
     return saved
+
+
+def _parts_ahead(course: Course) -> set[str]:
+    """Return the components that have work to do yet."""
+    steps: list[Step] = get_schedule(course.plan, load_scheduler(course.spec), course.spec.boundary_ratio)
+    first = {"text_encoder"} if course.conditioning is None else set()
+    return first | {step.expert for step in steps[course.step :]} | {"vae"}
 
 
 def _warn_of_text(encoding: TextEncoding, name: str, warn: Callable[[str], None]) -> None:
@@ -155,34 +184,3 @@ def _warn_of_text(encoding: TextEncoding, name: str, warn: Callable[[str], None]
         warn(f"The model does not know {words}: the {name} was read without.")
     if encoding.cut:
         warn(f"The {name} is longer than the model reads: its end was cut off.")
-
-
-def _preview(estimate: torch.Tensor, spec: ModelSpec, plan: ExecutionPlan) -> bytes | None:
-    if spec.latent_rgb is None:
-        return None
-    factors = torch.tensor(spec.latent_rgb.factors, device=estimate.device)
-    rgb = torch.einsum("cfhw,cr->fhwr", estimate[0], factors) + torch.tensor(
-        spec.latent_rgb.bias, device=estimate.device
-    )
-    return encode_preview(rgb.cpu().numpy(), round(1000 * plan.seconds_of_video / plan.latent_shape[2]))
-
-
-def _facts(saved: VideoSaved) -> dict[str, Any]:
-    """Return what the MP4 says about itself."""
-    facts = {key: value for key, value in saved.result_json().items() if key != "video"}
-    versions = {
-        "tandem": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "diffusers": diffusers.__version__,
-    }
-    created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return {"tandem": {**facts, "versions": versions, "created": created}}
-
-
-def _out_of_memory(full: str, plan: ExecutionPlan) -> Failed:
-    in_vram = full == "VRAM" and plan.components["transformer"].device.startswith("cuda")
-    where = "video memory (VRAM)" if in_vram else "memory (RAM)"
-    return Failed(
-        f"This machine ran out of {where}.", "Ask for a smaller size or fewer frames, or close other programs."
-    )

@@ -69,7 +69,7 @@ class HistoryFile:
                 written.write_text(json.dumps(values), encoding="utf-8")
                 written.replace(target)
         except OSError as error:  # a lock that nobody gives back in time is one too
-            logger.warning("What the job took could not be noted in %s: %s", target, error)
+            logger.warning("What the job took could not be noted in %s: %s", target.name, error.strerror or error)
 
     def note(
         self,

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -12,36 +12,57 @@ import torch
 from runtime.components.residency import Residency
 
 _SAMPLE_SECONDS = 0.05
+_STAGES = ("encode", "denoise", "decode", "mux")
 
 
 class Clock:
-    """Times stages, and tells `peak` of them; what `residency` spends on loading inside a stage is counted apart."""
+    """Times stages, and tells `peak` of them; what `residency` spends on loading inside a stage is counted apart.
+
+    A stage that is entered again, because memory ran out in it, takes what all attempts took.
+    """
 
     def __init__(self, residency: Residency, peak: "PeakMemory") -> None:
         self._residency = residency
         self._peak = peak
         self._loaded_before = residency.load_seconds
-        self._seconds: dict[str, float] = {}
+        self._seconds = dict.fromkeys(_STAGES, 0.0)
+        self._running: tuple[str, float, float] | None = None
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Time the body as stage `name`."""
-        started, loaded = time.perf_counter(), self._residency.load_seconds
+        self._running = (name, time.perf_counter(), self._residency.load_seconds)
         self._peak.enter_stage(name)
-        yield
-        self._peak.leave_stage()
-        loading = self._residency.load_seconds - loaded
-        self._seconds[name] = time.perf_counter() - started - loading
+        try:
+            yield
+        finally:
+            self._peak.leave_stage()
+            self._seconds = self._so_far()
+            self._running = None
+
+    def go_on(self, timings: Mapping[str, float], load_seconds: float) -> None:
+        """Count what earlier runs of the job took."""
+        for name in self._seconds:
+            self._seconds[name] += timings.get(name, 0.0)
+        self._loaded_before -= load_seconds
 
     @property
     def load_seconds(self) -> float:
-        """Seconds spent loading weights since this clock was made."""
+        """Seconds spent loading weights since this clock was made, and before."""
         return self._residency.load_seconds - self._loaded_before
 
     def timings(self) -> dict[str, float]:
-        """Return seconds by stage, and their total."""
-        rounded = {name: round(seconds, 3) for name, seconds in self._seconds.items()}
-        return rounded | {"total": round(sum(self._seconds.values()), 3)}
+        """Return seconds by stage so far, and their total."""
+        seconds = self._so_far()
+        rounded = {name: round(value, 3) for name, value in seconds.items()}
+        return rounded | {"total": round(sum(seconds.values()), 3)}
+
+    def _so_far(self) -> dict[str, float]:
+        if self._running is None:
+            return self._seconds
+        name, started, loaded = self._running
+        spent = time.perf_counter() - started - (self._residency.load_seconds - loaded)
+        return self._seconds | {name: self._seconds[name] + spent}
 
 
 class PeakMemory:
@@ -97,7 +118,7 @@ class PeakMemory:
     def leave_stage(self) -> None:
         """End the stage."""
         self._note()
-        self.by_stage[self._stage] = self._in_stage - self._before
+        self.by_stage[self._stage] = max(self._in_stage - self._before, self.by_stage.get(self._stage, 0))
 
     def _note(self) -> None:
         with self._lock:

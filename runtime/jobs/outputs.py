@@ -12,9 +12,13 @@ _SLUG_CHARACTERS = 40
 
 def output_path(outputs_dir: Path, prompt: str) -> Path:
     """Return a new path that sorts by time and says what it shows: 20261120-091500-a-red-boat-1a2b3c.mp4."""
-    slug = re.sub(r"[^a-z0-9]+", "-", prompt.lower())[:_SLUG_CHARACTERS].strip("-") or "video"
     now = datetime.now(timezone.utc).astimezone()
-    return outputs_dir / f"{now:%Y%m%d-%H%M%S}-{slug}-{secrets.token_hex(3)}.mp4"
+    return outputs_dir / f"{now:%Y%m%d-%H%M%S}-{slug(prompt) or 'video'}-{secrets.token_hex(3)}.mp4"
+
+
+def slug(prompt: str) -> str:
+    """Return what a file's name says of a prompt; empty if it has no Latin letters."""
+    return re.sub(r"[^a-z0-9]+", "-", prompt.lower())[:_SLUG_CHARACTERS].strip("-")
 
 
 def make_folder(outputs_dir: Path) -> None:

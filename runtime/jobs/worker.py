@@ -1,264 +1,398 @@
-"""The background worker: one thread runs jobs and chores one after another; pages and API calls only watch.
+"""The background worker: runs what waits in the job store, one thread per GPU; pages and API calls only watch.
 
-What was asked for outlives the page that asked. Knows nothing about pages.
+What was asked for outlives the page that asked, and the process too. Knows nothing about pages.
 """
 
 import logging
-import queue
 import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import psutil
 
-from runtime.core.cancel import Cancel, CancelledError
-from runtime.core.errors import EngineError, TandemError
-from runtime.core.events import Cancelled, Event, Failed, TerminalEvent, VideoSaved
+from runtime.core.errors import StoreError, TandemError
 from runtime.core.plan import ExecutionPlan
-from runtime.core.progress import Progress
 from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
+from runtime.jobs import chores, recovery
 from runtime.jobs.chores import Chore
 from runtime.jobs.history import HistoryFile
+from runtime.jobs.instance import Instance
+from runtime.jobs.live import Job
 from runtime.jobs.outputs import make_folder, output_path
+from runtime.jobs.records import KINDS, VIDEOS, JobRecord
+from runtime.jobs.runner import Desk, Runner
+from runtime.jobs.running import Planner, Wishes
+from runtime.jobs.store import JobStore
 from runtime.manager.history import History
-from runtime.manager.machine import Machine, probe
-from runtime.manager.planner import resolve
-from runtime.models.catalogue import find
-from runtime.models.spec import ModelSpec
+from runtime.manager.machine import Machine, probe, seen_from
+from runtime.manager.planner import resolve, usable_gpus
+from runtime.models.catalogue import find, look_up
 
-State = Literal["queued", "running", "done", "failed", "cancelled"]
+__all__ = ["Job", "Worker"]
 
-# Finished jobs that can still be looked at, their videos stay on disk; and finished chores.
+# Finished jobs that are kept at hand, and finished chores.
 _REMEMBERED = 50
 _CHORES_REMEMBERED = 8
-_REINSTALL = "Run the installer again, then `doctor`; the log has the details."
+# What other processes do is looked at so often, what dead ones left so often.
+_LOOK_SECONDS = 0.5
+_ROUND_SECONDS = 10.0
+# What was deleted long ago, or left by killed processes, is removed at the start and so often.
+_TIDY_SECONDS = 3600.0
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class Job:
-    """One request on its way. Read it from any thread; only the worker changes it."""
-
-    id: str
-    plan: ExecutionPlan
-    spec: ModelSpec = field(repr=False)
-    cancel: Cancel = field(default_factory=Cancel, repr=False)
-    state: State = "queued"
-    progress: Progress = field(default_factory=Progress, repr=False)
-    events: list[Event] = field(default_factory=list, repr=False)
-
-    def record(self, event: Event) -> None:
-        """Take an event in; whoever sees a terminal one in `events` finds state and progress at their end too."""
-        if isinstance(event, TerminalEvent):
-            self.state = _end_state(event)
-        self.progress = self.progress.after(event, time.monotonic())
-        self.events.append(event)
-
-
-@dataclass(frozen=True)
-class _Ready:
-    """What runs jobs once torch is imported: `run` one, and `free` what stays loaded between them."""
-
-    run: Callable[[Job], None]
-    free: Callable[[], None]
-
-
 class Worker:
-    """Runs jobs, and chores on the engine library, in the order they come: one at a time has the machine.
+    """Runs videos, and chores on the engine library, in the order of the store: one at a time has a GPU.
 
     Args:
         weights_dir: where models are looked for, beside the shipped ones.
         outputs_dir: where videos go; made when a job is submitted.
         engines: what the plans may use.
         history: what jobs took here, read for each plan and added to.
+        store: the jobs; one in memory if it is left out.
     """
 
     def __init__(
-        self, weights_dir: Path, outputs_dir: Path, engines: EngineService, history: HistoryFile | None = None
+        self,
+        weights_dir: Path,
+        outputs_dir: Path,
+        engines: EngineService,
+        history: HistoryFile | None = None,
+        store: JobStore | None = None,
     ) -> None:
+        self.store = store or JobStore(None)
         self._weights_dir = weights_dir
         self._outputs_dir = outputs_dir
         self._engines = engines
         self._history = history
-        self._held_bytes: Callable[[], int] = lambda: 0
-        self._line: OrderedDict[str, Job | Chore] = OrderedDict()
-        self._queue: queue.Queue[Job | Chore | None] = queue.Queue()
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
-        self._thread.start()
+        self._jobs: OrderedDict[str, Job] = OrderedDict()
+        self._chores: OrderedDict[str, Chore] = OrderedDict()
+        self._titles: dict[str, str] = {}
+        self._lock = threading.RLock()
+        self._ended = threading.Event()
+        self._exit = ExitStack()
+        self._instance = self._exit.enter_context(Instance(self.store.path))
+        wishes = Wishes(self.store)
+        desk = Desk(
+            self.store,
+            self._instance.id,
+            Planner(weights_dir, engines, history),
+            wishes,
+            engines,
+            history,
+            self._job_of,
+            self._chore_of,
+            self.machine,
+        )
+        gpus = usable_gpus(engines.machine) or [0]
+        # Chores are for the first one: they measure, and build for it.
+        self._runners = {gpu: Runner(desk, gpu, KINDS if gpu == gpus[0] else VIDEOS) for gpu in gpus}
+        recovery.recover(self.store, self._instance.id)
+        self._look_around()
+        self._exit.enter_context(wishes.listening())
+        self._watcher = threading.Thread(target=self._watch, name="job-watcher", daemon=True)
+        self._watcher.start()
+        for runner in self._runners.values():
+            runner.start()
 
-    def submit(self, request: GenerationRequest) -> Job:
+    @property
+    def instance(self) -> str:
+        """This process's name among those that run jobs of the same store."""
+        return self._instance.id
+
+    def submit(self, request: GenerationRequest, owner: str | None = None) -> Job:
         """Plan a request and queue it.
 
         Raises:
             TandemError: if it cannot be made; nothing is queued then.
         """
-        spec = find(request.model, self._weights_dir)
-        make_folder(self._outputs_dir)
-        output = output_path(self._outputs_dir, request.prompt)
-        plan = resolve(request, spec, self.machine(), output, self._engines.offers(spec), self.history())
-        job = Job(secrets.token_hex(4), plan, spec)
-        self._add(job)
+        (job,) = self.submit_all([request], owner)
         return job
 
+    def submit_all(self, requests: Sequence[GenerationRequest], owner: str | None = None) -> list[Job]:
+        """Plan requests and queue them one after the other, as one batch if there are several.
+
+        Raises:
+            TandemError: if one of them cannot be made; nothing is queued then.
+        """
+        make_folder(self._outputs_dir)
+        planned = [(request, self._plan(request)) for request in requests]
+        batch = secrets.token_hex(4) if len(planned) > 1 else None
+        jobs = [self._job_of(self.store.add(request, plan, owner=owner, batch=batch)) for request, plan in planned]
+        self._wake()
+        return jobs
+
+    def redo_second_half(self, job_id: str, changes: Mapping[str, Any], owner: str | None = None) -> Job:
+        """Queue a job that runs the second expert of another one anew, with other settings.
+
+        Args:
+            changes: see `second_half.redo_second_half`.
+
+        Raises:
+            TandemError: if that cannot be; nothing is queued then.
+        """
+        # They bring torch.
+        from runtime.jobs.checkpoint import CheckpointFolder
+        from runtime.jobs.second_half import redo_second_half
+
+        made, new_id = self.store.get(job_id).plan, secrets.token_hex(4)
+        source, target = self.store.folder(job_id), self.store.folder(new_id)
+        if made is None or source is None or target is None:
+            raise StoreError(f"Nothing is kept of job {job_id}.", "Generate the video anew.")
+        spec = find(made.model, self._weights_dir)
+        output = output_path(self._outputs_dir, made.prompt)
+        offers, gpu = self._engines.offers(spec), min(self._runners)
+        folders = CheckpointFolder(source), CheckpointFolder(target)
+        machine = seen_from(self.machine(), gpu)
+        plan = redo_second_half(made, changes, spec, *folders, machine, output, offers, self.history())
+        request = GenerationRequest.from_mapping(plan.request_json())
+        job = self._job_of(self.store.add(request, plan, owner=owner, parent=job_id, job_id=new_id))
+        self._wake()
+        return job
+
+    def edit(self, job_id: str, request: GenerationRequest) -> Job:
+        """Change what a waiting job will be; it keeps its place.
+
+        Raises:
+            TandemError: if that cannot be made, or the job does not wait any more.
+        """
+        plan = self._plan(request)
+        job = self._job_of(self.store.edit(job_id, request, plan))
+        job.refresh()
+        job.model_title = self._title(plan.model)
+        return job
+
+    def resume(self, job_id: str, changes: Mapping[str, Any] | None = None) -> Job:
+        """Put a job that ended without a video at the end of the queue: it goes on from its last checkpoint.
+
+        Args:
+            changes: to its request, by name, to go on in another way.
+
+        Raises:
+            TandemError: if it waits, runs or is done, or cannot be made with the changes; nothing has changed then.
+        """
+        if changes:
+            request = GenerationRequest.from_mapping({**self.store.get(job_id).request, **changes})
+            plan = self._plan(request)
+            # Held, so that nobody takes it between the two.
+            self.store.resume(job_id, held=True)
+            self.store.edit(job_id, request, plan)
+            self.store.hold([job_id], False)
+        else:
+            self.store.resume(job_id)
+        job = self._job_of(self.store.get(job_id))
+        job.refresh()
+        self._wake()
+        return job
+
+    def hold(self, ids: Iterable[str], held: bool) -> None:
+        """Pause jobs after their step, or let them go on."""
+        self.store.hold(ids, held)
+        self._wake()
+
+    def cancel(self, ids: Iterable[str]) -> None:
+        """Stop jobs and builds: at once those that wait, soon those that run."""
+        for one in ids:
+            with self._lock:
+                known = self._jobs.get(one) or self._chores.get(one)
+            if isinstance(known, Job):
+                known.cancel.request()
+            elif known is not None:
+                self.cancel_chore(one)
+            else:
+                self.store.request_cancel([one])
+
     def add_chore(self, chore: Chore) -> None:
-        """Queue work on the engine library behind all that waits already."""
-        self._add(chore)
+        """Queue work on the engine library behind all that waits already.
+
+        Builds are done after a restart too; other work is for this process alone, and waits no longer than it lives.
+        """
+        build = chore.request is not None
+        # A runner that takes it at once waits for the lock, and finds it.
+        with self._lock:
+            record = self.store.add_work(
+                "build" if build else "task",
+                chore.title,
+                self._engines.store.folder,
+                request=chore.request,
+                part=chore.part,
+                instance=None if build else self._instance.id,
+            )
+            chore.id = record.id
+            self._chores[chore.id] = chore
+            self._forget_old()
+        self._wake()
 
     def job(self, job_id: str) -> Job | None:
-        """Return a job by id."""
-        found = self._line.get(job_id)
-        return found if isinstance(found, Job) else None
+        """Return a job by id, whichever process runs or ran it."""
+        with self._lock:
+            if job_id in self._jobs:
+                return self._jobs[job_id]
+        try:
+            record = self.store.get(job_id)
+        except StoreError:
+            return None
+        return None if record.kind != "video" or record.plan is None else self._job_of(record)
+
+    def jobs(self, owner: str | None) -> list[Job]:
+        """Return the last jobs of one owner that are not deleted, in the order they came."""
+        found = [self._job_of(record) for record in self.store.list(owner=owner, limit=_REMEMBERED) if record.plan]
+        return found[::-1]
+
+    def open_jobs(self) -> list[Job]:
+        """Return the jobs that run and wait, of every owner, in order."""
+        return [self._job_of(record) for record in self.store.queue() if record.kind == "video" and record.plan]
 
     def chores(self) -> list[Chore]:
         """Return the chores that wait and run, and the last that ended, in the order they came."""
         with self._lock:
-            return [one for one in self._line.values() if isinstance(one, Chore)]
+            return list(self._chores.values())
 
     def cancel_chore(self, chore_id: str) -> None:
         """Stop a chore: at once if it waits, within a tenth of a second if it runs; of others nothing is heard."""
         with self._lock:
-            chore = self._line.get(chore_id)
-            if not isinstance(chore, Chore) or not chore.open:
-                return
-            chore.cancel.request()
-            if chore.state == "queued":
-                chore.end("cancelled", "Cancelled before it began.")
+            chore = self._chores.get(chore_id)
+        if chore is None or not chore.open:
+            return
+        chore.cancel.request()
+        self.store.request_cancel([chore_id])
+        if self.store.get(chore_id).state == "cancelled":
+            chore.end("cancelled", "Cancelled before it began.")
 
-    def active(self) -> Job | None:
-        """Return the job that runs, else the first that waits."""
-        with self._lock:
-            open_jobs = [one for one in self._line.values() if isinstance(one, Job) and _is_open(one)]
-        return next((job for job in open_jobs if job.state == "running"), open_jobs[0] if open_jobs else None)
+    def active(self, owner: str | None = None) -> Job | None:
+        """Return the owner's job that runs, else the first that waits and is not paused."""
+        return next((job for job in self.open_jobs() if job.owner == owner and not job.held), None)
 
-    def latest(self) -> Job | None:
-        """Return the job that was submitted last."""
-        with self._lock:
-            return next((one for one in reversed(self._line.values()) if isinstance(one, Job)), None)
+    def latest(self, owner: str | None = None) -> Job | None:
+        """Return the owner's job that was submitted last."""
+        return next((self._job_of(record) for record in self.store.list(owner=owner, limit=1) if record.plan), None)
 
-    def ahead(self, of: Job | Chore) -> list[Job | Chore]:
-        """Return what runs or waits before a job or a chore."""
-        with self._lock:
-            waiting = [one for one in self._line.values() if _is_open(one)]
-        ids = [one.id for one in waiting]
-        return waiting[: ids.index(of.id)] if of.id in ids else []
-
-    def position(self, job: Job) -> int:
-        """Return how many jobs and chores run or wait before this one."""
-        return len(self.ahead(job))
+    def ahead(self, of: Job | Chore) -> list[JobRecord]:
+        """Return what runs or waits before a job or a chore; what is paused lets others pass."""
+        try:
+            line = [one for one in self.store.queue() if not one.held or one.id == of.id]
+        except StoreError:  # a page shows the rest all the same
+            return []
+        ids = [one.id for one in line]
+        return line[: ids.index(of.id)] if of.id in ids else []
 
     def machine(self) -> Machine:
         """Return the machine as it is to a new job: what earlier ones hold is used again or freed."""
         seen = probe()
         own = psutil.Process().memory_info().rss
-        gpus = seen.gpus
-        if gpus:
-            free = min(gpus[0].free_bytes + self._held_bytes(), gpus[0].total_bytes)
-            gpus = (replace(gpus[0], free_bytes=free), *gpus[1:])
-        return replace(seen, gpus=gpus, ram_free_bytes=min(seen.ram_free_bytes + own, seen.ram_bytes))
+        gpus = list(seen.gpus)
+        for index, runner in self._runners.items() if gpus else ():
+            free = min(gpus[index].free_bytes + runner.held_bytes, gpus[index].total_bytes)
+            gpus[index] = replace(gpus[index], free_bytes=free)
+        return replace(seen, gpus=tuple(gpus), ram_free_bytes=min(seen.ram_free_bytes + own, seen.ram_bytes))
 
     def history(self) -> History:
         """Return what jobs took here."""
         return () if self._history is None else self._history.read()
 
     def close(self) -> None:
-        """Cancel what runs and waits, and wait for the worker to end."""
-        with self._lock:
-            for one in self._line.values():
-                one.cancel.request()
-        self._queue.put(None)
-        self._thread.join()
+        """Stop what runs, so that it goes on when Tandem starts again, and wait for the runners to end.
 
-    def _add(self, one: Job | Chore) -> None:
-        with self._lock:
-            self._line[one.id] = one
-            self._forget_old()
-        self._queue.put(one)
+        Without a file to remember them by, all jobs are cancelled.
+        """
+        if self.store.path is None:
+            self.cancel([one.id for one in self.store.queue()])
+        for runner in self._runners.values():
+            runner.stop()
+        for runner in self._runners.values():
+            runner.join()
+        self._ended.set()
+        self._watcher.join()
+        self._exit.close()
+        for chore in self.chores():
+            if chore.open:
+                chore.end("cancelled", "Tandem was stopped before.")
+        recovery.recover(self.store, "")
 
-    def _run(self) -> None:
-        with ExitStack() as stack:
-            ready: _Ready | None = None
-            with suppress(Exception):  # told when there is a job to tell it to
-                ready = _get_ready(stack, self._engines, self._history)
-            while (one := self._queue.get()) is not None:
-                if isinstance(one, Chore):
-                    self._do(one, ready.free if ready else _free_nothing)
-                elif one.cancel.requested:
-                    one.record(Cancelled())
-                else:
-                    one.state = "running"
-                    logger.info("Job %s: %d frames, seed %d", one.id, one.plan.frames, one.plan.seed)
-                    try:
-                        ready = ready or _get_ready(stack, self._engines, self._history)
-                        self._held_bytes = _held_on_gpu
-                        ready.run(one)
-                    except Exception as error:  # running raises nothing: PyTorch itself does not start
-                        logger.exception("Job %s could not start", one.id)
-                        one.record(Failed(f"PyTorch or a library beside it does not start: {error}", _REINSTALL))
-                    logger.info("Job %s: %s", one.id, one.state)
+    def _plan(self, request: GenerationRequest) -> ExecutionPlan:
+        spec = find(request.model, self._weights_dir)
+        output = output_path(self._outputs_dir, request.prompt)
+        gpu = min(self._runners)
+        return resolve(request, spec, self.machine(), output, self._engines.offers(spec), self.history(), gpu)
 
-    def _do(self, chore: Chore, free: Callable[[], None]) -> None:
+    def _job_of(self, record: JobRecord) -> Job:
+        """Return the one live view of a job."""
         with self._lock:
-            if not chore.open:
-                return
-            chore.start()
-        logger.info("%s: %s", chore.id, chore.title)
-        try:
-            chore.cancel.check()
-            said = chore.work(chore, free)
-        except CancelledError:
-            chore.end("cancelled", "Cancelled. What was finished before stays.")
-        except TandemError as error:
-            if isinstance(error, EngineError) and error.log:
-                chore.write(error.log)
-            chore.end("failed", error.what, error.remedy)
-        except Exception as error:  # a defect: told in one line, kept in the log
-            logger.exception("%s failed", chore.title)
-            chore.end("failed", f"Something broke inside Tandem: {error!r}", "The log has the details.")
-        else:
-            chore.end("done", said)
-        logger.info("%s: %s", chore.id, chore.state)
+            job = self._jobs.get(record.id)
+            if job is None:
+                # An older Tandem's plan may be none to this one.
+                plan = record.plan or self._plan(record.asked_for())
+                job = self._jobs[record.id] = Job(record, plan, self._title(plan.model), self.store)
+                job.refresh()
+                self._forget_old()
+            return job
+
+    def _title(self, model: str) -> str:
+        if model not in self._titles:
+            try:
+                self._titles[model] = look_up(model, self._weights_dir).title
+            except TandemError:  # it was here when the job was
+                return model
+        return self._titles[model]
+
+    def _chore_of(self, record: JobRecord) -> Chore:
+        """Return the chore of a record: a build that another process, or an earlier one, was asked for is made anew."""
+        with self._lock:
+            chore = self._chores.get(record.id)
+            if chore is None:
+
+                def work(chore: Chore, free: chores.Free) -> str:
+                    request = record.asked_for()
+                    spec = find(request.model, self._weights_dir)
+                    return chores.building(request, spec, self._engines, record.part).work(chore, free)
+
+                chore = Chore("build", record.title, work, id=record.id, request=record.asked_for(), part=record.part)
+                self._chores[record.id] = chore
+            return chore
+
+    def _wake(self) -> None:
+        for runner in self._runners.values():
+            runner.wake()
+
+    def _watch(self) -> None:
+        """Look after what other processes do, and do not do any more."""
+        rounds, tidied = time.monotonic(), -_TIDY_SECONDS
+        while not self._ended.wait(_LOOK_SECONDS):
+            now = time.monotonic()
+            try:
+                self._look_around()
+                if now - rounds > _ROUND_SECONDS:
+                    rounds = now
+                    recovery.recover(self.store, self._instance.id)
+                if now - tidied > _TIDY_SECONDS:
+                    tidied = now
+                    recovery.purge(self.store, self._outputs_dir)
+                    recovery.tidy(self.store, self._outputs_dir)
+            except StoreError as error:
+                logger.warning("The jobs cannot be looked at: %s", type(error.__cause__ or error).__name__)
+            except Exception:  # a defect: kept in the log, and no reason to stop watching
+                logger.exception("Looking after the jobs failed")
+
+    def _look_around(self) -> None:
+        with self._lock:
+            open_jobs = [job for job in self._jobs.values() if job.open]
+        for job in open_jobs:
+            with suppress(StoreError):  # it is not there any more
+                job.refresh()
+        for record in self.store.queue():
+            if record.kind == "build" and record.state == "queued":
+                self._chore_of(record)
 
     def _forget_old(self) -> None:
-        for kind, most in ((Job, _REMEMBERED), (Chore, _CHORES_REMEMBERED)):
-            finished = [one for one in self._line.values() if isinstance(one, kind) and not _is_open(one)]
+        for kept, most in ((self._jobs, _REMEMBERED), (self._chores, _CHORES_REMEMBERED)):
+            finished = [one for one in kept.values() if not one.open]
             for one in finished[: max(len(finished) - most, 0)]:
-                del self._line[one.id]
-
-
-def _is_open(one: Job | Chore) -> bool:
-    return one.state in {"queued", "running"}
-
-
-def _free_nothing() -> None:
-    """Free nothing: nothing was ever loaded."""
-
-
-def _get_ready(stack: ExitStack, engines: EngineService, history: HistoryFile | None) -> _Ready:
-    """Import what runs jobs, and return it. Takes seconds, for torch: so here, on the worker's own thread."""
-    from runtime.components.residency import Residency
-    from runtime.jobs.flow import run_job
-
-    residency = stack.enter_context(Residency(engines))
-    return _Ready(lambda job: run_job(job.plan, job.spec, job.record, job.cancel, residency, history), residency.free)
-
-
-def _held_on_gpu() -> int:
-    """Return what this process took of the first GPU; only once PyTorch is imported whole."""
-    import torch
-
-    return torch.cuda.memory_reserved(0)
-
-
-def _end_state(event: TerminalEvent) -> State:
-    if isinstance(event, VideoSaved):
-        return "done"
-    return "failed" if isinstance(event, Failed) else "cancelled"
+                del kept[one.id]

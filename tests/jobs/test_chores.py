@@ -17,6 +17,7 @@ from runtime.jobs.worker import Job, Worker
 from runtime.manager.machine import probe
 from runtime.models.spec import ModelSpec
 from runtime.models.wan import read_spec
+from tests.engines import foreign
 
 WAIT_SECONDS = 200
 
@@ -116,7 +117,7 @@ def test_chores_and_jobs_share_one_line(worker: Worker, engines: EngineService, 
     worker.add_chore(build)
     waiting = worker.submit(small(backends={}))
     assert [one.id for one in worker.ahead(waiting)] == [running.id, build.id]
-    assert worker.position(waiting) == 2
+    assert len(worker.ahead(waiting)) == 2
     assert worker.active() is running
     assert worker.latest() is waiting
     assert worker.job(build.id) is None
@@ -191,3 +192,62 @@ def test_closing_cancels_chores(engines: EngineService, spec: ModelSpec, tmp_pat
     worker.close()
     assert [chore.state for chore in built] == ["cancelled", "cancelled"]
     assert engines.store.index() == []
+
+
+@pytest.mark.slow
+def test_a_file_made_elsewhere_is_looked_into_and_imported(
+    worker: Worker, engines: EngineService, spec: ModelSpec, tmp_path: Path
+) -> None:
+    path = foreign.transformer(spec, tmp_path / "foreign.onnx")
+    looked = add(worker, chores.looking(path, spec, None, engines))
+    assert (looked.state, looked.said) == ("done", "It can be imported, if it holds the model's own weights.")
+    assert "takes sample (1, 16, 3, 5, 8) float16" in looked.found
+    assert "Could stand for the transformer of tiny: 64x32, 9 frames." in looked.found
+    assert any(line.startswith("Text: repeated 2 times") for line in looked.found)
+    assert engines.store.index() == []
+    refused = add(worker, chores.looking(path, spec, "vae", engines))
+    assert refused.state == "failed"
+    assert "by its inputs and outputs it is a transformer" in refused.said and refused.remedy
+    # What it is, is told all the same.
+    assert "takes timestep (1) int64" in refused.found
+    taken = add(worker, chores.importing(path, spec, None, engines))
+    assert taken.state == "done", taken
+    (record,) = engines.store.index()
+    assert taken.said.startswith(f"Imported as {record.id}: relative error ")
+    assert "Stands for the transformer of tiny: 64x32, 9 frames." in taken.found
+    assert any(line.startswith("Comparing with the transformer") for line in taken.log)
+
+
+@pytest.mark.slow
+def test_an_import_that_is_cancelled_or_of_other_weights_leaves_nothing(
+    worker: Worker, engines: EngineService, spec: ModelSpec, tmp_path: Path
+) -> None:
+    path = foreign.transformer(spec, tmp_path / "other.onnx", module=foreign.other_transformer(spec))
+    cancelled = chores.importing(path, spec, None, engines)
+    worker.add_chore(cancelled)
+    end = time.monotonic() + WAIT_SECONDS
+    while not any(line.startswith("Comparing") for line in cancelled.log):
+        assert cancelled.open and time.monotonic() < end
+        time.sleep(0.01)
+    worker.cancel_chore(cancelled.id)
+    wait_for(cancelled)
+    assert cancelled.state == "cancelled"
+    refused = add(worker, chores.importing(path, spec, None, engines))
+    assert refused.state == "failed"
+    assert "does not compute what the transformer of tiny does" in refused.said
+    assert engines.store.index() == []
+    assert [one.name for one in engines.store.folder.iterdir() if one.name != ".locks"] == []
+
+
+@pytest.mark.parametrize("make", [chores.looking, chores.importing])
+def test_a_file_that_is_no_engine_is_refused(
+    make: Callable[..., Chore], worker: Worker, engines: EngineService, spec: ModelSpec, tmp_path: Path
+) -> None:
+    path = tmp_path / "noise.onnx"
+    path.write_bytes(bytes(range(256)) * 20)
+    refused = add(worker, make(path, spec, None, engines))
+    assert refused.state == "failed"
+    assert refused.said.startswith("The ONNX file is damaged or none") and refused.remedy
+    assert refused.found == ()
+    # The file is at fault, not Tandem: nobody is shown where in its code that was found.
+    assert not any("Traceback" in line for line in refused.log)

@@ -205,7 +205,8 @@ def test_a_disk_that_fills_up_is_told_and_left_clean(small_disk: Path, tiny: Tin
 def test_previews_keep_a_pause(
     pause: float, drawn: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runtime.jobs.flow._PREVIEW_SECONDS", pause)
+    monkeypatch.setattr("runtime.jobs.previews._SECONDS", pause)
+    monkeypatch.setattr("runtime.jobs.previews._SHARE", 1e6)
     events = run(find("diorama", tmp_path), tmp_path / "x.mp4", steps=3, frames=5)
     assert [event.preview is not None for event in events if isinstance(event, StepDone)] == drawn
 
@@ -239,7 +240,7 @@ def test_running_out_of_memory_says_which(
     monkeypatch.setattr("runtime.jobs.flow.get_noise", full)
     end = run(tiny("wan2.1"), tmp_path / "x.mp4")[-1]
     assert end == Failed(
-        "This machine ran out of memory (RAM).",
+        "This machine ran out of memory (RAM): denoising, transformer.",
         "Ask for a smaller size or fewer frames, or close other programs.",
     )
 

@@ -19,6 +19,7 @@ from runtime.core.events import (
     Event,
     FellBack,
     StageStarted,
+    StepDone,
     TerminalEvent,
     VideoSaved,
     Warned,
@@ -28,6 +29,7 @@ from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
 from runtime.engines.sessions.onnxruntime import OnnxRuntimeSession
 from runtime.engines.store import EngineStore
+from runtime.jobs.checkpoint import CheckpointFolder
 from runtime.jobs.flow import run_job
 from runtime.manager.machine import probe
 from runtime.manager.planner import resolve
@@ -59,7 +61,12 @@ class Bench:
         request = GenerationRequest.from_mapping(wanted | ON_ENGINES | values)
         return resolve(request, self.spec, machine(), self.folder / "x.mp4", self.engines.offers(self.spec))
 
-    def run(self, plan: ExecutionPlan, stop: Callable[[Event], bool] = lambda _: False) -> list[Event]:
+    def run(
+        self,
+        plan: ExecutionPlan,
+        stop: Callable[[Event], bool] = lambda _: False,
+        checkpoints: CheckpointFolder | None = None,
+    ) -> list[Event]:
         """Run a job in a fresh residency; `stop` says at which event to cancel."""
         events: list[Event] = []
         cancel = Cancel()
@@ -70,7 +77,7 @@ class Bench:
                 cancel.request()
 
         with Residency(self.engines) as residency:
-            run_job(plan, self.spec, emit, cancel, residency)
+            run_job(plan, self.spec, emit, cancel, residency, checkpoints=checkpoints)
         assert [event for event in events if isinstance(event, TerminalEvent)] == events[-1:]
         return events
 
@@ -297,6 +304,27 @@ def test_an_engine_that_fails_in_the_middle(
     assert {failing: "on purpose", starving: "Memory ran out", not_numbers: "NaN"}[end] in fall.reason
     assert backends(events) == dict.fromkeys(COMPONENTS, "onnxruntime") | {component: "pytorch"}
     assert psnr(bench.folder / "reference.mp4", bench.folder / "x.mp4") >= SAME_NOISE_DB
+
+
+def test_a_resumed_job_stays_with_pytorch_where_it_had_fallen_back(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        break_after(patched, "transformer", 4, failing)
+        bench.run(bench.plan())
+    shutil.move(bench.folder / "x.mp4", bench.folder / "wanted.mp4")
+    folder = CheckpointFolder(bench.folder / "job")
+    with monkeypatch.context() as patched:
+        break_after(patched, "transformer", 4, failing)
+        first = bench.run(bench.plan(), lambda event: isinstance(event, StepDone) and event.step == 3, folder)
+    assert isinstance(first[-1], Cancelled)
+    (fall,) = fallen(first)
+    # The engine would run again now, and the video would be another one.
+    second = bench.run(bench.plan(), checkpoints=folder)
+    assert [event.step for event in second if isinstance(event, StepDone)] == [4]
+    assert backends(second) == dict.fromkeys(COMPONENTS, "onnxruntime") | {"transformer_2": "pytorch"}
+    assert saved(second).warnings.count(fall.reason) == 1
+    assert frames_of(bench.folder / "x.mp4") == frames_of(bench.folder / "wanted.mp4")
 
 
 def test_a_cancelled_build_leaves_nothing(bench: Bench) -> None:

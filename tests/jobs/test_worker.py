@@ -1,10 +1,12 @@
 """The background worker: jobs in order, watched from anywhere, cancelled at any time."""
 
 import shutil
+import sqlite3
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,18 +14,27 @@ import pytest
 from runtime.core.errors import InvalidRequestError, ModelError
 from runtime.core.events import Cancelled, Event, Failed, StepDone, TerminalEvent, VideoSaved
 from runtime.core.request import GenerationRequest
+from runtime.jobs.running import on_gpu
+from runtime.jobs.store import JobStore
 from runtime.jobs.worker import Job, Worker
 from runtime.models.spec import ModelSpec
+from tests.jobs.made import planned
 from tests.plans import GIB, machine, no_engines
+from tests.plans import gpu as a_gpu
 
 
 @pytest.fixture
 def worker(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Iterator[Worker]:
     """A worker with one tiny model in its weights folder."""
     shutil.copytree(tiny("wan2.2-a14b").directory, tmp_path / "weights" / "tiny")
-    made = Worker(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path))
+    made = Worker(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path), store=stored(tmp_path))
     yield made
     made.close()
+
+
+def stored(folder: Path) -> JobStore:
+    """Open the store in a folder once more, as another process would."""
+    return JobStore(folder / "jobs.sqlite")
 
 
 def watch(job: Job) -> Iterator[Event]:
@@ -73,20 +84,21 @@ def test_what_cannot_be_made_is_refused_at_once(worker: Worker) -> None:
 
 def test_cancelling_ends_the_running_job_and_skips_waiting_ones(worker: Worker) -> None:
     running, waiting, last = (worker.submit(small(steps=steps)) for steps in (1000, 1000, 2))
+    assert [one.id for one in worker.ahead(last)] == [running.id, waiting.id]
     waiting.cancel.request()
+    assert list(watch(waiting)) == [Cancelled()]
     for event in watch(running):
         if isinstance(event, StepDone):
             assert worker.active() is running
-            assert worker.position(waiting) == 1
+            assert len(worker.ahead(last)) == 1
             running.cancel.request()
-    assert list(watch(waiting)) == [Cancelled()]
     assert isinstance(list(watch(last))[-1], VideoSaved)
     assert (running.state, waiting.state, last.state) == ("cancelled", "cancelled", "done")
     ends = [event for job in (running, waiting, last) for event in job.events if isinstance(event, TerminalEvent)]
     assert len(ends) == 3
 
 
-def test_closing_cancels_what_runs(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
+def test_what_is_not_remembered_is_cancelled_by_closing(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
     shutil.copytree(tiny("wan2.1").directory, tmp_path / "weights" / "tiny")
     worker = Worker(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path))
     jobs = [worker.submit(small(steps=1000)) for _ in range(2)]
@@ -116,3 +128,40 @@ def test_what_this_process_holds_counts_as_free(worker: Worker, monkeypatch: pyt
 
     assert 10 * GIB + (50 << 20) < free(10) < 20 * GIB
     assert free(24) == 24 * GIB
+
+
+def test_a_job_whose_plan_is_of_another_version_is_planned_anew(worker: Worker, tmp_path: Path) -> None:
+    busy, old, broken, last = (worker.submit(small(steps=steps)) for steps in (1000, 2, 2, 2))
+    worker.close()
+    with sqlite3.connect(tmp_path / "jobs.sqlite") as connection:
+        connection.execute("UPDATE jobs SET plan = '{}' WHERE id IN (?, ?)", (old.id, broken.id))
+        connection.execute("UPDATE jobs SET request = '{\"a\": 1}' WHERE id = ?", (broken.id,))
+        connection.execute("UPDATE jobs SET state = 'cancelled' WHERE id = ?", (busy.id,))
+    connection.close()
+    again = Worker(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path), store=stored(tmp_path))
+    following = again.job(last.id)
+    assert following is not None
+    assert isinstance(list(watch(following))[-1], VideoSaved)
+    again.close()
+    assert [stored(tmp_path).get(job.id).state for job in (old, broken)] == ["done", "failed"]
+    failed = stored(tmp_path).get(broken.id).failure
+    assert failed is not None and "There is no setting 'a'" in failed.what
+
+
+@pytest.mark.parametrize(
+    ("device", "gpu", "gpus", "moved"),
+    [
+        ("cuda:0", 0, 1, "cuda:0"),
+        ("cuda:0", 1, 2, "cuda:1"),
+        ("cuda:1", 0, 1, "cuda:0"),
+        ("cuda:0", 0, 0, None),
+        ("cpu", 0, 0, "cpu"),
+        ("cpu", 1, 2, "cpu"),
+    ],
+)
+def test_a_plan_goes_on_on_whichever_gpu_is_free(device: str, gpu: int, gpus: int, moved: str | None) -> None:
+    plan = planned()
+    for name in plan.components:
+        plan = plan.with_component(name, replace(plan.components[name], device=device))
+    found = on_gpu(plan, gpu, replace(machine(), gpus=(a_gpu(),) * gpus))
+    assert (found and {part.device for part in found.components.values()}) == (moved and {moved})

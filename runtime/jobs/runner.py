@@ -1,0 +1,231 @@
+"""One thread that takes jobs and chores from the store and does them, one after the other, on one GPU or the CPU."""
+
+import logging
+import threading
+from collections.abc import Callable, Collection
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from runtime.core.cancel import CancelledError
+from runtime.core.errors import EngineError, StoreError, TandemError
+from runtime.core.events import Failed
+from runtime.engines.service import EngineService
+from runtime.jobs import running
+from runtime.jobs.chores import Chore
+from runtime.jobs.history import HistoryFile
+from runtime.jobs.live import Job
+from runtime.jobs.records import JobRecord, Kind
+from runtime.jobs.running import Planner, Wishes
+from runtime.jobs.store import JobStore
+from runtime.manager.machine import Machine
+
+if TYPE_CHECKING:  # it brings torch
+    from runtime.components.residency import Residency
+
+_REINSTALL = "Run the installer again, then `doctor`; the log has the details."
+# Other processes add jobs too, and say nothing.
+_LOOK_SECONDS = 0.5
+# After the store could not be read, so that a full log is not the next trouble.
+_REST_SECONDS = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What runners share.
+
+    Attributes:
+        store, instance: where jobs are taken from, and in whose name.
+        job_of, chore_of: the live view of a record; no chore where it cannot be done any more.
+        machine: what this machine has, as a new job would find it.
+    """
+
+    store: JobStore
+    instance: str
+    planner: Planner
+    wishes: Wishes
+    engines: EngineService
+    history: HistoryFile | None
+    job_of: Callable[[JobRecord], Job]
+    chore_of: Callable[[JobRecord], Chore]
+    machine: Callable[[], Machine]
+
+
+class Runner:
+    """Takes and does what waits, from `start` to `stop`.
+
+    Args:
+        gpu: which one, where there are any.
+        kinds: what it takes.
+    """
+
+    def __init__(self, desk: Desk, gpu: int, kinds: Collection[Kind]) -> None:
+        self._desk = desk
+        self._gpu = gpu
+        self._kinds = kinds
+        self._residency: Residency | None = None
+        self._news = threading.Event()
+        self._stopping = False
+        self._doing: Job | Chore | None = None
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name=f"worker-{gpu}", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Look for work at once."""
+        self._news.set()
+
+    def stop(self) -> None:
+        """Ask what runs to stop where it can go on from later; take nothing more. `join` waits for it."""
+        with self._lock:
+            self._stopping = True
+            doing = self._doing
+        if isinstance(doing, Job):
+            doing.cancel.pause()
+        elif doing is not None:
+            doing.cancel.request()
+        self.wake()
+
+    def join(self) -> None:
+        """Wait until the thread has ended."""
+        self._thread.join()
+
+    @property
+    def held_bytes(self) -> int:
+        """What this process took of the GPU; known only once PyTorch is imported whole."""
+        if self._residency is None:
+            return 0
+        import torch
+
+        return torch.cuda.memory_reserved(self._gpu)
+
+    def _run(self) -> None:
+        with ExitStack() as stack:
+            with suppress(Exception):  # told when there is a job to tell it to
+                self._get_ready(stack)
+            while not self._stopping:
+                try:
+                    record = self._desk.store.claim(self._desk.instance, self._kinds)
+                except StoreError as error:
+                    logger.warning("No job can be taken: %s", type(error.__cause__ or error).__name__)
+                    self._news.wait(_REST_SECONDS)
+                    continue
+                if record is None:
+                    self._news.wait(_LOOK_SECONDS)
+                    self._news.clear()
+                else:
+                    try:
+                        self._make(record, stack) if record.kind == "video" else self._do(record)
+                    except Exception as error:
+                        self._give_up(record, error)
+
+    def _make(self, record: JobRecord, stack: ExitStack) -> None:
+        job = self._desk.job_of(record)
+        job.begin(record)
+        with self._desk.wishes.heard(job):
+            self._begin(job)
+            try:
+                self._get_ready(stack)
+            except Exception as error:  # PyTorch itself does not start
+                logger.exception("job %s could not start", job.id)
+                job.record(Failed(f"PyTorch or a library beside it does not start: {error}", _REINSTALL))
+            else:
+                self._run_job(job, record)
+            self._begin(None)
+        self._leave(job)
+
+    def _run_job(self, job: Job, record: JobRecord) -> None:
+        residency = self._residency
+        assert residency is not None
+        try:
+            spec, plan = self._desk.planner.plan(record, self._desk.machine(), self._gpu)
+        except TandemError as error:
+            job.record(Failed(error.what, error.remedy))
+        except Exception as error:  # a defect: told in one line, kept in the log
+            logger.exception("job %s could not be planned", job.id)
+            job.record(Failed(f"Something broke inside Tandem: {error!r}", "The log has the details.", defect=True))
+        else:
+            running.run(job, plan, spec, job.record, residency, self._desk.history, self._desk.store)
+
+    def _leave(self, job: Job) -> None:
+        """Let the store say how the job stands from here on: one that was paused waits again."""
+        try:
+            if job.open and job.written:
+                self._desk.store.put_back(job.id)
+            job.leave()
+        except StoreError as error:
+            logger.warning("job %s: %s", job.id, type(error.__cause__ or error).__name__)
+
+    def _do(self, record: JobRecord) -> None:
+        chore = self._desk.chore_of(record)
+        self._begin(chore)
+        chore.start()
+        logger.info("job %s: %s begins", chore.id, chore.kind)
+        try:
+            chore.cancel.check()
+            said = chore.work(chore, self._free)
+        except CancelledError:
+            chore.end("cancelled", "Cancelled. What was finished before stays.")
+        except TandemError as error:
+            if isinstance(error, EngineError) and error.log:
+                chore.write(error.log)
+            chore.end("failed", error.what, error.remedy)
+        except Exception as error:  # a defect: told in one line, kept in the log
+            logger.exception("%s failed", chore.kind)
+            chore.end("failed", f"Something broke inside Tandem: {error!r}", "The log has the details.")
+        else:
+            chore.end("done", said)
+        self._begin(None)
+        logger.info("job %s: %s", chore.id, chore.state)
+        try:
+            if self._stopping and chore.state == "cancelled" and record.kind == "build":
+                self._desk.store.put_back(record.id)
+            else:
+                self._desk.store.finish(record.id, chore.state, chore.said, chore.remedy)
+        except StoreError as error:
+            logger.warning("job %s: %s", record.id, type(error.__cause__ or error).__name__)
+
+    def _give_up(self, record: JobRecord, error: Exception) -> None:
+        """End what could not even begin, such as a job of another version's: it is not to come again and again."""
+        if isinstance(error, TandemError):
+            failed = Failed(error.what, error.remedy)
+        else:  # a defect: told in one line, kept in the log
+            logger.error("job %s could not begin", record.id, exc_info=error)
+            failed = Failed(f"Something broke inside Tandem: {error!r}", "The log has the details.", defect=True)
+        with suppress(StoreError):
+            if record.kind == "video":
+                self._desk.store.record(record.id, failed)
+            else:
+                self._desk.store.finish(record.id, "failed", failed.what, failed.remedy)
+
+    def _begin(self, one: Job | Chore | None) -> None:
+        with self._lock:
+            self._doing = one
+            stopping = self._stopping
+        if stopping and isinstance(one, Job):
+            one.cancel.pause()
+        elif stopping and one is not None:
+            one.cancel.request()
+
+    def _free(self) -> None:
+        if self._residency is not None:
+            self._residency.free()
+
+    def _get_ready(self, stack: ExitStack) -> None:
+        """Import what runs jobs. Takes seconds, for torch: so here, on the runner's own thread."""
+        if self._residency is not None:
+            return
+        import torch
+
+        import runtime.jobs.flow  # noqa: F401 - so that what does not start is known before a job has begun
+        from runtime.components.residency import Residency
+
+        if self._gpu:
+            # What takes no device of its own takes this thread's.
+            torch.cuda.set_device(self._gpu)
+        self._residency = stack.enter_context(Residency(self._desk.engines))

@@ -1,0 +1,91 @@
+"""Jobs taken up in another way, and the room that jobs take."""
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from runtime.core.errors import InvalidRequestError, StoreError
+from runtime.core.events import Cancelled, Resumed, VideoSaved
+from runtime.jobs import room
+from runtime.jobs.store import JobStore
+from runtime.jobs.worker import Job, Worker
+from runtime.models.spec import ModelSpec
+from tests.jobs.made import add, saved
+from tests.jobs.test_worker import small, stored, watch
+from tests.plans import no_engines
+
+
+@pytest.fixture
+def worker(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Iterator[Worker]:
+    shutil.copytree(tiny("wan2.2-a14b").directory, tmp_path / "weights" / "tiny")
+    made = Worker(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path), store=stored(tmp_path))
+    yield made
+    made.close()
+
+
+def end(job: Job) -> object:
+    return list(watch(job))[-1]
+
+
+def test_a_cancelled_job_goes_on_in_another_way(worker: Worker) -> None:
+    job = worker.submit(small(seed=3, steps=60, width=64, height=64))
+    while job.progress.step < 2:
+        time.sleep(0.005)
+    job.cancel.request()
+    assert isinstance(end(job), Cancelled)
+    with pytest.raises(InvalidRequestError):
+        worker.resume(job.id, {"offload": "somehow"})
+    assert worker.store.get(job.id).state == "cancelled"
+    again = worker.resume(job.id, {"on_out_of_memory": "any"})
+    told = list(watch(again))
+    assert isinstance(told[-1], VideoSaved)
+    assert next(event for event in told if isinstance(event, Resumed)).step >= 2
+    assert worker.store.get(job.id).request["on_out_of_memory"] == "any"
+    with pytest.raises(StoreError, match="is done"):
+        worker.resume(job.id, {"on_out_of_memory": "retry"})
+
+
+def finished(store: JobStore, size: int) -> str:
+    """Add a finished job with a boundary that is its last checkpoint too."""
+    made = add(store)
+    store.claim("here")
+    store.record(made.id, saved())
+    kept = store.folder(made.id)
+    assert kept is not None
+    kept.mkdir(parents=True)
+    (kept / "boundary.safetensors").write_bytes(b"x" * size)
+    (kept / "checkpoint.safetensors").hardlink_to(kept / "boundary.safetensors")
+    return made.id
+
+
+def test_room_is_measured_and_made(tmp_path: Path) -> None:
+    store = stored(tmp_path)
+    ids = [finished(store, size) for size in (1000, 2000)]
+    waits = add(store)
+    spared = store.folder(waits.id)
+    assert spared is not None
+    spared.mkdir()
+    (spared / "checkpoint.safetensors").write_bytes(b"x" * 500)
+    found = room.measure(store, None)
+    assert (found.checkpoint_bytes, found.spare_bytes, found.deleted) == (3500, 3000, 0)
+    assert room.measure(store, "somebody") == room.Room(0, 0, 0, 0, 0, 0)
+    store.delete(ids[1])
+    found = room.measure(store, None)
+    assert (found.spare_bytes, found.deleted, found.deleted_bytes) == (1000, 1, 2000)
+    assert room.remove_spare_checkpoints(store, None) == 1000
+    assert room.measure(store, None).checkpoint_bytes == 500
+    store.undelete(ids[1])
+    assert room.checkpoint_bytes(store, ids[1]) == 2000
+
+
+def test_age_is_by_the_end_and_never_of_what_is_open(tmp_path: Path) -> None:
+    store = stored(tmp_path)
+    old = finished(store, 1)
+    add(store)
+    assert room.older_than(store, None, 1) == []
+    later = time.time() + 2 * 86_400
+    assert [job.id for job in room.older_than(store, None, 1, later)] == [old]
+    assert room.older_than(store, "somebody", 1, later) == []
