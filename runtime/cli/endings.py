@@ -2,10 +2,12 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from runtime.cli import show
 from runtime.core import settings
+from runtime.core.forecast import Rung
 
 DONE, DEFECT, USER_ERROR, CANCELLED = 0, 1, 2, 130
 
@@ -16,11 +18,12 @@ def emit_json(value: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def refuse(what: str, remedy: str, *, as_json: bool) -> int:
-    """Say what the user can mend; return the exit code."""
+def refuse(what: str, remedy: str, *, as_json: bool, ladder: Sequence[Rung] = ()) -> int:
+    """Say what the user can mend, programs also the ways there are where memory is short; return the exit code."""
     show.error(what, remedy)
     if as_json:
-        emit_json({"error": {"what": what, "remedy": remedy, "defect": False}})
+        ways = {"ladder": [rung.to_json() for rung in ladder]} if ladder else {}
+        emit_json({"error": {"what": what, "remedy": remedy, "defect": False}} | ways)
     return USER_ERROR
 
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from runtime.core.plan import BACKEND_TITLES
 from runtime.core.request import GenerationRequest
 from runtime.engines import library
 from runtime.engines.service import EngineService
+from runtime.engines.staleness import why_stale
 from runtime.jobs.building import Built, build_all, wanted_engines
 from runtime.manager.engine_index import IMPORTED, UNREADABLE_KEY, EngineRecord
 from runtime.manager.machine import probe
@@ -42,7 +43,7 @@ def build(request: GenerationRequest, *, again: bool) -> dict[str, Any]:
             if one.error is not None:
                 show.warning(f"{number} of {len(wanted)}: {one.error.what} {one.error.remedy}")
     records = [one.record for one in built if one.record is not None]
-    _table(records)
+    _table(records, {})
     return {
         "engines": [engine_row(record) for record in records],
         "failed": [
@@ -63,10 +64,12 @@ def listing() -> dict[str, Any]:
     """Print and return the engine library."""
     service = _service()
     found = library.listing(service.store)
-    _table(found.engines)
+    models = _models()
+    stale = {record.id: why_stale(record, models, service.machine, service.notes) for record in found.engines}
+    _table(found.engines, stale)
     show.line(f"{byte_size(found.total_bytes)} of at most {byte_size(found.max_bytes)}, in {service.store.folder}")
     return {
-        "engines": [engine_row(record) for record in found.engines],
+        "engines": [{**engine_row(record), "stale": stale[record.id]} for record in found.engines],
         "total_bytes": found.total_bytes,
         "max_bytes": found.max_bytes,
         "folder": str(service.store.folder),
@@ -202,7 +205,7 @@ def progress() -> Any:
     return tell
 
 
-def _table(records: Sequence[EngineRecord]) -> None:
+def _table(records: Sequence[EngineRecord], stale: Mapping[str, Sequence[str]]) -> None:
     if not records:
         show.line("No engines.")
         return
@@ -218,7 +221,7 @@ def _table(records: Sequence[EngineRecord]) -> None:
                 byte_size(record.file_bytes),
                 _speed(record),
                 datetime.fromtimestamp(record.last_used).astimezone().strftime("%Y-%m-%d"),
-                _state(record),
+                _state(record, stale.get(record.id, ())),
             )
             for record in records
         ],
@@ -265,12 +268,12 @@ def _speed(record: EngineRecord) -> str:
     return f"{record.pytorch_seconds_per_call / record.seconds_per_call:.1f}x"
 
 
-def _state(record: EngineRecord) -> str:
+def _state(record: EngineRecord, stale: Sequence[str]) -> str:
     if record.problem is not None:
         return record.problem
     if not record.verified:
-        return f"not right: error {record.error:.0e}"
-    return "pinned" if record.pinned else ""
+        return record.detail if math.isnan(record.error) else f"not right: error {record.error:.0e}"
+    return ", ".join([*(["pinned"] if record.pinned else []), *([f"stale: {', '.join(stale)}"] if stale else [])])
 
 
 def _count(count: int) -> str:

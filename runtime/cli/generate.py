@@ -1,57 +1,161 @@
-"""`generate`: one job on this thread, with Ctrl-C as its cancel."""
+"""`generate` and `jobs resume`: one job on this thread, with Ctrl-C as its cancel, in the store from its first moment.
 
+It does not wait for the web app's queue, and the web app does not take it: it is this process's from birth.
+"""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.cli import endings, show
 from runtime.cli.cancelling import cancel_on_signals
 from runtime.components.residency import Residency
 from runtime.core import settings
-from runtime.core.errors import InvalidRequestError
-from runtime.core.events import Event, Failed, FellBack, TerminalEvent, VideoSaved, Warned
+from runtime.core.errors import InvalidRequestError, StoreError, TandemError
+from runtime.core.events import Cancelled, Event, Failed, FellBack, OutOfMemory, VideoSaved, Warned
+from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
+from runtime.core.settings import Settings
 from runtime.engines.service import EngineService
-from runtime.jobs.flow import run_job
+from runtime.jobs import recovery
 from runtime.jobs.history import HistoryFile
+from runtime.jobs.instance import Instance
+from runtime.jobs.live import Job
+from runtime.jobs.opening import open_store
 from runtime.jobs.outputs import make_folder, output_path
-from runtime.manager.machine import probe
+from runtime.jobs.records import JobRecord
+from runtime.jobs.running import Planner, Wishes, run
+from runtime.jobs.store import JobStore
+from runtime.manager.machine import Machine, probe
 from runtime.manager.planner import resolve
 from runtime.models.catalogue import find
+from runtime.models.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class _Here:
+    """What jobs run with here."""
+
+    settings: Settings
+    machine: Machine
+    engines: EngineService
+    history: HistoryFile
+
+    @classmethod
+    def found(cls) -> "_Here":
+        """Look around."""
+        loaded, machine = settings.load(), probe()
+        return cls(
+            loaded, machine, EngineService.from_settings(loaded, machine), HistoryFile(loaded.cache_dir, machine)
+        )
 
 
 def generate(request: GenerationRequest, out: str | None, *, as_json: bool) -> int:
     """Make one video and return the exit code."""
-    loaded = settings.load()
-    spec = find(request.model, loaded.weights_dir)
-    machine = probe()
-    engines = EngineService.from_settings(loaded, machine)
-    history = HistoryFile(loaded.cache_dir, machine)
-    output = _target(request, out, loaded.outputs_dir)
-    plan = resolve(request, spec, machine, output, engines.offers(spec), history.read())
+    here = _Here.found()
+    spec = find(request.model, here.settings.weights_dir)
+    output = _target(request, out, here.settings.outputs_dir)
+    plan = resolve(request, spec, here.machine, output, here.engines.offers(spec), here.history.read())
+    with ExitStack() as stack:
+        store, job = _remembered(here, stack, request, plan)
+        return _run(here, store, job, spec, plan, as_json=as_json)
+
+
+def resume(beginning: str, *, as_json: bool) -> int:
+    """Take a job up where it was left, and return the exit code.
+
+    Raises:
+        StoreError: if there is no such job, or it waits for nobody.
+    """
+    here = _Here.found()
+    store = open_store(here.settings.cache_dir)
+    check_remembered(store)
+    with Instance(store.path) as own:
+        recovery.recover(store, own.id)
+        job = store.take(store.find(beginning).id, own.id)
+        try:
+            spec, plan = Planner(here.settings.weights_dir, here.engines, here.history).plan(job, here.machine)
+        except TandemError as error:
+            store.record(job.id, Failed(error.what, error.remedy))
+            raise
+        return _run(here, store, job, spec, plan, as_json=as_json)
+
+
+def check_remembered(store: JobStore) -> None:
+    """Check that a store is one on disk, and tell what was mended.
+
+    Raises:
+        StoreError: if it is not.
+    """
+    if store.problem:
+        what, _, remedy = store.problem.partition(". ")
+        raise StoreError(f"{what}.", remedy)
+    if store.notice:
+        show.warning(store.notice)
+
+
+def _remembered(
+    here: _Here, stack: ExitStack, request: GenerationRequest, plan: ExecutionPlan
+) -> tuple[JobStore, JobRecord]:
+    """Return the job in the store; in one in memory, which says why, where the cache folder's cannot be written."""
+    store = open_store(here.settings.cache_dir)
+    try:
+        own = stack.enter_context(Instance(store.path))
+        return store, store.add(request, plan, instance=own.id)
+    except StoreError as error:
+        store.close()
+        store = JobStore(None, problem=f"{error.what} {error.remedy}")
+        return store, store.add(request, plan, instance="here")
+
+
+def _run(
+    here: _Here, store: JobStore, record: JobRecord, spec: ModelSpec, plan: ExecutionPlan, *, as_json: bool
+) -> int:
     progress = show.ProgressLine()
-    ends: list[TerminalEvent] = []
+    job = Job(record, plan, spec.title, store)
+    job.begin(record)
+    if store.notice:
+        show.warning(store.notice)
 
     def emit(event: Event) -> None:
+        seen = len(job.events)
+        job.record(event)
         progress.event(event)
-        if isinstance(event, Warned):
-            show.warning(event.message)
-        if isinstance(event, FellBack):
-            show.warning(event.reason)
-        if isinstance(event, TerminalEvent):
-            ends.append(event)
+        # The job may have more to say than was told: that it cannot be written down.
+        for told in job.events[seen:]:
+            if isinstance(told, Warned):
+                show.warning(told.message)
+            elif isinstance(told, FellBack):
+                show.warning(told.reason)
+            elif isinstance(told, OutOfMemory) and told.taken:
+                show.warning(told.message)
 
-    with cancel_on_signals() as cancel, Residency(engines) as residency, progress.shown():
-        run_job(plan, spec, emit, cancel, residency, history)
-    (end,) = ends
+    wishes = Wishes(store)
+    with cancel_on_signals() as cancel, wishes.listening(), wishes.heard(job):
+        # Not the job's own token: a signal's handler must not write to the store that it may have interrupted.
+        job.cancel = cancel
+        with Residency(here.engines) as residency, progress.shown():
+            run(job, plan, spec, emit, residency, here.history, store)
+    return _told(job, store, as_json=as_json)
+
+
+def _told(job: Job, store: JobStore, *, as_json: bool) -> int:
+    end = job.progress.end
     if isinstance(end, VideoSaved):
         _report(end)
         if as_json:
-            endings.emit_json(end.result_json())
+            endings.emit_json(end.result_json() | {"job": job.id})
         return endings.DONE
+    again = "" if store.path is None else f" Go on later: jobs resume {job.id}"
     if isinstance(end, Failed):
         if end.defect:
             return endings.defect(end.what, as_json=as_json)
         return endings.refuse(end.what, end.remedy, as_json=as_json)
-    show.line("Cancelled. Nothing was saved.")
+    if not isinstance(end, Cancelled):
+        store.put_back(job.id)
+        show.line(f"Paused.{again}")
+        return endings.CANCELLED
+    show.line(f"Cancelled. Nothing was saved.{again}")
     return endings.CANCELLED
 
 

@@ -11,7 +11,7 @@ from runtime.cli.cancelling import cancel_on_signals
 from runtime.cli.engines import engine_row, progress
 from runtime.core import settings
 from runtime.core.errors import InvalidRequestError
-from runtime.engines.imported.importing import import_engine
+from runtime.engines.imported.importing import device_here, import_engine
 from runtime.engines.imported.source import WARNING, check_library, check_room, look
 from runtime.engines.service import EngineService
 from runtime.manager.machine import probe
@@ -39,9 +39,8 @@ def import_file(file: str, component: str | None, model: str | None, *, trusted:
     show.warning(WARNING)
     if not trusted:
         _ask(source.path)
-    device = "cuda:0" if machine.gpus and machine.torch_cuda else "cpu"
     with cancel_on_signals() as cancel:
-        done = import_engine(source.path, spec, component, service, device, progress(), cancel)
+        done = import_engine(source.path, spec, component, service, device_here(machine), progress(), cancel)
     for line in done.lines():
         show.line(line)
     record = done.engine

@@ -1,5 +1,6 @@
 """`plan`, `models list` and `doctor`: what they find, for people on standard error, returned for programs."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -7,7 +8,8 @@ from runtime.cli import show
 from runtime.core import settings
 from runtime.core.byte_size import memory_size
 from runtime.core.duration import duration
-from runtime.core.errors import TandemError
+from runtime.core.errors import MemoryShortError, TandemError
+from runtime.core.forecast import Rung
 from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
@@ -26,13 +28,24 @@ _TENTHS_BELOW = 10
 
 
 def show_plan(request: GenerationRequest) -> dict[str, Any]:
-    """Print and return what would run where, and why."""
+    """Print and return what would run where, and why.
+
+    Raises:
+        MemoryShortError: if nothing fits, once the ways there are were printed.
+        TandemError: if it cannot be made for another reason.
+    """
     loaded = settings.load()
     spec = look_up(request.model, loaded.weights_dir)
     machine = probe()
     offers = EngineService.from_settings(loaded, machine).offers(spec)
     history = HistoryFile(loaded.cache_dir, machine).read()
-    plan = resolve(request, spec, machine, output_path(loaded.outputs_dir, request.prompt), offers, history)
+    output = output_path(loaded.outputs_dir, request.prompt)
+    try:
+        plan = resolve(request, spec, machine, output, offers, history)
+    except MemoryShortError as error:
+        show.line("Memory is short. The ways there are to hold the weights, the fastest first:")
+        _show_ladder(error.ladder, error.where)
+        raise
     show.line(
         f"{spec.title}: {plan.width}x{plan.height}, {plan.frames} frames ({plan.seconds_of_video:.1f} s at {plan.fps} "
         f"fps), {plan.steps} steps, {plan.tokens:,} tokens, seed {plan.seed}"
@@ -69,17 +82,17 @@ def _show_memory(plan: ExecutionPlan) -> None:
     show.line(f"Memory at the peak: about {peak} of {free} of {where} that are free. {taken.title}.")
     if taken is plan.ladder[0]:
         return
-    fastest = plan.ladder[0].seconds.likely
     show.line("Memory is short for the fastest way. The ways there are:")
+    _show_ladder(plan.ladder, where)
+
+
+def _show_ladder(ladder: Sequence[Rung], where: str) -> None:
+    fastest = ladder[0].seconds.likely
     rows = []
-    for rung in plan.ladder:
-        short = [what for what, fits in (("video memory", rung.fits), ("RAM", rung.fits_ram)) if not fits]
-        verdict = "taken" if rung.taken else f"too little {' and '.join(short)}" if short else "fits"
-        if rung.lacks:
-            verdict = f"not available here: {rung.lacks}"
+    for rung in ladder:
         ram = memory_size(rung.ram_bytes) if rung.ram_bytes else ""
         times = f"{rung.seconds.likely / fastest:.1f} times"
-        rows.append((rung.title, rung.flags, memory_size(rung.peak_bytes), ram, times, verdict))
+        rows.append((rung.title, rung.flags, memory_size(rung.peak_bytes), ram, times, rung.verdict(where)))
     show.table(("Way", "Asked for by", "Peak", "RAM", "As long", ""), rows)
 
 

@@ -12,11 +12,11 @@ import typer
 from typer.exceptions import TyperException
 
 from runtime import __version__
-from runtime.cli import show
+from runtime.cli import show, web_flags
 from runtime.cli.endings import CANCELLED, DEFECT, DONE, USER_ERROR, defect, emit_json, refuse
 from runtime.cli.request_flags import taking_engines, taking_request, taking_size
 from runtime.core import log, settings
-from runtime.core.errors import SettingsError, TandemError
+from runtime.core.errors import MemoryShortError, SettingsError, TandemError
 from runtime.core.request import GenerationRequest
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,10 @@ models_app = typer.Typer(help="The catalogue of models.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
 engines_app = typer.Typer(help="The engine library.", no_args_is_help=True)
 app.add_typer(engines_app, name="engines")
+jobs_app = typer.Typer(help="What was made, is being made and was interrupted.", no_args_is_help=True)
+app.add_typer(jobs_app, name="jobs")
 
+JobIds = Annotated[list[str], typer.Argument(metavar="ID...", help="Jobs, by id or its first letters.")]
 EngineIds = Annotated[list[str], typer.Argument(metavar="ID...", help="Engines, as `engines list` shows them.")]
 
 
@@ -49,7 +52,8 @@ def run(arguments: list[str]) -> int:
         code = app(arguments, prog_name="app.py", standalone_mode=False)
         return code if isinstance(code, int) else DONE
     except TandemError as error:
-        return refuse(error.what, error.remedy, as_json=wants_json)
+        ladder = error.ladder if isinstance(error, MemoryShortError) else ()
+        return refuse(error.what, error.remedy, as_json=wants_json, ladder=ladder)
     except TyperException as error:
         what = error.format_message().strip()
         return refuse(what if what.endswith(".") else f"{what}.", _usage(arguments), as_json=wants_json)
@@ -66,7 +70,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _usage(arguments: list[str]) -> str:
-    known = {"generate", "plan", "build", "engines", "export", "models", "doctor"}
+    known = {"generate", "plan", "build", "engines", "export", "models", "jobs", "doctor"}
     return _help_of(next((word for word in arguments if word in known), ""))
 
 
@@ -78,25 +82,22 @@ def _help_of(command: str) -> str:
 @app.callback(invoke_without_command=True)
 def web(
     context: typer.Context,
-    host: Annotated[str | None, typer.Option(help="Address to listen on. [default: 127.0.0.1]")] = None,
-    port: Annotated[str | None, typer.Option(help="Port to listen on. [default: 7860]")] = None,
-    auth: Annotated[
-        str | None, typer.Option(metavar="USER:PASSWORD", help="Ask for a password; needed beyond 127.0.0.1.")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(metavar="NAME|DIR", help="The model to start with. [default: diorama]")
-    ] = None,
-    no_browser: Annotated[bool, typer.Option("--no-browser", help="Do not open a browser.")] = False,
-    enable_tensorrt: Annotated[
-        bool, typer.Option("--enable-tensorrt", help="Start with every part on TensorRT, or with those named below.")
-    ] = False,
-    tensorrt_text_encoders: Annotated[
-        bool, typer.Option("--tensorrt-text-encoders", help="The text encoder; with --enable-tensorrt.")
-    ] = False,
-    tensorrt_transformer: Annotated[
-        bool, typer.Option("--tensorrt-transformer", help="The transformers; with --enable-tensorrt.")
-    ] = False,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+    host: web_flags.Host = None,
+    port: web_flags.Port = None,
+    auth: web_flags.Auth = None,
+    model: web_flags.Model = None,
+    no_browser: web_flags.NoBrowser = False,
+    enable_tensorrt: web_flags.EnableTensorRT = False,
+    tensorrt_text_encoders: web_flags.TextEncoders = False,
+    tensorrt_transformer: web_flags.Transformer = False,
+    share: web_flags.Share = False,
+    share_frames: web_flags.ShareFrames = None,
+    share_size: web_flags.ShareSize = None,
+    share_steps: web_flags.ShareSteps = None,
+    share_queue: web_flags.ShareQueue = None,
+    share_queue_all: web_flags.ShareQueueAll = None,
+    share_rate: web_flags.ShareRate = None,
+    version: web_flags.Version = False,
 ) -> None:
     """Tandem turns a sentence into a video. Without a command it starts the web app."""
     tensorrt = settings.tensorrt_from_flags(
@@ -109,8 +110,18 @@ def web(
         "model": model,
         "browser": False if no_browser else None,
         "tensorrt": tensorrt,
+        "share": True if share else None,
+        "share_frames": share_frames,
+        "share_size": share_size,
+        "share_steps": share_steps,
+        "share_queue": share_queue,
+        "share_queue_all": share_queue_all,
+        "share_rate": share_rate,
     }
     loaded = settings.load(flags)
+    limit = next((name for name, value in flags.items() if name.startswith("share_") and value is not None), None)
+    if limit and not loaded.share:
+        raise SettingsError(f"{settings.flag_of(limit)} was given, but nothing is shared.", "Add --share.")
     log.start(loaded.log_file)
     if context.invoked_subcommand is not None:
         given = next((name for name, value in flags.items() if value is not None), None)
@@ -292,6 +303,72 @@ def models_list(as_json: JsonFlag = False) -> None:
     from runtime.cli.inform import show_models
 
     result = show_models()
+    if as_json:
+        emit_json(result)
+
+
+@jobs_app.command("list")
+def jobs_list(
+    state: Annotated[
+        list[str] | None,
+        typer.Option(help="Only those that are queued, running, done, failed, cancelled or interrupted; repeatable."),
+    ] = None,
+    search: Annotated[str, typer.Option(metavar="TEXT", help="Only those whose prompt has these words.")] = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """List the jobs, the newest first."""
+    from runtime.cli import jobs
+
+    result = jobs.listing(state or [], search)
+    if as_json:
+        emit_json(result)
+
+
+@jobs_app.command("show")
+def jobs_show(
+    job: Annotated[str, typer.Argument(metavar="ID", help="A job, by id or its first letters.")],
+    with_prompt: Annotated[bool, typer.Option("--with-prompt", help="With prompts and paths.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Say all that is known of a job, for whoever is to help; without prompts and paths."""
+    from runtime.cli import jobs
+
+    result = jobs.details(job, with_prompt=with_prompt)
+    if as_json:
+        emit_json(result)
+
+
+@jobs_app.command("resume")
+def jobs_resume(
+    job: Annotated[str, typer.Argument(metavar="ID", help="A job, by id or its first letters.")],
+    as_json: JsonFlag = False,
+) -> int:
+    """Take up a job that was interrupted, cancelled or failed where it was left."""
+    from runtime.cli.generate import resume
+
+    return resume(job, as_json=as_json)
+
+
+@jobs_app.command("delete")
+def jobs_delete(
+    ids: JobIds,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Delete jobs and their videos; for some days they can be had back."""
+    from runtime.cli import jobs
+
+    result = jobs.delete(ids, sure=yes)
+    if as_json:
+        emit_json(result)
+
+
+@jobs_app.command("undelete")
+def jobs_undelete(ids: JobIds, as_json: JsonFlag = False) -> None:
+    """Have deleted jobs back."""
+    from runtime.cli import jobs
+
+    result = jobs.undelete(ids)
     if as_json:
         emit_json(result)
 

@@ -10,7 +10,18 @@ import typer
 
 from runtime.core import settings
 from runtime.core.errors import InvalidRequestError
-from runtime.core.request import ALL, AUTO, BACKENDS, BUILDS, COMPONENTS, OFFLOADS, QUANTIZATIONS, GenerationRequest
+from runtime.core.request import (
+    ALL,
+    AUTO,
+    BACKENDS,
+    BUILDS,
+    COMPONENTS,
+    OFFLOADS,
+    ON_OUT_OF_MEMORY,
+    QUANTIZATIONS,
+    RETRY,
+    GenerationRequest,
+)
 
 Result = TypeVar("Result")
 # What shapes an engine.
@@ -76,6 +87,14 @@ def request_from_flags(
             help="Of the transformers' weights in PyTorch: smaller and a little less exact. [default: none if it fits]",
         ),
     ] = None,
+    on_out_of_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(ON_OUT_OF_MEMORY),
+            help="Where memory runs out: go on in the next more frugal way that gives the same video, or in any, or "
+            f"stop and say which. [default: {RETRY}]",
+        ),
+    ] = None,
 ) -> GenerationRequest:
     """Build a request from flags; what was not given stays open.
 
@@ -99,6 +118,7 @@ def request_from_flags(
         build=AUTO if build is None else build,
         offload=AUTO if offload is None else offload,
         quantization=AUTO if quantization is None else quantization,
+        on_out_of_memory=RETRY if on_out_of_memory is None else on_out_of_memory,
     )
 
 

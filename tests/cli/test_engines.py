@@ -48,6 +48,8 @@ def test_list_pin_prune_delete(cache_dir: Path, capsys: pytest.CaptureFixture[st
     first, second, third = stock(cache_dir, 3)
     listed = printed(["engines", "list"], capsys)
     assert [row["id"] for row in listed["engines"]] == [third, second, first]  # type: ignore[attr-defined]
+    # Built from other weights, on another machine.
+    assert all("built from other weights" in row["stale"] for row in listed["engines"])  # type: ignore[attr-defined]
     total = listed["total_bytes"]
     assert isinstance(total, int)
     printed(["engines", "pin", first[:8]], capsys)

@@ -1,0 +1,152 @@
+"""`jobs …`: what was made, is being made and was interrupted; for people on standard error, returned for programs."""
+
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+import typer
+
+from runtime.cli import show
+from runtime.cli.generate import check_remembered
+from runtime.core import settings
+from runtime.core.errors import InvalidRequestError
+from runtime.core.settings import Settings
+from runtime.jobs import recovery
+from runtime.jobs.opening import open_store
+from runtime.jobs.records import STATES, JobRecord, State
+from runtime.jobs.report import report
+from runtime.jobs.store import JobStore
+from runtime.manager.machine import probe
+
+_PROMPT_SHOWN = 60
+_DAYS_KEPT = round(recovery.KEPT_SECONDS / 86_400)
+
+
+def listing(states: Sequence[str], search: str) -> dict[str, Any]:
+    """Print and return jobs, the newest first."""
+    jobs = _store(settings.load()).list(states=_states(states) or None, search=search)
+    if jobs:
+        show.table(
+            ("Job", "State", "Asked for", "Prompt"),
+            [(job.id, _state(job), _when(job.created), _shortened(job.prompt)) for job in jobs],
+        )
+    else:
+        show.line("No jobs.")
+    return {"jobs": [job_row(job) for job in jobs]}
+
+
+def details(beginning: str, *, with_prompt: bool) -> dict[str, Any]:
+    """Print and return all that is known of a job."""
+    loaded = settings.load()
+    store = _store(loaded)
+    job = store.find(beginning)
+    told = report(store, job, probe(), loaded.log_file, loaded.cache_dir, with_prompt=with_prompt)
+    show.line(f"Job {job.id}: {_state(job)}, asked for {_when(job.created)}")
+    if job.failure is not None:
+        show.line(f"  {told['failure']['what']} {told['failure']['remedy']}")
+    for title in ("request", "versions", "machine"):
+        show.line(f"{title.title()}: " + ", ".join(f"{name} {value}" for name, value in told[title].items()))
+    for name, part in ((told["plan"] or {}).get("components") or {}).items():
+        show.line(f"{name}: {part['backend']} on {part['device']} in {part['dtype']}. {part['reason']}")
+    for event in told["events"]:
+        rest = ", ".join(f"{name} {value}" for name, value in event.items() if name not in {"n", "at", "event"})
+        show.line(f"{_when(event['at'])} {event['event']}{': ' if rest else ''}{rest}")
+    for line in told["log"]:
+        show.line(f"log: {line}")
+    if job.resumable:
+        show.line(f"Take it up again: jobs resume {job.id}")
+    return {"job": told}
+
+
+def delete(beginnings: Sequence[str], *, sure: bool) -> dict[str, Any]:
+    """Delete jobs, so that they can be had back for some days; ask before.
+
+    Raises:
+        StoreError: if one of them is not there, or runs; none is deleted then.
+    """
+    store = _store(settings.load())
+    jobs = {job.id: job for job in map(store.find, beginnings)}
+    if not sure:
+        _ask(list(jobs.values()))
+    for job in jobs:
+        store.delete(job)
+    ids = " ".join(jobs)
+    show.line(f"Deleted {ids}. For {_DAYS_KEPT} days they can be had back: jobs undelete {ids}")
+    return {"deleted": list(jobs)}
+
+
+def undelete(beginnings: Sequence[str]) -> dict[str, Any]:
+    """Have deleted jobs back."""
+    store = _store(settings.load())
+    jobs = {job.id: job for job in map(store.find, beginnings)}
+    for job in jobs:
+        store.undelete(job)
+    show.line(f"Back in the list: {' '.join(jobs)}.")
+    return {"undeleted": list(jobs)}
+
+
+def job_row(job: JobRecord) -> dict[str, Any]:
+    """Return a job as programs read it."""
+    return {
+        "id": job.id,
+        "state": job.state,
+        "held": job.held,
+        "resumable": job.resumable,
+        "prompt": job.prompt,
+        "model": job.request["model"],
+        "seed": job.request["seed"],
+        "created": job.created,
+        "started": job.started,
+        "ended": job.ended,
+        "video": str(job.output) if job.state == "done" else None,
+        "batch": job.batch,
+        "parent": job.parent,
+        "error": None if job.failure is None else vars(job.failure),
+    }
+
+
+def _store(loaded: Settings) -> JobStore:
+    """Open the store, and see to it that no job of a dead process is called running."""
+    store = open_store(loaded.cache_dir)
+    check_remembered(store)
+    recovery.recover(store, "")
+    recovery.purge(store, loaded.outputs_dir)
+    return store
+
+
+def _states(texts: Sequence[str]) -> list[State]:
+    chosen: list[State] = [state for state in STATES if state in texts]
+    for text in texts:
+        if text not in STATES:
+            raise InvalidRequestError("state", f"--state is {text[:40]!r}.", f"Take one of {', '.join(STATES)}.")
+    return chosen
+
+
+def _ask(jobs: Sequence[JobRecord]) -> None:
+    if not sys.stdin.isatty():
+        raise InvalidRequestError(
+            "yes", "Whether to delete cannot be asked: there is no terminal.", "Add --yes to delete all the same."
+        )
+    for job in jobs:
+        show.line(f"{job.id} {_state(job)}: {_shortened(job.prompt)}")
+    show.line("Delete? [y/N]")
+    try:
+        answer = input()
+    except EOFError:
+        answer = ""
+    if answer.strip().lower() not in {"y", "yes"}:
+        raise typer.Abort
+
+
+def _state(job: JobRecord) -> str:
+    return "paused" if job.held else job.state
+
+
+def _when(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _shortened(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _PROMPT_SHOWN else f"{line[: _PROMPT_SHOWN - 1]}…"

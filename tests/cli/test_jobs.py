@@ -1,0 +1,182 @@
+"""`jobs …`, and `generate` in the store: as people and programs see it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.cli.main import run
+from runtime.core.events import Failed, Planned, Warned
+from runtime.jobs.opening import open_store
+from runtime.models.spec import ModelSpec
+from runtime.video.ffmpeg import find_ffmpeg
+from runtime.video.metadata import read_facts
+from tests.cli.test_generate import command
+from tests.jobs.made import add, asked, planned, saved
+
+Tiny = Callable[[str], ModelSpec]
+
+
+@pytest.fixture(autouse=True)
+def empty(cache_dir: Path) -> Path:
+    return cache_dir
+
+
+def answer(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> tuple[dict[str, Any], str]:
+    """Run a command and return its JSON and its text."""
+    assert run([*arguments, "--json"]) == code
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err
+    return json.loads(out.splitlines()[-1]), err
+
+
+def stream(video: Path) -> bytes:
+    """Return the video's own bytes, without what the file says about itself."""
+    arguments = [find_ffmpeg(), "-v", "error", "-i", str(video), "-map", "0:v", "-c", "copy", "-f", "h264", "-"]
+    return subprocess.run(arguments, capture_output=True, check=True).stdout
+
+
+def test_listing_and_searching(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(["jobs", "list"], capsys) == ({"jobs": []}, "No jobs.\n")
+    store = open_store(cache_dir)
+    boat, kite = add(store, "a red boat"), add(store, "a blue kite")
+    store.request_cancel([boat.id])
+    found, text = answer(["jobs", "list"], capsys)
+    assert [(job["id"], job["state"]) for job in found["jobs"]] == [(kite.id, "queued"), (boat.id, "cancelled")]
+    assert kite.id in text and "a blue kite" in text
+    assert [job["id"] for job in answer(["jobs", "list", "--search", "BOAT"], capsys)[0]["jobs"]] == [boat.id]
+    assert [job["id"] for job in answer(["jobs", "list", "--state", "queued"], capsys)[0]["jobs"]] == [kite.id]
+    refused, _ = answer(["jobs", "list", "--state", "asleep"], capsys, 2)
+    assert "--state is 'asleep'" in refused["error"]["what"]
+
+
+def test_a_job_of_a_dead_process_is_called_interrupted(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = add(open_store(cache_dir), instance="dead")
+    found, _ = answer(["jobs", "list"], capsys)
+    assert [(one["id"], one["state"], one["resumable"]) for one in found["jobs"]] == [(job.id, "interrupted", True)]
+
+
+@pytest.mark.parametrize("act", ["show", "resume", "delete", "undelete"])
+def test_an_unknown_id_is_said_in_two_lines(act: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["jobs", act, "1a2b3c4d"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == ["Error: There is no job '1a2b3c4d'.", "To do: See which there are: jobs list"]
+
+
+def test_deleting_asks_and_can_be_undone(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = open_store(cache_dir)
+    jobs = [add(store) for _ in range(2)]
+    ids = [job.id for job in jobs]
+    refused, _ = answer(["jobs", "delete", *ids], capsys, 2)  # there is no terminal here
+    assert "--yes" in refused["error"]["remedy"]
+    refused, _ = answer(["jobs", "delete", ids[0], "nothing", "--yes"], capsys, 2)
+    assert len(store.list()) == 2
+    deleted, text = answer(["jobs", "delete", *ids, "--yes"], capsys)
+    assert deleted == {"deleted": ids}
+    assert f"jobs undelete {' '.join(ids)}" in text
+    assert answer(["jobs", "list"], capsys)[0] == {"jobs": []}
+    assert answer(["jobs", "undelete", ids[1]], capsys)[0] == {"undeleted": [ids[1]]}
+    assert [job.id for job in store.list()] == [ids[1]]
+
+
+def test_a_report_holds_no_prompt_and_no_paths(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = open_store(cache_dir)
+    job = store.add(asked(prompt="a zorp at home", negative_prompt="blurry"), planned(), instance="a")
+    store.record(job.id, Planned(planned()))
+    store.record(job.id, Warned("The model does not know “zorp”: the prompt was read without."))
+    store.record(job.id, Failed(f"{planned().output} cannot be written.", f"See {cache_dir / 'logs' / 'x.log'}."))
+    told, text = answer(["jobs", "show", job.id[:7]], capsys)
+    report = told["job"]
+    assert (report["id"], report["state"]) == (job.id, "failed")
+    assert report["versions"]["torch"] and report["machine"]["cores"]
+    assert report["plan"]["components"]["vae"]["reason"]
+    assert [event["event"] for event in report["events"]] == ["Planned", "Warned", "Failed"]
+    assert report["events"][1]["message"] == "The model does not know “…”: the prompt was read without."
+    assert report["failure"]["what"] == "…/boat.mp4 cannot be written."
+    for private in ("zorp", "blurry", "/nowhere", str(cache_dir), str(Path.home())):
+        assert private not in json.dumps(report) + text, private
+    told, text = answer(["jobs", "show", job.id, "--with-prompt"], capsys)
+    assert told["job"]["request"]["prompt"] == "a zorp at home"
+    assert "/nowhere/boat.mp4" in text
+
+
+def test_what_is_done_is_not_resumed(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = open_store(cache_dir)
+    job = add(store, instance="a")
+    store.record(job.id, saved())
+    refused, _ = answer(["jobs", "resume", job.id], capsys, 2)
+    assert refused["error"]["what"] == f"Job {job.id} is done."
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
+def test_a_killed_job_goes_on_where_it_was(
+    tiny: Tiny, cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bit for bit, and while another process, as the web app, looks for work in the same store."""
+    out = tmp_path / "boat.mp4"
+    flags = ("--steps", "500", "--seed", "7")
+    with subprocess.Popen(command(tiny("wan2.2-a14b"), out, *flags), stderr=subprocess.DEVNULL) as process:
+        store = open_store(cache_dir)
+        end = time.monotonic() + 60
+        while not (jobs := store.list()) or not any(
+            values["event"] == "CheckpointSaved" and values["step"] for _, _, values in store.events(jobs[0].id)
+        ):
+            assert process.poll() is None and time.monotonic() < end
+            assert store.claim("app") is None
+            time.sleep(0.02)
+        os.kill(process.pid, signal.SIGKILL)
+    (killed,) = jobs
+    store.close()
+    assert not out.exists()
+    found, _ = answer(["jobs", "list"], capsys)
+    assert [(job["id"], job["state"]) for job in found["jobs"]] == [(killed.id, "interrupted")]
+    resumed, _ = answer(["jobs", "resume", killed.id[:6]], capsys)
+    assert resumed["video"] == str(out)
+    assert resumed["seed"] == 7
+    assert read_facts(out)["job"] == killed.id
+    store = open_store(cache_dir)
+    assert store.get(killed.id).state == "done"
+    told = [values for _, _, values in store.events(killed.id)]
+    assert next(values["step"] for values in told if values["event"] == "Resumed") > 0
+    whole = tmp_path / "whole.mp4"
+    answer(command(tiny("wan2.2-a14b"), whole, *flags)[2:], capsys)
+    assert stream(out) == stream(whole)
+    assert [job.state for job in store.list()] == ["done", "done"]
+
+
+def test_without_a_store_the_video_is_made_and_that_is_said(
+    tiny: Tiny, cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (cache_dir / "jobs.sqlite").mkdir(parents=True)
+    out = tmp_path / "boat.mp4"
+    result, text = answer(command(tiny("wan2.1"), out, "--steps", "1")[2:], capsys)
+    assert out.is_file()
+    assert result["video"] == str(out)
+    assert "This video will not be in the list of jobs" in text
+    refused, _ = answer(["jobs", "list"], capsys, 2)
+    assert "jobs.sqlite" in refused["error"]["what"]
+    assert refused["error"]["remedy"]
+
+
+def test_a_store_of_a_newer_tandem_is_said(
+    tiny: Tiny, cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    open_store(cache_dir).close()
+    import sqlite3
+
+    with sqlite3.connect(cache_dir / "jobs.sqlite") as connection:
+        connection.execute("PRAGMA user_version = 999")
+    connection.close()
+    out = tmp_path / "boat.mp4"
+    _, text = answer(command(tiny("wan2.1"), out, "--steps", "1")[2:], capsys)
+    assert "written by a newer Tandem" in text and out.is_file()
+    refused, _ = answer(["jobs", "list"], capsys, 2)
+    assert "Update Tandem" in refused["error"]["remedy"]
