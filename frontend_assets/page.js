@@ -4,7 +4,8 @@
   "use strict";
   const NAMES = ["prompt", "negative_prompt", "model", "width", "height", "frames", "fps", "steps",
     "guidance_scale", "guidance_scale_2", "seed", "backend_text_encoder", "backend_transformer",
-    "backend_transformer_2", "backend_vae", "build", "offload", "quantization"];
+    "backend_transformer_2", "backend_vae", "build", "offload", "quantization",
+    "on_out_of_memory"];
   const WORDS = ["prompt", "negative_prompt", "seed"];   // which change nothing in what runs where
   const PARTS = ["text_encoder", "transformer", "transformer_2", "vae"];
   const FORM = "tandem.form", JOB = "tandem.job", THEME = "tandem.theme";
@@ -22,6 +23,7 @@
   let lookedAt = "", resting = 0, question = 0, askedAt = 0, wanted = {};
   const tandem = window.tandem = {
     used: {},
+    way: ["auto", "auto"],
     restored: false,
     job: () => recall("sessionStorage", JOB) || "",
     remember: (id) => { if (id) keep("sessionStorage", JOB, id); },
@@ -38,9 +40,10 @@
     lookAhead: (rest = REST_MS) => {
       clearTimeout(resting);
       resting = setTimeout(() => {
+        if (!$("#look-ahead")) return;   // visitors choose nothing of what runs where
         if (askedAt && Date.now() - askedAt < PATIENCE_MS) { tandem.lookAhead(); return; }
         askedAt = Date.now();
-        $("#look-ahead")?.click();
+        $("#look-ahead").click();
       }, rest);
     },
     question: () => String(++question),
@@ -54,6 +57,10 @@
     stored: () => recall("localStorage", FORM) || "",
     startKeeping: () => { tandem.restored = true; tandem.lookAhead(); },
     use: (request) => { tandem.used = JSON.parse(request); },
+    notice: null,   // stands in the tab's title until somebody looks
+    percent: null,  // of a job that the stage does not show
+    retitle: () => observe(),
+    ask: (question, title, then) => ask(question, title, then),
     sizeChosen: (size, width, height) => {
       const match = /^(\d+)x(\d+)$/.exec(size);
       return match ? [Number(match[1]), Number(match[2])] : [width, height];
@@ -119,10 +126,22 @@
   };
   document.addEventListener("click", (event) => {
     const button = event.target.closest("[data-act]");
-    if (!button || button.disabled) return;
+    if (!button || button.disabled || button.getAttribute("aria-disabled") === "true") return;
     const { act, of, confirm } = button.dataset;
-    const go = () => { wanted = { act, of }; $("#act")?.click(); };
+    const go = () => {
+      if (button.closest("[data-desk]")) { tandem.jobs.press(act, of, button); return; }
+      wanted = { act, of };
+      $("#act")?.click();
+    };
     if (confirm) ask(confirm, button.textContent, go); else go();
+  });
+
+  // The ways to hold the weights, where memory is short: each sets two choices of the form.
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest(".ways button");
+    if (!button || button.disabled) return;
+    tandem.way = [button.dataset.offload, button.dataset.quantization];
+    $("#choose-way")?.click();
   });
 
   // Generate and Cancel stand in one place: the focus stays there when one makes way for the other. A button of the
@@ -142,7 +161,8 @@
     const now = document.activeElement;
     if (pressed && (now === document.body || (now.dataset.act && purpose(now) !== pressed))) {
       const same = [...document.querySelectorAll("[data-act]")].find((b) => !b.disabled && purpose(b) === pressed);
-      (same ?? $("#library-heading"))?.focus({ preventScroll: true });
+      const heading = [...document.querySelectorAll("#library-heading, [data-heading]")].find((h) => h.offsetParent);
+      (same ?? heading)?.focus({ preventScroll: true });
     }
     if (inActions && document.activeElement === document.body) {
       const button = [...document.querySelectorAll("#actions button")].find((b) => b.offsetParent);
@@ -195,6 +215,8 @@
         set(toggle, "aria-describedby", toggle.disabled ? "no-tensorrt" : `why-${part}`);
       }
     }
+    const trusted = $("#import-trusted input");
+    if (trusted) set(trusted, "aria-describedby", "import-warning");
   };
 
   let heardAt = Date.now(), said = "", ended = "";
@@ -212,8 +234,8 @@
     const state = status?.dataset.state;
     if (state !== ended && ["done", "failed", "cancelled"].includes(state) && tandem.restored) tandem.lookAhead();
     ended = state;
-    const bar = $("#status .bar:not([hidden])"), percent = bar?.getAttribute("aria-valuenow");
-    const title = percent ? `${percent}% · Tandem` : "Tandem";
+    const bar = $("#status .bar:not([hidden])"), percent = bar?.getAttribute("aria-valuenow") ?? tandem.percent;
+    const title = tandem.notice ?? (percent ? `${percent}% · Tandem` : "Tandem");
     if (document.title !== title) document.title = title;
     // Who asked for less motion starts the video by hand.
     const video = $("#picture video[autoplay]");
@@ -239,7 +261,11 @@
         + "This page goes on by itself once it is back.");
       return;
     }
-    if (!answer.ok) { tell(""); return; }
+    if (!answer.ok) {
+      // A share link that was taken back is answered too, by the server in between.
+      tell([403, 404, 502, 503].includes(answer.status) ? "Tandem is not here any more, or no longer shared." : "");
+      return;
+    }
     const { app_id: now } = await answer.json();
     if (identity !== null && now !== identity) { location.reload(); return; }
     identity = now;

@@ -9,7 +9,7 @@ from typing import Any
 import gradio as gr
 
 from runtime.core.byte_size import memory_size
-from runtime.core.request import AUTO, BUILDS, COMPONENTS, OFFLOADS, QUANTIZATIONS
+from runtime.core.request import AUTO, BUILDS, COMPONENTS, OFFLOADS, ON_OUT_OF_MEMORY, QUANTIZATIONS
 from runtime.engines.builders import builders_of
 from runtime.manager.machine import Machine
 from runtime.models.spec import ModelSpec
@@ -27,13 +27,17 @@ _BACKENDS = (
 _BUILDS = dict(zip(BUILDS, ("For chosen backends", "What is missing", "Never", "All anew"), strict=True))
 _OFFLOADS = dict(zip(OFFLOADS, ("Automatic", "None", "By part", "By block", "By layer"), strict=True))
 _QUANTIZATIONS = dict(zip(QUANTIZATIONS, ("Automatic", "None", "8 bit", "4 bit", "FP8"), strict=True))
-_TITLES = {
+_ON_OUT_OF_MEMORY = dict(
+    zip(ON_OUT_OF_MEMORY, ("Go on, for the same video", "Go on, even if less exact", "Stop and say how"), strict=True)
+)
+TITLES = {
     "text_encoder": "Text encoder",
     "transformer": "Transformer",
     "transformer_2": "Low-noise transformer",
     "vae": "VAE decoder",
 }
 _FLAG = re.compile(r"(--offload|--quantization|Offload(?= ')) '?([\w-]+)'?|--backend (\w+)=(\w+)")
+_OFFLOAD = re.compile(r"\b([Mm]odel|[Gg]roup|[Ss]equential) offload\b")
 
 
 @dataclass
@@ -45,7 +49,8 @@ class Panel:
         rows: one per component.
         toggles: TensorRT on or off; each only mirrors the choice beside it.
         chips: what will happen, one per component.
-        sum: memory, time and what is wrong.
+        sum: memory, time, what is wrong, and the ways to hold the weights where memory is short.
+        choose_way: what the script presses once one of those was pressed.
     """
 
     fold: gr.Accordion
@@ -53,6 +58,7 @@ class Panel:
     toggles: dict[str, Any]
     chips: dict[str, Any]
     sum: gr.HTML
+    choose_way: gr.Button
 
     @property
     def shown(self) -> list[Any]:
@@ -113,15 +119,22 @@ def panel(spec: ModelSpec, machine: Machine, backends: Mapping[str, str]) -> tup
             "Quantization",
             "Smaller weights in PyTorch, a little less exact. Excludes engines for the transformers.",
         )
+        settings["on_out_of_memory"] = _choice(
+            "on_out_of_memory",
+            _ON_OUT_OF_MEMORY,
+            "If memory runs out",
+            "The job goes on from the last step in a more frugal way, or stops and says which there is.",
+        )
         total = gr.HTML(sum_html(Outlook("")), elem_id="outlook", apply_default_css=False)
-    return Panel(fold, rows, toggles, chips, total), settings
+        choose_way = gr.Button("Choose a way", visible="hidden", elem_id="choose-way")
+    return Panel(fold, rows, toggles, chips, total, choose_way), settings
 
 
 def _choice(field: str, titles: Mapping[str, str], label: str, info: str) -> gr.Dropdown:
-    """Make the choice for one field of the request; `titles` are its values as people read them."""
+    """Make the choice for one field of the request; `titles` are its values as people read them, the default first."""
     return gr.Dropdown(
         choices=[(title, name) for name, title in titles.items()],
-        value=AUTO,
+        value=next(iter(titles)),
         filterable=False,
         label=label,
         info=info,
@@ -131,7 +144,7 @@ def _choice(field: str, titles: Mapping[str, str], label: str, info: str) -> gr.
 
 def model_values(spec: ModelSpec) -> dict[str, dict[str, Any]]:
     """Return the properties of what follows the model: the rows, and what each part is called."""
-    titles = _TITLES | ({"transformer": "High-noise transformer"} if spec.experts > 1 else {})
+    titles = TITLES | ({"transformer": "High-noise transformer"} if spec.experts > 1 else {})
     return {
         **{f"row_{name}": {"visible": name in spec.component_names} for name in COMPONENTS},
         **{f"backend_{name}": {"label": title} for name, title in titles.items()},
@@ -148,10 +161,15 @@ def in_form_words(sentence: str) -> str:
             titles = _OFFLOADS if title == "Offload" else _QUANTIZATIONS
             return f"{title} “{titles[value]}”" if value in titles else f"{title} {value}"
         chosen = next((title for title, name in _BACKENDS if name == backend), backend)
-        part = _TITLES.get(component, component)
+        part = TITLES.get(component, component)
         return f"{chosen} for the {part if part.startswith('VAE') else part.lower()}"
 
-    return _FLAG.sub(told, sentence)
+    return _OFFLOAD.sub(_offload_in_form_words, _FLAG.sub(told, sentence))
+
+
+def _offload_in_form_words(found: re.Match[str]) -> str:
+    offload = "Offload" if found[1][0].isupper() else "offload"
+    return f"{offload} {_OFFLOADS[found[1].lower()].lower()}"
 
 
 def tensorrt_problem(machine: Machine) -> str | None:
@@ -171,7 +189,7 @@ def chip_html(component: str, chip: Chip) -> str:
     """Return a chip; its full reason is what describes the choice beside it to a screen reader."""
     reason = escape(in_form_words(chip.reason), quote=True)
     return (
-        f'<p class="chip" data-kind="{chip.kind}" title="{reason}">{escape(chip.text) or "&nbsp;"}</p>'
+        f'<p class="chip" data-kind="{chip.kind}" title="{reason}">{escape(in_form_words(chip.text)) or "&nbsp;"}</p>'
         f'<span class="unseen" id="why-{component}">{reason}</span>'
     )
 
@@ -193,14 +211,27 @@ def sum_html(outlook: Outlook) -> str:
 
 
 def _ways_html(ways: Sequence[Step]) -> str:
-    rows = "".join(
-        f"<li{' class=taken' if way.taken else ''}><span>{escape(way.title)}</span> "
-        f"<small>{escape(way.takes)} · <b>{escape(way.verdict)}</b></small></li>"
-        for way in ways
+    automatic = (
+        f'<button type="button" class="button" data-offload="{AUTO}" data-quantization="{AUTO}">'
+        "Choose automatically</button>"
     )
+    some = any(way.offered for way in ways)
+    title = "Memory is short for the fastest way. Choose another:" if some else "Memory is short for every way:"
     return (
-        f'<div class="ways"{"" if ways else " hidden"}><p><strong>Memory is short for the fastest way</strong></p>'
-        f"<ol>{rows}</ol></div>"
+        f'<div class="ways" role="group" aria-labelledby="ways-title"{"" if ways else " hidden"}>'
+        f'<p id="ways-title"><strong>{title}</strong></p>'
+        f"<ol>{''.join(map(_way_html, ways))}</ol>{automatic}</div>"
+    )
+
+
+def _way_html(way: Step) -> str:
+    """Return a way as a button that sets offload and quantization; one that cannot be has its reason instead."""
+    verdict = escape(in_form_words(way.verdict))
+    return (
+        f'<li><button type="button" class="way" aria-pressed="{"true" if way.taken else "false"}" '
+        f'data-offload="{way.offload}" data-quantization="{way.quantization}"{"" if way.offered else " disabled"}>'
+        f"<span>{escape(way.title)}</span> <small>{escape(way.takes)} · <b>{verdict}</b></small>"
+        "</button></li>"
     )
 
 

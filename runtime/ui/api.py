@@ -1,17 +1,21 @@
-"""The endpoint `/generate`, for programs: `gradio_client.Client(url).predict("a red boat", api_name="/generate")`."""
+"""The endpoint `/generate`, for programs: `gradio_client.Client(url).predict("a red boat", api_name="/generate")`.
+
+Visitors of a share link have one of their own, without what chooses engines and memory.
+"""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Literal
 
 import gradio as gr
 
 from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.events import Failed, VideoSaved, to_json
-from runtime.core.request import AUTO, GenerationRequest
-from runtime.jobs.worker import Worker
+from runtime.core.request import AUTO, RETRY, GenerationRequest
+from runtime.jobs.worker import Job, Worker
 from runtime.models.spec import ModelSpec
 from runtime.ui import watch
+from runtime.ui.lobby import Lobby
 from runtime.ui.models import check_offered
 
 Auto = Literal["auto"]
@@ -36,12 +40,13 @@ def endpoint(worker: Worker, models: dict[str, ModelSpec], default_model: str) -
         build: str = AUTO,
         offload: str = AUTO,
         quantization: str = AUTO,
+        on_out_of_memory: str = RETRY,
     ) -> AsyncIterator[dict[str, Any]]:
         """Make one video. Streams the job's events as they happen; the last is VideoSaved, whose "video" is the MP4.
 
         "auto" takes the model's own default, and a random seed; negative_prompt null takes the model's own. backends
-        says what runs a component, as {"vae": "pytorch"} or ["vae=pytorch"], "all" for every one; build, offload and
-        quantization are as on the command line. The job goes on when the stream is closed.
+        says what runs a component, as {"vae": "pytorch"} or ["vae=pytorch"], "all" for every one; build, offload,
+        quantization and on_out_of_memory are as on the command line. The job goes on when the stream is closed.
         """
         try:
             check_offered(model, models)
@@ -61,21 +66,87 @@ def endpoint(worker: Worker, models: dict[str, ModelSpec], default_model: str) -
                 build=build,
                 offload=offload,
                 quantization=quantization,
+                on_out_of_memory=on_out_of_memory,
             )
             job = await asyncio.to_thread(worker.submit, request)
         except TandemError as error:
             raise _refusal(error.what, error.remedy) from error
-        async for event in watch.follow_events(job):
-            if isinstance(event, Failed):
-                raise _refusal(event.what, event.remedy)
-            told = to_json(event) | {"job": job.id}
-            if isinstance(event, VideoSaved):
-                told["video"] = {"path": str(event.video), "meta": {"_type": "gradio.FileData"}}
+        async for told in _told(job, lambda saved: {"path": str(saved.video), "meta": {"_type": "gradio.FileData"}}):
             yield told
 
     # gradio reads the schema of what is yielded off the annotation of what is returned.
     generate.__annotations__["return"] = dict[str, Any]
     return generate
+
+
+def visitors_endpoint(
+    lobby: Lobby, visitor_of: Callable[[gr.Request], str], audience: watch.Audience, default_model: str
+) -> Callable[..., Any]:
+    """Return the function behind `/generate` on the page of a share link's visitors."""
+
+    async def generate(
+        request: gr.Request,
+        prompt: str,
+        negative_prompt: str | None = None,
+        model: str = default_model,
+        width: int | Auto = AUTO,
+        height: int | Auto = AUTO,
+        frames: int | Auto = AUTO,
+        fps: int | Auto = AUTO,
+        steps: int | Auto = AUTO,
+        guidance_scale: float | Auto = AUTO,
+        guidance_scale_2: float | Auto = AUTO,
+        seed: int | Auto = AUTO,
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Make one video within the limits. Streams the job's events as they happen; the last is VideoSaved.
+
+        Its "video" is where the MP4 is, below the link; it goes only to whoever logged in as you did. "auto" takes the
+        model's own default, or the limit, and a random seed. The job goes on when the stream is closed.
+        """
+        try:
+            asked = GenerationRequest(
+                prompt=prompt,
+                negative_prompt=negative_prompt,
+                model=model,
+                width=width,
+                height=height,
+                frames=frames,
+                fps=fps,
+                steps=steps,
+                guidance_scale=guidance_scale,
+                guidance_scale_2=guidance_scale_2,
+                seed=seed,
+            )
+            job = await asyncio.to_thread(lobby.submit, asked, visitor_of(request))
+        except TandemError as error:
+            raise _refusal(audience.may_hear(error.what), audience.may_hear(error.remedy)) from error
+        async for told in _told(job, lambda _: audience.address(job), audience.may_hear):
+            yield told
+
+    generate.__annotations__["return"] = dict[str, Any]
+    return generate
+
+
+async def _told(
+    job: Job, video: Callable[[VideoSaved], Any], may_hear: Callable[[str], str] = str
+) -> AsyncIterator[dict[str, Any]]:
+    """Yield a job's events as JSON, as `may_hear` lets them through; `video` says where the finished one is."""
+    async for event in watch.follow_events(job):
+        if isinstance(event, Failed):
+            raise _refusal(may_hear(event.what), may_hear(event.remedy))
+        told = to_json(event) | {"job": job.id}
+        if isinstance(event, VideoSaved):
+            told["video"] = video(event)
+        yield _heard(told, may_hear)
+
+
+def _heard(value: Any, may_hear: Callable[[str], str]) -> Any:
+    """Return JSON values with every text as it may be heard."""
+    if isinstance(value, str):
+        return may_hear(value)
+    if isinstance(value, Mapping):
+        return {key: _heard(one, may_hear) for key, one in value.items()}
+    return [_heard(one, may_hear) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _backends(given: object) -> Any:

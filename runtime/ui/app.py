@@ -9,28 +9,27 @@ import socket
 import sys
 import threading
 import webbrowser
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 import gradio as gr
-from starlette.middleware import Middleware
 
 from runtime.core.errors import MachineError
 from runtime.core.settings import Settings
 from runtime.engines.service import EngineService
 from runtime.jobs.history import HistoryFile
+from runtime.jobs.opening import open_store
 from runtime.jobs.worker import Worker
 from runtime.manager.machine import probe
-from runtime.ui import theme
-from runtime.ui.document import Document
-from runtime.ui.gate import Gate
+from runtime.ui import parcels, server
+from runtime.ui.gate import LOOPBACK
+from runtime.ui.lobby import cancel_for_nobody
 from runtime.ui.page import build
+from runtime.ui.sharing import Sharing
 
 __all__ = ["build", "launch", "serve"]
 
-# Nobody uploads; the gate shuts the way in, and this holds should it ever open.
-_MAX_UPLOAD_BYTES = 1024
-_GOODBYE_SECONDS = 1
+_PASSWORD_ASKED = "Tandem asks for the user and password it was started with."
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +48,8 @@ def launch(settings: Settings) -> None:
 
     before = {number: signal.signal(number, ask_to_stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with serve(settings) as url:
-            sys.stderr.write(f"Tandem is at {url} - Ctrl-C stops it.\n")
-            sys.stderr.flush()
+        with serve(settings, _tell) as url:
+            _tell(f"Tandem is at {url} - Ctrl-C stops it.")
             if settings.browser and _has_screen():
                 webbrowser.open(url)
             # In slices, because on Windows a wait without end cannot be interrupted.
@@ -59,15 +57,18 @@ def launch(settings: Settings) -> None:
                 pass
             # From here on another Ctrl-C ends at once, whatever still runs.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            sys.stderr.write("Stopping.\n")
+            _tell("Stopping.")
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 @contextlib.contextmanager
-def serve(settings: Settings) -> Iterator[str]:
+def serve(settings: Settings, tell: Callable[[str], None] = logger.info) -> Iterator[str]:
     """Serve while entered; yields the address.
+
+    Args:
+        tell: is given what becomes of the share link, line by line.
 
     Raises:
         MachineError: for a host or port that cannot be listened on.
@@ -76,54 +77,55 @@ def serve(settings: Settings) -> Iterator[str]:
     _check_address(settings.host, settings.port)
     _prepare_environment(settings)
     engines = EngineService.from_settings(settings, probe())
-    worker = Worker(
-        settings.weights_dir, settings.outputs_dir, engines, HistoryFile(settings.cache_dir, engines.machine)
-    )
+    store = open_store(settings.cache_dir)
+    for told in filter(None, (store.notice, store.problem and f"Jobs are not remembered. {store.problem}")):
+        sys.stderr.write(f"Note: {told}\n")
+    cancel_for_nobody(store)
+    history = HistoryFile(settings.cache_dir, engines.machine)
+    worker = Worker(settings.weights_dir, settings.outputs_dir, engines, history, store)
+    waiting = sum(not one.held for one in store.queue())
+    if waiting:
+        sys.stderr.write(
+            f"{waiting} job{'' if waiting == 1 else 's'} from before {'goes' if waiting == 1 else 'go'} on.\n"
+        )
+    sharing: Sharing | None = None
     page: gr.Blocks | None = None
     try:
-        page = build(worker, engines, settings)
         settings.outputs_dir.mkdir(parents=True, exist_ok=True)
+        # Else gradio would make a copy of each video that it tells a program of.
+        gr.set_static_paths([settings.outputs_dir])
+        sharing = Sharing(worker, settings, tell) if settings.share else None
+        page = build(worker, engines, settings, sharing)
+        names = LOOPBACK if settings.host in LOOPBACK else None
         try:
-            _, url, _ = page.launch(
-                server_name=f"[{settings.host}]" if ":" in settings.host else settings.host,
-                server_port=settings.port,
-                auth=settings.auth,
-                auth_message="Tandem asks for the user and password it was started with." if settings.auth else None,
-                prevent_thread_lock=True,
-                inbrowser=False,
-                share=False,
-                quiet=True,
-                footer_links=[],
-                run_history=False,
-                enable_monitoring=False,
-                ssr_mode=False,
-                pwa=False,
-                mcp_server=False,
-                num_workers=0,
-                allowed_paths=[str(settings.outputs_dir)],
-                max_file_size=_MAX_UPLOAD_BYTES,
-                favicon_path=theme.ICON,
-                theme=theme.theme(),
-                app_kwargs={
-                    "middleware": [Middleware(Gate, host=settings.host), Middleware(Document, head=theme.head())]
-                },
+            url = server.start(
+                page,
+                settings.host,
+                settings.port,
+                lambda: names,
+                settings.outputs_dir,
+                settings.auth,
+                _PASSWORD_ASKED,
+                parcels=parcels.routes(worker, settings, lambda _: None),
             )
         except OSError as error:
             raise _port_taken(settings.port) from error
+        if sharing is not None:
+            sharing.start()
         yield url
     finally:
-        # The worker first: pages still see that their job was cancelled.
+        if sharing is not None:
+            sharing.end()
+        # Before the page, which still sees that its job was cancelled.
         worker.close()
         if page is not None:
-            _close(page)
+            server.stop(page)
+        store.close()
 
 
-def _close(page: gr.Blocks) -> None:
-    """Stop the server without waiting for pages, which keep a connection open for as long as they are shown."""
-    if page.is_running:
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-        page.server.config.timeout_graceful_shutdown = _GOODBYE_SECONDS
-        page.close(verbose=False)
+def _tell(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 def _prepare_environment(settings: Settings) -> None:

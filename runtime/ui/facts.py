@@ -20,36 +20,48 @@ def file_url(path: Path) -> str:
     return f"gradio_api/file={quote(path.as_posix())}"
 
 
-def facts(saved: VideoSaved, plan: ExecutionPlan, model: str) -> str:
-    """Return the block under the video; what ran where is from the result, names are from the plan."""
+def facts(saved: VideoSaved, plan: ExecutionPlan, model: str, address: str) -> str:
+    """Return the block under the video; what ran where is from the result, names are from the plan.
+
+    Args:
+        address: where the video is served.
+    """
     request = saved.request
     name = escape(saved.video.name, quote=True)
     settings = escape(json.dumps(dict(request)), quote=True)
-    size = text.size(request["width"], request["height"])
-    rows = [
-        ("Seed", str(request["seed"])),
-        (
-            "Video",
-            f"{size}, {text.length(request['frames'], request['fps'])}",
-        ),
-        ("Model", f"{model}, {request['steps']} steps, {_guidance(request)}"),
-        ("Time", _time(saved)),
-        ("Memory", f"{memory_size(saved.peak_memory_bytes)} at most"),
-    ]
     components: Mapping[str, Mapping[str, Any]] = saved.plan["components"]
-    rows += [("Ran on", place) for place in _places(components, plan)]
     reasons = dict.fromkeys(choice["reason"] for choice in components.values())
     return (
         f'<p class="caption">{escape(request["prompt"])}</p>'
         f"{notes(saved.warnings)}"
         '<div class="actions">'
-        f'<a class="button strong" href="{file_url(saved.video)}" download="{name}">Download video</a>'
+        f'<a class="button strong" href="{address}" download="{name}">Download video</a>'
         f'<button type="button" class="button" data-use="seed" data-request="{settings}">Use this seed</button>'
         f'<button type="button" class="button" data-use="all" data-request="{settings}">Use all its settings</button>'
         "</div>"
-        f"<dl>{''.join(f'<div><dt>{escape(term)}</dt><dd>{escape(value)}</dd></div>' for term, value in rows)}</dl>"
+        f"{listed(rows(saved, plan, model))}"
         f'<p class="why">{escape(" ".join(reasons))}</p>'
     )
+
+
+def rows(saved: VideoSaved, plan: ExecutionPlan, model: str) -> list[tuple[str, str]]:
+    """Return what there is to know of a video, each with its name."""
+    request = saved.request
+    size = text.size(request["width"], request["height"])
+    told = [
+        ("Seed", str(request["seed"])),
+        ("Video", f"{size}, {text.length(request['frames'], request['fps'])}"),
+        ("Model", f"{model}, {request['steps']} steps, {_guidance(request)}"),
+        ("Time", _time(saved)),
+        ("Memory", f"{memory_size(saved.peak_memory_bytes)} at most"),
+    ]
+    return told + [("Ran on", place) for place in _places(saved.plan["components"], plan)]
+
+
+def listed(told: Sequence[tuple[str, str]]) -> str:
+    """Return names and what they stand for as a list."""
+    items = "".join(f"<div><dt>{escape(term)}</dt><dd>{escape(value)}</dd></div>" for term, value in told)
+    return f"<dl>{items}</dl>"
 
 
 def notes(warnings: Sequence[str]) -> str:

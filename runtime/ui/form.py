@@ -20,6 +20,7 @@ from runtime.core.request import (
     BUILDS,
     COMPONENTS,
     OFFLOADS,
+    ON_OUT_OF_MEMORY,
     QUANTIZATIONS,
     GenerationRequest,
     label,
@@ -60,6 +61,7 @@ class Form:
     build: gr.Dropdown
     offload: gr.Dropdown
     quantization: gr.Dropdown
+    on_out_of_memory: gr.Dropdown
 
     @property
     def controls(self) -> list[Any]:
@@ -77,6 +79,8 @@ FOLLOWING_MODEL = (
     "backend_text_encoder", "backend_transformer", "backend_transformer_2", "backend_vae",
 )  # fmt: skip
 NAMES = tuple(field.name for field in fields(Form))
+# The prompt, and the settings that are not about what runs where.
+BASIC = NAMES[: NAMES.index("seed") + 1]
 # The rows of the acceleration panel, which come and go with the model; they are no settings.
 ROWS = tuple(f"row_{name}" for name in COMPONENTS)
 _CHOICES = {
@@ -84,6 +88,7 @@ _CHOICES = {
     "build": BUILDS,
     "offload": OFFLOADS,
     "quantization": QUANTIZATIONS,
+    "on_out_of_memory": ON_OUT_OF_MEMORY,
 }
 
 
@@ -106,6 +111,15 @@ def compose() -> tuple[gr.Textbox, list[tuple[gr.Button, str]]]:
 
 
 @dataclass
+class Basics:
+    """The settings that everybody has: their controls by name, the choice of sizes, the line that tells the length."""
+
+    controls: dict[str, Any]
+    size: gr.Radio
+    length: gr.HTML
+
+
+@dataclass
 class Settings:
     """The settings column: the form, the choice of sizes, the line that tells the length, the acceleration panel."""
 
@@ -116,7 +130,7 @@ class Settings:
 
 
 def settings_group(
-    models: dict[str, ModelSpec],
+    models: Mapping[str, ModelSpec],
     chosen: str,
     prompt: gr.Textbox,
     machine: Machine,
@@ -127,8 +141,17 @@ def settings_group(
     Args:
         backends: what is chosen at first, by component; "auto" for those not named.
     """
-    spec = models[chosen]
-    values = model_values(spec)
+    basics = basic_settings(models, chosen, model_values(models[chosen]))
+    panel, choices = acceleration.panel(models[chosen], machine, backends)
+    return Settings(Form(prompt, **basics.controls, **choices), basics.size, basics.length, panel)
+
+
+def basic_settings(models: Mapping[str, ModelSpec], chosen: str, values: Mapping[str, Mapping[str, Any]]) -> Basics:
+    """Make the settings that are not about what runs where.
+
+    Args:
+        values: the properties of the controls that follow the model, as `model_values` has them.
+    """
     model = gr.Dropdown(
         choices=[(f"{other.title} ({other.license})", name) for name, other in models.items()],
         value=chosen,
@@ -150,7 +173,7 @@ def settings_group(
     )
     with gr.Row(elem_id="speed-row"):
         fps = gr.Number(**values["fps"], label="Frames per second", info="Speed of the video.", elem_id="field-fps")
-        length = gr.HTML(length_line(spec.defaults.frames, spec.defaults.fps), elem_id="length")
+        length = gr.HTML(length_line(values["frames"]["value"], values["fps"]["value"]), elem_id="length")
     with gr.Row(elem_id="seed-row"):
         # Text, because gradio's number fields show 0 where nothing is given.
         seed = gr.Textbox(
@@ -193,9 +216,8 @@ def settings_group(
                 step=0.5,
                 elem_id="field-guidance_scale_2",
             )
-    panel, choices = acceleration.panel(spec, machine, backends)
-    form = Form(prompt, negative, model, width, height, frames, fps, steps, guidance, guidance_2, seed, **choices)
-    return Settings(form, size, length, panel)
+    controls = (negative, model, width, height, frames, fps, steps, guidance, guidance_2, seed)
+    return Basics(dict(zip(BASIC[1:], controls, strict=True)), size, length)
 
 
 def model_values(spec: ModelSpec) -> dict[str, dict[str, Any]]:
@@ -260,7 +282,7 @@ def _chosen(stored: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(backends, Mapping):
         given |= {f"backend_{name}": backends.get(name, backends.get(ALL, AUTO)) for name in COMPONENTS}
     return {
-        name: given[name] if given[name] in known else AUTO
+        name: given[name] if given[name] in known else known[0]
         for name, known in _CHOICES.items()
         if isinstance(given.get(name), str)
     }
@@ -302,6 +324,15 @@ def read(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationReque
     return GenerationRequest(**given)
 
 
+def read_basics(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationRequest:
+    """Read the values of a form that has no more than the controls of `BASIC`.
+
+    Raises:
+        TandemError: for a value that cannot be, naming it.
+    """
+    return read([*values, *(_CHOICES[name][0] for name in NAMES[len(BASIC) :])], models)
+
+
 def read_settings(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationRequest:
     """Read the controls' values but for the words and the seed, which change nothing in what runs where.
 
@@ -310,6 +341,20 @@ def read_settings(values: Sequence[Any], models: dict[str, ModelSpec]) -> Genera
     """
     given = _by_name(values) | {"prompt": "none", "negative_prompt": None, "seed": ""}
     return read([given[name] for name in NAMES], models)
+
+
+def with_prompt(values: Sequence[Any], prompt: str) -> list[Any]:
+    """Return the controls' values with another prompt."""
+    return [prompt if name == "prompt" else value for name, value in zip(NAMES, values, strict=False)]
+
+
+def read_model(values: Sequence[Any], models: dict[str, ModelSpec]) -> ModelSpec:
+    """Read which model is chosen, whatever else the controls say.
+
+    Raises:
+        TandemError: for one that is not offered.
+    """
+    return check_offered(_by_name(values)["model"], models)
 
 
 def _by_name(values: Sequence[Any]) -> dict[str, Any]:

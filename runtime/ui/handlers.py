@@ -11,12 +11,15 @@ from typing import Any
 import gradio as gr
 
 from runtime.core.errors import InvalidRequestError, TandemError
+from runtime.core.events import VideoSaved
 from runtime.core.request import COMPONENTS
 from runtime.jobs.worker import Job, Worker
 from runtime.models.spec import ModelSpec
 from runtime.ui import acceleration, form, outlook, stage, watch
+from runtime.ui.facts import file_url
 from runtime.ui.foresight import Foresight
 from runtime.ui.models import check_offered
+from runtime.ui.watch import Audience
 
 Updates = tuple[Any, ...]
 
@@ -39,7 +42,7 @@ class Handlers:
     ) -> None:
         self._worker = worker
         self._models = models
-        self._log_file = log_file
+        self._audience = Audience(f"The log has the details: {log_file}", _address)
         self._icon = icon
         self._foresight = foresight
         self._preset = preset
@@ -50,20 +53,24 @@ class Handlers:
             job = await asyncio.to_thread(self._worker.submit, form.read(values, self._models))
         except TandemError as error:
             field = error.field if isinstance(error, InvalidRequestError) else ""
-            yield _alert(error.what, error.remedy, field)
+            yield alert(error.what, error.remedy, field)
             return
         except Exception as error:  # a defect: told in one line, kept in the log
             logger.exception("The form could not be submitted")
-            yield _alert(f"Something broke inside Tandem: {error!r}", f"The log has the details: {self._log_file}")
+            yield alert(f"Something broke inside Tandem: {error!r}", self._audience.details)
             return
         async for updates in self._watch(job):
             yield updates
 
     async def attach(self, remembered: str | None) -> AsyncIterator[Updates]:
         """Show the job of this tab while it runs, else one that runs, else the last result of this server."""
-        own = self._worker.job(remembered) if remembered else None
-        if own is None or own.progress.end is not None:
-            own = self._worker.active() or own or self._worker.latest()
+        try:
+            own = self._worker.job(remembered) if remembered else None
+            if own is None or not own.open:
+                own = self._worker.active() or own or self._worker.latest()
+        except TandemError as error:
+            yield alert(error.what, error.remedy)
+            return
         if own is None:
             # A generator that yields nothing would empty the page.
             yield (gr.skip(),) * 7
@@ -73,11 +80,7 @@ class Handlers:
 
     def cancel(self, watched: Any) -> Any:
         """Ask the job that this page watches to stop; watching shows the rest."""
-        job = self._worker.job(watched) if isinstance(watched, str) else None
-        if job is None or job.progress.end is not None:
-            return gr.skip()
-        job.cancel.request()
-        return gr.update(value="Stopping…", interactive=False)
+        return cancelled(self._worker.job(watched) if isinstance(watched, str) else None)
 
     def choose_model(self, name: Any) -> Updates:
         """Set size, length and the rest to the defaults of another model."""
@@ -116,10 +119,29 @@ class Handlers:
         return *acceleration.show(seen), f"{number}{'' if seen.complete else ' more'}"
 
     async def _watch(self, job: Job) -> AsyncIterator[Updates]:
-        before: watch.View | None = None
-        async for view in watch.follow_views(job, self._worker, self._log_file, self._icon):
-            yield _updates(view, before)
-            before = view
+        async for shown in updates_of(job, self._worker, self._audience, self._icon):
+            yield shown
+
+
+def cancelled(job: Job | None) -> Any:
+    """Ask a job to stop; return what its button shows then."""
+    if job is None or not job.open:
+        return gr.skip()
+    job.cancel.request()
+    return gr.update(value="Stopping…", interactive=False)
+
+
+async def updates_of(job: Job, worker: Worker, audience: Audience, icon: str) -> AsyncIterator[Updates]:
+    """Yield what to change on a page that shows a job, until the job ends."""
+    before: watch.View | None = None
+    async for view in watch.follow_views(job, worker, audience, icon):
+        yield _updates(view, before)
+        before = view
+
+
+def _address(job: Job) -> str:
+    saved = job.progress.end
+    return file_url(saved.video) if isinstance(saved, VideoSaved) else ""
 
 
 def _updates(view: watch.View, before: watch.View | None) -> Updates:
@@ -140,8 +162,12 @@ def _updates(view: watch.View, before: watch.View | None) -> Updates:
     return (changed("picture"), changed("status"), changed("facts"), *buttons, changed("job_id"), changed("job_id"))
 
 
-def _alert(what: str, remedy: str, field: str = "") -> Updates:
-    """Return updates that show an error and leave everything else, the form first of all, as it was."""
+def alert(what: str, remedy: str, field: str = "", *, desk: bool = True) -> Updates:
+    """Return updates that show an error and leave everything else, the form first of all, as it was.
+
+    Args:
+        desk: see `stage.status`.
+    """
     said = acceleration.in_form_words
     line = stage.Line("failed", what=said(what), remedy=said(remedy), field=field)
-    return (gr.skip(), stage.status(line), *(gr.skip(),) * 5)
+    return (gr.skip(), stage.status(line, desk=desk), *(gr.skip(),) * 5)

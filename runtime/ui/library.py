@@ -4,7 +4,8 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
@@ -15,6 +16,7 @@ from runtime.core.plan import BACKEND_TITLES, PYTORCH
 from runtime.core.request import AUTO
 from runtime.engines import library as engine_library
 from runtime.engines import manifest
+from runtime.engines.imported.source import check_library, check_room, look
 from runtime.engines.service import EngineService
 from runtime.engines.staleness import why_stale
 from runtime.jobs import chores
@@ -23,11 +25,12 @@ from runtime.jobs.worker import Worker
 from runtime.manager.engine_index import EngineRecord
 from runtime.manager.offers import EngineOffer
 from runtime.models.spec import ModelSpec
-from runtime.ui import acceleration, form, outlook, payoff, shelf, text
+from runtime.ui import acceleration, form, importing, outlook, payoff, shelf, text
 from runtime.ui.foresight import Foreseen, Foresight
 from runtime.ui.models import check_offered
 
 Updates = tuple[Any, ...]
+_Foreign = Callable[[Path, ModelSpec, str | None, EngineService], Chore]
 
 _ENGINE = re.compile(r"[0-9a-f]{16}")
 _CHORE = re.compile(r"[0-9a-f]{8}")
@@ -55,14 +58,36 @@ class Library:
 
     def act(self, asked: Any, *values: Any) -> Updates:
         """Do what a button of the tab says, JSON of `act` and `of`, and show what came of it."""
+        return self._said(lambda: self._do(asked, values), values)
+
+    def look_into(self, file: Any, part: Any, trusted: Any, *values: Any) -> Updates:
+        """Open an engine file and say what it could stand for, as a chore."""
+        return self._said(lambda: self._foreign(chores.looking, file, part, trusted, values), values)
+
+    def take(self, file: Any, part: Any, trusted: Any, *values: Any) -> Updates:
+        """Import an engine file, as a chore."""
+        return self._said(lambda: self._foreign(chores.importing, file, part, trusted, values), values)
+
+    def _said(self, do: Callable[[], str], values: Sequence[Any]) -> Updates:
+        """Do something, and show what came of it."""
         try:
-            said = self._do(asked, values)
+            said = do()
         except TandemError as error:
             said = _told(error)
         except Exception as error:  # a defect: told in one line, kept in the log
             logger.exception("The engine library could not do what was asked")
             said = f"Something broke inside Tandem: {error!r} The log has the details."
         return self._view(None, values, shelf.said(said))
+
+    def _foreign(self, chore: _Foreign, file: Any, part: Any, trusted: Any, values: Sequence[Any]) -> str:
+        """Queue work on a file, once its first bytes say that it may be an engine and somebody that it is trusted."""
+        spec = form.read_model(values, self._models)
+        component = importing.read_part(part, spec)
+        source = look(importing.read_path(file))
+        check_library(source, self._engines.machine)
+        check_room(source, self._engines.store.folder)
+        importing.check_trusted(trusted, source.path)
+        return self._add(chore(source.path, spec, component, self._engines))
 
     def _do(self, asked: Any, values: Sequence[Any]) -> str:
         act, of = _parsed(asked)
@@ -181,7 +206,8 @@ def _parts(foreseen: Foreseen | None, problem: str) -> str:
             known.append(pays)
             used |= {use.id for use in fastest.uses}
         unknown = _unbuilt(part.asked, offered) if foreseen.complete else ""
-        rows.append(shelf.PartRow(name, plan.title(name), chips[name].text, str(pays or unknown)))
+        now = acceleration.in_form_words(chips[name].text)
+        rows.append(shelf.PartRow(name, plan.title(name), now, str(pays or unknown)))
     size = f"{text.size(plan.width, plan.height)}, {plan.frames} frames, {plan.steps} steps"
     total = ""
     if known:
@@ -245,7 +271,9 @@ def _mark(drawn: object) -> str:
 
 
 def _told(error: TandemError) -> str:
-    return acceleration.in_form_words(f"{error.what[:1].upper()}{error.what[1:]} {error.remedy}")
+    # A field's name begins a sentence; a file's stays as it is.
+    what = f"{error.what[:1].upper()}{error.what[1:]}" if isinstance(error, InvalidRequestError) else error.what
+    return acceleration.in_form_words(f"{what} {error.remedy}")
 
 
 def _unknown() -> InvalidRequestError:

@@ -4,11 +4,11 @@ A pure function of what is foreseen. Knows nothing about gradio or HTML.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from runtime.core.byte_size import memory_size
-from runtime.core.errors import InvalidRequestError, MachineError
+from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortError
 from runtime.core.forecast import Rung
 from runtime.core.plan import BACKEND_TITLES, PYTORCH, ComponentPlan, ExecutionPlan
 from runtime.ui import text
@@ -46,12 +46,18 @@ class Memory:
 
 @dataclass(frozen=True)
 class Step:
-    """One way to hold the weights: what is done, what it takes, and whether it is taken or why it cannot be."""
+    """One way to hold the weights: what is done, what it takes, and whether it is taken or why it cannot be.
+
+    `offload` and `quantization` are what the form says for it; `offered` says whether they take it.
+    """
 
     title: str
     takes: str
     verdict: str
     taken: bool
+    offered: bool
+    offload: str
+    quantization: str
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ class Outlook:
         chips: by component.
         memory: `None` where there is no plan.
         time: the forecast in words.
-        ways: how the weights could be held, fastest first, where memory is short for the fastest.
+        ways: how the weights could be held, fastest first, where memory is short for the fastest, or for any.
         notes: what there is to say beside it.
         problem, remedy: why the form cannot be carried out.
         complete: whether engines are known yet; if not, it is worth asking again.
@@ -88,7 +94,7 @@ def outlook(foreseen: Foreseen, components: tuple[str, ...]) -> Outlook:
         assert error is not None, "neither a plan nor an error"
         return stopped(error, components)
     memory = _memory(plan)
-    ways, notes = _ways(plan, memory.where), " ".join(plan.warnings)
+    ways, notes = _ways(plan.ladder, memory.where), " ".join(plan.warnings)
     if not foreseen.complete:
         chip = Chip(_LOOKING, "The model's files are read once; then its engines are known.", "plain")
         return Outlook(_LOOKING, dict.fromkeys(plan.components, chip), memory, "", ways, notes, complete=False)
@@ -104,7 +110,8 @@ def stopped(error: Exception, components: tuple[str, ...]) -> Outlook:
     if isinstance(error, InvalidRequestError):
         title = "Waiting for a setting to be mended"
     chip = Chip(f"{title}.", f"{what} {remedy}", "stopped")
-    return Outlook(title, dict.fromkeys(components, chip), problem=what, remedy=remedy)
+    ways = _ways(error.ladder, error.where) if isinstance(error, MemoryShortError) else ()
+    return Outlook(title, dict.fromkeys(components, chip), ways=ways, problem=what, remedy=remedy)
 
 
 def _kind(part: ComponentPlan) -> str:
@@ -147,20 +154,27 @@ def _memory(plan: ExecutionPlan) -> Memory:
     return Memory(peak.weights_bytes, working, plan.free_bytes, "video memory" if on_gpu else "memory")
 
 
-def _ways(plan: ExecutionPlan, where: str) -> tuple[Step, ...]:
+def _ways(ladder: Sequence[Rung], where: str) -> tuple[Step, ...]:
     """Return the ladder where its first rung does not fit."""
-    fastest = plan.ladder[0]
-    if fastest.taken or (fastest.fits and fastest.fits_ram):
+    fastest = ladder[0]
+    if fastest.taken or (fastest.fits and fastest.fits_ram and not fastest.lacks):
         return ()
-    return tuple(Step(rung.title, _takes(rung, fastest), _verdict(rung, where), rung.taken) for rung in plan.ladder)
+    return tuple(
+        Step(
+            title=rung.title,
+            takes=_takes(rung, fastest),
+            verdict=rung.verdict(where),
+            taken=rung.taken,
+            offered=rung.offered,
+            offload=rung.offload,
+            quantization=rung.quantization,
+        )
+        for rung in ladder
+    )
 
 
 def _takes(rung: Rung, fastest: Rung) -> str:
     slower = rung.seconds.likely / fastest.seconds.likely
     times = f", {slower:.1f} times as long" if slower >= _SLOWER else ""
-    return f"{memory_size(rung.peak_bytes)}{times}"
-
-
-def _verdict(rung: Rung, where: str) -> str:
-    short = [what for what, fits in ((where, rung.fits), ("RAM", rung.fits_ram)) if not fits]
-    return "taken" if rung.taken else f"too little {' and '.join(short)}" if short else "fits"
+    ram = f" + {memory_size(rung.ram_bytes)} RAM" if rung.offload != "none" else ""
+    return f"{memory_size(rung.peak_bytes)}{ram}{times}"

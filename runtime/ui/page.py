@@ -1,6 +1,5 @@
 """The page: its parts, and how they are connected. What the connections do is in `handlers`."""
 
-import json
 from typing import Any
 
 import gradio as gr
@@ -8,35 +7,26 @@ import gradio as gr
 from runtime.core.settings import Settings
 from runtime.engines.service import EngineService
 from runtime.jobs.worker import Worker
-from runtime.ui import acceleration, api, form, shelf, stage, theme
+from runtime.ui import acceleration, api, form, importing, jobs_tabs, share_bar, shelf, theme
+from runtime.ui.desk import Desk
 from runtime.ui.foresight import Foresight
 from runtime.ui.handlers import Handlers
 from runtime.ui.library import Library
 from runtime.ui.models import offered
+from runtime.ui.sharing import Sharing
+from runtime.ui.studio import LOCAL, SERVED, connect, connect_basics, header, make
 
-_TAGLINE = "A sentence becomes a video, on this machine."
 # gradio's own temporary files are looked at hourly and kept a day; videos are not among them.
 _TIDY_SECONDS = (3600, 86_400)
-_FACTS_SCRIPT = """
-element.addEventListener('click', (event) => {
-  const button = event.target.closest('[data-use]');
-  if (button) {
-    window.tandem.use(button.dataset.request);
-    trigger(button.dataset.use === 'seed' ? 'select' : 'submit');
-  }
-});
-"""
-
-# Events that the browser handles alone.
-_LOCAL: dict[str, Any] = {"fn": None, "show_progress": "hidden", "api_visibility": "private", "queue": False}
-# Events that the server handles. Any number of pages may watch at once.
-_SERVED: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_limit": None}
 # How often the Engines tab looks while it is shown; it draws only what has changed.
 _LOOK_SECONDS = 1.0
 
 
-def build(worker: Worker, engines: EngineService, settings: Settings) -> gr.Blocks:
+def build(worker: Worker, engines: EngineService, settings: Settings, sharing: Sharing | None = None) -> gr.Blocks:
     """Return the page, with `/generate` for programs.
+
+    Args:
+        sharing: the share link, where there is one; the page says how it is and stops it.
 
     Raises:
         ModelError: if the model that Tandem was started with cannot be used.
@@ -50,94 +40,50 @@ def build(worker: Worker, engines: EngineService, settings: Settings) -> gr.Bloc
     with gr.Blocks(title="Tandem", analytics_enabled=False, fill_width=True, delete_cache=_TIDY_SECONDS) as page:
         # First, so that the name is its own: gradio numbers later ones.
         gr.api(api.endpoint(worker, models, settings.model), api_name="generate", concurrency_limit=None)
-        gr.HTML(_header(icon, preset), elem_id="top")
+        gr.HTML(header(icon, preset), elem_id="top")
+        if sharing is not None:
+            share_bar.make(page, sharing)
         with gr.Tabs(elem_id="tabs"):
-            with gr.Tab("Make", id="make", elem_id="tab-make") as make_tab, gr.Row(elem_id="columns"):
-                with gr.Column(elem_id="compose"):
-                    prompt, examples = form.compose()
-                    with gr.Row(elem_id="actions"):
-                        generate = gr.Button("Generate", variant="primary", size="lg", elem_id="generate")
-                        cancel = gr.Button("Cancel", size="lg", elem_id="cancel", visible=False)
-                with gr.Column(elem_id="stage"):
-                    picture = gr.HTML(stage.picture(None, "idle", icon), elem_id="picture")
-                    status = gr.HTML(stage.status(stage.IDLE), elem_id="status")
-                    facts = gr.HTML("", elem_id="facts", js_on_load=_FACTS_SCRIPT)
-                with gr.Column(elem_id="settings"):
-                    made = form.settings_group(models, settings.model, prompt, foresight.machine(), settings.backends)
+            with gr.Tab("Make", id="make", elem_id="tab-make") as make_tab:
+                studio, made = make(
+                    icon,
+                    lambda prompt: form.settings_group(
+                        models, settings.model, prompt, foresight.machine(), settings.backends
+                    ),
+                )
+            jobs_parts = jobs_tabs.make()
             with gr.Tab("Engines", id="engines", elem_id="tab-engines") as engines_tab:
                 said = gr.HTML(shelf.said(""), elem_id="library-said", apply_default_css=False)
-                shelves = [
-                    gr.HTML("", elem_id=f"library-{name}", apply_default_css=False)
-                    for name in ("parts", "work", "disk", "table")
-                ]
-        inputs, size = made.form, made.size
-        # The job that this page watches: on the server for Cancel, and in the browser's tab for the next reload.
-        watched = gr.State(None)
-        remembered = gr.Textbox("", visible="hidden", elem_id="remembered", label="Job of this tab")
-        attach_again = gr.Button("Watch again", visible="hidden", elem_id="attach")
-        shown = [picture, status, facts, generate, cancel, watched, remembered]
-
-        # Values go to the handler as they come (preprocess=False): it answers for bad ones in its own words.
-        generate.click(handlers.generate, inputs.controls, shown, preprocess=False, trigger_mode="once", **_SERVED)
-        cancel.click(handlers.cancel, watched, cancel, **_SERVED)
-        page.load(handlers.attach, remembered, shown, js="() => window.tandem.job()", **_SERVED)
-        attach_again.click(handlers.attach, remembered, shown, js="() => window.tandem.job()", **_SERVED)
-        remembered.change(**_LOCAL, inputs=remembered, js="(id) => window.tandem.remember(id)")
-        inputs.model.input(
-            handlers.choose_model,
-            inputs.model,
-            [size, *made.panel.rows.values(), *inputs.following_model],
-            preprocess=False,
-            **_SERVED,
+                parts = _shelf("parts")
+                bringing = importing.block()
+                shelves = [parts, *map(_shelf, ("work", "disk", "table"))]
+        inputs, size, rows = made.form, made.size, made.panel.rows.values()
+        controls = dict(zip(form.NAMES, inputs.controls, strict=True))
+        connect(
+            page, studio, handlers, controls, [size, *rows, *inputs.following_model], [size, *rows, *inputs.controls]
         )
-        for button, example in examples:
-            button.click(**_LOCAL, outputs=prompt, js=f"() => {json.dumps(example)}")
-        _connect_form(made)
+        connect_basics(controls, size, made.length)
+        _connect_choices(made)
         _connect_panel(handlers, made)
-        _connect_library(library, inputs, [*shelves, said], make_tab, engines_tab)
-        facts.select(**_LOCAL, outputs=inputs.seed, js="() => String(window.tandem.used.seed)")
-        # Both bring a whole form back, and the model's own sizes and limits with it.
-        whole: dict[str, Any] = {
-            "inputs": remembered,
-            "outputs": [size, *made.panel.rows.values(), *inputs.controls],
-            "preprocess": False,
-        }
-        facts.submit(handlers.fill, **whole, js="() => JSON.stringify(window.tandem.used)", **_SERVED)
-        page.load(handlers.fill, **whole, js="() => window.tandem.stored()", **_SERVED).then(
-            **_LOCAL, js="() => window.tandem.startKeeping()"
-        )
+        drawn = _connect_library(library, inputs, [*shelves, said], make_tab, engines_tab)
+        _connect_import(library, inputs, bringing, [*shelves, bringing.said, drawn])
+        jobs_tabs.connect(Desk(worker, models, settings.outputs_dir), jobs_parts, inputs.controls, SERVED)
     page.queue(default_concurrency_limit=None)
     return page
 
 
-def _header(icon: str, preset: str) -> str:
-    return (
-        f'<header data-preset="{preset}">{icon}<h1>Tandem</h1><p>{_TAGLINE}</p>'
-        '<button type="button" class="button" id="theme">Dark</button></header>'
-        '<p id="offline" role="alert"></p>'
-    )
+def _shelf(name: str) -> gr.HTML:
+    return gr.HTML("", elem_id=f"library-{name}", apply_default_css=False)
 
 
-def _connect_form(made: form.Settings) -> None:
-    """Keep size, length, toggles and the browser's memory of the form in step, without asking the server."""
-    inputs, size, panel = made.form, made.size, made.panel
-    sides = [inputs.width, inputs.height]
-    size.input(
-        **_LOCAL, inputs=[size, *sides], outputs=sides, js="(size, w, h) => window.tandem.sizeChosen(size, w, h)"
-    )
-    for side in sides:
-        side.change(**_LOCAL, inputs=[size, *sides], outputs=size, js="(size, w, h) => window.tandem.sizeTyped(w, h)")
-    timing = [inputs.frames, inputs.fps]
-    for part in timing:
-        part.change(
-            **_LOCAL, inputs=timing, outputs=made.length, js="(frames, fps) => window.tandem.length(frames, fps)"
-        )
+def _connect_choices(made: form.Settings) -> None:
+    """Keep toggles in step with the choices that they mirror, and take a way to hold the weights from its button."""
+    inputs, panel = made.form, made.panel
     for name, toggle in panel.toggles.items():
         choice = getattr(inputs, f"backend_{name}")
-        toggle.input(**_LOCAL, inputs=toggle, outputs=choice, js=f"(on) => on ? '{acceleration.TENSORRT}' : 'auto'")
-        choice.change(**_LOCAL, inputs=choice, outputs=toggle, js=f"(name) => name === '{acceleration.TENSORRT}'")
-    for control in inputs.controls:
-        control.change(**_LOCAL, inputs=inputs.controls, js="(...values) => window.tandem.save(values)")
+        toggle.input(**LOCAL, inputs=toggle, outputs=choice, js=f"(on) => on ? '{acceleration.TENSORRT}' : 'auto'")
+        choice.change(**LOCAL, inputs=choice, outputs=toggle, js=f"(name) => name === '{acceleration.TENSORRT}'")
+    panel.choose_way.click(**LOCAL, outputs=[inputs.offload, inputs.quantization], js="() => window.tandem.way")
 
 
 def _connect_panel(handlers: Handlers, made: form.Settings) -> None:
@@ -152,15 +98,15 @@ def _connect_panel(handlers: Handlers, made: form.Settings) -> None:
         preprocess=False,
         trigger_mode="multiple",
         queue=False,
-        **_SERVED,
+        **SERVED,
     )
-    answered.change(**_LOCAL, inputs=answered, js="(answer) => window.tandem.answered(answer)")
+    answered.change(**LOCAL, inputs=answered, js="(answer) => window.tandem.answered(answer)")
 
 
 def _connect_library(
     library: Library, inputs: form.Form, shown: list[Any], make_tab: gr.Tab, engines_tab: gr.Tab
-) -> None:
-    """Show the library while its tab is open, and do what its buttons say.
+) -> gr.Textbox:
+    """Show the library while its tab is open, and do what its buttons say; return what views are compared with.
 
     Args:
         shown: where a view goes, but for what it is compared with the next time.
@@ -170,12 +116,12 @@ def _connect_library(
     act = gr.Button("Act", visible="hidden", elem_id="act")
     tick = gr.Timer(_LOOK_SECONDS, active=False)
     look: dict[str, Any] = {"inputs": [drawn, *inputs.controls], "outputs": [*shown, drawn], "preprocess": False}
-    tick.tick(library.look, **look, trigger_mode="once", **_SERVED)
-    engines_tab.select(library.look, **look, **_SERVED)
-    engines_tab.select(lambda: gr.Timer(active=True), None, tick, **_SERVED)
-    make_tab.select(lambda: gr.Timer(active=False), None, tick, **_SERVED)
+    tick.tick(library.look, **look, trigger_mode="once", **SERVED)
+    engines_tab.select(library.look, **look, **SERVED)
+    engines_tab.select(lambda: gr.Timer(active=True), None, tick, **SERVED)
+    make_tab.select(lambda: gr.Timer(active=False), None, tick, **SERVED)
     # Engines may have come or gone meanwhile.
-    make_tab.select(**_LOCAL, js="() => window.tandem.lookAhead()")
+    make_tab.select(**LOCAL, js="() => window.tandem.lookAhead()")
     act.click(
         library.act,
         [asked, *inputs.controls],
@@ -183,5 +129,18 @@ def _connect_library(
         js="(_, ...values) => [window.tandem.asked(), ...values]",
         preprocess=False,
         trigger_mode="multiple",
-        **_SERVED,
+        **SERVED,
     )
+    return drawn
+
+
+def _connect_import(library: Library, inputs: form.Form, block: importing.Block, shown: list[Any]) -> None:
+    """Look into files and import them; another file has to be trusted anew."""
+    block.file.input(**LOCAL, outputs=block.trusted, js="() => false")
+    given: dict[str, Any] = {"inputs": [*block.inputs, *inputs.controls], "outputs": shown, "preprocess": False}
+    for handler, events in (
+        (library.look_into, (block.look.click, block.file.submit)),
+        (library.take, (block.take.click,)),
+    ):
+        for event in events:
+            event(handler, **given, trigger_mode="once", **SERVED)

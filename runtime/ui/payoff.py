@@ -13,19 +13,22 @@ from runtime.ui import text
 
 @dataclass(frozen=True)
 class Payoff:
-    """What building engines costs once, and saves with each clip, in seconds."""
+    """What building engines costs once, and saves with each clip, in seconds; imported ones cost nothing."""
 
     build_seconds: float
     saved_seconds: float
 
     def __str__(self) -> str:
         """Return "18 min 0 s to build, saves 40 s a video: after 27 videos"."""
+        saved = f"saves {_fine(self.saved_seconds)} a video" if self.saved_seconds > 0 else "saves no time"
+        if not self.build_seconds:
+            return saved
         built = f"{text.duration(self.build_seconds)} to build"
         if self.saved_seconds <= 0:
-            return f"{built}, saves no time"
+            return f"{built}, {saved}"
         videos = ceil(self.build_seconds / self.saved_seconds)
         after = "after 1 video" if videos <= 1 else f"after {videos:,} videos"
-        return f"{built}, saves {_fine(self.saved_seconds)} a video: {after}"
+        return f"{built}, {saved}: {after}"
 
 
 def calls(plan: ExecutionPlan) -> Mapping[str, float]:

@@ -9,7 +9,7 @@ from html import escape
 from runtime.core.byte_size import byte_size
 from runtime.core.plan import BACKEND_TITLES
 from runtime.jobs.chores import Chore
-from runtime.manager.engine_index import UNREADABLE_KEY, EngineRecord
+from runtime.manager.engine_index import IMPORTED, UNREADABLE_KEY, EngineRecord
 from runtime.manager.shapes import LatentSize, ShapeProfile
 from runtime.models.spec import ModelSpec
 from runtime.ui import text
@@ -20,6 +20,7 @@ PROGRAM_TITLES: Mapping[str, str] = {
     "transformer": "Transformer",
     "vae_first": "VAE decoder, first step",
     "vae_next": "VAE decoder, further steps",
+    "vae_clip": "VAE decoder, whole clips",
 }
 _STATES = {"queued": "Waiting", "running": "Running", "done": "Done", "failed": "Failed", "cancelled": "Cancelled"}
 _COLUMNS = ("Engine", "Serves", "Runs on", "On disk", "Speed", "Error", "Built", "Pays off", "Last used", "")
@@ -130,7 +131,7 @@ def _size(program: str, latent: LatentSize, spec: ModelSpec | None) -> str:
     if spec is None:
         return f"{frames} × {height} × {width} latent"
     pixels = text.size(width * spec.vae.scale_factor_spatial, height * spec.vae.scale_factor_spatial)
-    if program != "transformer":
+    if program not in {"transformer", "vae_clip"}:
         return f"{pixels}, any length"
     count = (frames - 1) * spec.vae.scale_factor_temporal + 1
     return f"{pixels}, {count} frame{'' if count == 1 else 's'}"
@@ -149,12 +150,13 @@ def _row(entry: Entry) -> str:
         ("On disk", byte_size(record.file_bytes)),
         ("Speed", _speed(record)),
         ("Error", _error(record)),
-        ("Built", f"in {text.duration(record.build_seconds)}" if record.build_seconds else ""),
+        ("Built", _built(record)),
         ("Pays off", str(entry.payoff) if entry.payoff else ""),
         ("Last used", _when(record.last_used)),
     )
     name = f"{title} {record.id}"
-    delete = f"Delete {title.lower()} ({byte_size(record.file_bytes)})? It can be built again."
+    again = "It can be imported again from its file." if key.builder == IMPORTED else "It can be built again."
+    delete = f"Delete {title.lower()} ({byte_size(record.file_bytes)})? {again}"
     acts = (
         _button("unpin" if record.pinned else "pin", "Unpin" if record.pinned else "Pin", record.id, f"Pin {name}")
         + _button("verify", "Verify", record.id, f"Verify {name}")
@@ -204,9 +206,14 @@ def _chore(chore: Chore, ahead: int) -> str:
     return (
         f'<li data-chore="{chore.id}" data-kind="{chore.kind}" data-state="{state}">'
         f'<p class="row-end"><span><strong>{escape(chore.title)}</strong> <span class="tag">{title}</span></span>'
-        f'{cancel if chore.open else "<span></span>"}</p>{bar}<p class="said">{escape(line)}</p>'
+        f'{cancel if chore.open else "<span></span>"}</p>{bar}<p class="said">{escape(line)}</p>{_found(chore.found)}'
         f'<pre tabindex="0" aria-label="Log"{"" if log else " hidden"}>{log}</pre></li>'
     )
+
+
+def _found(lines: Sequence[str]) -> str:
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return f'<ul class="found" aria-label="What was found"{"" if lines else " hidden"}>{items}</ul>'
 
 
 def _button(
@@ -217,6 +224,12 @@ def _button(
         f'data-of="{escape(of, quote=True)}" data-confirm="{escape(confirm, quote=True)}" '
         f'aria-label="{escape(name, quote=True)}"{" disabled" if off else ""}>{title}</button>'
     )
+
+
+def _built(record: EngineRecord) -> str:
+    if record.key.builder == IMPORTED:
+        return "elsewhere"
+    return f"in {text.duration(record.build_seconds)}" if record.build_seconds else ""
 
 
 def _speed(record: EngineRecord) -> str:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from html import escape
 
 from runtime.core.progress import Progress
-from runtime.ui import text
-from runtime.ui.facts import file_url
+from runtime.ui import queue_view, text
 
 _IDLE = "Your video will appear here."
 
@@ -27,6 +26,9 @@ class Line:
         fraction: share done; `None` while it is unknown.
         what, remedy: of an error.
         field: whose value the error is about.
+        kept: from where a job that ended without a video goes on.
+        resumable: whether it can be resumed.
+        way: in which more frugal way it could go on too.
     """
 
     state: str
@@ -37,13 +39,16 @@ class Line:
     what: str = ""
     remedy: str = ""
     field: str = ""
+    kept: str = ""
+    resumable: bool = False
+    way: str = ""
 
 
 IDLE = Line("idle", "Ready", "Describe a scene, then press Generate or Ctrl + Enter.")
 
 
-def picture(progress: Progress | None, state: str, icon: str) -> str:
-    """Return the mat with the preview and, once it is whole, the video over it."""
+def picture(progress: Progress | None, state: str, icon: str, address: str = "") -> str:
+    """Return the mat with the preview and, once it is whole, the video over it, which is served at `address`."""
     preview = progress.preview if progress else None
     saved = progress.end if progress and state == "done" else None
     source = f"data:image/webp;base64,{base64.b64encode(preview).decode()}" if preview else ""
@@ -55,10 +60,7 @@ def picture(progress: Progress | None, state: str, icon: str) -> str:
     video = "<span hidden></span>"
     if saved is not None:
         label = escape(f"Video: {saved.request['prompt']}", quote=True)  # type: ignore[union-attr]  # state says done
-        video = (
-            f'<video src="{file_url(saved.video)}" aria-label="{label}" '  # type: ignore[union-attr]  # same
-            "autoplay muted loop controls playsinline></video>"
-        )
+        video = f'<video src="{address}" aria-label="{label}" autoplay muted loop controls playsinline></video>'
     words = {"idle": _IDLE, "queued": "Waiting for its turn.", "failed": "No video.", "cancelled": "Cancelled."}
     blank = "" if source or saved else words.get(state, "The first preview is on its way.")
     return (
@@ -67,8 +69,12 @@ def picture(progress: Progress | None, state: str, icon: str) -> str:
     )
 
 
-def status(line: Line, job_id: str = "") -> str:
-    """Return the line, the bar, what a screen reader hears, and the alert."""
+def status(line: Line, job_id: str = "", *, desk: bool = True) -> str:
+    """Return the line, the bar, what a screen reader hears, the alert, and how a job can go on.
+
+    Args:
+        desk: whether the page has one, which takes up jobs again.
+    """
     percent = None if line.fraction is None else round(100 * line.fraction)
     busy = line.state in {"queued", "running", "stopping"}
     shown = ", ".join(part for part in (line.title, line.detail, line.left) if part)
@@ -81,6 +87,12 @@ def status(line: Line, job_id: str = "") -> str:
     what = line.what[:1].upper() + line.what[1:]
     # Stages are announced, steps are not: nobody wants to hear each of them.
     heard = {"idle": "", "running": line.title}.get(line.state, f"{line.title} {line.detail}".strip())
+    way = f"Go on: {line.way[:1].lower()}{line.way[1:]}"
+    acts = "".join(
+        f"<span{'' if there else ' hidden'}>{queue_view.button(act, escape(title), job_id, title)}</span>"
+        for act, title, there in (("resume", "Resume", line.resumable), ("other-way", way, line.way))
+        if desk
+    )
     return (
         f'<div class="status" data-state="{line.state}" data-job="{job_id}" '
         f'data-field="{escape(line.field, quote=True)}">'
@@ -89,6 +101,8 @@ def status(line: Line, job_id: str = "") -> str:
         f"{bar}"
         f'<p class="unseen" role="status" aria-live="polite">{escape(heard)}</p>'
         f'<p class="alert" role="alert"><strong>{escape(what)}</strong> <span>{escape(line.remedy)}</span></p>'
+        f'<div class="next" data-desk{"" if desk and line.resumable else " hidden"}><p>{escape(line.kept)}</p>'
+        f'<span class="acts">{acts}</span></div>'
         "</div>"
     )
 

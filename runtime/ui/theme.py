@@ -9,6 +9,9 @@ import gradio as gr
 
 ASSETS = Path(__file__).parents[2] / "frontend_assets"
 ICON = ASSETS / "icon.svg"
+# In this order: the later ones use the first.
+_SCRIPTS = ("page.js", "jobs.js", "restore.js", "compare.js")
+_STYLES = ("style.css", "jobs.css")
 
 _SANS = ("ui-sans-serif", "system-ui", "-apple-system", "Segoe UI", "Roboto", "Noto Sans", "sans-serif")
 _MONO = ("ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace")
@@ -28,11 +31,11 @@ def head() -> str:
         "<title>Tandem</title>\n"
         '<meta name="color-scheme" content="light dark">\n'
         '<meta name="referrer" content="no-referrer">\n'
-        f"<style>{_text('style.css')}\n"
+        f"<style>{''.join(map(_text, _STYLES))}\n"
         # gradio knows its colours only once its own script runs; the ground must have them from the first moment.
         + "".join(f'html[data-theme="{name}"] body {{ background: {fill}; }}\n' for name, fill in ground.items())
         + "</style>\n"
-        f"<script>{_text('page.js')}</script>"
+        + "".join(f"<script>{_text(name)}</script>" for name in _SCRIPTS)
     )
 
 

@@ -2,20 +2,39 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
 
 from runtime.core.events import Cancelled, Event, Failed, TerminalEvent, VideoSaved
 from runtime.core.progress import Progress
 from runtime.jobs.worker import Job, Worker
-from runtime.ui import facts, stage
+from runtime.ui import acceleration, facts, stage
+from runtime.ui.standing import standing
 
 # A page looks at its job this often, at rest in between: no thread waits, however many pages watch.
 _LOOK_SECONDS = 0.2
 # The time left counts down at this pace, and the page takes silence for longer as a lost connection.
 _TICK_SECONDS = 1.0
 _API_LOOK_SECONDS = 0.05
+
+_INTERRUPTED = "Tandem ended while this video was made."
+
+
+@dataclass(frozen=True)
+class Audience:
+    """To whom jobs are shown.
+
+    Attributes:
+        details: where the details of a defect are, in a sentence.
+        address: returns where the video of a job that is done is served.
+        may_hear: returns what of a message may be told.
+        desk: whether their page has a desk, which can take up jobs again.
+    """
+
+    details: str
+    address: Callable[[Job], str]
+    may_hear: Callable[[str], str] = str
+    desk: bool = True
 
 
 @dataclass(frozen=True)
@@ -30,29 +49,30 @@ class View:
     job_id: str
 
 
-def view(job: Job, worker: Worker, log_file: Path, icon: str, now: float) -> View:
+def view(job: Job, worker: Worker, audience: Audience, icon: str, now: float) -> View:
     """Return what to show of `job` at `now` (seconds of the monotonic clock)."""
     progress = job.progress
-    line = _line(job, progress, worker, log_file, now)
+    line = _line(job, progress, worker, audience, now)
+    address = audience.address(job) if line.state == "done" else ""
     return View(
-        picture=stage.picture(progress, line.state, icon),
-        status=stage.status(line, job.id),
-        facts=_facts(job, progress),
-        busy=progress.end is None,
+        picture=stage.picture(progress, line.state, icon, address),
+        status=stage.status(line, job.id, desk=audience.desk),
+        facts=_facts(job, progress, address, audience),
+        busy=progress.end is None and job.state != "interrupted",
         stopping=line.state == "stopping",
         job_id=job.id,
     )
 
 
-async def follow_views(job: Job, worker: Worker, log_file: Path, icon: str) -> AsyncIterator[View]:
+async def follow_views(job: Job, worker: Worker, audience: Audience, icon: str) -> AsyncIterator[View]:
     """Yield views of a job as it changes, about once a second at least while denoising, up to the last one."""
     shown, shown_at = None, 0.0
     seen: object = None
     while True:
         now = time.monotonic()
-        key = (job.progress, job.state, job.cancel.requested)
+        key = (job.progress, job.state, job.held, job.cancel.requested)
         if key != seen or now - shown_at >= _TICK_SECONDS:
-            current = view(job, worker, log_file, icon, now)
+            current = view(job, worker, audience, icon, now)
             seen, shown_at = key, now
             if current != shown:
                 shown = current
@@ -66,35 +86,55 @@ async def follow_events(job: Job) -> AsyncIterator[Event]:
     """Yield every event of a job, up to and with the terminal one."""
     seen = 0
     while True:
-        for event in job.events[seen:]:
+        interrupted, events = job.state == "interrupted", job.events
+        seen = min(seen, len(events))  # a job that was paused tells anew
+        for event in events[seen:]:
             seen += 1
             yield event
             if isinstance(event, TerminalEvent):
                 return
+        if interrupted:
+            yield Failed(_INTERRUPTED, _again(job))
+            return
         await asyncio.sleep(_API_LOOK_SECONDS)
 
 
-def _facts(job: Job, progress: Progress) -> str:
+def _again(job: Job) -> str:
+    return f"Take it up again: ./install.sh jobs resume {job.id}"
+
+
+def _facts(job: Job, progress: Progress, address: str, audience: Audience) -> str:
     if isinstance(progress.end, VideoSaved):
-        return facts.facts(progress.end, job.plan, job.spec.title)
+        return audience.may_hear(facts.facts(progress.end, job.plan, job.model_title, address))
     # A warning is worth most while the job can still be stopped.
-    return facts.notes(progress.warnings) if progress.end is None and progress.warnings else ""
+    return audience.may_hear(facts.notes(progress.warnings)) if job.open and progress.warnings else ""
 
 
-def _line(job: Job, progress: Progress, worker: Worker, log_file: Path, now: float) -> stage.Line:
+def _line(job: Job, progress: Progress, worker: Worker, audience: Audience, now: float) -> stage.Line:
     end = progress.end
     if isinstance(end, VideoSaved):
         return stage.Line("done", "Done", f"The video is ready. Seed {end.request['seed']}.", fraction=1.0)
     if isinstance(end, Cancelled):
-        return stage.Line("cancelled", "Cancelled.", "Nothing was saved.")
+        return _resumable(stage.Line("cancelled", "Cancelled.", "Nothing was saved."), job)
     if isinstance(end, Failed):
-        remedy = f"The log has the details: {log_file}" if end.defect else end.remedy
-        return stage.Line("failed", what=end.what, remedy=remedy)
+        remedy = audience.details if end.defect else end.remedy
+        what, remedy = (acceleration.in_form_words(audience.may_hear(said)) for said in (end.what, remedy))
+        return _resumable(stage.Line("failed", what=what, remedy=remedy), job)
+    if job.state == "interrupted":
+        return _resumable(stage.Line("failed", what=_INTERRUPTED), job)
     if job.cancel.requested:
         return stage.Line("stopping", "Stopping…", fraction=progress.fraction)
+    if job.held:
+        return stage.Line("queued", "Paused", "It goes on when it is let.", fraction=progress.fraction)
     if job.state == "queued":
         ahead = worker.ahead(job)
-        what = "video" if all(isinstance(one, Job) for one in ahead) else "task"
+        what = "video" if all(one.kind == "video" for one in ahead) else "task"
         others = f"1 {what} is" if len(ahead) == 1 else f"{len(ahead)} {what}s are"
         return stage.Line("queued", "Waiting", f"{others} ahead." if ahead else "Starting.")
     return stage.running(progress.at(now))
+
+
+def _resumable(line: stage.Line, job: Job) -> stage.Line:
+    """Return the line of a job that ended without a video, with what of it is kept and how it can go on."""
+    stands = standing(job.events, job.kept)
+    return replace(line, kept=stands.kept, resumable=True, way=stands.way)

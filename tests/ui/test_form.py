@@ -30,6 +30,7 @@ GOOD: dict[str, Any] = {
     "build": "auto",
     "offload": "auto",
     "quantization": "auto",
+    "on_out_of_memory": "retry",
 }
 BACKENDS = ["backend_text_encoder", "backend_transformer", "backend_transformer_2", "backend_vae"]
 

@@ -1,10 +1,13 @@
 """The Engines tab's handlers, which answer raw HTTP too, and what the tab shows."""
 
 import json
+import os
 import re
+import struct
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +51,12 @@ class Tab:
         """Send anything and return what is said."""
         said = str(self.library.act(sent, *values)[4])
         return said.partition(">")[2].removesuffix("</p>")
+
+    def bring(self, file: object, part: object = "auto", trusted: object = True, *, take: bool = True) -> str:
+        """Name a file to be imported, or looked into, and return what is said."""
+        handler = self.library.take if take else self.library.look_into
+        said = str(handler(file, part, trusted, *VALUES)[4])
+        return unescape(said.partition(">")[2].removesuffix("</p>"))
 
     def settle(self) -> None:
         """Wait until nothing waits or runs."""
@@ -139,6 +148,126 @@ def test_a_build_is_shown_and_cancelled_and_not_asked_for_twice(tab: Tab) -> Non
     assert tab.store.index() == []
 
 
+FILES: dict[str, bytes] = {
+    "text.plan": b"hello, this is no plan",
+    "empty.onnx": b"",
+    "zeros.plan": bytes(5000),
+    "short.plan": b"ftrt" + bytes(8),
+    "cut.plan": struct.pack("<4sIQQ4B", b"ftrt", 0, 1, 10**6, 10, 16, 0, 0) + bytes(400),
+    "noise.bin": bytes(range(256)),
+}
+
+
+@pytest.mark.parametrize("take", [True, False], ids=["import", "look"])
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("text.plan", "text.plan is a text file, not an engine. Give a TensorRT plan"),
+        ("empty.onnx", "empty.onnx is empty. Copy it again"),
+        ("zeros.plan", "zeros.plan is not a plan of TensorRT 8.6 or later. Give"),
+        ("short.plan", "short.plan is cut short: 12 bytes. Copy it again"),
+        ("cut.plan", "cut.plan is cut short: 428 of 1,000,000 bytes. Copy it again"),
+        ("noise.bin", "noise.bin does not end as an engine file does. Give"),
+        ("link.onnx", "link.onnx is a link. Give the file that it leads to: "),
+        ("folder.plan", "folder.plan is a folder. Give"),
+        ("none.plan", "none.plan cannot be read: No such file or directory. Check the path"),
+    ],
+)
+def test_a_bad_file_is_told_at_once_in_two_sentences(
+    tab: Tab, tmp_path: Path, file: str, said: str, take: bool
+) -> None:
+    for name, content in FILES.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "folder.plan").mkdir()
+    (tmp_path / "link.onnx").symlink_to("/etc/passwd")
+    told = tab.bring(str(tmp_path / file), take=take)
+    assert told.startswith(said), told
+    assert "\n" not in told
+    assert tab.worker.chores() == []
+
+
+def test_a_file_for_a_library_that_is_not_here_is_told(tab: Tab, tmp_path: Path) -> None:
+    plan = tmp_path / "whole.plan"
+    plan.write_bytes(struct.pack("<4sIQQ4B", b"ftrt", 0, 1, 428, 10, 16, 0, 0) + bytes(400))
+    if probe().gpus:
+        pytest.skip("this machine may run TensorRT")
+    told = "whole.plan cannot be run here: no NVIDIA GPU was found. Import it on a machine that can run it, or have an "
+    assert tab.bring(str(plan)) == f"{told}ONNX file made."
+    assert tab.worker.chores() == []
+
+
+@pytest.mark.parametrize("take", [True, False], ids=["import", "look"])
+@pytest.mark.parametrize("trusted", [False, None, 1, "true", [], {}])
+def test_nothing_is_opened_before_it_is_trusted(tab: Tab, tmp_path: Path, trusted: object, take: bool) -> None:
+    path = tmp_path / "x.onnx"
+    path.write_bytes(bytes(range(256)))
+    said = tab.bring(str(path), "auto", trusted, take=take)
+    assert said == "Opening x.onnx runs what it holds. Tick that you trust it, if you do; else leave it."
+    assert tab.worker.chores() == []
+
+
+@pytest.mark.skipif(os.name != "posix", reason="files have no owners here")
+def test_the_file_of_another_user_is_not_opened(tab: Tab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.onnx"
+    path.write_bytes(bytes(range(256)))
+    if os.getuid() == 0:
+        os.chown(path, 12_345, -1)
+    else:
+        monkeypatch.setattr("os.getuid", lambda: path.stat().st_uid + 1)
+    assert tab.bring(str(path)).startswith("x.onnx belongs to another user of this machine. Make a copy of it")
+    assert tab.worker.chores() == []
+
+
+@pytest.mark.parametrize("file", [None, 7, "", "  ", "a\x00b", "a\nb", "/" + "x" * 5000, [], {}], ids=repr)
+def test_no_path_is_named(tab: Tab, file: object) -> None:
+    assert tab.bring(file).startswith("No engine file is named. Give the whole path of a .trt, .plan, ")
+
+
+@pytest.mark.parametrize("file", ["x.plan", "../x.plan", "~nobody-of-that-name/x.plan"])
+def test_a_path_begins_at_the_top(tab: Tab, file: str) -> None:
+    assert tab.bring(file).startswith(f"The path {file} is not whole. Give it from the top, as in /")
+
+
+@pytest.mark.parametrize("part", [None, 3, "", "eyes", "../x", [], {}])
+def test_it_stands_for_a_part_of_the_model(tab: Tab, part: object) -> None:
+    assert tab.bring("/x.onnx", part).endswith("has no such part. Choose another part, or Automatic.")
+
+
+def test_a_file_is_imported_once_at_a_time_and_shown(tab: Tab, tmp_path: Path) -> None:
+    path = tmp_path / "noise.onnx"
+    path.write_bytes(bytes(range(256)) * 20)
+    hold = Chore("prune", "Hold", lambda chore, _free: wait_for_cancel(chore))
+    tab.worker.add_chore(hold)
+    # As a file manager gives it.
+    assert tab.bring(f' "{path}" ') == "Import noise.onnx: waiting for its turn."
+    assert tab.bring(str(path)) == "That is waiting or running already. See Work."
+    assert tab.bring(str(path), take=False) == "Look into noise.onnx: waiting for its turn."
+    drawn = tab.library.look("", *VALUES)[1]
+    assert 'data-kind="import" data-state="queued"' in drawn and 'data-kind="look"' in drawn
+    assert tab.press("cancel", tab.worker.chores()[-1].id) == "Cancelled."
+    tab.press("cancel", hold.id)
+    tab.settle()
+    taken = tab.worker.chores()[1]
+    assert (taken.kind, taken.state) == ("import", "failed")
+    assert taken.said.startswith("The ONNX file is damaged or none")
+    assert tab.store.index() == []
+
+
+def test_an_import_does_not_wait_for_the_form_to_be_mended(tab: Tab) -> None:
+    odd = [GOOD[name] if name != "width" else 65 for name in form.NAMES]
+    assert "is not whole" in str(tab.library.take("x.plan", "auto", True, *odd)[4])
+    other = [GOOD[name] if name != "model" else "none" for name in form.NAMES]
+    assert "no model of that name" in str(tab.library.take("/x.plan", "auto", True, *other)[4])
+    assert "The form is not whole" in str(tab.library.take("/x.plan", "auto", True)[4])
+
+
+def test_what_was_found_is_shown_as_text() -> None:
+    chore = Chore("look", "Look into x", lambda *_: "", found=("takes <b>x</b> (1, 2)",))
+    chore.end("done", "It can be imported.")
+    assert "<li>takes &lt;b&gt;x&lt;/b&gt; (1, 2)</li>" in shelf.work([(chore, 0)])
+    assert 'class="found" aria-label="What was found" hidden' in shelf.work([(Chore("prune", "P", lambda *_: ""), 0)])
+
+
 def wait_for_cancel(chore: Chore) -> str:
     """Take as long as nobody cancels."""
     while True:
@@ -217,6 +346,7 @@ def test_a_row_says_it_all(tiny: Callable[[str], ModelSpec]) -> None:
     [
         ("text_encoder", ShapeProfile.fixed((1, 1, 1)), "any size"),
         ("vae_next", ShapeProfile.fixed((1, 4, 8)), "64 × 32, any length"),
+        ("vae_clip", ShapeProfile.fixed((3, 4, 8)), "64 × 32, 9 frames"),
         ("transformer", ShapeProfile((1, 4, 8), (3, 4, 8), (3, 8, 8)), "64 × 32, 1 frame to 64 × 64, 9 frames"),
     ],
 )
@@ -227,6 +357,13 @@ def test_sizes_are_in_pixels_and_frames(
     assert shelf.serves(made, tiny("wan2.1")) == words
     if program != "text_encoder":
         assert "latent" in shelf.serves(made, None)
+
+
+def test_an_imported_one_says_where_it_was_made(tiny: Callable[[str], ModelSpec]) -> None:
+    made = record(key(builder="imported", program="vae_clip"), build_seconds=0.0)
+    html = shelf.table([shelf.Entry(made, tiny("wan2.1"), [], Payoff(0, 2))])
+    for expected in ("VAE decoder, whole clips", "elsewhere", "saves 2.0 s a video<", "imported again from its file"):
+        assert expected in html, expected
 
 
 def test_a_broken_engine_says_why() -> None:

@@ -153,13 +153,26 @@ def test_where_memory_is_short_the_ways_are_told() -> None:
     assert short.ways[0].verdict == "too little video memory"
     assert short.ways[-1].verdict == "fits" and short.ways[-1].takes.endswith("times as long")
     html = acceleration.sum_html(short)
-    assert html.count("<li class=taken>") == 1 and "<span>One part at a time</span>" in html
+    assert html.count('aria-pressed="true"') == 1
+    assert 'aria-pressed="true" data-offload="none" data-quantization="none"><span>One part at a time</span>' in html
+    assert html.count(" disabled>") == sum(not way.offered for way in short.ways) == 5
+    assert '<button type="button" class="button" data-offload="auto" data-quantization="auto">' in html
     assert on(120).ways == ()
     # Whoever asks for a slower way has memory enough all the same.
     assert on(120, offload="model").ways == ()
+    assert on(48, offload="group").ways[4].taken
     refused = on(2)
-    assert (refused.line, refused.ways) == ("Does not fit", ())
+    assert refused.line == "Does not fit"
     assert "video memory; 2.0 GiB are free" in refused.problem and refused.remedy
+    assert len(refused.ways) == len(short.ways)
+    assert not any(way.taken or way.offered for way in refused.ways)
+    assert "too little video memory" in refused.ways[-1].verdict
+    html = acceleration.sum_html(refused)
+    assert "Memory is short for every way:" in html and html.count(" disabled>") == len(refused.ways)
+    # What was asked for does not fit; something else does, and can be chosen.
+    other = on(24, offload="model")
+    assert other.line == "Does not fit"
+    assert [way.offload for way in other.ways if way.offered] == ["group", "sequential"]
 
 
 def test_what_a_plan_warns_of_is_told(spec: ModelSpec) -> None:
@@ -212,6 +225,9 @@ def test_reasons_are_shown_as_text(spec: ModelSpec) -> None:
         (74.0, 0.011, "1 min 14 s to build, saves 11 ms a video: after 6,728 videos"),
         (8.0, 0.0001, "8.0 s to build, saves less than 1 ms a video: after 80,000 videos"),
         (8.0, -1.0, "8.0 s to build, saves no time"),
+        # Imported.
+        (0.0, 2.0, "saves 2.0 s a video"),
+        (0.0, -2.0, "saves no time"),
     ],
 )
 def test_when_building_pays_off(build: float, saved: float, words: str) -> None:
@@ -234,6 +250,8 @@ def test_tensorrt_is_out_of_question_without_a_gpu() -> None:
         ),
         ("Take --backend vae=onnxruntime.", "Take ONNX Runtime for the VAE decoder."),
         ("Offload 'group' changes nothing here.", "Offload “By block” changes nothing here."),
+        ("Model offload excludes TensorRT.", "Offload by part excludes TensorRT."),
+        ("PyTorch: sequential offload excludes TensorRT", "PyTorch: offload by layer excludes TensorRT"),
         ("Nothing of the kind.", "Nothing of the kind."),
     ],
 )

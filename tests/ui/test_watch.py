@@ -10,13 +10,15 @@ from typing import cast
 import pytest
 
 from runtime.core.events import Cancelled, Event, Failed, FramesDecoded, Planned, StageStarted, StepDone, VideoSaved
-from runtime.jobs.chores import Chore
-from runtime.jobs.worker import Job, Worker
+from runtime.core.request import GenerationRequest
+from runtime.jobs.live import Job
+from runtime.jobs.store import JobStore
+from runtime.jobs.worker import Worker
 from runtime.models.spec import ModelSpec
 from runtime.ui import facts, stage, watch
 from tests.plans import tiny_plan
 
-LOG = Path("logs/tandem.log")
+AUDIENCE = watch.Audience("The log has the details: logs/tandem.log", lambda job: facts.file_url(job.plan.output))
 
 
 class NobodyAhead:
@@ -27,9 +29,16 @@ class NobodyAhead:
 
 
 @pytest.fixture
-def job(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Job:
+def store() -> JobStore:
+    return JobStore(None)
+
+
+@pytest.fixture
+def job(store: JobStore, tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Job:
     spec = tiny("wan2.2-a14b")
-    return Job("1a2b3c4d", tiny_plan(spec, tmp_path / "a video.mp4", prompt="<b>red</b> & blue"), spec)
+    plan = tiny_plan(spec, tmp_path / "a video.mp4", prompt="<b>red</b> & blue")
+    request = GenerationRequest(prompt=plan.prompt, model=plan.model)
+    return Job(store.add(request, plan), plan, spec.title, store)
 
 
 def saved(job: Job) -> VideoSaved:
@@ -44,15 +53,20 @@ def saved(job: Job) -> VideoSaved:
     )
 
 
+def begin(job: Job, store: JobStore) -> None:
+    record = store.claim("here")
+    assert record is not None
+    job.begin(record)
+
+
 def show(job: Job, *events: Event) -> watch.View:
     for event in events:
         job.record(event)
-    if events:
-        job.state = job.state if job.progress.end else "running"
-    return watch.view(job, cast(Worker, NobodyAhead()), LOG, "<svg></svg>", job.progress.now)
+    return watch.view(job, cast(Worker, NobodyAhead()), AUDIENCE, "<svg></svg>", job.progress.now)
 
 
-def test_a_running_job_tells_stage_step_and_time(job: Job) -> None:
+def test_a_running_job_tells_stage_step_and_time(job: Job, store: JobStore) -> None:
+    begin(job, store)
     steps = [StepDone(n, 4, 2.0, "transformer", b"webp") for n in (1, 2)]
     view = show(job, Planned(job.plan), StageStarted("denoise", "transformer"), *steps)
     assert 'data-state="running"' in view.status
@@ -64,18 +78,40 @@ def test_a_running_job_tells_stage_step_and_time(job: Job) -> None:
 
 
 def test_a_job_that_waits_says_for_how_much(job: Job) -> None:
-    def shown(*ahead: Job | Chore) -> str:
-        line = cast(Worker, SimpleNamespace(ahead=lambda _job: list(ahead)))
-        return watch.view(job, line, LOG, "", 0.0).status
+    def shown(*ahead: str) -> str:
+        line = cast(Worker, SimpleNamespace(ahead=lambda _job: [SimpleNamespace(kind=kind) for kind in ahead]))
+        return watch.view(job, line, AUDIENCE, "", 0.0).status
 
-    build = Chore("build", "Build", lambda *_: "")
     assert "Starting." in shown()
-    assert "1 video is ahead." in shown(job)
-    assert "1 task is ahead." in shown(build)
-    assert "2 tasks are ahead." in shown(job, build)
+    assert "1 video is ahead." in shown("video")
+    assert "1 task is ahead." in shown("build")
+    assert "2 tasks are ahead." in shown("video", "task")
 
 
-def test_a_job_that_stops_says_so_at_once(job: Job) -> None:
+def test_a_paused_job_says_so(job: Job, store: JobStore) -> None:
+    store.hold([job.id], True)
+    job.refresh()
+    view = show(job)
+    assert "Paused" in view.status and view.busy
+
+
+def test_an_interrupted_job_says_how_to_go_on(job: Job, store: JobStore) -> None:
+    begin(job, store)
+    show(job, Planned(job.plan), StageStarted("encode"))
+    store.interrupt(job.id, "here", None)
+    job.leave()
+    view = show(job)
+    assert "Tandem ended while this video was made." in view.status
+    assert 'data-act="resume"' in view.status and not view.busy
+
+    async def heard() -> list[Event]:
+        return [event async for event in watch.follow_events(job)]
+
+    assert isinstance(asyncio.run(heard())[-1], Failed)
+
+
+def test_a_job_that_stops_says_so_at_once(job: Job, store: JobStore) -> None:
+    begin(job, store)
     view = show(job, Planned(job.plan), StageStarted("encode"))
     assert "Reading the prompt" in view.status
     job.cancel.request()
@@ -111,7 +147,7 @@ def test_an_error_is_what_and_what_to_do(job: Job) -> None:
 
 
 def test_a_defect_names_the_log(job: Job) -> None:
-    assert str(LOG) in show(job, Failed("Something broke.", "The log has the details.", defect=True)).status
+    assert AUDIENCE.details in show(job, Failed("Something broke.", "The log has the details.", defect=True)).status
 
 
 def test_every_state_has_the_same_children(job: Job) -> None:
@@ -127,7 +163,7 @@ def test_every_state_has_the_same_children(job: Job) -> None:
 def test_following_ends_with_the_job(job: Job) -> None:
     async def collect() -> tuple[list[watch.View], list[Event]]:
         async def views() -> list[watch.View]:
-            return [view async for view in watch.follow_views(job, cast(Worker, NobodyAhead()), LOG, "")]
+            return [view async for view in watch.follow_views(job, cast(Worker, NobodyAhead()), AUDIENCE, "")]
 
         async def events() -> list[Event]:
             return [event async for event in watch.follow_events(job)]

@@ -1,0 +1,105 @@
+// Settings from a video: an MP4 of Tandem says in its comment how it was made. It is read here, in the browser, a few
+// bytes at a time; nothing is uploaded.
+(() => {
+  "use strict";
+  const MOST_BYTES = 32 * 1024 * 1024;  // of a file's index, which holds the comment
+  const $ = (selector) => document.querySelector(selector);
+  class Damaged extends Error {}
+
+  const name = (data, at) => String.fromCharCode(...[4, 5, 6, 7].map((offset) => data.getUint8(at + offset)));
+  // Returns where the content of the box at `at` begins and where it ends.
+  const box = (data, at, end) => {
+    let size = data.getUint32(at), head = 8;
+    if (size === 1) { size = Number(data.getBigUint64(at + 8)); head = 16; }
+    if (size === 0) size = end - at;
+    if (size < head || at + size > end) throw new Damaged();
+    return [at + head, at + size];
+  };
+  const inside = (data, [start, end], wanted) => {
+    for (let at = start; at + 8 <= end;) {
+      const found = box(data, at, end);
+      if (name(data, at) === wanted) return found;
+      at = found[1];
+    }
+    return null;
+  };
+
+  const index = async (file) => {
+    for (let at = 0; at + 8 <= file.size;) {
+      const data = new DataView(await file.slice(at, at + 16).arrayBuffer());
+      if (at === 0 && name(data, 0) !== "ftyp") throw new Damaged();
+      let size = data.getUint32(0);
+      if (size === 1) size = Number(data.getBigUint64(8));
+      if (size === 0) size = file.size - at;
+      if (size < 8 || at + size > file.size) throw new Damaged();
+      if (name(data, 0) === "moov") {
+        if (size > MOST_BYTES) throw new Damaged();
+        return new DataView(await file.slice(at, at + size).arrayBuffer());
+      }
+      at += size;
+    }
+    throw new Damaged();
+  };
+
+  const comment = (data) => {
+    let place = box(data, 0, data.byteLength);
+    for (const wanted of ["udta", "meta", "ilst", "\u00a9cmt", "data"]) {
+      // A meta box has a version before what it holds.
+      if (wanted === "ilst") place = [place[0] + 4, place[1]];
+      place = inside(data, place, wanted);
+      if (!place) return null;
+    }
+    return new TextDecoder().decode(new Uint8Array(data.buffer, data.byteOffset + place[0] + 8, place[1] - place[0] - 8));
+  };
+
+  // Returns the request that a video was made by, and `null` for one that does not say.
+  const requestOf = async (file) => {
+    let text;
+    try {
+      text = comment(await index(file));
+    } catch (error) {
+      if (error instanceof Damaged || error instanceof RangeError) throw new Damaged();
+      throw error;
+    }
+    try {
+      const request = JSON.parse(text).tandem.request;
+      return request && typeof request.prompt === "string" ? request : null;
+    } catch { return null; }
+  };
+
+  const restore = async (file) => {
+    let told;
+    try {
+      const request = await requestOf(file);
+      if (request) window.tandem.fill(request);
+      told = request ? `These are the settings of “${file.name}”.`
+        : `“${file.name}” does not say how it was made. Take an MP4 that Tandem made.`;
+    } catch {
+      told = `“${file.name}” is damaged, or no MP4. Take an MP4 that Tandem made.`;
+    }
+    const line = $("#restored");
+    if (line) line.textContent = told;
+    line?.scrollIntoView({ block: "nearest" });
+  };
+
+  document.addEventListener("change", (event) => {
+    if (event.target.id !== "restore" || !event.target.files.length) return;
+    restore(event.target.files[0]);
+    event.target.value = "";
+  });
+  // A video may be dropped anywhere on the page; without this the browser would leave the page and show it.
+  const carries = (event) => [...(event.dataTransfer?.types ?? [])].includes("Files");
+  const hover = (on) => document.body.classList.toggle("dropping", on);
+  document.addEventListener("dragover", (event) => {
+    if (!carries(event)) return;
+    event.preventDefault();
+    hover(true);
+  });
+  document.addEventListener("dragleave", (event) => { if (!event.relatedTarget) hover(false); });
+  document.addEventListener("drop", (event) => {
+    hover(false);
+    if (!carries(event)) return;
+    event.preventDefault();
+    if (event.dataTransfer.files.length) restore(event.dataTransfer.files[0]);
+  }, true);
+})();

@@ -1,0 +1,82 @@
+"""How a job that ended without a video stands: how far it was, what of it is kept, and how it could go on. Pure."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from runtime.core.duration import duration
+from runtime.core.events import CheckpointSaved, Event, OutOfMemory, Planned, Resumed, StepDone
+
+_FLAG = re.compile(r"--(offload|quantization|on-out-of-memory) ([\w-]+)")
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What to say of it.
+
+    Attributes:
+        kept: how far it was and from where it goes on, as sentences.
+        step: the step that it goes on after; `None` where it begins anew.
+        memory: where memory ran out, and what that cost; empty where it did not.
+        way: what the more frugal way is called that it can go on in; empty where there is none.
+        changes: to the request, for that way.
+    """
+
+    kept: str
+    step: int | None
+    memory: str
+    way: str
+    changes: Mapping[str, Any]
+
+
+def standing(events: Sequence[Event], kept: bool) -> Standing:
+    """Read it from what a job told.
+
+    Args:
+        events: since it was taken up last.
+        kept: whether there is a checkpoint.
+    """
+    reached, of, saved = 0, 0, None
+    full: OutOfMemory | None = None
+    for event in events:
+        if isinstance(event, Planned):
+            of = event.plan.steps
+        elif isinstance(event, Resumed):
+            reached, of, saved = event.step, event.of, event.step
+        elif isinstance(event, StepDone):
+            reached, of = event.step, event.of
+        elif isinstance(event, CheckpointSaved):
+            saved = event.step
+        elif isinstance(event, OutOfMemory):
+            full = event
+    step = saved if kept else None
+    changes = {} if full is None or full.taken else way_of(full.flags)
+    way = full.instead if full is not None and changes else ""
+    return Standing(_kept(reached, of, step), step, "" if full is None else _memory(full), way, changes)
+
+
+def way_of(flags: str) -> dict[str, str]:
+    """Return what the flags of the command line say, by the names of a request."""
+    return {name.replace("-", "_"): value for name, value in _FLAG.findall(flags)}
+
+
+def _kept(reached: int, of: int, step: int | None) -> str:
+    if not reached:
+        return "It had not begun to denoise." if of else ""
+    if reached == of:
+        stopped = f"All {of} steps were done."
+        if step == of:
+            return f"{stopped} Only decoding is left."
+    else:
+        stopped = f"It stopped at step {reached} of {of}."
+    if step is None:
+        return f"{stopped} Nothing of that is kept: it begins anew."
+    if step == reached:
+        return f"{stopped} It goes on from there."
+    return f"{stopped} It goes on after step {step}." if step else f"{stopped} The steps are done again."
+
+
+def _memory(full: OutOfMemory) -> str:
+    lost = f" {duration(full.lost_seconds)} of work were lost." if full.lost_seconds >= 1 and not full.taken else ""
+    return f"{full.message}{lost}"

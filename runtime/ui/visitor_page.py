@@ -1,0 +1,185 @@
+"""The page of a share link's visitors: making videos within limits, each seeing only their own.
+
+It is another page than that of the person whose Tandem this is, behind another port: what visitors may not do is not
+there to be called. Its handlers answer raw HTTP too, so none trusts what it is sent.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from runtime.core.errors import InvalidRequestError, TandemError
+from runtime.core.settings import ROOT, Settings
+from runtime.jobs.worker import Job, Worker
+from runtime.models.spec import ModelSpec
+from runtime.ui import api, form, theme, visitors
+from runtime.ui.handlers import Updates, alert, cancelled, updates_of
+from runtime.ui.lobby import Lobby
+from runtime.ui.models import check_offered
+from runtime.ui.studio import connect, connect_basics, header, make
+from runtime.ui.watch import Audience
+
+_DETAILS = "Tell whoever shares this; their log has the details."
+_TIDY_SECONDS = (3600, 86_400)
+_MOST_WAITING = 200
+
+logger = logging.getLogger(__name__)
+
+
+def build(worker: Worker, settings: Settings, models: dict[str, ModelSpec], lobby: Lobby) -> gr.Blocks:
+    """Return the page, with `/generate` for visitors' programs.
+
+    Args:
+        models: what visitors may use, by name; the first is chosen.
+    """
+    icon = theme.icon_svg()
+    handlers = VisitorHandlers(worker, settings, models, lobby, icon)
+    chosen = next(iter(models))
+    with gr.Blocks(title="Tandem", analytics_enabled=False, fill_width=True, delete_cache=_TIDY_SECONDS) as page:
+        # First, so that the name is its own: gradio numbers later ones.
+        gr.api(
+            api.visitors_endpoint(lobby, visitor_of, handlers.audience, chosen),
+            api_name="generate",
+            concurrency_limit=None,
+        )
+        gr.HTML(header(icon), elem_id="top")
+        limits = gr.HTML(handlers.limits(models[chosen]), elem_id="limits", apply_default_css=False)
+        studio, made = make(
+            icon, lambda _: form.basic_settings(models, chosen, handlers.values(models[chosen])), desk=False
+        )
+        controls = {"prompt": studio.prompt, **made.controls}
+        ordered = {name: controls[name] for name in form.BASIC}
+        following = [controls[name] for name in form.FOLLOWING_MODEL if name in controls]
+        connect(
+            page, studio, handlers, ordered, [limits, made.size, *following], [limits, made.size, *ordered.values()]
+        )
+        connect_basics(ordered, made.size, made.length)
+    page.queue(default_concurrency_limit=None, max_size=_MOST_WAITING)
+    return page
+
+
+class VisitorHandlers:
+    """What the page's buttons do; see `handlers.Handlers`. The request tells whose page it is."""
+
+    def __init__(
+        self, worker: Worker, settings: Settings, models: dict[str, ModelSpec], lobby: Lobby, icon: str
+    ) -> None:
+        self._worker = worker
+        self._settings = settings
+        self._models = models
+        self._lobby = lobby
+        self._icon = icon
+        folders = {"the folder of videos": settings.outputs_dir, "the cache folder": settings.cache_dir}
+        folders |= {"the folder of models": settings.weights_dir, "the folder of engines": settings.engines_dir}
+        folders |= {"Tandem's folder": ROOT, "the home folder": Path.home()}
+        self.audience = Audience(
+            _DETAILS, _address, lambda message: visitors.without_paths(message, folders), desk=False
+        )
+
+    async def generate(self, request: gr.Request, *values: Any) -> AsyncIterator[Updates]:
+        """Submit the form as the visitor's job and show it; a form that cannot be is answered beside the stage."""
+        try:
+            job = await asyncio.to_thread(
+                self._lobby.submit, form.read_basics(values, self._models), visitor_of(request)
+            )
+        except TandemError as error:
+            field = error.field if isinstance(error, InvalidRequestError) else ""
+            yield alert(self.audience.may_hear(error.what), self.audience.may_hear(error.remedy), field, desk=False)
+            return
+        except Exception:  # a defect: told in one line, kept in the log
+            logger.exception("A visitor's form could not be submitted")
+            yield alert("Something broke inside Tandem.", _DETAILS, desk=False)
+            return
+        async for updates in updates_of(job, self._worker, self.audience, self._icon):
+            yield updates
+
+    async def attach(self, request: gr.Request, remembered: Any) -> AsyncIterator[Updates]:
+        """Show the visitor's job of this tab while it runs, else another of theirs that runs, else their last."""
+        visitor = visitor_of(request)
+        try:
+            own = self._lobby.job(remembered, visitor)
+            if own is None or not own.open:
+                own = self._worker.active(visitor) or own or self._worker.latest(visitor)
+        except TandemError as error:
+            yield alert(self.audience.may_hear(error.what), self.audience.may_hear(error.remedy), desk=False)
+            return
+        if own is None:
+            # A generator that yields nothing would empty the page.
+            yield (gr.skip(),) * 7
+            return
+        async for updates in updates_of(own, self._worker, self.audience, self._icon):
+            yield updates
+
+    def cancel(self, request: gr.Request, watched: Any) -> Any:
+        """Ask the visitor's job that this page watches to stop; watching shows the rest."""
+        return cancelled(self._lobby.job(watched, visitor_of(request)))
+
+    def choose_model(self, name: Any) -> Updates:
+        """Set limits, size, length and the rest to what goes with another model."""
+        names = ("size", *(name for name in form.FOLLOWING_MODEL if name in form.BASIC))
+        try:
+            spec = check_offered(name, self._models)
+        except TandemError:
+            return (gr.skip(),) * (1 + len(names))
+        values = self.values(spec)
+        return self.limits(spec), *(gr.update(**values[control]) for control in names)
+
+    def fill(self, stored: Any) -> Updates:
+        """Bring a form back that the browser kept, or the settings of a result, within the limits."""
+        try:
+            values = json.loads(stored)
+        except (TypeError, ValueError, RecursionError):
+            values = None
+        if not isinstance(values, dict):
+            return (gr.skip(),) * (2 + len(form.BASIC))
+        filled = form.filled(values, self._models)
+        spec = self._models[filled["model"]["value"]]
+        filled = self._within(spec, filled)
+        return self.limits(spec), *(gr.update(**filled[control]) for control in ("size", *form.BASIC))
+
+    def limits(self, spec: ModelSpec) -> str:
+        """Return what the page says of the limits, as HTML."""
+        told = escape(visitors.told(visitors.limits_of(self._settings, spec)))
+        return (
+            '<p id="limits-told"><strong>You are a visitor on somebody\'s computer.</strong> '
+            f"{told} Other visitors do not see your videos; whoever shares this can.</p>"
+        )
+
+    def values(self, spec: ModelSpec) -> dict[str, dict[str, Any]]:
+        """Return the properties of the controls that follow the model, within the limits."""
+        return self._within(spec, form.model_values(spec))
+
+    def _within(self, spec: ModelSpec, values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        limits = visitors.limits_of(self._settings, spec)
+        own = visitors.defaults_within(spec, limits)
+        most = {"frames": visitors.most_frames(spec, limits), "steps": limits.steps}
+        for name, highest in most.items():
+            # A slider needs two ends.
+            values[name]["maximum"] = max(highest, 2)
+            values[name]["value"] = min(values[name]["value"], highest)
+        size = (values["width"]["value"], values["height"]["value"])
+        if not visitors.may_have(size, limits):
+            size = (own["width"], own["height"])
+        values["width"]["value"], values["height"]["value"] = size
+        fitting = {f"{w}x{h}" for w, h in spec.sizes if visitors.may_have((w, h), limits)} | {form.CUSTOM}
+        choices = [choice for choice in values["size"]["choices"] if choice[1] in fitting]
+        values["size"] |= {"choices": choices, "value": form.size_value(spec, *size)}
+        if values["size"]["value"] not in fitting:
+            values["size"]["value"] = form.CUSTOM
+        return values
+
+
+def visitor_of(request: gr.Request) -> str:
+    """Return whose request it is, as the gate found."""
+    return str(request.request.scope["tandem.visitor"])
+
+
+def _address(job: Job) -> str:
+    """Return where a visitor's video is served: no path of this machine's."""
+    return f"video/{job.id}.mp4"

@@ -1,0 +1,206 @@
+"""A share link over HTTP, through a stand-in for gradio's tunnel on loopback: who gets in, and what they get."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gradio_client import Client
+from gradio_client.exceptions import AppError
+
+from tests.fuzz.wire import Answer, send
+from tests.served import MODEL, ROOT, Server, make_cache, serving
+from tests.sharing_app import HOST, link_of
+
+FLAGS = (
+    *("--share", "--share-frames", "9", "--share-size", "192x128", "--share-steps", "400"),
+    *("--share-queue", "1", "--share-queue-all", "2", "--share-rate", "4"),
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(make_cache(tmp_path_factory.mktemp("shared")), *FLAGS, program=("-m", "tests.sharing_app")) as running:
+        yield running
+    assert "Traceback" not in (running.cache_dir / "server.txt").read_text(encoding="utf-8")
+
+
+class Visitor:
+    """Somebody who has logged in."""
+
+    def __init__(self, server: Server) -> None:
+        self.port, user, password = link_of(server.cache_dir)
+        self.client: Any = Client(f"http://127.0.0.1:{self.port}/", auth=(user, password), verbose=False)
+        self.cookie = "; ".join(f"{name}={value}" for name, value in self.client.cookies.items())
+
+    def get(self, path: str, **headers: str) -> Answer:
+        return self.ask("GET", path, **headers)
+
+    def ask(self, method: str, path: str, body: object = None, **headers: str) -> Answer:
+        fields = {"Cookie": self.cookie, "Content-Type": "application/json"} | headers
+        encoded = {name.replace("_", "-").encode(): value.encode() for name, value in fields.items()}
+        return send(
+            self.port, method.encode(), path.encode(), encoded, b"" if body is None else json.dumps(body).encode()
+        )
+
+
+@pytest.fixture
+def visitor(server: Server) -> Iterator[Visitor]:
+    made = Visitor(server)
+    yield made
+    made.client.close()
+
+
+@pytest.fixture
+def other(server: Server) -> Iterator[Visitor]:
+    made = Visitor(server)
+    yield made
+    made.client.close()
+
+
+def test_the_link_comes_with_a_password_and_the_own_page_needs_none(server: Server) -> None:
+    port, user, password = link_of(server.cache_dir)
+    assert user == "visitor"
+    assert re.fullmatch(r"[a-z]{6}(-[a-z]{6}){3}", password)
+    own = int(server.url.rstrip("/").rpartition(":")[2])
+    assert send(own, b"GET", b"/config").status == 200
+    assert send(port, b"GET", b"/").status == 200
+    for path in (b"/config", b"/gradio_api/info", b"/video/00000000.mp4", b"/gradio_api/queue/data?session_hash=a"):
+        assert send(port, b"GET", path).status == 401, path
+    for path in (b"/gradio_api/queue/join", b"/gradio_api/call/generate", b"/gradio_api/cancel"):
+        assert send(port, b"POST", path, body=b"{}").status == 401, path
+    with pytest.raises(ValueError, match="Could not login"):
+        Client(f"http://127.0.0.1:{port}/", auth=(user, "wrong"), verbose=False)
+
+
+def test_the_visitors_page_answers_to_the_links_name_only(visitor: Visitor) -> None:
+    assert visitor.get("/config", Host=HOST).status == 200
+    assert visitor.get("/config", Host=f"{HOST}:80", Origin=f"https://{HOST}").status == 200
+    for host in ("evil.example", f"{HOST}.evil.example", "0.0.0.0"):
+        assert visitor.get("/config", Host=host).status == 403, host
+    assert visitor.get("/robots.txt").body == b"User-agent: *\nDisallow: /\n"
+
+
+def test_another_site_reads_and_does_nothing_with_a_visitors_cookie(visitor: Visitor) -> None:
+    call = {"data": ["a red boat", *[None] * 10]}
+    foreign = ({"Sec_Fetch_Site": "cross-site"}, {"Sec_Fetch_Site": "same-site"}, {"Origin": "https://evil.example"})
+    for headers in (*foreign, {"Origin": "null"}):
+        assert visitor.ask("POST", "/gradio_api/call/generate", call, **headers).status == 403, headers
+        assert visitor.ask("POST", "/login", {}, **headers).status == 403, headers
+        assert visitor.get("/config", **headers).status == 403, headers
+    # A link in a letter or on a page opens it all the same.
+    assert visitor.get("/", Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="navigate").status == 200
+    assert visitor.get("/", Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="cors").status == 403
+
+
+def test_each_visitor_has_only_their_own_videos(server: Server, visitor: Visitor, other: Visitor) -> None:
+    prompt = "a red boat that nobody else may see"
+    final = visitor.client.predict(prompt, seed=3, steps=2, api_name="/generate")
+    assert str(server.cache_dir) not in json.dumps(final)
+    address = f"/{final['video']}"
+    whole = visitor.get(address)
+    assert whole.status == 200 and whole.body[4:8] == b"ftyp" and prompt.encode() in whole.body
+    part = visitor.get(address, Range="bytes=0-9")
+    assert part.status == 206 and part.body == whole.body[:10]
+    assert visitor.cookie.encode() not in part.head and b"no-store" in part.head
+    assert other.get(address).status == 404
+    assert send(visitor.port, b"GET", address.encode()).status == 401
+    file = next(path for path in (server.cache_dir / "outputs").glob("*nobody-else*.mp4"))
+    for path in (f"/gradio_api/file={file}", f"/gradio_api/file/{file}", f"/video/{file.name}", f"/video/{file}"):
+        for somebody in (visitor, other):
+            assert somebody.get(path).status in {403, 404}, path
+    job = final["video"].removeprefix("video/").removesuffix(".mp4")
+    # What only the person whose Tandem it is fetches, not even of one's own.
+    for path in ("now", f"poster/{job}.webp", f"copy/{job}.mp4", f"report/{job}.json", f"report/whole/{job}.json"):
+        assert visitor.get(f"/tandem/{path}").status == 403, path
+    # The page's own functions, given the other's job: nothing of it is shown.
+    for function in other.client.config["dependencies"]:
+        if len(function["inputs"]) != 1 or not function["backend_fn"]:
+            continue
+        session = f"nosy{function['id']}"
+        call = {"fn_index": function["id"], "session_hash": session, "data": [job]}
+        assert other.ask("POST", "/gradio_api/queue/join", call).status == 200
+        told = other.get(f"/gradio_api/queue/data?session_hash={session}").body
+        assert prompt.encode() not in told and job.encode() not in told, function
+
+
+def test_a_session_is_whose_who_began_it(visitor: Visitor, other: Visitor) -> None:
+    attach = next(one for one in visitor.client.config["dependencies"] if len(one["inputs"]) == 1 and one["backend_fn"])
+    call = {"fn_index": attach["id"], "session_hash": "mine", "data": [""]}
+    assert visitor.ask("POST", "/gradio_api/queue/join", call).status == 200
+    assert other.ask("POST", "/gradio_api/queue/join", call).status == 403
+    assert other.get("/gradio_api/queue/data?session_hash=mine").status == 403
+    assert other.get("/gradio_api/heartbeat/mine").status == 403
+    end = {"session_hash": "mine", "fn_index": attach["id"], "event_id": "0" * 32}
+    assert other.ask("POST", "/gradio_api/cancel", end).status == 403
+    assert visitor.get("/gradio_api/queue/data?session_hash=mine").status == 200
+    assert visitor.get("/gradio_api/queue/data?session_hash=nobodys").status == 404
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"frames": 13}, ("13 frames are more than visitors may ask for.", "Take at most 9.")),
+        ({"steps": 401}, ("401 steps", "at most 400")),
+        ({"width": 208}, ("208×32 is larger", "192×128")),
+        ({"width": 144, "height": 144}, ("144×144 is larger",)),
+        ({"model": "/etc"}, ("no model of that name", MODEL)),
+        ({"model": "../weights/tiny"}, ("no model of that name",)),
+        ({"prompt": ""}, ("The prompt is empty.",)),
+    ],
+    ids=str,
+)
+def test_limits_are_said_in_a_sentence(visitor: Visitor, values: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(AppError) as refused:
+        visitor.client.predict(**({"prompt": "a red boat"} | values), api_name="/generate")
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_no_folder_of_this_machine_is_told(server: Server, visitor: Visitor) -> None:
+    for path in ("/", "/config", "/gradio_api/info", "/manifest.json", "/theme.css"):
+        told = visitor.get(path)
+        assert told.status == 200, path
+        for folder in (server.cache_dir, ROOT, Path.home()):
+            assert str(folder).encode() not in told.head + told.body, (path, folder)
+
+
+def test_what_is_not_a_visitors_is_not_there(visitor: Visitor) -> None:
+    page = visitor.get("/config").body.decode()
+    for part in ("library-", "Engines", "field-backend", "acceleration", "Stop sharing", "Offload"):
+        assert part not in page, part
+    with pytest.raises(TypeError, match="not a valid key-word"):
+        visitor.client.predict("a red boat", backends={"all": "inductor"}, api_name="/generate")
+    for path in ("upload", "run/predict", "api/generate", "component_server", "token", "startup", "call/other"):
+        for method in ("GET", "POST"):
+            assert visitor.ask(method, f"/gradio_api/{path}", {}).status == 403, path
+    assert visitor.get("/logout").status == 403
+    call = {"data": ["a red boat"] * 15}
+    assert visitor.ask("POST", "/gradio_api/call/generate", call).status == 422
+    assert visitor.ask("POST", "/gradio_api/call/generate", {"data": ["x" * 300_000]}).status == 413
+
+
+def test_an_hour_has_its_number_of_videos(visitor: Visitor) -> None:
+    for seed in range(4):
+        visitor.client.predict("a red boat", steps=1, frames=1, seed=seed, api_name="/generate")
+    with pytest.raises(AppError, match=r"4 videos an hour is what a visitor may ask for\. Try again in 60 minutes\."):
+        visitor.client.predict("a red boat", steps=1, frames=1, api_name="/generate")
+
+
+def test_the_own_page_has_every_right(server: Server) -> None:
+    client = Client(server.url, verbose=False)
+    final = client.predict("a red boat", steps=1, frames=13, backends={"vae": "pytorch"}, api_name="/generate")
+    assert final["request"]["frames"] == 13
+    assert Path(final["video"]).read_bytes()[4:8] == b"ftyp"
+    client.close()
+
+
+def test_passwords_are_not_tried_out(server: Server) -> None:
+    # Last: from here on nobody logs in for a minute.
+    port, *_ = link_of(server.cache_dir)
+    form = {b"Content-Type": b"application/x-www-form-urlencoded"}
+    answers = [send(port, b"POST", b"/login", form, b"username=visitor&password=x%d" % n) for n in range(30)]
+    assert {answer.status for answer in answers} == {400, 429}
+    assert b"Wait a minute" in answers[-1].body

@@ -1,0 +1,139 @@
+"""The tunnel behind a share link, with a stand-in for gradio's program: what it needs, how it ends, what goes wrong."""
+
+import inspect
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from gradio import networking, tunneling
+
+from runtime.core.errors import MachineError
+from runtime.core.settings import Settings
+from runtime.ui import tunnel
+from runtime.ui.app import serve
+from runtime.ui.tunnel import open_tunnel
+from tests.fuzz.wire import send
+from tests.served import MODEL, free_port, make_cache
+
+NOBODY = "http://127.0.0.1:9"
+
+
+def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> Path:
+    """Put a Python program in the place of gradio's."""
+    program = folder / "frpc"
+    program.write_text(f"#!{sys.executable}\nimport sys, time\n{code}\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(networking, "GRADIO_SHARE_SERVER_ADDRESS", "127.0.0.1:9")
+    monkeypatch.setattr(tunneling, "BINARY_PATH", str(program))
+    monkeypatch.setattr(tunneling, "BINARY_FOLDER", folder)
+    monkeypatch.setitem(tunneling.CHECKSUMS, tunneling.BINARY_URL, tunnel._digest(program))
+    return program
+
+
+def test_a_link_is_read_and_the_program_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    note = tmp_path / "alive"
+    code = (
+        "print('start proxy success: https://abc.example.org', flush=True)\n"
+        f"while True: open({str(note)!r}, 'w').write(str(time.time())); print('x' * 9000, flush=True); time.sleep(0.01)"
+    )
+    stand_in(tmp_path, monkeypatch, code)
+    opened = open_tunnel(7860, tmp_path)
+    assert (opened.url, opened.host) == ("http://abc.example.org", "abc.example.org")
+    end = time.monotonic() + 20
+    while not note.exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    # It goes on though it writes more than a pipe holds.
+    before = note.stat().st_mtime_ns
+    time.sleep(1.0)
+    assert note.stat().st_mtime_ns > before
+    opened.close()
+    after = note.stat().st_mtime_ns
+    time.sleep(0.3)
+    assert note.stat().st_mtime_ns == after
+
+
+def test_the_program_does_not_outlive_the_app(tmp_path: Path) -> None:
+    note = tmp_path / "alive"
+    code = f"import time\nwhile True: open({str(note)!r}, 'w').write(str(time.time())); time.sleep(0.01)"
+    # An app that is killed says no goodbye; its end of the pipe closes all the same.
+    app = (
+        "import subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, {str(tunnel._KEEPER)!r}, sys.executable, '-c', {code!r}], "
+        "stdin=subprocess.PIPE, start_new_session=True)\ntime.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", app])
+    end = time.monotonic() + 20
+    while not note.exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    time.sleep(1.0)
+    after = note.stat().st_mtime_ns
+    time.sleep(0.3)
+    assert note.stat().st_mtime_ns == after
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("sys.exit(1)", "it said nothing"),
+        ("print('login to server failed: no route to host')", "login to server failed: no route to host"),
+    ],
+)
+def test_a_program_that_gives_no_link_is_said_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, words: str
+) -> None:
+    stand_in(tmp_path, monkeypatch, code)
+    with pytest.raises(MachineError, match=words) as failed:
+        open_tunnel(7860, tmp_path)
+    assert "\n" not in failed.value.what and "internet connection" in failed.value.remedy
+
+
+def test_what_is_said_to_gradios_program_and_server_is_what_gradio_says() -> None:
+    command = inspect.getsource(tunneling.Tunnel._start_tunnel) + inspect.getsource(
+        tunneling.Tunnel._read_url_from_tunnel_stream
+    )
+    for word in ("http", "-n", "-l", "-i", "--uc", "--sd", "random", "--ue", "--server_addr", "--disable_log_color"):
+        assert f'"{word}"' in command and f'"{word}"' in inspect.getsource(open_tunnel), word
+    for word in ("--tls_enable", "--tls_trusted_ca_file"):
+        assert f'"{word}"' in command and f'"{word}"' in inspect.getsource(tunnel._server), word
+    assert "start proxy success: " in command
+    answer = inspect.getsource(networking.setup_tunnel)
+    assert all(f'["{key}"]' in answer for key in ("host", "port", "root_ca"))
+
+
+def test_without_a_network_it_says_what_was_not_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(networking, "GRADIO_SHARE_SERVER_ADDRESS", None)
+    monkeypatch.setattr(networking, "GRADIO_API_SERVER", f"{NOBODY}/v3/tunnel-request")
+    with pytest.raises(MachineError, match="was not reached"):
+        open_tunnel(7860, tmp_path)
+
+
+def test_a_program_that_is_not_gradios_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = tmp_path / "ran"
+    program = stand_in(tmp_path, monkeypatch, f"open({str(ran)!r}, 'w')")
+    address = f"{NOBODY}/frpc"
+    monkeypatch.setattr(tunneling, "BINARY_URL", address)
+    monkeypatch.setitem(tunneling.CHECKSUMS, address, "0" * 64)
+    with pytest.raises(MachineError, match=r"could not be fetched from 127\.0\.0\.1"):
+        open_tunnel(7860, tmp_path)
+    assert not program.exists() and not ran.exists()
+
+
+def test_the_app_goes_on_without_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(networking, "GRADIO_SHARE_SERVER_ADDRESS", None)
+    monkeypatch.setattr(networking, "GRADIO_API_SERVER", f"{NOBODY}/v3/tunnel-request")
+    told: list[str] = []
+    port = free_port()
+    settings = Settings(cache_dir=make_cache(tmp_path), port=port, model=MODEL, share=True, browser=False)
+    with serve(settings, told.append):
+        end = time.monotonic() + 20
+        while len(told) < 2:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert send(port, b"GET", b"/config").status == 200
+    assert "was not reached" in told[0] and "on this machine it goes on" in told[1]
