@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,15 +63,15 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serving(cache_dir: Path, *flags: str) -> Iterator[Server]:
-    """Run `python app.py` with `flags` on a free port while entered."""
+def serving(cache_dir: Path, *flags: str, program: Sequence[str] = ("app.py",)) -> Iterator[Server]:
+    """Run `python app.py`, or another program around it, with `flags` on a free port while entered."""
     port = free_port()
     log = cache_dir / "server.txt"
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
-            [sys.executable, "app.py", "--port", str(port), "--model", MODEL, "--no-browser", *flags],
+            [sys.executable, *program, "--port", str(port), "--model", MODEL, "--no-browser", *flags],
             cwd=ROOT,
-            env=_environment() | {"TANDEM_CACHE_DIR": str(cache_dir)},
+            env=environment() | {"TANDEM_CACHE_DIR": str(cache_dir)},
             stdout=output,
             stderr=subprocess.STDOUT,
             text=True,
@@ -89,7 +89,7 @@ def serving(cache_dir: Path, *flags: str) -> Iterator[Server]:
                 process.wait()
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Return the environment without the settings of whoever runs the tests."""
     ours = {*settings.VARIABLES.values(), settings.CACHE_VARIABLE}
     return {name: value for name, value in os.environ.items() if name not in ours}

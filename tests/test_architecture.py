@@ -42,6 +42,7 @@ WITHOUT_TORCH = (
     "runtime.engines.builders.onnxruntime",
     "runtime.engines.builders.onnx_tensorrt",
     "runtime.engines.builders.torch_tensorrt",
+    "runtime.jobs.recovery",
     "runtime.jobs.worker",
     "runtime.cli.main",
     "runtime.cli.inform",

@@ -6,7 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from runtime.cli.main import app, build, engines_app, engines_import, engines_prune, export, web
+from runtime.cli.main import (
+    app,
+    build,
+    engines_app,
+    engines_import,
+    engines_prune,
+    export,
+    jobs_app,
+    jobs_delete,
+    jobs_list,
+    jobs_show,
+    web,
+)
 from runtime.cli.request_flags import request_from_flags
 
 ROOT = Path(__file__).parents[1]
@@ -24,9 +36,13 @@ def test_the_tree_names_nothing_that_is_gone() -> None:
     assert set(named) <= {path.name for path in MODULES}
 
 
-@pytest.mark.parametrize("function", [request_from_flags, web, build, export, engines_prune, engines_import])
+@pytest.mark.parametrize(
+    "function",
+    [request_from_flags, web, build, export, engines_prune, engines_import, jobs_list, jobs_show, jobs_delete],
+)
 def test_every_flag_is_named(function: object) -> None:
     shown = {"as_json": "--json", "context": "", "file": "FILE", "prompt": "PROMPT", "version": ""}
+    shown |= {"job": "ID", "ids": "ID"}
     for name in inspect.signature(function).parameters:  # type: ignore[arg-type]
         assert shown.get(name, f"--{name.replace('_', '-')}") in README, name
 
@@ -35,8 +51,9 @@ def test_every_command_is_named() -> None:
     for command in app.registered_commands:
         assert command.callback is not None
         assert f"`{command.name or command.callback.__name__}" in README
-    for command in engines_app.registered_commands:
-        assert re.search(rf"`engines [\w|\\]*{command.name}", README), command.name
+    for name, group in (("engines", engines_app), ("jobs", jobs_app)):
+        for command in group.registered_commands:
+            assert re.search(rf"`{name} [\w|\\]*{command.name}", README), command.name
 
 
 def test_links_lead_somewhere() -> None:

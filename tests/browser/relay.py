@@ -34,12 +34,23 @@ class Relay:
                 near, _ = listener.accept()
                 far = socket.create_connection(("127.0.0.1", self._target))
                 self._open += [near, far]
-                for source, sink in ((near, far), (far, near)):
-                    threading.Thread(target=_pass_on, args=(source, sink), daemon=True).start()
+                threading.Thread(target=self._relay, args=(near, far), daemon=True).start()
+
+    def _relay(self, near: socket.socket, far: socket.socket) -> None:
+        back = threading.Thread(target=_pass_on, args=(far, near), daemon=True)
+        back.start()
+        _pass_on(near, far)
+        back.join()
+        for end in (near, far):
+            end.close()
+            with contextlib.suppress(ValueError):  # cut meanwhile
+                self._open.remove(end)
 
 
 def _pass_on(source: socket.socket, sink: socket.socket) -> None:
     with contextlib.suppress(OSError):
         while data := source.recv(65_536):
             sink.sendall(data)
+    # Also after a connection that was reset.
+    with contextlib.suppress(OSError):
         sink.shutdown(socket.SHUT_WR)

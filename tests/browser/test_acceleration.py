@@ -1,12 +1,13 @@
 """The acceleration panel in a browser: what it says follows the settings, and comes back with the form."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.browser.conftest import DESKTOP, PHONE, OpenPage, ask, ready, start, wait_for_state
 from tests.browser.test_page import UNNAMED_INPUTS
-from tests.served import make_cache, serving
+from tests.served import Server, make_cache, serving
 
 pytestmark = pytest.mark.browser
 
@@ -145,3 +146,84 @@ def test_launch_flags_choose_at_first_and_the_form_keeps_what_is_chosen_then(
         unfold(page)
         assert page.input_value("#field-backend_transformer input") == "PyTorch"
         assert page.input_value("#field-backend_transformer_2 input") == "TensorRT"
+
+
+@pytest.fixture(scope="module")
+def short_of_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The app on a machine whose GPU has too little memory for the fastest way; nothing is run there."""
+    cache = make_cache(tmp_path_factory.mktemp("short"))
+    with serving(cache, program=("-m", "tests.other_machine", "1.05")) as running:
+        yield running
+
+
+def ask_for_much(page: Any) -> None:
+    """Ask for a clip for which memory is short, and wait until the ways there are are shown."""
+    page.fill("#field-width input", "128")
+    page.fill("#field-height input", "128")
+    page.fill("#field-frames input[type=number]", "17")
+    page.press("#field-frames input[type=number]", "Tab")
+    page.wait_for_selector(".ways .way[aria-pressed=true]")
+
+
+@pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=["phone", "desktop"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_where_memory_is_short_a_way_is_chosen(
+    open_page: OpenPage, short_of_memory: Server, viewport: dict[str, int], scheme: str
+) -> None:
+    page = open_page(viewport, short_of_memory.url, color_scheme=scheme)
+    unfold(page)
+    ask_for_much(page)
+    assert page.inner_text(".way[aria-pressed=true] span") == "One part at a time"
+    assert "too little video memory" in page.inner_text(".ways li:first-child .way:disabled")
+    assert "bitsandbytes is not installed" in page.inner_text(".way[data-quantization='bnb-4bit']:disabled")
+    place = """() => {
+      const box = document.querySelector('.ways').getBoundingClientRect();
+      return [box.y + scrollY, box.height];
+    }"""
+    before = page.evaluate(place)
+    # By keyboard: the next that can be chosen.
+    page.focus(".way[aria-pressed=true]")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".way[data-offload=model][aria-pressed=true]")
+    assert page.input_value("#field-offload input") == "By part"
+    assert page.input_value("#field-quantization input") == "None"
+    assert page.evaluate("() => document.activeElement.dataset.offload") == "model"
+    assert page.locator(".way[aria-pressed=true]").count() == 1
+    assert page.evaluate(place) == before
+    wait_for_chip(page, "transformer", "offload by part excludes TensorRT")
+    page.click(".way[data-offload=sequential]")
+    page.wait_for_selector(".way[data-offload=sequential][aria-pressed=true]")
+    assert page.evaluate(place) == before
+    page.click(".ways button:has-text('Choose automatically')")
+    page.wait_for_function("() => document.querySelector('#field-offload input').value === 'Automatic'")
+    page.wait_for_selector(".way[data-offload=none][aria-pressed=true]")
+    assert page.evaluate("() => document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    assert page.complaints == []
+
+
+def test_a_form_refused_for_memory_shows_every_way(open_page: OpenPage, short_of_memory: Server) -> None:
+    page = open_page(url=short_of_memory.url)
+    unfold(page)
+    page.fill("#field-width input", "1024")
+    page.fill("#field-height input", "1024")
+    page.fill("#field-frames input[type=number]", "253")
+    page.press("#field-frames input[type=number]", "Tab")
+    page.wait_for_selector(".ways:has-text('Memory is short for every way')")
+    assert "video memory" in page.inner_text("#outlook .trouble")
+    assert page.locator(".way:enabled").count() == 0
+    assert page.locator(".way").count() == 9
+
+
+def test_each_chip_follows_its_toggle(open_page: OpenPage, short_of_memory: Server) -> None:
+    page = open_page(url=short_of_memory.url)
+    unfold(page)
+    for part in ROWS:
+        before = page.inner_text(f"#part-{part} .chip")
+        for _ in range(2):
+            said = page.inner_text(f"#part-{part} .chip")
+            page.click(f"#tensorrt-{part} input")
+            page.wait_for_function(
+                "([part, said]) => document.querySelector(`#part-${part} .chip`).innerText !== said", arg=[part, said]
+            )
+        assert page.inner_text(f"#part-{part} .chip") == before

@@ -1,14 +1,17 @@
 """The Engines tab in a browser: build and cancel, pin, delete after asking, seen alike by every tab."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from runtime.engines.store import EngineStore
+from runtime.models.wan import read_spec
 from tests.browser.conftest import DESKTOP, PHONE, OpenPage, ready
 from tests.browser.test_acceleration import choose, unfold
 from tests.browser.test_page import UNNAMED_INPUTS
-from tests.served import Server
+from tests.engines import foreign
+from tests.served import MODEL, Server
 from tests.ui.test_foresight import insert
 
 pytestmark = pytest.mark.browser
@@ -89,6 +92,53 @@ def test_a_build_makes_an_engine_and_its_chip_ready(open_page: OpenPage) -> None
     page.wait_for_selector("#part-text_encoder .chip[data-kind=ready]")
 
 
+def test_a_file_made_elsewhere_is_looked_into_trusted_and_imported(
+    open_page: OpenPage, server: Server, tmp_path: Path
+) -> None:
+    spec = read_spec(server.cache_dir / "weights" / MODEL, MODEL)
+    path, text = foreign.transformer(spec, tmp_path / "foreign.onnx"), tmp_path / "text.plan"
+    text.write_text("hello", encoding="utf-8")
+    page = open_page()
+    go(page)
+    page.focus("#import > button")
+    page.keyboard.press("Enter")
+    file = page.get_by_label("Engine file")
+    file.fill(str(text))
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#import-said:has-text('text.plan is a text file, not an engine. Give a TensorRT plan')")
+    file.fill(str(path))
+    page.click("#import-take")
+    page.wait_for_selector("#import-said:has-text('Opening foreign.onnx runs what it holds.')")
+    assert page.locator("#library-work li[data-kind=look], #library-work li[data-kind=import]").count() == 0
+    assert "executable content" in page.inner_text("#import-warning")
+    page.get_by_label("I made this file myself").check()
+    page.click("#import-look")
+    looked = "#library-work li[data-kind=look][data-state=done] .found"
+    page.wait_for_selector(looked, timeout=120_000)
+    found = page.inner_text(looked)
+    for expected in (
+        "takes sample (1, 16, 3, 5, 8) float16",
+        "Could stand for the transformer or the transformer_2 of Tiny: 64x32, 9 frames.",
+        "Cross-attention works on 2 times as many tokens; nothing is lost.",
+    ):
+        assert expected in found, expected
+    page.click("#import-take")
+    page.wait_for_selector("#library-work li[data-kind=import][data-state=done]", timeout=120_000)
+    assert "Imported as " in page.inner_text("#library-work li[data-kind=import] .said")
+    row = "#library-table tr[data-state=ready]:has-text('elsewhere')"
+    page.wait_for_selector(row)
+    assert "Stale" not in page.inner_text(row)
+    # Another file has to be trusted anew.
+    file.press_sequentially("x")
+    page.wait_for_function("() => !document.querySelector('#import-trusted input').checked")
+    # It goes again: other tests share the library.
+    page.click(f"{row} [data-act=delete]")
+    assert "It can be imported again from its file." in page.inner_text("dialog")
+    page.click("dialog .strong")
+    page.wait_for_selector(row, state="detached")
+    assert page.complaints == []
+
+
 @pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=["phone", "desktop"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_and_can_be_heard(open_page: OpenPage, server: Server, viewport: dict[str, int], scheme: str) -> None:
@@ -96,6 +146,10 @@ def test_it_fits_and_can_be_heard(open_page: OpenPage, server: Server, viewport:
     page = open_page(viewport, color_scheme=scheme)
     go(page)
     page.wait_for_selector("#library-table [data-act=delete]")
+    page.click("#import > button")
+    page.wait_for_selector("#import-take", state="visible")
+    assert page.get_attribute("#import-trusted input", "aria-describedby") == "import-warning"
+    assert page.get_attribute("#import > button", "aria-expanded") == "true"
     assert page.evaluate("() => document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     assert page.evaluate(UNNAMED_INPUTS) == []
     assert page.complaints == []

@@ -1,0 +1,210 @@
+"""The History tab in a browser: found, played, used again, deleted and had back, compared; settings from a file."""
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.core.errors import OutputError
+from runtime.video.metadata import read_facts
+from tests.browser.conftest import DESKTOP, PHONE, OpenPage, ask, saved_videos, start, wait_for_state
+from tests.browser.test_page import UNNAMED_INPUTS
+from tests.browser.test_queue import go
+from tests.served import Server
+
+pytestmark = pytest.mark.browser
+
+# A file cannot be dragged from outside in a test: the page is handed the same event.
+DROP = """({data, name}) => {
+  const carried = new DataTransfer();
+  carried.items.add(new File([Uint8Array.from(atob(data), (c) => c.charCodeAt(0))], name, {type: 'video/mp4'}));
+  const event = new DragEvent('drop', {bubbles: true, cancelable: true, dataTransfer: carried});
+  document.querySelector('#compose').dispatchEvent(event);
+  return event.defaultPrevented;
+}"""
+TIMES = "() => [...document.querySelectorAll('[data-compare] video')].map((v) => v.currentTime * v.dataset.fps)"
+
+
+def make(page: Any, prompt: str, **values: int) -> str:
+    """Make a video and return its job's id."""
+    ask(page, prompt)
+    for name, value in values.items():
+        page.fill(f"#field-{name} :is(input[type=number], input, textarea) >> nth=0", str(value))
+    start(page)
+    wait_for_state(page, "done")
+    return str(page.get_attribute("#status .status", "data-job"))
+
+
+def search(page: Any, words: str, count: int) -> None:
+    """Look for words, and wait until so many are found."""
+    page.fill("#history-search", words)
+    page.wait_for_function(f"() => document.querySelectorAll('#jobs-gallery li').length === {count}")
+
+
+def test_a_video_is_found_shown_used_again_deleted_and_had_back(open_page: OpenPage, server: Server) -> None:
+    page = open_page()
+    job = make(page, "a red ball sails at night", seed=11, fps=5)
+    go(page, "History")
+    search(page, "NIGHT sails ball", 1)
+    page.wait_for_function("() => document.querySelector('#jobs-gallery img').naturalWidth > 10")
+    page.focus("#jobs-gallery .poster")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("[data-detail]")
+    page.wait_for_function("() => document.activeElement.tagName === 'H2'")
+    facts = page.inner_text("[data-detail]")
+    for expected in ("a red ball sails at night", "64 × 32", "PyTorch on the CPU", "denoising", "MiB at most", "KB"):
+        assert expected in facts
+    page.wait_for_function("() => document.querySelector('[data-detail] video').videoWidth === 64")
+    page.click("[data-reuse]")
+    page.wait_for_function("() => document.querySelector('#field-seed :is(input, textarea)').value === '11'")
+    go(page, "History")
+    with page.expect_download() as download:
+        page.click("[data-detail] a:has-text('Copy without metadata')")
+    copy = Path(download.value.path())
+    assert b"sails" not in copy.read_bytes() and copy.read_bytes()[4:8] == b"ftyp"
+    with pytest.raises(OutputError):
+        read_facts(copy)
+    assert [path for path in saved_videos(server) if path.name.startswith(".")] == []
+    page.click("[data-detail] [data-act=delete]")
+    search(page, "NIGHT sails ball", 0)
+    page.click("#told [data-act=undelete]")
+    search(page, "NIGHT sails ball", 1)
+    # It is there under “Deleted” as well, for as long as it can be had back.
+    page.click(f"#jobs-gallery [data-act=open][data-of='{job}']")
+    page.click("[data-detail] [data-act=delete]")
+    page.select_option("#history-state", "deleted")
+    page.click(f"#jobs-gallery li[data-job='{job}'] [data-act=undelete]")
+    page.select_option("#history-state", "all")
+    search(page, job[:6], 1)
+    assert page.complaints == []
+
+
+def test_a_report_holds_the_words_only_where_they_are_asked_for(open_page: OpenPage, server: Server) -> None:
+    page = open_page(permissions=["clipboard-read", "clipboard-write"])
+    job = make(page, "a calm blue boat at night")
+    go(page, "History")
+    search(page, job, 1)
+    page.click("#jobs-gallery .poster")
+    page.click("[data-report]")
+    page.wait_for_selector("#told:has-text('without prompts and paths')")
+    told = page.evaluate("() => navigator.clipboard.readText()")
+    assert json.loads(told)["id"] == job
+    assert "blue" not in told and str(server.cache_dir) not in told
+    page.check(".with-prompts")
+    page.click("[data-report]")
+    page.wait_for_selector("#told:text-is('The report is copied.'), #told:has-text('The report is copied.')")
+    page.wait_for_function("async () => (await navigator.clipboard.readText()).includes('a calm blue boat at night')")
+
+
+def test_two_clips_play_in_step_and_are_measured(open_page: OpenPage) -> None:
+    page = open_page()
+    ids = [make(page, "a boat sails left", seed=1, fps=8), make(page, "a boat sails left", seed=2, fps=4)]
+    go(page, "History")
+    search(page, "sails left", 2)
+    assert page.get_attribute("#jobs-finder [data-act=compare]", "aria-disabled") == "true"
+    for job in reversed(ids):
+        page.check(f"[data-pick='{job}']")
+    page.click("#jobs-finder [data-act=compare]")
+    page.wait_for_selector(".numbers:has-text('PSNR')")
+    assert "over 9 frames" in page.inner_text(".numbers") and "SSIM 0." in page.inner_text(".numbers")
+    differing = page.locator("#jobs-settings tr.differs th").all_inner_texts()
+    assert {"Seed", "Fps"} <= set(differing) and "Steps" not in differing
+    page.wait_for_function("() => document.activeElement.tagName === 'H2'")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    # The same frame of both, though one is made to play twice as fast.
+    page.wait_for_function(f"() => ({TIMES})().every((frame) => Math.abs(frame - 2.5) < 0.01)")
+    assert page.inner_text("[data-frame]") == "3 / 9"
+    page.focus("[data-scrub]")
+    page.keyboard.press("End")
+    page.wait_for_function(f"() => ({TIMES})().every((frame) => Math.abs(frame - 8.5) < 0.01)")
+    page.click("[data-play]")
+    page.wait_for_selector("[data-play]:has-text('Pause')")
+    page.wait_for_function(f"() => {{ const [a, b] = ({TIMES})(); return a > 2 && a < 8 && Math.abs(a - b) < 2 }}")
+    page.wait_for_selector("[data-play]:has-text('Play')")
+    page.click("[data-wipe]")
+    boxes = [page.locator("[data-compare] video").nth(n).bounding_box() for n in (0, 1)]
+    assert boxes[0] == boxes[1]
+    page.set_viewport_size(PHONE)
+    page.click("[data-wipe]")
+    boxes = [page.locator("[data-compare] video").nth(n).bounding_box() for n in (0, 1)]
+    assert boxes[0]["x"] == boxes[1]["x"] and boxes[0]["y"] < boxes[1]["y"]
+    page.click("[data-act=close-compare]")
+    page.wait_for_selector("[data-compare]", state="detached")
+    assert page.complaints == []
+
+
+def test_a_video_that_is_dropped_brings_its_settings_back(open_page: OpenPage, server: Server) -> None:
+    page = open_page()
+    make(page, "a red boat “at” night\n🚤", seed=77, fps=6)
+    whole = max(saved_videos(server), key=lambda path: path.stat().st_mtime)
+    data = whole.read_bytes()
+
+    def drop(content: bytes, name: str, answer: str) -> None:
+        assert page.evaluate(DROP, {"data": base64.b64encode(content).decode(), "name": name})
+        page.wait_for_selector(f"#restored:has-text('{answer}')")
+
+    ask(page, "something else")
+    drop(data[:600], "torn.mp4", "“torn.mp4” is damaged, or no MP4.")
+    drop(b"a letter to a friend", "letter.mp4", "“letter.mp4” is damaged, or no MP4.")
+    drop(b"", "empty.mp4", "“empty.mp4” is damaged, or no MP4.")
+    foreign = data.replace(b'"tandem"', b'"random"')
+    drop(foreign, "foreign.mp4", "“foreign.mp4” does not say how it was made.")
+    assert page.input_value("#field-prompt textarea") == "something else"
+    sent = len(page.requests)
+    drop(data, "mine.mp4", "These are the settings of “mine.mp4”.")
+    page.wait_for_function("() => document.querySelector('#field-prompt textarea').value.startsWith('a red boat')")
+    assert page.input_value("#field-prompt textarea") == "a red boat “at” night\n🚤"
+    assert page.input_value("#field-seed :is(input, textarea)") == "77"
+    assert page.input_value("#field-fps input") == "6"
+    # By keyboard too; and the file itself goes nowhere.
+    ask(page, "something else")
+    page.set_input_files("#restore", whole)
+    page.wait_for_function("() => document.querySelector('#field-prompt textarea').value.startsWith('a red boat')")
+    assert [url for url in page.requests[sent:] if "upload" in url] == []
+    assert page.complaints == []
+
+
+def test_checkpoints_go_after_asking(open_page: OpenPage) -> None:
+    page = open_page()
+    job = make(page, "a blue ball on the sea")
+    go(page, "History")
+    page.click(f"#jobs-gallery [data-of='{job}']")
+    page.wait_for_selector("[data-detail] .again")
+    page.click("#jobs-room [data-act=clean]")
+    page.click("dialog[open] .strong")
+    page.wait_for_selector("[data-detail] .again", state="detached")
+    page.wait_for_selector("#jobs-room [data-act=clean]", state="detached")
+
+
+def test_a_second_half_is_made_anew(open_page: OpenPage) -> None:
+    page = open_page()
+    job = make(page, "a boat on the calm sea", seed=5)
+    go(page, "History")
+    page.click(f"#jobs-gallery [data-of='{job}']")
+    page.click("[data-detail] .again summary")
+    page.fill("[name=guidance_scale_2]", "7.5")
+    page.click("[data-act=redo]")
+    page.wait_for_selector("#told:has-text('The second half is made anew.')")
+    page.click("[role=tab]:has-text('Make')")
+    page.wait_for_function(f"() => document.querySelector('#status .status').dataset.job !== '{job}'")
+    wait_for_state(page, "done")
+    assert "guidance 3 and 7.5" in page.inner_text("#facts")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=["phone", "desktop"])
+def test_it_fits_and_can_be_heard(open_page: OpenPage, viewport: dict[str, int], scheme: str) -> None:
+    page = open_page(viewport, color_scheme=scheme)
+    go(page, "History")
+    if not page.locator("#jobs-gallery .poster").count():
+        page.click("[role=tab]:has-text('Make')")
+        make(page, "a red boat on the sea")
+        go(page, "History")
+    page.click("#jobs-gallery .poster >> nth=0")
+    page.wait_for_selector("[data-detail]")
+    assert page.evaluate("() => document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    assert page.evaluate(UNNAMED_INPUTS) == []
+    assert page.complaints == []

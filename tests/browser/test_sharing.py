@@ -1,0 +1,172 @@
+"""A share link in a browser: what a stranger sees of it and what not, and how whoever shares ends it."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.browser.conftest import DESKTOP, PHONE, await_job_after, ready, state, wait_for_state
+from tests.browser.test_page import PLAYING, UNNAMED_INPUTS
+from tests.served import Server, make_cache, serving
+from tests.sharing_app import HOST, link_of
+
+pytestmark = pytest.mark.browser
+
+FLAGS = ("--share", "--share-frames", "9", "--share-size", "192x192", "--share-steps", "400", "--share-queue", "1")
+
+Visit = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(make_cache(tmp_path_factory.mktemp("link")), *FLAGS, program=("-m", "tests.sharing_app")) as running:
+        yield running
+    assert "Traceback" not in (running.cache_dir / "server.txt").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def visit(chromium: Any, shared: Server) -> Iterator[Visit]:
+    """Return a function that opens the link in a browser of its own, and logs in unless told otherwise."""
+    contexts = []
+    port, user, password = link_of(shared.cache_dir)
+
+    def opened(viewport: dict[str, int] = DESKTOP, *, log_in: bool = True) -> Any:
+        context = chromium.new_context(viewport=viewport)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(30_000)
+        page.complaints, page.requests = [], []
+        page.on("pageerror", lambda error: page.complaints.append(str(error)))
+        page.on("request", lambda request: page.requests.append(request.url))
+        page.goto(f"http://{HOST}:{port}/")
+        page.wait_for_selector("input[type=password]")
+        if log_in:
+            page.fill("input:not([type=password])", user)
+            page.fill("input[type=password]", password)
+            page.keyboard.press("Enter")
+            ready(page)
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+
+
+def ask(page: Any, prompt: str, *, long: bool = False) -> None:
+    """Ask for a video, and wait until the page shows it."""
+    before = page.get_attribute("#status .status", "data-job")
+    page.fill("#field-prompt textarea", prompt)
+    if long:
+        page.fill("#field-width input", "192")
+        page.fill("#field-height input", "192")
+        if page.get_attribute("#more > button", "aria-expanded") == "false":
+            page.click("#more > button")
+        page.fill("#field-steps input[type=number]", "400")
+        page.press("#field-steps input[type=number]", "Tab")
+    page.click("#generate")
+    await_job_after(page, before)
+
+
+def test_without_the_password_there_is_a_login_and_nothing_else(visit: Visit) -> None:
+    page = visit(log_in=False)
+    assert "Enter the user and password that came with the link." in page.inner_text("body")
+    page.fill("input:not([type=password])", "visitor")
+    page.fill("input[type=password]", "wrong")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("text=Incorrect")
+    assert page.query_selector("#generate") is None
+    assert page.evaluate("async () => (await fetch('/config')).status") == 401
+
+
+@pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_a_stranger_makes_a_video_within_limits_that_are_said(visit: Visit, viewport: dict[str, int]) -> None:
+    page = visit(viewport)
+    told = page.inner_text("#limits")
+    for word in ("visitor", "At most 9 frames, 192×192 and 400 steps", "one video at a time, 20 an hour"):
+        assert word in told
+    for absent in ("#tab-engines", "#acceleration", "#sharing", "#look-ahead", "[data-act]"):
+        assert page.query_selector(absent) is None, absent
+    assert "Engines" not in page.inner_text("body")
+    assert page.is_visible("#beside label:has-text('Settings from a video')")
+    assert page.get_attribute("#field-frames input[type=range]", "max") == "9"
+    ask(page, "a red boat")
+    wait_for_state(page, "done")
+    page.wait_for_function(PLAYING)
+    assert page.get_attribute("#picture video", "src").startswith("video/")
+    assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
+    assert page.evaluate(UNNAMED_INPUTS) == []
+    with page.expect_download() as download:
+        page.click("#facts a[download]")
+    assert download.value.path().read_bytes()[4:8] == b"ftyp"
+    assert {url.split("/")[2] for url in page.requests if url.startswith("http")} == {page.url.split("/")[2]}
+    assert page.complaints == []
+
+
+def test_a_limit_is_said_beside_the_stage(visit: Visit) -> None:
+    page = visit()
+    page.fill("#field-prompt textarea", "a red boat")
+    page.fill("#field-width input", "208")
+    page.click("#generate")
+    page.wait_for_selector('#status .status[data-state="failed"]')
+    assert "208×32 is larger than visitors may ask for. Take at most 192×192." in page.inner_text(
+        "#status .alert"
+    ).replace("\n", " ")
+    assert page.get_attribute("#field-width input", "aria-invalid") == "true"
+
+
+def test_a_visitor_stops_their_own_video_and_sees_no_others(visit: Visit) -> None:
+    page, other = visit(), visit(PHONE)
+    ask(page, "a red boat that only one may see", long=True)
+    wait_for_state(page, "running")
+    assert page.is_visible("#cancel") and not page.is_visible("#generate")
+    # Another visitor's page, loaded anew with this job's id in its memory, shows nothing of it.
+    job = page.get_attribute("#status .status", "data-job")
+    other.evaluate("(id) => sessionStorage.setItem('tandem.job', id)", job)
+    other.reload()
+    ready(other)
+    other.wait_for_timeout(1500)
+    assert state(other) == "idle" and "only one may see" not in other.content()
+    # A reload finds the own one again.
+    page.reload()
+    ready(page)
+    wait_for_state(page, "running")
+    page.click("#cancel")
+    wait_for_state(page, "cancelled")
+    page.wait_for_selector("#generate", state="visible")
+
+
+def test_anothers_video_is_refused(visit: Visit) -> None:
+    page, other = visit(), visit()
+    ask(page, "a blue boat")
+    wait_for_state(page, "done")
+    address = page.get_attribute("#picture video", "src")
+    status = "async (address) => (await fetch(address)).status"
+    assert page.evaluate(status, address) == 200
+    assert other.evaluate(status, address) == 404
+
+
+def test_whoever_shares_stops_videos_and_then_the_sharing(visit: Visit, chromium: Any, shared: Server) -> None:
+    page = visit()
+    own = chromium.new_context(viewport=DESKTOP).new_page()
+    own.goto(shared.url)
+    ready(own)
+    port, user, password = link_of(shared.cache_dir)
+    told = own.inner_text("#sharing")
+    assert f"http://{HOST}:{port}" in told and user in told and password in told
+    assert own.query_selector("#tab-engines") is not None or "Engines" in own.inner_text("body")
+    ask(page, "a red boat", long=True)
+    wait_for_state(page, "running")
+    own.wait_for_selector("text=one of their videos waits or runs")
+    # It is theirs: the own page does not show it as its own.
+    assert state(own) == "idle"
+    own.click("#stop-visitors")
+    wait_for_state(page, "cancelled")
+    own.click("#stop-sharing")
+    own.wait_for_selector("text=Sharing has ended.")
+    assert not own.is_visible("#stop-sharing")
+    page.wait_for_function("() => document.querySelector('#offline').textContent !== ''")
+    # The own page goes on.
+    own.fill("#field-prompt textarea", "a boat of my own")
+    own.click("#generate")
+    wait_for_state(own, "done")
+    own.context.close()

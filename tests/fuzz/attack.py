@@ -1,0 +1,278 @@
+"""The app in a child process, with a share link on loopback, and what is sent to its two pages.
+
+Of each answer: its status is below 500, it comes in time, and nothing in it is from a file outside the outputs or from
+another visitor's video. Of the server: it lives, and writes no traceback.
+"""
+
+import contextlib
+import json
+import secrets
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import hypothesis
+from gradio_client import Client
+from gradio_client.exceptions import AppError
+from hypothesis import HealthCheck, given
+from hypothesis import strategies as st
+
+from tests.fuzz import made_up
+from tests.fuzz.wire import Answer, send
+from tests.served import ROOT, Server, make_cache, serving
+from tests.sharing_app import link_of
+
+FLAGS = ("--share", "--share-frames", "9", "--share-steps", "2", "--share-queue", "50", "--share-queue-all", "200",
+         "--share-rate", "10000")  # fmt: skip
+_JSON = {b"Content-Type": b"application/json"}
+_FORM = {b"Content-Type": b"application/x-www-form-urlencoded"}
+GENERATE = b"/gradio_api/call/generate"
+# A job that was let in is small: it ends within this, or hangs.
+JOB_SECONDS = 60.0
+
+
+@dataclass
+class Face:
+    """One of the two pages, as somebody reaches it."""
+
+    name: str
+    port: int
+    wish: int
+    forbidden: tuple[bytes, ...]
+    headers: dict[bytes, bytes] = field(default_factory=dict)
+    functions: dict[int, int] = field(default_factory=lambda: {0: 1})
+    # What would rightly end the run: the button that stops sharing.
+    never: tuple[bytes, ...] = ()
+
+
+@dataclass
+class Attack:
+    """The server and what was seen of it."""
+
+    server: Server
+    places: list[Path]
+    faces: dict[str, Face]
+    statuses: Counter[int] = field(default_factory=Counter)
+    sent: Counter[str] = field(default_factory=Counter)
+    jobs: Counter[str] = field(default_factory=Counter)
+    slowest: float = 0.0
+    _written: int = 0
+
+    def ask(
+        self,
+        face: Face,
+        kind: str,
+        method: bytes,
+        target: bytes,
+        headers: dict[bytes, bytes] | None = None,
+        body: bytes = b"",
+    ) -> Answer:
+        """Send one request and judge its answer."""
+        answer = send(face.port, method, target, face.headers | (headers or {}), body)
+        self.sent[kind] += 1
+        self.statuses[answer.status] += 1
+        self.slowest = max(self.slowest, answer.seconds)
+        assert answer.status < 500, (face.name, method, target, headers, body[:300], answer)
+        self._judge(face, answer.head + answer.body, (method, target, headers, body[:300]))
+        return answer
+
+    def _judge(self, face: Face, told: bytes, request: object) -> None:
+        for marker in face.forbidden:
+            assert marker not in told, (face.name, request, marker)
+        self.check_server(request)
+
+    def check_server(self, request: object = None) -> None:
+        """Fail if the server is gone, or has written a traceback."""
+        assert self.server.process.poll() is None, request
+        log = self.server.cache_dir / "server.txt"
+        size = log.stat().st_size
+        if size != self._written:
+            with log.open("rb") as file:
+                file.seek(self._written)
+                said = file.read().decode(errors="replace")
+            self._written = size
+            assert "Traceback" not in said, f"{request}\n{said[-3000:]}"
+
+    def watch(self, face: Face, target: bytes, ends: tuple[bytes, ...]) -> bytes:
+        """Read a stream until one of `ends` comes or the server closes it; return which, or nothing."""
+        fields = {b"Host": b"127.0.0.1:%d" % face.port} | face.headers
+        lines = b"".join(b"%s: %s\r\n" % one for one in fields.items())
+        seen, stop = b"", time.monotonic() + JOB_SECONDS
+        with socket.create_connection(("127.0.0.1", face.port), timeout=JOB_SECONDS) as connection:
+            connection.sendall(b"GET %s HTTP/1.1\r\n%s\r\n" % (target, lines))
+            while time.monotonic() < stop and (data := connection.recv(65_536)):
+                seen += data
+                found = next((end for end in ends if end in seen), None)
+                if found is not None or seen.endswith(b"0\r\n\r\n"):
+                    self._judge(face, seen, target)
+                    return found or b""
+        assert time.monotonic() < stop, f"{target!r} hangs: {seen[-300:]!r}"
+        return b""
+
+    # What is sent, by kind.
+
+    def generate(self, face: Face, body: bytes) -> None:
+        """Call `/generate`, and hear it out if it is let in."""
+        answer = self.ask(face, "generate", b"POST", GENERATE, _JSON, body)
+        if answer.status == 200:
+            event = json.loads(answer.body)["event_id"].encode()
+            end = self.watch(face, GENERATE + b"/" + event, (b"event: complete", b"event: error"))
+            self.jobs[f"generate: {end.decode().removeprefix('event: ') or 'closed'}"] += 1
+
+    def join(self, face: Face, path: bytes, body: bytes) -> None:
+        """Call one of the page's own functions, and hear it out if it is let in."""
+        if any(call in body for call in face.never):
+            return
+        kind = path.rsplit(b"/", 2)[-2].decode()
+        answer = self.ask(
+            face,
+            f"{kind}/{path.rsplit(b'/', 1)[-1].decode()}",
+            b"POST",
+            path,
+            _JSON,
+            body,
+        )
+        if answer.status == 200 and path.endswith(b"join"):
+            session = json.loads(body)["session_hash"].encode()
+            ends = (b'"process_completed"', b'"close_stream"', b'"unexpected_error"')
+            end = self.watch(face, b"/gradio_api/queue/data?session_hash=" + session, ends)
+            self.jobs[f"page: {end.decode().strip(chr(34)) or 'closed'}"] += 1
+
+    def client(self, face: Face, client: Any, values: list[Any]) -> None:
+        """Call `/generate` as programs do."""
+        try:
+            json.dumps(values).encode()
+            client.predict(*values, api_name="/generate")
+            self.jobs["client: complete"] += 1
+        except httpx.HTTPStatusError as error:
+            assert error.response.status_code < 500, values
+            self.jobs["client: refused"] += 1
+        except (AppError, ValueError, TypeError, OSError) as error:  # by the server, or by the client itself
+            assert "Traceback" not in str(error)
+            self.jobs["client: refused"] += 1
+        self.sent["gradio_client"] += 1
+        self.check_server(values)
+
+
+def try_many(strategy: st.SearchStrategy[Any], act: Callable[[Any], object], examples: int, seed: int) -> None:
+    """Do something with so many made-up values."""
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(strategy)
+    def one(value: Any) -> None:
+        act(value)
+
+    one()
+
+
+def round_of(attack: Attack, clients: dict[str, Any], examples: int, seed: int) -> None:
+    """Send some of everything to every face."""
+    for face in attack.faces.values():
+        _round_of(attack, face, clients.get(face.name), examples, seed)
+    attack.check_server()
+
+
+def _round_of(attack: Attack, face: Face, client: Any, examples: int, seed: int) -> None:
+    body, readable = made_up.bodies(face.wish), made_up.calls(face.functions, face.wish)
+    join = st.sampled_from([b"/gradio_api/queue/join", b"/gradio_api/queue/join", b"/gradio_api/run/predict"])
+    try_many(made_up.asked(face.wish), lambda one: attack.generate(face, one), examples, seed)
+    try_many(body, lambda one: attack.generate(face, one), 3 * examples, seed)
+    try_many(st.tuples(join, readable), lambda one: attack.join(face, *one), 2 * examples, seed)
+    try_many(st.tuples(join, body), lambda one: attack.join(face, *one), 3 * examples, seed)
+    if client is not None:
+        wish = made_up.wishes(face.wish)
+        try_many(wish, lambda values: attack.client(face, client, values), examples // 8 + 1, seed)
+
+    before = st.sampled_from([b"/gradio_api/file=", b"/gradio_api/file/", b"/video/", b"/gradio_api//file=", b"/file="])
+    file = st.tuples(before, made_up.paths(attack.places), made_up.HEADERS)
+    try_many(file, lambda one: attack.ask(face, "files", b"GET", one[0] + one[1], one[2]), 12 * examples, seed)
+    other = st.tuples(made_up.METHODS, made_up.addresses(), made_up.HEADERS, st.just(b"") | body)
+    try_many(other, lambda one: attack.ask(face, "other routes", *one), 12 * examples, seed)
+
+    small = st.tuples(st.sampled_from([b"/gradio_api/cancel", b"/gradio_api/reset", b"/login"]), body)
+    kind = "cancel, reset, login"
+    try_many(small, lambda one: attack.ask(face, kind, b"POST", one[0], _JSON, one[1]), 2 * examples, seed)
+    try_many(made_up.FORMS, lambda one: attack.ask(face, kind, b"POST", b"/login", _FORM, one), examples // 8 + 1, seed)
+
+
+@contextlib.contextmanager
+def attacking(folder: Path) -> Iterator[tuple[Attack, dict[str, Any]]]:
+    """Run the app, with canaries beside its outputs, while entered."""
+    cache = make_cache(folder)
+    marker, strange = secrets.token_hex(16), f"a red boat {secrets.token_hex(16)}"
+    places = _canaries(cache, marker)
+    with serving(cache, *FLAGS, program=("-m", "tests.sharing_app")) as server:
+        port, user, password = link_of(cache)
+        own = int(server.url.rstrip("/").rpartition(":")[2])
+        first = Client(f"http://127.0.0.1:{port}/", auth=(user, password), verbose=False)
+        video = first.predict(strange, seed=1, steps=1, frames=5, api_name="/generate")["video"]
+        kept = next(path for path in (cache / "outputs").glob("*a-red-boat*.mp4"))
+        assert strange.encode() in kept.read_bytes()
+        places += [kept, Path("/video") / Path(video).name, Path(Path(video).name)]
+        second = Client(f"http://127.0.0.1:{port}/", auth=(user, password), verbose=False)
+        cookie = "; ".join(f"{name}={value}" for name, value in second.cookies.items()).encode()
+        outside = (marker.encode(), b"root:x:0:0", b"Tandem's entry point. No sub")
+        faces = [
+            Face("own page", own, len(made_up.GOOD), outside),
+            Face("visitor", port, 11, (*outside, strange.encode()), {b"Cookie": cookie}),
+            Face("stranger", port, 11, (*outside, strange.encode())),
+        ]
+        clients = {"own page": Client(server.url, verbose=False, download_files=False), "visitor": second}
+        for face, client in ((faces[0], clients["own page"]), (faces[1], second)):
+            face.functions = {one["id"]: len(one["inputs"]) for one in client.config["dependencies"]}
+            button = [one["id"] for one in client.config["components"] if one["props"].get("elem_id") == "stop-sharing"]
+            ends = [
+                one["id"]
+                for one in client.config["dependencies"]
+                if any(target[0] in button for target in one["targets"])
+            ]
+            face.never = tuple(b'"fn_index": %d,' % one for one in ends)
+        attack = Attack(server, places, {face.name: face for face in faces})
+        yield attack, clients
+        attack.check_server()
+        for client in (first, *clients.values()):
+            client.close()
+    log = cache / "logs" / "tandem.log"
+    assert "Traceback" not in log.read_text(encoding="utf-8", errors="replace")
+
+
+def _canaries(cache: Path, marker: str) -> list[Path]:
+    """Put files where nothing may be served from; return their places, and others on this machine."""
+    outputs = cache / "outputs"
+    secret = cache / "secret"
+    for folder in (outputs, secret, cache / "gradio" / ("0" * 64), cache / "jobs"):
+        folder.mkdir(parents=True, exist_ok=True)
+    canaries = [
+        cache / "canary.mp4",
+        cache / "canary.txt",
+        secret / "canary.mp4",
+        outputs / "notes.txt",
+        outputs / ".mp4",
+    ]
+    canaries += [
+        cache / "gradio" / ("0" * 64) / "canary.mp4",
+        cache / "jobs" / "canary.mp4",
+        cache.parent / "canary.mp4",
+    ]
+    for path in canaries:
+        path.write_text(marker)
+    with contextlib.suppress(OSError):  # where links may not be made
+        (outputs / "link.mp4").symlink_to(cache / "canary.mp4")
+        (outputs / "linked").symlink_to(secret)
+        (outputs / "round.mp4").symlink_to(outputs / "round.mp4")
+        canaries += [outputs / "link.mp4", outputs / "linked" / "canary.mp4", outputs / "round.mp4"]
+    return [
+        *canaries,
+        outputs,
+        cache / "server.txt",
+        ROOT / "app.py",
+        Path("app.py"),
+        Path("/etc/passwd"),
+        Path("canary.mp4"),
+    ]

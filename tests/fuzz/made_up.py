@@ -1,0 +1,187 @@
+"""What is made up: values for `/generate`, bodies for gradio's endpoints, paths of files, addresses and headers."""
+
+import json
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from hypothesis import strategies as st
+
+_KNOWN = (
+    "config", "logout", "login", "theme.css", "pwa_icon", "manifest.json", "robots.txt", "favicon.ico", "monitoring",
+    "monitoring/summary", "docs", "redoc", "openapi.json", "video/", "gradio_api/info", "gradio_api/openapi.json",
+    "gradio_api/user", "gradio_api/token", "gradio_api/app_id", "gradio_api/login_check", "gradio_api/startup-events",
+    "gradio_api/upload", "gradio_api/upload_progress", "gradio_api/component_server", "gradio_api/queue/status",
+    "gradio_api/queue/data", "gradio_api/queue/join", "gradio_api/deep_link", "gradio_api/process_recording",
+    "gradio_api/dev/reload", "gradio_api/runs", "gradio_api/run-history/records", "gradio_api/profiling/traces",
+    "gradio_api/vibe-edit", "gradio_api/vibe-code", "gradio_api/cancel", "gradio_api/reset", "gradio_api/heartbeat/",
+    "gradio_api/proxy=http://127.0.0.1:9/", "gradio_api/file=", "gradio_api/call/generate",
+    "gradio_api/call/v2/generate", "gradio_api/run/predict", "gradio_api/api/predict",
+)  # fmt: skip
+TEXT = st.text(max_size=30) | st.sampled_from(
+    ["", "\0", "../../etc/passwd", "\ud800", "<script>", "auto", "NaN", "a" * 6000, "{}", "http://127.0.0.1/", "null"]
+)
+NUMBER = st.sampled_from([0, 1, -1, 2**31, 2**53, 10**40, 1.5, -0.0, 1e300, float("nan"), float("inf")]) | st.integers()
+SCALAR = st.none() | st.booleans() | NUMBER | TEXT
+FILE = st.fixed_dictionaries(
+    {
+        "path": TEXT | st.sampled_from(["http://127.0.0.1:9/x", "/etc/passwd"]),
+        "meta": st.just({"_type": "gradio.FileData"}),
+    }
+)
+JSON = st.recursive(
+    SCALAR | FILE, lambda one: st.lists(one, max_size=4) | st.dictionaries(TEXT, one, max_size=4), max_leaves=12
+)
+# Without files, which the gate turns away.
+DATA = st.recursive(
+    SCALAR, lambda one: st.lists(one, max_size=4) | st.dictionaries(TEXT, one, max_size=4), max_leaves=12
+)
+# Wishes that would run are small: see the server that they are sent to.
+SIDE = st.sampled_from([16, 32, 64, "auto", 17, 0, -16, 8208, 10**9]) | SCALAR
+WISH = st.tuples(
+    st.sampled_from(["a red boat", "a blue car", ""]) | JSON,
+    st.none() | TEXT | JSON,
+    st.sampled_from(["tiny", "none", "/etc", "../tiny", "diorama\0"]) | JSON,
+    SIDE,
+    SIDE,
+    st.sampled_from([1, 5, 9, 4, 0, 4005]) | SCALAR.filter(lambda value: value not in range(10, 4002)),
+    st.sampled_from([8, "auto", 0, 121]) | JSON,
+    st.sampled_from([1, 2, 0, 1001, 10**40]) | SCALAR.filter(lambda value: value not in range(3, 1001)),
+    st.sampled_from([1.0, 3.0, "auto", -1, 101]) | JSON,
+    st.sampled_from([1.0, 3.0, "auto"]) | JSON,
+    st.sampled_from([7, "auto", -1]) | JSON,
+    st.sampled_from([None, {}, {"vae": "pytorch"}, ["vae=pytorch"], {"all": "tensorrt"}]) | JSON,
+    st.sampled_from(["auto", "never"]) | JSON,
+    st.sampled_from(["auto", "none", "model"]) | JSON,
+    st.sampled_from(["auto", "none", "fp8"]) | JSON,
+    st.sampled_from(["retry", "any", "ask"]) | JSON,
+).map(list)
+# Most of it is nearly right: one value of a good wish is changed.
+GOOD = ["a red boat", None, "tiny", 32, 32, 5, 8, 1, 1.0, 1.0, 7, None, "never", "none", "none", "retry"]
+CHANGED = st.tuples(st.integers(0, len(GOOD) - 1), WISH).map(
+    lambda pick: [*GOOD[: pick[0]], pick[1][pick[0]], *GOOD[pick[0] + 1 :]]
+)
+SESSION = st.sampled_from(["abc123", "x" * 64, "x" * 65, "../a", "a b", ""]) | SCALAR
+
+
+def wishes(length: int) -> st.SearchStrategy[list[Any]]:
+    """Return lists of values for a `/generate` that takes `length` of them, and a few of another length."""
+    right = (CHANGED | CHANGED | WISH).map(lambda values: values[:length])
+    return right | st.lists(JSON, max_size=length + 3)
+
+
+def bodies(length: int) -> st.SearchStrategy[bytes]:
+    """Return bodies of calls: most are JSON objects with the keys that gradio knows, some are anything."""
+    call = st.fixed_dictionaries(
+        {"data": wishes(length) | JSON},
+        optional={
+            "fn_index": st.integers(-3, 60) | SCALAR,
+            "session_hash": SESSION,
+            "event_id": SCALAR,
+            "event_data": JSON,
+            "trigger_id": st.integers(-3, 60) | SCALAR,
+            "simple_format": SCALAR,
+            "batched": SCALAR,
+            "oauth_token": SCALAR,
+            "api_name": TEXT,
+        },
+    )
+    plain = (call | call | call | JSON).map(lambda value: json.dumps(value).encode())
+    odd = st.binary(max_size=60) | st.sampled_from(
+        [b"[" * 20_000, b'{"data":' * 5_000, b"\xff\xfe", b"{", b"x" * 300_000]
+    )
+    return plain | plain | plain | odd
+
+
+def calls(functions: dict[int, int], wish: int) -> st.SearchStrategy[bytes]:
+    """Return bodies that gradio can read, of calls of a page's functions, by number with how many values each takes."""
+
+    def of(number: int) -> st.SearchStrategy[dict[str, Any]]:
+        values = st.lists(DATA, min_size=functions[number], max_size=functions[number])
+        form = CHANGED.map(lambda values: [*values[:wish], *("auto",) * 20][: functions[number]])
+        return st.fixed_dictionaries(
+            {
+                "fn_index": st.just(number),
+                "session_hash": st.integers(0, 10**6).map(lambda n: f"fuzz{n}"),
+                "data": values | form if functions[number] > wish // 2 else values,
+            },
+            optional={
+                "event_data": DATA,
+                "trigger_id": st.integers(-3, 60),
+                "event_id": TEXT,
+                "simple_format": st.booleans(),
+            },
+        )
+
+    return st.sampled_from(sorted(functions)).flatmap(of).map(lambda call: json.dumps(call).encode())
+
+
+def asked(wish: int) -> st.SearchStrategy[bytes]:
+    """Return bodies for `/generate` that gradio can read."""
+    return CHANGED.map(lambda values: json.dumps({"data": values[:wish]}).encode())
+
+
+def paths(places: list[Path]) -> st.SearchStrategy[bytes]:
+    """Return paths of files as a request's target holds them: real places, reached straight and on odd ways."""
+    place = st.sampled_from([str(path) for path in places])
+    up = st.sampled_from(
+        ["/../", "/%2e%2e/", "/..%2f", "/..%5c", "//", "/./", "/%252e%252e/", "\\..\\", "/%c0%ae%c0%ae/", "%00"]
+    )
+    ways = st.tuples(place, up, place).map(lambda parts: parts[0] + parts[1] + parts[2].lstrip("/"))
+    named = st.tuples(place, up, st.sampled_from([path.name for path in places])).map("".join)
+    mangled = st.tuples(place, st.integers(0, 80), TEXT).map(
+        lambda part: part[0][: part[1]] + part[2] + part[0][part[1] :]
+    )
+    quoted = (place | mangled | TEXT).map(lambda path: quote(path, safe="/%", errors="surrogatepass"))
+    doubled = place.map(lambda path: quote(quote(path, safe=""), safe=""))
+    whole = place.map(lambda path: "".join(f"%{byte:02x}" for byte in path.encode()))
+    ended = st.tuples(
+        place, st.sampled_from(["/", "%00.mp4", "%0a", "?x=.mp4", "#.mp4", ";.mp4", ".mp4", "::$DATA", "%20"])
+    ).map("".join)
+    return (ways | named | quoted | doubled | whole | ended | place).map(_target)
+
+
+def addresses() -> st.SearchStrategy[bytes]:
+    """Return targets of gradio's routes, and some that nobody has, with made-up parts."""
+    part = (TEXT | st.sampled_from(["a", "1", "generate", "0" * 32, "predict"])).map(
+        lambda text: quote(text, safe="", errors="surrogatepass")
+    )
+    known = st.sampled_from(_KNOWN)
+    opened = st.sampled_from(
+        ["assets/", "static/", "svelte/", "video/", "gradio_api/heartbeat/", "gradio_api/call/", "gradio_api/stream/",
+         "gradio_api/custom_component/", "gradio_api/run/", "gradio_api/file/", "pwa_icon/", "monitoring/", ""]
+    )  # fmt: skip
+    deep = st.tuples(opened, st.lists(part, min_size=1, max_size=4)).map(lambda parts: parts[0] + "/".join(parts[1]))
+    query = st.sampled_from(["", "?"]) | st.lists(
+        st.tuples(
+            st.sampled_from(["session_hash", "page", "deep_link", "upload_id", "__sign", "all_endpoints"]), part
+        ).map("=".join),
+        max_size=3,
+    ).map(lambda pairs: "?" + "&".join(pairs))
+    return st.tuples(known | deep, query).map(lambda parts: _target(f"/{parts[0]}{parts[1]}"))
+
+
+_NAMES = (
+    b"Origin", b"Sec-Fetch-Site", b"X-Forwarded-Host", b"X-Forwarded-Proto", b"X-Gradio-Server", b"Range", b"Cookie",
+    b"Content-Type", b"Host", b"If-Range", b"If-None-Match", b"Accept-Encoding", b"X-Forwarded-For", b"Referer",
+)  # fmt: skip
+_VALUES = (
+    b"null", b"https://evil.example", b"cross-site", b"same-origin", b"none", b"bytes=0-1-2", b"bytes=0-0,2-3",
+    b"bytes=\xb2-\xb3", b"bytes=99999999999999999999-", b"bytes=5-2", b"bytes=-0", b"multipart/form-data",
+    b"multipart/form-data; boundary=x", b"application/json", b"text/plain", b"http://[", b"a:b:c", b"[::1", b"x y",
+    b"localhost", b"gzip", b"br", b"*", b"access-token=1", b"a=b;;=;c", b"http://127.0.0.1", b"127.0.0.1@evil",
+)  # fmt: skip
+_ANY_VALUE = st.binary(max_size=20).map(lambda raw: bytes(byte for byte in raw if byte not in b"\r\n\0"))
+HEADERS = st.dictionaries(st.sampled_from(_NAMES), st.sampled_from(_VALUES) | _ANY_VALUE, max_size=3)
+FORMS = st.dictionaries(
+    st.sampled_from(["username", "password", "scope"]), TEXT.filter(str.isprintable), max_size=3
+).map(lambda fields: urlencode(fields, errors="replace").encode())
+METHODS = st.sampled_from(
+    [b"GET", b"GET", b"GET", b"POST", b"POST", b"HEAD", b"PUT", b"DELETE", b"OPTIONS", b"PATCH", b"TRACE"]
+)
+
+
+def _target(text: str) -> bytes:
+    """Return it as the bytes between method and version: no blank, no control character, the rest as it comes."""
+    raw = text.encode("utf-8", "surrogatepass")
+    return bytes(byte for byte in raw if byte > 0x20 and byte != 0x7F) or b"/"

@@ -1,0 +1,65 @@
+"""HTTP by hand: what no well-behaved client would send can be sent too, and an answer that never comes is seen."""
+
+import contextlib
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# No answer for so long is a hang.
+PATIENCE_SECONDS = 15.0
+# Streams never end; what they say at first is enough.
+STREAM_SECONDS = 0.15
+_MOST_BYTES = 2_000_000
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back: 0 as the status says that the server closed the connection without a word."""
+
+    status: int
+    head: bytes
+    body: bytes
+    seconds: float
+
+
+def send(
+    port: int, method: bytes, target: bytes, headers: Mapping[bytes, bytes] | None = None, body: bytes = b""
+) -> Answer:
+    """Send one request and read its answer.
+
+    Raises:
+        TimeoutError: if none comes.
+    """
+    fields = {b"Host": b"127.0.0.1:%d" % port, b"Connection": b"close"} | dict(headers or {})
+    if body or method == b"POST":
+        fields.setdefault(b"Content-Length", b"%d" % len(body))
+    lines = b"".join(b"%s: %s\r\n" % field for field in fields.items())
+    began = time.monotonic()
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_SECONDS) as connection:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused before all was said
+            connection.sendall(b"%s %s HTTP/1.1\r\n%s\r\n%s" % (method, target, lines, body))
+        head, rest = _until_blank_line(connection)
+        seconds = time.monotonic() - began
+        stream = b"text/event-stream" in head.lower()
+        connection.settimeout(STREAM_SECONDS if stream else PATIENCE_SECONDS)
+        chunks = [rest]
+        try:
+            while (data := connection.recv(65_536)) and sum(map(len, chunks)) < _MOST_BYTES:
+                chunks.append(data)
+        except ConnectionResetError:
+            pass
+        except TimeoutError:
+            if not stream:
+                raise
+    words = head.split(b" ", 2)
+    return Answer(int(words[1]) if len(words) > 1 and words[1].isdigit() else 0, head, b"".join(chunks), seconds)
+
+
+def _until_blank_line(connection: socket.socket) -> tuple[bytes, bytes]:
+    seen = b""
+    with contextlib.suppress(ConnectionResetError):
+        while b"\r\n\r\n" not in seen and (data := connection.recv(65_536)):
+            seen += data
+    head, _, rest = seen.partition(b"\r\n\r\n")
+    return head, rest

@@ -1,0 +1,222 @@
+"""Runs whole jobs at true size, each way to hold the weights, and holds the plan's forecast to them. Not run by pytest.
+
+    python tests/gpu/proof_jobs.py [--seconds N] [--offload O] [--small] [--device cuda:0] [MODEL …]    of `MODELS`
+
+Random weights in `TANDEM_PROOF`, two steps with guidance: memory depends on neither. Each job goes the app's own way,
+`resolve` and `run_job`, with nothing loaded before it. Prints a JSON object per job and appends it to $OUT/jobs.jsonl:
+the forecast's bytes beside those measured, on the GPU by stage (PyTorch's, so without the CUDA context) and in RAM.
+"""
+
+import argparse
+import gc
+import json
+import os
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from transformers import UMT5Config, UMT5EncoderModel
+
+from runtime.components.residency import Residency
+from runtime.core.cancel import Cancel
+from runtime.core.events import Event, Failed, FellBack, VideoSaved
+from runtime.core.plan import ExecutionPlan
+from runtime.core.request import GenerationRequest
+from runtime.jobs import flow
+from runtime.jobs.flow import run_job
+from runtime.jobs.history import HistoryFile
+from runtime.manager.machine import probe
+from runtime.manager.planner import resolve
+from runtime.manager.vram import taken_before
+from runtime.models.spec import ModelSpec
+from runtime.models.wan import read_spec
+from runtime.video.nothing import Detector
+from tests import tiny_models
+from tests.gpu.proof_memory import TRANSFORMERS, UMT5, VAES
+from tests.gpu.proof_residency import measured
+
+HOME = Path(os.environ.get("TANDEM_PROOF", "/tmp/tandem-proof"))
+# Architecture, width, height, frames.
+MODELS = {
+    "wan2.1-1.3b": ("wan2.1", 832, 480, 81),
+    "wan2.2-ti2v-5b": ("wan2.2-ti2v-5b", 1280, 704, 121),
+    "wan2.2-a14b": ("wan2.2-a14b", 832, 480, 81),
+}
+# Offload and quantization, as asked for.
+WAYS = [
+    ("auto", "auto"),
+    ("model", "none"),
+    ("none", "fp8"),
+    ("none", "bnb-4bit"),
+    ("group", "none"),
+    ("none", "bnb-8bit"),
+    ("model", "fp8"),
+    ("model", "bnb-4bit"),
+    ("sequential", "none"),
+]
+
+
+class Unjudged(Detector):
+    """Finds no fault in what random weights show."""
+
+    def look(self, frames: Any) -> None:
+        """Look away."""
+
+
+class Captured(HistoryFile):
+    """Keeps what the last job measured instead of writing it down."""
+
+    def note(
+        self,
+        planned: ExecutionPlan,
+        ran: ExecutionPlan,
+        spec: ModelSpec,
+        timings: Mapping[str, float],
+        peaks: Mapping[str, int],
+    ) -> None:
+        """Keep the peaks."""
+        self.peaks = dict(peaks)
+
+
+def say(**found: Any) -> None:
+    """Print and keep one job."""
+    line = json.dumps(found)
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+    with (Path(os.environ.get("OUT", ".")) / "jobs.jsonl").open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
+def save(make: Any, folder: Path, device: str) -> None:
+    """Save a module with random weights in bfloat16."""
+    with torch.device("meta"):
+        made = make()
+    made = made.to(torch.bfloat16).to_empty(device=device)
+    if isinstance(made, UMT5EncoderModel):
+        made.tie_weights()  # making it empty unties its embedding
+    for tensor in (*made.parameters(), *made.buffers()):
+        if tensor.is_floating_point():
+            torch.nn.init.normal_(tensor, 0, 0.02)
+    if folder.exists():
+        shutil.rmtree(folder)
+    made.save_pretrained(folder)
+    del made, tensor
+    gc.collect()
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
+
+
+def model(name: str, arguments: argparse.Namespace) -> ModelSpec:
+    """Return a model of one of the true architectures; its second expert is the first under another name."""
+    architecture = MODELS[name][0]
+    folder = HOME / name
+    tiny_models.build(architecture, folder)
+    if arguments.small:
+        return read_spec(folder, name)
+    text = HOME / "text_encoder"
+    if not text.exists():
+        save(lambda: UMT5EncoderModel(UMT5Config(**UMT5)), text, arguments.device)
+    shutil.rmtree(folder / "text_encoder")
+    (folder / "text_encoder").symlink_to(text)
+    save(partial(WanTransformer3DModel, **TRANSFORMERS[name]), folder / "transformer", arguments.device)
+    if (folder / "transformer_2").exists():
+        shutil.rmtree(folder / "transformer_2")
+        (folder / "transformer_2").symlink_to(folder / "transformer")
+    vae = VAES.get(name, VAES["wan2.1"])
+    save(partial(AutoencoderKLWan, **vae), folder / "vae", arguments.device)
+    return read_spec(folder, name)
+
+
+def job(spec: ModelSpec, offload: str, quantization: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run one job and return what was forecast and what it took."""
+    _, width, height, frames = MODELS[spec.name]
+    size = {} if not arguments.small else {"width": 64, "height": 64, "frames": 9}
+    request = GenerationRequest.from_mapping(
+        {
+            "prompt": "a red boat",
+            "model": str(spec.directory),
+            "steps": 2,
+            "seed": 1,
+            "offload": offload,
+            "quantization": quantization,
+            **({"width": width, "height": height, "frames": frames} | size),
+        }
+    )
+    machine = probe()
+    plan = resolve(request, spec, machine, HOME / "job.mp4")
+    captured = Captured(HOME, machine)
+    events: list[Event] = []
+    with Residency() as residency, measured(arguments.device) as found:
+        run_job(plan, spec, events.append, Cancel(), residency, captured)
+    end = events[-1]
+    context = taken_before(arguments.device)
+    forecast: dict[str, int] = {}
+    for stage in plan.memory:
+        forecast[stage.stage] = max(forecast.get(stage.stage, 0), stage.peak_bytes - context)
+    taken = next(rung for rung in plan.ladder if rung.taken)
+    what = {
+        "way": taken.title,
+        "forecast": forecast,
+        "forecast_ram": taken.ram_bytes,
+        "ram": found["ram"],
+        "reserved": found.get("reserved"),
+        "wall_seconds": found["seconds"],
+        "fell_back": [event.reason for event in events if isinstance(event, FellBack)],
+    }
+    if not isinstance(end, VideoSaved):
+        return {**what, "failed": end.what if isinstance(end, Failed) else str(end)}
+    seconds = {stage: round(plan.seconds[stage].likely, 2) for stage in ("encode", "denoise", "decode", "load")}
+    return {
+        **what,
+        "measured": captured.peaks,
+        "off": {
+            stage: round(peak / forecast[stage] - 1, 3) for stage, peak in captured.peaks.items() if stage in forecast
+        },
+        "forecast_seconds": seconds,
+        "seconds": {**end.timings, "load": end.load_seconds},
+    }
+
+
+def main() -> None:
+    """Measure."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=3600, help="start no job after so long")
+    parser.add_argument("--offload", help="only this one")
+    parser.add_argument("--small", action="store_true", help="tiny models: for a rehearsal on a CPU")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("models", nargs="*", default=list(MODELS))
+    arguments = parser.parse_args()
+    started = time.monotonic()
+    flow.Detector = Unjudged  # type: ignore[attr-defined]  # random weights may well show one colour
+    HOME.mkdir(parents=True, exist_ok=True)
+    say(part="machine", torch=torch.__version__, gpus=[gpu.name for gpu in probe().gpus])
+    for name in arguments.models:
+        begun = time.monotonic()
+        spec = model(name, arguments)
+        say(model=name, made_seconds=round(time.monotonic() - begun, 1), parameters=dict(spec.parameters))
+        for offload, quantization in WAYS:
+            if arguments.offload not in {None, offload}:
+                continue
+            if time.monotonic() - started > arguments.seconds:
+                say(model=name, offload=offload, quantization=quantization, skipped="no time left")
+                continue
+            try:
+                found = job(spec, offload, quantization, arguments)
+            except Exception as error:
+                traceback.print_exc()
+                found = {"failed": f"{type(error).__name__}: {error}"[:500]}
+            say(model=name, offload=offload, quantization=quantization, **found)
+        shutil.rmtree(HOME / name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""One worker per GPU: jobs run side by side, each on its own, and give the same video on either."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.core.events import StageStarted, VideoSaved
+from runtime.core.request import GenerationRequest
+from runtime.engines.service import EngineService
+from runtime.engines.store import EngineStore
+from runtime.jobs.store import JobStore
+from runtime.jobs.worker import Worker
+from runtime.manager.machine import probe
+from tests.jobs.test_resume import stream_of
+from tests.jobs.test_worker import watch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs and a CUDA build of PyTorch"),
+]
+
+
+def test_each_gpu_has_its_worker(tmp_path: Path) -> None:
+    engines = EngineService(EngineStore(tmp_path / "engines", 10**9), probe(), tmp_path)
+    worker = Worker(tmp_path, tmp_path / "outputs", engines, store=JobStore(tmp_path / "jobs.sqlite"))
+    request = GenerationRequest.from_mapping({"prompt": "a red boat sails left", "seed": 7, "frames": 9, "steps": 20})
+    try:
+        jobs = worker.submit_all([request] * 6)
+        for job in jobs:
+            assert isinstance(list(watch(job))[-1], VideoSaved), job.events[-1]
+        ran = [job.plan.components["transformer"].device for job in jobs]
+        assert set(ran) == {"cuda:0", "cuda:1"}
+        # Nothing of a job went to the other GPU's memory, and both were busy at once.
+        assert all(len({part.device for part in job.plan.components.values()}) == 1 for job in jobs)
+        began = [worker.store.get(job.id).started or 0.0 for job in jobs]
+        ended = [worker.store.get(job.id).ended or 0.0 for job in jobs]
+        assert max(began[:2]) < min(ended[:2])
+        assert len({stream_of(job.plan.output) for job in jobs}) == 1
+        assert all(any(isinstance(event, StageStarted) for event in job.events) for job in jobs)
+    finally:
+        worker.close()

@@ -1,0 +1,60 @@
+"""The app with a share link that leads nowhere but here: a stand-in for gradio's server and program, on loopback.
+
+`python -m tests.sharing_app …` is `python app.py …`, but for the tunnel's program, which is this file again: a relay
+from a port of 127.0.0.1 to the visitors' page, under a name that browsers take for this machine.
+"""
+
+import os
+import re
+import sys
+import threading
+import time
+from pathlib import Path
+
+HOST = "stranger.localhost"
+
+
+def relay_to(port: int) -> None:
+    """Do as gradio's program does: say what it is called, and pass requests on."""
+    from tests.browser.relay import Relay
+
+    relay = Relay(port)
+    print(f"start proxy success: http://{HOST}:{relay.port}", flush=True)  # noqa: T201 - what gradio's program says
+    threading.Event().wait()
+
+
+def link_of(cache_dir: Path) -> tuple[int, str, str]:
+    """Return port, user and password of the link that the app told, once it has."""
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        told = (cache_dir / "server.txt").read_text(encoding="utf-8")
+        match = re.search(rf"Shared at http://{HOST}:(\d+) - user (\S+), password (\S+)", told)
+        if match:
+            return int(match[1]), match[2], match[3]
+        time.sleep(0.1)
+    raise AssertionError(f"There is no link: {told}")
+
+
+def main() -> None:
+    """Start the app."""
+    from gradio import networking, tunneling
+
+    from runtime.cli import main as run
+    from runtime.ui import tunnel
+
+    folder = Path(os.environ["TANDEM_CACHE_DIR"])
+    program = folder / "frpc"
+    root = Path(__file__).parents[1]
+    program.write_text(
+        f"#!{sys.executable}\nimport sys\nsys.path.insert(0, {str(root)!r})\n"
+        "from tests.sharing_app import relay_to\nrelay_to(int(sys.argv[sys.argv.index('-l') + 1]))\n"
+    )
+    program.chmod(0o700)
+    networking.GRADIO_SHARE_SERVER_ADDRESS = "127.0.0.1:9"
+    tunneling.BINARY_PATH = str(program)
+    tunneling.CHECKSUMS[tunneling.BINARY_URL] = tunnel._digest(program)
+    run()
+
+
+if __name__ == "__main__":
+    main()
