@@ -43,6 +43,8 @@ STAMP = VENV / "tandem-install.json"
 LOG = VENV / "install.log"
 LOCK = ROOT / ".install.lock"  # not in .venv, which may be thrown away while it is held
 
+# The tests wait more than they compute, for browsers and child processes: two files at a time.
+_SIDE_BY_SIDE = ("--numprocesses=2", "--dist=loadfile")
 APP, GPU, DEV = "requirements.txt", "requirements-gpu.txt", "requirements-dev.txt"
 TORCH = "2.13.0"
 TORCH_RANGE = ((2, 11), (2, 13))  # the same range as in requirements.txt
@@ -79,7 +81,7 @@ def main(args: Sequence[str]) -> int:
                     install(testing)
         if testing:
             os.chdir(ROOT)
-            return start([str(PYTHON), "-m", "pytest", *args[1:]])
+            return start([str(PYTHON), "-m", "pytest", *_SIDE_BY_SIDE, *args[1:]])
         return start([str(PYTHON), str(ROOT / "app.py"), *args])
     except SetupError as error:
         say(error.what)
