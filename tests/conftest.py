@@ -1,5 +1,6 @@
 """Fixtures that many tests share."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,14 @@ import pytest
 from runtime.models.spec import ModelSpec
 from runtime.models.wan import read_spec
 from tests import tiny_models
+
+
+def shared_folder(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:
+    """Return a folder that all processes of this test run share."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"shared-{name}"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture(scope="session")

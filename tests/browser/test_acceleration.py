@@ -103,8 +103,7 @@ def test_rows_follow_the_model(open_page: OpenPage) -> None:
     assert page.is_visible("#part-transformer_2")
 
 
-@pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=["phone", "desktop"])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("viewport", "scheme"), [(PHONE, "light"), (DESKTOP, "dark")], ids=["phone", "desktop"])
 def test_it_fits_and_can_be_heard(open_page: OpenPage, viewport: dict[str, int], scheme: str) -> None:
     page = open_page(viewport, color_scheme=scheme)
     unfold(page)
@@ -165,8 +164,7 @@ def ask_for_much(page: Any) -> None:
     page.wait_for_selector(".ways .way[aria-pressed=true]")
 
 
-@pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=["phone", "desktop"])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("viewport", "scheme"), [(PHONE, "light"), (DESKTOP, "dark")], ids=["phone", "desktop"])
 def test_where_memory_is_short_a_way_is_chosen(
     open_page: OpenPage, short_of_memory: Server, viewport: dict[str, int], scheme: str
 ) -> None:

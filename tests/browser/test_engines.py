@@ -139,8 +139,7 @@ def test_a_file_made_elsewhere_is_looked_into_trusted_and_imported(
     assert page.complaints == []
 
 
-@pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=["phone", "desktop"])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("viewport", "scheme"), [(PHONE, "light"), (DESKTOP, "dark")], ids=["phone", "desktop"])
 def test_it_fits_and_can_be_heard(open_page: OpenPage, server: Server, viewport: dict[str, int], scheme: str) -> None:
     stock(server, 4)
     page = open_page(viewport, color_scheme=scheme)

@@ -194,8 +194,7 @@ def test_a_second_half_is_made_anew(open_page: OpenPage) -> None:
     assert "guidance 3 and 7.5" in page.inner_text("#facts")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=["phone", "desktop"])
+@pytest.mark.parametrize(("viewport", "scheme"), [(PHONE, "light"), (DESKTOP, "dark")], ids=["phone", "desktop"])
 def test_it_fits_and_can_be_heard(open_page: OpenPage, viewport: dict[str, int], scheme: str) -> None:
     page = open_page(viewport, color_scheme=scheme)
     go(page, "History")

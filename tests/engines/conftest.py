@@ -7,16 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from runtime.engines import manifest
 from runtime.engines.builders import BUILDERS, Builder
 from runtime.engines.builders.onnxruntime import OnnxRuntimeBuilder
 from runtime.engines.programs import Program, load_program
 from runtime.engines.sessions import Session, open_session
-from runtime.manager.engine_index import EngineKey, EngineRecord
+from runtime.manager.engine_index import EngineRecord
 from runtime.manager.machine import probe
 from runtime.manager.shapes import ShapeProfile
 from runtime.models.spec import ModelSpec
+from tests.conftest import shared_folder
 
 # What the tiny models are small enough for, and small enough for tests.
 PROFILES = {
@@ -55,9 +57,7 @@ Build = Callable[..., Built]
 @pytest.fixture(scope="session")
 def built(tiny: Callable[[str], ModelSpec], tmp_path_factory: pytest.TempPathFactory) -> Build:
     """Return a function that builds an engine once and gives it to whoever asks again."""
-    root = tmp_path_factory.mktemp("engines")
-    machine = probe()
-    exported: dict[EngineKey, Path] = {}
+    root, machine = shared_folder(tmp_path_factory, "engines"), probe()
 
     def build(
         builder: str,
@@ -78,36 +78,38 @@ def built(tiny: Callable[[str], ModelSpec], tmp_path_factory: pytest.TempPathFac
             machine=machine,
             device="cpu",
         )
+        # Execution providers take the same file.
+        same = replace(key, options=(), precision="") if maker.backend == "onnxruntime" else key
+        made = root / f"made-{same.digest()}"
         folder = root / key.digest()
-        if not (folder / manifest.NAME).exists():
-            folder.mkdir()
-            # Execution providers take the same file.
-            same = replace(key, options=(), precision="")
-            if maker.backend == "onnxruntime" and same in exported:
-                shutil.copy(exported[same], folder)
-            else:
+        with FileLock(f"{made}.lock"):
+            if not (made / "done").exists():
+                made.mkdir(exist_ok=True)
                 loaded = load_program(spec, component, program, device="cpu", dtype=precision)
-                maker.build(loaded, key, folder, lambda line, share: None)
-                exported[same] = folder / maker.file_name
-            files = manifest.hashed_files(folder, maker.file_name)
-            record = EngineRecord(
-                id=key.digest(),
-                key=key,
-                model=spec.name,
-                component=component,
-                files=files,
-                file_bytes=sum(file.bytes for file in files),
-                build_seconds=1.0,
-                seconds_per_call=0.0,
-                pytorch_seconds_per_call=0.0,
-                error=0.0,
-                tolerance=0.0,
-                verified=False,
-                detail="",
-                built_at=0.0,
-                last_used=0.0,
-            )
-            manifest.write(folder, record)
+                maker.build(loaded, key, made, lambda line, share: None)
+                (made / "done").touch()
+            if not (folder / manifest.NAME).exists():
+                folder.mkdir(exist_ok=True)
+                shutil.copy(made / maker.file_name, folder)
+                files = manifest.hashed_files(folder, maker.file_name)
+                record = EngineRecord(
+                    id=key.digest(),
+                    key=key,
+                    model=spec.name,
+                    component=component,
+                    files=files,
+                    file_bytes=sum(file.bytes for file in files),
+                    build_seconds=1.0,
+                    seconds_per_call=0.0,
+                    pytorch_seconds_per_call=0.0,
+                    error=0.0,
+                    tolerance=0.0,
+                    verified=False,
+                    detail="",
+                    built_at=0.0,
+                    last_used=0.0,
+                )
+                manifest.write(folder, record)
         return Built(folder, manifest.read(folder), spec, component)
 
     return build
