@@ -61,6 +61,7 @@ _BUSY_SECONDS = 10.0
 _OPENING_SECONDS = 20.0
 # A header that says more than this is missing is itself damaged.
 _MOST_CUT_OFF = 1 << 30
+_SMALL_FILES = 1 << 16
 
 logger = logging.getLogger(__name__)
 
@@ -295,6 +296,14 @@ def _is_damage(message: str) -> bool:
     return "malformed" in message or "not a database" in message or "encrypted" in message
 
 
+def _is_full(folder: Path) -> bool:
+    """Whether SQLite's own files beside the database have no room: it calls that an I/O error."""
+    try:
+        return shutil.disk_usage(folder).free < _SMALL_FILES
+    except OSError:
+        return False
+
+
 @contextlib.contextmanager
 def _told(path: Path | None) -> Iterator[None]:
     """Turn what SQLite and the system raise into what a person can mend."""
@@ -310,7 +319,7 @@ def _told(path: Path | None) -> Iterator[None]:
 
 def _explained(path: Path | None, said: str) -> StoreError:
     where, lowered = path or "The list of jobs", said.lower()
-    if "full" in lowered or "no space" in lowered:
+    if "full" in lowered or "no space" in lowered or ("i/o error" in lowered and path and _is_full(path.parent)):
         return StoreError(f"The disk is full: {where} cannot be written.", "Free some space.")
     if "readonly" in lowered or "read-only" in lowered or "permission" in lowered:
         return StoreError(

@@ -18,6 +18,7 @@ from runtime.core.settings import Settings
 from runtime.jobs.instance import lives
 from runtime.jobs.store import JobStore
 from runtime.jobs.worker import Job, Worker
+from runtime.manager.machine import free_disk_bytes
 from runtime.models.spec import ModelSpec
 from runtime.ui import visitors
 from runtime.ui.files import find_output
@@ -61,6 +62,7 @@ class Lobby:
         limits = visitors.limits_of(self._settings, spec)
         request = visitors.filled_in(request, spec, limits)
         visitors.check_request(request, limits)
+        visitors.check_room(free_disk_bytes(self._settings.outputs_dir))
         # One after the other: two that come at once must not both take the last place.
         with self._turn:
             if self.closed:

@@ -14,6 +14,8 @@ from runtime.models.spec import ModelSpec
 
 HOUR = 3600.0
 _MINUTE = 60
+# Visitors leave the disk so much, for the videos of the person whose Tandem it is.
+_SPARE_BYTES = 1 << 29
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,16 @@ def check_turn(limits: Limits, own_waiting: int, all_waiting: int, asked_before:
             f"{times} an hour is what a visitor may ask for.",
             f"Try again in {minutes} minute{'' if minutes == 1 else 's'}.",
         )
+
+
+def check_room(free_bytes: int) -> None:
+    """Refuse a video where the disk of the outputs is nearly full.
+
+    Raises:
+        LimitError: saying so.
+    """
+    if free_bytes < _SPARE_BYTES:
+        raise LimitError("The disk here is nearly full.", "Ask who shared this to make room.")
 
 
 def told(limits: Limits) -> str:

@@ -147,6 +147,22 @@ def test_a_full_disk_is_said_and_nothing_is_lost(small_disk: Path) -> None:
 
 
 @LINUX_ROOT
+def test_a_disk_that_is_full_before_the_store_is_opened_is_said(small_disk: Path) -> None:
+    path = small_disk / "jobs.sqlite"
+    store = JobStore(path)
+    kept = add(store).id
+    store.close()
+    filler = small_disk / "filler"
+    with filler.open("wb", buffering=0) as file, pytest.raises(OSError):
+        while True:
+            file.write(bytes(4096))
+    with pytest.raises(StoreError, match="The disk is full"):
+        JobStore(path)
+    filler.unlink()
+    assert [one.id for one in JobStore(path).list()] == [kept]
+
+
+@LINUX_ROOT
 def test_a_read_only_folder_is_said(small_disk: Path) -> None:
     store = JobStore(small_disk / "jobs.sqlite")
     add(store)

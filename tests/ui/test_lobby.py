@@ -134,3 +134,10 @@ def test_what_waits_for_visitors_of_a_killed_app_is_not_made(tiny: Callable[[str
         cancel_for_nobody(store)
         assert [store.get(job).state for job in jobs] == ["queued", "cancelled", "queued"]
     store.close()
+
+
+def test_on_a_full_disk_nothing_is_queued(lobby: Lobby, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.ui.lobby.free_disk_bytes", lambda folder: 4096)
+    with pytest.raises(LimitError, match="disk here is nearly full"):
+        lobby.submit(long(), "a visitor")
+    assert worker.open_jobs() == []

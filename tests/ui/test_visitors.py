@@ -142,3 +142,9 @@ def test_passwords_can_be_read_and_not_guessed() -> None:
         groups = password.split("-")
         assert [len(group) for group in groups] == [6, 6, 6, 6]
         assert all(letter in "aeiou" for group in groups for letter in group[1::2])
+
+
+def test_the_last_of_the_disk_is_not_for_visitors() -> None:
+    visitors.check_room(1 << 29)
+    with pytest.raises(LimitError, match="disk here is nearly full"):
+        visitors.check_room((1 << 29) - 1)
