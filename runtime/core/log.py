@@ -80,14 +80,18 @@ def in_the_log(event: Event) -> str:
 
 def start(path: Path) -> None:
     """Send the log of `runtime` to `path`; without a writable file there is no log, and that is all."""
-    with contextlib.suppress(OSError):
+    root = logging.getLogger("runtime")
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handler = SharedRotatingHandler(path, maxBytes=_MAX_BYTES, backupCount=_BACKUPS, encoding="utf-8", delay=False)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        root = logging.getLogger("runtime")
-        for old in root.handlers[:]:
-            root.removeHandler(old)
-            old.close()
-        root.addHandler(handler)
-        root.setLevel(logging.INFO)
-        root.propagate = False
+        handler: logging.Handler = SharedRotatingHandler(
+            path, maxBytes=_MAX_BYTES, backupCount=_BACKUPS, encoding="utf-8", delay=False
+        )
+    except OSError:
+        handler = logging.NullHandler()  # with none at all, Python would write warnings between what people read
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    for old in root.handlers[:]:
+        root.removeHandler(old)
+        old.close()
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    root.propagate = False

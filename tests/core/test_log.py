@@ -86,3 +86,15 @@ def test_a_rotation_that_was_killed_in_between_is_made_up_for(tmp_path: Path) ->
     handler.close()
     assert len(path.read_text().splitlines()) == 1
     assert len((tmp_path / "a.log.1").read_text().splitlines()) == 4
+
+
+def test_without_a_file_nothing_is_said_between_what_people_read(tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("no folder")
+    done = subprocess.run(
+        [sys.executable, "-c", WRITER.replace(".info(", ".error("), tmp_path / "logs" / "tandem.log", "a", "3"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == ""
