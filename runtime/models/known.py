@@ -71,6 +71,7 @@ class KnownModel:
         transformer_parameters, vae_parameters: numbers of weights, of one expert.
         experts, boundary_ratio, expand_timesteps: as in `ModelSpec`.
         sizes: where they are not those of its family's card.
+        flow_shift: of its scheduler.
     """
 
     name: str
@@ -85,6 +86,7 @@ class KnownModel:
     boundary_ratio: float | None = None
     expand_timesteps: bool = False
     sizes: tuple[tuple[int, int], ...] = ()
+    flow_shift: float = 3.0
 
     @property
     def names(self) -> frozenset[str]:
@@ -92,6 +94,11 @@ class KnownModel:
         repository = self.repository.lower()
         folder = repository.rpartition("/")[2]
         return self.aliases | {self.name, repository, folder, folder.removesuffix("-diffusers")}
+
+    @property
+    def license(self) -> str:
+        """Return the licence of its weights."""
+        return _LICENSE
 
     @property
     def folder(self) -> str:
@@ -123,6 +130,7 @@ class KnownModel:
             latent_rgb=None,
             **(card | {"sizes": self.sizes or card["sizes"]}),
             here=False,
+            flow_shift=self.flow_shift,
         )
 
     def describes(self, transformer: TransformerSpec, vae: VaeSpec, experts: int) -> bool:
@@ -159,6 +167,7 @@ KNOWN = (
         vae=_VAE_5B,
         vae_parameters=704_688_668,
         expand_timesteps=True,
+        flow_shift=5.0,
     ),
     KnownModel(
         name="wan2.1-t2v-1.3b",
