@@ -14,6 +14,7 @@ from runtime.models.wan import MAX_SEQUENCE_LENGTH, card_defaults, transformer_s
 
 _LICENSE = "Apache-2.0"
 _SCHEDULER = "UniPCMultistepScheduler"
+_BYTES_PER_WEIGHT = 4
 # UMT5-XXL's encoder; its embedding, which two names share, counted once.
 _UMT5_XXL = 5_680_910_336
 
@@ -192,6 +193,11 @@ KNOWN = (
 def known_as(name: str) -> KnownModel | None:
     """Return the model that goes by a name, upper and lower case being alike."""
     return next((model for model in KNOWN if name.strip().lower() in model.names), None)
+
+
+def download_bytes(spec: ModelSpec) -> int:
+    """Return about what fetching a known model takes, at most: published weights have 4 bytes each, or fewer."""
+    return _BYTES_PER_WEIGHT * spec.total_parameters
 
 
 def named(spec: ModelSpec) -> ModelSpec:

@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+_CUT = frozenset({"break", "stall", "whole-break"})
 REPOSITORY = "Wan-AI/Tiny-Diffusers"
 
 
@@ -27,8 +28,8 @@ class Fault:
     Attributes:
         after: bytes that are sent before it goes wrong.
         how: "break" (the connection ends), "stall" (nothing more comes), "lie" (other bytes), "longer" (more bytes),
-            "whole" (ranges are ignored), "elsewhere" (another range than was asked for), "slow" (a piece at a time),
-            or a status such as "500"; "302 URL" redirects.
+            "short" (a byte less), "whole" (ranges are ignored), "whole-break" (both), "elsewhere" (another range than
+            was asked for), "slow" (a piece at a time), or a status such as "500"; "302 URL" redirects.
         headers: with a status.
     """
 
@@ -169,12 +170,14 @@ class _Handler(BaseHTTPRequestHandler):
             assert fault is not None
             self._status(fault)
             return
-        if how == "lie":
+        if how == "short":
+            content = content[:-1]
+        elif how == "lie":
             content = bytes(byte ^ 1 for byte in content)
         elif how == "longer":
             content += content
         start = int(self.headers.get("range", "bytes=0-").removeprefix("bytes=").rstrip("-"))
-        start = 0 if how == "whole" else start
+        start = 0 if how.startswith("whole") else start
         if start >= len(content) > 0:
             self._plain(416, {"content-range": f"bytes */{len(content)}"})
             return
@@ -185,14 +188,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(key, value)
         self.end_headers()
         going = content[start:]
-        if fault is not None and how in {"break", "stall"}:
+        if fault is not None and how in _CUT:
             going = going[: fault.after]
         if how == "slow":
             self._slowly(file, going)
         else:
             self.wfile.write(going)
             self.at.sent[file] += len(going)
-        if how in {"break", "stall"}:
+        if how in _CUT:
             self.wfile.flush()
             if how == "stall":
                 self.at.gone.wait(20)

@@ -126,7 +126,7 @@ class Answer:
         raise DownloadError("The hub redirects in circles.", "Check its address.")
 
     def _tell(self, response: Any) -> None:
-        from huggingface_hub.utils import hf_raise_for_status
+        from huggingface_hub.utils import hf_raise_for_status  # type: ignore[attr-defined]  # it is loaded lazily
 
         hf_raise_for_status(response)
         self._put(Head(response.status_code, {name.lower(): value for name, value in response.headers.items()}))

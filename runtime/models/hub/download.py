@@ -54,7 +54,7 @@ def wanted(name: str, revision: str | None) -> Wanted:
     if known is not None:
         return Wanted(known.repository, known.folder, known.license, revision)
     repository = check_repository(name)
-    return Wanted(repository, repository.rpartition("/")[2].lstrip("."), "", revision)
+    return Wanted(repository, repository.rpartition("/")[2], "", revision)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +87,9 @@ class Download:
         tell: is given how far it is, a few times a second.
     """
 
-    def __init__(self, what: Wanted, weights_dir: Path, hub: Hub, cancel: Cancel, tell: Tell) -> None:
+    def __init__(self, what: Wanted, weights_dir: Path, hub: Hub, tell: Tell) -> None:
         self._what = what
         self._hub = hub
-        self._cancel = cancel
         self._folder = weights_dir / what.folder
         self._partial = weights_dir / f".{what.folder}.partial"
         self._before = weights_dir / f".{what.folder}.before"
@@ -116,7 +115,7 @@ class Download:
         """Give the lock back."""
         self._stack.close()
 
-    def look(self) -> Offer:
+    def look(self, cancel: Cancel) -> Offer:
         """Find out what is to be fetched: ask the hub, and read what is here through.
 
         Raises:
@@ -135,8 +134,8 @@ class Download:
                     f"{self._folder.name} is here already, from {manifest.repository}.",
                     f"Move {self._folder if manifest is whole else self._partial} away to fetch another of that name.",
                 )
-        listing = self._listing(begun or whole)
-        self._right = self._whole_files(listing, whole, begun)
+        listing = self._listing(begun or whole, cancel)
+        self._right = self._whole_files(listing, whole, begun, cancel)
         missing = [file for file in listing.files if file.path not in self._right]
         came = sum(_size(self._part(file)) for file in missing)
         here = sum(file.size for file in listing.files if file.path in self._right) + came
@@ -151,7 +150,7 @@ class Download:
             )
         return offer
 
-    def run(self, offer: Offer) -> ModelSpec:
+    def run(self, offer: Offer, cancel: Cancel) -> ModelSpec:
         """Fetch what is missing, and put the model into its place; return what it is.
 
         Raises:
@@ -166,7 +165,7 @@ class Download:
         self._said.begin(whole, offer.here_bytes, listing.total_bytes)
         with _writing(self._folder):
             if not self._is_whole(listing):
-                self._fetch_all(listing)
+                self._fetch_all(listing, cancel)
                 self._finish(listing)
         return read_spec(self._folder, self._folder.name)
 
@@ -177,27 +176,27 @@ class Download:
         same = manifest is not None and manifest.commit == listing.commit and len(manifest.files) == len(places)
         return same and set(self._right.values()) == places
 
-    def _fetch_all(self, listing: Listing) -> None:
+    def _fetch_all(self, listing: Listing, cancel: Cancel) -> None:
         parts = self._partial / _PARTS
         for folder in (self._partial, parts):
             _make_real(folder)
         manifest = Manifest.of(listing)
         for number, file in enumerate(listing.files, start=1):
-            self._cancel.check()
+            cancel.check()
             self._said.file(file, number, len(listing.files))
             place = self._partial / file.path
             _make_real(place.parent)
             source = self._right.get(file.path)
             if source is None:
                 part = self._part(file)
-                fetch(self._hub, listing, file, part, self._cancel, self._said.held, self._said.note)
+                fetch(self._hub, listing, file, part, cancel, self._said.held, self._said.note)
                 part.replace(place)
                 self._said.whole(file)
             elif source != place:
                 place.unlink(missing_ok=True)
                 _link(source, place)
             manifest = manifest.with_file(file)
-            manifest.write(self._partial)
+            manifest.write(self._partial, lasting=file.is_weights)
             if not file.is_weights and (number == len(listing.files) or listing.files[number].is_weights):
                 # All that is small is here: what the rest would be of no use for is found now.
                 check_family(self._partial, listing.repository)
@@ -234,11 +233,11 @@ class Download:
             self._before.rename(self._folder)
         shutil.rmtree(self._before, ignore_errors=True)
 
-    def _listing(self, here: Manifest | None) -> Listing:
+    def _listing(self, here: Manifest | None, cancel: Cancel) -> Listing:
         """Ask for the revision that was asked for; else for the one that is here, so that files go together."""
         self._said.note(f"asking {self._hub.address.partition('://')[2]}")
         asked = self._what.revision or (here.commit if here else MAIN)
-        arguments = (self._what.license, self._cancel, self._said.note)
+        arguments = (self._what.license, cancel, self._said.note)
         try:
             return self._hub.listing(self._what.repository, asked, *arguments)
         except RevisionError:
@@ -247,7 +246,9 @@ class Download:
             # Its history was rewritten: what is still the same is kept by its hash.
             return self._hub.listing(self._what.repository, MAIN, *arguments)
 
-    def _whole_files(self, listing: Listing, whole: Manifest | None, begun: Manifest | None) -> dict[str, Path]:
+    def _whole_files(
+        self, listing: Listing, whole: Manifest | None, begun: Manifest | None, cancel: Cancel
+    ) -> dict[str, Path]:
         """Return where the files are that are here and right, by path.
 
         Those of the folder that was begun were checked when they came; those of a model that is there are read now.
@@ -260,7 +261,7 @@ class Download:
             elif whole is not None:
                 place = self._folder / file.path
                 self._said.note(f"reading {file.path}")
-                if not difference(place, file, self._cancel, lambda _: None):
+                if not difference(place, file, cancel, lambda _: None):
                     right[file.path] = place
         return right
 

@@ -41,15 +41,16 @@ class Manifest:
         """Return it with one more file."""
         return replace(self, files={**self.files, file.path: file})
 
-    def write(self, folder: Path) -> None:
-        """Write it into `folder`, whole or not at all."""
+    def write(self, folder: Path, *, lasting: bool = True) -> None:
+        """Write it into `folder`, whole or not at all; onto the disk itself if it is to be `lasting`."""
         files = {file.path: {"size": file.size, "digest": file.digest} for file in self.files.values()}
         values = {"repository": self.repository, "commit": self.commit, "license": self.license, "files": files}
         beside = folder / f"{MANIFEST}.new"
         with beside.open("w", encoding="utf-8") as stream:
             json.dump(values, stream, indent=1)
             stream.flush()
-            os.fsync(stream.fileno())
+            if lasting:
+                os.fsync(stream.fileno())
         beside.replace(folder / MANIFEST)
 
 

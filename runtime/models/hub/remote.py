@@ -5,6 +5,7 @@ Files come by plain HTTP with ranges, not by `hf_hub_download`: that keeps nothi
 """
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ Result = TypeVar("Result")
 _MOST_LISTING_BYTES = 1 << 25
 _LOOK_SECONDS = 0.1
 _LONGEST_NAME = 96
+_WORD = "[A-Za-z0-9_][A-Za-z0-9_.-]*[A-Za-z0-9_]|[A-Za-z0-9_]"
+_REPOSITORY = re.compile(f"(?:{_WORD})/(?:{_WORD})")
 PARTIAL = 206
 
 
@@ -44,7 +47,7 @@ class Patience:
 
     def before(self, again: int) -> float:
         """Return how long to wait before the `again`-th try after the first."""
-        return min(self.wait * 2 ** (again - 1), self.longest_wait)
+        return min(self.wait * 2.0 ** (again - 1), self.longest_wait)
 
 
 @dataclass(frozen=True)
@@ -133,13 +136,16 @@ class Hub:
         cancel.check()
 
     def _ask(self, url: str, cancel: Cancel, extra: dict[str, str] | None = None) -> Answer:
-        from huggingface_hub import constants
-        from huggingface_hub.utils import build_hf_headers
+        headers = {"user-agent": f"tandem/{__version__}", **self._who_asks(), **(extra or {})}
+        return Answer(url, headers, self.patience.seconds, cancel)
 
-        own = self.address in {HUB, constants.ENDPOINT}
-        # Its own user agent would tell which libraries are installed here.
-        headers = build_hf_headers(token=None if own else False) | {"user-agent": f"tandem/{__version__}"}
-        return Answer(url, headers | (extra or {}), self.patience.seconds, cancel)
+    def _who_asks(self) -> dict[str, str]:
+        from huggingface_hub import constants, get_token
+
+        if self.address not in {HUB, constants.ENDPOINT} or constants.HF_HUB_DISABLE_IMPLICIT_TOKEN:
+            return {}
+        token = get_token()
+        return {"authorization": f"Bearer {token}"} if token else {}
 
 
 def check_repository(name: str) -> str:
@@ -148,16 +154,10 @@ def check_repository(name: str) -> str:
     Raises:
         InvalidRequestError: if it is none.
     """
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
-
-    try:
-        validate_repo_id(name)
-        if name.count("/") != 1 or len(name) > _LONGEST_NAME:
-            raise HFValidationError
-    except HFValidationError:
+    if not _REPOSITORY.fullmatch(name) or ".." in name or len(name) > _LONGEST_NAME:
         raise InvalidRequestError(
             "name", f"{name[:60]!r} is not a model's name.", "Give one of `models list`, or OWNER/REPOSITORY."
-        ) from None
+        )
     return name
 
 

@@ -1,0 +1,102 @@
+"""`models list`: for people on standard error, returned for programs."""
+
+from pathlib import Path
+from typing import Any
+
+from runtime.cli import show
+from runtime.core import settings
+from runtime.core.byte_size import byte_size
+from runtime.core.errors import TandemError
+from runtime.jobs.history import HistoryFile
+from runtime.manager.machine import probe
+from runtime.manager.needs import Needs, needs
+from runtime.models.catalogue import folders, not_here
+from runtime.models.hub.manifest import read_manifest
+from runtime.models.known import download_bytes, known_as, named
+from runtime.models.spec import ModelSpec
+from runtime.models.wan import WAN_NEGATIVE_PROMPT, read_spec
+
+_LONGEST_SHOWN = 60
+
+
+def show_models() -> dict[str, Any]:
+    """Print and return the models at hand, those that cannot be used with the reason, and known ones that are not."""
+    loaded = settings.load()
+    machine = probe()
+    history = HistoryFile(loaded.cache_dir, machine).read()
+    listed = []
+    specs: list[ModelSpec] = []
+    for name, folder in folders(loaded.weights_dir).items():
+        try:
+            specs.append(named(read_spec(folder, name)))
+        except TandemError as error:
+            listed.append({"name": name, "folder": str(folder), "here": True, "problem": error.what})
+            show.line(f"{name}: {error.what} {error.remedy}")
+    for spec in (*specs, *not_here(loaded.weights_dir)):
+        need = needs(spec, machine, history)
+        listed.append(_model(spec, need))
+        for line in _lines(spec, need):
+            show.line(line)
+    return {"models": listed}
+
+
+def _model(spec: ModelSpec, need: Needs) -> dict[str, Any]:
+    known = known_as(spec.name) or known_as(spec.directory.name)
+    return {
+        "name": spec.name,
+        "folder": str(spec.directory),
+        "here": spec.here,
+        "problem": None,
+        "title": spec.title,
+        "license": spec.license,
+        "repository": _repository(spec) or (known.repository if known else None),
+        "parameters": spec.total_parameters,
+        "bytes": _bytes(spec),
+        "bytes_estimated": not spec.here,
+        "sizes": [list(size) for size in spec.sizes],
+        "frame_counts": list(spec.frame_counts),
+        "defaults": vars(spec.defaults) | {"flow_shift": spec.flow_shift},
+        "needs": need.to_json(),
+    }
+
+
+def _lines(spec: ModelSpec, need: Needs) -> list[str]:
+    """Return what there is to say of a model: what it is, what it makes by default, what it needs."""
+    defaults = spec.defaults
+    where = "here" if spec.here else f"not here: models download {spec.name}"
+    size = byte_size(_bytes(spec)) if spec.here else f"about {byte_size(_bytes(spec))} at most"
+    pair = [scale for scale in (defaults.guidance_scale, defaults.guidance_scale_2) if scale is not None]
+    guidance = " and ".join(f"{scale:g}" for scale in pair)
+    shift = "" if spec.flow_shift is None else f", shift {spec.flow_shift:g}"
+    least = f"{need.least} ({need.least.way})" if need.least else "more than any one card has"
+    resident = f"; to stay loaded: {need.resident}" if need.resident else ""
+    return [
+        f"{spec.name}: {spec.title}, {spec.license}, {spec.total_parameters / 1e6:,.1f} M weights, {size}, {where}",
+        f"    makes {defaults.width}x{defaults.height}, {defaults.frames} frames at {defaults.fps} fps, "
+        f"{defaults.steps} steps, guidance {guidance}{shift}, negative prompt {_shown(defaults.negative_prompt)}",
+        f"    needs at least: {least}{resident}",
+        f"    on this machine: {need.here}",
+    ]
+
+
+def _shown(negative: str) -> str:
+    if negative == WAN_NEGATIVE_PROMPT:
+        return "Wan's own"
+    short = negative if len(negative) <= _LONGEST_SHOWN else f"{negative[:_LONGEST_SHOWN]}…"
+    return f"“{short}”" if short else "none"
+
+
+def _bytes(spec: ModelSpec) -> int:
+    return _on_disk(spec.directory) if spec.here else download_bytes(spec)
+
+
+def _on_disk(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _repository(spec: ModelSpec) -> str | None:
+    try:
+        manifest = read_manifest(spec.directory) if spec.here else None
+    except TandemError:
+        return None
+    return manifest.repository if manifest else None
