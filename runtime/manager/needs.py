@@ -19,7 +19,7 @@ from runtime.models.spec import ModelSpec
 
 _GIB = 1 << 30
 # GiB of memory of cards that are sold; a twentieth of each is taken to be in use.
-_CARDS = (6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 80, 96, 141, 180, 288)
+CARDS = (6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 80, 96, 141, 180, 288)
 _FREE_SHARE = 0.95
 _RAM_BYTES = 1 << 42
 
@@ -74,8 +74,8 @@ class Needs:
 
 def needs(spec: ModelSpec, machine: Machine, history: History = ()) -> Needs:
     """Return what a model needs, and how it goes here with what is free now."""
-    least = next(filter(None, (_on(spec, gib, resident=False) for gib in _CARDS)), None)
-    resident = next(filter(None, (_on(spec, gib, resident=True) for gib in _CARDS)), None)
+    least = next(filter(None, (_on(spec, gib, resident=False) for gib in CARDS)), None)
+    resident = next(filter(None, (_on(spec, gib, resident=True) for gib in CARDS)), None)
     try:
         plan = resolve(_request(spec), spec, machine, Path("none.mp4"), history=history)
     except TandemError as error:

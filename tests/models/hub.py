@@ -124,6 +124,7 @@ def served(**repositories: Repository) -> Iterator[LoopbackHub]:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     at: LoopbackHub
 
     def log_message(self, *_: Any) -> None:
