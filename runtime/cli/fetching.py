@@ -15,7 +15,6 @@ from runtime.cli import show
 from runtime.cli.cancelling import cancel_on_signals
 from runtime.core import settings
 from runtime.core.byte_size import byte_size
-from runtime.core.duration import duration
 from runtime.core.errors import InvalidRequestError
 from runtime.models.catalogue import find
 from runtime.models.hub.access import hub_of
@@ -199,18 +198,8 @@ class _Line:
 
 
 def progress_text(progress: Progress) -> str:
-    """Return a download's line: bar, bytes, rate, time left, the file at work or what is waited for."""
-    share = progress.done / progress.total if progress.total else 0.0
-    done = round(share * _BAR)
-    parts = [f"{'━' * done}{'╌' * (_BAR - done)} {byte_size(progress.done)} of {byte_size(progress.total)}"]
-    if not progress.total:
-        parts = []
-    if progress.rate is not None:
-        parts.append(f"{byte_size(int(progress.rate))}/s")
-    if progress.seconds_left is not None:
-        parts.append(f"{duration(progress.seconds_left)} left")
-    if progress.note:
-        parts.append(progress.note)
-    elif progress.file:
-        parts.append(f"{progress.number}/{progress.count} {progress.file}")
-    return " · ".join(parts)
+    """Return a download's line, after a bar where it is known how much is to come."""
+    if progress.share is None:
+        return progress.line
+    done = round(progress.share * _BAR)
+    return f"{'━' * done}{'╌' * (_BAR - done)} {progress.line}"

@@ -74,8 +74,7 @@ class Needs:
 
 def needs(spec: ModelSpec, machine: Machine, history: History = ()) -> Needs:
     """Return what a model needs, and how it goes here with what is free now."""
-    least = next(filter(None, (_on(spec, gib, resident=False) for gib in CARDS)), None)
-    resident = next(filter(None, (_on(spec, gib, resident=True) for gib in CARDS)), None)
+    least, resident = smallest_card(spec), smallest_card(spec, resident=True)
     try:
         plan = resolve(_request(spec), spec, machine, Path("none.mp4"), history=history)
     except TandemError as error:
@@ -84,6 +83,11 @@ def needs(spec: ModelSpec, machine: Machine, history: History = ()) -> Needs:
     taken = next(rung for rung in plan.ladder if rung.taken)
     here = f"{memory_size(plan.memory_bytes)} of {memory_size(plan.free_bytes)} of {where}. {taken.title}."
     return Needs(least=least, resident=resident, here=here, runs_here=True, peak_bytes=plan.memory_bytes)
+
+
+def smallest_card(spec: ModelSpec, *, resident: bool = False) -> Card | None:
+    """Return the smallest card that makes a model's default clip, or makes it with everything loaded."""
+    return next(filter(None, (_on(spec, gib, resident=resident) for gib in CARDS)), None)
 
 
 def _on(spec: ModelSpec, gib: int, *, resident: bool) -> Card | None:

@@ -5,6 +5,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from runtime.core.byte_size import byte_size
+from runtime.core.duration import duration
 from runtime.models.hub.listing import RemoteFile
 
 _TELL_SECONDS = 0.2
@@ -32,6 +34,25 @@ class Progress:
     rate: float | None = None
     seconds_left: float | None = None
     note: str = ""
+
+    @property
+    def share(self) -> float | None:
+        """How much of the model is here, 0 to 1; `None` before that is known."""
+        return self.done / self.total if self.total else None
+
+    @property
+    def line(self) -> str:
+        """Bytes, rate, time left, and the file at work or what is waited for."""
+        parts = [f"{byte_size(self.done)} of {byte_size(self.total)}"] if self.total else []
+        if self.rate is not None:
+            parts.append(f"{byte_size(int(self.rate))}/s")
+        if self.seconds_left is not None:
+            parts.append(f"{duration(self.seconds_left)} left")
+        if self.note:
+            parts.append(self.note)
+        elif self.file:
+            parts.append(f"{self.number}/{self.count} {self.file}")
+        return " · ".join(parts)
 
 
 Tell = Callable[[Progress], None]
