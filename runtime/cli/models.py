@@ -11,6 +11,7 @@ from runtime.jobs.history import HistoryFile
 from runtime.manager.machine import probe
 from runtime.manager.needs import Needs, needs
 from runtime.models.catalogue import folders, not_here
+from runtime.models.hub.download import begun_bytes
 from runtime.models.hub.manifest import read_manifest
 from runtime.models.known import download_bytes, known_as, named
 from runtime.models.spec import ModelSpec
@@ -53,6 +54,7 @@ def _model(spec: ModelSpec, need: Needs) -> dict[str, Any]:
         "parameters": spec.total_parameters,
         "bytes": _bytes(spec),
         "bytes_estimated": not spec.here,
+        "begun_bytes": _begun(spec),
         "sizes": [list(size) for size in spec.sizes],
         "frame_counts": list(spec.frame_counts),
         "defaults": vars(spec.defaults) | {"flow_shift": spec.flow_shift},
@@ -63,7 +65,8 @@ def _model(spec: ModelSpec, need: Needs) -> dict[str, Any]:
 def _lines(spec: ModelSpec, need: Needs) -> list[str]:
     """Return what there is to say of a model: what it is, what it makes by default, what it needs."""
     defaults = spec.defaults
-    where = "here" if spec.here else f"not here: models download {spec.name}"
+    begun = f"{byte_size(_begun(spec))} here of a download that was stopped" if _begun(spec) else "not here"
+    where = "here" if spec.here else f"{begun}: models download {spec.name}"
     size = byte_size(_bytes(spec)) if spec.here else f"about {byte_size(_bytes(spec))} at most"
     pair = [scale for scale in (defaults.guidance_scale, defaults.guidance_scale_2) if scale is not None]
     guidance = " and ".join(f"{scale:g}" for scale in pair)
@@ -88,6 +91,10 @@ def _shown(negative: str) -> str:
 
 def _bytes(spec: ModelSpec) -> int:
     return _on_disk(spec.directory) if spec.here else download_bytes(spec)
+
+
+def _begun(spec: ModelSpec) -> int:
+    return 0 if spec.here else begun_bytes(spec.directory.parent, spec.directory.name)
 
 
 def _on_disk(folder: Path) -> int:

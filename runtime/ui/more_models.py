@@ -168,7 +168,8 @@ def _item(spec: ModelSpec, chore: Chore | None, *, online: bool) -> str:
     state = "absent" if chore is None else chore.state
     stopping = chore is not None and chore.open and chore.cancel.requested
     size = byte_size(download_bytes(spec))
-    tag = "Stopping…" if stopping else _STATES.get(state, spec.license)
+    title = "Stopping…" if stopping else _STATES.get(state, "")
+    tag = f'<span class="tag">{title}</span>' if title else ""
     about = f"Licence {spec.license}, about {size} at most. {_needs(spec.name)}"
     busy = chore is not None and chore.open
     confirm = f"Download {spec.title}? Its licence is {spec.license}. About {size} at most are fetched."
@@ -185,7 +186,7 @@ def _item(spec: ModelSpec, chore: Chore | None, *, online: bool) -> str:
     )
     return (
         f'<li data-model="{escape(spec.name, quote=True)}" data-state="{"stopping" if stopping else state}">'
-        f'<p class="row-end"><span><strong>{escape(spec.title)}</strong> <span class="tag">{escape(tag)}</span></span>'
+        f'<p class="row-end"><span><strong>{escape(spec.title)}</strong> {tag}</span>'
         f'{button}</p><p class="said">{escape(about)}</p>{bar}<p class="said">{escape(said)}</p></li>'
     )
 

@@ -178,6 +178,10 @@ def test_a_broken_connection_is_told_and_what_came_is_counted(
     assert run(["models", "download", "wan2.1-1.3b", "--yes"]) == 2
     came = sum(hub.sent.values())
     capsys.readouterr()
+    listed, text = answer(["models", "list"], capsys)
+    models = {model["name"]: model for model in listed["models"]}  # type: ignore[attr-defined]
+    assert models["wan2.1-t2v-1.3b"]["begun_bytes"] == came
+    assert "KB here of a download that was stopped: models download wan2.1-t2v-1.3b" in text
     result, text = answer(["models", "download", "wan2.1-1.3b", "--yes"], capsys)
     assert result["fetched_bytes"] == result["bytes"] - came  # type: ignore[operator]
     assert "of it are here" in text

@@ -27,7 +27,7 @@ from tests.models.hub import COMMIT, REPOSITORY, Fault, LoopbackHub, Repository,
 VAE = "vae/diffusion_pytorch_model.safetensors"
 TEXT = "text_encoder/model.safetensors"
 SMALL = "vae/config.json"
-QUICK = Patience(seconds=0.3, tries=3, wait=0.01, longest_wait=0.05)
+QUICK = Patience(seconds=0.3, tries=3, wait=0.01, longest_wait=0.05, longest_asked=10)
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +206,7 @@ def test_a_lie_is_fetched_once_more_and_then_refused(
         (Fault("404"), "404", "name"),
         (Fault("429", times=9), "too many requests, 3 times in a row", "kept"),
         (Fault("429", headers={"retry-after": "3600"}), "wait 3600 s", "kept"),
+        (Fault("429", headers={"ratelimit": '"api";r=0;t=900'}), "wait 900 s", "kept"),
         (Fault("500", times=9), "failed with 500, 3 times in a row", "kept"),
         (Fault("stall", times=9), "silent for 0.3 s, 3 times in a row", "kept"),
         (Fault("garbage"), "does not answer as one does", "address"),
@@ -224,8 +225,10 @@ def test_what_a_hub_refuses_is_said(fault: Fault, what: str, remedy: str, hub: L
 
 
 def test_a_busy_hub_is_asked_again_and_a_file_that_is_gone_is_said(hub: LoopbackHub, weights: Path) -> None:
-    hub.faults = {"api": Fault("429", headers={"retry-after": "0"}), SMALL: Fault("500", times=2)}
-    download(hub, weights)
+    hub.faults = {"api": Fault("429", headers={"ratelimit": '"api";r=0;t=1'}), SMALL: Fault("500", times=2)}
+    tell = Told()
+    download(hub, weights, tell=tell)
+    assert "too many requests; trying again in 1 s" in tell.notes
     shutil.rmtree(weights)
     hub.faults[VAE] = Fault("404", headers={"x-error-code": "EntryNotFound"})
     with pytest.raises(DownloadError, match="404"):

@@ -4,6 +4,7 @@ Knows nothing about models. Rests on huggingface_hub's session: its proxies, cer
 """
 
 import queue
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ _PIECES = 64
 _MOST_REDIRECTS = 8
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _PORTS = {"http": 80, "https": 443}
+# As huggingface.co says that nothing remains, and for how many seconds: `"api";r=0;t=55`.
+_RATE_LIMIT = re.compile(r";\s*r\s*=\s*0\s*;\s*t\s*=\s*([0-9]{1,9})")
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
@@ -215,9 +218,12 @@ def _refusal(error: Any) -> Exception:
 
 
 def _wait(headers: Mapping[str, str]) -> float | None:
-    """Return how many seconds the hub asks to wait; dates are not read."""
+    """Return how many seconds the hub asks to wait, by `Retry-After` or by its rate limit; dates are not read."""
     asked = str(headers.get("retry-after", "")).strip()
-    return float(asked) if asked.isascii() and asked.isdecimal() else None
+    limit = _RATE_LIMIT.search(str(headers.get("ratelimit", "")))
+    if asked.isascii() and asked.isdecimal():
+        return float(asked)
+    return float(limit[1]) if limit else None
 
 
 class RevisionError(DownloadError):

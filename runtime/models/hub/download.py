@@ -91,7 +91,7 @@ class Download:
         self._what = what
         self._hub = hub
         self._folder = weights_dir / what.folder
-        self._partial = weights_dir / f".{what.folder}.partial"
+        self._partial = _partial_of(weights_dir, what.folder)
         self._before = weights_dir / f".{what.folder}.before"
         self._lock = weights_dir / f".{what.folder}.lock"
         self._said = Said(tell)
@@ -325,6 +325,16 @@ def _link(source: Path, place: Path) -> None:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
+
+
+def begun_bytes(weights_dir: Path, folder: str) -> int:
+    """Return what is here of a model whose download was stopped."""
+    partial = _partial_of(weights_dir, folder)
+    return sum(path.stat().st_size for path in partial.rglob("*") if path.is_file() and path.name != MANIFEST)
+
+
+def _partial_of(weights_dir: Path, folder: str) -> Path:
+    return weights_dir / f".{folder}.partial"
 
 
 def fetched(weights_dir: Path) -> list[Path]:

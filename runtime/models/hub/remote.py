@@ -38,12 +38,14 @@ class Patience:
         seconds: of silence that a connection is given.
         tries: how often in a row without a byte.
         wait, longest_wait: seconds before the second try, twice as long before each further one.
+        longest_asked: as long as a hub may ask to wait.
     """
 
     seconds: float = 30.0
     tries: int = 7
     wait: float = 1.0
     longest_wait: float = 60.0
+    longest_asked: float = 600.0
 
     def before(self, again: int) -> float:
         """Return how long to wait before the `again`-th try after the first."""
@@ -122,7 +124,7 @@ class Hub:
         """
         wait = max(self.patience.before(again), error.wait or 0.0)
         what = f"{error.what[0].upper()}{error.what[1:]}"
-        if again >= self.patience.tries or wait > self.patience.longest_wait:
+        if again >= self.patience.tries or wait > self.patience.longest_asked:
             later = f" It asks to wait {error.wait:g} s." if error.wait else ""
             raise DownloadError(
                 f"{what}, {again} time{'' if again == 1 else 's'} in a row.{later}",
