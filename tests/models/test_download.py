@@ -259,6 +259,23 @@ def test_what_is_no_text_to_video_model_is_found_before_its_weights_come(hub: Lo
     assert nothing_is_offered(weights)
 
 
+def test_what_cannot_be_used_though_it_came_whole_is_not_offered(hub: LoopbackHub, weights: Path) -> None:
+    files = hub.repositories[REPOSITORY].files
+    files["vae/diffusion_pytorch_model.safetensors.index.json"] = b'{"weight_map": {"a": "missing.safetensors"}}'
+    files["vae/diffusion_pytorch_model-00001-of-00001.safetensors"] = files.pop(VAE)
+    with pytest.raises(ModelError, match=f"{REPOSITORY} came as the hub has it, and cannot be used") as caught:
+        download(hub, weights)
+    assert ".Tiny-Diffusers.partial may be deleted" in caught.value.remedy
+    assert nothing_is_offered(weights)
+
+
+def test_a_hub_that_cannot_be_reached_is_said_with_the_cause(weights: Path) -> None:
+    with served() as hub:
+        pass
+    with pytest.raises(DownloadError, match=r"cannot be reached \(.+\), 3 times in a row"):
+        download(hub, weights)
+
+
 def test_a_disk_that_is_too_small_is_seen_before_anything_comes(
     hub: LoopbackHub, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -422,7 +439,22 @@ def test_a_link_in_the_way_is_not_written_through(hub: LoopbackHub, weights: Pat
     (partial / "vae").symlink_to(outside)
     with pytest.raises(OutputError, match="is a link"):
         download(hub, weights)
+    (weights / "Tiny-Diffusers").symlink_to(outside)
+    with pytest.raises(DownloadError, match="is a link"):
+        download(hub, weights)
     assert not list(outside.iterdir())
+
+
+def test_what_is_here_under_another_of_its_names_is_not_fetched_again(
+    hub: LoopbackHub, weights: Path, tiny_folder: Path
+) -> None:
+    shutil.copytree(tiny_folder, weights / "WAN2.1-t2v-1.3b")
+    with (
+        Download(wanted("wan2.1-1.3b", None), weights, Hub(hub.address, QUICK), Told()) as fetching,
+        pytest.raises(DownloadError, match=r"here already, as WAN2\.1-t2v-1\.3b"),
+    ):
+        fetching.look(Cancel())
+    assert not hub.asked
 
 
 def test_an_exchange_that_was_cut_off_is_undone(hub: LoopbackHub, weights: Path) -> None:

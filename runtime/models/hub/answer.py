@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urljoin, urlsplit
 
 from runtime.core.cancel import Cancel
-from runtime.core.errors import DownloadError
+from runtime.core.errors import DownloadError, first_line
 
 _LOOK_SECONDS = 0.1
 # Pieces that may wait to be written, of at most 64 KiB each.
@@ -180,7 +180,7 @@ def _understood(error: Exception, seconds: float) -> Exception:
     if "TimeoutException" in names:
         return BrokenError(f"the hub was silent for {seconds:g} s")
     if "ConnectError" in names:
-        return BrokenError("the hub cannot be reached")
+        return BrokenError(f"the hub cannot be reached ({first_line(error)})")
     if "TransportError" in names or isinstance(error, OSError):
         return BrokenError("the connection broke")
     if {"InvalidURL", "DecodingError"} & names:

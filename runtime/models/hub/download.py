@@ -36,12 +36,19 @@ _PARTS = ".coming"
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be fetched: a repository, the folder's name, the revision that was asked for, if one was."""
+    """What is to be fetched.
+
+    Attributes:
+        folder: what its folder is called; `names`, in lower case, is what else it may be called.
+        license: where it is known before the hub is asked.
+        revision: that was asked for, if one was.
+    """
 
     repository: str
     folder: str
     license: str
     revision: str | None
+    names: frozenset[str] = frozenset()
 
 
 def wanted(name: str, revision: str | None) -> Wanted:
@@ -52,7 +59,7 @@ def wanted(name: str, revision: str | None) -> Wanted:
     """
     known = known_as(name)
     if known is not None:
-        return Wanted(known.repository, known.folder, known.license, revision)
+        return Wanted(known.repository, known.folder, known.license, revision, known.names)
     repository = check_repository(name)
     return Wanted(repository, repository.rpartition("/")[2], "", revision)
 
@@ -122,6 +129,7 @@ class Download:
             DownloadError: if the hub does not give it, the disk is too small, or the folder is not a download's.
             CancelledError: when asked to cancel.
         """
+        self._check_place()
         whole, begun = self._manifest(self._folder), self._begun()
         if whole is None and self._folder.exists():
             raise DownloadError(
@@ -169,6 +177,20 @@ class Download:
                 self._finish(listing)
         return read_spec(self._folder, self._folder.name)
 
+    def _check_place(self) -> None:
+        """Refuse to fetch what is here under another name, and to exchange a link for a folder."""
+        if self._folder.is_symlink():
+            raise DownloadError(
+                f"{self._folder} is a link.",
+                "Remove it, or set TANDEM_CACHE_DIR to a folder on the disk that is meant.",
+            )
+        others = [folder for name, folder in folders(self._folder.parent).items() if name.lower() in self._what.names]
+        if others and self._folder not in others:
+            raise DownloadError(
+                f"The model is here already, as {others[0].name}, and was not put there by `models download`.",
+                f"Use it as it is, or move {others[0]} away to fetch it anew.",
+            )
+
     def _is_whole(self, listing: Listing) -> bool:
         """Whether the folder is the model already, of that commit."""
         manifest = self._manifest(self._folder)
@@ -209,7 +231,13 @@ class Download:
         for path in sorted(self._partial.rglob("*")):
             if path.is_file() and path.relative_to(self._partial).as_posix() not in ours:
                 path.unlink()
-        read_spec(self._partial, self._folder.name)
+        try:
+            read_spec(self._partial, self._folder.name)
+        except ModelError as error:
+            raise ModelError(
+                f"{listing.repository} came as the hub has it, and cannot be used: {error.what}",
+                f"Take another repository. {self._partial} may be deleted.",
+            ) from error
         if self._folder.exists():
             self._keep_others(ours)
             self._folder.rename(self._before)

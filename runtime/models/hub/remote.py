@@ -28,6 +28,8 @@ _LONGEST_NAME = 96
 _WORD = "[A-Za-z0-9_][A-Za-z0-9_.-]*[A-Za-z0-9_]|[A-Za-z0-9_]"
 _REPOSITORY = re.compile(f"(?:{_WORD})/(?:{_WORD})")
 PARTIAL = 206
+# Where nothing has come yet, the cable is likelier out than the hub in trouble.
+_FIRST_TRIES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +87,7 @@ class Hub:
                 break
             except BrokenError as error:
                 again += 1
-                self.rest(error, again, cancel, tell)
+                self.rest(error, again, cancel, tell, most=_FIRST_TRIES)
         try:
             value: Any = json.loads(content)
         except (ValueError, RecursionError):
@@ -115,8 +117,13 @@ class Hub:
                 raise BrokenError("the hub gave another part of the file than was asked for")
             yield (start if head.status == PARTIAL else 0), answer.pieces()
 
-    def rest(self, error: BrokenError, again: int, cancel: Cancel, tell: Callable[[str], None]) -> None:
+    def rest(
+        self, error: BrokenError, again: int, cancel: Cancel, tell: Callable[[str], None], most: int | None = None
+    ) -> None:
         """Wait before the `again`-th try after the first.
+
+        Args:
+            most: tries, where that is less than patience allows.
 
         Raises:
             DownloadError: if that were too many, or the hub wants to be left alone for long.
@@ -124,11 +131,11 @@ class Hub:
         """
         wait = max(self.patience.before(again), error.wait or 0.0)
         what = f"{error.what[0].upper()}{error.what[1:]}"
-        if again >= self.patience.tries or wait > self.patience.longest_asked:
+        if again >= min(self.patience.tries, most or self.patience.tries) or wait > self.patience.longest_asked:
             later = f" It asks to wait {error.wait:g} s." if error.wait else ""
             raise DownloadError(
                 f"{what}, {again} time{'' if again == 1 else 's'} in a row.{later}",
-                "What came is kept: try again later, and it goes on from there.",
+                "Check the connection and try again later: what came is kept, and it goes on from there.",
             )
         tell(f"{what}; trying again in {wait:.0f} s" if wait >= 1 else f"{what}; trying again")
         end = time.monotonic() + wait
