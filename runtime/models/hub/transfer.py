@@ -38,10 +38,7 @@ def fetch(
     why = ""
     for _ in range(_ATTEMPTS):
         with _opened(part) as stream:
-            try:
-                why = _fill(hub, listing, file, part, stream, cancel, held, tell)
-            finally:
-                stream.flush()
+            why = _fill(hub, listing, file, part, stream, cancel, held, tell)
             if not why:
                 os.fsync(stream.fileno())
                 return
@@ -86,6 +83,8 @@ def _fill(
                     if size > file.size:
                         return f"longer than the {file.size:,} bytes that it should have"
                     stream.write(piece)
+                    # Whoever is killed keeps all but what is on its way.
+                    stream.flush()
                     hasher.update(piece)
                     held(size)
             if size < file.size:
@@ -93,7 +92,6 @@ def _fill(
         except RangeError:
             return f"shorter than the {file.size:,} bytes that it should have"
         except BrokenError as error:
-            stream.flush()
             again = 1 if size > furthest else again + 1
             furthest = max(furthest, size)
             hub.rest(error, again, cancel, tell)
