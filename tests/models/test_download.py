@@ -200,6 +200,7 @@ def test_a_lie_is_fetched_once_more_and_then_refused(
     ("fault", "what", "remedy"),
     [
         (Fault("401", headers={"x-error-code": "RepoNotFound"}), "no such repository", "HF_TOKEN"),
+        (Fault("401", headers={"x-error-message": "Invalid credentials in Authorization header"}), "token", "Renew"),
         (Fault("403", headers={"x-error-code": "GatedRepo"}), "accepted its licence", "Accept it"),
         (Fault("403"), "403, not allowed", "HF_TOKEN"),
         (Fault("404", headers={"x-error-code": "RevisionNotFound"}), "no such revision", "--revision"),

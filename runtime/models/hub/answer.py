@@ -18,6 +18,8 @@ _LOOK_SECONDS = 0.1
 # Pieces that may wait to be written, of at most 64 KiB each.
 _PIECES = 64
 _MOST_REDIRECTS = 8
+_GOOD = frozenset({200, 206})
+_UNAUTHORIZED, _FORBIDDEN, _REQUEST_TIMEOUT, _NOT_SATISFIABLE, _TOO_MANY, _SERVER_ERROR = 401, 403, 408, 416, 429, 500
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _PORTS = {"http": 80, "https": 443}
 # As huggingface.co says that nothing remains, and for how many seconds: `"api";r=0;t=55`.
@@ -129,10 +131,11 @@ class Answer:
         raise DownloadError("The hub redirects in circles.", "Check its address.")
 
     def _tell(self, response: Any) -> None:
-        from huggingface_hub.utils import hf_raise_for_status  # type: ignore[attr-defined]  # it is loaded lazily
-
-        hf_raise_for_status(response)
-        self._put(Head(response.status_code, {name.lower(): value for name, value in response.headers.items()}))
+        headers = {name.lower(): value for name, value in response.headers.items()}
+        if response.status_code not in _GOOD:
+            # What an error says beside its headers is not read: it need not end.
+            raise _refusal(response.status_code, headers)
+        self._put(Head(response.status_code, headers))
         for piece in response.iter_bytes():
             if not self._put(piece):
                 return
@@ -169,12 +172,10 @@ def _check_redirect(asked: str, target: str) -> None:
 
 def _understood(error: Exception, seconds: float) -> Exception:
     """Return what an error of huggingface_hub or its HTTP library means here; others as they are."""
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+    from huggingface_hub.errors import OfflineModeIsEnabled
 
     if isinstance(error, OfflineModeIsEnabled):
         return DownloadError("Nothing is fetched: HF_HUB_OFFLINE is set.", "Unset it, and try again.")
-    if isinstance(error, HfHubHTTPError):
-        return _refusal(error)
     # httpx, or httpx2 from huggingface_hub 2 on: the names of their errors are the same.
     names = {kind.__name__ for kind in type(error).__mro__}
     if "TimeoutException" in names:
@@ -188,32 +189,34 @@ def _understood(error: Exception, seconds: float) -> Exception:
     return error
 
 
-def _refusal(error: Any) -> Exception:
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
-
-    status = error.response.status_code
-    if isinstance(error, GatedRepoError):
+def _refusal(status: int, headers: Mapping[str, str]) -> Exception:
+    """Return what a status means; the codes beside it are those that huggingface_hub reads."""
+    code = headers.get("x-error-code", "")
+    if code == "GatedRepo":
         return DownloadError(
             "The model is given only to those who accepted its licence on the hub.",
             "Accept it on the model's page, then set HF_TOKEN to a token of your account, or: hf auth login",
         )
-    if isinstance(error, RevisionNotFoundError):
+    if code == "RevisionNotFound":
         return RevisionError("The repository has no such revision.", "Leave --revision out, or name a tag or commit.")
-    if isinstance(error, RepositoryNotFoundError):
+    if headers.get("x-error-message", "").startswith("Invalid credentials"):
+        return DownloadError("The hub does not know the token that it is asked with.", "Renew HF_TOKEN, or unset it.")
+    # A hub answers 401 for what is private and for what is not there alike.
+    if code == "RepoNotFound" or status == _UNAUTHORIZED:
         return DownloadError(
             "The hub has no such repository, or does not show it to you.",
             "Check the name. For a private one, set HF_TOKEN to a token of your account, or: hf auth login",
         )
-    if status in {401, 403}:
+    if status == _FORBIDDEN:
         return DownloadError(
             f"The hub refuses: {status}, not allowed.",
             "Set HF_TOKEN to a token that may read the model, or: hf auth login",
         )
-    if status == 416:  # noqa: PLR2004 - Range Not Satisfiable
+    if status == _NOT_SATISFIABLE:
         return RangeError("The hub's file ends before what is here already does.", "Try again.")
-    if status in {408, 429} or status >= 500:  # noqa: PLR2004 - server errors
-        busy = "the hub has had too many requests" if status == 429 else f"the hub failed with {status}"  # noqa: PLR2004
-        return BrokenError(busy, _wait(error.response.headers))
+    if status in {_REQUEST_TIMEOUT, _TOO_MANY} or status >= _SERVER_ERROR:
+        busy = "the hub has had too many requests" if status == _TOO_MANY else f"the hub failed with {status}"
+        return BrokenError(busy, _wait(headers))
     return DownloadError(f"The hub answers {status}.", "Check the model's name, the revision and the hub's address.")
 
 
