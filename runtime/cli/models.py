@@ -13,7 +13,7 @@ from runtime.manager.needs import Needs, needs
 from runtime.models.catalogue import folders, not_here
 from runtime.models.hub.download import begun_bytes
 from runtime.models.hub.manifest import read_manifest
-from runtime.models.known import download_bytes, known_as, named
+from runtime.models.known import KnownModel, download_bytes, known_as, named
 from runtime.models.spec import ModelSpec
 from runtime.models.wan import WAN_NEGATIVE_PROMPT, read_spec
 
@@ -36,13 +36,13 @@ def show_models() -> dict[str, Any]:
     for spec in (*specs, *not_here(loaded.weights_dir)):
         need = needs(spec, machine, history)
         listed.append(_model(spec, need))
-        for line in _lines(spec, need):
+        for line in describe(spec, need):
             show.line(line)
     return {"models": listed}
 
 
 def _model(spec: ModelSpec, need: Needs) -> dict[str, Any]:
-    known = known_as(spec.name) or known_as(spec.directory.name)
+    known = _known(spec)
     return {
         "name": spec.name,
         "folder": str(spec.directory),
@@ -57,12 +57,13 @@ def _model(spec: ModelSpec, need: Needs) -> dict[str, Any]:
         "begun_bytes": _begun(spec),
         "sizes": [list(size) for size in spec.sizes],
         "frame_counts": list(spec.frame_counts),
-        "defaults": vars(spec.defaults) | {"flow_shift": spec.flow_shift},
+        "defaults": vars(spec.defaults)
+        | {"flow_shift": spec.flow_shift, "published_flow_shift": known.flow_shift if known else None},
         "needs": need.to_json(),
     }
 
 
-def _lines(spec: ModelSpec, need: Needs) -> list[str]:
+def describe(spec: ModelSpec, need: Needs) -> list[str]:
     """Return what there is to say of a model: what it is, what it makes by default, what it needs."""
     defaults = spec.defaults
     begun = f"{byte_size(_begun(spec))} here of a download that was stopped" if _begun(spec) else "not here"
@@ -70,7 +71,7 @@ def _lines(spec: ModelSpec, need: Needs) -> list[str]:
     size = byte_size(_bytes(spec)) if spec.here else f"about {byte_size(_bytes(spec))} at most"
     pair = [scale for scale in (defaults.guidance_scale, defaults.guidance_scale_2) if scale is not None]
     guidance = " and ".join(f"{scale:g}" for scale in pair)
-    shift = "" if spec.flow_shift is None else f", shift {spec.flow_shift:g}"
+    shift = _shift(spec)
     least = f"{need.least} ({need.least.way})" if need.least else "more than any one card has"
     resident = f"; to stay loaded: {need.resident}" if need.resident else ""
     return [
@@ -80,6 +81,22 @@ def _lines(spec: ModelSpec, need: Needs) -> list[str]:
         f"    needs at least: {least}{resident}",
         f"    on this machine: {need.here}",
     ]
+
+
+def _known(spec: ModelSpec) -> KnownModel | None:
+    """Return the published model that this one is."""
+    known = known_as(spec.name) or known_as(spec.directory.name)
+    is_it = known is not None and known.describes(spec.transformer, spec.vae, spec.experts)
+    return known if is_it else None
+
+
+def _shift(spec: ModelSpec) -> str:
+    """Return the shift of the model's scheduler; it is Wan's own where that is not here, or is another."""
+    known = _known(spec)
+    own = f"{known.flow_shift:g} in Wan's own code" if known else ""
+    if spec.flow_shift is None:
+        return f", shift {own}" if own else ""
+    return f", shift {spec.flow_shift:g}" + (f" ({own})" if known and known.flow_shift != spec.flow_shift else "")
 
 
 def _shown(negative: str) -> str:

@@ -72,7 +72,7 @@ class KnownModel:
         transformer_parameters, vae_parameters: numbers of weights, of one expert.
         experts, boundary_ratio, expand_timesteps: as in `ModelSpec`.
         sizes: where they are not those of its family's card.
-        flow_shift: of its scheduler.
+        flow_shift: in Wan's own code (`sample_shift`); what runs is what the folder's scheduler says.
     """
 
     name: str
@@ -87,7 +87,7 @@ class KnownModel:
     boundary_ratio: float | None = None
     expand_timesteps: bool = False
     sizes: tuple[tuple[int, int], ...] = ()
-    flow_shift: float = 3.0
+    flow_shift: float = 5.0
 
     @property
     def names(self) -> frozenset[str]:
@@ -131,7 +131,6 @@ class KnownModel:
             latent_rgb=None,
             **(card | {"sizes": self.sizes or card["sizes"]}),
             here=False,
-            flow_shift=self.flow_shift,
         )
 
     def describes(self, transformer: TransformerSpec, vae: VaeSpec, experts: int) -> bool:
@@ -150,6 +149,7 @@ KNOWN = (
         transformer_parameters=14_288_491_584,
         experts=2,
         boundary_ratio=0.875,
+        flow_shift=12.0,
     ),
     KnownModel(
         name="wan2.2-ti2v-5b",
@@ -168,7 +168,6 @@ KNOWN = (
         vae=_VAE_5B,
         vae_parameters=704_688_668,
         expand_timesteps=True,
-        flow_shift=5.0,
     ),
     KnownModel(
         name="wan2.1-t2v-1.3b",

@@ -4,16 +4,21 @@ import io
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from runtime.cli.fetching import progress_text
 from runtime.cli.main import run
+from runtime.cli.models import describe
+from runtime.manager.needs import needs
 from runtime.models.hub.progress import Progress
+from runtime.models.known import known_as
 from runtime.models.spec import ModelSpec
 from tests.cli.test_bad_input import refused
 from tests.models.hub import Fault, LoopbackHub, of_folder, served
+from tests.plans import machine
 
 KNOWN = "Wan2.1-T2V-1.3B-Diffusers"
 VAE = "vae/diffusion_pytorch_model.safetensors"
@@ -54,6 +59,8 @@ def test_a_known_model_is_fetched_listed_planned_with_and_verified(
     assert models[KNOWN]["repository"] == f"Wan-AI/{KNOWN}"
     assert models[KNOWN]["bytes"] == sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     assert models[KNOWN]["defaults"]["flow_shift"] == 3.0
+    assert models["wan2.2-t2v-a14b"]["defaults"]["published_flow_shift"] == 12.0
+    assert "guidance 4 and 3, shift 12 in Wan's own code, negative prompt Wan's own" in text
     assert run(["plan", "a boat", "--model", "wan2.1-1.3b", "--width", "64", "--height", "64", "--frames", "5"]) == 0
     capsys.readouterr()
 
@@ -185,6 +192,16 @@ def test_a_broken_connection_is_told_and_what_came_is_counted(
     result, text = answer(["models", "download", "wan2.1-1.3b", "--yes"], capsys)
     assert result["fetched_bytes"] == result["bytes"] - came  # type: ignore[operator]
     assert "of it are here" in text
+
+
+def test_a_scheduler_that_differs_from_wans_own_code_is_told() -> None:
+    known = known_as("a14b")
+    assert known is not None
+    spec = known.spec(Path("none"))
+    need = needs(spec, machine())
+    for shift, says in ((3.0, "shift 3 (12 in Wan's own code), "), (12.0, "shift 12, "), (None, "shift 12 in Wan's")):
+        assert says in describe(replace(spec, flow_shift=shift), need)[1]
+    assert "shift 5, " in describe(replace(spec, experts=1, flow_shift=5.0), need)[1]
 
 
 @pytest.mark.parametrize(
