@@ -131,7 +131,7 @@
     const go = () => {
       if (button.closest("[data-desk]")) { tandem.jobs.press(act, of, button); return; }
       wanted = { act, of };
-      $("#act")?.click();
+      $(button.closest("[data-models]") ? "#models-act" : "#act")?.click();
     };
     if (confirm) ask(confirm, button.textContent, go); else go();
   });

@@ -35,6 +35,9 @@ WITHOUT_TORCH = (
     "runtime.engines.service",
     "runtime.engines.store",
     "runtime.manager.planner",
+    "runtime.manager.needs",
+    "runtime.models.hub.download",
+    "runtime.models.hub.verify",
     "runtime.manager.doctor",
     "runtime.manager.compat",
     "runtime.manager.offers",
@@ -44,8 +47,11 @@ WITHOUT_TORCH = (
     "runtime.engines.builders.torch_tensorrt",
     "runtime.jobs.recovery",
     "runtime.jobs.worker",
+    "runtime.jobs.downloads",
     "runtime.cli.main",
     "runtime.cli.inform",
+    "runtime.cli.models",
+    "runtime.cli.fetching",
 )
 MAX_LINES = 400
 

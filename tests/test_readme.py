@@ -19,6 +19,7 @@ from runtime.cli.main import (
     jobs_show,
     web,
 )
+from runtime.cli.models_app import models_app, models_download, models_verify
 from runtime.cli.request_flags import request_from_flags
 
 ROOT = Path(__file__).parents[1]
@@ -38,11 +39,23 @@ def test_the_tree_names_nothing_that_is_gone() -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [request_from_flags, web, build, export, engines_prune, engines_import, jobs_list, jobs_show, jobs_delete],
+    [
+        request_from_flags,
+        web,
+        build,
+        export,
+        engines_prune,
+        engines_import,
+        models_download,
+        models_verify,
+        jobs_list,
+        jobs_show,
+        jobs_delete,
+    ],
 )
 def test_every_flag_is_named(function: object) -> None:
     shown = {"as_json": "--json", "context": "", "file": "FILE", "prompt": "PROMPT", "version": ""}
-    shown |= {"job": "ID", "ids": "ID"}
+    shown |= {"job": "ID", "ids": "ID", "name": "NAME", "names": "NAME"}
     for name in inspect.signature(function).parameters:  # type: ignore[arg-type]
         assert shown.get(name, f"--{name.replace('_', '-')}") in README, name
 
@@ -51,7 +64,7 @@ def test_every_command_is_named() -> None:
     for command in app.registered_commands:
         assert command.callback is not None
         assert f"`{command.name or command.callback.__name__}" in README
-    for name, group in (("engines", engines_app), ("jobs", jobs_app)):
+    for name, group in (("engines", engines_app), ("models", models_app), ("jobs", jobs_app)):
         for command in group.registered_commands:
             assert re.search(rf"`{name} [\w|\\]*{command.name}", README), command.name
 

@@ -1,4 +1,4 @@
-"""`plan`, `models list` and `doctor`: what they find, for people on standard error, returned for programs."""
+"""`plan` and `doctor`: what they find, for people on standard error, returned for programs."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -8,7 +8,7 @@ from runtime.cli import show
 from runtime.core import settings
 from runtime.core.byte_size import memory_size
 from runtime.core.duration import duration
-from runtime.core.errors import MemoryShortError, TandemError
+from runtime.core.errors import MemoryShortError
 from runtime.core.forecast import Rung
 from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
 from runtime.core.request import GenerationRequest
@@ -18,10 +18,7 @@ from runtime.jobs.outputs import output_path
 from runtime.manager.doctor import examine
 from runtime.manager.machine import probe
 from runtime.manager.planner import resolve
-from runtime.models.catalogue import folders, look_up, not_here
-from runtime.models.known import named
-from runtime.models.spec import ModelSpec
-from runtime.models.wan import read_spec
+from runtime.models.catalogue import look_up
 
 _STAGES = ("encode", "denoise", "decode")
 _TENTHS_BELOW = 10
@@ -106,48 +103,6 @@ def _show_time(plan: ExecutionPlan) -> None:
 
 def _about(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < _TENTHS_BELOW else duration(seconds)
-
-
-def show_models() -> dict[str, Any]:
-    """Print and return the models at hand; one that cannot be used says why."""
-    weights_dir = settings.load().weights_dir
-    rows, listed = [], []
-    for name, folder in folders(weights_dir).items():
-        try:
-            spec = named(read_spec(folder, name))
-        except TandemError as error:
-            listed.append({"name": name, "folder": str(folder), "here": True, "problem": error.what})
-            rows.append((name, "", "", f"{error.what} {error.remedy}"))
-        else:
-            listed.append(_model(spec))
-            rows.append(_model_row(spec))
-    for spec in not_here(weights_dir):
-        listed.append(_model(spec))
-        rows.append(_model_row(spec))
-    show.table(("Name", "Weights", "By default", "Licence"), rows)
-    return {"models": listed}
-
-
-def _model(spec: ModelSpec) -> dict[str, Any]:
-    return {
-        "name": spec.name,
-        "folder": str(spec.directory),
-        "here": spec.here,
-        "problem": None,
-        "title": spec.title,
-        "license": spec.license,
-        "parameters": spec.total_parameters,
-        "sizes": [list(size) for size in spec.sizes],
-        "frame_counts": list(spec.frame_counts),
-        "defaults": vars(spec.defaults),
-    }
-
-
-def _model_row(spec: ModelSpec) -> tuple[str, str, str, str]:
-    defaults = spec.defaults
-    clip = f"{defaults.width}x{defaults.height}, {defaults.frames} frames, {defaults.steps} steps"
-    weights = f"{spec.total_parameters / 1e6:,.1f} M{'' if spec.here else ', not here'}"
-    return spec.name, weights, clip, spec.license
 
 
 def show_doctor() -> dict[str, Any]:

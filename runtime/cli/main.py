@@ -13,15 +13,16 @@ from typer.exceptions import TyperException
 
 from runtime import __version__
 from runtime.cli import show, web_flags
+from runtime.cli.common_flags import JsonFlag, take_offline
 from runtime.cli.endings import CANCELLED, DEFECT, DONE, USER_ERROR, defect, emit_json, refuse
+from runtime.cli.models_app import models_app
 from runtime.cli.request_flags import taking_engines, taking_request, taking_size
 from runtime.core import log, settings
+from runtime.core.cancel import CancelledError
 from runtime.core.errors import MemoryShortError, SettingsError, TandemError
 from runtime.core.request import GenerationRequest
 
 logger = logging.getLogger(__name__)
-
-JsonFlag = Annotated[bool, typer.Option("--json", help="End standard output with one JSON object on its last line.")]
 
 app = typer.Typer(
     add_completion=False,
@@ -29,7 +30,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-models_app = typer.Typer(help="The catalogue of models.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
 engines_app = typer.Typer(help="The engine library.", no_args_is_help=True)
 app.add_typer(engines_app, name="engines")
@@ -57,7 +57,7 @@ def run(arguments: list[str]) -> int:
     except TyperException as error:
         what = error.format_message().strip()
         return refuse(what if what.endswith(".") else f"{what}.", _usage(arguments), as_json=wants_json)
-    except (KeyboardInterrupt, typer.Abort):
+    except (KeyboardInterrupt, typer.Abort, CancelledError):
         show.line("Cancelled.")
         return CANCELLED
     except BrokenPipeError:
@@ -87,6 +87,7 @@ def web(
     auth: web_flags.Auth = None,
     model: web_flags.Model = None,
     no_browser: web_flags.NoBrowser = False,
+    offline: web_flags.Offline = False,
     enable_tensorrt: web_flags.EnableTensorRT = False,
     tensorrt_text_encoders: web_flags.TextEncoders = False,
     tensorrt_transformer: web_flags.Transformer = False,
@@ -109,6 +110,7 @@ def web(
         "auth": auth,
         "model": model,
         "browser": False if no_browser else None,
+        "offline": True if offline else None,
         "tensorrt": tensorrt,
         "share": True if share else None,
         "share_frames": share_frames,
@@ -297,16 +299,6 @@ def engines_unpin(ids: EngineIds, as_json: JsonFlag = False) -> None:
         emit_json(result)
 
 
-@models_app.command("list")
-def models_list(as_json: JsonFlag = False) -> None:
-    """List the models at hand."""
-    from runtime.cli.inform import show_models
-
-    result = show_models()
-    if as_json:
-        emit_json(result)
-
-
 @jobs_app.command("list")
 def jobs_list(
     state: Annotated[
@@ -382,3 +374,7 @@ def doctor(as_json: JsonFlag = False) -> int:
     if as_json:
         emit_json(result)
     return DONE if result["ok"] else USER_ERROR
+
+
+for _group in (app, models_app, engines_app, jobs_app):
+    take_offline(_group)

@@ -14,6 +14,7 @@ Auth = Annotated[
 ]
 Model = Annotated[Text, typer.Option(metavar="NAME|DIR", help="The model to start with. [default: diorama]")]
 NoBrowser = Annotated[bool, typer.Option("--no-browser", help="Do not open a browser.")]
+Offline = Annotated[bool, typer.Option("--offline", help="Fetch nothing from the internet.")]
 EnableTensorRT = Annotated[
     bool, typer.Option("--enable-tensorrt", help="Start with every part on TensorRT, or with those named below.")
 ]

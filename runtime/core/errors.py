@@ -10,6 +10,7 @@
     ├── EngineError             an engine that cannot be built, is damaged or does not run
     ├── LimitError              what a visitor of a share link may not do now
     ├── CheckpointError         a checkpoint that cannot be written, or not be used
+    ├── DownloadError           a model that a hub does not give, gives wrong, or that cannot be kept
     ├── BadResultError          the model gave NaN or Inf, or a clip that shows nothing
     └── StoreError              a job that is not there, or a job store that cannot be read or written
 
@@ -95,6 +96,10 @@ class CheckpointError(TandemError):
 
     def __init__(self, what: str, remedy: str = "") -> None:
         super().__init__(what, remedy)
+
+
+class DownloadError(TandemError):
+    """A model that a hub does not give or gives wrong, or a connection that breaks; what came whole is kept."""
 
 
 class BadResultError(TandemError):

@@ -7,10 +7,11 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from runtime.core.errors import SettingsError
 from runtime.core.request import MAX_FRAMES, MAX_STEPS
@@ -39,7 +40,12 @@ VARIABLES: Mapping[str, str] = {
     "share_queue": "TANDEM_SHARE_QUEUE",
     "share_queue_all": "TANDEM_SHARE_QUEUE_ALL",
     "share_rate": "TANDEM_SHARE_RATE",
+    "offline": "TANDEM_OFFLINE",
+    "hub": "TANDEM_HUB",
 }
+# What other programs that fetch models go by, where Tandem's own variable says nothing.
+_SHARED_VARIABLES: Mapping[str, str] = {"offline": "HF_HUB_OFFLINE", "hub": "HF_ENDPOINT"}
+HUB = "https://huggingface.co"
 # What `tensorrt` may name: the components behind each word.
 TENSORRT_PARTS: Mapping[str, tuple[str, ...]] = {
     "text-encoders": ("text_encoder",),
@@ -76,6 +82,8 @@ class Settings:
         share_size: (width, height) of the largest one, turned either way; `None` allows the model's own sizes.
         share_queue, share_queue_all: how many videos one visitor, and all together, may have waiting or running.
         share_rate: how many videos one visitor may ask for in an hour.
+        offline: who said that nothing is to be fetched: a flag, a variable or a file; empty where nobody did.
+        hub: the address that models are fetched from; not checked yet where it is HF_ENDPOINT's.
     """
 
     cache_dir: Path
@@ -94,6 +102,8 @@ class Settings:
     share_queue: int = 2
     share_queue_all: int = 10
     share_rate: int = 20
+    offline: str = ""
+    hub: str = HUB
 
     @property
     def backends(self) -> dict[str, str]:
@@ -132,7 +142,7 @@ def load(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os
     """
     cache_dir = _cache_dir(environ)
     values = _from_file(cache_dir / "settings.json")
-    values |= {name: (environ[variable], variable) for name, variable in VARIABLES.items() if environ.get(variable)}
+    values = _from_environment(environ, _SHARED_VARIABLES) | values | _from_environment(environ, VARIABLES)
     for name, value in (flags or {}).items():
         if value is not None:
             values[name] = (value, flag_of(name))
@@ -147,7 +157,16 @@ def load(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os
             f"--share and the host {settings.host} do not go together: visitors could open your own page by that host.",
             "Leave --host out: the link needs no other host.",
         )
+    # HF_HUB_OFFLINE is about models alone.
+    if settings.share and settings.offline and settings.offline != _SHARED_VARIABLES["offline"]:
+        raise SettingsError(
+            f"--share and {settings.offline} do not go together: a link needs the internet.", "Leave one of them out."
+        )
     return settings
+
+
+def _from_environment(environ: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    return {name: (environ[variable], variable) for name, variable in variables.items() if environ.get(variable)}
 
 
 def flag_of(name: str) -> str:
@@ -202,26 +221,21 @@ def _from_file(path: Path) -> dict[str, tuple[Any, str]]:
 
 
 def _parsed(name: str, value: Any, source: str) -> Any:
-    if name == "port":
-        return _port(value, source)
-    if name == "auth":
-        user, separator, password = value.partition(":") if isinstance(value, str) else ("", "", "")
-        if not (user and separator and password):
-            raise SettingsError(f"{source} is not of the form USER:PASSWORD.", "Give both, with a colon between.")
-        return user, password
-    if name in {"browser", "share"}:
-        return _switch(value, source)
+    parser = _PARSERS.get(name)
+    if parser is not None:
+        return parser(value, source)
     if name in _COUNTS:
         return _count(value, source, _COUNTS[name])
-    if name == "share_size":
-        return _size(value, source)
-    if name == "engine_cache_gb":
-        return _gigabytes(value, source)
-    if name == "tensorrt":
-        return _tensorrt(value, source)
     if not isinstance(value, str) or not value.strip() or not value.isprintable():
         raise SettingsError(f"{source} is empty or unreadable.", f"Give a {name.replace('_', ' ')}.")
     return _folder(value.strip(), source) if name == "engine_cache_dir" else value.strip()
+
+
+def _auth(value: Any, source: str) -> tuple[str, str]:
+    user, separator, password = value.partition(":") if isinstance(value, str) else ("", "", "")
+    if not (user and separator and password):
+        raise SettingsError(f"{source} is not of the form USER:PASSWORD.", "Give both, with a colon between.")
+    return user, password
 
 
 def _folder(value: str, source: str) -> Path:
@@ -284,8 +298,58 @@ def _port(value: Any, source: str) -> int:
     return port
 
 
+def check_hub(value: Any, source: str) -> str:
+    """Read a hub's address; return it without a slash at its end.
+
+    http is taken from this machine alone: elsewhere whoever sits between could exchange models and their hashes alike.
+
+    Raises:
+        SettingsError: if it is none, naming `source`, where it came from.
+    """
+    text = value.strip().rstrip("/") if isinstance(value, str) else ""
+    try:
+        parts = urlsplit(text if text.isprintable() and " " not in text else "")
+        host, _ = parts.hostname, parts.port
+    except ValueError:
+        parts, host = urlsplit(""), None
+    if not host or parts.scheme not in {"http", "https"} or parts.query or parts.fragment:
+        raise SettingsError(f"{source} is {str(value)[:80]!r}, not a hub's address.", f"Give one such as {HUB}.")
+    if parts.username is not None or parts.password is not None:
+        raise SettingsError(
+            f"{source} holds a user or a password.", "Leave it out: a token is taken from HF_TOKEN, for its own hub."
+        )
+    if parts.scheme == "http" and host not in _LOOPBACK:
+        raise SettingsError(
+            f"{source} is {text[:80]!r}: without https, models and hashes could be exchanged on the way.",
+            f"Give an address that begins with https://, such as {HUB}.",
+        )
+    return text
+
+
 def _switch(value: Any, source: str) -> bool:
     text = str(value).strip().lower()
     if text in _TRUE or text in _FALSE:
         return text in _TRUE
     raise SettingsError(f"{source} is {str(value)[:40]!r}.", "Give true or false.")
+
+
+def _offline(value: Any, source: str) -> str:
+    return source if _switch(value, source) else ""
+
+
+def _hub(value: Any, source: str) -> str:
+    # What is meant for other programs stops nothing but a download, which checks it.
+    return str(value) if source == _SHARED_VARIABLES["hub"] else check_hub(value, source)
+
+
+_PARSERS: Mapping[str, Callable[[Any, str], Any]] = {
+    "port": _port,
+    "auth": _auth,
+    "browser": _switch,
+    "share": _switch,
+    "share_size": _size,
+    "engine_cache_gb": _gigabytes,
+    "tensorrt": _tensorrt,
+    "offline": _offline,
+    "hub": _hub,
+}

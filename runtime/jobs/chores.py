@@ -22,7 +22,7 @@ from runtime.jobs.building import build_all, wanted_engines
 from runtime.models.spec import ModelSpec
 
 ChoreState = Literal["queued", "running", "done", "failed", "cancelled"]
-Kind = Literal["build", "look", "import", "verify", "delete", "prune"]
+Kind = Literal["build", "look", "import", "verify", "delete", "prune", "download"]
 
 # Frees the models that are loaded.
 Free = Callable[[], None]

@@ -15,10 +15,11 @@ SHIPPED = "diorama"
 
 
 def folders(weights_dir: Path) -> dict[str, Path]:
-    """Return the folder of each model by name, the shipped ones first."""
+    """Return the folder of each model by name, the shipped ones first; one that is being fetched is not among them."""
     found = {path.parent.name: path.parent for path in sorted(EMBEDDED.glob("*/model_index.json"))}
     for path in sorted(weights_dir.glob("*/model_index.json")):
-        found.setdefault(path.parent.name, path.parent)
+        if not path.parent.name.startswith("."):
+            found.setdefault(path.parent.name, path.parent)
     return found
 
 
@@ -33,8 +34,8 @@ def find(name: str, weights_dir: Path) -> ModelSpec:
         known = known_as(name)
         raise ModelError(
             f"The weights of {spec.title} are not here.",
-            f"Put the folder {known.repository if known else spec.name} of huggingface.co into {weights_dir}, "
-            "or give its path with --model.",
+            f"Fetch them: models download {spec.name}. Or put the folder {known.repository if known else spec.name} of "
+            f"huggingface.co into {weights_dir}, or give its path with --model.",
         )
     return spec
 

@@ -14,6 +14,7 @@ from runtime.models.wan import MAX_SEQUENCE_LENGTH, card_defaults, transformer_s
 
 _LICENSE = "Apache-2.0"
 _SCHEDULER = "UniPCMultistepScheduler"
+_BYTES_PER_WEIGHT = 4
 # UMT5-XXL's encoder; its embedding, which two names share, counted once.
 _UMT5_XXL = 5_680_910_336
 
@@ -71,6 +72,7 @@ class KnownModel:
         transformer_parameters, vae_parameters: numbers of weights, of one expert.
         experts, boundary_ratio, expand_timesteps: as in `ModelSpec`.
         sizes: where they are not those of its family's card.
+        flow_shift: in Wan's own code (`sample_shift`); what runs is what the folder's scheduler says.
     """
 
     name: str
@@ -85,6 +87,7 @@ class KnownModel:
     boundary_ratio: float | None = None
     expand_timesteps: bool = False
     sizes: tuple[tuple[int, int], ...] = ()
+    flow_shift: float = 5.0
 
     @property
     def names(self) -> frozenset[str]:
@@ -92,6 +95,11 @@ class KnownModel:
         repository = self.repository.lower()
         folder = repository.rpartition("/")[2]
         return self.aliases | {self.name, repository, folder, folder.removesuffix("-diffusers")}
+
+    @property
+    def license(self) -> str:
+        """Return the licence of its weights."""
+        return _LICENSE
 
     @property
     def folder(self) -> str:
@@ -141,6 +149,7 @@ KNOWN = (
         transformer_parameters=14_288_491_584,
         experts=2,
         boundary_ratio=0.875,
+        flow_shift=12.0,
     ),
     KnownModel(
         name="wan2.2-ti2v-5b",
@@ -183,6 +192,11 @@ KNOWN = (
 def known_as(name: str) -> KnownModel | None:
     """Return the model that goes by a name, upper and lower case being alike."""
     return next((model for model in KNOWN if name.strip().lower() in model.names), None)
+
+
+def download_bytes(spec: ModelSpec) -> int:
+    """Return about what fetching a known model takes, at most: published weights have 4 bytes each, or fewer."""
+    return _BYTES_PER_WEIGHT * spec.total_parameters
 
 
 def named(spec: ModelSpec) -> ModelSpec:

@@ -180,6 +180,7 @@ class ModelSpec:
         defaults: for "auto".
         sizes, frame_counts: what the model was made for, (width, height) and frames.
         here: whether `directory` is there; a known model can be planned with before its weights are.
+        flow_shift: how far the scheduler's noise levels are moved towards noise, where it says so.
     """
 
     name: str
@@ -199,6 +200,7 @@ class ModelSpec:
     sizes: tuple[tuple[int, int], ...]
     frame_counts: tuple[int, ...]
     here: bool = True
+    flow_shift: float | None = None
 
     @property
     def component_names(self) -> tuple[str, ...]:

@@ -46,34 +46,14 @@ def read_spec(directory: Path, name: str) -> ModelSpec:
             f"There is no model folder {directory}.",
             "Give a name from `models list`, or a folder in diffusers' format.",
         )
-    index = _read_json(directory / "model_index.json")
-    family = index.get("_class_name")
-    if family != PIPELINE_CLASS:
-        raise ModelError(
-            f"{directory.name} is a {family or 'model of an unknown kind'}, not a Wan text-to-video model.",
-            "Take a folder whose model_index.json says WanPipeline.",
-        )
-    _refuse_pickles(directory)
-    experts = 2 if _present(index, "transformer_2") else 1
-    names = ["transformer", "transformer_2"][:experts]
-    config, *other = [_read_json(directory / expert / "config.json") for expert in names]
     try:
-        transformer = transformer_spec(config)
-        if any(transformer_spec(expert) != transformer for expert in other):
-            raise ModelError(
-                f"The two transformers of {directory.name} differ in architecture.", "Take both from the same model."
-            )
-        vae = vae_spec(_read_json(directory / "vae" / "config.json"))
+        index, names, transformer, vae = _architecture(directory, directory.name)
+        _refuse_pickles(directory)
+        experts = len(names)
         boundary = index.get("boundary_ratio")
-        if experts > 1 and boundary is None:
-            raise KeyError("boundary_ratio")
-        if vae.z_dim != transformer.in_channels:
-            raise ModelError(
-                f"The transformer of {directory.name} takes {transformer.in_channels} channels and its VAE has "
-                f"{vae.z_dim}: it is not a text-to-video model.",
-                "Take a text-to-video folder, not an image-to-video one.",
-            )
         sidecar = _sidecar(directory, vae, experts)
+        scheduler = _read_json(directory / "scheduler" / "scheduler_config.json")
+        shift = scheduler.get("flow_shift", scheduler.get("shift"))
         return ModelSpec(
             name=name,
             directory=directory,
@@ -81,17 +61,67 @@ def read_spec(directory: Path, name: str) -> ModelSpec:
             experts=experts,
             vae=vae,
             boundary_ratio=None if boundary is None else float(boundary),
-            scheduler=str(_read_json(directory / "scheduler" / "scheduler_config.json")["_class_name"]),
+            scheduler=str(scheduler["_class_name"]),
             expand_timesteps=bool(index.get("expand_timesteps", False)),
             max_sequence_length=MAX_SEQUENCE_LENGTH,
             parameters={part: _count(directory / part) for part in ("text_encoder", *names, "vae")},
+            flow_shift=None if shift is None else float(shift),
             **sidecar,
         )
     except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(directory.name, error) from error
+
+
+def check_family(directory: Path, title: str) -> None:
+    """Check that a folder's configurations are of a model that Tandem runs; its weights may be missing.
+
+    Args:
+        title: what errors call it.
+
+    Raises:
+        ModelError: if they are of another family, missing or damaged.
+    """
+    try:
+        _architecture(directory, title)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(title, error) from error
+
+
+def _architecture(directory: Path, title: str) -> tuple[dict[str, Any], list[str], TransformerSpec, VaeSpec]:
+    """Read the pipeline's index, the experts' names, their architecture and the VAE's.
+
+    Raises:
+        KeyError, TypeError, ValueError: if one is incomplete or wrong.
+        ModelError: if one is missing, not JSON, or of another family.
+    """
+    index = _read_json(directory / "model_index.json")
+    family = index.get("_class_name")
+    if family != PIPELINE_CLASS:
         raise ModelError(
-            f"A configuration file in {directory.name} is incomplete or wrong ({error}).",
-            "Copy or download the model again.",
-        ) from error
+            f"{title} is a {family or 'model of an unknown kind'}, not a Wan text-to-video model.",
+            "Take a folder whose model_index.json says WanPipeline.",
+        )
+    names = ["transformer", "transformer_2"][: 2 if _present(index, "transformer_2") else 1]
+    config, *other = [_read_json(directory / expert / "config.json") for expert in names]
+    transformer = transformer_spec(config)
+    if any(transformer_spec(expert) != transformer for expert in other):
+        raise ModelError(f"The two transformers of {title} differ in architecture.", "Take both from the same model.")
+    vae = vae_spec(_read_json(directory / "vae" / "config.json"))
+    if len(names) > 1 and index.get("boundary_ratio") is None:
+        raise KeyError("boundary_ratio")
+    if vae.z_dim != transformer.in_channels:
+        raise ModelError(
+            f"The transformer of {title} takes {transformer.in_channels} channels and its VAE has "
+            f"{vae.z_dim}: it is not a text-to-video model.",
+            "Take a text-to-video folder, not an image-to-video one.",
+        )
+    return index, names, transformer, vae
+
+
+def _damaged(title: str, error: Exception) -> ModelError:
+    return ModelError(
+        f"A configuration file in {title} is incomplete or wrong ({error}).", "Copy or download the model again."
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import gradio as gr
 from runtime.core.errors import MachineError
 from runtime.core.settings import Settings
 from runtime.engines.service import EngineService
+from runtime.jobs.downloads import Downloads
 from runtime.jobs.history import HistoryFile
 from runtime.jobs.opening import open_store
 from runtime.jobs.worker import Worker
@@ -88,6 +89,7 @@ def serve(settings: Settings, tell: Callable[[str], None] = logger.info) -> Iter
         sys.stderr.write(
             f"{waiting} job{'' if waiting == 1 else 's'} from before {'goes' if waiting == 1 else 'go'} on.\n"
         )
+    downloads = Downloads(settings)
     sharing: Sharing | None = None
     page: gr.Blocks | None = None
     try:
@@ -95,7 +97,7 @@ def serve(settings: Settings, tell: Callable[[str], None] = logger.info) -> Iter
         # Else gradio would make a copy of each video that it tells a program of.
         gr.set_static_paths([settings.outputs_dir])
         sharing = Sharing(worker, settings, tell) if settings.share else None
-        page = build(worker, engines, settings, sharing)
+        page = build(worker, engines, settings, sharing, downloads)
         names = LOOPBACK if settings.host in LOOPBACK else None
         try:
             url = server.start(
@@ -116,6 +118,7 @@ def serve(settings: Settings, tell: Callable[[str], None] = logger.info) -> Iter
     finally:
         if sharing is not None:
             sharing.end()
+        downloads.close()
         # Before the page, which still sees that its job was cancelled.
         worker.close()
         if page is not None:
@@ -129,7 +132,9 @@ def _tell(line: str) -> None:
 
 
 def _prepare_environment(settings: Settings) -> None:
-    """Keep gradio's files in the cache folder, and talk to this machine directly even behind a proxy."""
+    """Keep gradio's files in the cache folder, talk to this machine directly even behind a proxy, be offline if so."""
+    if settings.offline:
+        os.environ["HF_HUB_OFFLINE"] = "1"
     scratch = settings.cache_dir / "gradio"
     os.environ["GRADIO_TEMP_DIR"] = str(scratch)
     os.environ["GRADIO_EXAMPLES_CACHE"] = str(scratch / "examples")

@@ -153,7 +153,7 @@ def basic_settings(models: Mapping[str, ModelSpec], chosen: str, values: Mapping
         values: the properties of the controls that follow the model, as `model_values` has them.
     """
     model = gr.Dropdown(
-        choices=[(f"{other.title} ({other.license})", name) for name, other in models.items()],
+        choices=model_choices(models),
         value=chosen,
         label="Model",
         info="Sizes, length and the settings below follow it.",
@@ -218,6 +218,11 @@ def basic_settings(models: Mapping[str, ModelSpec], chosen: str, values: Mapping
             )
     controls = (negative, model, width, height, frames, fps, steps, guidance, guidance_2, seed)
     return Basics(dict(zip(BASIC[1:], controls, strict=True)), size, length)
+
+
+def model_choices(models: Mapping[str, ModelSpec]) -> list[tuple[str, str]]:
+    """Return how models stand in their choice: what is read, and the name behind it."""
+    return [(f"{spec.title} ({spec.license})", name) for name, spec in tuple(models.items())]
 
 
 def model_values(spec: ModelSpec) -> dict[str, dict[str, Any]]:

@@ -6,8 +6,9 @@ import gradio as gr
 
 from runtime.core.settings import Settings
 from runtime.engines.service import EngineService
+from runtime.jobs.downloads import Downloads
 from runtime.jobs.worker import Worker
-from runtime.ui import acceleration, api, form, importing, jobs_tabs, share_bar, shelf, theme
+from runtime.ui import acceleration, api, form, importing, jobs_tabs, more_models, share_bar, shelf, theme
 from runtime.ui.desk import Desk
 from runtime.ui.foresight import Foresight
 from runtime.ui.handlers import Handlers
@@ -22,11 +23,18 @@ _TIDY_SECONDS = (3600, 86_400)
 _LOOK_SECONDS = 1.0
 
 
-def build(worker: Worker, engines: EngineService, settings: Settings, sharing: Sharing | None = None) -> gr.Blocks:
+def build(
+    worker: Worker,
+    engines: EngineService,
+    settings: Settings,
+    sharing: Sharing | None = None,
+    downloads: Downloads | None = None,
+) -> gr.Blocks:
     """Return the page, with `/generate` for programs.
 
     Args:
         sharing: the share link, where there is one; the page says how it is and stops it.
+        downloads: fetches models.
 
     Raises:
         ModelError: if the model that Tandem was started with cannot be used.
@@ -37,6 +45,12 @@ def build(worker: Worker, engines: EngineService, settings: Settings, sharing: S
     preset = form.preset_name(settings.backends)
     handlers = Handlers(worker, models, settings.log_file, icon, foresight, preset)
     library = Library(worker, engines, models, foresight)
+    more = more_models.MoreModels(downloads or Downloads(settings), models, settings)
+
+    def settings_column(prompt: gr.Textbox) -> tuple[form.Settings, more_models.Block]:
+        column = form.settings_group(models, settings.model, prompt, foresight.machine(), settings.backends)
+        return column, more_models.block()
+
     with gr.Blocks(title="Tandem", analytics_enabled=False, fill_width=True, delete_cache=_TIDY_SECONDS) as page:
         # First, so that the name is its own: gradio numbers later ones.
         gr.api(api.endpoint(worker, models, settings.model), api_name="generate", concurrency_limit=None)
@@ -45,12 +59,7 @@ def build(worker: Worker, engines: EngineService, settings: Settings, sharing: S
             share_bar.make(page, sharing)
         with gr.Tabs(elem_id="tabs"):
             with gr.Tab("Make", id="make", elem_id="tab-make") as make_tab:
-                studio, made = make(
-                    icon,
-                    lambda prompt: form.settings_group(
-                        models, settings.model, prompt, foresight.machine(), settings.backends
-                    ),
-                )
+                studio, (made, offering) = make(icon, settings_column)
             jobs_parts = jobs_tabs.make()
             with gr.Tab("Engines", id="engines", elem_id="tab-engines") as engines_tab:
                 said = gr.HTML(shelf.said(""), elem_id="library-said", apply_default_css=False)
@@ -67,6 +76,7 @@ def build(worker: Worker, engines: EngineService, settings: Settings, sharing: S
         _connect_panel(handlers, made)
         drawn = _connect_library(library, inputs, [*shelves, said], make_tab, engines_tab)
         _connect_import(library, inputs, bringing, [*shelves, bringing.said, drawn])
+        more_models.connect(page, more, offering, inputs.model)
         jobs_tabs.connect(Desk(worker, models, settings.outputs_dir), jobs_parts, inputs.controls, SERVED)
     page.queue(default_concurrency_limit=None)
     return page

@@ -1,5 +1,6 @@
 """One server and one Chromium for all browser tests; a fresh context for each."""
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.models.hub import LoopbackHub, served
 from tests.served import Server, make_cache, serving
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -26,9 +28,18 @@ OpenPage = Callable[..., Any]
 
 
 @pytest.fixture(scope="package")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def hub() -> Iterator[LoopbackHub]:
+    """Return the hub that the web app's models would come from; none comes whole, so that none is offered."""
+    with served() as hub:
+        yield hub
+
+
+@pytest.fixture(scope="package")
+def server(tmp_path_factory: pytest.TempPathFactory, hub: LoopbackHub) -> Iterator[Server]:
     """Return the web app that all tests share."""
-    with serving(make_cache(tmp_path_factory.mktemp("browser"))) as running:
+    cache = make_cache(tmp_path_factory.mktemp("browser"))
+    (cache / "settings.json").write_text(json.dumps({"hub": hub.address}), encoding="utf-8")
+    with serving(cache) as running:
         yield running
     assert "Traceback" not in (running.cache_dir / "server.txt").read_text(encoding="utf-8")
 

@@ -61,6 +61,46 @@ def test_a_link_and_another_host_do_not_go_together(tmp_path: Path) -> None:
         settings.load({"share": True}, environ)
 
 
+def test_nothing_is_fetched_if_tandem_or_all_programs_are_told_so(tmp_path: Path) -> None:
+    environ = {"TANDEM_CACHE_DIR": str(tmp_path)}
+    assert settings.load({}, environ).offline == ""
+    assert settings.load({"offline": True}, environ).offline == "--offline"
+    assert settings.load({}, environ | {"HF_HUB_OFFLINE": "1"}).offline == "HF_HUB_OFFLINE"
+    # Tandem's own word goes before.
+    assert settings.load({}, environ | {"HF_HUB_OFFLINE": "1", "TANDEM_OFFLINE": "0"}).offline == ""
+    (tmp_path / "settings.json").write_text('{"offline": true}')
+    assert settings.load({}, environ | {"HF_HUB_OFFLINE": "0"}).offline.endswith("settings.json")
+    with pytest.raises(SettingsError, match="do not go together"):
+        settings.load({"share": True}, environ)
+    assert settings.load({"share": True, "offline": False}, environ | {"HF_HUB_OFFLINE": "1"}).share
+
+
+@pytest.mark.parametrize(
+    ("address", "taken"),
+    [
+        ("https://hub.example", "https://hub.example"),
+        (" https://hub.example:8443/a/b/ ", "https://hub.example:8443/a/b"),
+        ("http://127.0.0.1:5000", "http://127.0.0.1:5000"),
+        ("http://[::1]:5000", "http://[::1]:5000"),
+        ("http://192.168.0.2:5000", None),
+        ("https://", None),
+        ("https://a b", None),
+        ("https://hub.example:99999", None),
+        ("ftp://hub.example", None),
+        ("https://token@hub.example", None),
+        ("hub", None),
+    ],
+)
+def test_a_hub_is_an_address_by_https_or_on_this_machine(tmp_path: Path, address: str, taken: str | None) -> None:
+    environ = {"TANDEM_CACHE_DIR": str(tmp_path), "TANDEM_HUB": address, "HF_ENDPOINT": "https://other.example"}
+    if taken is None:
+        with pytest.raises(SettingsError, match="TANDEM_HUB"):
+            settings.load({}, environ)
+    else:
+        assert settings.load({}, environ).hub == taken
+    assert settings.load({}, {"TANDEM_CACHE_DIR": str(tmp_path), "HF_ENDPOINT": address}).hub == address
+
+
 def test_engines_are_kept_where_and_as_large_as_asked(tmp_path: Path) -> None:
     environ = {"TANDEM_CACHE_DIR": str(tmp_path)}
     assert settings.load({}, environ).engines_dir == tmp_path / "engines"

@@ -1,0 +1,126 @@
+"""`models list`: for people on standard error, returned for programs."""
+
+from pathlib import Path
+from typing import Any
+
+from runtime.cli import show
+from runtime.core import settings
+from runtime.core.byte_size import byte_size
+from runtime.core.errors import TandemError
+from runtime.jobs.history import HistoryFile
+from runtime.manager.machine import probe
+from runtime.manager.needs import Needs, needs
+from runtime.models.catalogue import folders, not_here
+from runtime.models.hub.download import begun_bytes
+from runtime.models.hub.manifest import read_manifest
+from runtime.models.known import KnownModel, download_bytes, known_as, named
+from runtime.models.spec import ModelSpec
+from runtime.models.wan import WAN_NEGATIVE_PROMPT, read_spec
+
+_LONGEST_SHOWN = 60
+
+
+def show_models() -> dict[str, Any]:
+    """Print and return the models at hand, those that cannot be used with the reason, and known ones that are not."""
+    loaded = settings.load()
+    machine = probe()
+    history = HistoryFile(loaded.cache_dir, machine).read()
+    listed = []
+    specs: list[ModelSpec] = []
+    for name, folder in folders(loaded.weights_dir).items():
+        try:
+            specs.append(named(read_spec(folder, name)))
+        except TandemError as error:
+            listed.append({"name": name, "folder": str(folder), "here": True, "problem": error.what})
+            show.line(f"{name}: {error.what} {error.remedy}")
+    for spec in (*specs, *not_here(loaded.weights_dir)):
+        need = needs(spec, machine, history)
+        listed.append(_model(spec, need))
+        for line in describe(spec, need):
+            show.line(line)
+    return {"models": listed}
+
+
+def _model(spec: ModelSpec, need: Needs) -> dict[str, Any]:
+    known = _known(spec)
+    return {
+        "name": spec.name,
+        "folder": str(spec.directory),
+        "here": spec.here,
+        "problem": None,
+        "title": spec.title,
+        "license": spec.license,
+        "repository": _repository(spec) or (known.repository if known else None),
+        "parameters": spec.total_parameters,
+        "bytes": _bytes(spec),
+        "bytes_estimated": not spec.here,
+        "begun_bytes": _begun(spec),
+        "sizes": [list(size) for size in spec.sizes],
+        "frame_counts": list(spec.frame_counts),
+        "defaults": vars(spec.defaults)
+        | {"flow_shift": spec.flow_shift, "published_flow_shift": known.flow_shift if known else None},
+        "needs": need.to_json(),
+    }
+
+
+def describe(spec: ModelSpec, need: Needs) -> list[str]:
+    """Return what there is to say of a model: what it is, what it makes by default, what it needs."""
+    defaults = spec.defaults
+    begun = f"{byte_size(_begun(spec))} here of a download that was stopped" if _begun(spec) else "not here"
+    where = "here" if spec.here else f"{begun}: models download {spec.name}"
+    size = byte_size(_bytes(spec)) if spec.here else f"about {byte_size(_bytes(spec))} at most"
+    pair = [scale for scale in (defaults.guidance_scale, defaults.guidance_scale_2) if scale is not None]
+    guidance = " and ".join(f"{scale:g}" for scale in pair)
+    shift = _shift(spec)
+    least = f"{need.least} ({need.least.way})" if need.least else "more than any one card has"
+    resident = f"; to stay loaded: {need.resident}" if need.resident else ""
+    return [
+        f"{spec.name}: {spec.title}, {spec.license}, {spec.total_parameters / 1e6:,.1f} M weights, {size}, {where}",
+        f"    makes {defaults.width}x{defaults.height}, {defaults.frames} frames at {defaults.fps} fps, "
+        f"{defaults.steps} steps, guidance {guidance}{shift}, negative prompt {_shown(defaults.negative_prompt)}",
+        f"    needs at least: {least}{resident}",
+        f"    on this machine: {need.here}",
+    ]
+
+
+def _known(spec: ModelSpec) -> KnownModel | None:
+    """Return the published model that this one is."""
+    known = known_as(spec.name) or known_as(spec.directory.name)
+    is_it = known is not None and known.describes(spec.transformer, spec.vae, spec.experts)
+    return known if is_it else None
+
+
+def _shift(spec: ModelSpec) -> str:
+    """Return the shift of the model's scheduler; it is Wan's own where that is not here, or is another."""
+    known = _known(spec)
+    own = f"{known.flow_shift:g} in Wan's own code" if known else ""
+    if spec.flow_shift is None:
+        return f", shift {own}" if own else ""
+    return f", shift {spec.flow_shift:g}" + (f" ({own})" if known and known.flow_shift != spec.flow_shift else "")
+
+
+def _shown(negative: str) -> str:
+    if negative == WAN_NEGATIVE_PROMPT:
+        return "Wan's own"
+    short = negative if len(negative) <= _LONGEST_SHOWN else f"{negative[:_LONGEST_SHOWN]}…"
+    return f"“{short}”" if short else "none"
+
+
+def _bytes(spec: ModelSpec) -> int:
+    return _on_disk(spec.directory) if spec.here else download_bytes(spec)
+
+
+def _begun(spec: ModelSpec) -> int:
+    return 0 if spec.here else begun_bytes(spec.directory.parent, spec.directory.name)
+
+
+def _on_disk(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _repository(spec: ModelSpec) -> str | None:
+    try:
+        manifest = read_manifest(spec.directory) if spec.here else None
+    except TandemError:
+        return None
+    return manifest.repository if manifest else None

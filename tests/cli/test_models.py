@@ -1,0 +1,222 @@
+"""`models list`, `models download` and `models verify`: what they print, ask, refuse and return."""
+
+import io
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from runtime.cli.fetching import progress_text
+from runtime.cli.main import run
+from runtime.cli.models import describe
+from runtime.manager.needs import needs
+from runtime.models.hub.progress import Progress
+from runtime.models.known import known_as
+from runtime.models.spec import ModelSpec
+from tests.cli.test_bad_input import refused
+from tests.models.hub import Fault, LoopbackHub, of_folder, served
+from tests.plans import machine
+
+KNOWN = "Wan2.1-T2V-1.3B-Diffusers"
+VAE = "vae/diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture
+def hub(tiny: Callable[[str], ModelSpec], cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
+    """Serve a tiny model under a published one's name, where the settings point to."""
+    with served(**{KNOWN: of_folder(tiny("wan2.1").directory)}) as hub:
+        monkeypatch.setenv("TANDEM_HUB", f"{hub.address}/")
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        yield hub
+
+
+def answer(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> tuple[dict[str, object], str]:
+    """Run a command and return its JSON and its text."""
+    assert run([*arguments, "--json"]) == code
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err
+    return json.loads(out.splitlines()[-1]), " ".join(err.split())
+
+
+def test_a_known_model_is_fetched_listed_planned_with_and_verified(
+    hub: LoopbackHub, cache_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result, text = answer(["models", "download", "wan2.1-1.3b", "--yes"], capsys)
+    folder = cache_dir.resolve() / "weights" / KNOWN
+    assert result["folder"] == str(folder)
+    assert result["license"] == "Apache-2.0"
+    assert result["bytes"] == result["fetched_bytes"] == sum(hub.sent.values())
+    assert f"Licence: Apache-2.0. Its text: {hub.address}/Wan-AI/{KNOWN}" in text
+    assert "1 of 10: model_index.json" in text
+    assert f"{KNOWN} is here, whole and right" in text
+
+    listed, text = answer(["models", "list"], capsys)
+    models = {model["name"]: model for model in listed["models"]}  # type: ignore[attr-defined]
+    assert "wan2.1-t2v-1.3b" not in models
+    assert models[KNOWN]["repository"] == f"Wan-AI/{KNOWN}"
+    assert models[KNOWN]["bytes"] == sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    assert models[KNOWN]["defaults"]["flow_shift"] == 3.0
+    assert models["wan2.2-t2v-a14b"]["defaults"]["published_flow_shift"] == 12.0
+    assert "guidance 4 and 3, shift 12 in Wan's own code, negative prompt Wan's own" in text
+    assert run(["plan", "a boat", "--model", "wan2.1-1.3b", "--width", "64", "--height", "64", "--frames", "5"]) == 0
+    capsys.readouterr()
+
+    result, text = answer(["models", "verify", "wan2.1-1.3b"], capsys)
+    assert result["ok"] is True
+    assert "right, 10 files" in text
+    with (folder / VAE).open("r+b") as stream:
+        stream.seek(100_000)
+        stream.write(b"damage")
+    for names in (["wan2.1-1.3b"], [KNOWN], [f"Wan-AI/{KNOWN}"], [str(folder)], []):
+        result, text = answer(["models", "verify", *names], capsys, code=2)
+        assert f"{VAE} is of another content" in text
+        assert f"models download Wan-AI/{KNOWN}" in text
+    hub.sent.clear()
+    result, _ = answer(["models", "download", f"Wan-AI/{KNOWN}", "--yes"], capsys)
+    assert set(hub.sent) == {VAE}
+    assert answer(["models", "verify"], capsys)[0]["ok"] is True
+    _, text = answer(["models", "download", KNOWN], capsys)
+    assert "nothing was fetched" in text
+    assert "Licence" not in text
+
+
+def test_it_asks_first_and_takes_no_for_an_answer(
+    hub: LoopbackHub, cache_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["models", "download", "wan2.1-1.3b"]
+    assert run(command) == 2
+    error = capsys.readouterr().err
+    assert "Licence: Apache-2.0" in error
+    assert "there is no terminal" in error
+    assert "--yes" in error
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for typed, code in (("\n", 130), ("no\n", 130), ("", 130), ("Yes\n", 0)):
+        assert not hub.sent
+        monkeypatch.setattr("sys.stdin", Terminal(typed))
+        assert run(command) == code
+    assert hub.sent
+
+
+@pytest.mark.parametrize("how", ["flag", "TANDEM_OFFLINE", "HF_HUB_OFFLINE", "file"])
+def test_offline_nothing_is_asked_for(
+    how: str, hub: LoopbackHub, cache_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ["--offline"] if how == "flag" else []
+    if how == "file":
+        cache_dir.mkdir()
+        (cache_dir / "settings.json").write_text('{"offline": true}')
+    elif how != "flag":
+        monkeypatch.setenv(how, "1")
+    what, _ = refused(["models", "download", "wan2.1-1.3b", "--yes", *flags], capsys)
+    said = {"flag": "--offline or TANDEM_OFFLINE", "file": "settings.json"}.get(how, how)
+    assert what.startswith("Error: Nothing is fetched: ")
+    assert said in what
+    assert not hub.asked
+    # The rest works as ever, and the flag is gone with its command.
+    assert run(["models", "list", *flags]) == 0
+    assert run(["plan", "a boat", "--model", "diorama", *flags]) == 0
+    if how == "flag":
+        capsys.readouterr()
+        answer(["models", "download", "wan2.1-1.3b", "--yes"], capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says", "to_do"),
+    [
+        (["no/such/model"], "'no/such/model' is not a model's name", "OWNER/REPOSITORY"),
+        (["../x"], "'../x' is not a model's name", "models list"),
+        (["wan"], "'wan' is not a model's name", "models list"),
+        (["a/b..c"], "is not a model's name", "models list"),
+        (["Wan-AI/Nothing"], "no such repository", "HF_TOKEN"),
+        (["wan2.1-1.3b", "--revision", "v9"], "no such revision", "--revision"),
+        (["wan2.1-1.3b", "--revision", ""], "--revision is empty", "branch"),
+        (["wan2.1-1.3b", "--mirror", "hub.example"], "not a hub's address", "https://"),
+        (["wan2.1-1.3b", "--mirror", "http://hub.example"], "without https", "https://"),
+        (["wan2.1-1.3b", "--mirror", "https://me:secret@hub.example"], "a user or a password", "HF_TOKEN"),
+        (["wan2.1-1.3b", "--mirror", "https://hub.example/?x=1"], "not a hub's address", "https://"),
+        (["wan2.1-1.3b", "--mirror", "file:///etc"], "not a hub's address", "https://"),
+        (["wan2.1-1.3b", "--mirror", "https://[::1"], "not a hub's address", "https://"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    arguments: list[str], says: str, to_do: str, hub: LoopbackHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["models", "download", *arguments, "--yes"]) == 2
+    *_, what, remedy = capsys.readouterr().err.strip().splitlines()
+    assert what.startswith("Error: ") and says in what
+    assert remedy.startswith("To do: ") and to_do in remedy
+    assert "secret" not in what + remedy
+
+
+def test_a_hub_for_other_programs_is_checked_where_it_is_used(
+    cache_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TANDEM_HUB", raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", "http://mirror.example")
+    assert run(["plan", "a boat", "--model", "diorama"]) == 0
+    capsys.readouterr()
+    what, _ = refused(["models", "download", "wan2.1-1.3b", "--yes"], capsys)
+    assert "HF_ENDPOINT" in what and "without https" in what
+
+
+def test_verifying_what_was_not_fetched_is_refused(
+    hub: LoopbackHub, tiny: Callable[[str], ModelSpec], cache_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result, text = answer(["models", "verify"], capsys)
+    assert result == {"ok": True, "models": []}
+    assert "No model was downloaded yet." in text
+    shutil.copytree(tiny("wan2.1").directory, cache_dir / "weights" / "mine")
+    assert "no hashes" in refused(["models", "verify", "mine"], capsys)[0]
+    assert "no hashes" in refused(["models", "verify", "diorama"], capsys)[0]
+    assert "no-such" in refused(["models", "verify", "no-such"], capsys)[0]
+
+
+def test_a_broken_connection_is_told_and_what_came_is_counted(
+    hub: LoopbackHub, cache_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.faults[VAE] = Fault("404")
+    assert run(["models", "download", "wan2.1-1.3b", "--yes"]) == 2
+    came = sum(hub.sent.values())
+    capsys.readouterr()
+    listed, text = answer(["models", "list"], capsys)
+    models = {model["name"]: model for model in listed["models"]}  # type: ignore[attr-defined]
+    assert models["wan2.1-t2v-1.3b"]["begun_bytes"] == came
+    assert "KB here of a download that was stopped: models download wan2.1-t2v-1.3b" in text
+    result, text = answer(["models", "download", "wan2.1-1.3b", "--yes"], capsys)
+    assert result["fetched_bytes"] == result["bytes"] - came  # type: ignore[operator]
+    assert "of it are here" in text
+
+
+def test_a_scheduler_that_differs_from_wans_own_code_is_told() -> None:
+    known = known_as("a14b")
+    assert known is not None
+    spec = known.spec(Path("none"))
+    need = needs(spec, machine())
+    for shift, says in ((3.0, "shift 3 (12 in Wan's own code), "), (12.0, "shift 12, "), (None, "shift 12 in Wan's")):
+        assert says in describe(replace(spec, flow_shift=shift), need)[1]
+    assert "shift 5, " in describe(replace(spec, experts=1, flow_shift=5.0), need)[1]
+
+
+@pytest.mark.parametrize(
+    ("progress", "says"),
+    [
+        (Progress(note="asking huggingface.co"), "asking huggingface.co"),
+        (
+            Progress(file="a", number=2, count=9, done=5 * 10**9, total=10**10, rate=10.0**8, seconds_left=50.0),
+            "━━━━━━━━━━━━╌╌╌╌╌╌╌╌╌╌╌╌ 5.0 GB of 10.0 GB · 100.0 MB/s · 50 s left · 2/9 a",
+        ),
+        (
+            Progress(file="a", number=2, count=9, done=0, total=10, note="the connection broke"),
+            "╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌ 0 B of 10 B · the connection broke",
+        ),
+    ],
+)
+def test_the_progress_line(progress: Progress, says: str) -> None:
+    assert progress_text(progress) == says
