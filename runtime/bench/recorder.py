@@ -1,0 +1,190 @@
+"""What one run of a job tells: seconds, memory by stage, what was loaded, built and given up, and its frames."""
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import psutil
+import torch
+
+from runtime.core.events import Event, Failed, FellBack, StageStarted, StepDone, TerminalEvent, VideoSaved, Warned
+from runtime.core.plan import ExecutionPlan
+from runtime.models.spec import ModelSpec
+
+_SAMPLE_SECONDS = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run.
+
+    Attributes:
+        end: how it ended; `None` if it was paused.
+        timings: seconds by stage as the job tells them, without loading.
+        steps: seconds of each denoising step.
+        wall_seconds: from beginning to end, with all that the stages leave out.
+        load_seconds: spent on loading.
+        build_seconds: spent on building engines.
+        vram, ram: peak bytes by stage beyond what was held before it. VRAM is what PyTorch allocated on the GPU, RAM
+            the process's resident memory; a stage on the CPU has no VRAM.
+        fell_back: sentences, one for each part that PyTorch took over.
+        warnings: sentences.
+        frames: batches, (n, height, width, 3) uint8.
+    """
+
+    end: TerminalEvent | None
+    timings: Mapping[str, float]
+    steps: tuple[float, ...]
+    wall_seconds: float
+    load_seconds: float
+    build_seconds: float
+    vram: Mapping[str, int]
+    ram: Mapping[str, int]
+    fell_back: tuple[str, ...]
+    warnings: tuple[str, ...]
+    frames: tuple[np.ndarray, ...] = field(repr=False)
+
+
+class Recorder:
+    """Hears of one run: hand `emit`, itself as history, and `look` to `run_job`, within `watching`."""
+
+    def __init__(self, device: str) -> None:
+        self._cuda = device.startswith("cuda")
+        self._end: TerminalEvent | None = None
+        self._steps: list[float] = []
+        self._fell_back: list[str] = []
+        self._warnings: list[str] = []
+        self._frames: list[np.ndarray] = []
+        self._vram: dict[str, int] = {}
+        self._build_seconds = 0.0
+        self._building_since: float | None = None
+        self._started = self._ended = 0.0
+        self._ram = _RamWatch()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Time the body and sample its memory."""
+        self._started = time.perf_counter()
+        try:
+            with self._ram:
+                yield
+        finally:
+            self._ended = time.perf_counter()
+            self._built()
+
+    def emit(self, event: Event) -> None:
+        """Take an event in."""
+        if isinstance(event, StageStarted):
+            self._ram.enter(event.stage)
+            if event.stage == "build":
+                self._building_since = self._building_since or time.perf_counter()
+            else:
+                self._built()
+            if event.stage == "decode":
+                self._frames.clear()  # a second attempt begins anew
+        elif isinstance(event, StepDone):
+            self._steps.append(event.seconds)
+        elif isinstance(event, FellBack):
+            self._fell_back.append(event.reason)
+        elif isinstance(event, Warned):
+            self._warnings.append(event.message)
+        elif isinstance(event, TerminalEvent):
+            self._end = event
+
+    def look(self, frames: np.ndarray) -> None:
+        """Keep frames."""
+        self._frames.append(frames)
+
+    def note(
+        self,
+        planned: ExecutionPlan,
+        ran: ExecutionPlan,
+        spec: ModelSpec,
+        timings: Mapping[str, float],
+        peaks: Mapping[str, int],
+    ) -> None:
+        """Take the GPU's peaks by stage; they are told nobody else, so that no forecast learns from a benchmark."""
+        if self._cuda:
+            self._vram = dict(peaks)
+
+    def run(self) -> Run:
+        """Return what the run told."""
+        end = self._end
+        saved = isinstance(end, VideoSaved)
+        return Run(
+            end=end,
+            timings=dict(end.timings) if saved else {},
+            steps=tuple(self._steps),
+            wall_seconds=self._ended - self._started,
+            load_seconds=end.load_seconds if saved else 0.0,
+            build_seconds=self._build_seconds,
+            vram=self._vram,
+            ram=self._ram.peaks,
+            fell_back=tuple(self._fell_back),
+            warnings=tuple(self._warnings),
+            frames=tuple(self._frames),
+        )
+
+    def _built(self) -> None:
+        if self._building_since is not None:
+            self._build_seconds += time.perf_counter() - self._building_since
+            self._building_since = None
+
+
+def allocated(device: str) -> int:
+    """Return the bytes that PyTorch has allocated on a GPU now; 0 elsewhere."""
+    return torch.cuda.memory_allocated(device) if device.startswith("cuda") else 0
+
+
+def resident() -> int:
+    """Return this process's resident memory in bytes."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def why_failed(end: TerminalEvent | None) -> tuple[str, str]:
+    """Return what went wrong and what to do about it."""
+    if isinstance(end, Failed):
+        return end.what, end.remedy
+    return "The job did not end.", "See the log."
+
+
+class _RamWatch:
+    """Samples the process's resident memory, by stage, while it is entered."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._stage = ""
+        self._before = 0
+        self.peaks: dict[str, int] = {}
+
+    def __enter__(self) -> "_RamWatch":
+        self._before = self._process.memory_info().rss
+        self._thread = threading.Thread(target=self._sample, name="bench-ram", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._look()
+
+    def enter(self, stage: str) -> None:
+        self._look()
+        with self._lock:
+            self._stage = stage
+        self._look()
+
+    def _look(self) -> None:
+        held = self._process.memory_info().rss - self._before
+        with self._lock:
+            if self._stage:
+                self.peaks[self._stage] = max(held, self.peaks.get(self._stage, 0))
+
+    def _sample(self) -> None:
+        while not self._stop.wait(_SAMPLE_SECONDS):
+            self._look()
