@@ -102,7 +102,7 @@ class Entry:
         """Remember which frames a run gave."""
         digest = hashlib.sha256()
         for batch in frames:
-            digest.update(np.ascontiguousarray(batch))
+            digest.update(np.ascontiguousarray(batch).data)
         self.digests.append(digest.hexdigest())
 
     @property

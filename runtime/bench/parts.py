@@ -59,7 +59,8 @@ def reference_passes(spec: ModelSpec, plan: ExecutionPlan, residency: Residency,
     job = Lent(plan)
     noise = get_noise(plan).cpu()
     embeds = _embeds(spec, job, residency)
-    outputs, latents = {"text_encoder": embeds}, {}
+    outputs = {"text_encoder": embeds}
+    latents: dict[str, torch.Tensor] = {}
     estimate = noise
     steps = _first_steps(spec, plan)
     for name, step in steps.items():

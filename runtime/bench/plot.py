@@ -21,10 +21,12 @@ text { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #1b1b1
 .ground { fill: #ffffff; }
 .grid { stroke: #e2e2e8; }
 .whisker { stroke: #1b1b1f; }
+.why { font-size: 12px; fill: #55555f; stroke: #ffffff; stroke-width: 5px; paint-order: stroke; }
 .encode { fill: #cc79a7; } .denoise { fill: #0072b2; } .decode { fill: #e69f00; } .mux { fill: #009e73; }
 @media (prefers-color-scheme: dark) {
   text { fill: #ececf1; }
   .small { fill: #a6a6b2; }
+  .why { fill: #a6a6b2; stroke: #17171b; }
   .ground { fill: #17171b; }
   .grid { stroke: #34343c; }
   .whisker { stroke: #ececf1; }
@@ -67,7 +69,7 @@ def _row(one: Mapping[str, Any], reference: str, top: float, scale: float) -> li
     middle = top + _ROW / 2
     parts = [_text(_LEFT - 12, middle + 4, _cut(one["name"], _NAME_CHARACTERS), "", "end")]
     if not one["stages"]:
-        return [*parts, _text(_LEFT + 6, middle + 4, _cut(said(one), _WHY_CHARACTERS), "small")]
+        return [*parts, _text(_LEFT + 6, middle + 4, _cut(said(one), _WHY_CHARACTERS), "why")]
     x = float(_LEFT)
     for stage, _ in _STAGES:
         seconds = one["stages"].get(stage, {"median": 0.0})["median"]

@@ -113,13 +113,13 @@ class Recorder:
     def run(self) -> Run:
         """Return what the run told."""
         end = self._end
-        saved = isinstance(end, VideoSaved)
+        saved = end if isinstance(end, VideoSaved) else None
         return Run(
             end=end,
-            timings=dict(end.timings) if saved else {},
+            timings=dict(saved.timings) if saved else {},
             steps=tuple(self._steps),
             wall_seconds=self._ended - self._started,
-            load_seconds=end.load_seconds if saved else 0.0,
+            load_seconds=saved.load_seconds if saved else 0.0,
             build_seconds=self._build_seconds,
             vram=self._vram,
             ram=self._ram.peaks,

@@ -183,11 +183,10 @@ class Bench:
             if not entry.live or self._known(entry):
                 return
         for number in range(self.setup.warmup):
-            if not entry.live:
-                return
             self.tell(f"{entry.name}: warm-up {number + 1} of {self.setup.warmup}")
-            self._run(entry, scratch / "warm-up.mp4", cancel)
-        if not again and entry.live and self.setup.compare_parts:
+            if self._run(entry, scratch / "warm-up.mp4", cancel) is None:
+                return
+        if not again and self.setup.compare_parts:
             self._compare_parts(entry, cancel)
 
     def _known(self, entry: Entry) -> bool:

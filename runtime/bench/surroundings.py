@@ -98,7 +98,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _cudnn() -> int | None:
-    found = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None  # type: ignore[no-untyped-call]
+    found = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     return None if found is None else int(found)
 
 

@@ -1,5 +1,6 @@
 """`bench`: what is measured, and its result as tables, JSON and a picture."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 from runtime.bench import compare as comparing
 from runtime.bench import files, plot, table
 from runtime.bench.configurations import Configuration, check_names, named_flags, standard
+from runtime.bench.forward import PARTS, Forward, ForwardSetup
 from runtime.bench.rounds import SCHEMA, Bench, Setup
 from runtime.cli import endings, show
 from runtime.cli.cancelling import cancel_on_signals
@@ -27,6 +29,7 @@ PROMPT = "a red boat sails left on a calm sea at sunset"
 # The same in every benchmark, so that results of two versions are of the same clip.
 SEED = "1"
 MAX_RUNS = 100
+MAX_RATE = 1e6
 RUNS, WARMUP = 3, 1
 
 
@@ -75,6 +78,62 @@ def measure(
     return _exit_code(bench, as_json=as_json)
 
 
+def forward(
+    flags: Mapping[str, Any],
+    configs: Sequence[str],
+    parts: Sequence[str],
+    *,
+    random: bool,
+    rate: str | None,
+    exact: bool,
+    baseline: bool,
+    runs: str | None,
+    warmup: str | None,
+    out: str | None,
+    as_json: bool,
+) -> int:
+    """Measure single passes and return the exit code."""
+    counts = count("runs", runs, RUNS, 1), count("warmup", warmup, WARMUP, 0)
+    tera_operations = _rate(rate)
+    unknown = next((part for part in parts if part not in PARTS), None)
+    if unknown is not None:
+        raise InvalidRequestError("part", f"--part is {unknown[:40]!r}.", f"Take one of {', '.join(PARTS)}.")
+    loaded, machine = settings.load(), probe()
+    common = {"prompt": PROMPT, "seed": SEED} | dict(flags)
+    setup = ForwardSetup(
+        machine=machine,
+        engines=EngineService.from_settings(loaded, machine),
+        weights_dir=loaded.weights_dir,
+        parts=tuple(dict.fromkeys(parts)) or ForwardSetup.parts,
+        random=random,
+        runs=counts[0],
+        warmup=counts[1],
+        tera_operations=tera_operations,
+        exact=exact,
+        baseline=baseline,
+    )
+    configurations = configured(common, configs or ["as planned:"])
+    folder = files.new_folder(loaded.cache_dir, out)
+    target = folder / "forward.json"
+    under_way = Forward(setup, configurations, show.line, lambda now: files.write_json(target, now.to_json()))
+    with cancel_on_signals() as cancel:
+        under_way.measure(cancel)
+    result = under_way.to_json()
+    show.table(table.FORWARD, table.passes(result))
+    for message in table.forward_notes(result):
+        show.line(message)
+    show.line(f"Saved {target}")
+    measured = any(one["stages"] for one in result["configurations"])
+    if as_json and measured:
+        endings.emit_json(result | {"files": [str(target)]})
+    if under_way.cancelled:
+        return endings.CANCELLED
+    if measured:
+        return endings.DONE
+    why = next((one["why"] for one in result["configurations"] if one["why"]), "The model has no such part.")
+    return endings.refuse(f"Nothing was measured. {why}", "Take another configuration or part.", as_json=as_json)
+
+
 def compare(one: str, other: str) -> dict[str, Any]:
     """Print and return how two results differ."""
     before, after = (comparing.check_result(files.read_json(name), SCHEMA, name) for name in (one, other))
@@ -100,6 +159,17 @@ def count(name: str, text: str | None, default: int, least: int) -> int:
             name, f"--{name} is {text[:40]!r}.", f"Give a whole number from {least} to {MAX_RUNS}."
         )
     return int(text)
+
+
+def _rate(text: str | None) -> float | None:
+    if text is None:
+        return None
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) <= MAX_RATE:
+            return float(text)
+    raise InvalidRequestError(
+        "rate", f"--rate is {text[:40]!r}.", "Give what the device does in tera-operations a second, such as 790."
+    )
 
 
 def configured(common: Mapping[str, Any], configs: Sequence[str]) -> list[Configuration]:
