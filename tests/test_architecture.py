@@ -44,6 +44,9 @@ WITHOUT_TORCH = (
     "runtime.engines.builders.torch_tensorrt",
     "runtime.jobs.recovery",
     "runtime.jobs.worker",
+    "runtime.bench.configurations",
+    "runtime.bench.spread",
+    "runtime.bench.table",
     "runtime.cli.main",
     "runtime.cli.inform",
 )

@@ -27,13 +27,14 @@ from runtime.bench.surroundings import surroundings
 from runtime.components.memory import give_back
 from runtime.components.residency import Loader, Residency
 from runtime.core.cancel import Cancel, CancelledError
-from runtime.core.errors import InvalidRequestError, TandemError, first_line
+from runtime.core.errors import InvalidRequestError, ModelError, TandemError, first_line
 from runtime.core.plan import BACKEND_TITLES, PYTORCH, ComponentPlan, ExecutionPlan
 from runtime.core.request import AUTO
 from runtime.engines.service import EngineService
 from runtime.manager.machine import Machine
 from runtime.manager.planner import resolve
 from runtime.models.catalogue import find, look_up
+from runtime.models.known import known_as
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.models.weights import load_module
 
@@ -166,7 +167,7 @@ class Forward:
     def _planned(self, configuration: Configuration, folder: Path) -> _Case:
         setup, request = self.setup, configuration.request
         if not setup.random:
-            spec = find(request.model, setup.weights_dir)
+            spec = _here(request.model, setup.weights_dir)
             offers = () if setup.engines is None else (setup.engines.offers(spec),)
             return _Case(configuration, spec, resolve(request, spec, setup.machine, folder / "none.mp4", *offers))
         named = next((name for name in request.backends.values() if name not in {AUTO, PYTORCH}), None)
@@ -274,6 +275,15 @@ class Forward:
         took = f"{one.seconds.median:.3f} s" if one.seconds is not None else "not measured"
         self.tell(f"{one.name}: {one.why or took}")
         self.saved(self)
+
+
+def _here(model: str, weights_dir: Path) -> ModelSpec:
+    try:
+        return find(model, weights_dir)
+    except ModelError as error:
+        if known_as(model) is None:
+            raise
+        raise ModelError(error.what, f"{error.remedy.rstrip('.')}; or add --random.") from error
 
 
 def _pass(case: _Case, part: str, random: bool, name: str) -> Pass:

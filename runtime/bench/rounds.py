@@ -121,6 +121,8 @@ class Bench:
                 stack.enter_context(entry.residency)
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".bench-", dir=self.setup.folder)))
             self._plan_all()
+            live = ", ".join(entry.name for entry in self.entries if entry.live)
+            self.tell(f"Measuring {live or 'nothing'}: {self.setup.runs} runs of each, in turn.")
             plans = [entry.planned()[1] for entry in self.entries if entry.live]
             self.together = held_together(plans)
             if not self.together and len(plans) > 1:
@@ -139,9 +141,11 @@ class Bench:
             except TandemError as error:
                 first = first or error
                 entry.out("refused", error.what, error.remedy)
-                self.tell(f"{entry.name}: {error.what}")
         if first is not None and not any(entry.plan for entry in self.entries):
             raise first
+        for entry in self.entries:
+            if not entry.live:
+                self.tell(f"{entry.name}: {entry.why}")
 
     def _plan(self, entry: Entry) -> None:
         """Plan it as things are now: an engine may have been built for another one meanwhile."""
@@ -154,7 +158,6 @@ class Bench:
         why = why_not(plan)
         if why is not None:
             entry.out("refused", why, "Take another backend, or have its engine built.")
-            self.tell(f"{entry.name}: {why}")
 
     def _take_turns(self, scratch: Path, cancel: Cancel) -> None:
         if self.together:
@@ -173,21 +176,24 @@ class Bench:
 
     def _prepare(self, entry: Entry, scratch: Path, cancel: Cancel, *, again: bool = False) -> None:
         """Build, load and warm up; compare its parts with the reference's the first time."""
-        if not entry.live:
+        if not entry.live or (not again and not self._planned_anew(entry)):
             return
-        if not again:
-            try:
-                self._plan(entry)
-            except TandemError as error:
-                entry.out("refused", error.what, error.remedy)
-            if not entry.live or self._known(entry):
-                return
         for number in range(self.setup.warmup):
             self.tell(f"{entry.name}: warm-up {number + 1} of {self.setup.warmup}")
             if self._run(entry, scratch / "warm-up.mp4", cancel) is None:
                 return
         if not again and self.setup.compare_parts:
             self._compare_parts(entry, cancel)
+
+    def _planned_anew(self, entry: Entry) -> bool:
+        """Plan as things are by its first turn; return whether it is to run."""
+        try:
+            self._plan(entry)
+        except TandemError as error:
+            entry.out("refused", error.what, error.remedy)
+        if not entry.live:
+            self.tell(f"{entry.name}: {entry.why}")
+        return entry.live and not self._known(entry)
 
     def _known(self, entry: Entry) -> bool:
         """Whether another one does the same already, where that is a reason to leave it out."""

@@ -66,7 +66,6 @@ def measure(
         warmup=counts[1],
         keep_videos=keep_videos,
     )
-    show.line(f"Measuring {', '.join(one.name for one in configurations)}: {counts[0]} runs of each, in turn.")
     # What is there is kept as it comes: whatever ends the process.
     bench = Bench.of(setup, configurations, show.line, lambda now: _save(folder, now.to_json()))
     with cancel_on_signals() as cancel:
