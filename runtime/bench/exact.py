@@ -53,12 +53,11 @@ def exact_frames(module: Any, latents: torch.Tensor) -> torch.Tensor:
     """Return what `diffusers.AutoencoderKLWan.decode` gives in float32: (frames, height, width, 3), in memory (RAM).
 
     Args:
-        module: in any precision; it stays as it is.
+        module: in float32.
         latents: (1, channels, latent frames, height, width), normalised.
     """
-    lifted = copy.deepcopy(module).float()
     with full_float32(latents.device):
-        return as_frames(lifted.decode(unnormalised(lifted, latents.float()), return_dict=False)[0])
+        return as_frames(module.decode(unnormalised(module, latents.float()), return_dict=False)[0])
 
 
 def unnormalised(module: Any, latents: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,6 @@ measured on any machine that holds it.
 
 import logging
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,8 +15,9 @@ from typing import Any
 
 import torch
 
+from runtime.bench.calls import drained, lent, made_up, own_call, seconds_of, timestep_of
 from runtime.bench.configurations import Configuration
-from runtime.bench.exact import as_frames, exact_frames, exact_velocity, unnormalised
+from runtime.bench.exact import as_frames, exact_frames, exact_velocity
 from runtime.bench.parts import Lent, relative_error
 from runtime.bench.random_weights import random_module, random_spec
 from runtime.bench.recorder import allocated
@@ -41,8 +41,6 @@ from runtime.models.weights import load_module
 PARTS = ("transformer", "transformer_2", "vae")
 BASELINE = "diffusers"
 _TERA = 1e12
-# In the middle of the schedule.
-_TIMESTEP = 500.0
 _OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 logger = logging.getLogger(__name__)
@@ -185,7 +183,7 @@ class Forward:
 
     def _measure_part(self, cases: Sequence[_Case], part: str, cancel: Cancel) -> None:
         """Measure one part at one size: diffusers' own first, which float32 is taken from too."""
-        given = _given(cases[0].spec, cases[0].plan, part)
+        given = made_up(cases[0].spec, cases[0].plan, part)
         reference = self._baseline(cases[0], part, given, cancel)
         for case in cases:
             one = _pass(case, part, self.setup.random, case.configuration.name)
@@ -209,14 +207,19 @@ class Forward:
             before = allocated(how.device)
             module: Any = self._loader(case.spec, part, how, None)
             one.weights_bytes = allocated(how.device) - before
-            call = _calling(module, part, case.spec, given)
+            call = own_call(module, part, case.spec, given)
             if self.setup.baseline:
                 self._time(one, call, how.device, cancel)
             cancel.check()
             if self.setup.exact:
                 self.tell(f"{one.name}: float32, for the errors")
-                inputs = given if not is_transformer(part) else {**given, "timestep": _timestep(case.spec, given)}
-                exact.append((exact_velocity if is_transformer(part) else exact_frames)(module, **inputs).cpu())
+                if is_transformer(part):
+                    inputs = {**given, "timestep": timestep_of(case.spec, given)}
+                    exact.append(exact_velocity(module, **inputs).cpu())
+                else:  # small enough to be there once more, with weights that were never rounded
+                    whole = self._loader(case.spec, part, replace(how, dtype="float32"), None)
+                    exact.append(exact_frames(whole, **given))
+                    del whole
                 with torch.no_grad():
                     output = call().float().cpu() if is_transformer(part) else as_frames(call())
                 one.error = relative_error(output, exact[0])
@@ -241,10 +244,10 @@ class Forward:
         before = allocated(device)
         with (
             Residency(self.setup.engines, self._loader) as residency,
-            _lent(residency, spec, job, part) as call,
+            lent(residency, spec, job, part) as call,
         ):
             one.weights_bytes = allocated(device) - before
-            self._time(one, lambda: _drained(call(given)), device, cancel)
+            self._time(one, lambda: drained(call(given)), device, cancel)
             cancel.check()
             if reference is not None:
                 one.error = relative_error(torch.cat([piece.float().cpu() for piece in call(given)]), reference)
@@ -261,7 +264,7 @@ class Forward:
                 cancel.check()
                 if device.startswith("cuda") and number == min(self.setup.warmup, 1):
                     torch.cuda.reset_peak_memory_stats(device)
-                taken.append(_seconds(call, device))
+                taken.append(seconds_of(call, device))
                 if device.startswith("cuda"):
                     one.working_bytes = torch.cuda.max_memory_allocated(device) - (one.weights_bytes or 0)
         one.first_seconds = taken[0]
@@ -311,70 +314,6 @@ def _plain(plan: ExecutionPlan, part: str) -> ComponentPlan:
     planned = plan.components[part]
     dtype = plan.components["transformer"].dtype
     return replace(planned, backend=PYTORCH, engines=(), quantization="none", dtype=dtype)
-
-
-def _given(spec: ModelSpec, plan: ExecutionPlan, part: str) -> dict[str, torch.Tensor]:
-    """Return what a part is given: noise, and for a transformer a timestep and text of full length."""
-    device = plan.components[part].device
-    generator = torch.Generator("cpu").manual_seed(plan.seed)
-    latents = torch.randn(plan.latent_shape, generator=generator).to(device)
-    if not is_transformer(part):
-        return {"latents": latents}
-    text = torch.randn((1, spec.max_sequence_length, spec.transformer.text_dim), generator=generator)
-    return {"latents": latents, "timestep": torch.tensor(_TIMESTEP, device=device), "text_embeds": text.to(device)}
-
-
-def _timestep(spec: ModelSpec, given: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the timestep as diffusers' module takes it."""
-    frames, height, width = given["latents"].shape[2:]
-    _, down, across = spec.transformer.patch_size
-    tokens = frames * (height // down) * (width // across)
-    return given["timestep"].expand((1, tokens) if spec.expand_timesteps else (1,))
-
-
-def _calling(module: Any, part: str, spec: ModelSpec, given: dict[str, torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """Return a call of diffusers' own module."""
-    dtype = (module.patch_embedding if is_transformer(part) else module.post_quant_conv).weight.dtype
-    latents = given["latents"].to(dtype)
-    if not is_transformer(part):
-        z = unnormalised(module, latents)
-        return lambda: module.decode(z, return_dict=False)[0]
-    timestep, text = _timestep(spec, given), given["text_embeds"].to(dtype)
-    return lambda: module(hidden_states=latents, timestep=timestep, encoder_hidden_states=text, return_dict=False)[0]
-
-
-@contextmanager
-def _lent(
-    residency: Residency, spec: ModelSpec, job: Lent, part: str
-) -> Iterator[Callable[[dict[str, torch.Tensor]], Iterator[torch.Tensor]]]:
-    """Lend a part as what takes `_given` and yields its output, in pieces if it comes so."""
-    plan = job.plan
-    if is_transformer(part):
-        with residency.denoiser(spec, job, part) as denoiser:
-            yield lambda given: iter([denoiser(**given)])
-    else:
-        with residency.video_decoder(spec, job) as decoder:
-            yield lambda given: decoder.frames(given["latents"], plan.decode_chunk, plan.decode_tile)
-
-
-def _drained(pieces: Iterator[torch.Tensor]) -> None:
-    for _ in pieces:
-        pass
-
-
-def _seconds(call: Callable[[], object], device: str) -> float:
-    """Return what a call takes: by the GPU's own events where there is one."""
-    if not device.startswith("cuda"):
-        started = time.perf_counter()
-        call()
-        return time.perf_counter() - started
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize(device)
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1000
 
 
 @contextmanager

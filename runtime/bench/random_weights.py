@@ -93,7 +93,8 @@ def _fill(module: torch.nn.Module, device: torch.device, dtype: torch.dtype, see
             if parameter is None:
                 continue
             full = dtype == torch.float32 or exact & {*path.split("."), name}
-            values = torch.empty(parameter.shape, device=device, dtype=torch.float32 if full else dtype)
+            # Drawn in float32 whatever the dtype, so that one precision is the other's, rounded.
+            values = torch.empty(parameter.shape, device=device, dtype=torch.float32)
             if name == "bias":
                 values.normal_(0, _BIAS, generator=generator)
             elif name == "gamma" or "norm" in path.rpartition(".")[2]:
@@ -101,6 +102,8 @@ def _fill(module: torch.nn.Module, device: torch.device, dtype: torch.dtype, see
             else:
                 inputs = values[0].numel() if name == "weight" else values.shape[-1]
                 values.normal_(0, 1 / math.sqrt(inputs), generator=generator)
+            if not full:
+                values = values.to(dtype)
             owner._parameters[name] = torch.nn.Parameter(values, requires_grad=False)
 
 
