@@ -1,5 +1,7 @@
 """How alike two clips' frames are before they are encoded: PSNR and SSIM, and LPIPS where all it needs is at hand."""
 
+import functools
+import importlib
 import importlib.util
 import math
 from collections.abc import Sequence
@@ -11,9 +13,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from runtime.core.errors import first_line
+
 _PEAK = 255.0
 _SSIM_SIDE, _SSIM_SIGMA = 11, 1.5
 _SSIM_C1, _SSIM_C2 = (0.01 * _PEAK) ** 2, (0.03 * _PEAK) ** 2
+_LPIPS_PACKAGES = ("torchmetrics", "torchvision")
 # AlexNet as torchvision publishes it, where its own cache would have it.
 _ALEXNET = "alexnet-owt-7be5be79.pth"
 
@@ -89,16 +94,20 @@ def _ssim(frame: np.ndarray, reference: np.ndarray) -> float:
     return float(similar.mean())
 
 
+@functools.cache
 def lpips_problem() -> str | None:
     """Say why LPIPS is not measured, `None` where it is. Nothing is ever downloaded for it."""
-    for package in ("torchmetrics", "torchvision"):
+    for package in _LPIPS_PACKAGES:
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed"
-    return None if _alexnet().is_file() else "its weights are not here"
-
-
-def _alexnet() -> Path:
-    return Path(torch.hub.get_dir()) / "checkpoints" / _ALEXNET
+    if not (Path(torch.hub.get_dir()) / "checkpoints" / _ALEXNET).is_file():
+        return "its weights are not here"
+    for package in _LPIPS_PACKAGES:
+        try:
+            importlib.import_module(package)
+        except Exception as error:  # a torchvision that was made for another PyTorch fails in ways of its own
+            return f"{package} does not start here: {first_line(error)}"
+    return None
 
 
 def _lpips(frames: np.ndarray, reference: np.ndarray) -> float:
