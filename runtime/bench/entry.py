@@ -18,6 +18,8 @@ from runtime.models.spec import ModelSpec
 
 # "same" as another one, which is measured for both.
 State = Literal["waiting", "measured", "same", "refused", "failed", "fell back"]
+# What PyTorch allocated on the GPU, what is in use there in all, and the process's resident memory.
+MEMORIES = ("vram", "gpu", "ram")
 STAGES = ("encode", "denoise", "decode", "mux", "total")
 
 
@@ -41,8 +43,8 @@ class Entry:
         residency: holds its parts.
         first: its first run, which loads and builds.
         runs: those that count.
-        held: (VRAM, RAM) bytes that stay with it between runs.
-        peaks: by stage, (VRAM, RAM) bytes at the most, what it holds between runs included.
+        held: bytes that stay with it between runs, of each `MEMORIES`.
+        peaks: bytes at the most, of each `MEMORIES` by stage, what it holds between runs included.
         engines: that it runs on.
         parts: the error of one forward pass, by part.
         quality: how alike its clip is to the reference's; `not_compared` says why there is none.
@@ -58,9 +60,8 @@ class Entry:
     plan: ExecutionPlan | None = None
     first: Run | None = None
     runs: list[Run] = field(default_factory=list)
-    held: tuple[int, int] = (0, 0)
-    vram: dict[str, int] = field(default_factory=dict)
-    ram: dict[str, int] = field(default_factory=dict)
+    held: dict[str, int] = field(default_factory=dict)
+    peaks: dict[str, dict[str, int]] = field(default_factory=lambda: {kind: {} for kind in MEMORIES})
     engines: tuple[EngineFacts, ...] = ()
     parts: dict[str, PartError] = field(default_factory=dict)
     quality: Likeness | None = None
@@ -94,9 +95,10 @@ class Entry:
 
     def note_memory(self, run: Run) -> None:
         """Take the peaks of a run in, which found held what `held` says."""
-        for peaks, of_run, held in ((self.vram, run.vram, self.held[0]), (self.ram, run.ram, self.held[1])):
+        for kind, of_run in (("vram", run.vram), ("gpu", run.gpu), ("ram", run.ram)):
+            peaks = self.peaks[kind]
             for stage, beyond in of_run.items():
-                peaks[stage] = max(peaks.get(stage, 0), held + beyond, 0)
+                peaks[stage] = max(peaks.get(stage, 0), self.held.get(kind, 0) + beyond, 0)
 
     def note_frames(self, frames: Sequence[np.ndarray]) -> None:
         """Remember which frames a run gave."""
@@ -133,7 +135,7 @@ class Entry:
             "load": _json(spread([run.load_seconds for run in self.runs])),
             "build_seconds": None if first is None else first.build_seconds,
             "engines": [vars(engine) for engine in self.engines],
-            "memory": {"vram": dict(self.vram), "ram": dict(self.ram)},
+            "memory": {kind: dict(peaks) for kind, peaks in self.peaks.items()},
             "parts": {name: vars(part) for name, part in self.parts.items()},
             "quality": None if self.quality is None else self.quality.to_json(),
             "not_compared": self.not_compared,

@@ -28,8 +28,9 @@ class Run:
         wall_seconds: from beginning to end, with all that the stages leave out.
         load_seconds: spent on loading.
         build_seconds: spent on building engines.
-        vram, ram: peak bytes by stage beyond what was held before it. VRAM is what PyTorch allocated on the GPU, RAM
-            the process's resident memory; a stage on the CPU has no VRAM.
+        vram, gpu, ram: peak bytes by stage beyond what was held before the run. VRAM is what PyTorch allocated on the
+            GPU; of the GPU in all, what is in use there by anybody when something is told, PyTorch's own reserve and
+            engines included; RAM the process's resident memory. On the CPU there is RAM only.
         fell_back: sentences, one for each part that PyTorch took over.
         warnings: sentences.
         frames: batches, (n, height, width, 3) uint8.
@@ -42,6 +43,7 @@ class Run:
     load_seconds: float
     build_seconds: float
     vram: Mapping[str, int]
+    gpu: Mapping[str, int]
     ram: Mapping[str, int]
     fell_back: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -52,6 +54,7 @@ class Recorder:
     """Hears of one run: hand `emit`, itself as history, and `look` to `run_job`, within `watching`."""
 
     def __init__(self, device: str) -> None:
+        self._device = device
         self._cuda = device.startswith("cuda")
         self._end: TerminalEvent | None = None
         self._steps: list[float] = []
@@ -59,6 +62,9 @@ class Recorder:
         self._warnings: list[str] = []
         self._frames: list[np.ndarray] = []
         self._vram: dict[str, int] = {}
+        self._gpu: dict[str, int] = {}
+        self._stage = ""
+        self._before = 0
         self._build_seconds = 0.0
         self._building_since: float | None = None
         self._started = self._ended = 0.0
@@ -67,6 +73,7 @@ class Recorder:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Time the body and sample its memory."""
+        self._before = in_use(self._device)
         self._started = time.perf_counter()
         try:
             with self._ram:
@@ -77,7 +84,9 @@ class Recorder:
 
     def emit(self, event: Event) -> None:
         """Take an event in."""
+        self._look_at_gpu()
         if isinstance(event, StageStarted):
+            self._stage = event.stage
             self._ram.enter(event.stage)
             if event.stage == "build":
                 self._building_since = self._building_since or time.perf_counter()
@@ -122,11 +131,17 @@ class Recorder:
             load_seconds=saved.load_seconds if saved else 0.0,
             build_seconds=self._build_seconds,
             vram=self._vram,
+            gpu=self._gpu,
             ram=self._ram.peaks,
             fell_back=tuple(self._fell_back),
             warnings=tuple(self._warnings),
             frames=tuple(self._frames),
         )
+
+    def _look_at_gpu(self) -> None:
+        if self._cuda and self._stage:
+            beyond = in_use(self._device) - self._before
+            self._gpu[self._stage] = max(beyond, self._gpu.get(self._stage, 0))
 
     def _built(self) -> None:
         if self._building_since is not None:
@@ -139,9 +154,17 @@ def allocated(device: str) -> int:
     return torch.cuda.memory_allocated(device) if device.startswith("cuda") else 0
 
 
-def resident() -> int:
-    """Return this process's resident memory in bytes."""
-    return int(psutil.Process().memory_info().rss)
+def in_use(device: str) -> int:
+    """Return the bytes of a GPU's memory that are in use, by anybody; 0 elsewhere."""
+    if not device.startswith("cuda"):
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
+def held_now(device: str) -> dict[str, int]:
+    """Return the bytes that are held now, of each of `entry.MEMORIES`."""
+    return {"vram": allocated(device), "gpu": in_use(device), "ram": int(psutil.Process().memory_info().rss)}
 
 
 def why_failed(end: TerminalEvent | None) -> tuple[str, str]:

@@ -27,7 +27,7 @@ from runtime.bench.configurations import (
 )
 from runtime.bench.entry import EngineFacts, Entry
 from runtime.bench.likeness import Likeness, likeness, lpips_problem
-from runtime.bench.recorder import Recorder, Run, allocated, resident, why_failed
+from runtime.bench.recorder import Recorder, Run, held_now, why_failed
 from runtime.bench.surroundings import surroundings
 from runtime.components.residency import Residency
 from runtime.core.cancel import Cancel, CancelledError
@@ -171,7 +171,7 @@ class Bench:
                     self._measured_run(entry, number, scratch, cancel)
                 if not self.together:
                     entry.residency.free()
-                    entry.held = (0, 0)
+                    entry.held = {}
                 self.saved(self)
 
     def _prepare(self, entry: Entry, scratch: Path, cancel: Cancel, *, again: bool = False) -> None:
@@ -232,7 +232,7 @@ class Bench:
         plan = replace(plan, output=video)
         device = plan.components["transformer"].device
         recorder = Recorder(device)
-        before = allocated(device), resident()
+        before = held_now(device)
         with _arithmetic(entry), recorder.watching():
             run_job(plan, spec, recorder.emit, cancel, entry.residency, recorder, look=recorder.look)
         run = recorder.run()
@@ -250,8 +250,8 @@ class Bench:
             self.tell(f"{entry.name}: {what}")
             return None
         entry.note_memory(run)
-        after = allocated(device), resident()
-        entry.held = entry.held[0] + after[0] - before[0], entry.held[1] + after[1] - before[1]
+        for kind, held in held_now(device).items():
+            entry.held[kind] = entry.held.get(kind, 0) + held - before[kind]
         if entry.first is None:
             entry.first = replace(run, frames=())
             entry.engines = self._engines(entry)

@@ -16,6 +16,7 @@ from runtime.manager.machine import Machine
 _ROOT = Path(__file__).parents[2]
 _PACKAGES = ("diffusers", "transformers", "numpy")
 _GIT_SECONDS = 10
+_SHORT = 12
 
 
 def surroundings(machine: Machine) -> dict[str, Any]:
@@ -59,7 +60,8 @@ def differing_versions(one: Mapping[str, Any], other: Mapping[str, Any]) -> list
     for name in ("version", "commit", "changed"):
         pair = one["tandem"].get(name), other["tandem"].get(name)
         if pair[0] != pair[1]:
-            lines.append(f"Tandem's {name} {_word(pair[0])}, {_word(pair[1])}")
+            # A commit's first letters will do.
+            lines.append(f"Tandem's {name} {_word(pair[0])[:_SHORT]}, {_word(pair[1])[:_SHORT]}")
     names = sorted({*one["versions"], *other["versions"]})
     for name in names:
         pair = one["versions"].get(name), other["versions"].get(name)

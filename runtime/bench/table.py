@@ -7,8 +7,8 @@ from runtime.core.byte_size import memory_size
 
 FORWARD = ("Pass", "Runs on", "Seconds", "The first", "Floor", "Times the floor", "Error", "Weights", "Beside them")
 Rows = list[tuple[str, ...]]
-TIMES = ("Configuration", "All", "Prompt", "Denoise", "A step", "Decode", "Save", "First run", "Build")
-FIGURES = ("Configuration", "VRAM", "RAM", "Error of a pass", "PSNR", "SSIM", "LPIPS", "Repeats")
+TIMES = ("Configuration", "All", "Prompt", "Denoise", "A step", "Decode", "Save", "First run", "Loading", "Build")
+FIGURES = ("Configuration", "VRAM", "GPU in all", "RAM", "Error of a pass", "PSNR", "SSIM", "LPIPS", "Repeats")
 _STAGES = ("total", "encode", "denoise")
 _LATER = ("decode", "mux")
 _HUNDRED, _TEN, _TENTH = 100, 10, 0.1
@@ -23,9 +23,9 @@ def times(result: Mapping[str, Any]) -> Rows:
         stages, first = one["stages"], one["first"]
         cells = [spread_text(stages.get(name)) for name in _STAGES]
         cells += [spread_text(one["step"]), *(spread_text(stages.get(name)) for name in _LATER)]
-        early = f"{seconds_text(first['wall'])}, loading {seconds_text(first['load'])}" if first else ""
+        early = [seconds_text(first[name]) if first else "" for name in ("wall", "load")]
         build = seconds_text(one["build_seconds"]) if one["build_seconds"] else built_before(one)
-        rows.append((one["name"], *cells, early, build))
+        rows.append((one["name"], *cells, *early, build))
     return rows
 
 
@@ -42,8 +42,8 @@ def figures(result: Mapping[str, Any]) -> Rows:
         else:
             likeness = (_error(one), *_likeness(one["quality"]))
         repeats = {True: "yes", False: "no", None: ""}[one["repeats"]]
-        vram, ram = (_peak(one["memory"][kind]) for kind in ("vram", "ram"))
-        rows.append((one["name"], vram, ram, *likeness, repeats))
+        memory = [_peak(one["memory"][kind]) for kind in ("vram", "gpu", "ram")]
+        rows.append((one["name"], *memory, *likeness, repeats))
     return rows
 
 
@@ -100,7 +100,8 @@ def notes(result: Mapping[str, Any]) -> list[str]:
     lines += [
         f"Reference: {result['reference']} ({result['reference_is']}). {noise}",
         f"Seconds: median (least–most) of {result['runs']} runs after {result['warmup']} to warm up, {how}; loading "
-        "and building come on top. RAM: beyond what the process held before.",
+        "and building come on top. VRAM: allocated by PyTorch; GPU in all: engines and its reserve too; RAM: "
+        "beyond what the process held before.",
         f"LPIPS: {result['lpips']}.",
     ]
     if result["cancelled"]:

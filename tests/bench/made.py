@@ -28,7 +28,7 @@ def configuration(name: str = "pytorch", seconds: float = 4.0, **changes: Any) -
         "load": spread(0.0),
         "build_seconds": 0.0,
         "engines": [],
-        "memory": {"vram": {}, "ram": {"denoise": 1 << 28, "decode": 1 << 30}},
+        "memory": {"vram": {}, "gpu": {}, "ram": {"denoise": 1 << 28, "decode": 1 << 30}},
         "parts": {},
         "quality": None,
         "not_compared": "",

@@ -1,7 +1,7 @@
 """Whole benchmarks of tiny real models: turns, figures, failures, and what is left behind."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from runtime.bench import rounds
 from runtime.bench.configurations import Configuration
 from runtime.bench.rounds import Bench, Setup
+from runtime.components.video_decoder import PyTorchVideoDecoder
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError, InvalidRequestError
 from runtime.core.request import GenerationRequest
@@ -141,7 +142,7 @@ def test_what_ran_is_in_the_result(done: Done) -> None:
 
 def test_memory_is_told_by_stage(done: Done) -> None:
     memory = done.one("pytorch")["memory"]
-    assert memory["vram"] == {}
+    assert memory["vram"] == memory["gpu"] == {}
     assert {"encode", "denoise", "decode", "save"} <= set(memory["ram"])
     assert all(0 <= peak < 4 << 30 for peak in memory["ram"].values())
     assert max(memory["ram"].values()) > 1 << 18
@@ -202,6 +203,24 @@ def test_an_engine_that_fails_is_nobodys_time(hall: Hall, tmp_path: Path, monkey
     assert one["stages"] == {} and one["first"] is None and one["quality"] is None and one["runs"] == 0
     assert done.one("pytorch")["runs"] == 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_that_runs_out_is_no_other_configuration(
+    hall: Hall, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frames = PyTorchVideoDecoder.frames
+
+    def short(self: PyTorchVideoDecoder, latents: torch.Tensor, *rest: Any) -> Iterator[torch.Tensor]:
+        if latents.shape[4] == 6:
+            raise MemoryError
+        return frames(self, latents, *rest)
+
+    monkeypatch.setattr(PyTorchVideoDecoder, "frames", short)
+    configurations = [hall.configuration("fits"), hall.configuration("large", width=48, on_out_of_memory="any")]
+    done = hall.run(tmp_path, configurations, runs=1, warmup=0, compare_parts=False)
+    large = done.one("large")
+    assert large["state"] == "failed" and "ran out" in large["why"] and large["remedy"] and large["stages"] == {}
+    assert done.one("fits")["state"] == "measured"
 
 
 def test_each_in_its_turn_where_memory_is_short(hall: Hall, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
