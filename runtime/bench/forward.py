@@ -240,7 +240,7 @@ class Forward:
     ) -> None:
         spec, plan, part = case.spec, case.plan, one.part
         device = plan.components[part].device
-        job = Lent(plan)
+        job = Lent(plan, cancel)
         before = allocated(device)
         with (
             Residency(self.setup.engines, self._loader) as residency,
@@ -253,9 +253,7 @@ class Forward:
                 one.error = relative_error(torch.cat([piece.float().cpu() for piece in call(given)]), reference)
         if part in job.fallen:
             one.seconds, one.error = None, None
-            raise InvalidRequestError(
-                "backends", f"PyTorch took over: {job.fallen[part]}", "See what is wrong with it: engines verify."
-            )
+            one.why = job.fallen[part]
 
     def _time(self, one: Pass, call: Callable[[], object], device: str, cancel: Cancel) -> None:
         taken: list[float] = []

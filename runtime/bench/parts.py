@@ -14,14 +14,16 @@ from runtime.pipeline.sampling import Step, get_noise, get_schedule
 
 
 class Lent:
-    """What components are lent to outside of a job; a part that falls back is noted.
+    """What components are lent to outside of a job; what does not run as planned is noted.
 
     Attributes:
-        fallen: why PyTorch took over, by part.
+        cancel: whether somebody wants it to stop.
+        fallen: why a part is not computed as planned, by part.
     """
 
-    def __init__(self, plan: ExecutionPlan) -> None:
+    def __init__(self, plan: ExecutionPlan, cancel: Cancel) -> None:
         self._plan = plan
+        self.cancel = cancel
         self.fallen: dict[str, str] = {}
 
     @property
@@ -34,7 +36,7 @@ class Lent:
 
     def fell_back(self, name: str, reason: str) -> None:
         """See `residency.Watch`: note it, and go on in PyTorch."""
-        self.fallen[name] = reason
+        self.fallen[name] = f"PyTorch took over. {reason}"
         self._plan = self._plan.with_component(name, self._plan.components[name].in_pytorch(reason))
 
 
@@ -56,7 +58,7 @@ class Passes:
 
 def reference_passes(spec: ModelSpec, plan: ExecutionPlan, residency: Residency, cancel: Cancel) -> Passes:
     """Run each part once as the reference runs it, from the prompt and the seed on."""
-    job = Lent(plan)
+    job = Lent(plan, cancel)
     noise = get_noise(plan).cpu()
     embeds = _embeds(spec, job, residency)
     outputs = {"text_encoder": embeds}
@@ -91,7 +93,7 @@ def errors(
     passes: Passes, spec: ModelSpec, plan: ExecutionPlan, residency: Residency, cancel: Cancel
 ) -> dict[str, PartError]:
     """Run each part once on what the reference's was given; see `PartError`."""
-    job = Lent(plan)
+    job = Lent(plan, cancel)
     embeds = passes.outputs["text_encoder"]
     found = {}
     for name in plan.components:

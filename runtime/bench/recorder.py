@@ -4,12 +4,13 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import psutil
 import torch
 
+from runtime.bench.configurations import without_builds
 from runtime.core.events import Event, Failed, FellBack, StageStarted, StepDone, TerminalEvent, VideoSaved, Warned
 from runtime.core.plan import ExecutionPlan
 from runtime.models.spec import ModelSpec
@@ -31,7 +32,8 @@ class Run:
         vram, gpu, ram: peak bytes by stage beyond what was held before the run. VRAM is what PyTorch allocated on the
             GPU; of the GPU in all, what is in use there by anybody when something is told, PyTorch's own reserve and
             engines included; RAM the process's resident memory. On the CPU there is RAM only.
-        fell_back: sentences, one for each part that PyTorch took over.
+        fell_back: sentences: for each part that PyTorch took over, and where the job was done in another way than
+            planned, for whatever reason.
         warnings: sentences.
         frames: batches, (n, height, width, 3) uint8.
     """
@@ -65,6 +67,8 @@ class Recorder:
         self._gpu: dict[str, int] = {}
         self._stage = ""
         self._before = 0
+        # A job that had to go on in another way is not told to `note`.
+        self._unlike = ["memory ran out"]
         self._build_seconds = 0.0
         self._building_since: float | None = None
         self._started = self._ended = 0.0
@@ -115,7 +119,11 @@ class Recorder:
         timings: Mapping[str, float],
         peaks: Mapping[str, int],
     ) -> None:
-        """Take the GPU's peaks by stage; they are told nobody else, so that no forecast learns from a benchmark."""
+        """Take the GPU's peaks by stage, and whether the job ran as planned.
+
+        Nobody else is told, so that no forecast learns from a benchmark.
+        """
+        self._unlike = unlike(planned, ran)
         if self._cuda:
             self._vram = dict(peaks)
 
@@ -123,6 +131,10 @@ class Recorder:
         """Return what the run told."""
         end = self._end
         saved = end if isinstance(end, VideoSaved) else None
+        fell_back = self._fell_back
+        if saved is not None and self._unlike and not fell_back:
+            said = f" {self._warnings[-1]}" if self._warnings else ""
+            fell_back = [f"The clip was made in another way than planned ({', '.join(self._unlike)}).{said}"]
         return Run(
             end=end,
             timings=dict(saved.timings) if saved else {},
@@ -133,7 +145,7 @@ class Recorder:
             vram=self._vram,
             gpu=self._gpu,
             ram=self._ram.peaks,
-            fell_back=tuple(self._fell_back),
+            fell_back=tuple(fell_back),
             warnings=tuple(self._warnings),
             frames=tuple(self._frames),
         )
@@ -147,6 +159,14 @@ class Recorder:
         if self._building_since is not None:
             self._build_seconds += time.perf_counter() - self._building_since
             self._building_since = None
+
+
+def unlike(planned: ExecutionPlan, ran: ExecutionPlan) -> list[str]:
+    """Return what of a plan became otherwise while it was carried out; that engines are built by then is none."""
+    names = [one.name for one in fields(planned) if one.name != "components"]
+    found = [name for name in names if getattr(planned, name) != getattr(ran, name)]
+    built = without_builds(ran).components
+    return found + [name for name, part in without_builds(planned).components.items() if built[name] != part]
 
 
 def allocated(device: str) -> int:

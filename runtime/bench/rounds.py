@@ -241,7 +241,7 @@ class Bench:
         if not self.setup.keep_videos or video.parent != self.setup.folder:
             video.unlink(missing_ok=True)
         if run.fell_back:
-            entry.out("fell back", run.fell_back[0], "See what is wrong with its engine: engines verify.")
+            entry.out("fell back", run.fell_back[0], "See what is wrong with it: engines verify, doctor.")
             self.tell(f"{entry.name}: {run.fell_back[0]}")
             return None
         if not isinstance(run.end, VideoSaved):

@@ -11,10 +11,12 @@ import torch
 
 from runtime.bench import rounds
 from runtime.bench.configurations import Configuration
+from runtime.bench.recorder import Recorder, unlike
 from runtime.bench.rounds import Bench, Setup
 from runtime.components.video_decoder import PyTorchVideoDecoder
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError, InvalidRequestError
+from runtime.core.plan import EngineUse
 from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
 from runtime.engines.sessions.onnxruntime import OnnxRuntimeSession
@@ -22,6 +24,8 @@ from runtime.engines.store import EngineStore
 from runtime.manager.machine import probe
 from runtime.models.spec import ModelSpec
 from runtime.video.metadata import read_facts
+from tests.jobs.made import saved
+from tests.plans import tiny_plan
 
 CLIP = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 9, "steps": 4, "seed": 3, "fps": 8}
 
@@ -203,6 +207,24 @@ def test_an_engine_that_fails_is_nobodys_time(hall: Hall, tmp_path: Path, monkey
     assert one["stages"] == {} and one["first"] is None and one["quality"] is None and one["runs"] == 0
     assert done.one("pytorch")["runs"] == 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_clip_that_is_not_made_as_planned_is_found_out(hall: Hall, tmp_path: Path) -> None:
+    plan = tiny_plan(hall.spec, tmp_path / "x.mp4")
+    part = plan.components["vae"]
+    built = replace(
+        part, engines=(EngineUse(id="e", program="p", builder="b", precision="x", profile=((1, 1, 1),) * 3),)
+    )
+    to_build = replace(built, engines=(replace(built.engines[0], build=True),))
+    assert unlike(plan.with_component("vae", to_build), plan.with_component("vae", built)) == []
+    assert unlike(plan, replace(plan, decode_tile=8, offload="model")) == ["offload", "decode_tile"]
+    assert unlike(plan, plan.with_component("vae", part.in_pytorch("It failed."))) == ["vae"]
+    recorder = Recorder("cpu")
+    with recorder.watching():
+        recorder.emit(saved())
+    assert "another way than planned (memory ran out)" in recorder.run().fell_back[0]
+    recorder.note(plan, plan, hall.spec, {}, {})
+    assert recorder.run().fell_back == ()
 
 
 def test_memory_that_runs_out_is_no_other_configuration(
