@@ -26,7 +26,7 @@ from tests.plans import tiny_plan
 from tests.tiny_models import ARCHITECTURES
 
 Tiny = Callable[[str], ModelSpec]
-CLIP = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 9, "steps": 4, "seed": 3}
+CLIP = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 5, "steps": 4, "seed": 3}
 
 
 def configuration(spec: ModelSpec, name: str, **values: Any) -> Configuration:
@@ -52,12 +52,12 @@ def part(dtype: str = "bfloat16", **changes: Any) -> ComponentPlan:
 @pytest.mark.parametrize(("architecture", "random"), [("wan2.2-a14b", False), ("wan2.2-ti2v-5b", True)])
 def test_each_part_beside_diffusers_and_the_floor(architecture: str, random: bool, tiny: Tiny) -> None:
     spec = tiny(architecture)
-    both = [configuration(spec, "small"), configuration(spec, "long", frames=13)]
+    both = [configuration(spec, "small", frames=1), configuration(spec, "long", frames=5)]
     result = measured(both, random=random, parts=PARTS, tera_operations=2.0)
     rows = {one["name"]: one for one in result["configurations"]}
     names = [name for name in PARTS if name in spec.component_names]
     expected = [f"{who}, {name}" for who in ("small", "long") for name in names]
-    expected += [f"diffusers 64x32, {frames} frames, {name}" for frames in (9, 13) for name in names]
+    expected += [f"diffusers 64x32, {frames} frames, {name}" for frames in (1, 5) for name in names]
     assert sorted(rows) == sorted(expected)
     for one in rows.values():
         assert one["state"] == "measured" and one["why"] == ""
@@ -194,7 +194,7 @@ def test_what_passes_through_random_weights_keeps_its_size(tiny: Tiny, tmp_path:
     assert torch.isfinite(output).all() and 0.1 < output.std() < 10
 
 
-@pytest.mark.parametrize("known", KNOWN, ids=lambda known: known.name)
+@pytest.mark.parametrize("known", KNOWN[:3], ids=lambda known: known.name)  # the fourth is one expert of the first
 def test_published_architectures_can_be_made(known: Any, tmp_path: Path) -> None:
     from diffusers import AutoencoderKLWan, WanTransformer3DModel
 

@@ -27,7 +27,7 @@ from runtime.video.metadata import read_facts
 from tests.jobs.made import saved
 from tests.plans import tiny_plan
 
-CLIP = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 9, "steps": 4, "seed": 3, "fps": 8}
+CLIP = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 5, "steps": 4, "seed": 3, "fps": 8}
 
 
 @dataclass
@@ -200,7 +200,11 @@ def test_an_engine_that_fails_is_nobodys_time(hall: Hall, tmp_path: Path, monkey
 
     monkeypatch.setattr(OnnxRuntimeSession, "infer", failing)
     on_text = {"all": "pytorch", "text_encoder": "onnxruntime"}
-    configurations = [hall.configuration("pytorch"), hall.configuration("onnx text", backends=on_text)]
+    short = {"frames": 5, "steps": 1}
+    configurations = [
+        hall.configuration("pytorch", **short),
+        hall.configuration("onnx text", backends=on_text, **short),
+    ]
     done = hall.run(tmp_path, configurations, compare_parts=False)
     one = done.one("onnx text")
     assert one["state"] == "fell back" and "on purpose" in one["why"]
@@ -247,7 +251,8 @@ def test_memory_that_runs_out_is_no_other_configuration(
 
 def test_each_in_its_turn_where_memory_is_short(hall: Hall, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "held_together", lambda _: False)
-    configurations = [hall.configuration("one", frames=5), hall.configuration("two", width=48)]
+    short = {"frames": 5, "steps": 1}
+    configurations = [hall.configuration("one", **short), hall.configuration("two", width=48, **short)]
     done = hall.run(tmp_path, configurations, compare_parts=False)
     assert not done.bench.together
     names = [line.partition(":")[0] for line in done.told if "warm-up" in line or ": run " in line]
@@ -260,7 +265,7 @@ def test_each_in_its_turn_where_memory_is_short(hall: Hall, tmp_path: Path, monk
 
 
 def test_cancelled_it_keeps_what_was_measured(hall: Hall, tmp_path: Path) -> None:
-    configurations = [hall.configuration("one"), hall.configuration("two", steps=5)]
+    configurations = [hall.configuration("one", steps=2), hall.configuration("two", steps=1)]
     done = hall.run(tmp_path, configurations, lambda line: line.startswith("one: run 1"), compare_parts=False)
     result = done.result()
     assert result["cancelled"]
