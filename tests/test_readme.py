@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from runtime.cli.bench_commands import bench, bench_app, bench_compare, bench_forward
 from runtime.cli.main import (
     app,
     build,
@@ -51,11 +52,15 @@ def test_the_tree_names_nothing_that_is_gone() -> None:
         jobs_list,
         jobs_show,
         jobs_delete,
+        bench,
+        bench_compare,
+        bench_forward,
     ],
 )
 def test_every_flag_is_named(function: object) -> None:
     shown = {"as_json": "--json", "context": "", "file": "FILE", "prompt": "PROMPT", "version": ""}
     shown |= {"job": "ID", "ids": "ID", "name": "NAME", "names": "NAME"}
+    shown |= {"flags": "", "one": "A.json", "other": "B.json"}
     for name in inspect.signature(function).parameters:  # type: ignore[arg-type]
         assert shown.get(name, f"--{name.replace('_', '-')}") in README, name
 
@@ -64,9 +69,11 @@ def test_every_command_is_named() -> None:
     for command in app.registered_commands:
         assert command.callback is not None
         assert f"`{command.name or command.callback.__name__}" in README
-    for name, group in (("engines", engines_app), ("models", models_app), ("jobs", jobs_app)):
+    groups = (("engines", engines_app), ("models", models_app), ("jobs", jobs_app), ("bench", bench_app))
+    for name, group in groups:
         for command in group.registered_commands:
-            assert re.search(rf"`{name} [\w|\\]*{command.name}", README), command.name
+            shown = command.hidden or re.search(rf"`{name} [\w|\\]*{command.name}", README)
+            assert shown, command.name
 
 
 def test_links_lead_somewhere() -> None:

@@ -13,6 +13,7 @@ from typer.exceptions import TyperException
 
 from runtime import __version__
 from runtime.cli import show, web_flags
+from runtime.cli.bench_commands import bench_app
 from runtime.cli.common_flags import JsonFlag, take_offline
 from runtime.cli.endings import CANCELLED, DEFECT, DONE, USER_ERROR, defect, emit_json, refuse
 from runtime.cli.models_app import models_app
@@ -35,6 +36,7 @@ engines_app = typer.Typer(help="The engine library.", no_args_is_help=True)
 app.add_typer(engines_app, name="engines")
 jobs_app = typer.Typer(help="What was made, is being made and was interrupted.", no_args_is_help=True)
 app.add_typer(jobs_app, name="jobs")
+app.add_typer(bench_app, name="bench")
 
 JobIds = Annotated[list[str], typer.Argument(metavar="ID...", help="Jobs, by id or its first letters.")]
 EngineIds = Annotated[list[str], typer.Argument(metavar="ID...", help="Engines, as `engines list` shows them.")]
@@ -70,7 +72,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _usage(arguments: list[str]) -> str:
-    known = {"generate", "plan", "build", "engines", "export", "models", "jobs", "doctor"}
+    known = {"generate", "plan", "build", "engines", "export", "models", "jobs", "bench", "doctor"}
     return _help_of(next((word for word in arguments if word in known), ""))
 
 

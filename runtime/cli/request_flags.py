@@ -3,10 +3,12 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar
 
 import typer
+from typer.exceptions import TyperException
 
 from runtime.core import settings
 from runtime.core.errors import InvalidRequestError
@@ -137,6 +139,44 @@ def taking_engines(command: Callable[..., Result]) -> Callable[..., Result]:
     return _taking(command, [*_SIZE, "backend"])
 
 
+def taking_flags(command: Callable[..., Result]) -> Callable[..., Result]:
+    """Give `command`, which takes a mapping first, the flags of `request_from_flags` but the prompt in its place.
+
+    The mapping holds those that were given; `request_from_flags` takes them.
+    """
+    flags = [flag for name, flag in _FLAGS.items() if name != "prompt"]
+    _, *own = inspect.signature(command, eval_str=True).parameters.values()
+
+    @functools.wraps(command)
+    def wrapper(**values: Any) -> Result:
+        given = {flag.name: values.pop(flag.name) for flag in flags}
+        return command({name: value for name, value in given.items() if value != _FLAGS[name].default}, **values)
+
+    return _signed(wrapper, [*flags, *own])
+
+
+def flags_in(text: str) -> Mapping[str, Any]:
+    """Return the flags that a text gives, as they stand on the command line of `generate`, for `request_from_flags`.
+
+    Raises:
+        InvalidRequestError: if it holds anything else.
+    """
+    parser = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings={"help_option_names": []})
+
+    def parsed(flags: Mapping[str, Any]) -> Mapping[str, Any]:
+        return flags
+
+    parser.command()(taking_flags(parsed))
+    try:
+        found: Mapping[str, Any] = parser(shlex.split(text), prog_name="flags", standalone_mode=False)
+    except (TyperException, ValueError) as error:
+        said = error.format_message().strip() if isinstance(error, TyperException) else str(error)
+        raise InvalidRequestError(
+            "flags", said if said.endswith(".") else f"{said}.", "Give flags as `generate` takes them."
+        ) from error
+    return found
+
+
 _FLAGS = inspect.signature(request_from_flags, eval_str=True).parameters
 
 
@@ -150,7 +190,12 @@ def _taking(command: Callable[..., Result], names: list[str]) -> Callable[..., R
         given: dict[str, Any] = {"prompt": "none"} | {name: values.pop(name) for name in names}
         return command(request_from_flags(**given), **values)
 
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*flags, *own)]
+    return _signed(wrapper, [*flags, *own])
+
+
+def _signed(wrapper: Callable[..., Result], parameters: list[inspect.Parameter]) -> Callable[..., Result]:
+    """Return `wrapper` as one that takes parameters, by name: typer reads which."""
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
     return wrapper

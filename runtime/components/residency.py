@@ -26,6 +26,8 @@ from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module, load_tokenizer
 
 Part = TypeVar("Part")
+# Model, component, how it is planned, and where its weights are put if not on its own device; see `load_module`.
+Loader = Callable[[ModelSpec, str, ComponentPlan, str | None], torch.nn.Module]
 
 # With these, hooks tie a module to itself, as bitsandbytes' layers are: only the garbage collector frees it.
 _HOOKED: tuple[Placement, ...] = ("blocks", "leaves")
@@ -83,10 +85,12 @@ class Residency:
 
     Args:
         engines: where engines are opened; without, plans must be for PyTorch.
+        load: gives a component's module in PyTorch.
     """
 
-    def __init__(self, engines: EngineService | None = None) -> None:
+    def __init__(self, engines: EngineService | None = None, load: Loader = load_module) -> None:
         self._service = engines
+        self._load = load
         self._held: dict[_Key, Any] = {}
         self.load_seconds = 0.0
 
@@ -175,7 +179,7 @@ class Residency:
         def pytorch(wanted: ComponentPlan) -> Part:
             key = _key(spec, name, wanted, offload)
             waited = key in self._held
-            loaded: _Loaded = hold(wanted, lambda: _load(spec, name, wanted, key.placement, build))
+            loaded: _Loaded = hold(wanted, lambda: self._loaded(spec, name, wanted, key.placement, build))
             if loaded.placed.waits_elsewhere:
                 if waited:
                     job.loading(name)
@@ -226,6 +230,19 @@ class Residency:
             reason = "Memory ran out while its engine was loaded."
         return fall_back(reason)
 
+    def _loaded(
+        self,
+        spec: ModelSpec,
+        name: str,
+        part: ComponentPlan,
+        how: Placement,
+        build: Callable[[torch.nn.Module, ComponentPlan], Any],
+    ) -> _Loaded:
+        """Load a component in PyTorch to where its weights wait."""
+        module = self._load(spec, name, part, None if how == "device" else "cpu")
+        made = build(module, part)
+        return _Loaded(made, place(module, how, part), module)
+
     def _free_all_but(self, spec: ModelSpec, plan: ExecutionPlan) -> None:
         """Free what an earlier job left that this plan has no use for: another model, another place or precision."""
         wanted = {_key(spec, name, part, plan.offload) for name, part in plan.components.items()}
@@ -238,19 +255,6 @@ class Residency:
             held.close()
         del held
         give_back(unreachable=key.placement in _HOOKED or key.quantization != NONE)
-
-
-def _load(
-    spec: ModelSpec,
-    name: str,
-    part: ComponentPlan,
-    how: Placement,
-    build: Callable[[torch.nn.Module, ComponentPlan], Any],
-) -> _Loaded:
-    """Load a component in PyTorch to where its weights wait."""
-    module = load_module(spec, name, part, None if how == "device" else "cpu")
-    made = build(module, part)
-    return _Loaded(made, place(module, how, part), module)
 
 
 def _key(spec: ModelSpec, name: str, part: ComponentPlan, offload: str) -> _Key:

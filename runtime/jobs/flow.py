@@ -4,9 +4,12 @@ The command line, the web app's worker and the tests all call `run_job`.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import Protocol
+
+import numpy as np
 
 from runtime.components.denoiser import Denoiser
 from runtime.components.residency import Residency
@@ -28,7 +31,6 @@ from runtime.jobs import causes
 from runtime.jobs.checkpoint import CheckpointFolder
 from runtime.jobs.course import Course, Emit, wants_guidance
 from runtime.jobs.enduring import enduring
-from runtime.jobs.history import HistoryFile
 from runtime.jobs.measure import Clock, PeakMemory
 from runtime.jobs.outcome import facts, outcome
 from runtime.jobs.previews import Previews
@@ -42,15 +44,31 @@ from runtime.video.nothing import Detector
 logger = logging.getLogger(__name__)
 
 
+class Notes(Protocol):
+    """What remembers jobs that ended well; see `HistoryFile.note`."""
+
+    def note(
+        self,
+        planned: ExecutionPlan,
+        ran: ExecutionPlan,
+        spec: ModelSpec,
+        timings: Mapping[str, float],
+        peaks: Mapping[str, int],
+    ) -> None:
+        """Remember one; see `manager.history.runs_of` for the arguments."""
+        ...
+
+
 def run_job(
     plan: ExecutionPlan,
     spec: ModelSpec,
     emit: Emit,
     cancel: Cancel,
     residency: Residency,
-    history: HistoryFile | None = None,
+    history: Notes | None = None,
     checkpoints: CheckpointFolder | None = None,
     job_id: str | None = None,
+    look: Callable[[np.ndarray], None] | None = None,
 ) -> None:
     """Make the video. Ends in exactly one of `VideoSaved`, `Failed`, `Cancelled`, or in `Paused`; raises nothing.
 
@@ -63,13 +81,15 @@ def run_job(
         checkpoints: where the job is kept as it goes, and taken up from if an earlier run of it left something; they
             stay when it ends. Without, an interrupted job is lost.
         job_id: what the job is called; the video names it.
+        look: sees the frames before they are encoded, (n, height, width, 3) uint8 each time; again from the first if
+            memory ran out while they were decoded.
     """
     emit(Planned(plan))
     try:
         with PeakMemory(plan.components["transformer"].device) as peak:
             clock = Clock(residency, peak)
             with Course(plan, spec, emit, cancel, residency, clock, checkpoints) as course:
-                saved = _generate(course, peak, job_id)
+                saved = _generate(course, peak, job_id, look)
             if history is not None and course.straight:
                 history.note(plan, course.plan, spec, saved.timings, peak.by_stage)
     except CancelledError:
@@ -85,7 +105,9 @@ def run_job(
         emit(saved)
 
 
-def _generate(course: Course, peak: PeakMemory, job_id: str | None) -> VideoSaved:
+def _generate(
+    course: Course, peak: PeakMemory, job_id: str | None, look: Callable[[np.ndarray], None] | None
+) -> VideoSaved:
     check_target(course.plan.output)
     sweep(course.plan.output.parent)
     for message in course.plan.warnings:
@@ -96,7 +118,7 @@ def _generate(course: Course, peak: PeakMemory, job_id: str | None) -> VideoSave
         course.read(enduring(course, partial(_read_prompt, course)))
     previews = Previews(course.spec, course.plan)
     enduring(course, partial(_denoise, course, previews))
-    return enduring(course, partial(_save, course, previews, peak, job_id))
+    return enduring(course, partial(_save, course, previews, peak, job_id, look))
 
 
 def _read_prompt(course: Course) -> Conditioning:
@@ -143,7 +165,13 @@ def _denoise(course: Course, previews: Previews) -> None:
             course.keep(steps, done.seconds)
 
 
-def _save(course: Course, previews: Previews, peak: PeakMemory, job_id: str | None) -> VideoSaved:
+def _save(
+    course: Course,
+    previews: Previews,
+    peak: PeakMemory,
+    job_id: str | None,
+    look: Callable[[np.ndarray], None] | None,
+) -> VideoSaved:
     """Decode the frames and write the MP4."""
     course.cancel.check_pause()
     assert course.reached is not None
@@ -158,6 +186,8 @@ def _save(course: Course, previews: Previews, peak: PeakMemory, job_id: str | No
                 frames = chunk.numpy()
                 writer.write(frames)
                 detector.look(frames)
+                if look is not None:
+                    look(frames)
                 written += len(frames)
                 course.emit(FramesDecoded(written, plan.frames, previews.of_frames(frames)))
         if detector.fault is not None:

@@ -1,0 +1,177 @@
+"""Two results, of two versions say: how many times as long each configuration takes now. Pure.
+
+What cannot be compared is not: another machine, another request, a result of another kind.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from runtime.bench.spread import Spread, ratio
+from runtime.bench.surroundings import differing_machines, differing_versions
+from runtime.bench.table import number, spread_text
+from runtime.core.errors import InvalidRequestError
+
+HEADINGS = ("Configuration", "Figure", "Before", "Now", "Times as long", "By the runs' spread", "")
+_KINDS = ("bench", "forward")
+# What of each kind of result stands for all of it.
+_WHOLE = frozenset({"total", "pass"})
+_NOT_OF_THE_CLIP = frozenset({"fps", "on_out_of_memory", "build"})
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One figure of one configuration in both results.
+
+    Attributes:
+        name, figure: which.
+        before, after: seconds.
+        low, median, high: times as long as before; `None` where that says nothing.
+        verdict: "faster", "slower", "within the spread" or "too few runs".
+    """
+
+    name: str
+    figure: str
+    before: Spread
+    after: Spread
+    median: float | None
+    low: float | None
+    high: float | None
+    verdict: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON types."""
+        return vars(self) | {"before": self.before.to_json(), "after": self.after.to_json()}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What comparing found.
+
+    Attributes:
+        differences: of the configurations that both have.
+        left_out: sentences: which configurations cannot be compared, and why.
+        versions: what else differs: "torch 2.11.0, 2.13.0".
+    """
+
+    differences: tuple[Difference, ...]
+    left_out: tuple[str, ...]
+    versions: tuple[str, ...]
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return `HEADINGS`' rows."""
+        return [
+            (
+                one.name,
+                one.figure,
+                spread_text(one.before.to_json()),
+                spread_text(one.after.to_json()),
+                "" if one.median is None else f"{one.median:.3f}",
+                "" if one.low is None or one.high is None else f"{one.low:.3f} to {one.high:.3f}",
+                one.verdict,
+            )
+            for one in self.differences
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON types."""
+        return {
+            "differences": [one.to_json() for one in self.differences],
+            "left_out": list(self.left_out),
+            "versions": list(self.versions),
+        }
+
+
+def check_result(values: Any, schema: int, called: str) -> Mapping[str, Any]:
+    """Return a result that was read from a file.
+
+    Args:
+        schema: the newest that is understood.
+        called: the file's name.
+
+    Raises:
+        InvalidRequestError: if it is none.
+    """
+    again = "Give a file that `bench` wrote."
+    if not isinstance(values, dict) or values.get("kind") not in _KINDS:
+        raise InvalidRequestError("file", f"{called} is no result of a benchmark.", again)
+    if values.get("schema") != schema:
+        raise InvalidRequestError(
+            "file", f"{called} has schema {values.get('schema')!r}, this Tandem reads {schema}.", "Measure anew."
+        )
+    needed = {"machine", "tandem", "versions", "configurations"}
+    if not all(isinstance(values.get(name), dict | list) for name in needed):
+        raise InvalidRequestError("file", f"{called} is not whole.", again)
+    return values
+
+
+def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Comparison:
+    """Compare two results, each as `check_result` gave it.
+
+    Raises:
+        InvalidRequestError: if nothing in them can be compared.
+    """
+    if before["kind"] != after["kind"]:
+        raise InvalidRequestError(
+            "file", "One result is of whole clips, the other of forward passes.", "Give two of one kind."
+        )
+    machines = differing_machines(before, after)
+    if machines:
+        raise InvalidRequestError(
+            "file", f"The results are of two machines: {'; '.join(machines)}.", "Measure both on one machine."
+        )
+    found: list[Difference] = []
+    left_out: list[str] = []
+    try:
+        others = {one["name"]: one for one in after["configurations"]}
+        for one in before["configurations"]:
+            other = others.pop(one["name"], None)
+            why = "only in the first" if other is None else _unlike(one, other)
+            if why is not None or other is None:
+                left_out.append(f"{one['name']}: {why}.")
+                continue
+            found += _differences(one, other)
+        left_out += [f"{name}: only in the second." for name in others]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InvalidRequestError("file", "A result is not whole.", "Give files that `bench` wrote.") from error
+    if not found:
+        raise InvalidRequestError(
+            "file",
+            f"Nothing in these results can be compared: {' '.join(left_out) or 'they are empty.'}",
+            "Measure the same configurations, with the same request.",
+        )
+    return Comparison(tuple(found), tuple(left_out), tuple(differing_versions(before, after)))
+
+
+def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    for number_of, which in (("first", one), ("second", other)):
+        if not which["stages"]:
+            return f"not measured in the {number_of}"
+    mine, theirs = one["request"], other["request"]
+    # What only one version knows of cannot be told to differ.
+    names = sorted((set(mine) & set(theirs)) - _NOT_OF_THE_CLIP)
+    unlike = [f"{name} {mine[name]!r}, {theirs[name]!r}" for name in names if mine[name] != theirs[name]]
+    return f"another request ({'; '.join(unlike)})" if unlike else None
+
+
+def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[Difference]:
+    figures = [(name, one["stages"][name], other["stages"].get(name)) for name in one["stages"]]
+    figures += [(name, one.get(name), other.get(name)) for name in ("step", "load")]
+    for name, left, right in figures:
+        if left is None or right is None:
+            continue
+        before, after = Spread.from_json(left), Spread.from_json(right)
+        told = ratio(before, after)
+        if told is None:
+            continue
+        yield Difference(one["name"], name, before, after, told.median, told.low, told.high, told.verdict)
+
+
+def summary(comparison: Comparison) -> str:
+    """Return the whole in a line: how many configurations are faster, slower or neither, in all that they do."""
+    totals = [one for one in comparison.differences if one.figure in _WHOLE]
+    counts = {verdict: sum(one.verdict == verdict for one in totals) for verdict in ("faster", "slower")}
+    rest = len(totals) - sum(counts.values())
+    largest = max((one for one in totals if one.median), key=lambda one: abs((one.median or 1) - 1), default=None)
+    most = f" The most: {largest.name}, {number(largest.median)} times." if largest and largest.median else ""
+    return f"Of {len(totals)}: {counts['faster']} faster, {counts['slower']} slower, {rest} neither.{most}"

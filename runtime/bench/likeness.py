@@ -1,0 +1,122 @@
+"""How alike two clips' frames are before they are encoded: PSNR and SSIM, and LPIPS where all it needs is at hand."""
+
+import functools
+import importlib
+import importlib.util
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from runtime.core.errors import first_line
+
+_PEAK = 255.0
+_SSIM_SIDE, _SSIM_SIGMA = 11, 1.5
+_SSIM_C1, _SSIM_C2 = (0.01 * _PEAK) ** 2, (0.03 * _PEAK) ** 2
+_LPIPS_PACKAGES = ("torchmetrics", "torchvision")
+# AlexNet as torchvision publishes it, where its own cache would have it.
+_ALEXNET = "alexnet-owt-7be5be79.pth"
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """How alike two clips are.
+
+    Attributes:
+        psnr: peak signal-to-noise ratio of all pixels in RGB, in dB; infinite where they are the same.
+        ssim: mean structural similarity of the colours, 1 where they are the same.
+        largest: the most that a colour of a pixel differs by, of 255.
+        lpips: learned perceptual distance, 0 where they are the same; `None` where it cannot be had.
+    """
+
+    psnr: float
+    ssim: float
+    largest: int
+    lpips: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields; a PSNR that is infinite is `None`, and "same" says so."""
+        same = math.isinf(self.psnr)
+        return {
+            "same": same,
+            "psnr": None if same else self.psnr,
+            "ssim": self.ssim,
+            "largest": self.largest,
+            "lpips": self.lpips,
+        }
+
+
+def likeness(frames: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> Likeness:
+    """Compare two clips of one length and size.
+
+    Args:
+        frames, reference: batches of frames, (n, height, width, 3) uint8, both cut anyhow.
+
+    Raises:
+        ValueError: if the clips differ in length or size.
+    """
+    one, other = (np.concatenate(list(clip)) for clip in (frames, reference))
+    if one.shape != other.shape:
+        raise ValueError(f"clips of {one.shape} and {other.shape}")
+    squares, largest, similarity = 0.0, 0, 0.0
+    for frame, wanted in zip(one, other, strict=True):
+        difference = frame.astype(np.int32) - wanted
+        squares += float(np.square(difference).sum())
+        largest = max(largest, int(np.abs(difference).max()))
+        similarity += _ssim(frame, wanted) if difference.any() else 1.0
+    psnr = 10 * math.log10(_PEAK**2 * one.size / squares) if squares else math.inf
+    distance = None if lpips_problem() else _lpips(one, other)
+    return Likeness(psnr, similarity / len(one), largest, distance)
+
+
+def _ssim(frame: np.ndarray, reference: np.ndarray) -> float:
+    """Return the structural similarity of two frames, the mean over pixels and colours.
+
+    Source: Wang, Bovik, Sheikh, Simoncelli 2004: Gaussian windows of 11×11 with σ = 1.5, those within the frame.
+    """
+    x, y = (torch.from_numpy(part).permute(2, 0, 1).unsqueeze(1).double() for part in (frame, reference))
+    offsets = torch.arange(_SSIM_SIDE, dtype=torch.float64) - _SSIM_SIDE // 2
+    kernel = torch.exp(-offsets.square() / (2 * _SSIM_SIGMA**2))
+    kernel = kernel / kernel.sum()
+
+    def mean(part: torch.Tensor) -> torch.Tensor:
+        return F.conv2d(F.conv2d(part, kernel.view(1, 1, -1, 1)), kernel.view(1, 1, 1, -1))
+
+    mx, my = mean(x), mean(y)
+    vx, vy, vxy = mean(x * x) - mx * mx, mean(y * y) - my * my, mean(x * y) - mx * my
+    similar = (2 * mx * my + _SSIM_C1) * (2 * vxy + _SSIM_C2)
+    similar /= (mx * mx + my * my + _SSIM_C1) * (vx + vy + _SSIM_C2)
+    return float(similar.mean())
+
+
+@functools.cache
+def lpips_problem() -> str | None:
+    """Say why LPIPS is not measured, `None` where it is. Nothing is ever downloaded for it."""
+    for package in _LPIPS_PACKAGES:
+        if importlib.util.find_spec(package) is None:
+            return f"{package} is not installed"
+    if not (Path(torch.hub.get_dir()) / "checkpoints" / _ALEXNET).is_file():
+        return "its weights are not here"
+    for package in _LPIPS_PACKAGES:
+        try:
+            importlib.import_module(package)
+        except Exception as error:  # a torchvision that was made for another PyTorch fails in ways of its own
+            return f"{package} does not start here: {first_line(error)}"
+    return None
+
+
+def _lpips(frames: np.ndarray, reference: np.ndarray) -> float:
+    """Return the mean distance of the frames by AlexNet's features, as torchmetrics has it."""
+    from torchmetrics.image.lpip import LearnedPerceptualImagePatchSimilarity
+
+    metric = LearnedPerceptualImagePatchSimilarity(net_type="alex", normalize=True)
+    with torch.no_grad():
+        for frame, wanted in zip(frames, reference, strict=True):
+            pair = (torch.from_numpy(part).permute(2, 0, 1).unsqueeze(0) / _PEAK for part in (frame, wanted))
+            metric.update(*pair)
+        return float(metric.compute())

@@ -1,0 +1,129 @@
+"""Transformers and VAEs of a model's architecture with random weights, made where they compute: nothing is read.
+
+Time and memory do not depend on the values. Errors of rounding do, so layers keep the size of what passes through, as
+trained ones do; they are those of this network, not of the trained one.
+"""
+
+import json
+import math
+import zlib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
+
+from runtime.core.errors import MachineError, ModelError
+from runtime.core.plan import ComponentPlan
+from runtime.models import quantization
+from runtime.models.known import KNOWN
+from runtime.models.spec import ModelSpec, is_transformer
+
+_BIAS = 0.02
+
+
+def random_spec(spec: ModelSpec, folder: Path) -> ModelSpec:
+    """Return a model of the same architecture whose folder holds configurations only.
+
+    Args:
+        folder: empty; where they go.
+
+    Raises:
+        ModelError: if the architecture is not known in full.
+    """
+    for name in spec.component_names:
+        (folder / name).mkdir(parents=True)
+        config = {} if name == "text_encoder" else dict(_config(spec, name))
+        (folder / name / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return replace(spec, directory=folder, here=True)
+
+
+def random_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | None = None) -> torch.nn.Module:
+    """Make one component, as `models.weights.load_module` loads it; the same each time on the same device.
+
+    Args:
+        spec: from `random_spec`.
+        device: where the weights are put, if not on the part's own device.
+
+    Raises:
+        MachineError: for a quantization that needs files.
+    """
+    config = json.loads((spec.directory / name / "config.json").read_text(encoding="utf-8"))
+    kind: Any = WanTransformer3DModel if is_transformer(name) else AutoencoderKLWan
+    with torch.device("meta"):
+        made = kind.from_config(config)
+    where, dtype = device or part.device, getattr(torch, part.dtype)
+    if part.quantization != quantization.NONE and is_transformer(name):
+        _check_quantization(part)
+        dtype = getattr(torch, quantization.arithmetic(part, bfloat16=True))
+    _fill(made, torch.device(where), dtype, zlib.crc32(name.encode()))
+    if is_transformer(name):
+        # Its tables are computed, not loaded.
+        made.rope = type(made.rope)(made.rope.attention_head_dim, made.rope.patch_size, made.rope.max_seq_len).to(where)
+        if part.quantization != quantization.NONE:
+            _quantize(made, part)
+    return cast("torch.nn.Module", made.eval().requires_grad_(requires_grad=False))
+
+
+def _config(spec: ModelSpec, name: str) -> Mapping[str, Any]:
+    file = spec.directory / name / "config.json"
+    if file.is_file():
+        found: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return found
+    known = next((model for model in KNOWN if model.name == spec.name), None)
+    if known is None:
+        raise ModelError(
+            f"Of the {name} of {spec.title} there is no configuration.",
+            f"Take one of {', '.join(model.name for model in KNOWN)}, or a model that is here.",
+        )
+    if is_transformer(name):
+        return {**known.transformer, "rope_max_seq_len": spec.transformer.rope_max_seq_len}
+    # The published numbers, which differ by channel, change nothing here.
+    return {**known.vae, "latents_mean": [0.0] * spec.vae.z_dim, "latents_std": [1.0] * spec.vae.z_dim}
+
+
+def _fill(module: torch.nn.Module, device: torch.device, dtype: torch.dtype, seed: int) -> None:
+    """Give every weight its values, where they are to lie and as `from_pretrained` would leave them."""
+    generator = torch.Generator(device).manual_seed(seed)
+    exact = set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    for path, owner in module.named_modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is None:
+                continue
+            full = dtype == torch.float32 or exact & {*path.split("."), name}
+            # Drawn in float32 whatever the dtype, so that one precision is the other's, rounded.
+            values = torch.empty(parameter.shape, device=device, dtype=torch.float32)
+            if name == "bias":
+                values.normal_(0, _BIAS, generator=generator)
+            elif name == "gamma" or "norm" in path.rpartition(".")[2]:
+                values.fill_(1)
+            else:
+                inputs = values[0].numel() if name == "weight" else values.shape[-1]
+                values.normal_(0, 1 / math.sqrt(inputs), generator=generator)
+            if not full:
+                values = values.to(dtype)
+            owner._parameters[name] = torch.nn.Parameter(values, requires_grad=False)
+
+
+def _check_quantization(part: ComponentPlan) -> None:
+    if part.quantization != quantization.FP8:
+        raise MachineError(
+            f"Quantization {part.quantization} is done while files are read: there are none for random weights.",
+            "Take --quantization fp8 or none.",
+        )
+
+
+def _quantize(module: torch.nn.Module, part: ComponentPlan) -> None:
+    """Quantize the linear layers that `from_pretrained` would."""
+    config = quantization.config(part.quantization, torch.bfloat16)
+    from torchao.quantization import quantize_
+
+    kept = {*(config.modules_to_not_convert or ()), *(getattr(module, "_keep_in_fp32_modules", None) or ())}
+
+    def chosen(layer: torch.nn.Module, path: str) -> bool:
+        return isinstance(layer, torch.nn.Linear) and not kept & set(path.split("."))
+
+    quantize_(module, config.get_apply_tensor_subclass(), filter_fn=chosen)
+    quantization.check_quantized(module, part.quantization, "the random transformer")

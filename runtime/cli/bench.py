@@ -1,0 +1,235 @@
+"""`bench`: what is measured, and its result as tables, JSON and a picture."""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from runtime.bench import compare as comparing
+from runtime.bench import files, plot, table
+from runtime.bench.configurations import Configuration, check_names, named_flags, standard
+from runtime.bench.forward import PARTS, Forward, ForwardSetup
+from runtime.bench.rounds import SCHEMA, Bench, Setup
+from runtime.cli import endings, show
+from runtime.cli.cancelling import cancel_on_signals
+from runtime.cli.request_flags import flags_in, request_from_flags
+from runtime.core import settings
+from runtime.core.errors import InvalidRequestError, SettingsError
+from runtime.core.plan import PYTORCH
+from runtime.core.request import ALL
+from runtime.core.settings import Settings
+from runtime.engines.service import EngineService
+from runtime.jobs.history import HistoryFile
+from runtime.manager.machine import probe
+from runtime.manager.planner import resolve
+from runtime.models.catalogue import find
+
+PROMPT = "a red boat sails left on a calm sea at sunset"
+# The same in every benchmark, so that results of two versions are of the same clip.
+SEED = "1"
+MAX_RUNS = 100
+MAX_RATE = 1e6
+RUNS, WARMUP = 3, 1
+
+
+def measure(
+    flags: Mapping[str, Any],
+    prompt: str | None,
+    configs: Sequence[str],
+    *,
+    runs: str | None,
+    warmup: str | None,
+    out: str | None,
+    keep_videos: bool,
+    as_json: bool,
+) -> int:
+    """Measure whole clips and return the exit code.
+
+    Args:
+        flags: those for all configurations.
+        configs: "NAME: FLAGS" each; the usual ones if there are none.
+    """
+    counts = count("runs", runs, RUNS, 1), count("warmup", warmup, WARMUP, 0)
+    common = {"prompt": PROMPT if prompt is None else prompt, "seed": SEED} | dict(flags)
+    loaded, machine = settings.load(), probe()
+    engines = EngineService.from_settings(loaded, machine)
+    configurations = _configurations(common, configs, loaded, engines)
+    folder = files.new_folder(loaded.cache_dir, out)
+    setup = Setup(
+        machine=machine,
+        engines=engines,
+        history=HistoryFile(loaded.cache_dir, machine).read(),
+        weights_dir=loaded.weights_dir,
+        folder=folder,
+        runs=counts[0],
+        warmup=counts[1],
+        keep_videos=keep_videos,
+    )
+    # What is there is kept as it comes: whatever ends the process.
+    bench = Bench.of(setup, configurations, show.line, lambda now: _save(folder, now.to_json()))
+    with cancel_on_signals() as cancel:
+        bench.measure(cancel)
+    result = bench.to_json()
+    _tell(result, folder)
+    if as_json and any(one["stages"] for one in result["configurations"]):
+        endings.emit_json(result | {"files": [str(folder / "bench.json"), str(folder / "bench.svg")]})
+    return _exit_code(bench, as_json=as_json)
+
+
+def forward(
+    flags: Mapping[str, Any],
+    configs: Sequence[str],
+    parts: Sequence[str],
+    *,
+    random: bool,
+    rate: str | None,
+    exact: bool,
+    baseline: bool,
+    runs: str | None,
+    warmup: str | None,
+    out: str | None,
+    as_json: bool,
+) -> int:
+    """Measure single passes and return the exit code."""
+    counts = count("runs", runs, RUNS, 1), count("warmup", warmup, WARMUP, 0)
+    tera_operations = _rate(rate)
+    unknown = next((part for part in parts if part not in PARTS), None)
+    if unknown is not None:
+        raise InvalidRequestError("part", f"--part is {unknown[:40]!r}.", f"Take one of {', '.join(PARTS)}.")
+    loaded, machine = settings.load(), probe()
+    common = {"prompt": PROMPT, "seed": SEED} | dict(flags)
+    setup = ForwardSetup(
+        machine=machine,
+        engines=EngineService.from_settings(loaded, machine),
+        weights_dir=loaded.weights_dir,
+        parts=tuple(dict.fromkeys(parts)) or ForwardSetup.parts,
+        random=random,
+        runs=counts[0],
+        warmup=counts[1],
+        tera_operations=tera_operations,
+        exact=exact,
+        baseline=baseline,
+    )
+    configurations = configured(common, configs or ["as planned:"])
+    folder = files.new_folder(loaded.cache_dir, out)
+    target = folder / "forward.json"
+    under_way = Forward(setup, configurations, show.line, lambda now: files.write_json(target, now.to_json()))
+    with cancel_on_signals() as cancel:
+        under_way.measure(cancel)
+    result = under_way.to_json()
+    show.table(table.FORWARD, table.passes(result))
+    for message in table.forward_notes(result):
+        show.line(message)
+    show.line(f"Saved {target}")
+    measured = any(one["stages"] for one in result["configurations"])
+    if as_json and measured:
+        endings.emit_json(result | {"files": [str(target)]})
+    if under_way.cancelled:
+        return endings.CANCELLED
+    if measured:
+        return endings.DONE
+    why = next((one["why"] for one in result["configurations"] if one["why"]), "The model has no such part.")
+    return endings.refuse(f"Nothing was measured. {why}", "Take another configuration or part.", as_json=as_json)
+
+
+def compare(one: str, other: str) -> dict[str, Any]:
+    """Print and return how two results differ."""
+    before, after = (comparing.check_result(files.read_json(name), SCHEMA, name) for name in (one, other))
+    found = comparing.compare(before, after)
+    show.table(comparing.HEADINGS, found.rows())
+    for message in found.left_out:
+        show.warning(f"Not compared: {message}")
+    show.line(f"Versions: {'; '.join(found.versions) or 'the same'}.")
+    show.line(comparing.summary(found))
+    return found.to_json()
+
+
+def count(name: str, text: str | None, default: int, least: int) -> int:
+    """Return the whole number that a flag gives.
+
+    Raises:
+        InvalidRequestError: if it gives none from `least` to `MAX_RUNS`.
+    """
+    if text is None:
+        return default
+    if not text.isdecimal() or not least <= int(text) <= MAX_RUNS:
+        raise InvalidRequestError(
+            name, f"--{name} is {text[:40]!r}.", f"Give a whole number from {least} to {MAX_RUNS}."
+        )
+    return int(text)
+
+
+def _rate(text: str | None) -> float | None:
+    if text is None:
+        return None
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) <= MAX_RATE:
+            return float(text)
+    raise InvalidRequestError(
+        "rate", f"--rate is {text[:40]!r}.", "Give what the device does in tera-operations a second, such as 790."
+    )
+
+
+def configured(common: Mapping[str, Any], configs: Sequence[str]) -> list[Configuration]:
+    """Return the configurations that --config names; its flags take the place of the common ones.
+
+    Raises:
+        InvalidRequestError: if one is wrong, naming it.
+    """
+    named = [named_flags(text) for text in configs]
+    check_names([name for name, _ in named])
+    found = []
+    for name, text in named:
+        try:
+            request = request_from_flags(**(dict(common) | dict(flags_in(text))))
+        except InvalidRequestError as error:
+            raise InvalidRequestError(error.field, f"Configuration {name!r}: {error.what}", error.remedy) from error
+        found.append(Configuration(name=name, flags=text, request=request))
+    return found
+
+
+def _configurations(
+    common: Mapping[str, Any], configs: Sequence[str], loaded: Settings, engines: EngineService
+) -> list[Configuration]:
+    if configs:
+        return configured(common, configs)
+    request = request_from_flags(**common)
+    if request.backends:
+        raise SettingsError(
+            "--backend alone says nothing to compare.",
+            'Name configurations, as in --config "onnx: --backend all=onnxruntime".',
+        )
+    spec = find(request.model, loaded.weights_dir)
+    plan = resolve(replace(request, backends={ALL: PYTORCH}), spec, engines.machine, Path("none.mp4"))
+    return standard(request, plan, engines.offers(spec))
+
+
+def _save(folder: Path, result: Mapping[str, Any]) -> None:
+    files.write_json(folder / "bench.json", result)
+
+
+def _tell(result: Mapping[str, Any], folder: Path) -> None:
+    first = next((one["request"] for one in result["configurations"] if one["request"] is not None), None)
+    title = "Tandem's benchmark"
+    if first is not None:
+        title = (
+            f"{first['model']}, {first['width']}x{first['height']}, {first['frames']} frames, {first['steps']} steps"
+        )
+    files.write(folder / "bench.svg", plot.svg(result, title))
+    show.table(table.TIMES, table.times(result))
+    show.table(table.FIGURES, table.figures(result))
+    for message in table.outcomes(result):
+        show.warning(message)
+    for message in table.notes(result):
+        show.line(message)
+    show.line(f"Saved {folder / 'bench.json'} and {folder / 'bench.svg'}")
+
+
+def _exit_code(bench: Bench, *, as_json: bool) -> int:
+    if bench.cancelled:
+        return endings.CANCELLED
+    if any(entry.runs for entry in bench.entries):
+        return endings.DONE
+    failed = bench.entries[0]
+    return endings.refuse(f"Nothing was measured. {failed.name}: {failed.why}", failed.remedy, as_json=as_json)

@@ -1,0 +1,125 @@
+"""Two results: what differs, by how much, and what is not compared in silence."""
+
+from typing import Any
+
+import pytest
+
+from runtime.bench.compare import HEADINGS, check_result, compare, summary
+from runtime.core.errors import InvalidRequestError
+from tests.bench.made import configuration, failed, result, spread
+
+
+def test_times_as_long_by_configuration_and_stage() -> None:
+    before = result(configuration("a", 4.0), configuration("b", 2.0), configuration("c", 1.0))
+    after = result(configuration("a", 2.0), configuration("b", 2.02), configuration("c", 2.0))
+    found = compare(before, after)
+    totals = {one.name: one for one in found.differences if one.figure == "total"}
+    assert {name: one.verdict for name, one in totals.items()} == {
+        "a": "faster",
+        "b": "within the spread",
+        "c": "slower",
+    }
+    assert totals["a"].median == 0.5
+    figures = [one.figure for one in found.differences if one.name == "a"]
+    assert figures == ["encode", "denoise", "decode", "mux", "total", "step"]  # loading took no time
+    assert found.left_out == () and found.versions == ()
+    assert all(len(row) == len(HEADINGS) for row in found.rows())
+    assert summary(found) == "Of 3: 1 faster, 1 slower, 1 neither. The most: c, 2.00 times."
+
+
+def test_one_run_proves_nothing() -> None:
+    few = configuration("a", 1.0, stages={"total": spread(1.0, count=1)})
+    (found, *_) = compare(result(configuration("a", 4.0)), result(few)).differences
+    assert (found.figure, found.verdict) == ("total", "too few runs")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"cpu": "Other CPU"}, "cpu Test CPU, Other CPU"),
+        ({"cores": 4}, "cores 2, 4"),
+        ({"gpus": ["NVIDIA H200"]}, "gpus none, NVIDIA H200"),
+        ({"system": "Darwin arm64"}, "system Linux x86_64, Darwin arm64"),
+    ],
+)
+def test_another_machine_is_no_comparison(changes: dict[str, Any], says: str) -> None:
+    after = result(configuration())
+    after["machine"] = after["machine"] | changes
+    with pytest.raises(InvalidRequestError, match="two machines") as error:
+        compare(result(configuration()), after)
+    assert says in error.value.what
+
+
+def test_another_request_is_left_out_and_told() -> None:
+    other = configuration("b")
+    other["request"] = other["request"] | {"steps": 20}
+    found = compare(result(configuration("a"), configuration("b")), result(configuration("a"), other))
+    assert {one.name for one in found.differences} == {"a"}
+    assert found.left_out == ("b: another request (steps 4, 20).",)
+
+
+def test_what_only_one_version_knows_of_is_no_other_request() -> None:
+    newer = configuration("a")
+    newer["request"] = newer["request"] | {"attention": "auto"}
+    assert compare(result(configuration("a")), result(newer)).differences
+
+
+def test_what_only_one_result_has_is_told() -> None:
+    before = result(configuration("a"), configuration("b"), failed("c"))
+    after = result(configuration("a"), configuration("c"), configuration("d"))
+    assert compare(before, after).left_out == (
+        "b: only in the first.",
+        "c: not measured in the first.",
+        "d: only in the second.",
+    )
+
+
+def test_nothing_to_compare_is_an_error_that_says_why() -> None:
+    with pytest.raises(InvalidRequestError, match="a: not measured in the second"):
+        compare(result(configuration("a")), result(failed("a")))
+    with pytest.raises(InvalidRequestError, match="they are empty"):
+        compare(result(), result())
+    with pytest.raises(InvalidRequestError, match="whole clips, the other"):
+        compare(result(configuration("a")), result(configuration("a"), kind="forward"))
+
+
+def test_other_versions_are_what_it_is_for_and_are_named() -> None:
+    after = result(configuration("a"), tandem={"version": "0.2.0", "commit": "abc", "changed": True})
+    after["versions"] = {"torch": "2.14.0", "cuda": None, "triton": "3.6"}
+    assert compare(result(configuration("a")), after).versions == (
+        "Tandem's version 0.1.0, 0.2.0",
+        "Tandem's changed False, True",
+        "torch 2.13.0, 2.14.0",
+        "triton none, 3.6",
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ([], "no result"),
+        ({}, "no result"),
+        ({"kind": "video"}, "no result"),
+        (result(schema=2), "schema 2, this Tandem reads 1"),
+        ({name: value for name, value in result().items() if name != "machine"}, "not whole"),
+        (result() | {"configurations": 3}, "not whole"),
+    ],
+)
+def test_other_files_are_refused(values: Any, says: str) -> None:
+    with pytest.raises(InvalidRequestError, match=says):
+        check_result(values, 1, "x.json")
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {"name": "a"},
+        configuration("a") | {"stages": {"total": {"median": "x"}}},
+        configuration("a") | {"stages": {"total": 3}},
+        configuration("a") | {"request": None},
+        3,
+    ],
+)
+def test_damaged_results_are_refused(damaged: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="not whole"):
+        compare(result(configuration("a")), result() | {"configurations": [damaged]})

@@ -1,0 +1,178 @@
+"""Which configurations there are, what they come to, and whether they are held at once."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from runtime.bench.configurations import (
+    check_names,
+    decided,
+    held_together,
+    in_float32,
+    in_words,
+    named_flags,
+    same_clip,
+    standard,
+    why_not,
+    without_builds,
+)
+from runtime.core.errors import InvalidRequestError
+from runtime.core.plan import EngineUse, ExecutionPlan, LatentSize
+from runtime.core.request import GenerationRequest
+from runtime.manager.offers import EngineOffer
+from runtime.manager.planner import resolve
+from runtime.models.spec import ModelSpec
+from tests import true_sizes
+from tests.plans import GIB, gpu, machine, tiny_plan
+
+SIZE: LatentSize = (1, 4, 8)
+
+
+def use(name: str, *, build: bool) -> EngineUse:
+    """Return an engine of a component."""
+    return EngineUse(
+        id=name, program=name, builder="onnxruntime", precision="float32", profile=(SIZE, SIZE, SIZE), build=build
+    )
+
+
+def offer(backend: str, *, build: bool, problem: str | None = None) -> EngineOffer:
+    """Offer an engine that is there, or could be."""
+    return EngineOffer(backend=backend, builder=backend, uses=(use("e", build=build),), problem=problem)
+
+
+def large(free_gib: float = 139) -> ExecutionPlan:
+    """Plan Wan2.1-1.3B on a GPU: bfloat16 but for the VAE."""
+    here = machine(gpu=gpu(free_gib=free_gib), torch_cuda="13.0", ram_free_gib=100)
+    return resolve(GenerationRequest(prompt="x", seed=1), true_sizes.spec("wan2.1-1.3b"), here, Path("x.mp4"))
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "flags"),
+    [
+        ("onnx: --backend all=onnxruntime", "onnx", "--backend all=onnxruntime"),
+        ("auto:", "auto", ""),
+        (' 20 steps :--steps 20 --model "a:b"', "20 steps", '--steps 20 --model "a:b"'),
+    ],
+)
+def test_name_and_flags(text: str, name: str, flags: str) -> None:
+    assert named_flags(text) == (name, flags)
+
+
+@pytest.mark.parametrize("text", ["", "--steps 4", ": --steps 4", "   :", "a\x07: --steps 4", "x" * 41 + ":"])
+def test_without_a_name_it_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequestError, match="--config is"):
+        named_flags(text)
+
+
+def test_names_are_there_once() -> None:
+    check_names(["a", "b"])
+    with pytest.raises(InvalidRequestError, match="'a'"):
+        check_names(["a", "b", "a"])
+
+
+@pytest.mark.parametrize(
+    ("offers", "build", "names"),
+    [
+        ([], "auto", ["pytorch", "auto"]),
+        ([offer("onnxruntime", build=False)], "auto", ["pytorch", "onnxruntime", "auto"]),
+        ([offer("inductor", build=True)], "auto", ["pytorch", "inductor", "auto"]),
+        ([offer("inductor", build=True)], "never", ["pytorch", "auto"]),
+        ([offer("inductor", build=False)], "never", ["pytorch", "inductor", "auto"]),
+        ([offer("tensorrt", build=True, problem="no GPU")], "auto", ["pytorch", "auto"]),
+    ],
+)
+def test_what_is_measured_where_nobody_says(
+    offers: Sequence[EngineOffer], build: str, names: list[str], tiny: Callable[[str], ModelSpec]
+) -> None:
+    plan = tiny_plan(tiny("wan2.1"), Path("x.mp4"))
+    request = GenerationRequest(prompt="x", build=build)
+    found = standard(request, plan, lambda *_: offers)
+    assert [one.name for one in found] == names
+    assert found[0].request.backends == {"all": "pytorch"}
+    assert found[-1].only_if_new and not found[-1].request.backends
+
+
+def test_a_backend_for_some_parts_only_is_left_out(tiny: Callable[[str], ModelSpec]) -> None:
+    plan = tiny_plan(tiny("wan2.1"), Path("x.mp4"))
+    found = standard(
+        GenerationRequest(prompt="x"),
+        plan,
+        lambda name, *_: [offer("inductor", build=True)] if name == "vae" else [],
+    )
+    assert [one.name for one in found] == ["pytorch", "auto"]
+
+
+def test_where_pytorch_rounds_float32_is_the_reference() -> None:
+    first, second, *_ = standard(GenerationRequest(prompt="x"), large(), lambda *_: [])
+    assert (first.name, first.float32, second.name, second.float32) == ("float32", True, "pytorch", False)
+    plan = in_float32(large())
+    assert {part.dtype for part in plan.components.values()} == {"float32"}
+    assert plan.components["transformer"].weights_bytes == 2 * large().components["transformer"].weights_bytes
+    assert plan.components["vae"].weights_bytes == large().components["vae"].weights_bytes
+    short = large(free_gib=large().memory_bytes / GIB + 2)
+    assert in_float32(short) == short
+
+
+def test_held_together_only_if_all_fit() -> None:
+    plan = large()
+    plan = replace(plan, memory_bytes=10 * GIB, free_bytes=30 * GIB)
+    assert held_together([plan, plan])
+    assert not held_together([plan, plan, plan])
+    assert held_together([])
+
+
+def test_what_two_plans_decide() -> None:
+    plan = large()
+    assert decided(plan) == decided(replace(plan, backends={"all": "pytorch"}, build="never"))
+    assert decided(plan) != decided(replace(plan, steps=plan.steps + 1))
+    other = replace(plan.components["vae"], dtype="bfloat16")
+    assert decided(plan) != decided(plan.with_component("vae", other))
+    assert decided(plan) != decided(replace(plan, offload="group"))
+
+
+def test_in_words() -> None:
+    plan = large()
+    assert in_words(plan) == "PyTorch, bfloat16 (text_encoder, transformer); PyTorch, float32 (vae)"
+    assert in_words(in_float32(plan)) == "PyTorch, float32"
+    fp8 = replace(plan.components["transformer"], quantization="fp8")
+    assert "PyTorch, fp8 (transformer)" in in_words(plan.with_component("transformer", fp8))
+    onnx = replace(plan.components["vae"], backend="onnxruntime", engines=(use("vae", build=False),))
+    assert "ONNX Runtime, float32 (vae)" in in_words(plan.with_component("vae", onnx))
+
+
+def test_pytorch_in_anothers_place_is_told() -> None:
+    plan = large()
+    assert why_not(plan) is None
+    asked = replace(plan.components["vae"], asked="inductor", reason="There is none.")
+    said = why_not(plan.with_component("vae", asked))
+    assert said == "VAE decoder: PyTorch instead of Inductor. There is none."
+    assert why_not(plan.with_component("vae", replace(asked, asked="pytorch"))) is None
+
+
+def test_engines_are_built_once() -> None:
+    plan = replace(large(), build="always")
+    part = replace(plan.components["vae"], backend="inductor", engines=(use("vae", build=True),))
+    again = without_builds(plan.with_component("vae", part))
+    assert again.build == "missing"
+    assert not any(one.build for one in again.components["vae"].engines)
+    assert without_builds(replace(plan, build="never")).build == "never"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({}, None),
+        ({"steps": 7, "guidance_scale": 2.0, "offload": "group"}, None),
+        ({"frames": 5}, "another size"),
+        ({"width": 16}, "another size"),
+        ({"seed": 2}, "another seed"),
+        ({"prompt": "y"}, "another prompt"),
+        ({"negative_prompt": "y"}, "another prompt"),
+        ({"model_directory": Path("other")}, "another model"),
+    ],
+)
+def test_what_can_be_compared(change: dict[str, object], why: str | None) -> None:
+    plan = large()
+    assert same_clip(replace(plan, **change), plan) == why  # type: ignore[arg-type]

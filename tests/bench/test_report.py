@@ -1,0 +1,121 @@
+"""Tables and the picture: every configuration is there, and figures stand where they belong."""
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from runtime.bench import table
+from runtime.bench.plot import svg
+from tests.bench.made import alike, configuration, failed, result, spread
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_times_are_medians_with_their_spread() -> None:
+    found = table.times(result(configuration("a", 4.0), failed("b"), configuration("c", 40.0)))
+    assert [row[0] for row in found] == ["a", "c"]
+    assert all(len(row) == len(table.TIMES) for row in found)
+    assert found[0][1] == "4.00 (3.80–4.20)"
+    assert found[0][7:9] == ("9.00 s", "0.50 s")
+    assert found[1][1] == "40.0 (38.0–42.0)"
+
+
+def test_building_is_told_apart_now_and_earlier() -> None:
+    engine = {"id": "e", "program": "vae_next", "build_seconds": 30.0, "built_now": False}
+    now = configuration("now", build_seconds=12.0, engines=[engine])
+    earlier = configuration("earlier", engines=[engine])
+    assert [row[-1] for row in table.times(result(now, earlier))] == ["12.0 s", "30.0 s, earlier"]
+
+
+def test_figures_name_the_worst_part_and_the_likeness() -> None:
+    parts = {"vae": {"error": 1e-2, "why": ""}, "transformer": {"error": 1e-3, "why": ""}}
+    memory = {"vram": {"denoise": 3 << 30}, "gpu": {"decode": 4 << 30}, "ram": {}}
+    other = configuration("b", quality=alike(44.44), parts=parts, memory=memory)
+    unlike = configuration("c", not_compared="another size", repeats=False)
+    same = configuration("d", quality=alike(0) | {"same": True, "psnr": None}, parts={"vae": {"error": 0.0, "why": ""}})
+    found = table.figures(result(configuration("a"), other, unlike, same, failed("e")))
+    assert all(len(row) == len(table.FIGURES) for row in found)
+    assert found[0][:5] == ("a", "", "", "1.0 GiB (decode)", "the reference")
+    peaks = ("3.0 GiB (denoise)", "4.0 GiB (decode)", "")
+    assert found[1] == ("b", *peaks, "1.0e-02 (vae)", "44.4 dB", "0.9900", "", "yes")
+    assert found[2][5:] == ("another size", "", "", "no")
+    assert found[3][4:6] == ("none", "same frames")
+
+
+def test_what_was_not_measured_is_told_with_what_to_do() -> None:
+    lines = table.outcomes(result(configuration("a"), failed("b"), failed("c", "fell back"), failed("d", "same")))
+    assert lines == [
+        "b: failed: It broke. Mend it.",
+        "c: fell back: It broke. Mend it.",
+        "d: It broke. Mend it.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("floor", "says"),
+    [
+        (None, "no noise floor"),
+        (alike(52.0), "52.0 dB apart"),
+        (alike(0) | {"same": True, "psnr": None}, "bit for bit"),
+    ],
+)
+def test_the_noise_floor_is_told(floor: object, says: str) -> None:
+    assert says in " ".join(table.notes(result(configuration("a"), noise_floor=floor)))
+
+
+def test_cancelling_is_told() -> None:
+    assert table.notes(result(configuration("a"), cancelled=True))[0].startswith("Cancelled")
+
+
+def test_passes_stand_beside_their_floor() -> None:
+    one = {
+        "name": "480p, transformer",
+        "runs_on": "PyTorch, bfloat16",
+        "stages": {"pass": spread(3.0)},
+        "first_seconds": 9.0,
+        "floor_seconds": 2.0,
+        "error": 1e-2,
+        "weights_bytes": 1 << 30,
+        "working_bytes": None,
+        "why": "",
+    }
+    other = one | {"stages": {}, "why": "Memory ran out.", "name": "b"}
+    both = result(one, other) | {"kind": "forward", "random": True, "tera_operations": 790.0}
+    (row,) = table.passes(both)
+    assert len(row) == len(table.FORWARD)
+    assert row[2:7] == ("3.00 (2.85–3.15)", "9.00", "2.00", "1.50", "1.0e-02")
+    lines = table.forward_notes(both)
+    assert lines[0] == "b: Memory ran out."
+    assert "random weights" in lines[1] and "790 TFLOP/s" in lines[2]
+
+
+def test_the_picture_is_to_scale() -> None:
+    quality = alike(44.44)
+    shown = result(
+        configuration("a", 4.0), configuration("<b> & co", 2.0, quality=quality), failed("c", why="No <GPU>.")
+    )
+    root = ElementTree.fromstring(svg(shown, "diorama & more"))
+    text = " ".join("".join(part.itertext()) for part in root.iter(f"{SVG}text"))
+    for expected in ("a", "<b> & co", "failed: No <GPU>", "4.00 s", "PSNR 44.4 dB", "1.0 GiB RAM", "diorama & more"):
+        assert expected in text
+    bars = [part for part in root.iter(f"{SVG}rect") if part.get("height") == "20"]
+    widths = [float(part.get("width", 0)) for part in bars]
+    assert len(bars) == 8
+    assert sum(widths[:4]) == pytest.approx(2 * sum(widths[4:]), rel=1e-3)
+    assert widths[1] == pytest.approx(5 * widths[0], rel=1e-2)
+    edge = float(root.get("width", 0))
+    assert all(float(part.get("x", 0)) + float(part.get("width", 0)) <= edge for part in bars)
+
+
+@pytest.mark.parametrize("seconds", [0.0003, 0.07, 1.0, 2.5, 260.0, 7200.0])
+def test_the_scale_fits_whatever_it_takes(seconds: float) -> None:
+    root = ElementTree.fromstring(svg(result(configuration("a", seconds)), "x"))
+    ticks = [part for part in root.iter(f"{SVG}text") if part.get("text-anchor") == "middle"]
+    assert 3 <= len(ticks) <= 7
+    assert all(re.fullmatch(r"[\d.e+-]+ s", part.text or "") for part in ticks)
+
+
+def test_a_picture_of_nothing_is_one_too() -> None:
+    root = ElementTree.fromstring(svg(result(failed("a"), failed("b")), "x"))
+    assert len(list(root.iter(f"{SVG}rect"))) == 5  # the ground and the legend

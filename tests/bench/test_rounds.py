@@ -1,0 +1,287 @@
+"""Whole benchmarks of tiny real models: turns, figures, failures, and what is left behind."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runtime.bench import rounds
+from runtime.bench.configurations import Configuration
+from runtime.bench.recorder import Recorder, unlike
+from runtime.bench.rounds import Bench, Setup
+from runtime.components.video_decoder import PyTorchVideoDecoder
+from runtime.core.cancel import Cancel
+from runtime.core.errors import EngineError, InvalidRequestError
+from runtime.core.plan import EngineUse
+from runtime.core.request import GenerationRequest
+from runtime.engines.service import EngineService
+from runtime.engines.sessions.onnxruntime import OnnxRuntimeSession
+from runtime.engines.store import EngineStore
+from runtime.manager.machine import probe
+from runtime.models.spec import ModelSpec
+from runtime.video.metadata import read_facts
+from tests.jobs.made import saved
+from tests.plans import tiny_plan
+
+CLIP = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 5, "steps": 4, "seed": 3, "fps": 8}
+
+
+@dataclass
+class Done:
+    """A benchmark that has run, and the lines that it told."""
+
+    bench: Bench
+    told: list[str]
+    folder: Path
+
+    def result(self) -> dict[str, Any]:
+        """Return its result, which JSON can hold."""
+        values: dict[str, Any] = json.loads(json.dumps(self.bench.to_json(), allow_nan=False))
+        return values
+
+    def one(self, name: str) -> dict[str, Any]:
+        """Return one configuration of the result."""
+        return next(one for one in self.result()["configurations"] if one["name"] == name)
+
+
+@dataclass(frozen=True)
+class Hall:
+    """Where benchmarks of one model are run, with one engine library."""
+
+    spec: ModelSpec
+    home: Path
+
+    def configuration(self, name: str, **values: Any) -> Configuration:
+        """Return a configuration of the clip."""
+        only = bool(values.pop("only_if_new", False))
+        asked = {**CLIP, "model": str(self.spec.directory), "backends": {"all": "pytorch"}, **values}
+        return Configuration(name=name, flags="", request=GenerationRequest.from_mapping(asked), only_if_new=only)
+
+    def run(
+        self,
+        folder: Path,
+        configurations: Sequence[Configuration],
+        cancel_at: Callable[[str], bool] = lambda _: False,
+        **changes: Any,
+    ) -> Done:
+        """Run a benchmark; `cancel_at` says at which line to cancel it."""
+        machine = probe()
+        engines = EngineService(EngineStore(self.home / "engines", 10**10), machine, self.home)
+        setup = Setup(
+            machine=machine, engines=engines, history=(), weights_dir=self.home / "weights", folder=folder, runs=2
+        )
+        cancel, told = Cancel(), []
+
+        def tell(line: str) -> None:
+            told.append(line)
+            if cancel_at(line):
+                cancel.request()
+
+        bench = Bench.of(replace(setup, **changes), configurations, tell)
+        bench.measure(cancel)
+        return Done(bench, told, folder)
+
+
+@pytest.fixture(scope="module")
+def hall(tiny: Callable[[str], ModelSpec], tmp_path_factory: pytest.TempPathFactory) -> Hall:
+    """Return a place with an empty engine library."""
+    return Hall(tiny("wan2.2-a14b"), tmp_path_factory.mktemp("hall"))
+
+
+@pytest.fixture(scope="module")
+def done(hall: Hall, tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """Return a benchmark of everything that can become of a configuration but a failure on the way."""
+    on_text = {"all": "pytorch", "text_encoder": "onnxruntime"}
+    configurations = [
+        hall.configuration("pytorch"),
+        hall.configuration("onnx text", backends=on_text),
+        hall.configuration("more steps", steps=5),
+        hall.configuration("no size", width=65),
+        hall.configuration("trt", backends={"vae": "tensorrt"}),
+        hall.configuration("again", only_if_new=True),
+    ]
+    return hall.run(tmp_path_factory.mktemp("done"), configurations, keep_videos=True)
+
+
+def test_all_take_turns_after_their_warm_up(done: Done) -> None:
+    measured = ["pytorch", "onnx text", "more steps"]
+    warm = [line.partition(":")[0] for line in done.told if "warm-up" in line]
+    runs = [line.partition(":")[0] for line in done.told if ": run " in line]
+    assert done.bench.together
+    assert warm == measured
+    assert runs == measured * 2
+    assert [one["runs"] for one in done.result()["configurations"]] == [2, 2, 2, 0, 0, 0]
+
+
+def test_stages_steps_loading_and_building_are_told_apart(done: Done) -> None:
+    one = done.one("onnx text")
+    assert set(one["stages"]) == {"encode", "denoise", "decode", "mux", "total"}
+    for figure in one["stages"].values():
+        assert 0 <= figure["low"] <= figure["median"] <= figure["high"]
+        assert figure["count"] == 2
+    assert one["step"]["count"] == 8
+    assert one["wall"]["low"] >= one["stages"]["total"]["low"]
+    # The engine was built in the first run, which loads; those that count find all in place.
+    assert one["build_seconds"] > 0.5 and one["first"]["load"] > 0
+    assert one["load"]["high"] < one["first"]["load"]
+    (engine,) = one["engines"]
+    assert engine["built_now"] and engine["program"] == "text_encoder" and engine["build_seconds"] > 0
+    assert done.one("pytorch")["build_seconds"] == 0 and done.one("pytorch")["engines"] == []
+
+
+def test_what_ran_is_in_the_result(done: Done) -> None:
+    result = done.result()
+    assert (result["schema"], result["kind"], result["reference"]) == (1, "bench", "pytorch")
+    assert result["reference_is"] == "PyTorch, float32"
+    assert result["versions"]["torch"] == torch.__version__
+    assert result["machine"]["cores"] == probe().cores
+    assert done.one("more steps")["request"]["steps"] == 5
+    assert done.one("onnx text")["plan"]["components"]["text_encoder"]["backend"] == "onnxruntime"
+    assert done.one("onnx text")["runs_on"].startswith("ONNX Runtime, float32 (text_encoder)")
+
+
+def test_memory_is_told_by_stage(done: Done) -> None:
+    memory = done.one("pytorch")["memory"]
+    assert memory["vram"] == memory["gpu"] == {}
+    assert {"encode", "denoise", "decode", "save"} <= set(memory["ram"])
+    assert all(0 <= peak < 4 << 30 for peak in memory["ram"].values())
+    assert max(memory["ram"].values()) > 1 << 18
+
+
+def test_the_clip_is_compared_with_the_references_and_with_its_noise(done: Done) -> None:
+    floor = done.result()["noise_floor"]
+    assert floor["same"] and floor["ssim"] == 1
+    assert all(done.one(name)["repeats"] is True for name in ("pytorch", "onnx text", "more steps"))
+    assert done.one("pytorch")["quality"] is None
+    close, far = done.one("onnx text")["quality"], done.one("more steps")["quality"]
+    assert close["same"] or close["psnr"] > 50
+    assert far["psnr"] < 45
+
+
+def test_each_part_is_compared_on_the_same_inputs(done: Done) -> None:
+    components = {"text_encoder", "transformer", "transformer_2", "vae"}
+    parts = done.one("onnx text")["parts"]
+    assert set(parts) == components
+    assert 0 < parts["text_encoder"]["error"] < 1e-5
+    assert all(parts[name]["error"] == 0 for name in components - {"text_encoder"})
+    # Another number of steps changes the clip, and no part.
+    assert all(part["error"] == 0 for part in done.one("more steps")["parts"].values())
+
+
+def test_what_cannot_be_is_a_row_that_says_so(done: Done) -> None:
+    refused, absent, again = (done.one(name) for name in ("no size", "trt", "again"))
+    assert refused["state"] == "refused" and "width is 65" in refused["why"] and "64 or 80" in refused["remedy"]
+    assert absent["state"] == "refused" and "PyTorch instead of TensorRT" in absent["why"]
+    assert again["state"] == "same" and "pytorch" in again["why"]
+    assert refused["stages"] == absent["stages"] == again["stages"] == {}
+
+
+def test_one_video_of_each_is_kept_if_wanted_and_nothing_else(done: Done) -> None:
+    names = sorted(path.name for path in done.folder.iterdir())
+    assert names == ["more-steps-3.mp4", "onnx-text-2.mp4", "pytorch-1.mp4"]
+    facts = read_facts(done.folder / "more-steps-3.mp4")
+    assert facts is not None and facts["request"]["steps"] == 5
+
+
+def test_an_engine_that_fails_is_nobodys_time(hall: Hall, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    infer: Callable[..., dict[str, torch.Tensor]] = OnnxRuntimeSession.infer
+    seen = 0
+
+    def failing(self: OnnxRuntimeSession, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        nonlocal seen
+        seen += 1
+        if seen > 2:  # a job reads the prompt and the negative one
+            raise EngineError("The engine failed: on purpose.", "Nothing to do.")
+        return infer(self, **inputs)
+
+    monkeypatch.setattr(OnnxRuntimeSession, "infer", failing)
+    on_text = {"all": "pytorch", "text_encoder": "onnxruntime"}
+    short = {"frames": 5, "steps": 1}
+    configurations = [
+        hall.configuration("pytorch", **short),
+        hall.configuration("onnx text", backends=on_text, **short),
+    ]
+    done = hall.run(tmp_path, configurations, compare_parts=False)
+    one = done.one("onnx text")
+    assert one["state"] == "fell back" and "on purpose" in one["why"]
+    assert one["stages"] == {} and one["first"] is None and one["quality"] is None and one["runs"] == 0
+    assert done.one("pytorch")["runs"] == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_clip_that_is_not_made_as_planned_is_found_out(hall: Hall, tmp_path: Path) -> None:
+    plan = tiny_plan(hall.spec, tmp_path / "x.mp4")
+    part = plan.components["vae"]
+    built = replace(
+        part, engines=(EngineUse(id="e", program="p", builder="b", precision="x", profile=((1, 1, 1),) * 3),)
+    )
+    to_build = replace(built, engines=(replace(built.engines[0], build=True),))
+    assert unlike(plan.with_component("vae", to_build), plan.with_component("vae", built)) == []
+    assert unlike(plan, replace(plan, decode_tile=8, offload="model")) == ["offload", "decode_tile"]
+    assert unlike(plan, plan.with_component("vae", part.in_pytorch("It failed."))) == ["vae"]
+    recorder = Recorder("cpu")
+    with recorder.watching():
+        recorder.emit(saved())
+    assert "another way than planned (memory ran out)" in recorder.run().fell_back[0]
+    recorder.note(plan, plan, hall.spec, {}, {})
+    assert recorder.run().fell_back == ()
+
+
+def test_memory_that_runs_out_is_no_other_configuration(
+    hall: Hall, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frames = PyTorchVideoDecoder.frames
+
+    def short(self: PyTorchVideoDecoder, latents: torch.Tensor, *rest: Any) -> Iterator[torch.Tensor]:
+        if latents.shape[4] == 6:
+            raise MemoryError
+        return frames(self, latents, *rest)
+
+    monkeypatch.setattr(PyTorchVideoDecoder, "frames", short)
+    configurations = [hall.configuration("fits"), hall.configuration("large", width=48, on_out_of_memory="any")]
+    done = hall.run(tmp_path, configurations, runs=1, warmup=0, compare_parts=False)
+    large = done.one("large")
+    assert large["state"] == "failed" and "ran out" in large["why"] and large["remedy"] and large["stages"] == {}
+    assert done.one("fits")["state"] == "measured"
+
+
+def test_each_in_its_turn_where_memory_is_short(hall: Hall, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "held_together", lambda _: False)
+    short = {"frames": 5, "steps": 1}
+    configurations = [hall.configuration("one", **short), hall.configuration("two", width=48, **short)]
+    done = hall.run(tmp_path, configurations, compare_parts=False)
+    assert not done.bench.together
+    names = [line.partition(":")[0] for line in done.told if "warm-up" in line or ": run " in line]
+    assert names == ["one", "one", "two", "two"] * 2
+    assert done.one("one")["state"] == done.one("two")["state"] == "measured"
+    assert done.one("two")["quality"] is None and done.one("two")["not_compared"] == "another size"
+    # Loaded for each turn, it still counts apart from what the stages take.
+    assert done.one("two")["first"]["load"] > 0
+    assert not any(entry.residency._held for entry in done.bench.entries)
+
+
+def test_cancelled_it_keeps_what_was_measured(hall: Hall, tmp_path: Path) -> None:
+    configurations = [hall.configuration("one", steps=2), hall.configuration("two", steps=1)]
+    done = hall.run(tmp_path, configurations, lambda line: line.startswith("one: run 1"), compare_parts=False)
+    result = done.result()
+    assert result["cancelled"]
+    assert [(one["state"], one["runs"]) for one in result["configurations"]] == [("measured", 1), ("waiting", 0)]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_nothing_can_be_planned_the_first_says_why(hall: Hall, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="width is 65"):
+        hall.run(tmp_path, [hall.configuration("one", width=65), hall.configuration("two", height=33)])
+
+
+def test_a_reference_that_fails_leaves_the_others(hall: Hall, tmp_path: Path) -> None:
+    configurations = [hall.configuration("no size", width=65), hall.configuration("good")]
+    done = hall.run(tmp_path, configurations, runs=1, warmup=0)
+    assert done.one("good")["state"] == "measured"
+    assert done.one("good")["not_compared"] == "no reference"
+    assert done.one("good")["parts"] == {}
+    assert done.result()["noise_floor"] is None

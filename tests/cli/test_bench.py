@@ -1,0 +1,201 @@
+"""`bench` as people and programs start it: bad input, results, comparing, Ctrl-C."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.cli.main import run
+from runtime.cli.request_flags import flags_in
+from runtime.core.errors import InvalidRequestError
+from runtime.models.spec import ModelSpec
+from tests.bench.made import configuration, result
+from tests.cli.test_bad_input import refused
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--width", "64", "--height", "32", "--frames", "5", "--steps", "2"]
+Tiny = Callable[[str], ModelSpec]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says", "to_do"),
+    [
+        (["--runs", "0"], "--runs is '0'", "from 1 to 100"),
+        (["--runs", "-1"], "--runs is '-1'", "from 1 to 100"),
+        (["--runs", "101"], "--runs is '101'", "from 1 to 100"),
+        (["--runs", "many"], "--runs is 'many'", "from 1 to 100"),
+        (["--runs", "1.5"], "--runs is '1.5'", "from 1 to 100"),
+        (["--warmup", "-1"], "--warmup is '-1'", "from 0 to 100"),
+        (["--warmup", ""], "--warmup is ''", "from 0 to 100"),
+        (["--config", "onnx"], "'onnx', which has no name", "--config"),
+        (["--config", ": --steps 4"], "no name", "--config"),
+        (["--config", "a:", "--config", "a: --steps 4"], "called 'a'", "own name"),
+        (["--config", "a: --steps 0"], "'a': steps is 0", "from 1"),
+        (["--config", "a: --no-such 4"], "'a': No such option: --no-such", "as `generate` takes them"),
+        (["--config", "a: a blue ball"], "'a': Got unexpected extra argument", "as `generate` takes them"),
+        (["--config", "a: --negative-prompt 'x"], "'a': No closing quotation", "as `generate` takes them"),
+        (["--config", "a: --steps"], "'a': Option '--steps' requires", "as `generate` takes them"),
+        (["--config", "a: --backend vae"], "'a': --backend is 'vae'", "COMPONENT=BACKEND"),
+        (["--config", "a: --width 65"], "width is 65", "64 or 80"),
+        (["--backend", "vae=pytorch"], "nothing to compare", "Name configurations"),
+        (["--model", "no-such"], "no-such", "diorama"),
+        (["--out", ""], "--out is empty", "folder"),
+        (["--out", str(ROOT / "README.md")], "which is a file", "folder"),
+        (["--out", str(ROOT / "README.md" / "x")], "cannot be made", "--out"),
+        (["--no-such"], "--no-such", "bench --help"),
+        (["a", "prompt", "in", "words"], "unexpected extra argument", "bench --help"),
+    ],
+)
+def test_bad_flags(
+    flags: list[str], says: str, to_do: str, capsys: pytest.CaptureFixture[str], cache_dir: Path
+) -> None:
+    what, remedy = refused(["bench", *flags], capsys)
+    assert says in what and to_do in remedy
+
+
+@pytest.mark.parametrize(
+    ("flags", "says", "to_do"),
+    [
+        (["--part", "eyes"], "--part is 'eyes'", "transformer"),
+        (["--rate", "fast"], "--rate is 'fast'", "790"),
+        (["--rate", "0"], "--rate is '0'", "790"),
+        (["--rate", "nan"], "--rate is 'nan'", "790"),
+        (["--rate", "inf"], "--rate is 'inf'", "790"),
+        (["--runs", "0"], "--runs is '0'", "from 1 to 100"),
+        (["--random", "--backend", "vae=inductor"], "built from files", "without --random"),
+        (["--model", "wan2.1-t2v-1.3b"], "not here", "or add --random"),
+        (["--config", "a"], "no name", "--config"),
+        (["--width", "65"], "width is 65", "64 or 80"),
+        (["a prompt"], "unexpected extra argument", "bench --help"),
+    ],
+)
+def test_bad_flags_of_forward(
+    flags: list[str], says: str, to_do: str, capsys: pytest.CaptureFixture[str], cache_dir: Path
+) -> None:
+    what, remedy = refused(["bench", "forward", *flags], capsys)
+    assert says in what and to_do in remedy
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "cannot be read"),
+        ("", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[]", "no result"),
+        ('{"kind": "bench", "schema": 99}', "schema 99"),
+        (json.dumps(result(configuration("b"))), "can be compared"),
+        (json.dumps(result(configuration("a")) | {"machine": {"cpu": "x"}}), "two machines"),
+    ],
+)
+def test_bad_files_to_compare(
+    content: str | None, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], cache_dir: Path
+) -> None:
+    good, bad = tmp_path / "good.json", tmp_path / "bad.json"
+    good.write_text(json.dumps(result(configuration("a"))))
+    if content is not None:
+        bad.write_text(content)
+    for pair in ((good, bad), (bad, good)):
+        what, _ = refused(["bench", "compare", *map(str, pair)], capsys)
+        assert says in what
+
+
+def test_flags_of_a_configuration_are_those_of_generate() -> None:
+    assert flags_in("--steps 4 --backend all=pytorch --backend vae=inductor") == {
+        "steps": "4",
+        "backend": ["all=pytorch", "vae=inductor"],
+    }
+    assert flags_in("") == {}
+    with pytest.raises(InvalidRequestError, match="No such option: --help"):
+        flags_in("--help")
+
+
+def bench(spec: ModelSpec, out: Path, *flags: str) -> list[str]:
+    """Return the arguments of a small benchmark in two configurations."""
+    both = ["--config", "plain: --backend all=pytorch", "--config", "three: --backend all=pytorch --steps 3"]
+    return ["bench", "--model", str(spec.directory), *SMALL, *both, "--out", str(out), *flags]
+
+
+def test_a_benchmark_is_printed_written_drawn_and_compared(
+    tiny: Tiny, cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "made" / "here"
+    assert run([*bench(tiny("wan2.1"), folder, "--runs", "2"), "--json"]) == 0
+    out, err = capsys.readouterr()
+    told: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
+    assert [one["name"] for one in told["configurations"]] == ["plain", "three"]
+    assert told["configurations"][1]["flags"] == "--backend all=pytorch --steps 3"
+    assert told["configurations"][1]["request"]["steps"] == 3
+    assert told["configurations"][0]["request"]["seed"] == 1
+    assert "sails left" in told["configurations"][0]["request"]["prompt"]
+    assert sorted(path.name for path in folder.iterdir()) == ["bench.json", "bench.svg"]
+    assert told["files"] == [str(folder / "bench.json"), str(folder / "bench.svg")]
+    kept = json.loads((folder / "bench.json").read_text())
+    assert kept == {name: value for name, value in told.items() if name != "files"}
+    for said in ("Configuration", "plain", "three", "the reference", "LPIPS:", "bit for bit"):
+        assert said in err
+    assert "Traceback" not in err
+    # Nothing is remembered of it: no jobs, no history, no videos.
+    assert not {"jobs.sqlite", "history.json", "outputs"} & {path.name for path in cache_dir.iterdir()}
+
+    assert run(["bench", "compare", str(folder / "bench.json"), str(folder / "bench.json"), "--json"]) == 0
+    out, err = capsys.readouterr()
+    compared = json.loads(out.strip().splitlines()[-1])
+    assert {one["verdict"] for one in compared["differences"]} == {"within the spread"}
+    assert "Versions: the same." in err
+
+
+def test_passes_are_printed_and_written(
+    tiny: Tiny, cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["--model", str(tiny("wan2.1").directory), "--random", "--part", "transformer", "--part", "transformer"]
+    assert run(["bench", "forward", *model, *SMALL[:6], "--out", str(tmp_path), "--rate", "1", "--json"]) == 0
+    out, err = capsys.readouterr()
+    told = json.loads(out.strip().splitlines()[-1])
+    assert [one["configuration"] for one in told["configurations"]] == ["diffusers", "as planned"]
+    assert told["files"] == [str(tmp_path / "forward.json")]
+    assert "Times the floor" in err and "random weights" in err
+    assert run(["bench", "compare", *2 * [str(tmp_path / "forward.json")]]) == 0
+
+
+def test_without_a_folder_the_result_goes_to_the_cache(
+    tiny: Tiny, cache_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["--model", str(tiny("wan2.1").directory), *SMALL[:6], "--part", "transformer", "--runs", "1"]
+    assert run(["bench", "forward", *model, "--no-exact", "--no-baseline"]) == 0
+    (folder,) = (cache_dir / "bench").iterdir()
+    assert [path.name for path in folder.iterdir()] == ["forward.json"]
+
+
+def test_a_model_without_the_part_leaves_nothing_to_measure(
+    tiny: Tiny, cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["--model", str(tiny("wan2.1").directory), *SMALL[:6], "--out", str(tmp_path)]
+    assert run(["bench", "forward", *model, "--part", "transformer_2"]) == 2
+    assert "Nothing was measured. The model has no such part." in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+def test_ctrl_c_ends_it_with_what_was_measured(tiny: Tiny, cache_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    arguments = bench(tiny("wan2.1"), folder, "--runs", "100", "--warmup", "0")
+    command = [sys.executable, str(ROOT / "app.py"), *arguments]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "three: run 1 of 100" in line:
+                process.send_signal(signal.SIGINT)
+                break
+        rest = process.stderr.read()
+        assert process.wait() == 130
+    assert "Cancelled: this is what was measured before." in rest
+    assert "Traceback" not in rest
+    kept = json.loads((folder / "bench.json").read_text())
+    assert kept["cancelled"] is True
+    assert all(1 <= one["runs"] < 100 for one in kept["configurations"])
+    assert sorted(path.name for path in folder.iterdir()) == ["bench.json", "bench.svg"]

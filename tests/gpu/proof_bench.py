@@ -1,0 +1,161 @@
+"""Benchmarks at true size on a GPU, through the same code as `bench` and `bench forward`. Not run by pytest.
+
+    python tests/gpu/proof_bench.py [--small] [--runs N] [--exact] PART …
+
+of `480p`, `720p` (one expert of Wan2.2-A14B, bfloat16 and FP8, and its VAE; random weights made on the device),
+`jobs` (whole clips of random weights, as proof_jobs.py makes them on disk) and `diorama` (the shipped model). `--exact`
+measures errors against float32 at 720p too, which takes minutes there. `--small` rehearses all on tiny models, on a CPU
+if need be. `jobs` and `diorama` write videos: they need ffmpeg (IMAGEIO_FFMPEG_EXE).
+
+Each prints a JSON object per configuration as it is done, and leaves its whole result in $OUT/PART.json, after each
+configuration, and a picture in $OUT/PART.svg.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from runtime.bench import files, plot, table
+from runtime.bench.configurations import Configuration
+from runtime.bench.forward import Forward, ForwardSetup
+from runtime.bench.rounds import Bench, Setup
+from runtime.core.cancel import Cancel
+from runtime.core.request import GenerationRequest
+from runtime.engines.service import EngineService
+from runtime.engines.store import EngineStore
+from runtime.jobs import flow
+from runtime.manager.machine import probe
+from tests import tiny_models
+from tests.gpu import proof_jobs
+
+OUT = Path(os.environ.get("OUT", "."))
+SIZES = {"480p": (832, 480), "720p": (1280, 720)}
+FRAMES = 81
+# What an H200 does in bfloat16 in long matrix products.
+TERA_OPERATIONS = 790.0
+# Name, and what differs from the plan.
+FORWARD: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("bf16", {"quantization": "none"}),
+    ("fp8", {"quantization": "fp8"}),
+)
+JOBS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("bf16", {"quantization": "none", "offload": "none"}),
+    ("fp8", {"quantization": "fp8", "offload": "none"}),
+    ("parts wait", {"quantization": "none", "offload": "model"}),
+)
+
+
+def tell(line: str) -> None:
+    """Print one line."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def configurations(
+    named: Sequence[tuple[str, dict[str, Any]]], common: dict[str, Any], *, quantized: bool
+) -> list[Configuration]:
+    """Return configurations; those with quantized weights only where they can be had."""
+    return [
+        Configuration(
+            name=name,
+            flags=json.dumps(values),
+            request=GenerationRequest.from_mapping({"prompt": "x"} | common | values),
+        )
+        for name, values in named
+        if quantized or values.get("quantization", "none") == "none"
+    ]
+
+
+def forward(part: str, arguments: argparse.Namespace, folder: Path) -> None:
+    """Measure passes at one size."""
+    width, height = (64, 32) if arguments.small else SIZES[part]
+    model = str(tiny_models.build("wan2.2-a14b", folder / "tiny")) if arguments.small else "wan2.2-t2v-a14b"
+    common = {"model": model, "width": width, "height": height, "frames": 9 if arguments.small else FRAMES, "seed": 1}
+    setup = ForwardSetup(
+        machine=probe(),
+        engines=None,
+        weights_dir=folder / "weights",
+        random=True,
+        runs=arguments.runs,
+        tera_operations=TERA_OPERATIONS,
+        exact=part == "480p" or arguments.exact,
+    )
+    shown = 0
+
+    def saved(now: Forward) -> None:
+        nonlocal shown
+        result = now.to_json()
+        files.write_json(OUT / f"{part}.json", result)
+        for one in result["configurations"][shown:]:
+            tell(json.dumps(one))
+        shown = len(result["configurations"])
+
+    under_way = Forward(setup, configurations(FORWARD, common, quantized=not arguments.small), tell, saved)
+    under_way.measure(Cancel())
+    for row in table.passes(under_way.to_json()):
+        tell(" | ".join(row))
+
+
+def clips(part: str, arguments: argparse.Namespace, folder: Path) -> None:
+    """Measure whole clips, of random weights or of the shipped model."""
+    machine = probe()
+    common: dict[str, Any] = {"seed": 1}
+    if part == "jobs":
+        spec = proof_jobs.model("wan2.2-a14b", arguments)
+        size = (64, 32, 9) if arguments.small else (*SIZES["480p"], FRAMES)
+        common |= {"model": str(spec.directory), "steps": arguments.steps}
+        common |= dict(zip(("width", "height", "frames"), size, strict=True))
+        named = JOBS
+    else:
+        common |= {"model": "diorama", "steps": 2, "frames": 5} if arguments.small else {"model": "diorama"}
+        named = (("pytorch", {"backends": {"all": "pytorch"}}), ("parts wait", {"offload": "model"}))
+    setup = Setup(
+        machine=machine,
+        engines=EngineService(EngineStore(folder / "engines", 10**11), machine, folder),
+        history=(),
+        weights_dir=folder / "weights",
+        folder=OUT,
+        runs=arguments.runs,
+    )
+
+    def saved(now: Bench) -> None:
+        files.write_json(OUT / f"{part}.json", now.to_json())
+
+    bench = Bench.of(setup, configurations(named, common, quantized=not arguments.small), tell, saved)
+    bench.measure(Cancel())
+    result = bench.to_json()
+    files.write(OUT / f"{part}.svg", plot.svg(result, part))
+    for rows in (table.times(result), table.figures(result)):
+        for row in rows:
+            tell(" | ".join(row))
+    for line in (*table.outcomes(result), *table.notes(result)):
+        tell(line)
+
+
+def main() -> None:
+    """Measure."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--small", action="store_true", help="tiny models: a rehearsal")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4, help="of a clip of random weights")
+    parser.add_argument("--exact", action="store_true", help="errors against float32 at 720p too")
+    parser.add_argument("--device", default="cuda:0", help="where random weights of `jobs` are made")
+    parser.add_argument("parts", nargs="*", default=["480p"], choices=[*SIZES, "jobs", "diorama"])
+    arguments = parser.parse_args()
+    # Random weights show nothing, and are not to.
+    flow.Detector = proof_jobs.Unjudged  # type: ignore[attr-defined]
+    OUT.mkdir(parents=True, exist_ok=True)
+    for part in arguments.parts:
+        with tempfile.TemporaryDirectory() as folder:
+            (forward if part in SIZES else clips)(part, arguments, Path(folder))
+
+
+if __name__ == "__main__":
+    main()
