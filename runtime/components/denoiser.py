@@ -1,12 +1,13 @@
 """Noisy latents to predicted velocity: one expert. Knows nothing about schedules or guidance."""
 
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
 from runtime.components.guarded import Guarded
 from runtime.engines.service import OpenEngines
+from runtime.models.spec import ModelSpec
 
 
 class Denoiser(Protocol):
@@ -24,6 +25,22 @@ class Denoiser(Protocol):
             The prediction in the transformer's dtype, shaped like `latents`.
         """
         ...
+
+
+@runtime_checkable
+class PairDenoiser(Denoiser, Protocol):
+    """A transformer that takes both passes of guidance at once."""
+
+    def both(
+        self, latents: torch.Tensor, timestep: torch.Tensor, positive: torch.Tensor, negative: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Predict the velocity with each of two texts; arguments and results are those of two calls."""
+        ...
+
+
+def pytorch_denoiser(spec: ModelSpec, module: torch.nn.Module) -> Denoiser:
+    """Return a loaded transformer of a model."""
+    return PyTorchDenoiser(module, expand_timesteps=spec.expand_timesteps, patch_size=spec.transformer.patch_size)
 
 
 class PyTorchDenoiser:

@@ -32,7 +32,8 @@ from runtime.jobs.running import Planner, Wishes
 from runtime.jobs.store import JobStore
 from runtime.manager.history import History
 from runtime.manager.machine import Machine, probe, seen_from
-from runtime.manager.planner import resolve, usable_gpus
+from runtime.manager.planner import resolve
+from runtime.manager.split import usable_gpus
 from runtime.models.catalogue import find, look_up
 
 __all__ = ["Job", "Worker"]
