@@ -7,7 +7,6 @@ import torch
 
 from runtime.components.guarded import Guarded
 from runtime.engines.service import OpenEngines
-from runtime.models.spec import ModelSpec
 
 
 class Denoiser(Protocol):
@@ -31,16 +30,11 @@ class Denoiser(Protocol):
 class PairDenoiser(Denoiser, Protocol):
     """A transformer that takes both passes of guidance at once."""
 
-    def both(
-        self, latents: torch.Tensor, timestep: torch.Tensor, positive: torch.Tensor, negative: torch.Tensor
+    def pair(
+        self, latents: torch.Tensor, timestep: torch.Tensor, first: torch.Tensor, second: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Predict the velocity with each of two texts; arguments and results are those of two calls."""
         ...
-
-
-def pytorch_denoiser(spec: ModelSpec, module: torch.nn.Module) -> Denoiser:
-    """Return a loaded transformer of a model."""
-    return PyTorchDenoiser(module, expand_timesteps=spec.expand_timesteps, patch_size=spec.transformer.patch_size)
 
 
 class PyTorchDenoiser:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from runtime.components.denoiser import Denoiser, EngineDenoiser, pytorch_denoiser
+from runtime.components.denoiser import Denoiser, EngineDenoiser, PyTorchDenoiser
 from runtime.components.guarded import OUT_OF_MEMORY
 from runtime.components.memory import give_back
 from runtime.components.offload import Placed, Placement, place, placement
@@ -138,7 +138,11 @@ class Residency:
         """Lend the transformer called `name`."""
 
         def build(module: torch.nn.Module, _: ComponentPlan) -> Denoiser:
-            return pytorch_denoiser(spec, module)
+            return PyTorchDenoiser(
+                module,
+                expand_timesteps=spec.expand_timesteps,
+                patch_size=spec.transformer.patch_size,
+            )
 
         with self._lend(spec, job, name, build, EngineDenoiser) as denoiser:
             yield denoiser

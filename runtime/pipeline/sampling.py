@@ -170,7 +170,7 @@ def _guided(
     if conditioning.negative is None or step.guidance_scale <= 1:
         return denoiser(latents, step.timestep, conditioning.positive)
     if isinstance(denoiser, PairDenoiser):
-        velocity, unguided = denoiser.both(latents, step.timestep, conditioning.positive, conditioning.negative)
+        velocity, unguided = denoiser.pair(latents, step.timestep, conditioning.positive, conditioning.negative)
     else:
         velocity = denoiser(latents, step.timestep, conditioning.positive)
         cancel.check()

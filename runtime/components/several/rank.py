@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
-from runtime.components.denoiser import Denoiser, pytorch_denoiser
+from runtime.components.denoiser import Denoiser, PyTorchDenoiser
 from runtime.components.memory import give_back, ran_out
 from runtime.components.several.sequence import Tokens, share_tokens
 from runtime.components.several.strips import StripDecoder
@@ -96,7 +96,11 @@ class Rank:
         else:
             if self._sharing is not None:
                 self._tokens[name] = share_tokens(module, self._sharing)
-            self._denoisers[name] = pytorch_denoiser(spec, module)
+            self._denoisers[name] = PyTorchDenoiser(
+                module,
+                expand_timesteps=spec.expand_timesteps,
+                patch_size=spec.transformer.patch_size,
+            )
         return {}, []
 
     def free(self, said: Mapping[str, Any], _: list[torch.Tensor]) -> Answer:

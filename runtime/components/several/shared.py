@@ -54,12 +54,12 @@ class SharedDenoiser:
         """See `Denoiser`."""
         return self._passes(latents, timestep, [text_embeds])[0]
 
-    def both(
-        self, latents: torch.Tensor, timestep: torch.Tensor, positive: torch.Tensor, negative: torch.Tensor
+    def pair(
+        self, latents: torch.Tensor, timestep: torch.Tensor, first: torch.Tensor, second: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Predict the velocity with each of two texts, at the same time where they run on different GPUs."""
-        first, second = self._passes(latents, timestep, [positive, negative])
-        return first, second
+        one, other = self._passes(latents, timestep, [first, second])
+        return one, other
 
     def _passes(self, latents: torch.Tensor, timestep: torch.Tensor, texts: list[torch.Tensor]) -> list[torch.Tensor]:
         numbers, forgotten, new, sent = self._texts.number(texts)
