@@ -47,20 +47,30 @@ def resolve(
         MachineError: if this machine cannot do what was asked for.
         MemoryShortError: if memory does not suffice, or not for the way that was asked for.
     """
+
+    def planned(wanted: GenerationRequest) -> ExecutionPlan:
+        return _resolved(wanted, spec, machine, output, offers, history, gpu, beside)
+
+    short: MemoryShortError | None = None
     try:
-        return _resolved(request, spec, machine, output, offers, history, gpu, beside)
+        plan = planned(request)
+        if request.gpus != AUTO or plan.split is None or plan.quantization in {"none", request.quantization}:
+            return plan
     except MemoryShortError as error:
         if request.gpus == 1:
             raise
-        # Several GPUs keep all weights; one may have them wait in RAM.
-        alone = replace(request, gpus=1)
-        try:
-            plan = _resolved(alone, spec, machine, output, offers, history, gpu, ())
-        except MemoryShortError:
-            raise error from None
-        if request.gpus == AUTO:
-            return replace(plan, warnings=(*plan.warnings, "One GPU makes it: several have too little memory."))
-        raise MemoryShortError(error.what, f"Take --gpus 1: {_way_of(plan)}.", error.ladder, error.where) from None
+        short = error
+    # Several GPUs keep all weights, exact ones or not; for one they may wait in RAM.
+    try:
+        alone = planned(replace(request, gpus=1))
+    except MemoryShortError:
+        if short is None:
+            return plan
+        raise short from None
+    if request.gpus == AUTO:
+        return replace(alone, warnings=(*alone.warnings, "One GPU makes it: several have too little memory."))
+    assert short is not None
+    raise MemoryShortError(short.what, f"Take --gpus 1: {_way_of(alone)}.", short.ladder, short.where)
 
 
 def _way_of(plan: ExecutionPlan) -> str:
@@ -157,7 +167,7 @@ def _resolved(
                 device=device,
                 dtype=dtypes[name],
                 weights_bytes=weights[name],
-                reason=choices[name].reason,
+                reason=shared.reason_of(choices[name].reason, split, name),
                 engines=choices[name].uses,
                 asked=request.backend(name),
                 chip=choices[name].chip,

@@ -97,6 +97,7 @@ def decide(
     if against_it is not None:
         raise InvalidRequestError(against_it.setting, against_it.what, against_it.remedy)
     chosen = [gpu, *beside[: wanted - 1]]
+    _check_alike(machine, chosen)
     return _split(spec, machine, chosen, guided=guided), _unlike(machine, chosen)
 
 
@@ -147,6 +148,14 @@ def faster(seconds: Seconds, split: Split | None, component: str) -> Seconds:
     return Seconds(seconds.likely / times, seconds.low / (times * _QUICK), seconds.high / max(times * _SLOW, 1.0))
 
 
+def reason_of(reason: str, split: Split | None, component: str) -> str:
+    """Return why a component runs as it does, with how several GPUs share it."""
+    if split is None or not split.shares(component):
+        return reason
+    how = "Each decodes a strip of every frame." if component == "vae" else split.reason
+    return f"{reason} On {len(split.devices)} GPUs. {how}"
+
+
 def name_of(device: str, split: Split | None, component: str) -> str:
     """Return what the history calls several devices that run a component: what they took says nothing of one."""
     if split is None or not split.shares(component):
@@ -192,6 +201,16 @@ def _split(spec: ModelSpec, machine: Machine, gpus: Sequence[int], *, guided: bo
         reason = f"The pass with the prompt and the one without on {sequence} GPUs each, {tokens}."
     devices = tuple(f"cuda:{index}" for index in gpus)
     return Split(devices=devices, guidance=guidance, sequence=sequence, decode=True, reason=reason)
+
+
+def _check_alike(machine: Machine, gpus: Sequence[int]) -> None:
+    """Refuse GPUs that cannot compute in the same precision."""
+    first, *others = (machine.gpus[index] for index in gpus)
+    for other in others:
+        if first.capability >= compat.BF16_CAPABILITY > other.capability:
+            raise MachineError(
+                f"{first.name} and {other.name} cannot share a job: the second has no bfloat16.", "Take --gpus 1."
+            )
 
 
 def _unlike(machine: Machine, gpus: Sequence[int]) -> list[str]:

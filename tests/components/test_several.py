@@ -102,12 +102,11 @@ def test_strips_are_parts_of_whole_frames(architecture: str, size: tuple[int, in
     spec = tiny(architecture)
     vae = load_module(spec, "vae", PART)
     latents = latents_of(spec, size)
-    wanted = torch.cat(list(PyTorchVideoDecoder(vae).frames(latents, 2)))  # type: ignore[arg-type]
+    wanted = torch.cat(list(PyTorchVideoDecoder(vae).frames(latents, 2)))
     along = longer_side(latents) - 2
     for count in (2, 3):
         strips = [
-            torch.cat(list(StripDecoder(vae, "cpu", number, count).frames(latents, 2)))  # type: ignore[arg-type]
-            for number in range(count)
+            torch.cat(list(StripDecoder(vae, "cpu", number, count).frames(latents, 2))) for number in range(count)
         ]
         assert all(strip.shape[along] < wanted.shape[along] for strip in strips)
         torch.testing.assert_close(torch.cat(strips, dim=along), wanted, rtol=0, atol=1e-5)
