@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 from pydantic import TypeAdapter
 
 from runtime.components.several.group import Group, Limits
@@ -71,10 +72,11 @@ class Crew:
             group = self._group = Group(split, check, self._limits)
             self._texts = Texts()
         told = _PARTS.dump_python(part, mode="json")
-        group.call("load", check, name=name, directory=str(spec.directory), model=spec.name, part=told)
+        answers = group.call("load", check, name=name, directory=str(spec.directory), model=spec.name, part=told)
         if name == "vae":
             return Shared(group, name, SharedVideoDecoder(group, check))
-        return Shared(group, name, SharedDenoiser(group, spec, name, self._texts, check))
+        dtype = getattr(torch, answers[0].said["dtype"])
+        return Shared(group, name, SharedDenoiser(group, spec, name, dtype, self._texts, check))
 
     def measure_anew(self) -> None:
         """Have `peak_bytes` start again."""

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -155,12 +155,20 @@ class Group:
         Args:
             do: a method of `rank.Rank`.
             values: JSON values for it.
+
+        Raises:
+            GroupError: if one of them does not take it.
         """
         self._begin(do)
         here = [tensor.detach().cpu() for tensor in tensors]
-        for wire in self._wires:
-            with contextlib.suppress(OSError):  # it is gone: `collect` tells why
+        for number, wire in enumerate(self._wires):
+            try:
+                wire.be_patient(self._limits.silence)
                 wire.send({"do": do, "anew": self._anew, **values}, here)
+            except BlockingIOError:
+                self._fail(number, self._silent())
+            except OSError:  # it is gone: `collect` tells why
+                pass
         self._anew = False
 
     def collect(self, check: Callable[[], None], limit: float | None = None, *, silence: bool = True) -> list[Message]:
@@ -238,16 +246,19 @@ class Group:
         now = time.monotonic()
         for number, heard in enumerate(self._last_heard):
             if silence and now - max(heard, self._began) > self._limits.silence:
-                self._fail(number, f"does not answer since {self._limits.silence:.0f} s")
+                self._fail(number, self._silent())
         if now - self._began > limit:
             late = next(number for number in range(len(self._wires)) if number not in answers)
             self._fail(late, f"is not done after {limit:.0f} s ({self._doing})")
+
+    def _silent(self) -> str:
+        return f"does not answer since {self._limits.silence:.0f} s"
 
     def _note(self, number: int, said: dict[str, Any]) -> None:
         self._peaks[number] = max(self._peaks[number], int(said.get("peak", 0)))
         self.taken_bytes[number] = int(said.get("taken", 0))
 
-    def _fail_as_told(self, number: int, said: dict[str, Any]) -> None:
+    def _fail_as_told(self, number: int, said: dict[str, Any]) -> NoReturn:
         kind, what, remedy = str(said["failed"]), str(said["what"]), str(said["remedy"])
         if kind in {"VRAM", "RAM"}:
             logger.error("%s: out of memory\n%s", self._title(number), self._tail(number))
@@ -259,7 +270,7 @@ class Group:
             raise error(what, remedy)
         self._fail(number, f"broke: {_first_line(what)}")
 
-    def _fail(self, number: int, why: str, gone: int | None = None) -> None:
+    def _fail(self, number: int, why: str, gone: int | None = None) -> NoReturn:
         """End all of them because of one."""
         if gone is not None:
             number, code = self._first_end(number)

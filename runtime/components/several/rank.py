@@ -91,9 +91,11 @@ class Rank:
         self._modules[name] = module
         if name == "vae":
             # Only image-to-video encodes.
-            module.encoder = None
+            module.encoder, dtype = None, part.dtype
             self._decoder = StripDecoder(module, self._device, self._number, dist.get_world_size())
         else:
+            taken: torch.dtype = module.patch_embedding.weight.dtype
+            dtype = str(taken).removeprefix("torch.")
             if self._sharing is not None:
                 self._tokens[name] = share_tokens(module, self._sharing)
             self._denoisers[name] = PyTorchDenoiser(
@@ -101,7 +103,7 @@ class Rank:
                 expand_timesteps=spec.expand_timesteps,
                 patch_size=spec.transformer.patch_size,
             )
-        return {}, []
+        return {"dtype": dtype}, []
 
     def free(self, said: Mapping[str, Any], _: list[torch.Tensor]) -> Answer:
         """Let go of a component."""

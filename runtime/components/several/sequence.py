@@ -71,6 +71,10 @@ class Tokens:
         sent = made.unflatten(1, (self._degree, share)).permute(1, 2, 0, 3, 4)
         return self._exchanged(sent).permute(2, 1, 0, 3, 4).reshape(batch, share, heads, width)
 
+    def around(self, attention: Attention) -> Attention:
+        """Return an attention that is called with this process's share of the tokens, and computed by `attention`."""
+        return lambda query, key, value: self.attend(query, key, value, attention)
+
     def _exchanged(self, x: torch.Tensor) -> torch.Tensor:
         """Return what every process has for this one, in order; `x` is what this one has for each."""
         x = x.contiguous()
@@ -129,7 +133,7 @@ class _SharedAttention(WanAttnProcessor):
         query, key = attn.norm_q(query), attn.norm_k(key)
         query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in (query, key, value))
         query, key = _rotated(query, *rotary_emb), _rotated(key, *rotary_emb)
-        made = self._tokens.attend(query, key, value, self._attend)
+        made = self._tokens.around(self._attend)(query, key, value)
         made = made.flatten(2, 3).type_as(query)
         out: torch.Tensor = attn.to_out[1](attn.to_out[0](made))
         return out

@@ -40,13 +40,17 @@ class SharedDenoiser:
     """One expert on several GPUs; see `Denoiser`.
 
     Args:
+        dtype: that it takes: what it would round to is rounded before it is sent.
         check: raises where somebody wants the job to stop.
     """
 
-    def __init__(self, group: Group, spec: ModelSpec, name: str, texts: Texts, check: Callable[[], None]) -> None:
+    def __init__(
+        self, group: Group, spec: ModelSpec, name: str, dtype: torch.dtype, texts: Texts, check: Callable[[], None]
+    ) -> None:
         self._group = group
         self._patch = spec.transformer.patch_size
         self._name = name
+        self._dtype = dtype
         self._texts = texts
         self.check = check
 
@@ -68,7 +72,7 @@ class SharedDenoiser:
         answers = self._group.call(
             "forward",
             self.check,
-            [latents, timestep, *sent],
+            [latents.to(self._dtype), timestep, *(text.to(self._dtype) for text in sent)],
             name=self._name,
             texts=numbers,
             forget=forgotten,

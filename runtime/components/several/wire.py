@@ -30,6 +30,10 @@ class Wire:
         self._end = end
         self._lock = threading.Lock()
 
+    def be_patient(self, seconds: float) -> None:
+        """Have `send` raise `BlockingIOError` where the other end takes nothing for so long, whole seconds."""
+        self._end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), 0))
+
     def send(self, said: Mapping[str, Any], tensors: Sequence[torch.Tensor] = ()) -> None:
         """Send a message.
 
@@ -39,6 +43,7 @@ class Wire:
 
         Raises:
             OSError: if the other end is gone.
+            BlockingIOError: see `be_patient`; nothing more can be sent then.
         """
         here = [tensor.detach().cpu().contiguous() for tensor in tensors]
         shown = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in here]
