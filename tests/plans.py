@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from runtime.core.cancel import Cancel
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
@@ -65,6 +66,7 @@ class Alone:
 
     def __init__(self, plan: ExecutionPlan) -> None:
         self.plan = plan
+        self.cancel = Cancel()
         self.fallen: list[tuple[str, str]] = []
 
     def loading(self, name: str) -> None:

@@ -59,6 +59,8 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
             for name, part in plan.components.items()
         ],
     )
+    if plan.split is not None:
+        show.line(f"{plan.gpus} GPUs ({', '.join(plan.split.devices)}): {plan.split.reason}")
     _show_memory(plan)
     _show_time(plan)
     for message in plan.warnings:

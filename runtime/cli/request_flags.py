@@ -97,6 +97,13 @@ def request_from_flags(
             f"stop and say which. [default: {RETRY}]",
         ),
     ] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            metavar=f"N|{AUTO}",
+            help=f"How many GPUs make the video together; {AUTO}: all alike, where that is faster. [default: 1]",
+        ),
+    ] = None,
 ) -> GenerationRequest:
     """Build a request from flags; what was not given stays open.
 
@@ -121,6 +128,7 @@ def request_from_flags(
         offload=AUTO if offload is None else offload,
         quantization=AUTO if quantization is None else quantization,
         on_out_of_memory=RETRY if on_out_of_memory is None else on_out_of_memory,
+        gpus=1 if gpus is None else _number(gpus),
     )
 
 

@@ -1,7 +1,7 @@
 """Noisy latents to predicted velocity: one expert. Knows nothing about schedules or guidance."""
 
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
@@ -23,6 +23,17 @@ class Denoiser(Protocol):
         Returns:
             The prediction in the transformer's dtype, shaped like `latents`.
         """
+        ...
+
+
+@runtime_checkable
+class PairDenoiser(Denoiser, Protocol):
+    """A transformer that takes both passes of guidance at once."""
+
+    def pair(
+        self, latents: torch.Tensor, timestep: torch.Tensor, first: torch.Tensor, second: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Predict the velocity with each of two texts; arguments and results are those of two calls."""
         ...
 
 

@@ -16,10 +16,12 @@ from runtime.components.denoiser import Denoiser, EngineDenoiser, PyTorchDenoise
 from runtime.components.guarded import OUT_OF_MEMORY
 from runtime.components.memory import give_back
 from runtime.components.offload import Placed, Placement, place, placement
+from runtime.components.several.crew import Crew
 from runtime.components.text_encoder import EngineTextModel, PyTorchTextModel, TextEncoder, TextModel
 from runtime.components.video_decoder import EngineVideoDecoder, PyTorchVideoDecoder, VideoDecoder
+from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError
-from runtime.core.plan import ComponentPlan, ExecutionPlan
+from runtime.core.plan import ComponentPlan, ExecutionPlan, Split
 from runtime.engines.service import EngineService, OpenEngines
 from runtime.models.quantization import NONE
 from runtime.models.spec import ModelSpec
@@ -44,6 +46,7 @@ class _Key(NamedTuple):
     placement: Placement
     stamp: int
     engines: tuple[str, ...]
+    split: Split | None
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,11 @@ class Watch(Protocol):
     @property
     def plan(self) -> ExecutionPlan:
         """What runs where."""
+        ...
+
+    @property
+    def cancel(self) -> Cancel:
+        """Whether somebody wants it to stop."""
         ...
 
     def loading(self, name: str) -> None:
@@ -93,6 +101,7 @@ class Residency:
         self._load = load
         self._held: dict[_Key, Any] = {}
         self.load_seconds = 0.0
+        self.crew = Crew()
 
     def __enter__(self) -> "Residency":
         """Start with nothing loaded."""
@@ -106,6 +115,7 @@ class Residency:
         """Free everything."""
         for key in list(self._held):
             self._drop(key)
+        self.crew.dismiss()
 
     @property
     def engines(self) -> EngineService:
@@ -115,7 +125,7 @@ class Residency:
 
     def holds(self, spec: ModelSpec, plan: ExecutionPlan, name: str) -> bool:
         """Whether a component is loaded as the plan wants it."""
-        return _key(spec, name, plan.components[name], plan.offload) in self._held
+        return _key(spec, name, plan, plan.components[name]) in self._held
 
     @contextmanager
     def text_encoder(self, spec: ModelSpec, job: Watch) -> Iterator[TextEncoder]:
@@ -163,12 +173,12 @@ class Residency:
         on_engines: Callable[[OpenEngines, Callable[[str], Part]], Any],
     ) -> Iterator[Any]:
         """Lend a component: `build` makes it in PyTorch, `on_engines` of its engines and what it falls back to."""
-        part, offload = job.plan.components[name], job.plan.offload
-        used = [_key(spec, name, part, offload)]
+        part = job.plan.components[name]
+        used = [_key(spec, name, job.plan, part)]
 
         def hold(wanted: ComponentPlan, make: Callable[[], Any]) -> Any:
             self._free_all_but(spec, job.plan)
-            key = _key(spec, name, wanted, offload)
+            key = _key(spec, name, job.plan, wanted)
             if key not in self._held:
                 job.loading(name)
                 started = time.perf_counter()
@@ -177,7 +187,7 @@ class Residency:
             return self._held[key]
 
         def pytorch(wanted: ComponentPlan) -> Part:
-            key = _key(spec, name, wanted, offload)
+            key = _key(spec, name, job.plan, wanted)
             waited = key in self._held
             loaded: _Loaded = hold(wanted, lambda: self._loaded(spec, name, wanted, key.placement, build))
             if loaded.placed.waits_elsewhere:
@@ -192,13 +202,19 @@ class Residency:
         def fall_back(reason: str) -> Part:
             self._drop(used.pop())
             instead = part.in_pytorch(reason)
-            used.append(_key(spec, name, instead, offload))
+            used.append(_key(spec, name, job.plan, instead))
             job.fell_back(name, reason)
             return pytorch(instead)
 
         try:
             if part.engines:
                 yield self._on_engines(hold, spec, name, part, on_engines, fall_back)
+            elif used[0].split is not None:
+                check = job.cancel.check
+                split = used[0].split
+                shared = hold(part, lambda: self.crew.load(split, spec, name, part, check))
+                shared.part.check = check
+                yield shared.part
             else:
                 yield pytorch(part)
         finally:
@@ -245,9 +261,12 @@ class Residency:
 
     def _free_all_but(self, spec: ModelSpec, plan: ExecutionPlan) -> None:
         """Free what an earlier job left that this plan has no use for: another model, another place or precision."""
-        wanted = {_key(spec, name, part, plan.offload) for name, part in plan.components.items()}
-        for key in [key for key in self._held if key not in wanted]:
+        wanted = {_key(spec, name, plan, part) for name, part in plan.components.items()}
+        fit = self.crew.fits(plan.split)
+        for key in [key for key in self._held if key not in wanted or not (fit or key.split is None)]:
             self._drop(key)
+        if not fit:
+            self.crew.dismiss()
 
     def _drop(self, key: _Key) -> None:
         held = self._held.pop(key, None)
@@ -257,11 +276,12 @@ class Residency:
         give_back(unreachable=key.placement in _HOOKED or key.quantization != NONE)
 
 
-def _key(spec: ModelSpec, name: str, part: ComponentPlan, offload: str) -> _Key:
+def _key(spec: ModelSpec, name: str, plan: ExecutionPlan, part: ComponentPlan) -> _Key:
     engines = tuple(use.id for use in part.engines)
-    where = placement(name, part, offload)
+    where = placement(name, part, plan.offload)
     stamp = _stamp(spec.directory / name)
-    return _Key(spec.directory, name, part.device, part.dtype, part.quantization, where, stamp, engines)
+    split = plan.split if plan.split is not None and plan.split.shares(name) and not engines else None
+    return _Key(spec.directory, name, part.device, part.dtype, part.quantization, where, stamp, engines, split)
 
 
 def _stamp(folder: Path) -> int:

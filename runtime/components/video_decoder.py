@@ -29,8 +29,9 @@ class VideoDecoder(Protocol):
                 its size, and decodes them whole.
 
         Yields:
-            (frames, height, width, 3), float32 in -1 to 1: on the decoder's device, or on the CPU if tiled. Tiles come
-            together at the very end: until then, a batch of 0 frames comes after each call.
+            (frames, height, width, 3), float32 in -1 to 1: on the decoder's device, or on the CPU if tiled; or uint8,
+            rounded from that. Tiles come together at the very end: until then, a batch of 0 frames comes after each
+            call.
         """
         ...
 

@@ -6,7 +6,8 @@
     ├── OutputError             a file or folder that cannot be written, a disk that is full
     ├── SettingsError           a flag, environment variable or settings file
     ├── MachineError            something this machine lacks: memory, ffmpeg, a free port
-    │   └── MemoryShortError    no way to hold the weights fits; `ladder` tells of each what it takes
+    │   ├── MemoryShortError    no way to hold the weights fits; `ladder` tells of each what it takes
+    │   └── GroupError          of several GPUs one does not do its part any more
     ├── EngineError             an engine that cannot be built, is damaged or does not run
     ├── LimitError              what a visitor of a share link may not do now
     ├── CheckpointError         a checkpoint that cannot be written, or not be used
@@ -74,6 +75,10 @@ class MemoryShortError(MachineError):
         super().__init__(what, remedy)
         self.ladder = tuple(ladder)
         self.where = where
+
+
+class GroupError(MachineError):
+    """Of several GPUs that work on one job, the process of one died, broke or does not answer any more."""
 
 
 class EngineError(TandemError):

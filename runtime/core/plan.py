@@ -96,6 +96,30 @@ class ComponentPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Split:
+    """How several GPUs share one job.
+
+    Attributes:
+        devices: torch devices, one for each process; the first one's runs alone what is not shared.
+        guidance: 2 where the passes with the prompt and without it run on different GPUs, else 1.
+        sequence: GPUs that share the tokens of one pass; there are `guidance` times as many devices.
+        decode: whether each decodes a strip of every frame.
+        reason: one sentence.
+    """
+
+    devices: tuple[str, ...]
+    guidance: int
+    sequence: int
+    decode: bool
+    # Two that differ in nothing else do the same.
+    reason: str = field(compare=False)
+
+    def shares(self, component: str) -> bool:
+        """Return whether all of them run a component together."""
+        return self.decode if component == "vae" else component != "text_encoder"
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExecutionPlan:
     """One video, decided.
 
@@ -124,6 +148,7 @@ class ExecutionPlan:
         quantization: of the transformers' weights: "none", "bnb-8bit", "bnb-4bit" or "fp8".
         on_out_of_memory: what follows when memory runs out: "retry", "any" or "ask".
         warnings: sentences to show beside the result.
+        split: how several GPUs share the job; `None` where one does it.
     """
 
     prompt: str
@@ -159,6 +184,12 @@ class ExecutionPlan:
     ladder: tuple[Rung, ...] = ()
     on_out_of_memory: str = RETRY
     warnings: tuple[str, ...] = ()
+    split: Split | None = None
+
+    @property
+    def gpus(self) -> int:
+        """How many GPUs, or a CPU, work on it."""
+        return 1 if self.split is None else len(self.split.devices)
 
     @property
     def seconds_of_video(self) -> float:
@@ -208,6 +239,7 @@ class ExecutionPlan:
             "offload": self.offload,
             "quantization": self.quantization,
             "on_out_of_memory": self.on_out_of_memory,
+            "gpus": self.gpus,
         }
         if self.guidance_scale_2 is not None:
             used["guidance_scale_2"] = self.guidance_scale_2
@@ -234,4 +266,5 @@ class ExecutionPlan:
             },
             "forecast": {name: seconds.to_json() for name, seconds in self.seconds.items()},
             "ladder": [rung.to_json() for rung in self.ladder],
+            "split": None if self.split is None else {**vars(self.split), "devices": list(self.split.devices)},
         }

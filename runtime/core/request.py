@@ -24,6 +24,7 @@ BUILDS = (AUTO, "missing", "never", "always")
 OFFLOADS = (AUTO, "none", "model", "group", "sequential")
 QUANTIZATIONS = (AUTO, "none", "bnb-8bit", "bnb-4bit", "fp8")
 RETRY = "retry"
+MAX_GPUS = 16
 ON_OUT_OF_MEMORY = (RETRY, "any", "ask")
 
 MAX_PROMPT_CHARACTERS = 5_000
@@ -62,6 +63,7 @@ class GenerationRequest:
         on_out_of_memory: what follows when memory runs out: the job goes on in the next more frugal way that gives the
             same video ("retry"), or in any, which may quantize weights or decode in tiles ("any"), or it ends and says
             which way there is ("ask").
+        gpus: how many GPUs share the job; "auto" takes all that are alike, where that is faster.
 
     Raises:
         InvalidRequestError: for a value out of bounds, naming the field and what would do.
@@ -83,6 +85,7 @@ class GenerationRequest:
     offload: str = AUTO
     quantization: str = AUTO
     on_out_of_memory: str = RETRY
+    gpus: int | Auto = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", _text("prompt", self.prompt))
@@ -101,6 +104,7 @@ class GenerationRequest:
             ("fps", 1, MAX_FPS),
             ("steps", 1, MAX_STEPS),
             ("seed", 0, MAX_SEED),
+            ("gpus", 1, MAX_GPUS),
         ):
             object.__setattr__(self, name, _integer(name, getattr(self, name), low, high))
         for name in ("guidance_scale", "guidance_scale_2"):

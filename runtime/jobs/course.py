@@ -41,6 +41,7 @@ _DECIDED = (
     "memory_bytes",
     "seconds",
     "ladder",
+    "split",
 )
 
 
@@ -258,4 +259,4 @@ def _decisions(plan: ExecutionPlan) -> tuple[Any, ...]:
         for name, part in plan.components.items()
     ]
     held = (plan.offload, plan.keep_loaded, plan.freed, plan.decode_chunk, plan.decode_tile)
-    return parts, held
+    return parts, held, plan.split

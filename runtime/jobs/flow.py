@@ -86,7 +86,7 @@ def run_job(
     """
     emit(Planned(plan))
     try:
-        with PeakMemory(plan.components["transformer"].device) as peak:
+        with PeakMemory(plan.components["transformer"].device, residency.crew) as peak:
             clock = Clock(residency, peak)
             with Course(plan, spec, emit, cancel, residency, clock, checkpoints) as course:
                 saved = _generate(course, peak, job_id, look)

@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from runtime.components.residency import Residency
+from runtime.components.several.crew import Crew
 
 _SAMPLE_SECONDS = 0.05
 _STAGES = ("encode", "denoise", "decode", "mux")
@@ -69,9 +70,13 @@ class PeakMemory:
     """The most memory held while it is entered: allocated on a CUDA device, else resident in this process.
 
     `by_stage` holds the same for each stage that ended, without what was held before.
+
+    Args:
+        crew: processes of several GPUs; what the fullest of those holds is added on CUDA, for one is on `device` too.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, crew: Crew | None = None) -> None:
+        self._crew = crew or Crew()
         self._cuda = device if device.startswith("cuda") else None
         self._process = psutil.Process()
         self._stop = threading.Event()
@@ -84,6 +89,7 @@ class PeakMemory:
 
     def __enter__(self) -> "PeakMemory":
         """Start measuring."""
+        self._crew.measure_anew()
         if self._cuda:
             torch.cuda.synchronize(self._cuda)  # starts CUDA: before that there are no statistics to reset
             torch.cuda.reset_peak_memory_stats(self._cuda)
@@ -114,6 +120,7 @@ class PeakMemory:
             self._stage, self._in_stage = name, 0
             if self._cuda:
                 torch.cuda.reset_peak_memory_stats(self._cuda)
+                self._crew.measure_anew()
 
     def leave_stage(self) -> None:
         """End the stage."""
@@ -122,7 +129,10 @@ class PeakMemory:
 
     def _note(self) -> None:
         with self._lock:
-            held = torch.cuda.max_memory_allocated(self._cuda) if self._cuda else self._process.memory_info().rss
+            if self._cuda:
+                held = torch.cuda.max_memory_allocated(self._cuda) + self._crew.peak_bytes
+            else:
+                held = self._process.memory_info().rss
             self._peak = max(self._peak, held)
             self._in_stage = max(self._in_stage, held)
 

@@ -4,21 +4,26 @@ import logging
 import threading
 from collections.abc import Callable, Collection
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from runtime.core.cancel import CancelledError
+import psutil
+
+from runtime.core.cancel import CancelledError, PausedError
 from runtime.core.errors import EngineError, StoreError, TandemError
-from runtime.core.events import Failed
+from runtime.core.events import Cancelled, Failed
+from runtime.core.plan import ExecutionPlan
 from runtime.engines.service import EngineService
 from runtime.jobs import running
 from runtime.jobs.chores import Chore
 from runtime.jobs.history import HistoryFile
 from runtime.jobs.live import Job
+from runtime.jobs.pool import Pool
 from runtime.jobs.records import JobRecord, Kind
 from runtime.jobs.running import Planner, Wishes
 from runtime.jobs.store import JobStore
 from runtime.manager.machine import Machine
+from runtime.models.spec import ModelSpec
 
 if TYPE_CHECKING:  # it brings torch
     from runtime.components.residency import Residency
@@ -40,6 +45,7 @@ class Desk:
         store, instance: where jobs are taken from, and in whose name.
         job_of, chore_of: the live view of a record; no chore where it cannot be done any more.
         machine: what this machine has, as a new job would find it.
+        pool: who has which GPU.
     """
 
     store: JobStore
@@ -51,6 +57,7 @@ class Desk:
     job_of: Callable[[JobRecord], Job]
     chore_of: Callable[[JobRecord], Chore]
     machine: Callable[[], Machine]
+    pool: Pool
 
 
 class Runner:
@@ -95,20 +102,24 @@ class Runner:
         """Wait until the thread has ended."""
         self._thread.join()
 
-    @property
-    def held_bytes(self) -> int:
-        """What this process took of the GPU; known only once PyTorch is imported whole."""
+    def held_bytes(self) -> dict[int, int]:
+        """Return what this runner took of each GPU; known only once PyTorch is imported whole."""
         if self._residency is None:
-            return 0
+            return {}
         import torch
 
-        return torch.cuda.memory_reserved(self._gpu)
+        held = self._residency.crew.taken_bytes()
+        return held | {self._gpu: torch.cuda.memory_reserved(self._gpu) + held.get(self._gpu, 0)}
 
     def _run(self) -> None:
         with ExitStack() as stack:
             with suppress(Exception):  # told when there is a job to tell it to
                 self._get_ready(stack)
             while not self._stopping:
+                if self._lends():
+                    self._news.wait(_LOOK_SECONDS)
+                    self._news.clear()
+                    continue
                 try:
                     record = self._desk.store.claim(self._desk.instance, self._kinds)
                 except StoreError as error:
@@ -123,6 +134,20 @@ class Runner:
                         self._make(record, stack) if record.kind == "video" else self._do(record)
                     except Exception as error:
                         self._give_up(record, error)
+                    self._settle()
+
+    def _lends(self) -> bool:
+        """Give what it has to a runner that needs several GPUs; return whether it is without its own."""
+        pool = self._desk.pool
+        if pool.asked(self._gpu):
+            self._free()
+            pool.lend(self._gpu)
+        return not pool.has(self._gpu)
+
+    def _settle(self) -> None:
+        """Give others' GPUs back where no process is left on them."""
+        if self._residency is None or self._residency.crew.group is None:
+            self._desk.pool.give_back(self._gpu)
 
     def _make(self, record: JobRecord, stack: ExitStack) -> None:
         job = self._desk.job_of(record)
@@ -143,7 +168,11 @@ class Runner:
         residency = self._residency
         assert residency is not None
         try:
-            spec, plan = self._desk.planner.plan(record, self._desk.machine(), self._gpu)
+            spec, plan = self._planned(job, record)
+        except CancelledError:
+            job.record(Cancelled())
+        except PausedError:
+            logger.info("job %s waits again", job.id)
         except TandemError as error:
             job.record(Failed(error.what, error.remedy))
         except Exception as error:  # a defect: told in one line, kept in the log
@@ -151,6 +180,28 @@ class Runner:
             job.record(Failed(f"Something broke inside Tandem: {error!r}", "The log has the details.", defect=True))
         else:
             running.run(job, plan, spec, job.record, residency, self._desk.history, self._desk.store)
+
+    def _planned(self, job: Job, record: JobRecord) -> tuple[ModelSpec, ExecutionPlan]:
+        """Plan a job, and wait for the GPUs that it takes.
+
+        Raises:
+            CancelledError, PausedError: if somebody asked for that meanwhile.
+            TandemError: if it cannot be made as things are now.
+        """
+        desk, gpu = self._desk, self._gpu
+        assert self._residency is not None
+        spec, plan = desk.planner.plan(record, desk.machine(), gpu)
+        held = desk.pool.held(gpu)
+        if plan.gpus == 1:
+            if len(held) > 1:
+                self._free()
+                desk.pool.give_back(gpu)
+            return spec, plan
+        if len(held) < plan.gpus:
+            logger.info("job %s waits for %d GPUs", job.id, plan.gpus)
+            self._free()
+            held = desk.pool.gather(gpu, plan.gpus, job.cancel.check_pause)
+        return desk.planner.plan(record, desk.machine(), gpu, [other for other in held if other != gpu])
 
     def _leave(self, job: Job) -> None:
         """Let the store say how the job stands from here on: one that was paused waits again."""
@@ -163,6 +214,9 @@ class Runner:
 
     def _do(self, record: JobRecord) -> None:
         chore = self._desk.chore_of(record)
+        if len(self._desk.pool.held(self._gpu)) > 1:
+            self._free()
+            self._settle()
         self._begin(chore)
         chore.start()
         logger.info("job %s: %s begins", chore.id, chore.kind)
@@ -229,3 +283,14 @@ class Runner:
             # What takes no device of its own takes this thread's.
             torch.cuda.set_device(self._gpu)
         self._residency = stack.enter_context(Residency(self._desk.engines))
+
+
+def as_to_a_new_job(seen: Machine, runners: Collection[Runner]) -> Machine:
+    """Return the machine as it is to a new job: what earlier ones of these runners hold is used again or freed."""
+    own = psutil.Process().memory_info().rss
+    gpus = list(seen.gpus)
+    for runner in runners if gpus else ():
+        for index, held in runner.held_bytes().items():
+            free = min(gpus[index].free_bytes + held, gpus[index].total_bytes)
+            gpus[index] = replace(gpus[index], free_bytes=free)
+    return replace(seen, gpus=tuple(gpus), ram_free_bytes=min(seen.ram_free_bytes + own, seen.ram_bytes))

@@ -5,7 +5,7 @@ The worker and the command line run jobs through this.
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from runtime.jobs.records import JobRecord
 from runtime.jobs.store import JobStore
 from runtime.manager.machine import Machine
 from runtime.manager.planner import resolve
+from runtime.manager.split import usable_gpus
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 
@@ -46,33 +47,51 @@ class Planner:
         self._engines = engines
         self._history = history
 
-    def plan(self, record: JobRecord, machine: Machine, gpu: int = 0) -> tuple[ModelSpec, ExecutionPlan]:
+    def plan(
+        self, record: JobRecord, machine: Machine, gpu: int = 0, beside: Sequence[int] | None = None
+    ) -> tuple[ModelSpec, ExecutionPlan]:
         """Return the model and the plan of a claimed job: one that had begun goes on by its own plan.
+
+        Args:
+            gpu, beside: see `manager.planner.resolve`.
 
         Raises:
             TandemError: if it cannot be made as things are now.
         """
         spec = find(record.asked_for().model, self._weights_dir)
         if record.begun and record.plan is not None:
-            moved = on_gpu(record.plan, gpu, machine)
+            moved = on_gpu(record.plan, gpu, machine, beside)
             if moved is not None:
                 return spec, moved
             logger.info("job %s: what it began on is not here, so it is planned anew", record.id)
         history = () if self._history is None else self._history.read()
-        plan = resolve(record.asked_for(), spec, machine, record.output, self._engines.offers(spec), history, gpu)
+        offers = self._engines.offers(spec)
+        plan = resolve(record.asked_for(), spec, machine, record.output, offers, history, gpu, beside)
         return spec, plan
 
 
-def on_gpu(plan: ExecutionPlan, gpu: int, machine: Machine) -> ExecutionPlan | None:
-    """Return a plan with its parts on another GPU of the machine; `None` if it needs one and there is none.
+def on_gpu(
+    plan: ExecutionPlan, gpu: int, machine: Machine, beside: Sequence[int] | None = None
+) -> ExecutionPlan | None:
+    """Return a plan with its parts on other GPUs of the machine; `None` if it needs more than there are.
 
     Parts on the CPU stay there.
+
+    Args:
+        gpu: the one, or the first of several.
+        beside: what others it may have; if it is left out, all that are usable.
     """
     on_cuda = [name for name, part in plan.components.items() if part.device.startswith("cuda")]
     if on_cuda and gpu >= len(machine.gpus):
         return None
     moved = {name: replace(plan.components[name], device=f"cuda:{gpu}") for name in on_cuda}
-    return replace(plan, components={**plan.components, **moved})
+    split = plan.split
+    if split is not None and on_cuda:
+        others = [other for other in (usable_gpus(machine) if beside is None else beside) if other != gpu]
+        if 1 + len(others) < plan.gpus:
+            return None
+        split = replace(split, devices=tuple(f"cuda:{index}" for index in [gpu, *others][: plan.gpus]))
+    return replace(plan, components={**plan.components, **moved}, split=split)
 
 
 def run(

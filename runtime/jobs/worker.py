@@ -10,11 +10,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from runtime.core.errors import StoreError, TandemError
 from runtime.core.plan import ExecutionPlan
@@ -26,13 +23,15 @@ from runtime.jobs.history import HistoryFile
 from runtime.jobs.instance import Instance
 from runtime.jobs.live import Job
 from runtime.jobs.outputs import make_folder, output_path
+from runtime.jobs.pool import Pool
 from runtime.jobs.records import KINDS, VIDEOS, JobRecord
-from runtime.jobs.runner import Desk, Runner
+from runtime.jobs.runner import Desk, Runner, as_to_a_new_job
 from runtime.jobs.running import Planner, Wishes
 from runtime.jobs.store import JobStore
 from runtime.manager.history import History
 from runtime.manager.machine import Machine, probe, seen_from
-from runtime.manager.planner import resolve, usable_gpus
+from runtime.manager.planner import resolve
+from runtime.manager.split import usable_gpus
 from runtime.models.catalogue import find, look_up
 
 __all__ = ["Job", "Worker"]
@@ -81,6 +80,7 @@ class Worker:
         self._exit = ExitStack()
         self._instance = self._exit.enter_context(Instance(self.store.path))
         wishes = Wishes(self.store)
+        gpus = usable_gpus(engines.machine) or [0]
         desk = Desk(
             self.store,
             self._instance.id,
@@ -91,8 +91,8 @@ class Worker:
             self._job_of,
             self._chore_of,
             self.machine,
+            Pool(gpus),
         )
-        gpus = usable_gpus(engines.machine) or [0]
         # Chores are for the first one: they measure, and build for it.
         self._runners = {gpu: Runner(desk, gpu, KINDS if gpu == gpus[0] else VIDEOS) for gpu in gpus}
         recovery.recover(self.store, self._instance.id)
@@ -286,13 +286,7 @@ class Worker:
 
     def machine(self) -> Machine:
         """Return the machine as it is to a new job: what earlier ones hold is used again or freed."""
-        seen = probe()
-        own = psutil.Process().memory_info().rss
-        gpus = list(seen.gpus)
-        for index, runner in self._runners.items() if gpus else ():
-            free = min(gpus[index].free_bytes + runner.held_bytes, gpus[index].total_bytes)
-            gpus[index] = replace(gpus[index], free_bytes=free)
-        return replace(seen, gpus=tuple(gpus), ram_free_bytes=min(seen.ram_free_bytes + own, seen.ram_bytes))
+        return as_to_a_new_job(probe(), self._runners.values())
 
     def history(self) -> History:
         """Return what jobs took here."""
@@ -320,8 +314,8 @@ class Worker:
     def _plan(self, request: GenerationRequest) -> ExecutionPlan:
         spec = find(request.model, self._weights_dir)
         output = output_path(self._outputs_dir, request.prompt)
-        gpu = min(self._runners)
-        return resolve(request, spec, self.machine(), output, self._engines.offers(spec), self.history(), gpu)
+        offers, first = self._engines.offers(spec), min(self._runners)
+        return resolve(request, spec, self.machine(), output, offers, self.history(), first)
 
     def _job_of(self, record: JobRecord) -> Job:
         """Return the one live view of a job."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from runtime.core.forecast import Seconds, StageMemory
 from runtime.core.plan import ExecutionPlan
+from runtime.manager import split
 from runtime.manager.machine import Machine
 from runtime.manager.timing import MEASURED, SCALED, Work, flops
 from runtime.manager.vram import Load, Way, corrected, stages, taken_before
@@ -110,9 +111,10 @@ def runs_of(
         if unlike or fell_back:
             continue
         largest = max(same, key=lambda stage: stage.peak_bytes)
-        peak = peaks.get(largest.stage)
+        # Of several GPUs' processes nobody knows what each took before the job.
+        peak = peaks.get(largest.stage) if planned.split is None else None
         kind = Kind(
-            device=device_name(machine, parts[0].device),
+            device=split.name_of(device_name(machine, parts[0].device), planned.split, name),
             model=architecture(spec),
             component=name,
             backend=parts[0].backend,
@@ -159,6 +161,7 @@ def _as_planned(plan: ExecutionPlan, spec: ModelSpec) -> tuple[Load, Work, Way]:
         latent_shape=plan.latent_shape,
         height=plan.height,
         width=plan.width,
+        split=plan.split,
     )
     calls = calls_of(plan.steps, plan.guidance_scale, plan.guidance_scale_2)
     way = Way(

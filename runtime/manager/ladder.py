@@ -11,7 +11,7 @@ from runtime.core.errors import InvalidRequestError, MemoryShortError
 from runtime.core.forecast import Rung, Seconds, StageMemory
 from runtime.core.plan import PYTORCH
 from runtime.core.request import AUTO
-from runtime.manager import compat, history, timing, vram
+from runtime.manager import compat, history, split, timing, vram
 from runtime.manager.history import History
 from runtime.manager.machine import Machine
 from runtime.manager.timing import Work
@@ -94,6 +94,10 @@ def options(case: Case) -> list[Option]:
     """Return every way there is on such a device, fastest first; what this machine lacks for one is its rung's."""
     if not case.load.cuda:
         return [_option(case, *named) for named in (_KEEP, _ONE)]
+    if case.load.split is not None:
+        # Each of several GPUs keeps what it runs.
+        plain = [_option(case, *named) for named in (_KEEP, _FREE_TEXT, _ONE)]
+        return [*plain, _first_that_fits(_quantized(case, "fp8"))]
     plain = [_option(case, *named) for named in (_KEEP, _FREE_TEXT, _ONE, _MODEL, _GROUP)]
     quantized = [_first_that_fits(_quantized(case, kind)[:3]) for kind in compat.WEIGHTS_TITLES]
     return [*plain, *quantized, _option(case, *_SEQUENTIAL)]
@@ -200,7 +204,7 @@ def _quantized(case: Case, kind: str) -> list[Option]:
     title = f"Transformers with {compat.WEIGHTS_TITLES[kind]}"
     return [
         _option(case, f"{title}, {name[0].lower()}{name[1:]}", replace(way, quantization=kind))
-        for name, way in (_KEEP, _FREE_TEXT, _ONE, _MODEL)
+        for name, way in (_KEEP, _FREE_TEXT, _ONE, _MODEL)[: 4 if case.load.split is None else 3]
         if compat.cannot_wait(_in_pytorch(kind, way.offload)) is None
     ]
 
@@ -289,7 +293,7 @@ def _needs(memory: tuple[StageMemory, ...]) -> int:
 def _kind(case: Case, way: Way, name: str) -> history.Kind:
     transformer = is_transformer(name)
     return history.Kind(
-        device=history.device_name(case.machine, case.load.device),
+        device=split.name_of(history.device_name(case.machine, case.load.device), case.load.split, name),
         model=history.architecture(case.load.spec),
         component="transformer" if transformer else name,
         backend=case.backends[name],
@@ -329,7 +333,10 @@ def _component_seconds(case: Case, way: Way, name: str) -> Seconds:
         return whole * calls
     at_hand = replace(way, offload="none")
     call = history.seconds_per_call(case.history, _kind(case, at_hand, name), operations)
-    call = call or timing.compute_seconds(case.load, case.work, name, case.machine, way)
+    if call is None:
+        alone = timing.compute_seconds(case.load, case.work, name, case.machine, way)
+        whole_frames = name != "vae" or way.decode_tile is None
+        call = split.faster(alone, case.load.split, name) if whole_frames else alone
     return timing.stage_seconds(call * calls, timing.transfer_seconds(case.load, way, name, calls), way)
 
 

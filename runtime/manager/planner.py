@@ -9,19 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from runtime.core.errors import InvalidRequestError, MachineError
+from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortError
 from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, LatentSize
 from runtime.core.request import ALL, AUTO, MAX_FRAMES, MAX_SIDE, Auto, GenerationRequest, label
 from runtime.manager import compat, vram
+from runtime.manager import split as shared
 from runtime.manager.history import History, calls_of
 from runtime.manager.ladder import Case, decide
 from runtime.manager.machine import Machine, seen_from
 from runtime.manager.offers import Choice, EngineOffer, Offers, admit, choose, no_offers
 from runtime.manager.timing import Work, flops
 from runtime.models.spec import ModelSpec, is_transformer
-
-# Models below this size run in float32 on a GPU too: it costs them nothing.
-_SMALL_MODEL_BYTES = 1 << 30
 
 Number = TypeVar("Number", int, float)
 
@@ -34,6 +32,7 @@ def resolve(
     offers: Offers = no_offers,
     history: History = (),
     gpu: int = 0,
+    beside: Sequence[int] | None = None,
 ) -> ExecutionPlan:
     """Decide everything.
 
@@ -41,13 +40,55 @@ def resolve(
         offers: the engines there are or could be, see `engines.offers`.
         history: what earlier jobs took here, see `jobs.history`: it corrects the forecast.
         gpu: the index of the one that it runs on, where the machine has some.
+        beside: of those that it may use as well; if it is left out, all that are usable.
 
     Raises:
         InvalidRequestError: for a size or length that the model cannot make, with the nearest that it can.
         MachineError: if this machine cannot do what was asked for.
         MemoryShortError: if memory does not suffice, or not for the way that was asked for.
     """
-    machine = seen_from(machine, gpu)
+
+    def planned(wanted: GenerationRequest) -> ExecutionPlan:
+        return _resolved(wanted, spec, machine, output, offers, history, gpu, beside)
+
+    short: MemoryShortError | None = None
+    try:
+        plan = planned(request)
+        if request.gpus != AUTO or plan.split is None or plan.quantization in {"none", request.quantization}:
+            return plan
+    except MemoryShortError as error:
+        if request.gpus == 1:
+            raise
+        short = error
+    # Several GPUs keep all weights, exact ones or not; for one they may wait in RAM.
+    try:
+        alone = planned(replace(request, gpus=1))
+    except MemoryShortError:
+        if short is None:
+            return plan
+        raise short from None
+    if request.gpus == AUTO:
+        return replace(alone, warnings=(*alone.warnings, "One GPU makes it: several have too little memory."))
+    assert short is not None
+    raise MemoryShortError(short.what, f"Take --gpus 1: {_way_of(alone)}.", short.ladder, short.where)
+
+
+def _way_of(plan: ExecutionPlan) -> str:
+    title = next(rung.title for rung in plan.ladder if rung.taken)
+    return f"{title[0].lower()}{title[1:]}"
+
+
+def _resolved(
+    request: GenerationRequest,
+    spec: ModelSpec,
+    everything: Machine,
+    output: Path,
+    offers: Offers,
+    history: History,
+    gpu: int,
+    beside: Sequence[int] | None,
+) -> ExecutionPlan:
+    machine = seen_from(everything, gpu)
     defaults = spec.defaults
     width = _or(request.width, defaults.width)
     height = _or(request.height, defaults.height)
@@ -62,14 +103,20 @@ def resolve(
     seed = secrets.randbelow(1 << 32) if request.seed == AUTO else request.seed
 
     device, dtypes, reason, free = _placement(spec, machine, gpu)
-    offload, notes = _offload(request, machine)
+    guided = guidance > 1 and (guidance_2 is None or guidance_2 > 1)
+    split, notes = shared.decide(request, spec, everything, gpu, beside, guided=guided)
+    free = shared.least_free(split, everything, free)
+    offload, more = _offload(request, machine)
     _check_quantization(request, machine)
     latent_shape = spec.latent_shape(frames, height, width)
     tokens = spec.tokens(frames, height, width)
     noted = _Noted(offers)
-    surroundings = compat.Case(component="", backend=PYTORCH, device=device, offload=offload)
+    gpus = 1 if split is None else len(split.devices)
+    surroundings = compat.Case(component="", backend=PYTORCH, device=device, offload=offload, gpus=gpus)
     choices = _choices(request, spec, latent_shape[2:], machine, surroundings, reason, noted)
-    load = _load(spec, device, dtypes, choices, noted, frames, height, width)
+    if split is not None and choices["vae"].uses:
+        split = replace(split, decode=False)
+    load = replace(_load(spec, device, dtypes, choices, noted, frames, height, width), split=split)
     in_pytorch = vram.weights_bytes(spec, dtypes) if device != "cpu" else {}
     case = Case(
         load=load,
@@ -91,6 +138,8 @@ def resolve(
     decision = decide(case, offload, request.quantization, clip)
     way = decision.taken.way
     weights = vram.weights_bytes(spec, dtypes, way.quantization) | dict(load.engine_bytes)
+    if split is not None and way.decode_tile is not None:
+        split = replace(split, decode=False)
     passes = [2 if scale > 1 else 1 for scale in (guidance, guidance_2 or guidance)]
     forward = spec.transformer.forward_flops(tokens, spec.max_sequence_length)
     return ExecutionPlan(
@@ -118,7 +167,7 @@ def resolve(
                 device=device,
                 dtype=dtypes[name],
                 weights_bytes=weights[name],
-                reason=choices[name].reason,
+                reason=shared.reason_of(choices[name].reason, split, name),
                 engines=choices[name].uses,
                 asked=request.backend(name),
                 chip=choices[name].chip,
@@ -139,7 +188,8 @@ def resolve(
         offload=way.offload,
         quantization=way.quantization,
         on_out_of_memory=request.on_out_of_memory,
-        warnings=(*_size_warnings(spec, width, height, frames), *notes, *decision.warnings),
+        warnings=(*_size_warnings(spec, width, height, frames), *notes, *more, *decision.warnings),
+        split=split,
     )
 
 
@@ -311,11 +361,6 @@ def _check_extent(spec: ModelSpec, asked: Mapping[str, int]) -> None:
             )
 
 
-def usable_gpus(machine: Machine) -> list[int]:
-    """Return the indices of the GPUs that videos can be made on; none where all is done on the CPU."""
-    return [index for index in range(len(machine.gpus)) if compat.cuda_problem(seen_from(machine, index)) is None]
-
-
 def _placement(spec: ModelSpec, machine: Machine, index: int) -> tuple[str, dict[str, str], str, int]:
     """Return the device, each component's dtype, the reason, and the device's free bytes."""
     names = spec.component_names
@@ -323,7 +368,8 @@ def _placement(spec: ModelSpec, machine: Machine, index: int) -> tuple[str, dict
     if why is not None:
         return "cpu", dict.fromkeys(names, "float32"), f"PyTorch in float32 on the CPU: {why}.", machine.ram_free_bytes
     gpu = machine.gpus[index]
-    if 4 * spec.total_parameters <= _SMALL_MODEL_BYTES:
+    if 4 * spec.total_parameters <= shared.SMALL_MODEL_BYTES:
+        # It costs them nothing.
         dtypes = dict.fromkeys(names, "float32")
         reason = f"PyTorch in float32 on {gpu.name}: the model is small."
     elif gpu.capability >= compat.BF16_CAPABILITY:

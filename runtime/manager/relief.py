@@ -102,6 +102,8 @@ def _taking(plan: ExecutionPlan, spec: ModelSpec, load: Load, rung: Rung, slower
         quantization=rung.quantization,
         decode_chunk=rung.decode_chunk,
         decode_tile=rung.decode_tile,
+        # Tiles are decoded by one GPU alone.
+        split=plan.split if plan.split is None or rung.decode_tile is None else replace(plan.split, decode=False),
         keep_loaded=rung.keep_loaded,
         freed=rung.freed,
         decode_flops=plan.decode_flops
@@ -134,4 +136,5 @@ def _load(plan: ExecutionPlan, spec: ModelSpec) -> Load:
         latent_shape=plan.latent_shape,
         height=plan.height,
         width=plan.width,
+        split=plan.split,
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from runtime.core.forecast import StageMemory
+from runtime.core.plan import Split
 from runtime.models.spec import ModelSpec, is_transformer
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -33,6 +34,11 @@ _LATENTS_HELD = 8
 _CPU_IMPORTED_BYTES = 390_000_000
 _CPU_LIBRARIES_BYTES = 660_000_000
 _CUDA_CONTEXT_BYTES = 552_402_944
+# With several GPUs the first has another process beside the one that leads, and what they exchange passes through
+# buffers of NCCL: an estimate, for that has not been measured.
+_SHARING_BYTES = _CUDA_CONTEXT_BYTES + 1_000_000_000
+# What exchanging tokens for heads takes, of the size of a GPU's own tokens: three sent, three received, one filled up.
+_EXCHANGED = 8
 # System memory of a process that runs CUDA: its libraries, and pages of the shard that is being read.
 _CUDA_PROCESS_BYTES = 3_000_000_000
 _SHARD_BYTES = 5_000_000_000
@@ -78,6 +84,7 @@ class Load:
         tokens: of the transformer's sequence.
         latent_shape: (batch, channels, latent frames, latent height, latent width).
         height, width: of a frame.
+        split: how several GPUs share it: all that is said of memory is of the first, which holds most.
     """
 
     spec: ModelSpec
@@ -88,6 +95,7 @@ class Load:
     latent_shape: tuple[int, int, int, int, int]
     height: int
     width: int
+    split: Split | None = None
 
     @property
     def cuda(self) -> bool:
@@ -184,6 +192,7 @@ def stages(load: Load, way: Way, chunk: int) -> tuple[StageMemory, ...]:
     weights = _held(load, way)
     beside = _LATENTS_HELD * DTYPE_BYTES["float32"] * prod(load.latent_shape)
     beside += _CUDA_CONTEXT_BYTES if load.cuda else _CPU_LIBRARIES_BYTES
+    beside += _SHARING_BYTES if load.split is not None else 0
     return tuple(_stage(load, way, name, weights, chunk, beside) for name in load.spec.component_names)
 
 
@@ -194,10 +203,11 @@ def ram_bytes(load: Load, way: Way) -> int:
     """
     weights = weights_bytes(load.spec, load.dtypes, way.quantization)
     own = {name: size for name, size in weights.items() if name not in load.engine_bytes}
+    processes = 1 if load.split is None else 1 + len(load.split.devices)
     clip = 0 if way.decode_tile is None else clip_bytes(load)
     if way.offload != "none":
         return _CUDA_PROCESS_BYTES + sum(own.values()) + clip
-    return _CUDA_PROCESS_BYTES + max(min(max(own.values(), default=0), _SHARD_BYTES), clip)
+    return processes * _CUDA_PROCESS_BYTES + max(min(max(own.values(), default=0), _SHARD_BYTES), clip)
 
 
 def _held(load: Load, way: Way) -> dict[str, int]:
@@ -227,7 +237,11 @@ def _working(load: Load, way: Way, name: str, weights: Mapping[str, int], chunk:
         return working
     if name == "vae":
         return decode_bytes(load, chunk, way.decode_tile)
-    return denoise_bytes(spec, load.tokens, dtype, way.quantization)
+    if load.split is None or load.split.sequence == 1:
+        return denoise_bytes(spec, load.tokens, dtype, way.quantization)
+    share = -(-load.tokens // load.split.sequence)
+    exchanged = _EXCHANGED * share * spec.transformer.width * DTYPE_BYTES[dtype]
+    return denoise_bytes(spec, share, dtype, way.quantization) + exchanged
 
 
 def _on_device(spec: ModelSpec, way: Way, name: str, weights: Mapping[str, int], on_engines: Mapping[str, int]) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from runtime.components.denoiser import Denoiser
+from runtime.components.denoiser import Denoiser, PairDenoiser
 from runtime.components.video_decoder import VideoDecoder
 from runtime.core.cancel import Cancel
 from runtime.core.errors import BadResultError
@@ -153,6 +153,9 @@ def decode(
         cancel.check_pause()
         if not len(frames):
             continue
+        if frames.dtype == torch.uint8:  # several GPUs have seen to it
+            yield frames.cpu()
+            continue
         if not torch.isfinite(frames).all().item():
             raise BadResultError(
                 "The VAE gave values that are not numbers (NaN or Inf).",
@@ -164,9 +167,12 @@ def decode(
 def _guided(
     denoiser: Denoiser, latents: torch.Tensor, step: Step, conditioning: Conditioning, cancel: Cancel
 ) -> torch.Tensor:
-    velocity = denoiser(latents, step.timestep, conditioning.positive)
     if conditioning.negative is None or step.guidance_scale <= 1:
-        return velocity
-    cancel.check()
-    unguided = denoiser(latents, step.timestep, conditioning.negative)
+        return denoiser(latents, step.timestep, conditioning.positive)
+    if isinstance(denoiser, PairDenoiser):
+        velocity, unguided = denoiser.pair(latents, step.timestep, conditioning.positive, conditioning.negative)
+    else:
+        velocity = denoiser(latents, step.timestep, conditioning.positive)
+        cancel.check()
+        unguided = denoiser(latents, step.timestep, conditioning.negative)
     return unguided + step.guidance_scale * (velocity - unguided)

@@ -9,9 +9,10 @@ from typing import Any
 import gradio as gr
 
 from runtime.core.byte_size import memory_size
-from runtime.core.request import AUTO, BUILDS, COMPONENTS, OFFLOADS, ON_OUT_OF_MEMORY, QUANTIZATIONS
+from runtime.core.request import AUTO, BUILDS, COMPONENTS, MAX_GPUS, OFFLOADS, ON_OUT_OF_MEMORY, QUANTIZATIONS
 from runtime.engines.builders import builders_of
 from runtime.manager.machine import Machine
+from runtime.manager.split import usable_gpus
 from runtime.models.spec import ModelSpec
 from runtime.ui.outlook import Chip, Memory, Outlook, Step
 
@@ -30,6 +31,8 @@ _QUANTIZATIONS = dict(zip(QUANTIZATIONS, ("Automatic", "None", "8 bit", "4 bit",
 _ON_OUT_OF_MEMORY = dict(
     zip(ON_OUT_OF_MEMORY, ("Go on, for the same video", "Go on, even if less exact", "Stop and say how"), strict=True)
 )
+# What the form says for `gpus`, the default first, then "auto".
+GPUS = ("1", AUTO, *map(str, range(2, MAX_GPUS + 1)))
 TITLES = {
     "text_encoder": "Text encoder",
     "transformer": "Transformer",
@@ -37,6 +40,7 @@ TITLES = {
     "vae": "VAE decoder",
 }
 _FLAG = re.compile(r"(--offload|--quantization|Offload(?= ')) '?([\w-]+)'?|--backend (\w+)=(\w+)")
+_GPUS = re.compile(r"--gpus (\d+)")
 _OFFLOAD = re.compile(r"\b([Mm]odel|[Gg]roup|[Ss]equential) offload\b")
 
 
@@ -125,12 +129,21 @@ def panel(spec: ModelSpec, machine: Machine, backends: Mapping[str, str]) -> tup
             "If memory runs out",
             "The job goes on from the last step in a more frugal way, or stops and says which there is.",
         )
+        several = len(usable_gpus(machine))
+        titles = {"1": "One", AUTO: "All that are alike", **{str(n): str(n) for n in range(2, several + 1)}}
+        settings["gpus"] = _choice(
+            "gpus",
+            titles,
+            "GPUs for one video",
+            "Several are faster, and keep other videos waiting. Excludes offload, and engines for transformers.",
+            visible=several > 1,
+        )
         total = gr.HTML(sum_html(Outlook("")), elem_id="outlook", apply_default_css=False)
         choose_way = gr.Button("Choose a way", visible="hidden", elem_id="choose-way")
     return Panel(fold, rows, toggles, chips, total, choose_way), settings
 
 
-def _choice(field: str, titles: Mapping[str, str], label: str, info: str) -> gr.Dropdown:
+def _choice(field: str, titles: Mapping[str, str], label: str, info: str, *, visible: bool = True) -> gr.Dropdown:
     """Make the choice for one field of the request; `titles` are its values as people read them, the default first."""
     return gr.Dropdown(
         choices=[(title, name) for name, title in titles.items()],
@@ -139,6 +152,7 @@ def _choice(field: str, titles: Mapping[str, str], label: str, info: str) -> gr.
         label=label,
         info=info,
         elem_id=f"field-{field}",
+        visible=visible,
     )
 
 
@@ -164,6 +178,7 @@ def in_form_words(sentence: str) -> str:
         part = TITLES.get(component, component)
         return f"{chosen} for the {part if part.startswith('VAE') else part.lower()}"
 
+    sentence = _GPUS.sub(r"“\1” for GPUs", sentence)
     return _OFFLOAD.sub(_offload_in_form_words, _FLAG.sub(told, sentence))
 
 

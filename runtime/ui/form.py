@@ -62,6 +62,7 @@ class Form:
     offload: gr.Dropdown
     quantization: gr.Dropdown
     on_out_of_memory: gr.Dropdown
+    gpus: gr.Dropdown
 
     @property
     def controls(self) -> list[Any]:
@@ -89,6 +90,7 @@ _CHOICES = {
     "offload": OFFLOADS,
     "quantization": QUANTIZATIONS,
     "on_out_of_memory": ON_OUT_OF_MEMORY,
+    "gpus": acceleration.GPUS,
 }
 
 
@@ -250,12 +252,17 @@ def model_values(spec: ModelSpec) -> dict[str, dict[str, Any]]:
     }
 
 
-def filled(stored: Mapping[str, Any], models: dict[str, ModelSpec], preset: str = "") -> dict[str, dict[str, Any]]:
+def filled(
+    stored: Mapping[str, Any], models: dict[str, ModelSpec], preset: str = "", gpus: int = 1
+) -> dict[str, dict[str, Any]]:
     """Return properties for the choice of sizes and every control that bring stored values back.
 
     The stored values come from a browser: those that a control could not show are passed over, as is a model that is
     no longer there, with all that belongs to it. Backends that were kept under another preset than this one give way
     to it: whoever starts the app with other flags means them.
+
+    Args:
+        gpus: how many there are: more are not brought back.
     """
     name = stored.get("model")
     known = isinstance(name, str) and name in models
@@ -275,6 +282,8 @@ def filled(stored: Mapping[str, Any], models: dict[str, ModelSpec], preset: str 
     chosen = _chosen(stored)
     if "backends" not in stored and stored.get("preset", "") != preset:
         chosen = {name: value for name, value in chosen.items() if not name.startswith("backend_")}
+    if chosen.get("gpus") not in acceleration.GPUS[: 1 + gpus]:
+        chosen.pop("gpus", None)
     for control in _CHOICES:
         values.setdefault(control, {}).update({"value": chosen[control]} if control in chosen else {})
     return values
@@ -317,7 +326,7 @@ def read(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationReque
     given = _by_name(values)
     spec = check_offered(given["model"], models)
     given["prompt"] = "" if given["prompt"] is None else given["prompt"]
-    given["seed"] = _seed(given["seed"])
+    given["seed"], given["gpus"] = _seed(given["seed"]), _whole(given["gpus"])
     if spec.experts == 1:
         given["guidance_scale_2"] = AUTO
     chosen = {name: given.pop(f"backend_{name}") for name in COMPONENTS}
@@ -373,6 +382,9 @@ def _seed(value: Any) -> Any:
     text_given = str(value).strip() if isinstance(value, str) else value
     if text_given is None or text_given == "":
         return AUTO
-    if isinstance(text_given, str) and _WHOLE.fullmatch(text_given):
-        return int(text_given)
-    return text_given
+    return _whole(text_given)
+
+
+def _whole(value: Any) -> Any:
+    """Return the whole number that text spells, and what is none as it is."""
+    return int(value) if isinstance(value, str) and _WHOLE.fullmatch(value) else value

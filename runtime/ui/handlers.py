@@ -14,6 +14,7 @@ from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.events import VideoSaved
 from runtime.core.request import COMPONENTS
 from runtime.jobs.worker import Job, Worker
+from runtime.manager.split import usable_gpus
 from runtime.models.spec import ModelSpec
 from runtime.ui import acceleration, form, outlook, stage, watch
 from runtime.ui.facts import file_url
@@ -98,7 +99,8 @@ class Handlers:
             values = None
         if not isinstance(values, dict):
             return (gr.skip(),) * (1 + len(form.ROWS) + len(form.NAMES))
-        filled = form.filled(values, self._models, self._preset)
+        gpus = len(usable_gpus(self._foresight.machine()))
+        filled = form.filled(values, self._models, self._preset, gpus)
         return tuple(gr.update(**filled[control]) for control in ("size", *form.ROWS, *form.NAMES))
 
     def look_ahead(self, question: Any, *values: Any) -> Updates:

@@ -129,6 +129,8 @@ def _sum(plan: ExecutionPlan) -> str:
         said = f"{how}: {shares} of {len(parts)} parts"
     else:
         said = f"{how}: PyTorch"
+    if plan.gpus > 1:
+        said = f"{said} on {plan.gpus} GPUs"
     builds = sum(use.build for part in parts.values() for use in part.engines)
     about = f"about {_words(plan.seconds['total'].likely)}"
     return f"{said}, {builds} to build first, then {about}" if builds else f"{said}, {about}"

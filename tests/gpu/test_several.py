@@ -40,3 +40,20 @@ def test_each_gpu_has_its_worker(tmp_path: Path) -> None:
         assert all(any(isinstance(event, StageStarted) for event in job.events) for job in jobs)
     finally:
         worker.close()
+
+
+def test_a_job_may_have_both(tmp_path: Path) -> None:
+    engines = EngineService(EngineStore(tmp_path / "engines", 10**9), probe(), tmp_path)
+    worker = Worker(tmp_path, tmp_path / "outputs", engines, store=JobStore(tmp_path / "jobs.sqlite"))
+    wanted = {"prompt": "a red boat sails left", "seed": 7, "frames": 9, "steps": 4}
+    requests = [GenerationRequest.from_mapping(wanted | {"gpus": gpus}) for gpus in (1, 2, 1, 2, 2, 1)]
+    try:
+        jobs = worker.submit_all(requests)
+        for job, request in zip(jobs, requests, strict=True):
+            saved = list(watch(job))[-1]
+            assert isinstance(saved, VideoSaved), saved
+            assert job.plan.gpus == request.gpus
+            split = saved.plan["split"]
+            assert (None if split is None else set(split["devices"])) in (None, {"cuda:0", "cuda:1"})
+    finally:
+        worker.close()

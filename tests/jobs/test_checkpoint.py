@@ -146,6 +146,7 @@ def test_a_damaged_one_is_told_of_and_the_job_starts_anew(
         ({"offload": "none"}, True),
         ({"on_out_of_memory": "ask"}, True),
         ({"backends": {"all": "pytorch"}}, True),
+        ({"gpus": "auto"}, True),
     ],
 )
 def test_it_serves_the_same_clip_however_that_is_computed(

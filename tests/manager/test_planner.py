@@ -11,7 +11,8 @@ from runtime.core.errors import InvalidRequestError, MachineError
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.manager.machine import Machine, seen_from
-from runtime.manager.planner import nearest, resolve, usable_gpus
+from runtime.manager.planner import nearest, resolve
+from runtime.manager.split import usable_gpus
 from runtime.models.spec import ModelSpec
 from tests.plans import GIB, gpu, machine
 

@@ -31,6 +31,7 @@ GOOD: dict[str, Any] = {
     "offload": "auto",
     "quantization": "auto",
     "on_out_of_memory": "retry",
+    "gpus": "1",
 }
 BACKENDS = ["backend_text_encoder", "backend_transformer", "backend_transformer_2", "backend_vae"]
 
@@ -48,7 +49,8 @@ def read(models: dict[str, ModelSpec], **changes: Any) -> GenerationRequest:
 def test_values_become_a_request(models: dict[str, ModelSpec]) -> None:
     request = read(models)
     plain = {name: value for name, value in GOOD.items() if name not in BACKENDS}
-    assert request == GenerationRequest(**(plain | {"seed": AUTO}))
+    assert request == GenerationRequest(**(plain | {"seed": AUTO, "gpus": 1}))
+    assert [read(models, gpus=given).gpus for given in ("2", "auto")] == [2, AUTO]
 
 
 def test_backends_are_told_by_component(models: dict[str, ModelSpec]) -> None:
@@ -176,6 +178,11 @@ def test_choices_come_back_from_the_browser_and_from_a_result(models: dict[str, 
     assert odd["backend_vae"]["value"] == "auto"
     assert odd["build"]["value"] == "auto"
     assert "value" not in odd["offload"]
+
+
+def test_no_more_gpus_come_back_than_there_are(models: dict[str, ModelSpec]) -> None:
+    for kept, gpus, wanted in (("2", 2, "2"), ("4", 2, None), ("auto", 2, "auto"), ("2", 1, None), (4, 4, None)):
+        assert form.filled({"model": "wan2.1", "gpus": kept}, models, gpus=gpus)["gpus"].get("value") == wanted
 
 
 def test_rows_follow_the_model(models: dict[str, ModelSpec]) -> None:

@@ -1,0 +1,1 @@
+"""One job on several GPUs: a process for each, led by the one that runs the job."""

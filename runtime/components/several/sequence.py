@@ -1,0 +1,161 @@
+"""Several processes compute one forward pass: each has a share of the tokens, and for attention a share of the heads.
+
+This is Ulysses (https://arxiv.org/abs/2309.14509), as diffusers' `ContextParallelConfig` has it, with what that lacks:
+tokens that cannot be shared evenly. There the sequence is filled up with zeros for the exchange, and cut again before
+attention, which so sees the tokens that there are and no others: nothing is masked, and nothing is inexact. (diffusers'
+`ulysses_anything` has everybody tell how many tokens it has, four times a block, and wait for that; and it needs NCCL,
+which no CPU has. Its `enable_parallelism` asks for an accelerator as well.)
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor, _get_qkv_projections
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Tokens:
+    """How the tokens of a pass lie among processes: equal shares in order, the last ones filled up with zeros.
+
+    Args:
+        group: the processes that share, each calling the same methods in the same order.
+
+    Attributes:
+        count: tokens of the pass that runs; whoever runs it sets it before.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._degree = dist.get_world_size(group)
+        self._number = dist.get_rank(group)
+        self.count = 0
+
+    @property
+    def share(self) -> int:
+        """Tokens of one process, filled up."""
+        return -(-self.count // self._degree)
+
+    def own(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this process's share of a tensor with all tokens, (batch, tokens, …)."""
+        start = self._number * self.share
+        part = x[:, start : start + self.share]
+        return _filled(part, self.share)
+
+    def all(self, x: torch.Tensor) -> torch.Tensor:
+        """Return all tokens, (batch, tokens, …), of which each process has its share."""
+        parts = [torch.empty_like(x) for _ in range(self._degree)]
+        dist.all_gather(parts, x.contiguous(), group=self._group)
+        return torch.cat(parts, dim=1)[:, : self.count]
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention: Attention) -> torch.Tensor:
+        """Attend from all tokens to all, where each process has its share of them.
+
+        Args:
+            query, key, value: (batch, share of tokens, heads, width); heads are a multiple of the processes.
+            attention: computes it for some heads and all tokens, of and to (batch, tokens, heads, width).
+
+        Returns:
+            Shaped like `query`.
+        """
+        batch, share, heads, width = query.shape
+        each = heads // self._degree
+        packed = torch.stack([x.unflatten(2, (self._degree, each)) for x in (query, key, value)], dim=3)
+        # (process, share, batch, 3, heads of one process, width)
+        received = self._exchanged(packed.permute(2, 1, 0, 3, 4, 5))
+        rows = received.flatten(0, 1)[: self.count].transpose(0, 1)
+        made = _filled(attention(*rows.unbind(2)), self._degree * share)
+        sent = made.unflatten(1, (self._degree, share)).permute(1, 2, 0, 3, 4)
+        return self._exchanged(sent).permute(2, 1, 0, 3, 4).reshape(batch, share, heads, width)
+
+    def around(self, attention: Attention) -> Attention:
+        """Return an attention that is called with this process's share of the tokens, and computed by `attention`."""
+        return lambda query, key, value: self.attend(query, key, value, attention)
+
+    def _exchanged(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what every process has for this one, in order; `x` is what this one has for each."""
+        x = x.contiguous()
+        received = torch.empty_like(x)
+        dist.all_to_all_single(received, x, group=self._group)
+        return received
+
+
+def share_tokens(module: Any, group: dist.ProcessGroup) -> Tokens:
+    """Have a `diffusers.WanTransformer3DModel` be computed together.
+
+    Tokens, their rotations and, where each has its own, their timesteps are shared before the first block, and brought
+    together behind the last projection.
+    """
+    tokens = Tokens(group)
+
+    def share_first(_: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (tokens.own(given[0]), *given[1:])
+
+    def share_rotations(_: Any, __: Any, out: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return tuple(tokens.own(part) for part in out)
+
+    def share_timesteps(_: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        timestep = given["timestep"]
+        return args, {**given, "timestep": tokens.own(timestep)} if timestep.ndim > 1 else given
+
+    module.register_forward_pre_hook(share_timesteps, with_kwargs=True)
+    module.rope.register_forward_hook(share_rotations)
+    module.blocks[0].register_forward_pre_hook(share_first)
+    module.proj_out.register_forward_hook(lambda _, __, out: tokens.all(out))
+    for block in module.blocks:
+        block.attn1.set_processor(_SharedAttention(tokens))
+    return tokens
+
+
+class _SharedAttention(WanAttnProcessor):
+    """`WanAttnProcessor` for self-attention, with the exchange around attention itself."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        super().__init__()
+        self._tokens = tokens
+
+    def __call__(
+        self,
+        attn: WanAttention,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """See `WanAttnProcessor`."""
+        assert encoder_hidden_states is None
+        assert attention_mask is None
+        assert rotary_emb is not None
+        query, key, value = _get_qkv_projections(attn, hidden_states, None)
+        query, key = attn.norm_q(query), attn.norm_k(key)
+        query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in (query, key, value))
+        query, key = _rotated(query, *rotary_emb), _rotated(key, *rotary_emb)
+        made = self._tokens.around(self._attend)(query, key, value)
+        made = made.flatten(2, 3).type_as(query)
+        out: torch.Tensor = attn.to_out[1](attn.to_out[0](made))
+        return out
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = dispatch_attention_fn(query, key, value, backend=self._attention_backend)
+        return made
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos[..., 0::2], sin[..., 1::2]
+    out = torch.empty_like(x)
+    out[..., 0::2] = first * cos - second * sin
+    out[..., 1::2] = first * sin + second * cos
+    return out
+
+
+def _filled(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Return a tensor with as many tokens, (batch, tokens, …), zeros at the end."""
+    if x.shape[1] == count:
+        return x
+    out = x.new_zeros((x.shape[0], count, *x.shape[2:]))
+    out[:, : x.shape[1]] = x
+    return out

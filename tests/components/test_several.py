@@ -1,0 +1,159 @@
+"""Several processes on one CPU do what several GPUs do: the same results, and an end with a reason where one fails."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import psutil
+import pytest
+import torch
+
+from runtime.components.denoiser import PyTorchDenoiser
+from runtime.components.several.crew import Crew
+from runtime.components.several.group import Limits
+from runtime.components.several.shared import SharedDenoiser, SharedVideoDecoder, Texts
+from runtime.components.several.strips import StripDecoder, longer_side
+from runtime.components.video_decoder import PyTorchVideoDecoder
+from runtime.core.cancel import Cancel
+from runtime.core.errors import GroupError
+from runtime.core.plan import ComponentPlan, Split
+from runtime.models.spec import ModelSpec
+from runtime.models.weights import load_module
+from tests.tiny_models import ARCHITECTURES
+
+Tiny = Callable[[str], ModelSpec]
+PART = ComponentPlan(backend="pytorch", device="cpu", dtype="float32", weights_bytes=0, reason="")
+FOUR = Split(devices=("cpu",) * 4, guidance=2, sequence=2, decode=True, reason="")
+SILENCE = 4.0
+# (latent frames, height, width), and tokens: two share 30 and 3 of them, of which one has none, each pass.
+SIZES = {(5, 4, 6): 30, (1, 2, 6): 3, (3, 6, 4): 18}
+
+
+class Together(NamedTuple):
+    """Processes with a whole model, and the same model in this one."""
+
+    crew: Crew
+    spec: ModelSpec
+    denoiser: SharedDenoiser
+    decoder: SharedVideoDecoder
+    alone: PyTorchDenoiser
+    whole: PyTorchVideoDecoder
+
+
+def never() -> None:
+    """Nobody asks to stop."""
+
+
+@pytest.fixture(scope="module", params=["wan2.2-ti2v-5b"])
+def together(request: pytest.FixtureRequest, tiny: Tiny) -> Iterator[Together]:
+    """Four processes, two for each pass of guidance: TI2V-5B has a timestep for each token, too."""
+    spec = tiny(request.param)
+    module, vae = load_module(spec, "transformer", PART), load_module(spec, "vae", PART)
+    alone = PyTorchDenoiser(module, expand_timesteps=spec.expand_timesteps, patch_size=spec.transformer.patch_size)
+    crew = Crew()
+    denoiser = crew.load(FOUR, spec, "transformer", PART, never).part
+    decoder = crew.load(FOUR, spec, "vae", PART, never).part
+    assert isinstance(denoiser, SharedDenoiser)
+    assert isinstance(decoder, SharedVideoDecoder)
+    yield Together(crew, spec, denoiser, decoder, alone, PyTorchVideoDecoder(vae))
+    crew.dismiss()
+
+
+def latents_of(spec: ModelSpec, size: tuple[int, int, int], seed: int = 0) -> torch.Tensor:
+    """Return noise of a size."""
+    return torch.randn((1, spec.vae.z_dim, *size), generator=torch.Generator().manual_seed(seed))
+
+
+def texts() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two texts' embeddings."""
+    first, second = torch.randn((2, 1, 512, 32), generator=torch.Generator().manual_seed(1))
+    return first, second
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_pass_is_what_one_process_makes_of_it(size: tuple[int, int, int], together: Together) -> None:
+    assert together.spec.tokens(4 * size[0] - 3, 16 * size[1], 16 * size[2]) == SIZES[size]
+    latents, when = latents_of(together.spec, size), torch.tensor(500)
+    positive, negative = texts()
+    wanted = together.alone(latents, when, positive), together.alone(latents, when, negative)
+    assert (wanted[0] - wanted[1]).abs().max() > 1e-3
+    for made, one in zip(together.denoiser.pair(latents, when, positive, negative), wanted, strict=True):
+        torch.testing.assert_close(made, one, rtol=0, atol=1e-5)
+    # And where a step has no guidance.
+    torch.testing.assert_close(together.denoiser(latents, when, negative), wanted[1], rtol=0, atol=1e-5)
+
+
+def test_texts_are_sent_once_and_two_are_kept() -> None:
+    known = Texts()
+    one, two, three = (torch.zeros(1, 2, 3) for _ in range(3))
+    assert known.number([one, two])[:3] == ([0, 1], [], [0, 1])
+    assert known.number([one, two]) == ([0, 1], [], [], [])
+    assert known.number([two])[:3] == ([1], [], [])
+    numbers, forgotten, new, sent = known.number([two, three])
+    assert (numbers, forgotten, new) == ([1, 2], [0], [2])
+    assert sent[0] is three
+    assert known.number([one])[1:3] == ([1], [3])
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("size", [(3, 6, 22), (2, 17, 4)], ids=["wide", "high"])
+def test_strips_are_parts_of_whole_frames(architecture: str, size: tuple[int, int, int], tiny: Tiny) -> None:
+    spec = tiny(architecture)
+    vae = load_module(spec, "vae", PART)
+    latents = latents_of(spec, size)
+    wanted = torch.cat(list(PyTorchVideoDecoder(vae).frames(latents, 2)))
+    along = longer_side(latents) - 2
+    for count in (2, 3):
+        strips = [
+            torch.cat(list(StripDecoder(vae, "cpu", number, count).frames(latents, 2))) for number in range(count)
+        ]
+        assert all(strip.shape[along] < wanted.shape[along] for strip in strips)
+        torch.testing.assert_close(torch.cat(strips, dim=along), wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_frames_come_together(chunk: int, together: Together) -> None:
+    latents = latents_of(together.spec, (4, 6, 5))
+    wanted = torch.cat(list(together.whole.frames(latents, chunk)))
+    made = torch.cat(list(together.decoder.frames(latents, chunk)))
+    assert made.dtype == torch.uint8
+    assert (made.float() - (wanted + 1) * 127.5).abs().max() <= 0.51
+
+
+def test_who_stops_looking_leaves_nothing_behind(together: Together) -> None:
+    latents = latents_of(together.spec, (4, 6, 5))
+    frames = together.decoder.frames(latents, 1)
+    next(frames)
+    frames.close()  # type: ignore[attr-defined]
+    test_frames_come_together(2, together)
+
+
+def test_a_cancelled_pass_ends_and_the_processes_stay(together: Together) -> None:
+    cancel = Cancel()
+    cancel.request()
+    positive, _ = texts()
+    latents, when = latents_of(together.spec, (1, 2, 6)), torch.tensor(500)
+    together.denoiser.check = cancel.check
+    # It is whoever runs the steps that stops.
+    made = together.denoiser(latents, when, positive)
+    together.denoiser.check = never
+    torch.testing.assert_close(made, together.denoiser(latents, when, positive))
+
+
+def test_one_that_does_not_answer_ends_them_all(together: Together) -> None:
+    group = together.crew.group
+    assert group is not None
+    processes = psutil.Process(group._launcher.pid).children()
+    assert len(processes) == 4
+    positive, negative = texts()
+    group._limits = Limits(silence=SILENCE)
+    processes[2].send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(GroupError, match=r"GPU 3 of 4 \(cpu\) does not answer since 4 s"):
+        # More than a socket holds: it cannot even be told.
+        together.denoiser.pair(latents_of(together.spec, (3, 60, 40)), torch.tensor(500), positive, negative)
+    assert SILENCE < time.monotonic() - began < 2 * SILENCE + 10
+    assert together.crew.group is None
+    assert not any(process.is_running() for process in processes)
+    assert group._launcher.poll() is not None

@@ -1,0 +1,322 @@
+"""Measures one job on several GPUs: steps, decoding, whole clips, and a process that is killed. Not run by pytest.
+
+    python tests/gpu/proof_gpus.py [--gpus 2] [--model wan2.2-a14b] [--steps 3] [--seconds 480] [PART …]
+    python tests/gpu/proof_gpus.py --small --device cpu --gpus 4       the same with a tiny model, on the CPU
+
+Parts are `passes` (and with them decoding), `kill` and `clip`; all by default. Random weights at true size in
+`TANDEM_PROOF`: no figure depends on their values. Each variant loads its own processes, and prints a JSON object as
+soon as it is done, which is appended to $OUT/gpus.jsonl. Errors are ‖out - one‖ / ‖one‖ against one GPU, beside what
+two equal runs on one GPU and another kernel of attention there differ by. `clip` needs ffmpeg.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import statistics
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import psutil
+import torch
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import UMT5Config, UMT5EncoderModel
+
+from runtime.components.denoiser import PairDenoiser
+from runtime.components.residency import Residency
+from runtime.core.cancel import Cancel
+from runtime.core.errors import GroupError
+from runtime.core.events import Event, Failed, StepDone, VideoSaved
+from runtime.core.plan import ExecutionPlan, Split
+from runtime.core.request import GenerationRequest
+from runtime.jobs import flow
+from runtime.jobs.flow import run_job
+from runtime.manager.machine import Machine, probe
+from runtime.manager.planner import resolve
+from runtime.models.spec import ModelSpec
+from runtime.models.wan import read_spec
+from runtime.pipeline.sampling import decode
+from tests import tiny_models
+from tests.gpu.proof_common import relative_error
+from tests.gpu.proof_jobs import HOME, MODELS, Unjudged, save
+from tests.gpu.proof_memory import TRANSFORMERS, VAES
+from tests.plans import Alone, machine
+
+PARTS = ("passes", "kill", "clip")
+# UMT5-XXL's width, in one layer: 11 GB less to write.
+TEXT = {"vocab_size": 32, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 1, "num_heads": 64}
+# As many steps as the clip that is extrapolated to.
+STEPS = 40
+STARTED = time.monotonic()
+
+
+def say(**found: Any) -> None:
+    """Print and keep one finding."""
+    line = json.dumps({"at": round(time.monotonic() - STARTED, 1), **found})
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+    with (Path(os.environ.get("OUT", ".")) / "gpus.jsonl").open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
+def model(arguments: argparse.Namespace) -> ModelSpec:
+    """Return a model of one of the true architectures; its second expert is the first under another name."""
+    architecture = MODELS[arguments.model][0]
+    folder = HOME / f"gpus-{'small-' if arguments.small else ''}{arguments.model}"
+    if not (folder / "whole").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        tiny_models.build(architecture, folder)
+        if not arguments.small:
+            device = f"{arguments.device}:0"
+            save(lambda: UMT5EncoderModel(UMT5Config(**TEXT)), folder / "text_encoder", device)
+            save(partial(WanTransformer3DModel, **TRANSFORMERS[arguments.model]), folder / "transformer", device)
+            if (folder / "transformer_2").exists():
+                shutil.rmtree(folder / "transformer_2")
+                (folder / "transformer_2").symlink_to(folder / "transformer")
+            save(partial(AutoencoderKLWan, **VAES.get(arguments.model, VAES["wan2.1"])), folder / "vae", device)
+        (folder / "whole").touch()
+    return read_spec(folder, arguments.model)
+
+
+def variants(arguments: argparse.Namespace) -> Iterator[tuple[str, Split | None]]:
+    """Yield every way to share a job among so many GPUs."""
+    yield "one", None
+    for count in (2, 4, 8):
+        if count > arguments.gpus:
+            return
+        devices = tuple("cpu" if arguments.device == "cpu" else f"cuda:{index}" for index in range(count))
+        for guidance in (2, 1):
+            name = "guidance" if guidance == 2 else "tokens"
+            name = f"{name} x tokens" if guidance == 2 and count > 2 else name
+            # The tiny models have two heads.
+            if not (arguments.small and count // guidance > 2):
+                sequence = count // guidance
+                split = Split(devices=devices, guidance=guidance, sequence=sequence, decode=True, reason=name)
+                yield f"{count}: {name}", split
+
+
+def planned(spec: ModelSpec, here: Machine, arguments: argparse.Namespace, **values: Any) -> ExecutionPlan:
+    """Plan a clip for one GPU."""
+    _, width, height, frames = MODELS[arguments.model]
+    size = {"width": width, "height": height, "frames": frames}
+    if arguments.small:
+        size = {"width": 64, "height": 96, "frames": 9}
+    elif arguments.large:
+        size = {"width": 1280, "height": 720, "frames": frames}
+    asked = {"prompt": "a red boat", "model": str(spec.directory), "seed": 1, "steps": 4, **size, **values}
+    request = GenerationRequest.from_mapping(asked)
+    plan = resolve(request, spec, here, Path(os.environ.get("OUT", ".")) / "x.mp4")
+    return replace(plan, keep_loaded=True, freed=())
+
+
+def synchronize(arguments: argparse.Namespace) -> None:
+    """Wait for the GPU of this process."""
+    if arguments.device != "cpu":
+        torch.cuda.synchronize()
+
+
+def guided(denoiser: Any, given: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Return both passes of a step, as `sampling` calls them."""
+    latents, when, positive, negative = given
+    if isinstance(denoiser, PairDenoiser):
+        return torch.cat(denoiser.pair(latents, when, positive, negative))
+    return torch.cat([denoiser(latents, when, positive), denoiser(latents, when, negative)])
+
+
+def seconds_of(work: Any, repeats: int, arguments: argparse.Namespace) -> tuple[list[float], Any]:
+    """Return the seconds of each of some calls, after one more, and the last result."""
+    found, out = [], None
+    for number in range(repeats + 1):
+        synchronize(arguments)
+        began = time.perf_counter()
+        out = work()
+        synchronize(arguments)
+        if number:
+            found.append(round(time.perf_counter() - began, 4))
+    return found, out
+
+
+def passes(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> None:
+    """Steps with guidance, and a whole decode, in every variant."""
+    plan = planned(spec, here, arguments)
+    device = plan.components["transformer"].device
+    noise = torch.Generator().manual_seed(1)
+    latents = torch.randn(plan.latent_shape, generator=noise).to(device)
+    text = torch.randn((2, 1, 512, spec.transformer.text_dim), generator=noise).to(device)
+    given = (latents, torch.tensor(500.0, device=device), text[0], text[1])
+    step: torch.Tensor | None = None
+    clip: torch.Tensor | None = None
+    one = 0.0
+    for name, split in variants(arguments):
+        with going_on("passes", name, arguments), Residency() as residency:
+            job = Alone(replace(plan, split=split))
+            began = time.perf_counter()
+            with residency.denoiser(spec, job, "transformer") as denoiser:
+                loaded = time.perf_counter() - began
+                taken, made = seconds_of(partial(guided, denoiser, given), arguments.steps, arguments)
+                made = made.float().cpu()
+                found: dict[str, Any] = {}
+                if step is None:
+                    step, one = made, statistics.median(taken)
+                    found = floors(denoiser, given, step, arguments)
+            median = statistics.median(taken)
+            say(
+                part="step",
+                variant=name,
+                seconds=median,
+                all=taken,
+                times_as_fast=round(one / median, 3),
+                error=relative_error(made, step),
+                load_seconds=round(loaded, 1),
+                peak_bytes=residency.crew.peak_bytes,
+                tokens=plan.tokens,
+                **found,
+            )
+            with residency.video_decoder(spec, job) as decoder:
+                frames = partial(decode, decoder, latents, plan.decode_chunk, Cancel())
+                taken, made = seconds_of(lambda: torch.cat(list(frames())), 2, arguments)  # noqa: B023 - called at once
+            clip = made if clip is None else clip
+            apart = (made.int() - clip.int()).abs()
+            say(
+                part="decode",
+                variant=name,
+                seconds=statistics.median(taken),
+                all=taken,
+                most_apart_of_255=int(apart.max()),
+                share_apart=float((apart > 0).double().mean()),
+                chunk=plan.decode_chunk,
+                dtype=plan.components["vae"].dtype,
+            )
+
+
+def floors(denoiser: Any, given: tuple[torch.Tensor, ...], step: torch.Tensor, arguments: Any) -> dict[str, float]:
+    """Return what one GPU differs by: between two equal runs, and with other kernels of attention."""
+    found = {"two_equal_runs": relative_error(guided(denoiser, given), step)}
+    if arguments.device != "cpu":
+        for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+            with sdpa_kernel(kernel):
+                found[kernel.name.lower()] = relative_error(guided(denoiser, given), step)
+    return found
+
+
+def kill(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> None:
+    """A process is killed while all of them exchange tokens: how soon that is told, and what is left."""
+    plan = planned(spec, here, arguments)
+    _, split = next(found for found in variants(arguments) if found[1] is not None and found[1].sequence > 1)
+    assert split is not None
+    device = plan.components["transformer"].device
+    latents = torch.randn(plan.latent_shape).to(device)
+    text = torch.randn((2, 1, 512, spec.transformer.text_dim)).to(device)
+    given = (latents, torch.tensor(500.0, device=device), text[0], text[1])
+    with going_on("kill", "", arguments), Residency() as residency:
+        with residency.denoiser(spec, Alone(replace(plan, split=split)), "transformer") as denoiser:
+            guided(denoiser, given)
+            group = residency.crew.group
+            assert group is not None
+            there = psutil.Process(group._launcher.pid).children()
+            killed: list[float] = []
+
+            def later() -> None:
+                time.sleep(0.3)
+                killed.append(time.perf_counter())
+                os.kill(there[1].pid, signal.SIGKILL)
+
+            threading.Thread(target=later).start()
+            told = ""
+            try:
+                while True:
+                    guided(denoiser, given)
+            except GroupError as error:
+                told = error.what
+            took = time.perf_counter() - killed[0]
+        left = [process.pid for process in there if process.is_running()]
+        free = [] if arguments.device == "cpu" else [torch.cuda.mem_get_info(one)[0] for one in split.devices]
+        say(part="kill", told=told, seconds=round(took, 2), left=left, free_bytes=free)
+
+
+def clip(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> None:
+    """Whole jobs of 4 steps, and what one of `STEPS` takes by them: this process plans, decodes and writes an MP4."""
+    vars(flow)["Detector"] = Unjudged  # random weights show noise
+    one = 0.0
+    for name, split in variants(arguments):
+        if split is not None and split.guidance == 1:
+            continue
+        with going_on("clip", name, arguments), Residency() as residency:
+            plan = replace(planned(spec, here, arguments), split=split)
+            events: list[Event] = []
+            # The first loads, and tries kernels.
+            for run in ("first", "second"):
+                events.clear()
+                run_job(plan, spec, events.append, Cancel(), residency)
+                end = events[-1]
+                if isinstance(end, Failed):
+                    say(part="clip", variant=name, failed=end.what)
+                    break
+                assert isinstance(end, VideoSaved)
+                steps = [event.seconds for event in events if isinstance(event, StepDone)]
+                whole = end.timings["total"] + (STEPS - len(steps)) * statistics.median(steps)
+                one = whole if split is None else one
+                say(
+                    part="clip",
+                    variant=name,
+                    run=run,
+                    seconds_of_40_steps=round(whole, 2),
+                    times_as_fast=round(one / whole, 3) if one else None,
+                    steps=[round(step, 3) for step in steps],
+                    timings=dict(end.timings),
+                    load_seconds=end.load_seconds,
+                    peak_bytes=end.peak_memory_bytes,
+                )
+
+
+@contextmanager
+def going_on(part: str, variant: str, arguments: argparse.Namespace) -> Iterator[None]:
+    """Tell of a failure and go on; where no time is left, that is the failure."""
+    try:
+        if time.monotonic() - STARTED > arguments.seconds:
+            raise TimeoutError("no time is left")
+        yield
+    except Exception as error:
+        if not isinstance(error, TimeoutError):
+            traceback.print_exc()
+        say(part=part, variant=variant, failed=f"{type(error).__name__}: {error}")
+
+
+def main() -> None:
+    """Measure."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("parts", nargs="*", default=[], metavar="PART")
+    parser.add_argument("--gpus", type=int, default=0)
+    parser.add_argument("--model", default="wan2.2-a14b", choices=list(MODELS))
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of each variant")
+    parser.add_argument("--large", action="store_true", help="720p")
+    parser.add_argument("--seconds", type=float, default=480, help="begin nothing after so many")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--small", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.device == "cpu":
+        here, arguments.gpus = machine(), arguments.gpus or 2
+    else:
+        here, arguments.gpus = probe(), arguments.gpus or torch.cuda.device_count()
+        say(part="machine", gpus=[gpu.name for gpu in here.gpus], torch=torch.__version__, system=here.system)
+    began = time.monotonic()
+    spec = model(arguments)
+    say(part="model", model=arguments.model, seconds=round(time.monotonic() - began, 1))
+    for part in arguments.parts or PARTS:
+        {"passes": passes, "kill": kill, "clip": clip}[part](spec, here, arguments)
+
+
+if __name__ == "__main__":
+    main()
