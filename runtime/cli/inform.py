@@ -18,8 +18,9 @@ from runtime.jobs.outputs import output_path
 from runtime.manager.doctor import examine
 from runtime.manager.machine import probe
 from runtime.manager.planner import resolve
-from runtime.models.catalogue import folders, look_up, not_here
+from runtime.models.catalogue import folders, not_here
 from runtime.models.known import named
+from runtime.models.loras import model_for
 from runtime.models.spec import ModelSpec
 from runtime.models.wan import read_spec
 
@@ -35,7 +36,7 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
         TandemError: if it cannot be made for another reason.
     """
     loaded = settings.load()
-    spec = look_up(request.model, loaded.weights_dir)
+    spec = model_for(request, loaded.weights_dir, here=False)
     machine = probe()
     offers = EngineService.from_settings(loaded, machine).offers(spec)
     history = HistoryFile(loaded.cache_dir, machine).read()

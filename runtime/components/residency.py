@@ -42,6 +42,7 @@ class _Key(NamedTuple):
     placement: Placement
     stamp: int
     engines: tuple[str, ...]
+    loras: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -257,7 +258,9 @@ def _key(spec: ModelSpec, name: str, part: ComponentPlan, offload: str) -> _Key:
     engines = tuple(use.id for use in part.engines)
     where = placement(name, part, offload)
     stamp = _stamp(spec.directory / name)
-    return _Key(spec.directory, name, part.device, part.dtype, part.quantization, where, stamp, engines)
+    # Their order counts: sums are rounded.
+    loras = tuple(use.identity for use in spec.loras_of(name))
+    return _Key(spec.directory, name, part.device, part.dtype, part.quantization, where, stamp, engines, loras)
 
 
 def _stamp(folder: Path) -> int:

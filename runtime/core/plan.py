@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.core.forecast import Rung, Seconds, StageMemory
+from runtime.core.loras import LoraUse
 from runtime.core.request import RETRY
 
 PYTORCH = "pytorch"
@@ -124,6 +125,7 @@ class ExecutionPlan:
         quantization: of the transformers' weights: "none", "bnb-8bit", "bnb-4bit" or "fp8".
         on_out_of_memory: what follows when memory runs out: "retry", "any" or "ask".
         warnings: sentences to show beside the result.
+        loras: what is added to the transformers' weights.
     """
 
     prompt: str
@@ -159,6 +161,7 @@ class ExecutionPlan:
     ladder: tuple[Rung, ...] = ()
     on_out_of_memory: str = RETRY
     warnings: tuple[str, ...] = ()
+    loras: tuple[LoraUse, ...] = ()
 
     @property
     def seconds_of_video(self) -> float:
@@ -208,6 +211,7 @@ class ExecutionPlan:
             "offload": self.offload,
             "quantization": self.quantization,
             "on_out_of_memory": self.on_out_of_memory,
+            "loras": [vars(use.asked()) for use in self.loras],
         }
         if self.guidance_scale_2 is not None:
             used["guidance_scale_2"] = self.guidance_scale_2
@@ -234,4 +238,5 @@ class ExecutionPlan:
             },
             "forecast": {name: seconds.to_json() for name, seconds in self.seconds.items()},
             "ladder": [rung.to_json() for rung in self.ladder],
+            "loras": [use.told() for use in self.loras],
         }

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from runtime.core.errors import InvalidRequestError
+from runtime.core.loras import Lora, read_loras
 
 AUTO: Literal["auto"] = "auto"
 Auto = Literal["auto"]
@@ -62,6 +63,7 @@ class GenerationRequest:
         on_out_of_memory: what follows when memory runs out: the job goes on in the next more frugal way that gives the
             same video ("retry"), or in any, which may quantize weights or decode in tiles ("any"), or it ends and says
             which way there is ("ask").
+        loras: what is added to the transformers' weights, see `core.loras.read_loras`.
 
     Raises:
         InvalidRequestError: for a value out of bounds, naming the field and what would do.
@@ -83,6 +85,7 @@ class GenerationRequest:
     offload: str = AUTO
     quantization: str = AUTO
     on_out_of_memory: str = RETRY
+    loras: tuple[Lora, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", _text("prompt", self.prompt))
@@ -106,6 +109,7 @@ class GenerationRequest:
         for name in ("guidance_scale", "guidance_scale_2"):
             object.__setattr__(self, name, _number(name, getattr(self, name), 0.0, MAX_GUIDANCE))
         object.__setattr__(self, "backends", _backends(self.backends))
+        object.__setattr__(self, "loras", read_loras(self.loras))
         for name, known in (
             ("build", BUILDS),
             ("offload", OFFLOADS),

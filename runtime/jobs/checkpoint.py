@@ -33,7 +33,10 @@ Stamps = Mapping[str, list[list[Any]]]
 
 _METADATA, _CHECKSUM = "tandem", "checksum"
 # What may differ between the runs of one clip: how it is computed, and how fast it plays.
-_NOT_THE_CLIP = frozenset({"model", "fps", "backends", "build", "offload", "quantization", "on_out_of_memory"})
+_NOT_THE_CLIP = frozenset({"model", "fps", "backends", "build", "offload", "quantization", "on_out_of_memory"}) | {
+    # By their digests, beside the files.
+    "loras",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +145,7 @@ class CheckpointFolder:
                 (self._path / name).unlink(missing_ok=True)
 
     def _stamps(self, spec: ModelSpec) -> Stamps:
-        # Once a run: what it loaded is what lay there when it began.
+        # Once a run: what it loaded is what lay there when it began. A run has one model, LoRAs included.
         if spec.directory not in self._stamped:
             self._stamped[spec.directory] = stamps(spec)
         return self._stamped[spec.directory]
@@ -162,10 +165,13 @@ def stamps(spec: ModelSpec) -> Stamps:
     parts = [name for name in spec.component_names if name != "vae"]
     files = {part: sorted((spec.directory / part).rglob("*")) for part in (*parts, "tokenizer", "scheduler")}
     files["pipeline"] = [spec.directory / "model_index.json"]
-    return {
+    found: dict[str, list[list[Any]]] = {
         part: [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in paths if path.is_file()]
         for part, paths in files.items()
     }
+    for part in parts:
+        found[part] += [["LoRA", use.digest, use.weight] for use in spec.loras_of(part)]
+    return found
 
 
 def identity(stamps: Stamps, plan: ExecutionPlan, *, half: bool) -> str:

@@ -298,14 +298,14 @@ RULES = (
     ),
     Rule(
         name="LoRA",
-        # Inductor's packages are handed their weights as they are loaded, so adapters can be merged before.
+        # Engines are built of the changed weights, for their identity is that of the weights.
         excludes=lambda case, _: (
-            bool(case.loras) and is_transformer(case.component) and case.backend in {"tensorrt", "onnxruntime"}
+            bool(case.loras) and is_transformer(case.component) and case.quantization in WEIGHTS_TITLES
         ),
-        chip="LoRA excludes the built {backend} engine",
-        reason="{loras} changes the weights that are inside the {backend} engine, which would have to be built anew",
-        remedy="Run the {part} in PyTorch or on Inductor: --backend {component}=pytorch.",
-        setting="loras",
+        chip="a LoRA excludes {weights}",
+        reason="{weights} exclude the LoRA {loras}: they are rounded as they are read, before it could be added",
+        remedy="Take --quantization none; --offload group saves memory too.",
+        setting="quantization",
     ),
     Rule(
         name="ONNX Runtime on a GPU",
@@ -334,6 +334,12 @@ def conflict(case: Case, machine: Machine) -> Conflict | None:
         if rule.excludes(case, machine):
             return rule.against(case, machine.gpus[0].name if machine.gpus else "")
     return lacking(case.backend, machine)
+
+
+def excluded_by_loras(quantization: str, loras: tuple[str, ...], machine: Machine) -> Conflict | None:
+    """Return why a transformer with LoRAs cannot have quantized weights, `None` if it can."""
+    case = Case(component="transformer", backend=PYTORCH, quantization=quantization, loras=loras)
+    return conflict(case, machine) if loras else None
 
 
 def cannot_wait(case: Case) -> Conflict | None:

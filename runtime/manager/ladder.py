@@ -249,7 +249,12 @@ def _option(case: Case, title: str, way: Way) -> Option:
         title = f"{title}, decoding in tiles of {_tile_pixels(case, way.decode_tile)}"
     elif chunk != case.chunk:
         title = f"{title}, decoding frame by frame"
-    against = compat.lacking(way.quantization, case.machine) or _unloadable(case, way)
+    loras = tuple(use.name for use in case.load.spec.loras)
+    against = (
+        compat.excluded_by_loras(way.quantization, loras, case.machine)
+        or compat.lacking(way.quantization, case.machine)
+        or _unloadable(case, way)
+    )
     rung = Rung(
         title=title,
         flags=" ".join(flags),

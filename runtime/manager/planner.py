@@ -47,6 +47,7 @@ def resolve(
         MachineError: if this machine cannot do what was asked for.
         MemoryShortError: if memory does not suffice, or not for the way that was asked for.
     """
+    assert len(request.loras) == len(spec.loras), "a spec without its request's LoRAs: see `models.loras`"
     machine = seen_from(machine, gpu)
     defaults = spec.defaults
     width = _or(request.width, defaults.width)
@@ -63,11 +64,11 @@ def resolve(
 
     device, dtypes, reason, free = _placement(spec, machine, gpu)
     offload, notes = _offload(request, machine)
-    _check_quantization(request, machine)
+    _check_quantization(request, spec, machine)
     latent_shape = spec.latent_shape(frames, height, width)
     tokens = spec.tokens(frames, height, width)
     noted = _Noted(offers)
-    surroundings = compat.Case(component="", backend=PYTORCH, device=device, offload=offload)
+    surroundings = compat.Case(component="", backend=PYTORCH, device=device, offload=offload, loras=_names(spec))
     choices = _choices(request, spec, latent_shape[2:], machine, surroundings, reason, noted)
     load = _load(spec, device, dtypes, choices, noted, frames, height, width)
     in_pytorch = vram.weights_bytes(spec, dtypes) if device != "cpu" else {}
@@ -139,7 +140,13 @@ def resolve(
         offload=way.offload,
         quantization=way.quantization,
         on_out_of_memory=request.on_out_of_memory,
-        warnings=(*_size_warnings(spec, width, height, frames), *notes, *decision.warnings),
+        warnings=(
+            *_size_warnings(spec, width, height, frames),
+            *_lora_warnings(request, spec, steps, max(guidance, guidance_2 or 0)),
+            *notes,
+            *decision.warnings,
+        ),
+        loras=spec.loras,
     )
 
 
@@ -252,8 +259,15 @@ def _offload(request: GenerationRequest, machine: Machine) -> tuple[str, list[st
     return "none", [f"Offload {request.offload!r} changes nothing on the CPU: {against.reason}."]
 
 
-def _check_quantization(request: GenerationRequest, machine: Machine) -> None:
+def _names(spec: ModelSpec) -> tuple[str, ...]:
+    return tuple(use.name for use in spec.loras)
+
+
+def _check_quantization(request: GenerationRequest, spec: ModelSpec, machine: Machine) -> None:
     """Refuse weights that this machine cannot quantize: whoever asks for them counts on their size."""
+    excluded = compat.excluded_by_loras(request.quantization, _names(spec), machine)
+    if excluded is not None:
+        raise InvalidRequestError(excluded.setting, excluded.what, excluded.remedy)
     against = compat.lacking(request.quantization, machine)
     if against is not None:
         wants = compat.WEIGHTS_TITLES[request.quantization]
@@ -346,4 +360,19 @@ def _size_warnings(spec: ModelSpec, width: int, height: int, frames: int) -> lis
         warnings.append(
             f"{spec.title} was made for at most {max(spec.frame_counts)} frames: expect less quality with {frames}."
         )
+    return warnings
+
+
+def _lora_warnings(request: GenerationRequest, spec: ModelSpec, steps: int, guidance: float) -> list[str]:
+    """Say what LoRAs that were distilled for few steps change, or want."""
+    warnings = []
+    for use in spec.loras:
+        if use.steps is None:
+            continue
+        wants = f"The LoRA {use.name} was distilled for {use.steps} steps without guidance"
+        if steps > use.steps or guidance > 1:
+            said = f"{steps} steps with guidance {guidance:g}" if guidance > 1 else f"{steps} steps"
+            warnings.append(f"{wants}; this takes {said}: --steps {use.steps} --guidance 1 is what it is made for.")
+        elif AUTO in {request.steps, request.guidance_scale}:
+            warnings.append(f"{wants}: that is what is taken here.")
     return warnings

@@ -27,7 +27,7 @@ from runtime.core.request import (
 )
 from runtime.manager.machine import Machine
 from runtime.models.spec import ModelSpec
-from runtime.ui import acceleration, text, theme
+from runtime.ui import acceleration, lora_field, text, theme
 from runtime.ui.models import check_offered
 
 CUSTOM = "custom"
@@ -62,6 +62,7 @@ class Form:
     offload: gr.Dropdown
     quantization: gr.Dropdown
     on_out_of_memory: gr.Dropdown
+    loras: gr.Textbox
 
     @property
     def controls(self) -> list[Any]:
@@ -143,7 +144,8 @@ def settings_group(
     """
     basics = basic_settings(models, chosen, model_values(models[chosen]))
     panel, choices = acceleration.panel(models[chosen], machine, backends)
-    return Settings(Form(prompt, **basics.controls, **choices), basics.size, basics.length, panel)
+    controls = basics.controls | choices | {"loras": lora_field.control()}
+    return Settings(Form(prompt, **controls), basics.size, basics.length, panel)
 
 
 def basic_settings(models: Mapping[str, ModelSpec], chosen: str, values: Mapping[str, Mapping[str, Any]]) -> Basics:
@@ -272,7 +274,7 @@ def filled(stored: Mapping[str, Any], models: dict[str, ModelSpec], preset: str 
         chosen = {name: value for name, value in chosen.items() if not name.startswith("backend_")}
     for control in _CHOICES:
         values.setdefault(control, {}).update({"value": chosen[control]} if control in chosen else {})
-    return values
+    return values | {"loras": {"value": lora_field.shown(stored.get("loras"))}}
 
 
 def _chosen(stored: Mapping[str, Any]) -> dict[str, str]:
@@ -313,6 +315,7 @@ def read(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationReque
     spec = check_offered(given["model"], models)
     given["prompt"] = "" if given["prompt"] is None else given["prompt"]
     given["seed"] = _seed(given["seed"])
+    given["loras"] = lora_field.read(given["loras"])
     if spec.experts == 1:
         given["guidance_scale_2"] = AUTO
     chosen = {name: given.pop(f"backend_{name}") for name in COMPONENTS}
@@ -330,7 +333,7 @@ def read_basics(values: Sequence[Any], models: dict[str, ModelSpec]) -> Generati
     Raises:
         TandemError: for a value that cannot be, naming it.
     """
-    return read([*values, *(_CHOICES[name][0] for name in NAMES[len(BASIC) :])], models)
+    return read([*values, *(_CHOICES[name][0] if name in _CHOICES else "" for name in NAMES[len(BASIC) :])], models)
 
 
 def read_settings(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationRequest:

@@ -31,6 +31,7 @@ GOOD: dict[str, Any] = {
     "offload": "auto",
     "quantization": "auto",
     "on_out_of_memory": "retry",
+    "loras": "",
 }
 BACKENDS = ["backend_text_encoder", "backend_transformer", "backend_transformer_2", "backend_vae"]
 
@@ -48,7 +49,7 @@ def read(models: dict[str, ModelSpec], **changes: Any) -> GenerationRequest:
 def test_values_become_a_request(models: dict[str, ModelSpec]) -> None:
     request = read(models)
     plain = {name: value for name, value in GOOD.items() if name not in BACKENDS}
-    assert request == GenerationRequest(**(plain | {"seed": AUTO}))
+    assert request == GenerationRequest(**(plain | {"seed": AUTO, "loras": ()}))
 
 
 def test_backends_are_told_by_component(models: dict[str, ModelSpec]) -> None:
