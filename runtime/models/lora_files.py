@@ -25,7 +25,7 @@ _ANOTHER = "Take one that was made for this model's size of Wan's text-to-video 
 _DAMAGED = "Copy or download the LoRA again."
 # Step distillation: the video in a few steps, without guidance. Such files are known by their makers' names.
 _DISTILLED = re.compile(
-    r"lightning|lightx2v|distill|causvid|accvid|turbo|fastwan|[0-9][\s_-]?steps?(?![a-z])", re.IGNORECASE
+    r"lightning|lightx2v|distill|causvid|accvid|turbo|fastwan|(?<!\d)\d{1,2}[\s_-]?steps?(?![a-z])", re.IGNORECASE
 )
 _STEPS = re.compile(r"(?<!\d)(\d{1,2})[\s_-]?steps?(?![a-z])", re.IGNORECASE)
 _FEW_STEPS = 4

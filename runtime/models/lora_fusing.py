@@ -58,7 +58,7 @@ def _change(module: torch.nn.Module, name: str, deltas: list[_Delta], files: dic
     owner: Any = module.get_submodule(parent)
     target = getattr(owner, last)
     weight = target if isinstance(target, torch.nn.Parameter) else target.weight
-    bias = None if isinstance(target, torch.nn.Parameter) else target.bias
+    bias = None if isinstance(target, torch.nn.Parameter) else getattr(target, "bias", None)
     for parameter, roles in ((weight, ("up", "whole")), (bias, ("bias",))):
         changing = [(use, tensors) for use, tensors in deltas if any(role in tensors for role in roles)]
         if not changing:
