@@ -94,7 +94,8 @@ def test_what_lies_around_the_blocks_and_whole_changes_are_added_too(
     spec: ModelSpec, plain: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     random = torch.Generator().manual_seed(1)
-    tensors, wanted = {}, {}
+    tensors: Tensors = {}
+    wanted: Tensors = {}
     for theirs, ours in (
         ("text_embedding.0", "condition_embedder.text_embedder.linear_1"),
         ("text_embedding.2", "condition_embedder.text_embedder.linear_2"),
