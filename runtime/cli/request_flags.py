@@ -23,6 +23,7 @@ from runtime.core.request import (
     RETRY,
     GenerationRequest,
 )
+from runtime.core.step_cache import DEFAULT_STRENGTH, NONE
 
 Result = TypeVar("Result")
 # What shapes an engine.
@@ -106,6 +107,14 @@ def request_from_flags(
             "weights/loras in the cache folder. [default: weight 1, both experts unless its name says which]",
         ),
     ] = None,
+    step_cache: Annotated[
+        str | None,
+        typer.Option(
+            metavar="none|first-block[:STRENGTH]",
+            help="Reuse across denoising steps what a transformer's blocks add, in PyTorch: faster, and not quite the "
+            f"same video; the stronger, the faster. [default: none; strength {DEFAULT_STRENGTH:g}]",
+        ),
+    ] = None,
     preset: Annotated[
         str | None,
         typer.Option(
@@ -139,6 +148,7 @@ def request_from_flags(
         quantization=AUTO if quantization is None else quantization,
         on_out_of_memory=RETRY if on_out_of_memory is None else on_out_of_memory,
         loras=tuple(parse_lora(text) for text in lora or []),
+        step_cache=NONE if step_cache is None else step_cache,
     )
 
 

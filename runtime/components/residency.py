@@ -5,7 +5,7 @@ Where a kept component's weights wait, on the device or in memory (RAM), is the 
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -135,7 +135,9 @@ class Residency:
                 patch_size=spec.transformer.patch_size,
             )
 
-        with self._lend(spec, job, name, build, EngineDenoiser) as denoiser:
+        with self._lend(spec, job, name, build, EngineDenoiser) as denoiser, ExitStack() as stack:
+            if isinstance(denoiser, PyTorchDenoiser):
+                stack.enter_context(denoiser.caching(job.plan.step_cache))
             yield denoiser
 
     @contextmanager

@@ -12,6 +12,7 @@ from typing import Any
 from runtime.core.forecast import Rung, Seconds, StageMemory
 from runtime.core.loras import LoraUse
 from runtime.core.request import RETRY
+from runtime.core.step_cache import NONE
 
 PYTORCH = "pytorch"
 BACKEND_TITLES: Mapping[str, str] = {
@@ -126,6 +127,7 @@ class ExecutionPlan:
         on_out_of_memory: what follows when memory runs out: "retry", "any" or "ask".
         warnings: sentences to show beside the result.
         loras: what is added to the transformers' weights.
+        step_cache: what is computed once for several denoising steps, with its strength, or "none".
     """
 
     prompt: str
@@ -162,6 +164,7 @@ class ExecutionPlan:
     on_out_of_memory: str = RETRY
     warnings: tuple[str, ...] = ()
     loras: tuple[LoraUse, ...] = ()
+    step_cache: str = NONE
 
     @property
     def seconds_of_video(self) -> float:
@@ -212,6 +215,7 @@ class ExecutionPlan:
             "quantization": self.quantization,
             "on_out_of_memory": self.on_out_of_memory,
             "loras": [vars(use.asked()) for use in self.loras],
+            "step_cache": self.step_cache,
         }
         if self.guidance_scale_2 is not None:
             used["guidance_scale_2"] = self.guidance_scale_2
@@ -239,4 +243,5 @@ class ExecutionPlan:
             "forecast": {name: seconds.to_json() for name, seconds in self.seconds.items()},
             "ladder": [rung.to_json() for rung in self.ladder],
             "loras": [use.told() for use in self.loras],
+            "step_cache": self.step_cache,
         }

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from runtime.core.errors import InvalidRequestError
 from runtime.core.loras import Lora, read_loras
+from runtime.core.step_cache import NONE, read_step_cache
 
 AUTO: Literal["auto"] = "auto"
 Auto = Literal["auto"]
@@ -64,6 +65,7 @@ class GenerationRequest:
             same video ("retry"), or in any, which may quantize weights or decode in tiles ("any"), or it ends and says
             which way there is ("ask").
         loras: what is added to the transformers' weights, see `core.loras.read_loras`.
+        step_cache: what is computed once for several denoising steps, see `core.step_cache.read_step_cache`.
 
     Raises:
         InvalidRequestError: for a value out of bounds, naming the field and what would do.
@@ -86,6 +88,7 @@ class GenerationRequest:
     quantization: str = AUTO
     on_out_of_memory: str = RETRY
     loras: tuple[Lora, ...] = ()
+    step_cache: str = NONE
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", _text("prompt", self.prompt))
@@ -110,6 +113,7 @@ class GenerationRequest:
             object.__setattr__(self, name, _number(name, getattr(self, name), 0.0, MAX_GUIDANCE))
         object.__setattr__(self, "backends", _backends(self.backends))
         object.__setattr__(self, "loras", read_loras(self.loras))
+        object.__setattr__(self, "step_cache", read_step_cache(self.step_cache))
         for name, known in (
             ("build", BUILDS),
             ("offload", OFFLOADS),

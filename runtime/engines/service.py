@@ -18,11 +18,12 @@ from runtime.engines.identity import programs_of
 from runtime.engines.imported.offering import imported_engines, offers_with
 from runtime.engines.store import EngineStore
 from runtime.manager.build_time import build_seconds
-from runtime.manager.compat import Conflict, no_room
+from runtime.manager.compat import Conflict
 from runtime.manager.engine_index import IMPORTED, OTHER_WEIGHTS, SWAPPED, EngineKey, EngineRecord, find
 from runtime.manager.engine_index import misfit as engine_misfit
 from runtime.manager.machine import Machine, free_disk_bytes
 from runtime.manager.offers import EngineOffer, Offers
+from runtime.manager.room import no_room
 from runtime.manager.shapes import ShapeProfile
 from runtime.models.spec import ModelSpec
 

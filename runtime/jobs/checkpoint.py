@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from runtime.components.memory import ran_out
 from runtime.core.errors import CheckpointError
 from runtime.core.plan import ExecutionPlan
+from runtime.core.step_cache import NONE
 from runtime.jobs.plan_json import plan_from_json, plan_to_json
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.sampling import Conditioning, Reached
@@ -181,6 +182,8 @@ def identity(stamps: Stamps, plan: ExecutionPlan, *, half: bool) -> str:
         half: leave out the second expert's files and guidance scale.
     """
     left_out = _NOT_THE_CLIP | ({"guidance_scale_2"} if half else set())
+    # Checkpoints from before there were step caches say nothing of them.
+    left_out |= {"step_cache"} if plan.step_cache == NONE else set()
     clip = {name: value for name, value in plan.request_json().items() if name not in left_out}
     files = {part: stamp for part, stamp in stamps.items() if not (half and part == "transformer_2")}
     return hashlib.sha256(json.dumps([clip, files], sort_keys=True).encode()).hexdigest()

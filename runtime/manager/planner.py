@@ -12,7 +12,8 @@ from typing import TypeVar
 from runtime.core.errors import InvalidRequestError, MachineError
 from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, LatentSize
 from runtime.core.request import ALL, AUTO, MAX_FRAMES, MAX_SIDE, Auto, GenerationRequest, label
-from runtime.manager import compat, vram
+from runtime.core.step_cache import as_used
+from runtime.manager import compat, extras, vram
 from runtime.manager.history import History, calls_of
 from runtime.manager.ladder import Case, decide
 from runtime.manager.machine import Machine, seen_from
@@ -64,13 +65,23 @@ def resolve(
 
     device, dtypes, reason, free = _placement(spec, machine, gpu)
     offload, notes = _offload(request, machine)
-    _check_quantization(request, spec, machine)
+    extras.check(request, spec, machine, offload)
+    _check_quantization(request, machine)
+    step_cache = as_used(request.step_cache)
     latent_shape = spec.latent_shape(frames, height, width)
     tokens = spec.tokens(frames, height, width)
     noted = _Noted(offers)
-    surroundings = compat.Case(component="", backend=PYTORCH, device=device, offload=offload, loras=_names(spec))
+    surroundings = compat.Case(
+        component="",
+        backend=PYTORCH,
+        device=device,
+        offload=offload,
+        loras=extras.names(spec),
+        step_cache=request.step_cache,
+    )
     choices = _choices(request, spec, latent_shape[2:], machine, surroundings, reason, noted)
     load = _load(spec, device, dtypes, choices, noted, frames, height, width)
+    load = replace(load, cached_passes=vram.cached_passes(step_cache, guidance, guidance_2))
     in_pytorch = vram.weights_bytes(spec, dtypes) if device != "cpu" else {}
     case = Case(
         load=load,
@@ -87,6 +98,7 @@ def resolve(
         free_bytes=free,
         ram_free_bytes=machine.ram_free_bytes,
         chunk=_most_at_once(load, choices["vae"], free),
+        step_cache=step_cache,
     )
     clip = f"{spec.title} at {width}x{height}, {frames} frames"
     decision = decide(case, offload, request.quantization, clip)
@@ -119,7 +131,7 @@ def resolve(
                 device=device,
                 dtype=dtypes[name],
                 weights_bytes=weights[name],
-                reason=choices[name].reason,
+                reason=extras.reason(choices[name].reason, name, step_cache),
                 engines=choices[name].uses,
                 asked=request.backend(name),
                 chip=choices[name].chip,
@@ -142,11 +154,12 @@ def resolve(
         on_out_of_memory=request.on_out_of_memory,
         warnings=(
             *_size_warnings(spec, width, height, frames),
-            *_lora_warnings(request, spec, steps, max(guidance, guidance_2 or 0)),
+            *extras.warnings(request, spec, steps, max(guidance, guidance_2 or 0)),
             *notes,
             *decision.warnings,
         ),
         loras=spec.loras,
+        step_cache=step_cache,
     )
 
 
@@ -259,15 +272,8 @@ def _offload(request: GenerationRequest, machine: Machine) -> tuple[str, list[st
     return "none", [f"Offload {request.offload!r} changes nothing on the CPU: {against.reason}."]
 
 
-def _names(spec: ModelSpec) -> tuple[str, ...]:
-    return tuple(use.name for use in spec.loras)
-
-
-def _check_quantization(request: GenerationRequest, spec: ModelSpec, machine: Machine) -> None:
+def _check_quantization(request: GenerationRequest, machine: Machine) -> None:
     """Refuse weights that this machine cannot quantize: whoever asks for them counts on their size."""
-    excluded = compat.excluded_by_loras(request.quantization, _names(spec), machine)
-    if excluded is not None:
-        raise InvalidRequestError(excluded.setting, excluded.what, excluded.remedy)
     against = compat.lacking(request.quantization, machine)
     if against is not None:
         wants = compat.WEIGHTS_TITLES[request.quantization]
@@ -360,19 +366,4 @@ def _size_warnings(spec: ModelSpec, width: int, height: int, frames: int) -> lis
         warnings.append(
             f"{spec.title} was made for at most {max(spec.frame_counts)} frames: expect less quality with {frames}."
         )
-    return warnings
-
-
-def _lora_warnings(request: GenerationRequest, spec: ModelSpec, steps: int, guidance: float) -> list[str]:
-    """Say what LoRAs that were distilled for few steps change, or want."""
-    warnings = []
-    for use in spec.loras:
-        if use.steps is None:
-            continue
-        wants = f"The LoRA {use.name} was distilled for {use.steps} steps without guidance"
-        if steps > use.steps or guidance > 1:
-            said = f"{steps} steps with guidance {guidance:g}" if guidance > 1 else f"{steps} steps"
-            warnings.append(f"{wants}; this takes {said}: --steps {use.steps} --guidance 1 is what it is made for.")
-        elif AUTO in {request.steps, request.guidance_scale}:
-            warnings.append(f"{wants}: that is what is taken here.")
     return warnings

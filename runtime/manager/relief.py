@@ -134,4 +134,5 @@ def _load(plan: ExecutionPlan, spec: ModelSpec) -> Load:
         latent_shape=plan.latent_shape,
         height=plan.height,
         width=plan.width,
+        cached_passes=vram.cached_passes(plan.step_cache, plan.guidance_scale, plan.guidance_scale_2),
     )

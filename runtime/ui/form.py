@@ -25,6 +25,7 @@ from runtime.core.request import (
     GenerationRequest,
     label,
 )
+from runtime.core.step_cache import NONE, read_step_cache
 from runtime.manager.machine import Machine
 from runtime.models.spec import ModelSpec
 from runtime.ui import acceleration, lora_field, text, theme
@@ -63,6 +64,7 @@ class Form:
     quantization: gr.Dropdown
     on_out_of_memory: gr.Dropdown
     loras: gr.Textbox
+    step_cache: gr.Dropdown
 
     @property
     def controls(self) -> list[Any]:
@@ -274,7 +276,10 @@ def filled(stored: Mapping[str, Any], models: dict[str, ModelSpec], preset: str 
         chosen = {name: value for name, value in chosen.items() if not name.startswith("backend_")}
     for control in _CHOICES:
         values.setdefault(control, {}).update({"value": chosen[control]} if control in chosen else {})
-    return values | {"loras": {"value": lora_field.shown(stored.get("loras"))}}
+    return values | {
+        "loras": {"value": lora_field.shown(stored.get("loras"))},
+        "step_cache": {"value": acceleration.step_cache_shown(stored.get("step_cache"))},
+    }
 
 
 def _chosen(stored: Mapping[str, Any]) -> dict[str, str]:
@@ -316,6 +321,7 @@ def read(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationReque
     given["prompt"] = "" if given["prompt"] is None else given["prompt"]
     given["seed"] = _seed(given["seed"])
     given["loras"] = lora_field.read(given["loras"])
+    given["step_cache"] = read_step_cache(given["step_cache"])
     if spec.experts == 1:
         given["guidance_scale_2"] = AUTO
     chosen = {name: given.pop(f"backend_{name}") for name in COMPONENTS}
@@ -333,7 +339,8 @@ def read_basics(values: Sequence[Any], models: dict[str, ModelSpec]) -> Generati
     Raises:
         TandemError: for a value that cannot be, naming it.
     """
-    return read([*values, *(_CHOICES[name][0] if name in _CHOICES else "" for name in NAMES[len(BASIC) :])], models)
+    others = {name: known[0] for name, known in _CHOICES.items()} | {"loras": "", "step_cache": NONE}
+    return read([*values, *(others[name] for name in NAMES[len(BASIC) :])], models)
 
 
 def read_settings(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationRequest:

@@ -17,11 +17,10 @@ from runtime.manager.compat import (
     conflict,
     cuda_problem,
     lacking,
-    no_ram,
-    no_room,
 )
 from runtime.manager.engine_index import EngineRecord, misfit
 from runtime.manager.machine import Machine
+from runtime.manager.room import no_ram, no_room
 from runtime.manager.shapes import ShapeProfile
 from runtime.models.catalogue import look_up
 from runtime.models.spec import ModelSpec
