@@ -121,6 +121,22 @@ EXCLUDED: list[tuple[str, dict[str, Any], Machine, str, str, str]] = [
         "before it could be added",
         "--offload group",
     ),
+    (
+        "step cache on engines",
+        {"step_cache": "first-block", "component": "transformer_2"},
+        H200,
+        "a step cache excludes TensorRT",
+        "for the low-noise transformer: an engine computes all of its blocks",
+        "--backend transformer_2=pytorch",
+    ),
+    (
+        "step cache and streamed blocks",
+        {"step_cache": "first-block:0.2", "backend": "pytorch", "offload": "group"},
+        H200,
+        "a step cache excludes group offload",
+        "each block brings the next one",
+        "--offload model",
+    ),
     ("bfloat16", {"backend": "inductor", "precision": "bfloat16"}, TURING, "no bfloat16", "Test GPU does not", "other"),
     ("ONNX Runtime on a GPU", {"backend": "onnxruntime"}, H200, "has no CUDA", "has no CUDA", "another backend"),
 ]
@@ -169,6 +185,9 @@ def test_every_rule_has_its_case() -> None:
         ({"component": "vae", "gpus": 2}, H200),
         ({"component": "text_encoder", "gpus": 4, "backend": "inductor"}, H200),
         ({"component": "text_encoder", "loras": ("ghibli",)}, H200),
+        ({"component": "vae", "step_cache": "first-block"}, H200),
+        ({"component": "text_encoder", "step_cache": "first-block", "offload": "group", "backend": "pytorch"}, H200),
+        ({"step_cache": "first-block", "offload": "model", "quantization": "fp8", "backend": "pytorch"}, H200),
         # One GPU, and no LoRA.
         ({"gpus": 1, "loras": ()}, H200),
         # What waits in PyTorch: all weights but those in 8 bits.

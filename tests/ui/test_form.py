@@ -33,6 +33,7 @@ GOOD: dict[str, Any] = {
     "quantization": "auto",
     "on_out_of_memory": "retry",
     "loras": "",
+    "step_cache": "none",
 }
 BACKENDS = ["backend_text_encoder", "backend_transformer", "backend_transformer_2", "backend_vae"]
 
@@ -105,6 +106,20 @@ def test_what_is_no_lora_of_the_cache_is_refused(models: dict[str, ModelSpec], v
 @pytest.mark.parametrize("stored", [7, [7], {"a": 1}, [{"file": 3}], "x" * 9_000, [["a", "b"]]])
 def test_stored_loras_that_are_none_are_passed_over(models: dict[str, ModelSpec], stored: Any) -> None:
     assert len(form.filled(GOOD | {"loras": stored}, models)["loras"]["value"]) <= 4_000
+
+
+@pytest.mark.parametrize("value", [None, "", "first", 7, [], {}, "first-block:0", "first-block:nan", "x" * 100_000])
+def test_what_is_no_step_cache_is_refused_and_not_brought_back(models: dict[str, ModelSpec], value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        read(models, step_cache=value)
+    assert refused.value.field == "step_cache"
+    assert form.filled(GOOD | {"step_cache": value}, models)["step_cache"]["value"] == "none"
+
+
+def test_a_step_cache_comes_back_with_its_strength(models: dict[str, ModelSpec]) -> None:
+    for given, kept in (("first-block", "first-block"), ("first-block:0.250", "first-block:0.25")):
+        assert read(models, step_cache=given).step_cache == kept
+        assert form.filled(GOOD | {"step_cache": given}, models)["step_cache"]["value"] == kept
 
 
 def test_words_and_seed_do_not_matter_to_what_runs_where(models: dict[str, ModelSpec]) -> None:
