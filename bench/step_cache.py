@@ -29,6 +29,7 @@ from runtime.manager.planner import resolve
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.video.likeness import likeness
+from tools import grade
 
 PROMPTS = (
     "a red boat sails to the right on a calm sea at sunset",
@@ -73,16 +74,20 @@ def main() -> None:
     """Make the videos, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strengths", type=float, nargs="+", default=[0.03, 0.05, 0.1, 0.15, 0.2, 0.3])
-    parser.add_argument("--prompts", type=int, default=len(PROMPTS))
+    parser.add_argument(
+        "--prompts", type=int, default=len(PROMPTS), help="more than six are sentences as tools.grade asks for"
+    )
     parser.add_argument("--out", type=Path, default=None, help="keep the videos there")
     arguments = parser.parse_args()
     folder = arguments.out or Path(tempfile.mkdtemp(prefix="step-cache-"))
     folder.mkdir(parents=True, exist_ok=True)
     spec = find("diorama", Path("none"))
+    few = arguments.prompts <= len(PROMPTS)
+    prompts = PROMPTS[: arguments.prompts] if few else grade.requests(arguments.prompts)[1]
     ways = [NONE, *(f"{FIRST_BLOCK}:{strength:g}" for strength in arguments.strengths)]
     found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     with Residency() as residency:
-        for number, prompt in enumerate(PROMPTS[: arguments.prompts]):
+        for number, prompt in enumerate(prompts):
             for way in ways:
                 out = folder / f"{number}-{way.replace(':', '-')}.mp4"
                 made = make(spec, residency, prompt, way, out)

@@ -51,6 +51,8 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
         f"{spec.title}: {plan.width}x{plan.height}, {plan.frames} frames ({plan.seconds_of_video:.1f} s at {plan.fps} "
         f"fps), {plan.steps} steps, {plan.tokens:,} tokens, seed {plan.seed}"
     )
+    if plan.loras:
+        show.line(f"LoRA: {', '.join(str(use.asked()) for use in plan.loras)}")
     show.table(
         ("Component", "Runs on", "Weights", "Why"),
         [

@@ -12,16 +12,17 @@ _LONGEST = 4_000
 
 
 def control() -> gr.Textbox:
-    """Make the field."""
-    return gr.Textbox(
-        label="LoRAs",
-        placeholder="name:0.8",
-        info="From weights/loras in the cache folder, one a line: a name, or name:weight; high= or low= before it is "
-        "for one expert. It is added to the transformers as they are loaded.",
-        lines=1,
-        max_lines=MAX_LORAS,
-        elem_id="field-loras",
-    )
+    """Make the field, folded away."""
+    with gr.Accordion("LoRAs", open=False, elem_id="loras", elem_classes="fold"):
+        return gr.Textbox(
+            label="Names",
+            placeholder="name:0.8",
+            info="From weights/loras in the cache folder, one a line: a name, or name:weight; high= or low= before it "
+            "is for one expert. They are added to the transformers as these are loaded.",
+            lines=2,
+            max_lines=MAX_LORAS,
+            elem_id="field-loras",
+        )
 
 
 def read(value: Any) -> tuple[Lora, ...]:
