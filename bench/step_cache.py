@@ -92,7 +92,7 @@ def main() -> None:
                 out = folder / f"{number}-{way.replace(':', '-')}.mp4"
                 made = make(spec, residency, prompt, way, out)
                 alike = likeness(folder / f"{number}-{NONE}.mp4", out)
-                found[way].append(made | {"psnr": alike.psnr, "ssim": alike.ssim})
+                found[way].append(made | {"psnr": alike.psnr, "ssim": alike.ssim, "same": alike.same})
                 sys.stderr.write(f"{number} {way} {found[way][-1]}\n")
     rows = []
     for way in ways:
@@ -116,7 +116,9 @@ def main() -> None:
         f"| {row['ssim']} | {row['ssim_least']} |"
         for row in rows
     ]
-    sys.stdout.write("\n".join(lines) + "\n" + json.dumps({"rows": rows, "runs": found}) + "\n")
+    sys.stdout.write(
+        "\n".join(lines) + "\n" + json.dumps({"rows": rows, "runs": found}).replace("Infinity", "null") + "\n"
+    )
 
 
 if __name__ == "__main__":

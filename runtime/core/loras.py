@@ -47,7 +47,7 @@ class Lora:
     def __str__(self) -> str:
         """Return it as `--lora` takes it."""
         expert = "" if self.expert == BOTH else f"{self.expert}="
-        return f"{expert}{self.file}:{self.weight:g}"
+        return f"{expert}{self.file}:{self.weight:.12g}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,8 +43,8 @@ from tests.plans import Alone, tiny_plan
 
 RANK, WEIGHT = 64, 0.8
 CACHES = ("none", "first-block:0.05", "first-block:0.2", "first-block:1")
-# Offload and quantization.
-HELD = (("none", "none"), ("model", "none"), ("none", "fp8"), ("none", "bnb-4bit"))
+# Offload and quantization. The planner refuses a cache with `group`: here it is tried all the same.
+HELD = (("none", "none"), ("model", "none"), ("none", "fp8"), ("none", "bnb-4bit"), ("group", "none"))
 
 
 def say(**found: Any) -> None:
