@@ -55,7 +55,7 @@ def lent(
     plan = job.plan
     if is_transformer(part):
         with residency.denoiser(spec, job, part) as denoiser:
-            yield lambda given: iter([denoiser(**given)])
+            yield lambda given: iter([denoiser(given["latents"], given["timestep"], given["text_embeds"])])
     else:
         with residency.video_decoder(spec, job) as decoder:
             yield lambda given: decoder.frames(given["latents"], plan.decode_chunk, plan.decode_tile)

@@ -22,6 +22,7 @@ from runtime.manager.engine_index import IMPORTED, UNREADABLE_KEY, EngineRecord
 from runtime.manager.machine import probe
 from runtime.manager.planner import resolve
 from runtime.models.catalogue import find, folders
+from runtime.models.loras import model_for
 from runtime.models.spec import ModelSpec
 from runtime.models.wan import read_spec
 
@@ -33,7 +34,7 @@ def build(request: GenerationRequest, *, again: bool) -> dict[str, Any]:
         CancelledError: on Ctrl-C; what was built before stays.
     """
     loaded = settings.load()
-    spec = find(request.model, loaded.weights_dir)
+    spec = model_for(request, loaded.weights_dir)
     service = EngineService.from_settings(loaded, probe())
     wanted = wanted_engines(request, spec, service)
     built: list[Built] = []

@@ -28,7 +28,7 @@ from runtime.jobs.running import Planner, Wishes, run
 from runtime.jobs.store import JobStore
 from runtime.manager.machine import Machine, probe
 from runtime.manager.planner import resolve
-from runtime.models.catalogue import find
+from runtime.models.loras import model_for
 from runtime.models.spec import ModelSpec
 
 
@@ -53,7 +53,7 @@ class _Here:
 def generate(request: GenerationRequest, out: str | None, *, as_json: bool) -> int:
     """Make one video and return the exit code."""
     here = _Here.found()
-    spec = find(request.model, here.settings.weights_dir)
+    spec = model_for(request, here.settings.weights_dir)
     output = _target(request, out, here.settings.outputs_dir)
     plan = resolve(request, spec, here.machine, output, here.engines.offers(spec), here.history.read())
     with ExitStack() as stack:

@@ -18,7 +18,7 @@ from runtime.jobs.outputs import output_path
 from runtime.manager.doctor import examine
 from runtime.manager.machine import probe
 from runtime.manager.planner import resolve
-from runtime.models.catalogue import look_up
+from runtime.models.loras import model_for
 
 _STAGES = ("encode", "denoise", "decode")
 _TENTHS_BELOW = 10
@@ -32,7 +32,7 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
         TandemError: if it cannot be made for another reason.
     """
     loaded = settings.load()
-    spec = look_up(request.model, loaded.weights_dir)
+    spec = model_for(request, loaded.weights_dir, here=False)
     machine = probe()
     offers = EngineService.from_settings(loaded, machine).offers(spec)
     history = HistoryFile(loaded.cache_dir, machine).read()
@@ -47,6 +47,8 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
         f"{spec.title}: {plan.width}x{plan.height}, {plan.frames} frames ({plan.seconds_of_video:.1f} s at {plan.fps} "
         f"fps), {plan.steps} steps, {plan.tokens:,} tokens, seed {plan.seed}"
     )
+    if plan.loras:
+        show.line(f"LoRA: {', '.join(str(use.asked()) for use in plan.loras)}")
     show.table(
         ("Component", "Runs on", "Weights", "Why"),
         [

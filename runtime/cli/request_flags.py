@@ -12,6 +12,7 @@ from typer.exceptions import TyperException
 
 from runtime.core import settings
 from runtime.core.errors import InvalidRequestError
+from runtime.core.loras import parse_lora
 from runtime.core.request import (
     ALL,
     AUTO,
@@ -24,11 +25,14 @@ from runtime.core.request import (
     RETRY,
     GenerationRequest,
 )
+from runtime.core.step_cache import DEFAULT_STRENGTH, NONE
 
 Result = TypeVar("Result")
 # What shapes an engine.
 _SIZE = ("model", "width", "height", "frames")
 
+# What --steps and --guidance are where they are not given.
+PRESETS: Mapping[str, Mapping[str, Any]] = {"lightning-4": {"steps": 4, "guidance_scale": 1.0}}
 _DEFAULT = "[default: the model's]"
 
 
@@ -104,6 +108,29 @@ def request_from_flags(
             help=f"How many GPUs make the video together; {AUTO}: all alike, where that is faster. [default: 1]",
         ),
     ] = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[high=|low=]FILE[:WEIGHT]",
+            help="A LoRA to add to the transformers, or to one expert, repeatable: a .safetensors file, or a name in "
+            "weights/loras in the cache folder. [default: weight 1, both experts unless its name says which]",
+        ),
+    ] = None,
+    step_cache: Annotated[
+        str | None,
+        typer.Option(
+            metavar="none|first-block[:STRENGTH]",
+            help="Reuse across denoising steps what a transformer's blocks add, in PyTorch: faster, and not quite the "
+            f"same video; the stronger, the faster. [default: none; strength {DEFAULT_STRENGTH:g}]",
+        ),
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(PRESETS),
+            help="For a step-distillation LoRA whose name does not say what it is: 4 steps, no guidance.",
+        ),
+    ] = None,
 ) -> GenerationRequest:
     """Build a request from flags; what was not given stays open.
 
@@ -111,6 +138,7 @@ def request_from_flags(
         InvalidRequestError: for a value out of bounds.
     """
     high, low = _scales(guidance)
+    chosen = _preset(preset, lora)
     return GenerationRequest(
         prompt=prompt,
         negative_prompt=negative_prompt,
@@ -119,8 +147,8 @@ def request_from_flags(
         height=_number(height),
         frames=_number(frames),
         fps=_number(fps),
-        steps=_number(steps),
-        guidance_scale=high,
+        steps=chosen.get("steps", AUTO) if steps is None else _number(steps),
+        guidance_scale=chosen.get("guidance_scale", AUTO) if guidance is None else high,
         guidance_scale_2=low,
         seed=_number(seed),
         backends=_backends(backend or []),
@@ -129,6 +157,8 @@ def request_from_flags(
         quantization=AUTO if quantization is None else quantization,
         on_out_of_memory=RETRY if on_out_of_memory is None else on_out_of_memory,
         gpus=1 if gpus is None else _number(gpus),
+        loras=tuple(parse_lora(text) for text in lora or []),
+        step_cache=NONE if step_cache is None else step_cache,
     )
 
 
@@ -143,8 +173,8 @@ def taking_size(command: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def taking_engines(command: Callable[..., Result]) -> Callable[..., Result]:
-    """Give `command`, which takes a `GenerationRequest` first, the flags for model, size and backend in its place."""
-    return _taking(command, [*_SIZE, "backend"])
+    """Give `command`, which takes a `GenerationRequest` first, the flags that an engine is built by in its place."""
+    return _taking(command, [*_SIZE, "backend", "lora"])
 
 
 def taking_flags(command: Callable[..., Result]) -> Callable[..., Result]:
@@ -217,6 +247,20 @@ def _number(text: str | None) -> Any:
         with contextlib.suppress(ValueError):
             return number(text)
     return text
+
+
+def _preset(name: str | None, lora: list[str] | None) -> Mapping[str, Any]:
+    if name is None:
+        return {}
+    if name not in PRESETS:
+        raise InvalidRequestError("preset", f"There is no preset {name[:40]!r}.", f"Take {', '.join(PRESETS)}.")
+    if not lora:
+        raise InvalidRequestError(
+            "preset",
+            f"The preset {name} is for a step-distillation LoRA, and none is given.",
+            "Give it by --lora FILE, both files for a model with two experts.",
+        )
+    return PRESETS[name]
 
 
 def _backends(texts: list[str]) -> dict[str, str]:

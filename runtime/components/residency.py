@@ -5,7 +5,7 @@ Where a kept component's weights wait, on the device or in memory (RAM), is the 
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -47,6 +47,7 @@ class _Key(NamedTuple):
     stamp: int
     engines: tuple[str, ...]
     split: Split | None
+    loras: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,9 @@ class Residency:
                 patch_size=spec.transformer.patch_size,
             )
 
-        with self._lend(spec, job, name, build, EngineDenoiser) as denoiser:
+        with self._lend(spec, job, name, build, EngineDenoiser) as denoiser, ExitStack() as stack:
+            if isinstance(denoiser, PyTorchDenoiser):
+                stack.enter_context(denoiser.caching(job.plan.step_cache))
             yield denoiser
 
     @contextmanager
@@ -281,7 +284,9 @@ def _key(spec: ModelSpec, name: str, plan: ExecutionPlan, part: ComponentPlan) -
     where = placement(name, part, plan.offload)
     stamp = _stamp(spec.directory / name)
     split = plan.split if plan.split is not None and plan.split.shares(name) and not engines else None
-    return _Key(spec.directory, name, part.device, part.dtype, part.quantization, where, stamp, engines, split)
+    # Their order counts: sums are rounded.
+    loras = tuple(use.identity for use in spec.loras_of(name))
+    return _Key(spec.directory, name, part.device, part.dtype, part.quantization, where, stamp, engines, split, loras)
 
 
 def _stamp(folder: Path) -> int:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from runtime.core.forecast import Rung, Seconds, StageMemory
+from runtime.core.loras import LoraUse
 from runtime.core.request import RETRY
+from runtime.core.step_cache import NONE
 
 PYTORCH = "pytorch"
 BACKEND_TITLES: Mapping[str, str] = {
@@ -149,6 +151,8 @@ class ExecutionPlan:
         on_out_of_memory: what follows when memory runs out: "retry", "any" or "ask".
         warnings: sentences to show beside the result.
         split: how several GPUs share the job; `None` where one does it.
+        loras: what is added to the transformers' weights.
+        step_cache: what is computed once for several denoising steps, with its strength, or "none".
     """
 
     prompt: str
@@ -185,6 +189,8 @@ class ExecutionPlan:
     on_out_of_memory: str = RETRY
     warnings: tuple[str, ...] = ()
     split: Split | None = None
+    loras: tuple[LoraUse, ...] = ()
+    step_cache: str = NONE
 
     @property
     def gpus(self) -> int:
@@ -240,6 +246,8 @@ class ExecutionPlan:
             "quantization": self.quantization,
             "on_out_of_memory": self.on_out_of_memory,
             "gpus": self.gpus,
+            "loras": [vars(use.asked()) for use in self.loras],
+            "step_cache": self.step_cache,
         }
         if self.guidance_scale_2 is not None:
             used["guidance_scale_2"] = self.guidance_scale_2
@@ -267,4 +275,6 @@ class ExecutionPlan:
             "forecast": {name: seconds.to_json() for name, seconds in self.seconds.items()},
             "ladder": [rung.to_json() for rung in self.ladder],
             "split": None if self.split is None else {**vars(self.split), "devices": list(self.split.devices)},
+            "loras": [use.told() for use in self.loras],
+            "step_cache": self.step_cache,
         }

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from runtime.core.errors import InvalidRequestError
+from runtime.core.loras import Lora, read_loras
+from runtime.core.step_cache import NONE, read_step_cache
 
 AUTO: Literal["auto"] = "auto"
 Auto = Literal["auto"]
@@ -64,6 +66,8 @@ class GenerationRequest:
             same video ("retry"), or in any, which may quantize weights or decode in tiles ("any"), or it ends and says
             which way there is ("ask").
         gpus: how many GPUs share the job; "auto" takes all that are alike, where that is faster.
+        loras: what is added to the transformers' weights, see `core.loras.read_loras`.
+        step_cache: what is computed once for several denoising steps, see `core.step_cache.read_step_cache`.
 
     Raises:
         InvalidRequestError: for a value out of bounds, naming the field and what would do.
@@ -86,6 +90,8 @@ class GenerationRequest:
     quantization: str = AUTO
     on_out_of_memory: str = RETRY
     gpus: int | Auto = 1
+    loras: tuple[Lora, ...] = ()
+    step_cache: str = NONE
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", _text("prompt", self.prompt))
@@ -110,6 +116,8 @@ class GenerationRequest:
         for name in ("guidance_scale", "guidance_scale_2"):
             object.__setattr__(self, name, _number(name, getattr(self, name), 0.0, MAX_GUIDANCE))
         object.__setattr__(self, "backends", _backends(self.backends))
+        object.__setattr__(self, "loras", read_loras(self.loras))
+        object.__setattr__(self, "step_cache", read_step_cache(self.step_cache))
         for name, known in (
             ("build", BUILDS),
             ("offload", OFFLOADS),

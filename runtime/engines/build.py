@@ -14,13 +14,14 @@ from typing import Any
 from runtime.core.byte_size import byte_size
 from runtime.core.cancel import Cancel
 from runtime.core.duration import duration
-from runtime.core.errors import EngineError
+from runtime.core.errors import EngineError, ModelError
 from runtime.engines import manifest
 from runtime.engines.builders import BUILDERS, BuildNeeds
 from runtime.engines.child import COMMAND, Outcome, run_child
 from runtime.engines.store import EngineStore
 from runtime.manager.engine_index import EngineKey, EngineRecord
 from runtime.manager.machine import Machine, free_disk_bytes, probe
+from runtime.models.lora_files import read_lora
 from runtime.models.spec import ModelSpec
 
 EmitProgress = Callable[[str, float | None], None]
@@ -128,6 +129,9 @@ def verify_engine(
         EngineError: if it is gone, the store cannot be written, or verifying itself failed.
         CancelledError: if that was asked for; what was written of it before stays.
     """
+    # Those that it was built with, whatever the model is used with now.
+    spec = replace(spec, loras=record.loras)
+    _check_loras(record)
     request = BuildRequest(spec=spec, component=component, key=record.key, device=device)
     with store.using(record.id) as folder, store.building(record.id, cancel.check):
         problem = store.verify_hash(record)
@@ -145,6 +149,20 @@ def verify_engine(
         return store.record_verification(record, problem=error.what, verified=False)
 
 
+def _check_loras(record: EngineRecord) -> None:
+    """Refuse to compare with weights that cannot be had, which says nothing about the engine."""
+    for use in record.loras:
+        try:
+            there = read_lora(use.path).digest
+        except ModelError as error:
+            raise EngineError(f"The engine {record.id} has a LoRA inside: {error.what}", error.remedy) from error
+        if there != use.digest:
+            raise EngineError(
+                f"The engine {record.id} has the LoRA {use.name} inside, and its file is another now.",
+                "Put the file back, or delete the engine.",
+            )
+
+
 def _proven(request: BuildRequest, record: EngineRecord) -> EngineRecord:
     if record.verified:
         return record
@@ -159,7 +177,11 @@ def _job(request: BuildRequest, task: str, workspace: Path, engine: Path) -> dic
         "task": task,
         "workspace": str(workspace),
         "engine": str(engine),
-        "model": {"directory": str(request.spec.directory), "name": request.spec.name},
+        "model": {
+            "directory": str(request.spec.directory),
+            "name": request.spec.name,
+            "loras": [use.to_json() for use in request.spec.loras],
+        },
         "component": request.component,
         "key": request.key.to_json(),
         "device": request.device,

@@ -22,9 +22,10 @@ from typing import Any, Protocol
 import psutil
 
 from runtime.core.errors import TandemError
+from runtime.core.loras import LoraUse
 from runtime.core.threads import let_waiting_threads_sleep
 from runtime.engines.workspace import working_in
-from runtime.manager.engine_index import IMPORTED, EngineKey, EngineRecord
+from runtime.manager.engine_index import IMPORTED, SWAPPED, EngineKey, EngineRecord
 from runtime.manager.machine import probe
 from runtime.manager.vram import DTYPE_BYTES
 from runtime.models.spec import ModelSpec
@@ -115,6 +116,7 @@ def build(job: Mapping[str, Any], report: Report) -> dict[str, Any]:
         detail="",
         built_at=time.time(),
         last_used=time.time(),
+        loras=() if key.weights == SWAPPED else spec.loras_of(component),
     )
     found = _prove(spec, component, record, folder, device, report)
     manifest.write(folder, replace(record, **found))
@@ -149,7 +151,8 @@ TASKS: Mapping[str, Callable[[Mapping[str, Any], Report], dict[str, Any]]] = {
 
 
 def _spec(job: Mapping[str, Any]) -> ModelSpec:
-    return read_spec(Path(job["model"]["directory"]), job["model"]["name"])
+    spec = read_spec(Path(job["model"]["directory"]), job["model"]["name"])
+    return replace(spec, loras=tuple(LoraUse.from_json(use) for use in job["model"].get("loras", ())))
 
 
 def _prove(

@@ -46,6 +46,8 @@ def programs_of(component: str) -> tuple[str, ...]:
 def program_key_parts(spec: ModelSpec, component: str, name: str, notes: Path | None = None) -> tuple[str, str]:
     """Return the sha256 of the architecture and of the weights of a program, which no engine equals if it is not here.
 
+    The weights are those with the spec's LoRAs.
+
     Args:
         component: whose weights.
         name: one of `programs_of(component)`.
@@ -62,7 +64,11 @@ def program_key_parts(spec: ModelSpec, component: str, name: str, notes: Path | 
     if name == "text_encoder":
         shaping["max_sequence_length"] = spec.max_sequence_length
     architecture = hashlib.sha256(json.dumps(shaping, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-    return architecture, _weights_digest(spec.directory / component, notes)
+    weights = _weights_digest(spec.directory / component, notes)
+    if spec.loras_of(component):
+        added = "\n".join(use.identity for use in spec.loras_of(component))
+        weights = hashlib.sha256(f"{weights}\n{added}".encode()).hexdigest()
+    return architecture, weights
 
 
 def device_text(machine: Machine, device: str) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any
 
+from runtime.core.loras import LoraUse
 from runtime.manager.engine_index import UNREADABLE_KEY, EngineFile, EngineKey, EngineRecord
 
 NAME = "engine.json"
@@ -38,6 +39,7 @@ def write(folder: Path, record: EngineRecord) -> None:
     """
     # JSON has no NaN: an error that is not finite is written as null.
     values = asdict(record) | {"format": _FORMAT, "error": record.error if math.isfinite(record.error) else None}
+    values["loras"] = [use.to_json() for use in record.loras]
     new = folder / _NEW
     try:
         new.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -180,6 +182,8 @@ def _record(values: object) -> EngineRecord:
         raise ValueError("it is not an engine's")
     if values["format"] != _FORMAT or values["format"] is True:
         raise ValueError(f"its format is {str(values['format'])[:20]}, not {_FORMAT}")
+    # Those that were built before there were LoRAs say nothing of them.
+    values.setdefault("loras", [])
     if set(values) != names | {"format"}:
         raise ValueError("its fields are not an engine's")
     files = _files(values["files"])
@@ -204,7 +208,14 @@ def _record(values: object) -> EngineRecord:
         last_used=_number(values, "last_used"),
         pinned=_switch(values, "pinned"),
         problem=problem,
+        loras=_loras(values["loras"]),
     )
+
+
+def _loras(value: object) -> tuple[LoraUse, ...]:
+    if not isinstance(value, list):
+        raise ValueError("its LoRAs have the wrong type")
+    return tuple(LoraUse.from_json(entry) for entry in value)
 
 
 def _files(value: object) -> tuple[EngineFile, ...]:

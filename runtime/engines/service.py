@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError
+from runtime.core.loras import LoraUse
 from runtime.core.plan import EngineUse, LatentSize
 from runtime.core.settings import Settings
 from runtime.engines.build import BuildRequest, EmitProgress, build_engine
@@ -17,11 +18,12 @@ from runtime.engines.identity import programs_of
 from runtime.engines.imported.offering import imported_engines, offers_with
 from runtime.engines.store import EngineStore
 from runtime.manager.build_time import build_seconds
-from runtime.manager.compat import Conflict, no_room
-from runtime.manager.engine_index import IMPORTED, SWAPPED, EngineKey, EngineRecord, find
+from runtime.manager.compat import Conflict
+from runtime.manager.engine_index import IMPORTED, OTHER_WEIGHTS, SWAPPED, EngineKey, EngineRecord, find
 from runtime.manager.engine_index import misfit as engine_misfit
 from runtime.manager.machine import Machine, free_disk_bytes
 from runtime.manager.offers import EngineOffer, Offers
+from runtime.manager.room import no_room
 from runtime.manager.shapes import ShapeProfile
 from runtime.models.spec import ModelSpec
 
@@ -252,7 +254,8 @@ class EngineService:
             alike = (record.key.architecture, record.key.builder) == (key.architecture, key.builder)
             # The other expert's engine says nothing about this one's, unless both run on one.
             if alike and (record.component == component or key.weights == SWAPPED):
-                return f"the nearest was {_listed(differing)}", engine_misfit(key, record.key)
+                told = _with_loras(differing, record, spec.loras_of(component))
+                return f"the nearest was {_listed(told)}", engine_misfit(key, record.key)
         return _NONE_YET, ""
 
     def _key(
@@ -311,6 +314,16 @@ def _profile(builder: str, program: str, spec: ModelSpec, size: LatentSize, devi
     best = spec.latent_shape(defaults.frames, defaults.height, defaults.width)[2:]
     low, high = (tuple(limit(axis) for axis in zip(*made_for, best, size, strict=True)) for limit in (min, max))
     return ShapeProfile((low[0], low[1], low[2]), best, (high[0], high[1], high[2]))
+
+
+def _with_loras(differing: list[str], record: EngineRecord, wanted: tuple[LoraUse, ...]) -> list[str]:
+    """Say of an engine of other weights with which LoRAs it was built, where that is what differs."""
+    there, here = ([use.identity for use in uses] for uses in (record.loras, wanted))
+    if there == here or OTHER_WEIGHTS not in differing:
+        return differing
+    names = " and ".join(f"{use.name} ×{use.weight:g}" for use in record.loras)
+    told = f"built with the LoRA {names}" if there else "built without this LoRA"
+    return [told if said == OTHER_WEIGHTS else said for said in differing]
 
 
 def _listed(parts: list[str]) -> str:

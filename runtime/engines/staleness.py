@@ -1,6 +1,7 @@
 """Why an engine is no longer what would be built here now: what it was built from, with or on is another."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from runtime.core.errors import TandemError
@@ -31,6 +32,7 @@ def why_stale(
         return [f"the model {record.model or 'it was built from'} is not here"]
     if key.builder != IMPORTED and key.builder not in BUILDERS:
         return [f"there is no builder {key.builder} any more"]
+    spec = replace(spec, loras=record.loras)
     try:
         wanted = _wanted(record, spec, machine, device_like(key.device, machine), notes)
     except TandemError as error:

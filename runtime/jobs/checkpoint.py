@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from runtime.components.memory import ran_out
 from runtime.core.errors import CheckpointError
 from runtime.core.plan import ExecutionPlan
+from runtime.core.step_cache import NONE
 from runtime.jobs.plan_json import plan_from_json, plan_to_json
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.sampling import Conditioning, Reached
@@ -33,7 +34,9 @@ Stamps = Mapping[str, list[list[Any]]]
 
 _METADATA, _CHECKSUM = "tandem", "checksum"
 # What may differ between the runs of one clip: how it is computed, and how fast it plays.
-_NOT_THE_CLIP = frozenset({"model", "fps", "backends", "build", "offload", "quantization", "on_out_of_memory", "gpus"})
+_HOW = frozenset({"backends", "build", "offload", "quantization", "on_out_of_memory", "gpus"})
+# LoRAs count by their digests, beside the files.
+_NOT_THE_CLIP = _HOW | {"model", "fps", "loras"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +145,7 @@ class CheckpointFolder:
                 (self._path / name).unlink(missing_ok=True)
 
     def _stamps(self, spec: ModelSpec) -> Stamps:
-        # Once a run: what it loaded is what lay there when it began.
+        # Once a run: what it loaded is what lay there when it began. A run has one model, LoRAs included.
         if spec.directory not in self._stamped:
             self._stamped[spec.directory] = stamps(spec)
         return self._stamped[spec.directory]
@@ -162,10 +165,13 @@ def stamps(spec: ModelSpec) -> Stamps:
     parts = [name for name in spec.component_names if name != "vae"]
     files = {part: sorted((spec.directory / part).rglob("*")) for part in (*parts, "tokenizer", "scheduler")}
     files["pipeline"] = [spec.directory / "model_index.json"]
-    return {
+    found: dict[str, list[list[Any]]] = {
         part: [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in paths if path.is_file()]
         for part, paths in files.items()
     }
+    for part in parts:
+        found[part] += [["LoRA", use.digest, use.weight] for use in spec.loras_of(part)]
+    return found
 
 
 def identity(stamps: Stamps, plan: ExecutionPlan, *, half: bool) -> str:
@@ -175,6 +181,8 @@ def identity(stamps: Stamps, plan: ExecutionPlan, *, half: bool) -> str:
         half: leave out the second expert's files and guidance scale.
     """
     left_out = _NOT_THE_CLIP | ({"guidance_scale_2"} if half else set())
+    # Checkpoints from before there were step caches say nothing of them.
+    left_out |= {"step_cache"} if plan.step_cache == NONE else set()
     clip = {name: value for name, value in plan.request_json().items() if name not in left_out}
     files = {part: stamp for part, stamp in stamps.items() if not (half and part == "transformer_2")}
     return hashlib.sha256(json.dumps([clip, files], sort_keys=True).encode()).hexdigest()

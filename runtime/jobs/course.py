@@ -138,13 +138,16 @@ class Course:
         self.done_at = time.perf_counter()
         return self.reached
 
-    def keep(self, steps: Sequence[Step], seconds: float) -> None:
+    def keep(self, steps: Sequence[Step], seconds: float, *, reached: bool = True) -> None:
         """Keep what is done if that is due, and in any case between both experts and after the last step.
 
         Args:
             seconds: that the last step took.
+            reached: whether it was noted by `reach`; with a step cache, not every one can be gone on from.
         """
         self.keeper.after_step(seconds)
+        if not reached:
+            return
         between = self.step < len(steps) and steps[self.step].expert != steps[self.step - 1].expert
         if between or self.step == len(steps) or self.keeper.due:
             self.keeper.keep(boundary=between)

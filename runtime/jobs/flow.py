@@ -36,7 +36,7 @@ from runtime.jobs.outcome import facts, outcome
 from runtime.jobs.previews import Previews
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_scheduler
-from runtime.pipeline.sampling import Conditioning, Step, decode, denoise, get_noise, get_schedule
+from runtime.pipeline.sampling import Conditioning, Step, decode, denoise, get_noise, get_schedule, may_stop
 from runtime.pipeline.scheduler_state import restore
 from runtime.video.encode import VideoWriter, check_target, sweep
 from runtime.video.nothing import Detector
@@ -159,10 +159,12 @@ def _denoise(course: Course, previews: Previews) -> None:
             reached.latents, steps, scheduler, course.conditioning, expert, course.cancel, start=reached.steps
         )
         for done in rest:
-            course.reach(done.index + 1, done.latents, scheduler)
+            stopping = may_stop(steps, done.index + 1)
+            if stopping:
+                course.reach(done.index + 1, done.latents, scheduler)
             preview = previews.of_latents(done.estimate)
             course.emit(StepDone(done.index + 1, len(steps), done.seconds, done.step.expert, preview))
-            course.keep(steps, done.seconds)
+            course.keep(steps, done.seconds, reached=stopping)
 
 
 def _save(

@@ -59,7 +59,7 @@ def report(
     folders = [job.output.parent, cache_dir, ROOT, Path(sys.prefix), Path(sys.base_prefix), Path.home()]
     if job.plan is not None:
         texts += [job.plan.prompt, job.plan.negative_prompt]
-        folders.append(job.plan.model_directory)
+        folders += [job.plan.model_directory, *(use.path.parent for use in job.plan.loras)]
     scrubbed: dict[str, Any] = scrub(told, texts, [str(folder) for folder in folders])
     for place in (scrubbed["request"], (scrubbed["result"] or {}).get("request", {})):
         for name in _PRIVATE:

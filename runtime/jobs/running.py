@@ -21,7 +21,7 @@ from runtime.jobs.store import JobStore
 from runtime.manager.machine import Machine
 from runtime.manager.planner import resolve
 from runtime.manager.split import usable_gpus
-from runtime.models.catalogue import find
+from runtime.models.loras import model_for
 from runtime.models.spec import ModelSpec
 
 if TYPE_CHECKING:  # these bring torch
@@ -58,8 +58,8 @@ class Planner:
         Raises:
             TandemError: if it cannot be made as things are now.
         """
-        spec = find(record.asked_for().model, self._weights_dir)
-        if record.begun and record.plan is not None:
+        spec = model_for(record.asked_for(), self._weights_dir)
+        if record.begun and record.plan is not None and record.plan.loras == spec.loras:
             moved = on_gpu(record.plan, gpu, machine, beside)
             if moved is not None:
                 return spec, moved

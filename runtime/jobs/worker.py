@@ -32,7 +32,8 @@ from runtime.manager.history import History
 from runtime.manager.machine import Machine, probe, seen_from
 from runtime.manager.planner import resolve
 from runtime.manager.split import usable_gpus
-from runtime.models.catalogue import find, look_up
+from runtime.models.catalogue import look_up
+from runtime.models.loras import model_for
 
 __all__ = ["Job", "Worker"]
 
@@ -147,7 +148,7 @@ class Worker:
         source, target = self.store.folder(job_id), self.store.folder(new_id)
         if made is None or source is None or target is None:
             raise StoreError(f"Nothing is kept of job {job_id}.", "Generate the video anew.")
-        spec = find(made.model, self._weights_dir)
+        spec = model_for(GenerationRequest.from_mapping(made.request_json()), self._weights_dir)
         output = output_path(self._outputs_dir, made.prompt)
         offers, gpu = self._engines.offers(spec), min(self._runners)
         folders = CheckpointFolder(source), CheckpointFolder(target)
@@ -312,7 +313,7 @@ class Worker:
         recovery.recover(self.store, "")
 
     def _plan(self, request: GenerationRequest) -> ExecutionPlan:
-        spec = find(request.model, self._weights_dir)
+        spec = model_for(request, self._weights_dir)
         output = output_path(self._outputs_dir, request.prompt)
         offers, first = self._engines.offers(spec), min(self._runners)
         return resolve(request, spec, self.machine(), output, offers, self.history(), first)
@@ -345,7 +346,7 @@ class Worker:
 
                 def work(chore: Chore, free: chores.Free) -> str:
                     request = record.asked_for()
-                    spec = find(request.model, self._weights_dir)
+                    spec = model_for(request, self._weights_dir)
                     return chores.building(request, spec, self._engines, record.part).work(chore, free)
 
                 chore = Chore("build", record.title, work, id=record.id, request=record.asked_for(), part=record.part)

@@ -8,13 +8,13 @@ and a chip is what the web page shows after "PyTorch: ".
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from runtime.core.byte_size import byte_size
 from runtime.core.plan import BACKEND_TITLES, PYTORCH
+from runtime.core.step_cache import NONE
 from runtime.manager.machine import Machine
-from runtime.models.spec import ModelSpec, is_transformer
+from runtime.models.spec import is_transformer
 
 INSTALL = "Run install.sh (install.bat on Windows) again: it installs requirements-gpu.txt where there is a GPU."
 OTHER_BACKEND = "Choose another backend; the part runs in PyTorch meanwhile."
@@ -33,7 +33,7 @@ _LEAST_DRIVER = {11: "450", 12: "525", 13: "580"}
 # What quantized weights are called, the fastest first.
 WEIGHTS_TITLES: Mapping[str, str] = {"fp8": "FP8 weights", "bnb-8bit": "8-bit weights", "bnb-4bit": "4-bit weights"}
 _WAITING = frozenset({"model", "group", "sequential"})
-_COMPONENT_TITLES: Mapping[str, str] = {
+COMPONENT_TITLES: Mapping[str, str] = {
     "text_encoder": "text encoder",
     "transformer": "transformer",
     "transformer_2": "low-noise transformer",
@@ -86,6 +86,7 @@ class Case:
         offload, quantization: as in `GenerationRequest`; quantization of this component's weights.
         loras: names of the adapters that change its weights.
         gpus: how many GPUs share it.
+        step_cache: as in `GenerationRequest`.
     """
 
     component: str
@@ -96,6 +97,7 @@ class Case:
     quantization: str = "auto"
     loras: tuple[str, ...] = ()
     gpus: int = 1
+    step_cache: str = NONE
 
     @property
     def on_engine(self) -> bool:
@@ -107,7 +109,7 @@ class Case:
         return {
             "backend": BACKEND_TITLES[self.backend],
             "component": self.component,
-            "part": _COMPONENT_TITLES[self.component],
+            "part": COMPONENT_TITLES[self.component],
             "offload": self.offload,
             "weights": WEIGHTS_TITLES.get(self.quantization, ""),
             "loras": ", ".join(self.loras),
@@ -298,14 +300,40 @@ RULES = (
     ),
     Rule(
         name="LoRA",
-        # Inductor's packages are handed their weights as they are loaded, so adapters can be merged before.
+        # Engines are built of the changed weights, for their identity is that of the weights.
         excludes=lambda case, _: (
-            bool(case.loras) and is_transformer(case.component) and case.backend in {"tensorrt", "onnxruntime"}
+            bool(case.loras) and is_transformer(case.component) and case.quantization in WEIGHTS_TITLES
         ),
-        chip="LoRA excludes the built {backend} engine",
-        reason="{loras} changes the weights that are inside the {backend} engine, which would have to be built anew",
-        remedy="Run the {part} in PyTorch or on Inductor: --backend {component}=pytorch.",
-        setting="loras",
+        chip="a LoRA excludes {weights}",
+        reason="{weights} exclude the LoRA {loras}: they are rounded as they are read, before it could be added",
+        remedy="Take --quantization none; --offload group saves memory too.",
+        setting="quantization",
+    ),
+    Rule(
+        name="step cache on engines",
+        excludes=lambda case, _: case.on_engine and is_transformer(case.component) and case.step_cache != NONE,
+        chip="a step cache excludes {backend}",
+        reason="a step cache excludes {backend} for the {part}: an engine computes all of its blocks",
+        remedy="Take --step-cache none, or --backend {component}=pytorch.",
+        setting="step_cache",
+    ),
+    Rule(
+        name="step cache and streamed blocks",
+        excludes=lambda case, _: (
+            is_transformer(case.component) and case.step_cache != NONE and case.offload in {"group", "sequential"}
+        ),
+        chip="a step cache excludes {offload} offload",
+        reason="a step cache excludes {offload} offload: each block brings the next one, and it leaves blocks out",
+        remedy="Take --step-cache none, or --offload model or none.",
+        setting="step_cache",
+    ),
+    Rule(
+        name="step cache on several GPUs",
+        excludes=lambda case, _: is_transformer(case.component) and case.step_cache != NONE and case.gpus > 1,
+        chip="a step cache excludes {gpus} GPUs",
+        reason="a step cache excludes {gpus} GPUs: each would decide by its own part of the frames",
+        remedy="Take --step-cache none, or --gpus 1.",
+        setting="gpus",
     ),
     Rule(
         name="ONNX Runtime on a GPU",
@@ -336,58 +364,16 @@ def conflict(case: Case, machine: Machine) -> Conflict | None:
     return lacking(case.backend, machine)
 
 
+def excluded_in_pytorch(
+    offload: str, quantization: str, loras: tuple[str, ...], step_cache: str, machine: Machine
+) -> Conflict | None:
+    """Return why a transformer in PyTorch with LoRAs or a step cache cannot be held so, `None` if it can."""
+    if not loras and step_cache == NONE:
+        return None
+    case = Case(component="transformer", backend=PYTORCH, loras=loras, step_cache=step_cache)
+    return conflict(replace(case, offload=offload, quantization=quantization), machine)
+
+
 def cannot_wait(case: Case) -> Conflict | None:
     """Return why weights in PyTorch cannot wait in memory (RAM) as `case.offload` wants; alike on every machine."""
     return _HELD_TWICE.against(case) if _is_held_twice(case) else None
-
-
-def no_room(ram_bytes: int, vram_bytes: int, disk_bytes: int, machine: Machine) -> Conflict | None:
-    """Return why this machine has no room for a build, whatever else is closed; `None` if it has, or needs none.
-
-    Args:
-        ram_bytes, vram_bytes, disk_bytes: what building takes at its peak.
-    """
-    for what, needed, there, verb, remedy in (
-        (
-            "disk",
-            disk_bytes,
-            disk_bytes if machine.disk_free_bytes is None else machine.disk_free_bytes,
-            "are free",
-            "Free some space, or set TENSORRT_CACHE_DIR to a folder on a larger disk.",
-        ),
-        ("memory", ram_bytes, machine.ram_bytes + machine.swap_bytes, "are there", "Take a smaller model or size."),
-        (
-            "video memory",
-            vram_bytes,
-            machine.gpus[0].total_bytes if machine.gpus else 0,
-            "are there",
-            "Take a smaller model or size.",
-        ),
-    ):
-        if needed > there:
-            return Conflict(
-                f"too little {what} to build",
-                f"building needs about {byte_size(needed)} of {what} and {byte_size(there)} {verb}",
-                remedy,
-            )
-    return None
-
-
-def no_ram(spec: ModelSpec, weights: Mapping[str, int], machine: Machine) -> Conflict | None:
-    """Return why a model cannot even be loaded: each part passes through memory whole on its way to the GPU.
-
-    Args:
-        weights: bytes of each component that is loaded so; quantized ones and engines are not.
-    """
-    if not weights:
-        return None
-    largest = max(weights, key=lambda name: weights[name])
-    there = machine.ram_bytes + machine.swap_bytes
-    if weights[largest] <= there:
-        return None
-    return Conflict(
-        "too little memory to load",
-        f"loading the {_COMPONENT_TITLES[largest]} of {spec.title} needs {byte_size(weights[largest])} of memory, "
-        f"and there are {byte_size(there)} with swap",
-        "Take a smaller model, or add memory or swap.",
-    )

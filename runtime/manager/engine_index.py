@@ -10,12 +10,15 @@ from dataclasses import asdict, dataclass, fields
 from math import inf
 from typing import Any
 
+from runtime.core.loras import LoraUse
 from runtime.manager.shapes import LatentSize, ShapeProfile
 
 # What `EngineKey.weights` says when one engine serves several weights, handed over as it is loaded.
 SWAPPED = "swapped"
 # What `EngineKey.builder` says of one that was made elsewhere: its weights are those that it was compared with.
 IMPORTED = "imported"
+# How `differences` says that the weights are others.
+OTHER_WEIGHTS = "built from other weights"
 _DIGEST_LENGTH = 16
 # So many of a CPU's instruction sets are named where they differ.
 _NAMED = 3
@@ -160,6 +163,7 @@ class EngineRecord:
             was moved back it runs ahead of it.
         pinned: never evicted.
         problem: what is wrong with the files, None if nothing is known to be.
+        loras: what was added to the weights that are inside.
     """
 
     id: str
@@ -179,6 +183,7 @@ class EngineRecord:
     last_used: float
     pinned: bool = False
     problem: str | None = None
+    loras: tuple[LoraUse, ...] = ()
 
     @property
     def usable(self) -> bool:
@@ -234,7 +239,7 @@ def _differing_identity(wanted: EngineKey, found: EngineKey) -> Iterator[str]:
             yield f"it is for the {title} {getattr(found, name)}, asked {getattr(wanted, name)}"
     for name in ("architecture", "weights"):
         if getattr(wanted, name) != getattr(found, name):
-            yield f"built from other {name}" if name == "weights" else "built from another architecture"
+            yield OTHER_WEIGHTS if name == "weights" else "built from another architecture"
     if wanted.export_revision != found.export_revision:
         yield f"exported by {'an older' if found.export_revision < wanted.export_revision else 'a newer'} Tandem"
 

@@ -11,10 +11,11 @@ from typing import Any
 
 from runtime.core.forecast import Seconds, StageMemory
 from runtime.core.plan import ExecutionPlan
+from runtime.core.step_cache import NONE
 from runtime.manager import split
 from runtime.manager.machine import Machine
 from runtime.manager.timing import MEASURED, SCALED, Work, flops
-from runtime.manager.vram import Load, Way, corrected, stages, taken_before
+from runtime.manager.vram import Load, Way, cached_passes, corrected, stages, taken_before
 from runtime.models.spec import ModelSpec, is_transformer
 
 # A run of so many times more or less arithmetic says nothing: caches and launches count differently there.
@@ -27,7 +28,7 @@ class Kind:
     """What two runs must share for one to tell of the other; the names are those of `ComponentPlan`.
 
     `model` is the architecture's digest, `component` stands for both experts with "transformer". `tile` is the side
-    of the tiles that a decoder works in, in latents; empty where frames are whole.
+    of the tiles that a decoder works in, in latents; empty where frames are whole. So is `step_cache` without one.
     """
 
     device: str
@@ -38,6 +39,7 @@ class Kind:
     quantization: str
     offload: str
     tile: str = ""
+    step_cache: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,9 @@ class Run:
         Raises:
             TypeError, ValueError, KeyError, AttributeError: if it is anything else.
         """
-        kind = Kind(**{field.name: str(values["kind"][field.name]) for field in fields(Kind)})
+        # Runs from before there were step caches say nothing of them.
+        told = {"step_cache": "", **values["kind"]}
+        kind = Kind(**{field.name: str(told[field.name]) for field in fields(Kind)})
         excess = values["excess_bytes"]
         run = cls(
             kind=kind,
@@ -122,6 +126,7 @@ def runs_of(
             quantization=parts[0].quantization,
             offload=planned.offload,
             tile=tile_of(way, name),
+            step_cache=cache_of(planned.step_cache, name),
         )
         found.append(
             Run(
@@ -162,6 +167,7 @@ def _as_planned(plan: ExecutionPlan, spec: ModelSpec) -> tuple[Load, Work, Way]:
         height=plan.height,
         width=plan.width,
         split=plan.split,
+        cached_passes=cached_passes(plan.step_cache, plan.guidance_scale, plan.guidance_scale_2),
     )
     calls = calls_of(plan.steps, plan.guidance_scale, plan.guidance_scale_2)
     way = Way(
@@ -184,6 +190,11 @@ def device_name(machine: Machine, device: str) -> str:
 def tile_of(way: Way, component: str) -> str:
     """Return `Kind.tile`: only the VAE works in tiles."""
     return str(way.decode_tile) if component == "vae" and way.decode_tile is not None else ""
+
+
+def cache_of(step_cache: str, component: str) -> str:
+    """Return `Kind.step_cache`: only transformers are called step by step."""
+    return step_cache if is_transformer(component) and step_cache != NONE else ""
 
 
 def architecture(spec: ModelSpec) -> str:

@@ -11,9 +11,11 @@ from runtime.core.errors import InvalidRequestError, MemoryShortError
 from runtime.core.forecast import Rung, Seconds, StageMemory
 from runtime.core.plan import PYTORCH
 from runtime.core.request import AUTO
+from runtime.core.step_cache import NONE
 from runtime.manager import compat, history, split, timing, vram
 from runtime.manager.history import History
 from runtime.manager.machine import Machine
+from runtime.manager.room import no_ram
 from runtime.manager.timing import Work
 from runtime.manager.vram import Load, Way
 from runtime.models.spec import is_transformer
@@ -42,6 +44,7 @@ class Case:
         whole: bytes of the components that pass through system memory whole on their way to the device.
         free_bytes: on the device, `ram_free_bytes` in system memory.
         chunk: latent frames that the VAE decodes in one call, where memory allows.
+        step_cache: as it is used.
     """
 
     load: Load
@@ -54,6 +57,7 @@ class Case:
     free_bytes: int
     ram_free_bytes: int
     chunk: int
+    step_cache: str = NONE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +257,12 @@ def _option(case: Case, title: str, way: Way) -> Option:
         title = f"{title}, decoding in tiles of {_tile_pixels(case, way.decode_tile)}"
     elif chunk != case.chunk:
         title = f"{title}, decoding frame by frame"
-    against = compat.lacking(way.quantization, case.machine) or _unloadable(case, way)
+    loras = tuple(use.name for use in case.load.spec.loras)
+    against = (
+        compat.excluded_in_pytorch(way.offload, way.quantization, loras, case.step_cache, case.machine)
+        or compat.lacking(way.quantization, case.machine)
+        or _unloadable(case, way)
+    )
     rung = Rung(
         title=title,
         flags=" ".join(flags),
@@ -278,7 +287,7 @@ def _unloadable(case: Case, way: Way) -> compat.Conflict | None:
     # Weights are quantized one by one as they are read.
     quantized = way.quantization != "none"
     whole = {name: size for name, size in case.whole.items() if not (quantized and is_transformer(name))}
-    return compat.no_ram(case.load.spec, whole, case.machine)
+    return no_ram(case.load.spec, whole, case.machine)
 
 
 def _tile_pixels(case: Case, tile: int) -> str:
@@ -301,6 +310,7 @@ def _kind(case: Case, way: Way, name: str) -> history.Kind:
         quantization=way.quantization if transformer else "none",
         offload=way.offload,
         tile=history.tile_of(way, name),
+        step_cache=history.cache_of(case.step_cache, name),
     )
 
 
@@ -331,12 +341,14 @@ def _component_seconds(case: Case, way: Way, name: str) -> Seconds:
     whole = history.seconds_per_call(case.history, _kind(case, way, name), operations)
     if whole is not None:
         return whole * calls
-    at_hand = replace(way, offload="none")
-    call = history.seconds_per_call(case.history, _kind(case, at_hand, name), operations)
+    at_hand = replace(_kind(case, replace(way, offload="none"), name), step_cache="")
+    call = history.seconds_per_call(case.history, at_hand, operations)
     if call is None:
         alone = timing.compute_seconds(case.load, case.work, name, case.machine, way)
         whole_frames = name != "vae" or way.decode_tile is None
         call = split.faster(alone, case.load.split, name) if whole_frames else alone
+    if history.cache_of(case.step_cache, name):
+        call = timing.with_cache(call)
     return timing.stage_seconds(call * calls, timing.transfer_seconds(case.load, way, name, calls), way)
 
 

@@ -11,8 +11,9 @@ from typing import TypeVar
 
 from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortError
 from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, LatentSize
-from runtime.core.request import ALL, AUTO, MAX_FRAMES, MAX_SIDE, Auto, GenerationRequest, label
-from runtime.manager import compat, vram
+from runtime.core.request import ALL, AUTO, Auto, GenerationRequest
+from runtime.core.step_cache import as_used
+from runtime.manager import compat, extent, extras, vram
 from runtime.manager import split as shared
 from runtime.manager.history import History, calls_of
 from runtime.manager.ladder import Case, decide
@@ -88,15 +89,13 @@ def _resolved(
     gpu: int,
     beside: Sequence[int] | None,
 ) -> ExecutionPlan:
+    assert len(request.loras) == len(spec.loras), "a spec without its request's LoRAs: see `models.loras`"
     machine = seen_from(everything, gpu)
     defaults = spec.defaults
     width = _or(request.width, defaults.width)
     height = _or(request.height, defaults.height)
     frames = _or(request.frames, defaults.frames)
-    _check_extent(spec, {"frames": frames, "height": height, "width": width})
-    for field, value, stride in (("width", width, spec.strides[0]), ("height", height, spec.strides[1])):
-        _check_stride(spec, field, value, stride)
-    _check_frames(spec, frames)
+    extent.check(spec, width, height, frames)
     steps = _or(request.steps, defaults.steps)
     guidance = _or(request.guidance_scale, defaults.guidance_scale)
     guidance_2 = _second_guidance(request, spec, guidance)
@@ -107,16 +106,30 @@ def _resolved(
     split, notes = shared.decide(request, spec, everything, gpu, beside, guided=guided)
     free = shared.least_free(split, everything, free)
     offload, more = _offload(request, machine)
+    extras.check(request, spec, machine, offload)
     _check_quantization(request, machine)
+    step_cache = as_used(request.step_cache)
     latent_shape = spec.latent_shape(frames, height, width)
     tokens = spec.tokens(frames, height, width)
     noted = _Noted(offers)
     gpus = 1 if split is None else len(split.devices)
-    surroundings = compat.Case(component="", backend=PYTORCH, device=device, offload=offload, gpus=gpus)
+    surroundings = compat.Case(
+        component="",
+        backend=PYTORCH,
+        device=device,
+        offload=offload,
+        loras=extras.names(spec),
+        gpus=gpus,
+        step_cache=request.step_cache,
+    )
     choices = _choices(request, spec, latent_shape[2:], machine, surroundings, reason, noted)
     if split is not None and choices["vae"].uses:
         split = replace(split, decode=False)
-    load = replace(_load(spec, device, dtypes, choices, noted, frames, height, width), split=split)
+    load = replace(
+        _load(spec, device, dtypes, choices, noted, frames, height, width),
+        split=split,
+        cached_passes=vram.cached_passes(step_cache, guidance, guidance_2),
+    )
     in_pytorch = vram.weights_bytes(spec, dtypes) if device != "cpu" else {}
     case = Case(
         load=load,
@@ -133,6 +146,7 @@ def _resolved(
         free_bytes=free,
         ram_free_bytes=machine.ram_free_bytes,
         chunk=_most_at_once(load, choices["vae"], free),
+        step_cache=step_cache,
     )
     clip = f"{spec.title} at {width}x{height}, {frames} frames"
     decision = decide(case, offload, request.quantization, clip)
@@ -167,7 +181,7 @@ def _resolved(
                 device=device,
                 dtype=dtypes[name],
                 weights_bytes=weights[name],
-                reason=shared.reason_of(choices[name].reason, split, name),
+                reason=shared.reason_of(extras.reason(choices[name].reason, name, step_cache), split, name),
                 engines=choices[name].uses,
                 asked=request.backend(name),
                 chip=choices[name].chip,
@@ -188,8 +202,16 @@ def _resolved(
         offload=way.offload,
         quantization=way.quantization,
         on_out_of_memory=request.on_out_of_memory,
-        warnings=(*_size_warnings(spec, width, height, frames), *notes, *more, *decision.warnings),
+        warnings=(
+            *extent.warnings(spec, width, height, frames),
+            *extras.warnings(request, spec, steps, max(guidance, guidance_2 or 0)),
+            *notes,
+            *more,
+            *decision.warnings,
+        ),
         split=split,
+        loras=spec.loras,
+        step_cache=step_cache,
     )
 
 
@@ -217,12 +239,6 @@ class _Noted:
     def seconds(self, choices: Mapping[str, Choice]) -> dict[str, float]:
         """Return the seconds of a call of those components whose engines were measured."""
         return {name: offer.seconds for name, offer in self.taken(choices).items() if offer.seconds}
-
-
-def nearest(value: int, stride: int, offset: int, low: int, high: int) -> list[int]:
-    """Return the one or two numbers of the form stride·k + offset, within low..high, that are nearest to `value`."""
-    below = (min(max(value, low), high) - offset) // stride * stride + offset
-    return [n for n in (below, below + stride) if low <= n <= high and n > 0]
 
 
 def _or(value: Number | Auto, default: Number) -> Number:
@@ -328,39 +344,6 @@ def _second_guidance(request: GenerationRequest, spec: ModelSpec, guidance: floa
     return spec.defaults.guidance_scale_2
 
 
-def _check_stride(spec: ModelSpec, field: str, value: int, stride: int) -> None:
-    if value % stride:
-        fitting = " or ".join(str(n) for n in nearest(value, stride, 0, stride, MAX_SIDE))
-        raise InvalidRequestError(
-            field, f"{label(field)} is {value}; {spec.title} makes multiples of {stride}.", f"Take {fitting}."
-        )
-
-
-def _check_frames(spec: ModelSpec, frames: int) -> None:
-    stride = spec.vae.scale_factor_temporal
-    if frames % stride != 1:
-        fitting = " or ".join(str(n) for n in nearest(frames, stride, 1, 1, MAX_FRAMES))
-        raise InvalidRequestError(
-            "frames", f"frames is {frames}; {spec.title} makes {stride}n+1 of them.", f"Take {fitting}."
-        )
-
-
-def _check_extent(spec: ModelSpec, asked: Mapping[str, int]) -> None:
-    """Check that the transformer has positions for a clip of these frames, height and width."""
-    positions = [spec.transformer.rope_max_seq_len * patch for patch in spec.transformer.patch_size]
-    scale = spec.vae.scale_factor_spatial
-    most = {
-        "frames": (positions[0] - 1) * spec.vae.scale_factor_temporal + 1,
-        "height": positions[1] * scale,
-        "width": positions[2] * scale,
-    }
-    for field, value in asked.items():
-        if value > most[field]:
-            raise InvalidRequestError(
-                field, f"{label(field)} is {value}; {spec.title} makes at most {most[field]}.", f"Take {most[field]}."
-            )
-
-
 def _placement(spec: ModelSpec, machine: Machine, index: int) -> tuple[str, dict[str, str], str, int]:
     """Return the device, each component's dtype, the reason, and the device's free bytes."""
     names = spec.component_names
@@ -381,15 +364,3 @@ def _placement(spec: ModelSpec, machine: Machine, index: int) -> tuple[str, dict
         dtypes = dict.fromkeys(names, "float16") | {"vae": "float32", "text_encoder": "float32"}
         reason = f"PyTorch on {gpu.name}, which has no bfloat16: float16, the text encoder and the VAE in float32."
     return f"cuda:{index}", dtypes, reason, gpu.free_bytes
-
-
-def _size_warnings(spec: ModelSpec, width: int, height: int, frames: int) -> list[str]:
-    warnings = [] if spec.here else [f"The weights of {spec.title} are not here: this is what would run."]
-    if (width, height) not in spec.sizes:
-        sizes = ", ".join(f"{w}x{h}" for w, h in spec.sizes)
-        warnings.append(f"{spec.title} was not made for {width}x{height}: expect less quality. Its sizes: {sizes}.")
-    if frames > max(spec.frame_counts):
-        warnings.append(
-            f"{spec.title} was made for at most {max(spec.frame_counts)} frames: expect less quality with {frames}."
-        )
-    return warnings

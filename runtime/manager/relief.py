@@ -137,4 +137,5 @@ def _load(plan: ExecutionPlan, spec: ModelSpec) -> Load:
         height=plan.height,
         width=plan.width,
         split=plan.split,
+        cached_passes=vram.cached_passes(plan.step_cache, plan.guidance_scale, plan.guidance_scale_2),
     )

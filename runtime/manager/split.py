@@ -111,6 +111,7 @@ def excluded(request: GenerationRequest, spec: ModelSpec, machine: Machine, gpus
             offload=request.offload,
             quantization=request.quantization,
             gpus=gpus,
+            step_cache=request.step_cache,
         )
         for rule in (*RULES, *compat.RULES):
             if rule.setting == "gpus" and rule.excludes(case, machine):

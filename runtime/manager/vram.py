@@ -10,6 +10,7 @@ from math import prod
 
 from runtime.core.forecast import StageMemory
 from runtime.core.plan import Split
+from runtime.core.step_cache import NONE
 from runtime.models.spec import ModelSpec, is_transformer
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -46,6 +47,8 @@ _SHARD_BYTES = 5_000_000_000
 # working set, and half a gigabyte. It keeps blocks that do not fit the next use, and cuDNN tries workspaces.
 _SPARE_SHARE = {"encode": 0.5, "denoise": 0.5, "decode": 0.75}
 _SPARE_BYTES = 500_000_000
+# First-block caching remembers the first block's output and residual, and the other blocks' residual.
+_CACHED_TENSORS = 3
 # By layer, the largest is the text encoder's embedding: 2.1 of UMT5-XXL's 11.4 GB. It is gone when attention begins.
 _LARGEST_LAYER = 0.185
 # What arithmetic in quantized weights takes beside the usual, bytes per token and value of the widest layer, as an H200
@@ -85,6 +88,7 @@ class Load:
         latent_shape: (batch, channels, latent frames, latent height, latent width).
         height, width: of a frame.
         split: how several GPUs share it: all that is said of memory is of the first, which holds most.
+        cached_passes: how many forward passes a step cache remembers, see `cached_passes`.
     """
 
     spec: ModelSpec
@@ -96,6 +100,7 @@ class Load:
     height: int
     width: int
     split: Split | None = None
+    cached_passes: int = 0
 
     @property
     def cuda(self) -> bool:
@@ -237,11 +242,19 @@ def _working(load: Load, way: Way, name: str, weights: Mapping[str, int], chunk:
         return working
     if name == "vae":
         return decode_bytes(load, chunk, way.decode_tile)
+    cached = load.cached_passes * _CACHED_TENSORS * load.tokens * spec.transformer.width * DTYPE_BYTES[dtype]
     if load.split is None or load.split.sequence == 1:
-        return denoise_bytes(spec, load.tokens, dtype, way.quantization)
+        return denoise_bytes(spec, load.tokens, dtype, way.quantization) + cached
     share = -(-load.tokens // load.split.sequence)
     exchanged = _EXCHANGED * share * spec.transformer.width * DTYPE_BYTES[dtype]
     return denoise_bytes(spec, share, dtype, way.quantization) + exchanged
+
+
+def cached_passes(step_cache: str, guidance_scale: float, guidance_scale_2: float | None) -> int:
+    """Return how many forward passes of a step are remembered: both where there is guidance, none without a cache."""
+    if step_cache == NONE:
+        return 0
+    return 2 if max(guidance_scale, guidance_scale_2 or 0) > 1 else 1
 
 
 def _on_device(spec: ModelSpec, way: Way, name: str, weights: Mapping[str, int], on_engines: Mapping[str, int]) -> int:

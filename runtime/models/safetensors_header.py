@@ -6,6 +6,7 @@ Format: https://huggingface.co/docs/safetensors/index (8 bytes of length, JSON, 
 import json
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from runtime.core.errors import ModelError
 
@@ -19,6 +20,25 @@ def tensor_sizes(path: Path) -> dict[str, int]:
     Raises:
         ModelError: if the file cannot be read, is cut short or is not safetensors.
     """
+    header, start = read_header(path)
+    size = path.stat().st_size
+    try:
+        tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+        end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+        if start + end != size:
+            raise _damaged(path, size)
+        return {name: prod(tensor["shape"]) for name, tensor in tensors.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise _damaged(path, size) from error
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Return a safetensors file's header as it is, and the byte at which its tensors begin.
+
+    Raises:
+        ModelError: if the file cannot be read or does not begin with a header.
+    """
+    size = 0
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -26,17 +46,15 @@ def tensor_sizes(path: Path) -> dict[str, int]:
             if size < _LENGTH_BYTES or not 0 < length <= min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
                 raise _damaged(path, size)
             header = json.loads(file.read(length))
-        tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
-        end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
-        if _LENGTH_BYTES + length + end != size:
-            raise _damaged(path, size)
-        return {name: prod(tensor["shape"]) for name, tensor in tensors.items()}
     except OSError as error:
         raise ModelError(
             f"{path.name} cannot be read: {error.strerror}.", f"Check the file {path} and its permissions."
         ) from error
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(path, size) from error
+    if not isinstance(header, dict):
+        raise _damaged(path, size)
+    return header, _LENGTH_BYTES + length
 
 
 def _damaged(path: Path, size: int) -> ModelError:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from runtime.core.loras import LoraUse
+
 _FLOAT32 = 4
 _RGB = 3
 
@@ -181,6 +183,7 @@ class ModelSpec:
         sizes, frame_counts: what the model was made for, (width, height) and frames.
         here: whether `directory` is there; a known model can be planned with before its weights are.
         flow_shift: how far the scheduler's noise levels are moved towards noise, where it says so.
+        loras: what is added to its transformers' weights when they are loaded, see `models.loras.with_loras`.
     """
 
     name: str
@@ -201,6 +204,11 @@ class ModelSpec:
     frame_counts: tuple[int, ...]
     here: bool = True
     flow_shift: float | None = None
+    loras: tuple[LoraUse, ...] = ()
+
+    def loras_of(self, component: str) -> tuple[LoraUse, ...]:
+        """Return the LoRAs that change a component's weights."""
+        return tuple(use for use in self.loras if use.changes(component))
 
     @property
     def component_names(self) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import transformers
 from runtime.core.errors import ModelError, ram_ran_out
 from runtime.core.plan import ComponentPlan
 from runtime.models import quantization
+from runtime.models.lora_fusing import fuse
 from runtime.models.spec import ModelSpec, is_transformer
 
 # Progress is ours to show.
@@ -30,7 +31,7 @@ _CLASSES = {
 
 
 def load_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | None = None) -> torch.nn.Module:
-    """Load one component's weights, for inference.
+    """Load one component's weights, for inference, with the spec's LoRAs added.
 
     Args:
         name: "text_encoder", "transformer", "transformer_2" or "vae".
@@ -38,7 +39,7 @@ def load_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | N
         device: where the weights are put, if not on the part's own device; quantized ones always come to lie there.
 
     Raises:
-        ModelError: if the weights do not fit the configuration.
+        ModelError: if the weights do not fit the configuration, or a LoRA is not what it was.
         MachineError: if this machine cannot quantize.
         MemoryError: if memory (RAM) runs out.
     """
@@ -76,6 +77,9 @@ def load_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | N
         quantization.check_quantized(module, part.quantization, f"the {name} of {spec.title}")
     else:
         module = module.to(device or part.device)
+    if spec.loras_of(name):
+        assert not quantized, "the planner excludes it"
+        fuse(module, spec.loras_of(name))
     return cast("torch.nn.Module", module.eval().requires_grad_(requires_grad=False))
 
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from runtime.components.denoiser import Denoiser, PairDenoiser
+from runtime.components.denoiser import UNPROMPTED, Denoiser, PairDenoiser
 from runtime.components.video_decoder import VideoDecoder
 from runtime.core.cancel import Cancel
 from runtime.core.errors import BadResultError
 from runtime.core.plan import ExecutionPlan
+from runtime.core.step_cache import NONE, STEPS_OF_A_CACHE
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,16 @@ class Conditioning:
 
 @dataclass(frozen=True)
 class Step:
-    """One denoising step: its timestep, the expert that runs it and that expert's guidance scale."""
+    """One denoising step: its timestep, the expert that runs it and that expert's guidance scale.
+
+    Where it is `fresh` nothing that was cached of earlier steps is used: sampling can be taken up there.
+    """
 
     timestep: torch.Tensor
     sigma: float
     expert: str
     guidance_scale: float
+    fresh: bool = True
 
 
 @dataclass(frozen=True)
@@ -89,12 +94,20 @@ def get_schedule(plan: ExecutionPlan, scheduler: Any, boundary_ratio: float | No
     scheduler.set_timesteps(plan.steps, device=plan.components["transformer"].device)
     scheduler.set_begin_index(0)
     boundary = None if boundary_ratio is None else boundary_ratio * scheduler.config.num_train_timesteps
-    steps = []
+    steps: list[Step] = []
     for timestep, sigma in zip(scheduler.timesteps, scheduler.sigmas.tolist(), strict=False):  # one sigma more: 0
         low_noise = boundary is not None and timestep.item() < boundary
         scale = plan.guidance_scale_2 if low_noise and plan.guidance_scale_2 is not None else plan.guidance_scale
-        steps.append(Step(timestep, sigma, "transformer_2" if low_noise else "transformer", scale))
+        expert = "transformer_2" if low_noise else "transformer"
+        another = not steps or steps[-1].expert != expert
+        fresh = another or plan.step_cache == NONE or len(steps) % STEPS_OF_A_CACHE == 0
+        steps.append(Step(timestep, sigma, expert, scale, fresh))
     return steps
+
+
+def may_stop(steps: list[Step], done: int) -> bool:
+    """Return whether sampling can be taken up after `done` steps with nothing but the latents and the scheduler."""
+    return done >= len(steps) or steps[done].fresh
 
 
 def denoise(
@@ -124,6 +137,8 @@ def denoise(
                 cancel.check_pause()
                 step = steps[index]
                 started = time.perf_counter()
+                if step.fresh:
+                    denoiser.begin_anew()
                 velocity = _guided(denoiser, latents, step, conditioning, cancel)
                 estimate = latents - step.sigma * velocity
                 latents = scheduler.step(velocity, step.timestep, latents, return_dict=False)[0]
@@ -174,5 +189,5 @@ def _guided(
     else:
         velocity = denoiser(latents, step.timestep, conditioning.positive)
         cancel.check()
-        unguided = denoiser(latents, step.timestep, conditioning.negative)
+        unguided = denoiser(latents, step.timestep, conditioning.negative, which=UNPROMPTED)
     return unguided + step.guidance_scale * (velocity - unguided)

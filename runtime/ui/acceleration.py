@@ -9,7 +9,9 @@ from typing import Any
 import gradio as gr
 
 from runtime.core.byte_size import memory_size
+from runtime.core.errors import InvalidRequestError
 from runtime.core.request import AUTO, BUILDS, COMPONENTS, MAX_GPUS, OFFLOADS, ON_OUT_OF_MEMORY, QUANTIZATIONS
+from runtime.core.step_cache import FIRST_BLOCK, NONE, read_step_cache
 from runtime.engines.builders import builders_of
 from runtime.manager.machine import Machine
 from runtime.manager.split import usable_gpus
@@ -33,13 +35,15 @@ _ON_OUT_OF_MEMORY = dict(
 )
 # What the form says for `gpus`, the default first, then "auto".
 GPUS = ("1", AUTO, *map(str, range(2, MAX_GPUS + 1)))
+_STEP_CACHES = (("None", NONE), ("First block", FIRST_BLOCK))
+_STEP_CACHE_TITLES = {value: title for title, value in _STEP_CACHES}
 TITLES = {
     "text_encoder": "Text encoder",
     "transformer": "Transformer",
     "transformer_2": "Low-noise transformer",
     "vae": "VAE decoder",
 }
-_FLAG = re.compile(r"(--offload|--quantization|Offload(?= ')) '?([\w-]+)'?|--backend (\w+)=(\w+)")
+_FLAG = re.compile(r"(--offload|--quantization|--step-cache|Offload(?= ')) '?([\w-]+)'?|--backend (\w+)=(\w+)")
 _GPUS = re.compile(r"--gpus (\d+)")
 _OFFLOAD = re.compile(r"\b([Mm]odel|[Gg]roup|[Ss]equential) offload\b")
 
@@ -138,9 +142,27 @@ def panel(spec: ModelSpec, machine: Machine, backends: Mapping[str, str]) -> tup
             "Several are faster, and keep other videos waiting. Excludes offload, and engines for transformers.",
             visible=several > 1,
         )
+        # Other strengths may be typed.
+        settings["step_cache"] = gr.Dropdown(
+            choices=list(_STEP_CACHES),
+            value=NONE,
+            allow_custom_value=True,
+            label="Step cache",
+            info="Reuses across steps what the transformers' blocks add: faster, not quite the same video. Another "
+            "strength is typed, as in first-block:0.15. Excludes engines for the transformers.",
+            elem_id="field-step_cache",
+        )
         total = gr.HTML(sum_html(Outlook("")), elem_id="outlook", apply_default_css=False)
         choose_way = gr.Button("Choose a way", visible="hidden", elem_id="choose-way")
     return Panel(fold, rows, toggles, chips, total, choose_way), settings
+
+
+def step_cache_shown(stored: Any) -> str:
+    """Return a stored step cache as its field shows it; "none" for what is none."""
+    try:
+        return read_step_cache(stored)
+    except InvalidRequestError:
+        return NONE
 
 
 def _choice(field: str, titles: Mapping[str, str], label: str, info: str, *, visible: bool = True) -> gr.Dropdown:
@@ -171,8 +193,8 @@ def in_form_words(sentence: str) -> str:
     def told(flag: re.Match[str]) -> str:
         setting, value, component, backend = flag.groups()
         if setting:
-            title = setting.strip("-").title()
-            titles = _OFFLOADS if title == "Offload" else _QUANTIZATIONS
+            title = setting.strip("-").replace("-", " ").capitalize()
+            titles = {"Offload": _OFFLOADS, "Quantization": _QUANTIZATIONS}.get(title, _STEP_CACHE_TITLES)
             return f"{title} “{titles[value]}”" if value in titles else f"{title} {value}"
         chosen = next((title for title, name in _BACKENDS if name == backend), backend)
         part = TITLES.get(component, component)

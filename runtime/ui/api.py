@@ -11,11 +11,14 @@ import gradio as gr
 
 from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.events import Failed, VideoSaved, to_json
+from runtime.core.loras import read_loras
 from runtime.core.request import AUTO, RETRY, GenerationRequest
+from runtime.core.step_cache import NONE
 from runtime.jobs.worker import Job, Worker
 from runtime.models.spec import ModelSpec
 from runtime.ui import watch
 from runtime.ui.lobby import Lobby
+from runtime.ui.lora_field import by_name
 from runtime.ui.models import check_offered
 
 Auto = Literal["auto"]
@@ -42,12 +45,15 @@ def endpoint(worker: Worker, models: dict[str, ModelSpec], default_model: str) -
         quantization: str = AUTO,
         on_out_of_memory: str = RETRY,
         gpus: int | Auto = 1,
+        loras: list[str] | None = None,
+        step_cache: str = NONE,
     ) -> AsyncIterator[dict[str, Any]]:
         """Make one video. Streams the job's events as they happen; the last is VideoSaved, whose "video" is the MP4.
 
         "auto" takes the model's own default, and a random seed; negative_prompt null takes the model's own. backends
         says what runs a component, as {"vae": "pytorch"} or ["vae=pytorch"], "all" for every one; build, offload,
-        quantization, on_out_of_memory and gpus are as on the command line. The job goes on when the stream is closed.
+        quantization, on_out_of_memory, gpus and step_cache are as on the command line; loras names those in the cache's
+        weights/loras, as ["style:0.8"]. The job goes on when the stream is closed.
         """
         try:
             check_offered(model, models)
@@ -69,6 +75,8 @@ def endpoint(worker: Worker, models: dict[str, ModelSpec], default_model: str) -
                 quantization=quantization,
                 on_out_of_memory=on_out_of_memory,
                 gpus=gpus,
+                loras=by_name(read_loras(() if loras is None else loras)),
+                step_cache=step_cache,
             )
             job = await asyncio.to_thread(worker.submit, request)
         except TandemError as error:

@@ -6,7 +6,7 @@ from html import escape
 from typing import Any
 
 from runtime.core.request import AUTO, label
-from runtime.ui import text
+from runtime.ui import lora_field, text
 from runtime.ui.queue_view import button
 from runtime.video.likeness import Likeness
 
@@ -113,6 +113,8 @@ def _over(one: Clip, other: Clip) -> str:
 
 def _value(request: Mapping[str, Any], name: str) -> str:
     value = request.get(name)
+    if name == "loras":
+        return lora_field.shown(value).replace("\n", ", ") or "none"
     if isinstance(value, Mapping):
         return ", ".join(f"{key}: {item}" for key, item in value.items()) or AUTO
     if value is None or value == "":

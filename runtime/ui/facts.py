@@ -10,7 +10,8 @@ from urllib.parse import quote
 from runtime.core.byte_size import memory_size
 from runtime.core.events import VideoSaved
 from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
-from runtime.ui import text
+from runtime.core.step_cache import NONE
+from runtime.ui import lora_field, text
 
 _STAGES = {"encode": "reading the prompt", "denoise": "denoising", "decode": "decoding", "mux": "saving"}
 
@@ -52,6 +53,7 @@ def rows(saved: VideoSaved, plan: ExecutionPlan, model: str) -> list[tuple[str, 
         ("Seed", str(request["seed"])),
         ("Video", f"{size}, {text.length(request['frames'], request['fps'])}"),
         ("Model", f"{model}, {request['steps']} steps, {_guidance(request)}"),
+        *_extras(request),
         ("Time", _time(saved)),
         ("Memory", f"{memory_size(saved.peak_memory_bytes)} at most"),
     ]
@@ -73,6 +75,13 @@ def notes(warnings: Sequence[str]) -> str:
 def _guidance(request: Mapping[str, Any]) -> str:
     second = request.get("guidance_scale_2")
     return f"guidance {request['guidance_scale']:g}" + ("" if second is None else f" and {second:g}")
+
+
+def _extras(request: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what not every video has."""
+    loras, step_cache = lora_field.shown(request.get("loras")), request.get("step_cache", NONE)
+    told = [("LoRA", line) for line in loras.splitlines()]
+    return told if step_cache == NONE else [*told, ("Step cache", str(step_cache))]
 
 
 def _time(saved: VideoSaved) -> str:

@@ -20,6 +20,7 @@ from runtime.manager.history import History
 from runtime.manager.machine import Machine
 from runtime.manager.offers import EngineOffer, Offers, no_offers
 from runtime.manager.planner import resolve
+from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
 
 # Free memory changes slowly; asking a GPU's driver takes longer than a plan.
@@ -43,6 +44,7 @@ class Foreseen:
         offers: the engines that a component could run on, the one to prefer first; those that the plan chose from.
         records: the engine library.
         complete: whether engines are known yet.
+        spec: the model, with the request's LoRAs.
     """
 
     plan: ExecutionPlan | None
@@ -50,6 +52,7 @@ class Foreseen:
     offers: Offers
     records: Sequence[EngineRecord]
     complete: bool
+    spec: ModelSpec
 
 
 class Foresight:
@@ -58,18 +61,26 @@ class Foresight:
     Args:
         probe: tells what the machine has, as a new job would find it.
         history: tells what jobs took here.
+        weights_dir: in which LoRAs are known by name.
     """
 
-    def __init__(self, engines: EngineService, probe: Callable[[], Machine], history: Callable[[], History]) -> None:
+    def __init__(
+        self,
+        engines: EngineService,
+        probe: Callable[[], Machine],
+        history: Callable[[], History],
+        weights_dir: Path = _NOWHERE,
+    ) -> None:
         self._engines = engines
         self._probe = probe
         self._history = history
+        self._weights_dir = weights_dir
         self._lock = threading.Lock()
         self._machine = probe()
         self._machine_at = time.monotonic()
         self._stamp: Stamp = ()
         self._records: tuple[EngineRecord, ...] | None = None
-        self._known: dict[tuple[str, str], Offers] = {}
+        self._known: dict[tuple[object, ...], Offers] = {}
         self._reading: dict[Path, threading.Thread] = {}
 
     def machine(self) -> Machine:
@@ -96,14 +107,16 @@ class Foresight:
         complete = self._is_read(spec)
         offers = self._offers(spec) if complete else no_offers
         try:
+            spec = with_loras(spec, request.loras, self._weights_dir)
+            offers = self._offers(spec) if complete else no_offers
             plan = resolve(request, spec, machine, _NOWHERE, offers, self._history())
         except TandemError as error:
-            return Foreseen(None, error, offers, records, complete)
-        return Foreseen(plan, None, offers, records, complete)
+            return Foreseen(None, error, offers, records, complete, spec)
+        return Foreseen(plan, None, offers, records, complete, spec)
 
     def _offers(self, spec: ModelSpec) -> Offers:
         """Return what the service offers, each answer remembered until the library or the model changes."""
-        key = (spec.name, _changed(spec))
+        key = (spec.name, _changed(spec), tuple((use.identity, use.expert) for use in spec.loras))
         with self._lock:
             if key in self._known:
                 return self._known[key]

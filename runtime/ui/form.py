@@ -25,9 +25,10 @@ from runtime.core.request import (
     GenerationRequest,
     label,
 )
+from runtime.core.step_cache import NONE, read_step_cache
 from runtime.manager.machine import Machine
 from runtime.models.spec import ModelSpec
-from runtime.ui import acceleration, text, theme
+from runtime.ui import acceleration, lora_field, text, theme
 from runtime.ui.models import check_offered
 
 CUSTOM = "custom"
@@ -63,6 +64,8 @@ class Form:
     quantization: gr.Dropdown
     on_out_of_memory: gr.Dropdown
     gpus: gr.Dropdown
+    loras: gr.Textbox
+    step_cache: gr.Dropdown
 
     @property
     def controls(self) -> list[Any]:
@@ -145,7 +148,8 @@ def settings_group(
     """
     basics = basic_settings(models, chosen, model_values(models[chosen]))
     panel, choices = acceleration.panel(models[chosen], machine, backends)
-    return Settings(Form(prompt, **basics.controls, **choices), basics.size, basics.length, panel)
+    controls = basics.controls | choices | {"loras": lora_field.control()}
+    return Settings(Form(prompt, **controls), basics.size, basics.length, panel)
 
 
 def basic_settings(models: Mapping[str, ModelSpec], chosen: str, values: Mapping[str, Mapping[str, Any]]) -> Basics:
@@ -286,7 +290,10 @@ def filled(
         chosen.pop("gpus", None)
     for control in _CHOICES:
         values.setdefault(control, {}).update({"value": chosen[control]} if control in chosen else {})
-    return values
+    return values | {
+        "loras": {"value": lora_field.shown(stored.get("loras"))},
+        "step_cache": {"value": acceleration.step_cache_shown(stored.get("step_cache"))},
+    }
 
 
 def _chosen(stored: Mapping[str, Any]) -> dict[str, str]:
@@ -327,6 +334,8 @@ def read(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationReque
     spec = check_offered(given["model"], models)
     given["prompt"] = "" if given["prompt"] is None else given["prompt"]
     given["seed"], given["gpus"] = _seed(given["seed"]), _whole(given["gpus"])
+    given["loras"] = lora_field.read(given["loras"])
+    given["step_cache"] = read_step_cache(given["step_cache"])
     if spec.experts == 1:
         given["guidance_scale_2"] = AUTO
     chosen = {name: given.pop(f"backend_{name}") for name in COMPONENTS}
@@ -344,7 +353,8 @@ def read_basics(values: Sequence[Any], models: dict[str, ModelSpec]) -> Generati
     Raises:
         TandemError: for a value that cannot be, naming it.
     """
-    return read([*values, *(_CHOICES[name][0] for name in NAMES[len(BASIC) :])], models)
+    others = {name: known[0] for name, known in _CHOICES.items()} | {"loras": "", "step_cache": NONE}
+    return read([*values, *(others[name] for name in NAMES[len(BASIC) :])], models)
 
 
 def read_settings(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationRequest:

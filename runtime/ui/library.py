@@ -132,7 +132,7 @@ class Library:
         size = f"{text.size(plan.width, plan.height)}, {plan.frames} frames"
         whose = "all parts" if part == _ALL else plan.title(part)
         title = f"Build engines for {whose} of {spec.title} at {size}"
-        return chores.building(request, spec, self._engines, None if part == _ALL else part, title)
+        return chores.building(request, foreseen.spec, self._engines, None if part == _ALL else part, title)
 
     def _add(self, chore: Chore) -> str:
         waiting = [one for one in self._worker.chores() if one.open]

@@ -41,7 +41,7 @@ def build(
     """
     models = offered(settings)
     icon = theme.icon_svg()
-    foresight = Foresight(engines, worker.machine, worker.history)
+    foresight = Foresight(engines, worker.machine, worker.history, settings.weights_dir)
     preset = form.preset_name(settings.backends)
     handlers = Handlers(worker, models, settings.log_file, icon, foresight, preset)
     library = Library(worker, engines, models, foresight)

@@ -10,6 +10,7 @@ from pathlib import Path
 from runtime.core.errors import InvalidRequestError, LimitError
 from runtime.core.request import AUTO, RETRY, GenerationRequest
 from runtime.core.settings import Settings
+from runtime.core.step_cache import NONE
 from runtime.models.spec import ModelSpec
 
 HOUR = 3600.0
@@ -88,6 +89,8 @@ def filled_in(request: GenerationRequest, spec: ModelSpec, limits: Limits) -> Ge
         quantization=AUTO,
         on_out_of_memory=RETRY,
         gpus=1,
+        loras=(),
+        step_cache=NONE,
     )
 
 

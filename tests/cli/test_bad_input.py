@@ -10,6 +10,7 @@ import pytest
 
 from runtime.cli.main import run
 from runtime.models.spec import ModelSpec
+from tests import made_loras
 
 GOOD = ["--model", "diorama"]
 
@@ -62,6 +63,9 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[s
         (["--model", "/no/such/folder"], "/no/such/folder", "folder"),
         (["--negative-prompt", "a\x07b"], "U+0007", "Remove"),
         (["--offload", "disk"], "offload is 'disk'", "sequential"),
+        (["--step-cache", "teacache"], "step cache is 'teacache'", "first-block"),
+        (["--step-cache", "first-block:2"], "strength of the step cache is '2'", "up to 1"),
+        (["--step-cache", "first-block", "--backend", "transformer=inductor"], "step cache excludes", "--step-cache"),
         (["--quantization", "int3"], "quantization is 'int3'", "bnb-4bit"),
         (["--quantization", "fp8"], "no NVIDIA GPU", "--quantization none"),
         (["--gpus", "0"], "gpus is 0", "from 1"),
@@ -315,3 +319,66 @@ def test_settings_that_cannot_be(
     what, remedy = refused(["plan", "a red boat", *flags], capsys)
     assert says in what
     assert to_do in remedy
+
+
+@pytest.mark.parametrize(
+    ("flags", "says", "to_do"),
+    [
+        (["--lora", "no-such"], "There is no LoRA called no-such", "weights/loras"),
+        (["--lora", "/no/such.safetensors"], "There is no LoRA file /no/such", "path"),
+        (["--lora", ""], "empty or unreadable", "name"),
+        (["--lora", "a\x07b"], "empty or unreadable", "name"),
+        (["--lora", "x:nan"], "weight of the LoRA x is nan", "up to 4"),
+        (["--lora", "x:-0.5"], "weight of the LoRA x is -0.5", "above 0"),
+        (["--lora", "x:1e30"], "weight of the LoRA x is 1e+30", "up to 4"),
+        (["--lora", "x", "--lora", "x:0.5"], "x is there twice", "once"),
+        ([flag for name in "abcdefghi" for flag in ("--lora", name)], "9 LoRAs are too many", "at most 8"),
+        (["--lora", "high=mixed"], "is for another size of model", "made for"),
+        (["--lora", "cut"], "damaged or cut short", "again"),
+        (["--preset", "lightning-4"], "none is given", "--lora"),
+        (["--preset", "fast", "--lora", "x"], "no preset 'fast'", "lightning-4"),
+    ],
+)
+def test_loras(
+    flags: list[str],
+    says: str,
+    to_do: str,
+    tiny: Callable[[str], ModelSpec],
+    cache_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = cache_dir / "weights" / "loras"
+    path = made_loras.save(folder / "mixed.safetensors", made_loras.wan(made_loras.factors(tiny("wan2.1").transformer)))
+    (folder / "cut.safetensors").write_bytes(path.read_bytes()[:-100])
+    what, remedy = refused(["plan", "a red boat", *flags], capsys)
+    assert says in what
+    assert to_do in remedy
+
+
+def test_a_lora_of_few_steps_says_what_it_takes(
+    tiny: Callable[[str], ModelSpec], cache_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = tiny("wan2.2-a14b")
+    tensors = made_loras.wan(made_loras.factors(spec.transformer))
+    for name in ("x-4steps_high_noise", "style_low_noise"):
+        made_loras.save(cache_dir / "weights" / "loras" / f"{name}.safetensors", tensors)
+    plan = ["plan", "a red boat", "--model", str(spec.directory), "--width", "64", "--height", "32", "--frames", "5"]
+    both = ["--lora", "x-4steps_high_noise", "--lora", "style_low_noise:0.5"]
+
+    def planned(*flags: str) -> tuple[dict[str, object], str]:
+        assert run([*plan, *flags, "--json"]) == 0
+        out, _ = capsys.readouterr()
+        result = json.loads(out.strip().splitlines()[-1])
+        scales = {name: result["request"][name] for name in ("steps", "guidance_scale", "guidance_scale_2")}
+        return scales, " ".join(result["warnings"])
+
+    quick = {"steps": 4, "guidance_scale": 1.0, "guidance_scale_2": 1.0}
+    scales, said = planned(*both)
+    assert scales == quick and "distilled for 4 steps without guidance: that is what is taken here" in said
+    scales, said = planned(*both, "--steps", "20", "--guidance", "4,3")
+    assert scales == {"steps": 20, "guidance_scale": 4.0, "guidance_scale_2": 3.0}
+    assert "this takes 20 steps with guidance 4: --steps 4 --guidance 1 is what it is made for" in said
+    scales, said = planned("--lora", "style_low_noise", "--preset", "lightning-4")
+    assert scales == quick and not said.count("distilled")
+    assert planned("--lora", "style_low_noise", "--preset", "lightning-4", "--steps", "6")[0] == quick | {"steps": 6}
+    assert planned("--lora", "style_low_noise")[0]["steps"] == 40

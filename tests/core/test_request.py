@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runtime.core.errors import InvalidRequestError
+from runtime.core.loras import Lora
 from runtime.core.request import AUTO, MAX_PROMPT_CHARACTERS, MAX_SEED, GenerationRequest
 
 ANYTHING = st.one_of(
@@ -20,6 +21,36 @@ ANYTHING = st.one_of(
     st.lists(st.integers()),
     st.dictionaries(st.text(), st.integers()),
 )
+
+
+@pytest.mark.parametrize(
+    ("asked", "kept"),
+    [("none", "none"), ("first-block", "first-block"), ("first-block:0.20", "first-block:0.2"),
+     ("first-block:1", "first-block:1"), ("first-block:1e-3", "first-block:0.001")],
+)  # fmt: skip
+def test_a_step_cache_is_kept_as_short_as_it_can_be(asked: str, kept: str) -> None:
+    request = GenerationRequest(prompt="a boat", step_cache=asked)
+    assert request.step_cache == kept
+    assert GenerationRequest.from_mapping(request.to_json()) == request
+
+
+@pytest.mark.parametrize(
+    "value", ["", "first", "none:0.1", "first-block:", "first-block:0", "first-block:-1", "first-block:1.1",
+              "first-block:nan", "first-block:inf", "first-block:x", None, 7, [], {}, True, "x" * 10_000],
+)  # fmt: skip
+def test_what_is_no_step_cache_is_refused(value: object) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        GenerationRequest(prompt="a boat", step_cache=value)  # type: ignore[arg-type]  # on purpose
+    assert refused.value.field == "step_cache" and len(refused.value.what) < 100
+
+
+def test_stored_requests_from_before_are_read() -> None:
+    stored = GenerationRequest(prompt="a boat", loras=["a:0.5"]).to_json()  # type: ignore[arg-type]  # as it is given
+    assert GenerationRequest.from_mapping(stored).loras == (Lora("a", 0.5),)
+    for name in ("loras", "step_cache"):
+        del stored[name]
+    read = GenerationRequest.from_mapping(stored)
+    assert (read.loras, read.step_cache) == ((), "none")
 
 
 def test_everything_but_the_prompt_may_stay_open() -> None:

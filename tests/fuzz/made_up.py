@@ -55,9 +55,11 @@ WISH = st.tuples(
     st.sampled_from(["auto", "none", "model"]) | JSON,
     st.sampled_from(["auto", "none", "fp8"]) | JSON,
     st.sampled_from(["retry", "any", "ask"]) | JSON,
+    st.sampled_from([None, [], ["style:0.8"], ["../a"], ["a.safetensors"], ["a:-1"]]) | JSON,
+    st.sampled_from(["none", "first-block", "first-block:0.2", "first-block:9"]) | JSON,
 ).map(list)
 # Most of it is nearly right: one value of a good wish is changed.
-GOOD = ["a red boat", None, "tiny", 32, 32, 5, 8, 1, 1.0, 1.0, 7, None, "never", "none", "none", "retry"]
+GOOD = ["a red boat", None, "tiny", 32, 32, 5, 8, 1, 1.0, 1.0, 7, None, "never", "none", "none", "retry", None, "none"]
 CHANGED = st.tuples(st.integers(0, len(GOOD) - 1), WISH).map(
     lambda pick: [*GOOD[: pick[0]], pick[1][pick[0]], *GOOD[pick[0] + 1 :]]
 )

@@ -12,6 +12,7 @@ import torch
 from diffusers import WanPipeline
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
+from runtime.components.denoiser import PROMPTED
 from runtime.core.cancel import Cancel
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
@@ -35,7 +36,12 @@ class EngineDenoiser:
     def __init__(self, session: Session) -> None:
         self._session = session
 
-    def __call__(self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor) -> torch.Tensor:
+    def begin_anew(self) -> None:
+        """Nothing is cached."""
+
+    def __call__(
+        self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str = PROMPTED
+    ) -> torch.Tensor:
         given = {"latents": latents, "timestep": timestep.reshape(1).float(), "text_embeds": text_embeds}
         return self._session.infer(**given)["velocity"]
 

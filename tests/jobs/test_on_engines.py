@@ -24,20 +24,26 @@ from runtime.core.events import (
     VideoSaved,
     Warned,
 )
+from runtime.core.loras import Lora
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
+from runtime.engines.build import verify_engine
 from runtime.engines.service import EngineService
 from runtime.engines.sessions.onnxruntime import OnnxRuntimeSession
+from runtime.engines.staleness import why_stale
 from runtime.engines.store import EngineStore
 from runtime.jobs.checkpoint import CheckpointFolder
 from runtime.jobs.flow import run_job
 from runtime.manager.machine import probe
 from runtime.manager.planner import resolve
+from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
 from runtime.video.metadata import read_facts
+from tests import made_loras
 from tests.jobs.test_flow import frames_of
+from tests.made_loras import factors
 from tests.pipeline.test_parity import sample
-from tests.plans import machine, tiny_plan
+from tests.plans import Alone, machine, tiny_plan
 
 ON_ENGINES = {"backends": {"all": "onnxruntime"}}
 # Random weights make noise of every frame, in which bfloat16 and H.264 differ more than in a picture; wrong caches or
@@ -353,3 +359,61 @@ def test_a_plan_for_other_weights_is_refused_aloud(bench: Bench) -> None:
     events = bench.run(replace(plan, components={**keep, "vae": other}))
     (fall,) = fallen(events)
     assert "planned for other weights" in fall.reason
+
+
+def test_an_engine_of_other_weights_is_never_taken(bench: Bench, stocked: tuple[ModelSpec, Path, list[Event]]) -> None:
+    bare = bench.plan()
+    path = made_loras.save(bench.folder / "style.safetensors", made_loras.wan(factors(bench.spec.transformer)))
+    asked = {"loras": [f"high={path}:0.8"]}
+    with_lora = with_lora_of(bench, path, 0.8)
+    never = with_lora.plan(**asked, build="never").components
+    assert never["transformer"].backend == "pytorch" and "built without this LoRA" in never["transformer"].reason
+    assert never["transformer_2"].engines == bare.components["transformer_2"].engines
+    plan = with_lora.plan(**asked)
+    (use,) = plan.components["transformer"].engines
+    assert use.build and use.id != bare.components["transformer"].engines[0].id
+    assert "built without this LoRA" in plan.components["transformer"].reason
+    events = with_lora.run(plan)
+    assert built(events) == ["transformer"] and backends(events) == dict.fromkeys(COMPONENTS, "onnxruntime")
+    in_pytorch = with_lora.run(with_lora.plan(**asked, backends={"all": "pytorch"}))
+    assert psnr(saved(events).video, saved(in_pytorch).video) > SAME_NOISE_DB
+    # One step of the expert, by its engine with the LoRA, in PyTorch with it, and by the engine without.
+    random = torch.Generator().manual_seed(0)
+    latents = torch.randn(plan.latent_shape, generator=random)
+    text = torch.randn(1, bench.spec.max_sequence_length, bench.spec.transformer.text_dim, generator=random)
+    engine, pytorch, without = (
+        velocity(one, latents, text)
+        for one in (
+            (with_lora, with_lora.plan(**asked)),
+            (with_lora, with_lora.plan(**asked, backends={"all": "pytorch"})),
+            (bench, bare),
+        )
+    )
+    length = torch.linalg.vector_norm(pytorch)
+    assert torch.linalg.vector_norm(engine - pytorch) < 1e-4 * length
+    assert torch.linalg.vector_norm(without - pytorch) > 1e-2 * length
+    # Taken away, the old engine is there as before; with another weight there is none.
+    assert bench.plan() == bare
+    (other,) = with_lora_of(bench, path, 0.5).plan(loras=[f"high={path}:0.5"]).components["transformer"].engines
+    assert other.build
+    # The library knows what is inside: neither is stale, and neither is proven against other weights.
+    records = {record.id: record for record in bench.engines.store.index()}
+    assert records[use.id].loras == with_lora.spec.loras
+    assert all(why_stale(record, [bench.spec], bench.engines.machine) == [] for record in records.values())
+    path.unlink()
+    with pytest.raises(EngineError, match="has a LoRA inside"):
+        check = Cancel()
+        verify_engine(bench.spec, "transformer", records[use.id], bench.engines.store, "cpu", lambda *_: None, check)
+
+
+def with_lora_of(bench: Bench, path: Path, weight: float) -> Bench:
+    """Return the same place for the model with a LoRA on its high-noise expert."""
+    lora = Lora(str(path), weight, "high")
+    return Bench(with_loras(bench.spec, [lora], Path("none")), bench.engines, bench.folder)
+
+
+def velocity(of: tuple[Bench, ExecutionPlan], latents: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+    """Return what the high-noise expert of a plan predicts."""
+    bench, plan = of
+    with Residency(bench.engines) as residency, residency.denoiser(bench.spec, Alone(plan), "transformer") as denoiser:
+        return denoiser(latents, torch.tensor(900.0), text).clone()

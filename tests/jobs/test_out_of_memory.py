@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.components.denoiser import PyTorchDenoiser
+from runtime.components.denoiser import PROMPTED, PyTorchDenoiser
 from runtime.components.residency import Residency
 from runtime.components.text_encoder import PyTorchTextModel
 from runtime.components.video_decoder import PyTorchVideoDecoder
@@ -60,9 +60,11 @@ class Starving:
                 return super().__call__(ids, mask)
 
         class StarvingDenoiser(PyTorchDenoiser):
-            def __call__(self, latents: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            def __call__(
+                self, latents: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor, which: str = PROMPTED
+            ) -> torch.Tensor:
                 hit()
-                return super().__call__(latents, timestep, text)
+                return super().__call__(latents, timestep, text, which)
 
         class StarvingVideoDecoder(PyTorchVideoDecoder):
             def frames(self, latents: torch.Tensor, chunk: int, tile: int | None = None) -> Iterator[torch.Tensor]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from runtime.components.denoiser import PyTorchDenoiser
+from runtime.components.denoiser import PROMPTED, PyTorchDenoiser
 from runtime.components.residency import Residency
 from runtime.core.cancel import Cancel
 from runtime.core.events import (
@@ -136,12 +136,14 @@ def test_a_job_cancelled_within_a_step_loses_that_step_only(tiny: Tiny, tmp_path
     calls = 0
 
     class Watched(PyTorchDenoiser):
-        def __call__(self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor) -> torch.Tensor:
+        def __call__(
+            self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str = PROMPTED
+        ) -> torch.Tensor:
             nonlocal calls
             calls += 1
             if calls == 3:  # the second step's first of two
                 cancel.request()
-            return super().__call__(latents, timestep, text_embeds)
+            return super().__call__(latents, timestep, text_embeds, which)
 
     with pytest.MonkeyPatch.context() as patched, Residency() as residency:
         patched.setattr("runtime.components.residency.PyTorchDenoiser", Watched)

@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from runtime.components.residency import Residency
 from runtime.core.cancel import Cancel
@@ -27,11 +28,14 @@ from runtime.core.events import (
     StepDone,
     VideoSaved,
 )
+from runtime.core.loras import Lora
 from runtime.core.plan import ExecutionPlan, Split
 from runtime.jobs.checkpoint import CheckpointFolder
 from runtime.jobs.flow import run_job
+from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
 from tests.jobs.test_flow import frames_of
+from tests.made_loras import factors, peft
 from tests.pipeline.test_parity import sample
 from tests.plans import tiny_plan
 
@@ -99,6 +103,17 @@ def test_latents_are_those_of_one_process(spec: ModelSpec, residency: Residency,
     torch.testing.assert_close(made, wanted, rtol=0, atol=1e-4)
     assert all(residency.holds(spec, plan, name) for name in ("transformer", "transformer_2"))
     assert len(processes(residency)) == 3
+
+
+def test_each_adds_the_loras(spec: ModelSpec, residency: Residency, tmp_path: Path) -> None:
+    save_file(peft(factors(spec.transformer)), tmp_path / "style.safetensors")
+    changed = with_loras(spec, [Lora(str(tmp_path / "style.safetensors"), 0.5)], tmp_path)
+    plan = shared(spec, tmp_path / "x.mp4")
+    with Residency() as alone:
+        wanted = sample(changed, replace(plan, split=None), alone)
+    made = sample(changed, plan, residency)
+    torch.testing.assert_close(made, wanted, rtol=0, atol=1e-4)
+    assert not torch.allclose(made, sample(spec, plan, residency), atol=1e-2)
 
 
 def test_a_job_goes_on_with_another_number_of_them(spec: ModelSpec, residency: Residency, tmp_path: Path) -> None:

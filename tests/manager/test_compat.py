@@ -17,11 +17,10 @@ from runtime.manager.compat import (
     conflict,
     cuda_problem,
     lacking,
-    no_ram,
-    no_room,
 )
 from runtime.manager.engine_index import EngineRecord, misfit
 from runtime.manager.machine import Machine
+from runtime.manager.room import no_ram, no_room
 from runtime.manager.shapes import ShapeProfile
 from runtime.models.catalogue import look_up
 from runtime.models.spec import ModelSpec
@@ -106,14 +105,45 @@ EXCLUDED: list[tuple[str, dict[str, Any], Machine, str, str, str]] = [
         "an engine runs whole on one",
         "transformer=pytorch",
     ),
-    ("LoRA", {"loras": ("ghibli", "slow")}, H200, "LoRA excludes", "ghibli, slow changes", "on Inductor"),
     (
         "LoRA",
-        {"loras": ("ghibli",), "backend": "onnxruntime", "device": "cpu", "component": "transformer_2"},
-        CPU,
-        "LoRA excludes the built ONNX Runtime engine",
-        "would have to be built anew",
-        "transformer_2=pytorch",
+        {"loras": ("ghibli", "slow"), "backend": "pytorch", "quantization": "fp8"},
+        H200,
+        "a LoRA excludes FP8 weights",
+        "FP8 weights exclude the LoRA ghibli, slow: they are rounded",
+        "--quantization none",
+    ),
+    (
+        "LoRA",
+        {"loras": ("ghibli",), "backend": "pytorch", "component": "transformer_2", "quantization": "bnb-4bit"},
+        H200,
+        "a LoRA excludes 4-bit weights",
+        "before it could be added",
+        "--offload group",
+    ),
+    (
+        "step cache on engines",
+        {"step_cache": "first-block", "component": "transformer_2"},
+        H200,
+        "a step cache excludes TensorRT",
+        "for the low-noise transformer: an engine computes all of its blocks",
+        "--backend transformer_2=pytorch",
+    ),
+    (
+        "step cache and streamed blocks",
+        {"step_cache": "first-block:0.2", "backend": "pytorch", "offload": "group"},
+        H200,
+        "a step cache excludes group offload",
+        "each block brings the next one",
+        "--offload model",
+    ),
+    (
+        "step cache on several GPUs",
+        {"step_cache": "first-block", "backend": "pytorch", "gpus": 2},
+        H200,
+        "a step cache excludes 2 GPUs",
+        "its own part of the frames",
+        "--gpus 1",
     ),
     ("bfloat16", {"backend": "inductor", "precision": "bfloat16"}, TURING, "no bfloat16", "Test GPU does not", "other"),
     ("ONNX Runtime on a GPU", {"backend": "onnxruntime"}, H200, "has no CUDA", "has no CUDA", "another backend"),
@@ -163,14 +193,21 @@ def test_every_rule_has_its_case() -> None:
         ({"component": "vae", "gpus": 2}, H200),
         ({"component": "text_encoder", "gpus": 4, "backend": "inductor"}, H200),
         ({"component": "text_encoder", "loras": ("ghibli",)}, H200),
+        ({"component": "vae", "step_cache": "first-block"}, H200),
+        ({"component": "text_encoder", "step_cache": "first-block", "offload": "group", "backend": "pytorch"}, H200),
+        ({"step_cache": "first-block", "offload": "model", "quantization": "fp8", "backend": "pytorch"}, H200),
         # One GPU, and no LoRA.
         ({"gpus": 1, "loras": ()}, H200),
         # What waits in PyTorch: all weights but those in 8 bits.
         ({"backend": "pytorch", "quantization": "bnb-8bit", "offload": "none"}, H200),
         ({"backend": "pytorch", "quantization": "bnb-8bit", "offload": "auto"}, H200),
         ({"backend": "pytorch", "quantization": "fp8", "offload": "model"}, H200),
+        # Engines are built of the changed weights.
+        ({"loras": ("ghibli",)}, H200),
         ({"backend": "inductor", "loras": ("ghibli",)}, H200),
-        ({"backend": "pytorch", "quantization": "bnb-4bit", "offload": "group", "loras": ("x",), "gpus": 2}, H200),
+        ({"backend": "onnxruntime", "loras": ("ghibli",), "device": "cpu", "component": "transformer_2"}, CPU),
+        ({"backend": "pytorch", "offload": "group", "loras": ("x",), "gpus": 2}, H200),
+        ({"backend": "pytorch", "quantization": "bnb-4bit", "offload": "group", "gpus": 2}, H200),
         ({"backend": "inductor", "precision": "bfloat16"}, AMPERE),
         ({"backend": "inductor", "precision": "float16"}, TURING),
         ({"backend": "onnxruntime", "device": "cpu", "precision": "bfloat16"}, TURING),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortError
+from runtime.core.loras import LoraUse
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.manager import vram
@@ -313,3 +314,25 @@ def test_the_plan_says_it_all_as_json() -> None:
         assert forecast["low"] <= forecast["seconds"] <= forecast["high"]
         assert forecast["measured"] is False
     assert [rung["flags"] for rung in said["ladder"] if rung["taken"]] == ["--offload group"]
+
+
+def test_a_lora_keeps_quantized_weights_off_the_ladder() -> None:
+    use = LoraUse(file="style", path=Path("style.safetensors"), digest="0" * 64, weight=1.0)
+    with_lora = replace(spec(A14B), loras=(use,))
+
+    def planned(where: Machine, **values: Any) -> ExecutionPlan:
+        request = GenerationRequest.from_mapping({"prompt": "a boat", "loras": ["style"]} | values)
+        return resolve(request, with_lora, where, Path("x.mp4"))
+
+    # Without a LoRA the transformers are quantized there.
+    assert plan(A14B, on(24, 32)).quantization != "none"
+    with pytest.raises(MemoryShortError) as short:
+        planned(on(24, 32))
+    assert "--quantization" not in short.value.remedy
+    roomy = planned(on(140, 500))
+    assert {rung.lacks for rung in roomy.ladder if rung.quantization != "none"} == {
+        f"a LoRA excludes {bits} weights" for bits in ("FP8", "8-bit", "4-bit")
+    }
+    assert roomy.loras == (use,)
+    with pytest.raises(InvalidRequestError, match="FP8 weights exclude the LoRA style"):
+        planned(on(140, 500), quantization="fp8")

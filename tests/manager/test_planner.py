@@ -10,8 +10,10 @@ import pytest
 from runtime.core.errors import InvalidRequestError, MachineError
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
+from runtime.manager.extent import nearest
+from runtime.manager.history import Kind, Run, architecture
 from runtime.manager.machine import Machine, seen_from
-from runtime.manager.planner import nearest, resolve
+from runtime.manager.planner import resolve
 from runtime.manager.split import usable_gpus
 from runtime.models.spec import ModelSpec
 from tests.plans import GIB, gpu, machine
@@ -210,3 +212,35 @@ def test_a_machine_seen_from_one_gpu_answers_for_that_one() -> None:
     seen = seen_from(two_gpus(), 1)
     assert [one.name for one in seen.gpus] == ["GPU 1", "GPU 1"]
     assert seen_from(machine(), 0) == machine()
+
+
+def test_a_step_cache_is_reckoned_with(tiny: Callable[[str], ModelSpec]) -> None:
+    spec = tiny("wan2.2-a14b")
+    plain, cached = plan(spec), plan(spec, step_cache="first-block:0.2")
+    assert (plain.step_cache, cached.step_cache) == ("none", "first-block:0.2")
+    assert "reused across steps (first-block:0.2), as asked" in cached.components["transformer_2"].reason
+    assert "reused" not in cached.components["vae"].reason
+    working = [
+        {stage.component: stage.working_bytes for stage in made.memory}
+        for made in (plain, cached, plan(spec, step_cache="first-block", guidance_scale=1))
+    ]
+    remembered = 3 * cached.tokens * spec.transformer.width * 4
+    assert [one["transformer"] - working[0]["transformer"] for one in working] == [0, 2 * remembered, remembered]
+    assert working[0]["vae"] == working[1]["vae"]
+    # What it saves is not known before it was measured: the forecast becomes wider, not only shorter.
+    seconds, before = cached.seconds["denoise"], plain.seconds["denoise"]
+    assert seconds.low < before.low and before.likely > seconds.likely and seconds.high > before.high
+    measured = [
+        Run(
+            kind=Kind(device="Test CPU, 2 cores", model=architecture(spec), component="transformer", backend="pytorch",
+                      dtype="float32", quantization="none", offload="none", step_cache=cache),
+            flops=spec.transformer.forward_flops(plain.tokens, spec.max_sequence_length),
+            seconds=seconds_each, working_bytes=1, excess_bytes=None,
+        )
+        for cache, seconds_each in (("", 2.0), ("first-block:0.2", 1.0))
+    ]  # fmt: skip
+    request = GenerationRequest(prompt="a boat", step_cache="first-block:0.2", steps=10)
+    both = resolve(request, spec, machine(), OUT, history=measured).seconds["denoise"]
+    assert both.measured and both.likely == pytest.approx(20.0)
+    unknown = resolve(request, spec, machine(), OUT, history=measured[:1]).seconds["denoise"]
+    assert not unknown.measured and unknown.low < 20.0 < unknown.high and unknown.high > 40.0

@@ -85,6 +85,7 @@ TENSORRT = {"backends": {"all": "tensorrt"}}
 INDUCTOR = {"backends": {"all": "inductor"}}
 ONNX = {"backends": {"all": "onnxruntime"}}
 PYTORCH = {"backends": {"all": "pytorch"}}
+CACHE = {"step_cache": "first-block"}
 IN_8_BITS = {"quantization": "bnb-8bit"}
 AT_480P = {"width": 832, "height": 480}
 IN_PYTORCH = {"transformer": "pytorch", "transformer_2": "pytorch"}
@@ -201,6 +202,14 @@ ROWS = [
     Row(H200, A14B, {"quantization": "bnb-4bit", "offload": "model"}, "PPPP", "bfloat16", {"offload": "model"}),
     Row(H200, A14B, {"quantization": "fp8", "offload": "model"}, "PPPP", "bfloat16", {"quantization": "fp8"}),
     Row(H200, A14B, {"quantization": "fp8", "offload": "group"}, InvalidRequestError, "not brought in parts"),
+    # A step cache runs in PyTorch, and streams no blocks.
+    Row(CPU_8, SHIPPED, CACHE, "PPPP", "first-block:0.05), as asked", {"step_cache": "first-block:0.05"}),
+    Row(CPU_16, SHIPPED, CACHE | {"build": "missing"}, "OPPO", "PyTorch: a step cache excludes ONNX Runtime"),
+    Row(H200, A14B, CACHE | TENSORRT, InvalidRequestError, "A step cache excludes TensorRT for the transformer"),
+    Row(H200, A14B, CACHE | {"offload": "group"}, InvalidRequestError, "A step cache excludes group offload"),
+    Row(H200, A14B, CACHE | {"offload": "model"}, "PPPP", "reused across steps", {"offload": "model"}),
+    Row(H200, A14B, CACHE | {"quantization": "fp8"}, "PPPP", "reused across steps", {"quantization": "fp8"}),
+    Row(TWELVE_96, A14B, CACHE, MachineError, "memory"),
     # Offload.
     Row(H200, A14B, TENSORRT | {"offload": "model"}, InvalidRequestError, "Model offload excludes TensorRT"),
     Row(H200, A14B, TENSORRT | {"offload": "group"}, InvalidRequestError, "keeps its weights on the GPU"),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from runtime.core.errors import InvalidRequestError, ModelError, TandemError
+from runtime.core.loras import Lora
 from runtime.core.request import AUTO, GenerationRequest
 from runtime.models.spec import ModelSpec
 from runtime.ui import form, theme
@@ -32,6 +33,8 @@ GOOD: dict[str, Any] = {
     "quantization": "auto",
     "on_out_of_memory": "retry",
     "gpus": "1",
+    "loras": "",
+    "step_cache": "none",
 }
 BACKENDS = ["backend_text_encoder", "backend_transformer", "backend_transformer_2", "backend_vae"]
 
@@ -49,7 +52,7 @@ def read(models: dict[str, ModelSpec], **changes: Any) -> GenerationRequest:
 def test_values_become_a_request(models: dict[str, ModelSpec]) -> None:
     request = read(models)
     plain = {name: value for name, value in GOOD.items() if name not in BACKENDS}
-    assert request == GenerationRequest(**(plain | {"seed": AUTO, "gpus": 1}))
+    assert request == GenerationRequest(**(plain | {"seed": AUTO, "gpus": 1, "loras": ()}))
     assert [read(models, gpus=given).gpus for given in ("2", "auto")] == [2, AUTO]
 
 
@@ -69,6 +72,56 @@ def test_what_is_no_choice_is_refused_by_name(models: dict[str, ModelSpec], fiel
         read(models, **{field: value})
     assert refused.value.field == ("backends" if field in BACKENDS else field)
     assert len(refused.value.what) < 120
+
+
+@pytest.mark.parametrize(
+    ("value", "loras"),
+    [
+        ("", ()),
+        (None, ()),
+        (" \n\n", ()),
+        ("stil für boote:0.8", (Lora("stil für boote", 0.8),)),
+        ("a/b\n high=c:1.5 \nlow=c", (Lora("a/b"), Lora("c", 1.5, "high"), Lora("c", 1.0, "low"))),
+    ],
+)
+def test_loras_are_told_by_name_one_a_line(models: dict[str, ModelSpec], value: Any, loras: tuple[Lora, ...]) -> None:
+    request = read(models, loras=value)
+    assert request.loras == loras
+    # They come back from what the browser kept, and from a video's request.
+    for stored in (value, request.to_json()["loras"]):
+        kept = form.filled(GOOD | {"loras": stored}, models)["loras"]["value"]
+        assert read(models, loras=kept).loras == loras
+
+
+@pytest.mark.parametrize(
+    "value",
+    [7, [], ["a"], {}, True, "a" * 100_000, "a\x00b", "a:-1", "a:0", "a:nan", "a:1e9", "a\na", "\n".join("abcdefghi"),
+     "/etc/passwd", "../a", "~/a", "a.safetensors", "C:\\a", "a/../../b", "high="],
+)  # fmt: skip
+def test_what_is_no_lora_of_the_cache_is_refused(models: dict[str, ModelSpec], value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        read(models, loras=value)
+    assert refused.value.field == "loras"
+    assert len(refused.value.what) < 150 and refused.value.remedy
+
+
+@pytest.mark.parametrize("stored", [7, [7], {"a": 1}, [{"file": 3}], "x" * 9_000, [["a", "b"]]])
+def test_stored_loras_that_are_none_are_passed_over(models: dict[str, ModelSpec], stored: Any) -> None:
+    assert len(form.filled(GOOD | {"loras": stored}, models)["loras"]["value"]) <= 4_000
+
+
+@pytest.mark.parametrize("value", [None, "", "first", 7, [], {}, "first-block:0", "first-block:nan", "x" * 100_000])
+def test_what_is_no_step_cache_is_refused_and_not_brought_back(models: dict[str, ModelSpec], value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        read(models, step_cache=value)
+    assert refused.value.field == "step_cache"
+    assert form.filled(GOOD | {"step_cache": value}, models)["step_cache"]["value"] == "none"
+
+
+def test_a_step_cache_comes_back_with_its_strength(models: dict[str, ModelSpec]) -> None:
+    for given, kept in (("first-block", "first-block"), ("first-block:0.250", "first-block:0.25")):
+        assert read(models, step_cache=given).step_cache == kept
+        assert form.filled(GOOD | {"step_cache": given}, models)["step_cache"]["value"] == kept
 
 
 def test_words_and_seed_do_not_matter_to_what_runs_where(models: dict[str, ModelSpec]) -> None:

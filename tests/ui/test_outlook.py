@@ -58,8 +58,8 @@ def foresee(
     try:
         plan = resolve(GenerationRequest.from_mapping(wanted), spec, here, Path("x.mp4"), offers)
     except TandemError as error:
-        return Foreseen(None, error, offers, (), complete)
-    return Foreseen(plan, None, offers, (), complete)
+        return Foreseen(None, error, offers, (), complete, spec)
+    return Foreseen(plan, None, offers, (), complete, spec)
 
 
 def look(spec: ModelSpec, **values: Any) -> Outlook:

@@ -157,6 +157,20 @@ def test_differing_settings_come_first_and_pace_is_said() -> None:
     assert "shorter" not in compare.pace(one, one)
 
 
+def test_loras_and_step_caches_are_told_as_they_are_given() -> None:
+    base: dict[str, Any] = {"prompt": "x", "frames": 9, "fps": 8}
+    lora = {"file": "<style>", "weight": 0.8, "expert": "high"}
+    extras = {"loras": [lora, {"file": "b", "weight": 1.0, "expert": "both"}], "step_cache": "first-block:0.05"}
+    # The first was made before there were any.
+    one, other = (compare.Clip("a" * 8, "x", base | values, 1.0, "CPU") for values in ({}, extras))
+    assert compare.settings(one, other)[:2] == [
+        ("Loras", "none", "high=<style>:0.8, b:1"),
+        ("Step cache", "none", "first-block:0.05"),
+    ]
+    plain = compare.Clip("a" * 8, "x", base | {"loras": [], "step_cache": "none"}, 1.0, "CPU")
+    assert all(a == b for _, a, b in compare.settings(one, plain))
+
+
 def test_cleaning_is_offered_only_where_there_is_something() -> None:
     nothing = gallery.room(Room(0, 0, 0, 0, 0, 0), {})
     assert "data-act" not in nothing

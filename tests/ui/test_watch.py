@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -137,6 +138,14 @@ def test_a_finished_job_shows_video_and_facts(job: Job) -> None:
     assert "&lt;b&gt;red&lt;/b&gt; &amp; blue" in view.facts
     assert "<b>red" not in view.facts + view.picture + view.status
     assert "<i>" not in view.facts
+
+
+def test_what_a_finished_job_used_beside_the_model_is_told(job: Job) -> None:
+    done = saved(job)
+    assert not {"LoRA", "Step cache"} & {name for name, _ in facts.rows(done, job.plan, "Tiny")}
+    used = {"loras": [{"file": "a", "weight": 0.5, "expert": "low"}], "step_cache": "first-block:0.2"}
+    told = facts.rows(replace(done, request={**done.request, **used}), job.plan, "Tiny")
+    assert ("LoRA", "low=a:0.5") in told and ("Step cache", "first-block:0.2") in told
 
 
 def test_an_error_is_what_and_what_to_do(job: Job) -> None:

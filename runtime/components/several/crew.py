@@ -72,7 +72,9 @@ class Crew:
             group = self._group = Group(split, check, self._limits)
             self._texts = Texts()
         told = _PARTS.dump_python(part, mode="json")
-        answers = group.call("load", check, name=name, directory=str(spec.directory), model=spec.name, part=told)
+        loras = [use.to_json() for use in spec.loras_of(name)]
+        directory, model = str(spec.directory), spec.name
+        answers = group.call("load", check, name=name, part=told, directory=directory, model=model, loras=loras)
         if name == "vae":
             return Shared(group, name, SharedVideoDecoder(group, check))
         dtype = getattr(torch, answers[0].said["dtype"])

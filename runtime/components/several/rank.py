@@ -13,6 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from runtime.components.several.sequence import Tokens, share_tokens
 from runtime.components.several.strips import StripDecoder
 from runtime.components.several.wire import Message, Wire
 from runtime.core.errors import BadResultError, TandemError
+from runtime.core.loras import LoraUse
 from runtime.core.plan import ComponentPlan
 from runtime.models.wan import read_spec
 from runtime.models.weights import load_module
@@ -86,6 +88,7 @@ class Rank:
         """Load a component."""
         name = said["name"]
         spec = read_spec(Path(said["directory"]), said["model"])
+        spec = replace(spec, loras=tuple(map(LoraUse.from_json, said["loras"])))
         part = TypeAdapter(ComponentPlan).validate_python({**said["part"], "device": str(self._device)})
         module: Any = load_module(spec, name, part)
         self._modules[name] = module

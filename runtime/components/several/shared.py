@@ -5,6 +5,7 @@ from itertools import count
 
 import torch
 
+from runtime.components.denoiser import PROMPTED
 from runtime.components.several.group import Group
 from runtime.components.several.strips import longer_side
 from runtime.models.spec import ModelSpec
@@ -54,7 +55,12 @@ class SharedDenoiser:
         self._texts = texts
         self.check = check
 
-    def __call__(self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor) -> torch.Tensor:
+    def begin_anew(self) -> None:
+        """See `Denoiser`; a step cache excludes several GPUs."""
+
+    def __call__(
+        self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str = PROMPTED
+    ) -> torch.Tensor:
         """See `Denoiser`."""
         return self._passes(latents, timestep, [text_embeds])[0]
 

@@ -1,0 +1,125 @@
+"""What a step cache does to the shipped model: forward passes, seconds, and likeness to the video without it.
+
+    python -m bench.step_cache --strengths 0.05 0.1 0.2 --out videos
+
+Every video is the default clip, made by the job that the app runs, in PyTorch; likeness is between the saved videos as
+ffmpeg measures it. The last line is JSON. The table of a run: bench/step_cache.md.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.models.attention import FeedForward
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from runtime.components.residency import Residency
+from runtime.core.cancel import Cancel
+from runtime.core.events import Event, VideoSaved
+from runtime.core.request import GenerationRequest
+from runtime.core.step_cache import FIRST_BLOCK, NONE
+from runtime.jobs.flow import run_job
+from runtime.manager.machine import probe
+from runtime.manager.planner import resolve
+from runtime.models.catalogue import find
+from runtime.models.spec import ModelSpec
+from runtime.video.likeness import likeness
+from tools import grade
+
+PROMPTS = (
+    "a red boat sails to the right on a calm sea at sunset",
+    "a yellow bird circles above the hills in the morning",
+    "a green car drives left through the city at night, in rain",
+    "a white rocket flies up over the desert by day",
+    "a purple fish swims to the left in the sea by day",
+    "an orange balloon floats up over the snow at sunset",
+)
+SEED = 7
+
+
+def blocks_computed(work: Any) -> int:
+    """Return how many transformer blocks are computed while `work` runs."""
+    count = 0
+
+    def hear(module: torch.nn.Module, _: Any) -> None:
+        nonlocal count
+        count += isinstance(module, FeedForward)
+
+    handle = register_module_forward_pre_hook(hear)
+    try:
+        work()
+    finally:
+        handle.remove()
+    return count
+
+
+def make(spec: ModelSpec, residency: Residency, prompt: str, step_cache: str, out: Path) -> dict[str, float]:
+    """Make one video; return the blocks that it took and the seconds of its steps."""
+    request = GenerationRequest(prompt=prompt, seed=SEED, step_cache=step_cache, backends={"all": "pytorch"})
+    plan = resolve(request, spec, probe(), out)
+    events: list[Event] = []
+    blocks = blocks_computed(lambda: run_job(plan, spec, events.append, Cancel(), residency))
+    end = events[-1]
+    if not isinstance(end, VideoSaved):
+        sys.exit(f"No video: {end}")
+    return {"blocks": blocks, "seconds": end.timings["denoise"]}
+
+
+def main() -> None:
+    """Make the videos, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--strengths", type=float, nargs="+", default=[0.03, 0.05, 0.1, 0.15, 0.2, 0.3])
+    parser.add_argument(
+        "--prompts", type=int, default=len(PROMPTS), help="more than six are sentences as tools.grade asks for"
+    )
+    parser.add_argument("--out", type=Path, default=None, help="keep the videos there")
+    arguments = parser.parse_args()
+    folder = arguments.out or Path(tempfile.mkdtemp(prefix="step-cache-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    spec = find("diorama", Path("none"))
+    few = arguments.prompts <= len(PROMPTS)
+    prompts = PROMPTS[: arguments.prompts] if few else grade.requests(arguments.prompts)[1]
+    ways = [NONE, *(f"{FIRST_BLOCK}:{strength:g}" for strength in arguments.strengths)]
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    with Residency() as residency:
+        for number, prompt in enumerate(prompts):
+            for way in ways:
+                out = folder / f"{number}-{way.replace(':', '-')}.mp4"
+                made = make(spec, residency, prompt, way, out)
+                alike = likeness(folder / f"{number}-{NONE}.mp4", out)
+                found[way].append(made | {"psnr": alike.psnr, "ssim": alike.ssim, "same": alike.same})
+                sys.stderr.write(f"{number} {way} {found[way][-1]}\n")
+    rows = []
+    for way in ways:
+        runs = found[way]
+        blocks = sum(run["blocks"] for run in runs) / sum(run["blocks"] for run in found[NONE])
+        rows.append(
+            {
+                "step_cache": way,
+                "blocks": round(blocks, 3),
+                "seconds": round(statistics.median(run["seconds"] for run in runs), 2),
+                "psnr": round(statistics.mean(run["psnr"] for run in runs), 1),
+                "psnr_least": round(min(run["psnr"] for run in runs), 1),
+                "ssim": round(statistics.mean(run["ssim"] for run in runs), 4),
+                "ssim_least": round(min(run["ssim"] for run in runs), 4),
+            }
+        )
+    lines = ["| step cache | blocks computed | denoising | PSNR, mean | least | SSIM, mean | least |"]
+    lines.append("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    lines += [
+        f"| {row['step_cache']} | {row['blocks']:.0%} | {row['seconds']} s | {row['psnr']} dB | {row['psnr_least']} dB "
+        f"| {row['ssim']} | {row['ssim_least']} |"
+        for row in rows
+    ]
+    sys.stdout.write(
+        "\n".join(lines) + "\n" + json.dumps({"rows": rows, "runs": found}).replace("Infinity", "null") + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""What LoRAs and a step cache change in a plan: what they exclude, reasons, warnings. Pure."""
+
+from runtime.core.errors import InvalidRequestError
+from runtime.core.request import AUTO, GenerationRequest
+from runtime.core.step_cache import NONE
+from runtime.manager import compat
+from runtime.manager.machine import Machine
+from runtime.models.spec import ModelSpec, is_transformer
+
+
+def names(spec: ModelSpec) -> tuple[str, ...]:
+    """Return what a model's LoRAs are called."""
+    return tuple(use.name for use in spec.loras)
+
+
+def check(request: GenerationRequest, spec: ModelSpec, machine: Machine, offload: str) -> None:
+    """Refuse a way to hold the weights that a LoRA or a step cache excludes: neither is left out in silence.
+
+    Args:
+        offload: as it counts here.
+
+    Raises:
+        InvalidRequestError: naming the setting.
+    """
+    against = compat.excluded_in_pytorch(offload, request.quantization, names(spec), request.step_cache, machine)
+    if against is not None:
+        raise InvalidRequestError(against.setting, against.what, against.remedy)
+
+
+def reason(runs: str, component: str, step_cache: str) -> str:
+    """Return why a component runs as it does, its step cache included.
+
+    Args:
+        runs: the reason without, a sentence.
+    """
+    if step_cache == NONE or not is_transformer(component):
+        return runs
+    return f"{runs} What its blocks add is reused across steps ({step_cache}), as asked."
+
+
+def warnings(request: GenerationRequest, spec: ModelSpec, steps: int, guidance: float) -> list[str]:
+    """Say what LoRAs that were distilled for few steps change, or want."""
+    warnings = []
+    for use in spec.loras:
+        if use.steps is None:
+            continue
+        wants = f"The LoRA {use.name} was distilled for {use.steps} steps without guidance"
+        if steps > use.steps or guidance > 1:
+            said = f"{steps} steps with guidance {guidance:g}" if guidance > 1 else f"{steps} steps"
+            warnings.append(f"{wants}; this takes {said}: --steps {use.steps} --guidance 1 is what it is made for.")
+        elif AUTO in {request.steps, request.guidance_scale}:
+            warnings.append(f"{wants}: that is what is taken here.")
+    return warnings

@@ -1,0 +1,142 @@
+"""What the tensors of a LoRA file change, by their names: every spelling of Wan's modules that is in use.
+
+    blocks.3.attn1.to_q.lora_A.weight                      diffusers and peft, also below "transformer."
+    diffusion_model.blocks.3.self_attn.q.lora_down.weight  Wan's own names, as most files have them; with ".alpha"
+    lora_unet_blocks_3_self_attn_q.lora_up.weight          musubi-tuner
+    diffusion_model.blocks.3.norm3.diff                    a change of the whole tensor; "diff_b" of its bias
+
+Wan's own names against diffusers': scripts/convert_wan_to_diffusers.py and loaders/lora_conversion_utils.py there.
+Loads nothing, imports no torch.
+"""
+
+import re
+from dataclasses import dataclass
+from math import prod
+
+from runtime.models.spec import TransformerSpec
+
+_PREFIXES = (
+    "base_model.model.",
+    "model.diffusion_model.",
+    "diffusion_model.",
+    "transformer.",
+    "lora_unet_",
+)
+# How a tensor's name ends, and what it is to its module.
+_ROLES = {
+    "lora_A.weight": "down",
+    "lora_A.default.weight": "down",
+    "lora_down.weight": "down",
+    "lora_B.weight": "up",
+    "lora_B.default.weight": "up",
+    "lora_up.weight": "up",
+    "lora_B.bias": "bias",
+    "diff_b": "bias",
+    "diff": "whole",
+    "alpha": "alpha",
+}
+_ROLE = re.compile(rf"(.+)\.({'|'.join(map(re.escape, _ROLES))})")
+_BLOCK = re.compile(r"blocks[._](\d+)[._](.+)")
+# Within a block.
+_IN_BLOCK = {
+    **{
+        f"{theirs}.{one}": f"{ours}.{other}"
+        for theirs, ours in (("self_attn", "attn1"), ("cross_attn", "attn2"))
+        for one, other in (
+            ("q", "to_q"),
+            ("k", "to_k"),
+            ("v", "to_v"),
+            ("o", "to_out.0"),
+            ("norm_q", "norm_q"),
+            ("norm_k", "norm_k"),
+        )
+    },
+    "ffn.0": "ffn.net.0.proj",
+    "ffn.2": "ffn.net.2",
+    "norm3": "norm2",
+    "modulation": "scale_shift_table",
+}
+_AROUND = {
+    "patch_embedding": "patch_embedding",
+    "text_embedding.0": "condition_embedder.text_embedder.linear_1",
+    "text_embedding.2": "condition_embedder.text_embedder.linear_2",
+    "time_embedding.0": "condition_embedder.time_embedder.linear_1",
+    "time_embedding.2": "condition_embedder.time_embedder.linear_2",
+    "time_projection.1": "condition_embedder.time_proj",
+    "head.head": "proj_out",
+    "head.modulation": "scale_shift_table",
+}
+_OURS = frozenset({*_IN_BLOCK.values()}), frozenset({*_AROUND.values()})
+# musubi-tuner writes underscores for dots.
+_UNDERSCORED = {name.replace(".", "_"): name for name in (*_IN_BLOCK, *_AROUND)}
+# What a module's change is made of.
+ROLES = ("down", "up", "bias", "whole", "alpha")
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a tensor is.
+
+    Attributes:
+        module: the module, or the bare parameter, as `diffusers.WanTransformer3DModel` calls it.
+        role: "down" and "up", whose product is added to the weight; "bias" and "whole", which are added as they are;
+            "alpha", which over the rank scales the product.
+    """
+
+    module: str
+    role: str
+
+    @property
+    def block(self) -> int | None:
+        """The number of the block that the module is in."""
+        found = _BLOCK.match(self.module)
+        return int(found[1]) if found else None
+
+
+def change_of(tensor: str) -> Change | None:
+    """Return what a tensor of a LoRA file changes; `None` if it is nothing of Wan's transformer."""
+    name = tensor
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    found = _ROLE.fullmatch(name)
+    if found is None:
+        return None
+    module = _module(found[1])
+    return None if module is None else Change(module, _ROLES[found[2]])
+
+
+def weight_shape(spec: TransformerSpec, module: str) -> tuple[int | None, ...] | None:
+    """Return the shape of the weight that a module of the transformer has, `None` for an axis that is not known.
+
+    Norms have their width alone, modulation is a parameter. `None` if the transformer has no such module.
+    """
+    width, patch = spec.width, prod(spec.patch_size)
+    block = _BLOCK.match(module)
+    if block is None:
+        return {
+            "patch_embedding": (width, spec.in_channels, *spec.patch_size),
+            "condition_embedder.text_embedder.linear_1": (width, spec.text_dim),
+            "condition_embedder.text_embedder.linear_2": (width, width),
+            "condition_embedder.time_embedder.linear_1": (width, None),
+            "condition_embedder.time_embedder.linear_2": (width, width),
+            "condition_embedder.time_proj": (6 * width, width),
+            "proj_out": (spec.in_channels * patch, width),
+            "scale_shift_table": (1, 2, width),
+        }.get(module)
+    if int(block[1]) >= spec.num_layers:
+        return None
+    name = block[2]
+    if name.endswith(("norm_q", "norm_k", "norm2")):
+        return (width,)
+    if name == "scale_shift_table":
+        return (1, 6, width)
+    return {"ffn.net.0.proj": (spec.ffn_dim, width), "ffn.net.2": (width, spec.ffn_dim)}.get(name, (width, width))
+
+
+def _module(name: str) -> str | None:
+    block = _BLOCK.fullmatch(name)
+    rest = block[2] if block else name
+    rest = _UNDERSCORED.get(rest, rest)
+    names, ours = (_IN_BLOCK, _OURS[0]) if block else (_AROUND, _OURS[1])
+    found = names.get(rest, rest if rest in ours else None)
+    return f"blocks.{block[1]}.{found}" if block and found else found

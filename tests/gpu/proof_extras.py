@@ -1,0 +1,168 @@
+"""LoRAs and step caches on a GPU at Wan2.2-A14B's width: right, how fast, how much memory. Not run by pytest.
+
+    python tests/gpu/proof_extras.py [--blocks 8] [--steps 16] [--small] [--device cuda:0] [PART …]    of lora, cache
+
+Random weights, two experts of a few blocks. Prints a JSON object per measurement and appends it to $OUT/extras.jsonl.
+
+- lora: loading with and without a LoRA of rank 64 in bfloat16, offloads too; `error` is that of a fused weight against
+  float64, `rounding` that of rounding the right one to bfloat16, which it cannot be below by much.
+- cache: strengths and ways to hold weights; blocks computed, seconds, peak memory beside the same way without a cache,
+  what the forecast says that the cache takes, and whether the second of two runs gave the same latents, bit for bit.
+"""
+
+import argparse
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+from safetensors.torch import load_file
+
+from bench.step_cache import blocks_computed
+from runtime.components.residency import Residency
+from runtime.core.loras import Lora
+from runtime.core.plan import ExecutionPlan
+from runtime.manager import vram
+from runtime.models.loras import with_loras
+from runtime.models.spec import ModelSpec
+from tests import made_loras
+from tests.gpu.proof_residency import measured, model, way
+from tests.pipeline.test_parity import sample
+from tests.plans import Alone, tiny_plan
+
+RANK, WEIGHT = 64, 0.8
+CACHES = ("none", "first-block:0.05", "first-block:0.2", "first-block:1")
+# Offload and quantization. The planner refuses a cache with `group`: here it is tried all the same.
+HELD = (("none", "none"), ("model", "none"), ("none", "fp8"), ("none", "bnb-4bit"), ("group", "none"))
+
+
+def say(**found: Any) -> None:
+    """Print and keep one measurement."""
+    line = json.dumps(found)
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+    with (Path(os.environ.get("OUT", ".")) / "extras.jsonl").open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
+def going_on(what: dict[str, Any], work: Callable[[], None]) -> None:
+    """Do one thing; what fails is told."""
+    try:
+        gc.collect()
+        work()
+    except Exception as error:
+        traceback.print_exc()
+        say(**what, failed=f"{type(error).__name__}: {error}"[:500])
+
+
+def planned(spec: ModelSpec, arguments: argparse.Namespace, **values: Any) -> ExecutionPlan:
+    """Plan a clip of 832×480 on the device, in bfloat16."""
+    size = {"width": 64, "height": 32} if arguments.small else {"width": 832, "height": 480}
+    plan = tiny_plan(spec, Path("x.mp4"), steps=arguments.steps, **size, **values)
+    parts = {
+        name: replace(part, device=arguments.device, dtype="bfloat16" if name != "vae" else "float32")
+        for name, part in plan.components.items()
+    }
+    return replace(plan, components=parts)
+
+
+@torch.no_grad()
+def lora(arguments: argparse.Namespace, spec: ModelSpec, folder: Path) -> None:
+    """Load the high-noise expert, with and without a LoRA, where its weights may wait."""
+    found = made_loras.factors(spec.transformer, RANK)
+    tensors = {name: tensor.bfloat16() for name, tensor in made_loras.wan(found).items()}
+    path = made_loras.save(folder / "x.safetensors", tensors)
+    started = time.perf_counter()
+    with_lora = with_loras(spec, [Lora(str(path), WEIGHT)], folder)
+    say(part="lora", read_seconds=round(time.perf_counter() - started, 3), bytes=path.stat().st_size)
+    shard = next((spec.directory / "transformer").glob("*.safetensors"))
+    name = "blocks.0.attn1.to_q.weight"
+    down, up = (tensors[f"diffusion_model.blocks.0.self_attn.q.lora_{end}.weight"].double() for end in ("down", "up"))
+    wanted = load_file(shard)[name].double() + WEIGHT * up @ down
+    length = wanted.norm()
+    for offload in ("none", "model", "group"):
+        for given in (spec, with_lora):
+            what = {"part": "lora", "offload": offload, "lora": bool(given.loras)}
+
+            def load(given: ModelSpec = given, offload: str = offload, what: dict[str, Any] = what) -> None:
+                plan = replace(planned(spec, arguments), offload=offload, loras=given.loras)
+                with Residency() as residency, measured(arguments.device) as taken:
+                    with residency.denoiser(given, Alone(plan), "transformer") as denoiser:
+                        weights = denoiser._module.state_dict()[name].double().cpu()  # type: ignore[attr-defined]
+                    taken["load_seconds"] = round(residency.load_seconds, 3)
+                error = ((weights - wanted).norm() / length).item() if given.loras else None
+                rounding = ((wanted.bfloat16().double() - wanted).norm() / length).item()
+                say(**what, error=error, rounding=rounding, **taken)
+
+            going_on(what, load)
+
+
+def cache(arguments: argparse.Namespace, spec: ModelSpec, _: Path) -> None:
+    """Sample with each cache, in each way to hold weights."""
+    for offload, quantization in HELD:
+        alone: dict[str, Any] = {}
+        for step_cache in CACHES:
+            what = {"part": "cache", "offload": offload, "quantization": quantization, "step_cache": step_cache}
+
+            def run(
+                step_cache: str = step_cache,
+                offload: str = offload,
+                quantization: str = quantization,
+                what: dict[str, Any] = what,
+                alone: dict[str, Any] = alone,
+            ) -> None:
+                plan = way(planned(spec, arguments, step_cache=step_cache), offload, quantization, keep=True)
+                got: list[torch.Tensor] = []
+                with Residency() as residency:
+                    sample(spec, plan, residency)
+                    with measured(arguments.device) as taken:
+                        blocks = blocks_computed(lambda: got.append(sample(spec, plan, residency).cpu()))
+                    again = sample(spec, plan, residency).cpu()
+                alone.setdefault("latents", got[0])
+                alone.setdefault("taken", dict(taken))
+                wanted = alone["latents"]
+                passes = vram.cached_passes(step_cache, plan.guidance_scale, plan.guidance_scale_2)
+                say(
+                    **what,
+                    blocks=blocks,
+                    repeats=torch.equal(got[0], again),
+                    error=((got[0] - wanted).norm() / wanted.norm()).item(),
+                    more_vram=taken.get("vram", 0) - alone["taken"].get("vram", 0),
+                    forecast_more=passes * 3 * plan.tokens * spec.transformer.width * 2,
+                    **taken,
+                )
+
+            going_on(what, run)
+
+
+def main() -> None:
+    """Measure."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--small", action="store_true", help="narrow experts: for a rehearsal on a CPU")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("parts", nargs="*", default=["lora", "cache"])
+    arguments = parser.parse_args()
+    name = torch.cuda.get_device_name() if arguments.device.startswith("cuda") else "CPU"
+    say(part="machine", device=name, torch=torch.__version__)
+    with tempfile.TemporaryDirectory() as folder:
+        spec = model(Path(folder) / "model", arguments)
+        parts = {"lora": partial(lora, arguments, spec), "cache": partial(cache, arguments, spec)}
+        for part in arguments.parts:
+            parts[part](Path(folder))
+
+
+if __name__ == "__main__":
+    main()

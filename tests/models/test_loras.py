@@ -1,0 +1,319 @@
+"""LoRAs on tiny real transformers: every spelling adds w · (alpha / rank) · B A, and bad files are refused by name."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers.loaders.lora_pipeline import WanLoraLoaderMixin
+from safetensors.torch import load_file
+
+from runtime.core.errors import InvalidRequestError, ModelError
+from runtime.core.loras import Lora
+from runtime.core.plan import ComponentPlan
+from runtime.models import loras
+from runtime.models.lora_files import distilled_steps
+from runtime.models.lora_names import change_of, weight_shape
+from runtime.models.loras import named_loras, with_loras
+from runtime.models.spec import ModelSpec
+from runtime.models.weights import load_module
+from tests import made_loras
+from tests.made_loras import LINEAR, RANK, Tensors, factors
+
+Tiny = Callable[[str], ModelSpec]
+
+
+def part(dtype: str = "float32") -> ComponentPlan:
+    return ComponentPlan(backend="pytorch", device="cpu", dtype=dtype, weights_bytes=0, reason="")
+
+
+def loaded(spec: ModelSpec, name: str = "transformer", dtype: str = "float32") -> dict[str, torch.Tensor]:
+    return load_module(spec, name, part(dtype)).state_dict()
+
+
+@pytest.fixture(scope="module")
+def spec(tiny: Tiny) -> ModelSpec:
+    return tiny("wan2.2-a14b")
+
+
+@pytest.fixture(scope="module")
+def plain(spec: ModelSpec) -> dict[str, torch.Tensor]:
+    return loaded(spec)
+
+
+STYLES: dict[str, tuple[Callable[..., Tensors], float]] = {
+    "peft": (made_loras.peft, 1.0),
+    "peft without a prefix": (
+        lambda found: {k.removeprefix("transformer."): v for k, v in made_loras.peft(found).items()},
+        1.0,
+    ),
+    "peft's own": (
+        lambda found: {
+            k.replace("transformer.", "base_model.model.", 1).replace(".weight", ".default.weight"): v
+            for k, v in made_loras.peft(found).items()
+        },
+        1.0,
+    ),
+    "wan": (made_loras.wan, 1.0),
+    "wan with alpha": (lambda found: made_loras.wan(found, alpha=2.0), 2.0 / RANK),
+    "musubi-tuner": (lambda found: made_loras.musubi(found, alpha=8.0), 8.0 / RANK),
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_every_spelling_adds_the_same_product(
+    style: str, spec: ModelSpec, plain: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    named, scale = STYLES[style]
+    found = factors(spec.transformer)
+    path = made_loras.save(tmp_path / "a.safetensors", named(found))
+    changed = loaded(with_loras(spec, [Lora(str(path), 0.5)], tmp_path))
+    names = {theirs: ours for theirs, ours, _ in LINEAR}
+    for (block, name), (down, up) in found.items():
+        weight = f"blocks.{block}.{names[name]}.weight"
+        wanted = plain[weight].double() + 0.5 * scale * up.double() @ down.double()
+        torch.testing.assert_close(changed[weight].double(), wanted, rtol=1e-5, atol=1e-6)
+    touched = {f"blocks.{block}.{names[name]}.weight" for block, name in found}
+    assert all(torch.equal(changed[name], plain[name]) for name in plain.keys() - touched)
+    assert changed.keys() == plain.keys()
+
+
+@pytest.mark.parametrize("named", [made_loras.wan, lambda found: made_loras.wan(found, alpha=2.0), made_loras.musubi])
+def test_names_are_read_as_diffusers_reads_them(named: Callable[..., Tensors], spec: ModelSpec) -> None:
+    tensors = named(factors(spec.transformer))
+    theirs = {name.removeprefix("transformer.") for name in WanLoraLoaderMixin.lora_state_dict(dict(tensors))}
+    changes = [change_of(name) for name in tensors]
+    letters = {"down": "A", "up": "B"}
+    ours = {f"{c.module}.lora_{letters[c.role]}.weight" for c in changes if c is not None and c.role in letters}
+    assert ours == theirs
+
+
+def test_what_lies_around_the_blocks_and_whole_changes_are_added_too(
+    spec: ModelSpec, plain: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    random = torch.Generator().manual_seed(1)
+    tensors: Tensors = {}
+    wanted: Tensors = {}
+    for theirs, ours in (
+        ("text_embedding.0", "condition_embedder.text_embedder.linear_1"),
+        ("text_embedding.2", "condition_embedder.text_embedder.linear_2"),
+        ("time_embedding.0", "condition_embedder.time_embedder.linear_1"),
+        ("time_embedding.2", "condition_embedder.time_embedder.linear_2"),
+        ("time_projection.1", "condition_embedder.time_proj"),
+        ("head.head", "proj_out"),
+    ):
+        out, into = plain[f"{ours}.weight"].shape
+        down, up = torch.randn(2, into, generator=random), torch.randn(out, 2, generator=random)
+        bias = torch.randn(out, generator=random)
+        tensors |= {f"diffusion_model.{theirs}.lora_{end}.weight": t for end, t in (("down", down), ("up", up))}
+        tensors[f"diffusion_model.{theirs}.diff_b"] = bias
+        wanted |= {f"{ours}.weight": up @ down, f"{ours}.bias": bias}
+    for theirs, ours in (
+        ("patch_embedding.diff", "patch_embedding.weight"),
+        ("patch_embedding.diff_b", "patch_embedding.bias"),
+        ("blocks.1.norm3.diff", "blocks.1.norm2.weight"),
+        ("blocks.1.norm3.diff_b", "blocks.1.norm2.bias"),
+        ("blocks.0.self_attn.norm_q.diff", "blocks.0.attn1.norm_q.weight"),
+        ("blocks.0.cross_attn.norm_k.diff", "blocks.0.attn2.norm_k.weight"),
+        ("blocks.0.modulation.diff", "blocks.0.scale_shift_table"),
+        ("head.modulation.diff", "scale_shift_table"),
+    ):
+        tensors[f"diffusion_model.{theirs}"] = wanted[ours] = torch.randn(plain[ours].shape, generator=random)
+    path = made_loras.save(tmp_path / "a.safetensors", tensors)
+    changed = loaded(with_loras(spec, [Lora(str(path), 2.0)], tmp_path))
+    for name, delta in wanted.items():
+        torch.testing.assert_close(changed[name], plain[name] + 2.0 * delta, rtol=1e-5, atol=1e-5)
+    assert {name for name in plain if not torch.equal(changed[name], plain[name])} == wanted.keys()
+
+
+def test_two_are_added_and_the_sum_is_rounded_once(spec: ModelSpec, tmp_path: Path) -> None:
+    first, second = (factors(spec.transformer, rank, seed=rank) for rank in (2, 5))
+    paths = [
+        made_loras.save(tmp_path / f"{i}.safetensors", made_loras.wan(found)) for i, found in enumerate((first, second))
+    ]
+    both = with_loras(spec, [Lora(str(paths[0]), 0.3), Lora(str(paths[1]), 0.7)], tmp_path)
+    before, after = loaded(spec, dtype="bfloat16"), loaded(both, dtype="bfloat16")
+    name = "blocks.1.attn2.to_v.weight"
+    (d1, u1), (d2, u2) = first[1, "cross_attn.v"], second[1, "cross_attn.v"]
+    assert torch.equal(after[name], (before[name].float() + 0.3 * (u1 @ d1) + 0.7 * (u2 @ d2)).bfloat16())
+
+
+def test_an_expert_is_said_or_told_by_the_files_name(spec: ModelSpec, tmp_path: Path, tiny: Tiny) -> None:
+    tensors = made_loras.peft(factors(spec.transformer))
+    high = made_loras.save(tmp_path / "x_high_noise_model.safetensors", tensors)
+    plain_name = made_loras.save(tmp_path / "x.safetensors", tensors)
+    for lora, changes in (
+        (Lora(str(high)), ["transformer"]),
+        (Lora(str(high), expert="low"), ["transformer_2"]),
+        (Lora(str(plain_name)), ["transformer", "transformer_2"]),
+        (Lora(str(plain_name), expert="high"), ["transformer"]),
+    ):
+        given = with_loras(spec, [lora], tmp_path)
+        assert [name for name in given.component_names if given.loras_of(name)] == changes
+    low = loaded(with_loras(spec, [Lora(str(plain_name), expert="high")], tmp_path), "transformer_2")
+    assert all(torch.equal(tensor, low[name]) for name, tensor in loaded(spec, "transformer_2").items())
+    one = tiny("wan2.1")
+    with pytest.raises(InvalidRequestError, match="has one transformer"):
+        with_loras(one, [Lora(str(high))], tmp_path)
+    assert with_loras(one, [Lora(str(plain_name))], tmp_path).loras_of("transformer")
+
+
+def test_one_that_has_changed_since_is_refused(spec: ModelSpec, tmp_path: Path) -> None:
+    path = made_loras.save(tmp_path / "a.safetensors", made_loras.peft(factors(spec.transformer)))
+    given = with_loras(spec, [Lora(str(path))], tmp_path)
+    made_loras.save(path, made_loras.peft(factors(spec.transformer, seed=9)))
+    with pytest.raises(ModelError, match="has changed since"):
+        loaded(given)
+
+
+def test_every_shape_in_the_table_is_the_transformers_own(tiny: Tiny) -> None:
+    for architecture in ("wan2.1", "wan2.2-ti2v-5b"):
+        spec = tiny(architecture)
+        checked = 0
+        for name, tensor in loaded(spec).items():
+            module = name.removesuffix(".weight")
+            wanted = weight_shape(spec.transformer, module)
+            if module == name and not name.endswith("scale_shift_table"):  # a bias
+                continue
+            assert wanted is not None, name
+            assert [want or have for want, have in zip(wanted, tensor.shape, strict=True)] == list(tensor.shape), name
+            checked += 1
+        assert checked == 2 * (10 + 4 + 1 + 1) + 8
+
+
+def widened(tensors: Tensors) -> Tensors:
+    return {
+        name: torch.cat([tensor, tensor], dim=-1) if ".lora_A." in name else tensor for name, tensor in tensors.items()
+    }
+
+
+def with_tensor(name: str, tensor: torch.Tensor) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {**tensors, name: tensor}
+
+
+def without(name: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {other: tensor for other, tensor in tensors.items() if other != name}
+
+
+TO_Q = "transformer.blocks.0.attn1.to_q"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (widened, "another size of model: blocks.0.attn1.to_k is 24×48 there and 24×24 in"),
+        (with_tensor("lora_te_text_model.lora_up.weight", torch.ones(2, 2)), "have not"),
+        (with_tensor("transformer.blocks.0.attn2.add_k_proj.lora_A.weight", torch.ones(4, 24)), "add_k_proj"),
+        (with_tensor("transformer.blocks.0.attn1.to_q.lokr_w1", torch.ones(4, 24)), "lokr_w1"),
+        (with_tensor("transformer.blocks.0.attn1.to_q.dora_scale", torch.ones(24)), "dora_scale"),
+        (with_tensor("transformer.blocks.7.attn1.to_q.lora_A.weight", torch.ones(4, 24)), "a larger model"),
+        (without(f"{TO_Q}.lora_B.weight"), "one factor of two"),
+        (with_tensor(f"{TO_Q}.lora_B.weight", torch.ones(24, 3)), "ranks 4 and 3"),
+        (with_tensor(f"{TO_Q}.lora_A.weight", torch.ones(4, 24).fill_(float("nan"))), "holds NaN or Inf"),
+        (with_tensor(f"{TO_Q}.lora_A.weight", torch.ones(4, 24).half().fill_(float("inf"))), "holds NaN or Inf"),
+        (with_tensor(f"{TO_Q}.lora_A.weight", torch.ones(4, 24).bfloat16() * float("-inf")), "holds NaN or Inf"),
+        (with_tensor(f"{TO_Q}.lora_A.weight", torch.ones(4, 24, dtype=torch.int8)), "is in I8"),
+        (with_tensor(f"{TO_Q}.alpha", torch.ones(3)), "not one number"),
+        (with_tensor(f"{TO_Q}.diff", torch.ones(24, 24)), "twice"),
+        (with_tensor("diffusion_model.blocks.0.self_attn.q.lora_A.weight", torch.ones(4, 24)), "twice"),
+        (with_tensor("transformer.blocks.0.norm2.diff", torch.ones(25)), "another size"),
+        (lambda tensors: {}, "is empty"),
+        (lambda tensors: {f"{TO_Q}.alpha": torch.tensor(1.0)}, "is empty"),
+    ],
+)
+def test_a_bad_file_is_refused_before_anything_is_loaded(
+    change: Callable[[Tensors], Tensors], says: str, spec: ModelSpec, tmp_path: Path
+) -> None:
+    path = made_loras.save(tmp_path / "an ü.safetensors", made_loras.peft(factors(spec.transformer)), change)
+    with pytest.raises(ModelError) as refused:
+        with_loras(spec, [Lora(str(path))], tmp_path)
+    assert says in refused.value.what and "an ü" in refused.value.what
+    assert refused.value.remedy and "\n" not in refused.value.what
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda data: data[:-7],
+        lambda data: data[:4],
+        lambda data: b"",
+        lambda data: data + b"more",
+        lambda data: b"\x80\x02}q\x00." * 20,
+        lambda data: (2).to_bytes(8, "little") + b"[]",
+        lambda data: data.replace(b'"F32"', b'"F99"', 1),
+        lambda data: data.replace(b'"F32"', b'"F16"', 1),
+        lambda data: data.replace(b"[4,24]", b"[4,-4]", 1),
+        lambda data: data.replace(b'"data_offsets"', b'"data_offsetz"', 1),
+    ],
+)
+def test_a_damaged_file_is_refused(spoil: Callable[[bytes], bytes], spec: ModelSpec, tmp_path: Path) -> None:
+    path = made_loras.save(tmp_path / "a.safetensors", made_loras.peft(factors(spec.transformer)))
+    path.write_bytes(spoil(path.read_bytes()))
+    with pytest.raises(ModelError) as refused:
+        with_loras(spec, [Lora(str(path))], tmp_path)
+    assert refused.value.what.startswith("The LoRA a.safetensors is ")
+
+
+def test_names_are_those_of_the_caches_folder_and_lead_nowhere_else(spec: ModelSpec, tmp_path: Path) -> None:
+    tensors = made_loras.peft(factors(spec.transformer))
+    folder = tmp_path / "weights" / "loras"
+    made_loras.save(folder / "stil für boote.safetensors", tensors)
+    made_loras.save(folder / "lightning" / "low_noise_model.safetensors", tensors)
+    outside = made_loras.save(tmp_path / "outside.safetensors", tensors)
+    (folder / "link.safetensors").symlink_to(outside)
+    (folder / "circle.safetensors").symlink_to(folder / "circle.safetensors")
+    (folder / "pickle.pt").write_bytes(b"\x80\x02")
+    assert named_loras(tmp_path / "weights") == ["lightning/low_noise_model", "stil für boote"]
+    assert named_loras(tmp_path / "none") == []
+    for name in ("stil für boote", "lightning/low_noise_model"):
+        assert with_loras(spec, [Lora(name)], tmp_path / "weights").loras[0].path.is_relative_to(folder)
+    for name in ("link", "circle", "pickle", "nothing", "outside", "x" * 900):
+        with pytest.raises(ModelError, match="There is no LoRA called"):
+            with_loras(spec, [Lora(name)], tmp_path / "weights")
+    for name in ("../../outside", str(tmp_path / "none.safetensors"), "~nobody/x.safetensors", str(tmp_path)):
+        with pytest.raises(ModelError, match="There is no LoRA file"):
+            with_loras(spec, [Lora(name)], tmp_path / "weights")
+    with pytest.raises(ModelError, match="is no safetensors file"):
+        with_loras(spec, [Lora(str(folder / "pickle.pt"))], tmp_path / "weights")
+    # A path that is given is the user's own to follow.
+    assert with_loras(spec, [Lora(str(folder / "link.safetensors"))], tmp_path).loras[0].path == outside
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("Wan2.2-T2V-A14B-4steps-lora-250928/high_noise_model", 4),
+        ("Wan21_T2V_14B_lightx2v_cfg_step_distill_lora_rank32", 4),
+        ("Wan21_CausVid_14B_T2V_lora_rank32", 4),
+        ("wan2.2_t2v_lightx2v_8steps_lora_v1_low_noise", 8),
+        ("Wan2.2-Lightning/low", 4),
+        ("footsteps", None),
+        ("style_2000steps", None),
+        ("boat-epoch-4", None),
+    ],
+)
+def test_step_distillation_is_told_by_the_name(name: str, steps: int | None) -> None:
+    assert distilled_steps(Path("loras") / f"{name}.safetensors") == steps
+
+
+def test_step_distillation_sets_the_defaults_of_both_experts(spec: ModelSpec, tmp_path: Path) -> None:
+    path = made_loras.save(tmp_path / "lightning-4steps.safetensors", made_loras.peft(factors(spec.transformer)))
+    quick = with_loras(spec, [Lora(str(path))], tmp_path).defaults
+    assert (quick.steps, quick.guidance_scale, quick.guidance_scale_2) == (4, 1.0, 1.0)
+    assert with_loras(spec, [], tmp_path).defaults == spec.defaults
+
+
+def test_files_are_read_once_and_again_when_they_change(
+    spec: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = made_loras.save(tmp_path / "a.safetensors", made_loras.peft(factors(spec.transformer)))
+    first = with_loras(spec, [Lora(str(path))], tmp_path).loras[0]
+    json.loads(json.dumps(first.to_json()))
+    assert type(first).from_json(first.to_json()) == first
+    tensors = load_file(path)
+    made_loras.save(path, {name: tensor * 2 for name, tensor in tensors.items()})
+    assert with_loras(spec, [Lora(str(path))], tmp_path).loras[0].digest != first.digest
+    assert replace(first, weight=2.0).identity != first.identity
+    assert loras.loras_dir(tmp_path) == tmp_path / "loras"

@@ -1,0 +1,96 @@
+"""A step cache on tiny real models: what `WanPipeline` makes with the same hooks, and nothing of it stays."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import WanPipeline
+from diffusers.hooks import FirstBlockCacheConfig
+from diffusers.models.attention import FeedForward
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from runtime.components.residency import Residency
+from runtime.core.plan import ExecutionPlan
+from runtime.models.spec import ModelSpec
+from runtime.models.weights import load_scheduler
+from runtime.pipeline.sampling import get_schedule, may_stop
+from tests.pipeline.test_parity import sample
+from tests.plans import tiny_plan
+
+Tiny = Callable[[str], ModelSpec]
+# A tiny random transformer's first block changes by about half from step to step.
+STRENGTH = 0.9
+
+
+def planned(spec: ModelSpec, step_cache: str, steps: int = 8) -> ExecutionPlan:
+    return tiny_plan(spec, Path("x.mp4"), steps=steps, step_cache=step_cache, guidance_scale=3.0)
+
+
+def blocks(spec: ModelSpec, plan: ExecutionPlan, residency: Residency) -> tuple[int, torch.Tensor]:
+    """Return how many blocks were computed, and the latents."""
+    count = 0
+
+    def hear(module: torch.nn.Module, _: object) -> None:
+        nonlocal count
+        count += isinstance(module, FeedForward)
+
+    handle = register_module_forward_pre_hook(hear)
+    try:
+        latents = sample(spec, plan, residency)
+    finally:
+        handle.remove()
+    return count, latents
+
+
+def test_latents_equal_wan_pipelines_with_the_same_cache(tiny: Tiny) -> None:
+    spec = tiny("wan2.1")
+    plan = planned(spec, f"first-block:{STRENGTH}")
+    with Residency() as residency:
+        ours, plain = sample(spec, plan, residency), sample(spec, planned(spec, "none"), residency)
+    pipeline = WanPipeline.from_pretrained(spec.directory).to(torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.transformer.enable_cache(FirstBlockCacheConfig(threshold=STRENGTH))
+    theirs = pipeline(
+        prompt=plan.prompt,
+        negative_prompt=plan.negative_prompt,
+        width=plan.width,
+        height=plan.height,
+        num_frames=plan.frames,
+        num_inference_steps=plan.steps,
+        guidance_scale=3.0,
+        generator=torch.Generator("cpu").manual_seed(plan.seed),
+        output_type="latent",
+    ).frames
+    assert abs(ours - theirs).max() < 1e-4
+    assert abs(ours - plain).max() > 1e-3
+
+
+def test_blocks_are_left_out_and_nothing_of_it_stays(tiny: Tiny) -> None:
+    spec = tiny("wan2.2-a14b")
+    every = 2 * 2 * 8  # blocks, passes, steps
+    with Residency() as residency:
+        plain, before = blocks(spec, planned(spec, "none"), residency)
+        cached, with_cache = blocks(spec, planned(spec, f"first-block:{STRENGTH}"), residency)
+        weak, unchanged = blocks(spec, planned(spec, "first-block:1e-9"), residency)
+        again, after = blocks(spec, planned(spec, "none"), residency)
+        # The first block of each pass, and at least the first step of each expert whole.
+        assert (plain, again) == (every, every) and every // 2 + 4 <= cached < every
+        assert weak == every and torch.equal(unchanged, before) and torch.equal(after, before)
+        assert not torch.equal(with_cache, before)
+        # A job does not see what an earlier one cached, though both are lent the same module.
+        assert torch.equal(blocks(spec, planned(spec, f"first-block:{STRENGTH}"), residency)[1], with_cache)
+
+
+@pytest.mark.parametrize(("architecture", "expected"), [("wan2.1", {0, 8, 16}), ("wan2.2-a14b", {0, 8, 16})])
+def test_a_cache_begins_anew_where_a_job_can_be_taken_up(architecture: str, expected: set[int], tiny: Tiny) -> None:
+    spec = tiny(architecture)
+    plan = planned(spec, "first-block", steps=20)
+    steps = get_schedule(plan, load_scheduler(spec), spec.boundary_ratio)
+    second = {index for index in range(1, 20) if steps[index].expert != steps[index - 1].expert}
+    assert len(second) == spec.experts - 1
+    assert {index for index, step in enumerate(steps) if step.fresh} == expected | second
+    assert {done for done in range(21) if may_stop(steps, done)} == expected | second | {20}
+    without = get_schedule(replace(plan, step_cache="none"), load_scheduler(spec), spec.boundary_ratio)
+    assert all(may_stop(without, done) for done in range(21))
