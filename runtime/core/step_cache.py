@@ -12,7 +12,7 @@ from runtime.core.errors import InvalidRequestError
 NONE, FIRST_BLOCK = "none", "first-block"
 STEP_CACHES = (NONE, FIRST_BLOCK)
 # bench/step_cache.md: what it does to the shipped model.
-DEFAULT_STRENGTH = 0.05
+DEFAULT_STRENGTH = 0.08
 MAX_STRENGTH = 1.0
 # A cache begins anew with every so many steps, counted from the first: a job can be taken up there, and gives the same
 # video as one that was never interrupted, without keeping caches of gigabytes.

@@ -77,11 +77,11 @@ def test_the_video_tells_and_the_checkpoint_knows(tiny: Tiny, tmp_path: Path) ->
     spec = tiny("wan2.1")
     out = tmp_path / "x.mp4"
     plan = tiny_plan(spec, out, step_cache="first-block")
-    assert plan.step_cache == "first-block:0.05"
+    assert plan.step_cache == "first-block:0.08"
     assert plan_from_json(plan_to_json(plan)) == plan
     assert isinstance(run(plan, spec, None)[-1], VideoSaved)
     facts = read_facts(out)
-    assert facts["request"]["step_cache"] == facts["plan"]["step_cache"] == "first-block:0.05"
+    assert facts["request"]["step_cache"] == facts["plan"]["step_cache"] == "first-block:0.08"
     plain, other = (replace(plan, step_cache=cache) for cache in ("none", "first-block:0.2"))
     files = stamps(spec)
     ids = [identity(files, one, half=half) for one in (plan, plain, other) for half in (False, True)]

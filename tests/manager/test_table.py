@@ -203,7 +203,7 @@ ROWS = [
     Row(H200, A14B, {"quantization": "fp8", "offload": "model"}, "PPPP", "bfloat16", {"quantization": "fp8"}),
     Row(H200, A14B, {"quantization": "fp8", "offload": "group"}, InvalidRequestError, "not brought in parts"),
     # A step cache runs in PyTorch, and streams no blocks.
-    Row(CPU_8, SHIPPED, CACHE, "PPPP", "first-block:0.05), as asked", {"step_cache": "first-block:0.05"}),
+    Row(CPU_8, SHIPPED, CACHE, "PPPP", "first-block:0.08), as asked", {"step_cache": "first-block:0.08"}),
     Row(CPU_16, SHIPPED, CACHE | {"build": "missing"}, "OPPO", "PyTorch: a step cache excludes ONNX Runtime"),
     Row(H200, A14B, CACHE | TENSORRT, InvalidRequestError, "A step cache excludes TensorRT for the transformer"),
     Row(H200, A14B, CACHE | {"offload": "group"}, InvalidRequestError, "A step cache excludes group offload"),
