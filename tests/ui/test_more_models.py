@@ -68,7 +68,8 @@ def test_known_models_are_named_with_what_they_take(shown: Shown) -> None:
     assert choices == SKIPPED
     # A tick costs next to nothing where nothing has changed.
     assert shown.handlers.look(mark)[:2] == (SKIPPED, SKIPPED)
-    for sent in (None, 5, [], "x", "1 2 3", "a b"):
+    garbage: tuple[Any, ...] = (None, 5, [], "x", "1 2 3", "a b")
+    for sent in garbage:
         assert shown.handlers.look(sent)[0] == view
         assert shown.handlers.begin(sent)[2].startswith("1 ")
 
