@@ -32,6 +32,8 @@ from runtime.ui.studio import SERVED
 # How often the block looks while it is open.
 _LOOK_SECONDS = 1.0
 _MOST_SENT = 200
+# What a page says of what it shows: how many models it knows, and a digest of the block.
+_MARKS = 2
 _STATES = {"queued": "Waiting", "running": "Downloading", "done": "Done", "failed": "Failed", "cancelled": "Cancelled"}
 
 logger = logging.getLogger(__name__)
@@ -59,6 +61,12 @@ class MoreModels:
         self._models = models
         self._settings = settings
         self._built = len(models)
+
+    def begin(self, shown: Any) -> Updates:
+        """Offer models that came since the server started; the block is folded, and drawn when it is opened."""
+        self._take_in()
+        _, choices, mark = self._compared(shown, "")
+        return gr.skip(), choices, mark
 
     def look(self, shown: Any) -> Updates:
         """Show what has changed since `shown`; a model that came can be chosen from then on."""
@@ -103,9 +111,14 @@ class MoreModels:
             lines.append("All models that Tandem knows are here.")
         told = "".join(f'<p class="aside" role="status">{escape(line)}</p>' for line in lines if line)
         view = f'<section class="shelf" data-models="">{told}<ul class="work">{items}</ul></section>'
+        return self._compared(shown, view)
+
+    def _compared(self, shown: Any, view: str) -> Updates:
+        """Return what differs from what is shown."""
         count, mark = str(len(self._models)), hashlib.sha256(view.encode()).hexdigest()[:16]
         # A page knows the models that there were when the server started, until it is told of more.
-        was_count, was = (shown.split() if isinstance(shown, str) else [])[:2] or (str(self._built), "")
+        known = shown.split() if isinstance(shown, str) else []
+        was_count, was = known if len(known) == _MARKS else (str(self._built), "")
         return (
             gr.skip() if was == mark else view,
             gr.skip() if was_count == count else _choices(self._models),
@@ -143,7 +156,7 @@ def connect(page: gr.Blocks, handlers: MoreModels, made: Block, model: gr.Dropdo
     asked = gr.Textbox("", visible="hidden", elem_id="models-asked", label="What a button of the models says")
     act = gr.Button("Act", visible="hidden", elem_id="models-act")
     tick = gr.Timer(_LOOK_SECONDS, active=False)
-    page.load(handlers.look, drawn, shown, **SERVED)
+    page.load(handlers.begin, drawn, shown, **SERVED)
     tick.tick(handlers.look, drawn, shown, trigger_mode="once", **SERVED)
     made.fold.expand(handlers.look, drawn, shown, **SERVED)
     made.fold.expand(lambda: gr.Timer(active=True), None, tick, **SERVED)

@@ -68,6 +68,10 @@ def test_known_models_are_named_with_what_they_take(shown: Shown) -> None:
     assert choices == SKIPPED
     # A tick costs next to nothing where nothing has changed.
     assert shown.handlers.look(mark)[:2] == (SKIPPED, SKIPPED)
+    garbage: tuple[Any, ...] = (None, 5, [], "x", "1 2 3", "a b")
+    for sent in garbage:
+        assert shown.handlers.look(sent)[0] == view
+        assert shown.handlers.begin(sent)[2].startswith("1 ")
 
 
 def test_a_model_is_fetched_and_can_be_chosen(shown: Shown) -> None:
@@ -84,6 +88,13 @@ def test_a_model_is_fetched_and_can_be_chosen(shown: Shown) -> None:
     # Once a page knows it, it is not told again; another page is.
     assert shown.handlers.look(mark)[1] == SKIPPED
     assert shown.handlers.look("")[1] != SKIPPED
+    view, choices, mark = shown.handlers.begin("")
+    assert view == SKIPPED
+    assert choices != SKIPPED
+    # The block is drawn when it is opened, and the choice is not touched again.
+    view, choices, _ = shown.handlers.look(mark)
+    assert "whole and right" in view
+    assert choices == SKIPPED
 
 
 def test_progress_is_shown_and_it_can_be_cancelled_and_goes_on(shown: Shown) -> None:
