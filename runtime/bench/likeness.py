@@ -98,7 +98,10 @@ def _ssim(frame: np.ndarray, reference: np.ndarray) -> float:
     for axis in (1, 2):
         # PyTorch has no quick convolution in float64; a sum of shifted frames is.
         inside = maps.shape[axis] - _SSIM_SIDE + 1
-        maps = sum((weight * maps.narrow(axis, at, inside) for at, weight in enumerate(weights)), torch.zeros(()))
+        blurred = maps.narrow(axis, 0, inside) * weights[0]
+        for at, weight in enumerate(weights[1:].tolist(), start=1):
+            blurred.add_(maps.narrow(axis, at, inside), alpha=weight)
+        maps = blurred
     mx, my, xx, yy, xy = maps.chunk(5)
     vx, vy, vxy = xx - mx * mx, yy - my * my, xy - mx * my
     mx, my = mx + _MIDDLE, my + _MIDDLE
