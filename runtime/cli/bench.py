@@ -10,6 +10,7 @@ from runtime.bench import compare as comparing
 from runtime.bench import files, plot, table
 from runtime.bench.configurations import Configuration, check_names, named_flags, standard
 from runtime.bench.forward import PARTS, Forward, ForwardSetup
+from runtime.bench.recorder import UnwrittenHistory
 from runtime.bench.rounds import SCHEMA, Bench, Setup
 from runtime.cli import endings, show
 from runtime.cli.cancelling import cancel_on_signals
@@ -20,7 +21,6 @@ from runtime.core.plan import PYTORCH
 from runtime.core.request import ALL
 from runtime.core.settings import Settings
 from runtime.engines.service import EngineService
-from runtime.jobs.history import HistoryFile
 from runtime.manager.machine import probe
 from runtime.manager.planner import resolve
 from runtime.models.catalogue import find
@@ -59,7 +59,7 @@ def measure(
     setup = Setup(
         machine=machine,
         engines=engines,
-        history=HistoryFile(loaded.cache_dir, machine).read(),
+        history=UnwrittenHistory(loaded.cache_dir, machine),
         weights_dir=loaded.weights_dir,
         folder=folder,
         runs=counts[0],

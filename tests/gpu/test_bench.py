@@ -10,7 +10,7 @@ import torch
 
 from runtime.bench.configurations import Configuration
 from runtime.bench.forward import Forward, ForwardSetup
-from runtime.bench.recorder import allocated
+from runtime.bench.recorder import UnwrittenHistory, allocated
 from runtime.bench.rounds import Bench, Setup
 from runtime.core.cancel import Cancel
 from runtime.core.request import GenerationRequest
@@ -42,7 +42,14 @@ def passes(configurations: Sequence[Configuration], **changes: Any) -> dict[str,
 def test_a_clip_tells_the_gpus_memory_and_gives_it_back(tmp_path: Path) -> None:
     machine, before = probe(), allocated("cuda:0")
     engines = EngineService(EngineStore(tmp_path / "engines", 10**10), machine, tmp_path)
-    setup = Setup(machine=machine, engines=engines, history=(), weights_dir=tmp_path, folder=tmp_path / "out", runs=2)
+    setup = Setup(
+        machine=machine,
+        engines=engines,
+        history=UnwrittenHistory(tmp_path, machine),
+        weights_dir=tmp_path,
+        folder=tmp_path / "out",
+        runs=2,
+    )
     both = [configuration("resident", offload="none"), configuration("parts wait", offload="model")]
     bench = Bench.of(setup, both, lambda _: None)
     bench.measure(Cancel())
