@@ -55,7 +55,13 @@ def lent(
     plan = job.plan
     if is_transformer(part):
         with residency.denoiser(spec, job, part) as denoiser:
-            yield lambda given: iter([denoiser(given["latents"], given["timestep"], given["text_embeds"])])
+
+            def predict(given: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+                # Else a step cache would answer from the pass before.
+                denoiser.begin_anew()
+                yield denoiser(given["latents"], given["timestep"], given["text_embeds"])
+
+            yield predict
     else:
         with residency.video_decoder(spec, job) as decoder:
             yield lambda given: decoder.frames(given["latents"], plan.decode_chunk, plan.decode_tile)

@@ -10,7 +10,7 @@ import numpy as np
 from runtime.bench.configurations import Configuration, in_words
 from runtime.bench.likeness import Likeness
 from runtime.bench.parts import PartError
-from runtime.bench.recorder import Run
+from runtime.bench.recorder import Told
 from runtime.bench.spread import Spread, spread
 from runtime.components.residency import Residency
 from runtime.core.plan import ExecutionPlan
@@ -58,8 +58,8 @@ class Entry:
     remedy: str = ""
     spec: ModelSpec | None = None
     plan: ExecutionPlan | None = None
-    first: Run | None = None
-    runs: list[Run] = field(default_factory=list)
+    first: Told | None = None
+    runs: list[Told] = field(default_factory=list)
     held: dict[str, int] = field(default_factory=dict)
     peaks: dict[str, dict[str, int]] = field(default_factory=lambda: {kind: {} for kind in MEMORIES})
     engines: tuple[EngineFacts, ...] = ()
@@ -93,7 +93,7 @@ class Entry:
             self.first = None
         self.residency.free()
 
-    def note_memory(self, run: Run) -> None:
+    def note_memory(self, run: Told) -> None:
         """Take the peaks of a run in, which found held what `held` says."""
         for kind, of_run in (("vram", run.vram), ("gpu", run.gpu), ("ram", run.ram)):
             peaks = self.peaks[kind]
@@ -144,7 +144,7 @@ class Entry:
         }
 
 
-def stages(runs: Sequence[Run]) -> Mapping[str, Spread]:
+def stages(runs: Sequence[Told]) -> Mapping[str, Spread]:
     """Return the spread of each stage over runs."""
     found = {name: spread([run.timings[name] for run in runs if name in run.timings]) for name in STAGES}
     return {name: figure for name, figure in found.items() if figure is not None}

@@ -18,7 +18,7 @@ import torch
 from runtime.bench.calls import drained, lent, made_up, own_call, seconds_of, timestep_of
 from runtime.bench.configurations import Configuration
 from runtime.bench.exact import as_frames, exact_frames, exact_velocity
-from runtime.bench.parts import Lent, relative_error
+from runtime.bench.parts import Lent, in_floats, relative_error
 from runtime.bench.random_weights import random_module, random_spec
 from runtime.bench.recorder import allocated
 from runtime.bench.rounds import SCHEMA, Tell
@@ -29,12 +29,12 @@ from runtime.components.residency import Loader, Residency
 from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.errors import InvalidRequestError, ModelError, TandemError, first_line
 from runtime.core.plan import BACKEND_TITLES, PYTORCH, ComponentPlan, ExecutionPlan
-from runtime.core.request import AUTO
+from runtime.core.request import AUTO, GenerationRequest
 from runtime.engines.service import EngineService
 from runtime.manager.machine import Machine
 from runtime.manager.planner import resolve
-from runtime.models.catalogue import find, look_up
 from runtime.models.known import known_as
+from runtime.models.loras import model_for
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.models.weights import load_module
 
@@ -165,7 +165,7 @@ class Forward:
     def _planned(self, configuration: Configuration, folder: Path) -> _Case:
         setup, request = self.setup, configuration.request
         if not setup.random:
-            spec = _here(request.model, setup.weights_dir)
+            spec = _here(request, setup.weights_dir)
             offers = () if setup.engines is None else (setup.engines.offers(spec),)
             return _Case(configuration, spec, resolve(request, spec, setup.machine, folder / "none.mp4", *offers))
         named = next((name for name in request.backends.values() if name not in {AUTO, PYTORCH}), None)
@@ -176,7 +176,11 @@ class Forward:
                 "random weights have none.",
                 "Take --backend all=pytorch, or a model that is here without --random.",
             )
-        spec = look_up(request.model, setup.weights_dir)
+        if request.loras:
+            raise InvalidRequestError(
+                "loras", f"Configuration {configuration.name!r}: random weights take no LoRA.", "Leave out --lora."
+            )
+        spec = model_for(request, setup.weights_dir, here=False)
         own = folder / f"model-{spec.name.replace('/', '-')}"
         spec = replace(spec, directory=own, here=True) if own.exists() else random_spec(spec, own)
         return _Case(configuration, spec, resolve(request, spec, setup.machine, folder / "none.mp4"))
@@ -250,7 +254,7 @@ class Forward:
             self._time(one, lambda: drained(call(given)), device, cancel)
             cancel.check()
             if reference is not None:
-                one.error = relative_error(torch.cat([piece.float().cpu() for piece in call(given)]), reference)
+                one.error = relative_error(torch.cat([in_floats(piece).cpu() for piece in call(given)]), reference)
         if part in job.fallen:
             one.seconds, one.error = None, None
             one.why = job.fallen[part]
@@ -278,11 +282,11 @@ class Forward:
         self.saved(self)
 
 
-def _here(model: str, weights_dir: Path) -> ModelSpec:
+def _here(request: GenerationRequest, weights_dir: Path) -> ModelSpec:
     try:
-        return find(model, weights_dir)
+        return model_for(request, weights_dir)
     except ModelError as error:
-        if known_as(model) is None:
+        if known_as(request.model) is None:
             raise
         raise ModelError(error.what, f"{error.remedy.rstrip('.')}; or add --random.") from error
 

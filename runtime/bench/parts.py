@@ -128,6 +128,11 @@ def relative_error(output: torch.Tensor, reference: torch.Tensor) -> float | Non
     return error if error < float("inf") else None
 
 
+def in_floats(frames: torch.Tensor) -> torch.Tensor:
+    """Return frames as float32 in -1 to 1; from several GPUs they come as bytes."""
+    return frames.float() / 127.5 - 1.0 if frames.dtype == torch.uint8 else frames.float()
+
+
 def _first_steps(spec: ModelSpec, plan: ExecutionPlan) -> dict[str, Step]:
     """Return the first step of each expert, in their order."""
     first: dict[str, Step] = {}
@@ -146,6 +151,7 @@ def _velocity(
 ) -> torch.Tensor:
     device = job.plan.components[step.expert].device
     with residency.denoiser(spec, job, step.expert) as denoiser:
+        denoiser.begin_anew()
         return denoiser(latents.to(device), step.timestep.to(device), embeds.to(device)).float().cpu()
 
 
@@ -153,4 +159,4 @@ def _frames(spec: ModelSpec, job: Lent, residency: Residency, latents: torch.Ten
     plan = job.plan
     with residency.video_decoder(spec, job) as decoder:
         chunks = decoder.frames(latents.to(plan.components["vae"].device), plan.decode_chunk, plan.decode_tile)
-        return torch.cat([chunk.float().cpu() for chunk in chunks])
+        return torch.cat([in_floats(chunk).cpu() for chunk in chunks])

@@ -2,9 +2,10 @@
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -13,13 +14,16 @@ import torch
 from runtime.bench.configurations import without_builds
 from runtime.core.events import Event, Failed, FellBack, StageStarted, StepDone, TerminalEvent, VideoSaved, Warned
 from runtime.core.plan import ExecutionPlan
+from runtime.jobs.history import HistoryFile
+from runtime.manager.history import History, Run
+from runtime.manager.machine import Machine
 from runtime.models.spec import ModelSpec
 
 _SAMPLE_SECONDS = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Told:
     """One run.
 
     Attributes:
@@ -53,7 +57,10 @@ class Run:
 
 
 class Recorder:
-    """Hears of one run: hand `emit`, itself as history, and `look` to `run_job`, within `watching`."""
+    """Hears of one run: hand `emit`, an `UnwrittenHistory` with it as listener, and `look` to `run_job`.
+
+    All that within `watching`.
+    """
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -111,23 +118,13 @@ class Recorder:
         """Keep frames."""
         self._frames.append(frames)
 
-    def note(
-        self,
-        planned: ExecutionPlan,
-        ran: ExecutionPlan,
-        spec: ModelSpec,
-        timings: Mapping[str, float],
-        peaks: Mapping[str, int],
-    ) -> None:
-        """Take the GPU's peaks by stage, and whether the job ran as planned.
-
-        Nobody else is told, so that no forecast learns from a benchmark.
-        """
+    def note(self, planned: ExecutionPlan, ran: ExecutionPlan, peaks: Mapping[str, int]) -> None:
+        """Take the GPU's peaks by stage, and whether the job ran as planned."""
         self._unlike = unlike(planned, ran)
         if self._cuda:
             self._vram = dict(peaks)
 
-    def run(self) -> Run:
+    def run(self) -> Told:
         """Return what the run told."""
         end = self._end
         saved = end if isinstance(end, VideoSaved) else None
@@ -135,7 +132,7 @@ class Recorder:
         if saved is not None and self._unlike and not fell_back:
             said = f" {self._warnings[-1]}" if self._warnings else ""
             fell_back = [f"The clip was made in another way than planned ({', '.join(self._unlike)}).{said}"]
-        return Run(
+        return Told(
             end=end,
             timings=dict(saved.timings) if saved else {},
             steps=tuple(self._steps),
@@ -159,6 +156,38 @@ class Recorder:
         if self._building_since is not None:
             self._build_seconds += time.perf_counter() - self._building_since
             self._building_since = None
+
+
+class UnwrittenHistory(HistoryFile):
+    """What earlier jobs took here, read from the file; nothing of a benchmark is written there.
+
+    So no forecast learns from it. `listener` hears instead, while a job runs.
+    """
+
+    def __init__(self, folder: Path, machine: Machine) -> None:
+        super().__init__(folder, machine)
+        self._new: list[Run] = []
+        self.listener: Recorder | None = None
+
+    def read(self) -> History:
+        """Return all runs, those of this benchmark that others are to know of too."""
+        return (*super().read(), *self._new)
+
+    def add(self, new: Iterable[Run]) -> None:
+        """Keep runs in memory."""
+        self._new.extend(new)
+
+    def note(
+        self,
+        planned: ExecutionPlan,
+        ran: ExecutionPlan,
+        spec: ModelSpec,
+        timings: Mapping[str, float],
+        peaks: Mapping[str, int],
+    ) -> None:
+        """Tell the listener of a job that ended well."""
+        if self.listener is not None:
+            self.listener.note(planned, ran, peaks)
 
 
 def unlike(planned: ExecutionPlan, ran: ExecutionPlan) -> list[str]:

@@ -27,7 +27,7 @@ from runtime.bench.configurations import (
 )
 from runtime.bench.entry import EngineFacts, Entry
 from runtime.bench.likeness import Likeness, likeness, lpips_problem
-from runtime.bench.recorder import Recorder, Run, held_now, why_failed
+from runtime.bench.recorder import Recorder, Told, UnwrittenHistory, held_now, why_failed
 from runtime.bench.surroundings import surroundings
 from runtime.components.residency import Residency
 from runtime.core.cancel import Cancel, CancelledError
@@ -37,10 +37,9 @@ from runtime.engines.programs import full_float32
 from runtime.engines.service import EngineService
 from runtime.jobs.flow import run_job
 from runtime.jobs.outputs import make_folder, slug
-from runtime.manager.history import History
 from runtime.manager.machine import Machine
 from runtime.manager.planner import resolve
-from runtime.models.catalogue import find
+from runtime.models.loras import model_for
 
 SCHEMA = 1
 Tell = Callable[[str], None]
@@ -52,7 +51,7 @@ class Setup:
 
     Attributes:
         machine: as it is before anything is loaded.
-        history: what earlier jobs took, for the forecasts.
+        history: what earlier jobs took, for the forecasts; it stays as it is.
         weights_dir: where models are found.
         folder: for videos, those in the making too.
         runs, warmup: how many of each configuration count, and how many go before.
@@ -62,7 +61,7 @@ class Setup:
 
     machine: Machine
     engines: EngineService
-    history: History
+    history: UnwrittenHistory
     weights_dir: Path
     folder: Path
     runs: int = 3
@@ -152,8 +151,8 @@ class Bench:
         setup, configuration = self.setup, entry.configuration
         # Where memory runs out, going on in another way would measure that one.
         request = replace(configuration.request, on_out_of_memory="ask")
-        spec = find(request.model, setup.weights_dir)
-        plan = resolve(request, spec, setup.machine, setup.folder, setup.engines.offers(spec), setup.history)
+        spec = model_for(request, setup.weights_dir)
+        plan = resolve(request, spec, setup.machine, setup.folder, setup.engines.offers(spec), setup.history.read())
         entry.spec, entry.plan = spec, in_float32(plan) if configuration.float32 else plan
         why = why_not(plan)
         if why is not None:
@@ -221,8 +220,8 @@ class Bench:
         if entry is not self.reference:
             self._compare_frames(entry, run)
 
-    def _run(self, entry: Entry, video: Path, cancel: Cancel) -> Run | None:
-        """Run one job; `None` where the configuration ends with it.
+    def _run(self, entry: Entry, video: Path, cancel: Cancel) -> Told | None:
+        """Told one job; `None` where the configuration ends with it.
 
         Raises:
             CancelledError: if it was cancelled.
@@ -231,10 +230,10 @@ class Bench:
         spec, plan = entry.planned()
         plan = replace(plan, output=video)
         device = plan.components["transformer"].device
-        recorder = Recorder(device)
+        recorder = self.setup.history.listener = Recorder(device)
         before = held_now(device)
         with _arithmetic(entry), recorder.watching():
-            run_job(plan, spec, recorder.emit, cancel, entry.residency, recorder, look=recorder.look)
+            run_job(plan, spec, recorder.emit, cancel, entry.residency, self.setup.history, look=recorder.look)
         run = recorder.run()
         if isinstance(run.end, Cancelled):
             raise CancelledError
@@ -285,14 +284,14 @@ class Bench:
                 entry.parts = {name: parts.PartError(None, said) for name in plan.components}
                 entry.residency.free()
 
-    def _note_reference(self, run: Run) -> None:
+    def _note_reference(self, run: Told) -> None:
         """Keep its first clip; the second tells what two equal runs differ by."""
         if not self._reference_frames:
             self._reference_frames = run.frames
         elif self.noise is None:
             self.noise = likeness(run.frames, self._reference_frames)
 
-    def _compare_frames(self, entry: Entry, run: Run) -> None:
+    def _compare_frames(self, entry: Entry, run: Told) -> None:
         if entry.quality is not None or entry.not_compared:
             return
         if self._reference_frames:

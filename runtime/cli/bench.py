@@ -10,6 +10,7 @@ from runtime.bench import compare as comparing
 from runtime.bench import files, plot, table
 from runtime.bench.configurations import Configuration, check_names, named_flags, standard
 from runtime.bench.forward import PARTS, Forward, ForwardSetup
+from runtime.bench.recorder import UnwrittenHistory
 from runtime.bench.rounds import SCHEMA, Bench, Setup
 from runtime.cli import endings, show
 from runtime.cli.cancelling import cancel_on_signals
@@ -20,10 +21,9 @@ from runtime.core.plan import PYTORCH
 from runtime.core.request import ALL
 from runtime.core.settings import Settings
 from runtime.engines.service import EngineService
-from runtime.jobs.history import HistoryFile
 from runtime.manager.machine import probe
 from runtime.manager.planner import resolve
-from runtime.models.catalogue import find
+from runtime.models.loras import model_for
 
 PROMPT = "a red boat sails left on a calm sea at sunset"
 # The same in every benchmark, so that results of two versions are of the same clip.
@@ -59,7 +59,7 @@ def measure(
     setup = Setup(
         machine=machine,
         engines=engines,
-        history=HistoryFile(loaded.cache_dir, machine).read(),
+        history=UnwrittenHistory(loaded.cache_dir, machine),
         weights_dir=loaded.weights_dir,
         folder=folder,
         runs=counts[0],
@@ -200,7 +200,7 @@ def _configurations(
             "--backend alone says nothing to compare.",
             'Name configurations, as in --config "onnx: --backend all=onnxruntime".',
         )
-    spec = find(request.model, loaded.weights_dir)
+    spec = model_for(request, loaded.weights_dir)
     plan = resolve(replace(request, backends={ALL: PYTORCH}), spec, engines.machine, Path("none.mp4"))
     return standard(request, plan, engines.offers(spec))
 

@@ -378,5 +378,5 @@ def doctor(as_json: JsonFlag = False) -> int:
     return DONE if result["ok"] else USER_ERROR
 
 
-for _group in (app, models_app, engines_app, jobs_app):
+for _group in (app, models_app, engines_app, jobs_app, bench_app):
     take_offline(_group)

@@ -192,7 +192,7 @@ class Residency:
         def pytorch(wanted: ComponentPlan) -> Part:
             key = _key(spec, name, job.plan, wanted)
             waited = key in self._held
-            loaded: _Loaded = hold(wanted, lambda: self._loaded(spec, name, wanted, key.placement, build))
+            loaded: _Loaded = hold(wanted, lambda: _load(spec, name, wanted, key.placement, build, self._load))
             if loaded.placed.waits_elsewhere:
                 if waited:
                     job.loading(name)
@@ -249,19 +249,6 @@ class Residency:
             reason = "Memory ran out while its engine was loaded."
         return fall_back(reason)
 
-    def _loaded(
-        self,
-        spec: ModelSpec,
-        name: str,
-        part: ComponentPlan,
-        how: Placement,
-        build: Callable[[torch.nn.Module, ComponentPlan], Any],
-    ) -> _Loaded:
-        """Load a component in PyTorch to where its weights wait."""
-        module = self._load(spec, name, part, None if how == "device" else "cpu")
-        made = build(module, part)
-        return _Loaded(made, place(module, how, part), module)
-
     def _free_all_but(self, spec: ModelSpec, plan: ExecutionPlan) -> None:
         """Free what an earlier job left that this plan has no use for: another model, another place or precision."""
         wanted = {_key(spec, name, plan, part) for name, part in plan.components.items()}
@@ -277,6 +264,20 @@ class Residency:
             held.close()
         del held
         give_back(unreachable=key.placement in _HOOKED or key.quantization != NONE)
+
+
+def _load(
+    spec: ModelSpec,
+    name: str,
+    part: ComponentPlan,
+    how: Placement,
+    build: Callable[[torch.nn.Module, ComponentPlan], Any],
+    load: Loader,
+) -> _Loaded:
+    """Load a component in PyTorch to where its weights wait."""
+    module = load(spec, name, part, None if how == "device" else "cpu")
+    made = build(module, part)
+    return _Loaded(made, place(module, how, part), module)
 
 
 def _key(spec: ModelSpec, name: str, plan: ExecutionPlan, part: ComponentPlan) -> _Key:

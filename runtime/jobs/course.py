@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from runtime.components.residency import Residency
@@ -60,6 +61,7 @@ class Course:
         done_at: when that was, by the performance counter.
         earlier: what came of earlier runs, see `VideoSaved`.
         straight: whether this run does all the work, in one way: what it takes says something about the next.
+        look: sees the frames before they are encoded, see `flow.run_job`.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Course:
         self.done_at = time.perf_counter()
         self.earlier: dict[str, Any] = {}
         self.straight = True
+        self.look: Callable[[np.ndarray], None] | None = None
         self._planned = plan
         self._checkpoints = checkpoints
         self.keeper = Keeper(checkpoints, spec, self._checkpoint, emit, self.warn)

@@ -4,10 +4,9 @@ The command line, the web app's worker and the tests all call `run_job`.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
@@ -31,6 +30,7 @@ from runtime.jobs import causes
 from runtime.jobs.checkpoint import CheckpointFolder
 from runtime.jobs.course import Course, Emit, wants_guidance
 from runtime.jobs.enduring import enduring
+from runtime.jobs.history import HistoryFile
 from runtime.jobs.measure import Clock, PeakMemory
 from runtime.jobs.outcome import facts, outcome
 from runtime.jobs.previews import Previews
@@ -44,28 +44,13 @@ from runtime.video.nothing import Detector
 logger = logging.getLogger(__name__)
 
 
-class Notes(Protocol):
-    """What remembers jobs that ended well; see `HistoryFile.note`."""
-
-    def note(
-        self,
-        planned: ExecutionPlan,
-        ran: ExecutionPlan,
-        spec: ModelSpec,
-        timings: Mapping[str, float],
-        peaks: Mapping[str, int],
-    ) -> None:
-        """Remember one; see `manager.history.runs_of` for the arguments."""
-        ...
-
-
 def run_job(
     plan: ExecutionPlan,
     spec: ModelSpec,
     emit: Emit,
     cancel: Cancel,
     residency: Residency,
-    history: Notes | None = None,
+    history: HistoryFile | None = None,
     checkpoints: CheckpointFolder | None = None,
     job_id: str | None = None,
     look: Callable[[np.ndarray], None] | None = None,
@@ -89,7 +74,8 @@ def run_job(
         with PeakMemory(plan.components["transformer"].device, residency.crew) as peak:
             clock = Clock(residency, peak)
             with Course(plan, spec, emit, cancel, residency, clock, checkpoints) as course:
-                saved = _generate(course, peak, job_id, look)
+                course.look = look
+                saved = _generate(course, peak, job_id)
             if history is not None and course.straight:
                 history.note(plan, course.plan, spec, saved.timings, peak.by_stage)
     except CancelledError:
@@ -105,9 +91,7 @@ def run_job(
         emit(saved)
 
 
-def _generate(
-    course: Course, peak: PeakMemory, job_id: str | None, look: Callable[[np.ndarray], None] | None
-) -> VideoSaved:
+def _generate(course: Course, peak: PeakMemory, job_id: str | None) -> VideoSaved:
     check_target(course.plan.output)
     sweep(course.plan.output.parent)
     for message in course.plan.warnings:
@@ -118,7 +102,7 @@ def _generate(
         course.read(enduring(course, partial(_read_prompt, course)))
     previews = Previews(course.spec, course.plan)
     enduring(course, partial(_denoise, course, previews))
-    return enduring(course, partial(_save, course, previews, peak, job_id, look))
+    return enduring(course, partial(_save, course, previews, peak, job_id))
 
 
 def _read_prompt(course: Course) -> Conditioning:
@@ -167,13 +151,7 @@ def _denoise(course: Course, previews: Previews) -> None:
             course.keep(steps, done.seconds, reached=stopping)
 
 
-def _save(
-    course: Course,
-    previews: Previews,
-    peak: PeakMemory,
-    job_id: str | None,
-    look: Callable[[np.ndarray], None] | None,
-) -> VideoSaved:
+def _save(course: Course, previews: Previews, peak: PeakMemory, job_id: str | None) -> VideoSaved:
     """Decode the frames and write the MP4."""
     course.cancel.check_pause()
     assert course.reached is not None
@@ -188,8 +166,8 @@ def _save(
                 frames = chunk.numpy()
                 writer.write(frames)
                 detector.look(frames)
-                if look is not None:
-                    look(frames)
+                if course.look is not None:
+                    course.look(frames)
                 written += len(frames)
                 course.emit(FramesDecoded(written, plan.frames, previews.of_frames(frames)))
         if detector.fault is not None:

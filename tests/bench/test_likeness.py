@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from runtime.bench.likeness import Likeness, likeness, lpips_problem
+from runtime.bench.likeness import Likeness, _spread_out, likeness, lpips_problem
 
 
 def clip(seed: int = 0, frames: int = 3, height: int = 24, width: int = 32) -> np.ndarray:
@@ -47,6 +47,15 @@ def test_ssim_of_one_window_is_the_formula() -> None:
     c1, c2 = (0.01 * 255) ** 2, (0.03 * 255) ** 2
     expected = ((2 * mx * my + c1) * (2 * vxy + c2) / ((mx**2 + my**2 + c1) * (vx + vy + c2))).mean()
     assert likeness([clip(1, 1, 11, 11)], [clip(2, 1, 11, 11)]).ssim == pytest.approx(expected, rel=1e-9)
+
+
+def test_of_a_large_clip_some_frames_are_compared() -> None:
+    assert list(_spread_out(9, 64 * 32)) == list(range(9))
+    assert list(_spread_out(33, 192 * 112)) == list(range(33))
+    for frames, pixels in ((81, 832 * 480), (121, 1280 * 704), (17, 832 * 480), (5, 1280 * 720)):
+        chosen = _spread_out(frames, pixels)
+        assert min(frames, 8) <= len(chosen) <= 16
+        assert max(chosen) >= frames - 1 - frames / 8
 
 
 def test_more_noise_is_less_alike() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from runtime.bench import rounds
 from runtime.bench.configurations import Configuration
-from runtime.bench.recorder import Recorder, unlike
+from runtime.bench.recorder import Recorder, UnwrittenHistory, unlike
 from runtime.bench.rounds import Bench, Setup
 from runtime.components.video_decoder import PyTorchVideoDecoder
 from runtime.core.cancel import Cancel
@@ -72,7 +72,12 @@ class Hall:
         machine = probe()
         engines = EngineService(EngineStore(self.home / "engines", 10**10), machine, self.home)
         setup = Setup(
-            machine=machine, engines=engines, history=(), weights_dir=self.home / "weights", folder=folder, runs=2
+            machine=machine,
+            engines=engines,
+            history=UnwrittenHistory(self.home, machine),
+            weights_dir=self.home / "weights",
+            folder=folder,
+            runs=2,
         )
         cancel, told = Cancel(), []
 
@@ -227,8 +232,13 @@ def test_a_clip_that_is_not_made_as_planned_is_found_out(hall: Hall, tmp_path: P
     with recorder.watching():
         recorder.emit(saved())
     assert "another way than planned (memory ran out)" in recorder.run().fell_back[0]
-    recorder.note(plan, plan, hall.spec, {}, {})
+    recorder.note(plan, plan, {})
     assert recorder.run().fell_back == ()
+
+
+def test_forecasts_learn_nothing_of_it(hall: Hall, done: Done) -> None:
+    assert not (hall.home / "history.json").exists()
+    assert done.bench.setup.history.read() == ()
 
 
 def test_memory_that_runs_out_is_no_other_configuration(

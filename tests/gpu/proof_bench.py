@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from runtime.bench import files, plot, table
 from runtime.bench.configurations import Configuration
 from runtime.bench.forward import Forward, ForwardSetup
+from runtime.bench.recorder import UnwrittenHistory
 from runtime.bench.rounds import Bench, Setup
 from runtime.core.cancel import Cancel
 from runtime.core.request import GenerationRequest
@@ -119,7 +120,7 @@ def clips(part: str, arguments: argparse.Namespace, folder: Path) -> None:
     setup = Setup(
         machine=machine,
         engines=EngineService(EngineStore(folder / "engines", 10**11), machine, folder),
-        history=(),
+        history=UnwrittenHistory(folder, machine),
         weights_dir=folder / "weights",
         folder=OUT,
         runs=arguments.runs,
