@@ -157,12 +157,13 @@ def test_a_cancelled_job_leaves_them_ready(spec: ModelSpec, residency: Residency
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits another process's memory")
 def test_memory_that_runs_out_in_one_is_told(spec: ModelSpec, residency: Residency, tmp_path: Path) -> None:
-    plan = shared(spec, tmp_path / "x.mp4", on_out_of_memory="ask", width=256, height=256)
+    plan = shared(spec, tmp_path / "x.mp4", on_out_of_memory="ask", width=768, height=512, frames=5, steps=1)
 
     def starve(event: Event, _: Cancel) -> None:
         if event == StageStarted("denoise", "transformer"):
             rank = processes(residency)[2]
-            rank.rlimit(psutil.RLIMIT_AS, (rank.memory_info().vms,) * 2)
+            # Room for what libraries need to begin with, not for a frame.
+            rank.rlimit(psutil.RLIMIT_AS, (rank.memory_info().vms + (32 << 20),) * 2)
 
     events = run(plan, spec, residency, at=starve)
     (out,) = [event for event in events if isinstance(event, OutOfMemory)]

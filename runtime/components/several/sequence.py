@@ -15,6 +15,8 @@ import torch.distributed as dist
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor, _get_qkv_projections
 
+# By name, for an operator takes tensors and numbers.
+_GROUPS: dict[str, dist.ProcessGroup] = {}
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -30,6 +32,8 @@ class Tokens:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
+        self._name = str(len(_GROUPS))
+        _GROUPS[self._name] = group
         self._degree = dist.get_world_size(group)
         self._number = dist.get_rank(group)
         self.count = 0
@@ -77,10 +81,21 @@ class Tokens:
 
     def _exchanged(self, x: torch.Tensor) -> torch.Tensor:
         """Return what every process has for this one, in order; `x` is what this one has for each."""
-        x = x.contiguous()
-        received = torch.empty_like(x)
-        dist.all_to_all_single(received, x, group=self._group)
-        return received
+        made: torch.Tensor = _exchange(x.contiguous(), self._name)
+        return made
+
+
+# An operator of its own, so that a compiled block holds it as one call.
+@torch.library.custom_op("tandem::exchange", mutates_args=())
+def _exchange(x: torch.Tensor, group: str) -> torch.Tensor:
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x, group=_GROUPS[group])
+    return received
+
+
+@_exchange.register_fake
+def _(x: torch.Tensor, group: str) -> torch.Tensor:
+    return torch.empty_like(x)
 
 
 def share_tokens(module: Any, group: dist.ProcessGroup) -> Tokens:
@@ -98,8 +113,10 @@ def share_tokens(module: Any, group: dist.ProcessGroup) -> Tokens:
         return tuple(tokens.own(part) for part in out)
 
     def share_timesteps(_: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        timestep = given["timestep"]
-        return args, {**given, "timestep": tokens.own(timestep)} if timestep.ndim > 1 else given
+        timestep: torch.Tensor | None = given.get("timestep")
+        if timestep is None or timestep.ndim < 2:  # noqa: PLR2004 - (batch, tokens)
+            return args, given
+        return args, {**given, "timestep": tokens.own(timestep)}
 
     module.register_forward_pre_hook(share_timesteps, with_kwargs=True)
     module.rope.register_forward_hook(share_rotations)

@@ -4,7 +4,7 @@ The decoder's first part, with attention over the whole frame, is computed whole
 After it there are only convolutions, which see one row or column further each. So before each block a strip is cut out
 with as many neighbours as the blocks from there on look at; their edges go wrong, since a convolution pads them with
 zeros, and are cut off before the next one. Nothing is sent between processes, and the causal caches are the strip's
-own. Beside one's share that is for 2 and 4 strips of 832×480 about a tenth and a quarter of the whole frame's work.
+own. At 832×480 that is 54 % of the arithmetic of Wan2.1's whole frame for each of 2, and 32 % for each of 4.
 """
 
 from collections.abc import Iterator
