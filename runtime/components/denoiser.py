@@ -5,12 +5,24 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from runtime.components.compiling import CompiledStep, Stumbled
+from runtime.components.fast_transformer import FastTransformer, TextState, block_step, fuse, install
+from runtime.components.graphs import Graphed
 from runtime.components.guarded import Guarded
+from runtime.core.plan import EAGER, Speed
 from runtime.engines.service import OpenEngines
+
+# Texts whose keys and values are held: a prompt, a negative prompt, and both together.
+_TEXTS = 2
 
 
 class Denoiser(Protocol):
     """One transformer."""
+
+    @property
+    def pairs(self) -> bool:
+        """Whether `pair` is faster than two calls."""
+        ...
 
     def __call__(self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor) -> torch.Tensor:
         """Predict the velocity.
@@ -21,39 +33,90 @@ class Denoiser(Protocol):
             text_embeds: (1, text tokens, text width).
 
         Returns:
-            The prediction in the transformer's dtype, shaped like `latents`.
+            The prediction in the transformer's dtype, shaped like `latents`. It may be written over by the call after
+            the next.
         """
+        ...
+
+    def pair(
+        self, latents: torch.Tensor, timestep: torch.Tensor, first: torch.Tensor, second: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Predict the velocity for two texts in one call."""
         ...
 
 
 class PyTorchDenoiser:
-    """A `diffusers.WanTransformer3DModel`."""
+    """A `diffusers.WanTransformer3DModel`, computed by `fast_transformer`.
 
-    def __init__(self, module: torch.nn.Module, *, expand_timesteps: bool, patch_size: tuple[int, int, int]) -> None:
-        self._module = module
-        self._expand = expand_timesteps
-        self._patch = patch_size
+    What follows from a text alone is computed when it first comes, and kept for as long as the same tensor comes
+    again, or until `forget`.
+
+    Args:
+        module: its weights may lie elsewhere until it is called.
+        speed: how it is computed; what is compiled and cannot be runs uncompiled from then on.
+        stumbled: hears of that, once, in a sentence.
+    """
+
+    def __init__(self, module: torch.nn.Module, speed: Speed = EAGER, stumbled: Stumbled | None = None) -> None:
+        self.step = CompiledStep(block_step, stumbled) if speed.compiled else None
+        self._module: FastTransformer = install(module, speed.attention, self.step or block_step)
+        if speed.fused:
+            fuse(module)
+        self._keep = speed.text_kept
+        self.pairs = speed.paired
         # Norms stay in float32 whatever the model's dtype; the patch embedding does not.
         self._dtype: torch.dtype = cast("Any", module).patch_embedding.weight.dtype
+        self._texts: list[tuple[tuple[torch.Tensor, ...], TextState]] = []
+        self._graphed = Graphed(self._predict, stumbled) if speed.graphed else None
+
+    def __call__(self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor) -> torch.Tensor:
+        """See `Denoiser`."""
+        return self._run(latents, timestep, text_embeds)
+
+    def pair(
+        self, latents: torch.Tensor, timestep: torch.Tensor, first: torch.Tensor, second: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Denoiser`."""
+        one, other = self._run(torch.cat([latents, latents]), timestep, first, second).split(1)
+        return one, other
+
+    def forget(self) -> None:
+        """Let go of all that is kept for a text or a size."""
+        self._texts.clear()
+        self._module.forget()
+        if self._graphed is not None:
+            self._graphed.forget()
 
     # Not in inference mode: what brings weights to the device changes them while the module runs.
     @torch.no_grad()
-    def __call__(self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor) -> torch.Tensor:
-        """See `Denoiser`."""
-        batch, _, frames, height, width = latents.shape
-        tokens = frames * (height // self._patch[1]) * (width // self._patch[2])
-        shape: tuple[int, ...] = (batch, tokens) if self._expand else (batch,)
-        output: torch.Tensor = self._module(
-            hidden_states=latents.to(self._dtype),
-            timestep=timestep.expand(shape),
-            encoder_hidden_states=text_embeds.to(self._dtype),
-            return_dict=False,
-        )[0]
+    def _run(self, latents: torch.Tensor, timestep: torch.Tensor, *texts: torch.Tensor) -> torch.Tensor:
+        text = self._read(texts)
+        if self._graphed is None:
+            return self._predict(latents, timestep, text)
+        return self._graphed(latents, timestep, text)
+
+    def _predict(self, latents: torch.Tensor, timestep: torch.Tensor, text: Callable[[], TextState]) -> torch.Tensor:
+        output: torch.Tensor = self._module(latents.to(self._dtype), timestep.reshape(1), text)[0]
         return output
+
+    def _read(self, texts: tuple[torch.Tensor, ...]) -> Callable[[], TextState]:
+        """Return what gives the texts' state; it is called where the weights are at hand."""
+
+        def state() -> TextState:
+            for known, kept in self._texts:
+                if len(known) == len(texts) and all(a is b for a, b in zip(known, texts, strict=True)):
+                    return kept
+            made = self._module.read(torch.cat(texts).to(self._dtype), keep=self._keep)
+            self._texts = [*self._texts[1 - _TEXTS :], (texts, made)]
+            return made
+
+        return state
 
 
 class EngineDenoiser:
     """An engine, and PyTorch from the call on in which it fails."""
+
+    pairs = False
 
     def __init__(self, engines: OpenEngines, fall_back: Callable[[str], Denoiser]) -> None:
         self._guarded = Guarded(engines, fall_back)
@@ -65,3 +128,9 @@ class EngineDenoiser:
             lambda engines: engines.infer("transformer", **inputs)["velocity"],
             lambda denoiser: denoiser(latents, timestep, text_embeds),
         )
+
+    def pair(
+        self, latents: torch.Tensor, timestep: torch.Tensor, first: torch.Tensor, second: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Denoiser`."""
+        return self(latents, timestep, first), self(latents, timestep, second)

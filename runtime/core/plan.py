@@ -5,12 +5,12 @@ came to be.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from runtime.core.forecast import Rung, Seconds, StageMemory
-from runtime.core.request import RETRY
+from runtime.core.request import AUTO, RETRY
 
 PYTORCH = "pytorch"
 BACKEND_TITLES: Mapping[str, str] = {
@@ -96,6 +96,41 @@ class ComponentPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Speed:
+    """How the parts that run in PyTorch are computed, and why.
+
+    Attributes:
+        attention: the transformers', one of `request.ATTENTIONS` but "auto".
+        attention_reason, compiled_reason: a sentence each.
+        compiled: whether the transformers' blocks, and what lies between the VAE's convolutions, are compiled.
+        text_kept: whether every block's keys and values of the text are kept from step to step.
+        text_bytes: what those take.
+        paired: whether both guidance passes are one call.
+        graphed: whether a transformer's call is recorded as a CUDA graph and replayed.
+        fused: whether queries, keys and values come from one matrix.
+        channels_last: whether the VAE's values lie pixel by pixel.
+    """
+
+    attention: str = "native"
+    attention_reason: str = ""
+    compiled: bool = False
+    compiled_reason: str = ""
+    text_kept: bool = False
+    text_bytes: int = 0
+    paired: bool = False
+    graphed: bool = False
+    fused: bool = False
+    channels_last: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON types."""
+        return asdict(self)
+
+
+EAGER = Speed()
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExecutionPlan:
     """One video, decided.
 
@@ -124,6 +159,8 @@ class ExecutionPlan:
         quantization: of the transformers' weights: "none", "bnb-8bit", "bnb-4bit" or "fp8".
         on_out_of_memory: what follows when memory runs out: "retry", "any" or "ask".
         warnings: sentences to show beside the result.
+        attention, compile: as asked for.
+        speed: what came of them.
     """
 
     prompt: str
@@ -159,6 +196,9 @@ class ExecutionPlan:
     ladder: tuple[Rung, ...] = ()
     on_out_of_memory: str = RETRY
     warnings: tuple[str, ...] = ()
+    attention: str = AUTO
+    compile: str = AUTO
+    speed: Speed = EAGER
 
     @property
     def seconds_of_video(self) -> float:
@@ -208,6 +248,8 @@ class ExecutionPlan:
             "offload": self.offload,
             "quantization": self.quantization,
             "on_out_of_memory": self.on_out_of_memory,
+            "attention": self.attention,
+            "compile": self.compile,
         }
         if self.guidance_scale_2 is not None:
             used["guidance_scale_2"] = self.guidance_scale_2
@@ -234,4 +276,5 @@ class ExecutionPlan:
             },
             "forecast": {name: seconds.to_json() for name, seconds in self.seconds.items()},
             "ladder": [rung.to_json() for rung in self.ladder],
+            "speed": self.speed.to_json(),
         }

@@ -25,6 +25,8 @@ OFFLOADS = (AUTO, "none", "model", "group", "sequential")
 QUANTIZATIONS = (AUTO, "none", "bnb-8bit", "bnb-4bit", "fp8")
 RETRY = "retry"
 ON_OUT_OF_MEMORY = (RETRY, "any", "ask")
+ATTENTIONS = (AUTO, "native", "cudnn", "flash", "flash3", "flash4", "sage", "fp8")
+COMPILES = (AUTO, "never", "always")
 
 MAX_PROMPT_CHARACTERS = 5_000
 MAX_SIDE = 8_192
@@ -62,6 +64,10 @@ class GenerationRequest:
         on_out_of_memory: what follows when memory runs out: the job goes on in the next more frugal way that gives the
             same video ("retry"), or in any, which may quantize weights or decode in tiles ("any"), or it ends and says
             which way there is ("ask").
+        attention: what computes the transformers' attention in PyTorch, one of `ATTENTIONS`; "sage" and "fp8" round to
+            8 bits, and are never taken unasked.
+        compile: whether the transformers' blocks are compiled in PyTorch: where it pays off for the clip ("auto"),
+            "never" or "always".
 
     Raises:
         InvalidRequestError: for a value out of bounds, naming the field and what would do.
@@ -83,6 +89,8 @@ class GenerationRequest:
     offload: str = AUTO
     quantization: str = AUTO
     on_out_of_memory: str = RETRY
+    attention: str = AUTO
+    compile: str = AUTO
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", _text("prompt", self.prompt))
@@ -111,6 +119,8 @@ class GenerationRequest:
             ("offload", OFFLOADS),
             ("quantization", QUANTIZATIONS),
             ("on_out_of_memory", ON_OUT_OF_MEMORY),
+            ("attention", ATTENTIONS),
+            ("compile", COMPILES),
         ):
             if getattr(self, name) not in known:
                 raise InvalidRequestError(
