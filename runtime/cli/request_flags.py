@@ -12,9 +12,11 @@ from runtime.core import settings
 from runtime.core.errors import InvalidRequestError
 from runtime.core.request import (
     ALL,
+    ATTENTIONS,
     AUTO,
     BACKENDS,
     BUILDS,
+    COMPILES,
     COMPONENTS,
     OFFLOADS,
     ON_OUT_OF_MEMORY,
@@ -95,6 +97,21 @@ def request_from_flags(
             f"stop and say which. [default: {RETRY}]",
         ),
     ] = None,
+    attention: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(ATTENTIONS[1:]),
+            help="What computes the transformers' attention in PyTorch; sage and fp8 are less exact. "
+            "[default: the fastest exact one]",
+        ),
+    ] = None,
+    compile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(COMPILES[1:]),
+            help="Whether the transformers' blocks are compiled in PyTorch. [default: where it pays off for the clip]",
+        ),
+    ] = None,
 ) -> GenerationRequest:
     """Build a request from flags; what was not given stays open.
 
@@ -119,6 +136,8 @@ def request_from_flags(
         offload=AUTO if offload is None else offload,
         quantization=AUTO if quantization is None else quantization,
         on_out_of_memory=RETRY if on_out_of_memory is None else on_out_of_memory,
+        attention=AUTO if attention is None else attention,
+        compile=AUTO if compile is None else compile,
     )
 
 

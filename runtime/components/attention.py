@@ -12,6 +12,8 @@ Those that PyTorch does not know are operators of their own, so that a compiled 
 """
 
 from collections.abc import Callable
+from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -19,6 +21,11 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from runtime.components.fp8_attention import attend_fp8
+from runtime.components.memory import ran_out
+from runtime.core.errors import first_line
+
+_MODULES = {"flash3": "flash_attn_interface", "flash4": "flash_attn.cute", "sage": "sageattention"}
+_TRIED_TOKENS, _TRIED_ERROR = 2048, 0.1
 
 # Queries, keys and values, each (batch, tokens, heads, head width), to the same.
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -29,40 +36,46 @@ def attention(kind: str) -> Attention:
     return _KINDS[kind]
 
 
-def _heads_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    return [tensor.transpose(1, 2) for tensor in tensors]
+@lru_cache(maxsize=32)
+def problem(kind: str, device: str, dtype: torch.dtype, width: int) -> str | None:
+    """Return why a kind of attention does not run here, a clause, `None` if it does: it is tried on a small case.
+
+    Args:
+        width: of a head.
+    """
+    try:
+        q = torch.ones((1, _TRIED_TOKENS, 1, width), device=device, dtype=dtype)
+        found = attention(kind)(q, q, q)
+        # Ones attend to ones.
+        return None if torch.allclose(found.float(), q.float(), atol=_TRIED_ERROR) else "it gives other values"
+    except Exception as error:  # packages fail in ways of their own
+        if ran_out(error) is not None:
+            raise
+        return first_line(error)
 
 
-def _native(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return F.scaled_dot_product_attention(*_heads_first(q, k, v)).transpose(1, 2)
+def _torchs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """PyTorch wants heads before tokens; only in name, for no kernel needs a copy."""
+    return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
 
 
 def _cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return F.scaled_dot_product_attention(*_heads_first(q, k, v)).transpose(1, 2)
+        return _torchs(q, k, v)
 
 
 def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        return F.scaled_dot_product_attention(*_heads_first(q, k, v)).transpose(1, 2)
+        return _torchs(q, k, v)
 
 
 @torch.library.custom_op("tandem::attend", mutates_args=())
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: str) -> torch.Tensor:
-    # Their packages say so little of themselves that mypy sees Any.
-    package: Any
-    if kind == "flash3":
-        import flash_attn_interface as package
-
-        out = package.flash_attn_func(q, k, v)
-    elif kind == "flash4":
-        import flash_attn.cute as package
-
-        out = package.flash_attn_func(q, k, v)
-    else:
-        import sageattention as package
-
+    package: Any = import_module(_MODULES[kind])
+    if kind == "sage":
         out = package.sageattn(q, k, v, tensor_layout="NHD")
+    else:
+        out = package.flash_attn_func(q, k, v)
     attended: torch.Tensor = out[0] if isinstance(out, tuple) else out
     return attended.contiguous()
 
@@ -81,7 +94,7 @@ def _by_package(kind: str) -> Attention:
 
 
 _KINDS: dict[str, Attention] = {
-    "native": _native,
+    "native": _torchs,
     "cudnn": _cudnn,
     "flash": _flash,
     "flash3": _by_package("flash3"),

@@ -21,6 +21,8 @@ Stumbled = Callable[[str], None]
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 # PyTorch compiles one function for so many different inputs; then it gives up.
 _MOST_KINDS = 6
+# What was compiled already, by function: PyTorch keeps that with the function, whoever compiled it.
+_COMPILED: dict[Callable[..., Any], set[Any]] = {}
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ class CompiledStep:
         self._stumbled = stumbled
         self._compiled: Callable[..., Any] | None = torch.compile(function, fullgraph=True, dynamic=dynamic)
         self._dynamic = dynamic
-        self._kinds: set[Any] = set()
+        self._kinds = _COMPILED.setdefault(function, set())
         self.seconds = 0.0
 
     def __call__(self, *arguments: Any) -> Any:
@@ -61,7 +63,8 @@ class CompiledStep:
             return self._compiled(*arguments)
         if len(self._kinds) == _MOST_KINDS:
             torch.compiler.reset()
-            self._kinds.clear()
+            for kinds in _COMPILED.values():
+                kinds.clear()
         started = time.perf_counter()
         try:
             result = self._compiled(*arguments)

@@ -51,23 +51,42 @@ class PyTorchDenoiser:
     What follows from a text alone is computed when it first comes, and kept for as long as the same tensor comes
     again, or until `forget`.
 
+    Attributes:
+        dtype: of its arithmetic.
+        pairs: see `Denoiser`.
+
     Args:
         module: its weights may lie elsewhere until it is called.
-        speed: how it is computed; what is compiled and cannot be runs uncompiled from then on.
-        stumbled: hears of that, once, in a sentence.
+        speed: how it is computed, until `compute` says otherwise.
     """
 
-    def __init__(self, module: torch.nn.Module, speed: Speed = EAGER, stumbled: Stumbled | None = None) -> None:
-        self.step = CompiledStep(block_step, stumbled) if speed.compiled else None
-        self._module: FastTransformer = install(module, speed.attention, self.step or block_step)
+    def __init__(self, module: torch.nn.Module, speed: Speed = EAGER) -> None:
+        # Norms stay in float32 whatever the model's dtype; the patch embedding does not.
+        self.dtype: torch.dtype = cast("Any", module).patch_embedding.weight.dtype
+        self._module: FastTransformer = install(module)
+        self._texts: list[tuple[tuple[torch.Tensor, ...], TextState]] = []
+        self._graphed: Graphed | None = None
+        self.compute(speed)
+
+    def compute(self, speed: Speed, stumbled: Callable[[str, str], None] | None = None) -> None:
+        """Compute so from now on.
+
+        Args:
+            stumbled: hears which field of `Speed` could not be had, and why, in a sentence; what is left out then costs
+                time only.
+        """
+
+        def told(field: str) -> Stumbled:
+            return lambda reason: None if stumbled is None else stumbled(field, reason)
+
+        self.forget()
+        self._step = CompiledStep(block_step, told("compiled")) if speed.compiled else None
+        install(self._module, speed.attention, self._step or block_step)
         if speed.fused:
-            fuse(module)
+            fuse(self._module)
         self._keep = speed.text_kept
         self.pairs = speed.paired
-        # Norms stay in float32 whatever the model's dtype; the patch embedding does not.
-        self._dtype: torch.dtype = cast("Any", module).patch_embedding.weight.dtype
-        self._texts: list[tuple[tuple[torch.Tensor, ...], TextState]] = []
-        self._graphed = Graphed(self._predict, stumbled) if speed.graphed else None
+        self._graphed = Graphed(self._predict, told("graphed")) if speed.graphed else None
 
     def __call__(self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor) -> torch.Tensor:
         """See `Denoiser`."""
@@ -79,6 +98,11 @@ class PyTorchDenoiser:
         """See `Denoiser`."""
         one, other = self._run(torch.cat([latents, latents]), timestep, first, second).split(1)
         return one, other
+
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds spent on compiling so far."""
+        return 0.0 if self._step is None else self._step.seconds
 
     def forget(self) -> None:
         """Let go of all that is kept for a text or a size."""
@@ -96,7 +120,7 @@ class PyTorchDenoiser:
         return self._graphed(latents, timestep, text)
 
     def _predict(self, latents: torch.Tensor, timestep: torch.Tensor, text: Callable[[], TextState]) -> torch.Tensor:
-        output: torch.Tensor = self._module(latents.to(self._dtype), timestep.reshape(1), text)[0]
+        output: torch.Tensor = self._module(latents.to(self.dtype), timestep.reshape(1), text)[0]
         return output
 
     def _read(self, texts: tuple[torch.Tensor, ...]) -> Callable[[], TextState]:
@@ -106,7 +130,7 @@ class PyTorchDenoiser:
             for known, kept in self._texts:
                 if len(known) == len(texts) and all(a is b for a, b in zip(known, texts, strict=True)):
                     return kept
-            made = self._module.read(torch.cat(texts).to(self._dtype), keep=self._keep)
+            made = self._module.read(torch.cat(texts).to(self.dtype), keep=self._keep)
             self._texts = [*self._texts[1 - _TEXTS :], (texts, made)]
             return made
 

@@ -210,6 +210,7 @@ def install(module: Any, kind: str = "native", step: Step = block_step) -> FastT
     """
     attend, attend_text = attention(kind), attention("native")
     for block in module.blocks:
+        _part_if_stale(block.attn1)
         block.__class__ = FastBlock
         block.step, block.attend, block.attend_text = step, attend, attend_text
     module.__class__ = FastTransformer
@@ -239,6 +240,19 @@ def fuse(module: Any) -> None:
                 part.data = view
         attn.to_qkv = whole
         attn.fused_projections = True
+
+
+def _part_if_stale(attn: Any) -> None:
+    """Let go of a fused matrix whose parts have been given other weights or an adapter since."""
+    if not getattr(attn, "fused_projections", False):
+        return
+    whole, layers = attn.to_qkv, (attn.to_q, attn.to_k, attn.to_v)
+    views = whole.weight.data.split([whole.out_features // len(layers)] * len(layers))
+    for layer, view in zip(layers, views, strict=True):
+        if type(layer) is not nn.Linear or layer.weight.data_ptr() != view.data_ptr():
+            attn.fused_projections = False
+            del attn.to_qkv
+            return
 
 
 def _let_hooks_know() -> None:

@@ -6,12 +6,14 @@ Where a kept component's weights wait, on the device or in memory (RAM), is the 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from runtime.components.attention import problem
 from runtime.components.denoiser import Denoiser, EngineDenoiser, PyTorchDenoiser
 from runtime.components.guarded import OUT_OF_MEMORY
 from runtime.components.memory import give_back
@@ -19,7 +21,7 @@ from runtime.components.offload import Placed, Placement, place, placement
 from runtime.components.text_encoder import EngineTextModel, PyTorchTextModel, TextEncoder, TextModel
 from runtime.components.video_decoder import EngineVideoDecoder, PyTorchVideoDecoder, VideoDecoder
 from runtime.core.errors import EngineError
-from runtime.core.plan import ComponentPlan, ExecutionPlan
+from runtime.core.plan import EAGER, ComponentPlan, ExecutionPlan
 from runtime.engines.service import EngineService, OpenEngines
 from runtime.models.quantization import NONE
 from runtime.models.spec import ModelSpec
@@ -75,11 +77,19 @@ class Watch(Protocol):
         """Hear that PyTorch runs a component from here on, because of its engine; `reason` is a sentence."""
         ...
 
+    def stumbled(self, name: str, field: str, reason: str) -> None:
+        """Hear that a component is computed without what `field` of the plan's `Speed` says; `reason` is a sentence."""
+        ...
+
 
 class Residency:
     """Loaded components, shared by the jobs of one worker. Not safe between threads.
 
     Use as a context manager: leaving it frees everything.
+
+    Attributes:
+        load_seconds: spent on loading and compiling so far.
+        compile_seconds: of those, on compiling.
 
     Args:
         engines: where engines are opened; without, plans must be for PyTorch.
@@ -89,6 +99,7 @@ class Residency:
         self._service = engines
         self._held: dict[_Key, Any] = {}
         self.load_seconds = 0.0
+        self.compile_seconds = 0.0
 
     def __enter__(self) -> "Residency":
         """Start with nothing loaded."""
@@ -128,14 +139,22 @@ class Residency:
         """Lend the transformer called `name`."""
 
         def build(module: torch.nn.Module, _: ComponentPlan) -> Denoiser:
-            return PyTorchDenoiser(
-                module,
-                expand_timesteps=spec.expand_timesteps,
-                patch_size=spec.transformer.patch_size,
-            )
+            return PyTorchDenoiser(module)
 
-        with self._lend(spec, job, name, build, EngineDenoiser) as denoiser:
-            yield denoiser
+        used: list[PyTorchDenoiser] = []
+
+        def prepare(denoiser: Any, part: ComponentPlan) -> None:
+            compute_as_planned(denoiser, part, spec, job, name)
+            used.append(denoiser)
+
+        with self._lend(spec, job, name, build, EngineDenoiser, prepare) as denoiser:
+            try:
+                yield denoiser
+            finally:
+                for one in used:
+                    self.compile_seconds += one.compile_seconds
+                    self.load_seconds += one.compile_seconds
+                    one.forget()
 
     @contextmanager
     def video_decoder(self, spec: ModelSpec, job: Watch) -> Iterator[VideoDecoder]:
@@ -157,8 +176,12 @@ class Residency:
         name: str,
         build: Callable[[torch.nn.Module, ComponentPlan], Part],
         on_engines: Callable[[OpenEngines, Callable[[str], Part]], Any],
+        prepare: Callable[[Any, ComponentPlan], None] = lambda *_: None,
     ) -> Iterator[Any]:
-        """Lend a component: `build` makes it in PyTorch, `on_engines` of its engines and what it falls back to."""
+        """Lend a component: `build` makes it in PyTorch, `on_engines` of its engines and what it falls back to.
+
+        `prepare` readies the one in PyTorch for the job at hand.
+        """
         part, offload = job.plan.components[name], job.plan.offload
         used = [_key(spec, name, part, offload)]
 
@@ -183,6 +206,7 @@ class Residency:
                 loaded.placed.bring()
                 self.load_seconds += time.perf_counter() - started
             made: Part = loaded.part
+            prepare(made, wanted)
             return made
 
         def fall_back(reason: str) -> Part:
@@ -238,6 +262,17 @@ class Residency:
             held.close()
         del held
         give_back(unreachable=key.placement in _HOOKED or key.quantization != NONE)
+
+
+def compute_as_planned(denoiser: PyTorchDenoiser, part: ComponentPlan, spec: ModelSpec, job: Watch, name: str) -> None:
+    """Let a denoiser compute as the job's plan says; an attention that does not run here is told of and left out."""
+    speed = job.plan.speed
+    if speed.attention != EAGER.attention:
+        against = problem(speed.attention, part.device, denoiser.dtype, spec.transformer.attention_head_dim)
+        if against is not None:
+            job.stumbled(name, "attention", f"{speed.attention} does not run here: {against}.")
+            speed = replace(speed, attention=EAGER.attention)
+    denoiser.compute(speed, partial(job.stumbled, name))
 
 
 def _load(

@@ -33,7 +33,9 @@ Stamps = Mapping[str, list[list[Any]]]
 
 _METADATA, _CHECKSUM = "tandem", "checksum"
 # What may differ between the runs of one clip: how it is computed, and how fast it plays.
-_NOT_THE_CLIP = frozenset({"model", "fps", "backends", "build", "offload", "quantization", "on_out_of_memory"})
+_NOT_THE_CLIP = frozenset(
+    {"model", "fps", "backends", "build", "offload", "quantization", "on_out_of_memory", "attention", "compile"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from runtime.components.residency import Residency
 from runtime.core.cancel import Cancel
 from runtime.core.errors import CheckpointError, EngineError
 from runtime.core.events import EngineProgress, Event, FellBack, Resumed, Stage, StageStarted, Warned
-from runtime.core.plan import BACKEND_TITLES, EngineUse, ExecutionPlan
+from runtime.core.plan import BACKEND_TITLES, EAGER, EngineUse, ExecutionPlan
 from runtime.jobs.checkpoint import Checkpoint, CheckpointFolder
 from runtime.jobs.keeping import Keeper
 from runtime.jobs.measure import Clock
@@ -41,6 +41,7 @@ _DECIDED = (
     "memory_bytes",
     "seconds",
     "ladder",
+    "speed",
 )
 
 
@@ -206,6 +207,11 @@ class Course:
             self.warnings.append(said)
             self.emit(FellBack(name, backend, said))
 
+    def stumbled(self, name: str, field: str, reason: str) -> None:
+        """Tell that a component is computed without what a field of the plan's `Speed` says; `reason` is a sentence."""
+        self.plan = replace(self.plan, speed=replace(self.plan.speed, **{field: getattr(EAGER, field)}))
+        self.warn(f"{self.plan.title(name)}: computed more slowly than planned. {reason}")
+
     def get_engines(self, names: Collection[str]) -> None:
         """Build the engines of components that are not there or damaged; where one cannot be built, PyTorch takes over.
 
@@ -257,5 +263,6 @@ def _decisions(plan: ExecutionPlan) -> tuple[Any, ...]:
         (name, part.backend, part.asked, part.device, part.dtype, part.quantization, [use.id for use in part.engines])
         for name, part in plan.components.items()
     ]
-    held = (plan.offload, plan.keep_loaded, plan.freed, plan.decode_chunk, plan.decode_tile)
+    computed = (plan.speed.attention, plan.speed.compiled, plan.attention, plan.compile)
+    held = (plan.offload, plan.keep_loaded, plan.freed, plan.decode_chunk, plan.decode_tile, computed)
     return parts, held

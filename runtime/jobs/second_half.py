@@ -16,7 +16,17 @@ from runtime.manager.planner import resolve
 from runtime.models.spec import ModelSpec
 
 # What may be asked for anew. Neither guidance nor backends of the first half change anything here.
-CHANGEABLE = ("guidance_scale_2", "backends", "build", "offload", "quantization", "on_out_of_memory", "fps")
+CHANGEABLE = (
+    "guidance_scale_2",
+    "backends",
+    "build",
+    "offload",
+    "quantization",
+    "on_out_of_memory",
+    "attention",
+    "compile",
+    "fps",
+)
 
 
 def redo_second_half(

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 from runtime.core.errors import InvalidRequestError, MemoryShortError
 from runtime.core.forecast import Rung, Seconds, StageMemory
-from runtime.core.plan import PYTORCH
+from runtime.core.plan import EAGER, PYTORCH, Speed
 from runtime.core.request import AUTO
-from runtime.manager import compat, history, timing, vram
+from runtime.manager import compat, history, speed, timing, vram
 from runtime.manager.history import History
 from runtime.manager.machine import Machine
 from runtime.manager.timing import Work
@@ -42,6 +42,7 @@ class Case:
         whole: bytes of the components that pass through system memory whole on their way to the device.
         free_bytes: on the device, `ram_free_bytes` in system memory.
         chunk: latent frames that the VAE decodes in one call, where memory allows.
+        speed: what is decided on of how PyTorch computes, and `base` what of that does not depend on the way.
     """
 
     load: Load
@@ -54,6 +55,8 @@ class Case:
     free_bytes: int
     ram_free_bytes: int
     chunk: int
+    speed: speed.Case
+    base: Speed = EAGER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,7 @@ class Option:
         seconds: by stage, their "total", and "load", which the total leaves out.
         tight: whether it fits only if PyTorch's allocator takes nothing on top.
         against: why this machine cannot do it, however much memory is free.
+        speed: how PyTorch computes it.
     """
 
     way: Way
@@ -74,6 +78,7 @@ class Option:
     rung: Rung
     tight: bool
     against: compat.Conflict | None
+    speed: Speed
 
     @property
     def settings(self) -> tuple[str, str]:
@@ -230,16 +235,21 @@ def _option(case: Case, title: str, way: Way) -> Option:
     # Decoding fewer frames in a call costs little time: it comes before any other saving. Tiles cost more than letting
     # go of what does not run, so they come once that is done.
     tiles = [] if way.keep_loaded else vram.tile_sides(case.load)
+    held = way
+    computed, compiling, excluded = speed.of_way(
+        case.speed, way, case.base, lambda how: _call(case, held, "transformer", how)
+    )
     chunk = case.chunk
-    memory = _memory(case, way, chunk)
+    memory = _memory(case, way, chunk, computed)
     for fewer, tile in ((1, None), *((1, tile) for tile in tiles)):
         if _needs(memory[-1:]) <= room * case.free_bytes:
             break
         chunk, way = fewer, replace(way, decode_tile=tile)
-        memory = _memory(case, way, chunk)
+        memory = _memory(case, way, chunk, computed)
     peak = max(stage.peak_bytes for stage in memory)
     ram = vram.ram_bytes(case.load, way) if case.load.cuda else 0
-    seconds = _seconds(case, way)
+    seconds = _seconds(case, way, computed)
+    seconds["load"] += compiling
     roomy = _needs(memory) <= room * case.free_bytes
     # What stays for good leaves room to others: there is no tight way of keeping everything.
     fits = roomy or (not way.keep_loaded and peak <= case.free_bytes)
@@ -249,7 +259,7 @@ def _option(case: Case, title: str, way: Way) -> Option:
         title = f"{title}, decoding in tiles of {_tile_pixels(case, way.decode_tile)}"
     elif chunk != case.chunk:
         title = f"{title}, decoding frame by frame"
-    against = compat.lacking(way.quantization, case.machine) or _unloadable(case, way)
+    against = compat.lacking(way.quantization, case.machine) or _unloadable(case, way) or excluded
     rung = Rung(
         title=title,
         flags=" ".join(flags),
@@ -267,7 +277,16 @@ def _option(case: Case, title: str, way: Way) -> Option:
         freed=way.freed,
         lacks=against.chip if against else "",
     )
-    return Option(way=way, chunk=chunk, memory=memory, seconds=seconds, rung=rung, tight=not roomy, against=against)
+    return Option(
+        way=way,
+        chunk=chunk,
+        memory=memory,
+        seconds=seconds,
+        rung=rung,
+        tight=not roomy,
+        against=against,
+        speed=computed,
+    )
 
 
 def _unloadable(case: Case, way: Way) -> compat.Conflict | None:
@@ -286,7 +305,7 @@ def _needs(memory: tuple[StageMemory, ...]) -> int:
     return max(stage.peak_bytes + stage.spare_bytes for stage in memory)
 
 
-def _kind(case: Case, way: Way, name: str) -> history.Kind:
+def _kind(case: Case, way: Way, name: str, computed: Speed) -> history.Kind:
     transformer = is_transformer(name)
     return history.Kind(
         device=history.device_name(case.machine, case.load.device),
@@ -297,14 +316,15 @@ def _kind(case: Case, way: Way, name: str) -> history.Kind:
         quantization=way.quantization if transformer else "none",
         offload=way.offload,
         tile=history.tile_of(way, name),
+        speed=speed.tag(computed, name) if case.backends[name] == PYTORCH else "",
     )
 
 
-def _memory(case: Case, way: Way, chunk: int) -> tuple[StageMemory, ...]:
+def _memory(case: Case, way: Way, chunk: int, computed: Speed) -> tuple[StageMemory, ...]:
     return tuple(
         history.remembered(
             case.history,
-            _kind(case, way, stage.component),
+            _kind(case, way, stage.component, computed),
             timing.flops(case.load, case.work, stage.component, way.decode_tile),
             stage,
         )
@@ -312,25 +332,39 @@ def _memory(case: Case, way: Way, chunk: int) -> tuple[StageMemory, ...]:
     )
 
 
-def _seconds(case: Case, way: Way) -> dict[str, Seconds]:
+def _seconds(case: Case, way: Way, computed: Speed) -> dict[str, Seconds]:
     found = dict.fromkeys(("encode", "denoise", "decode"), Seconds(0, 0, 0, measured=True))
     for name in case.load.spec.component_names:
         stage = vram.stage_of(name)
-        found[stage] += _component_seconds(case, way, name)
+        found[stage] += _component_seconds(case, way, name, computed)
     total = found["encode"] + found["denoise"] + found["decode"]
     return found | {"total": total, "load": timing.load_seconds(case.load)}
 
 
-def _component_seconds(case: Case, way: Way, name: str) -> Seconds:
+def _component_seconds(case: Case, way: Way, name: str, computed: Speed) -> Seconds:
     calls = case.work.calls[name]
     operations = timing.flops(case.load, case.work, name, way.decode_tile)
-    whole = history.seconds_per_call(case.history, _kind(case, way, name), operations)
+    whole = history.seconds_per_call(case.history, _kind(case, way, name, computed), operations)
     if whole is not None:
         return whole * calls
-    at_hand = replace(way, offload="none")
-    call = history.seconds_per_call(case.history, _kind(case, at_hand, name), operations)
-    call = call or timing.compute_seconds(case.load, case.work, name, case.machine, way)
+    call = _call(case, way, name, computed)
     return timing.stage_seconds(call * calls, timing.transfer_seconds(case.load, way, name, calls), way)
+
+
+def _call(case: Case, way: Way, name: str, computed: Speed) -> Seconds:
+    """Return what one call takes with all weights at hand; what was not measured so rests on the next nearest."""
+    operations = timing.flops(case.load, case.work, name, way.decode_tile)
+    at_hand = replace(way, offload="none")
+    for like in dict.fromkeys((computed, replace(computed, compiled=False), EAGER)):
+        call = history.seconds_per_call(case.history, _kind(case, at_hand, name, like), operations)
+        if call is not None:
+            break
+    else:
+        like, call = EAGER, timing.compute_seconds(case.load, case.work, name, case.machine, way)
+    if computed.compiled and not like.compiled and is_transformer(name) and case.backends[name] == PYTORCH:
+        faster = call * (1 / speed.faster_when_compiled(way.quantization))
+        return replace(faster, measured=False)
+    return call
 
 
 def _refusal(case: Case, every: list[Option], asked: list[Option], clip: str) -> MemoryShortError:

@@ -12,13 +12,13 @@ from typing import TypeVar
 from runtime.core.errors import InvalidRequestError, MachineError
 from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, LatentSize
 from runtime.core.request import ALL, AUTO, MAX_FRAMES, MAX_SIDE, Auto, GenerationRequest, label
-from runtime.manager import compat, vram
-from runtime.manager.history import History, calls_of
+from runtime.manager import compat, speed, vram
+from runtime.manager.history import History, attention_seconds, calls_of, compile_seconds, device_name
 from runtime.manager.ladder import Case, decide
 from runtime.manager.machine import Machine, seen_from
 from runtime.manager.offers import Choice, EngineOffer, Offers, admit, choose, no_offers
 from runtime.manager.timing import Work, flops
-from runtime.models.spec import ModelSpec, is_transformer
+from runtime.models.spec import ModelSpec, attention_flops, is_transformer
 
 # Models below this size run in float32 on a GPU too: it costs them nothing.
 _SMALL_MODEL_BYTES = 1 << 30
@@ -64,6 +64,7 @@ def resolve(
     device, dtypes, reason, free = _placement(spec, machine, gpu)
     offload, notes = _offload(request, machine)
     _check_quantization(request, machine)
+    speed.check_compile(request.compile, offload, request.quantization, machine)
     latent_shape = spec.latent_shape(frames, height, width)
     tokens = spec.tokens(frames, height, width)
     noted = _Noted(offers)
@@ -71,6 +72,9 @@ def resolve(
     choices = _choices(request, spec, latent_shape[2:], machine, surroundings, reason, noted)
     load = _load(spec, device, dtypes, choices, noted, frames, height, width)
     in_pytorch = vram.weights_bytes(spec, dtypes) if device != "cpu" else {}
+    computed = _speed_case(request, load, machine, choices, history, calls_of(steps, guidance, guidance_2), free)
+    base = speed.held(computed)
+    load = replace(load, text_bytes=base.text_bytes, at_once=vram.at_once(base))
     case = Case(
         load=load,
         work=Work(
@@ -86,6 +90,8 @@ def resolve(
         free_bytes=free,
         ram_free_bytes=machine.ram_free_bytes,
         chunk=_most_at_once(load, choices["vae"], free),
+        speed=computed,
+        base=base,
     )
     clip = f"{spec.title} at {width}x{height}, {frames} frames"
     decision = decide(case, offload, request.quantization, clip)
@@ -139,6 +145,9 @@ def resolve(
         offload=way.offload,
         quantization=way.quantization,
         on_out_of_memory=request.on_out_of_memory,
+        attention=request.attention,
+        compile=request.compile,
+        speed=decision.taken.speed,
         warnings=(*_size_warnings(spec, width, height, frames), *notes, *decision.warnings),
     )
 
@@ -200,6 +209,30 @@ def _load(
         latent_shape=spec.latent_shape(frames, height, width),
         height=height,
         width=width,
+    )
+
+
+def _speed_case(
+    request: GenerationRequest,
+    load: vram.Load,
+    machine: Machine,
+    choices: Mapping[str, Choice],
+    history: History,
+    calls: Mapping[str, float],
+    free: int,
+) -> speed.Case:
+    dtype, name = load.dtypes["transformer"], device_name(machine, load.device)
+    experts = [part for part in choices if is_transformer(part)]
+    return speed.Case(
+        load=load,
+        machine=machine,
+        asked=speed.Asked(attention=request.attention, compile=request.compile),
+        calls=sum(calls[part] for part in experts),
+        guided=calls["text_encoder"] > 1,
+        attention_seconds=attention_seconds(history, name, dtype, attention_flops(load.spec, load.tokens)),
+        compile_seconds=lambda quantization: compile_seconds(history, name, load.spec, dtype, quantization),
+        free_bytes=free,
+        in_pytorch=any(choices[part].backend == PYTORCH for part in experts),
     )
 
 

@@ -11,6 +11,7 @@ from runtime.core.forecast import Rung
 from runtime.core.plan import PYTORCH, ExecutionPlan
 from runtime.core.tiles import times_decoded
 from runtime.manager import vram
+from runtime.manager.speed import relieved
 from runtime.manager.vram import Load, Way
 from runtime.models.spec import ModelSpec, is_transformer
 
@@ -94,6 +95,8 @@ def _taking(plan: ExecutionPlan, spec: ModelSpec, load: Load, rung: Rung, slower
         for name, part in plan.components.items()
     }
     ladder = tuple(replace(other, taken=other == rung) for other in plan.ladder)
+    speed = relieved(plan.speed, rung.offload, rung.quantization)
+    load = replace(load, text_bytes=speed.text_bytes, at_once=vram.at_once(speed))
     memory = vram.stages(load, _way(rung), rung.decode_chunk)
     return replace(
         plan,
@@ -104,6 +107,7 @@ def _taking(plan: ExecutionPlan, spec: ModelSpec, load: Load, rung: Rung, slower
         decode_tile=rung.decode_tile,
         keep_loaded=rung.keep_loaded,
         freed=rung.freed,
+        speed=speed,
         decode_flops=plan.decode_flops
         * times_decoded(*plan.latent_shape[3:], rung.decode_tile)
         / times_decoded(*plan.latent_shape[3:], plan.decode_tile),
@@ -134,4 +138,6 @@ def _load(plan: ExecutionPlan, spec: ModelSpec) -> Load:
         latent_shape=plan.latent_shape,
         height=plan.height,
         width=plan.width,
+        text_bytes=plan.speed.text_bytes,
+        at_once=vram.at_once(plan.speed),
     )

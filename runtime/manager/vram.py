@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from runtime.core.forecast import StageMemory
+from runtime.core.plan import Speed
 from runtime.models.spec import ModelSpec, is_transformer
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -78,6 +79,8 @@ class Load:
         tokens: of the transformer's sequence.
         latent_shape: (batch, channels, latent frames, latent height, latent width).
         height, width: of a frame.
+        text_bytes: of the text's keys and values that are kept.
+        at_once: how many working sets a call of a transformer takes: two passes at once, one more for a CUDA graph.
     """
 
     spec: ModelSpec
@@ -88,6 +91,8 @@ class Load:
     latent_shape: tuple[int, int, int, int, int]
     height: int
     width: int
+    text_bytes: int = 0
+    at_once: int = 1
 
     @property
     def cuda(self) -> bool:
@@ -227,7 +232,8 @@ def _working(load: Load, way: Way, name: str, weights: Mapping[str, int], chunk:
         return working
     if name == "vae":
         return decode_bytes(load, chunk, way.decode_tile)
-    return denoise_bytes(spec, load.tokens, dtype, way.quantization)
+    kept = load.text_bytes if way.offload in {"none", "model"} else 0
+    return load.at_once * denoise_bytes(spec, load.tokens, dtype, way.quantization) + kept
 
 
 def _on_device(spec: ModelSpec, way: Way, name: str, weights: Mapping[str, int], on_engines: Mapping[str, int]) -> int:
@@ -245,6 +251,11 @@ def _on_device(spec: ModelSpec, way: Way, name: str, weights: Mapping[str, int],
     # By block: the one that runs and the next, which is brought meanwhile. By layer: a third of a block at most.
     at_once = 2 * blocks / layers if way.offload == "group" else blocks / layers / 3
     return int(weights[name] - blocks + at_once) if way.offload == "group" else int(at_once)
+
+
+def at_once(speed: Speed) -> int:
+    """Return `Load.at_once`."""
+    return (2 if speed.paired else 1) + speed.graphed
 
 
 def taken_before(device: str) -> int:

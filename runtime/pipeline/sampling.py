@@ -90,8 +90,10 @@ def get_schedule(plan: ExecutionPlan, scheduler: Any, boundary_ratio: float | No
     scheduler.set_begin_index(0)
     boundary = None if boundary_ratio is None else boundary_ratio * scheduler.config.num_train_timesteps
     steps = []
-    for timestep, sigma in zip(scheduler.timesteps, scheduler.sigmas.tolist(), strict=False):  # one sigma more: 0
-        low_noise = boundary is not None and timestep.item() < boundary
+    # Read at once, for reading waits for the device. There is one sigma more than timesteps: 0.
+    values, sigmas = scheduler.timesteps.tolist(), scheduler.sigmas.tolist()
+    for timestep, value, sigma in zip(scheduler.timesteps, values, sigmas, strict=False):
+        low_noise = boundary is not None and value < boundary
         scale = plan.guidance_scale_2 if low_noise and plan.guidance_scale_2 is not None else plan.guidance_scale
         steps.append(Step(timestep, sigma, "transformer_2" if low_noise else "transformer", scale))
     return steps
@@ -164,9 +166,13 @@ def decode(
 def _guided(
     denoiser: Denoiser, latents: torch.Tensor, step: Step, conditioning: Conditioning, cancel: Cancel
 ) -> torch.Tensor:
-    velocity = denoiser(latents, step.timestep, conditioning.positive)
-    if conditioning.negative is None or step.guidance_scale <= 1:
-        return velocity
-    cancel.check()
-    unguided = denoiser(latents, step.timestep, conditioning.negative)
+    positive, negative = conditioning.positive, conditioning.negative
+    if negative is None or step.guidance_scale <= 1:
+        return denoiser(latents, step.timestep, positive)
+    if denoiser.pairs:
+        velocity, unguided = denoiser.pair(latents, step.timestep, positive, negative)
+    else:
+        velocity = denoiser(latents, step.timestep, positive)
+        cancel.check()
+        unguided = denoiser(latents, step.timestep, negative)
     return unguided + step.guidance_scale * (velocity - unguided)

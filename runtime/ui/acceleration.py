@@ -9,7 +9,16 @@ from typing import Any
 import gradio as gr
 
 from runtime.core.byte_size import memory_size
-from runtime.core.request import AUTO, BUILDS, COMPONENTS, OFFLOADS, ON_OUT_OF_MEMORY, QUANTIZATIONS
+from runtime.core.request import (
+    ATTENTIONS,
+    AUTO,
+    BUILDS,
+    COMPILES,
+    COMPONENTS,
+    OFFLOADS,
+    ON_OUT_OF_MEMORY,
+    QUANTIZATIONS,
+)
 from runtime.engines.builders import builders_of
 from runtime.manager.machine import Machine
 from runtime.models.spec import ModelSpec
@@ -30,6 +39,23 @@ _QUANTIZATIONS = dict(zip(QUANTIZATIONS, ("Automatic", "None", "8 bit", "4 bit",
 _ON_OUT_OF_MEMORY = dict(
     zip(ON_OUT_OF_MEMORY, ("Go on, for the same video", "Go on, even if less exact", "Stop and say how"), strict=True)
 )
+_ATTENTIONS = dict(
+    zip(
+        ATTENTIONS,
+        (
+            "Automatic",
+            "PyTorch's own",
+            "cuDNN",
+            "FlashAttention 2",
+            "FlashAttention 3",
+            "FlashAttention 4",
+            "SageAttention, 8 bit",
+            "cuDNN, FP8",
+        ),
+        strict=True,
+    )
+)
+_COMPILES = dict(zip(COMPILES, ("Where it pays off", "Never", "Always"), strict=True))
 TITLES = {
     "text_encoder": "Text encoder",
     "transformer": "Transformer",
@@ -124,6 +150,15 @@ def panel(spec: ModelSpec, machine: Machine, backends: Mapping[str, str]) -> tup
             _ON_OUT_OF_MEMORY,
             "If memory runs out",
             "The job goes on from the last step in a more frugal way, or stops and says which there is.",
+        )
+        settings["attention"] = _choice(
+            "attention",
+            _ATTENTIONS,
+            "Attention",
+            "What computes it in PyTorch. Those in 8 bits are faster and less exact, and never taken by themselves.",
+        )
+        settings["compile"] = _choice(
+            "compile", _COMPILES, "Compile", "PyTorch's transformers: takes a minute first, then each step is faster."
         )
         total = gr.HTML(sum_html(Outlook("")), elem_id="outlook", apply_default_css=False)
         choose_way = gr.Button("Choose a way", visible="hidden", elem_id="choose-way")

@@ -41,12 +41,15 @@ def endpoint(worker: Worker, models: dict[str, ModelSpec], default_model: str) -
         offload: str = AUTO,
         quantization: str = AUTO,
         on_out_of_memory: str = RETRY,
+        attention: str = AUTO,
+        compile: str = AUTO,
     ) -> AsyncIterator[dict[str, Any]]:
         """Make one video. Streams the job's events as they happen; the last is VideoSaved, whose "video" is the MP4.
 
         "auto" takes the model's own default, and a random seed; negative_prompt null takes the model's own. backends
         says what runs a component, as {"vae": "pytorch"} or ["vae=pytorch"], "all" for every one; build, offload,
-        quantization and on_out_of_memory are as on the command line. The job goes on when the stream is closed.
+        quantization, on_out_of_memory, attention and compile are as on the command line. The job goes on when the
+        stream is closed.
         """
         try:
             check_offered(model, models)
@@ -67,6 +70,8 @@ def endpoint(worker: Worker, models: dict[str, ModelSpec], default_model: str) -
                 offload=offload,
                 quantization=quantization,
                 on_out_of_memory=on_out_of_memory,
+                attention=attention,
+                compile=compile,
             )
             job = await asyncio.to_thread(worker.submit, request)
         except TandemError as error:

@@ -15,9 +15,11 @@ import gradio as gr
 from runtime.core.errors import InvalidRequestError
 from runtime.core.request import (
     ALL,
+    ATTENTIONS,
     AUTO,
     BACKENDS,
     BUILDS,
+    COMPILES,
     COMPONENTS,
     OFFLOADS,
     ON_OUT_OF_MEMORY,
@@ -62,6 +64,8 @@ class Form:
     offload: gr.Dropdown
     quantization: gr.Dropdown
     on_out_of_memory: gr.Dropdown
+    attention: gr.Dropdown
+    compile: gr.Dropdown
 
     @property
     def controls(self) -> list[Any]:
@@ -89,6 +93,8 @@ _CHOICES = {
     "offload": OFFLOADS,
     "quantization": QUANTIZATIONS,
     "on_out_of_memory": ON_OUT_OF_MEMORY,
+    "attention": ATTENTIONS,
+    "compile": COMPILES,
 }
 
 

@@ -85,6 +85,8 @@ def filled_in(request: GenerationRequest, spec: ModelSpec, limits: Limits) -> Ge
         offload=AUTO,
         quantization=AUTO,
         on_out_of_memory=RETRY,
+        attention=AUTO,
+        compile=AUTO,
     )
 
 

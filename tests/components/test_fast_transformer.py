@@ -38,9 +38,7 @@ class Case:
     def wanted(self, text: torch.Tensor, timestep: float) -> torch.Tensor:
         """Return diffusers' prediction, with a timestep per token where the model was made with one."""
         shape = (1, 3 * 3 * 4) if self.spec.expand_timesteps else (1,)
-        output: torch.Tensor = self.reference(
-            self.latents, torch.full(shape, timestep), text, return_dict=False
-        )[0]
+        output: torch.Tensor = self.reference(self.latents, torch.full(shape, timestep), text, return_dict=False)[0]
         return output
 
 
@@ -137,9 +135,7 @@ def test_bfloat16_is_nearer_to_float32_than_diffusers(tiny: Tiny) -> None:
     wanted = case.wanted(case.texts[0], 500.0)
     low = case.load()
     low.to(torch.bfloat16)
-    theirs = low(
-        case.latents.bfloat16(), torch.tensor([500.0]), case.texts[0].bfloat16(), return_dict=False
-    )[0].float()
+    theirs = low(case.latents.bfloat16(), torch.tensor([500.0]), case.texts[0].bfloat16(), return_dict=False)[0].float()
     ours = PyTorchDenoiser(low)(case.latents, torch.tensor(500.0), case.texts[0]).float()
     error = (ours - wanted).norm() / wanted.norm()
     assert error < 0.03

@@ -31,6 +31,8 @@ GOOD: dict[str, Any] = {
     "offload": "auto",
     "quantization": "auto",
     "on_out_of_memory": "retry",
+    "attention": "auto",
+    "compile": "auto",
 }
 BACKENDS = ["backend_text_encoder", "backend_transformer", "backend_transformer_2", "backend_vae"]
 
