@@ -72,10 +72,7 @@ def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 @torch.library.custom_op("tandem::attend", mutates_args=())
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: str) -> torch.Tensor:
     package: Any = import_module(_MODULES[kind])
-    if kind == "sage":
-        out = package.sageattn(q, k, v, tensor_layout="NHD")
-    else:
-        out = package.flash_attn_func(q, k, v)
+    out = package.sageattn(q, k, v, tensor_layout="NHD") if kind == "sage" else package.flash_attn_func(q, k, v)
     attended: torch.Tensor = out[0] if isinstance(out, tuple) else out
     return attended.contiguous()
 

@@ -58,10 +58,10 @@ class CompiledStep:
         """Return what the function returns."""
         if self._compiled is None:
             return self._function(*arguments)
-        kind = () if self._dynamic else _kind(arguments)
+        kind = _kind(arguments)
         if kind in self._kinds:
             return self._compiled(*arguments)
-        if len(self._kinds) == _MOST_KINDS:
+        if len(self._kinds) >= _MOST_KINDS and not self._dynamic:
             torch.compiler.reset()
             for kinds in _COMPILED.values():
                 kinds.clear()

@@ -165,8 +165,17 @@ class Residency:
             module.encoder = None
             return PyTorchVideoDecoder(module, part.device)
 
-        with self._lend(spec, job, "vae", build, EngineVideoDecoder) as decoder:
-            yield decoder
+        used: list[PyTorchVideoDecoder] = []
+
+        def prepare(decoder: Any, _: ComponentPlan) -> None:
+            decoder.compute(job.plan.speed, partial(job.stumbled, "vae"))
+            used.append(decoder)
+
+        with self._lend(spec, job, "vae", build, EngineVideoDecoder, prepare) as decoder:
+            try:
+                yield decoder
+            finally:
+                self.load_seconds += sum(one.compile_seconds for one in used)
 
     @contextmanager
     def _lend(
