@@ -19,8 +19,8 @@ from runtime.core.errors import first_line
 Stumbled = Callable[[str], None]
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-# PyTorch compiles one function for so many different inputs; then it gives up.
-_MOST_KINDS = 6
+# So many kinds of inputs are compiled for before all is forgotten: sizes, and tensors that lie otherwise in memory.
+_LIMIT = 32
 # What was compiled already, by function: PyTorch keeps that with the function, whoever compiled it.
 _COMPILED: dict[Callable[..., Any], set[Any]] = {}
 
@@ -50,7 +50,6 @@ class CompiledStep:
         self._function = function
         self._stumbled = stumbled
         self._compiled: Callable[..., Any] | None = torch.compile(function, fullgraph=True, dynamic=dynamic)
-        self._dynamic = dynamic
         self._kinds = _COMPILED.setdefault(function, set())
         self.seconds = 0.0
 
@@ -59,15 +58,9 @@ class CompiledStep:
         if self._compiled is None:
             return self._function(*arguments)
         kind = _kind(arguments)
-        if kind in self._kinds:
-            return self._compiled(*arguments)
-        if len(self._kinds) >= _MOST_KINDS and not self._dynamic:
-            torch.compiler.reset()
-            for kinds in _COMPILED.values():
-                kinds.clear()
         started = time.perf_counter()
         try:
-            result = self._compiled(*arguments)
+            result = self._run(arguments)
         except Exception as error:
             if ran_out(error) is not None:
                 raise
@@ -76,10 +69,34 @@ class CompiledStep:
             if self._stumbled is not None:
                 self._stumbled(f"PyTorch could not compile it ({type(error).__name__}: {first_line(error)}).")
         else:
-            self._kinds.add(kind)
-            self.seconds += time.perf_counter() - started
+            if kind not in self._kinds:
+                self._kinds.add(kind)
+                self.seconds += time.perf_counter() - started
             return result
         return self._function(*arguments)
+
+    def _run(self, arguments: tuple[Any, ...]) -> Any:
+        assert self._compiled is not None
+        try:
+            with torch._dynamo.config.patch(recompile_limit=_LIMIT):
+                return self._compiled(*arguments)
+        except Exception as error:
+            if not _is_full(error):
+                raise
+        forget_all()
+        return self._compiled(*arguments)
+
+
+def forget_all() -> None:
+    """Let PyTorch forget what it compiled in this process; what is on disk stays."""
+    torch.compiler.reset()
+    for kinds in _COMPILED.values():
+        kinds.clear()
+
+
+def _is_full(error: Exception) -> bool:
+    """Whether PyTorch has compiled one function for as many different inputs as it does."""
+    return "RecompileLimit" in type(error).__name__
 
 
 def _kind(arguments: Any) -> Any:

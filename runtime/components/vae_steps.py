@@ -21,25 +21,30 @@ CACHED_FRAMES = 2
 Caches = Sequence[torch.Tensor]
 
 
-def enter(
-    x: torch.Tensor, bias: torch.Tensor | None, gamma: torch.Tensor, scale: float, before: torch.Tensor
-) -> torch.Tensor:
+def enter(x: torch.Tensor, bias: torch.Tensor | None, gamma: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     """Return what goes into a causal convolution: the frames before, then `x` normalised over channels and activated.
 
     Args:
         x: (1, channels, frames, height, width), of the last convolution.
         bias: that convolution's, where it was not added yet.
+        gamma: what a channel of unit length in each place becomes, (channels, 1, 1, 1).
         before: the frames that it continues from.
     """
     if bias is not None:
         x = x + bias.view(1, -1, 1, 1, 1)
-    y = F.normalize(x.float(), dim=1).to(x.dtype) * scale * gamma
+    y = F.normalize(x.float(), dim=1).to(x.dtype) * gamma
     return torch.cat([before, F.silu(y)], dim=2)
 
 
 def leave(x: torch.Tensor, bias: torch.Tensor, shortcut: torch.Tensor) -> torch.Tensor:
     """Return the end of a residual block."""
     return x + bias.view(1, -1, 1, 1, 1) + shortcut
+
+
+def _gamma(norm: Any) -> torch.Tensor:
+    # A tensor in all: compiled code would be another for each number.
+    gamma: torch.Tensor = norm.gamma * norm.scale
+    return gamma
 
 
 class DecoderSteps:
@@ -106,7 +111,7 @@ class _Call:
         for block in decoder.up_blocks:
             x = self._up(block, x)
         norm = decoder.norm_out
-        padded = self._enter(x, None, norm.gamma, norm.scale, self._before(x))
+        padded = self._enter(x, None, _gamma(norm), self._before(x))
         return self._convolve(decoder.conv_out, padded, with_bias=True), self._kept
 
     def _before(self, x: torch.Tensor) -> torch.Tensor:
@@ -125,10 +130,11 @@ class _Call:
 
     def _residual(self, block: Any, x: torch.Tensor) -> torch.Tensor:
         shortcut = block.conv_shortcut(x)
-        y = self._convolve(block.conv1, self._enter(x, None, block.norm1.gamma, block.norm1.scale, self._before(x)))
+        y = self._convolve(block.conv1, self._enter(x, None, _gamma(block.norm1), self._before(x)))
         norm = block.norm2
-        y = self._convolve(block.conv2, self._enter(y, block.conv1.bias, norm.gamma, norm.scale, self._before(y)))
-        done: torch.Tensor = self._leave(y, block.conv2.bias, shortcut)
+        # As plain tensors: compiled code would be another for each length of a parameter.
+        y = self._convolve(block.conv2, self._enter(y, block.conv1.bias.detach(), _gamma(norm), self._before(y)))
+        done: torch.Tensor = self._leave(y, block.conv2.bias.detach(), shortcut)
         return done
 
     def _up(self, block: Any, x: torch.Tensor) -> torch.Tensor:
