@@ -14,10 +14,12 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 
 from runtime.components.attention import problem
+from runtime.components.compiling import keep_in
 from runtime.components.denoiser import Denoiser, EngineDenoiser, PyTorchDenoiser
 from runtime.components.guarded import OUT_OF_MEMORY
 from runtime.components.memory import give_back
 from runtime.components.offload import Placed, Placement, place, placement
+from runtime.components.prompt_cache import PromptCache
 from runtime.components.text_encoder import EngineTextModel, PyTorchTextModel, TextEncoder, TextModel
 from runtime.components.video_decoder import EngineVideoDecoder, PyTorchVideoDecoder, VideoDecoder
 from runtime.core.errors import EngineError
@@ -29,6 +31,8 @@ from runtime.models.weights import load_module, load_tokenizer
 
 Part = TypeVar("Part")
 
+# In the cache folder.
+_PROMPTS, _COMPILED = "prompts", "compiled"
 # With these, hooks tie a module to itself, as bitsandbytes' layers are: only the garbage collector frees it.
 _HOOKED: tuple[Placement, ...] = ("blocks", "leaves")
 
@@ -90,6 +94,7 @@ class Residency:
     Attributes:
         load_seconds: spent on loading and compiling so far.
         compile_seconds: of those, on compiling.
+        prompts: those that were read before; `None` where there is no folder to keep them in.
 
     Args:
         engines: where engines are opened; without, plans must be for PyTorch.
@@ -100,6 +105,9 @@ class Residency:
         self._held: dict[_Key, Any] = {}
         self.load_seconds = 0.0
         self.compile_seconds = 0.0
+        folder = None if engines is None else engines.notes
+        self.prompts = None if folder is None else PromptCache(folder / _PROMPTS)
+        self._compiled = None if folder is None else folder / _COMPILED
 
     def __enter__(self) -> "Residency":
         """Start with nothing loaded."""
@@ -144,6 +152,7 @@ class Residency:
         used: list[PyTorchDenoiser] = []
 
         def prepare(denoiser: Any, part: ComponentPlan) -> None:
+            self._keep_compiled(job)
             compute_as_planned(denoiser, part, spec, job, name)
             used.append(denoiser)
 
@@ -168,6 +177,7 @@ class Residency:
         used: list[PyTorchVideoDecoder] = []
 
         def prepare(decoder: Any, _: ComponentPlan) -> None:
+            self._keep_compiled(job)
             decoder.compute(job.plan.speed, partial(job.stumbled, "vae"))
             used.append(decoder)
 
@@ -176,6 +186,10 @@ class Residency:
                 yield decoder
             finally:
                 self.load_seconds += sum(one.compile_seconds for one in used)
+
+    def _keep_compiled(self, job: Watch) -> None:
+        if job.plan.speed.compiled and self._compiled is not None:
+            keep_in(self._compiled)
 
     @contextmanager
     def _lend(

@@ -60,6 +60,7 @@ class Course:
         done_at: when that was, by the performance counter.
         earlier: what came of earlier runs, see `VideoSaved`.
         straight: whether this run does all the work, in one way: what it takes says something about the next.
+        read_anew: whether the text encoder ran: texts of earlier jobs are known.
     """
 
     def __init__(
@@ -85,6 +86,8 @@ class Course:
         self.done_at = time.perf_counter()
         self.earlier: dict[str, Any] = {}
         self.straight = True
+        self.read_anew = True
+        self._compiled_before = residency.compile_seconds
         self._planned = plan
         self._checkpoints = checkpoints
         self.keeper = Keeper(checkpoints, spec, self._checkpoint, emit, self.warn)
@@ -99,6 +102,11 @@ class Course:
         self._kept.close()
         if kind is not None and issubclass(kind, Exception):
             self.keeper.keep()
+
+    @property
+    def compiled_seconds(self) -> float:
+        """Seconds spent on compiling in this run."""
+        return self.residency.compile_seconds - self._compiled_before
 
     @property
     def step(self) -> int:

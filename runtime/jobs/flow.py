@@ -4,7 +4,7 @@ The command line, the web app's worker and the tests all call `run_job`.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -41,6 +41,9 @@ from runtime.video.nothing import Detector
 
 logger = logging.getLogger(__name__)
 
+# Less is what finding compiled code in memory takes.
+_COMPILED_SECONDS = 0.5
+
 
 def run_job(
     plan: ExecutionPlan,
@@ -71,7 +74,7 @@ def run_job(
             with Course(plan, spec, emit, cancel, residency, clock, checkpoints) as course:
                 saved = _generate(course, peak, job_id)
             if history is not None and course.straight:
-                history.note(plan, course.plan, spec, saved.timings, peak.by_stage)
+                _note(history, course, plan, saved.timings, peak.by_stage)
     except CancelledError:
         emit(Cancelled())
     except PausedError:
@@ -83,6 +86,22 @@ def run_job(
         emit(Failed(f"Something broke inside Tandem: {error!r}", "The log has the details.", defect=True))
     else:
         emit(saved)
+
+
+def _note(
+    history: HistoryFile,
+    course: Course,
+    planned: ExecutionPlan,
+    timings: Mapping[str, float],
+    peaks: Mapping[str, int],
+) -> None:
+    """Remember what the job took; a prompt that was known already says nothing of the text encoder."""
+    if not course.read_anew:
+        timings = {name: seconds for name, seconds in timings.items() if name != "encode"}
+        peaks = {name: size for name, size in peaks.items() if name != "encode"}
+    history.note(planned, course.plan, course.spec, timings, peaks)
+    if course.compiled_seconds > _COMPILED_SECONDS and course.plan.speed.compiled:
+        history.note_compiling(course.plan, course.spec, course.compiled_seconds)
 
 
 def _generate(course: Course, peak: PeakMemory, job_id: str | None) -> VideoSaved:
@@ -101,15 +120,42 @@ def _generate(course: Course, peak: PeakMemory, job_id: str | None) -> VideoSave
 
 def _read_prompt(course: Course) -> Conditioning:
     plan = course.plan
-    course.doing = ("load", "text_encoder")
-    with course.residency.text_encoder(course.spec, course) as encoder, course.clock.stage("encode"):
+    texts = [plan.prompt, plan.negative_prompt] if wants_guidance(plan) else [plan.prompt]
+    read = _read_before(course, texts)
+    if None in read:
+        course.doing = ("load", "text_encoder")
+        with course.residency.text_encoder(course.spec, course) as encoder, course.clock.stage("encode"):
+            course.begin("encode", "text_encoder")
+            read = [encoder.encode(text) if known is None else known for text, known in zip(texts, read, strict=True)]
+        _remember(course, texts, read)
+    else:
         course.begin("encode", "text_encoder")
-        positive = encoder.encode(plan.prompt)
-        negative = encoder.encode(plan.negative_prompt) if wants_guidance(plan) else None
+        course.read_anew = False
+    positive, negative = read[0], read[1] if len(read) > 1 else None
+    assert positive is not None
     _warn_of_text(positive, "prompt", course.warn)
     if negative is not None and plan.negative_prompt != course.spec.defaults.negative_prompt:
         _warn_of_text(negative, "negative prompt", course.warn)
-    return Conditioning(positive.embeds, negative.embeds if negative else None)
+    device = course.plan.components["text_encoder"].device
+    return Conditioning(positive.embeds.to(device), negative.embeds.to(device) if negative else None)
+
+
+def _read_before(course: Course, texts: list[str]) -> list[TextEncoding | None]:
+    """Return what is known of texts that were read in earlier jobs."""
+    prompts, part = course.residency.prompts, course.plan.components["text_encoder"]
+    # An engine that is damaged or slow is found out only where it runs.
+    if prompts is None or part.engines:
+        return [None for _ in texts]
+    return [prompts.find(course.spec, part, text) for text in texts]
+
+
+def _remember(course: Course, texts: list[str], read: list[TextEncoding | None]) -> None:
+    prompts, part = course.residency.prompts, course.plan.components["text_encoder"]
+    if prompts is None or part.engines:
+        return
+    for text, encoding in zip(texts, read, strict=True):
+        if encoding is not None:
+            prompts.keep(course.spec, part, text, encoding)
 
 
 def _denoise(course: Course, previews: Previews) -> None:

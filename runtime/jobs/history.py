@@ -12,7 +12,7 @@ from pathlib import Path
 
 from runtime.core.plan import ExecutionPlan
 from runtime.engines.locks import held
-from runtime.manager.history import History, Run, runs_of
+from runtime.manager.history import History, Run, compiling, runs_of
 from runtime.manager.machine import Machine
 from runtime.models.spec import ModelSpec
 
@@ -85,6 +85,10 @@ class HistoryFile:
         """
         self.add(runs_of(planned, ran, spec, self._machine, timings, peaks if self._first else {}))
         self._first = False
+
+    def note_compiling(self, plan: ExecutionPlan, spec: ModelSpec, seconds: float) -> None:
+        """Remember what compiling a transformer's blocks took."""
+        self.add([compiling(plan, spec, self._machine, seconds)])
 
 
 def _with_memory_of(before: Run | None, run: Run) -> Run:
