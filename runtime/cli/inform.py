@@ -62,6 +62,8 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
             for name, part in plan.components.items()
         ],
     )
+    if plan.speed.told:
+        show.line(f"How PyTorch computes: {plan.speed.told}")
     _show_memory(plan)
     _show_time(plan)
     for message in plan.warnings:

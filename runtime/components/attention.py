@@ -26,6 +26,7 @@ from runtime.core.errors import first_line
 
 _MODULES = {"flash3": "flash_attn_interface", "flash4": "flash_attn.cute", "sage": "sageattention"}
 _TRIED_TOKENS, _TRIED_ERROR = 2048, 0.1
+_TIMES_MEASURED = 2
 
 # Queries, keys and values, each (batch, tokens, heads, head width), to the same.
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -52,6 +53,23 @@ def problem(kind: str, device: str, dtype: torch.dtype, width: int) -> str | Non
         if ran_out(error) is not None:
             raise
         return first_line(error)
+
+
+def seconds_of(kind: str, tokens: int, heads: int, width: int, dtype: str, device: str) -> float:
+    """Return the seconds of one attention on a CUDA device: the best of a few, after one that warms it up."""
+    q, k, v = torch.randn((3, 1, tokens, heads, width), device=device, dtype=getattr(torch, dtype))
+    attend = attention(kind)
+    best = float("inf")
+    with torch.no_grad(), torch.cuda.device(device):
+        attend(q, k, v)
+        for _ in range(_TIMES_MEASURED):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            attend(q, k, v)
+            end.record()
+            end.synchronize()
+            best = min(best, start.elapsed_time(end) / 1000)
+    return best
 
 
 def _torchs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from runtime.core.byte_size import memory_size
 from runtime.core.forecast import Rung, Seconds, StageMemory
 from runtime.core.request import AUTO, RETRY
 
@@ -121,6 +122,22 @@ class Speed:
     graphed: bool = False
     fused: bool = False
     channels_last: bool = False
+
+    @property
+    def told(self) -> str:
+        """All of it in sentences."""
+        said = [
+            self.attention_reason,
+            self.compiled_reason,
+            f"The text's keys and values are computed once a clip ({memory_size(self.text_bytes)})."
+            if self.text_kept
+            else "",
+            "Both guidance passes are one call, for one does not fill the GPU." if self.paired else "",
+            "Calls are recorded and replayed, for starting kernels takes longer than running them."
+            if self.graphed
+            else "",
+        ]
+        return " ".join(filter(None, said))
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON types."""

@@ -25,6 +25,7 @@ from runtime.core.events import (
 )
 from runtime.core.plan import ExecutionPlan
 from runtime.jobs import causes
+from runtime.jobs.attention_speed import measure_attention
 from runtime.jobs.checkpoint import CheckpointFolder
 from runtime.jobs.course import Course, Emit, wants_guidance
 from runtime.jobs.enduring import enduring
@@ -72,7 +73,7 @@ def run_job(
         with PeakMemory(plan.components["transformer"].device) as peak:
             clock = Clock(residency, peak)
             with Course(plan, spec, emit, cancel, residency, clock, checkpoints) as course:
-                saved = _generate(course, peak, job_id)
+                saved = _generate(course, peak, job_id, history)
             if history is not None and course.straight:
                 _note(history, course, plan, saved.timings, peak.by_stage)
     except CancelledError:
@@ -104,7 +105,7 @@ def _note(
         history.note_compiling(course.plan, course.spec, course.compiled_seconds)
 
 
-def _generate(course: Course, peak: PeakMemory, job_id: str | None) -> VideoSaved:
+def _generate(course: Course, peak: PeakMemory, job_id: str | None, history: HistoryFile | None) -> VideoSaved:
     check_target(course.plan.output)
     sweep(course.plan.output.parent)
     for message in course.plan.warnings:
@@ -113,6 +114,8 @@ def _generate(course: Course, peak: PeakMemory, job_id: str | None) -> VideoSave
     course.get_engines(_parts_ahead(course))
     if course.conditioning is None:
         course.read(enduring(course, partial(_read_prompt, course)))
+    if history is not None:
+        measure_attention(course.plan, course.spec, history, history.machine)
     previews = Previews(course.spec, course.plan)
     enduring(course, partial(_denoise, course, previews))
     return enduring(course, partial(_save, course, previews, peak, job_id))

@@ -29,7 +29,7 @@ class HistoryFile:
 
     def __init__(self, folder: Path, machine: Machine) -> None:
         self._path = folder / "history.json"
-        self._machine = machine
+        self.machine = machine
         self._first = True
         self._known: tuple[tuple[int, int, int], History] | None = None
 
@@ -83,12 +83,12 @@ class HistoryFile:
 
         Memory is told by a process's first job only: later ones find some of it taken, or free and not given back.
         """
-        self.add(runs_of(planned, ran, spec, self._machine, timings, peaks if self._first else {}))
+        self.add(runs_of(planned, ran, spec, self.machine, timings, peaks if self._first else {}))
         self._first = False
 
     def note_compiling(self, plan: ExecutionPlan, spec: ModelSpec, seconds: float) -> None:
         """Remember what compiling a transformer's blocks took."""
-        self.add([compiling(plan, spec, self._machine, seconds)])
+        self.add([compiling(plan, spec, self.machine, seconds)])
 
 
 def _with_memory_of(before: Run | None, run: Run) -> Run:

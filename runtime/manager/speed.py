@@ -30,8 +30,8 @@ _MEASURED_TIMES = 4.0
 # How much faster compiled blocks are, where nothing was measured: an H200, Wan2.2-A14B at 832x480. Without compiling
 # FP8 is brought to float32 and back in steps of its own.
 _TIMES_AS_FAST: Mapping[str, float] = {"none": 1.13, "fp8": 1.5}
-# What compiling a block takes where it was not measured: a guess, on the high side.
-COMPILE_SECONDS = 60.0
+# What compiling a block takes where it was not measured: a guess.
+COMPILE_SECONDS = 25.0
 _NOTHING = Seconds(0, 0, 0, measured=True)
 
 # Seconds of one call of the transformer with all weights at hand, by how it is computed.

@@ -56,13 +56,19 @@ _ATTENTIONS = dict(
     )
 )
 _COMPILES = dict(zip(COMPILES, ("Where it pays off", "Never", "Always"), strict=True))
+_TITLES: Mapping[str, Mapping[str, str]] = {
+    "Offload": _OFFLOADS,
+    "Quantization": _QUANTIZATIONS,
+    "Attention": _ATTENTIONS,
+    "Compile": _COMPILES,
+}
 TITLES = {
     "text_encoder": "Text encoder",
     "transformer": "Transformer",
     "transformer_2": "Low-noise transformer",
     "vae": "VAE decoder",
 }
-_FLAG = re.compile(r"(--offload|--quantization|Offload(?= ')) '?([\w-]+)'?|--backend (\w+)=(\w+)")
+_FLAG = re.compile(r"(--offload|--quantization|--attention|--compile|Offload(?= ')) '?([\w-]+)'?|--backend (\w+)=(\w+)")
 _OFFLOAD = re.compile(r"\b([Mm]odel|[Gg]roup|[Ss]equential) offload\b")
 
 
@@ -158,7 +164,10 @@ def panel(spec: ModelSpec, machine: Machine, backends: Mapping[str, str]) -> tup
             "What computes it in PyTorch. Those in 8 bits are faster and less exact, and never taken by themselves.",
         )
         settings["compile"] = _choice(
-            "compile", _COMPILES, "Compile", "PyTorch's transformers: takes a minute first, then each step is faster."
+            "compile",
+            _COMPILES,
+            "Compile",
+            "PyTorch's transformers: takes half a minute first, then each step is faster.",
         )
         total = gr.HTML(sum_html(Outlook("")), elem_id="outlook", apply_default_css=False)
         choose_way = gr.Button("Choose a way", visible="hidden", elem_id="choose-way")
@@ -193,7 +202,7 @@ def in_form_words(sentence: str) -> str:
         setting, value, component, backend = flag.groups()
         if setting:
             title = setting.strip("-").title()
-            titles = _OFFLOADS if title == "Offload" else _QUANTIZATIONS
+            titles = _TITLES[title]
             return f"{title} “{titles[value]}”" if value in titles else f"{title} {value}"
         chosen = next((title for title, name in _BACKENDS if name == backend), backend)
         part = TITLES.get(component, component)
