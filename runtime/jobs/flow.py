@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from runtime.components.denoiser import Denoiser
+from runtime.components.prefetch import next_files, reading
 from runtime.components.residency import Residency
 from runtime.components.text_encoder import TextEncoding
 from runtime.core.cancel import Cancel, CancelledError, PausedError
@@ -179,7 +180,9 @@ def _denoise(course: Course, previews: Previews) -> None:
         course.doing = ("load", name)
         with course.residency.denoiser(course.spec, course, name) as denoiser:
             course.begin("denoise", name)
-            yield denoiser
+            held = [part for part in course.plan.components if course.residency.holds(course.spec, course.plan, part)]
+            with reading(next_files(course.spec, course.plan, name, held)):
+                yield denoiser
 
     with course.clock.stage("denoise"):
         rest = denoise(

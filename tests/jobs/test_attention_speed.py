@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,7 @@ def test_the_next_plan_knows_what_was_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("values", [{"attention": "native"}, {"backends": {"all": "pytorch"}}])
-def test_only_where_tandem_chooses(values: dict[str, object]) -> None:
+def test_only_where_tandem_chooses(values: dict[str, Any]) -> None:
     here = gpu_machine()
     chosen = plan(on=here, **values)
     assert bool(unknown(chosen, A14B, (), here)) is ("attention" not in values)

@@ -172,7 +172,7 @@ def test_what_compiled_calls_took_here_counts() -> None:
         ({"quantization": "bnb-4bit"}, "cannot be compiled"),
     ],
 )
-def test_what_excludes_compiling(values: dict[str, str], what: str) -> None:
+def test_what_excludes_compiling(values: dict[str, Any], what: str) -> None:
     here = gpu_machine(packages=(*TRITON, ("bitsandbytes", "0.50")))
     decided = plan(on=here, **values).speed
     assert not decided.compiled
