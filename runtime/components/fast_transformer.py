@@ -200,6 +200,11 @@ class FastTransformer(WanTransformer3DModel):
         self.__dict__.pop("_tables", None)
 
 
+# diffusers looks classes up by their names: for adapters, and for the blocks that are not to be split.
+FastBlock.__name__ = WanTransformerBlock.__name__
+FastTransformer.__name__ = WanTransformer3DModel.__name__
+
+
 def install(module: Any, kind: str = "native", step: Step = block_step) -> FastTransformer:
     """Let a loaded transformer and its blocks compute as this file says, from the next call on.
 

@@ -142,6 +142,23 @@ def test_bfloat16_is_nearer_to_float32_than_diffusers(tiny: Tiny) -> None:
     assert error < 1.2 * (theirs - wanted).norm() / wanted.norm()
 
 
+@torch.no_grad()
+def test_adapters_change_it_as_they_change_diffusers(tiny: Tiny) -> None:
+    case = Case(tiny("wan2.1"))
+    module = case.load()
+    fuse(module)
+    denoiser = PyTorchDenoiser(module, Speed(fused=True))
+    with torch.no_grad():
+        for block, other in zip(module.blocks, case.reference.blocks, strict=True):
+            # An adapter merged into the weights, as LoRA is.
+            merged = block.attn1.to_q.weight.data * 1.5
+            block.attn1.to_q.weight.data = merged
+            other.attn1.to_q.weight.data = merged
+    denoiser.compute(Speed(fused=True))
+    assert close(denoiser(case.latents, torch.tensor(500.0), case.texts[0]), case.wanted(case.texts[0], 500.0))
+    assert type(module).__name__ == "WanTransformer3DModel"
+
+
 def test_blocks_are_diffusers_to_caching_hooks(tiny: Tiny) -> None:
     from diffusers import FirstBlockCacheConfig
 

@@ -31,6 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
+import torch._inductor.config as inductor_config
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import nn
@@ -265,7 +266,7 @@ def ready_for(
         part(module)
         (quantize if wants == FP8 else quantize_by_hand)(module)
     # PyTorch's compiler forgets what was tuned otherwise.
-    torch._inductor.config.coordinate_descent_tuning = name == "tuned"
+    inductor_config.coordinate_descent_tuning = name == "tuned"
     if name == "tuned":
         forget_all()
     why = problem(speed.attention, proof.device, proof.dtype, width)
@@ -416,11 +417,15 @@ def vae(proof: Proof) -> None:
         1, 16, *proof.grid, device=proof.device, generator=torch.Generator(proof.device).manual_seed(3)
     )
     wanted: torch.Tensor | None = None
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        wanted = vae_in(proof, dtype, latents, wanted)
+    for name in proof.arguments.dtypes.split(","):
+        if wanted is None and name != "float32":
+            wanted = vae_in(proof, torch.float32, latents, None, measured=False)
+        wanted = vae_in(proof, getattr(torch, name), latents, wanted)
 
 
-def vae_in(proof: Proof, dtype: torch.dtype, latents: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor | None:
+def vae_in(
+    proof: Proof, dtype: torch.dtype, latents: torch.Tensor, wanted: torch.Tensor | None, *, measured: bool = True
+) -> torch.Tensor | None:
     """Decode in one precision; return the reference, which the first one makes."""
     tiny = {"base_dim": 4, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1} if proof.arguments.tiny else {}
     module = random_module(proof, lambda: AutoencoderKLWan(**tiny), dtype)
@@ -432,6 +437,8 @@ def vae_in(proof: Proof, dtype: torch.dtype, latents: torch.Tensor, wanted: torc
             wanted = decoded(decoder, latents, 1)
             spread = [wanted.min().item(), wanted.max().item()]
             proof.say(part="vae", dtype=name, variant="reference", spread=spread)
+    if not measured:
+        return wanted
     for variant, speed, chunk in (
         ("diffusers", None, 1),
         ("ours", EAGER, 4),
@@ -451,7 +458,7 @@ def vae_in(proof: Proof, dtype: torch.dtype, latents: torch.Tensor, wanted: torc
             got = run()
             first = time.perf_counter() - started
             error = None if wanted is None else float(f"{relative_error(got, wanted):.3g}")
-            proof.say(**what, first=round(first, 2), **proof.seconds(run, 3), error=error)
+            proof.say(**what, first=round(first, 2), **proof.seconds(run, 2), error=error)
     if dtype == torch.bfloat16 and not proof.arguments.no_profile:
         with proof.trying(part="vae", profile=name):
             profile(proof, f"vae-{proof.size}", partial(decoded, decoder, latents, 4), {"part": "vae"})
@@ -574,6 +581,7 @@ def main() -> None:
     parser.add_argument("--variants", default="", help=f"of diffusers, {', '.join(VARIANTS)}")
     parser.add_argument("--seconds", type=float, default=520.0)
     parser.add_argument("--reference-blocks", type=int, default=4, help="0 measures no errors")
+    parser.add_argument("--dtypes", default="bfloat16,float32", help="of the VAE: bfloat16, float16, float32")
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--tiny", action="store_true")
