@@ -72,6 +72,10 @@ class Alone:
     def loading(self, name: str) -> None:
         """Nothing is shown."""
 
+    def stumbled(self, name: str, field: str, reason: str) -> None:
+        """Note it."""
+        self.fallen.append((f"{name}.{field}", reason))
+
     def fell_back(self, name: str, reason: str) -> None:
         """Note it, and go on in PyTorch."""
         self.plan = self.plan.with_component(name, self.plan.components[name].in_pytorch(reason))

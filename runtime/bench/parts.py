@@ -39,6 +39,10 @@ class Lent:
         self.fallen[name] = f"PyTorch took over. {reason}"
         self._plan = self._plan.with_component(name, self._plan.components[name].in_pytorch(reason))
 
+    def stumbled(self, name: str, field: str, reason: str) -> None:
+        """See `residency.Watch`: note it, and go on without."""
+        self.fallen[name] = f"Without {field}: {reason}"
+
 
 @dataclass(frozen=True)
 class Passes:

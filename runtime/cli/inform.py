@@ -63,6 +63,8 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
     )
     if plan.split is not None:
         show.line(f"{plan.gpus} GPUs ({', '.join(plan.split.devices)}): {plan.split.reason}")
+    if plan.speed.told:
+        show.line(f"How PyTorch computes: {plan.speed.told}")
     _show_memory(plan)
     _show_time(plan)
     for message in plan.warnings:

@@ -15,9 +15,11 @@ from runtime.core.errors import InvalidRequestError
 from runtime.core.loras import parse_lora
 from runtime.core.request import (
     ALL,
+    ATTENTIONS,
     AUTO,
     BACKENDS,
     BUILDS,
+    COMPILES,
     COMPONENTS,
     OFFLOADS,
     ON_OUT_OF_MEMORY,
@@ -131,6 +133,21 @@ def request_from_flags(
             help="For a step-distillation LoRA whose name does not say what it is: 4 steps, no guidance.",
         ),
     ] = None,
+    attention: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(ATTENTIONS[1:]),
+            help="What computes the transformers' attention in PyTorch; sage and fp8 are less exact. "
+            "[default: the fastest exact one]",
+        ),
+    ] = None,
+    compile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(COMPILES[1:]),
+            help="Whether the transformers' blocks are compiled in PyTorch. [default: where it pays off for the clip]",
+        ),
+    ] = None,
 ) -> GenerationRequest:
     """Build a request from flags; what was not given stays open.
 
@@ -159,6 +176,8 @@ def request_from_flags(
         gpus=1 if gpus is None else _number(gpus),
         loras=tuple(parse_lora(text) for text in lora or []),
         step_cache=NONE if step_cache is None else step_cache,
+        attention=AUTO if attention is None else attention,
+        compile=AUTO if compile is None else compile,
     )
 
 

@@ -2,21 +2,32 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast
 
 import torch
 from diffusers.hooks import FirstBlockCacheConfig
 
+from runtime.components.compiling import CompiledStep, Stumbled
+from runtime.components.fast_transformer import FastTransformer, TextState, block_step, fuse, install
+from runtime.components.graphs import Graphed
 from runtime.components.guarded import Guarded
+from runtime.core.plan import EAGER, Speed
 from runtime.core.step_cache import strength_of
 from runtime.engines.service import OpenEngines
 
 # The passes of a step with guidance.
 PROMPTED, UNPROMPTED = "cond", "uncond"
+# Texts whose keys and values are held: a prompt, a negative prompt, and both together.
+_TEXTS = 2
 
 
 class Denoiser(Protocol):
     """One transformer."""
+
+    @property
+    def pairs(self) -> bool:
+        """Whether `pair` is faster than two calls."""
+        ...
 
     def __call__(
         self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str = PROMPTED
@@ -30,18 +41,10 @@ class Denoiser(Protocol):
             which: of the passes of a step: each has a cache of its own.
 
         Returns:
-            The prediction in the transformer's dtype, shaped like `latents`.
+            The prediction in the transformer's dtype, shaped like `latents`. It may be written over by the call after
+            the next.
         """
         ...
-
-    def begin_anew(self) -> None:
-        """Forget what was cached of earlier steps."""
-        ...
-
-
-@runtime_checkable
-class PairDenoiser(Denoiser, Protocol):
-    """A transformer that takes both passes of guidance at once."""
 
     def pair(
         self, latents: torch.Tensor, timestep: torch.Tensor, first: torch.Tensor, second: torch.Tensor
@@ -49,17 +52,54 @@ class PairDenoiser(Denoiser, Protocol):
         """Predict the velocity with each of two texts; arguments and results are those of two calls."""
         ...
 
+    def begin_anew(self) -> None:
+        """Forget what was cached of earlier steps."""
+        ...
+
 
 class PyTorchDenoiser:
-    """A `diffusers.WanTransformer3DModel`."""
+    """A `diffusers.WanTransformer3DModel`, computed by `fast_transformer`.
 
-    def __init__(self, module: torch.nn.Module, *, expand_timesteps: bool, patch_size: tuple[int, int, int]) -> None:
-        self._module = module
-        self._expand = expand_timesteps
-        self._patch = patch_size
+    What follows from a text alone is computed when it first comes, and kept for as long as the same tensor comes
+    again, or until `forget`.
+
+    Attributes:
+        dtype: of its arithmetic.
+        pairs: see `Denoiser`.
+
+    Args:
+        module: its weights may lie elsewhere until it is called.
+        speed: how it is computed, until `compute` says otherwise.
+    """
+
+    def __init__(self, module: torch.nn.Module, speed: Speed = EAGER) -> None:
         # Norms stay in float32 whatever the model's dtype; the patch embedding does not.
-        self._dtype: torch.dtype = cast("Any", module).patch_embedding.weight.dtype
+        self.dtype: torch.dtype = cast("Any", module).patch_embedding.weight.dtype
+        self._module: FastTransformer = install(module)
+        self._texts: list[tuple[tuple[torch.Tensor, ...], TextState]] = []
+        self._graphed: Graphed | None = None
         self._caches = False
+        self.compute(speed)
+
+    def compute(self, speed: Speed, stumbled: Callable[[str, str], None] | None = None) -> None:
+        """Compute so from now on.
+
+        Args:
+            stumbled: hears which field of `Speed` could not be had, and why, in a sentence; what is left out then costs
+                time only.
+        """
+
+        def told(field: str) -> Stumbled:
+            return lambda reason: None if stumbled is None else stumbled(field, reason)
+
+        self.forget()
+        self._step = CompiledStep(block_step, told("compiled")) if speed.compiled else None
+        install(self._module, speed.attention, self._step or block_step)
+        if speed.fused:
+            fuse(self._module)
+        self._keep = speed.text_kept
+        self.pairs = speed.paired
+        self._graphed = Graphed(self._predict, told("graphed")) if speed.graphed else None
 
     @contextmanager
     def caching(self, step_cache: str) -> Iterator[None]:
@@ -68,6 +108,8 @@ class PyTorchDenoiser:
         if strength is None:
             yield
             return
+        assert not self.pairs, "each pass has a cache of its own"
+        assert self._graphed is None, "what is computed is decided anew at each call"
         module = cast("Any", self._module)
         module.enable_cache(FirstBlockCacheConfig(threshold=strength))
         self._caches = True
@@ -82,32 +124,64 @@ class PyTorchDenoiser:
         if self._caches:
             cast("Any", self._module)._reset_stateful_cache()
 
-    # Not in inference mode: what brings weights to the device changes them while the module runs.
-    @torch.no_grad()
     def __call__(
         self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str = PROMPTED
     ) -> torch.Tensor:
         """See `Denoiser`."""
         if not self._caches:
-            return self._predict(latents, timestep, text_embeds)
+            return self._run(latents, timestep, text_embeds)
         with cast("Any", self._module).cache_context(which):
-            return self._predict(latents, timestep, text_embeds)
+            return self._run(latents, timestep, text_embeds)
 
-    def _predict(self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor) -> torch.Tensor:
-        batch, _, frames, height, width = latents.shape
-        tokens = frames * (height // self._patch[1]) * (width // self._patch[2])
-        shape: tuple[int, ...] = (batch, tokens) if self._expand else (batch,)
-        output: torch.Tensor = self._module(
-            hidden_states=latents.to(self._dtype),
-            timestep=timestep.expand(shape),
-            encoder_hidden_states=text_embeds.to(self._dtype),
-            return_dict=False,
-        )[0]
+    def pair(
+        self, latents: torch.Tensor, timestep: torch.Tensor, first: torch.Tensor, second: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Denoiser`."""
+        one, other = self._run(torch.cat([latents, latents]), timestep, first, second).split(1)
+        return one, other
+
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds spent on compiling so far."""
+        return 0.0 if self._step is None else self._step.seconds
+
+    def forget(self) -> None:
+        """Let go of all that is kept for a text or a size."""
+        self._texts.clear()
+        self._module.forget()
+        if self._graphed is not None:
+            self._graphed.forget()
+
+    # Not in inference mode: what brings weights to the device changes them while the module runs.
+    @torch.no_grad()
+    def _run(self, latents: torch.Tensor, timestep: torch.Tensor, *texts: torch.Tensor) -> torch.Tensor:
+        text = self._read(texts)
+        if self._graphed is None:
+            return self._predict(latents, timestep, text)
+        return self._graphed(latents, timestep, text)
+
+    def _predict(self, latents: torch.Tensor, timestep: torch.Tensor, text: Callable[[], TextState]) -> torch.Tensor:
+        output: torch.Tensor = self._module(latents.to(self.dtype), timestep.reshape(1), text)[0]
         return output
+
+    def _read(self, texts: tuple[torch.Tensor, ...]) -> Callable[[], TextState]:
+        """Return what gives the texts' state; it is called where the weights are at hand."""
+
+        def state() -> TextState:
+            for known, kept in self._texts:
+                if len(known) == len(texts) and all(a is b for a, b in zip(known, texts, strict=True)):
+                    return kept
+            made = self._module.read(torch.cat(texts).to(self.dtype), keep=self._keep)
+            self._texts = [*self._texts[1 - _TEXTS :], (texts, made)]
+            return made
+
+        return state
 
 
 class EngineDenoiser:
     """An engine, and PyTorch from the call on in which it fails."""
+
+    pairs = False
 
     def __init__(self, engines: OpenEngines, fall_back: Callable[[str], Denoiser]) -> None:
         self._guarded = Guarded(engines, fall_back)
@@ -124,3 +198,9 @@ class EngineDenoiser:
             lambda engines: engines.infer("transformer", **inputs)["velocity"],
             lambda denoiser: denoiser(latents, timestep, text_embeds),
         )
+
+    def pair(
+        self, latents: torch.Tensor, timestep: torch.Tensor, first: torch.Tensor, second: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Denoiser`."""
+        return self(latents, timestep, first), self(latents, timestep, second)

@@ -6,31 +6,37 @@ Where a kept component's weights wait, on the device or in memory (RAM), is the 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from runtime.components.attention import problem
+from runtime.components.compiling import keep_in
 from runtime.components.denoiser import Denoiser, EngineDenoiser, PyTorchDenoiser
 from runtime.components.guarded import OUT_OF_MEMORY
 from runtime.components.memory import give_back
 from runtime.components.offload import Placed, Placement, place, placement
-from runtime.components.several.crew import Crew
+from runtime.components.prompt_cache import PromptCache
+from runtime.components.several.crew import Crew, shared_speed
 from runtime.components.text_encoder import EngineTextModel, PyTorchTextModel, TextEncoder, TextModel
 from runtime.components.video_decoder import EngineVideoDecoder, PyTorchVideoDecoder, VideoDecoder
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError
-from runtime.core.plan import ComponentPlan, ExecutionPlan, Split
+from runtime.core.plan import EAGER, ComponentPlan, ExecutionPlan, Speed, Split
 from runtime.engines.service import EngineService, OpenEngines
 from runtime.models.quantization import NONE
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import ModelSpec, is_transformer
 from runtime.models.weights import load_module, load_tokenizer
 
 Part = TypeVar("Part")
 # Model, component, how it is planned, and where its weights are put if not on its own device; see `load_module`.
 Loader = Callable[[ModelSpec, str, ComponentPlan, str | None], torch.nn.Module]
 
+# In the cache folder.
+_PROMPTS, _COMPILED = "prompts", "compiled"
 # With these, hooks tie a module to itself, as bitsandbytes' layers are: only the garbage collector frees it.
 _HOOKED: tuple[Placement, ...] = ("blocks", "leaves")
 
@@ -46,8 +52,9 @@ class _Key(NamedTuple):
     placement: Placement
     stamp: int
     engines: tuple[str, ...]
-    split: Split | None
     loras: tuple[str, ...]
+    split: Split | None
+    computed: Speed | None
 
 
 @dataclass(frozen=True)
@@ -86,11 +93,20 @@ class Watch(Protocol):
         """Hear that PyTorch runs a component from here on, because of its engine; `reason` is a sentence."""
         ...
 
+    def stumbled(self, name: str, field: str, reason: str) -> None:
+        """Hear that a component is computed without what `field` of the plan's `Speed` says; `reason` is a sentence."""
+        ...
+
 
 class Residency:
     """Loaded components, shared by the jobs of one worker. Not safe between threads.
 
     Use as a context manager: leaving it frees everything.
+
+    Attributes:
+        load_seconds: spent on loading and compiling so far.
+        compile_seconds: of those, on compiling.
+        prompts: those that were read before; `None` where there is no folder to keep them in.
 
     Args:
         engines: where engines are opened; without, plans must be for PyTorch.
@@ -103,6 +119,10 @@ class Residency:
         self._held: dict[_Key, Any] = {}
         self.load_seconds = 0.0
         self.crew = Crew()
+        self.compile_seconds = 0.0
+        folder = None if engines is None else engines.notes
+        self.prompts = None if folder is None else PromptCache(folder / _PROMPTS)
+        self._compiled = None if folder is None else folder / _COMPILED
 
     def __enter__(self) -> "Residency":
         """Start with nothing loaded."""
@@ -143,16 +163,25 @@ class Residency:
         """Lend the transformer called `name`."""
 
         def build(module: torch.nn.Module, _: ComponentPlan) -> Denoiser:
-            return PyTorchDenoiser(
-                module,
-                expand_timesteps=spec.expand_timesteps,
-                patch_size=spec.transformer.patch_size,
-            )
+            return PyTorchDenoiser(module)
 
-        with self._lend(spec, job, name, build, EngineDenoiser) as denoiser, ExitStack() as stack:
+        used: list[PyTorchDenoiser] = []
+
+        def prepare(denoiser: Any, part: ComponentPlan) -> None:
+            self._keep_compiled(job)
+            compute_as_planned(denoiser, part, spec, job, name)
+            used.append(denoiser)
+
+        with self._lend(spec, job, name, build, EngineDenoiser, prepare) as denoiser, ExitStack() as stack:
             if isinstance(denoiser, PyTorchDenoiser):
                 stack.enter_context(denoiser.caching(job.plan.step_cache))
-            yield denoiser
+            try:
+                yield denoiser
+            finally:
+                for one in used:
+                    self.compile_seconds += one.compile_seconds
+                    self.load_seconds += one.compile_seconds
+                    one.forget()
 
     @contextmanager
     def video_decoder(self, spec: ModelSpec, job: Watch) -> Iterator[VideoDecoder]:
@@ -163,8 +192,22 @@ class Residency:
             module.encoder = None
             return PyTorchVideoDecoder(module, part.device)
 
-        with self._lend(spec, job, "vae", build, EngineVideoDecoder) as decoder:
-            yield decoder
+        used: list[PyTorchVideoDecoder] = []
+
+        def prepare(decoder: Any, _: ComponentPlan) -> None:
+            self._keep_compiled(job)
+            decoder.compute(job.plan.speed, partial(job.stumbled, "vae"))
+            used.append(decoder)
+
+        with self._lend(spec, job, "vae", build, EngineVideoDecoder, prepare) as decoder:
+            try:
+                yield decoder
+            finally:
+                self.load_seconds += sum(one.compile_seconds for one in used)
+
+    def _keep_compiled(self, job: Watch) -> None:
+        if job.plan.speed.compiled and self._compiled is not None:
+            keep_in(self._compiled)
 
     @contextmanager
     def _lend(
@@ -174,8 +217,12 @@ class Residency:
         name: str,
         build: Callable[[torch.nn.Module, ComponentPlan], Part],
         on_engines: Callable[[OpenEngines, Callable[[str], Part]], Any],
+        prepare: Callable[[Any, ComponentPlan], None] = lambda *_: None,
     ) -> Iterator[Any]:
-        """Lend a component: `build` makes it in PyTorch, `on_engines` of its engines and what it falls back to."""
+        """Lend a component: `build` makes it in PyTorch, `on_engines` of its engines and what it falls back to.
+
+        `prepare` readies the one in PyTorch for the job at hand.
+        """
         part = job.plan.components[name]
         used = [_key(spec, name, job.plan, part)]
 
@@ -200,6 +247,7 @@ class Residency:
                 loaded.placed.bring()
                 self.load_seconds += time.perf_counter() - started
             made: Part = loaded.part
+            prepare(made, wanted)
             return made
 
         def fall_back(reason: str) -> Part:
@@ -215,7 +263,9 @@ class Residency:
             elif used[0].split is not None:
                 check = job.cancel.check
                 split = used[0].split
-                shared = hold(part, lambda: self.crew.load(split, spec, name, part, check))
+                self._keep_compiled(job)
+                computed = used[0].computed
+                shared = hold(part, lambda: self.crew.load(split, spec, name, part, check, computed))
                 shared.part.check = check
                 yield shared.part
             else:
@@ -266,6 +316,17 @@ class Residency:
         give_back(unreachable=key.placement in _HOOKED or key.quantization != NONE)
 
 
+def compute_as_planned(denoiser: PyTorchDenoiser, part: ComponentPlan, spec: ModelSpec, job: Watch, name: str) -> None:
+    """Let a denoiser compute as the job's plan says; an attention that does not run here is told of and left out."""
+    speed = job.plan.speed
+    if speed.attention != EAGER.attention:
+        against = problem(speed.attention, part.device, denoiser.dtype, spec.transformer.attention_head_dim)
+        if against is not None:
+            job.stumbled(name, "attention", f"{speed.attention} does not run here: {against}.")
+            speed = replace(speed, attention=EAGER.attention)
+    denoiser.compute(speed, partial(job.stumbled, name))
+
+
 def _load(
     spec: ModelSpec,
     name: str,
@@ -285,9 +346,12 @@ def _key(spec: ModelSpec, name: str, plan: ExecutionPlan, part: ComponentPlan) -
     where = placement(name, part, plan.offload)
     stamp = _stamp(spec.directory / name)
     split = plan.split if plan.split is not None and plan.split.shares(name) and not engines else None
+    computed = None if split is None or not is_transformer(name) else shared_speed(plan.speed)
     # Their order counts: sums are rounded.
     loras = tuple(use.identity for use in spec.loras_of(name))
-    return _Key(spec.directory, name, part.device, part.dtype, part.quantization, where, stamp, engines, split, loras)
+    return _Key(
+        spec.directory, name, part.device, part.dtype, part.quantization, where, stamp, engines, loras, split, computed
+    )
 
 
 def _stamp(folder: Path) -> int:

@@ -6,8 +6,11 @@ from typing import Any, Protocol
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan, unpatchify
 
+from runtime.components.compiling import CompiledStep
 from runtime.components.guarded import Guarded
 from runtime.components.tiling import shares
+from runtime.components.vae_steps import DecoderSteps
+from runtime.core.plan import Speed
 from runtime.core.tiles import spans
 from runtime.engines.identity import CLIP_PROGRAM
 from runtime.engines.service import OpenEngines
@@ -37,7 +40,7 @@ class VideoDecoder(Protocol):
 
 
 class PyTorchVideoDecoder:
-    """The decoder of a `diffusers.AutoencoderKLWan`, called as `AutoencoderKLWan._decode` calls it.
+    """The decoder of a `diffusers.AutoencoderKLWan`, computed by `vae_steps`.
 
     The causal convolutions' caches take the first latent frame alone and then any number at once; the result equals
     one at a time up to rounding.
@@ -55,6 +58,30 @@ class PyTorchVideoDecoder:
         self._mean = torch.tensor(config.latents_mean, device=device, dtype=parameter.dtype).view(shape)
         self._std = torch.tensor(config.latents_std, device=device, dtype=parameter.dtype).view(shape)
         self._patch_size = config.patch_size
+        self._compiled: list[CompiledStep] = []
+        self._steps = DecoderSteps(module.decoder)
+
+    def compute(self, speed: Speed, stumbled: Callable[[str, str], None] | None = None) -> None:
+        """Compute so from now on; see `PyTorchDenoiser.compute`."""
+
+        def told(reason: str) -> None:
+            if stumbled is not None:
+                stumbled("compiled", reason)
+
+        self._compiled = []
+
+        def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+            if not speed.compiled:
+                return function
+            self._compiled.append(CompiledStep(function, told, dynamic=True))
+            return self._compiled[-1]
+
+        self._steps = DecoderSteps(self._vae.decoder, channels_last=speed.channels_last, wrap=wrap)
+
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds spent on compiling so far."""
+        return sum(step.seconds for step in self._compiled)
 
     def frames(self, latents: torch.Tensor, chunk: int, tile: int | None = None) -> Iterator[torch.Tensor]:
         """See `VideoDecoder`."""
@@ -100,16 +127,14 @@ class PyTorchVideoDecoder:
     ) -> Iterator[torch.Tensor]:
         """Decode from latent frame `start` on, with an engine's caches of the frames before it.
 
-        They hold two frames each, zeros where diffusers has fewer or the sentinel "Rep": the convolutions pad with
-        zeros, so that is the same.
+        They hold two frames each, zeros where there was nothing: the convolutions pad with zeros, so that is the same.
         """
         vae = self._vae
         z = vae.post_quant_conv(latents.to(self._mean.device, self._mean.dtype) * self._std + self._mean)
-        held: list[Any] = [cache.to(z.device, z.dtype) for cache in caches]
-        held += [None] * (vae._cached_conv_counts["decoder"] - len(held))
+        held = [cache.to(z.device, z.dtype) for cache in caches]
         while start < z.shape[2]:
             end = min(start + chunk, z.shape[2]) if start else 1
-            out = vae.decoder(z[:, :, start:end], feat_cache=held, feat_idx=[0], first_chunk=start == 0)
+            out, held = self._steps(z[:, :, start:end], held, first=start == 0)
             if self._patch_size is not None:
                 out = unpatchify(out, patch_size=self._patch_size)
             yield out[0].clamp(-1.0, 1.0).permute(1, 2, 3, 0).float()

@@ -5,13 +5,14 @@ came to be.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from runtime.core.byte_size import memory_size
 from runtime.core.forecast import Rung, Seconds, StageMemory
 from runtime.core.loras import LoraUse
-from runtime.core.request import RETRY
+from runtime.core.request import AUTO, RETRY
 from runtime.core.step_cache import NONE
 
 PYTORCH = "pytorch"
@@ -122,6 +123,57 @@ class Split:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Speed:
+    """How the parts that run in PyTorch are computed, and why.
+
+    Attributes:
+        attention: the transformers', one of `request.ATTENTIONS` but "auto".
+        attention_reason, compiled_reason: a sentence each.
+        compiled: whether the transformers' blocks, and what lies between the VAE's convolutions, are compiled.
+        text_kept: whether every block's keys and values of the text are kept from step to step.
+        text_bytes: what those take.
+        paired: whether both guidance passes are one call.
+        graphed: whether a transformer's call is recorded as a CUDA graph and replayed.
+        fused: whether queries, keys and values come from one matrix.
+        channels_last: whether the VAE's values lie pixel by pixel.
+    """
+
+    attention: str = "native"
+    attention_reason: str = ""
+    compiled: bool = False
+    compiled_reason: str = ""
+    text_kept: bool = False
+    text_bytes: int = 0
+    paired: bool = False
+    graphed: bool = False
+    fused: bool = False
+    channels_last: bool = False
+
+    @property
+    def told(self) -> str:
+        """All of it in sentences."""
+        said = [
+            self.attention_reason,
+            self.compiled_reason,
+            f"The text's keys and values are computed once a clip ({memory_size(self.text_bytes)})."
+            if self.text_kept
+            else "",
+            "Both guidance passes are one call, for one does not fill the GPU." if self.paired else "",
+            "Calls are recorded and replayed, for starting kernels takes longer than running them."
+            if self.graphed
+            else "",
+        ]
+        return " ".join(filter(None, said))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON types."""
+        return asdict(self)
+
+
+EAGER = Speed()
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExecutionPlan:
     """One video, decided.
 
@@ -153,6 +205,8 @@ class ExecutionPlan:
         split: how several GPUs share the job; `None` where one does it.
         loras: what is added to the transformers' weights.
         step_cache: what is computed once for several denoising steps, with its strength, or "none".
+        attention, compile: as asked for.
+        speed: what came of them.
     """
 
     prompt: str
@@ -191,6 +245,9 @@ class ExecutionPlan:
     split: Split | None = None
     loras: tuple[LoraUse, ...] = ()
     step_cache: str = NONE
+    attention: str = AUTO
+    compile: str = AUTO
+    speed: Speed = EAGER
 
     @property
     def gpus(self) -> int:
@@ -248,6 +305,8 @@ class ExecutionPlan:
             "gpus": self.gpus,
             "loras": [vars(use.asked()) for use in self.loras],
             "step_cache": self.step_cache,
+            "attention": self.attention,
+            "compile": self.compile,
         }
         if self.guidance_scale_2 is not None:
             used["guidance_scale_2"] = self.guidance_scale_2
@@ -277,4 +336,5 @@ class ExecutionPlan:
             "split": None if self.split is None else {**vars(self.split), "devices": list(self.split.devices)},
             "loras": [use.told() for use in self.loras],
             "step_cache": self.step_cache,
+            "speed": self.speed.to_json(),
         }

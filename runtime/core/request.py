@@ -28,6 +28,8 @@ QUANTIZATIONS = (AUTO, "none", "bnb-8bit", "bnb-4bit", "fp8")
 RETRY = "retry"
 MAX_GPUS = 16
 ON_OUT_OF_MEMORY = (RETRY, "any", "ask")
+ATTENTIONS = (AUTO, "native", "cudnn", "flash", "flash3", "flash4", "sage", "fp8")
+COMPILES = (AUTO, "never", "always")
 
 MAX_PROMPT_CHARACTERS = 5_000
 MAX_SIDE = 8_192
@@ -68,6 +70,10 @@ class GenerationRequest:
         gpus: how many GPUs share the job; "auto" takes all that are alike, where that is faster.
         loras: what is added to the transformers' weights, see `core.loras.read_loras`.
         step_cache: what is computed once for several denoising steps, see `core.step_cache.read_step_cache`.
+        attention: what computes the transformers' attention in PyTorch, one of `ATTENTIONS`; "sage" and "fp8" round to
+            8 bits, and are never taken unasked.
+        compile: whether the transformers' blocks are compiled in PyTorch: where it pays off for the clip ("auto"),
+            "never" or "always".
 
     Raises:
         InvalidRequestError: for a value out of bounds, naming the field and what would do.
@@ -92,6 +98,8 @@ class GenerationRequest:
     gpus: int | Auto = 1
     loras: tuple[Lora, ...] = ()
     step_cache: str = NONE
+    attention: str = AUTO
+    compile: str = AUTO
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", _text("prompt", self.prompt))
@@ -123,6 +131,8 @@ class GenerationRequest:
             ("offload", OFFLOADS),
             ("quantization", QUANTIZATIONS),
             ("on_out_of_memory", ON_OUT_OF_MEMORY),
+            ("attention", ATTENTIONS),
+            ("compile", COMPILES),
         ):
             if getattr(self, name) not in known:
                 raise InvalidRequestError(

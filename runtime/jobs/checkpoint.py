@@ -34,7 +34,7 @@ Stamps = Mapping[str, list[list[Any]]]
 
 _METADATA, _CHECKSUM = "tandem", "checksum"
 # What may differ between the runs of one clip: how it is computed, and how fast it plays.
-_HOW = frozenset({"backends", "build", "offload", "quantization", "on_out_of_memory", "gpus"})
+_HOW = frozenset({"backends", "build", "offload", "quantization", "on_out_of_memory", "gpus", "attention", "compile"})
 # LoRAs count by their digests, beside the files.
 _NOT_THE_CLIP = _HOW | {"model", "fps", "loras"}
 

@@ -17,7 +17,7 @@ from runtime.components.residency import Residency
 from runtime.core.cancel import Cancel
 from runtime.core.errors import CheckpointError, EngineError
 from runtime.core.events import EngineProgress, Event, FellBack, Resumed, Stage, StageStarted, Warned
-from runtime.core.plan import BACKEND_TITLES, EngineUse, ExecutionPlan
+from runtime.core.plan import BACKEND_TITLES, EAGER, EngineUse, ExecutionPlan
 from runtime.jobs.checkpoint import Checkpoint, CheckpointFolder
 from runtime.jobs.keeping import Keeper
 from runtime.jobs.measure import Clock
@@ -43,6 +43,7 @@ _DECIDED = (
     "seconds",
     "ladder",
     "split",
+    "speed",
 )
 
 
@@ -62,6 +63,7 @@ class Course:
         earlier: what came of earlier runs, see `VideoSaved`.
         straight: whether this run does all the work, in one way: what it takes says something about the next.
         look: sees the frames before they are encoded, see `flow.run_job`.
+        read_anew: whether the text encoder ran: texts of earlier jobs are known.
     """
 
     def __init__(
@@ -88,6 +90,8 @@ class Course:
         self.earlier: dict[str, Any] = {}
         self.straight = True
         self.look: Callable[[np.ndarray], None] | None = None
+        self.read_anew = True
+        self._compiled_before = residency.compile_seconds
         self._planned = plan
         self._checkpoints = checkpoints
         self.keeper = Keeper(checkpoints, spec, self._checkpoint, emit, self.warn)
@@ -102,6 +106,11 @@ class Course:
         self._kept.close()
         if kind is not None and issubclass(kind, Exception):
             self.keeper.keep()
+
+    @property
+    def compiled_seconds(self) -> float:
+        """Seconds spent on compiling in this run."""
+        return self.residency.compile_seconds - self._compiled_before
 
     @property
     def step(self) -> int:
@@ -213,6 +222,11 @@ class Course:
             self.warnings.append(said)
             self.emit(FellBack(name, backend, said))
 
+    def stumbled(self, name: str, field: str, reason: str) -> None:
+        """Tell that a component is computed without what a field of the plan's `Speed` says; `reason` is a sentence."""
+        self.plan = replace(self.plan, speed=replace(self.plan.speed, **{field: getattr(EAGER, field)}))
+        self.warn(f"{self.plan.title(name)}: computed more slowly than planned. {reason}")
+
     def get_engines(self, names: Collection[str]) -> None:
         """Build the engines of components that are not there or damaged; where one cannot be built, PyTorch takes over.
 
@@ -264,5 +278,6 @@ def _decisions(plan: ExecutionPlan) -> tuple[Any, ...]:
         (name, part.backend, part.asked, part.device, part.dtype, part.quantization, [use.id for use in part.engines])
         for name, part in plan.components.items()
     ]
-    held = (plan.offload, plan.keep_loaded, plan.freed, plan.decode_chunk, plan.decode_tile)
+    computed = (plan.speed.attention, plan.speed.compiled, plan.attention, plan.compile)
+    held = (plan.offload, plan.keep_loaded, plan.freed, plan.decode_chunk, plan.decode_tile, computed)
     return parts, held, plan.split

@@ -4,13 +4,14 @@ The command line, the web app's worker and the tests all call `run_job`.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
 
 from runtime.components.denoiser import Denoiser
+from runtime.components.prefetch import next_files, reading
 from runtime.components.residency import Residency
 from runtime.components.text_encoder import TextEncoding
 from runtime.core.cancel import Cancel, CancelledError, PausedError
@@ -27,6 +28,7 @@ from runtime.core.events import (
 )
 from runtime.core.plan import ExecutionPlan
 from runtime.jobs import causes
+from runtime.jobs.attention_speed import measure_attention
 from runtime.jobs.checkpoint import CheckpointFolder
 from runtime.jobs.course import Course, Emit, wants_guidance
 from runtime.jobs.enduring import enduring
@@ -42,6 +44,9 @@ from runtime.video.encode import VideoWriter, check_target, sweep
 from runtime.video.nothing import Detector
 
 logger = logging.getLogger(__name__)
+
+# Less is what finding compiled code in memory takes.
+_COMPILED_SECONDS = 0.5
 
 
 def run_job(
@@ -75,9 +80,9 @@ def run_job(
             clock = Clock(residency, peak)
             with Course(plan, spec, emit, cancel, residency, clock, checkpoints) as course:
                 course.look = look
-                saved = _generate(course, peak, job_id)
+                saved = _generate(course, peak, job_id, history)
             if history is not None and course.straight:
-                history.note(plan, course.plan, spec, saved.timings, peak.by_stage)
+                _note(history, course, plan, saved.timings, peak.by_stage)
     except CancelledError:
         emit(Cancelled())
     except PausedError:
@@ -91,7 +96,23 @@ def run_job(
         emit(saved)
 
 
-def _generate(course: Course, peak: PeakMemory, job_id: str | None) -> VideoSaved:
+def _note(
+    history: HistoryFile,
+    course: Course,
+    planned: ExecutionPlan,
+    timings: Mapping[str, float],
+    peaks: Mapping[str, int],
+) -> None:
+    """Remember what the job took; a prompt that was known already says nothing of the text encoder."""
+    if not course.read_anew:
+        timings = {name: seconds for name, seconds in timings.items() if name != "encode"}
+        peaks = {name: size for name, size in peaks.items() if name != "encode"}
+    history.note(planned, course.plan, course.spec, timings, peaks)
+    if course.compiled_seconds > _COMPILED_SECONDS and course.plan.speed.compiled:
+        history.note_compiling(course.plan, course.spec, course.compiled_seconds)
+
+
+def _generate(course: Course, peak: PeakMemory, job_id: str | None, history: HistoryFile | None) -> VideoSaved:
     check_target(course.plan.output)
     sweep(course.plan.output.parent)
     for message in course.plan.warnings:
@@ -100,6 +121,8 @@ def _generate(course: Course, peak: PeakMemory, job_id: str | None) -> VideoSave
     course.get_engines(_parts_ahead(course))
     if course.conditioning is None:
         course.read(enduring(course, partial(_read_prompt, course)))
+    if history is not None:
+        measure_attention(course.plan, course.spec, history, history.machine)
     previews = Previews(course.spec, course.plan)
     enduring(course, partial(_denoise, course, previews))
     return enduring(course, partial(_save, course, previews, peak, job_id))
@@ -107,15 +130,42 @@ def _generate(course: Course, peak: PeakMemory, job_id: str | None) -> VideoSave
 
 def _read_prompt(course: Course) -> Conditioning:
     plan = course.plan
-    course.doing = ("load", "text_encoder")
-    with course.residency.text_encoder(course.spec, course) as encoder, course.clock.stage("encode"):
+    texts = [plan.prompt, plan.negative_prompt] if wants_guidance(plan) else [plan.prompt]
+    read = _read_before(course, texts)
+    if None in read:
+        course.doing = ("load", "text_encoder")
+        with course.residency.text_encoder(course.spec, course) as encoder, course.clock.stage("encode"):
+            course.begin("encode", "text_encoder")
+            read = [encoder.encode(text) if known is None else known for text, known in zip(texts, read, strict=True)]
+        _remember(course, texts, read)
+    else:
         course.begin("encode", "text_encoder")
-        positive = encoder.encode(plan.prompt)
-        negative = encoder.encode(plan.negative_prompt) if wants_guidance(plan) else None
+        course.read_anew = False
+    positive, negative = read[0], read[1] if len(read) > 1 else None
+    assert positive is not None
     _warn_of_text(positive, "prompt", course.warn)
     if negative is not None and plan.negative_prompt != course.spec.defaults.negative_prompt:
         _warn_of_text(negative, "negative prompt", course.warn)
-    return Conditioning(positive.embeds, negative.embeds if negative else None)
+    device = course.plan.components["text_encoder"].device
+    return Conditioning(positive.embeds.to(device), negative.embeds.to(device) if negative else None)
+
+
+def _read_before(course: Course, texts: list[str]) -> list[TextEncoding | None]:
+    """Return what is known of texts that were read in earlier jobs."""
+    prompts, part = course.residency.prompts, course.plan.components["text_encoder"]
+    # An engine that is damaged or slow is found out only where it runs.
+    if prompts is None or part.engines:
+        return [None for _ in texts]
+    return [prompts.find(course.spec, part, text) for text in texts]
+
+
+def _remember(course: Course, texts: list[str], read: list[TextEncoding | None]) -> None:
+    prompts, part = course.residency.prompts, course.plan.components["text_encoder"]
+    if prompts is None or part.engines:
+        return
+    for text, encoding in zip(texts, read, strict=True):
+        if encoding is not None:
+            prompts.keep(course.spec, part, text, encoding)
 
 
 def _denoise(course: Course, previews: Previews) -> None:
@@ -136,7 +186,9 @@ def _denoise(course: Course, previews: Previews) -> None:
         course.doing = ("load", name)
         with course.residency.denoiser(course.spec, course, name) as denoiser:
             course.begin("denoise", name)
-            yield denoiser
+            held = [part for part in course.plan.components if course.residency.holds(course.spec, course.plan, part)]
+            with reading(next_files(course.spec, course.plan, name, held)):
+                yield denoiser
 
     with course.clock.stage("denoise"):
         rest = denoise(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from runtime.core.plan import ExecutionPlan
 from runtime.engines.locks import held
-from runtime.manager.history import History, Run, runs_of
+from runtime.manager.history import History, Run, compiling, runs_of
 from runtime.manager.machine import Machine
 from runtime.models.spec import ModelSpec
 
@@ -29,7 +29,7 @@ class HistoryFile:
 
     def __init__(self, folder: Path, machine: Machine) -> None:
         self._path = folder / "history.json"
-        self._machine = machine
+        self.machine = machine
         self._first = True
         self._known: tuple[tuple[int, int, int], History] | None = None
 
@@ -83,8 +83,12 @@ class HistoryFile:
 
         Memory is told by a process's first job only: later ones find some of it taken, or free and not given back.
         """
-        self.add(runs_of(planned, ran, spec, self._machine, timings, peaks if self._first else {}))
+        self.add(runs_of(planned, ran, spec, self.machine, timings, peaks if self._first else {}))
         self._first = False
+
+    def note_compiling(self, plan: ExecutionPlan, spec: ModelSpec, seconds: float) -> None:
+        """Remember what compiling a transformer's blocks took."""
+        self.add([compiling(plan, spec, self.machine, seconds)])
 
 
 def _with_memory_of(before: Run | None, run: Run) -> Run:

@@ -16,7 +16,18 @@ from runtime.manager.planner import resolve
 from runtime.models.spec import ModelSpec
 
 # What may be asked for anew. Neither guidance nor backends of the first half change anything here.
-CHANGEABLE = ("guidance_scale_2", "backends", "build", "offload", "quantization", "on_out_of_memory", "fps", "gpus")
+CHANGEABLE = (
+    "guidance_scale_2",
+    "backends",
+    "build",
+    "offload",
+    "quantization",
+    "on_out_of_memory",
+    "attention",
+    "compile",
+    "fps",
+    "gpus",
+)
 
 
 def redo_second_half(

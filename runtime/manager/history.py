@@ -12,8 +12,9 @@ from typing import Any
 from runtime.core.forecast import Seconds, StageMemory
 from runtime.core.plan import ExecutionPlan
 from runtime.core.step_cache import NONE
-from runtime.manager import split
+from runtime.manager import split, vram
 from runtime.manager.machine import Machine
+from runtime.manager.speed import tag
 from runtime.manager.timing import MEASURED, SCALED, Work, flops
 from runtime.manager.vram import Load, Way, cached_passes, corrected, stages, taken_before
 from runtime.models.spec import ModelSpec, is_transformer
@@ -21,6 +22,9 @@ from runtime.models.spec import ModelSpec, is_transformer
 # A run of so many times more or less arithmetic says nothing: caches and launches count differently there.
 _FARTHEST = 16.0
 _SAME = 1.001
+# What is remembered beside components.
+ATTENTION = "attention"
+_ANY_SIZE = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +33,7 @@ class Kind:
 
     `model` is the architecture's digest, `component` stands for both experts with "transformer". `tile` is the side
     of the tiles that a decoder works in, in latents; empty where frames are whole. So is `step_cache` without one.
+    `speed` is `speed.tag`.
     """
 
     device: str
@@ -40,6 +45,7 @@ class Kind:
     offload: str
     tile: str = ""
     step_cache: str = ""
+    speed: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +76,8 @@ class Run:
         Raises:
             TypeError, ValueError, KeyError, AttributeError: if it is anything else.
         """
-        # Runs from before there were step caches say nothing of them.
-        told = {"step_cache": "", **values["kind"]}
+        # Runs from before there were step caches, and more than one speed, say nothing of them.
+        told = {"step_cache": "", "speed": "", **values["kind"]}
         kind = Kind(**{field.name: str(told[field.name]) for field in fields(Kind)})
         excess = values["excess_bytes"]
         run = cls(
@@ -110,7 +116,11 @@ def runs_of(
     for name in ("text_encoder", "transformer", "vae"):
         same = [stage for stage in uncorrected if stage.component == name or _both_experts(stage.component, name)]
         parts = [planned.components[stage.component] for stage in same]
-        unlike = len({(part.backend, part.dtype, part.quantization) for part in parts}) > 1
+        computed = tag(planned.speed, name)
+        unlike = (
+            computed != tag(ran.speed, name)
+            or len({(part.backend, part.dtype, part.quantization) for part in parts}) > 1
+        )
         fell_back = any(ran.components[s.component].backend != planned.components[s.component].backend for s in same)
         if unlike or fell_back:
             continue
@@ -127,6 +137,7 @@ def runs_of(
             offload=planned.offload,
             tile=tile_of(way, name),
             step_cache=cache_of(planned.step_cache, name),
+            speed=computed,
         )
         found.append(
             Run(
@@ -168,6 +179,8 @@ def _as_planned(plan: ExecutionPlan, spec: ModelSpec) -> tuple[Load, Work, Way]:
         width=plan.width,
         split=plan.split,
         cached_passes=cached_passes(plan.step_cache, plan.guidance_scale, plan.guidance_scale_2),
+        text_bytes=plan.speed.text_bytes,
+        at_once=vram.at_once(plan.speed),
     )
     calls = calls_of(plan.steps, plan.guidance_scale, plan.guidance_scale_2)
     way = Way(
@@ -211,6 +224,46 @@ def seconds_per_call(history: History, kind: Kind, flops: float) -> Seconds | No
     seconds = run.seconds * flops / run.flops
     low, high = MEASURED if _distance(run, flops) < _SAME else SCALED
     return Seconds(seconds, low * seconds, high * seconds, measured=True)
+
+
+def attention_seconds(history: History, device: str, dtype: str, flops: float) -> dict[str, float]:
+    """Return what one attention of that much arithmetic takes by each kind that was measured on a device."""
+    kinds = {run.kind.backend for run in history if run.kind.component == ATTENTION}
+    found = {kind: seconds_per_call(history, attention_kind(device, dtype, kind), flops) for kind in kinds}
+    return {kind: seconds.likely for kind, seconds in found.items() if seconds is not None}
+
+
+def attention_kind(device: str, dtype: str, name: str) -> Kind:
+    """Return the kind of a measured attention; `name` is of `request.ATTENTIONS`."""
+    return Kind(
+        device=device, model="", component=ATTENTION, backend=name, dtype=dtype, quantization="none", offload="none"
+    )
+
+
+def compiling(plan: ExecutionPlan, spec: ModelSpec, machine: Machine, seconds: float) -> Run:
+    """Return what is to be remembered of a job whose blocks took so long to compile."""
+    part = plan.components["transformer"]
+    kind = compiling_kind(device_name(machine, part.device), spec, part.dtype, part.quantization)
+    return Run(kind=kind, flops=_ANY_SIZE, seconds=seconds, working_bytes=1, excess_bytes=None)
+
+
+def compile_seconds(history: History, device: str, spec: ModelSpec, dtype: str, quantization: str) -> float | None:
+    """Return what compiling the blocks took here last, whatever the size; `None` if it was not measured."""
+    found = seconds_per_call(history, compiling_kind(device, spec, dtype, quantization), _ANY_SIZE)
+    return None if found is None else found.likely
+
+
+def compiling_kind(device: str, spec: ModelSpec, dtype: str, quantization: str) -> Kind:
+    """Return the kind of a compilation."""
+    return Kind(
+        device=device,
+        model=architecture(spec),
+        component="compiling",
+        backend="pytorch",
+        dtype=dtype,
+        quantization=quantization,
+        offload="none",
+    )
 
 
 def remembered(history: History, kind: Kind, flops: float, stage: StageMemory) -> StageMemory:

@@ -9,15 +9,12 @@ from dataclasses import dataclass, replace
 
 from runtime.core.errors import InvalidRequestError, MemoryShortError
 from runtime.core.forecast import Rung, Seconds, StageMemory
-from runtime.core.plan import PYTORCH
+from runtime.core.plan import PYTORCH, Speed
 from runtime.core.request import AUTO
-from runtime.core.step_cache import NONE
-from runtime.manager import compat, history, split, timing, vram
-from runtime.manager.history import History
-from runtime.manager.machine import Machine
+from runtime.manager import compat, reckoning, speed, vram
+from runtime.manager.reckoning import Case
 from runtime.manager.room import no_ram
-from runtime.manager.timing import Work
-from runtime.manager.vram import Load, Way
+from runtime.manager.vram import Way
 from runtime.models.spec import is_transformer
 
 _GIB = 1 << 30
@@ -35,32 +32,6 @@ _SEQUENTIAL = ("Layers wait in RAM", Way(offload="sequential"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    """What the ladder is made for.
-
-    Attributes:
-        backends: by component.
-        asked: the backends that were asked for, or "auto", by component.
-        whole: bytes of the components that pass through system memory whole on their way to the device.
-        free_bytes: on the device, `ram_free_bytes` in system memory.
-        chunk: latent frames that the VAE decodes in one call, where memory allows.
-        step_cache: as it is used.
-    """
-
-    load: Load
-    work: Work
-    machine: Machine
-    history: History
-    backends: Mapping[str, str]
-    asked: Mapping[str, str]
-    whole: Mapping[str, int]
-    free_bytes: int
-    ram_free_bytes: int
-    chunk: int
-    step_cache: str = NONE
-
-
-@dataclass(frozen=True, kw_only=True)
 class Option:
     """One way with all that follows from it.
 
@@ -69,6 +40,7 @@ class Option:
         seconds: by stage, their "total", and "load", which the total leaves out.
         tight: whether it fits only if PyTorch's allocator takes nothing on top.
         against: why this machine cannot do it, however much memory is free.
+        speed: how PyTorch computes it.
     """
 
     way: Way
@@ -78,6 +50,7 @@ class Option:
     rung: Rung
     tight: bool
     against: compat.Conflict | None
+    speed: Speed
 
     @property
     def settings(self) -> tuple[str, str]:
@@ -238,16 +211,21 @@ def _option(case: Case, title: str, way: Way) -> Option:
     # Decoding fewer frames in a call costs little time: it comes before any other saving. Tiles cost more than letting
     # go of what does not run, so they come once that is done.
     tiles = [] if way.keep_loaded else vram.tile_sides(case.load)
+    held = way
+    computed, compiling, excluded = speed.of_way(
+        case.speed, way, case.base, lambda how: reckoning.call(case, held, "transformer", how)
+    )
     chunk = case.chunk
-    memory = _memory(case, way, chunk)
+    memory = reckoning.memory(case, way, chunk, computed)
     for fewer, tile in ((1, None), *((1, tile) for tile in tiles)):
         if _needs(memory[-1:]) <= room * case.free_bytes:
             break
         chunk, way = fewer, replace(way, decode_tile=tile)
-        memory = _memory(case, way, chunk)
+        memory = reckoning.memory(case, way, chunk, computed)
     peak = max(stage.peak_bytes for stage in memory)
     ram = vram.ram_bytes(case.load, way) if case.load.cuda else 0
-    seconds = _seconds(case, way)
+    seconds = reckoning.seconds(case, way, computed)
+    seconds["load"] += compiling
     roomy = _needs(memory) <= room * case.free_bytes
     # What stays for good leaves room to others: there is no tight way of keeping everything.
     fits = roomy or (not way.keep_loaded and peak <= case.free_bytes)
@@ -262,6 +240,7 @@ def _option(case: Case, title: str, way: Way) -> Option:
         compat.excluded_in_pytorch(way.offload, way.quantization, loras, case.step_cache, case.machine)
         or compat.lacking(way.quantization, case.machine)
         or _unloadable(case, way)
+        or excluded
     )
     rung = Rung(
         title=title,
@@ -280,7 +259,16 @@ def _option(case: Case, title: str, way: Way) -> Option:
         freed=way.freed,
         lacks=against.chip if against else "",
     )
-    return Option(way=way, chunk=chunk, memory=memory, seconds=seconds, rung=rung, tight=not roomy, against=against)
+    return Option(
+        way=way,
+        chunk=chunk,
+        memory=memory,
+        seconds=seconds,
+        rung=rung,
+        tight=not roomy,
+        against=against,
+        speed=computed,
+    )
 
 
 def _unloadable(case: Case, way: Way) -> compat.Conflict | None:
@@ -297,59 +285,6 @@ def _tile_pixels(case: Case, tile: int) -> str:
 
 def _needs(memory: tuple[StageMemory, ...]) -> int:
     return max(stage.peak_bytes + stage.spare_bytes for stage in memory)
-
-
-def _kind(case: Case, way: Way, name: str) -> history.Kind:
-    transformer = is_transformer(name)
-    return history.Kind(
-        device=split.name_of(history.device_name(case.machine, case.load.device), case.load.split, name),
-        model=history.architecture(case.load.spec),
-        component="transformer" if transformer else name,
-        backend=case.backends[name],
-        dtype=case.load.dtypes[name],
-        quantization=way.quantization if transformer else "none",
-        offload=way.offload,
-        tile=history.tile_of(way, name),
-        step_cache=history.cache_of(case.step_cache, name),
-    )
-
-
-def _memory(case: Case, way: Way, chunk: int) -> tuple[StageMemory, ...]:
-    return tuple(
-        history.remembered(
-            case.history,
-            _kind(case, way, stage.component),
-            timing.flops(case.load, case.work, stage.component, way.decode_tile),
-            stage,
-        )
-        for stage in vram.stages(case.load, way, chunk)
-    )
-
-
-def _seconds(case: Case, way: Way) -> dict[str, Seconds]:
-    found = dict.fromkeys(("encode", "denoise", "decode"), Seconds(0, 0, 0, measured=True))
-    for name in case.load.spec.component_names:
-        stage = vram.stage_of(name)
-        found[stage] += _component_seconds(case, way, name)
-    total = found["encode"] + found["denoise"] + found["decode"]
-    return found | {"total": total, "load": timing.load_seconds(case.load)}
-
-
-def _component_seconds(case: Case, way: Way, name: str) -> Seconds:
-    calls = case.work.calls[name]
-    operations = timing.flops(case.load, case.work, name, way.decode_tile)
-    whole = history.seconds_per_call(case.history, _kind(case, way, name), operations)
-    if whole is not None:
-        return whole * calls
-    at_hand = replace(_kind(case, replace(way, offload="none"), name), step_cache="")
-    call = history.seconds_per_call(case.history, at_hand, operations)
-    if call is None:
-        alone = timing.compute_seconds(case.load, case.work, name, case.machine, way)
-        whole_frames = name != "vae" or way.decode_tile is None
-        call = split.faster(alone, case.load.split, name) if whole_frames else alone
-    if history.cache_of(case.step_cache, name):
-        call = timing.with_cache(call)
-    return timing.stage_seconds(call * calls, timing.transfer_seconds(case.load, way, name, calls), way)
 
 
 def _refusal(case: Case, every: list[Option], asked: list[Option], clip: str) -> MemoryShortError:

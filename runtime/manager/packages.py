@@ -84,6 +84,11 @@ PACKAGES = (
     Package("bitsandbytes", "bitsandbytes", ("bitsandbytes",), "bitsandbytes", "8-bit and 4-bit weights"),
     Package("torchao", "torchao", ("torchao",), "torchao", "FP8 weights"),
     Package("flash-attn", "FlashAttention", ("flash-attn",), "flash_attn", "faster attention by it"),
+    Package("flash-attn-3", "FlashAttention 3", ("flash-attn-3",), "flash_attn_interface", "faster attention by it"),
+    Package("flash-attn-4", "FlashAttention 4", ("flash-attn-4",), "flash_attn.cute", "faster attention by it"),
+    Package(
+        "nvidia-cudnn-frontend", "cuDNN frontend", ("nvidia-cudnn-frontend",), "cudnn", "attention in FP8",
+    ),
     Package("sageattention", "SageAttention", ("sageattention",), "sageattention", "faster attention by it"),
 )  # fmt: skip
 

@@ -12,15 +12,17 @@ from typing import TypeVar
 from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortError
 from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, LatentSize
 from runtime.core.request import ALL, AUTO, Auto, GenerationRequest
-from runtime.core.step_cache import as_used
-from runtime.manager import compat, extent, extras, vram
+from runtime.core.step_cache import NONE, as_used
+from runtime.manager import compat, extent, extras, speed, vram
 from runtime.manager import split as shared
-from runtime.manager.history import History, calls_of
-from runtime.manager.ladder import Case, decide
+from runtime.manager.history import History, attention_seconds, calls_of, compile_seconds, device_name
+from runtime.manager.ladder import decide
 from runtime.manager.machine import Machine, seen_from
 from runtime.manager.offers import Choice, EngineOffer, Offers, admit, choose, no_offers
+from runtime.manager.placement import placement
+from runtime.manager.reckoning import Case
 from runtime.manager.timing import Work, flops
-from runtime.models.spec import ModelSpec, is_transformer
+from runtime.models.spec import ModelSpec, attention_flops, is_transformer
 
 Number = TypeVar("Number", int, float)
 
@@ -101,7 +103,7 @@ def _resolved(
     guidance_2 = _second_guidance(request, spec, guidance)
     seed = secrets.randbelow(1 << 32) if request.seed == AUTO else request.seed
 
-    device, dtypes, reason, free = _placement(spec, machine, gpu)
+    device, dtypes, reason, free = placement(spec, machine, gpu)
     guided = guidance > 1 and (guidance_2 is None or guidance_2 > 1)
     split, notes = shared.decide(request, spec, everything, gpu, beside, guided=guided)
     free = shared.least_free(split, everything, free)
@@ -109,6 +111,7 @@ def _resolved(
     extras.check(request, spec, machine, offload)
     _check_quantization(request, machine)
     step_cache = as_used(request.step_cache)
+    speed.check_compile(request.compile, offload, request.quantization, machine)
     latent_shape = spec.latent_shape(frames, height, width)
     tokens = spec.tokens(frames, height, width)
     noted = _Noted(offers)
@@ -131,6 +134,9 @@ def _resolved(
         cached_passes=vram.cached_passes(step_cache, guidance, guidance_2),
     )
     in_pytorch = vram.weights_bytes(spec, dtypes) if device != "cpu" else {}
+    computed = _speed_case(request, load, machine, choices, history, calls_of(steps, guidance, guidance_2), free)
+    base = speed.held(computed)
+    load = replace(load, text_bytes=base.text_bytes, at_once=vram.at_once(base))
     case = Case(
         load=load,
         work=Work(
@@ -147,6 +153,8 @@ def _resolved(
         ram_free_bytes=machine.ram_free_bytes,
         chunk=_most_at_once(load, choices["vae"], free),
         step_cache=step_cache,
+        speed=computed,
+        base=base,
     )
     clip = f"{spec.title} at {width}x{height}, {frames} frames"
     decision = decide(case, offload, request.quantization, clip)
@@ -212,6 +220,9 @@ def _resolved(
         split=split,
         loras=spec.loras,
         step_cache=step_cache,
+        attention=request.attention,
+        compile=request.compile,
+        speed=decision.taken.speed,
     )
 
 
@@ -266,6 +277,31 @@ def _load(
         latent_shape=spec.latent_shape(frames, height, width),
         height=height,
         width=width,
+    )
+
+
+def _speed_case(
+    request: GenerationRequest,
+    load: vram.Load,
+    machine: Machine,
+    choices: Mapping[str, Choice],
+    history: History,
+    calls: Mapping[str, float],
+    free: int,
+) -> speed.Case:
+    dtype, name = load.dtypes["transformer"], device_name(machine, load.device)
+    experts = [part for part in choices if is_transformer(part)]
+    return speed.Case(
+        load=load,
+        machine=machine,
+        asked=speed.Asked(attention=request.attention, compile=request.compile),
+        calls=sum(calls[part] for part in experts),
+        guided=calls["text_encoder"] > 1,
+        attention_seconds=attention_seconds(history, name, dtype, attention_flops(load.spec, load.tokens)),
+        compile_seconds=lambda quantization: compile_seconds(history, name, load.spec, dtype, quantization),
+        free_bytes=free,
+        in_pytorch=any(choices[part].backend == PYTORCH for part in experts),
+        passes_apart=request.step_cache != NONE or load.split is not None,
     )
 
 
@@ -342,25 +378,3 @@ def _second_guidance(request: GenerationRequest, spec: ModelSpec, guidance: floa
     if request.guidance_scale != AUTO or spec.defaults.guidance_scale_2 is None:
         return guidance
     return spec.defaults.guidance_scale_2
-
-
-def _placement(spec: ModelSpec, machine: Machine, index: int) -> tuple[str, dict[str, str], str, int]:
-    """Return the device, each component's dtype, the reason, and the device's free bytes."""
-    names = spec.component_names
-    why = compat.cuda_problem(machine)
-    if why is not None:
-        return "cpu", dict.fromkeys(names, "float32"), f"PyTorch in float32 on the CPU: {why}.", machine.ram_free_bytes
-    gpu = machine.gpus[index]
-    if 4 * spec.total_parameters <= shared.SMALL_MODEL_BYTES:
-        # It costs them nothing.
-        dtypes = dict.fromkeys(names, "float32")
-        reason = f"PyTorch in float32 on {gpu.name}: the model is small."
-    elif gpu.capability >= compat.BF16_CAPABILITY:
-        # The VAE's convolutions lose visible detail in bfloat16; diffusers runs it in float32 too.
-        dtypes = dict.fromkeys(names, "bfloat16") | {"vae": "float32"}
-        reason = f"PyTorch on {gpu.name}: bfloat16, the VAE in float32."
-    else:
-        # UMT5 overflows in float16.
-        dtypes = dict.fromkeys(names, "float16") | {"vae": "float32", "text_encoder": "float32"}
-        reason = f"PyTorch on {gpu.name}, which has no bfloat16: float16, the text encoder and the VAE in float32."
-    return f"cuda:{index}", dtypes, reason, gpu.free_bytes

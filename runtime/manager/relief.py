@@ -11,6 +11,7 @@ from runtime.core.forecast import Rung
 from runtime.core.plan import PYTORCH, ExecutionPlan
 from runtime.core.tiles import times_decoded
 from runtime.manager import vram
+from runtime.manager.speed import relieved
 from runtime.manager.vram import Load, Way
 from runtime.models.spec import ModelSpec, is_transformer
 
@@ -94,6 +95,8 @@ def _taking(plan: ExecutionPlan, spec: ModelSpec, load: Load, rung: Rung, slower
         for name, part in plan.components.items()
     }
     ladder = tuple(replace(other, taken=other == rung) for other in plan.ladder)
+    speed = relieved(plan.speed, rung.offload, rung.quantization)
+    load = replace(load, text_bytes=speed.text_bytes, at_once=vram.at_once(speed))
     memory = vram.stages(load, _way(rung), rung.decode_chunk)
     return replace(
         plan,
@@ -106,6 +109,7 @@ def _taking(plan: ExecutionPlan, spec: ModelSpec, load: Load, rung: Rung, slower
         split=plan.split if plan.split is None or rung.decode_tile is None else replace(plan.split, decode=False),
         keep_loaded=rung.keep_loaded,
         freed=rung.freed,
+        speed=speed,
         decode_flops=plan.decode_flops
         * times_decoded(*plan.latent_shape[3:], rung.decode_tile)
         / times_decoded(*plan.latent_shape[3:], plan.decode_tile),
@@ -138,4 +142,6 @@ def _load(plan: ExecutionPlan, spec: ModelSpec) -> Load:
         width=plan.width,
         split=plan.split,
         cached_passes=vram.cached_passes(plan.step_cache, plan.guidance_scale, plan.guidance_scale_2),
+        text_bytes=plan.speed.text_bytes,
+        at_once=vram.at_once(plan.speed),
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from runtime.core.forecast import StageMemory
-from runtime.core.plan import Split
+from runtime.core.plan import Speed, Split
 from runtime.core.step_cache import NONE
 from runtime.models.spec import ModelSpec, is_transformer
 
@@ -89,6 +89,8 @@ class Load:
         height, width: of a frame.
         split: how several GPUs share it: all that is said of memory is of the first, which holds most.
         cached_passes: how many forward passes a step cache remembers, see `cached_passes`.
+        text_bytes: of the text's keys and values that are kept.
+        at_once: how many working sets a call of a transformer takes: two passes at once, one more for a CUDA graph.
     """
 
     spec: ModelSpec
@@ -101,6 +103,8 @@ class Load:
     width: int
     split: Split | None = None
     cached_passes: int = 0
+    text_bytes: int = 0
+    at_once: int = 1
 
     @property
     def cuda(self) -> bool:
@@ -243,11 +247,12 @@ def _working(load: Load, way: Way, name: str, weights: Mapping[str, int], chunk:
     if name == "vae":
         return decode_bytes(load, chunk, way.decode_tile)
     cached = load.cached_passes * _CACHED_TENSORS * load.tokens * spec.transformer.width * DTYPE_BYTES[dtype]
+    kept = load.text_bytes if way.offload in {"none", "model"} else 0
     if load.split is None or load.split.sequence == 1:
-        return denoise_bytes(spec, load.tokens, dtype, way.quantization) + cached
+        return load.at_once * denoise_bytes(spec, load.tokens, dtype, way.quantization) + kept + cached
     share = -(-load.tokens // load.split.sequence)
     exchanged = _EXCHANGED * share * spec.transformer.width * DTYPE_BYTES[dtype]
-    return denoise_bytes(spec, share, dtype, way.quantization) + exchanged
+    return denoise_bytes(spec, share, dtype, way.quantization) + kept + exchanged
 
 
 def cached_passes(step_cache: str, guidance_scale: float, guidance_scale_2: float | None) -> int:
@@ -272,6 +277,11 @@ def _on_device(spec: ModelSpec, way: Way, name: str, weights: Mapping[str, int],
     # By block: the one that runs and the next, which is brought meanwhile. By layer: a third of a block at most.
     at_once = 2 * blocks / layers if way.offload == "group" else blocks / layers / 3
     return int(weights[name] - blocks + at_once) if way.offload == "group" else int(at_once)
+
+
+def at_once(speed: Speed) -> int:
+    """Return `Load.at_once`."""
+    return (2 if speed.paired else 1) + speed.graphed
 
 
 def taken_before(device: str) -> int:

@@ -21,6 +21,11 @@ def is_transformer(component: str) -> bool:
     return component.startswith("transformer")
 
 
+def attention_flops(spec: "ModelSpec", tokens: int) -> float:
+    """Return the operations of the attention among a clip's tokens in one block."""
+    return 4.0 * tokens**2 * spec.transformer.width
+
+
 @dataclass(frozen=True, kw_only=True)
 class TransformerSpec:
     """Architecture of a `diffusers.WanTransformer3DModel`, with the names of its config."""

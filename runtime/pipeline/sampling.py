@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from runtime.components.denoiser import UNPROMPTED, Denoiser, PairDenoiser
+from runtime.components.denoiser import UNPROMPTED, Denoiser
 from runtime.components.video_decoder import VideoDecoder
 from runtime.core.cancel import Cancel
 from runtime.core.errors import BadResultError
@@ -95,8 +95,10 @@ def get_schedule(plan: ExecutionPlan, scheduler: Any, boundary_ratio: float | No
     scheduler.set_begin_index(0)
     boundary = None if boundary_ratio is None else boundary_ratio * scheduler.config.num_train_timesteps
     steps: list[Step] = []
-    for timestep, sigma in zip(scheduler.timesteps, scheduler.sigmas.tolist(), strict=False):  # one sigma more: 0
-        low_noise = boundary is not None and timestep.item() < boundary
+    # Read at once, for reading waits for the device. There is one sigma more than timesteps: 0.
+    values, sigmas = scheduler.timesteps.tolist(), scheduler.sigmas.tolist()
+    for timestep, value, sigma in zip(scheduler.timesteps, values, sigmas, strict=False):
+        low_noise = boundary is not None and value < boundary
         scale = plan.guidance_scale_2 if low_noise and plan.guidance_scale_2 is not None else plan.guidance_scale
         expert = "transformer_2" if low_noise else "transformer"
         another = not steps or steps[-1].expert != expert
@@ -182,12 +184,13 @@ def decode(
 def _guided(
     denoiser: Denoiser, latents: torch.Tensor, step: Step, conditioning: Conditioning, cancel: Cancel
 ) -> torch.Tensor:
-    if conditioning.negative is None or step.guidance_scale <= 1:
-        return denoiser(latents, step.timestep, conditioning.positive)
-    if isinstance(denoiser, PairDenoiser):
-        velocity, unguided = denoiser.pair(latents, step.timestep, conditioning.positive, conditioning.negative)
+    positive, negative = conditioning.positive, conditioning.negative
+    if negative is None or step.guidance_scale <= 1:
+        return denoiser(latents, step.timestep, positive)
+    if denoiser.pairs:
+        velocity, unguided = denoiser.pair(latents, step.timestep, positive, negative)
     else:
-        velocity = denoiser(latents, step.timestep, conditioning.positive)
+        velocity = denoiser(latents, step.timestep, positive)
         cancel.check()
-        unguided = denoiser(latents, step.timestep, conditioning.negative, which=UNPROMPTED)
+        unguided = denoiser(latents, step.timestep, negative, which=UNPROMPTED)
     return unguided + step.guidance_scale * (velocity - unguided)

@@ -10,7 +10,17 @@ import gradio as gr
 
 from runtime.core.byte_size import memory_size
 from runtime.core.errors import InvalidRequestError
-from runtime.core.request import AUTO, BUILDS, COMPONENTS, MAX_GPUS, OFFLOADS, ON_OUT_OF_MEMORY, QUANTIZATIONS
+from runtime.core.request import (
+    ATTENTIONS,
+    AUTO,
+    BUILDS,
+    COMPILES,
+    COMPONENTS,
+    MAX_GPUS,
+    OFFLOADS,
+    ON_OUT_OF_MEMORY,
+    QUANTIZATIONS,
+)
 from runtime.core.step_cache import FIRST_BLOCK, NONE, read_step_cache
 from runtime.engines.builders import builders_of
 from runtime.manager.machine import Machine
@@ -37,13 +47,39 @@ _ON_OUT_OF_MEMORY = dict(
 GPUS = ("1", AUTO, *map(str, range(2, MAX_GPUS + 1)))
 _STEP_CACHES = (("None", NONE), ("First block", FIRST_BLOCK))
 _STEP_CACHE_TITLES = {value: title for title, value in _STEP_CACHES}
+_ATTENTIONS = dict(
+    zip(
+        ATTENTIONS,
+        (
+            "Automatic",
+            "PyTorch's own",
+            "cuDNN",
+            "FlashAttention 2",
+            "FlashAttention 3",
+            "FlashAttention 4",
+            "SageAttention, 8 bit",
+            "cuDNN, FP8",
+        ),
+        strict=True,
+    )
+)
+_COMPILES = dict(zip(COMPILES, ("Where it pays off", "Never", "Always"), strict=True))
+_TITLES: Mapping[str, Mapping[str, str]] = {
+    "Offload": _OFFLOADS,
+    "Quantization": _QUANTIZATIONS,
+    "Attention": _ATTENTIONS,
+    "Compile": _COMPILES,
+    "Step cache": _STEP_CACHE_TITLES,
+}
 TITLES = {
     "text_encoder": "Text encoder",
     "transformer": "Transformer",
     "transformer_2": "Low-noise transformer",
     "vae": "VAE decoder",
 }
-_FLAG = re.compile(r"(--offload|--quantization|--step-cache|Offload(?= ')) '?([\w-]+)'?|--backend (\w+)=(\w+)")
+_FLAG = re.compile(
+    r"(--offload|--quantization|--step-cache|--attention|--compile|Offload(?= ')) '?([\w-]+)'?|--backend (\w+)=(\w+)"
+)
 _GPUS = re.compile(r"--gpus (\d+)")
 _OFFLOAD = re.compile(r"\b([Mm]odel|[Gg]roup|[Ss]equential) offload\b")
 
@@ -152,6 +188,18 @@ def panel(spec: ModelSpec, machine: Machine, backends: Mapping[str, str]) -> tup
             "strength is typed, as in first-block:0.15. Excludes engines for the transformers.",
             elem_id="field-step_cache",
         )
+        settings["attention"] = _choice(
+            "attention",
+            _ATTENTIONS,
+            "Attention",
+            "What computes it in PyTorch. Those in 8 bits are faster and less exact, and never taken by themselves.",
+        )
+        settings["compile"] = _choice(
+            "compile",
+            _COMPILES,
+            "Compile",
+            "PyTorch's transformers: takes half a minute first, then each step is faster.",
+        )
         total = gr.HTML(sum_html(Outlook("")), elem_id="outlook", apply_default_css=False)
         choose_way = gr.Button("Choose a way", visible="hidden", elem_id="choose-way")
     return Panel(fold, rows, toggles, chips, total, choose_way), settings
@@ -194,7 +242,7 @@ def in_form_words(sentence: str) -> str:
         setting, value, component, backend = flag.groups()
         if setting:
             title = setting.strip("-").replace("-", " ").capitalize()
-            titles = {"Offload": _OFFLOADS, "Quantization": _QUANTIZATIONS}.get(title, _STEP_CACHE_TITLES)
+            titles = _TITLES[title]
             return f"{title} “{titles[value]}”" if value in titles else f"{title} {value}"
         chosen = next((title for title, name in _BACKENDS if name == backend), backend)
         part = TITLES.get(component, component)

@@ -47,13 +47,15 @@ def endpoint(worker: Worker, models: dict[str, ModelSpec], default_model: str) -
         gpus: int | Auto = 1,
         loras: list[str] | None = None,
         step_cache: str = NONE,
+        attention: str = AUTO,
+        compile: str = AUTO,
     ) -> AsyncIterator[dict[str, Any]]:
         """Make one video. Streams the job's events as they happen; the last is VideoSaved, whose "video" is the MP4.
 
         "auto" takes the model's own default, and a random seed; negative_prompt null takes the model's own. backends
         says what runs a component, as {"vae": "pytorch"} or ["vae=pytorch"], "all" for every one; build, offload,
-        quantization, on_out_of_memory, gpus and step_cache are as on the command line; loras names those in the cache's
-        weights/loras, as ["style:0.8"]. The job goes on when the stream is closed.
+        quantization, on_out_of_memory, gpus, step_cache, attention and compile are as on the command line; loras names
+        those in the cache's weights/loras, as ["style:0.8"]. The job goes on when the stream is closed.
         """
         try:
             check_offered(model, models)
@@ -77,6 +79,8 @@ def endpoint(worker: Worker, models: dict[str, ModelSpec], default_model: str) -
                 gpus=gpus,
                 loras=by_name(read_loras(() if loras is None else loras)),
                 step_cache=step_cache,
+                attention=attention,
+                compile=compile,
             )
             job = await asyncio.to_thread(worker.submit, request)
         except TandemError as error:

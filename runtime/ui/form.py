@@ -5,7 +5,6 @@ the field, so gradio's own checks are left out.
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -15,9 +14,11 @@ import gradio as gr
 from runtime.core.errors import InvalidRequestError
 from runtime.core.request import (
     ALL,
+    ATTENTIONS,
     AUTO,
     BACKENDS,
     BUILDS,
+    COMPILES,
     COMPONENTS,
     OFFLOADS,
     ON_OUT_OF_MEMORY,
@@ -33,7 +34,6 @@ from runtime.ui.models import check_offered
 
 CUSTOM = "custom"
 _WIDEST_STEPS = 100
-_WHOLE = re.compile(r"[+-]?[0-9]{1,20}")
 _MODEL_FRAMES_SHOWN = 2
 
 
@@ -66,6 +66,8 @@ class Form:
     gpus: gr.Dropdown
     loras: gr.Textbox
     step_cache: gr.Dropdown
+    attention: gr.Dropdown
+    compile: gr.Dropdown
 
     @property
     def controls(self) -> list[Any]:
@@ -94,6 +96,8 @@ _CHOICES = {
     "quantization": QUANTIZATIONS,
     "on_out_of_memory": ON_OUT_OF_MEMORY,
     "gpus": acceleration.GPUS,
+    "attention": ATTENTIONS,
+    "compile": COMPILES,
 }
 
 
@@ -333,7 +337,7 @@ def read(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationReque
     given = _by_name(values)
     spec = check_offered(given["model"], models)
     given["prompt"] = "" if given["prompt"] is None else given["prompt"]
-    given["seed"], given["gpus"] = _seed(given["seed"]), _whole(given["gpus"])
+    given["seed"], given["gpus"] = _seed(given["seed"]), text.whole(given["gpus"])
     given["loras"] = lora_field.read(given["loras"])
     given["step_cache"] = read_step_cache(given["step_cache"])
     if spec.experts == 1:
@@ -392,9 +396,4 @@ def _seed(value: Any) -> Any:
     text_given = str(value).strip() if isinstance(value, str) else value
     if text_given is None or text_given == "":
         return AUTO
-    return _whole(text_given)
-
-
-def _whole(value: Any) -> Any:
-    """Return the whole number that text spells, and what is none as it is."""
-    return int(value) if isinstance(value, str) and _WHOLE.fullmatch(value) else value
+    return text.whole(text_given)

@@ -11,6 +11,7 @@ from runtime.core.byte_size import memory_size
 from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortError
 from runtime.core.forecast import Rung
 from runtime.core.plan import BACKEND_TITLES, PYTORCH, ComponentPlan, ExecutionPlan
+from runtime.models.spec import is_transformer
 from runtime.ui import text
 from runtime.ui.foresight import Foreseen
 
@@ -98,7 +99,7 @@ def outlook(foreseen: Foreseen, components: tuple[str, ...]) -> Outlook:
     if not foreseen.complete:
         chip = Chip(_LOOKING, "The model's files are read once; then its engines are known.", "plain")
         return Outlook(_LOOKING, dict.fromkeys(plan.components, chip), memory, "", ways, notes, complete=False)
-    chips = {name: Chip(part.chip, part.reason, _kind(part)) for name, part in plan.components.items()}
+    chips = {name: Chip(part.chip, _why(plan, name, part), _kind(part)) for name, part in plan.components.items()}
     return Outlook(_sum(plan), chips, memory, _time(plan), ways, notes)
 
 
@@ -112,6 +113,12 @@ def stopped(error: Exception, components: tuple[str, ...]) -> Outlook:
     chip = Chip(f"{title}.", f"{what} {remedy}", "stopped")
     ways = _ways(error.ladder, error.where) if isinstance(error, MemoryShortError) else ()
     return Outlook(title, dict.fromkeys(components, chip), ways=ways, problem=what, remedy=remedy)
+
+
+def _why(plan: ExecutionPlan, name: str, part: ComponentPlan) -> str:
+    # On a CPU there is nothing to choose.
+    told = plan.speed.told if part.device.startswith("cuda") or plan.compile == "always" else ""
+    return f"{part.reason} {told}".strip() if part.backend == PYTORCH and is_transformer(name) else part.reason
 
 
 def _kind(part: ComponentPlan) -> str:

@@ -91,6 +91,8 @@ def filled_in(request: GenerationRequest, spec: ModelSpec, limits: Limits) -> Ge
         gpus=1,
         loras=(),
         step_cache=NONE,
+        attention=AUTO,
+        compile=AUTO,
     )
 
 

@@ -50,7 +50,7 @@ def together(request: pytest.FixtureRequest, tiny: Tiny) -> Iterator[Together]:
     """Four processes, two for each pass of guidance: TI2V-5B has a timestep for each token, too."""
     spec = tiny(request.param)
     module, vae = load_module(spec, "transformer", PART), load_module(spec, "vae", PART)
-    alone = PyTorchDenoiser(module, expand_timesteps=spec.expand_timesteps, patch_size=spec.transformer.patch_size)
+    alone = PyTorchDenoiser(module)
     crew = Crew()
     denoiser = crew.load(FOUR, spec, "transformer", PART, never).part
     decoder = crew.load(FOUR, spec, "vae", PART, never).part

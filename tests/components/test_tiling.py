@@ -70,7 +70,7 @@ def test_the_decoder_runs_as_often_and_as_large_as_forecast(
     with Residency() as residency, residency.video_decoder(spec, Alone(tiny_plan(spec, tmp_path / "x.mp4"))) as decoder:
         seen: list[tuple[int, int]] = []
         vae: Any = vars(decoder)["_vae"]
-        vae.decoder.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[3:]))
+        vae.decoder.mid_block.attentions[0].register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[3:]))
         batches = list(decoder.frames(latents, 1, tile))
     # Two calls a tile: the first latent frame, and the other.
     assert sum(h * w for h, w in seen) == pytest.approx(2 * height * width * times_decoded(height, width, tile))

@@ -34,7 +34,6 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import UMT5Config, UMT5EncoderModel
 
-from runtime.components.denoiser import PairDenoiser
 from runtime.components.residency import Residency
 from runtime.core.cancel import Cancel
 from runtime.core.errors import GroupError
@@ -130,7 +129,7 @@ def synchronize(arguments: argparse.Namespace) -> None:
 def guided(denoiser: Any, given: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Return both passes of a step, as `sampling` calls them."""
     latents, when, positive, negative = given
-    if isinstance(denoiser, PairDenoiser):
+    if denoiser.pairs:
         return torch.cat(denoiser.pair(latents, when, positive, negative))
     return torch.cat([denoiser(latents, when, positive), denoiser(latents, when, negative)])
 

@@ -130,7 +130,7 @@ def transformers() -> None:
         with module(partial(WanTransformer3DModel, **config), torch.bfloat16) as (made, weights):
             made.rope = type(made.rope)(128, (1, 2, 2), 1024).to(DEVICE)
             large_vae = config.get("in_channels") == TRANSFORMERS["wan2.2-ti2v-5b"]["in_channels"]
-            denoiser = PyTorchDenoiser(made, expand_timesteps=large_vae, patch_size=(1, 2, 2))
+            denoiser = PyTorchDenoiser(made)
             text = torch.randn(1, 512, 4096, device=DEVICE, dtype=torch.bfloat16)
             timestep = torch.tensor(500.0, device=DEVICE)
             for width, height, frames in CLIPS[name]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def test_out_of_memory_between_steps_it_goes_on_where_a_cache_begins(
     wanted = frames_of(out)
     predict, calls = PyTorchDenoiser._predict, 0
 
-    def starving(self: PyTorchDenoiser, *inputs: torch.Tensor) -> torch.Tensor:
+    def starving(self: PyTorchDenoiser, *inputs: Any) -> torch.Tensor:
         nonlocal calls
         calls += 1
         if calls == 2 * 10 + 1:  # the eleventh step's first pass

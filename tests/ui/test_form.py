@@ -35,6 +35,8 @@ GOOD: dict[str, Any] = {
     "gpus": "1",
     "loras": "",
     "step_cache": "none",
+    "attention": "auto",
+    "compile": "auto",
 }
 BACKENDS = ["backend_text_encoder", "backend_transformer", "backend_transformer_2", "backend_vae"]
 

@@ -1,13 +1,14 @@
 """Which processes of several GPUs there are, and what they hold: started when first needed, kept between jobs."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 
 import torch
 from pydantic import TypeAdapter
 
 from runtime.components.several.group import Group, Limits
 from runtime.components.several.shared import SharedDenoiser, SharedVideoDecoder, Texts
-from runtime.core.plan import ComponentPlan, Split
+from runtime.core.plan import EAGER, ComponentPlan, Speed, Split
 from runtime.models.spec import ModelSpec
 
 _PARTS = TypeAdapter(ComponentPlan)
@@ -15,6 +16,11 @@ _PARTS = TypeAdapter(ComponentPlan)
 
 def _never() -> None:
     """Nobody asks to stop."""
+
+
+def shared_speed(speed: Speed) -> Speed:
+    """Return how each of several GPUs computes a transformer: passes are neither paired nor recorded."""
+    return Speed(attention=speed.attention, compiled=speed.compiled, text_kept=speed.text_kept, fused=speed.fused)
 
 
 class Shared:
@@ -57,11 +63,20 @@ class Crew:
         there = self.group
         return (None if there is None else there.split) == split
 
-    def load(self, split: Split, spec: ModelSpec, name: str, part: ComponentPlan, check: Callable[[], None]) -> Shared:
+    def load(
+        self,
+        split: Split,
+        spec: ModelSpec,
+        name: str,
+        part: ComponentPlan,
+        check: Callable[[], None],
+        speed: Speed | None = None,
+    ) -> Shared:
         """Have all of them load a component; they are started if they are not there.
 
         Args:
             check: raises where somebody wants the job to stop.
+            speed: how a transformer is computed, from `shared_speed`.
 
         Raises:
             TandemError: if that fails; none is left then.
@@ -74,7 +89,10 @@ class Crew:
         told = _PARTS.dump_python(part, mode="json")
         loras = [use.to_json() for use in spec.loras_of(name)]
         directory, model = str(spec.directory), spec.name
-        answers = group.call("load", check, name=name, part=told, directory=directory, model=model, loras=loras)
+        how = asdict(speed or EAGER)
+        answers = group.call(
+            "load", check, name=name, part=told, directory=directory, model=model, loras=loras, speed=how
+        )
         if name == "vae":
             return Shared(group, name, SharedVideoDecoder(group, check))
         dtype = getattr(torch, answers[0].said["dtype"])

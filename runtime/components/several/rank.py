@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
+from runtime.components.attention import problem
 from runtime.components.denoiser import Denoiser, PyTorchDenoiser
 from runtime.components.memory import give_back, ran_out
 from runtime.components.several.sequence import Tokens, share_tokens
@@ -29,7 +30,7 @@ from runtime.components.several.strips import StripDecoder
 from runtime.components.several.wire import Message, Wire
 from runtime.core.errors import BadResultError, TandemError
 from runtime.core.loras import LoraUse
-from runtime.core.plan import ComponentPlan
+from runtime.core.plan import EAGER, ComponentPlan, Speed
 from runtime.models.wan import read_spec
 from runtime.models.weights import load_module
 
@@ -99,13 +100,14 @@ class Rank:
         else:
             taken: torch.dtype = module.patch_embedding.weight.dtype
             dtype = str(taken).removeprefix("torch.")
+            speed = Speed(**said["speed"])
+            against = problem(speed.attention, str(self._device), taken, spec.transformer.attention_head_dim)
+            if against is not None:
+                sys.stderr.write(f"{speed.attention} attention does not run here: {against}.\n")
+                speed = replace(speed, attention=EAGER.attention)
+            self._denoisers[name] = PyTorchDenoiser(module, speed)
             if self._sharing is not None:
                 self._tokens[name] = share_tokens(module, self._sharing)
-            self._denoisers[name] = PyTorchDenoiser(
-                module,
-                expand_timesteps=spec.expand_timesteps,
-                patch_size=spec.transformer.patch_size,
-            )
         return {"dtype": dtype}, []
 
     def free(self, said: Mapping[str, Any], _: list[torch.Tensor]) -> Answer:

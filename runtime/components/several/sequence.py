@@ -7,17 +7,16 @@ attention, which so sees the tokens that there are and no others: nothing is mas
 which no CPU has. Its `enable_parallelism` asks for an accelerator as well.)
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from diffusers.models.attention_dispatch import dispatch_attention_fn
-from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor, _get_qkv_projections
+
+from runtime.components.attention import Attention
+from runtime.components.fast_transformer import FastTransformer
 
 # By name, for an operator takes tensors and numbers.
 _GROUPS: dict[str, dist.ProcessGroup] = {}
-Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Tokens:
@@ -98,11 +97,10 @@ def _(x: torch.Tensor, group: str) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def share_tokens(module: Any, group: dist.ProcessGroup) -> Tokens:
-    """Have a `diffusers.WanTransformer3DModel` be computed together.
+def share_tokens(module: FastTransformer, group: dist.ProcessGroup) -> Tokens:
+    """Have a transformer be computed together.
 
-    Tokens, their rotations and, where each has its own, their timesteps are shared before the first block, and brought
-    together behind the last projection.
+    Tokens and their rotations are shared before the first block, and brought together behind the last projection.
     """
     tokens = Tokens(group)
 
@@ -112,61 +110,14 @@ def share_tokens(module: Any, group: dist.ProcessGroup) -> Tokens:
     def share_rotations(_: Any, __: Any, out: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return tuple(tokens.own(part) for part in out)
 
-    def share_timesteps(_: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        timestep: torch.Tensor | None = given.get("timestep")
-        if timestep is None or timestep.ndim < 2:  # noqa: PLR2004 - (batch, tokens)
-            return args, given
-        return args, {**given, "timestep": tokens.own(timestep)}
-
-    module.register_forward_pre_hook(share_timesteps, with_kwargs=True)
-    module.rope.register_forward_hook(share_rotations)
-    module.blocks[0].register_forward_pre_hook(share_first)
-    module.proj_out.register_forward_hook(lambda _, __, out: tokens.all(out))
-    for block in module.blocks:
-        block.attn1.set_processor(_SharedAttention(tokens))
+    blocks: Any = module.blocks
+    parts: Any = module
+    parts.rope.register_forward_hook(share_rotations)
+    blocks[0].register_forward_pre_hook(share_first)
+    parts.proj_out.register_forward_hook(lambda _, __, out: tokens.all(out))
+    for block in blocks:
+        block.attend = tokens.around(block.attend)
     return tokens
-
-
-class _SharedAttention(WanAttnProcessor):
-    """`WanAttnProcessor` for self-attention, with the exchange around attention itself."""
-
-    def __init__(self, tokens: Tokens) -> None:
-        super().__init__()
-        self._tokens = tokens
-
-    def __call__(
-        self,
-        attn: WanAttention,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """See `WanAttnProcessor`."""
-        assert encoder_hidden_states is None
-        assert attention_mask is None
-        assert rotary_emb is not None
-        query, key, value = _get_qkv_projections(attn, hidden_states, None)
-        query, key = attn.norm_q(query), attn.norm_k(key)
-        query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in (query, key, value))
-        query, key = _rotated(query, *rotary_emb), _rotated(key, *rotary_emb)
-        made = self._tokens.around(self._attend)(query, key, value)
-        made = made.flatten(2, 3).type_as(query)
-        out: torch.Tensor = attn.to_out[1](attn.to_out[0](made))
-        return out
-
-    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = dispatch_attention_fn(query, key, value, backend=self._attention_backend)
-        return made
-
-
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = cos[..., 0::2], sin[..., 1::2]
-    out = torch.empty_like(x)
-    out[..., 0::2] = first * cos - second * sin
-    out[..., 1::2] = first * sin + second * cos
-    return out
 
 
 def _filled(x: torch.Tensor, count: int) -> torch.Tensor:

@@ -55,6 +55,8 @@ class SharedDenoiser:
         self._texts = texts
         self.check = check
 
+    pairs = True
+
     def begin_anew(self) -> None:
         """See `Denoiser`; a step cache excludes several GPUs."""
 

@@ -21,9 +21,7 @@ def test_it_equals_diffusers(tiny: Callable[[str], ModelSpec], architecture: str
     spec = tiny(architecture)
     for component in spec.component_names[1:-1]:
         module = WanTransformer3DModel.from_pretrained(spec.directory / component).eval()
-        denoiser = PyTorchDenoiser(
-            module, expand_timesteps=spec.expand_timesteps, patch_size=spec.transformer.patch_size
-        )
+        denoiser = PyTorchDenoiser(module)
         program = load_program(spec, component, "transformer", device="cpu", dtype="float32")
         inputs = program.inputs(size)
         expected = denoiser(inputs["latents"], inputs["timestep"][0], inputs["text_embeds"])

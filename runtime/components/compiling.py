@@ -1,0 +1,108 @@
+"""Functions compiled by Inductor while a job runs, and as they are where that fails. Knows nothing about models.
+
+What is compiled is kept on disk, so that the next process only reads it: `keep_in`.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.components.memory import ran_out
+from runtime.core.errors import first_line
+
+# Hears why something runs uncompiled, in a sentence.
+Stumbled = Callable[[str], None]
+
+_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+# So many kinds of inputs are compiled for before all is forgotten: sizes, and tensors that lie otherwise in memory.
+_LIMIT = 32
+# What was compiled already, by function: PyTorch keeps that with the function, whoever compiled it.
+_COMPILED: dict[Callable[..., Any], set[Any]] = {}
+
+logger = logging.getLogger(__name__)
+
+
+def keep_in(folder: Path) -> None:
+    """Keep compiled code in a folder, unless the environment names one."""
+    os.environ.setdefault(_VARIABLE, str(folder))
+
+
+class CompiledStep:
+    """A function of modules and tensors, compiled for each set of shapes, without a break.
+
+    Attributes:
+        seconds: spent on compiling so far.
+
+    Args:
+        function: must not write into what it is given.
+        stumbled: hears once that it cannot be compiled; the function itself runs from then on.
+        dynamic: compile once for all sizes.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], stumbled: Stumbled | None = None, *, dynamic: bool = False
+    ) -> None:
+        self._function = function
+        self._stumbled = stumbled
+        self._compiled: Callable[..., Any] | None = torch.compile(function, fullgraph=True, dynamic=dynamic)
+        self._kinds = _COMPILED.setdefault(function, set())
+        self.seconds = 0.0
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Return what the function returns."""
+        if self._compiled is None:
+            return self._function(*arguments)
+        kind = _kind(arguments)
+        started = time.perf_counter()
+        try:
+            result = self._run(arguments)
+        except Exception as error:
+            if ran_out(error) is not None:
+                raise
+            logger.warning("A function could not be compiled", exc_info=error)
+            self._compiled = None
+            if self._stumbled is not None:
+                self._stumbled(f"PyTorch could not compile it ({type(error).__name__}: {first_line(error)}).")
+        else:
+            if kind not in self._kinds:
+                self._kinds.add(kind)
+                self.seconds += time.perf_counter() - started
+            return result
+        return self._function(*arguments)
+
+    def _run(self, arguments: tuple[Any, ...]) -> Any:
+        assert self._compiled is not None
+        try:
+            with torch._dynamo.config.patch(recompile_limit=_LIMIT):
+                return self._compiled(*arguments)
+        except Exception as error:
+            if not _is_full(error):
+                raise
+        forget_all()
+        return self._compiled(*arguments)
+
+
+def forget_all() -> None:
+    """Let PyTorch forget what it compiled in this process; what is on disk stays."""
+    torch.compiler.reset()
+    for kinds in _COMPILED.values():
+        kinds.clear()
+
+
+def _is_full(error: Exception) -> bool:
+    """Whether PyTorch has compiled one function for as many different inputs as it does."""
+    return "RecompileLimit" in type(error).__name__
+
+
+def _kind(arguments: Any) -> Any:
+    """Return what of the arguments another compilation would be needed for, roughly."""
+    if isinstance(arguments, torch.Tensor):
+        return (tuple(arguments.shape), arguments.dtype, arguments.device)
+    if isinstance(arguments, tuple | list):
+        return tuple(map(_kind, arguments))
+    return type(arguments)

@@ -1,0 +1,154 @@
+"""Attention in FP8 (e4m3), by cuDNN on Hopper and newer, through `nvidia-cudnn-frontend`.
+
+Queries, keys and values are scaled as a whole, so that the largest magnitude is e4m3's. So are the probabilities, by
+256: unscaled, all below 1/512 of a row's largest would be lost, which at thousands of tokens is most of them. What
+comes out is an average of values, so their scale holds it too. On Hopper cuDNN gives it in FP8 only.
+
+The error is that of 4 significant bits in each factor, some percent of the result on random inputs; it is measured by
+tests/gpu/proof_speed.py. Keys and values of less than `_FEWEST` tokens gain nothing and stay as they are.
+"""
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+_E4M3 = torch.float8_e4m3fn
+_LARGEST = 448.0
+_PROBABILITY_SCALE = 256.0
+_FEWEST = 2048
+_SCALARS = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
+
+
+def attend_fp8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Return the attention of (batch, tokens, heads, head width), in the dtype of `q`."""
+    if k.shape[1] < _FEWEST:
+        return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
+    (q8, q_scale), (k8, k_scale), (v8, v_scale) = (quantized(x) for x in (q, k, v))
+    out = torch.ops.tandem.attend_fp8(q8, k8, v8, 1 / q_scale, 1 / k_scale, 1 / v_scale)
+    return (out.float() / v_scale).to(q.dtype)
+
+
+def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a tensor in e4m3 and the factor that it was multiplied with, a scalar in float32."""
+    scale = _LARGEST / x.abs().amax().float().clamp_min(1e-6)
+    return (x.float() * scale).clamp(-_LARGEST, _LARGEST).to(_E4M3), scale
+
+
+@torch.library.custom_op("tandem::attend_fp8", mutates_args=())
+def _attend_fp8(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    descale_q: torch.Tensor,
+    descale_k: torch.Tensor,
+    descale_v: torch.Tensor,
+) -> torch.Tensor:
+    # What comes out is to be multiplied by descale_v: in the scale of the values it fits FP8.
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    if q.device.type != "cuda":
+        return _by_arithmetic(q, k, v, descale_q * descale_k)
+    run, names = _graph(tuple(q.shape), k.shape[1], q.device.index)
+    out = torch.empty_like(q)
+    device = q.device
+    scalars = {
+        "descale_q": descale_q,
+        "descale_k": descale_k,
+        "descale_v": descale_v,
+        "descale_s": _constant(1 / _PROBABILITY_SCALE, device),
+        "scale_s": _constant(_PROBABILITY_SCALE, device),
+        "scale_o": 1 / descale_v,
+    }
+    given = {names[name]: value.reshape(1, 1, 1, 1) for name, value in scalars.items()}
+    given |= {names[name]: x.transpose(1, 2) for name, x in (("q", q), ("k", k), ("v", v), ("o", out))}
+    given |= {names[name]: torch.empty(1, 1, 1, 1, device=device) for name in ("amax_s", "amax_o")}
+    run(given)
+    return out
+
+
+@_attend_fp8.register_fake
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    descale_q: torch.Tensor,
+    descale_k: torch.Tensor,
+    descale_v: torch.Tensor,
+) -> torch.Tensor:
+    return q.new_empty(q.shape)
+
+
+def _by_arithmetic(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, descale: torch.Tensor) -> torch.Tensor:
+    """Do what cuDNN does, step by step and in float32 between: it shows the error where there is no such GPU."""
+    q32, k32, v32 = (x.float().transpose(1, 2) for x in (q, k, v))
+    scores = q32 @ k32.transpose(-1, -2) * (descale / math.sqrt(q.shape[-1]))
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    rounded = (weights * _PROBABILITY_SCALE).to(_E4M3).float() / _PROBABILITY_SCALE
+    out = rounded @ v32 / weights.sum(-1, keepdim=True)
+    return out.clamp(-_LARGEST, _LARGEST).transpose(1, 2).contiguous().to(_E4M3)
+
+
+@lru_cache(maxsize=8)
+def _constant(value: float, device: torch.device) -> torch.Tensor:
+    return torch.full((1, 1, 1, 1), value, device=device)
+
+
+@lru_cache(maxsize=2)
+def _handle(device: int) -> Any:
+    import cudnn
+
+    return cudnn.create_handle()
+
+
+@lru_cache(maxsize=8)
+def _graph(shape: tuple[int, ...], keys: int, device: int) -> tuple[Any, dict[str, Any]]:
+    """Build cuDNN's graph for one shape; return what runs it, and its tensors by name."""
+    import cudnn
+
+    handle = _handle(device)
+    graph = cudnn.pygraph(
+        io_data_type=cudnn.data_type.FP8_E4M3,
+        intermediate_data_type=cudnn.data_type.FLOAT,
+        compute_data_type=cudnn.data_type.FLOAT,
+        handle=handle,
+    )
+    batch, tokens, heads, width = shape
+
+    def dims(length: int) -> dict[str, list[int]]:
+        # Heads first in name, tokens first in memory.
+        return {
+            "dim": [batch, heads, length, width],
+            "stride": [length * heads * width, width, heads * width, 1],
+        }
+
+    names: dict[str, Any] = {
+        name: graph.tensor(name=name, data_type=cudnn.data_type.FP8_E4M3, **dims(length))
+        for name, length in (("q", tokens), ("k", keys), ("v", keys))
+    }
+    scalar: dict[str, list[int]] = {"dim": [1, 1, 1, 1], "stride": [1, 1, 1, 1]}
+    names |= {name: graph.tensor(name=name, data_type=cudnn.data_type.FLOAT, **scalar) for name in _SCALARS}
+    out, _, amax_s, amax_o = graph.sdpa_fp8(
+        **names, attn_scale=1 / math.sqrt(width), generate_stats=False, use_causal_mask=False
+    )
+    shaped = dims(tokens)
+    out.set_output(True).set_dim(shaped["dim"]).set_stride(shaped["stride"])
+    out.set_data_type(cudnn.data_type.FP8_E4M3)
+    for amax in (amax_s, amax_o):
+        amax.set_output(True).set_dim(scalar["dim"]).set_stride(scalar["stride"])
+        amax.set_data_type(cudnn.data_type.FLOAT)
+    names |= {"o": out, "amax_s": amax_s, "amax_o": amax_o}
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    graph.check_support()
+    graph.build_plans()
+    size = graph.get_workspace_size()
+
+    def run(given: dict[Any, torch.Tensor]) -> None:
+        cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
+        workspace = torch.empty(max(size, 1), device=f"cuda:{device}", dtype=torch.uint8)
+        graph.execute(given, workspace, handle=handle)
+
+    return run, names

@@ -1,0 +1,172 @@
+"""Wan's VAE decoder a few latent frames at a time, on diffusers' modules, with few passes over memory.
+
+Equal to `AutoencoderKLWan._decode` up to rounding. What differs:
+
+- What a convolution continues from is put before its input as that is computed, and kept from there: two frames.
+- Padding in space is the convolution's own, not a copy. Its bias is added by what comes next.
+- With `channels_last` values lie pixel by pixel, as cuDNN's convolutions want them.
+- What lies between two convolutions is one function, compiled for all sizes at once where that is asked for.
+
+Caches are as engines have them (`engines.forms.vae`): two frames each, zeros where there was nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+CACHED_FRAMES = 2
+Caches = Sequence[torch.Tensor]
+
+
+def enter(x: torch.Tensor, bias: torch.Tensor | None, gamma: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """Return what goes into a causal convolution: the frames before, then `x` normalised over channels and activated.
+
+    Args:
+        x: (1, channels, frames, height, width), of the last convolution.
+        bias: that convolution's, where it was not added yet.
+        gamma: what a channel of unit length in each place becomes, (channels, 1, 1, 1).
+        before: the frames that it continues from.
+    """
+    if bias is not None:
+        x = x + bias.view(1, -1, 1, 1, 1)
+    y = F.normalize(x.float(), dim=1).to(x.dtype) * gamma
+    return torch.cat([before, F.silu(y)], dim=2)
+
+
+def leave(x: torch.Tensor, bias: torch.Tensor, shortcut: torch.Tensor) -> torch.Tensor:
+    """Return the end of a residual block."""
+    return x + bias.view(1, -1, 1, 1, 1) + shortcut
+
+
+def _gamma(norm: Any) -> torch.Tensor:
+    # A tensor in all: compiled code would be another for each number.
+    gamma: torch.Tensor = norm.gamma * norm.scale
+    return gamma
+
+
+class DecoderSteps:
+    """The decoder of a `diffusers.AutoencoderKLWan`, one call at a time.
+
+    Args:
+        decoder: a `WanDecoder3d`.
+        channels_last: how values lie; the weights are laid so too.
+        wrap: makes something faster of `enter` and `leave`.
+    """
+
+    def __init__(
+        self,
+        decoder: Any,
+        *,
+        channels_last: bool = False,
+        wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
+    ) -> None:
+        self._decoder = decoder
+        self._format = torch.channels_last_3d if channels_last else torch.contiguous_format
+        self._enter, self._leave = wrap(enter), wrap(leave)
+        if channels_last:
+            for module in decoder.modules():
+                if isinstance(module, nn.Conv3d | nn.Conv2d):
+                    flat = isinstance(module, nn.Conv2d)
+                    layout = torch.channels_last if flat else torch.channels_last_3d
+                    module.weight.data = module.weight.data.contiguous(memory_format=layout)
+
+    def __call__(self, z: torch.Tensor, caches: Caches, *, first: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return pixels, (1, channels, frames, height, width), and the caches for the next call.
+
+        Args:
+            z: (1, channels, latent frames, height, width), after `post_quant_conv`.
+            caches: of the call before; none before the first.
+            first: whether `z` is the clip's first latent frame, which stays one frame.
+        """
+        return _Call(self._enter, self._leave, self._format, list(caches), first=first).run(self._decoder, z)
+
+
+class _Call:
+    """One call, with the caches that came in and those that go out."""
+
+    def __init__(
+        self,
+        enter: Callable[..., Any],
+        leave: Callable[..., Any],
+        layout: torch.memory_format,
+        given: list[torch.Tensor],
+        *,
+        first: bool,
+    ) -> None:
+        self._enter, self._leave, self._format = enter, leave, layout
+        self._given = given
+        self._kept: list[torch.Tensor] = []
+        self._first = first
+
+    def run(self, decoder: Any, z: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        z = z.contiguous(memory_format=self._format)
+        x = self._convolve(decoder.conv_in, torch.cat([self._before(z), z], dim=2), with_bias=True)
+        mid = decoder.mid_block
+        x = self._residual(mid.resnets[0], x)
+        for attention, resnet in zip(mid.attentions, mid.resnets[1:], strict=True):
+            x = self._residual(resnet, attention(x).contiguous(memory_format=self._format))
+        for block in decoder.up_blocks:
+            x = self._up(block, x)
+        norm = decoder.norm_out
+        padded = self._enter(x, None, _gamma(norm), self._before(x))
+        return self._convolve(decoder.conv_out, padded, with_bias=True), self._kept
+
+    def _before(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the next cache; at the clip's beginning zeros, shaped like frames of `x`."""
+        if self._given:
+            return self._given.pop(0).contiguous(memory_format=self._format)
+        frames = torch.zeros_like(x[:, :, :1]).expand(-1, -1, CACHED_FRAMES, -1, -1)
+        return frames.contiguous(memory_format=self._format)
+
+    def _convolve(self, conv: Any, padded: torch.Tensor, *, with_bias: bool = False) -> torch.Tensor:
+        """Convolve what has its past before it, and keep its end for the next call."""
+        self._kept.append(padded[:, :, -CACHED_FRAMES:].clone(memory_format=self._format))
+        # diffusers' own padding: (left, right, top, bottom, before, after).
+        space = (0, conv._padding[2], conv._padding[0])
+        return F.conv3d(padded, conv.weight, conv.bias if with_bias else None, padding=space)
+
+    def _residual(self, block: Any, x: torch.Tensor) -> torch.Tensor:
+        shortcut = block.conv_shortcut(x)
+        y = self._convolve(block.conv1, self._enter(x, None, _gamma(block.norm1), self._before(x)))
+        norm = block.norm2
+        # As plain tensors: compiled code would be another for each length of a parameter.
+        y = self._convolve(block.conv2, self._enter(y, block.conv1.bias.detach(), _gamma(norm), self._before(y)))
+        done: torch.Tensor = self._leave(y, block.conv2.bias.detach(), shortcut)
+        return done
+
+    def _up(self, block: Any, x: torch.Tensor) -> torch.Tensor:
+        entered = x
+        for resnet in block.resnets:
+            x = self._residual(resnet, x)
+        residual = hasattr(block, "avg_shortcut")
+        upsampler = block.upsampler if residual else block.upsamplers and block.upsamplers[0]
+        if upsampler is not None:
+            x = self._upsample(upsampler, x)
+        if residual and block.avg_shortcut is not None:
+            x = x + block.avg_shortcut(entered, first_chunk=self._first)
+        return x
+
+    def _upsample(self, block: Any, x: torch.Tensor) -> torch.Tensor:
+        if block.mode == "upsample3d":
+            x = self._double_time(block.time_conv, x)
+        conv = block.resample[1]
+        frames = x[0].transpose(0, 1)
+        # Doubling copies values, so it needs no float32.
+        wide = F.interpolate(frames, scale_factor=2.0, mode="nearest-exact")
+        return F.conv2d(wide, conv.weight, conv.bias, padding=1).transpose(0, 1).unsqueeze(0)
+
+    def _double_time(self, conv: Any, x: torch.Tensor) -> torch.Tensor:
+        if self._first:
+            self._kept.append(self._before(x))
+            return x
+        padded = torch.cat([self._before(x), x], dim=2)
+        x = self._convolve(conv, padded, with_bias=True)
+        b, c, t, h, w = x.shape
+        if self._format is torch.channels_last_3d:
+            # The same, in the order in which values lie.
+            pixels = x.permute(0, 2, 3, 4, 1).unflatten(4, (2, c // 2)).permute(0, 1, 4, 2, 3, 5)
+            return pixels.reshape(b, 2 * t, h, w, c // 2).permute(0, 4, 1, 2, 3)
+        return x.view(b, 2, c // 2, t, h, w).permute(0, 2, 3, 1, 4, 5).reshape(b, c // 2, 2 * t, h, w)

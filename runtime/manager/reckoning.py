@@ -1,0 +1,114 @@
+"""What a clip takes with its weights held in one way: memory and seconds, by earlier runs too. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from runtime.core.forecast import Seconds, StageMemory
+from runtime.core.plan import EAGER, PYTORCH, Speed
+from runtime.core.step_cache import NONE
+from runtime.manager import history, speed, split, timing, vram
+from runtime.manager.history import History
+from runtime.manager.machine import Machine
+from runtime.manager.timing import Work
+from runtime.manager.vram import Load, Way
+from runtime.models.spec import is_transformer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is reckoned for.
+
+    Attributes:
+        backends: by component.
+        asked: the backends that were asked for, or "auto", by component.
+        whole: bytes of the components that pass through system memory whole on their way to the device.
+        free_bytes: on the device, `ram_free_bytes` in system memory.
+        chunk: latent frames that the VAE decodes in one call, where memory allows.
+        step_cache: as it is used.
+        speed: what is decided on of how PyTorch computes, and `base` what of that does not depend on the way.
+    """
+
+    load: Load
+    work: Work
+    machine: Machine
+    history: History
+    backends: Mapping[str, str]
+    asked: Mapping[str, str]
+    whole: Mapping[str, int]
+    free_bytes: int
+    ram_free_bytes: int
+    chunk: int
+    speed: speed.Case
+    base: Speed = EAGER
+    step_cache: str = NONE
+
+
+def _kind(case: Case, way: Way, name: str, computed: Speed) -> history.Kind:
+    transformer = is_transformer(name)
+    return history.Kind(
+        device=split.name_of(history.device_name(case.machine, case.load.device), case.load.split, name),
+        model=history.architecture(case.load.spec),
+        component="transformer" if transformer else name,
+        backend=case.backends[name],
+        dtype=case.load.dtypes[name],
+        quantization=way.quantization if transformer else "none",
+        offload=way.offload,
+        tile=history.tile_of(way, name),
+        step_cache=history.cache_of(case.step_cache, name),
+        speed=speed.tag(computed, name) if case.backends[name] == PYTORCH else "",
+    )
+
+
+def memory(case: Case, way: Way, chunk: int, computed: Speed) -> tuple[StageMemory, ...]:
+    """Return what each stage takes, by what earlier runs took more or less than reckoned."""
+    return tuple(
+        history.remembered(
+            case.history,
+            _kind(case, way, stage.component, computed),
+            timing.flops(case.load, case.work, stage.component, way.decode_tile),
+            stage,
+        )
+        for stage in vram.stages(case.load, way, chunk)
+    )
+
+
+def seconds(case: Case, way: Way, computed: Speed) -> dict[str, Seconds]:
+    """Return what each stage takes, their "total", and "load", which the total leaves out."""
+    found = dict.fromkeys(("encode", "denoise", "decode"), Seconds(0, 0, 0, measured=True))
+    for name in case.load.spec.component_names:
+        stage = vram.stage_of(name)
+        found[stage] += _component_seconds(case, way, name, computed)
+    total = found["encode"] + found["denoise"] + found["decode"]
+    return found | {"total": total, "load": timing.load_seconds(case.load)}
+
+
+def _component_seconds(case: Case, way: Way, name: str, computed: Speed) -> Seconds:
+    calls = case.work.calls[name]
+    operations = timing.flops(case.load, case.work, name, way.decode_tile)
+    whole = history.seconds_per_call(case.history, _kind(case, way, name, computed), operations)
+    if whole is not None:
+        return whole * calls
+    one = call(case, way, name, computed)
+    if history.cache_of(case.step_cache, name):
+        one = timing.with_cache(one)
+    return timing.stage_seconds(one * calls, timing.transfer_seconds(case.load, way, name, calls), way)
+
+
+def call(case: Case, way: Way, name: str, computed: Speed) -> Seconds:
+    """Return what one call takes with all weights at hand; what was not measured so rests on the next nearest."""
+    operations = timing.flops(case.load, case.work, name, way.decode_tile)
+    at_hand = replace(way, offload="none")
+    for like in dict.fromkeys((computed, replace(computed, compiled=False), EAGER)):
+        # A step cache is reckoned with by whoever asks.
+        kind = replace(_kind(case, at_hand, name, like), step_cache="")
+        found = history.seconds_per_call(case.history, kind, operations)
+        if found is not None:
+            break
+    else:
+        like, alone = EAGER, timing.compute_seconds(case.load, case.work, name, case.machine, way)
+        whole_frames = name != "vae" or way.decode_tile is None
+        found = split.faster(alone, case.load.split, name) if whole_frames else alone
+    if computed.compiled and not like.compiled and is_transformer(name) and case.backends[name] == PYTORCH:
+        faster = found * (1 / speed.faster_when_compiled(way.quantization))
+        return replace(faster, measured=False)
+    return found

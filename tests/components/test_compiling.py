@@ -1,0 +1,142 @@
+"""Blocks compiled once and used by all, held to what they give uncompiled; and what follows where that fails."""
+
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import AutoencoderKLWan
+from torch._dynamo.utils import counters
+
+from runtime.components.compiling import CompiledStep, forget_all, keep_in
+from runtime.components.denoiser import PyTorchDenoiser
+from runtime.components.video_decoder import PyTorchVideoDecoder
+from runtime.core.plan import Speed
+from runtime.models.spec import ModelSpec
+from tests.components.test_fast_transformer import Case
+
+Tiny = Callable[[str], ModelSpec]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """Begin and end with nothing compiled."""
+    forget_all()
+    counters.clear()
+    yield
+    forget_all()
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trace as for Inductor, but let PyTorch run what was traced: C++ takes a minute to compile on a busy core."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+
+
+def test_inductor_compiles_and_keeps_it_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    keep_in(tmp_path / "compiled")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    step = CompiledStep(torch.nn.functional.silu)
+    x = torch.linspace(-3, 3, 64)
+    with torch.no_grad():
+        assert (step(x) - torch.nn.functional.silu(x)).abs().max() < 1e-6
+    assert step.seconds > 0
+    assert any((tmp_path / "compiled").iterdir())
+    keep_in(tmp_path / "other")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled")
+
+
+@pytest.mark.usefixtures("traced")
+@torch.no_grad()
+def test_all_blocks_of_both_experts_share_one_compilation(tiny: Tiny) -> None:
+    case = Case(tiny("wan2.2-ti2v-5b"))
+    denoisers = [PyTorchDenoiser(case.load(), Speed(compiled=True, text_kept=True)) for _ in range(2)]
+    for denoiser in denoisers:
+        for text in case.texts:
+            wanted = case.wanted(text, 500.0)
+            got = denoiser(case.latents, torch.tensor(500.0), text)
+            assert (got - wanted).norm() / wanted.norm() < 2e-6
+    assert counters["stats"]["unique_graphs"] == 1
+    assert denoisers[0].compile_seconds > 0
+
+
+@pytest.mark.usefixtures("traced")
+@torch.no_grad()
+def test_what_cannot_be_compiled_runs_as_it_is_and_says_so() -> None:
+    said: list[str] = []
+
+    def breaks(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x + 1
+
+    step = CompiledStep(breaks, said.append)
+    for _ in range(3):
+        assert step(torch.zeros(2)).tolist() == [1.0, 1.0]
+    (sentence,) = said
+    assert sentence.startswith("PyTorch could not compile it (")
+    assert "\n" not in sentence
+
+
+@pytest.mark.usefixtures("traced")
+@torch.no_grad()
+def test_any_number_of_sizes_is_compiled() -> None:
+    said: list[str] = []
+    step = CompiledStep(lambda x: x * 2 + 1, said.append)
+    for size in range(2, 14):
+        assert torch.equal(step(torch.ones(size)), torch.full((size,), 3.0))
+    assert not said
+
+
+@pytest.mark.usefixtures("traced")
+@torch.no_grad()
+def test_running_out_of_memory_is_not_taken_for_a_failure_to_compile() -> None:
+    def full(_: torch.Tensor) -> torch.Tensor:
+        raise MemoryError
+
+    step = CompiledStep(lambda x: x)
+    step._compiled = full
+    with pytest.raises(MemoryError):
+        step(torch.zeros(1))
+
+
+@pytest.mark.usefixtures("traced")
+@torch.no_grad()
+def test_a_kernel_that_pytorch_is_told_to_take_is_part_of_a_compiled_block(tiny: Tiny) -> None:
+    case = Case(tiny("wan2.1"))
+    denoiser = PyTorchDenoiser(case.load(), Speed(compiled=True, attention="flash"))
+    wanted = case.wanted(case.texts[0], 500.0)
+    got = denoiser(case.latents, torch.tensor(500.0), case.texts[0])
+    assert (got - wanted).norm() / wanted.norm() < 2e-6
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.usefixtures("traced")
+@torch.no_grad()
+def test_attention_of_other_libraries_is_one_call_in_a_compiled_block(tiny: Tiny) -> None:
+    case = Case(tiny("wan2.1"))
+    large = torch.randn(1, 16, 4, 48, 48, generator=torch.Generator().manual_seed(3))
+    wanted = case.reference(large, torch.tensor([500.0]), case.texts[0], return_dict=False)[0]
+    denoiser = PyTorchDenoiser(case.load(), Speed(compiled=True, attention="fp8"))
+    got = denoiser(large, torch.tensor(500.0), case.texts[0])
+    error = (got - wanted).norm() / wanted.norm()
+    # 2304 tokens: enough for FP8, which shows.
+    assert 1e-4 < error < 0.1
+
+
+@pytest.mark.usefixtures("traced")
+@torch.inference_mode()
+def test_the_decoders_pieces_are_compiled_for_all_sizes_at_once(tiny: Tiny) -> None:
+    vae = AutoencoderKLWan.from_pretrained(tiny("wan2.1").directory, subfolder="vae").eval()
+    latents = torch.randn(1, 16, 5, 4, 6, generator=torch.Generator().manual_seed(5))
+    decoder = PyTorchVideoDecoder(vae)
+    wanted = torch.cat(list(decoder.frames(latents, 2)))
+    said: list[str] = []
+    decoder.compute(Speed(compiled=True), lambda field, reason: said.append(f"{field} {reason}"))
+    for _ in range(2):
+        assert (torch.cat(list(decoder.frames(latents, 2))) - wanted).abs().max() < 1e-4
+    assert not said
+    # Two functions; with and without a bias; one frame, and several, at one or more pixels.
+    assert counters["stats"]["unique_graphs"] <= 10

@@ -1,0 +1,47 @@
+"""The decoder's steps, however values lie, against `AutoencoderKLWan.decode`."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from diffusers import AutoencoderKLWan
+
+from runtime.components.vae_steps import CACHED_FRAMES, DecoderSteps
+from runtime.components.video_decoder import PyTorchVideoDecoder
+from runtime.core.plan import Speed
+from runtime.models.spec import ModelSpec
+from tests.tiny_models import ARCHITECTURES
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("chunk", [1, 3])
+@torch.inference_mode()
+def test_decoding_pixel_by_pixel_equals_autoencoder_decode(
+    architecture: str, chunk: int, tiny: Callable[[str], ModelSpec]
+) -> None:
+    vae = AutoencoderKLWan.from_pretrained(tiny(architecture).directory, subfolder="vae").eval()
+    latents = torch.randn(1, vae.config.z_dim, 5, 4, 6, generator=torch.Generator().manual_seed(5))
+    mean, std = (torch.tensor(x).view(1, -1, 1, 1, 1) for x in (vae.config.latents_mean, vae.config.latents_std))
+    wanted = vae.decode(latents * std + mean).sample[0].permute(1, 2, 3, 0)
+    decoder = PyTorchVideoDecoder(vae)
+    for speed in (Speed(channels_last=True), Speed()):
+        decoder.compute(speed)
+        got = torch.cat(list(decoder.frames(latents, chunk)))
+        assert got.shape == wanted.shape
+        assert (got - wanted).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@torch.inference_mode()
+def test_caches_hold_two_frames_and_nothing_else(channels_last: bool, tiny: Callable[[str], ModelSpec]) -> None:
+    vae = AutoencoderKLWan.from_pretrained(tiny("wan2.1").directory, subfolder="vae").eval()
+    steps = DecoderSteps(vae.decoder, channels_last=channels_last)
+    z = torch.randn(1, 16, 4, 4, 6, generator=torch.Generator().manual_seed(5))
+    _, first = steps(z[:, :, :1], (), first=True)
+    _, following = steps(z[:, :, 1:], first, first=False)
+    assert [cache.shape for cache in first] == [cache.shape for cache in following]
+    for cache in following:
+        assert cache.shape[2] == CACHED_FRAMES
+        assert cache.is_contiguous(memory_format=torch.channels_last_3d if channels_last else torch.contiguous_format)
+        # A view would keep all that it is a part of in memory.
+        assert cache.untyped_storage().nbytes() == cache.nbytes

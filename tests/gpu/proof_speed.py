@@ -1,0 +1,598 @@
+"""Measures how fast Wan's parts are at true size, each step towards it beside diffusers. Not run by pytest.
+
+    python tests/gpu/proof_speed.py PART … [--size 480p|720p] [--variants NAME,NAME] [--seconds N]
+
+PART is of attention, transformer, vae, small. Random weights: speed does not depend on their values; norms are near
+one, so that attention is neither flat nor sharp. Prints a JSON object per measurement as it comes, and appends it to
+$OUT/speed.jsonl; the last variant's profile goes to $OUT/profile-*.txt. What fails is told, and the next begins; no
+more begins after `--seconds`. `--device cpu --tiny` tries the script itself.
+
+Errors are ‖out - ref‖ / ‖ref‖ against float32 with TF32 off, of the same weights; the transformer's over
+`--reference-blocks` of its 40 blocks, for float32 takes a minute for all of them at 480p and five at 720p.
+"""
+
+import argparse
+import contextlib
+import copy
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+import torch._inductor.config as inductor_config
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+from torch import nn
+
+from runtime.components.attention import attention, problem
+from runtime.components.compiling import forget_all
+from runtime.components.denoiser import PyTorchDenoiser
+from runtime.components.residency import Residency
+from runtime.components.video_decoder import PyTorchVideoDecoder
+from runtime.core.plan import EAGER, Speed
+from runtime.models.catalogue import find
+from tests.gpu.proof_common import relative_error
+from tests.plans import Alone, tiny_plan
+
+# Latent frames, height, width.
+SIZES = {"480p": (21, 60, 104), "720p": (21, 90, 160), "tiny": (3, 6, 8)}
+A14B: dict[str, Any] = {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40}
+TINY: dict[str, Any] = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "ffn_dim": 64,
+    "num_layers": 3,
+    "text_dim": 64,
+    "freq_dim": 32,
+}
+TEXT_TOKENS = 512
+PEAK = 790e12
+STEPS, PASSES = 40, 2
+FP8 = "fp8 linears"
+HAND = "fp8 linears by hand"
+
+# Name: how it is computed, and how the linear layers are: "", `FP8` or `HAND`.
+CUDNN = Speed(attention="cudnn")
+VARIANTS: dict[str, tuple[Speed, str]] = {
+    "ours": (EAGER, ""),
+    "text": (Speed(text_kept=True), ""),
+    "compiled": (Speed(compiled=True), ""),
+    "compiled-text": (Speed(compiled=True, text_kept=True), ""),
+    "compiled-fused": (Speed(compiled=True, text_kept=True, fused=True), ""),
+    "cudnn": (replace(CUDNN, compiled=True, text_kept=True, fused=True), ""),
+    "flash": (Speed(attention="flash", compiled=True, text_kept=True, fused=True), ""),
+    "flash3": (Speed(attention="flash3", compiled=True, text_kept=True, fused=True), ""),
+    "flash4": (Speed(attention="flash4", compiled=True, text_kept=True, fused=True), ""),
+    "sage": (Speed(attention="sage", compiled=True, text_kept=True, fused=True), ""),
+    "fp8-attention": (Speed(attention="fp8", compiled=True, text_kept=True, fused=True), ""),
+    "tuned": (Speed(compiled=True, text_kept=True, fused=True), ""),
+    "fp8-eager": (Speed(text_kept=True), FP8),
+    "fp8": (Speed(compiled=True, text_kept=True), FP8),
+    "fp8-flash4": (Speed(attention="flash4", compiled=True, text_kept=True), FP8),
+    "fp8-all": (Speed(attention="fp8", compiled=True, text_kept=True), FP8),
+    "fp8-hand": (Speed(compiled=True, text_kept=True), HAND),
+    "fp8-hand-all": (Speed(attention="fp8", compiled=True, text_kept=True), HAND),
+}
+DEFAULT = ("diffusers", "ours", "compiled-fused", "flash4", "fp8-attention", "fp8", "fp8-all")
+
+
+class Proof:
+    """What all parts need."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.device: str = arguments.device
+        self.cuda = self.device.startswith("cuda")
+        self.dtype = torch.bfloat16
+        self.out = Path(os.environ.get("OUT", "."))
+        self._ends = time.monotonic() + arguments.seconds
+        self._size: str = "tiny" if arguments.tiny else arguments.size
+
+    @property
+    def size(self) -> str:
+        """Its name."""
+        return self._size
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Latent frames, height, width."""
+        return SIZES[self._size]
+
+    @property
+    def tokens(self) -> int:
+        """Of the transformer's sequence."""
+        frames, height, width = self.grid
+        return frames * (height // 2) * (width // 2)
+
+    def say(self, **found: Any) -> None:
+        """Print and keep one finding."""
+        line = json.dumps({"size": self._size, **found})
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+        with (self.out / "speed.jsonl").open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    @contextmanager
+    def trying(self, **what: Any) -> Iterator[None]:
+        """Tell of a failure and go on with the next; skip what there is no time for."""
+        try:
+            if time.monotonic() > self._ends:
+                raise TimeoutError("no time left")
+            yield
+        except Exception as error:
+            if not isinstance(error, TimeoutError):
+                traceback.print_exc()
+            self.say(**what, failed=f"{type(error).__name__}: {str(error)[:300]}")
+        finally:
+            gc.collect()
+            if self.cuda:
+                torch.cuda.empty_cache()
+
+    def seconds(self, run: Callable[[], object], repeats: int = 3) -> dict[str, Any]:
+        """Return the median seconds of a call, their spread, and the bytes that it takes beside what lies there."""
+        taken = []
+        before = torch.cuda.memory_allocated() if self.cuda else 0
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        for _ in range(repeats):
+            self.wait()
+            started = time.perf_counter()
+            run()
+            self.wait()
+            taken.append(time.perf_counter() - started)
+        peak = torch.cuda.max_memory_allocated() - before if self.cuda else 0
+        spread = [round(min(taken), 5), round(max(taken), 5)]
+        return {"seconds": round(statistics.median(taken), 5), "spread": spread, "working": peak}
+
+    def wait(self) -> None:
+        """Wait for the device."""
+        if self.cuda:
+            torch.cuda.synchronize()
+
+
+def flops(proof: Proof, config: dict[str, Any]) -> tuple[float, float]:
+    """Return the operations of one forward pass, and those of its attention among tokens."""
+    heads, blocks = config["num_attention_heads"], config["num_layers"]
+    width, tokens = heads * config.get("attention_head_dim", 128), proof.tokens
+    attends = 4 * tokens**2 * width
+    linear = 12 * tokens * width**2 + 4 * tokens * width * config["ffn_dim"]
+    return float(blocks * (attends + linear + 4 * tokens * TEXT_TOKENS * width)), float(blocks * attends)
+
+
+def random_module(proof: Proof, make: Callable[[], Any], dtype: torch.dtype) -> Any:
+    """Return a module with random weights on the device; what diffusers keeps in float32 is so."""
+    with torch.device("meta"):
+        made = make()
+    made = made.to_empty(device=proof.device).eval().requires_grad_(False)
+    kept = set(getattr(made, "_keep_in_fp32_modules", ()) or ())
+    generator = torch.Generator(proof.device).manual_seed(0)
+    for name, parameter in made.named_parameters():
+        parts = name.split(".")
+        # The same values in any dtype. Random convolutions grow: theirs are such that values stay near one.
+        spread = parameter[0].numel() ** -0.5 if parameter.dim() > 3 else 0.02
+        values = torch.empty_like(parameter, dtype=torch.float32).normal_(0, spread, generator=generator)
+        if parts[-1] == "gamma" or (parts[-1] == "weight" and "norm" in name.split(".")[-2:][0]):
+            values.add_(1.0)
+        parameter.data = values.to(torch.float32 if kept & set(parts) else dtype)
+    return made
+
+
+def transformer(proof: Proof) -> None:
+    """One forward pass of one expert of Wan2.2-A14B, in bfloat16 and FP8."""
+    config = TINY if proof.arguments.tiny else A14B
+    operations, attends = flops(proof, config)
+    say: dict[str, Any] = {"part": "transformer", "floor": round(operations / PEAK, 3)}
+    proof.say(**say, attention_flops=attends, all_flops=operations)
+    module = random_module(proof, lambda: WanTransformer3DModel(**config), proof.dtype)
+    width = config.get("attention_head_dim", 128)
+    module.rope = type(module.rope)(width, (1, 2, 2), 1024).to(proof.device)
+    generator = torch.Generator(proof.device).manual_seed(1)
+    latents = torch.randn(1, 16, *proof.grid, device=proof.device, generator=generator)
+    shape = (1, TEXT_TOKENS, config.get("text_dim", 4096))
+    text = torch.randn(shape, device=proof.device, generator=generator).to(proof.dtype)
+    given = (latents, torch.tensor(500.0, device=proof.device), text)
+    blocks = module.blocks
+    deep = min(proof.arguments.reference_blocks, len(blocks))
+    wanted = None
+    if deep:
+        with proof.trying(**say, variant="reference"), torch.no_grad():
+            started = time.perf_counter()
+            wanted = reference(module, *given, deep)
+            proof.say(**say, variant="reference", blocks=deep, seconds=round(time.perf_counter() - started, 1))
+
+    def error(run: Callable[[], torch.Tensor]) -> float | None:
+        if wanted is None:
+            return None
+        try:
+            module.blocks = blocks[:deep]
+            return float(f"{relative_error(run().float(), wanted):.3g}")
+        finally:
+            module.blocks = blocks
+
+    ready: Callable[[], torch.Tensor] | None = None
+    chosen = proof.arguments.variants.split(",") if proof.arguments.variants else list(DEFAULT)
+    for name in chosen:
+        with proof.trying(**say, variant=name), torch.no_grad():
+            run = ready_for(proof, name, module, width, given)
+            started = time.perf_counter()
+            run()
+            proof.wait()
+            first = time.perf_counter() - started
+            found = proof.seconds(run, 2 if proof.size == "720p" else 3)
+            tera = round(operations / found["seconds"] / 1e12, 1)
+            clip = round(STEPS * PASSES * found["seconds"], 1)
+            proof.say(
+                **say,
+                variant=name,
+                first=round(first, 2),
+                **found,
+                error=error(run),
+                error_blocks=deep,
+                tera=tera,
+                steps_of_a_clip=clip,
+            )
+            ready = run
+    if ready is not None and not proof.arguments.no_profile:
+        with proof.trying(**say, profile=chosen[-1]), torch.no_grad():
+            profile(proof, f"transformer-{proof.size}-{chosen[-1]}", ready, {**say, "variant": chosen[-1]})
+
+
+def ready_for(
+    proof: Proof, name: str, module: Any, width: int, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+) -> Callable[[], torch.Tensor]:
+    """Make a module ready for a variant; return its forward pass."""
+    latents, timestep, text = given
+    if name == "diffusers":
+        as_diffusers(module)
+        return lambda: module(latents.to(proof.dtype), timestep.reshape(1), text, return_dict=False)[0]
+    speed, wants = VARIANTS[name]
+    layer = module.blocks[0].attn1.to_q
+    linears = HAND if isinstance(layer, HandLinear) else "" if type(layer.weight) is nn.Parameter else FP8
+    if wants != linears:
+        if linears:
+            raise RuntimeError("FP8 once is FP8 for good: name its variants last, and one kind of them a run")
+        part(module)
+        (quantize if wants == FP8 else quantize_by_hand)(module)
+    # PyTorch's compiler forgets what was tuned otherwise.
+    inductor_config.coordinate_descent_tuning = name == "tuned"
+    if name == "tuned":
+        forget_all()
+    why = problem(speed.attention, proof.device, proof.dtype, width)
+    if why is not None:
+        raise RuntimeError(f"{speed.attention}: {why}")
+    return ours(module, speed, latents, timestep, text)
+
+
+def ours(
+    module: Any, speed: Speed, latents: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor
+) -> Callable[[], torch.Tensor]:
+    """Return one forward pass as a job does it; what cannot be computed so fails."""
+    denoiser = PyTorchDenoiser(module)
+    denoiser.compute(speed, must_not_stumble)
+    return lambda: denoiser(latents, timestep, text)
+
+
+def as_diffusers(module: Any) -> None:
+    """Give a module and its blocks diffusers' classes back."""
+    module.__class__ = WanTransformer3DModel
+    for block in module.blocks:
+        block.__class__ = WanTransformerBlock
+
+
+def quantize(module: Any) -> None:
+    """Quantize the blocks' linear layers as diffusers' torchao quantizer does: FP8, a scale per row."""
+    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
+
+    quantize_(module.blocks, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
+
+
+def part(module: Any) -> None:
+    """Take fused matrices apart again: each layer is quantized by itself."""
+    for block in module.blocks:
+        attn = block.attn1
+        if getattr(attn, "fused_projections", False):
+            attn.fused_projections = False
+            del attn.to_qkv
+            for layer in (attn.to_q, attn.to_k, attn.to_v):
+                layer.weight.data, layer.bias.data = layer.weight.data.clone(), layer.bias.data.clone()
+
+
+class HandLinear(nn.Module):
+    """A linear layer in FP8 with a scale per row, without torchao: to see what that costs."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        scale = layer.weight.float().abs().amax(1, keepdim=True).clamp_min(1e-12) / 448.0
+        self.weight8 = (layer.weight.float() / scale).to(torch.float8_e4m3fn)
+        self.scale = scale.t().contiguous()
+        self.bias = layer.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product."""
+        rows = x.flatten(0, -2)
+        scale = rows.abs().amax(1, keepdim=True).float().clamp_min(1e-12) / 448.0
+        given = (rows.float() / scale).to(torch.float8_e4m3fn)
+        out: torch.Tensor = torch._scaled_mm(
+            given,
+            self.weight8.t(),
+            scale_a=scale,
+            scale_b=self.scale,
+            bias=self.bias,
+            out_dtype=x.dtype,
+            use_fast_accum=True,
+        )
+        return out.unflatten(0, x.shape[:-1])
+
+
+def quantize_by_hand(module: Any) -> None:
+    """Put `HandLinear` in the place of the blocks' linear layers."""
+    for parent in list(module.blocks.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(parent, name, HandLinear(child))
+
+
+def reference(
+    module: Any, latents: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor, deep: int
+) -> torch.Tensor:
+    """Return diffusers' forward pass in float32 over the first blocks; one of them at a time is copied."""
+    config = module.config
+    with exact():
+        rotation = module.rope(latents)
+        edges = {
+            name: copy.deepcopy(getattr(module, name)).float() for name in ("patch_embedding", "condition_embedder")
+        }
+        x = edges["patch_embedding"](latents).flatten(2).transpose(1, 2).contiguous()
+        time_, modulation, words, _ = edges["condition_embedder"](timestep.reshape(1), text.float(), None)
+        modulation = modulation.unflatten(1, (6, -1))
+        for block in module.blocks[:deep]:
+            wide = copy.deepcopy(block).float()
+            x = WanTransformerBlock.forward(wide, x, words, modulation, rotation)
+        shift, scale = (module.scale_shift_table + time_.unsqueeze(1)).chunk(2, dim=1)
+        x = copy.deepcopy(module.proj_out).float()(module.norm_out(x) * (1 + scale) + shift)
+        (pt, ph, pw), (_, _, frames, height, width) = config.patch_size, latents.shape
+        x = x.reshape(1, frames // pt, height // ph, width // pw, pt, ph, pw, -1).permute(0, 7, 1, 4, 2, 5, 3, 6)
+        return x.flatten(6, 7).flatten(4, 5).flatten(2, 3)
+
+
+@contextmanager
+def exact() -> Iterator[None]:
+    """Compute in float32 without TF32."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def attentions(proof: Proof) -> None:
+    """One attention of 40 heads by every kind that is here, with its error on Gaussian inputs."""
+    heads, width = (2, 16) if proof.arguments.tiny else (40, 128)
+    tokens = 2304 if proof.arguments.tiny else proof.tokens
+    generator = torch.Generator(proof.device).manual_seed(2)
+    shape = (3, 1, tokens, heads, width)
+    q, k, v = torch.randn(shape, device=proof.device, generator=generator).to(proof.dtype)
+    few = slice(0, 1)
+    wide = [x[:, :, few].double().transpose(1, 2) for x in (q, k, v)]
+    # A few queries against all keys, in float64.
+    picked = wide[0][:, :, :256]
+    wanted = (picked @ wide[1].transpose(-1, -2) / width**0.5).softmax(-1) @ wide[2]
+    for kind in ("native", "cudnn", "flash", "flash3", "flash4", "sage", "fp8"):
+        with proof.trying(part="attention", kind=kind), torch.no_grad():
+            why = problem(kind, proof.device, proof.dtype, width)
+            if why is not None:
+                raise RuntimeError(why)
+            attend = attention(kind)
+            if kind == "fp8":
+                # As a block has it: what is around the kernel is one kernel too.
+                attend = torch.compile(attend, fullgraph=True)
+            got = attend(q, k, v)[:, :256, few].transpose(1, 2)
+            found = proof.seconds(lambda: attend(q, k, v), 5)  # noqa: B023 - called at once
+            tera = 4 * tokens**2 * heads * width / found["seconds"] / 1e12
+            proof.say(
+                part="attention",
+                kind=kind,
+                **found,
+                error=float(f"{relative_error(got, wanted):.3g}"),
+                tera=round(tera, 1),
+            )
+
+
+def vae(proof: Proof) -> None:
+    """Decoding 81 frames: as diffusers does, and as we do."""
+    latents = torch.randn(
+        1, 16, *proof.grid, device=proof.device, generator=torch.Generator(proof.device).manual_seed(3)
+    )
+    wanted: torch.Tensor | None = None
+    for name in proof.arguments.dtypes.split(","):
+        if wanted is None and name != "float32":
+            wanted = vae_in(proof, torch.float32, latents, None, measured=False)
+        wanted = vae_in(proof, getattr(torch, name), latents, wanted)
+
+
+def vae_in(
+    proof: Proof, dtype: torch.dtype, latents: torch.Tensor, wanted: torch.Tensor | None, *, measured: bool = True
+) -> torch.Tensor | None:
+    """Decode in one precision; return the reference, which the first one makes."""
+    tiny = {"base_dim": 4, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1} if proof.arguments.tiny else {}
+    module = random_module(proof, lambda: AutoencoderKLWan(**tiny), dtype)
+    module.encoder = None
+    decoder = PyTorchVideoDecoder(module)
+    name = str(dtype).removeprefix("torch.")
+    if wanted is None:
+        with proof.trying(part="vae", dtype=name, variant="reference"), exact():
+            wanted = decoded(decoder, latents, 1)
+            spread = [wanted.min().item(), wanted.max().item()]
+            proof.say(part="vae", dtype=name, variant="reference", spread=spread)
+    if not measured:
+        return wanted
+    for variant, speed, chunk in (
+        ("diffusers", None, 1),
+        ("ours", EAGER, 4),
+        ("channels last", Speed(channels_last=True), 1),
+        ("channels last", Speed(channels_last=True), 4),
+        ("channels last compiled", Speed(channels_last=True, compiled=True), 1),
+        ("channels last compiled", Speed(channels_last=True, compiled=True), 4),
+    ):
+        what = {"part": "vae", "dtype": name, "variant": variant, "chunk": chunk}
+        with proof.trying(**what):
+            if speed is None:
+                run = partial(by_diffusers, module, latents)
+            else:
+                decoder.compute(speed, must_not_stumble)
+                run = partial(decoded, decoder, latents, chunk)
+            started = time.perf_counter()
+            got = run()
+            first = time.perf_counter() - started
+            error = None if wanted is None else float(f"{relative_error(got, wanted):.3g}")
+            proof.say(**what, first=round(first, 2), **proof.seconds(run, 2), error=error)
+    if dtype == torch.bfloat16 and not proof.arguments.no_profile:
+        with proof.trying(part="vae", profile=name):
+            profile(proof, f"vae-{proof.size}", partial(decoded, decoder, latents, 4), {"part": "vae"})
+    forget_all()
+    return wanted
+
+
+def must_not_stumble(field: str, reason: str) -> None:
+    """What cannot be computed as asked for fails here."""
+    raise RuntimeError(f"{field}: {reason}")
+
+
+@torch.inference_mode()
+def by_diffusers(module: Any, latents: torch.Tensor) -> torch.Tensor:
+    """Decode as `WanPipeline` does; frames leave the device as bytes."""
+    frames = module.decode(latents.to(module.dtype), return_dict=False)[0][0].permute(1, 2, 3, 0).float()
+    return ((frames + 1) * 127.5).round().to(torch.uint8).cpu().float()
+
+
+@torch.inference_mode()
+def decoded(decoder: PyTorchVideoDecoder, latents: torch.Tensor, chunk: int) -> torch.Tensor:
+    """Decode as a job does; frames leave the device as bytes."""
+    raw = (latents - decoder._mean) / decoder._std
+    parts = [((f + 1) * 127.5).round().to(torch.uint8).cpu() for f in decoder.frames(raw, chunk)]
+    return torch.cat(parts).float()
+
+
+def small(proof: Proof) -> None:
+    """The shipped model's call: launches, CUDA graphs, both passes at once, compiled."""
+    spec = find("diorama", Path("none"))
+    plan = tiny_plan(spec, Path("x.mp4"), width=192, height=112, frames=33)
+    plan = replace(plan, components={n: replace(p, device=proof.device) for n, p in plan.components.items()})
+    generator = torch.Generator(proof.device).manual_seed(4)
+    latents = torch.randn(plan.latent_shape, device=proof.device, generator=generator)
+    texts = torch.randn(2, 1, TEXT_TOKENS, spec.transformer.text_dim, device=proof.device, generator=generator)
+    timestep = torch.tensor(500.0, device=proof.device)
+    variants = {
+        "eager": EAGER,
+        "text": Speed(text_kept=True),
+        "paired": Speed(text_kept=True, paired=True),
+        "graphed": Speed(text_kept=True, graphed=True),
+        "graphed-paired": Speed(text_kept=True, graphed=True, paired=True),
+        "compiled": Speed(text_kept=True, compiled=True),
+        "compiled-graphed-paired": Speed(text_kept=True, compiled=True, graphed=True, paired=True, fused=True),
+    }
+    wanted = None
+    for name, speed in variants.items():
+        if not proof.cuda and speed.graphed:
+            continue
+        with proof.trying(part="small", variant=name), Residency() as residency:
+            job = Alone(replace(plan, speed=speed))
+            with residency.denoiser(spec, job, "transformer") as denoiser, exact():
+
+                def run() -> torch.Tensor:
+                    if denoiser.pairs:
+                        return torch.cat(denoiser.pair(latents, timestep, *texts))
+                    # A graph's result is written over by the next call of the same text.
+                    return torch.cat([denoiser(latents, timestep, text).clone() for text in texts])
+
+                for _ in range(3):
+                    got = run()
+                if job.fallen:
+                    raise RuntimeError(str(job.fallen))
+                wanted = got if wanted is None else wanted
+                found = proof.seconds(run, 20)
+                proof.say(part="small", variant=name, **found, error=relative_error(got, wanted))
+
+
+def profile(proof: Proof, name: str, run: Callable[[], object], say: dict[str, Any]) -> None:
+    """Profile one call: the table into a file, and what kinds of kernels took how long."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if proof.cuda:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as found:
+        run()
+        proof.wait()
+    averages = found.key_averages()
+    key = "self_cuda_time_total" if proof.cuda else "self_cpu_time_total"
+    with contextlib.suppress(Exception):
+        table = averages.table(sort_by=key.replace("cuda", "device") if proof.cuda else key, row_limit=40)
+        (proof.out / f"profile-{name}.txt").write_text(table, encoding="utf-8")
+    kinds: dict[str, float] = {}
+    top: list[tuple[str, float, int]] = []
+    for entry in averages:
+        taken = getattr(entry, "self_device_time_total", 0.0) if proof.cuda else entry.self_cpu_time_total
+        kernel = not proof.cuda or str(getattr(entry, "device_type", "")).endswith("CUDA")
+        if not taken or not kernel:
+            continue
+        kinds[kind_of(entry.key)] = kinds.get(kind_of(entry.key), 0.0) + taken / 1e6
+        top.append((entry.key[:90], round(taken / 1e6, 4), entry.count))
+    top.sort(key=lambda one: -one[1])
+    proof.say(**say, profile=name, kinds={k: round(s, 4) for k, s in kinds.items()}, top=top[:15])
+
+
+def kind_of(kernel: str) -> str:
+    """Return what a kernel does, by its name."""
+    low = kernel.lower()
+    if any(word in low for word in ("sdpa", "flash", "fmha", "attention", "mha")):
+        return "attention"
+    if any(word in low for word in ("conv", "implicit", "fprop")):
+        return "convolutions"
+    if any(word in low for word in ("gemm", "nvjet", "cutlass", "matmul", "_mm", "addmm", "cublas")):
+        return "products"
+    return "fused by Inductor" if "triton" in low else "other"
+
+
+PARTS: dict[str, Callable[[Proof], None]] = {
+    "attention": attentions,
+    "transformer": transformer,
+    "vae": vae,
+    "small": small,
+}
+
+
+def main() -> None:
+    """Measure."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", default=list(PARTS), choices=list(PARTS))
+    parser.add_argument("--size", default="480p", choices=["480p", "720p"])
+    parser.add_argument("--variants", default="", help=f"of diffusers, {', '.join(VARIANTS)}")
+    parser.add_argument("--seconds", type=float, default=520.0)
+    parser.add_argument("--reference-blocks", type=int, default=4, help="0 measures no errors")
+    parser.add_argument("--dtypes", default="bfloat16,float32", help="of the VAE: bfloat16, float16, float32")
+    parser.add_argument("--no-profile", action="store_true")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--tiny", action="store_true")
+    proof = Proof(parser.parse_args())
+    if proof.cuda:
+        torch.cuda.set_device(proof.device)
+        proof.say(part="machine", gpu=torch.cuda.get_device_name(), torch=torch.__version__)
+    for name in proof.arguments.parts:
+        with proof.trying(part=name):
+            PARTS[name](proof)
+
+
+if __name__ == "__main__":
+    main()

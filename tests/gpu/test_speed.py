@@ -1,0 +1,97 @@
+"""What makes PyTorch faster on a GPU gives what it gives without. Needs CUDA; skipped elsewhere."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.components.attention import attention, problem
+from runtime.components.residency import Residency
+from runtime.core.plan import EAGER, Speed
+from runtime.core.request import ATTENTIONS
+from runtime.models.catalogue import find
+from runtime.models.spec import ModelSpec
+from tests.gpu.test_cuda import on_cuda, relative_error
+from tests.pipeline.test_parity import sample
+from tests.plans import Alone, tiny_plan
+from tests.tiny_models import ARCHITECTURES
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU and a CUDA build of PyTorch"),
+]
+SPEEDS = {
+    "text kept": Speed(text_kept=True),
+    "paired": Speed(paired=True, text_kept=True),
+    "graphed": Speed(graphed=True, text_kept=True),
+    "graphed, paired": Speed(graphed=True, paired=True, fused=True),
+    "compiled": Speed(compiled=True, fused=True, text_kept=True),
+    "all": Speed(compiled=True, graphed=True, paired=True, fused=True, text_kept=True),
+}
+
+
+@contextmanager
+def exact() -> Iterator[None]:
+    """Compute in float32 without TF32."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("speed", SPEEDS.values(), ids=SPEEDS)
+def test_latents_are_the_same(
+    architecture: str, speed: Speed, tiny: Callable[[str], ModelSpec], tmp_path: Path
+) -> None:
+    spec = tiny(architecture)
+    plan = on_cuda(tiny_plan(spec, tmp_path / "x.mp4", negative_prompt="blue ball"), "float32")
+    with exact(), Residency() as residency:
+        wanted = sample(spec, replace(plan, speed=EAGER), residency).cpu()
+        for _ in range(2):
+            assert relative_error(sample(spec, replace(plan, speed=speed), residency), wanted) < 1e-4
+
+
+def test_nothing_falls_back_in_silence() -> None:
+    spec = find("diorama", Path("none"))
+    plan = on_cuda(tiny_plan(spec, Path("x.mp4"), width=128, height=96), "float32")
+    job = Alone(replace(plan, speed=SPEEDS["all"]))
+    with Residency() as residency, residency.denoiser(spec, job, "transformer") as denoiser:
+        latents = torch.randn(plan.latent_shape, device="cuda:0")
+        texts = torch.randn(2, 1, 512, spec.transformer.text_dim, device="cuda:0")
+        for _ in range(3):
+            denoiser.pair(latents, torch.tensor(500.0, device="cuda:0"), *texts)
+    assert not job.fallen
+
+
+@pytest.mark.parametrize("kind", ATTENTIONS[1:])
+def test_attention(kind: str) -> None:
+    why = problem(kind, "cuda:0", torch.bfloat16, 128)
+    if why is not None:
+        pytest.skip(why)
+    generator = torch.Generator("cuda:0").manual_seed(1)
+    q, k, v = torch.randn((3, 1, 4096, 4, 128), device="cuda:0", generator=generator)
+    wanted = (q.transpose(1, 2) @ k.permute(0, 2, 3, 1) / 128**0.5).softmax(-1) @ v.transpose(1, 2)
+    got = attention(kind)(*(x.bfloat16() for x in (q, k, v))).float().transpose(1, 2)
+    assert relative_error(got, wanted.cpu()) < {"fp8": 0.09, "sage": 0.09}.get(kind, 0.01)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("speed", [Speed(channels_last=True), Speed(channels_last=True, compiled=True)])
+def test_frames_are_the_same(architecture: str, speed: Speed, tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
+    spec = tiny(architecture)
+    plan = on_cuda(tiny_plan(spec, tmp_path / "x.mp4"), "float32")
+    latents = torch.randn(plan.latent_shape, generator=torch.Generator().manual_seed(1)).to("cuda:0")
+    found = []
+    with exact(), Residency() as residency:
+        for one in (EAGER, speed):
+            job = Alone(replace(plan, speed=one))
+            with residency.video_decoder(spec, job) as decoder:
+                found.append(torch.cat(list(decoder.frames(latents, 2))).cpu())
+            assert not job.fallen
+    assert (found[0] - found[1]).abs().max() < 1e-3
