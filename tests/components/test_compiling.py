@@ -12,10 +12,15 @@ from torch._dynamo.utils import counters
 
 from runtime.components.compiling import CompiledStep, forget_all, keep_in
 from runtime.components.denoiser import PyTorchDenoiser
+from runtime.components.residency import Residency
 from runtime.components.video_decoder import PyTorchVideoDecoder
+from runtime.core.cancel import Cancel
+from runtime.core.events import Event, VideoSaved
 from runtime.core.plan import Speed
+from runtime.jobs.flow import run_job
 from runtime.models.spec import ModelSpec
 from tests.components.test_fast_transformer import Case
+from tests.plans import tiny_plan
 
 Tiny = Callable[[str], ModelSpec]
 
@@ -140,3 +145,24 @@ def test_the_decoders_pieces_are_compiled_for_all_sizes_at_once(tiny: Tiny) -> N
     assert not said
     # Two functions; with and without a bias; one frame, and several, at one or more pixels.
     assert counters["stats"]["unique_graphs"] <= 10
+
+
+def test_a_job_whose_compiler_fails_makes_its_video_and_says_so(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("ptxas is not here")
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=fails))
+    spec = tiny("wan2.2-a14b")
+    plan = tiny_plan(spec, tmp_path / "x.mp4", compile="always")
+    assert plan.speed.compiled
+    events: list[Event] = []
+    with Residency() as residency:
+        run_job(plan, spec, events.append, Cancel(), residency)
+    saved = events[-1]
+    assert isinstance(saved, VideoSaved), saved
+    assert saved.plan["speed"]["compiled"] is False
+    (said,) = {warning for warning in saved.warnings if "more slowly than planned" in warning}
+    assert said.startswith("High-noise transformer: computed more slowly than planned. PyTorch could not compile it")
+    assert saved.request["compile"] == "always"
