@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.models.attention import FeedForward
+from diffusers.models.activations import GELU
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from runtime.components.residency import Residency
@@ -48,7 +48,7 @@ def blocks_computed(work: Any) -> int:
 
     def hear(module: torch.nn.Module, _: Any) -> None:
         nonlocal count
-        count += isinstance(module, FeedForward)
+        count += isinstance(module, GELU)
 
     handle = register_module_forward_pre_hook(hear)
     try:

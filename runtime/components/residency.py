@@ -110,12 +110,12 @@ class Residency:
 
     Args:
         engines: where engines are opened; without, plans must be for PyTorch.
-        load: gives a component's module in PyTorch.
+        load: gives a component's module in PyTorch; `load_module` by default.
     """
 
-    def __init__(self, engines: EngineService | None = None, load: Loader = load_module) -> None:
+    def __init__(self, engines: EngineService | None = None, load: Loader | None = None) -> None:
         self._service = engines
-        self._load = load
+        self._load = load or load_module
         self._held: dict[_Key, Any] = {}
         self.load_seconds = 0.0
         self.crew = Crew()

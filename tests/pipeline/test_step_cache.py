@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers import WanPipeline
 from diffusers.hooks import FirstBlockCacheConfig
-from diffusers.models.attention import FeedForward
+from diffusers.models.activations import GELU
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from runtime.components.residency import Residency
@@ -34,7 +34,7 @@ def blocks(spec: ModelSpec, plan: ExecutionPlan, residency: Residency) -> tuple[
 
     def hear(module: torch.nn.Module, _: object) -> None:
         nonlocal count
-        count += isinstance(module, FeedForward)
+        count += isinstance(module, GELU)
 
     handle = register_module_forward_pre_hook(hear)
     try:
