@@ -1,7 +1,10 @@
 """Which memory ran out, and giving back what libraries keep for later."""
 
+import ctypes
 import gc
-from typing import Literal
+import sys
+from functools import cache
+from typing import Any, Literal
 
 import torch
 
@@ -28,9 +31,23 @@ def give_back(*, unreachable: bool = False) -> None:
     """
     if unreachable:
         gc.collect()
+        trim = _malloc_trim()
+        if trim is not None:
+            trim(0)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         # Before PyTorch 2.12 or so, it has a private name only.
         empty = getattr(torch.accelerator, "empty_host_cache", getattr(torch._C, "_host_emptyCache", None))
         if unreachable and empty is not None:
             empty()
+
+
+@cache
+def _malloc_trim() -> Any:
+    """Return glibc's function that gives the system what was freed, which it otherwise keeps; `None` elsewhere."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        return getattr(ctypes.CDLL(None), "malloc_trim", None)
+    except OSError:
+        return None
