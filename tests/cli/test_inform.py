@@ -45,11 +45,12 @@ def test_plan_says_what_would_run_and_leaves_no_trace(
 
 
 @pytest.mark.parametrize("model", ["diorama", "wan2.2-t2v-a14b", "wan2.1-t2v-1.3b"])
-def test_planning_takes_less_than_a_second_and_loads_no_torch(model: str, cache_dir: Path) -> None:
+def test_planning_takes_little_and_loads_no_torch(model: str, cache_dir: Path) -> None:
     arguments = ["plan", "a red boat", "--model", model, "--width", "64", "--height", "64", "--build", "missing"]
     code = (
-        "import sys, time; from runtime.cli.main import run; began = time.perf_counter(); "
-        f"run({arguments}); print(time.perf_counter() - began); sys.exit('torch' in sys.modules)"
+        # Processor time: how long it takes depends on what else runs.
+        "import sys, time; from runtime.cli.main import run; began = time.process_time(); "
+        f"run({arguments}); print(time.process_time() - began); sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0
