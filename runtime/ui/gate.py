@@ -10,6 +10,7 @@
 - The content policy makes the browser itself refuse whatever is not served from here.
 """
 
+import json
 import re
 import time
 from collections import deque
@@ -170,8 +171,9 @@ class Gate:
             await PlainTextResponse("User-agent: *\nDisallow: /\n")(scope, receive, send)
             return
         if scope["method"] == "POST" and path.rstrip("/") != routes.LOGIN:
-            body = await _body(receive)
-            self._check_body(scope, body, visitor)
+            body = self._checked(scope, await _body(receive), visitor)
+            # Its length may be another one now.
+            scope["headers"] = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
             receive = _again(body, receive)
         elif scope["method"] == "POST":
             receive = _again(await _body(receive), receive)
@@ -179,13 +181,13 @@ class Gate:
             self._check_stream(scope, query, visitor)
         await self._app(scope, receive, send)
 
-    def _check_body(self, scope: Scope, body: bytes, visitor: str | None) -> None:
-        """Refuse what gradio could not read, and calls in the session of another visitor."""
+    def _checked(self, scope: Scope, body: bytes, visitor: str | None) -> bytes:
+        """Refuse what gradio could not read, and calls in the session of another visitor; return it made whole."""
         functions = scope["app"].get_blocks().fns
         path = scope["path"].rstrip("/")
         if path == routes.RESET:
             intake.read_reset(body)
-            return
+            return body
         if path == routes.CANCEL:
             call = intake.read_cancel(body)
         else:
@@ -196,10 +198,15 @@ class Gate:
                 if one.fn is not None and bool(one.queue) == (path != routes.RUN)
             }
             api = next(number for number, function in functions.items() if function.api_name == "generate")
-            call = intake.read_call(body, inputs, api if path == routes.GENERATE else None)
+            if path == routes.GENERATE:
+                call = intake.read_call(body, inputs, api, [one.value for one in functions[api].inputs])
+                body = json.dumps(call).encode()
+            else:
+                call = intake.read_call(body, inputs)
         session = call.get("session_hash")
         if self._lobby is not None and session is not None and not self._lobby.owns(session, visitor):
             raise RefusedError("This session is another visitor's.", 403)
+        return body
 
     def _check_stream(self, scope: Scope, query: bytes, visitor: str | None) -> None:
         """Refuse streams of sessions and events that are not there, which gradio would begin, and of other visitors."""

@@ -7,7 +7,7 @@ request names, by address or by path; nobody hands files in here.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 # Two texts of 5,000 characters, each written as an escape of twelve, and room for the rest.
@@ -43,12 +43,15 @@ def is_event(value: str) -> bool:
     return _EVENT.fullmatch(value) is not None
 
 
-def read_call(body: bytes, inputs: Mapping[int, int], api: int | None = None) -> dict[str, Any]:
+def read_call(
+    body: bytes, inputs: Mapping[int, int], api: int | None = None, defaults: Sequence[Any] = ()
+) -> dict[str, Any]:
     """Read what calls a function of the page.
 
     Args:
         inputs: how many values each function takes, by its number.
         api: the function that is called, where the address says so; else the body does.
+        defaults: of that function's values; the last ones may be left out, so that there may come more.
 
     Raises:
         RefusedError: for what gradio could not make sense of.
@@ -58,8 +61,13 @@ def read_call(body: bytes, inputs: Mapping[int, int], api: int | None = None) ->
     if isinstance(number, bool) or not isinstance(number, int) or number not in inputs:
         raise RefusedError("There is no such function here.")
     data = call.get("data")
+    if api is not None and isinstance(data, list) and data:
+        data = call["data"] = [*data, *defaults[len(data) :]]
     if not isinstance(data, list) or len(data) != inputs[number]:
-        raise RefusedError(f'"data" is a list of {inputs[number]} values, in the order of the endpoint\'s parameters.')
+        most = "at most " if api is not None else ""
+        raise RefusedError(
+            f'"data" is a list of {most}{inputs[number]} values, in the order of the endpoint\'s parameters.'
+        )
     if call.get("session_hash") is not None:
         session_of(call["session_hash"])
     elif api is None:

@@ -21,6 +21,8 @@ def test_a_call_that_fits_is_read() -> None:
     assert intake.read_call(body(), INPUTS)["data"] == ["a", None]
     assert intake.read_call(body(fn_index=7, data=[]), INPUTS)["fn_index"] == 7
     assert intake.read_call(body(session_hash=None, fn_index=None), INPUTS, api=0)["session_hash"] is None
+    short = body(data=["a"], fn_index=None)
+    assert intake.read_call(short, INPUTS, api=0, defaults=[None, 3])["data"] == ["a", 3]
 
 
 @pytest.mark.parametrize(

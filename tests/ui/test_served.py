@@ -125,8 +125,8 @@ def test_bad_values_are_answered_in_two_sentences(
 
 
 def test_nan_over_raw_http_is_refused(server: Server) -> None:
-    rest = b'8, 4, 1, 1, 7, null, "auto", "auto", "auto", "retry", 1, null, "none"'
-    body = b'{"data": ["a red boat", null, "tiny", NaN, 32, 9, ' + rest + b"]}"
+    # The rest is left to their defaults.
+    body = b'{"data": ["a red boat", null, "tiny", NaN, 32]}'
     request = urllib.request.Request(
         server.url + "gradio_api/call/generate", data=body, headers={"Content-Type": "application/json"}
     )
