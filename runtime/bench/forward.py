@@ -254,7 +254,7 @@ class Forward:
             self._time(one, lambda: drained(call(given)), device, cancel)
             cancel.check()
             if reference is not None:
-                one.error = relative_error(torch.cat([in_floats(piece).cpu() for piece in call(given)]), reference)
+                one.error = relative_error(torch.cat([in_floats(piece) for piece in call(given)]), reference)
         if part in job.fallen:
             one.seconds, one.error = None, None
             one.why = job.fallen[part]

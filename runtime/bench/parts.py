@@ -133,8 +133,12 @@ def relative_error(output: torch.Tensor, reference: torch.Tensor) -> float | Non
 
 
 def in_floats(frames: torch.Tensor) -> torch.Tensor:
-    """Return frames as float32 in -1 to 1; from several GPUs they come as bytes."""
-    return frames.float() / 127.5 - 1.0 if frames.dtype == torch.uint8 else frames.float()
+    """Return frames as float32 in -1 to 1, in memory (RAM) of their own: an engine writes over what it gave before.
+
+    From several GPUs they come as bytes.
+    """
+    kept = frames.to("cpu", copy=True).float()
+    return kept / 127.5 - 1.0 if frames.dtype == torch.uint8 else kept
 
 
 def _first_steps(spec: ModelSpec, plan: ExecutionPlan) -> dict[str, Step]:
@@ -163,4 +167,4 @@ def _frames(spec: ModelSpec, job: Lent, residency: Residency, latents: torch.Ten
     plan = job.plan
     with residency.video_decoder(spec, job) as decoder:
         chunks = decoder.frames(latents.to(plan.components["vae"].device), plan.decode_chunk, plan.decode_tile)
-        return torch.cat([in_floats(chunk).cpu() for chunk in chunks])
+        return torch.cat([in_floats(chunk) for chunk in chunks])

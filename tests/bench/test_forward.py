@@ -13,6 +13,7 @@ import torch
 from runtime.bench.configurations import Configuration
 from runtime.bench.exact import exact_frames, exact_velocity
 from runtime.bench.forward import PARTS, Forward, ForwardSetup, _Case
+from runtime.bench.parts import in_floats
 from runtime.bench.random_weights import random_module, random_spec
 from runtime.core.cancel import Cancel
 from runtime.core.errors import InvalidRequestError, MachineError, ModelError
@@ -219,3 +220,11 @@ def test_an_unknown_architecture_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     gone = replace(tiny("wan2.1"), directory=tmp_path / "gone")
     with pytest.raises(ModelError, match="no configuration"):
         random_spec(gone, tmp_path / "made")
+
+
+def test_frames_that_an_engine_writes_over_are_kept() -> None:
+    given = torch.full((1, 2, 2, 3), 0.5)
+    kept, of_bytes = in_floats(given), in_floats(torch.full((1, 2, 2, 3), 255, dtype=torch.uint8))
+    given.zero_()
+    assert kept.eq(0.5).all()
+    assert of_bytes.eq(1.0).all()
