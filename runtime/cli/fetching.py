@@ -1,15 +1,8 @@
 """`models download` and `models verify`: for people on standard error, returned for programs."""
 
-import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import typer
-from rich.live import Live
-from rich.text import Text
 
 from runtime.cli import show
 from runtime.cli.cancelling import cancel_on_signals
@@ -22,9 +15,6 @@ from runtime.models.hub.download import Download, Offer, fetched, wanted
 from runtime.models.hub.progress import Progress
 from runtime.models.hub.verify import Verified
 from runtime.models.hub.verify import verify as verify_folder
-
-_BAR = 24
-_REFRESH_SECONDS = 0.2
 
 
 def download(name: str, revision: str | None, mirror: str | None, *, agreed: bool) -> dict[str, Any]:
@@ -146,39 +136,19 @@ def _licensed(offer: Offer, address: str) -> str:
 
 
 def _ask(offer: Offer) -> None:
-    if not sys.stdin.isatty():
-        raise InvalidRequestError(
-            "yes", "Whether the licence is agreed to cannot be asked: there is no terminal.", "Add --yes if it is."
-        )
-    show.line(f"Fetch {offer.listing.repository}? [y/N]")
-    try:
-        answer = input()
-    except EOFError:
-        answer = ""
-    if answer.strip().lower() not in {"y", "yes"}:
-        raise typer.Abort
+    cannot = InvalidRequestError(
+        "yes", "Whether the licence is agreed to cannot be asked: there is no terminal.", "Add --yes if it is."
+    )
+    show.ask(f"Fetch {offer.listing.repository}?", cannot)
 
 
-class _Line:
+class _Line(show.LiveLine):
     """The live line of a download; on a pipe, a line for each file and for what is waited for."""
 
     def __init__(self) -> None:
-        self._console = show.console()
-        self._live = self._console.is_terminal
-        self._lock = threading.Lock()
+        super().__init__()
         self._progress = Progress()
         self._last = ""
-
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Show the line while the body runs."""
-        if not self._live:
-            yield
-            return
-        with Live(
-            get_renderable=self._render, console=self._console, refresh_per_second=1 / _REFRESH_SECONDS, transient=True
-        ):
-            yield
 
     def take(self, progress: Progress) -> None:
         """Take news in."""
@@ -187,19 +157,19 @@ class _Line:
             said = progress.note or (f"{progress.file}, {byte_size(progress.file_size)}" if progress.file else "")
             new = bool(said) and said != self._last
             self._last = said or self._last
-        if new and not self._live:
+        if new:
             number = f"{progress.number} of {progress.count}: " if progress.file and not progress.note else ""
-            self._console.print(Text(f"{number}{said}…"))
+            self.tell(f"{number}{said}")
 
-    def _render(self) -> Text:
+    def text(self) -> str:
+        """See `show.LiveLine`."""
         with self._lock:
             progress = self._progress
-        return Text(progress_text(progress), no_wrap=True, overflow="ellipsis")
+        return progress_text(progress)
 
 
 def progress_text(progress: Progress) -> str:
     """Return a download's line, after a bar where it is known how much is to come."""
     if progress.share is None:
         return progress.line
-    done = round(progress.share * _BAR)
-    return f"{'━' * done}{'╌' * (_BAR - done)} {progress.line}"
+    return f"{show.bar(progress.share)} {progress.line}"

@@ -1,10 +1,7 @@
 """`engines import`: asks, imports, and says what the engine is, serves and costs."""
 
-import sys
 from pathlib import Path
 from typing import Any
-
-import typer
 
 from runtime.cli import show
 from runtime.cli.cancelling import cancel_on_signals
@@ -68,14 +65,7 @@ def _path(text: str) -> Path:
 
 
 def _ask(path: Path) -> None:
-    if not sys.stdin.isatty():
-        raise InvalidRequestError(
-            "yes", f"Whether {path.name} is trusted cannot be asked: there is no terminal.", "Add --yes if it is."
-        )
-    show.line(f"Open {path}? [y/N]")
-    try:
-        answer = input()
-    except EOFError:
-        answer = ""
-    if answer.strip().lower() not in {"y", "yes"}:
-        raise typer.Abort
+    cannot = InvalidRequestError(
+        "yes", f"Whether {path.name} is trusted cannot be asked: there is no terminal.", "Add --yes if it is."
+    )
+    show.ask(f"Open {path}?", cannot)

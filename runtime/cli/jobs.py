@@ -1,11 +1,8 @@
 """`jobs …`: what was made, is being made and was interrupted; for people on standard error, returned for programs."""
 
-import sys
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
-
-import typer
 
 from runtime.cli import show
 from runtime.cli.generate import check_remembered
@@ -124,19 +121,11 @@ def _states(texts: Sequence[str]) -> list[State]:
 
 
 def _ask(jobs: Sequence[JobRecord]) -> None:
-    if not sys.stdin.isatty():
-        raise InvalidRequestError(
-            "yes", "Whether to delete cannot be asked: there is no terminal.", "Add --yes to delete all the same."
-        )
-    for job in jobs:
-        show.line(f"{job.id} {_state(job)}: {_shortened(job.prompt)}")
-    show.line("Delete? [y/N]")
-    try:
-        answer = input()
-    except EOFError:
-        answer = ""
-    if answer.strip().lower() not in {"y", "yes"}:
-        raise typer.Abort
+    named = [f"{job.id} {_state(job)}: {_shortened(job.prompt)}" for job in jobs]
+    cannot = InvalidRequestError(
+        "yes", "Whether to delete cannot be asked: there is no terminal.", "Add --yes to delete all the same."
+    )
+    show.ask("\n".join([*named, "Delete?"]), cannot)
 
 
 def _state(job: JobRecord) -> str:

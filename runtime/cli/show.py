@@ -3,15 +3,18 @@
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+import typer
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from runtime.core.duration import duration
+from runtime.core.errors import InvalidRequestError
 from runtime.core.events import Event
 from runtime.core.progress import Progress
 
@@ -41,6 +44,26 @@ def warning(text: str) -> None:
     console().print(Text("Note: ", style="yellow") + Text(_one_line(text)))
 
 
+def ask(question: str, cannot: InvalidRequestError) -> None:
+    """Ask a question of yes or no, and go on if the answer is yes.
+
+    Args:
+        cannot: raised where there is no terminal to ask on.
+
+    Raises:
+        typer.Abort: for any other answer.
+    """
+    if not sys.stdin.isatty():
+        raise cannot
+    line(f"{question} [y/N]")
+    try:
+        answer = input()
+    except EOFError:
+        answer = ""
+    if answer.strip().lower() not in {"y", "yes"}:
+        raise typer.Abort
+
+
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table."""
     grid = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
@@ -53,15 +76,19 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     Console(file=sys.stderr, highlight=False, width=width).print(grid)
 
 
-class ProgressLine:
-    """The live line of one job; on a pipe, one line per stage."""
+def bar(share: float) -> str:
+    """Return a bar for a share of 0 to 1."""
+    done = round(share * _BAR)
+    return f"{'━' * done}{'╌' * (_BAR - done)}"
+
+
+class LiveLine(ABC):
+    """A line that follows what goes on, on a terminal. On a pipe it is not shown: `tell` prints lines there."""
 
     def __init__(self) -> None:
         self._console = console()
         self._live = self._console.is_terminal
-        self._progress = Progress()
         self._lock = threading.Lock()
-        self._last_title = ""
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -74,25 +101,46 @@ class ProgressLine:
         ):
             yield
 
+    def tell(self, text: str) -> None:
+        """Print a line where the live one is not shown."""
+        if not self._live:
+            self._console.print(Text(f"{text}…"))
+
+    @abstractmethod
+    def text(self) -> str:
+        """Return what the line says now."""
+
+    def _render(self) -> Text:
+        return Text(self.text(), no_wrap=True, overflow="ellipsis")
+
+
+class ProgressLine(LiveLine):
+    """The live line of one job; on a pipe, one line per stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._progress = Progress()
+        self._last_title = ""
+
     def event(self, event: Event) -> None:
         """Take an event in."""
         with self._lock:
             self._progress = self._progress.after(event, time.monotonic())
             title = self._progress.title
-        if not self._live and self._progress.stage and title != self._last_title:
+        if self._progress.stage and title != self._last_title:
             self._last_title = title
-            self._console.print(Text(f"{title}…"))
+            self.tell(title)
 
-    def _render(self) -> Text:
+    def text(self) -> str:
+        """See `LiveLine`."""
         with self._lock:
             progress = self._progress.at(time.monotonic())
-        return Text(progress_text(progress), no_wrap=True, overflow="ellipsis")
+        return progress_text(progress)
 
 
 def progress_text(progress: Progress) -> str:
     """Return the progress line: bar, stage, step, seconds per step, time left."""
-    done = round(progress.fraction * _BAR)
-    parts = [f"{'━' * done}{'╌' * (_BAR - done)} {progress.title}"]
+    parts = [f"{bar(progress.fraction)} {progress.title}"]
     if progress.building is not None:
         parts.append(progress.building.line)
     if progress.stage == "denoise":

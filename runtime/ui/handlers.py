@@ -93,11 +93,8 @@ class Handlers:
 
     def fill(self, stored: Any) -> Updates:
         """Bring a form back that the browser kept, or the settings of a result: JSON by the names of the request."""
-        try:
-            values = json.loads(stored)
-        except (TypeError, ValueError, RecursionError):
-            values = None
-        if not isinstance(values, dict):
+        values = stored_values(stored)
+        if values is None:
             return (gr.skip(),) * (1 + len(form.ROWS) + len(form.NAMES))
         gpus = len(usable_gpus(self._foresight.machine()))
         filled = form.filled(values, self._models, self._preset, gpus)
@@ -123,6 +120,15 @@ class Handlers:
     async def _watch(self, job: Job) -> AsyncIterator[Updates]:
         async for shown in updates_of(job, self._worker, self._audience, self._icon):
             yield shown
+
+
+def stored_values(stored: Any) -> dict[str, Any] | None:
+    """Return what a stored form holds, `None` for what is none."""
+    try:
+        values = json.loads(stored)
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return values if isinstance(values, dict) else None
 
 
 def cancelled(job: Job | None) -> Any:

@@ -5,7 +5,6 @@ there to be called. Its handlers answer raw HTTP too, so none trusts what it is 
 """
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator
 from html import escape
@@ -19,7 +18,7 @@ from runtime.core.settings import ROOT, Settings
 from runtime.jobs.worker import Job, Worker
 from runtime.models.spec import ModelSpec
 from runtime.ui import api, form, theme, visitors
-from runtime.ui.handlers import Updates, alert, cancelled, updates_of
+from runtime.ui.handlers import Updates, alert, cancelled, stored_values, updates_of
 from runtime.ui.lobby import Lobby
 from runtime.ui.models import check_offered
 from runtime.ui.studio import connect, connect_basics, header, make
@@ -132,11 +131,8 @@ class VisitorHandlers:
 
     def fill(self, stored: Any) -> Updates:
         """Bring a form back that the browser kept, or the settings of a result, within the limits."""
-        try:
-            values = json.loads(stored)
-        except (TypeError, ValueError, RecursionError):
-            values = None
-        if not isinstance(values, dict):
+        values = stored_values(stored)
+        if values is None:
             return (gr.skip(),) * (2 + len(form.BASIC))
         filled = form.filled(values, self._models)
         spec = self._models[filled["model"]["value"]]

@@ -96,15 +96,15 @@ def wait_for_state(page: Any, *states: str, timeout: float = 60_000) -> None:
     page.wait_for_selector(wanted, timeout=timeout)
 
 
-def ask(page: Any, prompt: str = "a red boat on the sea", *, long: bool = False) -> None:
-    """Fill the form; a long job has a hundred steps of a larger clip, seconds of work."""
+def ask(page: Any, prompt: str = "a red boat on the sea", *, long: bool = False, steps: int = 100) -> None:
+    """Fill the form; a long job has many steps of a larger clip, seconds of work."""
     page.fill("#field-prompt textarea", prompt)
     if long:
         page.fill("#field-width input", "192")
         page.fill("#field-height input", "192")
         if page.get_attribute("#more > button", "aria-expanded") == "false":
             page.click("#more > button")
-        page.fill("#field-steps input[type=number]", "100")
+        page.fill("#field-steps input[type=number]", str(steps))
         page.press("#field-steps input[type=number]", "Tab")
 
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.browser.conftest import DESKTOP, PHONE, await_job_after, ready, state, wait_for_state
+from tests.browser.conftest import DESKTOP, PHONE, ready, start, state, wait_for_state
+from tests.browser.conftest import ask as fill_form
 from tests.browser.test_page import PLAYING, UNNAMED_INPUTS
 from tests.served import Server, make_cache, serving
 from tests.sharing_app import HOST, link_of
@@ -54,17 +55,8 @@ def visit(chromium: Any, shared: Server) -> Iterator[Visit]:
 
 def ask(page: Any, prompt: str, *, long: bool = False) -> None:
     """Ask for a video, and wait until the page shows it."""
-    before = page.get_attribute("#status .status", "data-job")
-    page.fill("#field-prompt textarea", prompt)
-    if long:
-        page.fill("#field-width input", "192")
-        page.fill("#field-height input", "192")
-        if page.get_attribute("#more > button", "aria-expanded") == "false":
-            page.click("#more > button")
-        page.fill("#field-steps input[type=number]", "400")
-        page.press("#field-steps input[type=number]", "Tab")
-    page.click("#generate")
-    await_job_after(page, before)
+    fill_form(page, prompt, long=long, steps=400)
+    start(page)
 
 
 def test_without_the_password_there_is_a_login_and_nothing_else(visit: Visit) -> None:
