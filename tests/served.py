@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from runtime.core import settings
 from tests import tiny_models
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[1]
 MODEL = "tiny"
@@ -27,7 +27,6 @@ DEFAULTS = {
     "guidance_scale": 3.0,
     "guidance_scale_2": 2.0,
 }
-_START_SECONDS = 90
 
 
 @dataclass(frozen=True)
@@ -96,10 +95,10 @@ def environment() -> dict[str, str]:
 
 
 def _wait_until_up(url: str, process: subprocess.Popen[str], log: Path) -> None:
-    end = time.monotonic() + _START_SECONDS
-    while time.monotonic() < end:
+    def up() -> bool:
         assert process.poll() is None, log.read_text(encoding="utf-8")
         with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5):
-            return
-        time.sleep(0.2)
-    raise AssertionError(f"The server did not start: {log.read_text(encoding='utf-8')}")
+            return True
+        return False
+
+    until(up, pause=0.2)

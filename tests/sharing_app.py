@@ -8,8 +8,9 @@ import os
 import re
 import sys
 import threading
-import time
 from pathlib import Path
+
+from tests.waiting import until
 
 HOST = "stranger.localhost"
 
@@ -25,14 +26,16 @@ def relay_to(port: int) -> None:
 
 def link_of(cache_dir: Path) -> tuple[int, str, str]:
     """Return port, user and password of the link that the app told, once it has."""
-    end = time.monotonic() + 30
-    while time.monotonic() < end:
-        told = (cache_dir / "server.txt").read_text(encoding="utf-8")
-        match = re.search(rf"Shared at http://{HOST}:(\d+) - user (\S+), password (\S+)", told)
-        if match:
-            return int(match[1]), match[2], match[3]
-        time.sleep(0.1)
-    raise AssertionError(f"There is no link: {told}")
+    told: list[tuple[str, str, str]] = []
+
+    def look() -> object:
+        log = (cache_dir / "server.txt").read_text(encoding="utf-8")
+        told[:] = re.findall(rf"Shared at http://{HOST}:(\d+) - user (\S+), password (\S+)", log)
+        return told
+
+    until(look, pause=0.1)
+    ((port, user, password),) = told
+    return int(port), user, password
 
 
 def main() -> None:

@@ -65,7 +65,7 @@ def open_page(chromium: Any, server: Server) -> Iterator[OpenPage]:
         context = chromium.new_context(viewport=viewport, **options)
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(30_000)
+        page.set_default_timeout(120_000)
         page.requests, page.complaints = [], []
         page.on("request", lambda request: page.requests.append(request.url))
         page.on("pageerror", lambda error: page.complaints.append(str(error)))
@@ -90,7 +90,7 @@ def state(page: Any) -> str:
     return str(page.get_attribute("#status .status", "data-state"))
 
 
-def wait_for_state(page: Any, *states: str, timeout: float = 60_000) -> None:
+def wait_for_state(page: Any, *states: str, timeout: float = 180_000) -> None:
     """Wait until the status line is in one of `states`."""
     wanted = ",".join(f'#status .status[data-state="{name}"]' for name in states)
     page.wait_for_selector(wanted, timeout=timeout)

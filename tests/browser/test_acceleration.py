@@ -28,8 +28,8 @@ def choose(page: Any, field: str, title: str) -> None:
 
 
 def wait_for_chip(page: Any, part: str, words: str) -> None:
-    """Wait until a chip says something; generous, because this is no measurement."""
-    page.wait_for_selector(f"#part-{part} .chip:has-text('{words}')", timeout=5_000)
+    """Wait until a chip says something."""
+    page.wait_for_selector(f"#part-{part} .chip:has-text('{words}')")
 
 
 def test_the_closed_line_tells_the_sum(open_page: OpenPage) -> None:

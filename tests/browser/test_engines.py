@@ -86,7 +86,7 @@ def test_a_build_makes_an_engine_and_its_chip_ready(open_page: OpenPage) -> None
     choose(page, "backend_text_encoder", "ONNX Runtime")
     go(page)
     page.click("#library-parts [data-act=build][data-of=text_encoder]")
-    page.wait_for_selector("#library-table tr[data-state=ready]:has-text('Text encoder')", timeout=120_000)
+    page.wait_for_selector("#library-table tr[data-state=ready]:has-text('Text encoder')")
     assert "any size" in page.inner_text("#library-table tr[data-state=ready]")
     page.click("[role=tab]:has-text('Make')")
     page.wait_for_selector("#part-text_encoder .chip[data-kind=ready]")
@@ -114,7 +114,7 @@ def test_a_file_made_elsewhere_is_looked_into_trusted_and_imported(
     page.get_by_label("I made this file myself").check()
     page.click("#import-look")
     looked = "#library-work li[data-kind=look][data-state=done] .found"
-    page.wait_for_selector(looked, timeout=120_000)
+    page.wait_for_selector(looked)
     found = page.inner_text(looked)
     for expected in (
         "takes sample (1, 16, 3, 5, 8) float16",
@@ -123,7 +123,7 @@ def test_a_file_made_elsewhere_is_looked_into_trusted_and_imported(
     ):
         assert expected in found, expected
     page.click("#import-take")
-    page.wait_for_selector("#library-work li[data-kind=import][data-state=done]", timeout=120_000)
+    page.wait_for_selector("#library-work li[data-kind=import][data-state=done]")
     assert "Imported as " in page.inner_text("#library-work li[data-kind=import] .said")
     row = "#library-table tr[data-state=ready]:has-text('elsewhere')"
     page.wait_for_selector(row)

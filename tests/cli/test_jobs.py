@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from runtime.video.ffmpeg import find_ffmpeg
 from runtime.video.metadata import read_facts
 from tests.cli.test_generate import command
 from tests.jobs.made import add, asked, planned, saved
+from tests.waiting import until
 
 Tiny = Callable[[str], ModelSpec]
 
@@ -125,15 +125,15 @@ def test_a_killed_job_goes_on_where_it_was(
     flags = ("--steps", "500", "--seed", "7")
     with subprocess.Popen(command(tiny("wan2.2-a14b"), out, *flags), stderr=subprocess.DEVNULL) as process:
         store = open_store(cache_dir)
-        end = time.monotonic() + 60
-        while not (jobs := store.list()) or not any(
-            values["event"] == "CheckpointSaved" and values["step"] for _, _, values in store.events(jobs[0].id)
-        ):
-            assert process.poll() is None and time.monotonic() < end
+
+        def kept() -> bool:
             assert store.claim("app") is None
-            time.sleep(0.02)
+            told = [values for job in store.list() for _, _, values in store.events(job.id)]
+            return any(values["event"] == "CheckpointSaved" and values["step"] for values in told)
+
+        until(kept, meanwhile=lambda: process.poll() is None)
         os.kill(process.pid, signal.SIGKILL)
-    (killed,) = jobs
+    (killed,) = store.list()
     store.close()
     assert not out.exists()
     found, _ = answer(["jobs", "list"], capsys)

@@ -1,6 +1,5 @@
 """The next part's files are read ahead where there is room, and nothing else."""
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from runtime.components.prefetch import next_files, reading
 from runtime.core.plan import ExecutionPlan
 from runtime.models.spec import ModelSpec
 from tests.plans import tiny_plan
+from tests.waiting import until
 
 
 def on_cuda(plan: ExecutionPlan) -> ExecutionPlan:
@@ -49,10 +49,7 @@ def test_reading_ends_with_its_block_and_needs_room(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(1 << 42)
     with reading([path], free_bytes=1 << 60):
-        deadline = time.monotonic() + 30
-        while position(path) <= 0 and time.monotonic() < deadline:
-            time.sleep(0.001)
-        assert position(path) > 0
+        until(lambda: position(path) > 0)
     assert position(path) == -1
     with reading([path], free_bytes=1 << 42):
         assert position(path) == -1

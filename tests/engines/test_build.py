@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from runtime.engines.store import EngineStore
 from runtime.manager.engine_index import EngineRecord
 from runtime.models.spec import ModelSpec
 from tests.engines.made import add, key, visible
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 ENGINE = key().digest()
@@ -199,15 +199,16 @@ class Hanging:
         act()
 
 
-def gone(pids: list[int], seconds: float = 10.0) -> bool:
-    """Whether none of the processes lives, at the latest after `seconds`."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        alive = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
-        if not alive:
-            return True
-        time.sleep(0.05)
-    return False
+def await_end(pids: list[int]) -> None:
+    """Wait until none of the processes lives."""
+
+    def alive(pid: int) -> bool:
+        try:
+            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    until(lambda: not any(map(alive, pids)))
 
 
 def test_cancelling_ends_all_processes_at_once(request_: BuildRequest, store: EngineStore) -> None:
@@ -216,7 +217,7 @@ def test_cancelling_ends_all_processes_at_once(request_: BuildRequest, store: En
     with pytest.raises(CancelledError):
         build_engine(request_, store, hanging, cancel, odd("hang"))
     assert len(hanging.pids) == 3
-    assert gone(hanging.pids, 1.0)
+    await_end(hanging.pids)
     assert visible(store) == []
     with pytest.raises(CancelledError):
         build_engine(request_, store, ignore, cancel, ["/no/such/program"])
@@ -229,7 +230,7 @@ def test_a_killed_child_is_told(request_: BuildRequest, store: EngineStore) -> N
     with pytest.raises(EngineError, match="its process was killed") as failed:
         build_engine(request_, store, hanging, Cancel(), odd("hang"))
     assert "memory" in failed.value.remedy
-    assert gone(hanging.pids[:1] + hanging.pids[2:], 1.0)
+    await_end(hanging.pids[:1] + hanging.pids[2:])
     os.kill(hanging.pids[1], signal.SIGKILL)  # it left the group, and its parent was killed: nobody can know of it
     assert visible(store) == []
     assert attempt(request_, store, "make").usable
@@ -280,7 +281,7 @@ def test_ctrl_c_leaves_nothing(request_: BuildRequest, store: EngineStore) -> No
         pids = pids_of(process)
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(20) != 0
-    assert gone(pids, 1.0)
+    await_end(pids)
     assert visible(store) == []
 
 
@@ -296,11 +297,9 @@ def test_a_killed_parent_takes_its_child_along_and_the_next_call_works(
         scratch = [Path(path.read_text()) for path in elsewhere]
         process.kill()
         process.wait()
-        assert gone(pids)
+        await_end(pids)
     # A lock may outlive its process by an instant.
-    deadline = time.monotonic() + 5
-    while store.index() == [] and visible(store) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    until(lambda: store.index() or not visible(store))
     assert visible(store) == []
     assert not any(path.exists() for path in scratch)
     assert attempt(request_, store, "make").usable

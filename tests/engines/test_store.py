@@ -20,6 +20,7 @@ from runtime.core.errors import EngineError
 from runtime.engines import manifest
 from runtime.engines.store import EngineStore
 from tests.engines.made import add, key, put, visible
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 LARGE = 1 << 40
@@ -370,8 +371,7 @@ def test_a_process_killed_at_any_instant_leaves_whole_engines_only(store: Engine
     spawn = multiprocessing.get_context("spawn")
     worker = spawn.Process(target=work, args=(store.folder, 0, 60.0))
     worker.start()
-    while not store.index():
-        time.sleep(0.05)
+    until(store.index)
     # Children of one started process are killed at many instants, without the cost of starting Python each time.
     fork = multiprocessing.get_context("fork")
     rng = random.Random(1)

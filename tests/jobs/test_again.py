@@ -16,6 +16,7 @@ from runtime.models.spec import ModelSpec
 from tests.jobs.made import add, saved
 from tests.jobs.test_worker import small, stored, watch
 from tests.plans import no_engines
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -32,8 +33,7 @@ def end(job: Job) -> object:
 
 def test_a_cancelled_job_goes_on_in_another_way(worker: Worker) -> None:
     job = worker.submit(small(seed=3, steps=60, width=64, height=64))
-    while job.progress.step < 2:
-        time.sleep(0.005)
+    until(lambda: job.progress.step >= 2, pause=0.005)
     job.cancel.request()
     assert isinstance(end(job), Cancelled)
     with pytest.raises(InvalidRequestError):

@@ -1,7 +1,6 @@
 """Work on the engine library in the worker's line: real builds (ONNX Runtime, tiny model), real videos beside them."""
 
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,8 +17,7 @@ from runtime.manager.machine import probe
 from runtime.models.spec import ModelSpec
 from runtime.models.wan import read_spec
 from tests.engines import foreign
-
-WAIT_SECONDS = 200
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -52,10 +50,7 @@ def small(**values: object) -> GenerationRequest:
 
 def wait_for(one: Job | Chore) -> None:
     """Wait until it has ended."""
-    end = time.monotonic() + WAIT_SECONDS
-    while one.state in {"queued", "running"}:
-        assert time.monotonic() < end, one
-        time.sleep(0.01)
+    until(lambda: one.state not in {"queued", "running"})
 
 
 def add(worker: Worker, chore: Chore) -> Chore:
@@ -136,10 +131,7 @@ def test_a_cancelled_build_leaves_nothing_and_the_worker_goes_on(
 ) -> None:
     build = chores.building(small(), spec, engines)
     worker.add_chore(build)
-    end = time.monotonic() + WAIT_SECONDS
-    while "Exporting to ONNX" not in build.log:
-        assert build.open and time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: "Exporting to ONNX" in build.log, meanwhile=lambda: build.open)
     worker.cancel_chore(build.id)
     wait_for(build)
     assert build.state == "cancelled"
@@ -225,10 +217,7 @@ def test_an_import_that_is_cancelled_or_of_other_weights_leaves_nothing(
     path = foreign.transformer(spec, tmp_path / "other.onnx", module=foreign.other_transformer(spec))
     cancelled = chores.importing(path, spec, None, engines)
     worker.add_chore(cancelled)
-    end = time.monotonic() + WAIT_SECONDS
-    while not any(line.startswith("Comparing") for line in cancelled.log):
-        assert cancelled.open and time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: any(line.startswith("Comparing") for line in cancelled.log), meanwhile=lambda: cancelled.open)
     worker.cancel_chore(cancelled.id)
     wait_for(cancelled)
     assert cancelled.state == "cancelled"

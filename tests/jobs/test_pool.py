@@ -2,14 +2,12 @@
 
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 
 from runtime.core.cancel import Cancel, CancelledError
 from runtime.jobs.pool import Pool
-
-PATIENCE = 20.0
+from tests.waiting import PATIENCE, until
 
 
 def never() -> None:
@@ -41,10 +39,7 @@ class Runners:
 
     def wait(self, count: int) -> None:
         """Wait until so many jobs are done."""
-        deadline = time.monotonic() + PATIENCE
-        while len(self.done) < count:
-            assert time.monotonic() < deadline, f"{len(self.done)} of {count}: somebody waits for ever"
-            time.sleep(0.005)
+        until(lambda: len(self.done) >= count)
 
     def _run(self, gpu: int) -> None:
         pool = self.pool
@@ -122,11 +117,3 @@ def test_who_stops_waiting_gives_everything_back() -> None:
     assert ended.wait(PATIENCE)
     assert all(pool.has(gpu) for gpu in range(3))
     assert not pool.asked(2)
-
-
-def until(holds: Callable[[], bool]) -> None:
-    """Wait until something holds."""
-    deadline = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)

@@ -32,8 +32,8 @@ from runtime.video.metadata import read_facts
 from tests.cli.test_jobs import stream
 from tests.jobs.test_worker import small, stored
 from tests.plans import no_engines
+from tests.waiting import until
 
-WAIT_SECONDS = 120
 Make = Callable[[], Worker]
 
 
@@ -50,14 +50,6 @@ def start(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Iterator[Make]:
     yield begin
     for worker in made:
         worker.close()
-
-
-def until(true: Callable[[], object]) -> None:
-    """Wait until something is so."""
-    end = time.monotonic() + WAIT_SECONDS
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def steps(job: Job) -> int:

@@ -23,6 +23,7 @@ from runtime.models.hub.remote import Hub, Patience
 from runtime.models.hub.verify import verify
 from runtime.models.spec import ModelSpec
 from tests.models.hub import COMMIT, REPOSITORY, Fault, LoopbackHub, Repository, of_folder, served
+from tests.waiting import until
 
 VAE = "vae/diffusion_pytorch_model.safetensors"
 TEXT = "text_encoder/model.safetensors"
@@ -348,9 +349,7 @@ def test_stopped_or_killed_it_goes_on_and_nothing_comes_twice(
     environment = os.environ | {"TANDEM_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", PROGRAM, REPOSITORY, hub.address]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    end = time.monotonic() + 60
-    while hub.sent[VAE] < 20_000 and process.poll() is None and time.monotonic() < end:
-        time.sleep(0.01)
+    until(lambda: hub.sent[VAE] >= 20_000, meanwhile=lambda: process.poll() is None)
     process.send_signal(number)
     _, told = process.communicate(timeout=60)
     assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL), told

@@ -30,6 +30,7 @@ from tests.engines.made import key
 from tests.ui.records import record
 from tests.ui.test_foresight import insert
 from tests.ui.test_form import GOOD
+from tests.waiting import until
 
 VALUES = [GOOD[name] for name in form.NAMES]
 NOWHERE = "There is no such action or engine. Load the page again."
@@ -60,10 +61,7 @@ class Tab:
 
     def settle(self) -> None:
         """Wait until nothing waits or runs."""
-        end = time.monotonic() + 60
-        while any(chore.open for chore in self.worker.chores()):
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        until(lambda: not any(chore.open for chore in self.worker.chores()))
 
 
 @pytest.fixture

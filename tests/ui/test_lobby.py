@@ -2,7 +2,6 @@
 
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.ui.lobby import Lobby, cancel_for_nobody
 from tests.plans import no_engines, tiny_plan
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -43,11 +43,12 @@ def long(**values: object) -> GenerationRequest:
 
 def end_of(job: Job) -> str:
     """Wait until a job has ended, and return how."""
-    end = time.monotonic() + 60
-    while job.open:
-        assert time.monotonic() < end
-        time.sleep(0.02)
+
+    def ended() -> bool:
         job.refresh()
+        return not job.open
+
+    until(ended)
     return job.state
 
 

@@ -18,6 +18,7 @@ from runtime.models.known import KNOWN
 from runtime.models.spec import ModelSpec
 from runtime.ui.more_models import MoreModels
 from tests.models.hub import Fault, LoopbackHub, of_folder, served
+from tests.waiting import until
 
 NAME, FOLDER = "wan2.1-t2v-1.3b", "Wan2.1-T2V-1.3B-Diffusers"
 VAE = "vae/diffusion_pytorch_model.safetensors"
@@ -40,10 +41,7 @@ class Shown:
 
     def settle(self) -> str:
         """Wait until nothing is fetched any more; return the block."""
-        end = time.monotonic() + 30
-        while any(chore.open for chore in filter(None, (self.downloads.of(one.name) for one in KNOWN))):
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        until(lambda: not any(chore.open for chore in filter(None, (self.downloads.of(one.name) for one in KNOWN))))
         return unescape(str(self.handlers.look(None)[0]))
 
 
@@ -100,13 +98,16 @@ def test_a_model_is_fetched_and_can_be_chosen(shown: Shown) -> None:
 def test_progress_is_shown_and_it_can_be_cancelled_and_goes_on(shown: Shown) -> None:
     shown.hub.faults[VAE] = Fault("slow")
     shown.press("download", NAME)
-    end = time.monotonic() + 30
-    while "valuenow" not in (view := shown.press("download", NAME)) or 'data-state="running"' not in view:
-        assert time.monotonic() < end
+    view = ""
+
+    def under_way() -> bool:
+        nonlocal view
+        view = shown.press("download", NAME)
+        return "valuenow" in view and 'data-state="running"' in view
+
+    until(under_way)
     assert f"{KNOWN[2].title} is being fetched already." in view
-    while shown.hub.sent[VAE] < 20_000:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: shown.hub.sent[VAE] >= 20_000)
     view = unescape(str(shown.handlers.look(None)[0]))
     assert "10/10 vae/" in view
     assert " of 46" in view

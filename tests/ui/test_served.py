@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from gradio_client.exceptions import AppError
 from runtime.core.errors import MachineError
 from runtime.core.settings import Settings
 from tests.served import DEFAULTS, MODEL, ROOT, Server, free_port, make_cache, serving
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +78,7 @@ def test_a_closed_stream_does_not_end_the_job(server: Server, client: Any) -> No
     job = client.submit("a red boat", steps=60, api_name="/generate")
     next(iter(job))
     job.cancel()
-    end = time.monotonic() + 60
-    while not set(videos.glob("*.mp4")) - before:
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    until(lambda: set(videos.glob("*.mp4")) - before)
 
 
 @pytest.mark.parametrize(
