@@ -78,8 +78,7 @@ def load_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | N
     else:
         module = module.to(device or part.device)
     if spec.loras_of(name):
-        assert not quantized, "the planner excludes it"
-        fuse(module, spec.loras_of(name))
+        fuse(module, spec.loras_of(name), spec.directory / name, arguments[dtype_argument])
     return cast("torch.nn.Module", module.eval().requires_grad_(requires_grad=False))
 
 
