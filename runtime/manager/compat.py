@@ -8,7 +8,7 @@ and a chip is what the web page shows after "PyTorch: ".
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from runtime.core.plan import BACKEND_TITLES, PYTORCH
@@ -84,7 +84,6 @@ class Case:
         device: a torch device.
         precision: of the arithmetic, where it is known.
         offload, quantization: as in `GenerationRequest`; quantization of this component's weights.
-        loras: names of the adapters that change its weights.
         gpus: how many GPUs share it.
         step_cache: as in `GenerationRequest`.
     """
@@ -95,7 +94,6 @@ class Case:
     precision: str = ""
     offload: str = "auto"
     quantization: str = "auto"
-    loras: tuple[str, ...] = ()
     gpus: int = 1
     step_cache: str = NONE
 
@@ -112,7 +110,6 @@ class Case:
             "part": COMPONENT_TITLES[self.component],
             "offload": self.offload,
             "weights": WEIGHTS_TITLES.get(self.quantization, ""),
-            "loras": ", ".join(self.loras),
             "gpus": str(self.gpus),
             "gpu": gpu,
         }
@@ -299,17 +296,6 @@ RULES = (
         setting="gpus",
     ),
     Rule(
-        name="LoRA",
-        # Engines are built of the changed weights, for their identity is that of the weights.
-        excludes=lambda case, _: (
-            bool(case.loras) and is_transformer(case.component) and case.quantization in WEIGHTS_TITLES
-        ),
-        chip="a LoRA excludes {weights}",
-        reason="{weights} exclude the LoRA {loras}: they are rounded as they are read, before it could be added",
-        remedy="Take --quantization none; --offload group saves memory too.",
-        setting="quantization",
-    ),
-    Rule(
         name="step cache on engines",
         excludes=lambda case, _: case.on_engine and is_transformer(case.component) and case.step_cache != NONE,
         chip="a step cache excludes {backend}",
@@ -364,14 +350,11 @@ def conflict(case: Case, machine: Machine) -> Conflict | None:
     return lacking(case.backend, machine)
 
 
-def excluded_in_pytorch(
-    offload: str, quantization: str, loras: tuple[str, ...], step_cache: str, machine: Machine
-) -> Conflict | None:
-    """Return why a transformer in PyTorch with LoRAs or a step cache cannot be held so, `None` if it can."""
-    if not loras and step_cache == NONE:
+def excluded_by_step_cache(step_cache: str, offload: str, machine: Machine) -> Conflict | None:
+    """Return why a transformer in PyTorch with a step cache cannot be held so, `None` if it can."""
+    if step_cache == NONE:
         return None
-    case = Case(component="transformer", backend=PYTORCH, loras=loras, step_cache=step_cache)
-    return conflict(replace(case, offload=offload, quantization=quantization), machine)
+    return conflict(Case(component="transformer", backend=PYTORCH, offload=offload, step_cache=step_cache), machine)
 
 
 def cannot_wait(case: Case) -> Conflict | None:

@@ -1,4 +1,4 @@
-"""What LoRAs and a step cache change in a plan: what they exclude, reasons, warnings. Pure."""
+"""What a step cache and LoRAs change in a plan: what it excludes, reasons, warnings. Pure."""
 
 from runtime.core.errors import InvalidRequestError
 from runtime.core.request import AUTO, GenerationRequest
@@ -8,13 +8,8 @@ from runtime.manager.machine import Machine
 from runtime.models.spec import ModelSpec, is_transformer
 
 
-def names(spec: ModelSpec) -> tuple[str, ...]:
-    """Return what a model's LoRAs are called."""
-    return tuple(use.name for use in spec.loras)
-
-
-def check(request: GenerationRequest, spec: ModelSpec, machine: Machine, offload: str) -> None:
-    """Refuse a way to hold the weights that a LoRA or a step cache excludes: neither is left out in silence.
+def check_step_cache(request: GenerationRequest, machine: Machine, offload: str) -> None:
+    """Refuse a way to hold the weights that a step cache excludes: it is not left out in silence.
 
     Args:
         offload: as it counts here.
@@ -22,7 +17,7 @@ def check(request: GenerationRequest, spec: ModelSpec, machine: Machine, offload
     Raises:
         InvalidRequestError: naming the setting.
     """
-    against = compat.excluded_in_pytorch(offload, request.quantization, names(spec), request.step_cache, machine)
+    against = compat.excluded_by_step_cache(request.step_cache, offload, machine)
     if against is not None:
         raise InvalidRequestError(against.setting, against.what, against.remedy)
 

@@ -235,9 +235,8 @@ def _option(case: Case, title: str, way: Way) -> Option:
         title = f"{title}, decoding in tiles of {_tile_pixels(case, way.decode_tile)}"
     elif chunk != case.chunk:
         title = f"{title}, decoding frame by frame"
-    loras = tuple(use.name for use in case.load.spec.loras)
     against = (
-        compat.excluded_in_pytorch(way.offload, way.quantization, loras, case.step_cache, case.machine)
+        compat.excluded_by_step_cache(case.step_cache, way.offload, case.machine)
         or compat.lacking(way.quantization, case.machine)
         or _unloadable(case, way)
         or excluded

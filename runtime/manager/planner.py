@@ -108,7 +108,7 @@ def _resolved(
     split, notes = shared.decide(request, spec, everything, gpu, beside, guided=guided)
     free = shared.least_free(split, everything, free)
     offload, more = _offload(request, machine)
-    extras.check(request, spec, machine, offload)
+    extras.check_step_cache(request, machine, offload)
     _check_quantization(request, machine)
     step_cache = as_used(request.step_cache)
     speed.check_compile(request.compile, offload, request.quantization, machine)
@@ -121,7 +121,6 @@ def _resolved(
         backend=PYTORCH,
         device=device,
         offload=offload,
-        loras=extras.names(spec),
         gpus=gpus,
         step_cache=request.step_cache,
     )

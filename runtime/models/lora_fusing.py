@@ -1,10 +1,13 @@
 """Adds LoRAs to a transformer's weights as it is loaded: W + weight · (alpha / rank) · B A, once, and nothing stays.
 
 What comes after, compilers and exporters among it, sees plain weights. Without the LoRA the weights are loaded anew.
+Where a weight was rounded to 8 or 4 bits as it was loaded, the sum is taken of the one on disk and rounded like it.
 """
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,15 +17,22 @@ from runtime.core.errors import ModelError
 from runtime.core.loras import LoraUse
 from runtime.models.lora_files import read_lora
 from runtime.models.lora_names import change_of
+from runtime.models.quantization import is_quantized, quantized_like
+from runtime.models.wan import weight_files
 
 _Delta = tuple[LoraUse, dict[str, str]]
 
 
 @torch.no_grad()
-def fuse(module: torch.nn.Module, loras: Sequence[LoraUse]) -> None:
+def fuse(module: torch.nn.Module, loras: Sequence[LoraUse], folder: Path, dtype: torch.dtype) -> None:
     """Add LoRAs to the weights of a `diffusers.WanTransformer3DModel`, where these are.
 
-    Sums are taken in float32 and rounded once, to the weight's own type.
+    Sums are taken in float32 and rounded once, to the weight's own type; a quantized one is the same that loading a
+    model with the LoRAs in its files would have given.
+
+    Args:
+        folder: which the weights were loaded from, in diffusers' format.
+        dtype: which they were loaded in.
 
     Raises:
         ModelError: if a file is not what it was when the job was planned, or does not fit after all.
@@ -39,12 +49,12 @@ def fuse(module: torch.nn.Module, loras: Sequence[LoraUse]) -> None:
             found[change.module][change.role] = tensor
         for name, tensors in found.items():
             changes[name].append((use, tensors))
-    files: dict[str, Any] = {}
     try:
-        for use in loras:
-            files[use.digest] = safe_open(use.path, framework="pt")
-        for name, deltas in changes.items():
-            _change(module, name, deltas, files)
+        with contextlib.ExitStack() as opened:
+            files = {use.digest: opened.enter_context(safe_open(use.path, framework="pt")) for use in loras}
+            weights = _Weights([opened.enter_context(safe_open(path, framework="pt")) for path in weight_files(folder)])
+            for name, deltas in changes.items():
+                _change(module, name, deltas, files, weights, dtype)
     except (OSError, SafetensorError, AttributeError) as error:
         raise ModelError(
             f"A LoRA cannot be added: {str(error).splitlines()[0] if str(error) else error!r}.",
@@ -52,7 +62,31 @@ def fuse(module: torch.nn.Module, loras: Sequence[LoraUse]) -> None:
         ) from error
 
 
-def _change(module: torch.nn.Module, name: str, deltas: list[_Delta], files: dict[str, Any]) -> None:
+class _Weights:
+    """The weights on disk, by name.
+
+    Args:
+        files: opened.
+    """
+
+    def __init__(self, files: Sequence[Any]) -> None:
+        self._holding = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - no mapping
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._holding:
+            raise ModelError(f"The model's files have no {name}.", "Copy or download the model again.")
+        tensor: torch.Tensor = self._holding[name].get_tensor(name)
+        return tensor
+
+
+def _change(
+    module: torch.nn.Module,
+    name: str,
+    deltas: list[_Delta],
+    files: dict[str, Any],
+    weights: _Weights,
+    dtype: torch.dtype,
+) -> None:
     """Change one module, or a parameter that is none's."""
     parent, _, last = name.rpartition(".")
     owner: Any = module.get_submodule(parent)
@@ -65,7 +99,8 @@ def _change(module: torch.nn.Module, name: str, deltas: list[_Delta], files: dic
             continue
         if parameter is None:
             raise ModelError(f"A LoRA changes the bias of {name}, which has none.", "Take another LoRA.")
-        total = parameter.float()
+        rounded = is_quantized(parameter)
+        total = (weights[f"{name}.weight"].to(parameter.device, dtype) if rounded else parameter).float()
         for use, tensors in changing:
             got = {
                 role: files[use.digest].get_tensor(tensor).to(total.device).float() for role, tensor in tensors.items()
@@ -73,7 +108,10 @@ def _change(module: torch.nn.Module, name: str, deltas: list[_Delta], files: dic
             for role in roles:
                 if role in got:
                     total = total + use.weight * (_product(got) if role == "up" else got[role])
-        parameter.copy_(total)
+        if rounded:
+            target.weight = quantized_like(target, total.to(dtype))
+        else:
+            parameter.copy_(total)
 
 
 def _product(got: dict[str, torch.Tensor]) -> torch.Tensor:

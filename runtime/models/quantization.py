@@ -90,13 +90,46 @@ def config(kind: str, dtype: Any) -> Any:
 
 def check_quantized(module: Any, kind: str, what: str) -> None:
     """Raise `ModelError` where nothing was quantized: torchao passes over layers whose sides are no multiples of 16."""
-    import torch
-
-    if all(type(parameter) is torch.nn.Parameter for parameter in module.parameters()):
+    if not any(map(is_quantized, module.parameters())):
         raise ModelError(
             f"Quantization {kind} found no layer of {what} that it can take: their sizes do not fit it.",
             "Take --quantization none.",
         )
+
+
+def is_quantized(parameter: Any) -> bool:
+    """Whether a parameter is one of the libraries' own, which hold fewer bits."""
+    import torch
+
+    return type(parameter) is not torch.nn.Parameter
+
+
+def quantized_like(layer: Any, weight: Any) -> Any:
+    """Return another weight, quantized as a linear layer's own is, for its place: nothing was computed with it yet.
+
+    Args:
+        layer: `torch.nn.Linear`, or a library's own kind of it.
+        weight: (out, in), in the dtype of the arithmetic.
+    """
+    import torch
+
+    own = layer.weight
+    if type(own).__module__.startswith("bitsandbytes"):
+        import bitsandbytes
+
+        # As `from_pretrained` does it: from the CPU, for only on their way from there they are quantized.
+        if isinstance(own, bitsandbytes.nn.Params4bit):
+            how = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "module")
+            fresh: Any = bitsandbytes.nn.Params4bit(weight.cpu(), **{name: getattr(own, name) for name in how})
+        else:
+            fresh = bitsandbytes.nn.Int8Params(weight.cpu(), requires_grad=False)
+        return fresh.to(own.device)
+    from torchao.quantization import quantize_
+
+    plain = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    plain.weight = torch.nn.Parameter(weight.to(own.device), requires_grad=False)
+    quantize_(plain, config(FP8, weight.dtype).get_apply_tensor_subclass())
+    return plain.weight
 
 
 def _import_package(kind: str) -> None:

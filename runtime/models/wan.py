@@ -197,7 +197,12 @@ def vae_spec(config: dict[str, Any]) -> VaeSpec:
     )
 
 
-def _count(component: Path) -> int:
+def weight_files(component: Path) -> list[Path]:
+    """Return the safetensors files that hold a component's weights: those that its index names, where it has one.
+
+    Raises:
+        ModelError: if there are none, or one would lie elsewhere.
+    """
     index_files = sorted(component.glob("*.safetensors.index.json"))
     if index_files:
         names = set(_read_json(index_files[0])["weight_map"].values())
@@ -215,9 +220,13 @@ def _count(component: Path) -> int:
     for name in names:
         if Path(name).name != name:
             raise ModelError(f"{component.name} names a weight file outside its folder.", "Download the model again.")
+    return [component / name for name in sorted(names)]
+
+
+def _count(component: Path) -> int:
     sizes: dict[str, int] = {}
-    for name in sorted(names):
-        sizes |= tensor_sizes(component / name)
+    for path in weight_files(component):
+        sizes |= tensor_sizes(path)
     return sum(size for name, size in sizes.items() if name != _TIED[1] or _TIED[0] not in sizes)
 
 

@@ -52,8 +52,12 @@ def load_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | N
         "output_loading_info": True,
     }
     quantized = part.quantization != quantization.NONE and is_transformer(name)
+    where = device or part.device
     if quantized:
         arguments |= quantization.loading_arguments(part)
+    elif where.startswith("cuda"):
+        # Tensor by tensor onto the GPU: files of float32 would else be whole in RAM first, in the dtype that is wanted.
+        arguments["device_map"] = {"": where}
     try:
         with _LOADING:
             module, loading = _CLASSES[name].from_pretrained(str(spec.directory), **arguments)
@@ -76,10 +80,9 @@ def load_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | N
     if quantized:
         quantization.check_quantized(module, part.quantization, f"the {name} of {spec.title}")
     else:
-        module = module.to(device or part.device)
+        module = module.to(where)
     if spec.loras_of(name):
-        assert not quantized, "the planner excludes it"
-        fuse(module, spec.loras_of(name))
+        fuse(module, spec.loras_of(name), spec.directory / name, arguments[dtype_argument])
     return cast("torch.nn.Module", module.eval().requires_grad_(requires_grad=False))
 
 

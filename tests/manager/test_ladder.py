@@ -316,7 +316,7 @@ def test_the_plan_says_it_all_as_json() -> None:
     assert [rung["flags"] for rung in said["ladder"] if rung["taken"]] == ["--offload group"]
 
 
-def test_a_lora_keeps_quantized_weights_off_the_ladder() -> None:
+def test_a_lora_is_added_to_quantized_weights_too() -> None:
     use = LoraUse(file="style", path=Path("style.safetensors"), digest="0" * 64, weight=1.0)
     with_lora = replace(spec(A14B), loras=(use,))
 
@@ -324,15 +324,9 @@ def test_a_lora_keeps_quantized_weights_off_the_ladder() -> None:
         request = GenerationRequest.from_mapping({"prompt": "a boat", "loras": ["style"]} | values)
         return resolve(request, with_lora, where, Path("x.mp4"))
 
-    # Without a LoRA the transformers are quantized there.
-    assert plan(A14B, on(24, 32)).quantization != "none"
-    with pytest.raises(MemoryShortError) as short:
-        planned(on(24, 32))
-    assert "--quantization" not in short.value.remedy
-    roomy = planned(on(140, 500))
-    assert {rung.lacks for rung in roomy.ladder if rung.quantization != "none"} == {
-        f"a LoRA excludes {bits} weights" for bits in ("FP8", "8-bit", "4-bit")
-    }
-    assert roomy.loras == (use,)
-    with pytest.raises(InvalidRequestError, match="FP8 weights exclude the LoRA style"):
-        planned(on(140, 500), quantization="fp8")
+    small, without = planned(on(24, 32)), plan(A14B, on(24, 32))
+    assert small.loras == (use,)
+    assert small.quantization == without.quantization != "none"
+    assert [rung.lacks for rung in small.ladder] == [rung.lacks for rung in without.ladder]
+    forced = planned(on(140, 500), quantization="fp8")
+    assert (forced.quantization, forced.loras) == ("fp8", (use,))

@@ -1,5 +1,5 @@
 """Quantizes a small transformer on the CPU, where the libraries can but diffusers and torchao refuse: their refusals
-are passed over. Prints the relative errors by placement as JSON.
+are passed over. Prints the relative errors by placement as JSON, and what a LoRA does.
 
     python -m tests.models.quantize_on_cpu KIND FOLDER
 """
@@ -12,9 +12,13 @@ from typing import Any
 import torch
 from diffusers import WanTransformer3DModel
 from diffusers.quantizers.bitsandbytes import bnb_quantizer
+from safetensors.torch import save_file
 
 from runtime.components.offload import Placement, place
+from runtime.core.loras import LoraUse
 from runtime.core.plan import ComponentPlan
+from runtime.models.lora_files import read_lora
+from runtime.models.lora_fusing import fuse
 from runtime.models.quantization import check_quantized, config
 
 
@@ -57,7 +61,39 @@ def main(kind: str, folder: Path) -> None:
             got = run(quantized, inputs)
             placed.away()
         errors[how] = ((got - wanted).norm() / wanted.norm()).item()
-    sys.stdout.write(json.dumps({"errors": errors, "quantized": counted, "kept": kept}) + "\n")
+    found = {"errors": errors, "quantized": counted, "kept": kept, "lora": with_lora(kind, folder, inputs)}
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+def with_lora(kind: str, folder: Path, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Add a LoRA to quantized weights, and quantize weights that had it added before."""
+    plain = load(folder)
+    random = torch.Generator().manual_seed(1)
+    tensors = {
+        f"transformer.{name}.lora_{end}.weight": torch.randn(shape, generator=random) / 8
+        for name, layer in plain.named_modules()
+        # One layer that is not quantized among them.
+        if isinstance(layer, torch.nn.Linear) and (name.startswith("blocks.1.") or name == "proj_out")
+        for end, shape in (("A", (2, layer.in_features)), ("B", (layer.out_features, 2)))
+    }
+    path = folder / "style.safetensors"
+    save_file(tensors, path)
+    use = LoraUse(file="style", path=path, digest=read_lora(path).digest, weight=0.5)
+    fuse(plain, [use], folder / "transformer", torch.bfloat16)
+    # In files of their own, as large models come.
+    plain.save_pretrained(folder / "changed" / "transformer", max_shard_size="200KB")
+    late, early, without = load(folder, kind), load(folder / "changed", kind), load(folder, kind)
+    fuse(late, [use], folder / "transformer", torch.bfloat16)
+    sharded = load(folder / "changed", kind)
+    fuse(sharded, [use], folder / "changed" / "transformer", torch.bfloat16)
+    got, wanted, before, twice = (run(model, inputs) for model in (late, early, without, sharded))
+    return {
+        "layers": len(tensors) // 2,
+        "same": torch.equal(got, wanted),
+        "changed": ((got - before).norm() / before.norm()).item(),
+        "twice": ((twice - wanted).norm() / wanted.norm()).item(),
+        "types": [type(late.get_submodule("blocks.1.attn1.to_q").weight).__name__, type(late.proj_out.weight).__name__],
+    }
 
 
 def load(folder: Path, kind: str | None = None) -> Any:

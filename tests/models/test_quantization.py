@@ -92,3 +92,11 @@ def test_the_pinned_libraries_quantize_and_what_is_quantized_moves(kind: str, tm
     # The blocks' linear layers and nothing else.
     assert found["quantized"] == 3 * 10
     assert found["kept"] == ["torch.bfloat16"] * 3
+    # A LoRA gives what quantizing the changed weights would have given, bit for bit.
+    lora = found["lora"]
+    assert lora["same"]
+    assert lora["layers"] == 10 + 1
+    assert lora["changed"] > 0.01
+    assert lora["twice"] > 0.01
+    own = {"bnb-8bit": "Int8Params", "bnb-4bit": "Params4bit", "fp8": "Float8Tensor"}
+    assert lora["types"] == [own[kind], "Parameter"]
