@@ -1,3 +1,3 @@
-"""Tandem's runtime: everything behind `app.py`. The README's architecture section says what lives where."""
+"""Tandem's runtime: everything behind `app.py`. What lives where: README.md, docs/architecture.md."""
 
 __version__ = "0.1.0"
