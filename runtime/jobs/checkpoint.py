@@ -23,16 +23,16 @@ from runtime.components.memory import ran_out
 from runtime.core.errors import CheckpointError
 from runtime.core.plan import ExecutionPlan
 from runtime.core.step_cache import NONE
+from runtime.jobs.kept import BOUNDARY, FACTS, LATEST, newest
 from runtime.jobs.plan_json import plan_from_json, plan_to_json
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.sampling import Conditioning, Reached
 
 _VERSION = 1
-_LATEST, _BOUNDARY = "checkpoint.safetensors", "boundary.safetensors"
 _WRITTEN = ".tmp"
 Stamps = Mapping[str, list[list[Any]]]
 
-_METADATA, _CHECKSUM = "tandem", "checksum"
+_CHECKSUM = "checksum"
 # What may differ between the runs of one clip: how it is computed, and how fast it plays.
 _HOW = frozenset({"backends", "build", "offload", "quantization", "on_out_of_memory", "gpus", "attention", "compile"})
 # LoRAs count by their digests, beside the files.
@@ -95,15 +95,15 @@ class CheckpointFolder:
         Raises:
             CheckpointError: if the disk or memory is full, or the folder cannot be written to.
         """
-        latest = self._path / _LATEST
+        latest = self._path / LATEST
         try:
             data = _packed(checkpoint, self._stamps(spec))
             self._path.mkdir(parents=True, exist_ok=True)
             if boundary:
                 # First, so that no run goes on from behind it without it. A file is replaced, never written into, so
                 # that one with two names stays as it is under the other.
-                _write(self._path / _BOUNDARY, data)
-                _name_too(self._path / _BOUNDARY, latest, data)
+                _write(self._path / BOUNDARY, data)
+                _name_too(self._path / BOUNDARY, latest, data)
             else:
                 _write(latest, data)
         except OSError as error:
@@ -115,13 +115,13 @@ class CheckpointFolder:
             raise CheckpointError("there is no memory (RAM) left to copy it") from error
 
     def load(self, spec: ModelSpec, plan: ExecutionPlan) -> Checkpoint | None:
-        """Return the latest checkpoint, its tensors where `plan` has the transformer; `None` if there is none.
+        """Return the newest checkpoint, its tensors where `plan` has the transformer; `None` if there is none.
 
         Raises:
             CheckpointError: if there is one that is of no use, with the reason.
         """
         self._sweep()
-        return _read(self._path / _LATEST, self._stamps(spec), plan, half=False)
+        return _read(newest(self._path), self._stamps(spec), plan, half=False)
 
     def boundary(self, spec: ModelSpec, plan: ExecutionPlan) -> Checkpoint | None:
         """Return the checkpoint between both experts, which knows nothing of the second; `None` if there is none.
@@ -129,18 +129,18 @@ class CheckpointFolder:
         Raises:
             CheckpointError: if there is one that is of no use, with the reason.
         """
-        return _read(self._path / _BOUNDARY, self._stamps(spec), plan, half=True)
+        return _read(self._path / BOUNDARY, self._stamps(spec), plan, half=True)
 
     def keep_half(self) -> None:
         """Remove what a finished job does not need any more: all but what redoing its second half begins with."""
         self._sweep()
         with contextlib.suppress(OSError):
-            (self._path / _LATEST).unlink(missing_ok=True)
+            (self._path / LATEST).unlink(missing_ok=True)
 
     def clear(self) -> None:
         """Remove all checkpoints."""
         self._sweep()
-        for name in (_LATEST, _BOUNDARY):
+        for name in (LATEST, BOUNDARY):
             with contextlib.suppress(OSError):
                 (self._path / name).unlink(missing_ok=True)
 
@@ -205,7 +205,7 @@ def _packed(checkpoint: Checkpoint, stamped: Stamps) -> bytes:
         "load_seconds": checkpoint.load_seconds,
     }
     told = json.dumps(facts)
-    return safetensors.torch.save(on_cpu, metadata={_METADATA: told, _CHECKSUM: str(_checksum(told, on_cpu))})
+    return safetensors.torch.save(on_cpu, metadata={FACTS: told, _CHECKSUM: str(_checksum(told, on_cpu))})
 
 
 def _read(path: Path, stamped: Stamps, plan: ExecutionPlan, *, half: bool) -> Checkpoint | None:
@@ -214,12 +214,12 @@ def _read(path: Path, stamped: Stamps, plan: ExecutionPlan, *, half: bool) -> Ch
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            facts = json.loads(metadata[_METADATA])
+            facts = json.loads(metadata[FACTS])
             # Copies, for those in the file lie at any address: arithmetic may round otherwise there.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - no mapping
         if facts["version"] != _VERSION:
             raise CheckpointError("another version of Tandem wrote it")
-        if metadata[_CHECKSUM] != str(_checksum(metadata[_METADATA], tensors)):
+        if metadata[_CHECKSUM] != str(_checksum(metadata[FACTS], tensors)):
             raise CheckpointError("it is damaged")
         if facts["identity"]["half" if half else "whole"] != identity(stamped, plan, half=half):
             raise CheckpointError("it is of another clip, or the model's files have changed")

@@ -28,12 +28,10 @@ from runtime.core.events import (
 from runtime.core.log import in_the_log
 from runtime.core.plan import ExecutionPlan
 from runtime.core.progress import Progress
+from runtime.jobs.kept import POSTER, step_kept
 from runtime.jobs.records import JobRecord, State, event_from_json
 from runtime.jobs.store import JobStore
 
-# In a job's folder.
-POSTER = "poster.webp"
-CHECKPOINTS = "*.safetensors"
 _NOT_REMEMBERED = "This video will not be in the list of jobs"
 
 logger = logging.getLogger(__name__)
@@ -145,10 +143,9 @@ class Job:
         return None
 
     @property
-    def kept(self) -> bool:
-        """Whether there is a checkpoint that it goes on from."""
-        folder = self._store.folder(self.id)
-        return folder is not None and any(folder.glob(CHECKPOINTS))
+    def kept(self) -> int | None:
+        """The step that it goes on after, by its checkpoint; `None` if it begins anew."""
+        return step_kept(self._store.folder(self.id))
 
     @property
     def written(self) -> bool:

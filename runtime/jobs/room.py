@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.jobs.live import CHECKPOINTS
+from runtime.jobs.kept import CHECKPOINTS
 from runtime.jobs.records import JobRecord, State
 from runtime.jobs.store import JobStore
 

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from runtime.core.errors import StoreError, TandemError
 from runtime.core.settings import Settings
-from runtime.jobs.live import POSTER
+from runtime.jobs.kept import POSTER
 from runtime.jobs.records import JobRecord
 from runtime.jobs.report import report
 from runtime.jobs.worker import Worker

@@ -12,7 +12,7 @@ from runtime.core.errors import InvalidRequestError, StoreError, TandemError
 from runtime.core.events import OutOfMemory
 from runtime.core.request import AUTO
 from runtime.jobs import room
-from runtime.jobs.live import POSTER
+from runtime.jobs.kept import POSTER
 from runtime.jobs.records import RESUMABLE, JobRecord, State
 from runtime.jobs.worker import Job, Worker
 from runtime.ui import acceleration, compare, facts, gallery, queue_view, text
@@ -137,7 +137,7 @@ class Shown:
     def standing(self, job: JobRecord) -> Standing:
         """Return how a job stands that ended without a video."""
         live = self._worker.job(job.id)
-        return standing((), False) if live is None else standing(live.events, live.kept)
+        return standing((), None) if live is None else standing(live.events, live.kept)
 
     def _gallery(self, asked: Asked) -> str:
         found = self._store.list(

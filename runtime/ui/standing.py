@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.core.duration import duration
-from runtime.core.events import CheckpointSaved, Event, OutOfMemory, Planned, Resumed, StepDone
+from runtime.core.events import Event, OutOfMemory, Planned, Resumed, StepDone
 
 _FLAG = re.compile(r"--(offload|quantization|on-out-of-memory) ([\w-]+)")
 
@@ -30,27 +30,22 @@ class Standing:
     changes: Mapping[str, Any]
 
 
-def standing(events: Sequence[Event], kept: bool) -> Standing:
+def standing(events: Sequence[Event], step: int | None) -> Standing:
     """Read it from what a job told.
 
     Args:
         events: since it was taken up last.
-        kept: whether there is a checkpoint.
+        step: of its checkpoint, which may be younger than the last word about it; `None` if there is none.
     """
-    reached, of, saved = 0, 0, None
+    reached, of = step or 0, 0
     full: OutOfMemory | None = None
     for event in events:
         if isinstance(event, Planned):
             of = event.plan.steps
-        elif isinstance(event, Resumed):
-            reached, of, saved = event.step, event.of, event.step
-        elif isinstance(event, StepDone):
-            reached, of = event.step, event.of
-        elif isinstance(event, CheckpointSaved):
-            saved = event.step
+        elif isinstance(event, Resumed | StepDone):
+            reached, of = max(reached, event.step), event.of
         elif isinstance(event, OutOfMemory):
             full = event
-    step = saved if kept else None
     changes = {} if full is None or full.taken else way_of(full.flags)
     way = full.instead if full is not None and changes else ""
     return Standing(_kept(reached, of, step), step, "" if full is None else _memory(full), way, changes)

@@ -16,6 +16,7 @@ from runtime.core.errors import CheckpointError
 from runtime.core.events import Event, Failed, Paused, Resumed, StepDone, VideoSaved, Warned
 from runtime.jobs.checkpoint import Checkpoint, CheckpointFolder
 from runtime.jobs.keeping import due, guessed_cost
+from runtime.jobs.kept import LATEST, step_kept
 from runtime.jobs.plan_json import plan_from_json, plan_to_json
 from runtime.models.spec import ModelSpec
 from runtime.models.wan import read_spec
@@ -197,6 +198,32 @@ def test_the_one_between_experts_stays_while_others_are_written(tiny: Tiny, tmp_
     assert folder.boundary(spec, replace(first.planned, guidance_scale_2=9.0)) is not None
     with pytest.raises(CheckpointError, match="another clip"):
         folder.boundary(spec, replace(first.planned, guidance_scale=9.0))
+
+
+def test_killed_before_the_one_between_experts_is_the_latest_too_it_is_taken(tiny: Tiny, tmp_path: Path) -> None:
+    spec, path = tiny("wan2.2-a14b"), tmp_path / "job"
+    folder = CheckpointFolder(path)
+    second = made(spec, tmp_path / "x.mp4")
+    reached = second.reached
+    assert reached is not None and step_kept(path) is None
+    folder.save(replace(second, reached=None), spec)
+    early = (path / LATEST).read_bytes()
+    folder.save(second, spec, boundary=True)
+    (path / LATEST).unlink()  # two names of one file
+    (path / LATEST).write_bytes(early)
+    assert step_kept(path) == 2
+    found = folder.load(spec, second.planned)
+    assert found is not None and found.reached is not None
+    assert torch.equal(found.reached.latents, reached.latents)
+    (path / LATEST).unlink()
+    assert step_kept(path) == 2
+    # What comes after it counts again, and a damaged latest is told of, not passed over.
+    folder.save(replace(second, reached=replace(reached, steps=3)), spec)
+    assert step_kept(path) == 3
+    (path / LATEST).write_bytes(b"x" * 100)
+    assert step_kept(path) is None
+    with pytest.raises(CheckpointError, match="damaged"):
+        folder.load(spec, second.planned)
 
 
 def test_what_a_killed_writer_left_is_removed(tiny: Tiny, tmp_path: Path) -> None:

@@ -18,10 +18,11 @@ from runtime.core.errors import InvalidRequestError, StoreError
 from runtime.core.events import StepDone, TerminalEvent, VideoSaved, Warned
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
-from runtime.jobs import chores, live
+from runtime.jobs import chores
 from runtime.jobs.batch import combined
 from runtime.jobs.chores import Chore
 from runtime.jobs.instance import Instance
+from runtime.jobs.kept import POSTER
 from runtime.jobs.records import JobRecord
 from runtime.jobs.store import JobStore
 from runtime.jobs.worker import Job, Worker
@@ -284,7 +285,7 @@ def test_the_last_preview_is_kept_as_poster(tmp_path: Path) -> None:
     job.record(saved())
     folder = store.folder(job.id)
     assert folder is not None
-    assert (folder / live.POSTER).read_bytes() == b"webp"
+    assert (folder / POSTER).read_bytes() == b"webp"
     assert all(event.preview is None for event in job.events if isinstance(event, StepDone))
 
 

@@ -27,7 +27,7 @@ KILLS = 30
 # Forks a writer for each line of standard input: it adds, claims, tells and ends jobs as fast as it can, and says of
 # each change that it was made. The next line kills it.
 NURSERY = """
-import os, signal, sys
+import os, random, signal, sys, time
 from pathlib import Path
 from runtime.core.events import Planned, StepDone
 from runtime.jobs.store import JobStore
@@ -45,6 +45,8 @@ def write():
         claimed = store.claim("writer")
         say("claimed", claimed.id)
         for event in (Planned(planned()), StepDone(1, 4, 0.1, "transformer"), saved()):
+            # SQLite's lock is not fair: on a slow disk the other writer would wait for ever.
+            time.sleep(random.uniform(0, 0.02))
             store.record(claimed.id, event)
             say("told", claimed.id, type(event).__name__)
 
@@ -52,7 +54,11 @@ planned()
 while sys.stdin.readline():
     child = os.fork()
     if child == 0:
-        write()
+        try:
+            write()
+        finally:
+            say("broke")
+            os._exit(1)
     sys.stdin.readline()
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -80,7 +86,9 @@ def test_what_was_acknowledged_outlasts_kill_9(path: Path) -> None:
                 assert nursery.stdout is not None
                 # Some are killed while they open the store.
                 lines = chosen.randrange(12) if number % 4 else 0
-                said += [nursery.stdout.readline().split() for _ in range(lines)]
+                for _ in range(lines):
+                    said.append(nursery.stdout.readline().split())
+                    assert said[-1] != ["broke"]
             time.sleep(chosen.uniform(0, 0.02))
             for nursery in (one, two):
                 assert nursery.stdout is not None

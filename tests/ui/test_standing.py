@@ -32,32 +32,28 @@ def full(**values: Any) -> OutOfMemory:
 
 
 @pytest.mark.parametrize(
-    ("events", "kept", "said", "step"),
+    ("events", "step", "said"),
     [
-        ([], True, "", None),
-        ([BEGUN], True, "It had not begun to denoise.", None),
-        ([BEGUN, *steps(12), CheckpointSaved(12)], True, "It stopped at step 12 of 20. It goes on from there.", 12),
-        ([BEGUN, *steps(12), CheckpointSaved(10)], True, "It stopped at step 12 of 20. It goes on after step 10.", 10),
-        ([BEGUN, *steps(12), CheckpointSaved(0)], True, "It stopped at step 12 of 20. The steps are done again.", 0),
+        ([], None, ""),
+        ([BEGUN], None, "It had not begun to denoise."),
+        ([BEGUN], 0, "It had not begun to denoise."),
+        ([BEGUN, *steps(12), CheckpointSaved(12)], 12, "It stopped at step 12 of 20. It goes on from there."),
+        ([BEGUN, *steps(12), CheckpointSaved(10)], 10, "It stopped at step 12 of 20. It goes on after step 10."),
+        ([BEGUN, *steps(12), CheckpointSaved(0)], 0, "It stopped at step 12 of 20. The steps are done again."),
+        # Killed between the checkpoint and the word about it; between a step's checkpoint and the word about the step.
+        ([BEGUN, *steps(12), CheckpointSaved(0)], 12, "It stopped at step 12 of 20. It goes on from there."),
+        ([BEGUN, *steps(11)], 12, "It stopped at step 12 of 20. It goes on from there."),
         (
             [BEGUN, *steps(12), CheckpointSaved(10)],
-            False,
-            "It stopped at step 12 of 20. Nothing of that is kept: it begins anew.",
             None,
+            "It stopped at step 12 of 20. Nothing of that is kept: it begins anew.",
         ),
-        ([BEGUN, *steps(20), CheckpointSaved(20)], True, "All 20 steps were done. Only decoding is left.", 20),
-        (
-            [BEGUN, Resumed(8, 20), *steps(9, 9)],
-            True,
-            "It stopped at step 9 of 20. It goes on after step 8.",
-            8,
-        ),
+        ([BEGUN, *steps(20), CheckpointSaved(20)], 20, "All 20 steps were done. Only decoding is left."),
+        ([BEGUN, Resumed(8, 20), *steps(9, 9)], 8, "It stopped at step 9 of 20. It goes on after step 8."),
     ],
 )
-def test_it_says_where_it_stopped_and_from_where_it_goes_on(
-    events: list[Event], kept: bool, said: str, step: int | None
-) -> None:
-    found = standing(events, kept)
+def test_it_says_where_it_stopped_and_from_where_it_goes_on(events: list[Event], step: int | None, said: str) -> None:
+    found = standing(events, step)
     assert (found.kept, found.step) == (said, step)
 
 
@@ -74,7 +70,7 @@ def test_it_says_where_it_stopped_and_from_where_it_goes_on(
 def test_where_memory_ran_out_it_offers_the_other_way(
     event: OutOfMemory, way: str, changes: dict[str, str], said: str
 ) -> None:
-    found = standing([BEGUN, *steps(3), event], True)
+    found = standing([BEGUN, *steps(3), event], 3)
     assert (found.way, found.changes) == (way, changes)
     assert said.replace("65 s", "1 min 5 s") in found.memory
 
