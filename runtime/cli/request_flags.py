@@ -33,8 +33,12 @@ Result = TypeVar("Result")
 # What shapes an engine.
 _SIZE = ("model", "width", "height", "frames")
 
-# What --steps and --guidance are where they are not given.
-PRESETS: Mapping[str, Mapping[str, Any]] = {"lightning-4": {"steps": 4, "guidance_scale": 1.0}}
+# What --steps, --guidance and --shift are where they are not given. The shift is lightx2v's, for Wan2.1 and Wan2.2:
+# https://github.com/ModelTC/LightX2V, configs/wan22/wan_moe_t2v_distill_lora.json and
+# configs/distill/wan_t2v_distill_lora_4step_cfg.json ("sample_shift": 5). With it and four steps UniPC's timesteps are
+# 999, 937, 833 and 625; the training's were 1000, 937.5, 833.3 and 625:
+# https://github.com/ModelTC/LightX2V-Wan2.2-Lightning/issues/3.
+PRESETS: Mapping[str, Mapping[str, Any]] = {"lightning-4": {"steps": 4, "guidance_scale": 1.0, "shift": 5.0}}
 _DEFAULT = "[default: the model's]"
 
 
@@ -130,7 +134,7 @@ def request_from_flags(
         str | None,
         typer.Option(
             metavar="|".join(PRESETS),
-            help="For a step-distillation LoRA whose name does not say what it is: 4 steps, no guidance.",
+            help="For lightx2v's step-distillation LoRAs: 4 steps, no guidance, shift 5.",
         ),
     ] = None,
     attention: Annotated[
@@ -146,6 +150,14 @@ def request_from_flags(
         typer.Option(
             metavar="|".join(COMPILES[1:]),
             help="Whether the transformers' blocks are compiled in PyTorch. [default: where it pays off for the clip]",
+        ),
+    ] = None,
+    shift: Annotated[
+        str | None,
+        typer.Option(
+            metavar=f"N|{AUTO}",
+            help="How far noise levels are moved towards noise: higher for layout and motion, lower for detail. "
+            "[default: what the model's scheduler says]",
         ),
     ] = None,
 ) -> GenerationRequest:
@@ -178,6 +190,7 @@ def request_from_flags(
         step_cache=NONE if step_cache is None else step_cache,
         attention=AUTO if attention is None else attention,
         compile=AUTO if compile is None else compile,
+        shift=chosen.get("shift") if shift is None else _number(shift),
     )
 
 
