@@ -28,17 +28,14 @@ from runtime.core.request import (
     GenerationRequest,
 )
 from runtime.core.step_cache import DEFAULT_STRENGTH, NONE
+from runtime.models.lora_files import LIGHTX2V_SHIFT
 
 Result = TypeVar("Result")
 # What shapes an engine.
 _SIZE = ("model", "width", "height", "frames")
 
-# What --steps, --guidance and --shift are where they are not given. The shift is lightx2v's, for Wan2.1 and Wan2.2:
-# https://github.com/ModelTC/LightX2V, configs/wan22/wan_moe_t2v_distill_lora.json and
-# configs/distill/wan_t2v_distill_lora_4step_cfg.json ("sample_shift": 5). With it and four steps UniPC's timesteps are
-# 999, 937, 833 and 625; the training's were 1000, 937.5, 833.3 and 625:
-# https://github.com/ModelTC/LightX2V-Wan2.2-Lightning/issues/3.
-PRESETS: Mapping[str, Mapping[str, Any]] = {"lightning-4": {"steps": 4, "guidance_scale": 1.0, "shift": 5.0}}
+# What --steps, --guidance and --shift are where they are not given.
+PRESETS: Mapping[str, Mapping[str, Any]] = {"lightning-4": {"steps": 4, "guidance_scale": 1.0, "shift": LIGHTX2V_SHIFT}}
 _DEFAULT = "[default: the model's]"
 
 
@@ -134,7 +131,8 @@ def request_from_flags(
         str | None,
         typer.Option(
             metavar="|".join(PRESETS),
-            help="For lightx2v's step-distillation LoRAs: 4 steps, no guidance, shift 5.",
+            help="For a step-distillation LoRA of lightx2v's: 4 steps, no guidance, and "
+            f"shift {LIGHTX2V_SHIFT:g}, unless others are given.",
         ),
     ] = None,
     attention: Annotated[

@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 
 from runtime.core.errors import InvalidRequestError
+from runtime.core.loras import LoraUse
 from runtime.core.request import GenerationRequest
 from runtime.models.known import published
+from runtime.models.lora_files import distilled_shift
 from runtime.models.spec import ModelSpec
 
 
@@ -59,11 +61,20 @@ def warnings(spec: ModelSpec, steps: int, shift: float | None, taken: Mapping[st
     Args:
         taken: the steps of each transformer, as `expert_steps` returns them.
     """
-    idle = [name for name, count in taken.items() if not count]
-    if shift is None or not idle:
-        return []
-    which = "low" if idle == ["transformer_2"] else "high"
-    return [
-        f"With {steps} step{'' if steps == 1 else 's'} and shift {shift:g} the {which}-noise transformer of "
-        f"{spec.title} takes none of them: expect less quality."
-    ]
+    by = spec.noise.shift if shift is None else shift
+    said = [_other_than_made_for(use, by) for use in spec.loras] if spec.here and spec.noise.setting else []
+    if shift is not None and not all(taken.values()):
+        which = "low" if taken["transformer"] else "high"
+        counted = f"{steps} step{'' if steps == 1 else 's'}"
+        said.append(f"With {counted} and shift {by:g} the {which}-noise transformer takes none: expect less quality.")
+    return [sentence for sentence in said if sentence]
+
+
+def _other_than_made_for(use: LoraUse, shift: float) -> str:
+    wanted = None if use.steps is None else distilled_shift(use.path)
+    if wanted in {None, shift}:
+        return ""
+    return (
+        f"The LoRA {use.name} was distilled with shift {wanted:g}; this takes {shift:g}: --shift {wanted:g} is what it "
+        "is made for."
+    )

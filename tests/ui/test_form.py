@@ -24,6 +24,7 @@ GOOD: dict[str, Any] = {
     "guidance_scale": 4.0,
     "guidance_scale_2": 3.0,
     "seed": "",
+    "shift": "",
     "backend_text_encoder": "auto",
     "backend_transformer": "auto",
     "backend_transformer_2": "auto",
@@ -54,7 +55,7 @@ def read(models: dict[str, ModelSpec], **changes: Any) -> GenerationRequest:
 def test_values_become_a_request(models: dict[str, ModelSpec]) -> None:
     request = read(models)
     plain = {name: value for name, value in GOOD.items() if name not in BACKENDS}
-    assert request == GenerationRequest(**(plain | {"seed": AUTO, "gpus": 1, "loras": ()}))
+    assert request == GenerationRequest(**(plain | {"seed": AUTO, "gpus": 1, "loras": (), "shift": None}))
     assert [read(models, gpus=given).gpus for given in ("2", "auto")] == [2, AUTO]
 
 
