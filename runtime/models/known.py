@@ -76,7 +76,7 @@ class KnownModel:
         transformer_parameters, vae_parameters: numbers of weights, of one expert.
         experts, boundary_ratio, expand_timesteps: as in `ModelSpec`.
         sizes: where they are not those of its family's card.
-        flow_shift: in Wan's own code (`sample_shift`); what runs is what is asked for, else what the folder's scheduler says.
+        flow_shift: in Wan's own code (`sample_shift`); what runs is what is asked for, or the folder's.
     """
 
     name: str
