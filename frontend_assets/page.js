@@ -3,7 +3,7 @@
 (() => {
   "use strict";
   const NAMES = ["prompt", "negative_prompt", "model", "width", "height", "frames", "fps", "steps",
-    "guidance_scale", "guidance_scale_2", "seed", "backend_text_encoder", "backend_transformer",
+    "guidance_scale", "guidance_scale_2", "seed", "shift", "backend_text_encoder", "backend_transformer",
     "backend_transformer_2", "backend_vae", "build", "offload", "quantization",
     "on_out_of_memory", "gpus", "loras", "step_cache", "attention", "compile"];
   const WORDS = ["prompt", "negative_prompt", "seed"];   // which change nothing in what runs where

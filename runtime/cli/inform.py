@@ -47,6 +47,11 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
         f"{spec.title}: {plan.width}x{plan.height}, {plan.frames} frames ({plan.seconds_of_video:.1f} s at {plan.fps} "
         f"fps), {plan.steps} steps, {plan.tokens:,} tokens, seed {plan.seed}"
     )
+    if len(plan.expert_steps) > 1:
+        taken = ", ".join(f"{plan.title(name)} {count}" for name, count in plan.expert_steps.items())
+        show.line(f"Steps of each expert: {taken}")
+    if plan.shift_reason:
+        show.line(plan.shift_reason)
     if plan.loras:
         show.line(f"LoRA: {', '.join(str(use.asked()) for use in plan.loras)}")
     show.table(

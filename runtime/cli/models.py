@@ -13,7 +13,7 @@ from runtime.manager.needs import Needs, needs
 from runtime.models.catalogue import folders, not_here
 from runtime.models.hub.download import begun_bytes
 from runtime.models.hub.manifest import read_manifest
-from runtime.models.known import KnownModel, download_bytes, known_as, named
+from runtime.models.known import download_bytes, named, published
 from runtime.models.spec import ModelSpec
 from runtime.models.wan import WAN_NEGATIVE_PROMPT, read_spec
 
@@ -42,7 +42,7 @@ def show_models() -> dict[str, Any]:
 
 
 def _model(spec: ModelSpec, need: Needs) -> dict[str, Any]:
-    known = _known(spec)
+    known = published(spec)
     return {
         "name": spec.name,
         "folder": str(spec.directory),
@@ -83,16 +83,9 @@ def describe(spec: ModelSpec, need: Needs) -> list[str]:
     ]
 
 
-def _known(spec: ModelSpec) -> KnownModel | None:
-    """Return the published model that this one is."""
-    known = known_as(spec.name) or known_as(spec.directory.name)
-    is_it = known is not None and known.describes(spec.transformer, spec.vae, spec.experts)
-    return known if is_it else None
-
-
 def _shift(spec: ModelSpec) -> str:
     """Return the shift of the model's scheduler; it is Wan's own where that is not here, or is another."""
-    known = _known(spec)
+    known = published(spec)
     own = f"{known.flow_shift:g} in Wan's own code" if known else ""
     if spec.flow_shift is None:
         return f", shift {own}" if own else ""

@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,11 +16,11 @@ _PIECE_BYTES = 8 << 20
 _ROOM = 2.0
 
 
-def next_files(spec: ModelSpec, plan: ExecutionPlan, running: str, held: Sequence[str]) -> list[Path]:
+def next_files(spec: ModelSpec, plan: ExecutionPlan, running: str, held: Collection[str]) -> list[Path]:
     """Return the weights that will be loaded after the part that runs, and are not in memory.
 
     Args:
-        held: the parts that are loaded.
+        held: the parts that are loaded, or have nothing to do.
     """
     names = list(plan.components)
     after = names[names.index(running) + 1 :]

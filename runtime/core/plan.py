@@ -207,6 +207,9 @@ class ExecutionPlan:
         step_cache: what is computed once for several denoising steps, with its strength, or "none".
         attention, compile: as asked for.
         speed: what came of them.
+        shift: how far noise levels are moved towards noise; `None` where the model's own scheduler says it.
+        shift_reason: a sentence, where it is not the model's own.
+        expert_steps: how many of the steps each transformer takes, by component; empty where that is not known.
     """
 
     prompt: str
@@ -248,6 +251,9 @@ class ExecutionPlan:
     attention: str = AUTO
     compile: str = AUTO
     speed: Speed = EAGER
+    shift: float | None = None
+    shift_reason: str = ""
+    expert_steps: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def gpus(self) -> int:
@@ -307,6 +313,7 @@ class ExecutionPlan:
             "step_cache": self.step_cache,
             "attention": self.attention,
             "compile": self.compile,
+            "shift": self.shift,
         }
         if self.guidance_scale_2 is not None:
             used["guidance_scale_2"] = self.guidance_scale_2
@@ -337,4 +344,7 @@ class ExecutionPlan:
             "loras": [use.told() for use in self.loras],
             "step_cache": self.step_cache,
             "speed": self.speed.to_json(),
+            "shift": self.shift,
+            "shift_reason": self.shift_reason,
+            "expert_steps": dict(self.expert_steps),
         }

@@ -37,6 +37,8 @@ MAX_FRAMES = 4_001
 MAX_FPS = 120
 MAX_STEPS = 1_000
 MAX_GUIDANCE = 100.0
+# Beyond these, with as many steps as there may be, neighbouring noise levels of diffusers' schedulers come to be one.
+MIN_SHIFT, MAX_SHIFT = 0.1, 100.0
 # JSON and browsers keep integers exact up to here.
 MAX_SEED = 2**53 - 1
 
@@ -74,6 +76,7 @@ class GenerationRequest:
             8 bits, and are never taken unasked.
         compile: whether the transformers' blocks are compiled in PyTorch: where it pays off for the clip ("auto"),
             "never" or "always".
+        shift: how far the scheduler's noise levels are moved towards noise; `None` takes what the model's folder says.
 
     Raises:
         InvalidRequestError: for a value out of bounds, naming the field and what would do.
@@ -100,6 +103,7 @@ class GenerationRequest:
     step_cache: str = NONE
     attention: str = AUTO
     compile: str = AUTO
+    shift: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", _text("prompt", self.prompt))
@@ -123,6 +127,7 @@ class GenerationRequest:
             object.__setattr__(self, name, _integer(name, getattr(self, name), low, high))
         for name in ("guidance_scale", "guidance_scale_2"):
             object.__setattr__(self, name, _number(name, getattr(self, name), 0.0, MAX_GUIDANCE))
+        object.__setattr__(self, "shift", _or_none("shift", self.shift, MIN_SHIFT, MAX_SHIFT))
         object.__setattr__(self, "backends", _backends(self.backends))
         object.__setattr__(self, "loras", read_loras(self.loras))
         object.__setattr__(self, "step_cache", read_step_cache(self.step_cache))
@@ -220,13 +225,23 @@ def _integer(field: str, value: object, low: int, high: int) -> int | Auto:
 def _number(field: str, value: object, low: float, high: float) -> float | Auto:
     if value == AUTO:
         return AUTO
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    # A whole number may be too large for a float.
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or (isinstance(value, float) and not math.isfinite(value))
+    ):
         raise InvalidRequestError(
             field, f"{label(field)} is {_shown(value)}, not a number.", f"Give one from {low:g} to {high:g}, or auto."
         )
     if not low <= value <= high:
         raise InvalidRequestError(field, f"{label(field)} is {_shown(value)}.", f"Give one from {low:g} to {high:g}.")
     return float(value)
+
+
+def _or_none(field: str, value: object, low: float, high: float) -> float | None:
+    number = AUTO if value is None else _number(field, value, low, high)
+    return None if isinstance(number, str) else number
 
 
 def _shown(value: object) -> str:

@@ -183,6 +183,8 @@ def identity(stamps: Stamps, plan: ExecutionPlan, *, half: bool) -> str:
     left_out = _NOT_THE_CLIP | ({"guidance_scale_2"} if half else set())
     # Checkpoints from before there were step caches say nothing of them.
     left_out |= {"step_cache"} if plan.step_cache == NONE else set()
+    # Nor of a shift; the model's own is in the scheduler's file.
+    left_out |= {"shift"} if plan.shift is None else set()
     clip = {name: value for name, value in plan.request_json().items() if name not in left_out}
     files = {part: stamp for part, stamp in stamps.items() if not (half and part == "transformer_2")}
     return hashlib.sha256(json.dumps([clip, files], sort_keys=True).encode()).hexdigest()

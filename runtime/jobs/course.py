@@ -171,7 +171,7 @@ class Course:
         try:
             found = self._checkpoints.load(self.spec, self.plan)
             if found is not None and found.reached is not None and found.reached.scheduler is not None:
-                restore(load_scheduler(self.spec), found.reached.scheduler)
+                restore(load_scheduler(self.spec, self.plan.shift), found.reached.scheduler)
         except CheckpointError as error:
             self._checkpoints.clear()
             self.warn(f"What an earlier run left is of no use, for {error.what}: the video is made anew.")

@@ -173,7 +173,7 @@ def _denoise(course: Course, previews: Previews) -> None:
     course.cancel.check_pause()
     course.doing = ("denoise", "transformer")
     assert course.conditioning is not None
-    scheduler = load_scheduler(course.spec)
+    scheduler = load_scheduler(course.spec, course.plan.shift)
     steps = get_schedule(course.plan, scheduler, course.spec.boundary_ratio)
     reached = course.reached
     if reached is None or (reached.scheduler is None and reached.steps < len(steps)):
@@ -187,7 +187,8 @@ def _denoise(course: Course, previews: Previews) -> None:
         with course.residency.denoiser(course.spec, course, name) as denoiser:
             course.begin("denoise", name)
             held = [part for part in course.plan.components if course.residency.holds(course.spec, course.plan, part)]
-            with reading(next_files(course.spec, course.plan, name, held)):
+            idle = {*course.plan.components} - {"vae"} - {step.expert for step in steps}
+            with reading(next_files(course.spec, course.plan, name, {*held, *idle})):
                 yield denoiser
 
     with course.clock.stage("denoise"):
@@ -235,7 +236,8 @@ def _save(course: Course, previews: Previews, peak: PeakMemory, job_id: str | No
 
 def _parts_ahead(course: Course) -> set[str]:
     """Return the components that have work to do yet."""
-    steps: list[Step] = get_schedule(course.plan, load_scheduler(course.spec), course.spec.boundary_ratio)
+    scheduler = load_scheduler(course.spec, course.plan.shift)
+    steps: list[Step] = get_schedule(course.plan, scheduler, course.spec.boundary_ratio)
     first = {"text_encoder"} if course.conditioning is None else set()
     return first | {step.expert for step in steps[course.step :]} | {"vae"}
 

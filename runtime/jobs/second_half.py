@@ -28,6 +28,7 @@ CHANGEABLE = (
     "fps",
     "gpus",
 )
+_OF_THE_SCHEDULE = {"steps": "The number of steps", "shift": "The shift"}
 
 
 def redo_second_half(
@@ -64,6 +65,12 @@ def redo_second_half(
             "Generate the video anew with the settings that you want.",
         )
     _check_changeable(changes)
+    if made.expert_steps.get("transformer_2") == 0:
+        raise InvalidRequestError(
+            "model",
+            f"The low-noise transformer took none of the {made.steps} steps, so there is no second half to redo.",
+            "Generate the video anew with the settings that you want.",
+        )
     values = made.request_json() | {"offload": AUTO} | dict(changes)
     backends = changes.get("backends", {})
     values["backends"] = {**made.backends, **backends} if isinstance(backends, Mapping) else backends
@@ -88,11 +95,12 @@ def redo_second_half(
 
 def _check_changeable(changes: Mapping[str, Any]) -> None:
     for name in changes:
-        if name == "steps":
+        if name in _OF_THE_SCHEDULE:
             raise InvalidRequestError(
-                "steps",
-                "The number of steps is the whole video's: the schedule of its second half follows from the first.",
-                "Leave the steps as they are, or generate the video anew.",
+                name,
+                f"{_OF_THE_SCHEDULE[name]} is the whole video's: the schedule of its second half follows from the "
+                "first.",
+                f"Leave the {name} as {'they are' if name == 'steps' else 'it is'}, or generate the video anew.",
             )
         if name not in CHANGEABLE:
             raise InvalidRequestError(

@@ -156,13 +156,19 @@ def _both_experts(one: str, other: str) -> bool:
     return is_transformer(one) and is_transformer(other)
 
 
-def calls_of(steps: int, guidance_scale: float, guidance_scale_2: float | None) -> dict[str, float]:
-    """Return how often each component is called for one clip; experts share the steps evenly."""
+def calls_of(
+    steps: int, guidance_scale: float, guidance_scale_2: float | None, expert_steps: Mapping[str, int]
+) -> dict[str, float]:
+    """Return how often each component is called for one clip.
+
+    Args:
+        expert_steps: how many of the steps each transformer takes; where that is not known, they share them evenly.
+    """
     scales = {"transformer": guidance_scale}
     if guidance_scale_2 is not None:
         scales["transformer_2"] = guidance_scale_2
     passes = {name: 2 if scale > 1 else 1 for name, scale in scales.items()}
-    experts = {name: count * steps / len(scales) for name, count in passes.items()}
+    experts = {name: count * expert_steps.get(name, steps / len(scales)) for name, count in passes.items()}
     return {"text_encoder": max(passes.values()), **experts, "vae": 1}
 
 
@@ -182,7 +188,7 @@ def _as_planned(plan: ExecutionPlan, spec: ModelSpec) -> tuple[Load, Work, Way]:
         text_bytes=plan.speed.text_bytes,
         at_once=vram.at_once(plan.speed),
     )
-    calls = calls_of(plan.steps, plan.guidance_scale, plan.guidance_scale_2)
+    calls = calls_of(plan.steps, plan.guidance_scale, plan.guidance_scale_2, plan.expert_steps)
     way = Way(
         offload=plan.offload,
         quantization=parts["transformer"].quantization,

@@ -14,6 +14,7 @@ from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, LatentSize
 from runtime.core.request import ALL, AUTO, Auto, GenerationRequest
 from runtime.core.step_cache import NONE, as_used
 from runtime.manager import compat, extent, extras, speed, vram
+from runtime.manager import shift as moved
 from runtime.manager import split as shared
 from runtime.manager.history import History, attention_seconds, calls_of, compile_seconds, device_name
 from runtime.manager.ladder import decide
@@ -102,6 +103,10 @@ def _resolved(
     guidance = _or(request.guidance_scale, defaults.guidance_scale)
     guidance_2 = _second_guidance(request, spec, guidance)
     seed = secrets.randbelow(1 << 32) if request.seed == AUTO else request.seed
+    moved.check(request, spec)
+    shift = moved.as_used(request, spec)
+    expert_steps = moved.expert_steps(spec, steps, shift)
+    calls = calls_of(steps, guidance, guidance_2, expert_steps)
 
     device, dtypes, reason, free = placement(spec, machine, gpu)
     guided = guidance > 1 and (guidance_2 is None or guidance_2 > 1)
@@ -133,16 +138,12 @@ def _resolved(
         cached_passes=vram.cached_passes(step_cache, guidance, guidance_2),
     )
     in_pytorch = vram.weights_bytes(spec, dtypes) if device != "cpu" else {}
-    computed = _speed_case(request, load, machine, choices, history, calls_of(steps, guidance, guidance_2), free)
+    computed = _speed_case(request, load, machine, choices, history, calls, free)
     base = speed.held(computed)
     load = replace(load, text_bytes=base.text_bytes, at_once=vram.at_once(base))
     case = Case(
         load=load,
-        work=Work(
-            calls=calls_of(steps, guidance, guidance_2),
-            frames=frames,
-            engine_seconds=noted.seconds(choices),
-        ),
+        work=Work(calls=calls, frames=frames, engine_seconds=noted.seconds(choices)),
         machine=machine,
         history=history,
         backends={name: choice.backend for name, choice in choices.items()},
@@ -161,7 +162,7 @@ def _resolved(
     weights = vram.weights_bytes(spec, dtypes, way.quantization) | dict(load.engine_bytes)
     if split is not None and way.decode_tile is not None:
         split = replace(split, decode=False)
-    passes = [2 if scale > 1 else 1 for scale in (guidance, guidance_2 or guidance)]
+    passes = sum(calls[name] for name in calls if is_transformer(name))
     forward = spec.transformer.forward_flops(tokens, spec.max_sequence_length)
     return ExecutionPlan(
         prompt=request.prompt,
@@ -196,7 +197,7 @@ def _resolved(
             )
             for name in spec.component_names
         },
-        step_flops=forward * sum(passes) / 2,
+        step_flops=forward * passes / steps,
         decode_flops=flops(load, case.work, "vae", way.decode_tile),
         memory_bytes=decision.taken.rung.peak_bytes,
         free_bytes=free,
@@ -212,6 +213,7 @@ def _resolved(
         warnings=(
             *extent.warnings(spec, width, height, frames),
             *extras.warnings(request, spec, steps, max(guidance, guidance_2 or 0)),
+            *moved.warnings(spec, steps, shift, expert_steps),
             *notes,
             *more,
             *decision.warnings,
@@ -222,6 +224,9 @@ def _resolved(
         attention=request.attention,
         compile=request.compile,
         speed=decision.taken.speed,
+        shift=shift,
+        shift_reason=moved.reason(shift, spec),
+        expert_steps=expert_steps,
     )
 
 

@@ -4,16 +4,20 @@ Configurations are the published ones, https://huggingface.co/Wan-AI (Apache 2.0
 them; a test counts them with the libraries' own classes. Reads no file.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from runtime.models.noise_levels import NoiseLevels
 from runtime.models.spec import ModelSpec, TransformerSpec, VaeSpec
 from runtime.models.wan import MAX_SEQUENCE_LENGTH, card_defaults, transformer_spec, vae_spec
 
 _LICENSE = "Apache-2.0"
 _SCHEDULER = "UniPCMultistepScheduler"
+# Its shift is what the folder will say.
+_NOISE = NoiseLevels(setting="flow_shift", fixed="", shift=math.nan, spread="unipc")
 _BYTES_PER_WEIGHT = 4
 # UMT5-XXL's encoder; its embedding, which two names share, counted once.
 _UMT5_XXL = 5_680_910_336
@@ -72,7 +76,7 @@ class KnownModel:
         transformer_parameters, vae_parameters: numbers of weights, of one expert.
         experts, boundary_ratio, expand_timesteps: as in `ModelSpec`.
         sizes: where they are not those of its family's card.
-        flow_shift: in Wan's own code (`sample_shift`); what runs is what the folder's scheduler says.
+        flow_shift: in Wan's own code (`sample_shift`); what runs is what is asked for, or the folder's.
     """
 
     name: str
@@ -131,6 +135,7 @@ class KnownModel:
             latent_rgb=None,
             **(card | {"sizes": self.sizes or card["sizes"]}),
             here=False,
+            noise=_NOISE,
         )
 
     def describes(self, transformer: TransformerSpec, vae: VaeSpec, experts: int) -> bool:
@@ -192,6 +197,13 @@ KNOWN = (
 def known_as(name: str) -> KnownModel | None:
     """Return the model that goes by a name, upper and lower case being alike."""
     return next((model for model in KNOWN if name.strip().lower() in model.names), None)
+
+
+def published(spec: ModelSpec) -> KnownModel | None:
+    """Return the published model that one is, by its name and its architecture."""
+    known = known_as(spec.name) or known_as(spec.directory.name)
+    is_it = known is not None and known.describes(spec.transformer, spec.vae, spec.experts)
+    return known if is_it else None
 
 
 def download_bytes(spec: ModelSpec) -> int:

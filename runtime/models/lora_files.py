@@ -28,6 +28,12 @@ _DISTILLED = re.compile(
     r"lightning|lightx2v|distill|causvid|accvid|turbo|fastwan|(?<!\d)\d{1,2}[\s_-]?steps?(?![a-z])", re.IGNORECASE
 )
 _STEPS = re.compile(r"(?<!\d)(\d{1,2})[\s_-]?steps?(?![a-z])", re.IGNORECASE)
+_LIGHTX2V = re.compile(r"lightning|lightx2v", re.IGNORECASE)
+# lightx2v's for its LoRAs of four steps, of Wan2.1 and Wan2.2 alike ("sample_shift" in https://github.com/ModelTC/LightX2V,
+# configs/wan22/wan_moe_t2v_distill_lora.json and configs/distill/wan_t2v_distill_lora_4step_cfg.json).
+# With it UniPC's four timesteps are 999, 937, 833 and 625; those of the training were 1000, 937.5, 833.3 and 625:
+# https://github.com/ModelTC/LightX2V-Wan2.2-Lightning/issues/3.
+LIGHTX2V_SHIFT = 5.0
 _FEW_STEPS = 4
 _MOST_DISTILLED = 16
 _MATRIX = 2
@@ -94,6 +100,11 @@ def distilled_steps(path: Path) -> int | None:
             number = int(steps[1]) if steps else _FEW_STEPS
             return number if 0 < number <= _MOST_DISTILLED else None
     return None
+
+
+def distilled_shift(path: Path) -> float | None:
+    """Return the shift that a LoRA was distilled with, where its name or its folder's says whose it is."""
+    return LIGHTX2V_SHIFT if any(_LIGHTX2V.search(text) for text in (path.stem, path.parent.name)) else None
 
 
 def _check_module(name: str, spec: ModelSpec, change: Change, found: Mapping[str, tuple[int, ...]]) -> None:

@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 
 from runtime.core.loras import LoraUse
+from runtime.models.noise_levels import UNTOLD, NoiseLevels
 
 _FLOAT32 = 4
 _RGB = 3
@@ -189,6 +190,7 @@ class ModelSpec:
         here: whether `directory` is there; a known model can be planned with before its weights are.
         flow_shift: how far the scheduler's noise levels are moved towards noise, where it says so.
         loras: what is added to its transformers' weights when they are loaded, see `models.loras.with_loras`.
+        noise: where the scheduler puts the steps.
     """
 
     name: str
@@ -210,6 +212,7 @@ class ModelSpec:
     here: bool = True
     flow_shift: float | None = None
     loras: tuple[LoraUse, ...] = ()
+    noise: NoiseLevels = UNTOLD
 
     def loras_of(self, component: str) -> tuple[LoraUse, ...]:
         """Return the LoRAs that change a component's weights."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.core.errors import ModelError
+from runtime.models.noise_levels import noise_levels
 from runtime.models.safetensors_header import tensor_sizes
 from runtime.models.spec import Defaults, LatentRgb, ModelSpec, TransformerSpec, VaeSpec
 
@@ -66,6 +67,7 @@ def read_spec(directory: Path, name: str) -> ModelSpec:
             max_sequence_length=MAX_SEQUENCE_LENGTH,
             parameters={part: _count(directory / part) for part in ("text_encoder", *names, "vae")},
             flow_shift=None if shift is None else float(shift),
+            noise=noise_levels(scheduler),
             **sidecar,
         )
     except (KeyError, TypeError, ValueError) as error:

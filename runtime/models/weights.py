@@ -100,8 +100,11 @@ def load_tokenizer(spec: ModelSpec) -> Any:
         ) from error
 
 
-def load_scheduler(spec: ModelSpec) -> Any:
+def load_scheduler(spec: ModelSpec, shift: float | None = None) -> Any:
     """Load the model's scheduler, of the class that its configuration names.
+
+    Args:
+        shift: how far it moves noise levels towards noise, instead of its configuration's.
 
     Raises:
         ModelError: if diffusers has no such scheduler.
@@ -112,9 +115,13 @@ def load_scheduler(spec: ModelSpec) -> Any:
             f"{spec.title} wants the scheduler {spec.scheduler!r}, which diffusers {diffusers.__version__} has not.",
             "Update Tandem, or take another model.",
         )
+    changed: dict[str, Any] = {}
+    if shift is not None:
+        assert spec.noise.setting is not None, "the planner refuses it"
+        changed[spec.noise.setting] = shift
     try:
         return cast("Any", scheduler_class).from_pretrained(
-            str(spec.directory), subfolder="scheduler", local_files_only=True
+            str(spec.directory), subfolder="scheduler", local_files_only=True, **changed
         )
     except (OSError, ValueError, TypeError) as error:
         raise ModelError(

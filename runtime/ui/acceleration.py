@@ -70,6 +70,7 @@ _TITLES: Mapping[str, Mapping[str, str]] = {
     "Attention": _ATTENTIONS,
     "Compile": _COMPILES,
     "Step cache": _STEP_CACHE_TITLES,
+    "Shift": {},
 }
 TITLES = {
     "text_encoder": "Text encoder",
@@ -78,7 +79,8 @@ TITLES = {
     "vae": "VAE decoder",
 }
 _FLAG = re.compile(
-    r"(--offload|--quantization|--step-cache|--attention|--compile|Offload(?= ')) '?([\w-]+)'?|--backend (\w+)=(\w+)"
+    r"(--offload|--quantization|--step-cache|--attention|--compile|--shift|Offload(?= ')) '?([\w-]+)'?"
+    r"|--backend (\w+)=(\w+)"
 )
 _GPUS = re.compile(r"--gpus (\d+)")
 _OFFLOAD = re.compile(r"\b([Mm]odel|[Gg]roup|[Ss]equential) offload\b")

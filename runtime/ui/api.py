@@ -49,13 +49,14 @@ def endpoint(worker: Worker, models: dict[str, ModelSpec], default_model: str) -
         step_cache: str = NONE,
         attention: str = AUTO,
         compile: str = AUTO,
+        shift: float | None = None,
     ) -> AsyncIterator[dict[str, Any]]:
         """Make one video. Streams the job's events as they happen; the last is VideoSaved, whose "video" is the MP4.
 
         "auto" takes the model's own default, and a random seed; negative_prompt null takes the model's own. backends
         says what runs a component, as {"vae": "pytorch"} or ["vae=pytorch"], "all" for every one; build, offload,
-        quantization, on_out_of_memory, gpus, step_cache, attention and compile are as on the command line; loras names
-        those in the cache's weights/loras, as ["style:0.8"]. The job goes on when the stream is closed.
+        quantization, on_out_of_memory, gpus, step_cache, attention, compile and shift are as on the command line; loras
+        names those in the cache's weights/loras, as ["style:0.8"]. The job goes on when the stream is closed.
         """
         try:
             check_offered(model, models)
@@ -81,6 +82,7 @@ def endpoint(worker: Worker, models: dict[str, ModelSpec], default_model: str) -
                 step_cache=step_cache,
                 attention=attention,
                 compile=compile,
+                shift=shift,
             )
             job = await asyncio.to_thread(worker.submit, request)
         except TandemError as error:
@@ -111,6 +113,7 @@ def visitors_endpoint(
         guidance_scale: float | Auto = AUTO,
         guidance_scale_2: float | Auto = AUTO,
         seed: int | Auto = AUTO,
+        shift: float | None = None,
     ) -> AsyncIterator[dict[str, Any]]:
         """Make one video within the limits. Streams the job's events as they happen; the last is VideoSaved.
 
@@ -130,6 +133,7 @@ def visitors_endpoint(
                 guidance_scale=guidance_scale,
                 guidance_scale_2=guidance_scale_2,
                 seed=seed,
+                shift=shift,
             )
             job = await asyncio.to_thread(lobby.submit, asked, visitor_of(request))
         except TandemError as error:

@@ -81,7 +81,9 @@ def _extras(request: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return what not every video has."""
     loras, step_cache = lora_field.shown(request.get("loras")), request.get("step_cache", NONE)
     told = [("LoRA", line) for line in loras.splitlines()]
-    return told if step_cache == NONE else [*told, ("Step cache", str(step_cache))]
+    told += [] if step_cache == NONE else [("Step cache", str(step_cache))]
+    shift = request.get("shift")
+    return told if shift is None else [*told, ("Shift", f"{shift:g}")]
 
 
 def _time(saved: VideoSaved) -> str:

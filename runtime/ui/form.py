@@ -29,7 +29,7 @@ from runtime.core.request import (
 from runtime.core.step_cache import NONE, read_step_cache
 from runtime.manager.machine import Machine
 from runtime.models.spec import ModelSpec
-from runtime.ui import acceleration, lora_field, text, theme
+from runtime.ui import acceleration, lora_field, shift_field, text, theme
 from runtime.ui.models import check_offered
 
 CUSTOM = "custom"
@@ -55,6 +55,7 @@ class Form:
     guidance_scale: gr.Number
     guidance_scale_2: gr.Number
     seed: gr.Textbox
+    shift: gr.Textbox
     backend_text_encoder: gr.Dropdown
     backend_transformer: gr.Dropdown
     backend_transformer_2: gr.Dropdown
@@ -82,11 +83,11 @@ class Form:
 
 FOLLOWING_MODEL = (
     "width", "height", "frames", "fps", "negative_prompt", "steps", "guidance_scale", "guidance_scale_2",
-    "backend_text_encoder", "backend_transformer", "backend_transformer_2", "backend_vae",
+    "shift", "backend_text_encoder", "backend_transformer", "backend_transformer_2", "backend_vae",
 )  # fmt: skip
 NAMES = tuple(field.name for field in fields(Form))
 # The prompt, and the settings that are not about what runs where.
-BASIC = NAMES[: NAMES.index("seed") + 1]
+BASIC = NAMES[: NAMES.index("shift") + 1]
 # The rows of the acceleration panel, which come and go with the model; they are no settings.
 ROWS = tuple(f"row_{name}" for name in COMPONENTS)
 _CHOICES = {
@@ -152,8 +153,8 @@ def settings_group(
     """
     basics = basic_settings(models, chosen, model_values(models[chosen]))
     panel, choices = acceleration.panel(models[chosen], machine, backends)
-    controls = basics.controls | choices | {"loras": lora_field.control()}
-    return Settings(Form(prompt, **controls), basics.size, basics.length, panel)
+    form = Form(prompt, **basics.controls, **choices, loras=lora_field.control())
+    return Settings(form, basics.size, basics.length, panel)
 
 
 def basic_settings(models: Mapping[str, ModelSpec], chosen: str, values: Mapping[str, Mapping[str, Any]]) -> Basics:
@@ -226,7 +227,8 @@ def basic_settings(models: Mapping[str, ModelSpec], chosen: str, values: Mapping
                 step=0.5,
                 elem_id="field-guidance_scale_2",
             )
-    controls = (negative, model, width, height, frames, fps, steps, guidance, guidance_2, seed)
+        shift = shift_field.control(values["shift"])
+    controls = (negative, model, width, height, frames, fps, steps, guidance, guidance_2, seed, shift)
     return Basics(dict(zip(BASIC[1:], controls, strict=True)), size, length)
 
 
@@ -256,6 +258,7 @@ def model_values(spec: ModelSpec) -> dict[str, dict[str, Any]]:
         "steps": {"value": defaults.steps, "minimum": 1, "maximum": max(_WIDEST_STEPS, defaults.steps), "step": 1},
         "guidance_scale": {"value": defaults.guidance_scale},
         "guidance_scale_2": {"value": second, "visible": spec.experts > 1},
+        "shift": shift_field.model_values(spec),
         **acceleration.model_values(spec),
     }
 
@@ -272,10 +275,9 @@ def filled(
     Args:
         gpus: how many there are: more are not brought back.
     """
-    name = stored.get("model")
-    known = isinstance(name, str) and name in models
-    spec = models[name] if known and isinstance(name, str) else next(iter(models.values()))
-    values = model_values(spec) | {"model": {"value": name if known else next(iter(models))}}
+    known = stored.get("model") in list(models)
+    name = stored["model"] if known else next(iter(models))
+    values = model_values(models[name]) | {"model": {"value": name}}
     for control in ("prompt", "seed"):
         given = stored.get(control)
         values[control] = {"value": str(given) if isinstance(given, str | int) else ""}
@@ -286,7 +288,8 @@ def filled(
             given = stored.get(control)
             if isinstance(given, int | float) and math.isfinite(given):
                 values[control]["value"] = given
-    values["size"]["value"] = size_value(spec, values["width"]["value"], values["height"]["value"])
+        values["shift"]["value"] = shift_field.shown(stored.get("shift"))
+    values["size"]["value"] = size_value(models[name], values["width"]["value"], values["height"]["value"])
     chosen = _chosen(stored)
     if "backends" not in stored and stored.get("preset", "") != preset:
         chosen = {name: value for name, value in chosen.items() if not name.startswith("backend_")}
@@ -338,14 +341,14 @@ def read(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationReque
     spec = check_offered(given["model"], models)
     given["prompt"] = "" if given["prompt"] is None else given["prompt"]
     given["seed"], given["gpus"] = _seed(given["seed"]), text.whole(given["gpus"])
-    given["loras"] = lora_field.read(given["loras"])
+    given["loras"], given["shift"] = lora_field.read(given["loras"]), shift_field.read(given["shift"])
     given["step_cache"] = read_step_cache(given["step_cache"])
     if spec.experts == 1:
         given["guidance_scale_2"] = AUTO
     chosen = {name: given.pop(f"backend_{name}") for name in COMPONENTS}
     given["backends"] = {name: chosen[name] for name in spec.component_names if chosen[name] != AUTO}
     for name, value in given.items():
-        if value is None and name not in {"negative_prompt", *_CHOICES}:
+        if value is None and name not in {"negative_prompt", "shift", *_CHOICES}:
             default = getattr(spec.defaults, name)
             raise InvalidRequestError(name, f"The {label(name)} is empty.", f"Give one, such as {default:g}.")
     return GenerationRequest(**given)
@@ -393,7 +396,5 @@ def _by_name(values: Sequence[Any]) -> dict[str, Any]:
 
 def _seed(value: Any) -> Any:
     """Return the number in the field, "auto" for an empty one, and what is neither as it is, to be refused by name."""
-    text_given = str(value).strip() if isinstance(value, str) else value
-    if text_given is None or text_given == "":
-        return AUTO
-    return text.whole(text_given)
+    given = value.strip() if isinstance(value, str) else value
+    return AUTO if given is None or given == "" else text.whole(given)

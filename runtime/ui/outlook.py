@@ -95,7 +95,7 @@ def outlook(foreseen: Foreseen, components: tuple[str, ...]) -> Outlook:
         assert error is not None, "neither a plan nor an error"
         return stopped(error, components)
     memory = _memory(plan)
-    ways, notes = _ways(plan.ladder, memory.where), " ".join(plan.warnings)
+    ways, notes = _ways(plan.ladder, memory.where), " ".join(filter(None, (plan.shift_reason, *plan.warnings)))
     if not foreseen.complete:
         chip = Chip(_LOOKING, "The model's files are read once; then its engines are known.", "plain")
         return Outlook(_LOOKING, dict.fromkeys(plan.components, chip), memory, "", ways, notes, complete=False)

@@ -33,7 +33,7 @@ class Payoff:
 
 def calls(plan: ExecutionPlan) -> Mapping[str, float]:
     """Return how often a clip uses what an `EngineOffer` has measured of each component."""
-    return calls_of(plan.steps, plan.guidance_scale, plan.guidance_scale_2)
+    return calls_of(plan.steps, plan.guidance_scale, plan.guidance_scale_2, plan.expert_steps)
 
 
 def payoff(plan: ExecutionPlan, component: str, offer: EngineOffer, records: Sequence[EngineRecord]) -> Payoff | None:

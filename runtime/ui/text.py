@@ -10,6 +10,7 @@ _HOUR = 3600
 # Below this a duration shows tenths.
 _FINE_SECONDS = 10
 _WHOLE = re.compile(r"[+-]?[0-9]{1,20}")
+_NUMBER = re.compile(r"[+-]?[0-9]{1,20}([.,][0-9]{0,20})?")
 
 
 def duration(seconds: float) -> str:
@@ -47,3 +48,8 @@ def length(frames: int, fps: int) -> str:
 def whole(value: Any) -> Any:
     """Return the whole number that text spells, and what is none as it is."""
     return int(value) if isinstance(value, str) and _WHOLE.fullmatch(value) else value
+
+
+def number(value: Any) -> Any:
+    """Return the number that text spells, with a decimal point or comma, and what is none as it is."""
+    return float(value.replace(",", ".")) if isinstance(value, str) and _NUMBER.fullmatch(value) else value

@@ -127,6 +127,7 @@ def test_what_two_plans_decide() -> None:
     plan = large()
     assert decided(plan) == decided(replace(plan, backends={"all": "pytorch"}, build="never"))
     assert decided(plan) != decided(replace(plan, steps=plan.steps + 1))
+    assert decided(plan) != decided(replace(plan, shift=5.0))
     other = replace(plan.components["vae"], dtype="bfloat16")
     assert decided(plan) != decided(plan.with_component("vae", other))
     assert decided(plan) != decided(replace(plan, offload="group"))

@@ -57,6 +57,11 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[s
         (["--guidance", "strong"], "strong", "from 0"),
         (["--guidance", ""], "''", "from 0"),
         (["--seed", "-1"], "seed is -1", "from 0"),
+        (["--shift", "0"], "shift is 0", "from 0.1 to 100"),
+        (["--shift", "nan"], "shift is nan, not a number", "from 0.1"),
+        (["--shift", "101"], "shift is 101", "to 100"),
+        (["--shift", "far"], "'far', not a number", "or auto"),
+        (["--shift", ""], "'', not a number", "or auto"),
         (["--seed", str(2**70)], "seed is 1180591620717411303424", "from 0"),
         (["--model", "no-such"], "no-such", "diorama"),
         (["--model", ""], "model", "models list"),
@@ -372,6 +377,16 @@ def test_a_lora_of_few_steps_says_what_it_takes(
         scales = {name: result["request"][name] for name in ("steps", "guidance_scale", "guidance_scale_2")}
         return scales, " ".join(result["warnings"])
 
+    def shift_of(*flags: str) -> float | None:
+        assert run([*plan, "--lora", "style_low_noise", "--preset", "lightning-4", *flags, "--json"]) == 0
+        out, said = capsys.readouterr()
+        result = json.loads(out.strip().splitlines()[-1])
+        assert result["plan"]["expert_steps"] == {"transformer": 2, "transformer_2": 2}
+        assert "Steps of each expert: High-noise transformer 2, Low-noise transformer 2" in said
+        shift: float | None = result["plan"]["shift"]
+        assert (f"Shift {shift or 0:g}, as asked; the model's own scheduler has 3." in said) == (shift is not None)
+        return shift
+
     quick = {"steps": 4, "guidance_scale": 1.0, "guidance_scale_2": 1.0}
     scales, said = planned(*both)
     assert scales == quick and "distilled for 4 steps without guidance: that is what is taken here" in said
@@ -380,5 +395,6 @@ def test_a_lora_of_few_steps_says_what_it_takes(
     assert "this takes 20 steps with guidance 4: --steps 4 --guidance 1 is what it is made for" in said
     scales, said = planned("--lora", "style_low_noise", "--preset", "lightning-4")
     assert scales == quick and not said.count("distilled")
+    assert [shift_of(*flags) for flags in ((), ("--shift", "6"), ("--shift", "auto"))] == [5.0, 6.0, None]
     assert planned("--lora", "style_low_noise", "--preset", "lightning-4", "--steps", "6")[0] == quick | {"steps": 6}
     assert planned("--lora", "style_low_noise")[0]["steps"] == 40

@@ -36,6 +36,7 @@ Tiny = Callable[[str], ModelSpec]
         (["--config", ": --steps 4"], "no name", "--config"),
         (["--config", "a:", "--config", "a: --steps 4"], "called 'a'", "own name"),
         (["--config", "a: --steps 0"], "'a': steps is 0", "from 1"),
+        (["--config", "a: --shift 0"], "'a': shift is 0", "from 0.1"),
         (["--config", "a: --no-such 4"], "'a': No such option: --no-such", "as `generate` takes them"),
         (["--config", "a: a blue ball"], "'a': Got unexpected extra argument", "as `generate` takes them"),
         (["--config", "a: --negative-prompt 'x"], "'a': No closing quotation", "as `generate` takes them"),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from runtime.core.errors import InvalidRequestError
 from runtime.core.loras import Lora
-from runtime.core.request import AUTO, MAX_PROMPT_CHARACTERS, MAX_SEED, GenerationRequest
+from runtime.core.request import AUTO, MAX_PROMPT_CHARACTERS, MAX_SEED, MAX_SHIFT, MIN_SHIFT, GenerationRequest
 
 ANYTHING = st.one_of(
     st.none(),
@@ -44,13 +44,33 @@ def test_what_is_no_step_cache_is_refused(value: object) -> None:
     assert refused.value.field == "step_cache" and len(refused.value.what) < 100
 
 
+@pytest.mark.parametrize(
+    ("asked", "kept"),
+    [(None, None), ("auto", None), (5, 5.0), (MIN_SHIFT, 0.1), (MAX_SHIFT, 100.0), (3.25, 3.25)],
+)
+def test_a_shift_is_a_number_or_the_models_own(asked: object, kept: float | None) -> None:
+    request = GenerationRequest(prompt="a boat", shift=asked)  # type: ignore[arg-type]  # as it is given
+    assert request.shift == kept
+    assert GenerationRequest.from_mapping(request.to_json()) == request
+
+
+@pytest.mark.parametrize(
+    "value", [0, -1, 0.0999, 100.1, 1e30, 10**400, math.nan, math.inf, -math.inf, "", "5", "none", True, [], {}, b"5"]
+)
+def test_what_is_no_shift_is_refused(value: object) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        GenerationRequest(prompt="a boat", shift=value)  # type: ignore[arg-type]  # on purpose
+    assert refused.value.field == "shift" and len(refused.value.what) < 100
+    assert "from 0.1 to 100" in refused.value.remedy
+
+
 def test_stored_requests_from_before_are_read() -> None:
     stored = GenerationRequest(prompt="a boat", loras=["a:0.5"]).to_json()  # type: ignore[arg-type]  # as it is given
     assert GenerationRequest.from_mapping(stored).loras == (Lora("a", 0.5),)
-    for name in ("loras", "step_cache"):
+    for name in ("loras", "step_cache", "shift"):
         del stored[name]
     read = GenerationRequest.from_mapping(stored)
-    assert (read.loras, read.step_cache) == ((), "none")
+    assert (read.loras, read.step_cache, read.shift) == ((), "none", None)
 
 
 def test_everything_but_the_prompt_may_stay_open() -> None:

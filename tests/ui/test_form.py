@@ -1,7 +1,10 @@
 """From the controls' values, whatever the browser sent, to a request."""
 
+import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ import pytest
 from runtime.core.errors import InvalidRequestError, ModelError, TandemError
 from runtime.core.loras import Lora
 from runtime.core.request import AUTO, GenerationRequest
+from runtime.models.known import known_as
 from runtime.models.spec import ModelSpec
 from runtime.ui import form, theme
 
@@ -24,6 +28,7 @@ GOOD: dict[str, Any] = {
     "guidance_scale": 4.0,
     "guidance_scale_2": 3.0,
     "seed": "",
+    "shift": "",
     "backend_text_encoder": "auto",
     "backend_transformer": "auto",
     "backend_transformer_2": "auto",
@@ -54,7 +59,7 @@ def read(models: dict[str, ModelSpec], **changes: Any) -> GenerationRequest:
 def test_values_become_a_request(models: dict[str, ModelSpec]) -> None:
     request = read(models)
     plain = {name: value for name, value in GOOD.items() if name not in BACKENDS}
-    assert request == GenerationRequest(**(plain | {"seed": AUTO, "gpus": 1, "loras": ()}))
+    assert request == GenerationRequest(**(plain | {"seed": AUTO, "gpus": 1, "loras": (), "shift": None}))
     assert [read(models, gpus=given).gpus for given in ("2", "auto")] == [2, AUTO]
 
 
@@ -210,6 +215,44 @@ def test_every_control_is_a_field_of_the_request() -> None:
     assert set(form.NAMES) == {*GenerationRequest.__dataclass_fields__, *BACKENDS} - {"backends"}
     with pytest.raises(TandemError):
         form.read([None] * len(form.NAMES), {})
+
+
+@pytest.mark.parametrize(
+    ("given", "shift", "back"),
+    [("", None, ""), (None, None, ""), (" auto ", None, ""), ("5", 5.0, "5"), ("7,5", 7.5, "7.5"), (12.0, 12.0, "12")],
+)
+def test_a_shift_is_read_and_comes_back(
+    models: dict[str, ModelSpec], given: Any, shift: float | None, back: str
+) -> None:
+    request = read(models, shift=given)
+    assert request.shift == shift
+    for stored in (GOOD | {"shift": given}, request.to_json()):
+        assert form.filled(stored, models)["shift"]["value"] == back
+    # Of a model that is gone nothing is brought back.
+    assert form.filled(GOOD | {"shift": given, "model": "gone"}, models)["shift"]["value"] == ""
+    basics = form.read_basics([(GOOD | {"shift": given})[name] for name in form.BASIC], models)
+    assert basics.shift == shift
+
+
+@pytest.mark.parametrize(
+    "value", ["0", "-1", "1e9", "nan", "much", "5;", 0, 1e9, math.nan, True, [], {}, "9" * 100_000]
+)
+def test_what_is_no_shift_is_refused_and_not_brought_back(models: dict[str, ModelSpec], value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        read(models, shift=value)
+    assert refused.value.field == "shift" and len(refused.value.what) < 100
+    assert form.filled(GOOD | {"shift": value}, models)["shift"]["value"] == ""
+
+
+def test_the_field_says_what_the_models_own_shift_is(models: dict[str, ModelSpec]) -> None:
+    spec = models["wan2.2-a14b"]
+    assert form.model_values(spec)["shift"]["info"].endswith("Empty: the model's own (3 here).")
+    known = known_as("wan2.2-t2v-a14b")
+    assert known is not None
+    here = replace(known.spec(Path("weights")), here=True, noise=spec.noise)
+    assert form.model_values(here)["shift"]["info"].endswith("own (3 here; Wan's own code takes 12).")
+    same = replace(here, noise=replace(spec.noise, shift=12.0))
+    assert form.model_values(same)["shift"]["info"].endswith("own (12 here).")
 
 
 def test_the_page_keeps_every_control() -> None:

@@ -58,7 +58,8 @@ def test_generate_streams_events_and_gives_the_video(server: Server, client: Any
 
 def test_predict_gives_the_last_event(client: Any) -> None:
     first = client.predict("a red boat", seed=5, steps=2, api_name="/generate")
-    again = client.predict("a red boat", seed=5, steps=2, api_name="/generate")
+    again = client.predict("a red boat", seed=5, steps=2, shift=7.5, api_name="/generate")
+    assert (first["request"]["shift"], again["request"]["shift"]) == (None, 7.5)
     assert Path(first["video"]).is_file()
     assert first["seed"] == again["seed"] == 5
 
@@ -107,6 +108,7 @@ def test_a_closed_stream_does_not_end_the_job(server: Server, client: Any) -> No
         ({"build": "often"}, ("build is 'often'", "Take one of auto")),
         ({"offload": None}, ("offload is None", "sequential")),
         ({"quantization": 8}, ("quantization is 8", "bnb-8bit")),
+        ({"shift": 0}, ("shift is 0", "Give one from 0.1 to 100")),
         ({"width": 8192, "height": 8192, "frames": 4001}, ("makes at most 253", "Take 253")),
     ],
     ids=lambda value: str(value)[:30],

@@ -163,7 +163,9 @@ def test_loras_and_step_caches_are_told_as_they_are_given() -> None:
         ("Loras", "none", "high=<style>:0.8, b:1"),
         ("Step cache", "none", "first-block:0.05"),
     ]
-    plain = compare.Clip("a" * 8, "x", base | {"loras": [], "step_cache": "none"}, 1.0, "CPU")
+    plain = compare.Clip("a" * 8, "x", base | {"loras": [], "step_cache": "none", "shift": None}, 1.0, "CPU")
+    moved = compare.Clip("a" * 8, "x", base | {"shift": 5.0}, 1.0, "CPU")
+    assert compare.settings(one, moved)[0] == ("Shift", "the model's own", "5")
     assert all(a == b for _, a, b in compare.settings(one, plain))
 
 

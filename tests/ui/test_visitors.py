@@ -78,6 +78,10 @@ def test_a_video_waits_its_turn(own: int, everybody: int, before: tuple[float, .
         assert word in f"{refused.value.what} {refused.value.remedy}"
 
 
+def test_a_visitor_may_choose_the_shift(spec: ModelSpec) -> None:
+    assert visitors.filled_in(asked(shift=5.0), spec, LIMITS).shift == 5.0
+
+
 @pytest.mark.parametrize("limits", [LIMITS, replace(LIMITS, waiting=1, an_hour=1)])
 def test_every_limit_is_told(limits: Limits) -> None:
     told = visitors.told(limits)

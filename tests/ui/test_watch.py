@@ -142,10 +142,10 @@ def test_a_finished_job_shows_video_and_facts(job: Job) -> None:
 
 def test_what_a_finished_job_used_beside_the_model_is_told(job: Job) -> None:
     done = saved(job)
-    assert not {"LoRA", "Step cache"} & {name for name, _ in facts.rows(done, job.plan, "Tiny")}
-    used = {"loras": [{"file": "a", "weight": 0.5, "expert": "low"}], "step_cache": "first-block:0.2"}
+    assert not {"LoRA", "Step cache", "Shift"} & {name for name, _ in facts.rows(done, job.plan, "Tiny")}
+    used = {"loras": [{"file": "a", "weight": 0.5, "expert": "low"}], "step_cache": "first-block:0.2", "shift": 5.0}
     told = facts.rows(replace(done, request={**done.request, **used}), job.plan, "Tiny")
-    assert ("LoRA", "low=a:0.5") in told and ("Step cache", "first-block:0.2") in told
+    assert {("LoRA", "low=a:0.5"), ("Step cache", "first-block:0.2"), ("Shift", "5")} <= set(told)
 
 
 def test_an_error_is_what_and_what_to_do(job: Job) -> None:
