@@ -173,7 +173,7 @@ class Residency:
             used.append(denoiser)
 
         with self._lend(spec, job, name, build, EngineDenoiser, prepare) as denoiser, ExitStack() as stack:
-            if isinstance(denoiser, PyTorchDenoiser):
+            if not isinstance(denoiser, EngineDenoiser):
                 stack.enter_context(denoiser.caching(job.plan.step_cache))
             try:
                 yield denoiser
