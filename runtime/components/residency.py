@@ -28,7 +28,7 @@ from runtime.core.errors import EngineError
 from runtime.core.plan import EAGER, ComponentPlan, ExecutionPlan, Speed, Split
 from runtime.engines.service import EngineService, OpenEngines
 from runtime.models.quantization import NONE
-from runtime.models.spec import ModelSpec, is_transformer
+from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module, load_tokenizer
 
 Part = TypeVar("Part")
@@ -346,7 +346,7 @@ def _key(spec: ModelSpec, name: str, plan: ExecutionPlan, part: ComponentPlan) -
     where = placement(name, part, plan.offload)
     stamp = _stamp(spec.directory / name)
     split = plan.split if plan.split is not None and plan.split.shares(name) and not engines else None
-    computed = None if split is None or not is_transformer(name) else shared_speed(plan.speed)
+    computed = None if split is None else shared_speed(plan.speed, name)
     # Their order counts: sums are rounded.
     loras = tuple(use.identity for use in spec.loras_of(name))
     return _Key(

@@ -95,14 +95,14 @@ class Rank:
         part = TypeAdapter(ComponentPlan).validate_python({**said["part"], "device": str(self._device)})
         module: Any = load_module(spec, name, part)
         self._modules[name] = module
+        speed = Speed(**said["speed"])
         if name == "vae":
             # Only image-to-video encodes.
             module.encoder, dtype = None, part.dtype
-            self._decoder = StripDecoder(module, self._device, self._number, dist.get_world_size())
+            self._decoder = StripDecoder(module, self._device, self._number, dist.get_world_size(), speed)
         else:
             taken: torch.dtype = module.patch_embedding.weight.dtype
             dtype = str(taken).removeprefix("torch.")
-            speed = Speed(**said["speed"])
             against = problem(speed.attention, str(self._device), taken, spec.transformer.attention_head_dim)
             if against is not None:
                 sys.stderr.write(f"{speed.attention} attention does not run here: {against}.\n")
