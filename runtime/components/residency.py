@@ -106,14 +106,17 @@ class Residency:
     Attributes:
         load_seconds: spent on loading and compiling so far.
         compile_seconds: of those, on compiling.
-        prompts: those that were read before; `None` where there is no folder to keep them in.
+        prompts: those that were read before; `None` where they are not kept.
 
     Args:
         engines: where engines are opened; without, plans must be for PyTorch.
         load: gives a component's module in PyTorch; `load_module` by default.
+        keep_prompts: whether those that are read are kept, where there is a folder for them.
     """
 
-    def __init__(self, engines: EngineService | None = None, load: Loader | None = None) -> None:
+    def __init__(
+        self, engines: EngineService | None = None, load: Loader | None = None, *, keep_prompts: bool = True
+    ) -> None:
         self._service = engines
         self._load = load or load_module
         self._held: dict[_Key, Any] = {}
@@ -121,7 +124,7 @@ class Residency:
         self.crew = Crew()
         self.compile_seconds = 0.0
         folder = None if engines is None else engines.notes
-        self.prompts = None if folder is None else PromptCache(folder / _PROMPTS)
+        self.prompts = None if folder is None or not keep_prompts else PromptCache(folder / _PROMPTS)
         self._compiled = None if folder is None else folder / _COMPILED
 
     def __enter__(self) -> "Residency":
