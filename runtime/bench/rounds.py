@@ -100,7 +100,8 @@ class Bench:
         saved: Callable[["Bench"], None] = lambda _: None,
     ) -> "Bench":
         """Return a benchmark of configurations, nothing done yet."""
-        entries = [Entry(one, Residency(setup.engines)) for one in configurations]
+        # Reading the prompt is measured too, in every run.
+        entries = [Entry(one, Residency(setup.engines, keep_prompts=False)) for one in configurations]
         return cls(setup, entries, tell, saved)
 
     @property

@@ -8,10 +8,11 @@ from runtime.cli import show
 from runtime.cli.generate import check_remembered
 from runtime.core import settings
 from runtime.core.errors import InvalidRequestError
+from runtime.core.events import WaitsForGpus
 from runtime.core.settings import Settings
 from runtime.jobs import recovery
 from runtime.jobs.opening import open_store
-from runtime.jobs.records import STATES, JobRecord, State
+from runtime.jobs.records import STATES, JobRecord, State, event_from_json
 from runtime.jobs.report import report
 from runtime.jobs.store import JobStore
 from runtime.manager.machine import probe
@@ -22,15 +23,17 @@ _DAYS_KEPT = round(recovery.KEPT_SECONDS / 86_400)
 
 def listing(states: Sequence[str], search: str) -> dict[str, Any]:
     """Print and return jobs, the newest first."""
-    jobs = _store(settings.load()).list(states=_states(states) or None, search=search)
+    store = _store(settings.load())
+    jobs = store.list(states=_states(states) or None, search=search)
+    waits = {job.id: _waits(store, job) for job in jobs}
     if jobs:
         show.table(
             ("Job", "State", "Asked for", "Prompt"),
-            [(job.id, _state(job), _when(job.created), _shortened(job.prompt)) for job in jobs],
+            [(job.id, waits[job.id] or _state(job), _when(job.created), _shortened(job.prompt)) for job in jobs],
         )
     else:
         show.line("No jobs.")
-    return {"jobs": [job_row(job) for job in jobs]}
+    return {"jobs": [job_row(job) | {"waits": waits[job.id] or None} for job in jobs]}
 
 
 def details(beginning: str, *, with_prompt: bool) -> dict[str, Any]:
@@ -39,7 +42,7 @@ def details(beginning: str, *, with_prompt: bool) -> dict[str, Any]:
     store = _store(loaded)
     job = store.find(beginning)
     told = report(store, job, probe(), loaded.log_file, loaded.cache_dir, with_prompt=with_prompt)
-    show.line(f"Job {job.id}: {_state(job)}, asked for {_when(job.created)}")
+    show.line(f"Job {job.id}: {_waits(store, job) or _state(job)}, asked for {_when(job.created)}")
     if job.failure is not None:
         show.line(f"  {told['failure']['what']} {told['failure']['remedy']}")
     for title in ("request", "versions", "machine"):
@@ -130,6 +133,15 @@ def _ask(jobs: Sequence[JobRecord]) -> None:
 
 def _state(job: JobRecord) -> str:
     return "paused" if job.held else job.state
+
+
+def _waits(store: JobStore, job: JobRecord) -> str:
+    """Return what a job that was taken up waits for, for people; empty if it is at work or over."""
+    if job.state != "running":
+        return ""
+    told = store.events(job.id)
+    last = event_from_json(told[-1][2], job) if told else None
+    return last.words[0].lower() + last.words[1:] if isinstance(last, WaitsForGpus) else ""
 
 
 def _when(seconds: float) -> str:

@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
 import torch
-from diffusers.hooks import FirstBlockCacheConfig
 
 from runtime.components.compiling import CompiledStep, Stumbled
 from runtime.components.fast_transformer import FastTransformer, TextState, block_step, fuse, install
+from runtime.components.first_block import Sharing, first_block_cached
 from runtime.components.graphs import Graphed
 from runtime.components.guarded import Guarded
 from runtime.core.plan import EAGER, Speed
@@ -102,22 +102,24 @@ class PyTorchDenoiser:
         self._graphed = Graphed(self._predict, told("graphed")) if speed.graphed else None
 
     @contextmanager
-    def caching(self, step_cache: str) -> Iterator[None]:
-        """Reuse across steps, while entered, what `step_cache` says; nothing of it stays."""
+    def caching(self, step_cache: str, sharing: Sharing | None = None) -> Iterator[None]:
+        """Reuse across steps, while entered, what `step_cache` says; nothing of it stays.
+
+        Args:
+            sharing: those who share the tokens of a pass, where there are others.
+        """
         strength = strength_of(step_cache)
         if strength is None:
             yield
             return
         assert not self.pairs, "each pass has a cache of its own"
         assert self._graphed is None, "what is computed is decided anew at each call"
-        module = cast("Any", self._module)
-        module.enable_cache(FirstBlockCacheConfig(threshold=strength))
-        self._caches = True
-        try:
-            yield
-        finally:
-            self._caches = False
-            module.disable_cache()
+        with first_block_cached(self._module, strength, sharing):
+            self._caches = True
+            try:
+                yield
+            finally:
+                self._caches = False
 
     def begin_anew(self) -> None:
         """See `Denoiser`."""

@@ -28,7 +28,7 @@ from runtime.core.errors import EngineError
 from runtime.core.plan import EAGER, ComponentPlan, ExecutionPlan, Speed, Split
 from runtime.engines.service import EngineService, OpenEngines
 from runtime.models.quantization import NONE
-from runtime.models.spec import ModelSpec, is_transformer
+from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module, load_tokenizer
 
 Part = TypeVar("Part")
@@ -106,14 +106,17 @@ class Residency:
     Attributes:
         load_seconds: spent on loading and compiling so far.
         compile_seconds: of those, on compiling.
-        prompts: those that were read before; `None` where there is no folder to keep them in.
+        prompts: those that were read before; `None` where they are not kept.
 
     Args:
         engines: where engines are opened; without, plans must be for PyTorch.
         load: gives a component's module in PyTorch; `load_module` by default.
+        keep_prompts: whether those that are read are kept, where there is a folder for them.
     """
 
-    def __init__(self, engines: EngineService | None = None, load: Loader | None = None) -> None:
+    def __init__(
+        self, engines: EngineService | None = None, load: Loader | None = None, *, keep_prompts: bool = True
+    ) -> None:
         self._service = engines
         self._load = load or load_module
         self._held: dict[_Key, Any] = {}
@@ -121,7 +124,7 @@ class Residency:
         self.crew = Crew()
         self.compile_seconds = 0.0
         folder = None if engines is None else engines.notes
-        self.prompts = None if folder is None else PromptCache(folder / _PROMPTS)
+        self.prompts = None if folder is None or not keep_prompts else PromptCache(folder / _PROMPTS)
         self._compiled = None if folder is None else folder / _COMPILED
 
     def __enter__(self) -> "Residency":
@@ -173,7 +176,7 @@ class Residency:
             used.append(denoiser)
 
         with self._lend(spec, job, name, build, EngineDenoiser, prepare) as denoiser, ExitStack() as stack:
-            if isinstance(denoiser, PyTorchDenoiser):
+            if not isinstance(denoiser, EngineDenoiser):
                 stack.enter_context(denoiser.caching(job.plan.step_cache))
             try:
                 yield denoiser
@@ -346,7 +349,7 @@ def _key(spec: ModelSpec, name: str, plan: ExecutionPlan, part: ComponentPlan) -
     where = placement(name, part, plan.offload)
     stamp = _stamp(spec.directory / name)
     split = plan.split if plan.split is not None and plan.split.shares(name) and not engines else None
-    computed = None if split is None or not is_transformer(name) else shared_speed(plan.speed)
+    computed = None if split is None else shared_speed(plan.speed, name)
     # Their order counts: sums are rounded.
     loras = tuple(use.identity for use in spec.loras_of(name))
     return _Key(

@@ -19,6 +19,9 @@ from torch import nn
 
 CACHED_FRAMES = 2
 Caches = Sequence[torch.Tensor]
+# Cuts off what is not needed, (…, height, width), where that may be done: before each of the decoder's last blocks, in
+# order from 0, before what follows them, and at the end.
+Trim = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 def enter(x: torch.Tensor, bias: torch.Tensor | None, gamma: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
@@ -73,15 +76,19 @@ class DecoderSteps:
                     layout = torch.channels_last if flat else torch.channels_last_3d
                     module.weight.data = module.weight.data.contiguous(memory_format=layout)
 
-    def __call__(self, z: torch.Tensor, caches: Caches, *, first: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def __call__(
+        self, z: torch.Tensor, caches: Caches, *, first: bool, trim: Trim | None = None
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return pixels, (1, channels, frames, height, width), and the caches for the next call.
 
         Args:
             z: (1, channels, latent frames, height, width), after `post_quant_conv`.
             caches: of the call before; none before the first.
             first: whether `z` is the clip's first latent frame, which stays one frame.
+            trim: alike in all calls of a clip; caches are then of what it leaves.
         """
-        return _Call(self._enter, self._leave, self._format, list(caches), first=first).run(self._decoder, z)
+        call = _Call(self._enter, self._leave, self._format, list(caches), trim, first=first)
+        return call.run(self._decoder, z)
 
 
 class _Call:
@@ -93,11 +100,13 @@ class _Call:
         leave: Callable[..., Any],
         layout: torch.memory_format,
         given: list[torch.Tensor],
+        trim: Trim | None,
         *,
         first: bool,
     ) -> None:
         self._enter, self._leave, self._format = enter, leave, layout
         self._given = given
+        self._trim = trim
         self._kept: list[torch.Tensor] = []
         self._first = first
 
@@ -108,11 +117,16 @@ class _Call:
         x = self._residual(mid.resnets[0], x)
         for attention, resnet in zip(mid.attentions, mid.resnets[1:], strict=True):
             x = self._residual(resnet, attention(x).contiguous(memory_format=self._format))
-        for block in decoder.up_blocks:
-            x = self._up(block, x)
-        norm = decoder.norm_out
+        for number, block in enumerate(decoder.up_blocks):
+            x = self._up(block, self._trimmed(x, number))
+        blocks, norm = len(decoder.up_blocks), decoder.norm_out
+        x = self._trimmed(x, blocks)
         padded = self._enter(x, None, _gamma(norm), self._before(x))
-        return self._convolve(decoder.conv_out, padded, with_bias=True), self._kept
+        return self._trimmed(self._convolve(decoder.conv_out, padded, with_bias=True), blocks + 1), self._kept
+
+    def _trimmed(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        # A view would keep what is cut off in memory, and compiled code would be another for how it lies.
+        return x if self._trim is None else self._trim(x, number).contiguous(memory_format=self._format)
 
     def _before(self, x: torch.Tensor) -> torch.Tensor:
         """Return the next cache; at the clip's beginning zeros, shaped like frames of `x`."""

@@ -9,7 +9,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan, u
 from runtime.components.compiling import CompiledStep
 from runtime.components.guarded import Guarded
 from runtime.components.tiling import shares
-from runtime.components.vae_steps import DecoderSteps
+from runtime.components.vae_steps import DecoderSteps, Trim
 from runtime.core.plan import Speed
 from runtime.core.tiles import spans
 from runtime.engines.identity import CLIP_PROGRAM
@@ -123,18 +123,24 @@ class PyTorchVideoDecoder:
 
     @torch.inference_mode()
     def go_on(
-        self, latents: torch.Tensor, chunk: int, start: int, caches: Sequence[torch.Tensor]
+        self,
+        latents: torch.Tensor,
+        chunk: int,
+        start: int,
+        caches: Sequence[torch.Tensor],
+        trim: Trim | None = None,
     ) -> Iterator[torch.Tensor]:
         """Decode from latent frame `start` on, with an engine's caches of the frames before it.
 
         They hold two frames each, zeros where there was nothing: the convolutions pad with zeros, so that is the same.
+        `trim` cuts off on the way what is not wanted of each frame.
         """
         vae = self._vae
         z = vae.post_quant_conv(latents.to(self._mean.device, self._mean.dtype) * self._std + self._mean)
         held = [cache.to(z.device, z.dtype) for cache in caches]
         while start < z.shape[2]:
             end = min(start + chunk, z.shape[2]) if start else 1
-            out, held = self._steps(z[:, :, start:end], held, first=start == 0)
+            out, held = self._steps(z[:, :, start:end], held, first=start == 0, trim=trim)
             if self._patch_size is not None:
                 out = unpatchify(out, patch_size=self._patch_size)
             yield out[0].clamp(-1.0, 1.0).permute(1, 2, 3, 0).float()

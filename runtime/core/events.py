@@ -1,6 +1,7 @@
 """What a job tells while it runs.
 
-    Planned                     first, always
+    WaitsForGpus(wanted, free)  before all else, where the job takes several GPUs and not all of them are free
+    Planned                     then, always
     Resumed(step, of)           what an earlier run left is taken up
     EngineProgress              while an engine is built
     StageStarted(stage)         build, load, encode, denoise, decode, save; build comes for each component that has an
@@ -35,6 +36,20 @@ STAGE_TITLES: Mapping[Stage, str] = {
     "decode": "Decoding frames",
     "save": "Saving the video",
 }
+
+
+@dataclass(frozen=True)
+class WaitsForGpus:
+    """The job takes `wanted` GPUs, of which `free` are its own already: others have to end what they do."""
+
+    wanted: int
+    free: int
+
+    @property
+    def words(self) -> str:
+        """For people, without a full stop."""
+        free = "1 is" if self.free == 1 else f"{self.free or 'none'} {'are' if self.free else 'is'}"
+        return f"Waits for {self.wanted} GPUs: {free} free"
 
 
 @dataclass(frozen=True)
@@ -205,7 +220,8 @@ class Paused:
 
 
 Event = (
-    Planned
+    WaitsForGpus
+    | Planned
     | Resumed
     | EngineProgress
     | StageStarted

@@ -20,6 +20,7 @@ from runtime.core.events import (
     StepDone,
     TerminalEvent,
     VideoSaved,
+    WaitsForGpus,
     Warned,
 )
 from runtime.core.pace import Pace
@@ -43,6 +44,7 @@ class Progress:
         warnings: so far.
         paused: whether this run of the job is over, and another goes on.
         end: the terminal event.
+        waits: for which GPUs, where it has not begun.
     """
 
     plan: ExecutionPlan | None = None
@@ -59,6 +61,7 @@ class Progress:
     warnings: tuple[str, ...] = ()
     paused: bool = False
     end: VideoSaved | Failed | Cancelled | None = None
+    waits: WaitsForGpus | None = None
 
     @property
     def seconds_per_step(self) -> float | None:
@@ -87,6 +90,8 @@ class Progress:
         """The stage in words, with the component that is loaded or at work."""
         if self.paused:
             return "Paused"
+        if self.waits is not None:
+            return self.waits.words
         if self.stage is None:
             return "Preparing"
         title = STAGE_TITLES[self.stage]
@@ -129,6 +134,8 @@ class Progress:
             changes = {"warnings": (*self.warnings, event.reason)}
         elif isinstance(event, Paused):
             changes = {"paused": True}
+        elif isinstance(event, WaitsForGpus):
+            changes = {"waits": event}
         elif isinstance(event, TerminalEvent):
             changes = {"end": event}
         return changes

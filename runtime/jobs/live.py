@@ -169,6 +169,8 @@ class Job:
         event = event_from_json(values, record)
         if isinstance(event, Planned) or values["event"] in {"QueuedAgain", "Edited"}:
             self.progress, self.events = Progress(), []
+        elif values["event"] == "PutBack":
+            self.progress = replace(self.progress, waits=None)
         if event is not None:
             self._take_in(event)
 

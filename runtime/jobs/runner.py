@@ -11,7 +11,7 @@ import psutil
 
 from runtime.core.cancel import CancelledError, PausedError
 from runtime.core.errors import EngineError, StoreError, TandemError
-from runtime.core.events import Cancelled, Failed
+from runtime.core.events import Cancelled, Failed, WaitsForGpus
 from runtime.core.plan import ExecutionPlan
 from runtime.engines.service import EngineService
 from runtime.jobs import running
@@ -198,10 +198,24 @@ class Runner:
                 desk.pool.give_back(gpu)
             return spec, plan
         if len(held) < plan.gpus:
-            logger.info("job %s waits for %d GPUs", job.id, plan.gpus)
-            self._free()
-            held = desk.pool.gather(gpu, plan.gpus, job.cancel.check_pause)
+            held = self._gather(job, plan.gpus)
         return desk.planner.plan(record, desk.machine(), gpu, [other for other in held if other != gpu])
+
+    def _gather(self, job: Job, count: int) -> list[int]:
+        """Wait for so many GPUs, and tell how many there are meanwhile."""
+        pool, told = self._desk.pool, -1
+
+        def check() -> None:
+            nonlocal told
+            job.cancel.check_pause()
+            free = len(pool.held(self._gpu))
+            if free != told:
+                told = free
+                job.record(WaitsForGpus(count, free))
+
+        check()
+        self._free()
+        return pool.gather(self._gpu, count, check)
 
     def _leave(self, job: Job) -> None:
         """Let the store say how the job stands from here on: one that was paused waits again."""

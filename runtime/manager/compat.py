@@ -314,14 +314,6 @@ RULES = (
         setting="step_cache",
     ),
     Rule(
-        name="step cache on several GPUs",
-        excludes=lambda case, _: is_transformer(case.component) and case.step_cache != NONE and case.gpus > 1,
-        chip="a step cache excludes {gpus} GPUs",
-        reason="a step cache excludes {gpus} GPUs: each would decide by its own part of the frames",
-        remedy="Take --step-cache none, or --gpus 1.",
-        setting="gpus",
-    ),
-    Rule(
         name="ONNX Runtime on a GPU",
         excludes=lambda case, machine: (
             case.backend == "onnxruntime"

@@ -246,13 +246,15 @@ def _working(load: Load, way: Way, name: str, weights: Mapping[str, int], chunk:
         return working
     if name == "vae":
         return decode_bytes(load, chunk, way.decode_tile)
-    cached = load.cached_passes * _CACHED_TENSORS * load.tokens * spec.transformer.width * DTYPE_BYTES[dtype]
     kept = load.text_bytes if way.offload in {"none", "model"} else 0
-    if load.split is None or load.split.sequence == 1:
+    guidance, sequence = (1, 1) if load.split is None else (load.split.guidance, load.split.sequence)
+    share = -(-load.tokens // sequence)
+    tensor = share * spec.transformer.width * DTYPE_BYTES[dtype]
+    # Where the passes of a step run on different GPUs, each remembers its own.
+    cached = -(-load.cached_passes // guidance) * _CACHED_TENSORS * tensor
+    if sequence == 1:
         return load.at_once * denoise_bytes(spec, load.tokens, dtype, way.quantization) + kept + cached
-    share = -(-load.tokens // load.split.sequence)
-    exchanged = _EXCHANGED * share * spec.transformer.width * DTYPE_BYTES[dtype]
-    return denoise_bytes(spec, share, dtype, way.quantization) + kept + exchanged
+    return denoise_bytes(spec, share, dtype, way.quantization) + kept + cached + _EXCHANGED * tensor
 
 
 def cached_passes(step_cache: str, guidance_scale: float, guidance_scale_2: float | None) -> int:

@@ -22,6 +22,7 @@ class Row:
         line: how far it is.
         percent: of a running one, where it is known.
         visitor: whether it is a visitor's.
+        waits: whether it was taken up, and waits for other GPUs.
     """
 
     id: str
@@ -31,6 +32,7 @@ class Row:
     line: str = ""
     percent: int | None = None
     visitor: bool = False
+    waits: bool = False
 
     @property
     def runs(self) -> bool:
@@ -154,7 +156,7 @@ def _item(row: Row, *, up: bool, down: bool, place: str) -> str:
         goes = row.state in {"waiting", "running"}
         acts += button(*(("pause", "Pause") if goes else ("go-on", "Go on")), row.id, f"Pause or go on: {title}")
     acts += button("cancel", "Cancel", row.id, f"Cancel: {title}", off=row.state == "stopping")
-    tag = f'<span class="tag">{_STATES[row.state]}</span>'
+    tag = f'<span class="tag">{_STATES["waiting" if row.waits else row.state]}</span>'
     whose = '<span class="tag">visitor</span>' if row.visitor else ""
     return (
         f'<li data-job="{row.id}" data-state="{row.state}"><div class="row-end">'

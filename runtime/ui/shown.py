@@ -88,13 +88,14 @@ class Shown:
     def _row(self, record: JobRecord) -> queue_view.Row:
         stopping = record.asked == "cancel"
         state = "stopping" if stopping else "pausing" if record.asked == "pause" else "running"
-        told, percent = "", None
+        told, percent, waits = "", None, False
         if record.state == "queued":
             state = "paused" if record.held else "waiting"
         live = self._worker.job(record.id) if record.kind == "video" else None
         if live is not None and record.state == "running":
             progress = live.progress.at(time.monotonic())
             percent = round(100 * progress.fraction)
+            waits = progress.waits is not None and state == "running"
             steps = f"step {progress.step} of {progress.steps}" if progress.steps else ""
             told = ", ".join(filter(None, (progress.title, steps, text.time_left(progress.seconds_left))))
             # What went wrong on the way, and what it cost.
@@ -114,6 +115,7 @@ class Shown:
             line=told,
             percent=percent,
             visitor=record.owner is not None and self._owner is None,
+            waits=waits,
         )
 
     def _ended(self) -> str:

@@ -138,6 +138,12 @@ def test_stages_steps_loading_and_building_are_told_apart(done: Done) -> None:
     assert done.one("pytorch")["build_seconds"] == 0 and done.one("pytorch")["engines"] == []
 
 
+def test_every_run_reads_the_prompt(done: Done, hall: Hall) -> None:
+    for name in ("pytorch", "onnx text", "more steps"):
+        assert done.one(name)["stages"]["encode"]["low"] > 0
+    assert not (hall.home / "prompts").exists()
+
+
 def test_what_ran_is_in_the_result(done: Done) -> None:
     result = done.result()
     assert (result["schema"], result["kind"], result["reference"]) == (1, "bench", "pytorch")

@@ -3,7 +3,7 @@
 import signal
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -17,7 +17,7 @@ from runtime.components.several.strips import StripDecoder, longer_side
 from runtime.components.video_decoder import PyTorchVideoDecoder
 from runtime.core.cancel import Cancel
 from runtime.core.errors import GroupError
-from runtime.core.plan import ComponentPlan, Split
+from runtime.core.plan import ComponentPlan, Speed, Split
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
 from tests.tiny_models import ARCHITECTURES
@@ -53,7 +53,7 @@ def together(request: pytest.FixtureRequest, tiny: Tiny) -> Iterator[Together]:
     alone = PyTorchDenoiser(module)
     crew = Crew()
     denoiser = crew.load(FOUR, spec, "transformer", PART, never).part
-    decoder = crew.load(FOUR, spec, "vae", PART, never).part
+    decoder = crew.load(FOUR, spec, "vae", PART, never, Speed(channels_last=True)).part
     assert isinstance(denoiser, SharedDenoiser)
     assert isinstance(decoder, SharedVideoDecoder)
     yield Together(crew, spec, denoiser, decoder, alone, PyTorchVideoDecoder(vae))
@@ -100,16 +100,20 @@ def test_texts_are_sent_once_and_two_are_kept() -> None:
 @pytest.mark.parametrize("size", [(3, 6, 22), (2, 17, 4)], ids=["wide", "high"])
 def test_strips_are_parts_of_whole_frames(architecture: str, size: tuple[int, int, int], tiny: Tiny) -> None:
     spec = tiny(architecture)
-    vae = load_module(spec, "vae", PART)
+    # In float32 rounding hides a row too few at the edge of what is seen: both are 1e-5.
+    vae: Any = load_module(spec, "vae", PART).double()
     latents = latents_of(spec, size)
-    wanted = torch.cat(list(PyTorchVideoDecoder(vae).frames(latents, 2)))
+    whole = PyTorchVideoDecoder(vae)
     along = longer_side(latents) - 2
-    for count in (2, 3):
+    for count, speed in ((2, Speed()), (3, Speed(channels_last=True))):
+        whole.compute(speed)
+        wanted = torch.cat(list(whole.frames(latents, 2)))
         strips = [
-            torch.cat(list(StripDecoder(vae, "cpu", number, count).frames(latents, 2))) for number in range(count)
+            torch.cat(list(StripDecoder(vae, "cpu", number, count, speed).frames(latents, 2)))
+            for number in range(count)
         ]
         assert all(strip.shape[along] < wanted.shape[along] for strip in strips)
-        torch.testing.assert_close(torch.cat(strips, dim=along), wanted, rtol=0, atol=1e-5)
+        torch.testing.assert_close(torch.cat(strips, dim=along), wanted, rtol=0, atol=5e-7)
 
 
 @pytest.mark.parametrize("chunk", [1, 3])

@@ -3,10 +3,11 @@
     python tests/gpu/proof_gpus.py [--gpus 2] [--model wan2.2-a14b] [--steps 3] [--seconds 480] [PART …]
     python tests/gpu/proof_gpus.py --small --device cpu --gpus 4       the same with a tiny model, on the CPU
 
-Parts are `passes` (and with them decoding), `kill` and `clip`; all by default. Random weights at true size in
-`TANDEM_PROOF`: no figure depends on their values. Each variant loads its own processes, and prints a JSON object as
-soon as it is done, which is appended to $OUT/gpus.jsonl. Errors are ‖out - one‖ / ‖one‖ against one GPU, beside what
-two equal runs on one GPU and another kernel of attention there differ by. `clip` needs ffmpeg.
+Parts are `passes` (and with them decoding), `cache` (a step cache), `kill` and `clip`; all by default. Random weights
+at true size in `TANDEM_PROOF`: no figure but a step cache's seconds depends on their values. Each variant loads its own
+processes, and prints a JSON object as soon as it is done, which is appended to $OUT/gpus.jsonl. Errors are
+‖out - one‖ / ‖one‖ against one GPU, beside what two equal runs on one GPU and another kernel of attention there differ
+by. `clip` needs ffmpeg.
 """
 
 import argparse
@@ -31,7 +32,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import psutil
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from diffusers.models.activations import GELU
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import UMT5Config, UMT5EncoderModel
 
 from runtime.components.residency import Residency
@@ -51,9 +54,13 @@ from tests import tiny_models
 from tests.gpu.proof_common import relative_error
 from tests.gpu.proof_jobs import HOME, MODELS, Unjudged, save
 from tests.gpu.proof_memory import TRANSFORMERS, VAES
+from tests.pipeline.test_parity import sample
 from tests.plans import Alone, machine
 
-PARTS = ("passes", "kill", "clip")
+PARTS = ("passes", "cache", "kill", "clip")
+# Strengths at which random weights leave out some passes, and the steps and frames of a clip that is soon made.
+CACHES = ("none", "first-block:0.05", "first-block:0.075", "first-block:0.2")
+CACHED_STEPS, CACHED_FRAMES = 12, 17
 # UMT5-XXL's width, in one layer: 11 GB less to write.
 TEXT = {"vocab_size": 32, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 1, "num_heads": 64}
 # As many steps as the clip that is extrapolated to.
@@ -210,6 +217,43 @@ def floors(denoiser: Any, given: tuple[torch.Tensor, ...], step: torch.Tensor, a
     return found
 
 
+def cache(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> None:
+    """Latents with a step cache, in every variant: what one GPU makes of them, and that nobody waits for ever."""
+    wanted: dict[str, tuple[torch.Tensor, float]] = {}
+    frames = {} if arguments.small else {"frames": CACHED_FRAMES}
+    for name, split in variants(arguments):
+        with going_on("cache", name, arguments), Residency() as residency:
+            for step_cache in CACHES:
+                plan = planned(spec, here, arguments, steps=CACHED_STEPS, step_cache=step_cache, **frames)
+                plan = replace(plan, split=split)
+                blocks, seconds = 0, 0.0
+
+                def count(module: torch.nn.Module, _: object) -> None:
+                    nonlocal blocks
+                    blocks += isinstance(module, GELU)
+
+                handle = register_module_forward_pre_hook(count)
+                try:
+                    synchronize(arguments)
+                    began = time.perf_counter()
+                    made = sample(spec, plan, residency).float().cpu()
+                    seconds = time.perf_counter() - began
+                finally:
+                    handle.remove()
+                one, once = wanted.setdefault(step_cache, (made, seconds))
+                say(
+                    part="cache",
+                    variant=name,
+                    step_cache=step_cache,
+                    seconds=round(seconds, 2),  # the first has the loading in it
+                    times_as_fast=round(once / seconds, 3),
+                    error=relative_error(made, one),
+                    beside_none=relative_error(made, wanted["none"][0]),
+                    blocks=blocks or None,  # computed by this process, of 2 passes
+                    peak_bytes=residency.crew.peak_bytes,
+                )
+
+
 def kill(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> None:
     """A process is killed while all of them exchange tokens: how soon that is told, and what is left."""
     plan = planned(spec, here, arguments)
@@ -314,7 +358,7 @@ def main() -> None:
     spec = model(arguments)
     say(part="model", model=arguments.model, seconds=round(time.monotonic() - began, 1))
     for part in arguments.parts or PARTS:
-        {"passes": passes, "kill": kill, "clip": clip}[part](spec, here, arguments)
+        {"passes": passes, "cache": cache, "kill": kill, "clip": clip}[part](spec, here, arguments)
 
 
 if __name__ == "__main__":

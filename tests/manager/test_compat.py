@@ -121,14 +121,6 @@ EXCLUDED: list[tuple[str, dict[str, Any], Machine, str, str, str]] = [
         "each block brings the next one",
         "--offload model",
     ),
-    (
-        "step cache on several GPUs",
-        {"step_cache": "first-block", "backend": "pytorch", "gpus": 2},
-        H200,
-        "a step cache excludes 2 GPUs",
-        "its own part of the frames",
-        "--gpus 1",
-    ),
     ("bfloat16", {"backend": "inductor", "precision": "bfloat16"}, TURING, "no bfloat16", "Test GPU does not", "other"),
     ("ONNX Runtime on a GPU", {"backend": "onnxruntime"}, H200, "has no CUDA", "has no CUDA", "another backend"),
 ]

@@ -61,6 +61,7 @@ def plan(model: str, where: Machine, gpu: int = 0, beside: list[int] | None = No
         (SMALL, {"gpus": 4}, (2, 2)),
         (TI2V, {"gpus": 4}, (2, 2)),
         (A14B, {"gpus": 2, "quantization": "fp8"}, (2, 1)),
+        (A14B, {"gpus": 4, "step_cache": "first-block"}, (2, 2)),
         # What excludes several is not several, where nobody asked for a number.
         (A14B, {"gpus": "auto", "offload": "group"}, None),
         (A14B, {"gpus": "auto", "quantization": "bnb-4bit"}, None),
@@ -106,14 +107,6 @@ def test_who_shares_what(model: str, values: dict[str, Any], degrees: tuple[int,
             {"gpus": 2},
             MachineError,
             "no bfloat16",
-            "--gpus 1",
-        ),
-        (
-            A14B,
-            FOUR,
-            {"gpus": 2, "step_cache": "first-block"},
-            InvalidRequestError,
-            "step cache excludes 2 GPUs",
             "--gpus 1",
         ),
         (A14B, replace(FOUR, system="Windows AMD64"), {"gpus": 2}, MachineError, "only on Linux", "--gpus 1"),
@@ -175,6 +168,18 @@ def test_each_gpu_keeps_all_weights_and_the_fullest_counts() -> None:
     assert not less.keep_loaded
     assert {rung.offload for rung in less.ladder} == {"none"}
     assert {rung.quantization for rung in less.ladder} == {"none", "fp8"}
+
+
+def test_each_gpu_remembers_its_own_passes_and_tokens() -> None:
+    remembered = []
+    for values in ({"gpus": 1}, {"gpus": 2}, {"gpus": 4}, {"gpus": 2, **ALONE}, {"gpus": 1, **ALONE}):
+        plain, cached = (plan(A14B, FOUR, step_cache=cache, **values) for cache in ("none", "first-block"))
+        before, after = ({stage.component: stage.working_bytes for stage in made.memory} for made in (plain, cached))
+        assert before["vae"] == after["vae"]
+        remembered.append(after["transformer"] - before["transformer"])
+    one_pass = 3 * plan(A14B, FOUR).tokens * spec(A14B).transformer.width * 2
+    # 32,760 tokens: half of them are no fraction.
+    assert remembered == [2 * one_pass, one_pass, one_pass // 2, one_pass // 2, one_pass]
 
 
 def test_more_gpus_are_forecast_to_be_faster() -> None:

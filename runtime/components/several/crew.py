@@ -18,8 +18,10 @@ def _never() -> None:
     """Nobody asks to stop."""
 
 
-def shared_speed(speed: Speed) -> Speed:
-    """Return how each of several GPUs computes a transformer: passes are neither paired nor recorded."""
+def shared_speed(speed: Speed, name: str) -> Speed:
+    """Return how each of several GPUs computes a component: a transformer's passes are neither paired nor recorded."""
+    if name == "vae":
+        return Speed(compiled=speed.compiled, channels_last=speed.channels_last)
     return Speed(attention=speed.attention, compiled=speed.compiled, text_kept=speed.text_kept, fused=speed.fused)
 
 
@@ -76,7 +78,7 @@ class Crew:
 
         Args:
             check: raises where somebody wants the job to stop.
-            speed: how a transformer is computed, from `shared_speed`.
+            speed: how it is computed, from `shared_speed`.
 
         Raises:
             TandemError: if that fails; none is left then.

@@ -13,6 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from runtime.components.attention import problem
-from runtime.components.denoiser import Denoiser, PyTorchDenoiser
+from runtime.components.denoiser import PyTorchDenoiser
 from runtime.components.memory import give_back, ran_out
 from runtime.components.several.sequence import Tokens, share_tokens
 from runtime.components.several.strips import StripDecoder
@@ -56,7 +57,8 @@ class Rank:
         self._cuda = self._device.type == "cuda"
         self._sharing = self._join(job)
         self._modules: dict[str, torch.nn.Module] = {}
-        self._denoisers: dict[str, Denoiser] = {}
+        self._denoisers: dict[str, PyTorchDenoiser] = {}
+        self._caching: dict[str, ExitStack] = {}
         self._tokens: dict[str, Tokens] = {}
         self._decoder: StripDecoder | None = None
         self._frames: Iterator[torch.Tensor] = iter(())
@@ -93,14 +95,14 @@ class Rank:
         part = TypeAdapter(ComponentPlan).validate_python({**said["part"], "device": str(self._device)})
         module: Any = load_module(spec, name, part)
         self._modules[name] = module
+        speed = Speed(**said["speed"])
         if name == "vae":
             # Only image-to-video encodes.
             module.encoder, dtype = None, part.dtype
-            self._decoder = StripDecoder(module, self._device, self._number, dist.get_world_size())
+            self._decoder = StripDecoder(module, self._device, self._number, dist.get_world_size(), speed)
         else:
             taken: torch.dtype = module.patch_embedding.weight.dtype
             dtype = str(taken).removeprefix("torch.")
-            speed = Speed(**said["speed"])
             against = problem(speed.attention, str(self._device), taken, spec.transformer.attention_head_dim)
             if against is not None:
                 sys.stderr.write(f"{speed.attention} attention does not run here: {against}.\n")
@@ -113,6 +115,7 @@ class Rank:
     def free(self, said: Mapping[str, Any], _: list[torch.Tensor]) -> Answer:
         """Let go of a component."""
         name = said["name"]
+        self._caching.pop(name, ExitStack()).close()
         self._denoisers.pop(name, None)
         self._tokens.pop(name, None)
         module = self._modules.pop(name, None)
@@ -120,6 +123,15 @@ class Rank:
             self._decoder, self._frames = None, iter(())
         del module
         give_back(unreachable=True)  # hooks tie a module to itself
+        return {}, []
+
+    def cache(self, said: Mapping[str, Any], _: list[torch.Tensor]) -> Answer:
+        """Have a transformer reuse across steps what is said, and let go of what it kept so far."""
+        name = said["name"]
+        self._caching.pop(name, ExitStack()).close()
+        caching = self._denoisers[name].caching(said["step_cache"], self._tokens.get(name))
+        self._caching[name] = ExitStack()
+        self._caching[name].enter_context(caching)
         return {}, []
 
     def forward(self, said: Mapping[str, Any], tensors: list[torch.Tensor]) -> Answer:
@@ -135,7 +147,10 @@ class Rank:
         groups = dist.get_world_size() // self._sequence
         mine = [place for place in range(len(texts)) if place % groups == self._number // self._sequence]
         here, when = latents.to(self._device), timestep.to(self._device)
-        made = [self._denoisers[name](here, when, self._texts[texts[place]]) for place in mine]
+        denoiser = self._denoisers[name]
+        if said["fresh"]:
+            denoiser.begin_anew()
+        made = [denoiser(here, when, self._texts[texts[place]], said["which"][place]) for place in mine]
         first = self._number % self._sequence == 0
         return {"places": mine if first else []}, made if first else []
 
@@ -176,6 +191,7 @@ def serve(number: int, job: Mapping[str, Any]) -> None:
     does: dict[str, Callable[[Mapping[str, Any], list[torch.Tensor]], Answer]] = {
         "load": rank.load,
         "free": rank.free,
+        "cache": rank.cache,
         "forward": rank.forward,
         "decode": rank.decode,
         "next": rank.next,

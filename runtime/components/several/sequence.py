@@ -7,6 +7,7 @@ attention, which so sees the tokens that there are and no others: nothing is mas
 which no CPU has. Its `enable_parallelism` asks for an accelerator as well.)
 """
 
+import math
 from typing import Any
 
 import torch
@@ -53,6 +54,16 @@ class Tokens:
         parts = [torch.empty_like(x) for _ in range(self._degree)]
         dist.all_gather(parts, x.contiguous(), group=self._group)
         return torch.cat(parts, dim=1)[:, : self.count]
+
+    def real(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Sharing`."""
+        return x[:, : max(self.count - self._number * self.share, 0)]
+
+    def summed(self, values: torch.Tensor) -> list[float]:
+        """See `Sharing`: each is given what all have, and adds it up in the same order."""
+        parts = [torch.empty_like(values) for _ in range(self._degree)]
+        dist.all_gather(parts, values, group=self._group)
+        return [math.fsum(column) for column in zip(*torch.stack(parts).tolist(), strict=True)]
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention: Attention) -> torch.Tensor:
         """Attend from all tokens to all, where each process has its share of them.

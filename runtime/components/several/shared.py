@@ -1,13 +1,15 @@
 """Parts that several GPUs run together, called like those of one."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
 
 import torch
 
-from runtime.components.denoiser import PROMPTED
+from runtime.components.denoiser import PROMPTED, UNPROMPTED
 from runtime.components.several.group import Group
 from runtime.components.several.strips import longer_side
+from runtime.core.step_cache import NONE
 from runtime.models.spec import ModelSpec
 
 _TEXTS_KEPT = 2
@@ -53,28 +55,49 @@ class SharedDenoiser:
         self._name = name
         self._dtype = dtype
         self._texts = texts
+        self._fresh = False
         self.check = check
 
     pairs = True
 
+    @contextmanager
+    def caching(self, step_cache: str) -> Iterator[None]:
+        """Reuse across steps, while entered, what `step_cache` says; nothing of it stays.
+
+        Those who share the tokens of a pass decide together; each pass of guidance has a cache of its own.
+        """
+        if step_cache == NONE:
+            yield
+            return
+        self._group.call("cache", self.check, name=self._name, step_cache=step_cache)
+        try:
+            yield
+        finally:
+            if self._group.alive:
+                self._group.call("cache", _nobody_asks, name=self._name, step_cache=NONE)
+
     def begin_anew(self) -> None:
-        """See `Denoiser`; a step cache excludes several GPUs."""
+        """See `Denoiser`; they are told with the next pass."""
+        self._fresh = True
 
     def __call__(
         self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str = PROMPTED
     ) -> torch.Tensor:
         """See `Denoiser`."""
-        return self._passes(latents, timestep, [text_embeds])[0]
+        return self._passes(latents, timestep, {which: text_embeds})[0]
 
     def pair(
         self, latents: torch.Tensor, timestep: torch.Tensor, first: torch.Tensor, second: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Predict the velocity with each of two texts, at the same time where they run on different GPUs."""
-        one, other = self._passes(latents, timestep, [first, second])
+        one, other = self._passes(latents, timestep, {PROMPTED: first, UNPROMPTED: second})
         return one, other
 
-    def _passes(self, latents: torch.Tensor, timestep: torch.Tensor, texts: list[torch.Tensor]) -> list[torch.Tensor]:
-        numbers, forgotten, new, sent = self._texts.number(texts)
+    def _passes(
+        self, latents: torch.Tensor, timestep: torch.Tensor, texts: dict[str, torch.Tensor]
+    ) -> list[torch.Tensor]:
+        fresh, self._fresh = self._fresh, False
+        numbers, forgotten, new, sent = self._texts.number(list(texts.values()))
         _, _, frames, height, width = latents.shape
         tokens = (frames // self._patch[0]) * (height // self._patch[1]) * (width // self._patch[2])
         answers = self._group.call(
@@ -83,6 +106,8 @@ class SharedDenoiser:
             [latents.to(self._dtype), timestep, *(text.to(self._dtype) for text in sent)],
             name=self._name,
             texts=numbers,
+            which=list(texts),
+            fresh=fresh,
             forget=forgotten,
             new=new,
             tokens=tokens,

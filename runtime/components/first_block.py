@@ -1,0 +1,59 @@
+"""First-block caching through diffusers' hooks, decided alike by all who share a pass.
+
+What diffusers' hook measures is a mean over the tokens at hand. Where several processes share them each has a part: one
+that computes the other blocks and one that does not would wait for each other forever. So each sums up what it has, and
+all decide by the same sums of sums. One process alone sums up in the same way: diffusers rounds its means to the
+model's dtype, so that in bfloat16 the two would not agree.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from diffusers.hooks import FirstBlockCacheConfig
+from diffusers.hooks.first_block_cache import _FBC_LEADER_BLOCK_HOOK
+
+
+class Sharing(Protocol):
+    """Those who share the tokens of a pass."""
+
+    def real(self, x: torch.Tensor) -> torch.Tensor:
+        """Return those of this process's tokens, (batch, tokens, …), that are not filled up."""
+        ...
+
+    def summed(self, values: torch.Tensor) -> list[float]:
+        """Return the sum of each value, a vector, over all: the very same numbers to each of them."""
+        ...
+
+
+@contextmanager
+def first_block_cached(module: Any, strength: float, sharing: Sharing | None = None) -> Iterator[None]:
+    """Leave out blocks after the first, while entered, where it adds nearly what it added before.
+
+    Args:
+        module: a transformer.
+        strength: the change, as a share of what was added, up to which it counts as the same.
+        sharing: those who compute it together; `None` where one has all tokens.
+    """
+
+    def is_another(residual: torch.Tensor) -> bool:
+        before = hook.state_manager.get_state().head_block_residual
+        return before is None or changed(residual, before, strength, sharing)
+
+    module.enable_cache(FirstBlockCacheConfig(threshold=strength))
+    hook = module.blocks[0]._diffusers_hook.get_hook(_FBC_LEADER_BLOCK_HOOK)
+    hook._should_compute_remaining_blocks = is_another
+    try:
+        yield
+    finally:
+        module.disable_cache()
+
+
+def changed(now: torch.Tensor, before: torch.Tensor, strength: float, sharing: Sharing | None) -> bool:
+    """Return whether the mean change of residuals, (batch, tokens, width), exceeds that share of their mean size."""
+    if sharing is not None:
+        now, before = sharing.real(now), sharing.real(before)
+    sums = torch.stack([(now - before).abs().sum(dtype=torch.float32), before.abs().sum(dtype=torch.float32)])
+    change, size = sums.tolist() if sharing is None else sharing.summed(sums)
+    return bool(change > strength * size)
