@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from runtime.core.forecast import StageMemory
-from runtime.core.plan import Speed, Split
+from runtime.core.plan import ExecutionPlan, Speed, Split
 from runtime.core.step_cache import NONE
 from runtime.models.spec import ModelSpec, is_transformer
 
@@ -105,6 +105,24 @@ class Load:
     cached_passes: int = 0
     text_bytes: int = 0
     at_once: int = 1
+
+    @classmethod
+    def of(cls, plan: ExecutionPlan, spec: ModelSpec) -> "Load":
+        """Return what a plan holds and runs; `spec` is its model's."""
+        return cls(
+            spec=spec,
+            device=plan.components["transformer"].device,
+            dtypes={name: part.dtype for name, part in plan.components.items()},
+            engine_bytes={name: part.weights_bytes for name, part in plan.components.items() if part.engines},
+            tokens=plan.tokens,
+            latent_shape=plan.latent_shape,
+            height=plan.height,
+            width=plan.width,
+            split=plan.split,
+            cached_passes=cached_passes(plan.step_cache, plan.guidance_scale, plan.guidance_scale_2),
+            text_bytes=plan.speed.text_bytes,
+            at_once=at_once(plan.speed),
+        )
 
     @property
     def cuda(self) -> bool:
