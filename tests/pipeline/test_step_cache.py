@@ -8,9 +8,8 @@ import pytest
 import torch
 from diffusers import WanPipeline
 from diffusers.hooks import FirstBlockCacheConfig
-from diffusers.models.activations import GELU
-from torch.nn.modules.module import register_module_forward_pre_hook
 
+from bench.step_cache import blocks_computed
 from runtime.components.residency import Residency
 from runtime.core.plan import ExecutionPlan
 from runtime.models.spec import ModelSpec
@@ -30,18 +29,9 @@ def planned(spec: ModelSpec, step_cache: str, steps: int = 8) -> ExecutionPlan:
 
 def blocks(spec: ModelSpec, plan: ExecutionPlan, residency: Residency) -> tuple[int, torch.Tensor]:
     """Return how many blocks were computed, and the latents."""
-    count = 0
-
-    def hear(module: torch.nn.Module, _: object) -> None:
-        nonlocal count
-        count += isinstance(module, GELU)
-
-    handle = register_module_forward_pre_hook(hear)
-    try:
-        latents = sample(spec, plan, residency)
-    finally:
-        handle.remove()
-    return count, latents
+    made: list[torch.Tensor] = []
+    count = blocks_computed(lambda: made.append(sample(spec, plan, residency)))
+    return count, made[0]
 
 
 def test_latents_equal_wan_pipelines_with_the_same_cache(tiny: Tiny) -> None:
