@@ -73,15 +73,17 @@ class DecoderSteps:
                     layout = torch.channels_last if flat else torch.channels_last_3d
                     module.weight.data = module.weight.data.contiguous(memory_format=layout)
 
-    def __call__(self, z: torch.Tensor, caches: Caches, *, first: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def __call__(
+        self, z: torch.Tensor, caches: list[torch.Tensor], *, first: bool
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return pixels, (1, channels, frames, height, width), and the caches for the next call.
 
         Args:
             z: (1, channels, latent frames, height, width), after `post_quant_conv`.
-            caches: of the call before; none before the first.
+            caches: of the call before; none before the first. The list is emptied on the way: what was used is freed.
             first: whether `z` is the clip's first latent frame, which stays one frame.
         """
-        return _Call(self._enter, self._leave, self._format, list(caches), first=first).run(self._decoder, z)
+        return _Call(self._enter, self._leave, self._format, caches, first=first).run(self._decoder, z)
 
 
 class _Call:
