@@ -173,7 +173,8 @@ def decode_chunk(
 ) -> int:
     """Return how many latent frames the VAE decodes in one call: as many as a quarter of free memory allows."""
     chunk = min(_MOST_AT_ONCE[device.partition(":")[0]], max(latent_frames - 1, 1))
-    while chunk > 1 and spec.vae.decode_bytes(chunk, height, width, DTYPE_BYTES[dtype]) > _DECODE_SHARE * free_bytes:
+    size = (height, width, DTYPE_BYTES[dtype])
+    while chunk > 1 and spec.vae.decode_bytes(chunk, *size, cpu=device == "cpu") > _DECODE_SHARE * free_bytes:
         chunk -= 1
     return chunk
 
@@ -198,9 +199,9 @@ def decode_bytes(load: Load, chunk: int, tile: int | None) -> int:
     """
     vae, element = load.spec.vae, DTYPE_BYTES[load.dtypes["vae"]]
     if tile is None:
-        return vae.decode_bytes(chunk, load.height, load.width, element)
+        return vae.decode_bytes(chunk, load.height, load.width, element, cpu=not load.cuda)
     side = tile * vae.scale_factor_spatial
-    working = vae.decode_bytes(chunk, min(load.height, side), min(load.width, side), element)
+    working = vae.decode_bytes(chunk, min(load.height, side), min(load.width, side), element, cpu=not load.cuda)
     return working if load.cuda else working + clip_bytes(load)
 
 
