@@ -28,7 +28,10 @@ NARROW = {"base_dim": 4, "z_dim": 16, "dim_mult": [1, 2, 2, 2], "num_res_blocks"
 def made(name: str) -> AutoencoderKLWan:
     """Return a VAE: "diorama" or "narrow"."""
     torch.manual_seed(0)
-    vae = AutoencoderKLWan(**NARROW) if name == "narrow" else AutoencoderKLWan.from_pretrained(EMBEDDED / name / "vae")
+    if name == "narrow":
+        vae = AutoencoderKLWan(**NARROW)
+    else:
+        vae = AutoencoderKLWan.from_pretrained(EMBEDDED / name / "vae", torch_dtype=torch.float32)
     return vae.eval().requires_grad_(False)
 
 

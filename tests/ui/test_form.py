@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -49,6 +50,15 @@ def models(tiny: Callable[[str], ModelSpec]) -> dict[str, ModelSpec]:
 def read(models: dict[str, ModelSpec], **changes: Any) -> GenerationRequest:
     values = GOOD | changes
     return form.read([values[name] for name in form.NAMES], models)
+
+
+def test_an_empty_number_names_the_one_that_the_form_shows(models: dict[str, ModelSpec]) -> None:
+    spec = models["wan2.2-a14b"]
+    without = models | {spec.name: replace(spec, defaults=replace(spec.defaults, guidance_scale_2=None))}
+    for offered, shown in ((models, spec.defaults.guidance_scale_2), (without, spec.defaults.guidance_scale)):
+        with pytest.raises(InvalidRequestError, match="is empty") as caught:
+            read(offered, guidance_scale_2=None)
+        assert f"such as {shown:g}." in caught.value.remedy
 
 
 def test_values_become_a_request(models: dict[str, ModelSpec]) -> None:
