@@ -1,7 +1,7 @@
 """How much memory each stage of a plan takes, from the architecture alone: pure functions, no measuring.
 
 What a component takes is its weights, and a working set while it runs. Which weights lie on the device meanwhile is the
-`Way` of holding them. tests/manager/ holds both to what an H200 measured.
+`Way` of holding them. tests/manager/ holds both to what was measured on an H200 and, of decoding, on a CPU.
 """
 
 from collections.abc import Mapping

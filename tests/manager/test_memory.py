@@ -199,7 +199,8 @@ def test_decoding_on_a_cpu_takes_what_was_measured(row: dict[str, Any]) -> None:
     # With what is held beside it, all of it has room.
     way = Way(decode_tile=row["tile"])
     (stage,) = [stage for stage in vram.stages(held, way, row["chunk"]) if stage.component == "vae"]
-    assert 0.85 <= stage.peak_bytes / (row["before"] + row["working"]) <= 1.3
+    peak = row["before"] + row["working"]
+    assert 0.85 * peak <= stage.peak_bytes <= 1.15 * peak + KEPT
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
