@@ -77,17 +77,17 @@ class DecoderSteps:
                     module.weight.data = module.weight.data.contiguous(memory_format=layout)
 
     def __call__(
-        self, z: torch.Tensor, caches: Caches, *, first: bool, trim: Trim | None = None
+        self, z: torch.Tensor, caches: list[torch.Tensor], *, first: bool, trim: Trim | None = None
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return pixels, (1, channels, frames, height, width), and the caches for the next call.
 
         Args:
             z: (1, channels, latent frames, height, width), after `post_quant_conv`.
-            caches: of the call before; none before the first.
+            caches: of the call before; none before the first. The list is emptied on the way: what was used is freed.
             first: whether `z` is the clip's first latent frame, which stays one frame.
             trim: alike in all calls of a clip; caches are then of what it leaves.
         """
-        call = _Call(self._enter, self._leave, self._format, list(caches), trim, first=first)
+        call = _Call(self._enter, self._leave, self._format, caches, trim, first=first)
         return call.run(self._decoder, z)
 
 

@@ -90,15 +90,6 @@ def unreadable(folder: Path, problem: str) -> EngineRecord:
         component="",
         files=(),
         file_bytes=folder_bytes(folder),
-        build_seconds=0.0,
-        seconds_per_call=0.0,
-        pytorch_seconds_per_call=0.0,
-        error=math.nan,
-        tolerance=0.0,
-        verified=False,
-        detail="",
-        built_at=0.0,
-        last_used=0.0,
         problem=problem,
     )
 

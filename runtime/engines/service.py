@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from runtime.core.cancel import Cancel
@@ -14,6 +13,7 @@ from runtime.core.plan import EngineUse, LatentSize
 from runtime.core.settings import Settings
 from runtime.engines.build import BuildRequest, EmitProgress, build_engine
 from runtime.engines.builders import BUILDERS, Builder, BuildNeeds
+from runtime.engines.closing import Closing
 from runtime.engines.identity import programs_of
 from runtime.engines.imported.offering import imported_engines, offers_with
 from runtime.engines.store import EngineStore
@@ -41,22 +41,12 @@ _NONE_YET = "there is none yet"
 _BYTES_PER_GB = 1e9
 
 
-class OpenEngines:
+class OpenEngines(Closing):
     """The sessions of one component, by program. Close it, or use it as a context manager."""
 
     def __init__(self, sessions: Mapping[str, "Session"], stack: ExitStack) -> None:
         self._sessions = sessions
         self._stack = stack
-
-    def __enter__(self) -> "OpenEngines":
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Free everything."""
-        self.close()
 
     def infer(self, program: str, **inputs: "torch.Tensor") -> dict[str, "torch.Tensor"]:
         """Run one program; see `Session.infer`."""

@@ -24,9 +24,9 @@ from typing import Any
 
 from runtime.core.errors import EngineError
 from runtime.engines import manifest
-from runtime.engines.locks import held, is_held
 from runtime.engines.workspace import Workspace, entries, sweep, workspace
 from runtime.manager.engine_index import UNREADABLE_KEY, EngineKey, EngineRecord, differences
+from runtime.models.locks import held, is_held
 
 _ENGINE = re.compile(r"[0-9a-f]{16}")
 _TRASH = ".trash-"

@@ -34,9 +34,21 @@ Stamps = Mapping[str, list[list[Any]]]
 
 _CHECKSUM = "checksum"
 # What may differ between the runs of one clip: how it is computed, and how fast it plays.
-_HOW = frozenset({"backends", "build", "offload", "quantization", "on_out_of_memory", "gpus", "attention", "compile"})
-# LoRAs count by their digests, beside the files.
-_NOT_THE_CLIP = _HOW | {"model", "fps", "loras"}
+HOW = (
+    "backends",
+    "build",
+    "offload",
+    "quantization",
+    "on_out_of_memory",
+    "attention",
+    "compile",
+    "fps",
+    "gpus",
+)
+# Its second expert's part, which differs between the runs of its first half.
+SECOND_HALF = "guidance_scale_2"
+# The model and LoRAs count by their files.
+_NOT_THE_CLIP = {*HOW, "model", "loras"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +192,7 @@ def identity(stamps: Stamps, plan: ExecutionPlan, *, half: bool) -> str:
     Args:
         half: leave out the second expert's files and guidance scale.
     """
-    left_out = _NOT_THE_CLIP | ({"guidance_scale_2"} if half else set())
+    left_out = _NOT_THE_CLIP | ({SECOND_HALF} if half else set())
     # Checkpoints from before there were step caches say nothing of them.
     left_out |= {"step_cache"} if plan.step_cache == NONE else set()
     # Nor of a shift; the model's own is in the scheduler's file.

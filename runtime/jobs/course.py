@@ -3,11 +3,12 @@
 Takes up what an earlier run left, and builds what the plan wants before anything runs.
 """
 
+import copy
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from runtime.jobs.keeping import Keeper
 from runtime.jobs.measure import Clock
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_scheduler
-from runtime.pipeline.sampling import Conditioning, Reached, Step
+from runtime.pipeline.sampling import Conditioning, Reached, Step, get_schedule
 from runtime.pipeline.scheduler_state import restore, snapshot
 
 Emit = Callable[[Event], None]
@@ -123,6 +124,20 @@ class Course:
             self.warnings.append(message)
             self.emit(Warned(message))
 
+    def schedule(self) -> tuple[Any, list[Step]]:
+        """Return a scheduler before its first step, and the plan's steps.
+
+        Raises:
+            ModelError: if the model's scheduler cannot be loaded.
+        """
+        # A copy, for a step leaves more in a scheduler than setting its timesteps takes out again.
+        scheduler = copy.deepcopy(self._scheduler)
+        return scheduler, get_schedule(self.plan, scheduler, self.spec.boundary_ratio)
+
+    @cached_property
+    def _scheduler(self) -> Any:
+        return load_scheduler(self.spec, self.plan.shift)
+
     def begin(self, stage: Stage, name: str) -> None:
         """Tell that a stage begins, with a component at work."""
         self.doing = (stage, name)
@@ -171,7 +186,7 @@ class Course:
         try:
             found = self._checkpoints.load(self.spec, self.plan)
             if found is not None and found.reached is not None and found.reached.scheduler is not None:
-                restore(load_scheduler(self.spec, self.plan.shift), found.reached.scheduler)
+                restore(self.schedule()[0], found.reached.scheduler)
         except CheckpointError as error:
             self._checkpoints.clear()
             self.warn(f"What an earlier run left is of no use, for {error.what}: the video is made anew.")

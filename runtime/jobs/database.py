@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.core.errors import StoreError
-from runtime.engines.locks import held
+from runtime.models.locks import held
 
 # Each brings the file from the version of its place to the next; the file says in user_version where it is.
 MIGRATIONS: tuple[str, ...] = (

@@ -37,8 +37,7 @@ from runtime.jobs.measure import Clock, PeakMemory
 from runtime.jobs.outcome import facts, outcome
 from runtime.jobs.previews import Previews
 from runtime.models.spec import ModelSpec
-from runtime.models.weights import load_scheduler
-from runtime.pipeline.sampling import Conditioning, Step, decode, denoise, get_noise, get_schedule, may_stop
+from runtime.pipeline.sampling import Conditioning, decode, denoise, get_noise, may_stop
 from runtime.pipeline.scheduler_state import restore
 from runtime.video.encode import VideoWriter, check_target, sweep
 from runtime.video.nothing import Detector
@@ -173,8 +172,7 @@ def _denoise(course: Course, previews: Previews) -> None:
     course.cancel.check_pause()
     course.doing = ("denoise", "transformer")
     assert course.conditioning is not None
-    scheduler = load_scheduler(course.spec, course.plan.shift)
-    steps = get_schedule(course.plan, scheduler, course.spec.boundary_ratio)
+    scheduler, steps = course.schedule()
     reached = course.reached
     if reached is None or (reached.scheduler is None and reached.steps < len(steps)):
         reached = course.reach(0, get_noise(course.plan), scheduler)
@@ -236,8 +234,7 @@ def _save(course: Course, previews: Previews, peak: PeakMemory, job_id: str | No
 
 def _parts_ahead(course: Course) -> set[str]:
     """Return the components that have work to do yet."""
-    scheduler = load_scheduler(course.spec, course.plan.shift)
-    steps: list[Step] = get_schedule(course.plan, scheduler, course.spec.boundary_ratio)
+    _, steps = course.schedule()
     first = {"text_encoder"} if course.conditioning is None else set()
     return first | {step.expert for step in steps[course.step :]} | {"vae"}
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from runtime.core.plan import ExecutionPlan
-from runtime.engines.locks import held
 from runtime.manager.history import History, Run, compiling, runs_of
 from runtime.manager.machine import Machine
+from runtime.models.locks import held
 from runtime.models.spec import ModelSpec
 
 _VERSION = 1

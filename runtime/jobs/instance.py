@@ -5,7 +5,7 @@ import secrets
 from pathlib import Path
 
 from runtime.core.errors import StoreError
-from runtime.engines.locks import held, is_held
+from runtime.models.locks import held, is_held
 
 
 class Instance:

@@ -82,6 +82,7 @@ class Job:
         self._read = 0
         self._lock = threading.RLock()
         self._unwritten: list[Event] = []
+        self._stuck = False
 
     @property
     def open(self) -> bool:
@@ -138,8 +139,12 @@ class Job:
                     self._store.record(self.id, self._unwritten[0])
                     del self._unwritten[0]
             except StoreError as error:
-                logger.warning("job %s: %d events cannot be written down yet", self.id, len(self._unwritten))
+                # Tried again several times a second: said once, so that a full log is not the next trouble.
+                if not self._stuck:
+                    logger.warning("job %s: what it tells cannot be written down yet", self.id)
+                self._stuck = True
                 return error
+            self._stuck = False
         return None
 
     @property

@@ -124,7 +124,10 @@ class Runner:
                     record = self._desk.store.claim(self._desk.instance, self._kinds)
                 except StoreError as error:
                     logger.warning("No job can be taken: %s", type(error.__cause__ or error).__name__)
-                    self._news.wait(_REST_SECONDS)
+                    # What was to wake this one before is no reason to ask again at once.
+                    self._news.clear()
+                    if not self._stopping:
+                        self._news.wait(_REST_SECONDS)
                     continue
                 if record is None:
                     self._news.wait(_LOOK_SECONDS)

@@ -8,26 +8,15 @@ from typing import Any
 from runtime.core.errors import CheckpointError, InvalidRequestError
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import AUTO, GenerationRequest, label
-from runtime.jobs.checkpoint import CheckpointFolder
+from runtime.jobs.checkpoint import HOW, SECOND_HALF, CheckpointFolder
 from runtime.manager.history import History
 from runtime.manager.machine import Machine
 from runtime.manager.offers import Offers, no_offers
 from runtime.manager.planner import resolve
 from runtime.models.spec import ModelSpec
 
-# What may be asked for anew. Neither guidance nor backends of the first half change anything here.
-CHANGEABLE = (
-    "guidance_scale_2",
-    "backends",
-    "build",
-    "offload",
-    "quantization",
-    "on_out_of_memory",
-    "attention",
-    "compile",
-    "fps",
-    "gpus",
-)
+# What may be asked for anew: what the checkpoint between both experts does not depend on.
+CHANGEABLE = (SECOND_HALF, *HOW)
 _OF_THE_SCHEDULE = {"steps": "The number of steps", "shift": "The shift"}
 
 

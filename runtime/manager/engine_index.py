@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
-from math import inf
+from math import inf, nan
 from typing import Any
 
 from runtime.core.loras import LoraUse
@@ -145,7 +145,7 @@ class EngineFile:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRecord:
-    """What is known of one engine on disk.
+    """What is known of one engine on disk; one that was not proven yet has the defaults.
 
     Attributes:
         id: the name of its folder.
@@ -172,15 +172,15 @@ class EngineRecord:
     component: str
     files: tuple[EngineFile, ...]
     file_bytes: int
-    build_seconds: float
-    seconds_per_call: float
-    pytorch_seconds_per_call: float
-    error: float
-    tolerance: float
-    verified: bool
-    detail: str
-    built_at: float
-    last_used: float
+    build_seconds: float = 0.0
+    seconds_per_call: float = 0.0
+    pytorch_seconds_per_call: float = 0.0
+    error: float = nan
+    tolerance: float = 0.0
+    verified: bool = False
+    detail: str = ""
+    built_at: float = 0.0
+    last_used: float = 0.0
     pinned: bool = False
     problem: str | None = None
     loras: tuple[LoraUse, ...] = ()

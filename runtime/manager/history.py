@@ -12,11 +12,11 @@ from typing import Any
 from runtime.core.forecast import Seconds, StageMemory
 from runtime.core.plan import ExecutionPlan
 from runtime.core.step_cache import NONE
-from runtime.manager import split, vram
+from runtime.manager import split
 from runtime.manager.machine import Machine
 from runtime.manager.speed import tag
 from runtime.manager.timing import MEASURED, SCALED, Work, flops
-from runtime.manager.vram import Load, Way, cached_passes, corrected, stages, taken_before
+from runtime.manager.vram import Load, Way, corrected, stages, taken_before
 from runtime.models.spec import ModelSpec, is_transformer
 
 # A run of so many times more or less arithmetic says nothing: caches and launches count differently there.
@@ -173,30 +173,15 @@ def calls_of(
 
 
 def _as_planned(plan: ExecutionPlan, spec: ModelSpec) -> tuple[Load, Work, Way]:
-    parts = plan.components
-    load = Load(
-        spec=spec,
-        device=parts["transformer"].device,
-        dtypes={name: part.dtype for name, part in parts.items()},
-        engine_bytes={name: part.weights_bytes for name, part in parts.items() if part.engines},
-        tokens=plan.tokens,
-        latent_shape=plan.latent_shape,
-        height=plan.height,
-        width=plan.width,
-        split=plan.split,
-        cached_passes=cached_passes(plan.step_cache, plan.guidance_scale, plan.guidance_scale_2),
-        text_bytes=plan.speed.text_bytes,
-        at_once=vram.at_once(plan.speed),
-    )
     calls = calls_of(plan.steps, plan.guidance_scale, plan.guidance_scale_2, plan.expert_steps)
     way = Way(
         offload=plan.offload,
-        quantization=parts["transformer"].quantization,
+        quantization=plan.components["transformer"].quantization,
         keep_loaded=plan.keep_loaded,
         freed=plan.freed,
         decode_tile=plan.decode_tile,
     )
-    return load, Work(calls=calls, frames=plan.frames, engine_seconds={}), way
+    return Load.of(plan, spec), Work(calls=calls, frames=plan.frames, engine_seconds={}), way
 
 
 def device_name(machine: Machine, device: str) -> str:

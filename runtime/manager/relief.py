@@ -42,7 +42,7 @@ def next_way(plan: ExecutionPlan, spec: ModelSpec, component: str, memory: Memor
     taken = next((rung for rung in plan.ladder if rung.taken), None)
     if taken is None:
         return None
-    load = _load(plan, spec)
+    load = Load.of(plan, spec)
     # Weights that wait lie in system memory: there the device's forecast says nothing.
     waiting = memory == "RAM" and load.cuda
 
@@ -127,21 +127,4 @@ def _way(rung: Rung) -> Way:
         keep_loaded=rung.keep_loaded,
         freed=rung.freed,
         decode_tile=rung.decode_tile,
-    )
-
-
-def _load(plan: ExecutionPlan, spec: ModelSpec) -> Load:
-    return Load(
-        spec=spec,
-        device=plan.components["transformer"].device,
-        dtypes={name: part.dtype for name, part in plan.components.items()},
-        engine_bytes={name: part.weights_bytes for name, part in plan.components.items() if part.engines},
-        tokens=plan.tokens,
-        latent_shape=plan.latent_shape,
-        height=plan.height,
-        width=plan.width,
-        split=plan.split,
-        cached_passes=vram.cached_passes(plan.step_cache, plan.guidance_scale, plan.guidance_scale_2),
-        text_bytes=plan.speed.text_bytes,
-        at_once=vram.at_once(plan.speed),
     )

@@ -1,7 +1,7 @@
 """How much memory each stage of a plan takes, from the architecture alone: pure functions, no measuring.
 
 What a component takes is its weights, and a working set while it runs. Which weights lie on the device meanwhile is the
-`Way` of holding them. tests/manager/ holds both to what an H200 measured.
+`Way` of holding them. tests/manager/ holds both to what was measured on an H200 and, of decoding, on a CPU.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from runtime.core.forecast import StageMemory
-from runtime.core.plan import Speed, Split
+from runtime.core.plan import ExecutionPlan, Speed, Split
 from runtime.core.step_cache import NONE
 from runtime.models.spec import ModelSpec, is_transformer
 
@@ -106,6 +106,24 @@ class Load:
     text_bytes: int = 0
     at_once: int = 1
 
+    @classmethod
+    def of(cls, plan: ExecutionPlan, spec: ModelSpec) -> "Load":
+        """Return what a plan holds and runs; `spec` is its model's."""
+        return cls(
+            spec=spec,
+            device=plan.components["transformer"].device,
+            dtypes={name: part.dtype for name, part in plan.components.items()},
+            engine_bytes={name: part.weights_bytes for name, part in plan.components.items() if part.engines},
+            tokens=plan.tokens,
+            latent_shape=plan.latent_shape,
+            height=plan.height,
+            width=plan.width,
+            split=plan.split,
+            cached_passes=cached_passes(plan.step_cache, plan.guidance_scale, plan.guidance_scale_2),
+            text_bytes=plan.speed.text_bytes,
+            at_once=at_once(plan.speed),
+        )
+
     @property
     def cuda(self) -> bool:
         """Whether the device has memory of its own."""
@@ -155,7 +173,8 @@ def decode_chunk(
 ) -> int:
     """Return how many latent frames the VAE decodes in one call: as many as a quarter of free memory allows."""
     chunk = min(_MOST_AT_ONCE[device.partition(":")[0]], max(latent_frames - 1, 1))
-    while chunk > 1 and spec.vae.decode_bytes(chunk, height, width, DTYPE_BYTES[dtype]) > _DECODE_SHARE * free_bytes:
+    size = (height, width, DTYPE_BYTES[dtype])
+    while chunk > 1 and spec.vae.decode_bytes(chunk, *size, cpu=device == "cpu") > _DECODE_SHARE * free_bytes:
         chunk -= 1
     return chunk
 
@@ -180,9 +199,9 @@ def decode_bytes(load: Load, chunk: int, tile: int | None) -> int:
     """
     vae, element = load.spec.vae, DTYPE_BYTES[load.dtypes["vae"]]
     if tile is None:
-        return vae.decode_bytes(chunk, load.height, load.width, element)
+        return vae.decode_bytes(chunk, load.height, load.width, element, cpu=not load.cuda)
     side = tile * vae.scale_factor_spatial
-    working = vae.decode_bytes(chunk, min(load.height, side), min(load.width, side), element)
+    working = vae.decode_bytes(chunk, min(load.height, side), min(load.width, side), element, cpu=not load.cuda)
     return working if load.cuda else working + clip_bytes(load)
 
 

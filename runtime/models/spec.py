@@ -15,6 +15,11 @@ from runtime.models.noise_levels import UNTOLD, NoiseLevels
 
 _FLOAT32 = 4
 _RGB = 3
+# Inputs of a 3×3×3 convolution that one output depends on, in each channel.
+_KERNEL = 27
+# Convolutions on a CPU are oneDNN's where the input has more channels × frames × rows (`use_mkldnn` in PyTorch's
+# Convolution.cpp).
+_UNFOLDED = 20480
 
 
 def is_transformer(component: str) -> bool:
@@ -111,7 +116,9 @@ class VaeSpec:
                 total += 2.0 * 9 * t * h * w * out * out // 2
         return total
 
-    def decode_bytes(self, latent_frames: int, height: int, width: int, element_bytes: int) -> int:
+    def decode_bytes(
+        self, latent_frames: int, height: int, width: int, element_bytes: int, *, cpu: bool = False
+    ) -> int:
         """Return what decoding `latent_frames` in one call takes at its peak, beside the weights.
 
         The peak is a convolution of a residual block, mostly of the last level. At that moment there are the block's
@@ -119,11 +126,24 @@ class VaeSpec:
         output, both once more in cuDNN's own layout, and the caches of all convolutions: two frames each. A residual
         decoder (TI2V-5B) keeps a copy of each level's input for its shortcut.
 
+        On a CPU it is the same, in oneDNN's layout, but for convolutions with a small input, which PyTorch computes by
+        itself: it lays each output's 27 inputs out beside each other. The clip's first latent frame, which is decoded
+        alone, may then take more than the calls after it.
+
         Source: diffusers' `autoencoder_kl_wan`; within 1 % of what an H200 took (tests/manager/measured_h200.jsonl).
         """
+        most = self._call_bytes(latent_frames, height, width, element_bytes, cpu=cpu, first=False)
+        if cpu:
+            most = max(most, self._call_bytes(1, height, width, element_bytes, cpu=True, first=True))
+        return most
+
+    def _call_bytes(
+        self, latent_frames: int, height: int, width: int, element_bytes: int, *, cpu: bool, first: bool
+    ) -> int:
         dims = [self.decoder_base_dim * m for m in (self.dim_mult[-1], *reversed(self.dim_mult))]
         upsample_time = tuple(reversed(self.temperal_downsample))
-        positions = (height // self.scale_factor_spatial) * (width // self.scale_factor_spatial)
+        rows = height // self.scale_factor_spatial
+        positions = rows * (width // self.scale_factor_spatial)
         frames = latent_frames
         caches = 2 * positions * (self.z_dim + 4 * dims[0])
         most = 0
@@ -135,11 +155,14 @@ class VaeSpec:
                 held = level_input + (frames * out if block or channels != out else 0)
                 for c in (channels, out):
                     convolution = frames * c + 2 * (frames + 2) * c + 2 * frames * out + 2 * c
+                    if cpu and c * (frames + 2) * rows <= _UNFOLDED:
+                        convolution += (_KERNEL - 1) * frames * c - 2 * c - frames * out
                     most = max(most, positions * (held + convolution))
                 caches += 2 * positions * (channels + out)
             if level < len(self.dim_mult) - 1:
                 caches += 2 * positions * out if upsample_time[level] else 0
-                frames = 2 * frames if upsample_time[level] else frames
+                frames = 2 * frames if upsample_time[level] and not first else frames
+                rows *= 2
                 positions *= 4
         caches += 2 * positions * dims[-1]
         pixels = _RGB * self.patch_size**2 * positions * frames

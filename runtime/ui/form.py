@@ -349,7 +349,7 @@ def read(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationReque
     given["backends"] = {name: chosen[name] for name in spec.component_names if chosen[name] != AUTO}
     for name, value in given.items():
         if value is None and name not in {"negative_prompt", "shift", *_CHOICES}:
-            default = getattr(spec.defaults, name)
+            default = model_values(spec)[name]["value"]  # as the form shows it
             raise InvalidRequestError(name, f"The {label(name)} is empty.", f"Give one, such as {default:g}.")
     return GenerationRequest(**given)
 

@@ -63,10 +63,10 @@ class Handlers:
         async for updates in self._watch(job):
             yield updates
 
-    async def attach(self, remembered: str | None) -> AsyncIterator[Updates]:
+    async def attach(self, remembered: Any) -> AsyncIterator[Updates]:
         """Show the job of this tab while it runs, else one that runs, else the last result of this server."""
         try:
-            own = self._worker.job(remembered) if remembered else None
+            own = self._worker.job(remembered) if isinstance(remembered, str) and remembered else None
             if own is None or not own.open:
                 own = self._worker.active() or own or self._worker.latest()
         except TandemError as error:

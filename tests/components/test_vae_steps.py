@@ -37,9 +37,11 @@ def test_caches_hold_two_frames_and_nothing_else(channels_last: bool, tiny: Call
     vae = AutoencoderKLWan.from_pretrained(tiny("wan2.1").directory, subfolder="vae").eval()
     steps = DecoderSteps(vae.decoder, channels_last=channels_last)
     z = torch.randn(1, 16, 4, 4, 6, generator=torch.Generator().manual_seed(5))
-    _, first = steps(z[:, :, :1], (), first=True)
-    _, following = steps(z[:, :, 1:], first, first=False)
-    assert [cache.shape for cache in first] == [cache.shape for cache in following]
+    _, caches = steps(z[:, :, :1], [], first=True)
+    shapes = [cache.shape for cache in caches]
+    _, following = steps(z[:, :, 1:], caches, first=False)
+    assert not caches, "what was used is freed before the call ends"
+    assert shapes == [cache.shape for cache in following]
     for cache in following:
         assert cache.shape[2] == CACHED_FRAMES
         assert cache.is_contiguous(memory_format=torch.channels_last_3d if channels_last else torch.contiguous_format)

@@ -100,14 +100,6 @@ def built(tiny: Callable[[str], ModelSpec], tmp_path_factory: pytest.TempPathFac
                     files=files,
                     file_bytes=sum(file.bytes for file in files),
                     build_seconds=1.0,
-                    seconds_per_call=0.0,
-                    pytorch_seconds_per_call=0.0,
-                    error=0.0,
-                    tolerance=0.0,
-                    verified=False,
-                    detail="",
-                    built_at=0.0,
-                    last_used=0.0,
                 )
                 manifest.write(folder, record)
         return Built(folder, manifest.read(folder), spec, component)

@@ -1,8 +1,6 @@
 """Jobs taken up in another way, and the room that jobs take."""
 
-import shutil
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,19 +10,9 @@ from runtime.core.events import Cancelled, Resumed, VideoSaved
 from runtime.jobs import room
 from runtime.jobs.store import JobStore
 from runtime.jobs.worker import Job, Worker
-from runtime.models.spec import ModelSpec
 from tests.jobs.made import add, saved
 from tests.jobs.test_worker import small, stored, watch
-from tests.plans import no_engines
 from tests.waiting import until
-
-
-@pytest.fixture
-def worker(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Iterator[Worker]:
-    shutil.copytree(tiny("wan2.2-a14b").directory, tmp_path / "weights" / "tiny")
-    made = Worker(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path), store=stored(tmp_path))
-    yield made
-    made.close()
 
 
 def end(job: Job) -> object:

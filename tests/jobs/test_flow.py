@@ -34,26 +34,17 @@ from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.models.wan import read_spec
 from runtime.video.metadata import read_facts
+from tests.jobs.runs import Choice, events_of, never
 from tests.plans import tiny_plan
 from tests.tiny_models import ARCHITECTURES
 
 Tiny = Callable[[str], ModelSpec]
 
 
-def run(
-    spec: ModelSpec, output: Path, stop: Callable[[Event], bool] = lambda _: False, **values: object
-) -> list[Event]:
+def run(spec: ModelSpec, output: Path, stop: Choice = never, **values: object) -> list[Event]:
     """Run a tiny job; `stop` says at which event to cancel."""
-    events: list[Event] = []
-    cancel = Cancel()
-
-    def emit(event: Event) -> None:
-        events.append(event)
-        if stop(event):
-            cancel.request()
-
     with Residency() as residency:
-        run_job(tiny_plan(spec, output, **values), spec, emit, cancel, residency)
+        events = events_of(tiny_plan(spec, output, **values), spec, residency, cancel_at=stop)
     assert [event for event in events if isinstance(event, TerminalEvent)] == events[-1:]
     return events
 

@@ -10,15 +10,14 @@ from pathlib import Path
 import pytest
 
 from runtime.components.residency import Residency
-from runtime.core.cancel import Cancel
 from runtime.core.events import Event, StageStarted, VideoSaved
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
-from runtime.jobs.flow import run_job
 from runtime.jobs.history import HistoryFile
 from runtime.manager.history import Run
 from runtime.manager.planner import resolve
 from runtime.models.spec import ModelSpec
+from tests.jobs.runs import events_of
 from tests.manager.test_history import RUN
 from tests.plans import machine, tiny_plan
 
@@ -39,17 +38,14 @@ def sized(count: int) -> list[Run]:
 
 def run(spec: ModelSpec, history: HistoryFile, plan: ExecutionPlan, stop_at: str = "") -> list[Event]:
     """Run a job, cancelled when the stage `stop_at` starts."""
-    events: list[Event] = []
-    cancel = Cancel()
-
-    def emit(event: Event) -> None:
-        events.append(event)
-        if isinstance(event, StageStarted) and event.stage == stop_at:
-            cancel.request()
-
     with Residency() as residency:
-        run_job(plan, spec, emit, cancel, residency, history)
-    return events
+        return events_of(
+            plan,
+            spec,
+            residency,
+            cancel_at=lambda event: isinstance(event, StageStarted) and event.stage == stop_at,
+            history=history,
+        )
 
 
 def test_what_a_job_took_corrects_the_next_plan(tiny: Tiny, tmp_path: Path, history: HistoryFile) -> None:

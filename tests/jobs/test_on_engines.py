@@ -33,13 +33,13 @@ from runtime.engines.sessions.onnxruntime import OnnxRuntimeSession
 from runtime.engines.staleness import why_stale
 from runtime.engines.store import EngineStore
 from runtime.jobs.checkpoint import CheckpointFolder
-from runtime.jobs.flow import run_job
 from runtime.manager.machine import probe
 from runtime.manager.planner import resolve
 from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
 from runtime.video.metadata import read_facts
 from tests import made_loras
+from tests.jobs.runs import Choice, events_of, never
 from tests.jobs.test_flow import frames_of
 from tests.made_loras import factors
 from tests.pipeline.test_parity import sample
@@ -70,20 +70,12 @@ class Bench:
     def run(
         self,
         plan: ExecutionPlan,
-        stop: Callable[[Event], bool] = lambda _: False,
+        stop: Choice = never,
         checkpoints: CheckpointFolder | None = None,
     ) -> list[Event]:
         """Run a job in a fresh residency; `stop` says at which event to cancel."""
-        events: list[Event] = []
-        cancel = Cancel()
-
-        def emit(event: Event) -> None:
-            events.append(event)
-            if stop(event):
-                cancel.request()
-
         with Residency(self.engines) as residency:
-            run_job(plan, self.spec, emit, cancel, residency, checkpoints=checkpoints)
+            events = events_of(plan, self.spec, residency, cancel_at=stop, checkpoints=checkpoints)
         assert [event for event in events if isinstance(event, TerminalEvent)] == events[-1:]
         return events
 

@@ -17,7 +17,7 @@ from runtime.core.cancel import Cancel
 from runtime.core.events import Event, Failed, OutOfMemory, Resumed, StageStarted, StepDone, VideoSaved, Warned
 from runtime.jobs.flow import run_job
 from runtime.models.spec import ModelSpec
-from runtime.models.weights import load_module
+from runtime.models.weights import load_module, load_scheduler
 from tests.jobs.test_flow import frames_of
 from tests.jobs.test_resume import run, steps_of, stream_of
 from tests.plans import tiny_plan
@@ -117,6 +117,28 @@ def test_it_goes_on_by_itself_and_the_video_is_the_same(
     assert stream_of(tmp_path / "x.mp4") == stream_of(tmp_path / "wanted.mp4")
 
 
+def test_with_a_step_cache_it_goes_on_from_where_that_began(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = tiny("wan2.1")
+    plan = tiny_plan(spec, tmp_path / "x.mp4", step_cache="first-block:0.001")
+    run(plan, spec, None)
+    shutil.move(tmp_path / "x.mp4", tmp_path / "wanted.mp4")
+    read: list[ModelSpec] = []
+
+    def counted(spec: ModelSpec, *rest: Any) -> Any:
+        read.append(spec)
+        return load_scheduler(spec, *rest)
+
+    monkeypatch.setattr("runtime.jobs.course.load_scheduler", counted)
+    Starving(monkeypatch, MemoryError()).at("PyTorchDenoiser", lambda calls: calls == 6)
+    events = run(plan, spec, tmp_path / "job")
+    # What the scheduler remembered of steps 1 and 2 is forgotten with them.
+    assert len(outs(events)) == 1 and steps_of(events) == [1, 2, 1, 2, 3, 4]
+    assert stream_of(tmp_path / "x.mp4") == stream_of(tmp_path / "wanted.mp4")
+    assert len(read) == 1, "the scheduler's configuration is read once a job"
+
+
 def test_loading_that_runs_out_goes_on_too(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = tiny("wan2.2-a14b")
     seen: list[str] = []
@@ -193,12 +215,12 @@ def _decode_with_little_memory(directory: Path, output: Path, end: Any) -> None:
 
     In a process of its own, which computes nothing before.
     """
-    from runtime.manager import relief, vram
+    from runtime.manager import vram
     from runtime.models.wan import read_spec
 
     spec = read_spec(directory, "tiny")
     plan = tiny_plan(spec, output, width=768, height=512, frames=5, steps=1, on_out_of_memory="any")
-    load = relief._load(plan, spec)
+    load = vram.Load.of(plan, spec)
     whole, tiled = (vram.decode_bytes(load, 1, tile) for tile in (None, vram.tile_sides(load)[0]))
     events: list[Event] = []
 

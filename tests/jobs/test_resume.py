@@ -32,6 +32,7 @@ from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.models.wan import read_spec
 from runtime.video.metadata import read_facts
+from tests.jobs.runs import Choice, events_of, never
 from tests.jobs.test_flow import frames_of
 from tests.plans import tiny_plan
 from tests.tiny_models import ARCHITECTURES
@@ -40,21 +41,11 @@ Tiny = Callable[[str], ModelSpec]
 STAGES = ("encode", "denoise", "decode", "mux")
 
 
-def run(
-    plan: ExecutionPlan, spec: ModelSpec, folder: Path | None, stop: Callable[[Event], bool] = lambda _: False
-) -> list[Event]:
+def run(plan: ExecutionPlan, spec: ModelSpec, folder: Path | None, stop: Choice = never) -> list[Event]:
     """Run a job, kept in `folder`; `stop` says at which event to pause."""
-    events: list[Event] = []
-    cancel = Cancel()
-
-    def emit(event: Event) -> None:
-        events.append(event)
-        if stop(event):
-            cancel.pause()
-
+    checkpoints = CheckpointFolder(folder) if folder else None
     with Residency() as residency:
-        run_job(plan, spec, emit, cancel, residency, checkpoints=CheckpointFolder(folder) if folder else None)
-    return events
+        return events_of(plan, spec, residency, pause_at=stop, checkpoints=checkpoints)
 
 
 def stream_of(video: Path) -> str:

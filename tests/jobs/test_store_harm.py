@@ -8,13 +8,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from runtime.core.errors import StoreError
+from runtime.core.events import Warned
 from runtime.jobs import database
+from runtime.jobs.live import Job
 from runtime.jobs.store import JobStore
 from tests.jobs.made import add, planned, saved
 
@@ -198,6 +201,27 @@ def test_a_store_that_somebody_keeps_locked_is_said(path: Path, monkeypatch: pyt
     other.execute("COMMIT")
     other.close()
     assert add(store).id
+
+
+def test_a_job_whose_store_is_locked_says_so_once_and_is_written_down_later(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(database, "_BUSY_SECONDS", 0.02)
+    store = JobStore(path)
+    record = add(store, instance="01234567")
+    job = Job(record, planned(), "Diorama", store)
+    job.begin(record)
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        for message in ("One.", "Two.", "Three."):
+            job.record(Warned(message))
+        assert not job.written and len(job.events) >= 3
+        other.execute("ROLLBACK")
+    assert len([line for line in caplog.messages if "cannot be written down yet" in line]) == 1
+    assert job.write() is None and job.written
+    told = [values.get("message") for _, _, values in store.events(job.id)]
+    assert told == ["One.", "Two.", "Three."]
+    store.close()
 
 
 def test_a_newer_store_is_left_alone(path: Path) -> None:

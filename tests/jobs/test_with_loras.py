@@ -7,14 +7,12 @@ from pathlib import Path
 import pytest
 
 from runtime.components.residency import Residency
-from runtime.core.cancel import Cancel
 from runtime.core.events import Event, Resumed, StepDone, VideoSaved, Warned
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.jobs.checkpoint import CheckpointFolder, identity, stamps
-from runtime.jobs.flow import run_job
 from runtime.jobs.plan_json import plan_from_json, plan_to_json
 from runtime.jobs.running import Planner
 from runtime.jobs.store import JobStore
@@ -24,6 +22,7 @@ from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
 from runtime.video.metadata import read_facts
 from tests import made_loras
+from tests.jobs.runs import events_of
 from tests.jobs.test_flow import frames_of
 from tests.made_loras import factors
 from tests.plans import machine, no_engines
@@ -59,17 +58,14 @@ class Place:
         residency: Residency | None = None,
     ) -> list[Event]:
         """Run a job, to its end or to a step."""
-        events: list[Event] = []
-        cancel = Cancel()
-
-        def emit(event: Event) -> None:
-            events.append(event)
-            if isinstance(event, StepDone) and event.step == stop:
-                cancel.pause()
-
         with Residency(self.engines) as own:
-            run_job(plan, spec, emit, cancel, residency or own, checkpoints=checkpoints)
-        return events
+            return events_of(
+                plan,
+                spec,
+                residency or own,
+                pause_at=lambda event: isinstance(event, StepDone) and event.step == stop,
+                checkpoints=checkpoints,
+            )
 
 
 @pytest.fixture

@@ -23,15 +23,6 @@ from tests.plans import GIB, machine, no_engines
 from tests.plans import gpu as a_gpu
 
 
-@pytest.fixture
-def worker(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Iterator[Worker]:
-    """A worker with one tiny model in its weights folder."""
-    shutil.copytree(tiny("wan2.2-a14b").directory, tmp_path / "weights" / "tiny")
-    made = Worker(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path), store=stored(tmp_path))
-    yield made
-    made.close()
-
-
 def stored(folder: Path) -> JobStore:
     """Open the store in a folder once more, as another process would."""
     return JobStore(folder / "jobs.sqlite")

@@ -14,7 +14,9 @@ from runtime.components.offload import placement
 from runtime.core.plan import ComponentPlan
 from runtime.manager import vram
 from runtime.manager.vram import Load, Way
-from runtime.models.spec import ModelSpec
+from runtime.models.catalogue import EMBEDDED
+from runtime.models.spec import _UNFOLDED, ModelSpec
+from runtime.models.wan import read_spec
 from tests.gpu.proof_memory import UMT5
 from tests.true_sizes import spec
 
@@ -22,6 +24,11 @@ HERE = Path(__file__)
 ROWS = [json.loads(line) for line in HERE.with_name("measured_h200.jsonl").read_text().splitlines()]
 # Whole jobs, tests/gpu/proof_jobs.py: bytes beyond the CUDA context at each stage's peak.
 JOBS = [json.loads(line) for line in HERE.with_name("measured_h200_jobs.jsonl").read_text().splitlines()]
+# Decoding on 2 cores of an AMD EPYC with AVX-512, by PyTorch 2.13: tests/manager/measure_cpu.py; of equal runs the one
+# that took most.
+ON_CPU = [json.loads(line) for line in HERE.with_name("measured_cpu.jsonl").read_text().splitlines()]
+# What glibc's malloc keeps of blocks up to 32 MiB: it differs by so much between equal runs.
+KEPT = 0.35e9
 # Wan2.1's VAE is A14B's too.
 OF_VAE = {"wan2.1": "wan2.1-1.3b", "wan2.2-ti2v-5b": "wan2.2-ti2v-5b", "umt5-xxl": "wan2.1-1.3b"}
 BF16 = {"text_encoder": "bfloat16", "transformer": "bfloat16", "transformer_2": "bfloat16", "vae": "float32"}
@@ -172,6 +179,42 @@ def test_a_tile_takes_its_share_of_a_frame_and_the_clip_comes_together_in_ram() 
 def test_a_tile_takes_what_was_measured(tile: int | None, measured: float) -> None:
     held = load(spec("wan2.1-1.3b"), (1280, 720, 9))
     assert close(vram.decode_bytes(held, 1, tile) + vram.weights_bytes(held.spec, BF16)["vae"], measured * GB)
+
+
+def decoding_on_a_cpu(row: dict[str, Any]) -> Load:
+    """Return the load of a row of `ON_CPU`."""
+    model = read_spec(EMBEDDED / "diorama", "diorama")
+    if row["vae"] == "narrow":
+        model = replace(model, vae=replace(model.vae, decoder_base_dim=4, dim_mult=(1, 2, 2, 2)))
+    return load(model, tuple(row["size"]), dict.fromkeys(BF16, "float32"), "cpu")
+
+
+@pytest.mark.parametrize("row", ON_CPU, ids=lambda row: f"{row['vae']}-{row['size']}-{row['chunk']}-{row['tile']}")
+def test_decoding_on_a_cpu_takes_what_was_measured(row: dict[str, Any]) -> None:
+    held = decoding_on_a_cpu(row)
+    working = vram.decode_bytes(held, row["chunk"], row["tile"])
+    assert 0.85 * row["working"] - KEPT <= working <= 1.15 * row["working"]
+    if row["working"] > GB:
+        assert close(working, row["working"])
+    # With what is held beside it, all of it has room.
+    way = Way(decode_tile=row["tile"])
+    (stage,) = [stage for stage in vram.stages(held, way, row["chunk"]) if stage.component == "vae"]
+    peak = row["before"] + row["working"]
+    assert 0.85 * peak <= stage.peak_bytes <= 1.15 * peak + KEPT
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
+def test_small_convolutions_on_a_cpu_are_unfolded_where_pytorch_does_it() -> None:
+    for channels, frames, rows in ((32, 3, 213), (32, 3, 214), (4, 6, 853), (4, 6, 854), (64, 4, 80), (64, 4, 81)):
+        x, kernel = torch.empty(1, channels, frames, rows, 4), torch.empty(4, channels, 3, 3, 3)
+        chosen = torch._C._select_conv_backend(x, kernel, None, [1] * 3, [0, 1, 1], [1] * 3, False, [0] * 3, 1, None)
+        assert ("Mkldnn" in str(chosen)) == (channels * frames * rows > _UNFOLDED)
+
+
+def test_what_a_gpu_takes_is_not_unfolded() -> None:
+    narrow = decoding_on_a_cpu({"vae": "narrow", "size": (768, 512, 5)})
+    on_gpu = vram.decode_bytes(replace(narrow, device="cuda:0"), 1, None)
+    assert vram.decode_bytes(narrow, 1, None) > 2 * on_gpu
 
 
 @pytest.mark.parametrize("offload", ["none", "model", "group", "sequential"])

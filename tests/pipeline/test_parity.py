@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKLWan, WanPipeline
+from diffusers.hooks import FirstBlockCacheConfig
 
 from runtime.components.denoiser import Denoiser
 from runtime.components.residency import Residency
@@ -43,11 +44,15 @@ def sample(spec: ModelSpec, plan: ExecutionPlan, residency: Residency) -> torch.
     return latents
 
 
-def by_wan_pipeline(spec: ModelSpec, plan: ExecutionPlan, output_type: str) -> Any:
-    """Return what `WanPipeline` makes of a plan."""
+def by_wan_pipeline(
+    spec: ModelSpec, plan: ExecutionPlan, output_type: str, cache: FirstBlockCacheConfig | None = None
+) -> Any:
+    """Return what `WanPipeline` makes of a plan; of one with one transformer also with a step cache."""
     # transformers keeps diorama's text encoder in the float16 of its file.
     pipeline = WanPipeline.from_pretrained(spec.directory).to(torch.float32)
     pipeline.set_progress_bar_config(disable=True)
+    if cache is not None:
+        pipeline.transformer.enable_cache(cache)
     return pipeline(
         prompt=plan.prompt,
         negative_prompt=plan.negative_prompt,

@@ -6,17 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import WanPipeline
 from diffusers.hooks import FirstBlockCacheConfig
-from diffusers.models.activations import GELU
-from torch.nn.modules.module import register_module_forward_pre_hook
 
+from bench.step_cache import blocks_computed
 from runtime.components.residency import Residency
 from runtime.core.plan import ExecutionPlan
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_scheduler
 from runtime.pipeline.sampling import get_schedule, may_stop
-from tests.pipeline.test_parity import sample
+from tests.pipeline.test_parity import by_wan_pipeline, sample
 from tests.plans import tiny_plan
 
 Tiny = Callable[[str], ModelSpec]
@@ -30,18 +28,9 @@ def planned(spec: ModelSpec, step_cache: str, steps: int = 8) -> ExecutionPlan:
 
 def blocks(spec: ModelSpec, plan: ExecutionPlan, residency: Residency) -> tuple[int, torch.Tensor]:
     """Return how many blocks were computed, and the latents."""
-    count = 0
-
-    def hear(module: torch.nn.Module, _: object) -> None:
-        nonlocal count
-        count += isinstance(module, GELU)
-
-    handle = register_module_forward_pre_hook(hear)
-    try:
-        latents = sample(spec, plan, residency)
-    finally:
-        handle.remove()
-    return count, latents
+    made: list[torch.Tensor] = []
+    count = blocks_computed(lambda: made.append(sample(spec, plan, residency)))
+    return count, made[0]
 
 
 def test_latents_equal_wan_pipelines_with_the_same_cache(tiny: Tiny) -> None:
@@ -49,20 +38,7 @@ def test_latents_equal_wan_pipelines_with_the_same_cache(tiny: Tiny) -> None:
     plan = planned(spec, f"first-block:{STRENGTH}")
     with Residency() as residency:
         ours, plain = sample(spec, plan, residency), sample(spec, planned(spec, "none"), residency)
-    pipeline = WanPipeline.from_pretrained(spec.directory).to(torch.float32)
-    pipeline.set_progress_bar_config(disable=True)
-    pipeline.transformer.enable_cache(FirstBlockCacheConfig(threshold=STRENGTH))
-    theirs = pipeline(
-        prompt=plan.prompt,
-        negative_prompt=plan.negative_prompt,
-        width=plan.width,
-        height=plan.height,
-        num_frames=plan.frames,
-        num_inference_steps=plan.steps,
-        guidance_scale=3.0,
-        generator=torch.Generator("cpu").manual_seed(plan.seed),
-        output_type="latent",
-    ).frames
+    theirs = by_wan_pipeline(spec, plan, "latent", FirstBlockCacheConfig(threshold=STRENGTH))
     assert abs(ours - theirs).max() < 1e-4
     assert abs(ours - plain).max() > 1e-3
 

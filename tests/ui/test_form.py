@@ -56,6 +56,15 @@ def read(models: dict[str, ModelSpec], **changes: Any) -> GenerationRequest:
     return form.read([values[name] for name in form.NAMES], models)
 
 
+def test_an_empty_number_names_the_one_that_the_form_shows(models: dict[str, ModelSpec]) -> None:
+    spec = models["wan2.2-a14b"]
+    without = models | {spec.name: replace(spec, defaults=replace(spec.defaults, guidance_scale_2=None))}
+    for offered, shown in ((models, spec.defaults.guidance_scale_2), (without, spec.defaults.guidance_scale)):
+        with pytest.raises(InvalidRequestError, match="is empty") as caught:
+            read(offered, guidance_scale_2=None)
+        assert f"such as {shown:g}." in caught.value.remedy
+
+
 def test_values_become_a_request(models: dict[str, ModelSpec]) -> None:
     request = read(models)
     plain = {name: value for name, value in GOOD.items() if name not in BACKENDS}

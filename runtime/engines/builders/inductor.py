@@ -27,7 +27,6 @@ from runtime.engines.builders import BuildNeeds, Report
 from runtime.engines.builders.keyed import KeyedBuilder, weights_bytes
 from runtime.engines.edges import METADATA_KEY, WEIGHTS_KEY
 from runtime.engines.identity import cpu_has_bfloat16
-from runtime.manager.compat import lacking
 from runtime.manager.engine_index import SWAPPED, EngineKey
 from runtime.manager.machine import Machine, cpp_compiler
 from runtime.manager.shapes import ShapeProfile
@@ -52,11 +51,6 @@ class InductorBuilder(KeyedBuilder):
     name: ClassVar[str] = "inductor"
     backend: ClassVar[str] = "inductor"
     file_name: ClassVar[str] = "engine.pt2"
-
-    def unavailable(self, machine: Machine) -> tuple[str, str] | None:
-        """See `Builder`."""
-        found = lacking(self.backend, machine)
-        return None if found is None else (found.reason, found.remedy)
 
     def default_precision(self, program: str, machine: Machine, device: str) -> str:
         """Return the fastest precision in which a program keeps its quality.

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from runtime.engines.identity import EXPORT_REVISION, FAMILY, device_text, program_key_parts, versions_of
+from runtime.manager.compat import lacking
 from runtime.manager.engine_index import SWAPPED, EngineKey
 from runtime.manager.machine import Machine
 from runtime.manager.shapes import ShapeProfile
@@ -13,10 +14,17 @@ from runtime.models.spec import ModelSpec
 
 
 class KeyedBuilder(ABC):
-    """`Builder.key`, from what a builder says of itself."""
+    """`Builder.key` and `Builder.unavailable`, from what a builder says of itself."""
 
     name: ClassVar[str]
     backend: ClassVar[str]
+    # What it needs of the machine, in `compat.NEEDS`, if not what its backend does.
+    needed: ClassVar[str] = ""
+
+    def unavailable(self, machine: Machine) -> tuple[str, str] | None:
+        """See `Builder`."""
+        found = lacking(self.needed or self.backend, machine)
+        return None if found is None else (found.reason, found.remedy)
 
     def key(
         self,

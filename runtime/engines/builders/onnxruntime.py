@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, ClassVar
 from runtime.engines.builders import BuildNeeds, Report
 from runtime.engines.builders.keyed import KeyedBuilder, weights_bytes
 from runtime.engines.identity import cpu_has_bfloat16, versions_of
-from runtime.manager.compat import lacking
 from runtime.manager.engine_index import EngineKey
 from runtime.manager.machine import Machine
 from runtime.manager.shapes import ShapeProfile
@@ -36,11 +35,6 @@ class OnnxRuntimeBuilder(KeyedBuilder):
     name: ClassVar[str] = "onnxruntime"
     backend: ClassVar[str] = "onnxruntime"
     file_name: ClassVar[str] = "engine.onnx"
-
-    def unavailable(self, machine: Machine) -> tuple[str, str] | None:
-        """See `Builder`."""
-        found = lacking(self.backend, machine)
-        return None if found is None else (found.reason, found.remedy)
 
     def default_precision(self, program: str, machine: Machine, device: str) -> str:
         """Return the fastest precision in which a program keeps its quality.

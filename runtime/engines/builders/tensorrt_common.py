@@ -42,14 +42,7 @@ class TensorRTBuilder(KeyedBuilder):
 
     name: ClassVar[str]
     backend: ClassVar[str] = "tensorrt"
-    # What it needs of the machine, in `compat.NEEDS`.
-    needed: ClassVar[str] = "tensorrt"
     file_name: ClassVar[str] = "engine.plan"
-
-    def unavailable(self, machine: Machine) -> tuple[str, str] | None:
-        """See `Builder`."""
-        found = compat.lacking(self.needed, machine)
-        return None if found is None else (found.reason, found.remedy)
 
     def default_precision(self, program: str, machine: Machine, device: str) -> str:
         """Return the fastest precision in which a program keeps its quality.

@@ -3,12 +3,12 @@
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from runtime.core.errors import EngineError
+from runtime.engines.closing import Closing
 from runtime.engines.imported import adapters as bridges
 from runtime.engines.imported.adapters import Adapter, Batch, RestoredRows
 from runtime.engines.imported.adapters.transformer import TRAINING_STEPS
@@ -26,7 +26,7 @@ _COARSE = 4
 _IMPORT_AGAIN = "Import it again."
 
 
-class AdaptedSession:
+class AdaptedSession(Closing):
     """An engine behind its adapters; see `Session`. Batches of any size are run in as many calls as they take.
 
     Args:
@@ -39,16 +39,6 @@ class AdaptedSession:
         self._inner = inner
         self._batch = batch
         self._adapters = adapters
-
-    def __enter__(self) -> "AdaptedSession":
-        """Return itself; leaving closes it."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Free everything."""
-        self.close()
 
     def close(self) -> None:
         """Free the engine."""

@@ -12,12 +12,12 @@ import tempfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from runtime.core.errors import EngineError, first_line
+from runtime.engines.closing import Closing
 from runtime.engines.edges import METADATA_KEY, WEIGHTS_KEY, Edges
 from runtime.engines.programs import TEXT_PADDING, cut_text, full_float32
 
@@ -25,7 +25,7 @@ _REMEDY = "Build it anew."
 _METADATA = "_metadata.json"
 
 
-class InductorSession:
+class InductorSession(Closing):
     """One package with its weights. Not safe between threads.
 
     Outputs are new tensors in each call.
@@ -44,16 +44,6 @@ class InductorSession:
         self._device = torch.device(device)
         self._library: _Library | None = _load(package, self._device)
         self._weights = None if weights is None else self._library.fit(weights, self._device)
-
-    def __enter__(self) -> "InductorSession":
-        """Return itself; leaving closes it."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Free everything."""
-        self.close()
 
     def close(self) -> None:
         """Let the weights go. Outputs that are still held stay."""

@@ -2,12 +2,12 @@
 
 import json
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from runtime.core.errors import EngineError, first_line
+from runtime.engines.closing import Closing
 from runtime.engines.edges import METADATA_KEY, Edges
 from runtime.engines.programs import TEXT_PADDING, cut_text
 
@@ -25,7 +25,7 @@ OUT_OF_MEMORY = "Failed to allocate memory"
 _REMEDY = "Build it anew."
 
 
-class OnnxRuntimeSession:
+class OnnxRuntimeSession(Closing):
     """One loaded ONNX file. Not safe between threads.
 
     Outputs are written into two sets of buffers in turn, which are kept while sizes stay the same.
@@ -50,16 +50,6 @@ class OnnxRuntimeSession:
         self._names = [output.name for output in self._session.get_outputs()]
         self._buffers: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         self._turn = 0
-
-    def __enter__(self) -> "OnnxRuntimeSession":
-        """Return itself; leaving closes it."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Free everything."""
-        self.close()
 
     def close(self) -> None:
         """Free model and buffers. Outputs that are still held stay."""

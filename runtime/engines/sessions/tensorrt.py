@@ -8,13 +8,13 @@ import logging
 import mmap
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from runtime.core.errors import EngineError
 from runtime.engines import tensorrt_library
+from runtime.engines.closing import Closing
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ _ALIGNMENT = 256
 _STAGED_BYTES = 64 << 20
 
 
-class TensorRTSession:
+class TensorRTSession(Closing):
     """One deserialised plan, its execution context and its buffers. Not safe between threads.
 
     Outputs are written into two sets of buffers in turn: an output stays as it is until the call after the next, and
@@ -66,16 +66,6 @@ class TensorRTSession:
                 raise said.failure("TensorRT cannot run the engine")
             self._context, self._memory = made
             self._inputs, self._outputs = _tensors(trt, self._engine, names or {})
-
-    def __enter__(self) -> "TensorRTSession":
-        """Return itself; leaving closes it."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Free everything."""
-        self.close()
 
     def close(self) -> None:
         """Free engine, context, buffers and graphs. Outputs that are still held stay."""

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from runtime.core.byte_size import byte_size
 from runtime.core.cancel import Cancel
 from runtime.core.errors import DownloadError, ModelError, OutputError
@@ -25,6 +23,7 @@ from runtime.models.hub.progress import Said, Tell
 from runtime.models.hub.remote import Hub, check_repository
 from runtime.models.hub.transfer import fetch
 from runtime.models.known import known_as
+from runtime.models.locks import held
 from runtime.models.spec import ModelSpec
 from runtime.models.wan import check_family, read_spec
 
@@ -114,13 +113,22 @@ class Download:
         """
         with _writing(self._folder):
             self._lock.parent.mkdir(parents=True, exist_ok=True)
-            self._stack.enter_context(_alone(self._lock, self._what.folder))
+            self._be_alone()
             self._recover()
         return self
 
     def __exit__(self, *_: object) -> None:
         """Give the lock back."""
         self._stack.close()
+
+    def _be_alone(self) -> None:
+        try:
+            self._stack.enter_context(held(self._lock, seconds=0))
+        except TimeoutError:
+            raise DownloadError(
+                f"{self._what.folder} is being fetched already, by another Tandem or command.",
+                "Wait for it, or cancel it there.",
+            ) from None
 
     def look(self, cancel: Cancel) -> Offer:
         """Find out what is to be fetched: ask the hub, and read what is here through.
@@ -305,23 +313,6 @@ class Download:
 
     def _part(self, file: RemoteFile) -> Path:
         return self._partial / _PARTS / file.digest.partition(":")[2]
-
-
-@contextlib.contextmanager
-def _alone(lock: Path, name: str) -> Iterator[None]:
-    taken = FileLock(lock, thread_local=False)
-    try:
-        taken.acquire(timeout=0)
-    except Timeout:
-        raise DownloadError(
-            f"{name} is being fetched already, by another Tandem or command.", "Wait for it, or cancel it there."
-        ) from None
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):  # Windows removes no open file: there it stays
-            lock.unlink()
-        taken.release()
 
 
 @contextlib.contextmanager
