@@ -1,6 +1,7 @@
 """CUDA graphs: a call recorded once and replayed, where starting its kernels takes longer than running them."""
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ from runtime.core.errors import first_line
 _WARM_UP_CALLS = 2
 # A prompt, a negative prompt.
 _RECORDED = 2
+# PyTorch records one at a time in a process; each GPU has a thread of its own.
+_RECORDING = threading.Lock()
 
 logger = logging.getLogger(__name__)
 
@@ -78,22 +81,22 @@ class _Recorded:
     ) -> None:
         self._latents, self._timestep = latents.clone(), timestep.to(latents.device).clone()
         self._text = text
-        aside: Any = torch.cuda.Stream(latents.device)
-        aside.wait_stream(torch.cuda.current_stream(latents.device))
-        with torch.cuda.stream(aside):
-            for _ in range(_WARM_UP_CALLS):
-                function(self._latents, self._timestep, text)
-        torch.cuda.current_stream(latents.device).wait_stream(aside)
-        self._graph = torch.cuda.CUDAGraph()
-        # Other threads may use other GPUs meanwhile.
-        with (
-            torch.cuda.device(latents.device),
-            torch.cuda.graph(self._graph, capture_error_mode="thread_local"),
-        ):
-            self._output = function(self._latents, self._timestep, text)
+        with torch.cuda.device(latents.device):
+            aside: Any = torch.cuda.Stream(latents.device)
+            aside.wait_stream(torch.cuda.current_stream(latents.device))
+            with torch.cuda.stream(aside):
+                for _ in range(_WARM_UP_CALLS):
+                    function(self._latents, self._timestep, text)
+            torch.cuda.current_stream(latents.device).wait_stream(aside)
+            self._graph = torch.cuda.CUDAGraph()
+            # On a stream of this GPU: PyTorch's default is one of the GPU that recorded first in this process, and on
+            # any other would record nothing. Other threads may use other GPUs meanwhile.
+            with _RECORDING, torch.cuda.graph(self._graph, stream=aside, capture_error_mode="thread_local"):
+                self._output = function(self._latents, self._timestep, text)
 
     def replay(self, latents: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
         self._latents.copy_(latents)
         self._timestep.copy_(timestep)
-        self._graph.replay()
+        with torch.cuda.device(self._latents.device):
+            self._graph.replay()
         return self._output

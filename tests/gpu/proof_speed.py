@@ -42,6 +42,7 @@ from runtime.components.denoiser import PyTorchDenoiser
 from runtime.components.residency import Residency
 from runtime.components.video_decoder import PyTorchVideoDecoder
 from runtime.core.plan import EAGER, Speed
+from runtime.models import quantization
 from runtime.models.catalogue import find
 from tests.gpu.proof_common import relative_error
 from tests.plans import Alone, tiny_plan
@@ -292,10 +293,10 @@ def as_diffusers(module: Any) -> None:
 
 
 def quantize(module: Any) -> None:
-    """Quantize the blocks' linear layers as diffusers' torchao quantizer does: FP8, a scale per row."""
-    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
+    """Quantize the blocks' linear layers as a job does: FP8, a scale per row."""
+    from torchao.quantization import quantize_
 
-    quantize_(module.blocks, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
+    quantize_(module.blocks, quantization.config(quantization.FP8, torch.bfloat16).get_apply_tensor_subclass())
 
 
 def part(module: Any) -> None:
