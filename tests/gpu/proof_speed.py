@@ -86,6 +86,17 @@ VARIANTS: dict[str, tuple[Speed, str]] = {
     "fp8-hand": (Speed(compiled=True, text_kept=True), HAND),
     "fp8-hand-all": (Speed(attention="fp8", compiled=True, text_kept=True), HAND),
 }
+# Name, how it is computed, latent frames a call.
+TRIED = "channels last compiled, kernels tried"
+VAE_VARIANTS: tuple[tuple[str, Speed | None, int], ...] = (
+    ("diffusers", None, 1),
+    ("ours", EAGER, 4),
+    ("channels last", Speed(channels_last=True), 1),
+    ("channels last", Speed(channels_last=True), 4),
+    ("channels last compiled", Speed(channels_last=True, compiled=True), 1),
+    ("channels last compiled", Speed(channels_last=True, compiled=True), 4),
+    (TRIED, Speed(channels_last=True, compiled=True), 4),
+)
 DEFAULT = ("diffusers", "ours", "compiled-fused", "flash4", "fp8-attention", "fp8", "fp8-all")
 
 
@@ -440,15 +451,10 @@ def vae_in(
             proof.say(part="vae", dtype=name, variant="reference", spread=spread)
     if not measured:
         return wanted
-    for variant, speed, chunk in (
-        ("diffusers", None, 1),
-        ("ours", EAGER, 4),
-        ("channels last", Speed(channels_last=True), 1),
-        ("channels last", Speed(channels_last=True), 4),
-        ("channels last compiled", Speed(channels_last=True, compiled=True), 1),
-        ("channels last compiled", Speed(channels_last=True, compiled=True), 4),
-    ):
+    for variant, speed, chunk in VAE_VARIANTS:
         what = {"part": "vae", "dtype": name, "variant": variant, "chunk": chunk}
+        # cuDNN tries its kernels for each size.
+        torch.backends.cudnn.benchmark = variant == TRIED
         with proof.trying(**what):
             if speed is None:
                 run = partial(by_diffusers, module, latents)
@@ -463,6 +469,7 @@ def vae_in(
     if dtype == torch.bfloat16 and not proof.arguments.no_profile:
         with proof.trying(part="vae", profile=name):
             profile(proof, f"vae-{proof.size}", partial(decoded, decoder, latents, 4), {"part": "vae"})
+    torch.backends.cudnn.benchmark = False
     forget_all()
     return wanted
 
