@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -69,6 +70,12 @@ class Graphed:
         self._recorded.clear()
 
 
+@cache
+def _aside(device: torch.device) -> Any:
+    """Return a GPU's stream for recording, always the same: its libraries keep a workspace for each that they see."""
+    return torch.cuda.Stream(device)
+
+
 class _Recorded:
     """One graph with the tensors that it reads and writes."""
 
@@ -82,7 +89,7 @@ class _Recorded:
         self._latents, self._timestep = latents.clone(), timestep.to(latents.device).clone()
         self._text = text
         with torch.cuda.device(latents.device):
-            aside: Any = torch.cuda.Stream(latents.device)
+            aside = _aside(latents.device)
             aside.wait_stream(torch.cuda.current_stream(latents.device))
             with torch.cuda.stream(aside):
                 for _ in range(_WARM_UP_CALLS):

@@ -141,7 +141,11 @@ def download(name: str, version: str | None, folder: Path) -> Path:
 def pack(wheels: Iterable[Path], folder: Path, group: str, limit: int) -> list[Path]:
     """Write one group's parts, with the files of wheels as they lie once installed; return them."""
     parts, left_out = Parts(folder, f"{group}.tar.xz", limit), re.compile(LEFT_OUT[group])
-    with lzma.open(parts, "wb", preset=4) as packed, tarfile.open(fileobj=packed, mode="w|") as archive:
+    with (
+        io.BufferedWriter(parts) as whole,
+        lzma.open(whole, "wb", preset=4) as packed,
+        tarfile.open(fileobj=packed, mode="w|") as archive,
+    ):
         for wheel in wheels:
             with zipfile.ZipFile(wheel) as files:
                 for info in files.infolist():
