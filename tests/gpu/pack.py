@@ -22,6 +22,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -83,14 +84,9 @@ class Parts(io.RawIOBase):
     def __init__(self, folder: Path, name: str, limit: int) -> None:
         super().__init__()
         self._folder, self._name, self._limit = folder, name, limit
-        self._room = 0
-        self.paths: list[Path] = []
+        self._room, self.paths = 0, list[Path]()
 
-    def writable(self) -> bool:
-        """It is."""
-        return True
-
-    def write(self, data: "bytes | bytearray | memoryview") -> int:  # type: ignore[override]
+    def write(self, data: Any) -> int:
         """Append, to a new file where the last one is full."""
         left = memoryview(data)
         while left:
@@ -140,12 +136,9 @@ def download(name: str, version: str | None, folder: Path) -> Path:
 
 def pack(wheels: Iterable[Path], folder: Path, group: str, limit: int) -> list[Path]:
     """Write one group's parts, with the files of wheels as they lie once installed; return them."""
-    parts, left_out = Parts(folder, f"{group}.tar.xz", limit), re.compile(LEFT_OUT[group])
-    with (
-        io.BufferedWriter(parts) as whole,
-        lzma.open(whole, "wb", preset=4) as packed,
-        tarfile.open(fileobj=packed, mode="w|") as archive,
-    ):
+    parts: Any = Parts(folder, f"{group}.tar.xz", limit)
+    left_out = re.compile(LEFT_OUT[group])
+    with lzma.open(parts, "wb", preset=4) as packed, tarfile.open(fileobj=packed, mode="w|") as archive:
         for wheel in wheels:
             with zipfile.ZipFile(wheel) as files:
                 for info in files.infolist():
@@ -155,7 +148,7 @@ def pack(wheels: Iterable[Path], folder: Path, group: str, limit: int) -> list[P
                     member.size, member.mode = info.file_size, (info.external_attr >> 16) & 0o777 or 0o644
                     with files.open(info) as content:
                         archive.addfile(member, content)
-    return parts.paths
+    return list(parts.paths)
 
 
 def write_script(folder: Path, packed: Mapping[str, list[Path]]) -> None:
