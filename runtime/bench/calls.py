@@ -79,10 +79,11 @@ def seconds_of(call: Callable[[], object], device: str) -> float:
         started = time.perf_counter()
         call()
         return time.perf_counter() - started
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize(device)
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
+    with torch.cuda.device(device):  # an event is recorded on the GPU that is current
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
     return float(start.elapsed_time(end)) / 1000

@@ -11,6 +11,7 @@ from runtime.components.fast_transformer import FastTransformer, TextState, bloc
 from runtime.components.first_block import Sharing, first_block_cached
 from runtime.components.graphs import Graphed
 from runtime.components.guarded import Guarded
+from runtime.components.memory import give_back
 from runtime.core.plan import EAGER, Speed
 from runtime.core.step_cache import strength_of
 from runtime.engines.service import OpenEngines
@@ -95,8 +96,8 @@ class PyTorchDenoiser:
         self.forget()
         self._step = CompiledStep(block_step, told("compiled")) if speed.compiled else None
         install(self._module, speed.attention, self._step or block_step)
-        if speed.fused:
-            fuse(self._module)
+        if speed.fused and fuse(self._module):
+            give_back()
         self._keep = speed.text_kept
         self.pairs = speed.paired
         self._graphed = Graphed(self._predict, told("graphed")) if speed.graphed else None

@@ -224,11 +224,15 @@ def install(module: Any, kind: str = "native", step: Step = block_step) -> FastT
     return made
 
 
-def fuse(module: Any) -> None:
+def fuse(module: Any) -> bool:
     """Make one matrix of each block's projections to queries, keys and values; its parts stay, as views of it.
 
     Left out where a layer is not a plain one: quantized, or with an adapter.
+
+    Returns:
+        Whether any was made: PyTorch's allocator then keeps what the parts took, as large once more.
     """
+    made = False
     for block in module.blocks:
         attn = block.attn1
         layers = (attn.to_q, attn.to_k, attn.to_v)
@@ -244,7 +248,8 @@ def fuse(module: Any) -> None:
             for part, view in zip(parts, joined.split([len(part) for part in parts]), strict=True):
                 part.data = view
         attn.to_qkv = whole
-        attn.fused_projections = True
+        attn.fused_projections = made = True
+    return made
 
 
 def _part_if_stale(attn: Any) -> None:

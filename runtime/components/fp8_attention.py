@@ -50,6 +50,19 @@ def _attend_fp8(
     q, k, v = (x.contiguous() for x in (q, k, v))
     if q.device.type != "cuda":
         return _by_arithmetic(q, k, v, descale_q * descale_k)
+    # cuDNN's handle, and what is started through it, belong to the GPU that is current.
+    with torch.cuda.device(q.device):
+        return _by_cudnn(q, k, v, descale_q, descale_k, descale_v)
+
+
+def _by_cudnn(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    descale_q: torch.Tensor,
+    descale_k: torch.Tensor,
+    descale_v: torch.Tensor,
+) -> torch.Tensor:
     run, names = _graph(tuple(q.shape), k.shape[1], q.device.index)
     out = torch.empty_like(q)
     device = q.device
@@ -90,19 +103,19 @@ def _by_arithmetic(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, descale: t
     return out.clamp(-_LARGEST, _LARGEST).transpose(1, 2).contiguous().to(_E4M3)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)
 def _constant(value: float, device: torch.device) -> torch.Tensor:
     return torch.full((1, 1, 1, 1), value, device=device)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=64)
 def _handle(device: int) -> Any:
     import cudnn
 
     return cudnn.create_handle()
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)
 def _graph(shape: tuple[int, ...], keys: int, device: int) -> tuple[Any, dict[str, Any]]:
     """Build cuDNN's graph for one shape; return what runs it, and its tensors by name."""
     import cudnn

@@ -1,7 +1,9 @@
 """CUDA graphs: a call recorded once and replayed, where starting its kernels takes longer than running them."""
 
 import logging
+import threading
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ from runtime.core.errors import first_line
 _WARM_UP_CALLS = 2
 # A prompt, a negative prompt.
 _RECORDED = 2
+# PyTorch records one at a time in a process; each GPU has a thread of its own.
+_RECORDING = threading.Lock()
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +70,12 @@ class Graphed:
         self._recorded.clear()
 
 
+@cache
+def _aside(device: torch.device) -> Any:
+    """Return a GPU's stream for recording, always the same: its libraries keep a workspace for each that they see."""
+    return torch.cuda.Stream(device)
+
+
 class _Recorded:
     """One graph with the tensors that it reads and writes."""
 
@@ -78,22 +88,22 @@ class _Recorded:
     ) -> None:
         self._latents, self._timestep = latents.clone(), timestep.to(latents.device).clone()
         self._text = text
-        aside: Any = torch.cuda.Stream(latents.device)
-        aside.wait_stream(torch.cuda.current_stream(latents.device))
-        with torch.cuda.stream(aside):
-            for _ in range(_WARM_UP_CALLS):
-                function(self._latents, self._timestep, text)
-        torch.cuda.current_stream(latents.device).wait_stream(aside)
-        self._graph = torch.cuda.CUDAGraph()
-        # Other threads may use other GPUs meanwhile.
-        with (
-            torch.cuda.device(latents.device),
-            torch.cuda.graph(self._graph, capture_error_mode="thread_local"),
-        ):
-            self._output = function(self._latents, self._timestep, text)
+        with torch.cuda.device(latents.device):
+            aside = _aside(latents.device)
+            aside.wait_stream(torch.cuda.current_stream(latents.device))
+            with torch.cuda.stream(aside):
+                for _ in range(_WARM_UP_CALLS):
+                    function(self._latents, self._timestep, text)
+            torch.cuda.current_stream(latents.device).wait_stream(aside)
+            self._graph = torch.cuda.CUDAGraph()
+            # On a stream of this GPU: PyTorch's default is one of the GPU that recorded first in this process, and on
+            # any other would record nothing. Other threads may use other GPUs meanwhile.
+            with _RECORDING, torch.cuda.graph(self._graph, stream=aside, capture_error_mode="thread_local"):
+                self._output = function(self._latents, self._timestep, text)
 
     def replay(self, latents: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
         self._latents.copy_(latents)
         self._timestep.copy_(timestep)
-        self._graph.replay()
+        with torch.cuda.device(self._latents.device):
+            self._graph.replay()
         return self._output

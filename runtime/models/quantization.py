@@ -73,9 +73,9 @@ def config(kind: str, dtype: Any) -> Any:
     if kind == FP8:
         from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow
 
-        return diffusers.TorchAoConfig(
-            Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()), modules_to_not_convert=list(_KEPT)
-        )
+        # Otherwise torchao has Inductor tune every kernel that this process compiles from then on, engines included.
+        how = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), set_inductor_config=False)
+        return diffusers.TorchAoConfig(how, modules_to_not_convert=list(_KEPT))
     if kind == BNB_8BIT:
         # It computes in float16 inside, and says so at every call.
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)

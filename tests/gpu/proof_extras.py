@@ -1,6 +1,6 @@
 """LoRAs and step caches on a GPU at Wan2.2-A14B's width: right, how fast, how much memory. Not run by pytest.
 
-    python tests/gpu/proof_extras.py [--blocks 8] [--steps 16] [--small] [--device cuda:0] [PART …]    of lora, cache
+    python tests/gpu/proof_extras.py [--blocks 8] [--steps 16] [--seconds 480] [--small] [PART …] of lora, cache
 
 Random weights, two experts of a few blocks. Prints a JSON object per measurement and appends it to $OUT/extras.jsonl.
 
@@ -42,6 +42,7 @@ from tests.pipeline.test_parity import sample
 from tests.plans import Alone, tiny_plan
 
 RANK, WEIGHT = 64, 0.8
+STARTED = time.monotonic()
 CACHES = ("none", "first-block:0.05", "first-block:0.2", "first-block:1")
 # Offload and quantization. The planner refuses a cache with `group`: here it is tried all the same.
 HELD = (("none", "none"), ("model", "none"), ("none", "fp8"), ("none", "bnb-4bit"), ("group", "none"))
@@ -56,9 +57,11 @@ def say(**found: Any) -> None:
         file.write(line + "\n")
 
 
-def going_on(what: dict[str, Any], work: Callable[[], None]) -> None:
-    """Do one thing; what fails is told."""
+def going_on(what: dict[str, Any], work: Callable[[], None], arguments: argparse.Namespace) -> None:
+    """Do one thing; what fails is told, and where no time is left, that is the failure."""
     try:
+        if time.monotonic() - STARTED > arguments.seconds:
+            raise TimeoutError("no time is left")
         gc.collect()
         work()
     except Exception as error:
@@ -105,7 +108,7 @@ def lora(arguments: argparse.Namespace, spec: ModelSpec, folder: Path) -> None:
                 rounding = ((wanted.bfloat16().double() - wanted).norm() / length).item()
                 say(**what, error=error, rounding=rounding, **taken)
 
-            going_on(what, load)
+            going_on(what, load, arguments)
 
 
 def cache(arguments: argparse.Namespace, spec: ModelSpec, _: Path) -> None:
@@ -143,7 +146,7 @@ def cache(arguments: argparse.Namespace, spec: ModelSpec, _: Path) -> None:
                     **taken,
                 )
 
-            going_on(what, run)
+            going_on(what, run, arguments)
 
 
 def main() -> None:
@@ -151,6 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=480, help="begin nothing after so many")
     parser.add_argument("--small", action="store_true", help="narrow experts: for a rehearsal on a CPU")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("parts", nargs="*", default=["lora", "cache"])

@@ -1,11 +1,13 @@
 """Measures one job on several GPUs: steps, decoding, whole clips, and a process that is killed. Not run by pytest.
 
     python tests/gpu/proof_gpus.py [--gpus 2] [--model wan2.2-a14b] [--steps 3] [--seconds 480] [PART …]
+    python tests/gpu/proof_gpus.py clip --gpus 1 --clip-steps 40 --asked '{"compile": "always", "quantization": "fp8"}'
     python tests/gpu/proof_gpus.py --small --device cpu --gpus 4       the same with a tiny model, on the CPU
 
 Parts are `passes` (and with them decoding), `cache` (a step cache), `kill` and `clip`; all by default. Random weights
 at true size in `TANDEM_PROOF`: no figure but a step cache's seconds depends on their values. Each variant loads its own
-processes, and prints a JSON object as soon as it is done, which is appended to $OUT/gpus.jsonl. Errors are
+processes, and prints a JSON object as soon as it is done, which is appended to $OUT/gpus.jsonl. `--asked` is what of a
+request differs. Errors are
 ‖out - one‖ / ‖one‖ against one GPU, beside what two equal runs on one GPU and another kernel of attention there differ
 by. `clip` needs ffmpeg.
 """
@@ -33,7 +35,6 @@ import psutil
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from diffusers.models.activations import GELU
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import UMT5Config, UMT5EncoderModel
 
@@ -121,7 +122,8 @@ def planned(spec: ModelSpec, here: Machine, arguments: argparse.Namespace, **val
         size = {"width": 64, "height": 96, "frames": 9}
     elif arguments.large:
         size = {"width": 1280, "height": 720, "frames": frames}
-    asked = {"prompt": "a red boat", "model": str(spec.directory), "seed": 1, "steps": 4, **size, **values}
+    asked = {"prompt": "a red boat", "model": str(spec.directory), "seed": 1, "steps": 4, **size, **arguments.asked}
+    asked |= values
     request = GenerationRequest.from_mapping(asked)
     plan = resolve(request, spec, here, Path(os.environ.get("OUT", ".")) / "x.mp4")
     return replace(plan, keep_loaded=True, freed=())
@@ -176,7 +178,7 @@ def passes(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> Non
                 found: dict[str, Any] = {}
                 if step is None:
                     step, one = made, statistics.median(taken)
-                    found = floors(denoiser, given, step, arguments)
+                    found = floors(denoiser, given, step, plan, arguments)
             median = statistics.median(taken)
             say(
                 part="step",
@@ -207,13 +209,15 @@ def passes(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> Non
             )
 
 
-def floors(denoiser: Any, given: tuple[torch.Tensor, ...], step: torch.Tensor, arguments: Any) -> dict[str, float]:
+def floors(
+    denoiser: Any, given: tuple[torch.Tensor, ...], step: torch.Tensor, plan: ExecutionPlan, arguments: Any
+) -> dict[str, float]:
     """Return what one GPU differs by: between two equal runs, and with other kernels of attention."""
     found = {"two_equal_runs": relative_error(guided(denoiser, given), step)}
-    if arguments.device != "cpu":
-        for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
-            with sdpa_kernel(kernel):
-                found[kernel.name.lower()] = relative_error(guided(denoiser, given), step)
+    for kind in ("flash", "cudnn"):
+        if arguments.device != "cpu" and kind != plan.speed.attention:
+            denoiser.compute(replace(plan.speed, attention=kind))
+            found[kind] = relative_error(guided(denoiser, given), step)
     return found
 
 
@@ -290,17 +294,17 @@ def kill(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> None:
 
 
 def clip(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> None:
-    """Whole jobs of 4 steps, and what one of `STEPS` takes by them: this process plans, decodes and writes an MP4."""
+    """Whole jobs, and what one of `STEPS` takes by them: this process plans, decodes and writes an MP4."""
     vars(flow)["Detector"] = Unjudged  # random weights show noise
     one = 0.0
     for name, split in variants(arguments):
         if split is not None and split.guidance == 1:
             continue
         with going_on("clip", name, arguments), Residency() as residency:
-            plan = replace(planned(spec, here, arguments), split=split)
+            whole_plan = replace(planned(spec, here, arguments, steps=arguments.clip_steps), split=split)
             events: list[Event] = []
-            # The first loads, and tries kernels.
-            for run in ("first", "second"):
+            # The first loads, tries kernels and compiles: a step of each expert is enough.
+            for run, plan in (("first", replace(whole_plan, steps=2)), ("second", whole_plan)):
                 events.clear()
                 run_job(plan, spec, events.append, Cancel(), residency)
                 end = events[-1]
@@ -321,6 +325,8 @@ def clip(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> None:
                     timings=dict(end.timings),
                     load_seconds=end.load_seconds,
                     peak_bytes=end.peak_memory_bytes,
+                    speed=plan.speed.to_json(),
+                    warnings=list(end.warnings),
                 )
 
 
@@ -344,6 +350,8 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument("--model", default="wan2.2-a14b", choices=list(MODELS))
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each variant")
+    parser.add_argument("--clip-steps", type=int, default=4, help="of a whole clip")
+    parser.add_argument("--asked", type=json.loads, default={}, help="what of a request differs, JSON")
     parser.add_argument("--large", action="store_true", help="720p")
     parser.add_argument("--seconds", type=float, default=480, help="begin nothing after so many")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))

@@ -1,6 +1,6 @@
 """Measures each way to hold weights on a GPU at Wan2.2-A14B's width: memory, seconds, error. Not run by pytest.
 
-    python tests/gpu/proof_residency.py [--blocks 4] [--small] [--device cuda:0] [PART …]    of latents, tiles
+    python tests/gpu/proof_residency.py [--blocks 4] [--seconds 480] [--small] [--device D] [PART …] of latents, tiles
 
 Random weights, two experts of a few blocks, Wan2.1's VAE. Prints a JSON object per measurement and appends it to
 $OUT/residency.jsonl. `vram` is the most that PyTorch allocated, `ram` the most that the process held beyond what it
@@ -56,6 +56,7 @@ WAYS = [
     ("sequential", "fp8", False),
     ("sequential", "bnb-4bit", False),
 ]
+STARTED = time.monotonic()
 TILES = (None, 64, 48, 32)
 
 
@@ -147,6 +148,8 @@ def latents(arguments: argparse.Namespace) -> None:
         for offload, quantization, keep in WAYS:
             what = {"part": "latents", "offload": offload, "quantization": quantization, "keep_loaded": keep}
             try:
+                if time.monotonic() - STARTED > arguments.seconds:
+                    raise TimeoutError("no time is left")
                 gc.collect()
                 before = torch.cuda.memory_allocated() if cuda else 0
                 with Residency() as residency:
@@ -198,6 +201,7 @@ def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=480, help="begin nothing after so many")
     parser.add_argument("--small", action="store_true", help="narrow experts: for a rehearsal on a CPU")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("parts", nargs="*", default=["latents", "tiles"])
