@@ -81,7 +81,10 @@ def run_job(
                 course.look = look
                 saved = _generate(course, peak, job_id, history)
             if history is not None and course.straight:
-                _note(history, course, plan, saved.timings, peak.by_stage)
+                try:
+                    _note(history, course, plan, saved.timings, peak.by_stage)
+                except Exception:  # the video is saved all the same
+                    logger.exception("What the job took could not be noted")
     except CancelledError:
         emit(Cancelled())
     except PausedError:

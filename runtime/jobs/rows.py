@@ -10,7 +10,10 @@ from typing import Any
 
 from runtime.core.errors import StoreError
 from runtime.core.events import Failed, TerminalEvent, VideoSaved
-from runtime.jobs.records import RESUMABLE, JobRecord, Kind, State
+from runtime.core.plan import ExecutionPlan
+from runtime.core.request import GenerationRequest
+from runtime.jobs.plan_json import plan_to_json
+from runtime.jobs.records import RESUMABLE, JobRecord, Kind, State, complete
 
 # What runs comes first.
 QUEUE = "SELECT * FROM jobs WHERE state IN ('running', 'queued') ORDER BY state = 'queued', position"
@@ -96,13 +99,39 @@ def start(connection: sqlite3.Connection, job_id: str, instance: str) -> JobReco
     return record(find(connection, job_id))
 
 
-def queue_again(connection: sqlite3.Connection, job_id: str, *, held: bool) -> JobRecord:
+def video(request: GenerationRequest, plan: ExecutionPlan) -> dict[str, str]:
+    """Return the columns that say what a video will be."""
+    return {
+        "prompt": request.prompt,
+        "request": json.dumps(complete(request, plan)),
+        "plan": plan_to_json(plan),
+        "output": str(plan.output),
+    }
+
+
+def insert(connection: sqlite3.Connection, values: dict[str, Any], *, runs: bool = False) -> JobRecord:
+    """Add a job to the end of the queue, or one that its instance runs already."""
+    now = time.time()
+    values |= {"state": "running" if runs else "queued", "created": now, "started": now if runs else None}
+    values["position"] = next_position(connection)
+    connection.execute(f"INSERT INTO jobs ({', '.join(values)}) VALUES ({places(values)})", tuple(values.values()))
+    return record(find(connection, values["id"]))
+
+
+def edit(connection: sqlite3.Connection, job_id: str, request: GenerationRequest, plan: ExecutionPlan) -> JobRecord:
+    """Change what a video will be; it begins anew."""
+    note(connection, job_id, {"event": "Edited"})
+    change(connection, job_id, **video(request, plan), begun=0)
+    return record(find(connection, job_id))
+
+
+def queue_again(connection: sqlite3.Connection, job_id: str) -> JobRecord:
     """Let a job that ended wait once more, behind all others."""
     change(
         connection,
         job_id,
         state="queued",
-        held=int(held),
+        held=0,
         asked="",
         instance=None,
         ended=None,

@@ -20,7 +20,7 @@ from runtime.core.request import GenerationRequest
 from runtime.jobs import rows
 from runtime.jobs.database import Database
 from runtime.jobs.plan_json import plan_to_json
-from runtime.jobs.records import KINDS, VIDEOS, JobRecord, Kind, State, Wish, complete, event_to_json
+from runtime.jobs.records import KINDS, VIDEOS, JobRecord, Kind, State, Wish, event_to_json
 
 
 class JobStore:
@@ -71,21 +71,31 @@ class JobStore:
             instance: runs it at once, without a place in the queue.
             job_id: a new one, where something is prepared in the job's folder already.
         """
-        return self._insert(
-            {
-                "id": job_id or secrets.token_hex(4),
-                "kind": "video",
-                "prompt": request.prompt,
-                "request": json.dumps(complete(request, plan)),
-                "plan": plan_to_json(plan),
-                "output": str(plan.output),
-                "owner": owner,
-                "batch": batch,
-                "parent": parent,
-                "instance": instance,
-            },
-            runs=instance is not None,
-        )
+        values = {
+            "id": job_id or secrets.token_hex(4),
+            "kind": "video",
+            **rows.video(request, plan),
+            "owner": owner,
+            "batch": batch,
+            "parent": parent,
+            "instance": instance,
+        }
+        with self._database.writing() as connection:
+            return rows.insert(connection, values, runs=instance is not None)
+
+    def add_all(
+        self, planned: Sequence[tuple[GenerationRequest, ExecutionPlan]], *, owner: str | None = None
+    ) -> list[JobRecord]:
+        """Add videos to the end of the queue, all or none; they are one batch if there are several."""
+        batch = secrets.token_hex(4) if len(planned) > 1 else None
+        with self._database.writing() as connection:
+            return [
+                rows.insert(
+                    connection,
+                    {"id": secrets.token_hex(4), "kind": "video", **rows.video(*one), "owner": owner, "batch": batch},
+                )
+                for one in planned
+            ]
 
     def add_work(
         self,
@@ -113,7 +123,8 @@ class JobStore:
             "output": str(folder),
             "instance": instance,
         }
-        return self._insert(values, runs=False)
+        with self._database.writing() as connection:
+            return rows.insert(connection, values)
 
     def get(self, job_id: str) -> JobRecord:
         """Return one job.
@@ -230,11 +241,11 @@ class JobStore:
             rows.check_resumable(rows.record(rows.find(connection, job_id)), "queued")
             return rows.start(connection, job_id, instance)
 
-    def resume(self, job_id: str, *, held: bool = False) -> JobRecord:
+    def resume(self, job_id: str, changed: tuple[GenerationRequest, ExecutionPlan] | None = None) -> JobRecord:
         """Put a job that ended without a video at the end of the queue.
 
         Args:
-            held: it waits there until somebody lets it go on.
+            changed: what it is from then on; by default, what it was.
 
         Raises:
             StoreError: if it waits, runs or is done.
@@ -242,7 +253,8 @@ class JobStore:
         with self._database.writing() as connection:
             rows.check_resumable(rows.record(rows.find(connection, job_id)))
             rows.note(connection, job_id, {"event": "QueuedAgain"})
-            return rows.queue_again(connection, job_id, held=held)
+            again = rows.queue_again(connection, job_id)
+            return again if changed is None else rows.edit(connection, job_id, *changed)
 
     def put_back(self, job_id: str) -> None:
         """Let a running job wait again in its old place: held if it was asked to pause, else its process ends."""
@@ -306,17 +318,7 @@ class JobStore:
             record = rows.record(rows.find(connection, job_id))
             if record.state != "queued" or record.kind != "video":
                 raise rows.not_waiting(job_id)
-            rows.note(connection, job_id, {"event": "Edited"})
-            rows.change(
-                connection,
-                job_id,
-                request=json.dumps(complete(request, plan)),
-                prompt=request.prompt,
-                plan=plan_to_json(plan),
-                output=str(plan.output),
-                begun=0,
-            )
-            return rows.record(rows.find(connection, job_id))
+            return rows.edit(connection, job_id, request, plan)
 
     def hold(self, ids: Iterable[str], held: bool) -> None:
         """Pause jobs, or let them go on: waiting ones are passed over, running ones are asked to stop and wait."""
@@ -380,13 +382,3 @@ class JobStore:
             old = connection.execute(query, values).fetchall()
             connection.executemany("DELETE FROM jobs WHERE id = ?", [(row["id"],) for row in old])
         return [rows.record(row) for row in old]
-
-    def _insert(self, values: dict[str, Any], *, runs: bool) -> JobRecord:
-        now = time.time()
-        with self._database.writing() as connection:
-            values |= {"state": "running" if runs else "queued", "created": now, "started": now if runs else None}
-            values["position"] = rows.next_position(connection)
-            connection.execute(
-                f"INSERT INTO jobs ({', '.join(values)}) VALUES ({rows.places(values)})", tuple(values.values())
-            )
-            return rows.record(rows.find(connection, values["id"]))

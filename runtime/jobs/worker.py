@@ -126,8 +126,7 @@ class Worker:
         """
         make_folder(self._outputs_dir)
         planned = [(request, self._plan(request)) for request in requests]
-        batch = secrets.token_hex(4) if len(planned) > 1 else None
-        jobs = [self._job_of(self.store.add(request, plan, owner=owner, batch=batch)) for request, plan in planned]
+        jobs = [self._job_of(record) for record in self.store.add_all(planned, owner=owner)]
         self._wake()
         return jobs
 
@@ -183,10 +182,7 @@ class Worker:
         if changes:
             request = GenerationRequest.from_mapping({**self.store.get(job_id).request, **changes})
             plan = self._plan(request)
-            # Held, so that nobody takes it between the two.
-            self.store.resume(job_id, held=True)
-            self.store.edit(job_id, request, plan)
-            self.store.hold([job_id], False)
+            self.store.resume(job_id, (request, plan))
         else:
             self.store.resume(job_id)
         job = self._job_of(self.store.get(job_id))
@@ -310,7 +306,10 @@ class Worker:
         for chore in self.chores():
             if chore.open:
                 chore.end("cancelled", "Tandem was stopped before.")
-        recovery.recover(self.store, "")
+        try:
+            recovery.recover(self.store, "")
+        except StoreError as error:  # whoever starts next does it
+            logger.warning("What was left could not be written down: %s", error)
 
     def _plan(self, request: GenerationRequest) -> ExecutionPlan:
         spec = model_for(request, self._weights_dir)

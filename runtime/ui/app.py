@@ -116,14 +116,15 @@ def serve(settings: Settings, tell: Callable[[str], None] = logger.info) -> Iter
             sharing.start()
         yield url
     finally:
-        if sharing is not None:
-            sharing.end()
-        downloads.close()
-        # Before the page, which still sees that its job was cancelled.
-        worker.close()
-        if page is not None:
-            server.stop(page)
-        store.close()
+        with contextlib.ExitStack() as closing:
+            closing.callback(store.close)
+            if page is not None:
+                closing.callback(server.stop, page)
+            # Before the page, which still sees that its job was cancelled.
+            closing.callback(worker.close)
+            closing.callback(downloads.close)
+            if sharing is not None:
+                closing.callback(sharing.end)
 
 
 def _tell(line: str) -> None:

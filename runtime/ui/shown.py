@@ -234,7 +234,7 @@ class Shown:
         for job in jobs:
             saved = job.saved
             if saved is None or not self._plays(job) or job.plan is None:
-                raise InvalidRequestError("pair", "One of the two videos is not there.", "Pick another one.")
+                raise _not_there()
             ran = "; ".join(value for name, value in facts.rows(saved, job.plan, "") if name == "Ran on")
             clips.append(compare.Clip(job.id, facts.file_url(job.output), saved.request, saved.timings["total"], ran))
         return jobs, clips
@@ -257,7 +257,10 @@ class Shown:
             return ""
         found = None
         if clips[0].size == clips[1].size:
-            found = _measured(*((job.output, job.output.stat().st_mtime_ns) for job in jobs))
+            try:
+                found = _measured(*((job.output, job.output.stat().st_mtime_ns) for job in jobs))
+            except OSError as error:  # deleted since
+                raise _not_there() from error
         one, other = clips
         return compare.numbers(one, other, found)
 
@@ -270,6 +273,10 @@ class Shown:
 def _measured(one: tuple[Path, int], other: tuple[Path, int]) -> Likeness:
     """Compare two files as they were at those times."""
     return likeness(one[0], other[0])
+
+
+def _not_there() -> InvalidRequestError:
+    return InvalidRequestError("pair", "One of the two videos is not there.", "Pick another one.")
 
 
 def _stopped(job: Job) -> str:

@@ -164,7 +164,7 @@ def told(limits: Limits) -> str:
 
 def visitors_models(models: Mapping[str, ModelSpec], folders: Mapping[str, Path]) -> dict[str, ModelSpec]:
     """Return the models that visitors may use: those of the catalogue, by their names; never a folder by its path."""
-    return {spec.name: spec for spec in models.values() if folders.get(spec.name) == spec.directory}
+    return {spec.name: spec for spec in tuple(models.values()) if folders.get(spec.name) == spec.directory}
 
 
 def without_paths(message: str, folders: Mapping[str, Path]) -> str:

@@ -100,6 +100,8 @@ async def follow_events(job: Job) -> AsyncIterator[Event]:
 
 
 def _again(job: Job) -> str:
+    if job.owner is not None:  # a visitor has no command line here
+        return "Ask for it again."
     return f"Take it up again: ./install.sh jobs resume {job.id}"
 
 

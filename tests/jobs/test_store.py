@@ -1,5 +1,6 @@
 """The job store: what each call does to a job, and what is refused."""
 
+import sqlite3
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,9 @@ from runtime.core.events import (
     VideoSaved,
     Warned,
 )
-from runtime.jobs import records
+from runtime.core.plan import ExecutionPlan
+from runtime.core.request import GenerationRequest
+from runtime.jobs import records, rows
 from runtime.jobs.plan_json import plan_from_json, plan_to_json
 from runtime.jobs.records import JobRecord
 from runtime.jobs.store import JobStore
@@ -401,3 +404,36 @@ def test_the_plan_must_be_for_the_request(store: JobStore, tmp_path: Path) -> No
     with pytest.raises(AssertionError):
         store.add(asked(), replace(planned(), model="another"))
     assert store.list() == []
+
+
+def test_many_are_added_and_one_is_taken_up_otherwise_as_a_whole_or_not_at_all(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [(asked(prompt=f"boat {number}"), planned(seed=number)) for number in range(3)]
+    batch = store.add_all(made)
+    assert [one.prompt for one in store.queue()] == ["boat 0", "boat 1", "boat 2"]
+    assert len({one.batch for one in batch}) == 1 and batch[0].batch
+    assert store.add_all(made[:1])[0].batch is None
+    store.request_cancel([batch[0].id])
+    before = store.get(batch[0].id)
+    there = ids(store.list())
+
+    def full(*_: object) -> dict[str, str]:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    def third(request: GenerationRequest, plan: ExecutionPlan) -> dict[str, str]:
+        return full() if request.prompt == "boat 2" else columns(request, plan)
+
+    columns = rows.video
+    monkeypatch.setattr(rows, "video", third)
+    with pytest.raises(StoreError, match="full"):
+        store.add_all(made)
+    assert ids(store.list()) == there
+    monkeypatch.setattr(rows, "video", full)
+    with pytest.raises(StoreError, match="full"):
+        store.resume(before.id, made[1])
+    assert store.get(before.id) == before
+    monkeypatch.undo()
+    again = store.resume(before.id, made[1])
+    assert (again.state, again.prompt, again.held) == ("queued", "boat 1", False)
+    assert store.queue()[-1].id == before.id
