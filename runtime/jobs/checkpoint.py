@@ -34,7 +34,19 @@ Stamps = Mapping[str, list[list[Any]]]
 
 _CHECKSUM = "checksum"
 # What may differ between the runs of one clip: how it is computed, and how fast it plays.
-_HOW = frozenset({"backends", "build", "offload", "quantization", "on_out_of_memory", "gpus", "attention", "compile"})
+_HOW = frozenset(
+    {
+        "backends",
+        "build",
+        "offload",
+        "quantization",
+        "on_out_of_memory",
+        "gpus",
+        "attention",
+        "compile",
+        "vae_precision",
+    }
+)
 # LoRAs count by their digests, beside the files.
 _NOT_THE_CLIP = _HOW | {"model", "fps", "loras"}
 

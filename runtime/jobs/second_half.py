@@ -25,6 +25,7 @@ CHANGEABLE = (
     "on_out_of_memory",
     "attention",
     "compile",
+    "vae_precision",
     "fps",
     "gpus",
 )

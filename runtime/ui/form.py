@@ -23,6 +23,7 @@ from runtime.core.request import (
     OFFLOADS,
     ON_OUT_OF_MEMORY,
     QUANTIZATIONS,
+    VAE_PRECISIONS,
     GenerationRequest,
     label,
 )
@@ -69,6 +70,7 @@ class Form:
     step_cache: gr.Dropdown
     attention: gr.Dropdown
     compile: gr.Dropdown
+    vae_precision: gr.Dropdown
 
     @property
     def controls(self) -> list[Any]:
@@ -99,6 +101,7 @@ _CHOICES = {
     "gpus": acceleration.GPUS,
     "attention": ATTENTIONS,
     "compile": COMPILES,
+    "vae_precision": VAE_PRECISIONS,
 }
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import CACHE_T, AutoencoderKLWan, unpatchify
 
+from runtime.components.vae_steps import as_frames
 from runtime.core.tiles import Span
 
 
@@ -40,8 +41,10 @@ class StripDecoder:
         config: Any = module.config
         parameter = next(module.decoder.parameters())
         shape = (1, config.z_dim, 1, 1, 1)
-        self._mean = torch.tensor(config.latents_mean, device=device, dtype=parameter.dtype).view(shape)
-        self._std = torch.tensor(config.latents_std, device=device, dtype=parameter.dtype).view(shape)
+        # In float32 always: rounded, they would shift every colour.
+        self._mean = torch.tensor(config.latents_mean, device=device, dtype=torch.float32).view(shape)
+        self._std = torch.tensor(config.latents_std, device=device, dtype=torch.float32).view(shape)
+        self._dtype = parameter.dtype
 
     @torch.inference_mode()
     def frames(self, latents: torch.Tensor, chunk: int) -> Iterator[torch.Tensor]:
@@ -55,7 +58,8 @@ class StripDecoder:
             (frames, height, width, 3), float32 in -1 to 1; height or width is the strip's.
         """
         vae = self._vae
-        z = vae.post_quant_conv(latents.to(self._mean.device, self._mean.dtype) * self._std + self._mean)
+        z = latents.to(self._mean.device, self._mean.dtype) * self._std + self._mean
+        z = vae.post_quant_conv(z.to(self._dtype))
         along = longer_side(z)
         levels, kept = _levels(vae.decoder, z.shape[along], _strip(z.shape[along], self._number, self._count))
         held: list[Any] = [None] * vae._cached_conv_counts["decoder"]
@@ -65,7 +69,7 @@ class StripDecoder:
             out = _decoded(vae.decoder, z[:, :, start:end], held, along, levels, kept, first=start == 0)
             if vae.config.patch_size is not None:
                 out = unpatchify(out, patch_size=vae.config.patch_size)
-            yield out[0].clamp(-1.0, 1.0).permute(1, 2, 3, 0).float()
+            yield as_frames(out)
             start = end
 
 
