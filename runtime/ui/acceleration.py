@@ -13,6 +13,7 @@ from runtime.core.errors import InvalidRequestError
 from runtime.core.request import (
     ATTENTIONS,
     AUTO,
+    BACKENDS,
     BUILDS,
     COMPILES,
     COMPONENTS,
@@ -47,6 +48,18 @@ _ON_OUT_OF_MEMORY = dict(
 )
 # What the form says for `gpus`, the default first, then "auto".
 GPUS = ("1", AUTO, *map(str, range(2, MAX_GPUS + 1)))
+# What the form's choices may be, the default first, by their names there.
+CHOICES = {
+    **{f"backend_{name}": BACKENDS for name in COMPONENTS},
+    "build": BUILDS,
+    "offload": OFFLOADS,
+    "quantization": QUANTIZATIONS,
+    "on_out_of_memory": ON_OUT_OF_MEMORY,
+    "gpus": GPUS,
+    "attention": ATTENTIONS,
+    "compile": COMPILES,
+    "vae_precision": VAE_PRECISIONS,
+}
 _STEP_CACHES = (("None", NONE), ("First block", FIRST_BLOCK))
 _STEP_CACHE_TITLES = {value: title for title, value in _STEP_CACHES}
 _ATTENTIONS = dict(
