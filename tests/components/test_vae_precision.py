@@ -1,6 +1,7 @@
 """Decoding in 16 bits: close to float32, strip by strip too, and never white where a value was too large."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +45,8 @@ def psnr(one: torch.Tensor, other: torch.Tensor) -> float:
 def test_bfloat16_is_close_to_float32(architecture: str, tiny: Tiny) -> None:
     spec = tiny(architecture)
     latents = latents_of(spec)
-    full, half = (load_module(spec, "vae", part(dtype)) for dtype in ("float32", "bfloat16"))
+    made_in: list[Any] = [load_module(spec, "vae", part(dtype)) for dtype in ("float32", "bfloat16")]
+    full, half = made_in
     wanted, made = (frames(PyTorchVideoDecoder(module), latents) for module in (full, half))
     assert made.dtype == torch.float32 and made.shape == wanted.shape
     assert LEAST_DB < psnr(made, wanted) < 100.0
@@ -55,7 +57,7 @@ def test_bfloat16_is_close_to_float32(architecture: str, tiny: Tiny) -> None:
 def test_float16_is_closer(tiny: Tiny) -> None:
     spec = tiny("wan2.1")
     latents = latents_of(spec)
-    modules: Mapping[str, torch.nn.Module] = {
+    modules: dict[str, Any] = {
         dtype: load_module(spec, "vae", part(dtype)) for dtype in ("float32", "bfloat16", "float16")
     }
     made = {dtype: frames(PyTorchVideoDecoder(module), latents) for dtype, module in modules.items()}
@@ -66,7 +68,7 @@ def test_float16_is_closer(tiny: Tiny) -> None:
 def test_latents_are_brought_to_their_scale_in_float32(strips: bool, tiny: Tiny) -> None:
     """A mean that bfloat16 does not hold is not rounded before the sum."""
     spec = tiny("wan2.1")
-    vae = load_module(spec, "vae", part("bfloat16"))
+    vae: Any = load_module(spec, "vae", part("bfloat16"))
     size = spec.vae.z_dim
     vae.register_to_config(latents_mean=[1.001] * size, latents_std=[1.003] * size)
     given: list[torch.Tensor] = []
@@ -87,7 +89,7 @@ def test_what_is_too_large_is_no_colour() -> None:
 @pytest.mark.parametrize(("dtype", "white"), [("bfloat16", True), ("float16", False)])
 def test_an_overflow_is_found_and_its_cause_named(dtype: str, white: bool, tiny: Tiny) -> None:
     spec = tiny("wan2.1")
-    vae = load_module(spec, "vae", part(dtype))
+    vae: Any = load_module(spec, "vae", part(dtype))
     with torch.no_grad():
         bias = vae.decoder.conv_out.bias
         bias.copy_(torch.full(bias.shape, 1e6))  # more than float16 holds
