@@ -131,6 +131,8 @@ def test_held_together_only_if_all_fit() -> None:
 def test_what_two_plans_decide() -> None:
     plan = large()
     assert decided(plan) == decided(replace(plan, backends={"all": "pytorch"}, build="never"))
+    # What came of it is the VAE's dtype.
+    assert decided(plan) == decided(replace(plan, vae_precision="auto"))
     assert decided(plan) != decided(replace(plan, steps=plan.steps + 1))
     assert decided(plan) != decided(replace(plan, shift=5.0))
     other = replace(plan.components["vae"], dtype="bfloat16")
