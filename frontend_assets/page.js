@@ -5,7 +5,8 @@
   const NAMES = ["prompt", "negative_prompt", "model", "width", "height", "frames", "fps", "steps",
     "guidance_scale", "guidance_scale_2", "seed", "shift", "backend_text_encoder", "backend_transformer",
     "backend_transformer_2", "backend_vae", "build", "offload", "quantization",
-    "on_out_of_memory", "gpus", "loras", "step_cache", "attention", "compile"];
+    "on_out_of_memory", "gpus", "loras", "step_cache", "attention", "compile",
+    "vae_precision"];
   const WORDS = ["prompt", "negative_prompt", "seed"];   // which change nothing in what runs where
   const PARTS = ["text_encoder", "transformer", "transformer_2", "vae"];
   const FORM = "tandem.form", JOB = "tandem.job", THEME = "tandem.theme";

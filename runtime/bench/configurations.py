@@ -119,7 +119,7 @@ def decided(plan: ExecutionPlan) -> tuple[Any, ...]:
 
 
 # What a plan has answered by its parts.
-_DECIDED_SINCE: Collection[str] = frozenset({"backends", "build", "on_out_of_memory"})
+_DECIDED_SINCE: Collection[str] = frozenset({"backends", "build", "on_out_of_memory", "vae_precision"})
 
 
 def in_words(plan: ExecutionPlan) -> str:

@@ -25,6 +25,7 @@ from runtime.core.request import (
     ON_OUT_OF_MEMORY,
     QUANTIZATIONS,
     RETRY,
+    VAE_PRECISIONS,
     GenerationRequest,
 )
 from runtime.core.step_cache import DEFAULT_STRENGTH, NONE
@@ -158,6 +159,14 @@ def request_from_flags(
             "[default: what the model's scheduler says]",
         ),
     ] = None,
+    vae_precision: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(VAE_PRECISIONS[1:]),
+            help="In which the VAE decodes in PyTorch: 16 bits take half the memory. "
+            "[default: bfloat16 where the transformers run in it]",
+        ),
+    ] = None,
 ) -> GenerationRequest:
     """Build a request from flags; what was not given stays open.
 
@@ -189,6 +198,7 @@ def request_from_flags(
         attention=AUTO if attention is None else attention,
         compile=AUTO if compile is None else compile,
         shift=chosen.get("shift") if shift is None else _number(shift),
+        vae_precision=AUTO if vae_precision is None else vae_precision,
     )
 
 

@@ -44,6 +44,18 @@ def leave(x: torch.Tensor, bias: torch.Tensor, shortcut: torch.Tensor) -> torch.
     return x + bias.view(1, -1, 1, 1, 1) + shortcut
 
 
+def as_frames(pixels: torch.Tensor) -> torch.Tensor:
+    """Return what a decoder gives as frames, (frames, height, width, 3), float32 in -1 to 1.
+
+    What is not a number, or too large for the decoder's dtype, is NaN: clamped, Inf would pass for white.
+
+    Args:
+        pixels: (1, 3, frames, height, width).
+    """
+    frames = pixels[0].permute(1, 2, 3, 0).float()
+    return frames.clamp(-1.0, 1.0).where(frames.isfinite(), torch.nan)
+
+
 def _gamma(norm: Any) -> torch.Tensor:
     # A tensor in all: compiled code would be another for each number.
     gamma: torch.Tensor = norm.gamma * norm.scale

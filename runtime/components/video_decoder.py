@@ -9,7 +9,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan, u
 from runtime.components.compiling import CompiledStep
 from runtime.components.guarded import Guarded
 from runtime.components.tiling import shares
-from runtime.components.vae_steps import DecoderSteps, Trim
+from runtime.components.vae_steps import DecoderSteps, Trim, as_frames
 from runtime.core.plan import Speed
 from runtime.core.tiles import spans
 from runtime.engines.identity import CLIP_PROGRAM
@@ -55,8 +55,10 @@ class PyTorchVideoDecoder:
         config: Any = module.config
         parameter = next(module.decoder.parameters())
         device, shape = device or parameter.device, (1, config.z_dim, 1, 1, 1)
-        self._mean = torch.tensor(config.latents_mean, device=device, dtype=parameter.dtype).view(shape)
-        self._std = torch.tensor(config.latents_std, device=device, dtype=parameter.dtype).view(shape)
+        # In float32 always: rounded, they would shift every colour.
+        self._mean = torch.tensor(config.latents_mean, device=device, dtype=torch.float32).view(shape)
+        self._std = torch.tensor(config.latents_std, device=device, dtype=torch.float32).view(shape)
+        self._dtype = parameter.dtype
         self._patch_size = config.patch_size
         self._compiled: list[CompiledStep] = []
         self._steps = DecoderSteps(module.decoder)
@@ -136,14 +138,15 @@ class PyTorchVideoDecoder:
         `trim` cuts off on the way what is not wanted of each frame.
         """
         vae = self._vae
-        z = vae.post_quant_conv(latents.to(self._mean.device, self._mean.dtype) * self._std + self._mean)
+        z = latents.to(self._mean.device, self._mean.dtype) * self._std + self._mean
+        z = vae.post_quant_conv(z.to(self._dtype))
         held = [cache.to(z.device, z.dtype) for cache in caches]
         while start < z.shape[2]:
             end = min(start + chunk, z.shape[2]) if start else 1
             out, held = self._steps(z[:, :, start:end], held, first=start == 0, trim=trim)
             if self._patch_size is not None:
                 out = unpatchify(out, patch_size=self._patch_size)
-            yield out[0].clamp(-1.0, 1.0).permute(1, 2, 3, 0).float()
+            yield as_frames(out)
             start = end
 
 

@@ -210,6 +210,7 @@ class ExecutionPlan:
         shift: how far noise levels are moved towards noise; `None` where the model's own scheduler says it.
         shift_reason: a sentence, where it is not the model's own.
         expert_steps: how many of the steps each transformer takes, by component; empty where that is not known.
+        vae_precision: as asked for; the VAE's dtype is what came of it.
     """
 
     prompt: str
@@ -254,6 +255,7 @@ class ExecutionPlan:
     shift: float | None = None
     shift_reason: str = ""
     expert_steps: Mapping[str, int] = field(default_factory=dict)
+    vae_precision: str = AUTO
 
     @property
     def gpus(self) -> int:
@@ -314,6 +316,7 @@ class ExecutionPlan:
             "attention": self.attention,
             "compile": self.compile,
             "shift": self.shift,
+            "vae_precision": self.vae_precision,
         }
         if self.guidance_scale_2 is not None:
             used["guidance_scale_2"] = self.guidance_scale_2

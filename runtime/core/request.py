@@ -30,6 +30,7 @@ MAX_GPUS = 16
 ON_OUT_OF_MEMORY = (RETRY, "any", "ask")
 ATTENTIONS = (AUTO, "native", "cudnn", "flash", "flash3", "flash4", "sage", "fp8")
 COMPILES = (AUTO, "never", "always")
+VAE_PRECISIONS = (AUTO, "float32", "bfloat16", "float16")
 
 MAX_PROMPT_CHARACTERS = 5_000
 MAX_SIDE = 8_192
@@ -77,6 +78,8 @@ class GenerationRequest:
         compile: whether the transformers' blocks are compiled in PyTorch: where it pays off for the clip ("auto"),
             "never" or "always".
         shift: how far the scheduler's noise levels are moved towards noise; `None` takes what the model's folder says.
+        vae_precision: in which the VAE decodes in PyTorch, one of `VAE_PRECISIONS`; "auto" takes bfloat16 where the
+            transformers do.
 
     Raises:
         InvalidRequestError: for a value out of bounds, naming the field and what would do.
@@ -104,6 +107,7 @@ class GenerationRequest:
     attention: str = AUTO
     compile: str = AUTO
     shift: float | None = None
+    vae_precision: str = AUTO
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", _text("prompt", self.prompt))
@@ -138,6 +142,7 @@ class GenerationRequest:
             ("on_out_of_memory", ON_OUT_OF_MEMORY),
             ("attention", ATTENTIONS),
             ("compile", COMPILES),
+            ("vae_precision", VAE_PRECISIONS),
         ):
             if getattr(self, name) not in known:
                 raise InvalidRequestError(

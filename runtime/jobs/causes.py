@@ -1,6 +1,7 @@
 """Why a clip shows nothing, most likely, and what to do about it. Pure: from what was seen and how it was made."""
 
 from runtime.core.plan import BACKEND_TITLES, PYTORCH, ExecutionPlan
+from runtime.manager import vae_precision
 from runtime.models.spec import is_transformer
 from runtime.video.nothing import Fault
 
@@ -35,8 +36,13 @@ def remedy(fault: Fault, plan: ExecutionPlan) -> str:
             return f"Most likely the {name} goes wrong on {title}: take --backend {name}=pytorch."
         if is_transformer(name) and part.quantization != "none":
             return f"Most likely the transformers lose too much in {part.quantization}: take --quantization none."
+    rounded = fault != "frozen" and vae_precision.doubtful(vae)
+    full = f"Most likely the VAE loses too much in {vae.dtype}: take --vae-precision float32."
     if "float16" in {part.dtype for part in plan.components.values()}:
+        if rounded and vae.dtype == "float16":
+            return full
         return "Most likely float16 overflows here. Another prompt or seed may do, or a GPU with bfloat16."
     if plan.steps < _FEW_STEPS:
         return f"Most likely {plan.steps} steps are too few: take the model's own number of steps."
-    return "Most likely the model's weights are damaged: copy or download the model again. Or try another seed."
+    again = "the model's weights are damaged: copy or download the model again."
+    return f"{full} Or {again}" if rounded else f"Most likely {again} Or try another seed."

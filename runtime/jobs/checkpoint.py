@@ -42,6 +42,7 @@ HOW = (
     "on_out_of_memory",
     "attention",
     "compile",
+    "vae_precision",
     "fps",
     "gpus",
 )

@@ -216,7 +216,15 @@ def _save(course: Course, previews: Previews, peak: PeakMemory, job_id: str | No
         with course.residency.video_decoder(course.spec, course) as decoder, course.clock.stage("decode"):
             course.begin("decode", "vae")
             written = 0
-            for chunk in decode(decoder, course.reached.latents, plan.decode_chunk, course.cancel, plan.decode_tile):
+            chunks = decode(
+                decoder,
+                course.reached.latents,
+                plan.decode_chunk,
+                course.cancel,
+                plan.decode_tile,
+                part=lambda: course.plan.components["vae"],
+            )
+            for chunk in chunks:
                 frames = chunk.numpy()
                 writer.write(frames)
                 detector.look(frames)

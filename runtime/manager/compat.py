@@ -111,6 +111,7 @@ class Case:
             "offload": self.offload,
             "weights": WEIGHTS_TITLES.get(self.quantization, ""),
             "gpus": str(self.gpus),
+            "precision": self.precision,
             "gpu": gpu,
         }
 
@@ -256,6 +257,10 @@ def _without_bfloat16(case: Case, machine: Machine) -> bool:
     return on_gpu and case.precision == "bfloat16" and machine.gpus[0].capability < BF16_CAPABILITY
 
 
+def _decodes_in_pytorch(case: Case) -> bool:
+    return not case.on_engine and case.component == "vae"
+
+
 def _is_held_twice(case: Case) -> bool:
     return not case.on_engine and case.quantization == "bnb-8bit" and case.offload in _WAITING
 
@@ -325,8 +330,26 @@ RULES = (
         remedy=OTHER_BACKEND,
     ),
     Rule(
+        name="VAE in bfloat16",
+        excludes=lambda case, machine: _decodes_in_pytorch(case) and _without_bfloat16(case, machine),
+        chip="no bfloat16 on this GPU",
+        reason="{gpu} does not decode in bfloat16",
+        remedy="Take --vae-precision float32, or float16.",
+        setting="vae_precision",
+    ),
+    Rule(
+        name="VAE in 16 bits on a CPU",
+        excludes=lambda case, _: (
+            _decodes_in_pytorch(case) and case.device == "cpu" and case.precision in {"bfloat16", "float16"}
+        ),
+        chip="no 16 bits for the VAE on a CPU",
+        reason="the VAE in {precision} takes more than ten times as long on a CPU",
+        remedy="Take --vae-precision float32.",
+        setting="vae_precision",
+    ),
+    Rule(
         name="bfloat16",
-        excludes=_without_bfloat16,
+        excludes=lambda case, machine: not _decodes_in_pytorch(case) and _without_bfloat16(case, machine),
         chip="no bfloat16 on this GPU",
         reason="{gpu} does not compute in bfloat16",
         remedy=OTHER_BACKEND,

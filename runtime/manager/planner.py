@@ -108,7 +108,7 @@ def _resolved(
     expert_steps = moved.expert_steps(spec, steps, shift)
     calls = calls_of(steps, guidance, guidance_2, expert_steps)
 
-    device, dtypes, reason, free = placement(spec, machine, gpu)
+    device, dtypes, reason, free = placement(spec, machine, gpu, request.vae_precision)
     guided = guidance > 1 and (guidance_2 is None or guidance_2 > 1)
     split, notes = shared.decide(request, spec, everything, gpu, beside, guided=guided)
     free = shared.least_free(split, everything, free)
@@ -227,6 +227,7 @@ def _resolved(
         shift=shift,
         shift_reason=moved.reason(shift, spec),
         expert_steps=expert_steps,
+        vae_precision=request.vae_precision,
     )
 
 

@@ -15,8 +15,9 @@ from runtime.components.denoiser import UNPROMPTED, Denoiser
 from runtime.components.video_decoder import VideoDecoder
 from runtime.core.cancel import Cancel
 from runtime.core.errors import BadResultError
-from runtime.core.plan import ExecutionPlan
+from runtime.core.plan import ComponentPlan, ExecutionPlan
 from runtime.core.step_cache import NONE, STEPS_OF_A_CACHE
+from runtime.manager import vae_precision
 
 
 @dataclass(frozen=True)
@@ -155,12 +156,19 @@ def denoise(
 
 
 def decode(
-    decoder: VideoDecoder, latents: torch.Tensor, chunk: int, cancel: Cancel, tile: int | None = None
+    decoder: VideoDecoder,
+    latents: torch.Tensor,
+    chunk: int,
+    cancel: Cancel,
+    tile: int | None = None,
+    *,
+    part: Callable[[], ComponentPlan] | None = None,
 ) -> Iterator[torch.Tensor]:
     """Yield frames, (n, height, width, 3) uint8 on the CPU, as they are decoded.
 
     Args:
         chunk, tile: see `VideoDecoder.frames`.
+        part: returns how the VAE runs by now: an engine may have given way to PyTorch.
 
     Raises:
         BadResultError: if the frames hold NaN or Inf.
@@ -175,8 +183,7 @@ def decode(
             continue
         if not torch.isfinite(frames).all().item():
             raise BadResultError(
-                "The VAE gave values that are not numbers (NaN or Inf).",
-                "The VAE's weights are damaged: copy them again.",
+                "The VAE gave values that are not numbers (NaN or Inf).", vae_precision.remedy(part and part())
             )
         yield ((frames + 1.0) * 127.5).round().to(torch.uint8).cpu()
 

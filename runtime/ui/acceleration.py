@@ -13,6 +13,7 @@ from runtime.core.errors import InvalidRequestError
 from runtime.core.request import (
     ATTENTIONS,
     AUTO,
+    BACKENDS,
     BUILDS,
     COMPILES,
     COMPONENTS,
@@ -20,11 +21,13 @@ from runtime.core.request import (
     OFFLOADS,
     ON_OUT_OF_MEMORY,
     QUANTIZATIONS,
+    VAE_PRECISIONS,
 )
 from runtime.core.step_cache import FIRST_BLOCK, NONE, read_step_cache
 from runtime.engines.builders import builders_of
 from runtime.manager.machine import Machine
 from runtime.manager.split import usable_gpus
+from runtime.manager.vae_precision import PSNR
 from runtime.models.spec import ModelSpec
 from runtime.ui.outlook import Chip, Memory, Outlook, Step
 
@@ -45,6 +48,18 @@ _ON_OUT_OF_MEMORY = dict(
 )
 # What the form says for `gpus`, the default first, then "auto".
 GPUS = ("1", AUTO, *map(str, range(2, MAX_GPUS + 1)))
+# What the form's choices may be, the default first, by their names there.
+CHOICES = {
+    **{f"backend_{name}": BACKENDS for name in COMPONENTS},
+    "build": BUILDS,
+    "offload": OFFLOADS,
+    "quantization": QUANTIZATIONS,
+    "on_out_of_memory": ON_OUT_OF_MEMORY,
+    "gpus": GPUS,
+    "attention": ATTENTIONS,
+    "compile": COMPILES,
+    "vae_precision": VAE_PRECISIONS,
+}
 _STEP_CACHES = (("None", NONE), ("First block", FIRST_BLOCK))
 _STEP_CACHE_TITLES = {value: title for title, value in _STEP_CACHES}
 _ATTENTIONS = dict(
@@ -64,6 +79,7 @@ _ATTENTIONS = dict(
     )
 )
 _COMPILES = dict(zip(COMPILES, ("Where it pays off", "Never", "Always"), strict=True))
+_VAE_PRECISIONS = dict(zip(VAE_PRECISIONS, ("Automatic", *VAE_PRECISIONS[1:]), strict=True))
 _TITLES: Mapping[str, Mapping[str, str]] = {
     "Offload": _OFFLOADS,
     "Quantization": _QUANTIZATIONS,
@@ -71,6 +87,7 @@ _TITLES: Mapping[str, Mapping[str, str]] = {
     "Compile": _COMPILES,
     "Step cache": _STEP_CACHE_TITLES,
     "Shift": {},
+    "VAE precision": {},
 }
 TITLES = {
     "text_encoder": "Text encoder",
@@ -79,7 +96,7 @@ TITLES = {
     "vae": "VAE decoder",
 }
 _FLAG = re.compile(
-    r"(--offload|--quantization|--step-cache|--attention|--compile|--shift|Offload(?= ')) '?([\w-]+)'?"
+    r"(--offload|--quantization|--step-cache|--attention|--compile|--shift|--vae-precision|Offload(?= ')) '?([\w-]+)'?"
     r"|--backend (\w+)=(\w+)"
 )
 _GPUS = re.compile(r"--gpus (\d+)")
@@ -202,6 +219,13 @@ def panel(spec: ModelSpec, machine: Machine, backends: Mapping[str, str]) -> tup
             "Compile",
             "PyTorch's transformers: takes half a minute first, then each step is faster.",
         )
+        settings["vae_precision"] = _choice(
+            "vae_precision",
+            _VAE_PRECISIONS,
+            "VAE precision",
+            "Of decoding in PyTorch. 16 bits take half the memory; bfloat16 and float16 stay about "
+            f"{PSNR['bfloat16']} and {PSNR['float16']} dB from float32.",
+        )
         total = gr.HTML(sum_html(Outlook("")), elem_id="outlook", apply_default_css=False)
         choose_way = gr.Button("Choose a way", visible="hidden", elem_id="choose-way")
     return Panel(fold, rows, toggles, chips, total, choose_way), settings
@@ -243,7 +267,7 @@ def in_form_words(sentence: str) -> str:
     def told(flag: re.Match[str]) -> str:
         setting, value, component, backend = flag.groups()
         if setting:
-            title = setting.strip("-").replace("-", " ").capitalize()
+            title = setting.strip("-").replace("-", " ").capitalize().replace("Vae", "VAE")
             titles = _TITLES[title]
             return f"{title} “{titles[value]}”" if value in titles else f"{title} {value}"
         chosen = next((title for title, name in _BACKENDS if name == backend), backend)

@@ -50,13 +50,15 @@ def endpoint(worker: Worker, models: dict[str, ModelSpec], default_model: str) -
         attention: str = AUTO,
         compile: str = AUTO,
         shift: float | None = None,
+        vae_precision: str = AUTO,
     ) -> AsyncIterator[dict[str, Any]]:
         """Make one video. Streams the job's events as they happen; the last is VideoSaved, whose "video" is the MP4.
 
         "auto" takes the model's own default, and a random seed; negative_prompt null takes the model's own. backends
         says what runs a component, as {"vae": "pytorch"} or ["vae=pytorch"], "all" for every one; build, offload,
-        quantization, on_out_of_memory, gpus, step_cache, attention, compile and shift are as on the command line; loras
-        names those in the cache's weights/loras, as ["style:0.8"]. The job goes on when the stream is closed.
+        quantization, on_out_of_memory, gpus, step_cache, attention, compile, shift and vae_precision are as on the
+        command line; loras names those in the cache's weights/loras, as ["style:0.8"]. The job goes on when the stream
+        is closed.
         """
         try:
             check_offered(model, models)
@@ -83,6 +85,7 @@ def endpoint(worker: Worker, models: dict[str, ModelSpec], default_model: str) -
                 attention=attention,
                 compile=compile,
                 shift=shift,
+                vae_precision=vae_precision,
             )
             job = await asyncio.to_thread(worker.submit, request)
         except TandemError as error:

@@ -117,6 +117,8 @@ def _value(request: Mapping[str, Any], name: str) -> str:
         return lora_field.shown(value).replace("\n", ", ") or "none"
     if name == "shift" and value is None:
         return "the model's own"
+    if name == "vae_precision" and value is None:
+        return AUTO
     if isinstance(value, Mapping):
         return ", ".join(f"{key}: {item}" for key, item in value.items()) or AUTO
     if value is None or value == "":

@@ -14,15 +14,8 @@ import gradio as gr
 from runtime.core.errors import InvalidRequestError
 from runtime.core.request import (
     ALL,
-    ATTENTIONS,
     AUTO,
-    BACKENDS,
-    BUILDS,
-    COMPILES,
     COMPONENTS,
-    OFFLOADS,
-    ON_OUT_OF_MEMORY,
-    QUANTIZATIONS,
     GenerationRequest,
     label,
 )
@@ -69,6 +62,7 @@ class Form:
     step_cache: gr.Dropdown
     attention: gr.Dropdown
     compile: gr.Dropdown
+    vae_precision: gr.Dropdown
 
     @property
     def controls(self) -> list[Any]:
@@ -90,16 +84,6 @@ NAMES = tuple(field.name for field in fields(Form))
 BASIC = NAMES[: NAMES.index("shift") + 1]
 # The rows of the acceleration panel, which come and go with the model; they are no settings.
 ROWS = tuple(f"row_{name}" for name in COMPONENTS)
-_CHOICES = {
-    **{f"backend_{name}": BACKENDS for name in COMPONENTS},
-    "build": BUILDS,
-    "offload": OFFLOADS,
-    "quantization": QUANTIZATIONS,
-    "on_out_of_memory": ON_OUT_OF_MEMORY,
-    "gpus": acceleration.GPUS,
-    "attention": ATTENTIONS,
-    "compile": COMPILES,
-}
 
 
 def compose() -> tuple[gr.Textbox, list[tuple[gr.Button, str]]]:
@@ -295,7 +279,7 @@ def filled(
         chosen = {name: value for name, value in chosen.items() if not name.startswith("backend_")}
     if chosen.get("gpus") not in acceleration.GPUS[: 1 + gpus]:
         chosen.pop("gpus", None)
-    for control in _CHOICES:
+    for control in acceleration.CHOICES:
         values.setdefault(control, {}).update({"value": chosen[control]} if control in chosen else {})
     return values | {
         "loras": {"value": lora_field.shown(stored.get("loras"))},
@@ -311,7 +295,7 @@ def _chosen(stored: Mapping[str, Any]) -> dict[str, str]:
         given |= {f"backend_{name}": backends.get(name, backends.get(ALL, AUTO)) for name in COMPONENTS}
     return {
         name: given[name] if given[name] in known else known[0]
-        for name, known in _CHOICES.items()
+        for name, known in acceleration.CHOICES.items()
         if isinstance(given.get(name), str)
     }
 
@@ -348,7 +332,7 @@ def read(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationReque
     chosen = {name: given.pop(f"backend_{name}") for name in COMPONENTS}
     given["backends"] = {name: chosen[name] for name in spec.component_names if chosen[name] != AUTO}
     for name, value in given.items():
-        if value is None and name not in {"negative_prompt", "shift", *_CHOICES}:
+        if value is None and name not in {"negative_prompt", "shift", *acceleration.CHOICES}:
             default = model_values(spec)[name]["value"]  # as the form shows it
             raise InvalidRequestError(name, f"The {label(name)} is empty.", f"Give one, such as {default:g}.")
     return GenerationRequest(**given)
@@ -360,7 +344,7 @@ def read_basics(values: Sequence[Any], models: dict[str, ModelSpec]) -> Generati
     Raises:
         TandemError: for a value that cannot be, naming it.
     """
-    others = {name: known[0] for name, known in _CHOICES.items()} | {"loras": "", "step_cache": NONE}
+    others = {name: known[0] for name, known in acceleration.CHOICES.items()} | {"loras": "", "step_cache": NONE}
     return read([*values, *(others[name] for name in NAMES[len(BASIC) :])], models)
 
 

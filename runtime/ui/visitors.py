@@ -93,6 +93,7 @@ def filled_in(request: GenerationRequest, spec: ModelSpec, limits: Limits) -> Ge
         step_cache=NONE,
         attention=AUTO,
         compile=AUTO,
+        vae_precision=AUTO,
     )
 
 

@@ -63,6 +63,8 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[s
         (["--shift", "far"], "'far', not a number", "or auto"),
         (["--shift", ""], "'', not a number", "or auto"),
         (["--seed", str(2**70)], "seed is 1180591620717411303424", "from 0"),
+        (["--vae-precision", "float8"], "vae_precision is 'float8'", "float32, bfloat16, float16"),
+        (["--vae-precision", ""], "vae_precision is ''", "float32, bfloat16, float16"),
         (["--model", "no-such"], "no-such", "diorama"),
         (["--model", ""], "model", "models list"),
         (["--model", "/no/such/folder"], "/no/such/folder", "folder"),

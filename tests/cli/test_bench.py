@@ -37,6 +37,7 @@ Tiny = Callable[[str], ModelSpec]
         (["--config", "a:", "--config", "a: --steps 4"], "called 'a'", "own name"),
         (["--config", "a: --steps 0"], "'a': steps is 0", "from 1"),
         (["--config", "a: --shift 0"], "'a': shift is 0", "from 0.1"),
+        (["--config", "a: --vae-precision half"], "'a': vae_precision is 'half'", "float32, bfloat16"),
         (["--config", "a: --no-such 4"], "'a': No such option: --no-such", "as `generate` takes them"),
         (["--config", "a: a blue ball"], "'a': Got unexpected extra argument", "as `generate` takes them"),
         (["--config", "a: --negative-prompt 'x"], "'a': No closing quotation", "as `generate` takes them"),

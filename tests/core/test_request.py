@@ -67,10 +67,10 @@ def test_what_is_no_shift_is_refused(value: object) -> None:
 def test_stored_requests_from_before_are_read() -> None:
     stored = GenerationRequest(prompt="a boat", loras=["a:0.5"]).to_json()  # type: ignore[arg-type]  # as it is given
     assert GenerationRequest.from_mapping(stored).loras == (Lora("a", 0.5),)
-    for name in ("loras", "step_cache", "shift"):
+    for name in ("loras", "step_cache", "shift", "vae_precision"):
         del stored[name]
     read = GenerationRequest.from_mapping(stored)
-    assert (read.loras, read.step_cache, read.shift) == ((), "none", None)
+    assert (read.loras, read.step_cache, read.shift, read.vae_precision) == ((), "none", None, "auto")
 
 
 def test_everything_but_the_prompt_may_stay_open() -> None:

@@ -122,6 +122,26 @@ EXCLUDED: list[tuple[str, dict[str, Any], Machine, str, str, str]] = [
         "--offload model",
     ),
     ("bfloat16", {"backend": "inductor", "precision": "bfloat16"}, TURING, "no bfloat16", "Test GPU does not", "other"),
+    (
+        "VAE in bfloat16",
+        {"component": "vae", "backend": "pytorch", "precision": "bfloat16"},
+        TURING,
+        "no bfloat16",
+        "Test GPU does not decode in bfloat16",
+        "Take --vae-precision float32, or float16.",
+    ),
+    *(
+        (
+            "VAE in 16 bits on a CPU",
+            {"component": "vae", "backend": "pytorch", "device": "cpu", "precision": precision},
+            on,
+            "no 16 bits for the VAE on a CPU",
+            f"the VAE in {precision} takes more than ten times as long on a CPU",
+            "Take --vae-precision float32.",
+        )
+        for precision in ("bfloat16", "float16")
+        for on in (CPU, TURING)
+    ),
     ("ONNX Runtime on a GPU", {"backend": "onnxruntime"}, H200, "has no CUDA", "has no CUDA", "another backend"),
 ]
 
@@ -182,6 +202,22 @@ def test_every_rule_has_its_case() -> None:
         ({"backend": "inductor", "precision": "bfloat16"}, AMPERE),
         ({"backend": "inductor", "precision": "float16"}, TURING),
         ({"backend": "onnxruntime", "device": "cpu", "precision": "bfloat16"}, TURING),
+        # The VAE's precision in PyTorch; engines have their own, on a CPU too.
+        *(
+            ({"component": "vae", "backend": "pytorch", "precision": precision}, on)
+            for precision, on in (
+                ("bfloat16", H200),
+                ("bfloat16", AMPERE),
+                ("float16", H200),
+                ("float16", TURING),
+                ("float32", TURING),
+                ("", TURING),
+            )
+        ),
+        ({"component": "vae", "backend": "pytorch", "device": "cpu", "precision": "float32"}, CPU),
+        ({"component": "vae", "backend": "pytorch", "device": "cpu"}, CPU),
+        ({"component": "vae", "backend": "onnxruntime", "device": "cpu", "precision": "bfloat16"}, CPU),
+        ({"component": "transformer", "backend": "pytorch", "device": "cpu", "precision": "bfloat16"}, CPU),
     ],
 )
 def test_what_goes_together(changes: dict[str, Any], on: Machine) -> None:

@@ -87,6 +87,8 @@ ONNX = {"backends": {"all": "onnxruntime"}}
 PYTORCH = {"backends": {"all": "pytorch"}}
 CACHE = {"step_cache": "first-block"}
 IN_8_BITS = {"quantization": "bnb-8bit"}
+IN_FULL = {"vae_precision": "float32"}
+IN_BFLOAT16, IN_FLOAT16 = {"vae_precision": "bfloat16"}, {"vae_precision": "float16"}
 AT_480P = {"width": 832, "height": 480}
 IN_PYTORCH = {"transformer": "pytorch", "transformer_2": "pytorch"}
 
@@ -115,8 +117,8 @@ ROWS = [
     # Nothing asked: PyTorch, until an engine is built and measured.
     Row(LAPTOP, SHIPPED, {}, "PPPP", "PyTorch: no engine yet"),
     Row(TURING, SHIPPED, {}, "PPPP", "PyTorch in float32 on RTX 2080 Ti: the model is small."),
-    Row(H200, A14B, {}, "PPPP", "PyTorch on H200: bfloat16, the VAE in float32."),
-    Row(FOUR, A14B, {}, "PPPP", "PyTorch on H200: bfloat16, the VAE in float32."),
+    Row(H200, A14B, {}, "PPPP", "PyTorch on H200: bfloat16; the VAE in bfloat16: 56 dB from float32 in 8 bits"),
+    Row(FOUR, A14B, {}, "PPPP", "PyTorch on H200: bfloat16; the VAE in bfloat16: 56 dB from float32 in 8 bits"),
     Row(H100, TI2V, {}, "PPP", "The weights of Wan2.2 TI2V-5B are not here"),
     Row(L40, SMALL, {}, "PPP", "PyTorch: no engine yet"),
     Row(CPU_8, SHIPPED, {}, "PPPP", "PyTorch in float32 on the CPU: no NVIDIA GPU was found."),
@@ -210,6 +212,21 @@ ROWS = [
     Row(H200, A14B, CACHE | {"offload": "model"}, "PPPP", "reused across steps", {"offload": "model"}),
     Row(H200, A14B, CACHE | {"quantization": "fp8"}, "PPPP", "reused across steps", {"quantization": "fp8"}),
     Row(TWELVE_96, A14B, CACHE, MachineError, "memory"),
+    # The VAE's precision in PyTorch: with the transformers where they run in bfloat16, else float32.
+    Row(H200, A14B, IN_FULL, "PPPP", "PyTorch on H200: bfloat16; the VAE in float32, as asked.", IN_FULL),
+    Row(H200, A14B, IN_BFLOAT16, "PPPP", "the VAE in bfloat16, as asked: 56 dB from float32 in 8 bits with"),
+    Row(H200, A14B, IN_FLOAT16, "PPPP", "the VAE in float16, as asked: 67 dB from float32 in 8 bits with"),
+    Row(H200, SHIPPED, {}, "PPPP", "PyTorch in float32 on H200: the model is small."),
+    Row(H200, SHIPPED, IN_BFLOAT16, "PPPP", "float32 on H200: the model is small; the VAE in bfloat16, as asked"),
+    Row(H200, A14B, TENSORRT | IN_FLOAT16, "TTTT", "TensorRT: builds first", IN_FLOAT16),
+    Row(TURING, SMALL, {}, "PPP", "no bfloat16: float16, the text encoder in float32; the VAE in float32."),
+    Row(TURING, SMALL, IN_FLOAT16, "PPP", "the VAE in float16, as asked: 67 dB from float32", IN_FLOAT16),
+    Row(TURING, SMALL, IN_BFLOAT16, InvalidRequestError, "RTX 2080 Ti does not decode in bfloat16. Take --vae-"),
+    Row(TURING, SHIPPED, TENSORRT | IN_BFLOAT16, InvalidRequestError, "Take --vae-precision float32, or float16."),
+    Row(CPU_8, SHIPPED, IN_FULL, "PPPP", "PyTorch in float32 on the CPU: no NVIDIA GPU was found.", IN_FULL),
+    Row(CPU_8, SHIPPED, IN_BFLOAT16, InvalidRequestError, "ten times as long on a CPU. Take --vae-precision float32."),
+    Row(APPLE, SHIPPED, IN_FLOAT16, InvalidRequestError, "The VAE in float16 takes more than ten times as long"),
+    Row(OLD_DRIVER, SMALL, IN_BFLOAT16, InvalidRequestError, "Take --vae-precision float32."),
     # Offload.
     Row(H200, A14B, TENSORRT | {"offload": "model"}, InvalidRequestError, "Model offload excludes TensorRT"),
     Row(H200, A14B, TENSORRT | {"offload": "group"}, InvalidRequestError, "keeps its weights on the GPU"),
@@ -241,29 +258,36 @@ MEMORY_ROWS = [
     # 8 GiB: the text encoder goes by layer, frames in tiles; with 16 GiB of RAM there is no place for it to wait in.
     Row(LAPTOP, SMALL, {}, MachineError, "(RAM) for weights that wait; 7.6 GiB and 15.2 GiB are free."),
     Row(LAPTOP, TI2V, {}, MachineError, "Close other programs, add memory (RAM), or take a smaller model."),
-    Row(LAPTOP_32, SMALL, {}, "PPP", "tiles of 256x256", {"offload": "group", "decode_tile": 32, "decode_chunk": 1}),
-    Row(LAPTOP_32, SMALL, AT_480P, "PPP", "differ a little where these meet", {"offload": "group", "decode_tile": 32}),
-    Row(LAPTOP_32, TI2V, {}, "PPP", "Memory is tight", {"offload": "sequential", "decode_tile": 16}),
-    Row(LAPTOP_32, TI2V, AT_480P, "PPP", "tiles of 256x256", {"offload": "group", "decode_tile": 16}),
+    Row(LAPTOP_32, SMALL, {}, "PPP", "tiles of 512x512", {"offload": "group", "decode_tile": 64, "decode_chunk": 1}),
+    Row(LAPTOP_32, SMALL, AT_480P, "PPP", "differ a little where these meet", {"offload": "group", "decode_tile": 64}),
+    Row(LAPTOP_32, SMALL, AT_480P | IN_FULL, "PPP", "tiles of 256x256", {"offload": "group", "decode_tile": 32}),
+    Row(LAPTOP_32, TI2V, {}, "PPP", "Memory is tight", {"offload": "sequential", "decode_tile": 32}),
+    Row(LAPTOP_32, TI2V, IN_FULL, "PPP", "Memory is tight", {"offload": "sequential", "decode_tile": 16}),
+    Row(LAPTOP_32, TI2V, AT_480P, "PPP", "tiles of 512x512", {"offload": "group", "decode_tile": 32}),
     Row(LAPTOP_32, SMALL, {"offload": "model"}, MachineError, "Take --offload group"),
     Row(LAPTOP_32, A14B, {}, MachineError, "system memory (RAM)"),
     Row(TURING, SMALL, {}, "PPP", "tiles of 512x512", {"offload": "group", "decode_tile": 64}),
     Row(TURING, TI2V, {}, MachineError, "system memory (RAM)"),
-    Row(TWELVE, SMALL, {}, "PPP", "tiles of 512x512", {"offload": "group", "decode_tile": 64}),
-    Row(TWELVE, TI2V, {}, "PPP", "tiles of 256x256", {"offload": "group", "decode_tile": 16}),
-    Row(AMPERE, SMALL, {}, "PPP", "tiles of 512x512", {"offload": "none", "keep_loaded": False, "decode_tile": 64}),
+    Row(TWELVE, SMALL, {}, "PPP", "bfloat16", {"offload": "group", "decode_tile": None}),
+    Row(TWELVE, SMALL, IN_FULL, "PPP", "tiles of 512x512", {"offload": "group", "decode_tile": 64}),
+    Row(TWELVE, TI2V, {}, "PPP", "tiles of 512x512", {"offload": "group", "decode_tile": 32}),
+    Row(AMPERE, SMALL, {}, "PPP", "bfloat16", {"offload": "none", "keep_loaded": False, "decode_tile": None}),
+    Row(AMPERE, SMALL, IN_FULL, "PPP", "tiles of 512x512", {"offload": "none", "decode_tile": 64}),
     Row(AMPERE, TI2V, {}, "PPP", "tiles of 512x512", {"offload": "group", "decode_tile": 32}),
     Row(ADA, SMALL, {}, "PPP", "bfloat16", {"keep_loaded": True, "decode_tile": None}),
-    Row(ADA, TI2V, {}, "PPP", "tiles of 512x512", {"offload": "none", "decode_tile": 32}),
+    Row(ADA, TI2V, {}, "PPP", "bfloat16", {"offload": "none", "decode_tile": None}),
+    Row(ADA, TI2V, IN_FULL, "PPP", "tiles of 512x512", {"offload": "none", "decode_tile": 32}),
     Row(ADA, A14B, {}, "PPPP", "with 8-bit weights", {"quantization": "bnb-8bit", "keep_loaded": False}),
     Row(BLACKWELL, A14B, {}, "PPPP", "with FP8 weights", {"quantization": "fp8", "keep_loaded": False}),
     # What is not quantized does not pass through so little RAM.
     Row(LITTLE_RAM, A14B, {}, "PPPP", "with FP8 weights", {"quantization": "fp8", "keep_loaded": True}),
     # Only parts that wait would fit, and those in 8 bits do not.
     Row(TWELVE_96, A14B, IN_8_BITS, MachineError, "Take --offload group"),
-    Row(TWELVE_96, A14B, {}, "PPPP", "tiles of", {"offload": "group", "quantization": "none"}),
+    Row(TWELVE_96, A14B, {}, "PPPP", "bfloat16", {"offload": "group", "quantization": "none", "decode_tile": None}),
+    Row(TWELVE_96, A14B, IN_FULL, "PPPP", "tiles of", {"offload": "group", "quantization": "none"}),
     Row(L40, A14B, {}, "PPPP", "bfloat16", {"keep_loaded": False}),
-    Row(H100, A14B, {}, "PPPP", "bfloat16", {"keep_loaded": False}),
+    Row(H100, A14B, {}, "PPPP", "bfloat16", {"keep_loaded": True}),
+    Row(H100, A14B, IN_FULL, "PPPP", "bfloat16", {"keep_loaded": False}),
     Row(H200, A14B, {}, "PPPP", "bfloat16", {"keep_loaded": True}),
     Row(H200, SMALL, {}, "PPP", "bfloat16", {"keep_loaded": True}),
     Row(CPU_16, SMALL, {}, MachineError, "GiB of memory"),

@@ -15,6 +15,7 @@ from runtime.core.request import AUTO, GenerationRequest
 from runtime.models.known import known_as
 from runtime.models.spec import ModelSpec
 from runtime.ui import form, theme
+from runtime.ui.acceleration import in_form_words
 
 GOOD: dict[str, Any] = {
     "prompt": "a red boat",
@@ -42,6 +43,7 @@ GOOD: dict[str, Any] = {
     "step_cache": "none",
     "attention": "auto",
     "compile": "auto",
+    "vae_precision": "auto",
 }
 BACKENDS = ["backend_text_encoder", "backend_transformer", "backend_transformer_2", "backend_vae"]
 
@@ -262,6 +264,23 @@ def test_the_field_says_what_the_models_own_shift_is(models: dict[str, ModelSpec
     assert form.model_values(here)["shift"]["info"].endswith("own (3 here; Wan's own code takes 12).")
     same = replace(here, noise=replace(spec.noise, shift=12.0))
     assert form.model_values(same)["shift"]["info"].endswith("own (12 here).")
+
+
+def test_the_vaes_precision_is_read_and_comes_back(models: dict[str, ModelSpec]) -> None:
+    request = read(models, vae_precision="float16")
+    assert request.vae_precision == "float16"
+    assert form.filled(request.to_json(), models)["vae_precision"]["value"] == "float16"
+    # What no choice holds, and what a video from before there was one says, is left to Tandem.
+    assert form.filled(GOOD | {"vae_precision": "float8"}, models)["vae_precision"]["value"] == AUTO
+    before = {name: value for name, value in request.to_json().items() if name != "vae_precision"}
+    assert "value" not in form.filled(before, models)["vae_precision"]
+    basics = form.read_basics([GOOD[name] for name in form.BASIC], models)
+    assert basics.vae_precision == AUTO
+    with pytest.raises(InvalidRequestError) as refused:
+        read(models, vae_precision="float8")
+    assert refused.value.field == "vae_precision"
+    told = in_form_words("The VAE in float16 takes long. Take --vae-precision float32, or float16.")
+    assert told.endswith("Take VAE precision float32, or float16.")
 
 
 def test_the_page_keeps_every_control() -> None:

@@ -58,8 +58,9 @@ def test_generate_streams_events_and_gives_the_video(server: Server, client: Any
 
 def test_predict_gives_the_last_event(client: Any) -> None:
     first = client.predict("a red boat", seed=5, steps=2, api_name="/generate")
-    again = client.predict("a red boat", seed=5, steps=2, shift=7.5, api_name="/generate")
+    again = client.predict("a red boat", seed=5, steps=2, shift=7.5, vae_precision="float32", api_name="/generate")
     assert (first["request"]["shift"], again["request"]["shift"]) == (None, 7.5)
+    assert (first["request"]["vae_precision"], again["request"]["vae_precision"]) == ("auto", "float32")
     assert Path(first["video"]).is_file()
     assert first["seed"] == again["seed"] == 5
 
@@ -108,6 +109,8 @@ def test_a_closed_stream_does_not_end_the_job(server: Server, client: Any) -> No
         ({"build": "often"}, ("build is 'often'", "Take one of auto")),
         ({"offload": None}, ("offload is None", "sequential")),
         ({"quantization": 8}, ("quantization is 8", "bnb-8bit")),
+        ({"vae_precision": "half"}, ("vae_precision is 'half'", "Take one of auto, float32, bfloat16, float16")),
+        ({"vae_precision": "float16"}, ("ten times as long on a CPU", "Take --vae-precision float32.")),
         ({"shift": 0}, ("shift is 0", "Give one from 0.1 to 100")),
         ({"width": 8192, "height": 8192, "frames": 4001}, ("makes at most 253", "Take 253")),
     ],

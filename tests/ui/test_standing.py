@@ -167,6 +167,8 @@ def test_loras_and_step_caches_are_told_as_they_are_given() -> None:
     moved = compare.Clip("a" * 8, "x", base | {"shift": 5.0}, 1.0, "CPU")
     assert compare.settings(one, moved)[0] == ("Shift", "the model's own", "5")
     assert all(a == b for _, a, b in compare.settings(one, plain))
+    rounded = compare.Clip("a" * 8, "x", base | {"vae_precision": "float16"}, 1.0, "CPU")
+    assert compare.settings(one, rounded)[0] == ("Vae precision", "auto", "float16")
 
 
 def test_cleaning_is_offered_only_where_there_is_something() -> None:

@@ -82,6 +82,11 @@ def test_a_visitor_may_choose_the_shift(spec: ModelSpec) -> None:
     assert visitors.filled_in(asked(shift=5.0), spec, LIMITS).shift == 5.0
 
 
+def test_what_runs_how_is_not_a_visitors_to_choose(spec: ModelSpec) -> None:
+    wanted = asked(vae_precision="float32", attention="native", compile="never", offload="model")
+    assert visitors.filled_in(wanted, spec, LIMITS) == visitors.filled_in(asked(), spec, LIMITS)
+
+
 @pytest.mark.parametrize("limits", [LIMITS, replace(LIMITS, waiting=1, an_hour=1)])
 def test_every_limit_is_told(limits: Limits) -> None:
     told = visitors.told(limits)

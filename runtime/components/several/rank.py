@@ -32,6 +32,7 @@ from runtime.components.several.wire import Message, Wire
 from runtime.core.errors import BadResultError, TandemError
 from runtime.core.loras import LoraUse
 from runtime.core.plan import EAGER, ComponentPlan, Speed
+from runtime.manager import vae_precision
 from runtime.models.wan import read_spec
 from runtime.models.weights import load_module
 
@@ -61,6 +62,7 @@ class Rank:
         self._caching: dict[str, ExitStack] = {}
         self._tokens: dict[str, Tokens] = {}
         self._decoder: StripDecoder | None = None
+        self._vae: ComponentPlan | None = None
         self._frames: Iterator[torch.Tensor] = iter(())
         self._texts: dict[int, torch.Tensor] = {}
 
@@ -98,7 +100,7 @@ class Rank:
         speed = Speed(**said["speed"])
         if name == "vae":
             # Only image-to-video encodes.
-            module.encoder, dtype = None, part.dtype
+            module.encoder, dtype, self._vae = None, part.dtype, part
             self._decoder = StripDecoder(module, self._device, self._number, dist.get_world_size(), speed)
         else:
             taken: torch.dtype = module.patch_embedding.weight.dtype
@@ -165,8 +167,7 @@ class Rank:
         frames = next(self._frames)
         if not torch.isfinite(frames).all().item():
             raise BadResultError(
-                "The VAE gave values that are not numbers (NaN or Inf).",
-                "The VAE's weights are damaged: copy them again.",
+                "The VAE gave values that are not numbers (NaN or Inf).", vae_precision.remedy(self._vae)
             )
         return {}, [((frames + 1.0) * 127.5).round().to(torch.uint8)]
 
