@@ -136,7 +136,7 @@ def test_a_killed_app_leaves_a_job_that_goes_on(open_page: OpenPage, tmp_path_fa
     cache = make_cache(tmp_path_factory.mktemp("killed"))
     with serving(cache) as first:
         page = open_page(url=first.url)
-        ask(page, "a red boat", long=True)
+        ask(page, "a red boat", long=True, steps=60)
         start(page)
         job = page.get_attribute("#status .status", "data-job")
         # Between both experts every job is kept, however slow the disk is.

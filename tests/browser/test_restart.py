@@ -16,7 +16,7 @@ def test_a_job_outlives_the_app(open_page: OpenPage, tmp_path_factory: pytest.Te
     cache = make_cache(tmp_path_factory.mktemp("restart"))
     with serving(cache) as first:
         page = open_page(url=first.url)
-        ask(page, "a red boat", long=True)
+        ask(page, "a red boat", long=True, steps=60)
         start(page)
         wait_for_state(page, "running")
         job = page.get_attribute("#status .status", "data-job")
