@@ -10,7 +10,7 @@ Equal to `AutoencoderKLWan._decode` up to rounding. What differs:
 Caches are as engines have them (`engines.forms.vae`): two frames each, zeros where there was nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import nn
 
 CACHED_FRAMES = 2
-Caches = Sequence[torch.Tensor]
 # Cuts off what is not needed, (…, height, width), where that may be done: before each of the decoder's last blocks, in
 # order from 0, before what follows them, and at the end.
 Trim = Callable[[torch.Tensor, int], torch.Tensor]

@@ -10,10 +10,12 @@ from runtime.components.compiling import CompiledStep
 from runtime.components.guarded import Guarded
 from runtime.components.tiling import shares
 from runtime.components.vae_steps import DecoderSteps, Trim, as_frames
-from runtime.core.plan import Speed
+from runtime.core.errors import BadResultError
+from runtime.core.plan import ComponentPlan, Speed
 from runtime.core.tiles import spans
 from runtime.engines.identity import CLIP_PROGRAM
 from runtime.engines.service import OpenEngines
+from runtime.manager import vae_precision
 
 # Frames handed on at a time once tiles have come together.
 _TOGETHER = 4
@@ -148,6 +150,21 @@ class PyTorchVideoDecoder:
                 out = unpatchify(out, patch_size=self._patch_size)
             yield as_frames(out)
             start = end
+
+
+def as_bytes(frames: torch.Tensor, part: ComponentPlan | None) -> torch.Tensor:
+    """Return decoded frames in 8 bits, uint8.
+
+    Args:
+        frames: float32 in -1 to 1.
+        part: how the VAE that gave them is planned.
+
+    Raises:
+        BadResultError: if they hold NaN or Inf.
+    """
+    if not torch.isfinite(frames).all().item():
+        raise BadResultError("The VAE gave values that are not numbers (NaN or Inf).", vae_precision.remedy(part))
+    return ((frames + 1.0) * 127.5).round().to(torch.uint8)
 
 
 class EngineVideoDecoder:

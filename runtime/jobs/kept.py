@@ -16,7 +16,7 @@ FACTS = "tandem"
 
 def step_kept(folder: Path | None) -> int | None:
     """Return the step that a job goes on after; `None` if there is no checkpoint that can be read."""
-    return None if folder is None else _step(newest(folder))
+    return None if folder is None else _newest(folder)[1]
 
 
 def newest(folder: Path) -> Path:
@@ -25,10 +25,14 @@ def newest(folder: Path) -> Path:
     That is the latest, unless a process ended after it had written the one between both experts and before it had
     named that the latest too.
     """
+    return _newest(folder)[0]
+
+
+def _newest(folder: Path) -> tuple[Path, int | None]:
     latest, between = folder / LATEST, folder / BOUNDARY
     at, ahead = _step(latest), _step(between)
     unnamed = ahead is not None and (not latest.exists() if at is None else at < ahead)
-    return between if unnamed else latest
+    return (between, ahead) if unnamed else (latest, at)
 
 
 def _step(path: Path) -> int | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from runtime.core.errors import InvalidRequestError
 from runtime.core.plan import BACKEND_TITLES, PYTORCH
 from runtime.core.step_cache import NONE
 from runtime.manager.machine import Machine
@@ -61,6 +62,11 @@ class Conflict:
     def what(self) -> str:
         """The reason as a sentence."""
         return f"{self.reason[0].upper()}{self.reason[1:]}."
+
+    @property
+    def refusal(self) -> InvalidRequestError:
+        """The error for a request that asks for it all the same, naming the field that is against it."""
+        return InvalidRequestError(self.setting, self.what, self.remedy)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """What a step cache and LoRAs change in a plan: what it excludes, reasons, warnings. Pure."""
 
-from runtime.core.errors import InvalidRequestError
 from runtime.core.request import AUTO, GenerationRequest
 from runtime.core.step_cache import NONE
 from runtime.manager import compat
@@ -19,7 +18,7 @@ def check_step_cache(request: GenerationRequest, machine: Machine, offload: str)
     """
     against = compat.excluded_by_step_cache(request.step_cache, offload, machine)
     if against is not None:
-        raise InvalidRequestError(against.setting, against.what, against.remedy)
+        raise against.refusal
 
 
 def reason(runs: str, component: str, step_cache: str) -> str:

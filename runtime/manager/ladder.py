@@ -166,7 +166,7 @@ def _asked(case: Case, every: list[Option], offload: str, quantization: str) -> 
     if not asked:
         against = compat.cannot_wait(_in_pytorch(quantization, offload))
         if against is not None:
-            raise InvalidRequestError(against.setting, against.what, against.remedy)
+            raise against.refusal
         raise InvalidRequestError(
             "offload",
             f"Quantized transformers are not brought in parts: --quantization {quantization} excludes "

@@ -24,19 +24,17 @@ def placement(spec: ModelSpec, machine: Machine, index: int, vae: str = AUTO) ->
     if why is not None:
         return device, dict.fromkeys(names, "float32"), f"PyTorch in float32 on the CPU: {why}.", machine.ram_free_bytes
     gpu = machine.gpus[index]
-    usual = "float32"
     if 4 * spec.total_parameters <= SMALL_MODEL_BYTES:
         # It costs them nothing.
         dtypes = dict.fromkeys(names, "float32")
         reason = f"PyTorch in float32 on {gpu.name}: the model is small"
     elif gpu.capability >= compat.BF16_CAPABILITY:
-        usual = "bfloat16"
         dtypes = dict.fromkeys(names, "bfloat16")
         reason = f"PyTorch on {gpu.name}: bfloat16"
     else:
         # UMT5 overflows in float16, and of a VAE that nobody tried nobody knows.
-        dtypes = dict.fromkeys(names, "float16") | {"text_encoder": "float32"}
+        dtypes = dict.fromkeys(names, "float16") | {"text_encoder": "float32", "vae": "float32"}
         reason = f"PyTorch on {gpu.name}, which has no bfloat16: float16, the text encoder in float32"
     all_alike = vae == AUTO and set(dtypes.values()) == {"float32"}
-    dtypes["vae"], about_vae = vae_precision.choose(vae, usual)
+    dtypes["vae"], about_vae = vae_precision.choose(vae, dtypes["vae"])
     return device, dtypes, f"{reason}." if all_alike else f"{reason}; {about_vae}.", gpu.free_bytes

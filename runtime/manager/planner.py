@@ -344,7 +344,7 @@ def _choices(
         if asked not in {AUTO, PYTORCH}:
             against = compat.conflict(replace(case, backend=asked), machine)
             if against is not None and against.setting:
-                raise InvalidRequestError(against.setting, against.what, against.remedy)
+                raise against.refusal
         offered = () if asked == PYTORCH else offers(name, latent, surroundings.device)
         admitted, excluded = admit(offered, case, machine)
         chosen[name] = choose(asked, request.build, admitted, in_pytorch, excluded)

@@ -231,7 +231,7 @@ def check_compile(asked: str, offload: str, quantization: str, machine: Machine)
     part = compat.Case(component="transformer", backend=PYTORCH, offload=offload, quantization=quantization)
     against = kernels.no_compiling(part, machine)
     if against is not None and against.setting:
-        raise InvalidRequestError(against.setting, against.what, against.remedy)
+        raise against.refusal
     if against is not None:
         raise MachineError(f"Blocks cannot be compiled here: {against.reason}.", against.remedy)
 

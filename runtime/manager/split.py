@@ -96,7 +96,7 @@ def decide(
         )
     against_it = excluded(request, spec, machine, wanted)
     if against_it is not None:
-        raise InvalidRequestError(against_it.setting, against_it.what, against_it.remedy)
+        raise against_it.refusal
     chosen = [gpu, *beside[: wanted - 1]]
     _check_alike(machine, chosen)
     return _split(spec, machine, chosen, guided=guided), _unlike(machine, chosen)

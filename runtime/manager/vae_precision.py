@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-from runtime.core.errors import InvalidRequestError
 from runtime.core.plan import PYTORCH, ComponentPlan
 from runtime.core.request import AUTO
 from runtime.manager import compat
@@ -27,7 +26,7 @@ def check(asked: str, device: str, machine: Machine) -> None:
     case = compat.Case(component="vae", backend=PYTORCH, device=device, precision="" if asked == AUTO else asked)
     against = compat.conflict(case, machine)
     if against is not None:
-        raise InvalidRequestError("vae_precision", against.what, against.remedy)
+        raise against.refusal
 
 
 def choose(asked: str, usual: str) -> tuple[str, str]:

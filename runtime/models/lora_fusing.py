@@ -31,7 +31,7 @@ def fuse(module: torch.nn.Module, loras: Sequence[LoraUse], folder: Path, dtype:
     model with the LoRAs in its files would have given.
 
     Args:
-        folder: which the weights were loaded from, in diffusers' format.
+        folder: which the weights were loaded from, in diffusers' format; quantized ones are read there again.
         dtype: which they were loaded in.
 
     Raises:
@@ -52,7 +52,8 @@ def fuse(module: torch.nn.Module, loras: Sequence[LoraUse], folder: Path, dtype:
     try:
         with contextlib.ExitStack() as opened:
             files = {use.digest: opened.enter_context(safe_open(use.path, framework="pt")) for use in loras}
-            weights = _Weights([opened.enter_context(safe_open(path, framework="pt")) for path in weight_files(folder)])
+            paths = weight_files(folder) if any(map(is_quantized, module.parameters())) else []
+            weights = _Weights([opened.enter_context(safe_open(path, framework="pt")) for path in paths])
             for name, deltas in changes.items():
                 _change(module, name, deltas, files, weights, dtype)
     except (OSError, SafetensorError, AttributeError) as error:

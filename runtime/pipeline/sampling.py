@@ -12,12 +12,11 @@ from typing import Any
 import torch
 
 from runtime.components.denoiser import UNPROMPTED, Denoiser
-from runtime.components.video_decoder import VideoDecoder
+from runtime.components.video_decoder import VideoDecoder, as_bytes
 from runtime.core.cancel import Cancel
 from runtime.core.errors import BadResultError
 from runtime.core.plan import ComponentPlan, ExecutionPlan
 from runtime.core.step_cache import NONE, STEPS_OF_A_CACHE
-from runtime.manager import vae_precision
 
 
 @dataclass(frozen=True)
@@ -181,11 +180,7 @@ def decode(
         if frames.dtype == torch.uint8:  # several GPUs have seen to it
             yield frames.cpu()
             continue
-        if not torch.isfinite(frames).all().item():
-            raise BadResultError(
-                "The VAE gave values that are not numbers (NaN or Inf).", vae_precision.remedy(part and part())
-            )
-        yield ((frames + 1.0) * 127.5).round().to(torch.uint8).cpu()
+        yield as_bytes(frames, part and part()).cpu()
 
 
 def _guided(

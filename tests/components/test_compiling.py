@@ -14,12 +14,11 @@ from runtime.components.compiling import CompiledStep, forget_all, keep_in
 from runtime.components.denoiser import PyTorchDenoiser
 from runtime.components.residency import Residency
 from runtime.components.video_decoder import PyTorchVideoDecoder
-from runtime.core.cancel import Cancel
-from runtime.core.events import Event, VideoSaved
+from runtime.core.events import VideoSaved
 from runtime.core.plan import Speed
-from runtime.jobs.flow import run_job
 from runtime.models.spec import ModelSpec
 from tests.components.test_fast_transformer import Case
+from tests.jobs.runs import events_of
 from tests.plans import tiny_plan
 
 Tiny = Callable[[str], ModelSpec]
@@ -157,10 +156,8 @@ def test_a_job_whose_compiler_fails_makes_its_video_and_says_so(
     spec = tiny("wan2.2-a14b")
     plan = tiny_plan(spec, tmp_path / "x.mp4", compile="always")
     assert plan.speed.compiled
-    events: list[Event] = []
     with Residency() as residency:
-        run_job(plan, spec, events.append, Cancel(), residency)
-    saved = events[-1]
+        saved = events_of(plan, spec, residency)[-1]
     assert isinstance(saved, VideoSaved), saved
     assert saved.plan["speed"]["compiled"] is False
     (said,) = {warning for warning in saved.warnings if "more slowly than planned" in warning}

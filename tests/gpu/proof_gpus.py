@@ -34,10 +34,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import psutil
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
-from diffusers.models.activations import GELU
-from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import UMT5Config, UMT5EncoderModel
 
+from bench.step_cache import blocks_computed
 from runtime.components.residency import Residency
 from runtime.core.cancel import Cancel
 from runtime.core.errors import GroupError
@@ -230,20 +229,14 @@ def cache(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> None
             for step_cache in CACHES:
                 plan = planned(spec, here, arguments, steps=CACHED_STEPS, step_cache=step_cache, **frames)
                 plan = replace(plan, split=split)
-                blocks, seconds = 0, 0.0
-
-                def count(module: torch.nn.Module, _: object) -> None:
-                    nonlocal blocks
-                    blocks += isinstance(module, GELU)
-
-                handle = register_module_forward_pre_hook(count)
-                try:
-                    synchronize(arguments)
-                    began = time.perf_counter()
-                    made = sample(spec, plan, residency).float().cpu()
-                    seconds = time.perf_counter() - began
-                finally:
-                    handle.remove()
+                latents: list[torch.Tensor] = []
+                synchronize(arguments)
+                began = time.perf_counter()
+                blocks = blocks_computed(
+                    lambda: latents.append(sample(spec, plan, residency).float().cpu())  # noqa: B023 - called at once
+                )
+                seconds = time.perf_counter() - began
+                (made,) = latents
                 one, once = wanted.setdefault(step_cache, (made, seconds))
                 say(
                     part="cache",

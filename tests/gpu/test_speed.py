@@ -10,16 +10,15 @@ import torch
 
 from runtime.components.attention import attention, problem
 from runtime.components.residency import Residency
-from runtime.core.cancel import Cancel
-from runtime.core.events import Event, VideoSaved
+from runtime.core.events import VideoSaved
 from runtime.core.plan import EAGER, Speed
 from runtime.core.request import ATTENTIONS, GenerationRequest
-from runtime.jobs.flow import run_job
 from runtime.manager.machine import probe
 from runtime.manager.planner import resolve
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from tests.gpu.test_cuda import on_cuda, relative_error
+from tests.jobs.runs import events_of
 from tests.pipeline.test_parity import sample
 from tests.plans import Alone, tiny_plan
 from tests.tiny_models import ARCHITECTURES
@@ -74,10 +73,8 @@ def test_a_job_runs_as_planned(tmp_path: Path) -> None:
     values = {"prompt": "a red boat", "seed": 7, "frames": 9, "steps": 4, "compile": "always"}
     plan = resolve(GenerationRequest.from_mapping(values), spec, probe(), out)
     assert plan.speed.compiled
-    events: list[Event] = []
     with Residency() as residency:
-        run_job(plan, spec, events.append, Cancel(), residency)
-    saved = events[-1]
+        saved = events_of(plan, spec, residency)[-1]
     assert isinstance(saved, VideoSaved), saved
     assert not [warning for warning in saved.warnings if "more slowly than planned" in warning]
 

@@ -29,10 +29,10 @@ from runtime.components.memory import give_back, ran_out
 from runtime.components.several.sequence import Tokens, share_tokens
 from runtime.components.several.strips import StripDecoder
 from runtime.components.several.wire import Message, Wire
-from runtime.core.errors import BadResultError, TandemError
+from runtime.components.video_decoder import as_bytes
+from runtime.core.errors import TandemError
 from runtime.core.loras import LoraUse
 from runtime.core.plan import EAGER, ComponentPlan, Speed
-from runtime.manager import vae_precision
 from runtime.models.wan import read_spec
 from runtime.models.weights import load_module
 
@@ -164,12 +164,7 @@ class Rank:
 
     def next(self, _: Mapping[str, Any], __: list[torch.Tensor]) -> Answer:
         """Decode this process's strip of the next few frames, as bytes."""
-        frames = next(self._frames)
-        if not torch.isfinite(frames).all().item():
-            raise BadResultError(
-                "The VAE gave values that are not numbers (NaN or Inf).", vae_precision.remedy(self._vae)
-            )
-        return {}, [((frames + 1.0) * 127.5).round().to(torch.uint8)]
+        return {}, [as_bytes(next(self._frames), self._vae)]
 
     def memory(self, *, anew: bool) -> dict[str, int]:
         """Return what is allocated on the GPU at most since it was asked anew, and what is taken from the driver."""
