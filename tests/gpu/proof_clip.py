@@ -33,6 +33,8 @@ PROMPT = "a red boat sails left on a calm sea at sunset"
 class EngineDenoiser:
     """A transformer's session as the loop calls it."""
 
+    pairs = False
+
     def __init__(self, session: Session) -> None:
         self._session = session
 

@@ -54,14 +54,14 @@ MODELS = {
 # Offload and quantization, as asked for.
 WAYS = [
     ("auto", "auto"),
-    ("model", "none"),
-    ("none", "fp8"),
-    ("none", "bnb-4bit"),
     ("group", "none"),
-    ("none", "bnb-8bit"),
-    ("model", "fp8"),
-    ("model", "bnb-4bit"),
     ("sequential", "none"),
+    ("none", "fp8"),
+    ("model", "none"),
+    ("model", "fp8"),
+    ("none", "bnb-4bit"),
+    ("model", "bnb-4bit"),
+    ("none", "bnb-8bit"),
 ]
 
 
