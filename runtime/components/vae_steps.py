@@ -6,6 +6,7 @@ Equal to `AutoencoderKLWan._decode` up to rounding. What differs:
 - Padding in space is the convolution's own, not a copy. Its bias is added by what comes next.
 - With `channels_last` values lie pixel by pixel, as cuDNN's convolutions want them.
 - What lies between two convolutions is one function, compiled for all sizes at once where that is asked for.
+- A `CausalConv` takes the convolutions that it is faster at; what enters those is padded in space too.
 
 Caches are as engines have them (`engines.forms.vae`): two frames each, zeros where there was nothing.
 """
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from runtime.components.causal_conv import CausalConv, lay
 
 CACHED_FRAMES = 2
 # Cuts off what is not needed, (…, height, width), where that may be done: before each of the decoder's last blocks, in
@@ -36,6 +39,11 @@ def enter(x: torch.Tensor, bias: torch.Tensor | None, gamma: torch.Tensor, befor
         x = x + bias.view(1, -1, 1, 1, 1)
     y = F.normalize(x.float(), dim=1).to(x.dtype) * gamma
     return torch.cat([before, F.silu(y)], dim=2)
+
+
+def enter_padded(x: torch.Tensor, bias: torch.Tensor | None, gamma: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """Return what `enter` does, with a pixel of zeros around each frame."""
+    return F.pad(enter(x, bias, gamma, before), (1, 1, 1, 1))
 
 
 def leave(x: torch.Tensor, bias: torch.Tensor, shortcut: torch.Tensor) -> torch.Tensor:
@@ -67,7 +75,8 @@ class DecoderSteps:
     Args:
         decoder: a `WanDecoder3d`.
         channels_last: how values lie; the weights are laid so too.
-        wrap: makes something faster of `enter` and `leave`.
+        wrap: makes something faster of `enter`, `enter_padded` and `leave`.
+        causal_conv: convolves where it is faster than cuDNN; for `channels_last`.
     """
 
     def __init__(
@@ -76,16 +85,19 @@ class DecoderSteps:
         *,
         channels_last: bool = False,
         wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
+        causal_conv: CausalConv | None = None,
     ) -> None:
         self._decoder = decoder
-        self._format = torch.channels_last_3d if channels_last else torch.contiguous_format
-        self._enter, self._leave = wrap(enter), wrap(leave)
-        if channels_last:
-            for module in decoder.modules():
-                if isinstance(module, nn.Conv3d | nn.Conv2d):
-                    flat = isinstance(module, nn.Conv2d)
-                    layout = torch.channels_last if flat else torch.channels_last_3d
-                    module.weight.data = module.weight.data.contiguous(memory_format=layout)
+        self.layout = torch.channels_last_3d if channels_last else torch.contiguous_format
+        self.causal_conv = causal_conv
+        self.enter, self.enter_padded, self.leave = wrap(enter), wrap(enter_padded), wrap(leave)
+        for module in decoder.modules():
+            if causal_conv is not None and isinstance(module, nn.Conv3d) and causal_conv.takes(module):
+                module.weight.data = lay(module.weight.data)
+            elif channels_last and isinstance(module, nn.Conv3d | nn.Conv2d):
+                flat = isinstance(module, nn.Conv2d)
+                layout = torch.channels_last if flat else torch.channels_last_3d
+                module.weight.data = module.weight.data.contiguous(memory_format=layout)
 
     def __call__(
         self, z: torch.Tensor, caches: list[torch.Tensor], *, first: bool, trim: Trim | None = None
@@ -98,24 +110,15 @@ class DecoderSteps:
             first: whether `z` is the clip's first latent frame, which stays one frame.
             trim: alike in all calls of a clip; caches are then of what it leaves.
         """
-        call = _Call(self._enter, self._leave, self._format, caches, trim, first=first)
-        return call.run(self._decoder, z)
+        return _Call(self, caches, trim, first=first).run(self._decoder, z)
 
 
 class _Call:
     """One call, with the caches that came in and those that go out."""
 
-    def __init__(
-        self,
-        enter: Callable[..., Any],
-        leave: Callable[..., Any],
-        layout: torch.memory_format,
-        given: list[torch.Tensor],
-        trim: Trim | None,
-        *,
-        first: bool,
-    ) -> None:
-        self._enter, self._leave, self._format = enter, leave, layout
+    def __init__(self, steps: DecoderSteps, given: list[torch.Tensor], trim: Trim | None, *, first: bool) -> None:
+        self._steps = steps
+        self._format = steps.layout
         self._given = given
         self._trim = trim
         self._kept: list[torch.Tensor] = []
@@ -132,7 +135,7 @@ class _Call:
             x = self._up(block, self._trimmed(x, number))
         blocks, norm = len(decoder.up_blocks), decoder.norm_out
         x = self._trimmed(x, blocks)
-        padded = self._enter(x, None, _gamma(norm), self._before(x))
+        padded = self._steps.enter(x, None, _gamma(norm), self._before(x))
         return self._trimmed(self._convolve(decoder.conv_out, padded, with_bias=True), blocks + 1), self._kept
 
     def _trimmed(self, x: torch.Tensor, number: int) -> torch.Tensor:
@@ -155,12 +158,21 @@ class _Call:
 
     def _residual(self, block: Any, x: torch.Tensor) -> torch.Tensor:
         shortcut = block.conv_shortcut(x)
-        y = self._convolve(block.conv1, self._enter(x, None, _gamma(block.norm1), self._before(x)))
-        norm = block.norm2
+        y = self._entered(block.norm1, x, None, block.conv1)
         # As plain tensors: compiled code would be another for each length of a parameter.
-        y = self._convolve(block.conv2, self._enter(y, block.conv1.bias.detach(), _gamma(norm), self._before(y)))
-        done: torch.Tensor = self._leave(y, block.conv2.bias.detach(), shortcut)
+        y = self._entered(block.norm2, y, block.conv1.bias.detach(), block.conv2)
+        done: torch.Tensor = self._steps.leave(y, block.conv2.bias.detach(), shortcut)
         return done
+
+    def _entered(self, norm: Any, x: torch.Tensor, bias: torch.Tensor | None, conv: Any) -> torch.Tensor:
+        """Normalise, activate and convolve; `bias` is what `x` lacks."""
+        given = (x, bias, _gamma(norm), self._before(x))
+        fast = self._steps.causal_conv
+        if fast is None or not fast.takes(conv):
+            return self._convolve(conv, self._steps.enter(*given))
+        padded = self._steps.enter_padded(*given)
+        self._kept.append(padded[:, :, -CACHED_FRAMES:, 1:-1, 1:-1].clone(memory_format=self._format))
+        return fast(padded, conv.weight)
 
     def _up(self, block: Any, x: torch.Tensor) -> torch.Tensor:
         entered = x

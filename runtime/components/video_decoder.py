@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan, unpatchify
 
+from runtime.components import causal_conv
 from runtime.components.compiling import CompiledStep
 from runtime.components.guarded import Guarded
 from runtime.components.tiling import shares
@@ -80,7 +81,9 @@ class PyTorchVideoDecoder:
             self._compiled.append(CompiledStep(function, told, dynamic=True))
             return self._compiled[-1]
 
-        self._steps = DecoderSteps(self._vae.decoder, channels_last=speed.channels_last, wrap=wrap)
+        fast = speed.compiled and speed.channels_last and causal_conv.can_run(self._mean.device, self._dtype)
+        conv = causal_conv.CausalConv(told) if fast else None
+        self._steps = DecoderSteps(self._vae.decoder, channels_last=speed.channels_last, wrap=wrap, causal_conv=conv)
 
     @property
     def compile_seconds(self) -> float:
@@ -163,8 +166,48 @@ def as_bytes(frames: torch.Tensor, part: ComponentPlan | None) -> torch.Tensor:
         BadResultError: if they hold NaN or Inf.
     """
     if not torch.isfinite(frames).all().item():
-        raise BadResultError("The VAE gave values that are not numbers (NaN or Inf).", vae_precision.remedy(part))
+        raise _not_numbers(part)
+    return _rounded(frames)
+
+
+def fetch(frames: torch.Tensor, part: ComponentPlan | None) -> Callable[[], torch.Tensor]:
+    """Start decoded frames on their way to the CPU, in 8 bits; what is returned waits until they are there.
+
+    A GPU copies into page-locked memory while it goes on with what is started next.
+
+    Args:
+        frames, part: see `as_bytes`; what is uint8 already is only copied.
+    """
+    if frames.dtype == torch.uint8:
+        return frames.cpu
+    if frames.device.type != "cuda":
+        return lambda: as_bytes(frames, part)
+    with torch.cuda.device(frames.device):
+        there = _page_locked(_rounded(frames))
+        finite = _page_locked(torch.isfinite(frames).all())
+        copied = torch.cuda.Event()
+        copied.record()
+
+    def arrived() -> torch.Tensor:
+        copied.synchronize()
+        if not finite.item():
+            raise _not_numbers(part)
+        return there
+
+    return arrived
+
+
+def _page_locked(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what a tensor on a GPU will be on the CPU once the stream has come so far."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _rounded(frames: torch.Tensor) -> torch.Tensor:
     return ((frames + 1.0) * 127.5).round().to(torch.uint8)
+
+
+def _not_numbers(part: ComponentPlan | None) -> BadResultError:
+    return BadResultError("The VAE gave values that are not numbers (NaN or Inf).", vae_precision.remedy(part))
 
 
 class EngineVideoDecoder:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from runtime.components.denoiser import UNPROMPTED, Denoiser
-from runtime.components.video_decoder import VideoDecoder, as_bytes
+from runtime.components.video_decoder import VideoDecoder, fetch
 from runtime.core.cancel import Cancel
 from runtime.core.errors import BadResultError
 from runtime.core.plan import ComponentPlan, ExecutionPlan
@@ -173,14 +173,21 @@ def decode(
         BadResultError: if the frames hold NaN or Inf.
         CancelledError, PausedError: within a chunk of being asked.
     """
+    ahead: Callable[[], torch.Tensor] | None = None
     for frames in decoder.frames(latents, chunk, tile):
         cancel.check_pause()
         if not len(frames):
             continue
-        if frames.dtype == torch.uint8:  # several GPUs have seen to it
-            yield frames.cpu()
+        arrives = fetch(frames, part and part())
+        if frames.device.type != "cuda":
+            yield arrives()
             continue
-        yield as_bytes(frames, part and part()).cpu()
+        # While somebody has the frames of one call, the GPU computes the next.
+        if ahead is not None:
+            yield ahead()
+        ahead = arrives
+    if ahead is not None:
+        yield ahead()
 
 
 def _guided(

@@ -4,8 +4,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from diffusers import AutoencoderKLWan
 
+from runtime.components.causal_conv import CausalConv
 from runtime.components.vae_steps import CACHED_FRAMES, DecoderSteps
 from runtime.components.video_decoder import PyTorchVideoDecoder
 from runtime.core.plan import Speed
@@ -47,3 +49,47 @@ def test_caches_hold_two_frames_and_nothing_else(channels_last: bool, tiny: Call
         assert cache.is_contiguous(memory_format=torch.channels_last_3d if channels_last else torch.contiguous_format)
         # A view would keep all that it is a part of in memory.
         assert cache.untyped_storage().nbytes() == cache.nbytes
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+@torch.inference_mode()
+def test_padding_beforehand_changes_nothing(chunk: int) -> None:
+    torch.manual_seed(0)
+    # Of 96 channels in the last block, as Wan's.
+    vae = AutoencoderKLWan(base_dim=96, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[True]).eval()
+    z = torch.randn(1, vae.config.z_dim, 5, 4, 6)
+    taken: list[tuple[int, ...]] = []
+
+    def kernel(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        assert weight.permute(2, 3, 4, 1, 0).is_contiguous()
+        taken.append(tuple(weight.shape))
+        return F.conv3d(x, weight)
+
+    def decoded(steps: DecoderSteps) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        parts: list[torch.Tensor] = []
+        caches: list[torch.Tensor] = []
+        for start, end in [(0, 1), *((at, min(at + chunk, 5)) for at in range(1, 5, chunk))]:
+            out, caches = steps(z[:, :, start:end], caches, first=start == 0)
+            parts.append(out)
+        return torch.cat(parts, dim=2), caches
+
+    wanted, wanted_caches = decoded(DecoderSteps(vae.decoder))
+    padded = DecoderSteps(vae.decoder, channels_last=True, causal_conv=CausalConv(convolve=kernel))
+    got, caches = decoded(padded)
+    calls = 1 + -(-4 // chunk)
+    assert taken == [(96, 96, 3, 3, 3)] * 4 * calls, "two blocks of two convolutions"
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(caches, wanted_caches, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_kernel_that_fails_is_told_of_once() -> None:
+    def broken(*_: object) -> torch.Tensor:
+        raise RuntimeError("no such instruction")
+
+    told: list[str] = []
+    conv = CausalConv(told.append, broken)
+    x, weight = torch.randn(1, 8, 4, 6, 6), torch.randn(96, 8, 3, 3, 3)
+    for _ in range(2):
+        assert torch.equal(conv(x, weight), F.conv3d(x, weight))
+    assert told == ["Triton could not convolve (RuntimeError: no such instruction)."]

@@ -325,14 +325,17 @@ def clip(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def going_on(part: str, variant: str, arguments: argparse.Namespace) -> Iterator[None]:
-    """Tell of a failure and go on; where no time is left, that is the failure."""
+    """Tell of a failure and go on.
+
+    Raises:
+        SystemExit: if there is no time to begin this.
+    """
+    if time.monotonic() - STARTED > arguments.seconds:
+        sys.exit(f"No time is left for {part} {variant} and what follows.")
     try:
-        if time.monotonic() - STARTED > arguments.seconds:
-            raise TimeoutError("no time is left")
         yield
     except Exception as error:
-        if not isinstance(error, TimeoutError):
-            traceback.print_exc()
+        traceback.print_exc()
         say(part=part, variant=variant, failed=f"{type(error).__name__}: {error}")
 
 

@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from diffusers import AutoencoderKLWan
 
 from runtime.components.attention import attention, problem
+from runtime.components.causal_conv import CausalConv, can_run, lay
 from runtime.components.residency import Residency
+from runtime.components.video_decoder import PyTorchVideoDecoder
 from runtime.core.events import VideoSaved
 from runtime.core.plan import EAGER, Speed
 from runtime.core.request import ATTENTIONS, GenerationRequest
@@ -117,3 +121,36 @@ def test_frames_are_the_same(architecture: str, speed: Speed, tiny: Callable[[st
                 found.append(torch.cat(list(decoder.frames(latents, 2))).cpu())
             assert not job.fallen
     assert (found[0] - found[1]).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [(96, 3, 1, 6, 40), (96, 3, 4, 61, 105), (24, 3, 2, 33, 9), (96, 1, 3, 16, 16)])
+def test_causal_conv(size: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
+    channels, deep, frames, height, width = size
+    if not can_run(torch.device("cuda:0"), dtype):
+        pytest.skip("needs a Hopper GPU and Triton")
+    generator = torch.Generator("cuda:0").manual_seed(1)
+    x = torch.randn((1, channels, frames + deep - 1, height, width), device="cuda:0", generator=generator).to(dtype)
+    weight = torch.randn((96, channels, deep, 3, 3), device="cuda:0", generator=generator) * (9 * channels) ** -0.5
+    weight = lay(weight.to(dtype))
+    with exact():
+        wanted = F.conv3d(x.float(), weight.float(), padding=(0, 1, 1))
+    padded = F.pad(x, (1, 1, 1, 1)).contiguous(memory_format=torch.channels_last_3d)
+    got = CausalConv()(padded, weight)
+    assert got.is_contiguous(memory_format=torch.channels_last_3d)
+    assert relative_error(got.float(), wanted.cpu()) < 3e-3
+
+
+@torch.inference_mode()
+def test_frames_of_a_block_of_96_channels() -> None:
+    torch.manual_seed(0)
+    vae = AutoencoderKLWan(base_dim=96, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[True])
+    vae = vae.eval().to("cuda:0", torch.bfloat16)
+    latents = torch.randn(1, vae.config.z_dim, 5, 12, 20, device="cuda:0")
+    decoder, told = PyTorchVideoDecoder(vae), []
+    wanted = torch.cat(list(decoder.frames(latents, 2)))
+    decoder.compute(Speed(channels_last=True, compiled=True), lambda *what: told.append(what))
+    for chunk in (1, 3):
+        got = torch.cat(list(decoder.frames(latents, chunk)))
+        assert relative_error(got, wanted.cpu()) < 0.02
+    assert not told
