@@ -33,10 +33,10 @@ PLATFORMS = "_2_34 _2_31 _2_28 _2_27 _2_24 _2_17 2014 1"
 # Who wants an exact version of another comes before it.
 GROUPS: Mapping[str, str] = {
     "base": "diffusers importlib_metadata lazy-importer zipp ftfy wcwidth pydantic pydantic_core typing_inspection "
-    "annotated_types typer rich filelock imageio-ffmpeg torchao bitsandbytes nvidia-cudnn-frontend==1.32.0 "
+    "annotated_types typer rich filelock imageio-ffmpeg torchao bitsandbytes nvidia-cudnn-frontend "
     "apache-tvm-ffi",
     "video": "imageio-ffmpeg",
-    "flash4": "flash-attn-4==4.0.0b36 quack-kernels torch-c-dlpack-ext nvidia-cutlass-dsl==4.8.1 "
+    "flash4": "flash-attn-4 quack-kernels torch-c-dlpack-ext nvidia-cutlass-dsl "
     "nvidia-cutlass-dsl-libs-cu13 nvidia-cutlass-dsl-libs-base nvidia-cutlass-dsl-libs-core",
 }
 THERE = (

@@ -149,7 +149,7 @@ def test_torch_range_is_the_one_in_the_requirements(setup_env: ModuleType) -> No
 def test_requirements_are_pinned(name: str) -> None:
     lines = [line for line in (REPO / name).read_text("utf-8").splitlines() if line and not line.startswith("#")]
     assert all(
-        re.match(r"[\w-]+==[\d.]+(; (python_version|platform_machine|sys_platform) .*)?$", line)
+        re.match(r"[\w-]+(\[\w+\])?==[\d.]+(b\d+)?(; (python_version|platform_machine|sys_platform) .*)?$", line)
         for line in lines
         if not line.startswith("torch")
     )
