@@ -40,11 +40,11 @@ def block_step(
     table = block.scale_shift_table + modulation.float()
     shift, scale, gate, ff_shift, ff_scale, ff_gate = table.chunk(6, dim=1)
     normed = (block.norm1(x.float()) * (1 + scale) + shift).to(x.dtype)
-    x = (x.float() + _self_attention(block.attn1, normed, rotation, block.attend) * gate).to(x.dtype)
+    x = _added(x, _self_attention(block.attn1, normed, rotation, block.attend) * gate)
     normed = block.norm2(x.float()).to(x.dtype)
     x = x + _cross_attention(block.attn2, normed, text, block.attend_text)
     normed = (block.norm3(x.float()) * (1 + ff_scale) + ff_shift).to(x.dtype)
-    return (x.float() + _feed_forward(block.ffn, normed).float() * ff_gate).to(x.dtype)
+    return _added(x, _feed_forward(block.ffn, normed).float() * ff_gate)
 
 
 def rotation_tables(cos: torch.Tensor, sin: torch.Tensor) -> Rotation:
@@ -58,13 +58,22 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Turn each pair of neighbouring channels of (batch, tokens, heads, head width) by its token's angles."""
     cos, sin = rotation
     swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return torch.addcmul(x * cos, swapped, sin).to(x.dtype)
+    return (x * cos).addcmul_(swapped, sin).to(x.dtype)
 
 
 def keys_and_values(attn: Any, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a block's keys and values of the projected text."""
     keys = attn.norm_k(attn.to_k(text)).unflatten(2, (attn.heads, -1))
     return keys, attn.to_v(text).unflatten(2, (attn.heads, -1))
+
+
+def _added(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return the sum, added in float32.
+
+    A function of its own so that `y` is computed before `x` is brought to float32, and neither is held longer than
+    that: together a sixth of what a block takes.
+    """
+    return (x.float() + y).to(x.dtype)
 
 
 def _self_attention(attn: Any, x: torch.Tensor, rotation: Rotation, attend: Attention) -> torch.Tensor:

@@ -124,13 +124,15 @@ class VaeSpec:
         The peak is a convolution of a residual block, mostly of the last level. At that moment there are the block's
         and the level's inputs, the shortcut, the convolution's input as it is and padded (by two frames of cache), its
         output, both once more in cuDNN's own layout, and the caches of all convolutions: two frames each. A residual
-        decoder (TI2V-5B) keeps a copy of each level's input for its shortcut.
+        decoder (TI2V-5B) keeps a copy of each level's input for its shortcut. In 16 bits with several latent frames it
+        is the norm between two convolutions, which is computed in float32.
 
         On a CPU it is the same, in oneDNN's layout, but for convolutions with a small input, which PyTorch computes by
         itself: it lays each output's 27 inputs out beside each other. The clip's first latent frame, which is decoded
         alone, may then take more than the calls after it.
 
-        Source: diffusers' `autoencoder_kl_wan`; within 1 % of what an H200 took (tests/manager/measured_h200.jsonl).
+        Source: diffusers' `autoencoder_kl_wan`, within 1 % of what that took on an H200 in float32
+        (tests/manager/measured_h200.jsonl), and `components.vae_steps`, within 3 % in bfloat16; compiled it takes less.
         """
         most = self._call_bytes(latent_frames, height, width, element_bytes, cpu=cpu, first=False)
         if cpu:
@@ -158,6 +160,10 @@ class VaeSpec:
                     if cpu and c * (frames + 2) * rows <= _UNFOLDED:
                         convolution += (_KERNEL - 1) * frames * c - 2 * c - frames * out
                     most = max(most, positions * (held + convolution))
+                # In 16 bits, the norm before the second convolution: what is normed without and with its bias, in
+                # float32, and the result of that.
+                lifted = 2 * frames * out * _FLOAT32 // element_bytes
+                most = max(most, positions * (held + 2 * frames * out + lifted))
                 caches += 2 * positions * (channels + out)
             if level < len(self.dim_mult) - 1:
                 caches += 2 * positions * out if upsample_time[level] else 0

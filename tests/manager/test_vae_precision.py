@@ -45,7 +45,8 @@ def test_16_bits_take_half_the_memory_and_less_time() -> None:
     half, full = plan("auto"), plan("float32")
     assert half.decode_chunk == full.decode_chunk
     working = [next(stage.working_bytes for stage in one.memory if stage.stage == "decode") for one in (half, full)]
-    assert 2 * working[0] == working[1]
+    # A little more than half: norms are computed in float32.
+    assert 0.5 < working[0] / working[1] < 0.54
     assert half.seconds["decode"].likely < full.seconds["decode"].likely
     assert half.seconds["denoise"] == full.seconds["denoise"]
 
