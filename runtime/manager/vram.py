@@ -227,7 +227,9 @@ def stages(load: Load, way: Way, chunk: int) -> tuple[StageMemory, ...]:
 def ram_bytes(load: Load, way: Way) -> int:
     """Return the system memory that a job on a GPU takes.
 
-    Weights wait there, or a shard of them is read before anything is decoded; and tiles come together there.
+    Weights wait there, or a shard of them is read before anything is decoded; and tiles come together there. While
+    weights are copied to where they wait page-locked, a process holds pages of their files too, up to the largest
+    shard. They are not counted: nothing was written to them, so the system takes them back when it is short.
     """
     weights = weights_bytes(load.spec, load.dtypes, way.quantization)
     own = {name: size for name, size in weights.items() if name not in load.engine_bytes}
