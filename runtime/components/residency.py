@@ -206,7 +206,9 @@ class Residency:
             try:
                 yield decoder
             finally:
-                self.load_seconds += sum(one.compile_seconds for one in used)
+                took = sum(one.compile_seconds for one in used)
+                self.compile_seconds += took
+                self.load_seconds += took
 
     def _keep_compiled(self, job: Watch) -> None:
         if job.plan.speed.compiled and self._compiled is not None:

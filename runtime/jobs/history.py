@@ -87,7 +87,7 @@ class HistoryFile:
         self._first = False
 
     def note_compiling(self, plan: ExecutionPlan, spec: ModelSpec, seconds: float) -> None:
-        """Remember what compiling a transformer's blocks took."""
+        """Remember what compiling took."""
         self.add([compiling(plan, spec, self.machine, seconds)])
 
 

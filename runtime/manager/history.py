@@ -232,14 +232,14 @@ def attention_kind(device: str, dtype: str, name: str) -> Kind:
 
 
 def compiling(plan: ExecutionPlan, spec: ModelSpec, machine: Machine, seconds: float) -> Run:
-    """Return what is to be remembered of a job whose blocks took so long to compile."""
+    """Return what is to be remembered of a job in which compiling took so long."""
     part = plan.components["transformer"]
     kind = compiling_kind(device_name(machine, part.device), spec, part.dtype, part.quantization)
     return Run(kind=kind, flops=_ANY_SIZE, seconds=seconds, working_bytes=1, excess_bytes=None)
 
 
 def compile_seconds(history: History, device: str, spec: ModelSpec, dtype: str, quantization: str) -> float | None:
-    """Return what compiling the blocks took here last, whatever the size; `None` if it was not measured."""
+    """Return what compiling took here last, whatever the size; `None` if it was not measured."""
     found = seconds_per_call(history, compiling_kind(device, spec, dtype, quantization), _ANY_SIZE)
     return None if found is None else found.likely
 

@@ -3,7 +3,7 @@
 Measured here counts for more than a rule; the rules rest on what an H200 showed (bench/h200.md).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from runtime.core.duration import duration
@@ -27,11 +27,15 @@ _PAIRED_TOKENS = 4096
 # blocks takes 8 ms on an H200, most of it so.
 _KERNELS_OF_A_BLOCK, _START_SECONDS = 60, 5e-6
 _MEASURED_TIMES = 4.0
-# How much faster compiled blocks are, where nothing was measured: an H200, Wan2.2-A14B at 832x480. Without compiling
-# FP8 is brought to float32 and back in steps of its own.
+# How much faster compiled blocks are, where nothing was measured. Wan2.2-A14B on an H200: 1.17 times diffusers' blocks
+# at 832x480 (3.22 and 2.74 s a pass) and 1.10 at 1280x720 (12.08 and 11.00 s). FP8, which without compiling is brought
+# to float32 and back in steps of its own: 3.45 s a pass within a job, 2.34 compiled, at 832x480.
 _TIMES_AS_FAST: Mapping[str, float] = {"none": 1.13, "fp8": 1.5}
-# What compiling a block takes where it was not measured: a guess.
-COMPILE_SECONDS = 25.0
+# What compiling takes where it was not measured. An H200's host with 16 cores took 2 to 9 s for a block, 10 to 18 for
+# what lies between the VAE's convolutions; fewer cores were not tried.
+COMPILE_SECONDS = 20.0
+# Its generation, the first number of a GPU's compute capability.
+_HOPPER = 9
 _NOTHING = Seconds(0, 0, 0, measured=True)
 
 # Seconds of one call of the transformer with all weights at hand, by how it is computed.
@@ -157,7 +161,7 @@ def choose_attention(case: Case) -> tuple[str, str]:
         best = min(measured, key=lambda kind: measured[kind])
         beside = ", ".join(f"{kind} {1000 * taken:.3g} ms" for kind, taken in sorted(measured.items()))
         return best, f"{ATTENTIONS[best].title}, the fastest measured here: {beside}."
-    return _by_rule(case.machine.gpus[0])
+    return _by_rule(case.machine.gpus[0], able)
 
 
 def exact_attentions(machine: Machine) -> list[str]:
@@ -165,8 +169,11 @@ def exact_attentions(machine: Machine) -> list[str]:
     return [name for name, kind in ATTENTIONS.items() if kind.exact and kernels.no_attention(name, machine) is None]
 
 
-def _by_rule(gpu: Gpu) -> tuple[str, str]:
-    if gpu.capability >= (9, 0):
+def _by_rule(gpu: Gpu, able: Sequence[str]) -> tuple[str, str]:
+    # Of newer ones than Hopper nothing was measured.
+    if gpu.capability[0] == _HOPPER and "flash4" in able:
+        return "flash4", f"FlashAttention 4: by rule the fastest on {gpu.name}, until it is measured here."
+    if gpu.capability >= (_HOPPER, 0):
         return "cudnn", f"cuDNN's attention: by rule the fastest on {gpu.name}, until it is measured here."
     if gpu.capability >= compat.BF16_CAPABILITY:
         return "flash", f"FlashAttention 2: by rule the fastest on {gpu.name}, until it is measured here."
