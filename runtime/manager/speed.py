@@ -28,8 +28,8 @@ _PAIRED_TOKENS = 4096
 _KERNELS_OF_A_BLOCK, _START_SECONDS = 60, 5e-6
 _MEASURED_TIMES = 4.0
 # How much faster compiled blocks are, where nothing was measured. Wan2.2-A14B on an H200: 1.17 times diffusers' blocks
-# at 832x480 (3.22 and 2.74 s a pass) and 1.10 at 1280x720 (12.08 and 11.00 s). FP8, which without compiling is brought
-# to float32 and back in steps of its own: 3.45 s a pass within a job, 2.34 compiled, at 832x480.
+# at 832x480 (3.22 and 2.74 s a pass) and 1.10 at 1280x720 (12.08 and 11.00 s). FP8 is brought to float32 and back in
+# steps of its own: uncompiled it took 1.1 to 1.25 times those 3.22 s, compiled 2.34 s.
 _TIMES_AS_FAST: Mapping[str, float] = {"none": 1.13, "fp8": 1.5}
 # What compiling takes where it was not measured. An H200's host with 16 cores took 2 to 9 s for a block, 10 to 18 for
 # what lies between the VAE's convolutions; fewer cores were not tried.

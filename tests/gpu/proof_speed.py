@@ -585,6 +585,9 @@ def profile(proof: Proof, name: str, run: Callable[[], object], say: dict[str, A
 def kind_of(kernel: str) -> str:
     """Return what a kernel does, by its name."""
     low = kernel.lower()
+    # Named after all that they were made of, products and attention before and after them too.
+    if low.startswith(("triton_poi", "triton_red", "triton_per")):
+        return "fused by Inductor"
     if any(word in low for word in ("sdpa", "flash", "fmha", "attention", "mha")):
         return "attention"
     if any(word in low for word in ("conv", "implicit", "fprop")):
