@@ -18,7 +18,7 @@ from runtime.core.errors import first_line
 # Hears why something runs uncompiled, in a sentence.
 Stumbled = Callable[[str], None]
 
-_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+_INDUCTOR, _TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 # So many kinds of inputs are compiled for before all is forgotten: sizes, and tensors that lie otherwise in memory.
 _LIMIT = 32
 # What was compiled already, by function: PyTorch keeps that with the function, whoever compiled it.
@@ -28,8 +28,9 @@ logger = logging.getLogger(__name__)
 
 
 def keep_in(folder: Path) -> None:
-    """Keep compiled code in a folder, unless the environment names one."""
-    os.environ.setdefault(_VARIABLE, str(folder))
+    """Keep compiled code in a folder, unless the environment names one: Inductor's, and kernels written for Triton."""
+    os.environ.setdefault(_INDUCTOR, str(folder))
+    os.environ.setdefault(_TRITON, str(folder / "triton"))
 
 
 class CompiledStep:

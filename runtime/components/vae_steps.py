@@ -6,7 +6,7 @@ Equal to `AutoencoderKLWan._decode` up to rounding. What differs:
 - Padding in space is the convolution's own, not a copy. Its bias is added by what comes next.
 - With `channels_last` values lie pixel by pixel, as cuDNN's convolutions want them.
 - What lies between two convolutions is one function, compiled for all sizes at once where that is asked for.
-- A `CausalConv` takes the convolutions that it is faster at; what enters those is padded in space too.
+- Or Triton's kernels compute that (`vae_fast`), and some convolutions: what enters those is padded in space too.
 
 Caches are as engines have them (`engines.forms.vae`): two frames each, zeros where there was nothing.
 """
@@ -18,15 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from runtime.components.causal_conv import CausalConv, lay
-
 CACHED_FRAMES = 2
 # Cuts off what is not needed, (…, height, width), where that may be done: before each of the decoder's last blocks, in
 # order from 0, before what follows them, and at the end.
 Trim = Callable[[torch.Tensor, int], torch.Tensor]
 
 
-def enter(x: torch.Tensor, bias: torch.Tensor | None, gamma: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+def enter(
+    x: torch.Tensor, bias: torch.Tensor | None, gamma: torch.Tensor, before: torch.Tensor, padding: int = 0
+) -> torch.Tensor:
     """Return what goes into a causal convolution: the frames before, then `x` normalised over channels and activated.
 
     Args:
@@ -34,21 +34,28 @@ def enter(x: torch.Tensor, bias: torch.Tensor | None, gamma: torch.Tensor, befor
         bias: that convolution's, where it was not added yet.
         gamma: what a channel of unit length in each place becomes, (channels, 1, 1, 1).
         before: the frames that it continues from.
+        padding: pixels of zeros around each frame.
     """
     if bias is not None:
         x = x + bias.view(1, -1, 1, 1, 1)
     y = F.normalize(x.float(), dim=1).to(x.dtype) * gamma
-    return torch.cat([before, F.silu(y)], dim=2)
-
-
-def enter_padded(x: torch.Tensor, bias: torch.Tensor | None, gamma: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """Return what `enter` does, with a pixel of zeros around each frame."""
-    return F.pad(enter(x, bias, gamma, before), (1, 1, 1, 1))
+    entered = torch.cat([before, F.silu(y)], dim=2)
+    return F.pad(entered, (padding,) * 4) if padding else entered  # padding by nothing copies
 
 
 def leave(x: torch.Tensor, bias: torch.Tensor, shortcut: torch.Tensor) -> torch.Tensor:
     """Return the end of a residual block."""
     return x + bias.view(1, -1, 1, 1, 1) + shortcut
+
+
+def double(frames: torch.Tensor) -> torch.Tensor:
+    """Return (frames, channels, height, width) twice as high and wide. That copies values, so it needs no float32."""
+    return F.interpolate(frames, scale_factor=2.0, mode="nearest-exact")
+
+
+def convolve(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the convolution of what is padded already, without a bias."""
+    return F.conv3d(x, weight)
 
 
 def as_frames(pixels: torch.Tensor) -> torch.Tensor:
@@ -69,31 +76,64 @@ def _gamma(norm: Any) -> torch.Tensor:
     return gamma
 
 
+class Between:
+    """What is computed between convolutions, by PyTorch, and convolutions that something else is faster at: none.
+
+    Args:
+        wrap: makes something faster of `enter` and `leave`.
+    """
+
+    def __init__(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function) -> None:
+        self._enter, self._leave = wrap(enter), wrap(leave)
+
+    def takes(self, _conv: nn.Conv3d) -> bool:
+        """Whether a convolution is for `convolve`."""
+        return False
+
+    def enter(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        gamma: torch.Tensor,
+        before: torch.Tensor,
+        padding: int = 0,
+    ) -> torch.Tensor:
+        """See `enter`."""
+        out: torch.Tensor = self._enter(x, bias, gamma, before, padding)
+        return out
+
+    def leave(self, x: torch.Tensor, bias: torch.Tensor, shortcut: torch.Tensor) -> torch.Tensor:
+        """See `leave`."""
+        out: torch.Tensor = self._leave(x, bias, shortcut)
+        return out
+
+    def double(self, frames: torch.Tensor) -> torch.Tensor:
+        """See `double`."""
+        return double(frames)
+
+    def convolve(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See `convolve`."""
+        return convolve(x, weight)
+
+
 class DecoderSteps:
     """The decoder of a `diffusers.AutoencoderKLWan`, one call at a time.
 
     Args:
         decoder: a `WanDecoder3d`.
         channels_last: how values lie; the weights are laid so too.
-        wrap: makes something faster of `enter`, `enter_padded` and `leave`.
-        causal_conv: convolves where it is faster than cuDNN; for `channels_last`.
+        between: computes what is not a convolution. What `takes` one wants `channels_last`.
     """
 
-    def __init__(
-        self,
-        decoder: Any,
-        *,
-        channels_last: bool = False,
-        wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
-        causal_conv: CausalConv | None = None,
-    ) -> None:
+    def __init__(self, decoder: Any, *, channels_last: bool = False, between: Between | None = None) -> None:
         self._decoder = decoder
         self.layout = torch.channels_last_3d if channels_last else torch.contiguous_format
-        self.causal_conv = causal_conv
-        self.enter, self.enter_padded, self.leave = wrap(enter), wrap(enter_padded), wrap(leave)
+        self.between = between or Between()
         for module in decoder.modules():
-            if causal_conv is not None and isinstance(module, nn.Conv3d) and causal_conv.takes(module):
-                module.weight.data = lay(module.weight.data)
+            if isinstance(module, nn.Conv3d) and self.between.takes(module):
+                # Outputs side by side.
+                there = module.weight.data.permute(2, 3, 4, 1, 0).contiguous()
+                module.weight.data = there.permute(4, 3, 0, 1, 2)
             elif channels_last and isinstance(module, nn.Conv3d | nn.Conv2d):
                 flat = isinstance(module, nn.Conv2d)
                 layout = torch.channels_last if flat else torch.channels_last_3d
@@ -117,8 +157,7 @@ class _Call:
     """One call, with the caches that came in and those that go out."""
 
     def __init__(self, steps: DecoderSteps, given: list[torch.Tensor], trim: Trim | None, *, first: bool) -> None:
-        self._steps = steps
-        self._format = steps.layout
+        self._between, self._format = steps.between, steps.layout
         self._given = given
         self._trim = trim
         self._kept: list[torch.Tensor] = []
@@ -135,7 +174,7 @@ class _Call:
             x = self._up(block, self._trimmed(x, number))
         blocks, norm = len(decoder.up_blocks), decoder.norm_out
         x = self._trimmed(x, blocks)
-        padded = self._steps.enter(x, None, _gamma(norm), self._before(x))
+        padded = self._between.enter(x, None, _gamma(norm), self._before(x))
         return self._trimmed(self._convolve(decoder.conv_out, padded, with_bias=True), blocks + 1), self._kept
 
     def _trimmed(self, x: torch.Tensor, number: int) -> torch.Tensor:
@@ -161,18 +200,17 @@ class _Call:
         y = self._entered(block.norm1, x, None, block.conv1)
         # As plain tensors: compiled code would be another for each length of a parameter.
         y = self._entered(block.norm2, y, block.conv1.bias.detach(), block.conv2)
-        done: torch.Tensor = self._steps.leave(y, block.conv2.bias.detach(), shortcut)
+        done: torch.Tensor = self._between.leave(y, block.conv2.bias.detach(), shortcut)
         return done
 
     def _entered(self, norm: Any, x: torch.Tensor, bias: torch.Tensor | None, conv: Any) -> torch.Tensor:
         """Normalise, activate and convolve; `bias` is what `x` lacks."""
         given = (x, bias, _gamma(norm), self._before(x))
-        fast = self._steps.causal_conv
-        if fast is None or not fast.takes(conv):
-            return self._convolve(conv, self._steps.enter(*given))
-        padded = self._steps.enter_padded(*given)
+        if not self._between.takes(conv):
+            return self._convolve(conv, self._between.enter(*given))
+        padded = self._between.enter(*given, padding=1)
         self._kept.append(padded[:, :, -CACHED_FRAMES:, 1:-1, 1:-1].clone(memory_format=self._format))
-        return fast(padded, conv.weight)
+        return self._between.convolve(padded, conv.weight)
 
     def _up(self, block: Any, x: torch.Tensor) -> torch.Tensor:
         entered = x
@@ -190,9 +228,7 @@ class _Call:
         if block.mode == "upsample3d":
             x = self._double_time(block.time_conv, x)
         conv = block.resample[1]
-        frames = x[0].transpose(0, 1)
-        # Doubling copies values, so it needs no float32.
-        wide = F.interpolate(frames, scale_factor=2.0, mode="nearest-exact")
+        wide = self._between.double(x[0].transpose(0, 1))
         return F.conv2d(wide, conv.weight, conv.bias, padding=1).transpose(0, 1).unsqueeze(0)
 
     def _double_time(self, conv: Any, x: torch.Tensor) -> torch.Tensor:

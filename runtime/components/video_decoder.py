@@ -6,11 +6,11 @@ from typing import Any, Protocol
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan, unpatchify
 
-from runtime.components import causal_conv
+from runtime.components import vae_fast
 from runtime.components.compiling import CompiledStep
 from runtime.components.guarded import Guarded
 from runtime.components.tiling import shares
-from runtime.components.vae_steps import DecoderSteps, Trim, as_frames
+from runtime.components.vae_steps import Between, DecoderSteps, Trim, as_frames
 from runtime.core.errors import BadResultError
 from runtime.core.plan import ComponentPlan, Speed
 from runtime.core.tiles import spans
@@ -73,17 +73,17 @@ class PyTorchVideoDecoder:
             if stumbled is not None:
                 stumbled("compiled", reason)
 
-        self._compiled = []
-
         def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
-            if not speed.compiled:
-                return function
             self._compiled.append(CompiledStep(function, told, dynamic=True))
             return self._compiled[-1]
 
-        fast = speed.compiled and speed.channels_last and causal_conv.can_run(self._mean.device, self._dtype)
-        conv = causal_conv.CausalConv(told) if fast else None
-        self._steps = DecoderSteps(self._vae.decoder, channels_last=speed.channels_last, wrap=wrap, causal_conv=conv)
+        self._compiled = []
+        between = Between()
+        if speed.compiled and speed.channels_last and vae_fast.can_run(self._mean.device):
+            between = vae_fast.Fast(self._mean.device, self._dtype, told)
+        elif speed.compiled:
+            between = Between(wrap)
+        self._steps = DecoderSteps(self._vae.decoder, channels_last=speed.channels_last, between=between)
 
     @property
     def compile_seconds(self) -> float:

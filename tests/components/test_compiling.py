@@ -40,9 +40,11 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_inductor_compiles_and_keeps_it_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    places = {"TORCHINDUCTOR_CACHE_DIR": tmp_path / "compiled", "TRITON_CACHE_DIR": tmp_path / "compiled" / "triton"}
+    for name in places:
+        monkeypatch.setenv(name, "")  # so that what is there now comes back
+        monkeypatch.delenv(name)
     keep_in(tmp_path / "compiled")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.environ["TORCHINDUCTOR_CACHE_DIR"])
     step = CompiledStep(torch.nn.functional.silu)
     x = torch.linspace(-3, 3, 64)
     with torch.no_grad():
@@ -50,7 +52,7 @@ def test_inductor_compiles_and_keeps_it_on_disk(tmp_path: Path, monkeypatch: pyt
     assert step.seconds > 0
     assert any((tmp_path / "compiled").iterdir())
     keep_in(tmp_path / "other")
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled")
+    assert {name: os.environ[name] for name in places} == {name: str(place) for name, place in places.items()}
 
 
 @pytest.mark.usefixtures("traced")

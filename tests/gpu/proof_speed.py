@@ -37,7 +37,7 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import nn
 
-from runtime.components import causal_conv
+from runtime.components import vae_fast
 from runtime.components.attention import attention, problem
 from runtime.components.compiling import forget_all
 from runtime.components.denoiser import PyTorchDenoiser
@@ -91,16 +91,16 @@ VARIANTS: dict[str, tuple[Speed, str]] = {
     "fp8-hand-all": (Speed(attention="fp8", compiled=True, text_kept=True), HAND),
 }
 # Name, how it is computed, latent frames a call.
-CUDNN_ONLY = "channels last compiled cuDNN"
+INDUCTOR, TRITON = "channels last by Inductor", "channels last by Triton"
 VAE_VARIANTS: tuple[tuple[str, Speed | None, int], ...] = (
     ("diffusers", None, 1),
     ("ours", EAGER, 4),
     ("channels last", Speed(channels_last=True), 1),
     ("channels last", Speed(channels_last=True), 4),
-    (CUDNN_ONLY, Speed(channels_last=True, compiled=True), 1),
-    (CUDNN_ONLY, Speed(channels_last=True, compiled=True), 4),
-    ("channels last compiled", Speed(channels_last=True, compiled=True), 1),
-    ("channels last compiled", Speed(channels_last=True, compiled=True), 4),
+    (INDUCTOR, Speed(channels_last=True, compiled=True), 1),
+    (INDUCTOR, Speed(channels_last=True, compiled=True), 4),
+    (TRITON, Speed(channels_last=True, compiled=True), 1),
+    (TRITON, Speed(channels_last=True, compiled=True), 4),
 )
 DEFAULT = ("diffusers", "ours", "compiled-fused", "flash4", "fp8-attention", "fp8", "fp8-all")
 
@@ -474,7 +474,7 @@ def vae_in(
             if speed is None:
                 run = partial(by_diffusers, module, latents)
             else:
-                with mock.patch.object(causal_conv, "can_run", causal_conv.can_run if variant != CUDNN_ONLY else no):
+                with mock.patch.object(vae_fast, "can_run", no if variant == INDUCTOR else vae_fast.can_run):
                     decoder.compute(speed, must_not_stumble)
                 run = partial(decoded, decoder, latents, chunk)
             started = time.perf_counter()
@@ -491,7 +491,7 @@ def vae_in(
 
 
 def no(*_: object) -> bool:
-    """Whether there is a kernel of our own: no."""
+    """Whether Triton's kernels can run: no."""
     return False
 
 

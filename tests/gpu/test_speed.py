@@ -1,18 +1,22 @@
 """What makes PyTorch faster on a GPU gives what it gives without. Needs CUDA; skipped elsewhere."""
 
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKLWan
+from torch import nn
 
+from runtime.components import vae_steps
 from runtime.components.attention import attention, problem
-from runtime.components.causal_conv import CausalConv, can_run, lay
 from runtime.components.residency import Residency
+from runtime.components.vae_fast import Fast
 from runtime.components.video_decoder import PyTorchVideoDecoder
 from runtime.core.events import VideoSaved
 from runtime.core.plan import EAGER, Speed
@@ -40,6 +44,11 @@ SPEEDS = {
     "all": Speed(compiled=True, graphed=True, paired=True, fused=True, text_kept=True),
 }
 COMPILED = {"compiled": "wan2.2-a14b", "all": "wan2.2-ti2v-5b"}
+
+
+def kernels() -> Any:
+    """Return Triton's kernels, which only a PyTorch for CUDA can import."""
+    return importlib.import_module("runtime.components.vae_kernels")
 
 
 @contextmanager
@@ -125,20 +134,42 @@ def test_frames_are_the_same(architecture: str, speed: Speed, tiny: Callable[[st
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [(96, 3, 1, 6, 40), (96, 3, 4, 61, 105), (24, 3, 2, 33, 9), (96, 1, 3, 16, 16)])
-def test_causal_conv(size: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
+def test_convolutions_by_triton(size: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
     channels, deep, frames, height, width = size
-    if not can_run(torch.device("cuda:0"), dtype):
-        pytest.skip("needs a Hopper GPU and Triton")
     generator = torch.Generator("cuda:0").manual_seed(1)
     x = torch.randn((1, channels, frames + deep - 1, height, width), device="cuda:0", generator=generator).to(dtype)
     weight = torch.randn((96, channels, deep, 3, 3), device="cuda:0", generator=generator) * (9 * channels) ** -0.5
-    weight = lay(weight.to(dtype))
+    weight = weight.to(dtype)
+    if not Fast(x.device, dtype).takes(nn.Conv3d(96, 96, 3)):
+        pytest.skip("needs a Hopper GPU")
     with exact():
         wanted = F.conv3d(x.float(), weight.float(), padding=(0, 1, 1))
     padded = F.pad(x, (1, 1, 1, 1)).contiguous(memory_format=torch.channels_last_3d)
-    got = CausalConv()(padded, weight)
+    got = kernels().convolve(padded, weight)
     assert got.is_contiguous(memory_format=torch.channels_last_3d)
     assert relative_error(got.float(), wanted.cpu()) < 3e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("channels", [20, 96, 384])
+def test_what_lies_between_convolutions_by_triton(channels: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator("cuda:0").manual_seed(1)
+
+    def lying(frames: int) -> torch.Tensor:
+        x = torch.randn((1, channels, frames, 33, 47), device="cuda:0", generator=generator).to(dtype)
+        return x.contiguous(memory_format=torch.channels_last_3d)
+
+    x, shortcut, before = lying(3), lying(3), lying(2)
+    gamma, bias = lying(1)[0, :, :, :1, :1].clone(), lying(1)[0, :, 0, 0, 0].clone()
+    calls: list[tuple[str, tuple[Any, ...]]] = [
+        *(("enter", (x, one, gamma, before, padding)) for one in (None, bias) for padding in (0, 1)),
+        ("leave", (x, bias, shortcut)),
+        ("double", (x[0].transpose(0, 1),)),
+    ]
+    for name, given in calls:
+        got, wanted = getattr(kernels(), name)(*given), getattr(vae_steps, name)(*given)
+        assert got.stride() == wanted.stride()
+        assert relative_error(got.float(), wanted.float().cpu()) < (1e-6 if dtype == torch.float32 else 5e-3)
 
 
 @torch.inference_mode()

@@ -1,0 +1,20 @@
+"""Triton's kernels of the VAE in Triton's interpreter, which computes them on a CPU, value by value."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECKS = Path(__file__).with_name("vae_kernels_checks.py")
+
+
+def test_kernels_give_what_pytorch_gives() -> None:
+    pytest.importorskip("triton", reason="needs Triton, which comes with PyTorch for CUDA")
+    # A process of its own: what is read in for the interpreter stays so.
+    command = [sys.executable, "-m", "pytest", str(CHECKS), "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
