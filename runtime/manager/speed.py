@@ -31,9 +31,9 @@ _MEASURED_TIMES = 4.0
 # at 832x480 (3.22 and 2.74 s a pass) and 1.10 at 1280x720 (12.08 and 11.00 s). FP8 is brought to float32 and back in
 # steps of its own: uncompiled it took 1.1 to 1.25 times those 3.22 s, compiled 2.34 s.
 _TIMES_AS_FAST: Mapping[str, float] = {"none": 1.13, "fp8": 1.5}
-# What compiling takes where it was not measured. An H200's host with 16 cores took 2 to 9 s for a block and 10 to 18 for
-# what lies between the VAE's convolutions, which is not Inductor's any more; what Triton's kernels take instead was not
-# measured, nor fewer cores.
+# What compiling takes where it was not measured. An H200's host with 16 cores took 2 to 9 s for a block and 10 to 18
+# for what lies between the VAE's convolutions, which is not Inductor's any more; what Triton's kernels take instead was
+# not measured, nor were fewer cores.
 COMPILE_SECONDS = 20.0
 # Its generation, the first number of a GPU's compute capability.
 _HOPPER = 9
