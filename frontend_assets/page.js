@@ -272,7 +272,9 @@
     identity = now;
     tell("");
     const busy = ["queued", "running", "stopping"].includes($("#status .status")?.dataset.state);
-    if (busy && Date.now() - heardAt > SILENCE_MS) { heardAt = Date.now(); $("#attach")?.click(); }
+    // Gradio has one stream of answers. Where it ends just as something is asked, that is answered with the next one.
+    const waits = busy || !tandem.restored;
+    if (waits && Date.now() - heardAt > SILENCE_MS) { heardAt = Date.now(); $("#attach")?.click(); }
   };
   setInterval(() => { if (!document.hidden) look(); }, LOOK_MS);
   document.addEventListener("visibilitychange", () => { if (!document.hidden) look(); });

@@ -1,10 +1,13 @@
 """A page that has lost its server says so instead of pretending, and goes on once it is back."""
 
+from typing import Any
+
 import pytest
 
 from tests.browser.conftest import OpenPage, ask, ready, start, wait_for_state
 from tests.browser.relay import Relay
 from tests.served import Server, make_cache, serving
+from tests.waiting import until
 
 pytestmark = pytest.mark.browser
 
@@ -40,3 +43,21 @@ def test_a_lost_connection_loses_nothing(open_page: OpenPage, server: Server) ->
     assert "a calm blue sea" in page.inner_text("#facts")
     assert page.input_value("#field-prompt textarea") == "a calm blue sea"
     relay.cut()
+
+
+def test_a_stream_that_ends_too_soon_is_opened_again(chromium: Any, server: Server) -> None:
+    context = chromium.new_context()
+    page = context.new_page()
+    page.set_default_timeout(120_000)
+    asked: list[str] = []
+    answered: list[str] = []
+    held: list[Any] = []
+    page.on("request", lambda request: asked.append(request.url) if "/queue/join" in request.url else None)
+    page.on("requestfinished", lambda request: answered.append(request.url) if "/queue/join" in request.url else None)
+    page.route("**/queue/data?**", lambda route: held.append(route), times=1)  # noqa: PLW0108 - it asks for a name
+    page.goto(server.url)
+    # The page asks all that it asks at first before it hears that there is nothing more to come.
+    until(lambda: page.wait_for_timeout(50) or (held and len(asked) > 3 and len(asked) == len(answered)))
+    held[0].fulfill(content_type="text/event-stream", body='data: {"msg": "close_stream"}\n\n')
+    ready(page)
+    context.close()
