@@ -7,6 +7,7 @@ theirs too: its 96 channels fill cuDNN's tiles badly. On an H200 cuDNN's own cho
 
 import importlib.util
 import logging
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -17,10 +18,10 @@ from runtime.components import vae_steps
 from runtime.components.compiling import Stumbled
 from runtime.components.memory import ran_out
 from runtime.core.errors import first_line
+from runtime.manager import compat
 
-_HOPPER = (9, 0)
 # Of a convolution that the kernel is faster at: outputs; channels, whose bytes the GPU copies by 16; its size in space.
-_OUTPUTS, _CHANNELS, _SPACE = 96, 8, (3, 3)
+OUTPUTS, _CHANNELS, _SPACE = 96, 8, (3, 3)
 
 logger = logging.getLogger(__name__)
 
@@ -42,55 +43,45 @@ class Fast(vae_steps.Between):
     def __init__(
         self, device: torch.device, dtype: torch.dtype, stumbled: Stumbled | None = None, kernels: Any = None
     ) -> None:
-        super().__init__()
-        self._stumbled = stumbled
-        self._kernels = kernels
+        by_kernel = _ByKernel(stumbled, kernels)
+        super().__init__(by_kernel)
+        self.double, self.convolve = by_kernel(vae_steps.double), by_kernel(vae_steps.convolve)
         self._convolves = dtype in {torch.float16, torch.bfloat16} and (
-            kernels is not None or torch.cuda.get_device_capability(device) == _HOPPER
+            kernels is not None or torch.cuda.get_device_capability(device) == compat.HOPPER
         )
-        self._gave_up = False
 
     def takes(self, conv: nn.Conv3d) -> bool:
         """See `vae_steps.Between`."""
-        fits = conv.out_channels == _OUTPUTS and conv.in_channels % _CHANNELS == 0 and conv.kernel_size[1:] == _SPACE
+        fits = conv.out_channels == OUTPUTS and conv.in_channels % _CHANNELS == 0 and conv.kernel_size[1:] == _SPACE
         return self._convolves and fits
 
-    def enter(
-        self,
-        x: torch.Tensor,
-        bias: torch.Tensor | None,
-        gamma: torch.Tensor,
-        before: torch.Tensor,
-        padding: int = 0,
-    ) -> torch.Tensor:
-        """See `vae_steps.enter`."""
-        return self._by("enter", x, bias, gamma, before, padding)
 
-    def leave(self, x: torch.Tensor, bias: torch.Tensor, shortcut: torch.Tensor) -> torch.Tensor:
-        """See `vae_steps.leave`."""
-        return self._by("leave", x, bias, shortcut)
+class _ByKernel:
+    """Makes of functions what calls the kernels of their names, and the functions once one has failed."""
 
-    def double(self, frames: torch.Tensor) -> torch.Tensor:
-        """See `vae_steps.double`."""
-        return self._by("double", frames)
+    def __init__(self, stumbled: Stumbled | None, kernels: Any) -> None:
+        self._stumbled = stumbled
+        self._kernels = kernels
+        self._gave_up = False
 
-    def convolve(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """See `vae_steps.convolve`."""
-        return self._by("convolve", x, weight)
+    def __call__(self, plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def compute(*given: Any) -> torch.Tensor:
+            if not self._gave_up:
+                try:
+                    self._kernels = self._kernels or import_module("runtime.components.vae_kernels")
+                    out: torch.Tensor = getattr(self._kernels, plain.__name__)(*given)
+                except Exception as error:
+                    if ran_out(error) is not None:
+                        raise
+                    self._give_up(plain.__name__, error)
+                else:
+                    return out
+            return plain(*given)
 
-    def _by(self, name: str, *given: Any) -> torch.Tensor:
-        if not self._gave_up:
-            try:
-                self._kernels = self._kernels or import_module("runtime.components.vae_kernels")
-                out: torch.Tensor = getattr(self._kernels, name)(*given)
-            except Exception as error:
-                if ran_out(error) is not None:
-                    raise
-                logger.warning("Triton's %s failed", name, exc_info=error)
-                self._gave_up = True
-                if self._stumbled is not None:
-                    self._stumbled(f"Triton could not compute it ({type(error).__name__}: {first_line(error)}).")
-            else:
-                return out
-        plain: torch.Tensor = getattr(vae_steps, name)(*given)
-        return plain
+        return compute
+
+    def _give_up(self, name: str, error: Exception) -> None:
+        logger.warning("Triton's %s failed", name, exc_info=error)
+        self._gave_up = True
+        if self._stumbled is not None:
+            self._stumbled(f"Triton could not compute it ({type(error).__name__}: {first_line(error)}).")

@@ -13,15 +13,15 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from runtime.components.vae_fast import OUTPUTS
 from runtime.components.vae_steps import CACHED_FRAMES
 
 # Values of a program, by which its pixels are counted.
 _VALUES = 4096
-# What a program of a convolution computes: so many pixels, and their 96 outputs in two blocks, for a block is a power
+# What a program of a convolution computes: so many pixels, and all their outputs in two blocks, for a block is a power
 # of two wide. Values that a product sums at a time, warps, blocks on their way at once: the fastest tried on an H200.
-_PIXELS, _FIRST, _SECOND = 256, 64, 32
+_PIXELS, _FIRST, _SECOND = 256, 64, OUTPUTS - 64
 _DEPTH, _WARPS, _STAGES = 32, 8, 5
-OUTPUTS = _FIRST + _SECOND
 
 
 # Sizes change from call to call: compiled once for all. Triton reads annotations as its own.

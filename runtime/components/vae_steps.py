@@ -79,41 +79,21 @@ def _gamma(norm: Any) -> torch.Tensor:
 class Between:
     """What is computed between convolutions, by PyTorch, and convolutions that something else is faster at: none.
 
+    Attributes:
+        enter, leave, double, convolve: this module's, or what was made of them.
+
     Args:
         wrap: makes something faster of `enter` and `leave`.
     """
 
     def __init__(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function) -> None:
-        self._enter, self._leave = wrap(enter), wrap(leave)
+        self.enter, self.leave = wrap(enter), wrap(leave)
+        self.double: Callable[..., Any] = double
+        self.convolve: Callable[..., Any] = convolve
 
     def takes(self, _conv: nn.Conv3d) -> bool:
         """Whether a convolution is for `convolve`."""
         return False
-
-    def enter(
-        self,
-        x: torch.Tensor,
-        bias: torch.Tensor | None,
-        gamma: torch.Tensor,
-        before: torch.Tensor,
-        padding: int = 0,
-    ) -> torch.Tensor:
-        """See `enter`."""
-        out: torch.Tensor = self._enter(x, bias, gamma, before, padding)
-        return out
-
-    def leave(self, x: torch.Tensor, bias: torch.Tensor, shortcut: torch.Tensor) -> torch.Tensor:
-        """See `leave`."""
-        out: torch.Tensor = self._leave(x, bias, shortcut)
-        return out
-
-    def double(self, frames: torch.Tensor) -> torch.Tensor:
-        """See `double`."""
-        return double(frames)
-
-    def convolve(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """See `convolve`."""
-        return convolve(x, weight)
 
 
 class DecoderSteps:
@@ -190,10 +170,13 @@ class _Call:
 
     def _convolve(self, conv: Any, padded: torch.Tensor, *, with_bias: bool = False) -> torch.Tensor:
         """Convolve what has its past before it, and keep its end for the next call."""
-        self._kept.append(padded[:, :, -CACHED_FRAMES:].clone(memory_format=self._format))
+        self._keep(padded)
         # diffusers' own padding: (left, right, top, bottom, before, after).
         space = (0, conv._padding[2], conv._padding[0])
         return F.conv3d(padded, conv.weight, conv.bias if with_bias else None, padding=space)
+
+    def _keep(self, entered: torch.Tensor) -> None:
+        self._kept.append(entered[:, :, -CACHED_FRAMES:].clone(memory_format=self._format))
 
     def _residual(self, block: Any, x: torch.Tensor) -> torch.Tensor:
         shortcut = block.conv_shortcut(x)
@@ -208,9 +191,10 @@ class _Call:
         given = (x, bias, _gamma(norm), self._before(x))
         if not self._between.takes(conv):
             return self._convolve(conv, self._between.enter(*given))
-        padded = self._between.enter(*given, padding=1)
-        self._kept.append(padded[:, :, -CACHED_FRAMES:, 1:-1, 1:-1].clone(memory_format=self._format))
-        return self._between.convolve(padded, conv.weight)
+        padded = self._between.enter(*given, 1)
+        self._keep(padded[..., 1:-1, 1:-1])
+        out: torch.Tensor = self._between.convolve(padded, conv.weight)
+        return out
 
     def _up(self, block: Any, x: torch.Tensor) -> torch.Tensor:
         entered = x

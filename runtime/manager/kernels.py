@@ -11,7 +11,6 @@ from runtime.manager.compat import Case, Conflict
 from runtime.manager.machine import Machine
 
 _AUTO = "Take --attention auto."
-_HOPPER = (9, 0)
 _NEEDS_CUDA = "model"  # of `compat.NEEDS`: offloading needs a GPU, and nothing else
 
 
@@ -30,10 +29,10 @@ ATTENTIONS: Mapping[str, Kind] = {
     "native": Kind("PyTorch's own attention", (0, 0)),
     "cudnn": Kind("cuDNN's attention", compat.BF16_CAPABILITY),
     "flash": Kind("FlashAttention 2", compat.BF16_CAPABILITY),
-    "flash3": Kind("FlashAttention 3", _HOPPER, "flash-attn-3"),
-    "flash4": Kind("FlashAttention 4", _HOPPER, "flash-attn-4"),
+    "flash3": Kind("FlashAttention 3", compat.HOPPER, "flash-attn-3"),
+    "flash4": Kind("FlashAttention 4", compat.HOPPER, "flash-attn-4"),
     "sage": Kind("SageAttention", compat.BF16_CAPABILITY, "sageattention", exact=False),
-    "fp8": Kind("cuDNN's attention in FP8", _HOPPER, "nvidia-cudnn-frontend", exact=False),
+    "fp8": Kind("cuDNN's attention in FP8", compat.HOPPER, "nvidia-cudnn-frontend", exact=False),
 }
 
 

@@ -35,8 +35,6 @@ _TIMES_AS_FAST: Mapping[str, float] = {"none": 1.13, "fp8": 1.5}
 # for what lies between the VAE's convolutions, which is not Inductor's any more; what Triton's kernels take instead was
 # not measured, nor were fewer cores.
 COMPILE_SECONDS = 20.0
-# Its generation, the first number of a GPU's compute capability.
-_HOPPER = 9
 _NOTHING = Seconds(0, 0, 0, measured=True)
 
 # Seconds of one call of the transformer with all weights at hand, by how it is computed.
@@ -172,9 +170,9 @@ def exact_attentions(machine: Machine) -> list[str]:
 
 def _by_rule(gpu: Gpu, able: Sequence[str]) -> tuple[str, str]:
     # Of newer ones than Hopper nothing was measured.
-    if gpu.capability[0] == _HOPPER and "flash4" in able:
+    if gpu.capability[:1] == compat.HOPPER[:1] and "flash4" in able:
         return "flash4", f"FlashAttention 4: by rule the fastest on {gpu.name}, until it is measured here."
-    if gpu.capability >= (_HOPPER, 0):
+    if gpu.capability >= compat.HOPPER:
         return "cudnn", f"cuDNN's attention: by rule the fastest on {gpu.name}, until it is measured here."
     if gpu.capability >= compat.BF16_CAPABILITY:
         return "flash", f"FlashAttention 2: by rule the fastest on {gpu.name}, until it is measured here."
