@@ -20,6 +20,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel,
 from torch import nn
 
 from runtime.components.attention import Attention, attention
+from runtime.models.weights import MAKING
 
 # Keys and values of the text, each (batch, text tokens, heads, head width); or what they are made of, (batch, text
 # tokens, width).
@@ -248,14 +249,14 @@ def fuse(module: Any) -> bool:
         plain = all(type(layer) is nn.Linear and type(layer.weight) is nn.Parameter for layer in layers)
         if not plain or getattr(attn, "fused_projections", False):
             continue
-        with torch.device("meta"):
-            whole = nn.Linear(layers[0].in_features, sum(layer.out_features for layer in layers))
-        for name in ("weight", "bias"):
-            parts = [getattr(layer, name) for layer in layers]
-            joined = torch.cat([part.data for part in parts])
-            setattr(whole, name, nn.Parameter(joined, requires_grad=False))
-            for part, view in zip(parts, joined.split([len(part) for part in parts]), strict=True):
-                part.data = view
+        with MAKING:
+            whole = nn.Linear(layers[0].in_features, sum(layer.out_features for layer in layers), device="meta")
+            for name in ("weight", "bias"):
+                parts = [getattr(layer, name) for layer in layers]
+                joined = torch.cat([part.data for part in parts])
+                setattr(whole, name, nn.Parameter(joined, requires_grad=False))
+                for part, view in zip(parts, joined.split([len(part) for part in parts]), strict=True):
+                    part.data = view
         attn.to_qkv = whole
         attn.fused_projections = made = True
     return made

@@ -76,7 +76,7 @@ def _by_cudnn(
     }
     given = {names[name]: value.reshape(1, 1, 1, 1) for name, value in scalars.items()}
     given |= {names[name]: x.transpose(1, 2) for name, x in (("q", q), ("k", k), ("v", v), ("o", out))}
-    given |= {names[name]: torch.empty(1, 1, 1, 1, device=device) for name in ("amax_s", "amax_o")}
+    given |= {names[name]: torch.empty(1, 1, 1, 1, device=device, dtype=torch.float32) for name in ("amax_s", "amax_o")}
     run(given)
     return out
 
@@ -105,7 +105,7 @@ def _by_arithmetic(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, descale: t
 
 @lru_cache(maxsize=64)
 def _constant(value: float, device: torch.device) -> torch.Tensor:
-    return torch.full((1, 1, 1, 1), value, device=device)
+    return torch.full((1, 1, 1, 1), value, device=device, dtype=torch.float32)
 
 
 @lru_cache(maxsize=64)

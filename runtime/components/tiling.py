@@ -23,13 +23,13 @@ def shares(placed: list[Span], scale: int) -> list[torch.Tensor]:
     for span in placed:
         size = (span.end - span.start) * scale
         rising = (torch.arange(size, dtype=torch.float32) + 0.5) / ramp
-        weight = torch.ones(size)
+        weight = torch.ones(size, dtype=torch.float32)
         if span.start > first:
             weight = torch.minimum(weight, rising)
         if span.end < last:
             weight = torch.minimum(weight, rising.flip(0))
         weights.append(weight)
-    total = torch.zeros((last - first) * scale)
+    total = torch.zeros((last - first) * scale, dtype=torch.float32)
     for span, weight in zip(placed, weights, strict=True):
         total[span.start * scale : span.end * scale] += weight
     return [weight / total[span.start * scale : span.end * scale] for span, weight in zip(placed, weights, strict=True)]

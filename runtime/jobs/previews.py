@@ -32,8 +32,8 @@ class Previews:
             return None
 
         def draw() -> bytes:
-            factors = torch.tensor(rgb_of.factors, device=estimate.device)
-            bias = torch.tensor(rgb_of.bias, device=estimate.device)
+            factors = torch.tensor(rgb_of.factors, device=estimate.device, dtype=torch.float32)
+            bias = torch.tensor(rgb_of.bias, device=estimate.device, dtype=torch.float32)
             rgb = torch.einsum("cfhw,cr->fhwr", estimate[0], factors) + bias
             return encode_preview(rgb.cpu().numpy(), round(1000 * self._plan.seconds_of_video / len(rgb)))
 

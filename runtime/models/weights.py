@@ -20,8 +20,8 @@ from runtime.models.spec import ModelSpec, is_transformer
 diffusers.utils.logging.disable_progress_bar()
 transformers.utils.logging.disable_progress_bar()
 
-# The libraries make modules without memory first, by patches that other threads would see.
-_LOADING = threading.Lock()
+# Held wherever modules get parameters: loading, the libraries patch how for all threads, so that they get no memory.
+MAKING = threading.Lock()
 _CLASSES = {
     "text_encoder": transformers.UMT5EncoderModel,
     "transformer": diffusers.WanTransformer3DModel,
@@ -59,7 +59,7 @@ def load_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | N
         # Tensor by tensor onto the GPU: files of float32 would else be whole in RAM first, in the dtype that is wanted.
         arguments["device_map"] = {"": where}
     try:
-        with _LOADING:
+        with MAKING:
             module, loading = _CLASSES[name].from_pretrained(str(spec.directory), **arguments)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
@@ -82,7 +82,8 @@ def load_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | N
     else:
         module = module.to(where)
     if spec.loras_of(name):
-        fuse(module, spec.loras_of(name), spec.directory / name, arguments[dtype_argument])
+        with MAKING:
+            fuse(module, spec.loras_of(name), spec.directory / name, arguments[dtype_argument])
     return cast("torch.nn.Module", module.eval().requires_grad_(requires_grad=False))
 
 

@@ -91,7 +91,7 @@ class VaeForm(nn.Module):
         shape = (1, vae.config.z_dim, 1, 1, 1)
         # In float32 always: rounded, they would shift every colour.
         for name, values in (("mean", vae.config.latents_mean), ("std", vae.config.latents_std)):
-            self.register_buffer(name, torch.tensor(values, device=parameter.device).view(shape))
+            self.register_buffer(name, torch.tensor(values, device=parameter.device, dtype=torch.float32).view(shape))
         causal = type(vae.decoder.conv_in)
         self.cache_count = 0
         for parent in list(self.decoder.modules()):
