@@ -42,15 +42,12 @@ class CompiledStep:
     Args:
         function: must not write into what it is given.
         stumbled: hears once that it cannot be compiled; the function itself runs from then on.
-        dynamic: compile once for all sizes.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], stumbled: Stumbled | None = None, *, dynamic: bool = False
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], stumbled: Stumbled | None = None) -> None:
         self._function = function
         self._stumbled = stumbled
-        self._compiled: Callable[..., Any] | None = torch.compile(function, fullgraph=True, dynamic=dynamic)
+        self._compiled: Callable[..., Any] | None = torch.compile(function, fullgraph=True, dynamic=False)
         self._kinds = _COMPILED.setdefault(function, set())
         self.seconds = 0.0
 
@@ -58,7 +55,7 @@ class CompiledStep:
         """Return what the function returns."""
         if self._compiled is None:
             return self._function(*arguments)
-        kind = _kind(arguments)
+        kind = kind_of(arguments)
         started = time.perf_counter()
         try:
             result = self._run(arguments)
@@ -100,10 +97,10 @@ def _is_full(error: Exception) -> bool:
     return "RecompileLimit" in type(error).__name__
 
 
-def _kind(arguments: Any) -> Any:
+def kind_of(arguments: Any) -> Any:
     """Return what of the arguments another compilation would be needed for, roughly."""
     if isinstance(arguments, torch.Tensor):
         return (tuple(arguments.shape), arguments.dtype, arguments.device)
     if isinstance(arguments, tuple | list):
-        return tuple(map(_kind, arguments))
+        return tuple(map(kind_of, arguments))
     return type(arguments)

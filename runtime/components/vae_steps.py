@@ -5,8 +5,8 @@ Equal to `AutoencoderKLWan._decode` up to rounding. What differs:
 - What a convolution continues from is put before its input as that is computed, and kept from there: two frames.
 - Padding in space is the convolution's own, not a copy. Its bias is added by what comes next.
 - With `channels_last` values lie pixel by pixel, as cuDNN's convolutions want them.
-- What lies between two convolutions is one function, compiled for all sizes at once where that is asked for.
-- Or Triton's kernels compute that (`vae_fast`), and some convolutions: what enters those is padded in space too.
+- What lies between two convolutions is one function. Triton's kernels compute it where they can (`vae_fast`), and some
+  convolutions: what enters those is padded in space too.
 
 Caches are as engines have them (`engines.forms.vae`): two frames each, zeros where there was nothing.
 """
@@ -71,7 +71,6 @@ def as_frames(pixels: torch.Tensor) -> torch.Tensor:
 
 
 def _gamma(norm: Any) -> torch.Tensor:
-    # A tensor in all: compiled code would be another for each number.
     gamma: torch.Tensor = norm.gamma * norm.scale
     return gamma
 
@@ -81,15 +80,18 @@ class Between:
 
     Attributes:
         enter, leave, double, convolve: this module's, or what was made of them.
-
-    Args:
-        wrap: makes something faster of `enter` and `leave`.
     """
 
-    def __init__(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function) -> None:
-        self.enter, self.leave = wrap(enter), wrap(leave)
-        self.double: Callable[..., Any] = double
-        self.convolve: Callable[..., Any] = convolve
+    def __init__(self) -> None:
+        self.enter: Callable[..., torch.Tensor] = enter
+        self.leave: Callable[..., torch.Tensor] = leave
+        self.double: Callable[..., torch.Tensor] = double
+        self.convolve: Callable[..., torch.Tensor] = convolve
+
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds spent on compiling so far."""
+        return 0.0
 
     def takes(self, _conv: nn.Conv3d) -> bool:
         """Whether a convolution is for `convolve`."""
@@ -158,7 +160,7 @@ class _Call:
         return self._trimmed(self._convolve(decoder.conv_out, padded, with_bias=True), blocks + 1), self._kept
 
     def _trimmed(self, x: torch.Tensor, number: int) -> torch.Tensor:
-        # A view would keep what is cut off in memory, and compiled code would be another for how it lies.
+        # A view would keep what is cut off in memory.
         return x if self._trim is None else self._trim(x, number).contiguous(memory_format=self._format)
 
     def _before(self, x: torch.Tensor) -> torch.Tensor:
@@ -181,9 +183,8 @@ class _Call:
     def _residual(self, block: Any, x: torch.Tensor) -> torch.Tensor:
         shortcut = block.conv_shortcut(x)
         y = self._entered(block.norm1, x, None, block.conv1)
-        # As plain tensors: compiled code would be another for each length of a parameter.
-        y = self._entered(block.norm2, y, block.conv1.bias.detach(), block.conv2)
-        done: torch.Tensor = self._between.leave(y, block.conv2.bias.detach(), shortcut)
+        y = self._entered(block.norm2, y, block.conv1.bias, block.conv2)
+        done: torch.Tensor = self._between.leave(y, block.conv2.bias, shortcut)
         return done
 
     def _entered(self, norm: Any, x: torch.Tensor, bias: torch.Tensor | None, conv: Any) -> torch.Tensor:

@@ -7,10 +7,9 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan, unpatchify
 
 from runtime.components import vae_fast
-from runtime.components.compiling import CompiledStep
 from runtime.components.guarded import Guarded
 from runtime.components.tiling import shares
-from runtime.components.vae_steps import Between, DecoderSteps, Trim, as_frames
+from runtime.components.vae_steps import DecoderSteps, Trim, as_frames
 from runtime.core.errors import BadResultError
 from runtime.core.plan import ComponentPlan, Speed
 from runtime.core.tiles import spans
@@ -63,7 +62,6 @@ class PyTorchVideoDecoder:
         self._std = torch.tensor(config.latents_std, device=device, dtype=torch.float32).view(shape)
         self._dtype = parameter.dtype
         self._patch_size = config.patch_size
-        self._compiled: list[CompiledStep] = []
         self._steps = DecoderSteps(module.decoder)
 
     def compute(self, speed: Speed, stumbled: Callable[[str, str], None] | None = None) -> None:
@@ -73,22 +71,14 @@ class PyTorchVideoDecoder:
             if stumbled is not None:
                 stumbled("compiled", reason)
 
-        def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
-            self._compiled.append(CompiledStep(function, told, dynamic=True))
-            return self._compiled[-1]
-
-        self._compiled = []
-        between = Between()
-        if speed.compiled and speed.channels_last and vae_fast.can_run(self._mean.device):
-            between = vae_fast.Fast(self._mean.device, self._dtype, told)
-        elif speed.compiled:
-            between = Between(wrap)
+        fast = speed.compiled and speed.channels_last and vae_fast.can_run(self._mean.device)
+        between = vae_fast.Fast(self._mean.device, self._dtype, told) if fast else None
         self._steps = DecoderSteps(self._vae.decoder, channels_last=speed.channels_last, between=between)
 
     @property
     def compile_seconds(self) -> float:
         """Seconds spent on compiling so far."""
-        return sum(step.seconds for step in self._compiled)
+        return self._steps.between.compile_seconds
 
     def frames(self, latents: torch.Tensor, chunk: int, tile: int | None = None) -> Iterator[torch.Tensor]:
         """See `VideoDecoder`."""

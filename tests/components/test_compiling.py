@@ -7,19 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import AutoencoderKLWan
 from torch._dynamo.utils import counters
 
 from runtime.components.compiling import CompiledStep, forget_all, keep_in
 from runtime.components.denoiser import PyTorchDenoiser
 from runtime.components.residency import Residency
-from runtime.components.video_decoder import PyTorchVideoDecoder
 from runtime.core.events import VideoSaved
 from runtime.core.plan import Speed
 from runtime.models.spec import ModelSpec
 from tests.components.test_fast_transformer import Case
 from tests.jobs.runs import events_of
-from tests.plans import Alone, tiny_plan
+from tests.plans import tiny_plan
 
 Tiny = Callable[[str], ModelSpec]
 
@@ -130,38 +128,6 @@ def test_attention_of_other_libraries_is_one_call_in_a_compiled_block(tiny: Tiny
     error = (got - wanted).norm() / wanted.norm()
     # 2304 tokens: enough for FP8, which shows.
     assert 1e-4 < error < 0.1
-
-
-@pytest.mark.usefixtures("traced")
-@torch.inference_mode()
-def test_the_decoders_pieces_are_compiled_for_all_sizes_at_once(tiny: Tiny) -> None:
-    vae = AutoencoderKLWan.from_pretrained(tiny("wan2.1").directory, subfolder="vae").eval()
-    latents = torch.randn(1, 16, 5, 4, 6, generator=torch.Generator().manual_seed(5))
-    decoder = PyTorchVideoDecoder(vae)
-    wanted = torch.cat(list(decoder.frames(latents, 2)))
-    said: list[str] = []
-    decoder.compute(Speed(compiled=True), lambda field, reason: said.append(f"{field} {reason}"))
-    for _ in range(2):
-        assert (torch.cat(list(decoder.frames(latents, 2))) - wanted).abs().max() < 1e-4
-    assert not said
-    # Two functions; with and without a bias; one frame, and several, at one or more pixels.
-    assert counters["stats"]["unique_graphs"] <= 10
-
-
-@pytest.mark.usefixtures("traced")
-def test_what_the_vae_takes_to_compile_counts_as_the_blocks_does(tiny: Tiny, tmp_path: Path) -> None:
-    spec = tiny("wan2.1")
-    job = Alone(tiny_plan(spec, tmp_path / "x.mp4", compile="always"))
-    latents = torch.randn(1, 16, 1, 4, 6, generator=torch.Generator().manual_seed(5))
-    taken = [0.0]
-    with Residency() as residency:
-        for _ in range(2):
-            with residency.video_decoder(spec, job) as decoder:
-                list(decoder.frames(latents, 1))
-            taken.append(residency.compile_seconds)
-    assert not job.fallen
-    # Once: then it is there.
-    assert 0 < taken[1] == taken[2] <= residency.load_seconds
 
 
 def test_a_job_whose_compiler_fails_makes_its_video_and_says_so(

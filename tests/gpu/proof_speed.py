@@ -27,7 +27,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -37,7 +36,6 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import nn
 
-from runtime.components import vae_fast
 from runtime.components.attention import attention, problem
 from runtime.components.compiling import forget_all
 from runtime.components.denoiser import PyTorchDenoiser
@@ -91,16 +89,13 @@ VARIANTS: dict[str, tuple[Speed, str]] = {
     "fp8-hand-all": (Speed(attention="fp8", compiled=True, text_kept=True), HAND),
 }
 # Name, how it is computed, latent frames a call.
-INDUCTOR, TRITON = "channels last by Inductor", "channels last by Triton"
 VAE_VARIANTS: tuple[tuple[str, Speed | None, int], ...] = (
     ("diffusers", None, 1),
     ("ours", EAGER, 4),
     ("channels last", Speed(channels_last=True), 1),
     ("channels last", Speed(channels_last=True), 4),
-    (INDUCTOR, Speed(channels_last=True, compiled=True), 1),
-    (INDUCTOR, Speed(channels_last=True, compiled=True), 4),
-    (TRITON, Speed(channels_last=True, compiled=True), 1),
-    (TRITON, Speed(channels_last=True, compiled=True), 4),
+    ("kernels", Speed(channels_last=True, compiled=True), 1),
+    ("kernels", Speed(channels_last=True, compiled=True), 4),
 )
 DEFAULT = ("diffusers", "ours", "compiled-fused", "flash4", "fp8-attention", "fp8", "fp8-all")
 
@@ -474,8 +469,7 @@ def vae_in(
             if speed is None:
                 run = partial(by_diffusers, module, latents)
             else:
-                with mock.patch.object(vae_fast, "can_run", no if variant == INDUCTOR else vae_fast.can_run):
-                    decoder.compute(speed, must_not_stumble)
+                decoder.compute(speed, must_not_stumble)
                 run = partial(decoded, decoder, latents, chunk)
             started = time.perf_counter()
             got = run()
@@ -488,11 +482,6 @@ def vae_in(
             profile(proof, f"vae-{proof.size}", partial(decoded, decoder, latents, 4), {"part": "vae"})
     forget_all()
     return wanted
-
-
-def no(*_: object) -> bool:
-    """Whether Triton's kernels can run: no."""
-    return False
 
 
 def must_not_stumble(field: str, reason: str) -> None:
