@@ -29,6 +29,7 @@ from runtime.bench.entry import EngineFacts, Entry
 from runtime.bench.likeness import Likeness, likeness, lpips_problem
 from runtime.bench.recorder import Recorder, Told, UnwrittenHistory, held_now, why_failed
 from runtime.bench.surroundings import surroundings
+from runtime.components.memory import give_back
 from runtime.components.residency import Residency
 from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.errors import TandemError
@@ -232,6 +233,7 @@ class Bench:
         plan = replace(plan, output=video)
         device = plan.components["transformer"].device
         recorder = self.setup.history.listener = Recorder(device)
+        give_back()  # what earlier runs left to PyTorch would count as there before this one
         before = held_now(device)
         with _arithmetic(entry), recorder.watching():
             run_job(plan, spec, recorder.emit, cancel, entry.residency, self.setup.history, look=recorder.look)

@@ -96,11 +96,11 @@ def place(module: torch.nn.Module, how: Placement, part: ComponentPlan) -> Place
             f"Weights cannot be brought to {part.device} piece by piece: {first_line(error)}.",
             "Take --offload model or none.",
         ) from error
-    return _Stays()
+    return _Hooked(module)
 
 
 class _Stays:
-    """Nothing is to be done between stages: the weights are there, or hooks bring them while the module runs."""
+    """Nothing is to be done between stages: the weights are there."""
 
     waits_elsewhere = False
 
@@ -109,6 +109,29 @@ class _Stays:
 
     def away(self) -> None:
         """It stays."""
+
+
+class _Hooked:
+    """Hooks bring the weights while the module runs, and take them back but for those that were not called in the end.
+
+    A layer is brought ahead as soon as the one before it in the first call runs; what reads the text is called once.
+    """
+
+    waits_elsewhere = False
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+
+    def bring(self) -> None:
+        """Hooks do."""
+
+    def away(self) -> None:
+        """Let go of what was brought for nothing."""
+        for module in self._module.modules():
+            registry = getattr(module, "_diffusers_hook", None)
+            hook = registry and registry.get_hook("group_offloading")
+            if hook is not None:
+                hook.group.offload_()
 
 
 class _Whole:

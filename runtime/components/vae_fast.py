@@ -21,8 +21,8 @@ from runtime.components.memory import ran_out
 from runtime.core.errors import first_line
 from runtime.manager import compat
 
-# Of a convolution that the kernel is faster at: outputs; channels, whose bytes the GPU copies by 16; its size in space.
-OUTPUTS, _CHANNELS, _SPACE = 96, 8, (3, 3)
+# Of a convolution that the kernel is faster at: channels, whose bytes the GPU copies by 16; its size in space.
+_CHANNELS, _SPACE = 8, (3, 3)
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,11 @@ class Fast(vae_steps.Between):
 
     def takes(self, conv: nn.Conv3d) -> bool:
         """See `vae_steps.Between`."""
-        fits = conv.out_channels == OUTPUTS and conv.in_channels % _CHANNELS == 0 and conv.kernel_size[1:] == _SPACE
+        fits = (
+            conv.out_channels == compat.OUTPUTS_BY_KERNEL
+            and conv.in_channels % _CHANNELS == 0
+            and conv.kernel_size[1:] == _SPACE
+        )
         return self._convolves and fits
 
 

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from runtime.components.vae_fast import OUTPUTS
 from runtime.components.vae_steps import CACHED_FRAMES
+from runtime.manager.compat import OUTPUTS_BY_KERNEL as OUTPUTS
 
 # Values of a program, by which its pixels are counted.
 _VALUES = 4096

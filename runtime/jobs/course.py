@@ -136,7 +136,7 @@ class Course:
 
     @cached_property
     def _scheduler(self) -> Any:
-        return load_scheduler(self.spec, self.plan.shift)
+        return load_scheduler(self.spec, self.plan.shift, self.plan.components["transformer"].device)
 
     def begin(self, stage: Stage, name: str) -> None:
         """Tell that a stage begins, with a component at work."""

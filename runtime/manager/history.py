@@ -187,7 +187,7 @@ def _as_planned(plan: ExecutionPlan, spec: ModelSpec) -> tuple[Load, Work, Way]:
 def device_name(machine: Machine, device: str) -> str:
     """Return what a device is called in the history."""
     if device.startswith("cuda"):
-        return machine.gpus[int(device.partition(":")[2] or 0)].name
+        return machine.gpu_of(device).name
     return f"{machine.cpu}, {machine.cores} cores"
 
 

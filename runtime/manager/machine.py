@@ -64,6 +64,10 @@ class Machine:
     packages: tuple[tuple[str, str], ...] = ()
     compiler: str | None = None
 
+    def gpu_of(self, device: str) -> Gpu:
+        """Return the GPU that a device names, `cuda` being the first."""
+        return self.gpus[int(device.partition(":")[2] or 0)]
+
     def version_of(self, package: str) -> str | None:
         """Return the version of an installed package of `packages.PACKAGES`."""
         return dict(self.packages).get(package)

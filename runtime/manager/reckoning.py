@@ -108,7 +108,16 @@ def call(case: Case, way: Way, name: str, computed: Speed) -> Seconds:
         like, alone = EAGER, timing.compute_seconds(case.load, case.work, name, case.machine, way)
         whole_frames = name != "vae" or way.decode_tile is None
         found = split.faster(alone, case.load.split, name) if whole_frames else alone
-    if computed.compiled and not like.compiled and is_transformer(name) and case.backends[name] == PYTORCH:
-        faster = found * (1 / speed.faster_when_compiled(way.quantization))
-        return replace(faster, measured=False)
+    if computed.compiled and not like.compiled and case.backends[name] == PYTORCH:
+        return replace(found * (1 / _times_as_fast(case, way, name)), measured=False)
     return found
+
+
+def _times_as_fast(case: Case, way: Way, name: str) -> float:
+    """Return how many times as fast a component is compiled."""
+    if is_transformer(name):
+        return speed.faster_when_compiled(way.quantization)
+    if name != "vae" or not case.load.cuda:
+        return 1.0
+    vae, gpu = case.load.spec.vae, case.machine.gpu_of(case.load.device)
+    return speed.faster_by_kernels(case.load.dtypes[name], vae.decoder_base_dim * vae.dim_mult[0], gpu.capability)

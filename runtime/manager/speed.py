@@ -31,9 +31,12 @@ _MEASURED_TIMES = 4.0
 # at 832x480 (3.22 and 2.74 s a pass) and 1.10 at 1280x720 (12.08 and 11.00 s). FP8 is brought to float32 and back in
 # steps of its own: uncompiled it took 1.1 to 1.25 times those 3.22 s, compiled 2.34 s.
 _TIMES_AS_FAST: Mapping[str, float] = {"none": 1.13, "fp8": 1.5}
-# What compiling takes where it was not measured. An H200's host with 16 cores took 2 to 9 s for a block and 10 to 18
-# for what lies between the VAE's convolutions, which is not Inductor's any more; what Triton's kernels take instead was
-# not measured, nor were fewer cores.
+# How many times as fast the VAE decodes by Triton's kernels. On an H200 Wan2.1's took 1.47 and 0.69 s in bfloat16 at
+# 832x480, 3.44 and 1.63 s at 1280x720, with its largest convolutions theirs too; TI2V-5B's, whose are cuDNN's, 6.44 and
+# 4.28 s. In float32 2.37 and 1.74 s, and 9.95 and 7.88 s.
+_DECODES_BY_KERNEL, _DECODES_BETWEEN, _DECODES_FLOAT32 = 2.1, 1.5, 1.3
+# What compiling takes where it was not measured. An H200's host with 16 cores took 2 to 9 s for a block, and 2 to 8 for
+# the VAE's kernels; the first step of A14B in FP8 took 11 to 13 s longer than the next. Fewer cores were not measured.
 COMPILE_SECONDS = 20.0
 _NOTHING = Seconds(0, 0, 0, measured=True)
 
@@ -245,6 +248,18 @@ def check_compile(asked: str, offload: str, quantization: str, machine: Machine)
 def faster_when_compiled(quantization: str) -> float:
     """Return how many times as fast compiled blocks are, where nothing was measured."""
     return _TIMES_AS_FAST.get(quantization, 1.0)
+
+
+def faster_by_kernels(dtype: str, outputs: int, capability: tuple[int, int]) -> float:
+    """Return how many times as fast the VAE's kernels make decoding, where nothing was measured.
+
+    Args:
+        outputs: of the last block's convolutions.
+    """
+    if dtype == "float32":
+        return _DECODES_FLOAT32
+    all_of_it = outputs == compat.OUTPUTS_BY_KERNEL and capability == compat.HOPPER
+    return _DECODES_BY_KERNEL if all_of_it else _DECODES_BETWEEN
 
 
 def tag(speed: Speed, component: str) -> str:

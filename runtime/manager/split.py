@@ -123,7 +123,7 @@ def excluded(request: GenerationRequest, spec: ModelSpec, machine: Machine, gpus
 def least_free(split: Split | None, machine: Machine, free_bytes: int) -> int:
     """Return what is free on the fullest of the GPUs; `free_bytes` where there is no split."""
     devices = () if split is None else split.devices
-    return min([free_bytes, *(machine.gpus[int(device.partition(":")[2])].free_bytes for device in devices)])
+    return min([free_bytes, *(machine.gpu_of(device).free_bytes for device in devices)])
 
 
 def counts(spec: ModelSpec, most: int, *, guided: bool) -> list[int]:

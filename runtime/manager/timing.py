@@ -173,7 +173,7 @@ def load_seconds(load: Load) -> Seconds:
 
 
 def _on_gpu(load: Load, work: Work, component: str, machine: Machine, way: Way) -> Seconds:
-    gpu = machine.gpus[int(load.device.partition(":")[2] or 0)]
+    gpu = machine.gpu_of(load.device)
     known = next(((rate, memory) for name, rate, memory in _GPUS if name in gpu.name), None)
     rate, memory = known or next((rate, memory) for least, rate, memory in _BY_CAPABILITY if gpu.capability >= least)
     rate, memory = rate * _TERA, memory * _GIGA

@@ -22,6 +22,8 @@ transformers.utils.logging.disable_progress_bar()
 
 # Held wherever modules get parameters: loading, the libraries patch how for all threads, so that they get no memory.
 MAKING = threading.Lock()
+# Schedulers solve equations. What does that on a GPU PyTorch loads at the first, which two threads at once break.
+_SOLVING = threading.Lock()
 _CLASSES = {
     "text_encoder": transformers.UMT5EncoderModel,
     "transformer": diffusers.WanTransformer3DModel,
@@ -101,11 +103,12 @@ def load_tokenizer(spec: ModelSpec) -> Any:
         ) from error
 
 
-def load_scheduler(spec: ModelSpec, shift: float | None = None) -> Any:
+def load_scheduler(spec: ModelSpec, shift: float | None = None, device: str = "cpu") -> Any:
     """Load the model's scheduler, of the class that its configuration names.
 
     Args:
         shift: how far it moves noise levels towards noise, instead of its configuration's.
+        device: of its latents.
 
     Raises:
         ModelError: if diffusers has no such scheduler.
@@ -116,6 +119,10 @@ def load_scheduler(spec: ModelSpec, shift: float | None = None) -> Any:
             f"{spec.title} wants the scheduler {spec.scheduler!r}, which diffusers {diffusers.__version__} has not.",
             "Update Tandem, or take another model.",
         )
+    if device.startswith("cuda"):
+        with _SOLVING:
+            one = torch.ones(1, 1, device=device, dtype=torch.float32)
+            torch.linalg.solve(one, one)
     changed: dict[str, Any] = {}
     if shift is not None:
         assert spec.noise.setting is not None, "the planner refuses it"

@@ -187,6 +187,7 @@ def decode(
             yield ahead()
         ahead = arrives
     if ahead is not None:
+        cancel.check_pause()
         yield ahead()
 
 

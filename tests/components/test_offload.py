@@ -1,17 +1,31 @@
 """Where weights wait: the decision, and that moving them changes none."""
 
 import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from diffusers.hooks.group_offloading import ModuleGroup
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from runtime.components.memory import ran_out
 from runtime.components.offload import place, placement
 from runtime.components.pinned import move_into_slabs, slabs
+from runtime.components.residency import Residency
 from runtime.core.errors import MachineError
 from runtime.core.plan import ComponentPlan, EngineUse
+from runtime.core.request import GenerationRequest
+from runtime.manager.planner import resolve
+from runtime.models.spec import ModelSpec
+from tests.pipeline.test_parity import sample
+from tests.plans import gpu, machine
+from tests.tiny_models import ARCHITECTURES
 
 ENGINE = EngineUse(id="1", program="vae_next", builder="b", precision="float32", profile=((1, 8, 8),) * 3)
 
@@ -143,3 +157,68 @@ def test_an_allocation_that_no_machine_has_is_ram_that_ran_out() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60, dtype=torch.uint8)
     assert ran_out(caught.value) == "RAM"
+
+
+class Reading(TorchFunctionMode):
+    """Fails where a weight is computed with that a hook has not brought, or has taken back.
+
+    Attributes:
+        away: the weights that wait.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.away: set[torch.Tensor] = set()
+        self.moving = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.moving and getattr(func, "__name__", "") != "__get__":
+            read = {one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.nn.Parameter)}
+            assert not read & self.away, f"{func} of a weight that waits"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def reading(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reading]:
+    """Watch what diffusers' hooks bring and take back: on a CPU it stays where it is."""
+    found = Reading()
+
+    def moving(name: str, note: Callable[[Any, set[torch.Tensor]], None]) -> None:
+        move = getattr(ModuleGroup, name)
+
+        def moved(group: Any) -> None:
+            found.moving = True
+            move(group)
+            found.moving = False
+            note(group, {*group.parameters, *(each for one in group.modules for each in one.parameters())})
+
+        monkeypatch.setattr(ModuleGroup, name, moved)
+
+    moving("onload_", lambda _, weights: found.away.difference_update(weights))
+    moving("offload_", lambda _, weights: found.away.update(weights))
+    with found:
+        yield found
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("offload", ["group", "sequential"])
+def test_weights_are_read_while_they_are_there(
+    architecture: str, offload: str, tiny: Callable[[str], ModelSpec], tmp_path: Path, reading: Reading
+) -> None:
+    spec = tiny(architecture)
+    asked = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 9, "steps": 4, "offload": offload}
+    here = machine(gpu=gpu(), torch_cuda="13.0")
+    plan = resolve(GenerationRequest.from_mapping(asked), spec, here, tmp_path / "x.mp4")
+    parts = {name: replace(one, device="cpu", dtype="float32") for name, one in plan.components.items()}
+    plan = replace(plan, components=parts)
+    with Residency() as residency:
+        wanted = sample(spec, plan, residency)
+        waiting = len(reading.away)
+        assert waiting > 50
+        assert torch.equal(sample(spec, plan, residency), wanted)
+        assert len(reading.away) == waiting
+    # It would be seen.
+    if offload == "group":
+        careless = replace(plan, speed=replace(plan.speed, text_kept=True))
+        with Residency() as residency, pytest.raises(AssertionError, match="of a weight that waits"):
+            sample(spec, careless, residency)

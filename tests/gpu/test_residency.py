@@ -18,6 +18,7 @@ from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.jobs.flow import run_job
 from runtime.manager.planner import resolve
+from runtime.manager.speed import relieved
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.sampling import decode
@@ -40,8 +41,8 @@ PACKAGES = {"bnb-8bit": "bitsandbytes", "bnb-4bit": "bitsandbytes", "fp8": "torc
 
 
 def offloaded(plan: ExecutionPlan, offload: str, quantization: str = "none") -> ExecutionPlan:
-    """Return the plan with weights kept another way."""
-    plan = replace(plan, offload=offload)
+    """Return the plan with weights kept another way, computed as there."""
+    plan = replace(plan, offload=offload, speed=relieved(plan.speed, offload, quantization))
     for name, part in plan.components.items():
         if name.startswith("transformer"):
             plan = plan.with_component(name, replace(part, quantization=quantization))

@@ -49,6 +49,26 @@ def plan(spec: ModelSpec = A14B, on: Machine | None = None, history: Any = (), *
 
 
 @pytest.mark.parametrize(
+    ("model", "precision", "size", "seconds"),
+    [
+        ("wan2.2-a14b", "bfloat16", (832, 480, 81), 0.69),
+        ("wan2.2-a14b", "bfloat16", (1280, 720, 81), 1.63),
+        ("wan2.2-a14b", "float32", (832, 480, 81), 1.74),
+        ("wan2.2-ti2v-5b", "bfloat16", (1280, 704, 121), 4.28),
+        ("wan2.2-ti2v-5b", "float32", (1280, 704, 121), 7.88),
+    ],
+)
+def test_decoding_by_kernels_takes_what_an_h200_measured(
+    model: str, precision: str, size: tuple[int, int, int], seconds: float
+) -> None:
+    named = dict(zip(("width", "height", "frames"), size, strict=True))
+    found = plan(true_size(model), compile="always", vae_precision=precision, **named).seconds["decode"]
+    assert found.likely == pytest.approx(seconds, rel=0.25)
+    assert found.low < seconds < found.high
+    assert not found.measured
+
+
+@pytest.mark.parametrize(
     ("on", "wanted", "because"),
     [
         (gpu_machine(), "cudnn", "by rule"),
