@@ -58,11 +58,8 @@ class Fast(vae_steps.Between):
 
     def takes(self, conv: nn.Conv3d) -> bool:
         """See `vae_steps.Between`."""
-        fits = (
-            conv.out_channels == compat.OUTPUTS_BY_KERNEL
-            and conv.in_channels % _CHANNELS == 0
-            and conv.kernel_size[1:] == _SPACE
-        )
+        outputs, channels, space = conv.out_channels, conv.in_channels, conv.kernel_size[1:]
+        fits = outputs == compat.OUTPUTS_BY_KERNEL and channels % _CHANNELS == 0 and space == _SPACE
         return self._convolves and fits
 
 
