@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from runtime.components.fp8_attention import attend_fp8
 from runtime.components.memory import ran_out
@@ -77,14 +76,19 @@ def _torchs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
 
 
+# Both by name: `sdpa_kernel` chooses for all threads, and each GPU's jobs have one.
 def _cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return _torchs(q, k, v)
+    given = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    out: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(*given, None, False)[0]
+    return out.transpose(1, 2)
 
 
 def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        return _torchs(q, k, v)
+    aten = torch.ops.aten
+    cpu = q.device.type == "cpu"
+    flash = aten._scaled_dot_product_flash_attention_for_cpu if cpu else aten._scaled_dot_product_flash_attention
+    out: torch.Tensor = flash(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))[0]
+    return out.transpose(1, 2)
 
 
 @torch.library.custom_op("tandem::attend", mutates_args=())

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from runtime.components.attention import attention
 from runtime.components.fast_transformer import fuse
 from runtime.components.residency import Residency
 from runtime.components.tiling import shares
@@ -91,6 +93,27 @@ def test_nor_do_the_shares_of_tiles(low_default: Callable[[], None]) -> None:
     wanted = shares(placed, 8)
     low_default()
     assert all(torch.equal(one, other) for one, other in zip(wanted, shares(placed, 8), strict=True))
+
+
+class Looking(TorchDispatchMode):
+    """Sees what PyTorch's own choice of an attention is between, at each operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[bool, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cuda = torch.backends.cuda
+        self.seen.add((cuda.math_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.flash_sdp_enabled()))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["native", "flash", "fp8"])
+def test_one_threads_attention_is_not_anothers(kind: str) -> None:
+    q = torch.randn(1, 2304, 2, 32)
+    with Looking() as looking, torch.no_grad():
+        attention(kind)(q, q, q)
+    assert looking.seen == {(True, True, True)}
 
 
 def made(spec: ModelSpec, plan: ExecutionPlan, residency: Residency) -> list[torch.Tensor]:
