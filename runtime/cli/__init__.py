@@ -11,6 +11,9 @@ def main() -> None:
     let_waiting_threads_sleep()
     # So that CUDA counts the GPUs as the driver does, from which plans are made.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    # What the libraries warn developers of would stand between what people read, in all processes.
+    for library in ("DIFFUSERS", "TRANSFORMERS"):
+        os.environ.setdefault(f"{library}_VERBOSITY", "error")
     try:
         from runtime.cli.main import main as run
     except ModuleNotFoundError as error:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from runtime.core.events import Event, Planned
 
+# Where `logging` sends them.
+_WARNINGS = "py.warnings"
 _MAX_BYTES = 1_000_000
 _BACKUPS = 3
 _ROTATING_SECONDS = 60.0
@@ -79,8 +81,7 @@ def in_the_log(event: Event) -> str:
 
 
 def start(path: Path) -> None:
-    """Send the log of `runtime` to `path`; without a writable file there is no log, and that is all."""
-    root = logging.getLogger("runtime")
+    """Send the log of `runtime` and Python's warnings to `path`; without a writable file there is none."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handler: logging.Handler = SharedRotatingHandler(
@@ -89,9 +90,12 @@ def start(path: Path) -> None:
     except OSError:
         handler = logging.NullHandler()  # with none at all, Python would write warnings between what people read
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    for old in root.handlers[:]:
-        root.removeHandler(old)
-        old.close()
-    root.addHandler(handler)
-    root.setLevel(logging.INFO)
-    root.propagate = False
+    for name in ("runtime", _WARNINGS):
+        root = logging.getLogger(name)
+        for old in root.handlers[:]:
+            root.removeHandler(old)
+            old.close()
+        root.addHandler(handler)
+        root.setLevel(logging.INFO)
+        root.propagate = False
+    logging.captureWarnings(capture=True)

@@ -98,3 +98,12 @@ def test_without_a_file_nothing_is_said_between_what_people_read(tmp_path: Path)
         check=True,
     )
     assert done.stderr == ""
+
+
+def test_what_python_warns_of_is_in_the_log_alone(tmp_path: Path) -> None:
+    code = "import sys, warnings; from pathlib import Path; from runtime.core import log;"
+    code += "log.start(Path(sys.argv[1])); warnings.warn('Argument aux_data is odd'); print('a video')"
+    command = [sys.executable, "-c", code, str(tmp_path / "tandem.log")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stdout, done.stderr) == ("a video\n", "")
+    assert "UserWarning: Argument aux_data is odd" in (tmp_path / "tandem.log").read_text()
