@@ -112,8 +112,6 @@ def noise_levels(config: Mapping[str, Any]) -> NoiseLevels:
 
 def _fixed(config: Mapping[str, Any], *, flow: bool) -> str:
     """Return why a shift would move nothing, or not all; empty where it moves what it should."""
-    if config.get("use_dynamic_shifting"):
-        return "it shifts by the size of the clip (use_dynamic_shifting)"
     other = next((rule for rule in _OTHER_RULES if config.get(rule)), None)
     if other is not None:
         return f"{other} says where its steps lie"

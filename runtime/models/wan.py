@@ -54,6 +54,12 @@ def read_spec(directory: Path, name: str) -> ModelSpec:
         boundary = index.get("boundary_ratio")
         sidecar = _sidecar(directory, vae, experts)
         scheduler = _read_json(directory / "scheduler" / "scheduler_config.json")
+        if scheduler.get("use_dynamic_shifting"):
+            raise ModelError(
+                f"The scheduler of {directory.name} shifts by the size of the clip (use_dynamic_shifting), as no Wan "
+                "model's does.",
+                "Set that to false in scheduler/scheduler_config.json, or copy the model again.",
+            )
         shift = scheduler.get("flow_shift", scheduler.get("shift"))
         return ModelSpec(
             name=name,

@@ -14,7 +14,7 @@ import torch
 from runtime.components.denoiser import UNPROMPTED, Denoiser
 from runtime.components.video_decoder import VideoDecoder, fetch
 from runtime.core.cancel import Cancel
-from runtime.core.errors import BadResultError
+from runtime.core.errors import BadResultError, ModelError, first_line
 from runtime.core.plan import ComponentPlan, ExecutionPlan
 from runtime.core.step_cache import NONE, STEPS_OF_A_CACHE
 
@@ -74,6 +74,8 @@ class StepResult:
     seconds: float
 
 
+# What diffusers' schedulers raise of a configuration that does not fit.
+_ODD = (ArithmeticError, AttributeError, IndexError, TypeError, ValueError)
 OpenExpert = Callable[[str], AbstractContextManager[Denoiser]]
 
 
@@ -90,13 +92,19 @@ def get_schedule(plan: ExecutionPlan, scheduler: Any, boundary_ratio: float | No
     Args:
         scheduler: a diffusers flow-matching scheduler; its timesteps are set here.
         boundary_ratio: the high-noise expert runs while timestep / training timesteps is at least this.
+
+    Raises:
+        ModelError: if the scheduler is not of that kind, or its configuration is odd.
     """
-    scheduler.set_timesteps(plan.steps, device=plan.components["transformer"].device)
-    scheduler.set_begin_index(0)
+    try:
+        scheduler.set_timesteps(plan.steps, device=plan.components["transformer"].device)
+        scheduler.set_begin_index(0)
+        # Read at once, for reading waits for the device. There is one sigma more than timesteps: 0.
+        values, sigmas = scheduler.timesteps.tolist(), scheduler.sigmas.tolist()
+    except _ODD as error:
+        raise _odd(scheduler, error) from error
     boundary = None if boundary_ratio is None else boundary_ratio * scheduler.config.num_train_timesteps
     steps: list[Step] = []
-    # Read at once, for reading waits for the device. There is one sigma more than timesteps: 0.
-    values, sigmas = scheduler.timesteps.tolist(), scheduler.sigmas.tolist()
     for timestep, value, sigma in zip(scheduler.timesteps, values, sigmas, strict=False):
         low_noise = boundary is not None and value < boundary
         scale = plan.guidance_scale_2 if low_noise and plan.guidance_scale_2 is not None else plan.guidance_scale
@@ -105,6 +113,13 @@ def get_schedule(plan: ExecutionPlan, scheduler: Any, boundary_ratio: float | No
         fresh = another or plan.step_cache == NONE or len(steps) % STEPS_OF_A_CACHE == 0
         steps.append(Step(timestep, sigma, expert, scale, fresh))
     return steps
+
+
+def _odd(scheduler: Any, error: Exception) -> ModelError:
+    return ModelError(
+        f"{type(scheduler).__name__}, as the model has it, cannot take its steps: {first_line(error)}.",
+        "Copy the model's scheduler folder again, or take another number of steps.",
+    )
 
 
 def may_stop(steps: list[Step], done: int) -> bool:
@@ -128,6 +143,7 @@ def denoise(
 
     Raises:
         BadResultError: if the latents become NaN or Inf.
+        ModelError: if the scheduler's configuration is odd.
         CancelledError: within a step of being asked.
         PausedError: before the next step.
     """
@@ -143,7 +159,10 @@ def denoise(
                     denoiser.begin_anew()
                 velocity = _guided(denoiser, latents, step, conditioning, cancel)
                 estimate = latents - step.sigma * velocity
-                latents = scheduler.step(velocity, step.timestep, latents, return_dict=False)[0]
+                try:
+                    latents = scheduler.step(velocity, step.timestep, latents, return_dict=False)[0]
+                except _ODD as error:
+                    raise _odd(scheduler, error) from error
                 # Reading one value waits for the device, so the measured time is the step's own.
                 if not torch.isfinite(latents).all().item():
                     raise BadResultError(

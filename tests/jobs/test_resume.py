@@ -1,5 +1,6 @@
 """Interrupted jobs on tiny real models: taken up again, they give the video that they would have given."""
 
+import json
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from runtime.core.events import (
     Cancelled,
     CheckpointSaved,
     Event,
+    Failed,
     FramesDecoded,
     Paused,
     Resumed,
@@ -100,6 +102,18 @@ def test_with_another_scheduler_too(tiny: Tiny, tmp_path: Path) -> None:
         run(plan, spec, tmp_path / str(step), stop=lambda e, step=step: isinstance(e, StepDone) and e.step == step)  # type: ignore[misc]  # bound now
         assert steps_of(run(plan, spec, tmp_path / str(step))) == list(range(step + 1, 5))
         assert stream_of(out) == wanted
+
+
+@pytest.mark.parametrize("scheduler", ["DDIMScheduler", "UniPCMultistepScheduler"])
+def test_a_scheduler_of_another_kind_is_named(scheduler: str, tiny: Tiny, tmp_path: Path) -> None:
+    shutil.copytree(tiny("wan2.1").directory, tmp_path / "model")
+    config = {"_class_name": scheduler, "prediction_type": "none of these", "use_flow_sigmas": True}
+    (tmp_path / "model" / "scheduler" / "scheduler_config.json").write_text(json.dumps(config))
+    spec = read_spec(tmp_path / "model", "other")
+    failed = run(tiny_plan(spec, tmp_path / "x.mp4"), spec, None)[-1]
+    assert isinstance(failed, Failed) and not failed.defect
+    assert failed.what.startswith(f"{scheduler}, as the model has it, cannot take its steps:")
+    assert "scheduler folder" in failed.remedy
 
 
 @pytest.mark.parametrize("stop_at", [3, 4])

@@ -80,7 +80,6 @@ def test_of_a_model_that_is_not_here_the_folder_is_yet_to_say() -> None:
     ("config", "why"),
     [
         ({"_class_name": "UniPCMultistepScheduler"}, "not set up for flow matching"),
-        ({"_class_name": "FlowMatchEulerDiscreteScheduler", "use_dynamic_shifting": True}, "shifts by the size"),
         ({"_class_name": "DDIMScheduler"}, "DDIMScheduler has none"),
     ],
 )

@@ -56,7 +56,6 @@ def test_the_steps_lie_where_the_scheduler_puts_them(name: str) -> None:
         ({"_class_name": "UniPCMultistepScheduler", **FLOW, "use_karras_sigmas": True}, None, "use_karras", 1.0, False),
         ({"_class_name": "DPMSolverMultistepScheduler", **FLOW, "use_lu_lambdas": True}, None, "use_lu_", 1.0, False),
         ({"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 5}, "shift", "", 5.0, True),
-        ({"_class_name": "FlowMatchEulerDiscreteScheduler", "use_dynamic_shifting": True}, None, "dynamic", 1.0, False),
         ({"_class_name": "FlowMatchEulerDiscreteScheduler", "invert_sigmas": True}, "shift", "", 1.0, False),
         ({"_class_name": "FlowMatchHeunDiscreteScheduler", "shift": 3}, "shift", "", 3.0, False),
         ({"_class_name": "DDIMScheduler"}, None, "DDIMScheduler has none", 1.0, False),

@@ -128,6 +128,15 @@ def test_an_unknown_scheduler_is_named(tiny: Tiny, tmp_path: Path) -> None:
             load_scheduler(read_spec(folder, "x"))
 
 
+@pytest.mark.parametrize("name", ["UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler"])
+def test_a_scheduler_that_shifts_by_the_clip_is_refused(name: str, tiny: Tiny, tmp_path: Path) -> None:
+    shutil.copytree(tiny("wan2.1").directory, tmp_path / "model")
+    config = {"_class_name": name, "use_dynamic_shifting": True}
+    (tmp_path / "model" / "scheduler" / "scheduler_config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="use_dynamic_shifting"):
+        read_spec(tmp_path / "model", "x")
+
+
 def test_models_in_the_weights_folder_are_found_by_name(tiny: Tiny, tmp_path: Path) -> None:
     shutil.copytree(tiny("wan2.1").directory, tmp_path / "mine")
     assert "diorama" in folders(tmp_path)
