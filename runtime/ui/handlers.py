@@ -65,10 +65,15 @@ class Handlers:
 
     async def attach(self, remembered: Any) -> AsyncIterator[Updates]:
         """Show the job of this tab while it runs, else one that runs, else the last result of this server."""
-        try:
+
+        def shown() -> Job | None:
             own = self._worker.job(remembered) if isinstance(remembered, str) and remembered else None
-            if own is None or not own.open:
-                own = self._worker.active() or own or self._worker.latest()
+            if own is not None and own.open:
+                return own
+            return self._worker.active() or own or self._worker.latest()
+
+        try:
+            own = await asyncio.to_thread(shown)
         except TandemError as error:
             yield alert(error.what, error.remedy)
             return

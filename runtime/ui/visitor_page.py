@@ -101,10 +101,15 @@ class VisitorHandlers:
     async def attach(self, request: gr.Request, remembered: Any) -> AsyncIterator[Updates]:
         """Show the visitor's job of this tab while it runs, else another of theirs that runs, else their last."""
         visitor = visitor_of(request)
-        try:
+
+        def shown() -> Job | None:
             own = self._lobby.job(remembered, visitor)
-            if own is None or not own.open:
-                own = self._worker.active(visitor) or own or self._worker.latest(visitor)
+            if own is not None and own.open:
+                return own
+            return self._worker.active(visitor) or own or self._worker.latest(visitor)
+
+        try:
+            own = await asyncio.to_thread(shown)
         except TandemError as error:
             yield alert(self.audience.may_hear(error.what), self.audience.may_hear(error.remedy), desk=False)
             return

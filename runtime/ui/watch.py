@@ -72,7 +72,7 @@ async def follow_views(job: Job, worker: Worker, audience: Audience, icon: str) 
         now = time.monotonic()
         key = (job.progress, job.state, job.held, job.cancel.requested)
         if key != seen or now - shown_at >= _TICK_SECONDS:
-            current = view(job, worker, audience, icon, now)
+            current = await asyncio.to_thread(view, job, worker, audience, icon, now)
             seen, shown_at = key, now
             if current != shown:
                 shown = current
