@@ -2,7 +2,9 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from runtime.components.fast_transformer import fuse
 from runtime.components.residency import Residency
 from runtime.components.tiling import shares
 from runtime.core.cancel import Cancel
-from runtime.core.plan import ExecutionPlan
+from runtime.core.plan import ExecutionPlan, Speed
 from runtime.core.tiles import spans
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
@@ -26,6 +28,8 @@ from tests.plans import Alone, tiny_plan
 from tests.waiting import PATIENCE
 
 Tiny = Callable[[str], ModelSpec]
+# So many that each of the three threads loads while another one computes.
+_JOBS = 24
 
 
 @contextmanager
@@ -64,6 +68,27 @@ def test_matrices_are_joined_while_another_model_loads(
     fusing.join(PATIENCE)
     assert module.blocks[0].attn1.fused_projections
     assert {parameter.device.type for parameter in module.parameters()} == {"cpu"}
+
+
+@pytest.mark.parametrize("attention", ["native", "flash"])
+def test_jobs_at_once_give_what_each_gives_alone(attention: str, tiny: Tiny, tmp_path: Path) -> None:
+    speeds = [Speed(attention=attention, fused=True, text_kept=True, paired=paired) for paired in (False, True)]
+    plans = [
+        (spec, replace(tiny_plan(spec, tmp_path / "x.mp4"), speed=speed))
+        for spec in map(tiny, ("wan2.2-a14b", "wan2.2-ti2v-5b"))
+        for speed in speeds
+    ]
+
+    def alone(number: int) -> list[torch.Tensor]:
+        spec, plan = plans[number % len(plans)]
+        with Residency() as residency:  # which loads, and lets go
+            return made(spec, plan, residency)
+
+    wanted = [alone(number) for number in range(len(plans))]
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(alone, range(_JOBS)))
+    for number, frames in enumerate(found):
+        assert all(torch.equal(*both) for both in zip(frames, wanted[number % len(plans)], strict=True)), number
 
 
 @pytest.fixture
