@@ -205,9 +205,12 @@ def test_examples_and_sizes_fill_the_form(open_page: OpenPage) -> None:
 def test_the_form_follows_the_model_and_comes_back_with_it(open_page: OpenPage) -> None:
     page = open_page()
     page.fill("#field-prompt textarea", "a green kite")
+    page.fill("#field-fps input", "4")
     page.click("#field-model input")
     page.click("[role=option]:has-text('Diorama')")
     page.wait_for_function("() => document.querySelector('#field-width input').value === '192'")
+    # Fields are set one after the other: what is typed before its field has its turn would give way.
+    page.wait_for_function("() => document.querySelector('#field-fps input').value === '16'")
     assert page.is_checked("#size input[value='192x112']")
     page.fill("#field-fps input", "12")
     page.wait_for_function("() => localStorage.getItem('tandem.form').includes('\"fps\":12')")
