@@ -211,15 +211,15 @@ def test_the_form_follows_the_model_and_comes_back_with_it(open_page: OpenPage) 
     page.wait_for_function("() => document.querySelector('#field-width input').value === '192'")
     # Fields are set one after the other: what is typed before its field has its turn would give way.
     page.wait_for_function("() => document.querySelector('#field-fps input').value === '16'")
-    assert page.is_checked("#size input[value='192x112']")
+    page.wait_for_selector("#size input[value='192x112']:checked")
     page.fill("#field-fps input", "12")
     page.wait_for_function("() => localStorage.getItem('tandem.form').includes('\"fps\":12')")
     page.reload()
     ready(page)
+    page.wait_for_function("() => document.querySelector('#field-fps input').value === '12'")
+    page.wait_for_selector("#size input[value='192x112']:checked")
     assert page.input_value("#field-model input").startswith("Diorama")
     assert page.input_value("#field-prompt textarea") == "a green kite"
-    assert page.is_checked("#size input[value='192x112']")
-    assert page.input_value("#field-fps input") == "12"
 
 
 def test_keyboard_alone_is_enough(open_page: OpenPage) -> None:
