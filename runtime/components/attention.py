@@ -74,24 +74,25 @@ def seconds_of(kind: str, tokens: int, heads: int, width: int, dtype: str, devic
     return best
 
 
-def _torchs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _heads_first(attend: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """PyTorch wants heads before tokens; only in name, for no kernel needs a copy."""
-    return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
+    return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
+
+
+def _torchs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return _heads_first(F.scaled_dot_product_attention, q, k, v)
 
 
 # Both by name: `sdpa_kernel` chooses for all threads, and each GPU's jobs have one.
 def _cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    given = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    out: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(*given, None, False)[0]
-    return out.transpose(1, 2)
+    run = torch.ops.aten._scaled_dot_product_cudnn_attention
+    return _heads_first(lambda q, k, v: run(q, k, v, None, False)[0], q, k, v)
 
 
 def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    aten = torch.ops.aten
-    cpu = q.device.type == "cpu"
-    flash = aten._scaled_dot_product_flash_attention_for_cpu if cpu else aten._scaled_dot_product_flash_attention
-    out: torch.Tensor = flash(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))[0]
-    return out.transpose(1, 2)
+    aten, cpu = torch.ops.aten, q.device.type == "cpu"
+    run = aten._scaled_dot_product_flash_attention_for_cpu if cpu else aten._scaled_dot_product_flash_attention
+    return _heads_first(lambda q, k, v: run(q, k, v)[0], q, k, v)
 
 
 @torch.library.custom_op("tandem::attend", mutates_args=())

@@ -21,7 +21,7 @@ Stumbled = Callable[[str], None]
 _INDUCTOR, _TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 # So many kinds of inputs are compiled for before all is forgotten: sizes, and tensors that lie otherwise in memory.
 _LIMIT = 32
-# What was compiled already, by function: PyTorch keeps that with the function, whoever compiled it.
+# What was compiled already, by function: that is kept with it, whoever compiled it.
 _COMPILED: dict[Callable[..., Any], set[Any]] = {}
 
 logger = logging.getLogger(__name__)
@@ -33,11 +33,50 @@ def keep_in(folder: Path) -> None:
     os.environ.setdefault(_TRITON, str(folder / "triton"))
 
 
-class CompiledStep:
-    """A function of modules and tensors, compiled for each set of shapes, without a break.
+class Faster:
+    """Computes something in a faster way, and in the plain one once that has failed.
 
     Attributes:
-        seconds: spent on compiling so far.
+        seconds: that the first call of each kind in this process took: what is compiled starts in none.
+
+    Args:
+        failing: what is said then, a clause.
+        stumbled: hears that once.
+    """
+
+    def __init__(self, failing: str, stumbled: Stumbled | None = None) -> None:
+        self.seconds = 0.0
+        self._failing = failing
+        self._stumbled = stumbled
+        self._gave_up = False
+
+    def run(self, fast: Callable[..., Any], plain: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """Return what `plain` returns."""
+        if not self._gave_up:
+            kinds, kind = _COMPILED.setdefault(plain, set()), _kind(arguments)
+            started = time.perf_counter()
+            try:
+                result = fast(*arguments)
+            except Exception as error:
+                if ran_out(error) is not None:
+                    raise
+                self._give_up(error)
+            else:
+                if kind not in kinds:
+                    kinds.add(kind)
+                    self.seconds += time.perf_counter() - started
+                return result
+        return plain(*arguments)
+
+    def _give_up(self, error: Exception) -> None:
+        logger.warning("%s", self._failing, exc_info=error)
+        self._gave_up = True
+        if self._stumbled is not None:
+            self._stumbled(f"{self._failing} ({type(error).__name__}: {first_line(error)}).")
+
+
+class CompiledStep(Faster):
+    """A function of modules and tensors, compiled for each set of shapes, without a break.
 
     Args:
         function: must not write into what it is given.
@@ -45,36 +84,15 @@ class CompiledStep:
     """
 
     def __init__(self, function: Callable[..., Any], stumbled: Stumbled | None = None) -> None:
+        super().__init__("PyTorch could not compile it", stumbled)
         self._function = function
-        self._stumbled = stumbled
-        self._compiled: Callable[..., Any] | None = torch.compile(function, fullgraph=True, dynamic=False)
-        self._kinds = _COMPILED.setdefault(function, set())
-        self.seconds = 0.0
+        self._compiled = torch.compile(function, fullgraph=True, dynamic=False)
 
     def __call__(self, *arguments: Any) -> Any:
         """Return what the function returns."""
-        if self._compiled is None:
-            return self._function(*arguments)
-        kind = kind_of(arguments)
-        started = time.perf_counter()
-        try:
-            result = self._run(arguments)
-        except Exception as error:
-            if ran_out(error) is not None:
-                raise
-            logger.warning("A function could not be compiled", exc_info=error)
-            self._compiled = None
-            if self._stumbled is not None:
-                self._stumbled(f"PyTorch could not compile it ({type(error).__name__}: {first_line(error)}).")
-        else:
-            if kind not in self._kinds:
-                self._kinds.add(kind)
-                self.seconds += time.perf_counter() - started
-            return result
-        return self._function(*arguments)
+        return self.run(self._run, self._function, arguments)
 
-    def _run(self, arguments: tuple[Any, ...]) -> Any:
-        assert self._compiled is not None
+    def _run(self, *arguments: Any) -> Any:
         try:
             with torch._dynamo.config.patch(recompile_limit=_LIMIT):
                 return self._compiled(*arguments)
@@ -97,10 +115,10 @@ def _is_full(error: Exception) -> bool:
     return "RecompileLimit" in type(error).__name__
 
 
-def kind_of(arguments: Any) -> Any:
+def _kind(arguments: Any) -> Any:
     """Return what of the arguments another compilation would be needed for, roughly."""
     if isinstance(arguments, torch.Tensor):
         return (tuple(arguments.shape), arguments.dtype, arguments.device)
     if isinstance(arguments, tuple | list):
-        return tuple(map(kind_of, arguments))
+        return tuple(map(_kind, arguments))
     return type(arguments)

@@ -22,6 +22,7 @@ CACHED_FRAMES = 2
 # Cuts off what is not needed, (…, height, width), where that may be done: before each of the decoder's last blocks, in
 # order from 0, before what follows them, and at the end.
 Trim = Callable[[torch.Tensor, int], torch.Tensor]
+_Computes = Callable[..., torch.Tensor]
 
 
 def enter(
@@ -80,13 +81,14 @@ class Between:
 
     Attributes:
         enter, leave, double, convolve: this module's, or what was made of them.
+
+    Args:
+        wrap: makes something faster of them.
     """
 
-    def __init__(self) -> None:
-        self.enter: Callable[..., torch.Tensor] = enter
-        self.leave: Callable[..., torch.Tensor] = leave
-        self.double: Callable[..., torch.Tensor] = double
-        self.convolve: Callable[..., torch.Tensor] = convolve
+    def __init__(self, wrap: Callable[[_Computes], _Computes] = lambda plain: plain) -> None:
+        self.enter, self.leave = wrap(enter), wrap(leave)
+        self.double, self.convolve = wrap(double), wrap(convolve)
 
     @property
     def compile_seconds(self) -> float:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKLWan
 
 from runtime.components import vae_steps
+from runtime.components.compiling import forget_all
 from runtime.components.vae_fast import Fast
 from runtime.components.vae_steps import CACHED_FRAMES, DecoderSteps
 from runtime.components.video_decoder import PyTorchVideoDecoder
@@ -69,6 +70,7 @@ class Kernels:
 @pytest.mark.parametrize("chunk", [1, 3])
 @torch.inference_mode()
 def test_kernels_take_the_convolutions_of_96_channels(chunk: int) -> None:
+    forget_all()
     torch.manual_seed(0)
     # Of as many in the last block as Wan's.
     vae = AutoencoderKLWan(base_dim=96, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[True]).eval().bfloat16()
