@@ -2,7 +2,8 @@
 
 A runner is named by its own GPU. One at a time gathers; whoever has nothing to do, or has done what it did, lends its
 GPU then before it takes anything else, so that nobody waits for ever, and two who gather do not wait for each other.
-What was lent stays with whoever has it as long as its processes are kept there, until somebody else needs it.
+What was lent stays with whoever has it as long as its processes are kept there, until somebody else needs it: one who
+gathers, or its owner, who has a job and waits for it.
 """
 
 import threading
@@ -22,6 +23,7 @@ class Pool:
         self._holder = {gpu: gpu for gpu in gpus}
         self._gathers: int | None = None
         self._wanted = 0
+        self._waits: set[int] = set()  # for their turn, and for their own GPU
         self._news = threading.Condition()
 
     def has(self, gpu: int) -> bool:
@@ -35,9 +37,10 @@ class Pool:
             return self._held(gpu)
 
     def asked(self, gpu: int) -> bool:
-        """Whether a runner that does nothing is to give what it has to one that gathers."""
+        """Whether a runner that does nothing is to give what it has to one that waits for it."""
         with self._news:
-            return self._lacks(gpu) and bool(self._held(gpu))
+            held = self._held(gpu)
+            return bool(held) and (self._lacks(gpu) or not self._waits.isdisjoint(set(held) - {gpu}))
 
     def lend(self, gpu: int) -> None:
         """Give what was lent to a runner back, and its own GPU to whoever gathers, if that still lacks one.
@@ -65,11 +68,7 @@ class Pool:
         """
         with self._news:
             try:
-                while self._gathers is not None or self._holder[gpu] != gpu:
-                    self._return(gpu)
-                    self._lend(gpu)
-                    self._news.notify_all()
-                    self._wait(check)
+                self._await_turn(gpu, check)
                 self._gathers, self._wanted = gpu, count
                 while len(self._held(gpu)) < count:
                     self._wait(check)
@@ -83,6 +82,18 @@ class Pool:
             for spare in self._held(gpu)[count:]:
                 self._holder[spare] = spare
             return self._held(gpu)
+
+    def _await_turn(self, gpu: int, check: Callable[[], None]) -> None:
+        """Wait until nobody else gathers and a runner has its own GPU; lend that meanwhile."""
+        self._waits.add(gpu)
+        try:
+            while self._gathers is not None or self._holder[gpu] != gpu:
+                self._return(gpu)
+                self._lend(gpu)
+                self._news.notify_all()
+                self._wait(check)
+        finally:
+            self._waits.remove(gpu)
 
     def _wait(self, check: Callable[[], None]) -> None:
         self._news.wait(_LOOK_SECONDS)

@@ -99,7 +99,7 @@ def model(arguments: argparse.Namespace) -> ModelSpec:
 def variants(arguments: argparse.Namespace) -> Iterator[tuple[str, Split | None]]:
     """Yield every way to share a job among so many GPUs."""
     yield "one", None
-    for count in (2, 4, 8):
+    for count in arguments.counts:
         if count > arguments.gpus:
             return
         devices = tuple("cpu" if arguments.device == "cpu" else f"cuda:{index}" for index in range(count))
@@ -344,6 +344,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("parts", nargs="*", default=[], metavar="PART")
     parser.add_argument("--gpus", type=int, default=0)
+    parser.add_argument("--counts", type=int, nargs="+", default=[2, 4, 8], help="how many share a job, beside one")
     parser.add_argument("--model", default="wan2.2-a14b", choices=list(MODELS))
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each variant")
     parser.add_argument("--clip-steps", type=int, default=4, help="of a whole clip")

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from itertools import product
 
 import pytest
 
@@ -82,6 +83,34 @@ def test_all_jobs_are_done_and_no_gpu_has_two(seed: int) -> None:
         runners.wait(len(jobs))
     assert runners.clashes == []
     assert sorted(len(held) for _, held in runners.done) == sorted(jobs)
+
+
+@pytest.mark.parametrize("gpus", [2, 3, 4])
+def test_few_jobs_are_done_too(gpus: int) -> None:
+    """With many, somebody who comes later sets free who waits."""
+    for jobs in product(range(1, gpus + 1), repeat=3):
+        with Runners(Pool(range(gpus)), range(gpus), list(jobs)) as runners:
+            runners.wait(len(jobs))
+        assert runners.clashes == []
+
+
+def test_who_waits_for_its_own_gpu_asks_for_it() -> None:
+    pool = Pool([0, 1])
+    got: list[list[int]] = []
+    threads = [threading.Thread(target=lambda gpu=gpu: got.append(pool.gather(gpu, 2, never))) for gpu in (0, 1)]
+    threads[0].start()
+    until(lambda: pool.asked(1))
+    threads[1].start()  # it has taken a job of its own, and lends nevertheless
+    threads[0].join(PATIENCE)
+    assert got == [[0, 1]]
+    # The first keeps its processes on both, until it has nothing to do.
+    until(lambda: pool.asked(0))
+    pool.lend(0)
+    assert pool.has(1)
+    until(lambda: pool.asked(0))  # the other gathers now
+    pool.lend(0)
+    threads[1].join(PATIENCE)
+    assert got == [[0, 1], [1, 0]]
 
 
 def test_one_that_gathers_gets_those_that_are_lent() -> None:
