@@ -3,15 +3,20 @@
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
+from torch._dynamo.testing import CompileCounter
 
 from runtime.components.denoiser import PyTorchDenoiser
+from runtime.components.fast_transformer import block_step, install
 from runtime.components.several.crew import Crew
 from runtime.components.several.group import Limits
+from runtime.components.several.sequence import Tokens, share_tokens
 from runtime.components.several.shared import SharedDenoiser, SharedVideoDecoder, Texts
 from runtime.components.several.strips import StripDecoder, longer_side
 from runtime.components.video_decoder import PyTorchVideoDecoder
@@ -82,6 +87,24 @@ def test_a_pass_is_what_one_process_makes_of_it(size: tuple[int, int, int], toge
         torch.testing.assert_close(made, one, rtol=0, atol=1e-5)
     # And where a step has no guidance.
     torch.testing.assert_close(together.denoiser(latents, when, negative), wanted[1], rtol=0, atol=1e-5)
+
+
+def test_both_experts_are_compiled_once(tiny: Tiny, tmp_path: Path) -> None:
+    spec, counter = tiny("wan2.2-a14b"), CompileCounter()
+    compiled = torch.compile(block_step, backend=counter, fullgraph=True, dynamic=False)
+    dist.init_process_group("gloo", init_method=(tmp_path / "meet").as_uri(), rank=0, world_size=1)
+    try:
+        assert dist.group.WORLD is not None
+        tokens = Tokens(dist.group.WORLD)
+        tokens.count = 3
+        for name in ("transformer", "transformer_2"):
+            denoiser = PyTorchDenoiser(load_module(spec, name, PART))
+            module = install(denoiser._module, step=compiled)
+            share_tokens(module, tokens)
+            denoiser(latents_of(spec, (1, 2, 6)), torch.tensor(500), texts()[0])
+            assert counter.frame_count == 1
+    finally:
+        dist.destroy_process_group()
 
 
 def test_texts_are_sent_once_and_two_are_kept() -> None:

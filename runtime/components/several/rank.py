@@ -56,18 +56,17 @@ class Rank:
         self._device = torch.device(job["devices"][number])
         self._sequence = int(job["sequence"])
         self._cuda = self._device.type == "cuda"
-        self._sharing = self._join(job)
+        self._tokens = self._join(job)
         self._modules: dict[str, torch.nn.Module] = {}
         self._denoisers: dict[str, PyTorchDenoiser] = {}
         self._caching: dict[str, ExitStack] = {}
-        self._tokens: dict[str, Tokens] = {}
         self._decoder: StripDecoder | None = None
         self._vae: ComponentPlan | None = None
         self._frames: Iterator[torch.Tensor] = iter(())
         self._texts: dict[int, torch.Tensor] = {}
 
-    def _join(self, job: Mapping[str, Any]) -> dist.ProcessGroup | None:
-        """Meet the others; return those who share a pass's tokens with this one, where there are any."""
+    def _join(self, job: Mapping[str, Any]) -> Tokens | None:
+        """Meet the others; return how some of them share a pass's tokens with this one, where there are any."""
         count = len(job["devices"])
         if self._cuda:
             torch.cuda.set_device(self._device)
@@ -87,7 +86,7 @@ class Rank:
             dist.new_group(list(range(first, first + self._sequence)), timeout=_TIMEOUT)
             for first in range(0, count, self._sequence)
         ]
-        return groups[self._number // self._sequence]
+        return Tokens(groups[self._number // self._sequence])
 
     def load(self, said: Mapping[str, Any], _: list[torch.Tensor]) -> Answer:
         """Load a component."""
@@ -110,8 +109,8 @@ class Rank:
                 sys.stderr.write(f"{speed.attention} attention does not run here: {against}.\n")
                 speed = replace(speed, attention=EAGER.attention)
             self._denoisers[name] = PyTorchDenoiser(module, speed)
-            if self._sharing is not None:
-                self._tokens[name] = share_tokens(module, self._sharing)
+            if self._tokens is not None:
+                share_tokens(module, self._tokens)
         return {"dtype": dtype}, []
 
     def free(self, said: Mapping[str, Any], _: list[torch.Tensor]) -> Answer:
@@ -119,7 +118,6 @@ class Rank:
         name = said["name"]
         self._caching.pop(name, ExitStack()).close()
         self._denoisers.pop(name, None)
-        self._tokens.pop(name, None)
         module = self._modules.pop(name, None)
         if name == "vae":
             self._decoder, self._frames = None, iter(())
@@ -131,7 +129,7 @@ class Rank:
         """Have a transformer reuse across steps what is said, and let go of what it kept so far."""
         name = said["name"]
         self._caching.pop(name, ExitStack()).close()
-        caching = self._denoisers[name].caching(said["step_cache"], self._tokens.get(name))
+        caching = self._denoisers[name].caching(said["step_cache"], self._tokens)
         self._caching[name] = ExitStack()
         self._caching[name].enter_context(caching)
         return {}, []
@@ -144,8 +142,8 @@ class Rank:
         for number, text in zip(said["new"], new, strict=True):
             self._texts[number] = text.to(self._device)
         name, texts = said["name"], said["texts"]
-        if name in self._tokens:
-            self._tokens[name].count = said["tokens"]
+        if self._tokens is not None:
+            self._tokens.count = said["tokens"]
         groups = dist.get_world_size() // self._sequence
         mine = [place for place in range(len(texts)) if place % groups == self._number // self._sequence]
         here, when = latents.to(self._device), timestep.to(self._device)

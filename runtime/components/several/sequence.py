@@ -23,6 +23,8 @@ _GROUPS: dict[str, dist.ProcessGroup] = {}
 class Tokens:
     """How the tokens of a pass lie among processes: equal shares in order, the last ones filled up with zeros.
 
+    One serves all transformers that the same processes share, so that their blocks are compiled once.
+
     Args:
         group: the processes that share, each calling the same methods in the same order.
 
@@ -108,12 +110,11 @@ def _(x: torch.Tensor, group: str) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def share_tokens(module: FastTransformer, group: dist.ProcessGroup) -> Tokens:
+def share_tokens(module: FastTransformer, tokens: Tokens) -> None:
     """Have a transformer be computed together.
 
     Tokens and their rotations are shared before the first block, and brought together behind the last projection.
     """
-    tokens = Tokens(group)
 
     def share_first(_: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
         return (tokens.own(given[0]), *given[1:])
@@ -128,7 +129,6 @@ def share_tokens(module: FastTransformer, group: dist.ProcessGroup) -> Tokens:
     parts.proj_out.register_forward_hook(lambda _, __, out: tokens.all(out))
     for block in blocks:
         block.attend = tokens.around(block.attend)
-    return tokens
 
 
 def _filled(x: torch.Tensor, count: int) -> torch.Tensor:
