@@ -95,7 +95,7 @@ class Course:
         self._compiled_before = residency.compile_seconds
         self._planned = plan
         self._checkpoints = checkpoints
-        self.keeper = Keeper(checkpoints, spec, self._checkpoint, emit, self.warn)
+        self.keeper = Keeper(checkpoints, spec, emit)
         self._kept = ExitStack()
 
     def __enter__(self) -> "Course":
@@ -106,7 +106,7 @@ class Course:
         """Let go of the engines; keep what is done, if not all of it is."""
         self._kept.close()
         if kind is not None and issubclass(kind, Exception):
-            self.keeper.keep()
+            self._keep(self._checkpoint())
 
     @property
     def compiled_seconds(self) -> float:
@@ -152,7 +152,7 @@ class Course:
         """Note that the prompt is read."""
         self.conditioning = conditioning
         self.done_at = time.perf_counter()
-        self.keeper.keep()
+        self._keep(self._checkpoint())
 
     def reach(self, steps: int, latents: torch.Tensor, scheduler: Any) -> Reached:
         """Note what is done, and return it."""
@@ -176,8 +176,9 @@ class Course:
         if not reached:
             return
         between = self.step < len(steps) and steps[self.step].expert != steps[self.step - 1].expert
-        if between or self.step == len(steps) or self.keeper.due:
-            self.keeper.keep(boundary=between)
+        checkpoint = self._checkpoint()
+        if between or self.step == len(steps) or self.keeper.due(checkpoint):
+            self._keep(checkpoint, boundary=between)
 
     def take_up(self) -> None:
         """Go on from what an earlier run left; a checkpoint that is of no use is told of and removed."""
@@ -210,6 +211,11 @@ class Course:
         self.straight = False
         self.keeper.found(found)
         self.emit(Resumed(found.step, found.of))
+
+    def _keep(self, checkpoint: Checkpoint | None, *, boundary: bool = False) -> None:
+        problem = self.keeper.keep(checkpoint, boundary=boundary)
+        if problem is not None:
+            self.warn(problem)
 
     def _checkpoint(self) -> Checkpoint | None:
         if self.conditioning is None:

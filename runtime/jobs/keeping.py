@@ -34,25 +34,18 @@ def guessed_cost(size: int) -> float:
 class Keeper:
     """Writes the checkpoints of one run.
 
+    It knows the job only by what it is given: a job that it held, and that held it, would stay until Python looks for
+    such, and with it what lies on the GPU.
+
     Args:
         folder: where to; `None` keeps nothing.
-        make: returns the job as it stands, or `None` where there is nothing to keep yet.
-        warn: hears, once, that checkpoints cannot be written: the job goes on without.
+        emit: hears of what is kept.
     """
 
-    def __init__(
-        self,
-        folder: CheckpointFolder | None,
-        spec: ModelSpec,
-        make: Callable[[], Checkpoint | None],
-        emit: Callable[[Event], None],
-        warn: Callable[[str], None],
-    ) -> None:
+    def __init__(self, folder: CheckpointFolder | None, spec: ModelSpec, emit: Callable[[Event], None]) -> None:
         self._folder = folder
         self._spec = spec
-        self._make = make
         self._emit = emit
-        self._warn = warn
         self._warned = False
         self._kept: tuple[int, ExecutionPlan] | None = None
         self._seconds = 0.0
@@ -72,26 +65,28 @@ class Keeper:
         """Hear that a step is done, which took `seconds`."""
         self._seconds += seconds
 
-    @property
-    def due(self) -> bool:
-        """Whether it is time to keep the job."""
+    def due(self, checkpoint: Checkpoint | None) -> bool:
+        """Return whether it is time to keep the job; `None` where there is nothing to keep yet."""
         if self._folder is None:
             return False
         if self._cost is None:
-            checkpoint = self._make()
             self._cost = guessed_cost(checkpoint.size if checkpoint else 0)
         return due(self._seconds, self._spent, self._cost)
 
-    def keep(self, *, boundary: bool = False) -> None:
+    def keep(self, checkpoint: Checkpoint | None, *, boundary: bool = False) -> str | None:
         """Keep the job as it stands, if that is not on disk already.
 
         Args:
+            checkpoint: `None` where there is nothing to keep yet.
             boundary: it stands between both experts.
+
+        Returns:
+            Why it cannot be kept, in sentences, the first time: it goes on without.
         """
-        checkpoint = None if self._folder is None else self._make()
         # A fallback changes what comes next even where no step was done since.
         if self._folder is None or checkpoint is None or (checkpoint.step, checkpoint.plan) == self._kept:
-            return
+            return None
+        problem = None
         started = time.perf_counter()
         try:
             self._folder.save(checkpoint, self._spec, boundary=boundary)
@@ -99,10 +94,11 @@ class Keeper:
             if not self._warned:
                 self._warned = True
                 since = f"goes on after step {self._kept[0]}" if self._kept else "starts anew"
-                self._warn(f"What is done cannot be kept: {error.what}. If the job is interrupted, it {since}.")
+                problem = f"What is done cannot be kept: {error.what}. If the job is interrupted, it {since}."
         else:
             self._kept = (checkpoint.step, checkpoint.plan)
             self._emit(CheckpointSaved(checkpoint.step))
         took = time.perf_counter() - started
         self._spent += took
         self._cost = took
+        return problem

@@ -1,5 +1,6 @@
 """The job on tiny real models: what it makes, how it ends, and what it leaves behind."""
 
+import gc
 import json
 import os
 import shutil
@@ -29,10 +30,12 @@ from runtime.core.events import (
     to_json,
 )
 from runtime.core.request import GenerationRequest
+from runtime.jobs.course import Course
 from runtime.jobs.flow import run_job
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.models.wan import read_spec
+from runtime.pipeline.sampling import Conditioning, Reached
 from runtime.video.metadata import read_facts
 from tests.jobs.runs import Choice, events_of, never
 from tests.plans import tiny_plan
@@ -200,6 +203,18 @@ def test_previews_keep_a_pause(
     monkeypatch.setattr("runtime.jobs.previews._SHARE", 1e6)
     events = run(find("diorama", tmp_path), tmp_path / "x.mp4", steps=3, frames=5)
     assert [event.preview is not None for event in events if isinstance(event, StepDone)] == drawn
+
+
+@pytest.mark.parametrize("stop", [never, lambda event: isinstance(event, StepDone)], ids=["saved", "cancelled"])
+def test_what_a_job_held_is_let_go_of_at_once(stop: Choice, tiny: Tiny, tmp_path: Path) -> None:
+    """Latents and texts lie on the GPU, and Python seldom looks for what holds itself."""
+    gc.collect()
+    gc.disable()
+    try:
+        run(tiny("wan2.1"), tmp_path / "x.mp4", stop)
+        assert not [one for one in gc.get_objects() if type(one) in {Course, Conditioning, Reached}]
+    finally:
+        gc.enable()
 
 
 def test_a_defect_is_one_line_and_the_log(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
