@@ -10,7 +10,7 @@ tests/gpu/proof_speed.py. Keys and values of less than `_FEWEST` tokens gain not
 
 import math
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,19 +22,59 @@ _FEWEST = 2048
 _SCALARS = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
 
 
-def attend_fp8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Return the attention of (batch, tokens, heads, head width), in the dtype of `q`."""
-    if k.shape[1] < _FEWEST:
-        return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
-    (q8, q_scale), (k8, k_scale), (v8, v_scale) = (quantized(x) for x in (q, k, v))
-    out = torch.ops.tandem.attend_fp8(q8, k8, v8, 1 / q_scale, 1 / k_scale, 1 / v_scale)
-    return (out.float() / v_scale).to(q.dtype)
+class Shared(Protocol):
+    """Tokens of which each of several processes has a share; see `several.sequence.Tokens`."""
+
+    @property
+    def count(self) -> int:
+        """All tokens."""
+        ...
+
+    def largest(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the largest magnitude of each, a scalar, over the tokens of all processes."""
+        ...
+
+    def to_heads(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return all tokens of some heads, of tensors with a share of the tokens of all heads."""
+        ...
+
+    def to_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a share of the tokens of all heads, of a tensor with all tokens of some heads."""
+        ...
 
 
-def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a tensor in e4m3 and the factor that it was multiplied with, a scalar in float32."""
-    scale = _LARGEST / x.abs().amax().float().clamp_min(1e-6)
-    return (x.float() * scale).clamp(-_LARGEST, _LARGEST).to(_E4M3), scale
+def attend_fp8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Shared | None = None) -> torch.Tensor:
+    """Return the attention of (batch, tokens, heads, head width), in the dtype of `q`.
+
+    Args:
+        shared: where these are one process's share of the tokens. They are exchanged in FP8, half of what they were,
+            and rounded by the largest of all: the result is that of one process.
+    """
+    if (k.shape[1] if shared is None else shared.count) < _FEWEST:
+        return _plain(q, k, v) if shared is None else shared.to_tokens(_plain(*shared.to_heads(q, k, v)))
+    most = (q.abs().amax(), k.abs().amax(), v.abs().amax()) if shared is None else shared.largest(q, k, v)
+    scales = [scale_for(largest) for largest in most]
+    eights = [in_fp8(x, scale) for x, scale in zip((q, k, v), scales, strict=True)]
+    if shared is not None:
+        eights = [x.view(_E4M3) for x in shared.to_heads(*(x.view(torch.uint8) for x in eights))]
+    out = torch.ops.tandem.attend_fp8(*eights, *(1 / scale for scale in scales))
+    if shared is not None:
+        out = shared.to_tokens(out.view(torch.uint8)).view(_E4M3)
+    return (out.float() / scales[2]).to(q.dtype)
+
+
+def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
+
+
+def scale_for(largest: torch.Tensor) -> torch.Tensor:
+    """Return the factor, a scalar in float32, that brings values of at most `largest` into the range of e4m3."""
+    return _LARGEST / largest.float().clamp_min(1e-6)
+
+
+def in_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in e4m3, times a factor."""
+    return (x.float() * scale).clamp(-_LARGEST, _LARGEST).to(_E4M3)
 
 
 @torch.library.custom_op("tandem::attend_fp8", mutates_args=())

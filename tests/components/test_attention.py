@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.components.attention import attention, problem
-from runtime.components.fp8_attention import attend_fp8, quantized
+from runtime.components.fp8_attention import attend_fp8, in_fp8, scale_for
 from runtime.core.request import ATTENTIONS
 
 TOKENS, HEADS, WIDTH = 2304, 2, 32
@@ -58,12 +58,11 @@ def test_few_keys_stay_as_exact_as_they_are() -> None:
 
 
 def test_what_is_quantized_uses_the_whole_range() -> None:
-    values, scale = quantized(torch.tensor([-3.0, 0.01, 1.5]))
+    scale = scale_for(torch.tensor(3.0))
+    values = in_fp8(torch.tensor([-3.0, 0.01, 1.5]), scale)
     assert values.float().tolist()[0] == -448.0
     assert (values.float() / scale).tolist() == pytest.approx([-3.0, 0.01, 1.5], rel=0.05)
-    zeros, scale = quantized(torch.zeros(3))
-    assert zeros.float().tolist() == [0.0, 0.0, 0.0]
-    assert torch.isfinite(scale)
+    assert torch.isfinite(scale_for(torch.tensor(0.0)))
 
 
 @pytest.mark.parametrize("kind", ATTENTIONS[1:])

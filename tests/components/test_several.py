@@ -3,6 +3,7 @@
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from tests.tiny_models import ARCHITECTURES
 Tiny = Callable[[str], ModelSpec]
 PART = ComponentPlan(backend="pytorch", device="cpu", dtype="float32", weights_bytes=0, reason="")
 FOUR = Split(devices=("cpu",) * 4, guidance=2, sequence=2, decode=True, reason="")
+TWO = Split(devices=("cpu",) * 2, guidance=1, sequence=2, decode=True, reason="")
 SILENCE = 4.0
 # (latent frames, height, width), and tokens: two share 30 and 3 of them, of which one has none, each pass.
 SIZES = {(5, 4, 6): 30, (1, 2, 6): 3, (3, 6, 4): 18}
@@ -65,6 +67,14 @@ def together(request: pytest.FixtureRequest, tiny: Tiny) -> Iterator[Together]:
     crew.dismiss()
 
 
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Crew]:
+    """Two processes that share the tokens of a pass."""
+    crew = Crew()
+    yield crew
+    crew.dismiss()
+
+
 def latents_of(spec: ModelSpec, size: tuple[int, int, int], seed: int = 0) -> torch.Tensor:
     """Return noise of a size."""
     return torch.randn((1, spec.vae.z_dim, *size), generator=torch.Generator().manual_seed(seed))
@@ -87,6 +97,19 @@ def test_a_pass_is_what_one_process_makes_of_it(size: tuple[int, int, int], toge
         torch.testing.assert_close(made, one, rtol=0, atol=1e-5)
     # And where a step has no guidance.
     torch.testing.assert_close(together.denoiser(latents, when, negative), wanted[1], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [(8, 32, 32), (3, 46, 62)], ids=["even", "odd"])
+def test_attention_in_fp8_rounds_as_in_one_process(size: tuple[int, int, int], tiny: Tiny, pair: Crew) -> None:
+    spec, speed = tiny("wan2.1"), Speed(attention="fp8")
+    latents, when, text = latents_of(spec, size), torch.tensor(500), texts()[0]
+    module = load_module(spec, "transformer", PART)
+    exact = PyTorchDenoiser(module)(latents, when, text)
+    wanted = PyTorchDenoiser(module, speed)(latents, when, text)
+    assert (wanted - exact).abs().max() > 1e-3
+    with closing(pair.load(TWO, spec, "transformer", PART, never, speed)) as shared:
+        assert isinstance(shared.part, SharedDenoiser)
+        torch.testing.assert_close(shared.part(latents, when, text), wanted, rtol=0, atol=1e-5)
 
 
 def test_both_experts_are_compiled_once(tiny: Tiny, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from runtime.components.attention import Attention
 from runtime.components.fast_transformer import FastTransformer
+from runtime.components.fp8_attention import attend_fp8
 
 # By name, for an operator takes tensors and numbers.
 _GROUPS: dict[str, dist.ProcessGroup] = {}
@@ -67,29 +68,38 @@ class Tokens:
         dist.all_gather(parts, values, group=self._group)
         return [math.fsum(column) for column in zip(*torch.stack(parts).tolist(), strict=True)]
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention: Attention) -> torch.Tensor:
-        """Attend from all tokens to all, where each process has its share of them.
+    def largest(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """See `fp8_attention.Shared`."""
+        own = [x.abs().amax() if x.shape[1] else x.new_zeros(()) for x in map(self.real, tensors)]
+        made: torch.Tensor = _largest(torch.stack(own), self._name)
+        return made.unbind()
+
+    def to_heads(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return all tokens of this process's heads.
 
         Args:
-            query, key, value: (batch, share of tokens, heads, width); heads are a multiple of the processes.
-            attention: computes it for some heads and all tokens, of and to (batch, tokens, heads, width).
+            tensors: alike, (batch, share of tokens, heads, width); heads are a multiple of the processes.
 
         Returns:
-            Shaped like `query`.
+            Each (batch, tokens, heads of one process, width).
         """
-        batch, share, heads, width = query.shape
-        each = heads // self._degree
-        packed = torch.stack([x.unflatten(2, (self._degree, each)) for x in (query, key, value)], dim=3)
-        # (process, share, batch, 3, heads of one process, width)
+        each = tensors[0].shape[2] // self._degree
+        packed = torch.stack([x.unflatten(2, (self._degree, each)) for x in tensors], dim=3)
+        # (process, share, batch, tensors, heads of one process, width)
         received = self._exchanged(packed.permute(2, 1, 0, 3, 4, 5))
-        rows = received.flatten(0, 1)[: self.count].transpose(0, 1)
-        made = _filled(attention(*rows.unbind(2)), self._degree * share)
-        sent = made.unflatten(1, (self._degree, share)).permute(1, 2, 0, 3, 4)
-        return self._exchanged(sent).permute(2, 1, 0, 3, 4).reshape(batch, share, heads, width)
+        return received.flatten(0, 1)[: self.count].transpose(0, 1).unbind(2)
+
+    def to_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this process's share of the tokens, of all heads: what `to_heads` did, undone."""
+        filled = _filled(x, self._degree * self.share)
+        received = self._exchanged(filled.unflatten(1, (self._degree, self.share)).permute(1, 2, 0, 3, 4))
+        return received.permute(2, 1, 0, 3, 4).flatten(2, 3)
 
     def around(self, attention: Attention) -> Attention:
         """Return an attention that is called with this process's share of the tokens, and computed by `attention`."""
-        return lambda query, key, value: self.attend(query, key, value, attention)
+        if attention is attend_fp8:
+            return lambda query, key, value: attend_fp8(query, key, value, self)
+        return lambda query, key, value: self.to_tokens(attention(*self.to_heads(query, key, value)))
 
     def _exchanged(self, x: torch.Tensor) -> torch.Tensor:
         """Return what every process has for this one, in order; `x` is what this one has for each."""
@@ -97,7 +107,7 @@ class Tokens:
         return made
 
 
-# An operator of its own, so that a compiled block holds it as one call.
+# Operators of their own, so that a compiled block holds each as one call.
 @torch.library.custom_op("tandem::exchange", mutates_args=())
 def _exchange(x: torch.Tensor, group: str) -> torch.Tensor:
     received = torch.empty_like(x)
@@ -106,6 +116,18 @@ def _exchange(x: torch.Tensor, group: str) -> torch.Tensor:
 
 
 @_exchange.register_fake
+def _(x: torch.Tensor, group: str) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("tandem::largest", mutates_args=())
+def _largest(x: torch.Tensor, group: str) -> torch.Tensor:
+    most = x.clone()
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=_GROUPS[group])
+    return most
+
+
+@_largest.register_fake
 def _(x: torch.Tensor, group: str) -> torch.Tensor:
     return torch.empty_like(x)
 
