@@ -90,7 +90,7 @@ def test_passes_by_the_gpus_events() -> None:
         assert one["state"] == "measured", one["why"]
         assert 0 < one["stages"]["pass"]["median"] < 60
         assert one["working_bytes"] > 1 << 20
-        assert one["error"] < (1e-2 if name == "a, vae" else 0.1)
+        assert one["error"] < (3e-2 if name == "a, vae" else 0.1)
     assert found["a, transformer"]["weights_bytes"] > 2 * 1_400_000_000
     assert found["a, transformer"]["runs_on"] == "PyTorch, bfloat16"
 
