@@ -108,12 +108,16 @@ def call(case: Case, way: Way, name: str, computed: Speed) -> Seconds:
         like, alone = EAGER, timing.compute_seconds(case.load, case.work, name, case.machine, way)
         whole_frames = name != "vae" or way.decode_tile is None
         found = split.faster(alone, case.load.split, name) if whole_frames else alone
-    if computed.compiled and not like.compiled and case.backends[name] == PYTORCH:
-        return replace(found * (1 / _times_as_fast(case, way, name)), measured=False)
-    return found
+    times = 1.0
+    if case.backends[name] == PYTORCH:
+        if computed.compiled and not like.compiled:
+            times *= _faster_compiled(case, way, name)
+        if is_transformer(name) and computed.attention != like.attention:
+            times *= speed.faster_by_attention(computed.attention, case.load.spec, case.load.tokens)
+    return found if times == 1.0 else replace(found * (1 / times), measured=False)
 
 
-def _times_as_fast(case: Case, way: Way, name: str) -> float:
+def _faster_compiled(case: Case, way: Way, name: str) -> float:
     """Return how many times as fast a component is compiled."""
     if is_transformer(name):
         return speed.faster_when_compiled(way.quantization)

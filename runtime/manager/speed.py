@@ -16,7 +16,7 @@ from runtime.manager.compat import Conflict
 from runtime.manager.kernels import ATTENTIONS
 from runtime.manager.machine import Gpu, Machine
 from runtime.manager.vram import DTYPE_BYTES, Load, Way
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import ModelSpec, attention_flops
 
 # Of the free memory, for keys and values of the text: they save a thousandth of the time at true size, and a tenth of a
 # small model's.
@@ -31,6 +31,8 @@ _MEASURED_TIMES = 4.0
 # at 832x480 (3.22 and 2.74 s a pass) and 1.10 at 1280x720 (12.08 and 11.00 s). FP8 is brought to float32 and back in
 # steps of its own: uncompiled it took 1.1 to 1.25 times those 3.22 s, compiled 2.34 s.
 _TIMES_AS_FAST: Mapping[str, float] = {"none": 1.13, "fp8": 1.5}
+# How many times as fast as PyTorch's own an attention is: of A14B's at 832x480 on an H200, 39.0, 32.1 and 26.4 ms.
+_ATTENDS: Mapping[str, float] = {"flash4": 1.21, "fp8": 1.48}
 # How many times as fast the VAE decodes by Triton's kernels. On an H200 Wan2.1's took 1.47 and 0.69 s in bfloat16 at
 # 832x480, 3.44 and 1.63 s at 1280x720, with its largest convolutions theirs too; TI2V-5B's, whose are cuDNN's, 6.44 and
 # 4.28 s. In float32 2.37 and 1.74 s, and 9.95 and 7.88 s.
@@ -248,6 +250,14 @@ def check_compile(asked: str, offload: str, quantization: str, machine: Machine)
 def faster_when_compiled(quantization: str) -> float:
     """Return how many times as fast compiled blocks are, where nothing was measured."""
     return _TIMES_AS_FAST.get(quantization, 1.0)
+
+
+def faster_by_attention(kind: str, spec: ModelSpec, tokens: int) -> float:
+    """Return how many times as fast a transformer is than with PyTorch's own attention, where nothing was measured."""
+    transformer = spec.transformer
+    whole = transformer.forward_flops(tokens, spec.max_sequence_length)
+    share = transformer.num_layers * attention_flops(spec, tokens) / whole
+    return 1 / (1 - share + share / _ATTENDS.get(kind, 1.0))
 
 
 def faster_by_kernels(dtype: str, outputs: int, capability: tuple[int, int]) -> float:

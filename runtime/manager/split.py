@@ -16,12 +16,12 @@ from runtime.models.spec import ModelSpec, is_transformer
 
 # Models below this size take milliseconds a pass on one GPU: telling others takes as long.
 SMALL_MODEL_BYTES = 1 << 30
-# What sharing the tokens of a pass leaves of each GPU's speed, and how much faster strips decode, which overlap (by
-# their arithmetic 1.87 times with 2, 3.15 with 4, 5.1 with 8). Of two H200s with NVLink, tokens measured 1.75 times as
-# fast, passes of guidance 1.98 to 2.0, strips 1.97; more of them are estimates. In between: the nearest below.
-_TOKENS_EFFICIENCY: Mapping[int, float] = {1: 1.0, 2: 0.88, 3: 0.85, 4: 0.82, 5: 0.79, 8: 0.73}
+# What sharing the tokens of a pass leaves of each GPU's speed, and how much faster strips decode, which overlap. H200s
+# with NVLink measured, of 2 and 4: tokens 1.75 and 3.44 times as fast, strips 1.97 and 2.75, passes of guidance 1.98 to
+# 2.0; other numbers are estimates. In between: the nearest below.
+_TOKENS_EFFICIENCY: Mapping[int, float] = {1: 1.0, 2: 0.88, 3: 0.87, 4: 0.86, 5: 0.82, 8: 0.75}
 _GUIDANCE_EFFICIENCY = 0.99
-_STRIPS_SPEED: Mapping[int, float] = {1: 1.0, 2: 1.8, 3: 2.4, 4: 3.0, 8: 4.5}
+_STRIPS_SPEED: Mapping[int, float] = {1: 1.0, 2: 1.9, 3: 2.4, 4: 2.75, 8: 4.0}
 _QUICK, _SLOW = 1.1, 0.6
 
 # What several GPUs exclude, beside what `compat.RULES` says of engines.

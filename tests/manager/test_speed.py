@@ -72,6 +72,31 @@ def test_decoding_by_kernels_takes_what_an_h200_measured(
 
 
 @pytest.mark.parametrize(
+    ("quantization", "attention", "narrow", "wide"),
+    [
+        ("none", "native", 2.743, 11.00),
+        ("none", "flash4", 2.504, 9.71),
+        ("none", "fp8", 2.310, None),
+        ("fp8", "native", 2.337, 9.99),
+        ("fp8", "flash4", 2.097, 8.72),
+        ("fp8", "fp8", 1.855, 7.39),
+    ],
+)
+def test_passes_take_what_an_h200_measured(
+    quantization: str, attention: str, narrow: float, wide: float | None
+) -> None:
+    on = gpu_machine(packages=(*FLASH4, ("nvidia-cudnn-frontend", "1.32")))
+    for (width, height), seconds in (((832, 480), narrow), ((1280, 720), wide)):
+        asked: dict[str, Any] = {"quantization": quantization, "attention": attention, "compile": "always"}
+        decided = plan(on=on, width=width, height=height, steps=40, **asked)
+        found = decided.seconds["denoise"]
+        if seconds is not None:
+            assert found.likely == pytest.approx(80 * seconds, rel=0.15)
+            assert found.low < 80 * seconds < found.high
+            assert not found.measured
+
+
+@pytest.mark.parametrize(
     ("on", "wanted", "because"),
     [
         (gpu_machine(), "cudnn", "by rule"),

@@ -195,6 +195,15 @@ def test_more_gpus_are_forecast_to_be_faster() -> None:
     assert faster(alone, split, "transformer").likely == pytest.approx(5.1, abs=0.1)
 
 
+@pytest.mark.parametrize(("gpus", "seconds"), [(1, 151.1), (2, 76.1), (4, 43.0)])
+def test_a_clip_takes_what_h200s_measured(gpus: int, seconds: float) -> None:
+    packages = (*PACKAGES, ("triton", "3.6.0"), ("nvidia-cudnn-frontend", "1.32"))
+    asked: dict[str, Any] = {"steps": 40, "compile": "always", "quantization": "fp8", "attention": "fp8"}
+    found = plan(A14B, replace(FOUR, packages=packages), gpus=gpus, **asked).seconds["total"]
+    assert found.likely == pytest.approx(seconds, rel=0.15)
+    assert found.low < seconds < found.high
+
+
 def test_what_several_took_says_nothing_of_one() -> None:
     timings = {"encode": 1.0, "denoise": 100.0, "decode": 2.0}
     devices = []
