@@ -5,12 +5,13 @@ Queries, keys and values are scaled as a whole, so that the largest magnitude is
 comes out is an average of values, so their scale holds it too. On Hopper cuDNN gives it in FP8 only.
 
 The error is that of 4 significant bits in each factor, some percent of the result on random inputs; it is measured by
-tests/gpu/proof_speed.py. Keys and values of less than `_FEWEST` tokens gain nothing and stay as they are.
+tests/gpu/proof_speed.py. Keys and values of less than `FEWEST` tokens gain nothing and stay as they are.
 """
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,53 +19,27 @@ import torch.nn.functional as F
 _E4M3 = torch.float8_e4m3fn
 _LARGEST = 448.0
 _PROBABILITY_SCALE = 256.0
-_FEWEST = 2048
+FEWEST = 2048
 _SCALARS = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
 
 
-class Shared(Protocol):
-    """Tokens of which each of several processes has a share; see `several.sequence.Tokens`."""
-
-    @property
-    def count(self) -> int:
-        """All tokens."""
-        ...
-
-    def largest(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the largest magnitude of each, a scalar, over the tokens of all processes."""
-        ...
-
-    def to_heads(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return all tokens of some heads, of tensors with a share of the tokens of all heads."""
-        ...
-
-    def to_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a share of the tokens of all heads, of a tensor with all tokens of some heads."""
-        ...
+def attend_fp8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Return the attention of (batch, tokens, heads, head width), in the dtype of `q`."""
+    if k.shape[1] < FEWEST:
+        return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
+    scales = [scale_for(x.abs().amax()) for x in (q, k, v)]
+    eights = [in_fp8(x, scale) for x, scale in zip((q, k, v), scales, strict=True)]
+    return out_of_fp8(attend_rounded(eights, scales), scales[2], q.dtype)
 
 
-def attend_fp8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Shared | None = None) -> torch.Tensor:
-    """Return the attention of (batch, tokens, heads, head width), in the dtype of `q`.
+def attend_rounded(eights: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the attention of queries, keys and values in e4m3, in e4m3 and the scale of the values.
 
     Args:
-        shared: where these are one process's share of the tokens. They are exchanged in FP8, half of what they were,
-            and rounded by the largest of all: the result is that of one process.
+        scales: what each was multiplied with.
     """
-    if (k.shape[1] if shared is None else shared.count) < _FEWEST:
-        return _plain(q, k, v) if shared is None else shared.to_tokens(_plain(*shared.to_heads(q, k, v)))
-    most = (q.abs().amax(), k.abs().amax(), v.abs().amax()) if shared is None else shared.largest(q, k, v)
-    scales = [scale_for(largest) for largest in most]
-    eights = [in_fp8(x, scale) for x, scale in zip((q, k, v), scales, strict=True)]
-    if shared is not None:
-        eights = [x.view(_E4M3) for x in shared.to_heads(*(x.view(torch.uint8) for x in eights))]
-    out = torch.ops.tandem.attend_fp8(*eights, *(1 / scale for scale in scales))
-    if shared is not None:
-        out = shared.to_tokens(out.view(torch.uint8)).view(_E4M3)
-    return (out.float() / scales[2]).to(q.dtype)
-
-
-def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
+    attended: torch.Tensor = torch.ops.tandem.attend_fp8(*eights, *(1 / scale for scale in scales))
+    return attended
 
 
 def scale_for(largest: torch.Tensor) -> torch.Tensor:
@@ -75,6 +50,11 @@ def scale_for(largest: torch.Tensor) -> torch.Tensor:
 def in_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Return a tensor in e4m3, times a factor."""
     return (x.float() * scale).clamp(-_LARGEST, _LARGEST).to(_E4M3)
+
+
+def out_of_fp8(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return what `in_fp8` made so, in another dtype."""
+    return (x.float() / scale).to(dtype)
 
 
 @torch.library.custom_op("tandem::attend_fp8", mutates_args=())

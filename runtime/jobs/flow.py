@@ -73,8 +73,8 @@ def run_job(
         look: sees the frames before they are encoded, (n, height, width, 3) uint8 each time; again from the first if
             memory ran out while they were decoded.
     """
-    emit(Planned(plan))
     try:
+        emit(Planned(plan))
         with PeakMemory(plan.components["transformer"].device, residency.crew) as peak:
             clock = Clock(residency, peak)
             with Course(plan, spec, emit, cancel, residency, clock, checkpoints) as course:

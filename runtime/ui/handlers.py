@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,22 +66,10 @@ class Handlers:
     async def attach(self, remembered: Any) -> AsyncIterator[Updates]:
         """Show the job of this tab while it runs, else one that runs, else the last result of this server."""
 
-        def shown() -> Job | None:
-            own = self._worker.job(remembered) if isinstance(remembered, str) and remembered else None
-            if own is not None and own.open:
-                return own
-            return self._worker.active() or own or self._worker.latest()
+        def own() -> Job | None:
+            return self._worker.job(remembered) if isinstance(remembered, str) and remembered else None
 
-        try:
-            own = await asyncio.to_thread(shown)
-        except TandemError as error:
-            yield alert(error.what, error.remedy)
-            return
-        if own is None:
-            # A generator that yields nothing would empty the page.
-            yield (gr.skip(),) * 7
-            return
-        async for updates in self._watch(own):
+        async for updates in attached(own, self._worker, self._audience, self._icon):
             yield updates
 
     def cancel(self, watched: Any) -> Any:
@@ -150,6 +138,32 @@ async def updates_of(job: Job, worker: Worker, audience: Audience, icon: str) ->
     async for view in watch.follow_views(job, worker, audience, icon):
         yield _updates(view, before)
         before = view
+
+
+async def attached(
+    own: Callable[[], Job | None], worker: Worker, audience: Audience, icon: str, visitor: str | None = None
+) -> AsyncIterator[Updates]:
+    """Show a page's own job while it runs, else another that runs, else the last: a visitor's, or of this server's.
+
+    Args:
+        own: finds the page's job; it and all else is looked up where that may take its time.
+    """
+
+    def shown() -> Job | None:
+        job = own()
+        return job if job is not None and job.open else worker.active(visitor) or job or worker.latest(visitor)
+
+    try:
+        job = await asyncio.to_thread(shown)
+    except TandemError as error:
+        yield alert(audience.may_hear(error.what), audience.may_hear(error.remedy), desk=visitor is None)
+        return
+    if job is None:
+        # A generator that yields nothing would empty the page.
+        yield (gr.skip(),) * 7
+        return
+    async for updates in updates_of(job, worker, audience, icon):
+        yield updates
 
 
 def _address(job: Job) -> str:

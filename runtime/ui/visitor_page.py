@@ -18,7 +18,7 @@ from runtime.core.settings import ROOT, Settings
 from runtime.jobs.worker import Job, Worker
 from runtime.models.spec import ModelSpec
 from runtime.ui import api, form, theme, visitors
-from runtime.ui.handlers import Updates, alert, cancelled, stored_values, updates_of
+from runtime.ui.handlers import Updates, alert, attached, cancelled, stored_values, updates_of
 from runtime.ui.lobby import Lobby
 from runtime.ui.models import check_offered
 from runtime.ui.studio import connect, connect_basics, header, make
@@ -102,22 +102,10 @@ class VisitorHandlers:
         """Show the visitor's job of this tab while it runs, else another of theirs that runs, else their last."""
         visitor = visitor_of(request)
 
-        def shown() -> Job | None:
-            own = self._lobby.job(remembered, visitor)
-            if own is not None and own.open:
-                return own
-            return self._worker.active(visitor) or own or self._worker.latest(visitor)
+        def own() -> Job | None:
+            return self._lobby.job(remembered, visitor)
 
-        try:
-            own = await asyncio.to_thread(shown)
-        except TandemError as error:
-            yield alert(self.audience.may_hear(error.what), self.audience.may_hear(error.remedy), desk=False)
-            return
-        if own is None:
-            # A generator that yields nothing would empty the page.
-            yield (gr.skip(),) * 7
-            return
-        async for updates in updates_of(own, self._worker, self.audience, self._icon):
+        async for updates in attached(own, self._worker, self.audience, self._icon, visitor):
             yield updates
 
     def cancel(self, request: gr.Request, watched: Any) -> Any:

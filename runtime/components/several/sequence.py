@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from runtime.components.attention import Attention
 from runtime.components.fast_transformer import FastTransformer
-from runtime.components.fp8_attention import attend_fp8
+from runtime.components.fp8_attention import FEWEST, attend_fp8, attend_rounded, in_fp8, out_of_fp8, scale_for
 
 # By name, for an operator takes tensors and numbers.
 _GROUPS: dict[str, dist.ProcessGroup] = {}
@@ -68,13 +68,25 @@ class Tokens:
         dist.all_gather(parts, values, group=self._group)
         return [math.fsum(column) for column in zip(*torch.stack(parts).tolist(), strict=True)]
 
-    def largest(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """See `fp8_attention.Shared`."""
-        own = [x.abs().amax() if x.shape[1] else x.new_zeros(()) for x in map(self.real, tensors)]
-        made: torch.Tensor = _largest(torch.stack(own), self._name)
-        return made.unbind()
+    def around(self, attention: Attention) -> Attention:
+        """Return an attention that is called with this process's share of the tokens, and computed by `attention`."""
+        if attention is attend_fp8:
+            return self._attend_fp8
+        return lambda query, key, value: self._attend(query, key, value, attention)
 
-    def to_heads(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: Attention) -> torch.Tensor:
+        return self._to_tokens(attention(*self._to_heads(q, k, v)))
+
+    def _attend_fp8(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attend as `attend_fp8` does: rounded by the largest of all tokens, and half as many bytes are exchanged."""
+        if self.count < FEWEST:
+            return self._attend(q, k, v, attend_fp8)
+        scales = [scale_for(largest) for largest in self._largest(q, k, v)]
+        rounded = [in_fp8(x, scale).view(torch.uint8) for x, scale in zip((q, k, v), scales, strict=True)]
+        out = attend_rounded([x.view(torch.float8_e4m3fn) for x in self._to_heads(*rounded)], scales)
+        return out_of_fp8(self._to_tokens(out.view(torch.uint8)).view(torch.float8_e4m3fn), scales[2], q.dtype)
+
+    def _to_heads(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return all tokens of this process's heads.
 
         Args:
@@ -89,17 +101,17 @@ class Tokens:
         received = self._exchanged(packed.permute(2, 1, 0, 3, 4, 5))
         return received.flatten(0, 1)[: self.count].transpose(0, 1).unbind(2)
 
-    def to_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this process's share of the tokens, of all heads: what `to_heads` did, undone."""
+    def _to_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this process's share of the tokens, of all heads: what `_to_heads` did, undone."""
         filled = _filled(x, self._degree * self.share)
         received = self._exchanged(filled.unflatten(1, (self._degree, self.share)).permute(1, 2, 0, 3, 4))
         return received.permute(2, 1, 0, 3, 4).flatten(2, 3)
 
-    def around(self, attention: Attention) -> Attention:
-        """Return an attention that is called with this process's share of the tokens, and computed by `attention`."""
-        if attention is attend_fp8:
-            return lambda query, key, value: attend_fp8(query, key, value, self)
-        return lambda query, key, value: self.to_tokens(attention(*self.to_heads(query, key, value)))
+    def _largest(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the largest magnitude of each, a scalar, over the tokens of all processes."""
+        own = [x.abs().amax() if x.shape[1] else x.new_zeros(()) for x in map(self.real, tensors)]
+        made: torch.Tensor = _maximum(torch.stack(own), self._name)
+        return made.unbind()
 
     def _exchanged(self, x: torch.Tensor) -> torch.Tensor:
         """Return what every process has for this one, in order; `x` is what this one has for each."""
@@ -120,14 +132,14 @@ def _(x: torch.Tensor, group: str) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-@torch.library.custom_op("tandem::largest", mutates_args=())
-def _largest(x: torch.Tensor, group: str) -> torch.Tensor:
+@torch.library.custom_op("tandem::maximum", mutates_args=())
+def _maximum(x: torch.Tensor, group: str) -> torch.Tensor:
     most = x.clone()
     dist.all_reduce(most, dist.ReduceOp.MAX, group=_GROUPS[group])
     return most
 
 
-@_largest.register_fake
+@_maximum.register_fake
 def _(x: torch.Tensor, group: str) -> torch.Tensor:
     return torch.empty_like(x)
 
