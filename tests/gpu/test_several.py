@@ -1,4 +1,4 @@
-"""One worker per GPU: jobs run side by side, each on its own, and give the same video on either."""
+"""One worker per GPU: jobs run side by side, each on its own, and give the same video on any."""
 
 from pathlib import Path
 
