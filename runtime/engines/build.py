@@ -20,7 +20,7 @@ from runtime.engines.builders import BUILDERS, BuildNeeds
 from runtime.engines.child import COMMAND, Outcome, run_child
 from runtime.engines.store import EngineStore
 from runtime.manager.engine_index import EngineKey, EngineRecord
-from runtime.manager.machine import Machine, free_disk_bytes, probe
+from runtime.manager.machine import Machine, free_disk_bytes, gpu_index, probe
 from runtime.models.lora_files import read_lora
 from runtime.models.spec import ModelSpec
 
@@ -232,7 +232,7 @@ def _needs(request: BuildRequest) -> BuildNeeds:
 
 
 def _free_vram(machine: Machine, device: str) -> int:
-    index = int(device.partition(":")[2] or 0)
+    index = gpu_index(device)
     return machine.gpus[index].free_bytes if index < len(machine.gpus) else 0
 
 

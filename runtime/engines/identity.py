@@ -14,7 +14,7 @@ from typing import Any
 
 from runtime.core.errors import EngineError, ModelError
 from runtime.manager.engine_index import is_of_gpu
-from runtime.manager.machine import Machine
+from runtime.manager.machine import Machine, gpu_index
 from runtime.models.spec import ModelSpec
 
 # Raised whenever a form or the way it is exported changes, so that older engines are built anew.
@@ -79,7 +79,7 @@ def device_text(machine: Machine, device: str) -> str:
     """
     if device == "cpu":
         return " ".join([platform.machine(), *cpu_instructions()])
-    index = int(device.partition(":")[2] or 0)
+    index = gpu_index(device)
     if index >= len(machine.gpus):
         raise EngineError(f"There is no GPU {device} here.", "Choose a device that `doctor` lists.")
     gpu = machine.gpus[index]

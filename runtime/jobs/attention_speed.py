@@ -12,7 +12,7 @@ from runtime.core.plan import PYTORCH, ExecutionPlan
 from runtime.core.request import AUTO
 from runtime.jobs.history import HistoryFile
 from runtime.manager.history import History, Run, attention_kind, attention_seconds, device_name
-from runtime.manager.machine import Machine, seen_from
+from runtime.manager.machine import Machine, gpu_index, seen_from
 from runtime.manager.speed import exact_attentions
 from runtime.manager.vram import DTYPE_BYTES
 from runtime.models.spec import ModelSpec, attention_flops
@@ -61,4 +61,4 @@ def unknown(plan: ExecutionPlan, spec: ModelSpec, history: History, machine: Mac
     name, flops = device_name(machine, part.device), attention_flops(spec, plan.tokens)
     if attention_seconds(history, name, part.dtype, flops):
         return []
-    return exact_attentions(seen_from(machine, int(part.device.partition(":")[2] or 0)))
+    return exact_attentions(seen_from(machine, gpu_index(part.device)))

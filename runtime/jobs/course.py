@@ -106,7 +106,7 @@ class Course:
         """Let go of the engines; keep what is done, if not all of it is."""
         self._kept.close()
         if kind is not None and issubclass(kind, Exception):
-            self._keep(self._checkpoint())
+            self._keep()
 
     @property
     def compiled_seconds(self) -> float:
@@ -152,7 +152,7 @@ class Course:
         """Note that the prompt is read."""
         self.conditioning = conditioning
         self.done_at = time.perf_counter()
-        self._keep(self._checkpoint())
+        self._keep()
 
     def reach(self, steps: int, latents: torch.Tensor, scheduler: Any) -> Reached:
         """Note what is done, and return it."""
@@ -176,9 +176,8 @@ class Course:
         if not reached:
             return
         between = self.step < len(steps) and steps[self.step].expert != steps[self.step - 1].expert
-        checkpoint = self._checkpoint()
-        if between or self.step == len(steps) or self.keeper.due(checkpoint):
-            self._keep(checkpoint, boundary=between)
+        if between or self.step == len(steps) or self.keeper.due(self._checkpoint):
+            self._keep(boundary=between)
 
     def take_up(self) -> None:
         """Go on from what an earlier run left; a checkpoint that is of no use is told of and removed."""
@@ -212,8 +211,8 @@ class Course:
         self.keeper.found(found)
         self.emit(Resumed(found.step, found.of))
 
-    def _keep(self, checkpoint: Checkpoint | None, *, boundary: bool = False) -> None:
-        problem = self.keeper.keep(checkpoint, boundary=boundary)
+    def _keep(self, *, boundary: bool = False) -> None:
+        problem = self.keeper.keep(self._checkpoint, boundary=boundary)
         if problem is not None:
             self.warn(problem)
 

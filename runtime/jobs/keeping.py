@@ -65,24 +65,26 @@ class Keeper:
         """Hear that a step is done, which took `seconds`."""
         self._seconds += seconds
 
-    def due(self, checkpoint: Checkpoint | None) -> bool:
-        """Return whether it is time to keep the job; `None` where there is nothing to keep yet."""
+    def due(self, make: Callable[[], Checkpoint | None]) -> bool:
+        """Return whether it is time to keep the job; see `keep`."""
         if self._folder is None:
             return False
         if self._cost is None:
+            checkpoint = make()
             self._cost = guessed_cost(checkpoint.size if checkpoint else 0)
         return due(self._seconds, self._spent, self._cost)
 
-    def keep(self, checkpoint: Checkpoint | None, *, boundary: bool = False) -> str | None:
+    def keep(self, make: Callable[[], Checkpoint | None], *, boundary: bool = False) -> str | None:
         """Keep the job as it stands, if that is not on disk already.
 
         Args:
-            checkpoint: `None` where there is nothing to keep yet.
+            make: returns the job as it stands, or `None` where there is nothing to keep yet.
             boundary: it stands between both experts.
 
         Returns:
             Why it cannot be kept, in sentences, the first time: it goes on without.
         """
+        checkpoint = None if self._folder is None else make()
         # A fallback changes what comes next even where no step was done since.
         if self._folder is None or checkpoint is None or (checkpoint.step, checkpoint.plan) == self._kept:
             return None

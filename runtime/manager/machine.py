@@ -65,12 +65,17 @@ class Machine:
     compiler: str | None = None
 
     def gpu_of(self, device: str) -> Gpu:
-        """Return the GPU that a device names, `cuda` being the first."""
-        return self.gpus[int(device.partition(":")[2] or 0)]
+        """Return the GPU that a device names; see `gpu_index`."""
+        return self.gpus[gpu_index(device)]
 
     def version_of(self, package: str) -> str | None:
         """Return the version of an installed package of `packages.PACKAGES`."""
         return dict(self.packages).get(package)
+
+
+def gpu_index(device: str) -> int:
+    """Return which GPU a device names, from 0: `cuda` is the first."""
+    return int(device.partition(":")[2] or 0)
 
 
 def seen_from(machine: Machine, gpu: int) -> Machine:

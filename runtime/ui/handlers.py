@@ -60,7 +60,7 @@ class Handlers:
             logger.exception("The form could not be submitted")
             yield alert(f"Something broke inside Tandem: {error!r}", self._audience.details)
             return
-        async for updates in self._watch(job):
+        async for updates in updates_of(job, self._worker, self._audience, self._icon):
             yield updates
 
     async def attach(self, remembered: Any) -> AsyncIterator[Updates]:
@@ -109,10 +109,6 @@ class Handlers:
             logger.exception("It could not be said what would happen")
             seen = outlook.stopped(error, COMPONENTS)
         return *acceleration.show(seen), f"{number}{'' if seen.complete else ' more'}"
-
-    async def _watch(self, job: Job) -> AsyncIterator[Updates]:
-        async for shown in updates_of(job, self._worker, self._audience, self._icon):
-            yield shown
 
 
 def stored_values(stored: Any) -> dict[str, Any] | None:

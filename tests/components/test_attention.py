@@ -62,7 +62,9 @@ def test_what_is_quantized_uses_the_whole_range() -> None:
     values = in_fp8(torch.tensor([-3.0, 0.01, 1.5]), scale)
     assert values.float().tolist()[0] == -448.0
     assert (values.float() / scale).tolist() == pytest.approx([-3.0, 0.01, 1.5], rel=0.05)
-    assert torch.isfinite(scale_for(torch.tensor(0.0)))
+    scale = scale_for(torch.tensor(0.0))
+    assert in_fp8(torch.zeros(3), scale).float().tolist() == [0.0, 0.0, 0.0]
+    assert torch.isfinite(scale)
 
 
 @pytest.mark.parametrize("kind", ATTENTIONS[1:])

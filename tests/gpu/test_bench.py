@@ -79,7 +79,8 @@ def test_a_clip_tells_the_gpus_memory_and_gives_it_back(tmp_path: Path) -> None:
 
 def test_passes_by_the_gpus_events() -> None:
     small = {"model": "wan2.1-t2v-1.3b", "width": 256, "height": 256, "frames": 5}
-    found = passes([configuration("a", **small)], tera_operations=100.0)
+    # The bound below is float32's; by itself the VAE decodes in bfloat16 there.
+    found = passes([configuration("a", vae_precision="float32", **small)], tera_operations=100.0)
     assert set(found) == {
         "diffusers 256x256, 5 frames, transformer",
         "a, transformer",
@@ -90,7 +91,7 @@ def test_passes_by_the_gpus_events() -> None:
         assert one["state"] == "measured", one["why"]
         assert 0 < one["stages"]["pass"]["median"] < 60
         assert one["working_bytes"] > 1 << 20
-        assert one["error"] < (3e-2 if name == "a, vae" else 0.1)
+        assert one["error"] < (1e-2 if name == "a, vae" else 0.1)
     assert found["a, transformer"]["weights_bytes"] > 2 * 1_400_000_000
     assert found["a, transformer"]["runs_on"] == "PyTorch, bfloat16"
 

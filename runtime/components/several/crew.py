@@ -9,6 +9,7 @@ from pydantic import TypeAdapter
 from runtime.components.several.group import Group, Limits
 from runtime.components.several.shared import SharedDenoiser, SharedVideoDecoder, Texts
 from runtime.core.plan import EAGER, ComponentPlan, Speed, Split
+from runtime.manager.machine import gpu_index
 from runtime.models.spec import ModelSpec
 
 _PARTS = TypeAdapter(ComponentPlan)
@@ -115,7 +116,7 @@ class Crew:
         if self.group is None:
             return {}
         taken = zip(self.group.split.devices, self.group.taken_bytes, strict=True)
-        return {int(device.partition(":")[2]): size for device, size in taken if device.startswith("cuda:")}
+        return {gpu_index(device): size for device, size in taken if device.startswith("cuda:")}
 
     def dismiss(self) -> None:
         """End all of them."""

@@ -9,7 +9,7 @@ from runtime.core.errors import EngineError
 from runtime.engines.builders import BuildNeeds
 from runtime.engines.builders.keyed import KeyedBuilder, weights_bytes
 from runtime.manager import compat
-from runtime.manager.machine import Machine
+from runtime.manager.machine import Machine, gpu_index
 from runtime.manager.shapes import LatentSize, ShapeProfile
 from runtime.manager.vram import DTYPE_BYTES, denoise_bytes
 from runtime.models.spec import ModelSpec
@@ -141,7 +141,7 @@ def _activation_bytes(spec: ModelSpec, program: str, profile: ShapeProfile) -> i
 
 
 def _gpu_index(machine: Machine, device: str) -> int:
-    index = int(device.partition(":")[2] or 0)
+    index = gpu_index(device)
     if not device.startswith("cuda") or index >= len(machine.gpus):
         raise EngineError(f"TensorRT needs an NVIDIA GPU, and {device} is none.", compat.OTHER_BACKEND)
     return index
