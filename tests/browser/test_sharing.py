@@ -103,7 +103,7 @@ def test_a_limit_is_said_beside_the_stage(visit: Visit) -> None:
     assert "208×32 is larger than visitors may ask for. Take at most 192×192." in page.inner_text(
         "#status .alert"
     ).replace("\n", " ")
-    assert page.get_attribute("#field-width input", "aria-invalid") == "true"
+    page.wait_for_selector("#field-width input[aria-invalid=true]")
 
 
 def test_a_visitor_stops_their_own_video_and_sees_no_others(visit: Visit) -> None:
