@@ -18,17 +18,17 @@ import torch
 from diffusers.models.activations import GELU
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from runtime.components.residency import Residency
 from runtime.core.cancel import Cancel
 from runtime.core.events import Event, VideoSaved
 from runtime.core.request import GenerationRequest
 from runtime.core.step_cache import FIRST_BLOCK, NONE
-from runtime.jobs.flow import run_job
-from runtime.manager.machine import probe
-from runtime.manager.planner import resolve
+from runtime.execution.residency import Residency
+from runtime.machine.probe import probe
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
-from runtime.video.likeness import likeness
+from runtime.pipeline.run import run_job
+from runtime.planner.resolve import resolve
+from runtime.video.similarity import likeness
 from tools import grade
 
 PROMPTS = (

@@ -1,5 +1,5 @@
 """Tests. Like the app itself, waiting threads are told to sleep before anything imports torch."""
 
-from runtime.core.threads import let_waiting_threads_sleep
+from runtime.core.cpu_threads import let_waiting_threads_sleep
 
 let_waiting_threads_sleep()

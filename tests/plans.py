@@ -7,9 +7,9 @@ from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
-from runtime.manager.machine import Gpu, Machine
-from runtime.manager.planner import resolve
+from runtime.machine.probe import Gpu, Machine
 from runtime.models.spec import ModelSpec
+from runtime.planner.resolve import resolve
 
 GIB = 1 << 30
 
@@ -72,7 +72,7 @@ class Alone:
     def loading(self, name: str) -> None:
         """Nothing is shown."""
 
-    def stumbled(self, name: str, field: str, reason: str) -> None:
+    def on_degraded(self, name: str, field: str, reason: str) -> None:
         """Note it."""
         self.fallen.append((f"{name}.{field}", reason))
 

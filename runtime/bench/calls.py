@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from runtime.bench.component_timing import Lent
 from runtime.bench.exact import unnormalised
-from runtime.bench.parts import Lent
-from runtime.components.residency import Residency
 from runtime.core.plan import ExecutionPlan
+from runtime.execution.residency import Residency
 from runtime.models.spec import ModelSpec, is_transformer
 
 # In the middle of the schedule.
@@ -58,7 +58,7 @@ def lent(
 
             def predict(given: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
                 # Else a step cache would answer from the pass before.
-                denoiser.begin_anew()
+                denoiser.reset_cache()
                 yield denoiser(given["latents"], given["timestep"], given["text_embeds"])
 
             yield predict

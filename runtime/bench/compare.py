@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.bench.spread import Spread, ratio
-from runtime.bench.surroundings import differing_machines, differing_versions
+from runtime.bench.environment import differing_machines, differing_versions
+from runtime.bench.statistics import Spread, ratio
 from runtime.bench.table import number, spread_text
 from runtime.core.errors import InvalidRequestError
 

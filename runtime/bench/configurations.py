@@ -7,7 +7,7 @@ from typing import Any
 from runtime.core.errors import InvalidRequestError
 from runtime.core.plan import BACKEND_TITLES, PYTORCH, ExecutionPlan
 from runtime.core.request import ALL, GenerationRequest
-from runtime.manager.offers import EngineOffer, Offers
+from runtime.planner.engine_offers import EngineOffer, Offers
 
 _LONGEST_NAME = 40
 # Of the memory that is free, this much may be planned for: allocators keep some of what they give back.

@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from runtime.bench.component_timing import PartError
 from runtime.bench.configurations import Configuration, in_words
-from runtime.bench.likeness import Likeness
-from runtime.bench.parts import PartError
 from runtime.bench.recorder import Told
-from runtime.bench.spread import Spread, spread
-from runtime.components.residency import Residency
+from runtime.bench.similarity import Likeness
+from runtime.bench.statistics import Spread, spread
 from runtime.core.plan import ExecutionPlan
+from runtime.execution.residency import Residency
 from runtime.models.spec import ModelSpec
 
 # "same" as another one, which is measured for both.

@@ -16,27 +16,27 @@ from typing import Any
 import torch
 
 from runtime.bench.calls import drained, lent, made_up, own_call, seconds_of, timestep_of
+from runtime.bench.component_timing import Lent, in_floats, relative_error
 from runtime.bench.configurations import Configuration
+from runtime.bench.environment import surroundings
 from runtime.bench.exact import as_frames, exact_frames, exact_velocity
-from runtime.bench.parts import Lent, in_floats, relative_error
 from runtime.bench.random_weights import random_module, random_spec
 from runtime.bench.recorder import allocated
 from runtime.bench.rounds import SCHEMA, Tell
-from runtime.bench.spread import Spread, spread
-from runtime.bench.surroundings import surroundings
-from runtime.components.memory import give_back
-from runtime.components.residency import Loader, Residency
+from runtime.bench.statistics import Spread, spread
 from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.errors import InvalidRequestError, ModelError, TandemError, first_line
 from runtime.core.plan import BACKEND_TITLES, PYTORCH, ComponentPlan, ExecutionPlan
 from runtime.core.request import AUTO, GenerationRequest
 from runtime.engines.service import EngineService
-from runtime.manager.machine import Machine
-from runtime.manager.planner import resolve
+from runtime.execution.memory import release_cached_memory
+from runtime.execution.residency import Loader, Residency
+from runtime.machine.probe import Machine
 from runtime.models.known import known_as
 from runtime.models.loras import model_for
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.models.weights import load_module
+from runtime.planner.resolve import resolve
 
 PARTS = ("transformer", "transformer_2", "vae")
 BASELINE = "diffusers"
@@ -228,7 +228,7 @@ class Forward:
                     output = call().float().cpu() if is_transformer(part) else as_frames(call())
                 one.error = relative_error(output, exact[0])
             del module, call
-        give_back(unreachable=True)
+        release_cached_memory(unreachable=True)
         if self.setup.baseline:
             self.passes.append(one)
             self._say(one)

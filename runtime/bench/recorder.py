@@ -14,10 +14,10 @@ import torch
 from runtime.bench.configurations import without_builds
 from runtime.core.events import Event, Failed, FellBack, StageStarted, StepDone, TerminalEvent, VideoSaved, Warned
 from runtime.core.plan import ExecutionPlan
-from runtime.jobs.history import HistoryFile
-from runtime.manager.history import History, Run
-from runtime.manager.machine import Machine
+from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
+from runtime.pipeline.history import HistoryFile
+from runtime.planner.history import History, Run
 
 _SAMPLE_SECONDS = 0.02
 

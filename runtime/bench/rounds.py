@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from runtime.bench import parts
+from runtime.bench import component_timing
 from runtime.bench.configurations import (
     Configuration,
     decided,
@@ -26,21 +26,21 @@ from runtime.bench.configurations import (
     without_builds,
 )
 from runtime.bench.entry import EngineFacts, Entry
-from runtime.bench.likeness import Likeness, likeness, lpips_problem
+from runtime.bench.environment import surroundings
 from runtime.bench.recorder import Recorder, Told, UnwrittenHistory, held_now, why_failed
-from runtime.bench.surroundings import surroundings
-from runtime.components.memory import give_back
-from runtime.components.residency import Residency
+from runtime.bench.similarity import Likeness, likeness, lpips_problem
 from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.errors import TandemError
 from runtime.core.events import Cancelled, VideoSaved
 from runtime.engines.programs import full_float32
 from runtime.engines.service import EngineService
-from runtime.jobs.flow import run_job
-from runtime.jobs.outputs import make_folder, slug
-from runtime.manager.machine import Machine
-from runtime.manager.planner import resolve
+from runtime.execution.memory import release_cached_memory
+from runtime.execution.residency import Residency
+from runtime.machine.probe import Machine
 from runtime.models.loras import model_for
+from runtime.pipeline.outputs import make_folder, slug
+from runtime.pipeline.run import run_job
+from runtime.planner.resolve import resolve
 
 SCHEMA = 1
 Tell = Callable[[str], None]
@@ -89,7 +89,7 @@ class Bench:
     cancelled: bool = False
     noise: Likeness | None = None
     _reference_frames: tuple[np.ndarray, ...] = ()
-    _passes: parts.Passes | None = None
+    _passes: component_timing.Passes | None = None
     _about: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -233,7 +233,7 @@ class Bench:
         plan = replace(plan, output=video)
         device = plan.components["transformer"].device
         recorder = self.setup.history.listener = Recorder(device)
-        give_back()  # what earlier runs left to PyTorch would count as there before this one
+        release_cached_memory()  # what earlier runs left to PyTorch would count as there before this one
         before = held_now(device)
         with _arithmetic(entry), recorder.watching():
             run_job(plan, spec, recorder.emit, cancel, entry.residency, self.setup.history, look=recorder.look)
@@ -279,12 +279,12 @@ class Bench:
         with _arithmetic(entry):
             try:
                 if entry is reference:
-                    self._passes = parts.reference_passes(spec, plan, entry.residency, cancel)
+                    self._passes = component_timing.reference_passes(spec, plan, entry.residency, cancel)
                 elif self._passes is not None and same_clip(plan, reference.planned()[1]) is None:
-                    entry.parts = parts.errors(self._passes, spec, plan, entry.residency, cancel)
+                    entry.parts = component_timing.errors(self._passes, spec, plan, entry.residency, cancel)
             except (TandemError, MemoryError, torch.OutOfMemoryError) as error:
                 said = error.what if isinstance(error, TandemError) else "Memory ran out."
-                entry.parts = {name: parts.PartError(None, said) for name in plan.components}
+                entry.parts = {name: component_timing.PartError(None, said) for name in plan.components}
                 entry.residency.free()
 
     def _note_reference(self, run: Told) -> None:

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from runtime.core.threads import let_waiting_threads_sleep
+from runtime.core.cpu_threads import let_waiting_threads_sleep
 
 
 def main() -> None:

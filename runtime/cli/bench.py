@@ -12,8 +12,8 @@ from runtime.bench.configurations import Configuration, check_names, named_flags
 from runtime.bench.forward import PARTS, Forward, ForwardSetup
 from runtime.bench.recorder import UnwrittenHistory
 from runtime.bench.rounds import SCHEMA, Bench, Setup
-from runtime.cli import endings, show
-from runtime.cli.cancelling import cancel_on_signals
+from runtime.cli import exit_codes, terminal
+from runtime.cli.interrupts import cancel_on_signals
 from runtime.cli.request_flags import flags_in, request_from_flags
 from runtime.core import settings
 from runtime.core.errors import InvalidRequestError, SettingsError
@@ -21,9 +21,9 @@ from runtime.core.plan import PYTORCH
 from runtime.core.request import ALL
 from runtime.core.settings import Settings
 from runtime.engines.service import EngineService
-from runtime.manager.machine import probe
-from runtime.manager.planner import resolve
+from runtime.machine.probe import probe
 from runtime.models.loras import model_for
+from runtime.planner.resolve import resolve
 
 PROMPT = "a red boat sails left on a calm sea at sunset"
 # The same in every benchmark, so that results of two versions are of the same clip.
@@ -67,13 +67,13 @@ def measure(
         keep_videos=keep_videos,
     )
     # What is there is kept as it comes: whatever ends the process.
-    bench = Bench.of(setup, configurations, show.line, lambda now: _save(folder, now.to_json()))
+    bench = Bench.of(setup, configurations, terminal.line, lambda now: _save(folder, now.to_json()))
     with cancel_on_signals() as cancel:
         bench.measure(cancel)
     result = bench.to_json()
     _tell(result, folder)
     if as_json and any(one["stages"] for one in result["configurations"]):
-        endings.emit_json(result | {"files": [str(folder / "bench.json"), str(folder / "bench.svg")]})
+        exit_codes.emit_json(result | {"files": [str(folder / "bench.json"), str(folder / "bench.svg")]})
     return _exit_code(bench, as_json=as_json)
 
 
@@ -114,34 +114,34 @@ def forward(
     configurations = configured(common, configs or ["as planned:"])
     folder = files.new_folder(loaded.cache_dir, out)
     target = folder / "forward.json"
-    under_way = Forward(setup, configurations, show.line, lambda now: files.write_json(target, now.to_json()))
+    under_way = Forward(setup, configurations, terminal.line, lambda now: files.write_json(target, now.to_json()))
     with cancel_on_signals() as cancel:
         under_way.measure(cancel)
     result = under_way.to_json()
-    show.table(table.FORWARD, table.passes(result))
+    terminal.table(table.FORWARD, table.passes(result))
     for message in table.forward_notes(result):
-        show.line(message)
-    show.line(f"Saved {target}")
+        terminal.line(message)
+    terminal.line(f"Saved {target}")
     measured = any(one["stages"] for one in result["configurations"])
     if as_json and measured:
-        endings.emit_json(result | {"files": [str(target)]})
+        exit_codes.emit_json(result | {"files": [str(target)]})
     if under_way.cancelled:
-        return endings.CANCELLED
+        return exit_codes.CANCELLED
     if measured:
-        return endings.DONE
+        return exit_codes.DONE
     why = next((one["why"] for one in result["configurations"] if one["why"]), "The model has no such part.")
-    return endings.refuse(f"Nothing was measured. {why}", "Take another configuration or part.", as_json=as_json)
+    return exit_codes.refuse(f"Nothing was measured. {why}", "Take another configuration or part.", as_json=as_json)
 
 
 def compare(one: str, other: str) -> dict[str, Any]:
     """Print and return how two results differ."""
     before, after = (comparing.check_result(files.read_json(name), SCHEMA, name) for name in (one, other))
     found = comparing.compare(before, after)
-    show.table(comparing.HEADINGS, found.rows())
+    terminal.table(comparing.HEADINGS, found.rows())
     for message in found.left_out:
-        show.warning(f"Not compared: {message}")
-    show.line(f"Versions: {'; '.join(found.versions) or 'the same'}.")
-    show.line(comparing.summary(found))
+        terminal.warning(f"Not compared: {message}")
+    terminal.line(f"Versions: {'; '.join(found.versions) or 'the same'}.")
+    terminal.line(comparing.summary(found))
     return found.to_json()
 
 
@@ -217,19 +217,19 @@ def _tell(result: Mapping[str, Any], folder: Path) -> None:
             f"{first['model']}, {first['width']}x{first['height']}, {first['frames']} frames, {first['steps']} steps"
         )
     files.write(folder / "bench.svg", plot.svg(result, title))
-    show.table(table.TIMES, table.times(result))
-    show.table(table.FIGURES, table.figures(result))
+    terminal.table(table.TIMES, table.times(result))
+    terminal.table(table.FIGURES, table.figures(result))
     for message in table.outcomes(result):
-        show.warning(message)
+        terminal.warning(message)
     for message in table.notes(result):
-        show.line(message)
-    show.line(f"Saved {folder / 'bench.json'} and {folder / 'bench.svg'}")
+        terminal.line(message)
+    terminal.line(f"Saved {folder / 'bench.json'} and {folder / 'bench.svg'}")
 
 
 def _exit_code(bench: Bench, *, as_json: bool) -> int:
     if bench.cancelled:
-        return endings.CANCELLED
+        return exit_codes.CANCELLED
     if any(entry.runs for entry in bench.entries):
-        return endings.DONE
+        return exit_codes.DONE
     failed = bench.entries[0]
-    return endings.refuse(f"Nothing was measured. {failed.name}: {failed.why}", failed.remedy, as_json=as_json)
+    return exit_codes.refuse(f"Nothing was measured. {failed.name}: {failed.why}", failed.remedy, as_json=as_json)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from runtime.cli.endings import emit_json
+from runtime.cli.exit_codes import emit_json
 from runtime.cli.request_flags import taking_flags
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="End standard output with one JSON object on its last line.")]

@@ -7,8 +7,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from runtime.cli import show
-from runtime.cli.cancelling import cancel_on_signals
+from runtime.cli import terminal
+from runtime.cli.interrupts import cancel_on_signals
 from runtime.core import settings
 from runtime.core.byte_size import UNITS, byte_size
 from runtime.core.errors import EngineError, InvalidRequestError, TandemError
@@ -17,14 +17,14 @@ from runtime.core.request import GenerationRequest
 from runtime.engines import library
 from runtime.engines.service import EngineService
 from runtime.engines.staleness import why_stale
-from runtime.jobs.building import Built, build_all, wanted_engines
-from runtime.manager.engine_index import IMPORTED, UNREADABLE_KEY, EngineRecord
-from runtime.manager.machine import probe
-from runtime.manager.planner import resolve
+from runtime.machine.probe import probe
 from runtime.models.catalogue import find, folders
 from runtime.models.loras import model_for
 from runtime.models.spec import ModelSpec
 from runtime.models.wan import read_spec
+from runtime.pipeline.build_engines import Built, build_all, wanted_engines
+from runtime.planner.engine_index import IMPORTED, UNREADABLE_KEY, EngineRecord
+from runtime.planner.resolve import resolve
 
 
 def build(request: GenerationRequest, *, again: bool) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def build(request: GenerationRequest, *, again: bool) -> dict[str, Any]:
         for number, one in enumerate(build_all(wanted, spec, service, progress(), cancel, again=again), start=1):
             built.append(one)
             if one.error is not None:
-                show.warning(f"{number} of {len(wanted)}: {one.error.what} {one.error.remedy}")
+                terminal.warning(f"{number} of {len(wanted)}: {one.error.what} {one.error.remedy}")
     records = [one.record for one in built if one.record is not None]
     _table(records, {})
     return {
@@ -68,7 +68,7 @@ def listing() -> dict[str, Any]:
     models = _models()
     stale = {record.id: why_stale(record, models, service.machine, service.notes) for record in found.engines}
     _table(found.engines, stale)
-    show.line(f"{byte_size(found.total_bytes)} of at most {byte_size(found.max_bytes)}, in {service.store.folder}")
+    terminal.line(f"{byte_size(found.total_bytes)} of at most {byte_size(found.max_bytes)}, in {service.store.folder}")
     return {
         "engines": [{**engine_row(record), "stale": stale[record.id]} for record in found.engines],
         "total_bytes": found.total_bytes,
@@ -95,7 +95,7 @@ def verify(ids: Sequence[str]) -> dict[str, Any]:
                 said = f"not verified. {found.skipped} {found.remedy}"
             else:
                 said = f"{'right' if record.usable else 'WRONG'}: {record.problem or record.detail}"
-            show.line(f"{record.id} {_title(record)}: {said}")
+            terminal.line(f"{record.id} {_title(record)}: {said}")
             rows.append({**engine_row(record), "skipped": found.skipped})
     bad = sum(1 for row in rows if row["skipped"] is None and not row["usable"])
     return {"ok": bad == 0, "engines": rows}
@@ -106,7 +106,7 @@ def delete(ids: Sequence[str]) -> dict[str, Any]:
     service = _service()
     chosen = library.choose(service.store, ids)
     freed = library.delete(service.store, chosen)
-    show.line(f"Deleted {_count(len(chosen))}, {byte_size(freed)}.")
+    terminal.line(f"Deleted {_count(len(chosen))}, {byte_size(freed)}.")
     return {"deleted": [record.id for record in chosen], "freed_bytes": freed}
 
 
@@ -115,9 +115,9 @@ def prune(max_size: str | None) -> dict[str, Any]:
     service = _service()
     done = library.prune(service.store, None if max_size is None else parse_size(max_size))
     left = f"{byte_size(done.total_bytes)} of {byte_size(done.max_bytes)} are left"
-    show.line(f"Deleted {_count(len(done.deleted))}; {left}.")
+    terminal.line(f"Deleted {_count(len(done.deleted))}; {left}.")
     if not done.enough:
-        show.warning("Pinned engines and those in use stay.")
+        terminal.warning("Pinned engines and those in use stay.")
     return {
         "deleted": [record.id for record in done.deleted],
         "total_bytes": done.total_bytes,
@@ -132,7 +132,7 @@ def pin(ids: Sequence[str], *, pinned: bool) -> dict[str, Any]:
     chosen = library.choose(store, ids)
     change = store.pin if pinned else store.unpin
     rows = [engine_row(change(record.id)) for record in chosen]
-    show.line(f"{'Pinned' if pinned else 'Unpinned'} {_count(len(rows))}.")
+    terminal.line(f"{'Pinned' if pinned else 'Unpinned'} {_count(len(rows))}.")
     return {"engines": rows}
 
 
@@ -148,7 +148,7 @@ def export(component: str, request: GenerationRequest, out: str) -> dict[str, An
     plan = resolve(request, spec, probe(), Path("none.mp4"))
     files = []
     for exported in export_component(spec, component, plan.latent_size, _folder(out)):
-        show.line(f"{exported.path} ({byte_size(exported.bytes)}): {exported.detail}")
+        terminal.line(f"{exported.path} ({byte_size(exported.bytes)}): {exported.detail}")
         files.append(exported.to_json())
     return {"component": component, "model": spec.name, "files": files}
 
@@ -201,16 +201,16 @@ def progress() -> Any:
         text = line if share in {None, 0.0, 1.0} else f"{line} ({share:.0%})"
         if text != said[0]:
             said[0] = text
-            show.line(text)
+            terminal.line(text)
 
     return tell
 
 
 def _table(records: Sequence[EngineRecord], stale: Mapping[str, Sequence[str]]) -> None:
     if not records:
-        show.line("No engines.")
+        terminal.line("No engines.")
         return
-    show.table(
+    terminal.table(
         ("Engine", "Part", "Runs on", "Latent sizes", "On disk", "Speed", "Used", ""),
         [
             (

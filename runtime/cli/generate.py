@@ -7,9 +7,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.cli import endings, show
-from runtime.cli.cancelling import cancel_on_signals
-from runtime.components.residency import Residency
+from runtime.cli import exit_codes, terminal
+from runtime.cli.interrupts import cancel_on_signals
 from runtime.core import settings
 from runtime.core.errors import InvalidRequestError, StoreError, TandemError
 from runtime.core.events import Cancelled, Event, Failed, FellBack, OutOfMemory, VideoSaved, Warned
@@ -17,19 +16,20 @@ from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.core.settings import Settings
 from runtime.engines.service import EngineService
-from runtime.jobs import recovery
-from runtime.jobs.history import HistoryFile
-from runtime.jobs.instance import Instance
-from runtime.jobs.live import Job
-from runtime.jobs.opening import open_store
-from runtime.jobs.outputs import make_folder, output_path
-from runtime.jobs.records import JobRecord
-from runtime.jobs.running import Planner, Wishes, run
-from runtime.jobs.store import JobStore
-from runtime.manager.machine import Machine, probe
-from runtime.manager.planner import resolve
+from runtime.execution.residency import Residency
+from runtime.machine.probe import Machine, probe
 from runtime.models.loras import model_for
 from runtime.models.spec import ModelSpec
+from runtime.pipeline.history import HistoryFile
+from runtime.pipeline.outputs import make_folder, output_path
+from runtime.planner.resolve import resolve
+from runtime.queue import recovery
+from runtime.queue.execution import ControlPoller, Planner, run
+from runtime.queue.job import Job
+from runtime.queue.opening import open_store
+from runtime.queue.process_lock import Instance
+from runtime.queue.records import JobRecord
+from runtime.queue.store import JobStore
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def check_remembered(store: JobStore) -> None:
         what, _, remedy = store.problem.partition(". ")
         raise StoreError(f"{what}.", remedy)
     if store.notice:
-        show.warning(store.notice)
+        terminal.warning(store.notice)
 
 
 def _remembered(
@@ -111,11 +111,11 @@ def _remembered(
 def _run(
     here: _Here, store: JobStore, record: JobRecord, spec: ModelSpec, plan: ExecutionPlan, *, as_json: bool
 ) -> int:
-    progress = show.ProgressLine()
+    progress = terminal.ProgressLine()
     job = Job(record, plan, spec.title, store)
     job.begin(record)
     if store.notice:
-        show.warning(store.notice)
+        terminal.warning(store.notice)
 
     def emit(event: Event) -> None:
         seen = len(job.events)
@@ -124,13 +124,13 @@ def _run(
         # The job may have more to say than was told: that it cannot be written down.
         for told in job.events[seen:]:
             if isinstance(told, Warned):
-                show.warning(told.message)
+                terminal.warning(told.message)
             elif isinstance(told, FellBack):
-                show.warning(told.reason)
+                terminal.warning(told.reason)
             elif isinstance(told, OutOfMemory) and told.taken:
-                show.warning(told.message)
+                terminal.warning(told.message)
 
-    wishes = Wishes(store)
+    wishes = ControlPoller(store)
     with cancel_on_signals() as cancel, wishes.listening(), wishes.heard(job):
         # Not the job's own token: a signal's handler must not write to the store that it may have interrupted.
         job.cancel = cancel
@@ -144,19 +144,19 @@ def _told(job: Job, store: JobStore, *, as_json: bool) -> int:
     if isinstance(end, VideoSaved):
         _report(end)
         if as_json:
-            endings.emit_json(end.result_json() | {"job": job.id})
-        return endings.DONE
+            exit_codes.emit_json(end.result_json() | {"job": job.id})
+        return exit_codes.DONE
     again = "" if store.path is None else f" Go on later: jobs resume {job.id}"
     if isinstance(end, Failed):
         if end.defect:
-            return endings.defect(end.what, as_json=as_json)
-        return endings.refuse(end.what, end.remedy, as_json=as_json)
+            return exit_codes.defect(end.what, as_json=as_json)
+        return exit_codes.refuse(end.what, end.remedy, as_json=as_json)
     if not isinstance(end, Cancelled):
         store.put_back(job.id)
-        show.line(f"Paused.{again}")
-        return endings.CANCELLED
-    show.line(f"Cancelled. Nothing was saved.{again}")
-    return endings.CANCELLED
+        terminal.line(f"Paused.{again}")
+        return exit_codes.CANCELLED
+    terminal.line(f"Cancelled. Nothing was saved.{again}")
+    return exit_codes.CANCELLED
 
 
 def _target(request: GenerationRequest, out: str | None, outputs_dir: Path) -> Path:
@@ -171,5 +171,7 @@ def _target(request: GenerationRequest, out: str | None, outputs_dir: Path) -> P
 def _report(end: VideoSaved) -> None:
     timings = end.timings
     stages = ", ".join(f"{name} {timings[name]:.1f} s" for name in ("encode", "denoise", "decode", "mux"))
-    show.line(f"Saved {end.video}")
-    show.line(f"Seed {end.request['seed']} · {timings['total']:.1f} s ({stages}) · loading {end.load_seconds:.1f} s")
+    terminal.line(f"Saved {end.video}")
+    terminal.line(
+        f"Seed {end.request['seed']} · {timings['total']:.1f} s ({stages}) · loading {end.load_seconds:.1f} s"
+    )

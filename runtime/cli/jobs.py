@@ -4,18 +4,18 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from runtime.cli import show
+from runtime.cli import terminal
 from runtime.cli.generate import check_remembered
 from runtime.core import settings
 from runtime.core.errors import InvalidRequestError
 from runtime.core.events import WaitsForGpus
 from runtime.core.settings import Settings
-from runtime.jobs import recovery
-from runtime.jobs.opening import open_store
-from runtime.jobs.records import STATES, JobRecord, State, event_from_json
-from runtime.jobs.report import report
-from runtime.jobs.store import JobStore
-from runtime.manager.machine import probe
+from runtime.machine.probe import probe
+from runtime.queue import recovery
+from runtime.queue.opening import open_store
+from runtime.queue.records import STATES, JobRecord, State, event_from_json
+from runtime.queue.store import JobStore
+from runtime.queue.support_report import report
 
 _PROMPT_SHOWN = 60
 _DAYS_KEPT = round(recovery.KEPT_SECONDS / 86_400)
@@ -27,12 +27,12 @@ def listing(states: Sequence[str], search: str) -> dict[str, Any]:
     jobs = store.list(states=_states(states) or None, search=search)
     waits = {job.id: _waits(store, job) for job in jobs}
     if jobs:
-        show.table(
+        terminal.table(
             ("Job", "State", "Asked for", "Prompt"),
             [(job.id, waits[job.id] or _state(job), _when(job.created), _shortened(job.prompt)) for job in jobs],
         )
     else:
-        show.line("No jobs.")
+        terminal.line("No jobs.")
     return {"jobs": [job_row(job) | {"waits": waits[job.id] or None} for job in jobs]}
 
 
@@ -42,20 +42,20 @@ def details(beginning: str, *, with_prompt: bool) -> dict[str, Any]:
     store = _store(loaded)
     job = store.find(beginning)
     told = report(store, job, probe(), loaded.log_file, loaded.cache_dir, with_prompt=with_prompt)
-    show.line(f"Job {job.id}: {_waits(store, job) or _state(job)}, asked for {_when(job.created)}")
+    terminal.line(f"Job {job.id}: {_waits(store, job) or _state(job)}, asked for {_when(job.created)}")
     if job.failure is not None:
-        show.line(f"  {told['failure']['what']} {told['failure']['remedy']}")
+        terminal.line(f"  {told['failure']['what']} {told['failure']['remedy']}")
     for title in ("request", "versions", "machine"):
-        show.line(f"{title.title()}: " + ", ".join(f"{name} {value}" for name, value in told[title].items()))
+        terminal.line(f"{title.title()}: " + ", ".join(f"{name} {value}" for name, value in told[title].items()))
     for name, part in ((told["plan"] or {}).get("components") or {}).items():
-        show.line(f"{name}: {part['backend']} on {part['device']} in {part['dtype']}. {part['reason']}")
+        terminal.line(f"{name}: {part['backend']} on {part['device']} in {part['dtype']}. {part['reason']}")
     for event in told["events"]:
         rest = ", ".join(f"{name} {value}" for name, value in event.items() if name not in {"n", "at", "event"})
-        show.line(f"{_when(event['at'])} {event['event']}{': ' if rest else ''}{rest}")
+        terminal.line(f"{_when(event['at'])} {event['event']}{': ' if rest else ''}{rest}")
     for line in told["log"]:
-        show.line(f"log: {line}")
+        terminal.line(f"log: {line}")
     if job.resumable:
-        show.line(f"Take it up again: jobs resume {job.id}")
+        terminal.line(f"Take it up again: jobs resume {job.id}")
     return {"job": told}
 
 
@@ -72,7 +72,7 @@ def delete(beginnings: Sequence[str], *, sure: bool) -> dict[str, Any]:
     for job in jobs:
         store.delete(job)
     ids = " ".join(jobs)
-    show.line(f"Deleted {ids}. For {_DAYS_KEPT} days they can be had back: jobs undelete {ids}")
+    terminal.line(f"Deleted {ids}. For {_DAYS_KEPT} days they can be had back: jobs undelete {ids}")
     return {"deleted": list(jobs)}
 
 
@@ -82,7 +82,7 @@ def undelete(beginnings: Sequence[str]) -> dict[str, Any]:
     jobs = {job.id: job for job in map(store.find, beginnings)}
     for job in jobs:
         store.undelete(job)
-    show.line(f"Back in the list: {' '.join(jobs)}.")
+    terminal.line(f"Back in the list: {' '.join(jobs)}.")
     return {"undeleted": list(jobs)}
 
 
@@ -128,7 +128,7 @@ def _ask(jobs: Sequence[JobRecord]) -> None:
     cannot = InvalidRequestError(
         "yes", "Whether to delete cannot be asked: there is no terminal.", "Add --yes to delete all the same."
     )
-    show.ask("\n".join([*named, "Delete?"]), cannot)
+    terminal.ask("\n".join([*named, "Delete?"]), cannot)
 
 
 def _state(job: JobRecord) -> str:

@@ -12,10 +12,10 @@ import typer
 from typer.exceptions import TyperException
 
 from runtime import __version__
-from runtime.cli import show, web_flags
+from runtime.cli import terminal, web_flags
 from runtime.cli.bench_commands import bench_app
 from runtime.cli.common_flags import JsonFlag, take_offline
-from runtime.cli.endings import CANCELLED, DEFECT, DONE, USER_ERROR, defect, emit_json, refuse
+from runtime.cli.exit_codes import CANCELLED, DEFECT, DONE, USER_ERROR, defect, emit_json, refuse
 from runtime.cli.models_app import models_app
 from runtime.cli.request_flags import taking_engines, taking_request, taking_size
 from runtime.core import log, settings
@@ -54,13 +54,13 @@ def run(arguments: list[str]) -> int:
         code = app(arguments, prog_name="app.py", standalone_mode=False)
         return code if isinstance(code, int) else DONE
     except TandemError as error:
-        ladder = error.ladder if isinstance(error, MemoryShortError) else ()
-        return refuse(error.what, error.remedy, as_json=wants_json, ladder=ladder)
+        strategies = error.strategies if isinstance(error, MemoryShortError) else ()
+        return refuse(error.what, error.remedy, as_json=wants_json, strategies=strategies)
     except TyperException as error:
         what = error.format_message().strip()
         return refuse(what if what.endswith(".") else f"{what}.", _usage(arguments), as_json=wants_json)
     except (KeyboardInterrupt, typer.Abort, CancelledError):
-        show.line("Cancelled.")
+        terminal.line("Cancelled.")
         return CANCELLED
     except BrokenPipeError:
         # Whoever read our output is gone; there is nobody to tell.
@@ -163,7 +163,7 @@ def generate(
 @taking_request
 def plan(request: GenerationRequest, as_json: JsonFlag = False) -> None:
     """Say what would run where, and why; run nothing."""
-    from runtime.cli.inform import show_plan
+    from runtime.cli.plan_and_doctor import show_plan
 
     result = show_plan(request)
     if as_json:
@@ -274,7 +274,7 @@ def engines_import(
     as_json: JsonFlag = False,
 ) -> None:
     """Copy an engine made elsewhere into the library, once it proves to compute what the model does."""
-    from runtime.cli.importing import import_file
+    from runtime.cli.engine_import import import_file
 
     result = import_file(file, component, model, trusted=yes)
     if as_json:
@@ -370,7 +370,7 @@ def jobs_undelete(ids: JobIds, as_json: JsonFlag = False) -> None:
 @app.command()
 def doctor(as_json: JsonFlag = False) -> int:
     """Say what this machine has, what is missing, and what to do about it."""
-    from runtime.cli.inform import show_doctor
+    from runtime.cli.plan_and_doctor import show_doctor
 
     result = show_doctor()
     if as_json:

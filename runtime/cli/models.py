@@ -3,19 +3,19 @@
 from pathlib import Path
 from typing import Any
 
-from runtime.cli import show
+from runtime.cli import terminal
 from runtime.core import settings
 from runtime.core.byte_size import byte_size
 from runtime.core.errors import TandemError
-from runtime.jobs.history import HistoryFile
-from runtime.manager.machine import probe
-from runtime.manager.needs import Needs, needs
+from runtime.machine.probe import probe
 from runtime.models.catalogue import folders, not_here
 from runtime.models.hub.download import begun_bytes
 from runtime.models.hub.manifest import read_manifest
 from runtime.models.known import download_bytes, named, published
 from runtime.models.spec import ModelSpec
 from runtime.models.wan import WAN_NEGATIVE_PROMPT, read_spec
+from runtime.pipeline.history import HistoryFile
+from runtime.planner.requirements import Needs, needs
 
 _LONGEST_SHOWN = 60
 
@@ -32,12 +32,12 @@ def show_models() -> dict[str, Any]:
             specs.append(named(read_spec(folder, name)))
         except TandemError as error:
             listed.append({"name": name, "folder": str(folder), "here": True, "problem": error.what})
-            show.line(f"{name}: {error.what} {error.remedy}")
+            terminal.line(f"{name}: {error.what} {error.remedy}")
     for spec in (*specs, *not_here(loaded.weights_dir)):
         need = needs(spec, machine, history)
         listed.append(_model(spec, need))
         for line in describe(spec, need):
-            show.line(line)
+            terminal.line(line)
     return {"models": listed}
 
 

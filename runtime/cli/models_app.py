@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from runtime.cli.common_flags import JsonFlag
-from runtime.cli.endings import DONE, USER_ERROR, emit_json
+from runtime.cli.exit_codes import DONE, USER_ERROR, emit_json
 
 models_app = typer.Typer(help="The catalogue of models.", no_args_is_help=True)
 
@@ -33,7 +33,7 @@ def models_download(
     as_json: JsonFlag = False,
 ) -> None:
     """Fetch a model, or what is missing or wrong of it; goes on where an earlier download stopped."""
-    from runtime.cli.fetching import download
+    from runtime.cli.model_downloads import download
 
     result = download(name, revision, mirror, agreed=yes)
     if as_json:
@@ -49,7 +49,7 @@ def models_verify(
     as_json: JsonFlag = False,
 ) -> int:
     """Read downloaded models through, and compare every file with its hash."""
-    from runtime.cli.fetching import verify
+    from runtime.cli.model_downloads import verify
 
     result = verify(names or [])
     if as_json:

@@ -22,7 +22,7 @@ with exit code 1. Cancelling is neither: see `cancel.CancelledError`.
 import errno
 from collections.abc import Sequence
 
-from runtime.core.forecast import Rung
+from runtime.core.estimates import Strategy
 
 
 class TandemError(Exception):
@@ -71,9 +71,9 @@ class MemoryShortError(MachineError):
         where: which memory a model's parts run in: "video memory" or "memory".
     """
 
-    def __init__(self, what: str, remedy: str, ladder: Sequence[Rung], where: str) -> None:
+    def __init__(self, what: str, remedy: str, strategies: Sequence[Strategy], where: str) -> None:
         super().__init__(what, remedy)
-        self.ladder = tuple(ladder)
+        self.strategies = tuple(strategies)
         self.where = where
 
 

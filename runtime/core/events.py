@@ -133,7 +133,7 @@ class OutOfMemory:
     memory: Literal["VRAM", "RAM"]
     instead: str
     flags: str
-    times_as_long: float
+    slowdown: float
     lossless: bool
     lost_seconds: float
     taken: bool

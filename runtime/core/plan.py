@@ -1,7 +1,6 @@
 """What will run: the request with nothing left open, and every choice with its reason.
 
-Made by `manager.planner.resolve`, carried out by `jobs.flow.run_job`, written into the MP4. Knows nothing about how it
-came to be.
+Made by `planner.resolve.resolve`, carried out by `pipeline.run.run_job`, written into the MP4.
 """
 
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.core.byte_size import memory_size
-from runtime.core.forecast import Rung, Seconds, StageMemory
+from runtime.core.estimates import Seconds, StageMemory, Strategy
 from runtime.core.loras import LoraUse
 from runtime.core.request import AUTO, RETRY
 from runtime.core.step_cache import NONE
@@ -72,7 +71,7 @@ class ComponentPlan:
     engines: tuple[EngineUse, ...] = ()
     asked: str = "auto"
     quantization: str = "none"
-    chip: str = ""
+    badge: str = ""
 
     @property
     def fell_back(self) -> bool:
@@ -81,7 +80,7 @@ class ComponentPlan:
 
     def in_pytorch(self, reason: str) -> "ComponentPlan":
         """Return the same component in PyTorch."""
-        return replace(self, backend=PYTORCH, engines=(), reason=reason, chip="PyTorch: took over from its engine")
+        return replace(self, backend=PYTORCH, engines=(), reason=reason, badge="PyTorch: took over from its engine")
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON types; `engine` is the id of the engine that does most of the work."""
@@ -92,7 +91,7 @@ class ComponentPlan:
             "weights_bytes": self.weights_bytes,
             "quantization": self.quantization,
             "reason": self.reason,
-            "chip": self.chip,
+            "chip": self.badge,
             "engine": self.engines[-1].id if self.engines else None,
             "engines": [use.id for use in self.engines],
         }
@@ -243,7 +242,7 @@ class ExecutionPlan:
     freed: tuple[str, ...] = ()
     memory: tuple[StageMemory, ...] = ()
     seconds: Mapping[str, Seconds] = field(default_factory=dict)
-    ladder: tuple[Rung, ...] = ()
+    strategies: tuple[Strategy, ...] = ()
     on_out_of_memory: str = RETRY
     warnings: tuple[str, ...] = ()
     split: Split | None = None
@@ -342,7 +341,7 @@ class ExecutionPlan:
                 "stages": [stage.to_json() for stage in self.memory],
             },
             "forecast": {name: seconds.to_json() for name, seconds in self.seconds.items()},
-            "ladder": [rung.to_json() for rung in self.ladder],
+            "ladder": [strategy.to_json() for strategy in self.strategies],
             "split": None if self.split is None else {**vars(self.split), "devices": list(self.split.devices)},
             "loras": [use.told() for use in self.loras],
             "step_cache": self.step_cache,

@@ -23,8 +23,8 @@ from runtime.core.events import (
     WaitsForGpus,
     Warned,
 )
-from runtime.core.pace import Pace
 from runtime.core.plan import ExecutionPlan
+from runtime.core.time_left import Pace
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What was asked for.
 
 A `GenerationRequest` is frozen and valid by itself: every value is of the right type and within bounds that hold for
-any model. What only a model can judge (strides, frame counts) is judged by `manager.planner`. Knows nothing about
+any model. What only a model can judge (strides, frame counts) is judged by `planner.resolve`. Knows nothing about
 models, machines or files.
 """
 

@@ -19,10 +19,10 @@ from runtime.engines import manifest
 from runtime.engines.builders import BUILDERS, BuildNeeds
 from runtime.engines.child import COMMAND, Outcome, run_child
 from runtime.engines.store import EngineStore
-from runtime.manager.engine_index import EngineKey, EngineRecord
-from runtime.manager.machine import Machine, free_disk_bytes, gpu_index, probe
+from runtime.machine.probe import Machine, free_disk_bytes, gpu_index, probe
 from runtime.models.lora_files import read_lora
 from runtime.models.spec import ModelSpec
+from runtime.planner.engine_index import EngineKey, EngineRecord
 
 EmitProgress = Callable[[str, float | None], None]
 

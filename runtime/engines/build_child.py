@@ -21,15 +21,15 @@ from typing import Any, Protocol
 
 import psutil
 
+from runtime.core.cpu_threads import let_waiting_threads_sleep
 from runtime.core.errors import TandemError
 from runtime.core.loras import LoraUse
-from runtime.core.threads import let_waiting_threads_sleep
 from runtime.engines.workspace import working_in
-from runtime.manager.engine_index import IMPORTED, SWAPPED, EngineKey, EngineRecord
-from runtime.manager.machine import probe
-from runtime.manager.vram import DTYPE_BYTES
+from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
 from runtime.models.wan import read_spec
+from runtime.planner.engine_index import IMPORTED, SWAPPED, EngineKey, EngineRecord
+from runtime.planner.memory_model import DTYPE_BYTES
 
 _FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 # The float32 module and what it computes with, as a share of the free memory.

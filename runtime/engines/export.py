@@ -8,8 +8,8 @@ from typing import Any
 from runtime.core.errors import EngineError
 from runtime.core.plan import LatentSize
 from runtime.engines.identity import programs_of
-from runtime.manager.shapes import ShapeProfile
 from runtime.models.spec import ModelSpec
+from runtime.planner.shapes import ShapeProfile
 
 _FULL = "the disk is full or cannot be written"
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from runtime.core.errors import EngineError, ModelError
-from runtime.manager.engine_index import is_of_gpu
-from runtime.manager.machine import Machine, gpu_index
+from runtime.machine.probe import Machine, gpu_index
 from runtime.models.spec import ModelSpec
+from runtime.planner.engine_index import is_of_gpu
 
 # Raised whenever a form or the way it is exported changes, so that older engines are built anew.
 EXPORT_REVISION = 1

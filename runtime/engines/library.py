@@ -10,9 +10,9 @@ from runtime.engines import manifest
 from runtime.engines.build import EmitProgress, verify_engine
 from runtime.engines.identity import CLIP_PROGRAM, PROGRAMS, device_like, device_text, program_key_parts, programs_of
 from runtime.engines.store import EngineStore
-from runtime.manager.engine_index import SWAPPED, UNREADABLE_KEY, EngineRecord, device_words
-from runtime.manager.machine import Machine
+from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
+from runtime.planner.engine_index import SWAPPED, UNREADABLE_KEY, EngineRecord, device_words
 
 
 @dataclass(frozen=True)

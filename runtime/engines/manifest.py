@@ -19,7 +19,7 @@ from stat import S_ISREG
 from typing import Any
 
 from runtime.core.loras import LoraUse
-from runtime.manager.engine_index import UNREADABLE_KEY, EngineFile, EngineKey, EngineRecord
+from runtime.planner.engine_index import UNREADABLE_KEY, EngineFile, EngineKey, EngineRecord
 
 NAME = "engine.json"
 LOG_NAME = "build.log"

@@ -9,9 +9,9 @@ from pathlib import Path
 import onnx
 import torch
 
-from runtime.engines.edges import METADATA_KEY
+from runtime.engines.io_signature import METADATA_KEY
 from runtime.engines.programs import CACHE, Program
-from runtime.manager.shapes import ShapeProfile
+from runtime.planner.shapes import ShapeProfile
 
 OPSET = 18
 # A protobuf message ends at 2 GiB; the graph needs room beside the weights.

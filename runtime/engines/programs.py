@@ -22,13 +22,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from runtime.core.plan import ComponentPlan
-from runtime.engines.edges import Edge, Edges, Size
-from runtime.engines.forms.text_encoder import TextEncoderForm
-from runtime.engines.forms.transformer import TransformerForm
-from runtime.engines.forms.vae import VaeClipForm, VaeForm
-from runtime.manager.shapes import LatentSize, ShapeProfile
+from runtime.engines.exportable.text_encoder import TextEncoderForm
+from runtime.engines.exportable.transformer import TransformerForm
+from runtime.engines.exportable.vae import VaeClipForm, VaeForm
+from runtime.engines.io_signature import Edge, Edges, Size
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
+from runtime.planner.shapes import LatentSize, ShapeProfile
 
 _INPUTS = {
     "text_encoder": ("input_ids", "attention_mask"),

@@ -13,19 +13,19 @@ from runtime.core.plan import EngineUse, LatentSize
 from runtime.core.settings import Settings
 from runtime.engines.build import BuildRequest, EmitProgress, build_engine
 from runtime.engines.builders import BUILDERS, Builder, BuildNeeds
-from runtime.engines.closing import Closing
+from runtime.engines.closeable import Closing
 from runtime.engines.identity import programs_of
 from runtime.engines.imported.offering import imported_engines, offers_with
 from runtime.engines.store import EngineStore
-from runtime.manager.build_time import build_seconds
-from runtime.manager.compat import Conflict
-from runtime.manager.engine_index import IMPORTED, OTHER_WEIGHTS, SWAPPED, EngineKey, EngineRecord, find
-from runtime.manager.engine_index import misfit as engine_misfit
-from runtime.manager.machine import Machine, free_disk_bytes
-from runtime.manager.offers import EngineOffer, Offers
-from runtime.manager.room import no_room
-from runtime.manager.shapes import ShapeProfile
+from runtime.machine.probe import Machine, free_disk_bytes
 from runtime.models.spec import ModelSpec
+from runtime.planner.build_limits import no_room
+from runtime.planner.build_time import build_seconds
+from runtime.planner.constraints import Conflict
+from runtime.planner.engine_index import IMPORTED, OTHER_WEIGHTS, SWAPPED, EngineKey, EngineRecord, find
+from runtime.planner.engine_index import misfit as engine_misfit
+from runtime.planner.engine_offers import EngineOffer, Offers
+from runtime.planner.shapes import ShapeProfile
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +76,7 @@ class EngineService:
         return cls(store, machine, settings.cache_dir)
 
     def offers(self, spec: ModelSpec) -> Offers:
-        """Return what `manager.planner.resolve` asks, for one model; the library is read once."""
+        """Return what `planner.resolve.resolve` asks, for one model; the library is read once."""
         index: list[EngineRecord] = []
 
         def of(component: str, latent: LatentSize, device: str) -> list[EngineOffer]:
@@ -208,7 +208,7 @@ class EngineService:
             misfit=misfit,
             problem=problem and problem[0],
             remedy=problem[1] if problem else "",
-            chip=room.chip if room else "",
+            badge=room.badge if room else "",
             build_seconds=build_time,
             seconds=seconds,
             pytorch_seconds=pytorch_seconds,

@@ -8,9 +8,9 @@ from runtime.core.errors import TandemError
 from runtime.engines.builders import BUILDERS
 from runtime.engines.identity import device_like
 from runtime.engines.imported.offering import key_here
-from runtime.manager.engine_index import IMPORTED, UNREADABLE_KEY, EngineKey, EngineRecord, differences
-from runtime.manager.machine import Machine
+from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
+from runtime.planner.engine_index import IMPORTED, UNREADABLE_KEY, EngineKey, EngineRecord, differences
 
 
 def why_stale(

@@ -23,10 +23,10 @@ from stat import S_ISDIR, S_ISLNK
 from typing import Any
 
 from runtime.core.errors import EngineError
+from runtime.core.locks import held, is_held
 from runtime.engines import manifest
 from runtime.engines.workspace import Workspace, entries, sweep, workspace
-from runtime.manager.engine_index import UNREADABLE_KEY, EngineKey, EngineRecord, differences
-from runtime.models.locks import held, is_held
+from runtime.planner.engine_index import UNREADABLE_KEY, EngineKey, EngineRecord, differences
 
 _ENGINE = re.compile(r"[0-9a-f]{16}")
 _TRASH = ".trash-"

@@ -10,7 +10,7 @@ import torch
 
 from runtime.engines.programs import Program, full_float32
 from runtime.engines.sessions import Session
-from runtime.manager.shapes import LatentSize, ShapeProfile
+from runtime.planner.shapes import LatentSize, ShapeProfile
 
 # Relative. Sums in another order give 1e-6 in float32, and TensorFloat-32, which may not be used, 1e-3. Rounding to
 # eleven or eight bits, layer after layer, gives 1e-3 and 1e-2; a wrong engine gives 0.1 and more.

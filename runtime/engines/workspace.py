@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.models.locks import held, is_held
+from runtime.core.locks import held, is_held
 
 _FOLDER = re.compile(r"\.building-([0-9a-f]{16})-[0-9a-f]{8}")
 _LOCK_SECONDS = 10.0

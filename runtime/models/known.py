@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from runtime.models.noise_levels import NoiseLevels
 from runtime.models.spec import ModelSpec, TransformerSpec, VaeSpec
+from runtime.models.timesteps import NoiseLevels
 from runtime.models.wan import MAX_SEQUENCE_LENGTH, card_defaults, transformer_spec, vae_spec
 
 _LICENSE = "Apache-2.0"

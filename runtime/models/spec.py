@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 
 from runtime.core.loras import LoraUse
-from runtime.models.noise_levels import UNTOLD, NoiseLevels
+from runtime.models.timesteps import UNTOLD, NoiseLevels
 
 _FLOAT32 = 4
 _RGB = 3
@@ -132,7 +132,7 @@ class VaeSpec:
         alone, may then take more than the calls after it.
 
         Source: diffusers' `autoencoder_kl_wan`, within 1 % of what that took on an H200 in float32
-        (tests/manager/measured_h200.jsonl), and `components.vae_steps`, within 3 % in bfloat16; compiled it takes less.
+        (tests/planner/measured_h200.jsonl), and `execution.vae_steps`, within 3 % in bfloat16; compiled it takes less.
         """
         most = self._call_bytes(latent_frames, height, width, element_bytes, cpu=cpu, first=False)
         if cpu:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from runtime.core.errors import ModelError
-from runtime.models.noise_levels import noise_levels
 from runtime.models.safetensors_header import tensor_sizes
 from runtime.models.spec import Defaults, LatentRgb, ModelSpec, TransformerSpec, VaeSpec
+from runtime.models.timesteps import noise_levels
 
 PIPELINE_CLASS = "WanPipeline"
 # WanPipeline.__call__'s default; Wan was trained with it.

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from runtime.components.denoiser import UNPROMPTED, Denoiser
-from runtime.components.video_decoder import VideoDecoder, fetch
 from runtime.core.cancel import Cancel
 from runtime.core.errors import BadResultError, ModelError, first_line
 from runtime.core.plan import ComponentPlan, ExecutionPlan
 from runtime.core.step_cache import NONE, STEPS_OF_A_CACHE
+from runtime.execution.denoiser import UNPROMPTED, Denoiser
+from runtime.execution.video_decoder import VideoDecoder, fetch
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def denoise(
                 step = steps[index]
                 started = time.perf_counter()
                 if step.fresh:
-                    denoiser.begin_anew()
+                    denoiser.reset_cache()
                 velocity = _guided(denoiser, latents, step, conditioning, cancel)
                 estimate = latents - step.sigma * velocity
                 try:

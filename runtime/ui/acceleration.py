@@ -25,11 +25,11 @@ from runtime.core.request import (
 )
 from runtime.core.step_cache import FIRST_BLOCK, NONE, read_step_cache
 from runtime.engines.builders import builders_of
-from runtime.manager.machine import Machine
-from runtime.manager.split import usable_gpus
-from runtime.manager.vae_precision import PSNR
+from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
-from runtime.ui.outlook import Chip, Memory, Outlook, Step
+from runtime.planner.parallelism import usable_gpus
+from runtime.planner.vae_precision import PSNR
+from runtime.ui.plan_summary import Chip, Memory, Outlook, Step
 
 TENSORRT = "tensorrt"
 LABEL = "Acceleration"
@@ -296,11 +296,11 @@ def show(outlook: Outlook) -> tuple[Any, ...]:
     return (gr.update(label=f"{LABEL} · {outlook.line}"), *chips, sum_html(outlook))
 
 
-def chip_html(component: str, chip: Chip) -> str:
+def chip_html(component: str, badge: Chip) -> str:
     """Return a chip; its full reason is what describes the choice beside it to a screen reader."""
-    reason = escape(in_form_words(chip.reason), quote=True)
+    reason = escape(in_form_words(badge.reason), quote=True)
     return (
-        f'<p class="chip" data-kind="{chip.kind}" title="{reason}">{escape(in_form_words(chip.text)) or "&nbsp;"}</p>'
+        f'<p class="chip" data-kind="{badge.kind}" title="{reason}">{escape(in_form_words(badge.text)) or "&nbsp;"}</p>'
         f'<span class="unseen" id="why-{component}">{reason}</span>'
     )
 

@@ -14,12 +14,12 @@ from runtime.core.events import Failed, VideoSaved, to_json
 from runtime.core.loras import read_loras
 from runtime.core.request import AUTO, RETRY, GenerationRequest
 from runtime.core.step_cache import NONE
-from runtime.jobs.worker import Job, Worker
 from runtime.models.spec import ModelSpec
-from runtime.ui import watch
-from runtime.ui.lobby import Lobby
+from runtime.queue.worker import Job, Worker
+from runtime.ui import job_stream
 from runtime.ui.lora_field import by_name
-from runtime.ui.models import check_offered
+from runtime.ui.model_choices import check_offered
+from runtime.ui.visitor_sessions import Lobby
 
 Auto = Literal["auto"]
 
@@ -99,7 +99,7 @@ def endpoint(worker: Worker, models: dict[str, ModelSpec], default_model: str) -
 
 
 def visitors_endpoint(
-    lobby: Lobby, visitor_of: Callable[[gr.Request], str], audience: watch.Audience, default_model: str
+    lobby: Lobby, visitor_of: Callable[[gr.Request], str], audience: job_stream.Audience, default_model: str
 ) -> Callable[..., Any]:
     """Return the function behind `/generate` on the page of a share link's visitors."""
 
@@ -140,8 +140,8 @@ def visitors_endpoint(
             )
             job = await asyncio.to_thread(lobby.submit, asked, visitor_of(request))
         except TandemError as error:
-            raise _refusal(audience.may_hear(error.what), audience.may_hear(error.remedy)) from error
-        async for told in _told(job, lambda _: audience.address(job), audience.may_hear):
+            raise _refusal(audience.redact(error.what), audience.redact(error.remedy)) from error
+        async for told in _told(job, lambda _: audience.address(job), audience.redact):
             yield told
 
     generate.__annotations__["return"] = dict[str, Any]
@@ -149,25 +149,25 @@ def visitors_endpoint(
 
 
 async def _told(
-    job: Job, video: Callable[[VideoSaved], Any], may_hear: Callable[[str], str] = str
+    job: Job, video: Callable[[VideoSaved], Any], redact: Callable[[str], str] = str
 ) -> AsyncIterator[dict[str, Any]]:
     """Yield a job's events as JSON, as `may_hear` lets them through; `video` says where the finished one is."""
-    async for event in watch.follow_events(job):
+    async for event in job_stream.follow_events(job):
         if isinstance(event, Failed):
-            raise _refusal(may_hear(event.what), may_hear(event.remedy))
+            raise _refusal(redact(event.what), redact(event.remedy))
         told = to_json(event) | {"job": job.id}
         if isinstance(event, VideoSaved):
             told["video"] = video(event)
-        yield _heard(told, may_hear)
+        yield _heard(told, redact)
 
 
-def _heard(value: Any, may_hear: Callable[[str], str]) -> Any:
+def _heard(value: Any, redact: Callable[[str], str]) -> Any:
     """Return JSON values with every text as it may be heard."""
     if isinstance(value, str):
-        return may_hear(value)
+        return redact(value)
     if isinstance(value, Mapping):
-        return {key: _heard(one, may_hear) for key, one in value.items()}
-    return [_heard(one, may_hear) for one in value] if isinstance(value, list | tuple) else value
+        return {key: _heard(one, redact) for key, one in value.items()}
+    return [_heard(one, redact) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _backends(given: object) -> Any:

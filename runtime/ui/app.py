@@ -17,16 +17,16 @@ import gradio as gr
 from runtime.core.errors import MachineError
 from runtime.core.settings import Settings
 from runtime.engines.service import EngineService
-from runtime.jobs.downloads import Downloads
-from runtime.jobs.history import HistoryFile
-from runtime.jobs.opening import open_store
-from runtime.jobs.worker import Worker
-from runtime.manager.machine import probe
-from runtime.ui import parcels, server
-from runtime.ui.gate import LOOPBACK
-from runtime.ui.lobby import cancel_for_nobody
+from runtime.machine.probe import probe
+from runtime.pipeline.history import HistoryFile
+from runtime.queue.downloads import Downloads
+from runtime.queue.opening import open_store
+from runtime.queue.worker import Worker
+from runtime.ui import job_routes, server
 from runtime.ui.page import build
+from runtime.ui.security_middleware import LOOPBACK
 from runtime.ui.sharing import Sharing
+from runtime.ui.visitor_sessions import cancel_for_nobody
 
 __all__ = ["build", "launch", "serve"]
 
@@ -108,7 +108,7 @@ def serve(settings: Settings, tell: Callable[[str], None] = logger.info) -> Iter
                 settings.outputs_dir,
                 settings.auth,
                 _PASSWORD_ASKED,
-                parcels=parcels.routes(worker, settings, lambda _: None),
+                parcels=job_routes.routes(worker, settings, lambda _: None),
             )
         except OSError as error:
             raise _port_taken(settings.port) from error

@@ -6,9 +6,9 @@ from html import escape
 from typing import Any
 
 from runtime.core.request import AUTO, label
-from runtime.ui import lora_field, text
+from runtime.ui import formatting, lora_field
 from runtime.ui.queue_view import button
-from runtime.video.likeness import Likeness
+from runtime.video.similarity import Likeness
 
 MEASURING = '<p class="numbers" role="status">Measuring how alike they are…</p>'
 
@@ -66,7 +66,8 @@ def numbers(one: Clip, other: Clip, found: Likeness | None) -> str:
         found: what was measured; `None` where their sizes differ, which leaves nothing to measure.
     """
     if found is None:
-        told = f"{text.size(*one.size)} and {text.size(*other.size)}: clips of different sizes are not measured."
+        sizes = f"{formatting.size(*one.size)} and {formatting.size(*other.size)}"
+        told = f"{sizes}: clips of different sizes are not measured."
     elif found.same:
         told = f"Not a pixel differs{_over(one, other)}."
     else:
@@ -91,7 +92,10 @@ def settings(one: Clip, other: Clip) -> list[tuple[str, str, str]]:
     """Return each setting with its two values, those that differ first."""
     names = dict.fromkeys((*one.request, *other.request))
     rows = [(label(name).capitalize(), _value(one.request, name), _value(other.request, name)) for name in names]
-    rows += [("Ran on", one.ran, other.ran), ("Time", text.duration(one.seconds), text.duration(other.seconds))]
+    rows += [
+        ("Ran on", one.ran, other.ran),
+        ("Time", formatting.duration(one.seconds), formatting.duration(other.seconds)),
+    ]
     return sorted(rows, key=lambda row: row[1] == row[2])
 
 

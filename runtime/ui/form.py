@@ -12,18 +12,12 @@ from typing import Any
 import gradio as gr
 
 from runtime.core.errors import InvalidRequestError
-from runtime.core.request import (
-    ALL,
-    AUTO,
-    COMPONENTS,
-    GenerationRequest,
-    label,
-)
+from runtime.core.request import ALL, AUTO, COMPONENTS, GenerationRequest, label
 from runtime.core.step_cache import NONE, read_step_cache
-from runtime.manager.machine import Machine
+from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
-from runtime.ui import acceleration, lora_field, shift_field, text, theme
-from runtime.ui.models import check_offered
+from runtime.ui import acceleration, formatting, lora_field, shift_field, theme
+from runtime.ui.model_choices import check_offered
 
 CUSTOM = "custom"
 _WIDEST_STEPS = 100
@@ -225,7 +219,7 @@ def model_values(spec: ModelSpec) -> dict[str, dict[str, Any]]:
     """Return the properties of the controls that follow the model, by name."""
     defaults, stride = spec.defaults, spec.vae.scale_factor_temporal
     wide, high = spec.strides
-    sizes: list[tuple[str, str]] = [(text.size(w, h), f"{w}x{h}") for w, h in spec.sizes]
+    sizes: list[tuple[str, str]] = [(formatting.size(w, h), f"{w}x{h}") for w, h in spec.sizes]
     second = defaults.guidance_scale_2 if defaults.guidance_scale_2 is not None else defaults.guidance_scale
     return {
         "size": {"choices": [*sizes, ("Custom", CUSTOM)], "value": size_value(spec, defaults.width, defaults.height)},
@@ -312,7 +306,7 @@ def size_value(spec: ModelSpec, width: object, height: object) -> str:
 
 def length_line(frames: int, fps: int) -> str:
     """Return the line that tells frames and seconds together; page.js keeps it up to date."""
-    return f'<p class="length">{text.length(frames, fps)}</p>'
+    return f'<p class="length">{formatting.length(frames, fps)}</p>'
 
 
 def read(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationRequest:
@@ -324,7 +318,7 @@ def read(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationReque
     given = _by_name(values)
     spec = check_offered(given["model"], models)
     given["prompt"] = "" if given["prompt"] is None else given["prompt"]
-    given["seed"], given["gpus"] = _seed(given["seed"]), text.whole(given["gpus"])
+    given["seed"], given["gpus"] = _seed(given["seed"]), formatting.whole(given["gpus"])
     given["loras"], given["shift"] = lora_field.read(given["loras"]), shift_field.read(given["shift"])
     given["step_cache"] = read_step_cache(given["step_cache"])
     if spec.experts == 1:
@@ -381,4 +375,4 @@ def _by_name(values: Sequence[Any]) -> dict[str, Any]:
 def _seed(value: Any) -> Any:
     """Return the number in the field, "auto" for an empty one, and what is neither as it is, to be refused by name."""
     given = value.strip() if isinstance(value, str) else value
-    return AUTO if given is None or given == "" else text.whole(given)
+    return AUTO if given is None or given == "" else formatting.whole(given)

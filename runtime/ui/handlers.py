@@ -13,14 +13,14 @@ import gradio as gr
 from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.events import VideoSaved
 from runtime.core.request import COMPONENTS
-from runtime.jobs.worker import Job, Worker
-from runtime.manager.split import usable_gpus
 from runtime.models.spec import ModelSpec
-from runtime.ui import acceleration, form, outlook, stage, watch
-from runtime.ui.facts import file_url
-from runtime.ui.foresight import Foresight
-from runtime.ui.models import check_offered
-from runtime.ui.watch import Audience
+from runtime.planner.parallelism import usable_gpus
+from runtime.queue.worker import Job, Worker
+from runtime.ui import acceleration, form, job_stream, plan_summary, player
+from runtime.ui.job_stream import Audience
+from runtime.ui.model_choices import check_offered
+from runtime.ui.plan_preview import Foresight
+from runtime.ui.result_view import file_url
 
 Updates = tuple[Any, ...]
 
@@ -102,12 +102,12 @@ class Handlers:
         try:
             request = form.read_settings(values, self._models)
             spec = check_offered(request.model, self._models)
-            seen = outlook.outlook(self._foresight.foresee(request, spec), spec.component_names)
+            seen = plan_summary.outlook(self._foresight.foresee(request, spec), spec.component_names)
         except TandemError as error:
-            seen = outlook.stopped(error, COMPONENTS)
+            seen = plan_summary.stopped(error, COMPONENTS)
         except Exception as error:  # a defect: told in one line, kept in the log
             logger.exception("It could not be said what would happen")
-            seen = outlook.stopped(error, COMPONENTS)
+            seen = plan_summary.stopped(error, COMPONENTS)
         return *acceleration.show(seen), f"{number}{'' if seen.complete else ' more'}"
 
 
@@ -130,8 +130,8 @@ def cancelled(job: Job | None) -> Any:
 
 async def updates_of(job: Job, worker: Worker, audience: Audience, icon: str) -> AsyncIterator[Updates]:
     """Yield what to change on a page that shows a job, until the job ends."""
-    before: watch.View | None = None
-    async for view in watch.follow_views(job, worker, audience, icon):
+    before: job_stream.View | None = None
+    async for view in job_stream.follow_views(job, worker, audience, icon):
         yield _updates(view, before)
         before = view
 
@@ -152,7 +152,7 @@ async def attached(
     try:
         job = await asyncio.to_thread(shown)
     except TandemError as error:
-        yield alert(audience.may_hear(error.what), audience.may_hear(error.remedy), desk=visitor is None)
+        yield alert(audience.redact(error.what), audience.redact(error.remedy), desk=visitor is None)
         return
     if job is None:
         # A generator that yields nothing would empty the page.
@@ -167,7 +167,7 @@ def _address(job: Job) -> str:
     return file_url(saved.video) if isinstance(saved, VideoSaved) else ""
 
 
-def _updates(view: watch.View, before: watch.View | None) -> Updates:
+def _updates(view: job_stream.View, before: job_stream.View | None) -> Updates:
     """Return what differs from the view before; the rest is left as it is."""
 
     def changed(name: str) -> Any:
@@ -192,5 +192,5 @@ def alert(what: str, remedy: str, field: str = "", *, desk: bool = True) -> Upda
         desk: see `stage.status`.
     """
     said = acceleration.in_form_words
-    line = stage.Line("failed", what=said(what), remedy=said(remedy), field=field)
-    return (gr.skip(), stage.status(line, desk=desk), *(gr.skip(),) * 5)
+    line = player.Line("failed", what=said(what), remedy=said(remedy), field=field)
+    return (gr.skip(), player.status(line, desk=desk), *(gr.skip(),) * 5)

@@ -5,8 +5,8 @@ from typing import Any
 
 import gradio as gr
 
-from runtime.ui import gallery, queue_view
-from runtime.ui.desk import PARTS, Desk
+from runtime.ui import history_view, queue_view
+from runtime.ui.jobs_controller import PARTS, JobsController
 
 
 def make() -> list[gr.HTML]:
@@ -21,13 +21,13 @@ def make() -> list[gr.HTML]:
         gr.HTML(queue_view.add_form(), elem_id="jobs-several", apply_default_css=False)
         part("ended")
     with gr.Tab("History", id="history", elem_id="tab-history"):
-        gr.HTML(gallery.controls(), elem_id="jobs-finder", apply_default_css=False)
+        gr.HTML(history_view.controls(), elem_id="jobs-finder", apply_default_css=False)
         for name in ("compare", "numbers", "settings", "detail", "gallery", "room"):
             part(name)
     return [parts[name] for name in PARTS]
 
 
-def connect(desk: Desk, parts: Sequence[gr.HTML], controls: Sequence[Any], served: dict[str, Any]) -> None:
+def connect(desk: JobsController, parts: Sequence[gr.HTML], controls: Sequence[Any], served: dict[str, Any]) -> None:
     """Let the script's questions reach the desk, and its answers the page.
 
     Args:

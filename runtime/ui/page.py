@@ -6,16 +6,26 @@ import gradio as gr
 
 from runtime.core.settings import Settings
 from runtime.engines.service import EngineService
-from runtime.jobs.downloads import Downloads
-from runtime.jobs.worker import Worker
-from runtime.ui import acceleration, api, form, importing, jobs_tabs, more_models, share_bar, shelf, theme
-from runtime.ui.desk import Desk
-from runtime.ui.foresight import Foresight
+from runtime.queue.downloads import Downloads
+from runtime.queue.worker import Worker
+from runtime.ui import (
+    acceleration,
+    api,
+    engine_import,
+    engine_views,
+    form,
+    jobs_tabs,
+    model_downloads,
+    sharing_status,
+    theme,
+)
+from runtime.ui.engines_tab import Library
 from runtime.ui.handlers import Handlers
-from runtime.ui.library import Library
-from runtime.ui.models import offered
+from runtime.ui.jobs_controller import JobsController
+from runtime.ui.make_tab import LOCAL, SERVED, connect, connect_basics, header, make
+from runtime.ui.model_choices import offered
+from runtime.ui.plan_preview import Foresight
 from runtime.ui.sharing import Sharing
-from runtime.ui.studio import LOCAL, SERVED, connect, connect_basics, header, make
 
 # gradio's own temporary files are looked at hourly and kept a day; videos are not among them.
 _TIDY_SECONDS = (3600, 86_400)
@@ -45,26 +55,26 @@ def build(
     preset = form.preset_name(settings.backends)
     handlers = Handlers(worker, models, settings.log_file, icon, foresight, preset)
     library = Library(worker, engines, models, foresight)
-    more = more_models.MoreModels(downloads or Downloads(settings), models, settings)
+    more = model_downloads.MoreModels(downloads or Downloads(settings), models, settings)
 
-    def settings_column(prompt: gr.Textbox) -> tuple[form.Settings, more_models.Block]:
+    def settings_column(prompt: gr.Textbox) -> tuple[form.Settings, model_downloads.Block]:
         column = form.settings_group(models, settings.model, prompt, foresight.machine(), settings.backends)
-        return column, more_models.block()
+        return column, model_downloads.block()
 
     with gr.Blocks(title="Tandem", analytics_enabled=False, fill_width=True, delete_cache=_TIDY_SECONDS) as page:
         # First, so that the name is its own: gradio numbers later ones.
         gr.api(api.endpoint(worker, models, settings.model), api_name="generate", concurrency_limit=None)
         gr.HTML(header(icon, preset), elem_id="top")
         if sharing is not None:
-            share_bar.make(page, sharing)
+            sharing_status.make(page, sharing)
         with gr.Tabs(elem_id="tabs"):
             with gr.Tab("Make", id="make", elem_id="tab-make") as make_tab:
                 studio, (made, offering) = make(icon, settings_column)
             jobs_parts = jobs_tabs.make()
             with gr.Tab("Engines", id="engines", elem_id="tab-engines") as engines_tab:
-                said = gr.HTML(shelf.said(""), elem_id="library-said", apply_default_css=False)
+                said = gr.HTML(engine_views.said(""), elem_id="library-said", apply_default_css=False)
                 parts = _shelf("parts")
-                bringing = importing.block()
+                bringing = engine_import.block()
                 shelves = [parts, *map(_shelf, ("work", "disk", "table"))]
         inputs, size, rows = made.form, made.size, made.panel.rows.values()
         controls = dict(zip(form.NAMES, inputs.controls, strict=True))
@@ -76,8 +86,8 @@ def build(
         _connect_panel(handlers, made)
         drawn = _connect_library(library, inputs, [*shelves, said], make_tab, engines_tab)
         _connect_import(library, inputs, bringing, [*shelves, bringing.said, drawn])
-        more_models.connect(page, more, offering, inputs.model)
-        jobs_tabs.connect(Desk(worker, models, settings.outputs_dir), jobs_parts, inputs.controls, SERVED)
+        model_downloads.connect(page, more, offering, inputs.model)
+        jobs_tabs.connect(JobsController(worker, models, settings.outputs_dir), jobs_parts, inputs.controls, SERVED)
     page.queue(default_concurrency_limit=None)
     return page
 
@@ -144,7 +154,7 @@ def _connect_library(
     return drawn
 
 
-def _connect_import(library: Library, inputs: form.Form, block: importing.Block, shown: list[Any]) -> None:
+def _connect_import(library: Library, inputs: form.Form, block: engine_import.Block, shown: list[Any]) -> None:
     """Look into files and import them; another file has to be trusted anew."""
     block.file.input(**LOCAL, outputs=block.trusted, js="() => false")
     given: dict[str, Any] = {"inputs": [*block.inputs, *inputs.controls], "outputs": shown, "preprocess": False}

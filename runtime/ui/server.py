@@ -9,10 +9,10 @@ from starlette.middleware import Middleware
 from starlette.routing import BaseRoute
 
 from runtime.ui import theme
-from runtime.ui.document import Document
 from runtime.ui.files import find_output
-from runtime.ui.gate import Gate
-from runtime.ui.lobby import Lobby
+from runtime.ui.head_injection import Document
+from runtime.ui.security_middleware import Gate
+from runtime.ui.visitor_sessions import Lobby
 
 # Nobody uploads; the gate shuts the way in, and this holds should it ever open.
 _MAX_UPLOAD_BYTES = 1024

@@ -15,13 +15,13 @@ import gradio as gr
 
 from runtime.core.errors import MachineError, ModelError
 from runtime.core.settings import Settings
-from runtime.jobs.worker import Worker
 from runtime.models.catalogue import folders
-from runtime.ui import server, visitor_page, visitors
-from runtime.ui.gate import LOOPBACK
-from runtime.ui.lobby import Lobby
-from runtime.ui.models import offered
+from runtime.queue.worker import Worker
+from runtime.ui import server, visitor_limits, visitor_page
+from runtime.ui.model_choices import offered
+from runtime.ui.security_middleware import LOOPBACK
 from runtime.ui.tunnel import Tunnel, open_tunnel
+from runtime.ui.visitor_sessions import Lobby
 
 State = Literal["opening", "open", "failed", "ended"]
 
@@ -61,7 +61,7 @@ class Sharing:
         self._tell = tell
         self._tunnel: Tunnel | None = None
         self._lock = threading.Lock()
-        models = visitors.visitors_models(offered(settings), folders(settings.weights_dir))
+        models = visitor_limits.visitors_models(offered(settings), folders(settings.weights_dir))
         if not models:
             raise ModelError("There is no model that visitors may use.", "Put one into the weights folder.")
         self.lobby = Lobby(worker, settings, models)

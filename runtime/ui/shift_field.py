@@ -9,7 +9,7 @@ from runtime.core.errors import InvalidRequestError
 from runtime.core.request import AUTO, GenerationRequest
 from runtime.models.known import published
 from runtime.models.spec import ModelSpec
-from runtime.ui.text import number
+from runtime.ui.formatting import number
 
 
 def control(values: Mapping[str, Any]) -> gr.Textbox:

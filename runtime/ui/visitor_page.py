@@ -15,14 +15,14 @@ import gradio as gr
 
 from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.settings import ROOT, Settings
-from runtime.jobs.worker import Job, Worker
 from runtime.models.spec import ModelSpec
-from runtime.ui import api, form, theme, visitors
+from runtime.queue.worker import Job, Worker
+from runtime.ui import api, form, theme, visitor_limits
 from runtime.ui.handlers import Updates, alert, attached, cancelled, stored_values, updates_of
-from runtime.ui.lobby import Lobby
-from runtime.ui.models import check_offered
-from runtime.ui.studio import connect, connect_basics, header, make
-from runtime.ui.watch import Audience
+from runtime.ui.job_stream import Audience
+from runtime.ui.make_tab import connect, connect_basics, header, make
+from runtime.ui.model_choices import check_offered
+from runtime.ui.visitor_sessions import Lobby
 
 _DETAILS = "Tell whoever shares this; their log has the details."
 _TIDY_SECONDS = (3600, 86_400)
@@ -78,7 +78,7 @@ class VisitorHandlers:
         folders |= {"the folder of models": settings.weights_dir, "the folder of engines": settings.engines_dir}
         folders |= {"Tandem's folder": ROOT, "the home folder": Path.home()}
         self.audience = Audience(
-            _DETAILS, _address, lambda message: visitors.without_paths(message, folders), desk=False
+            _DETAILS, _address, lambda message: visitor_limits.without_paths(message, folders), desk=False
         )
 
     async def generate(self, request: gr.Request, *values: Any) -> AsyncIterator[Updates]:
@@ -89,7 +89,7 @@ class VisitorHandlers:
             )
         except TandemError as error:
             field = error.field if isinstance(error, InvalidRequestError) else ""
-            yield alert(self.audience.may_hear(error.what), self.audience.may_hear(error.remedy), field, desk=False)
+            yield alert(self.audience.redact(error.what), self.audience.redact(error.remedy), field, desk=False)
             return
         except Exception:  # a defect: told in one line, kept in the log
             logger.exception("A visitor's form could not be submitted")
@@ -134,7 +134,7 @@ class VisitorHandlers:
 
     def limits(self, spec: ModelSpec) -> str:
         """Return what the page says of the limits, as HTML."""
-        told = escape(visitors.told(visitors.limits_of(self._settings, spec)))
+        told = escape(visitor_limits.told(visitor_limits.limits_of(self._settings, spec)))
         return (
             '<p id="limits-told"><strong>You are a visitor on somebody\'s computer.</strong> '
             f"{told} Other visitors do not see your videos; whoever shares this can.</p>"
@@ -145,18 +145,18 @@ class VisitorHandlers:
         return self._within(spec, form.model_values(spec))
 
     def _within(self, spec: ModelSpec, values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        limits = visitors.limits_of(self._settings, spec)
-        own = visitors.defaults_within(spec, limits)
-        most = {"frames": visitors.most_frames(spec, limits), "steps": limits.steps}
+        limits = visitor_limits.limits_of(self._settings, spec)
+        own = visitor_limits.defaults_within(spec, limits)
+        most = {"frames": visitor_limits.most_frames(spec, limits), "steps": limits.steps}
         for name, highest in most.items():
             # A slider needs two ends.
             values[name]["maximum"] = max(highest, 2)
             values[name]["value"] = min(values[name]["value"], highest)
         size = (values["width"]["value"], values["height"]["value"])
-        if not visitors.may_have(size, limits):
+        if not visitor_limits.may_have(size, limits):
             size = (own["width"], own["height"])
         values["width"]["value"], values["height"]["value"] = size
-        fitting = {f"{w}x{h}" for w, h in spec.sizes if visitors.may_have((w, h), limits)} | {form.CUSTOM}
+        fitting = {f"{w}x{h}" for w, h in spec.sizes if visitor_limits.may_have((w, h), limits)} | {form.CUSTOM}
         choices = [choice for choice in values["size"]["choices"] if choice[1] in fitting]
         values["size"] |= {"choices": choices, "value": form.size_value(spec, *size)}
         if values["size"]["value"] not in fitting:

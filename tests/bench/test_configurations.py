@@ -21,9 +21,9 @@ from runtime.bench.configurations import (
 from runtime.core.errors import InvalidRequestError
 from runtime.core.plan import EngineUse, ExecutionPlan, LatentSize
 from runtime.core.request import GenerationRequest
-from runtime.manager.offers import EngineOffer
-from runtime.manager.planner import resolve
 from runtime.models.spec import ModelSpec
+from runtime.planner.engine_offers import EngineOffer
+from runtime.planner.resolve import resolve
 from tests import true_sizes
 from tests.plans import GIB, gpu, machine, tiny_plan
 

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from runtime.bench.component_timing import in_floats
 from runtime.bench.configurations import Configuration
 from runtime.bench.exact import exact_frames, exact_velocity
 from runtime.bench.forward import PARTS, Forward, ForwardSetup, _Case
-from runtime.bench.parts import in_floats
 from runtime.bench.random_weights import random_module, random_spec
 from runtime.core.cancel import Cancel
 from runtime.core.errors import InvalidRequestError, MachineError, ModelError
 from runtime.core.plan import ComponentPlan
 from runtime.core.request import GenerationRequest
-from runtime.manager.machine import probe
+from runtime.machine.probe import probe
 from runtime.models.known import KNOWN
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module

@@ -13,7 +13,6 @@ from runtime.bench import rounds
 from runtime.bench.configurations import Configuration
 from runtime.bench.recorder import Recorder, UnwrittenHistory, unlike
 from runtime.bench.rounds import Bench, Setup
-from runtime.components.video_decoder import PyTorchVideoDecoder
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError, InvalidRequestError
 from runtime.core.plan import EngineUse
@@ -21,11 +20,12 @@ from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
 from runtime.engines.sessions.onnxruntime import OnnxRuntimeSession
 from runtime.engines.store import EngineStore
-from runtime.manager.machine import probe
+from runtime.execution.video_decoder import PyTorchVideoDecoder
+from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
 from runtime.video.metadata import read_facts
-from tests.jobs.made import saved
 from tests.plans import tiny_plan
+from tests.queue.made import saved
 
 CLIP = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 5, "steps": 4, "seed": 3, "fps": 8}
 

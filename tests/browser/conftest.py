@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from runtime.jobs.opening import NAME
-from runtime.jobs.store import JobStore
+from runtime.queue.opening import NAME
+from runtime.queue.store import JobStore
 from tests.models.hub import LoopbackHub, served
 from tests.served import Server, make_cache, serving
 

@@ -12,7 +12,7 @@ from tests.browser.test_acceleration import choose, unfold
 from tests.browser.test_page import UNNAMED_INPUTS
 from tests.engines import foreign
 from tests.served import MODEL, Server
-from tests.ui.test_foresight import insert
+from tests.ui.test_plan_preview import insert
 
 pytestmark = pytest.mark.browser
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.cli.show import progress_text
+from runtime.cli.terminal import progress_text
 from runtime.core.duration import duration
 from runtime.core.events import Planned, StageStarted, StepDone
 from runtime.core.progress import Progress

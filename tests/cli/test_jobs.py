@@ -13,12 +13,12 @@ import pytest
 
 from runtime.cli.main import run
 from runtime.core.events import Failed, Planned, Warned
-from runtime.jobs.opening import open_store
 from runtime.models.spec import ModelSpec
+from runtime.queue.opening import open_store
 from runtime.video.ffmpeg import find_ffmpeg
 from runtime.video.metadata import read_facts
 from tests.cli.test_generate import command
-from tests.jobs.made import add, asked, planned, saved
+from tests.queue.made import add, asked, planned, saved
 from tests.waiting import until
 
 Tiny = Callable[[str], ModelSpec]

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from runtime.cli.fetching import progress_text
 from runtime.cli.main import run
+from runtime.cli.model_downloads import progress_text
 from runtime.cli.models import describe
-from runtime.manager.needs import needs
 from runtime.models.hub.progress import Progress
 from runtime.models.known import known_as
 from runtime.models.spec import ModelSpec
+from runtime.planner.requirements import needs
 from tests.cli.test_bad_input import refused
 from tests.models.hub import Fault, LoopbackHub, of_folder, served
 from tests.plans import machine

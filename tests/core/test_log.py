@@ -10,7 +10,7 @@ import pytest
 
 from runtime.core import log
 from runtime.core.events import Cancelled, Event, Failed, FellBack, Planned, StageStarted, StepDone, Warned
-from tests.jobs.made import planned, saved
+from tests.queue.made import planned, saved
 
 ROOT = Path(__file__).parents[2]
 LINES = 400

@@ -14,10 +14,10 @@ from runtime.engines.builders import BUILDERS, Builder
 from runtime.engines.builders.onnxruntime import OnnxRuntimeBuilder
 from runtime.engines.programs import Program, load_program
 from runtime.engines.sessions import Session, open_session
-from runtime.manager.engine_index import EngineRecord
-from runtime.manager.machine import probe
-from runtime.manager.shapes import ShapeProfile
+from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
+from runtime.planner.engine_index import EngineRecord
+from runtime.planner.shapes import ShapeProfile
 from tests.conftest import shared_folder
 
 # What the tiny models are small enough for, and small enough for tests.

@@ -7,8 +7,8 @@ from typing import Any
 
 from runtime.engines import manifest
 from runtime.engines.store import EngineStore
-from runtime.manager.engine_index import EngineKey, EngineRecord
-from runtime.manager.shapes import ShapeProfile
+from runtime.planner.engine_index import EngineKey, EngineRecord
+from runtime.planner.shapes import ShapeProfile
 
 _KEY = EngineKey(
     program="transformer",

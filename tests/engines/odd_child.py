@@ -16,7 +16,7 @@ from typing import Any
 from runtime.core.errors import EngineError
 from runtime.engines import build_child
 from runtime.engines.build_child import Report
-from runtime.manager.engine_index import EngineKey
+from runtime.planner.engine_index import EngineKey
 from tests.engines.made import put
 
 Job = Mapping[str, Any]

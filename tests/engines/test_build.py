@@ -20,8 +20,8 @@ from runtime.engines import build as build_module
 from runtime.engines.build import BuildRequest, build_engine
 from runtime.engines.builders import BuildNeeds
 from runtime.engines.store import EngineStore
-from runtime.manager.engine_index import EngineRecord
 from runtime.models.spec import ModelSpec
+from runtime.planner.engine_index import EngineRecord
 from tests.engines.made import add, key, visible
 from tests.waiting import until
 

@@ -15,10 +15,10 @@ from runtime.engines.builders import BUILDERS
 from runtime.engines.programs import load_program
 from runtime.engines.sessions import open_session
 from runtime.engines.store import EngineStore
-from runtime.manager.engine_index import find
-from runtime.manager.machine import probe
-from runtime.manager.shapes import ShapeProfile
+from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
+from runtime.planner.engine_index import find
+from runtime.planner.shapes import ShapeProfile
 from tests.engines.made import visible
 
 

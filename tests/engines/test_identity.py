@@ -10,7 +10,7 @@ import pytest
 
 from runtime.core.errors import EngineError
 from runtime.engines.identity import cpu_instructions, device_text, program_key_parts, programs_of, versions_of
-from runtime.manager.machine import probe
+from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
 from runtime.models.wan import read_spec
 

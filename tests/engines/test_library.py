@@ -13,9 +13,9 @@ from runtime.engines import library, manifest
 from runtime.engines.build import verify_engine
 from runtime.engines.identity import device_text, program_key_parts
 from runtime.engines.store import EngineStore
-from runtime.manager.engine_index import EngineRecord
-from runtime.manager.machine import probe
+from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
+from runtime.planner.engine_index import EngineRecord
 from tests.engines.made import add, key, visible
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from runtime.engines import manifest
-from runtime.manager.engine_index import UNREADABLE_KEY, EngineRecord
+from runtime.planner.engine_index import UNREADABLE_KEY, EngineRecord
 from tests.engines.made import key, put, same
 
 

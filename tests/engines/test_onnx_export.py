@@ -11,8 +11,8 @@ from runtime.engines.onnx_export import OPSET, TENSOR_NAMES, check_structure, ex
 from runtime.engines.programs import Program, load_program
 from runtime.engines.sessions.onnxruntime import OnnxRuntimeSession
 from runtime.engines.verify import verify
-from runtime.manager.shapes import ShapeProfile
 from runtime.models.spec import ModelSpec
+from runtime.planner.shapes import ShapeProfile
 from tests.engines.conftest import PROFILES, Build
 
 CASES = [

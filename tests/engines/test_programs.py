@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from runtime.core.errors import EngineError
-from runtime.engines.edges import Edges
 from runtime.engines.identity import PROGRAMS
+from runtime.engines.io_signature import Edges
 from runtime.engines.programs import TEXT_PADDING, Program, cut_text, load_program
-from runtime.manager.shapes import ShapeProfile
 from runtime.models.spec import ModelSpec
+from runtime.planner.shapes import ShapeProfile
 from tests.engines.conftest import PROFILES, relative
 
 CASES = [

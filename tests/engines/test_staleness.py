@@ -10,10 +10,10 @@ from runtime.engines.builders import BUILDERS
 from runtime.engines.identity import CLIP_PROGRAM, EXPORT_REVISION, FAMILY, device_text, program_key_parts, versions_of
 from runtime.engines.imported.offering import imported_engines
 from runtime.engines.staleness import why_stale
-from runtime.manager.engine_index import IMPORTED, UNREADABLE_KEY, EngineKey, EngineRecord
-from runtime.manager.machine import probe
-from runtime.manager.shapes import ShapeProfile
+from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
+from runtime.planner.engine_index import IMPORTED, UNREADABLE_KEY, EngineKey, EngineRecord
+from runtime.planner.shapes import ShapeProfile
 from tests.ui.records import record
 
 HERE = probe()

@@ -16,10 +16,10 @@ from runtime.engines.programs import load_program
 from runtime.engines.sessions.tensorrt import TensorRTSession
 from runtime.engines.sessions.torch_tensorrt import read_names
 from runtime.engines.tensorrt_progress import Phases
-from runtime.manager import compat
-from runtime.manager.machine import Machine
-from runtime.manager.shapes import ShapeProfile
+from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
+from runtime.planner import constraints
+from runtime.planner.shapes import ShapeProfile
 from tests.plans import GPU_PACKAGES, gpu, machine
 
 NAMES = ("onnx_tensorrt", "torch_tensorrt")
@@ -64,14 +64,14 @@ def test_it_says_why_it_cannot_build(name: str, where: Machine, why: str) -> Non
 
 def test_a_missing_or_unfit_package_is_named() -> None:
     without = replace(WITH_GPU, packages=())
-    assert BUILDERS["onnx_tensorrt"].unavailable(without) == ("TensorRT is not installed", compat.INSTALL)
+    assert BUILDERS["onnx_tensorrt"].unavailable(without) == ("TensorRT is not installed", constraints.INSTALL)
     with_one = replace(WITH_GPU, packages=(("tensorrt", "11.0.0.114"),))
     assert BUILDERS["onnx_tensorrt"].unavailable(with_one) is None
-    assert BUILDERS["torch_tensorrt"].unavailable(with_one) == ("torch-tensorrt is not installed", compat.INSTALL)
+    assert BUILDERS["torch_tensorrt"].unavailable(with_one) == ("torch-tensorrt is not installed", constraints.INSTALL)
     unfit = replace(with_one, packages=(*with_one.packages, ("torch-tensorrt", "2.11.0")))
     assert BUILDERS["torch_tensorrt"].unavailable(unfit) == (
         "torch-tensorrt 2.11.0 does not fit PyTorch 2.13.0",
-        compat.INSTALL,
+        constraints.INSTALL,
     )
 
 

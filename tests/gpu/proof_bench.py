@@ -31,8 +31,8 @@ from runtime.core.cancel import Cancel
 from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
-from runtime.jobs import flow
-from runtime.manager.machine import probe
+from runtime.machine.probe import probe
+from runtime.pipeline import run
 from tests import tiny_models
 from tests.gpu import proof_jobs
 
@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=["480p"], choices=[*SIZES, "jobs", "diorama"])
     arguments = parser.parse_args()
     # Random weights show nothing, and are not to.
-    flow.Detector = proof_jobs.Unjudged  # type: ignore[attr-defined]
+    run.Detector = proof_jobs.Unjudged  # type: ignore[attr-defined]
     OUT.mkdir(parents=True, exist_ok=True)
     for part in arguments.parts:
         with tempfile.TemporaryDirectory() as folder:

@@ -12,16 +12,16 @@ import torch
 from diffusers import WanPipeline
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
-from runtime.components.denoiser import PROMPTED
 from runtime.core.cancel import Cancel
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.engines.sessions import Session
-from runtime.manager.engine_index import EngineRecord
-from runtime.manager.planner import resolve
+from runtime.execution.denoiser import PROMPTED
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_scheduler, load_tokenizer
 from runtime.pipeline.sampling import Conditioning, decode, denoise, get_noise, get_schedule
+from runtime.planner.engine_index import EngineRecord
+from runtime.planner.resolve import resolve
 from tests.gpu.proof_common import CHUNK, CLIP, COMPONENTS, Proof, profile_of, psnr, relative_error, ssim
 
 # Random models are proven on a small clip: TensorRT 8.6 keeps the whole matrix of an attention.
@@ -38,7 +38,7 @@ class EngineDenoiser:
     def __init__(self, session: Session) -> None:
         self._session = session
 
-    def begin_anew(self) -> None:
+    def reset_cache(self) -> None:
         """Nothing is cached."""
 
     def __call__(

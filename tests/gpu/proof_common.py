@@ -23,11 +23,11 @@ from runtime.engines.builders import BUILDERS
 from runtime.engines.programs import load_program
 from runtime.engines.sessions import Session, open_session
 from runtime.engines.store import EngineStore
-from runtime.manager.engine_index import EngineKey, EngineRecord
-from runtime.manager.machine import Machine
-from runtime.manager.shapes import LatentSize, ShapeProfile
+from runtime.machine.probe import Machine
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
+from runtime.planner.engine_index import EngineKey, EngineRecord
+from runtime.planner.shapes import LatentSize, ShapeProfile
 from tests.gpu import proof_models
 
 HOME = Path(os.environ.get("TANDEM_PROOF", "/tmp/tandem-proof"))

@@ -30,12 +30,12 @@ import torch
 from safetensors.torch import load_file
 
 from bench.step_cache import blocks_computed
-from runtime.components.residency import Residency
 from runtime.core.loras import Lora
 from runtime.core.plan import ExecutionPlan
-from runtime.manager import vram
+from runtime.execution.residency import Residency
 from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
+from runtime.planner import memory_model
 from tests import made_loras
 from tests.gpu.proof_residency import measured, model, way
 from tests.pipeline.test_parity import sample
@@ -135,7 +135,7 @@ def cache(arguments: argparse.Namespace, spec: ModelSpec, _: Path) -> None:
                 alone.setdefault("latents", got[0])
                 alone.setdefault("taken", dict(taken))
                 wanted = alone["latents"]
-                passes = vram.cached_passes(step_cache, plan.guidance_scale, plan.guidance_scale_2)
+                passes = memory_model.cached_passes(step_cache, plan.guidance_scale, plan.guidance_scale_2)
                 say(
                     **what,
                     blocks=blocks,

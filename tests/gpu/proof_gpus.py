@@ -37,19 +37,19 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from transformers import UMT5Config, UMT5EncoderModel
 
 from bench.step_cache import blocks_computed
-from runtime.components.residency import Residency
 from runtime.core.cancel import Cancel
 from runtime.core.errors import GroupError
 from runtime.core.events import Event, Failed, StepDone, VideoSaved
 from runtime.core.plan import ExecutionPlan, Split
 from runtime.core.request import GenerationRequest
-from runtime.jobs import flow
-from runtime.jobs.flow import run_job
-from runtime.manager.machine import Machine, probe
-from runtime.manager.planner import resolve
+from runtime.execution.residency import Residency
+from runtime.machine.probe import Machine, probe
 from runtime.models.spec import ModelSpec
 from runtime.models.wan import read_spec
+from runtime.pipeline import run
+from runtime.pipeline.run import run_job
 from runtime.pipeline.sampling import decode
+from runtime.planner.resolve import resolve
 from tests import tiny_models
 from tests.gpu.proof_common import relative_error
 from tests.gpu.proof_jobs import HOME, MODELS, Unjudged, save
@@ -187,7 +187,7 @@ def passes(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> Non
                 times_as_fast=round(one / median, 3),
                 error=relative_error(made, step),
                 load_seconds=round(loaded, 1),
-                peak_bytes=residency.crew.peak_bytes,
+                peak_bytes=residency.group_manager.peak_bytes,
                 tokens=plan.tokens,
                 **found,
             )
@@ -247,7 +247,7 @@ def cache(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> None
                     error=relative_error(made, one),
                     beside_none=relative_error(made, wanted["none"][0]),
                     blocks=blocks or None,  # computed by this process, of 2 passes
-                    peak_bytes=residency.crew.peak_bytes,
+                    peak_bytes=residency.group_manager.peak_bytes,
                 )
 
 
@@ -263,7 +263,7 @@ def kill(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> None:
     with going_on("kill", "", arguments), Residency() as residency:
         with residency.denoiser(spec, Alone(replace(plan, split=split)), "transformer") as denoiser:
             guided(denoiser, given)
-            group = residency.crew.group
+            group = residency.group_manager.group
             assert group is not None
             there = psutil.Process(group._launcher.pid).children()
             killed: list[float] = []
@@ -288,7 +288,7 @@ def kill(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> None:
 
 def clip(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> None:
     """Whole jobs, and what one of `STEPS` takes by them: this process plans, decodes and writes an MP4."""
-    vars(flow)["Detector"] = Unjudged  # random weights show noise
+    vars(run)["Detector"] = Unjudged  # random weights show noise
     one = 0.0
     for name, split in variants(arguments):
         if split is not None and split.guidance == 1:
@@ -297,7 +297,7 @@ def clip(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> None:
             whole_plan = replace(planned(spec, here, arguments, steps=arguments.clip_steps), split=split)
             events: list[Event] = []
             # The first loads, tries kernels and compiles: a step of each expert is enough.
-            for run, plan in (("first", replace(whole_plan, steps=2)), ("second", whole_plan)):
+            for turn, plan in (("first", replace(whole_plan, steps=2)), ("second", whole_plan)):
                 events.clear()
                 run_job(plan, spec, events.append, Cancel(), residency)
                 end = events[-1]
@@ -311,7 +311,7 @@ def clip(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> None:
                 say(
                     part="clip",
                     variant=name,
-                    run=run,
+                    run=turn,
                     seconds_of_40_steps=round(whole, 2),
                     times_as_fast=round(one / whole, 3) if one else None,
                     steps=[round(step, 3) for step in steps],

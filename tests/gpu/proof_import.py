@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 from torch import nn
 
-from runtime.components.residency import Residency
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError
 from runtime.core.events import Event, FellBack, VideoSaved
@@ -36,17 +35,18 @@ from runtime.engines.programs import load_program
 from runtime.engines.service import EngineService
 from runtime.engines.sessions import open_session
 from runtime.engines.store import EngineStore
-from runtime.jobs.flow import run_job
-from runtime.manager.machine import probe
-from runtime.manager.planner import resolve
-from runtime.manager.shapes import ShapeProfile
+from runtime.execution.residency import Residency
+from runtime.machine.probe import probe
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
+from runtime.pipeline.run import run_job
+from runtime.planner.resolve import resolve
+from runtime.planner.shapes import ShapeProfile
 from tests.gpu import tensorrt_8_6
 from tests.gpu.opset17 import to_opset_17
 from tests.gpu.proof_clip import PROMPT
 from tests.gpu.proof_common import CHILD, HOME, Proof, psnr, relative_error, ssim
-from tests.jobs.test_flow import frames_of
+from tests.pipeline.test_run import frames_of
 
 TEXT_TOKENS = 4096
 SUFFIXES = {"onnx_tensorrt": ".plan", "onnxruntime": ".onnx"}

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import torch
 
-from runtime.components.residency import Residency
 from runtime.core.cancel import Cancel
 from runtime.core.events import Event, FellBack, VideoSaved
 from runtime.core.request import GenerationRequest
 from runtime.engines.builders import BUILDERS
 from runtime.engines.service import EngineService
-from runtime.jobs.flow import run_job
-from runtime.manager.planner import resolve
+from runtime.execution.residency import Residency
 from runtime.models.catalogue import find
+from runtime.pipeline.run import run_job
+from runtime.planner.resolve import resolve
 from tests.gpu.proof_clip import PROMPT
 from tests.gpu.proof_common import CLIP, COMPONENTS, HOME, Proof, profile_of, psnr, ssim
-from tests.jobs.test_flow import frames_of
+from tests.pipeline.test_run import frames_of
 
 RUNS = 5
 

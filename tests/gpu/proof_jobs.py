@@ -26,20 +26,20 @@ import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from transformers import UMT5Config, UMT5EncoderModel
 
-from runtime.components.residency import Residency
 from runtime.core.cancel import Cancel
 from runtime.core.events import Event, Failed, FellBack, VideoSaved
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
-from runtime.jobs import flow
-from runtime.jobs.flow import run_job
-from runtime.jobs.history import HistoryFile
-from runtime.manager.machine import probe
-from runtime.manager.planner import resolve
-from runtime.manager.vram import taken_before
+from runtime.execution.residency import Residency
+from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
 from runtime.models.wan import read_spec
-from runtime.video.nothing import Detector
+from runtime.pipeline import run
+from runtime.pipeline.history import HistoryFile
+from runtime.pipeline.run import run_job
+from runtime.planner.memory_model import taken_before
+from runtime.planner.resolve import resolve
+from runtime.video.degenerate_clip import Detector
 from tests import tiny_models
 from tests.gpu.proof_memory import TRANSFORMERS, UMT5, VAES
 from tests.gpu.proof_residency import measured
@@ -162,7 +162,7 @@ def job(spec: ModelSpec, offload: str, quantization: str, arguments: argparse.Na
     forecast: dict[str, int] = {}
     for stage in plan.memory:
         forecast[stage.stage] = max(forecast.get(stage.stage, 0), stage.peak_bytes - context)
-    taken = next(rung for rung in plan.ladder if rung.taken)
+    taken = next(strategy for strategy in plan.strategies if strategy.taken)
     what = {
         "way": taken.title,
         "forecast": forecast,
@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=list(MODELS))
     arguments = parser.parse_args()
     started = time.monotonic()
-    flow.Detector = Unjudged  # type: ignore[attr-defined]  # random weights may well show one colour
+    run.Detector = Unjudged  # type: ignore[attr-defined]  # random weights may well show one colour
     HOME.mkdir(parents=True, exist_ok=True)
     say(part="machine", torch=torch.__version__, gpus=[gpu.name for gpu in probe().gpus])
     for name in arguments.models:

@@ -30,9 +30,9 @@ import psutil
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 
-from runtime.components.residency import Residency
-from runtime.components.video_decoder import PyTorchVideoDecoder
 from runtime.core.plan import ExecutionPlan
+from runtime.execution.residency import Residency
+from runtime.execution.video_decoder import PyTorchVideoDecoder
 from runtime.models.spec import ModelSpec
 from runtime.models.wan import read_spec
 from tests import tiny_models

@@ -36,13 +36,13 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import nn
 
-from runtime.components.attention import attention, problem
-from runtime.components.compiling import forget_all
-from runtime.components.denoiser import PyTorchDenoiser
-from runtime.components.residency import Residency
-from runtime.components.video_decoder import PyTorchVideoDecoder
 from runtime.core.cancel import Cancel
 from runtime.core.plan import EAGER, Speed
+from runtime.execution.attention import attention, problem
+from runtime.execution.compilation import forget_all
+from runtime.execution.denoiser import PyTorchDenoiser
+from runtime.execution.residency import Residency
+from runtime.execution.video_decoder import PyTorchVideoDecoder
 from runtime.models import quantization
 from runtime.models.catalogue import find
 from runtime.pipeline.sampling import decode

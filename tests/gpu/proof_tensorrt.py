@@ -24,11 +24,11 @@ from runtime.core.errors import EngineError
 from runtime.engines.builders.tensorrt_common import enclosing
 from runtime.engines.programs import load_program
 from runtime.engines.store import EngineStore
-from runtime.manager.engine_index import EngineRecord
-from runtime.manager.machine import probe
-from runtime.manager.shapes import LatentSize, ShapeProfile
+from runtime.machine.probe import probe
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
+from runtime.planner.engine_index import EngineRecord
+from runtime.planner.shapes import LatentSize, ShapeProfile
 from tests.gpu import proof_models, tensorrt_8_6
 from tests.gpu.proof_clip import clip
 from tests.gpu.proof_common import CLIP, COMPONENTS, HOME, LARGE, Proof, profile_of, relative_error

@@ -16,7 +16,7 @@ from runtime.core.cancel import Cancel
 from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
-from runtime.manager.machine import probe
+from runtime.machine.probe import probe
 from runtime.models.catalogue import find
 
 pytestmark = [

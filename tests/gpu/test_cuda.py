@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.components.residency import Residency
 from runtime.core.cancel import Cancel
 from runtime.core.events import Event, StepDone, VideoSaved
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
-from runtime.jobs.flow import run_job
-from runtime.manager.machine import probe
-from runtime.manager.planner import resolve
-from runtime.manager.vae_precision import PSNR
+from runtime.execution.residency import Residency
+from runtime.machine.probe import probe
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
+from runtime.pipeline.run import run_job
 from runtime.pipeline.sampling import decode
+from runtime.planner.resolve import resolve
+from runtime.planner.vae_precision import PSNR
 from tests.pipeline.test_parity import sample
 from tests.plans import Alone, machine, tiny_plan
 from tests.tiny_models import ARCHITECTURES

@@ -9,12 +9,12 @@ import torch
 from runtime.core.events import Event, FramesDecoded, OutOfMemory, Resumed, StageStarted, StepDone, VideoSaved
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
-from runtime.manager.machine import probe
-from runtime.manager.planner import resolve
+from runtime.machine.probe import probe
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
-from tests.jobs.test_flow import frames_of
-from tests.jobs.test_resume import run, steps_of, stream_of
+from runtime.planner.resolve import resolve
+from tests.pipeline.test_resume import run, steps_of, stream_of
+from tests.pipeline.test_run import frames_of
 
 pytestmark = [
     pytest.mark.gpu,

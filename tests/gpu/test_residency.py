@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.components.pinned import pin
-from runtime.components.residency import Residency
 from runtime.core.cancel import Cancel
 from runtime.core.errors import MachineError
 from runtime.core.events import Event, VideoSaved
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
-from runtime.jobs.flow import run_job
-from runtime.manager.planner import resolve
-from runtime.manager.speed import relieved
+from runtime.execution.pinned_memory import pin
+from runtime.execution.residency import Residency
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
+from runtime.pipeline.run import run_job
 from runtime.pipeline.sampling import decode
+from runtime.planner.execution_options import relieved
+from runtime.planner.resolve import resolve
 from tests.gpu.test_cuda import on_cuda, relative_error
 from tests.pipeline.test_parity import sample
 from tests.plans import Alone, machine, tiny_plan

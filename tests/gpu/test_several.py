@@ -9,11 +9,11 @@ from runtime.core.events import StageStarted, VideoSaved
 from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
-from runtime.jobs.store import JobStore
-from runtime.jobs.worker import Worker
-from runtime.manager.machine import probe
-from tests.jobs.test_resume import stream_of
-from tests.jobs.test_worker import watch
+from runtime.machine.probe import probe
+from runtime.queue.store import JobStore
+from runtime.queue.worker import Worker
+from tests.pipeline.test_resume import stream_of
+from tests.queue.test_worker import watch
 
 GPUS = torch.cuda.device_count()
 

@@ -13,20 +13,20 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKLWan
 from torch import nn
 
-from runtime.components import vae_steps
-from runtime.components.attention import attention, problem
-from runtime.components.residency import Residency
-from runtime.components.vae_fast import Fast
-from runtime.components.video_decoder import PyTorchVideoDecoder
 from runtime.core.events import VideoSaved
 from runtime.core.plan import EAGER, Speed
 from runtime.core.request import ATTENTIONS, GenerationRequest
-from runtime.manager.machine import probe
-from runtime.manager.planner import resolve
+from runtime.execution import vae_steps
+from runtime.execution.attention import attention, problem
+from runtime.execution.residency import Residency
+from runtime.execution.vae_fast import Fast
+from runtime.execution.video_decoder import PyTorchVideoDecoder
+from runtime.machine.probe import probe
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
+from runtime.planner.resolve import resolve
 from tests.gpu.test_cuda import on_cuda, relative_error
-from tests.jobs.runs import events_of
+from tests.pipeline.runs import events_of
 from tests.pipeline.test_parity import sample
 from tests.plans import Alone, tiny_plan
 from tests.tiny_models import ARCHITECTURES
@@ -48,7 +48,7 @@ COMPILED = {"compiled": "wan2.2-a14b", "all": "wan2.2-ti2v-5b"}
 
 def kernels() -> Any:
     """Return Triton's kernels, which only a PyTorch for CUDA can import."""
-    return importlib.import_module("runtime.components.vae_kernels")
+    return importlib.import_module("runtime.execution.vae_kernels")
 
 
 @contextmanager

@@ -17,10 +17,10 @@ from runtime.engines.programs import Program, load_program
 from runtime.engines.sessions import Session, open_session
 from runtime.engines.sessions.tensorrt import TensorRTSession
 from runtime.engines.verify import verify
-from runtime.manager.engine_index import EngineKey, EngineRecord
-from runtime.manager.machine import probe
-from runtime.manager.shapes import ShapeProfile
+from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
+from runtime.planner.engine_index import EngineKey, EngineRecord
+from runtime.planner.shapes import ShapeProfile
 from tests.gpu import tensorrt_8_6
 from tests.gpu.opset17 import to_opset_17
 

@@ -14,9 +14,9 @@ from diffusers import WanTransformer3DModel
 from diffusers.quantizers.bitsandbytes import bnb_quantizer
 from safetensors.torch import save_file
 
-from runtime.components.offload import Placement, place
 from runtime.core.loras import LoraUse
 from runtime.core.plan import ComponentPlan
+from runtime.execution.offload import Placement, place
 from runtime.models.lora_files import read_lora
 from runtime.models.lora_fusing import fuse
 from runtime.models.quantization import check_quantized, config

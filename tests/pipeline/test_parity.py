@@ -11,11 +11,11 @@ import torch
 from diffusers import AutoencoderKLWan, WanPipeline
 from diffusers.hooks import FirstBlockCacheConfig
 
-from runtime.components.denoiser import Denoiser
-from runtime.components.residency import Residency
-from runtime.components.video_decoder import PyTorchVideoDecoder
 from runtime.core.cancel import Cancel
 from runtime.core.plan import ExecutionPlan
+from runtime.execution.denoiser import Denoiser
+from runtime.execution.residency import Residency
+from runtime.execution.video_decoder import PyTorchVideoDecoder
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_scheduler

@@ -9,8 +9,8 @@ import torch
 from diffusers.hooks import FirstBlockCacheConfig
 
 from bench.step_cache import blocks_computed
-from runtime.components.residency import Residency
 from runtime.core.plan import ExecutionPlan
+from runtime.execution.residency import Residency
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_scheduler
 from runtime.pipeline.sampling import get_schedule, may_stop

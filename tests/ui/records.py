@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from runtime.manager.engine_index import EngineFile, EngineKey, EngineRecord
+from runtime.planner.engine_index import EngineFile, EngineKey, EngineRecord
 
 
 def record(key: EngineKey, **values: Any) -> EngineRecord:

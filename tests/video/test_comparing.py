@@ -10,11 +10,11 @@ import pytest
 from PIL import Image
 
 from runtime.core.errors import OutputError
-from runtime.video.bare import bare_copy
 from runtime.video.ffmpeg import find_ffmpeg
-from runtime.video.likeness import likeness
 from runtime.video.metadata import read_facts
 from runtime.video.preview import encode_frames, still
+from runtime.video.similarity import likeness
+from runtime.video.strip_metadata import bare_copy
 from tests.video.test_video import read, write
 
 SHAPE = (9, 48, 64, 3)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from runtime.manager.engine_index import EngineKey
-from runtime.manager.machine import Machine
-from runtime.manager.shapes import ShapeProfile
+from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
+from runtime.planner.engine_index import EngineKey
+from runtime.planner.shapes import ShapeProfile
 
 if TYPE_CHECKING:
     from runtime.engines.programs import Program

@@ -24,13 +24,13 @@ from unittest import mock
 
 from runtime.core.errors import EngineError
 from runtime.engines.builders import BuildNeeds, Report
-from runtime.engines.builders.keyed import KeyedBuilder, weights_bytes
-from runtime.engines.edges import METADATA_KEY, WEIGHTS_KEY
+from runtime.engines.builders.base import KeyedBuilder, weights_bytes
 from runtime.engines.identity import cpu_has_bfloat16
-from runtime.manager.engine_index import SWAPPED, EngineKey
-from runtime.manager.machine import Machine, cpp_compiler
-from runtime.manager.shapes import ShapeProfile
+from runtime.engines.io_signature import METADATA_KEY, WEIGHTS_KEY
+from runtime.machine.probe import Machine, cpp_compiler
 from runtime.models.spec import ModelSpec
+from runtime.planner.engine_index import SWAPPED, EngineKey
+from runtime.planner.shapes import ShapeProfile
 
 if TYPE_CHECKING:
     import torch

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from runtime.engines.builders import BuildNeeds, Report
-from runtime.engines.builders.keyed import KeyedBuilder, weights_bytes
+from runtime.engines.builders.base import KeyedBuilder, weights_bytes
 from runtime.engines.identity import cpu_has_bfloat16, versions_of
-from runtime.manager.engine_index import EngineKey
-from runtime.manager.machine import Machine
-from runtime.manager.shapes import ShapeProfile
+from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
+from runtime.planner.engine_index import EngineKey
+from runtime.planner.shapes import ShapeProfile
 
 if TYPE_CHECKING:
     from runtime.engines.programs import Program

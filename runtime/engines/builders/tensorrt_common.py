@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from runtime.core.errors import EngineError
 from runtime.engines.builders import BuildNeeds
-from runtime.engines.builders.keyed import KeyedBuilder, weights_bytes
-from runtime.manager import compat
-from runtime.manager.machine import Machine, gpu_index
-from runtime.manager.shapes import LatentSize, ShapeProfile
-from runtime.manager.vram import DTYPE_BYTES, denoise_bytes
+from runtime.engines.builders.base import KeyedBuilder, weights_bytes
+from runtime.machine.probe import Machine, gpu_index
 from runtime.models.spec import ModelSpec
+from runtime.planner import constraints
+from runtime.planner.memory_model import DTYPE_BYTES, denoise_bytes
+from runtime.planner.shapes import LatentSize, ShapeProfile
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +55,7 @@ class TensorRTBuilder(KeyedBuilder):
           activations little room. diffusers, too, runs it in float32.
         """
         usual = _usual_precision(program)
-        if usual == "bfloat16" and machine.gpus[_gpu_index(machine, device)].capability < compat.BF16_CAPABILITY:
+        if usual == "bfloat16" and machine.gpus[_gpu_index(machine, device)].capability < constraints.BF16_CAPABILITY:
             return "float32"
         return usual
 
@@ -143,7 +143,7 @@ def _activation_bytes(spec: ModelSpec, program: str, profile: ShapeProfile) -> i
 def _gpu_index(machine: Machine, device: str) -> int:
     index = gpu_index(device)
     if not device.startswith("cuda") or index >= len(machine.gpus):
-        raise EngineError(f"TensorRT needs an NVIDIA GPU, and {device} is none.", compat.OTHER_BACKEND)
+        raise EngineError(f"TensorRT needs an NVIDIA GPU, and {device} is none.", constraints.OTHER_BACKEND)
     return index
 
 

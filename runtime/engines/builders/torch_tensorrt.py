@@ -16,15 +16,9 @@ from typing import TYPE_CHECKING, Any
 from runtime.core.errors import EngineError
 from runtime.engines import timing_cache
 from runtime.engines.builders import Report
-from runtime.engines.builders.tensorrt_common import (
-    Shapes,
-    TensorRTBuilder,
-    enclosing,
-    gpu_of,
-    shapes,
-)
-from runtime.manager.compat import OTHER_BACKEND
-from runtime.manager.engine_index import EngineKey
+from runtime.engines.builders.tensorrt_common import Shapes, TensorRTBuilder, enclosing, gpu_of, shapes
+from runtime.planner.constraints import OTHER_BACKEND
+from runtime.planner.engine_index import EngineKey
 
 if TYPE_CHECKING:
     import torch

@@ -23,14 +23,14 @@ from runtime.engines.build import BuildRequest, EmitProgress, failure, found_by
 from runtime.engines.child import COMMAND, run_child
 from runtime.engines.identity import EXPORT_REVISION, FAMILY, device_text, program_key_parts, versions_of
 from runtime.engines.imported.contract import Contract
-from runtime.engines.imported.fitting import ADAPTERS_FILE, Fitting, fittings
+from runtime.engines.imported.matching import ADAPTERS_FILE, Fitting, fittings
 from runtime.engines.imported.offering import EXACT, served
 from runtime.engines.imported.source import FILE_NAMES, Source, check_library, check_room, look
 from runtime.engines.service import EngineService
-from runtime.manager.compat import cuda_problem
-from runtime.manager.engine_index import IMPORTED, EngineKey, EngineRecord
-from runtime.manager.machine import Machine, probe
+from runtime.machine.probe import Machine, probe
 from runtime.models.spec import ModelSpec
+from runtime.planner.constraints import cuda_problem
+from runtime.planner.engine_index import IMPORTED, EngineKey, EngineRecord
 
 _BLOCK = 1 << 22
 _PACKAGES: Mapping[str, tuple[str, ...]] = {

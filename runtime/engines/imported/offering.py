@@ -10,11 +10,11 @@ from pathlib import Path
 
 from runtime.core.plan import EngineUse, LatentSize
 from runtime.engines.identity import CLIP_PROGRAM, device_text, program_key_parts, programs_of, versions_of
-from runtime.manager.engine_index import IMPORTED, EngineKey, EngineRecord
-from runtime.manager.machine import Machine
-from runtime.manager.offers import EngineOffer
-from runtime.manager.shapes import ShapeProfile
+from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
+from runtime.planner.engine_index import IMPORTED, EngineKey, EngineRecord
+from runtime.planner.engine_offers import EngineOffer
+from runtime.planner.shapes import ShapeProfile
 
 # What an engine's `options` say of adapters that lose something.
 EXACT = "exact"

@@ -8,18 +8,18 @@ from typing import Any
 import torch
 
 from runtime.core.errors import EngineError
-from runtime.engines.closing import Closing
+from runtime.engines.closeable import Closing
 from runtime.engines.imported import adapters as bridges
 from runtime.engines.imported.adapters import Adapter, Batch, RestoredRows
 from runtime.engines.imported.adapters.transformer import TRAINING_STEPS
 from runtime.engines.imported.contract import Contract
-from runtime.engines.imported.fitting import ADAPTERS_FILE
+from runtime.engines.imported.matching import ADAPTERS_FILE
 from runtime.engines.programs import Program
 from runtime.engines.sessions import Session
 from runtime.engines.sessions.onnxruntime import OUT_OF_MEMORY, start
 from runtime.engines.verify import Verification, verify
-from runtime.manager.engine_index import EngineRecord
-from runtime.manager.shapes import LatentSize, ShapeProfile
+from runtime.planner.engine_index import EngineRecord
+from runtime.planner.shapes import LatentSize, ShapeProfile
 
 # A smooth picture has this many latents from one value to the next.
 _COARSE = 4

@@ -11,8 +11,8 @@ from runtime.core.errors import EngineError
 from runtime.engines.builders.onnx_tensorrt import OnnxTensorRT
 from runtime.engines.builders.onnxruntime import OnnxRuntimeBuilder
 from runtime.engines.builders.tensorrt_common import installed_version
-from runtime.manager.compat import OTHER_BACKEND
-from runtime.manager.machine import Machine, free_disk_bytes
+from runtime.machine.probe import Machine, free_disk_bytes
+from runtime.planner.constraints import OTHER_BACKEND
 
 BACKENDS = {".trt": "tensorrt", ".plan": "tensorrt", ".engine": "tensorrt", ".onnx": "onnxruntime"}
 FILE_NAMES = {"tensorrt": "engine.plan", "onnxruntime": "engine.onnx"}

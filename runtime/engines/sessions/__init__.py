@@ -8,7 +8,7 @@ import torch
 
 from runtime.core.errors import EngineError
 from runtime.engines import manifest
-from runtime.manager.engine_index import IMPORTED, SWAPPED, EngineRecord
+from runtime.planner.engine_index import IMPORTED, SWAPPED, EngineRecord
 
 
 class Session(Protocol):

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from runtime.core.errors import EngineError, first_line
-from runtime.engines.closing import Closing
-from runtime.engines.edges import METADATA_KEY, WEIGHTS_KEY, Edges
+from runtime.engines.closeable import Closing
+from runtime.engines.io_signature import METADATA_KEY, WEIGHTS_KEY, Edges
 from runtime.engines.programs import TEXT_PADDING, cut_text, full_float32
 
 _REMEDY = "Build it anew."

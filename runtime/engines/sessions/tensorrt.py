@@ -14,7 +14,7 @@ import torch
 
 from runtime.core.errors import EngineError
 from runtime.engines import tensorrt_library
-from runtime.engines.closing import Closing
+from runtime.engines.closeable import Closing
 
 logger = logging.getLogger(__name__)
 

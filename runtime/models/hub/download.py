@@ -15,15 +15,15 @@ from pathlib import Path
 from runtime.core.byte_size import byte_size
 from runtime.core.cancel import Cancel
 from runtime.core.errors import DownloadError, ModelError, OutputError
+from runtime.core.locks import held
 from runtime.models.catalogue import folders
-from runtime.models.hub.answer import RevisionError
+from runtime.models.hub.http_stream import RevisionError
 from runtime.models.hub.listing import Listing, RemoteFile
 from runtime.models.hub.manifest import MANIFEST, Manifest, difference, read_manifest
 from runtime.models.hub.progress import Said, Tell
 from runtime.models.hub.remote import Hub, check_repository
 from runtime.models.hub.transfer import fetch
 from runtime.models.known import known_as
-from runtime.models.locks import held
 from runtime.models.spec import ModelSpec
 from runtime.models.wan import check_family, read_spec
 

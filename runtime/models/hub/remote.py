@@ -17,7 +17,7 @@ from runtime import __version__
 from runtime.core.cancel import Cancel
 from runtime.core.errors import DownloadError, InvalidRequestError
 from runtime.core.settings import HUB
-from runtime.models.hub.answer import Answer, BrokenError
+from runtime.models.hub.http_stream import Answer, BrokenError
 from runtime.models.hub.listing import Listing, RemoteFile, read_listing
 
 Result = TypeVar("Result")

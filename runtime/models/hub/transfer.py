@@ -7,7 +7,7 @@ from typing import BinaryIO
 
 from runtime.core.cancel import Cancel
 from runtime.core.errors import DownloadError
-from runtime.models.hub.answer import BrokenError, RangeError
+from runtime.models.hub.http_stream import BrokenError, RangeError
 from runtime.models.hub.listing import Listing, RemoteFile
 from runtime.models.hub.manifest import Hasher, hasher_of, is_right, pieces
 from runtime.models.hub.remote import Hub

@@ -17,10 +17,10 @@ from runtime.engines.builders.onnxruntime import OnnxRuntimeBuilder
 from runtime.engines.programs import load_program
 from runtime.engines.sessions.inductor import InductorSession
 from runtime.engines.verify import verify
-from runtime.manager.engine_index import SWAPPED, EngineKey, differences
-from runtime.manager.machine import Machine, probe
-from runtime.manager.shapes import ShapeProfile
+from runtime.machine.probe import Machine, probe
 from runtime.models.spec import ModelSpec
+from runtime.planner.engine_index import SWAPPED, EngineKey, differences
+from runtime.planner.shapes import ShapeProfile
 from tests.engines.conftest import PROFILES, Build
 
 SMALL = ShapeProfile.fixed((1, 2, 2))

@@ -17,8 +17,8 @@ import torch
 
 from runtime.engines.identity import PROGRAMS
 from runtime.engines.programs import load_program
-from runtime.manager.shapes import ShapeProfile
 from runtime.models.wan import read_spec
+from runtime.planner.shapes import ShapeProfile
 
 PROFILES = {
     "text_encoder": ShapeProfile.fixed((1, 1, 1)),

@@ -15,9 +15,9 @@ from packaging.requirements import Requirement
 
 from runtime.engines.builders.torch_tensorrt import TorchTensorRT, arguments, input_arguments
 from runtime.engines.identity import PROGRAMS
-from runtime.manager.engine_index import UNREADABLE_KEY, EngineKey
-from runtime.manager.shapes import ShapeProfile
 from runtime.models.spec import ModelSpec
+from runtime.planner.engine_index import UNREADABLE_KEY, EngineKey
+from runtime.planner.shapes import ShapeProfile
 from tests.engines.contract import wheels
 from tests.plans import gpu, machine
 

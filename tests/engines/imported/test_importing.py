@@ -10,7 +10,6 @@ import onnx
 import pytest
 import torch
 
-from runtime.components.residency import Residency
 from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.errors import EngineError
 from runtime.core.events import Event, FellBack, VideoSaved
@@ -22,10 +21,11 @@ from runtime.engines.programs import load_program
 from runtime.engines.service import EngineService
 from runtime.engines.sessions import open_session
 from runtime.engines.store import EngineStore
-from runtime.jobs.flow import run_job
-from runtime.manager.machine import probe
-from runtime.manager.planner import resolve
+from runtime.execution.residency import Residency
+from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
+from runtime.pipeline.run import run_job
+from runtime.planner.resolve import resolve
 from tests.engines import foreign
 from tests.engines.conftest import relative
 from tests.engines.made import visible

@@ -10,7 +10,7 @@ import pytest
 
 from runtime.core.errors import EngineError
 from runtime.engines.imported.source import Source, check_library, check_room, look
-from runtime.manager.machine import probe
+from runtime.machine.probe import probe
 
 
 def plan(*, size: int, whole: int, version: tuple[int, ...] = (10, 3, 0, 26)) -> bytes:

@@ -15,8 +15,8 @@ from runtime.engines.sessions import open_session
 from runtime.engines.sessions.inductor import InductorSession
 from runtime.engines.sessions.onnxruntime import OnnxRuntimeSession
 from runtime.engines.verify import verify
-from runtime.manager.engine_index import SWAPPED
-from runtime.manager.shapes import ShapeProfile
+from runtime.planner.engine_index import SWAPPED
+from runtime.planner.shapes import ShapeProfile
 from tests.engines.conftest import PROFILES, Build, Built, relative
 
 ROOT = Path(__file__).parents[3]

@@ -1,0 +1,170 @@
+"""One forward pass of each part on the same inputs: how far a configuration's outputs are from the reference's."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from runtime.core.cancel import Cancel
+from runtime.core.plan import ExecutionPlan
+from runtime.execution.residency import Residency
+from runtime.models.spec import ModelSpec
+from runtime.models.weights import load_scheduler
+from runtime.pipeline.sampling import Step, get_noise, get_schedule
+
+
+class Lent:
+    """What components are lent to outside of a job; what does not run as planned is noted.
+
+    Attributes:
+        cancel: whether somebody wants it to stop.
+        fallen: why a part is not computed as planned, by part.
+    """
+
+    def __init__(self, plan: ExecutionPlan, cancel: Cancel) -> None:
+        self._plan = plan
+        self.cancel = cancel
+        self.fallen: dict[str, str] = {}
+
+    @property
+    def plan(self) -> ExecutionPlan:
+        """See `residency.Watch`."""
+        return self._plan
+
+    def loading(self, name: str) -> None:
+        """See `residency.Watch`: nothing is shown."""
+
+    def fell_back(self, name: str, reason: str) -> None:
+        """See `residency.Watch`: note it, and go on in PyTorch."""
+        self.fallen[name] = f"PyTorch took over. {reason}"
+        self._plan = self._plan.with_component(name, self._plan.components[name].in_pytorch(reason))
+
+    def on_degraded(self, name: str, field: str, reason: str) -> None:
+        """See `residency.Watch`: note it, and go on without."""
+        self.fallen[name] = f"Without {field}: {reason}"
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What each part was given and gave, in memory (RAM), float32.
+
+    Attributes:
+        steps: by expert, the step that it ran.
+        latents: by part: noise for the first expert, what it makes of it with noise at the second's level for the
+            second, and the estimate of both for the VAE.
+        outputs: by part: embeddings, velocities, frames in -1 to 1.
+    """
+
+    steps: Mapping[str, Step]
+    latents: Mapping[str, torch.Tensor]
+    outputs: Mapping[str, torch.Tensor]
+
+
+def reference_passes(spec: ModelSpec, plan: ExecutionPlan, residency: Residency, cancel: Cancel) -> Passes:
+    """Run each part once as the reference runs it, from the prompt and the seed on."""
+    job = Lent(plan, cancel)
+    noise = get_noise(plan).cpu()
+    embeds = _embeds(spec, job, residency)
+    outputs = {"text_encoder": embeds}
+    latents: dict[str, torch.Tensor] = {}
+    estimate = noise
+    steps = _first_steps(spec, plan)
+    for name, step in steps.items():
+        cancel.check()
+        latents[name] = noise if not latents else (1 - step.sigma) * estimate + step.sigma * noise
+        outputs[name] = _velocity(spec, job, residency, step, latents[name], embeds)
+        estimate = latents[name] - step.sigma * outputs[name]
+    cancel.check()
+    latents["vae"] = estimate
+    outputs["vae"] = _frames(spec, job, residency, estimate)
+    return Passes(steps, latents, outputs)
+
+
+@dataclass(frozen=True)
+class PartError:
+    """How far a part's output is from the reference's.
+
+    Attributes:
+        error: ‖out − ref‖/‖ref‖; `None` where there is nothing to compare.
+        why: a sentence, where that is so.
+    """
+
+    error: float | None
+    why: str = ""
+
+
+def errors(
+    passes: Passes, spec: ModelSpec, plan: ExecutionPlan, residency: Residency, cancel: Cancel
+) -> dict[str, PartError]:
+    """Run each part once on what the reference's was given; see `PartError`."""
+    job = Lent(plan, cancel)
+    embeds = passes.outputs["text_encoder"]
+    found = {}
+    for name in plan.components:
+        cancel.check()
+        if name not in passes.outputs:
+            found[name] = PartError(None, "No step of the reference runs it.")
+            continue
+        if name == "text_encoder":
+            output = _embeds(spec, job, residency)
+        elif name == "vae":
+            output = _frames(spec, job, residency, passes.latents[name])
+        else:
+            output = _velocity(spec, job, residency, passes.steps[name], passes.latents[name], embeds)
+        if name in job.fallen:
+            found[name] = PartError(None, job.fallen[name])
+        else:
+            found[name] = _compared(output, passes.outputs[name])
+    return found
+
+
+def _compared(output: torch.Tensor, reference: torch.Tensor) -> PartError:
+    if output.shape != reference.shape:
+        return PartError(None, "Its output has another shape.")
+    error = relative_error(output, reference)
+    return PartError(error) if error is not None else PartError(None, "Its output holds NaN or Inf.")
+
+
+def relative_error(output: torch.Tensor, reference: torch.Tensor) -> float | None:
+    """Return ‖output − reference‖/‖reference‖, both float32; `None` where it is no number."""
+    length = float(torch.linalg.vector_norm(reference, dtype=torch.float64))
+    error = float(torch.linalg.vector_norm(output - reference, dtype=torch.float64)) / (length or 1.0)
+    return error if error < float("inf") else None
+
+
+def in_floats(frames: torch.Tensor) -> torch.Tensor:
+    """Return frames as float32 in -1 to 1, in memory (RAM) of their own: an engine writes over what it gave before.
+
+    From several GPUs they come as bytes.
+    """
+    kept = frames.to("cpu", copy=True).float()
+    return kept / 127.5 - 1.0 if frames.dtype == torch.uint8 else kept
+
+
+def _first_steps(spec: ModelSpec, plan: ExecutionPlan) -> dict[str, Step]:
+    """Return the first step of each expert, in their order."""
+    first: dict[str, Step] = {}
+    for step in get_schedule(plan, load_scheduler(spec, plan.shift), spec.boundary_ratio):
+        first.setdefault(step.expert, step)
+    return first
+
+
+def _embeds(spec: ModelSpec, job: Lent, residency: Residency) -> torch.Tensor:
+    with residency.text_encoder(spec, job) as encoder:
+        return encoder.encode(job.plan.prompt).embeds.float().cpu()
+
+
+def _velocity(
+    spec: ModelSpec, job: Lent, residency: Residency, step: Step, latents: torch.Tensor, embeds: torch.Tensor
+) -> torch.Tensor:
+    device = job.plan.components[step.expert].device
+    with residency.denoiser(spec, job, step.expert) as denoiser:
+        denoiser.reset_cache()
+        return denoiser(latents.to(device), step.timestep.to(device), embeds.to(device)).float().cpu()
+
+
+def _frames(spec: ModelSpec, job: Lent, residency: Residency, latents: torch.Tensor) -> torch.Tensor:
+    plan = job.plan
+    with residency.video_decoder(spec, job) as decoder:
+        chunks = decoder.frames(latents.to(plan.components["vae"].device), plan.decode_chunk, plan.decode_tile)
+        return torch.cat([in_floats(chunk) for chunk in chunks])

@@ -1,0 +1,29 @@
+"""Ctrl-C as a cancel."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from runtime.cli import terminal
+from runtime.core.cancel import Cancel
+
+
+@contextmanager
+def cancel_on_signals() -> Iterator[Cancel]:
+    """Lend a `Cancel` that the first Ctrl-C (or SIGTERM) requests; the second one stops at once."""
+    cancel = Cancel()
+
+    def handle(number: int, _: FrameType | None) -> None:
+        if cancel.requested:
+            raise KeyboardInterrupt
+        cancel.request()
+        terminal.line("Stopping…")
+
+    handled = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, handle) for number in handled]
+    try:
+        yield cancel
+    finally:
+        for number, handler in zip(handled, before, strict=True):
+            signal.signal(number, handler)

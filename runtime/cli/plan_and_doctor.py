@@ -1,0 +1,135 @@
+"""`plan` and `doctor`: what they find, for people on standard error, returned for programs."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from runtime.cli import terminal
+from runtime.core import settings
+from runtime.core.byte_size import memory_size
+from runtime.core.duration import duration
+from runtime.core.errors import MemoryShortError
+from runtime.core.estimates import Strategy
+from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
+from runtime.core.request import GenerationRequest
+from runtime.engines.service import EngineService
+from runtime.machine.probe import probe
+from runtime.models.loras import model_for
+from runtime.pipeline.history import HistoryFile
+from runtime.pipeline.outputs import output_path
+from runtime.planner.doctor import examine
+from runtime.planner.resolve import resolve
+
+_STAGES = ("encode", "denoise", "decode")
+_TENTHS_BELOW = 10
+
+
+def show_plan(request: GenerationRequest) -> dict[str, Any]:
+    """Print and return what would run where, and why.
+
+    Raises:
+        MemoryShortError: if nothing fits, once the ways there are were printed.
+        TandemError: if it cannot be made for another reason.
+    """
+    loaded = settings.load()
+    spec = model_for(request, loaded.weights_dir, here=False)
+    machine = probe()
+    offers = EngineService.from_settings(loaded, machine).offers(spec)
+    history = HistoryFile(loaded.cache_dir, machine).read()
+    output = output_path(loaded.outputs_dir, request.prompt)
+    try:
+        plan = resolve(request, spec, machine, output, offers, history)
+    except MemoryShortError as error:
+        terminal.line("Memory is short. The ways there are to hold the weights, the fastest first:")
+        _show_ladder(error.strategies, error.where)
+        raise
+    terminal.line(
+        f"{spec.title}: {plan.width}x{plan.height}, {plan.frames} frames ({plan.seconds_of_video:.1f} s at {plan.fps} "
+        f"fps), {plan.steps} steps, {plan.tokens:,} tokens, seed {plan.seed}"
+    )
+    if len(plan.expert_steps) > 1:
+        taken = ", ".join(f"{plan.title(name)} {count}" for name, count in plan.expert_steps.items())
+        terminal.line(f"Steps of each expert: {taken}")
+    if plan.shift_reason:
+        terminal.line(plan.shift_reason)
+    if plan.loras:
+        terminal.line(f"LoRA: {', '.join(str(use.asked()) for use in plan.loras)}")
+    terminal.table(
+        ("Component", "Runs on", "Weights", "Why"),
+        [
+            (
+                plan.title(name),
+                f"{BACKEND_TITLES[part.backend]}, {part.device}",
+                memory_size(part.weights_bytes),
+                part.reason,
+            )
+            for name, part in plan.components.items()
+        ],
+    )
+    if plan.split is not None:
+        terminal.line(f"{plan.gpus} GPUs ({', '.join(plan.split.devices)}): {plan.split.reason}")
+    if plan.speed.told:
+        terminal.line(f"How PyTorch computes: {plan.speed.told}")
+    _show_memory(plan)
+    _show_time(plan)
+    for message in plan.warnings:
+        terminal.warning(message)
+    return {"request": plan.request_json(), "plan": plan.to_json(), "warnings": list(plan.warnings)}
+
+
+def _show_memory(plan: ExecutionPlan) -> None:
+    where = "video memory" if plan.components["transformer"].device.startswith("cuda") else "memory"
+    rows = []
+    for stage in plan.memory:
+        how = "measured" if stage.measured else "estimated"
+        sizes = (stage.weights_bytes, stage.working_bytes, stage.overhead_bytes, stage.peak_bytes)
+        rows.append((plan.title(stage.component), *map(memory_size, sizes), how))
+    terminal.table(("While it runs", "Weights", "Working set", "Beside", "Peak", ""), rows)
+    taken = next(strategy for strategy in plan.strategies if strategy.taken)
+    peak, free = memory_size(plan.memory_bytes), memory_size(plan.free_bytes)
+    terminal.line(f"Memory at the peak: about {peak} of {free} of {where} that are free. {taken.title}.")
+    if taken is plan.strategies[0]:
+        return
+    terminal.line("Memory is short for the fastest way. The ways there are:")
+    _show_ladder(plan.strategies, where)
+
+
+def _show_ladder(strategies: Sequence[Strategy], where: str) -> None:
+    fastest = strategies[0].seconds.likely
+    rows = []
+    for strategy in strategies:
+        ram = memory_size(strategy.ram_bytes) if strategy.ram_bytes else ""
+        times = f"{strategy.seconds.likely / fastest:.1f} times"
+        rows.append(
+            (strategy.title, strategy.flags, memory_size(strategy.peak_bytes), ram, times, strategy.verdict(where))
+        )
+    terminal.table(("Way", "Asked for by", "Peak", "RAM", "As long", ""), rows)
+
+
+def _show_time(plan: ExecutionPlan) -> None:
+    stages = ", ".join(f"{name} {_about(plan.seconds[name].likely)}" for name in _STAGES)
+    total, load = plan.seconds["total"], plan.seconds["load"]
+    how = "by earlier runs here" if total.measured else "estimated"
+    terminal.line(f"Time: about {_about(total.likely)}, {_about(total.low)} to {_about(total.high)} ({how}): {stages}")
+    terminal.line(f"Loading before that: about {_about(load.likely)}, {_about(load.low)} to {_about(load.high)}")
+
+
+def _about(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < _TENTHS_BELOW else duration(seconds)
+
+
+def show_doctor() -> dict[str, Any]:
+    """Print and return what this machine has; "ok" is whether videos can be made."""
+    loaded = settings.load()
+    machine = probe(loaded.engines_dir)
+    findings = examine(machine, loaded.cache_dir, loaded.weights_dir, loaded.engines_dir)
+    marks = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
+    terminal.table(("", "What", "Found"), [(marks[found.state], found.name, found.detail) for found in findings])
+    for found in findings:
+        if found.fix:
+            terminal.line(f"{found.name}: {found.fix}")
+    return {
+        "ok": all(found.state != "problem" for found in findings),
+        "findings": [found.to_json() for found in findings],
+        "machine": asdict(machine) | {"packages": dict(machine.packages)},
+    }

@@ -1,0 +1,128 @@
+"""Attention of queries, keys and values by one of several kernels, alike to call.
+
+    native   PyTorch's own choice
+    cudnn    cuDNN's, through PyTorch
+    flash    FlashAttention 2, as PyTorch has it
+    flash3   FlashAttention 3, package `flash_attn_interface`
+    flash4   FlashAttention 4, package `flash-attn-4`
+    sage     SageAttention: products in 8 bits
+    fp8      cuDNN's in FP8, through `nvidia-cudnn-frontend`: every factor in 8 bits, see `fp8_attention`
+
+Those that PyTorch does not know are operators of their own, so that a compiled block holds them as one call.
+"""
+
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from runtime.core.errors import first_line
+from runtime.execution.fp8_attention import attend_fp8
+from runtime.execution.memory import ran_out
+
+_MODULES = {"flash3": "flash_attn_interface", "flash4": "flash_attn.cute", "sage": "sageattention"}
+_TRIED_TOKENS, _TRIED_ERROR = 2048, 0.1
+_TIMES_MEASURED = 2
+# Packages compile at their first call for a kind of input, and each GPU's jobs have a thread of their own.
+_CALLING = threading.Lock()
+
+# Queries, keys and values, each (batch, tokens, heads, head width), to the same.
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def attention(kind: str) -> Attention:
+    """Return an attention by its name above."""
+    return _KINDS[kind]
+
+
+@lru_cache(maxsize=32)
+def problem(kind: str, device: str, dtype: torch.dtype, width: int) -> str | None:
+    """Return why a kind of attention does not run here, a clause, `None` if it does: it is tried on a small case.
+
+    Args:
+        width: of a head.
+    """
+    try:
+        q = torch.ones((1, _TRIED_TOKENS, 1, width), device=device, dtype=dtype)
+        found = attention(kind)(q, q, q)
+        # Ones attend to ones.
+        return None if torch.allclose(found.float(), q.float(), atol=_TRIED_ERROR) else "it gives other values"
+    except Exception as error:  # packages fail in ways of their own
+        if ran_out(error) is not None:
+            raise
+        return first_line(error)
+
+
+def seconds_of(kind: str, tokens: int, heads: int, width: int, dtype: str, device: str) -> float:
+    """Return the seconds of one attention on a CUDA device: the best of a few, after one that warms it up."""
+    q, k, v = torch.randn((3, 1, tokens, heads, width), device=device, dtype=getattr(torch, dtype))
+    attend = attention(kind)
+    best = float("inf")
+    with torch.no_grad(), torch.cuda.device(device):
+        attend(q, k, v)
+        for _ in range(_TIMES_MEASURED):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            attend(q, k, v)
+            end.record()
+            end.synchronize()
+            best = min(best, start.elapsed_time(end) / 1000)
+    return best
+
+
+def _heads_first(attend: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """PyTorch wants heads before tokens; only in name, for no kernel needs a copy."""
+    return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
+
+
+def _torchs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return _heads_first(F.scaled_dot_product_attention, q, k, v)
+
+
+# Both by name: `sdpa_kernel` chooses for all threads, and each GPU's jobs have one.
+def _cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    run = torch.ops.aten._scaled_dot_product_cudnn_attention
+    return _heads_first(lambda q, k, v: run(q, k, v, None, False)[0], q, k, v)
+
+
+def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    aten, cpu = torch.ops.aten, q.device.type == "cpu"
+    run = aten._scaled_dot_product_flash_attention_for_cpu if cpu else aten._scaled_dot_product_flash_attention
+    return _heads_first(lambda q, k, v: run(q, k, v)[0], q, k, v)
+
+
+@torch.library.custom_op("tandem::attend", mutates_args=())
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: str) -> torch.Tensor:
+    with _CALLING:
+        package: Any = import_module(_MODULES[kind])
+        out = package.sageattn(q, k, v, tensor_layout="NHD") if kind == "sage" else package.flash_attn_func(q, k, v)
+    attended: torch.Tensor = out[0] if isinstance(out, tuple) else out
+    return attended.contiguous()
+
+
+@_attend.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: str) -> torch.Tensor:
+    return q.new_empty(q.shape)
+
+
+def _by_package(kind: str) -> Attention:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.tandem.attend(q, k, v, kind)
+        return out
+
+    return attend
+
+
+_KINDS: dict[str, Attention] = {
+    "native": _torchs,
+    "cudnn": _cudnn,
+    "flash": _flash,
+    "flash3": _by_package("flash3"),
+    "flash4": _by_package("flash4"),
+    "sage": _by_package("sage"),
+    "fp8": attend_fp8,
+}

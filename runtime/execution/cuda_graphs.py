@@ -1,0 +1,109 @@
+"""CUDA graphs: a call recorded once and replayed, where starting its kernels takes longer than running them."""
+
+import logging
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from runtime.core.errors import first_line
+from runtime.execution.compilation import Stumbled
+from runtime.execution.memory import ran_out
+
+# Before recording, so that libraries have chosen their kernels and allocated what they keep.
+_WARM_UP_CALLS = 2
+# A prompt, a negative prompt.
+_RECORDED = 2
+# PyTorch records one at a time in a process; each GPU has a thread of its own.
+_RECORDING = threading.Lock()
+
+logger = logging.getLogger(__name__)
+
+
+class CudaGraphRunner:
+    """A function of latents, a timestep and a text, as a CUDA graph per text and size.
+
+    What it returns is written over by the next call with the same text.
+
+    Args:
+        function: takes latents, a timestep, and a function that gives a text's state, the same object for the same
+            text; must do nothing but start kernels.
+        stumbled: hears once that it cannot be recorded; the function itself runs from then on.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[torch.Tensor, torch.Tensor, Callable[[], Any]], torch.Tensor],
+        on_degraded: Stumbled | None = None,
+    ) -> None:
+        self._function = function
+        self._stumbled = on_degraded
+        self._recorded: list[tuple[Any, _Recorded]] = []
+        self._gave_up = False
+
+    def __call__(self, latents: torch.Tensor, timestep: torch.Tensor, text: Callable[[], Any]) -> torch.Tensor:
+        """Return what the function returns."""
+        if self._gave_up:
+            return self._function(latents, timestep, text)
+        state = text()
+        key = (state, tuple(latents.shape))
+        for (known, size), recorded in self._recorded:
+            if known is state and size == key[1]:
+                return recorded.replay(latents, timestep)
+        try:
+            recorded = _Recorded(self._function, latents, timestep, lambda: state)
+        except Exception as error:
+            if ran_out(error) is not None:
+                raise
+            logger.warning("A call could not be recorded", exc_info=error)
+            self._gave_up = True
+            if self._stumbled is not None:
+                self._stumbled(f"CUDA could not record it ({first_line(error)}).")
+            return self._function(latents, timestep, text)
+        self._recorded = [*self._recorded[1 - _RECORDED :], (key, recorded)]
+        return recorded.replay(latents, timestep)
+
+    def forget(self) -> None:
+        """Let go of all graphs and their memory."""
+        self._recorded.clear()
+
+
+@cache
+def _aside(device: torch.device) -> Any:
+    """Return a GPU's stream for recording, always the same: its libraries keep a workspace for each that they see."""
+    return torch.cuda.Stream(device)
+
+
+class _Recorded:
+    """One graph with the tensors that it reads and writes."""
+
+    def __init__(
+        self,
+        function: Callable[[torch.Tensor, torch.Tensor, Callable[[], Any]], torch.Tensor],
+        latents: torch.Tensor,
+        timestep: torch.Tensor,
+        text: Callable[[], Any],
+    ) -> None:
+        self._latents, self._timestep = latents.clone(), timestep.to(latents.device).clone()
+        self._text = text
+        with torch.cuda.device(latents.device):
+            aside = _aside(latents.device)
+            aside.wait_stream(torch.cuda.current_stream(latents.device))
+            with torch.cuda.stream(aside):
+                for _ in range(_WARM_UP_CALLS):
+                    function(self._latents, self._timestep, text)
+            torch.cuda.current_stream(latents.device).wait_stream(aside)
+            self._graph = torch.cuda.CUDAGraph()
+            # On a stream of this GPU: PyTorch's default is one of the GPU that recorded first in this process, and on
+            # any other would record nothing. Other threads may use other GPUs meanwhile.
+            with _RECORDING, torch.cuda.graph(self._graph, stream=aside, capture_error_mode="thread_local"):
+                self._output = function(self._latents, self._timestep, text)
+
+    def replay(self, latents: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+        self._latents.copy_(latents)
+        self._timestep.copy_(timestep)
+        with torch.cuda.device(self._latents.device):
+            self._graph.replay()
+        return self._output

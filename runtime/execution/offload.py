@@ -1,0 +1,190 @@
+"""Where a part's weights wait, and what brings them to the device. Knows nothing about plans beyond one part's.
+
+    device   they stay there
+    whole    in memory (RAM), brought before the part's stage and gone after it
+    blocks   in memory, each block brought as it is computed, the next one meanwhile (diffusers' group offloading)
+    leaves   the same, layer by layer
+
+On a CPU all of these are the same place, and nothing is copied.
+"""
+
+from typing import Any, Literal, Protocol
+
+import torch
+from diffusers.hooks import apply_group_offloading
+
+from runtime.core.errors import MachineError, first_line
+from runtime.core.plan import ComponentPlan
+from runtime.execution.pinned_memory import pin
+from runtime.models.quantization import NONE
+from runtime.models.spec import is_transformer
+from runtime.planner import constraints
+
+Placement = Literal["device", "whole", "blocks", "leaves"]
+
+
+class Placed(Protocol):
+    """A module whose weights wait somewhere."""
+
+    @property
+    def waits_elsewhere(self) -> bool:
+        """Whether `bring` has something to do."""
+        ...
+
+    def bring(self) -> None:
+        """Make the module ready to be called."""
+        ...
+
+    def away(self) -> None:
+        """Give the device's memory back until the next `bring`."""
+        ...
+
+
+def placement(name: str, part: ComponentPlan, offload: str) -> Placement:
+    """Return how a component's weights are kept.
+
+    The VAE is small, so it is moved as a whole. The text encoder has no list of blocks where diffusers looks for
+    one, so it goes by layer where transformers go by block.
+
+    Args:
+        offload: of the plan: "none", "model", "group" or "sequential"; "auto" is "none".
+
+    Raises:
+        MachineError: for weights that cannot leave the device.
+    """
+    if part.engines or offload in {"none", "auto"}:
+        return "device"
+    case = constraints.Case(component=name, backend=part.backend, offload=offload, quantization=part.quantization)
+    against = constraints.cannot_wait(case)
+    if against is not None:
+        raise MachineError(against.what, against.remedy)
+    if offload == "model" or name == "vae":
+        return "whole"
+    return "blocks" if offload == "group" and is_transformer(name) else "leaves"
+
+
+def place(module: torch.nn.Module, how: Placement, part: ComponentPlan) -> Placed:
+    """Take charge of where a module's weights are.
+
+    Args:
+        module: with its weights in memory (RAM), or on the device where `how` is "device" or it is quantized.
+
+    Raises:
+        MachineError: if diffusers refuses.
+    """
+    device = torch.device(part.device)
+    if how == "device":
+        return _Stays()
+    quantized = part.quantization != NONE
+    if how == "whole":
+        return _QuantizedWhole(module, device) if quantized else _Whole(module, device)
+    streams = device.type == "cuda"
+    # What is quantized is pinned by diffusers, which knows the tensors inside.
+    on_the_way = streams and not quantized and not pin(module)
+    try:
+        apply_group_offloading(
+            # A text encoder's embedding is there twice, and the one outside of its stack is never called.
+            getattr(module, "encoder", module),
+            onload_device=device,
+            offload_type="block_level" if how == "blocks" else "leaf_level",
+            num_blocks_per_group=1,
+            use_stream=streams,
+            low_cpu_mem_usage=on_the_way,
+        )
+    except ValueError as error:
+        raise MachineError(
+            f"Weights cannot be brought to {part.device} piece by piece: {first_line(error)}.",
+            "Take --offload model or none.",
+        ) from error
+    return _Hooked(module)
+
+
+class _Stays:
+    """Nothing is to be done between stages: the weights are there."""
+
+    waits_elsewhere = False
+
+    def bring(self) -> None:
+        """It is ready."""
+
+    def away(self) -> None:
+        """It stays."""
+
+
+class _Hooked:
+    """Hooks bring the weights while the module runs, and take them back but for those that were not called in the end.
+
+    A layer is brought ahead as soon as the one before it in the first call runs; what reads the text is called once.
+    """
+
+    waits_elsewhere = False
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+
+    def bring(self) -> None:
+        """Hooks do."""
+
+    def away(self) -> None:
+        """Let go of what was brought for nothing."""
+        for module in self._module.modules():
+            registry = getattr(module, "_diffusers_hook", None)
+            hook = registry and registry.get_hook("group_offloading")
+            if hook is not None:
+                hook.group.offload_()
+
+
+class _Whole:
+    """Copied to the device; the originals stay in memory, so that going away is letting go of the copies.
+
+    Both experts of a model never lie on the device together, so the second is not brought ahead of its time. The
+    originals are not page-locked: a part crosses the bus once a stage, and locking would take longer than it saves.
+    """
+
+    def __init__(self, module: torch.nn.Module, device: torch.device) -> None:
+        self._module = module
+        self._device = device
+        self._originals: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def waits_elsewhere(self) -> bool:
+        """Whether the weights are in memory."""
+        return not self._originals
+
+    def bring(self) -> None:
+        """Copy all weights to the device, or none where it has no room."""
+        if self._originals:
+            return
+        try:
+            for tensor in (*self._module.parameters(), *self._module.buffers()):
+                original = tensor.data
+                tensor.data = original.to(self._device)
+                self._originals.append((tensor, original))
+        except BaseException:
+            self.away()
+            raise
+
+    def away(self) -> None:
+        """Take the originals again."""
+        for tensor, original in self._originals:
+            tensor.data = original
+        self._originals.clear()
+
+
+class _QuantizedWhole:
+    """Moved by the library that quantized it; it was loaded onto the device, for it is quantized there."""
+
+    def __init__(self, module: Any, device: torch.device) -> None:
+        self._module = module
+        self._device = device
+        self.waits_elsewhere = False
+
+    def bring(self) -> None:
+        """Move all weights to the device."""
+        self._module.to(self._device)
+        self.waits_elsewhere = False
+
+    def away(self) -> None:
+        """Move all weights to memory (RAM)."""
+        self._module.to("cpu")
+        self.waits_elsewhere = True

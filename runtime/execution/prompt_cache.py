@@ -1,0 +1,119 @@
+"""Prompts that were read before: what a text encoder made of them, in memory and on disk.
+
+An entry is known by the text, by the encoder's and tokenizer's files (names, sizes, times) and by how it was computed.
+Doubt is a miss. Files are safetensors, named by digests; a damaged one is removed.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError, safe_open
+
+from runtime.core.plan import ComponentPlan
+from runtime.execution.text_encoder import TextEncoding
+from runtime.models.spec import ModelSpec
+
+# An entry of UMT5-XXL takes 4 MB in bfloat16.
+_MOST_IN_MEMORY = 8
+_MOST_ON_DISK = 64
+_VERSION = 1
+_METADATA = "tandem"
+
+
+class PromptCache:
+    """The prompts that one process, and others through the folder, have read.
+
+    Args:
+        folder: made when something is kept; `None` keeps nothing beyond this process.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._known: OrderedDict[str, TextEncoding] = OrderedDict()
+
+    def find(self, spec: ModelSpec, part: ComponentPlan, text: str) -> TextEncoding | None:
+        """Return what was made of a text, on the CPU, or `None`.
+
+        Args:
+            part: how the text encoder runs.
+        """
+        key = _key(spec, part, text)
+        found = self._known.get(key) or self._read(key)
+        if found is not None:
+            self._remember(key, found)
+        return found
+
+    def keep(self, spec: ModelSpec, part: ComponentPlan, text: str, encoding: TextEncoding) -> None:
+        """Keep what was made of a text; a folder that cannot be written to is no error."""
+        key = _key(spec, part, text)
+        here = TextEncoding(encoding.embeds.detach().cpu().contiguous(), encoding.unknown_words, encoding.cut)
+        self._remember(key, here)
+        if self._folder is None:
+            return
+        told = json.dumps({"version": _VERSION, "unknown_words": here.unknown_words, "cut": here.cut})
+        target = self._path(key)
+        written = target.with_suffix(f".{os.getpid()}.tmp")
+        with contextlib.suppress(OSError):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            written.write_bytes(safetensors.torch.save({"embeds": here.embeds}, metadata={_METADATA: told}))
+            written.replace(target)
+            self._sweep()
+
+    def _remember(self, key: str, encoding: TextEncoding) -> None:
+        self._known[key] = encoding
+        self._known.move_to_end(key)
+        while len(self._known) > _MOST_IN_MEMORY:
+            self._known.popitem(last=False)
+
+    def _read(self, key: str) -> TextEncoding | None:
+        if self._folder is None:
+            return None
+        path = self._path(key)
+        try:
+            with safe_open(path, framework="pt") as file:
+                told = json.loads((file.metadata() or {})[_METADATA])
+                # A copy, for what lies in the file is at any address: arithmetic may round otherwise there.
+                embeds = file.get_tensor("embeds").clone()
+            if told["version"] != _VERSION:
+                return None
+            path.touch()
+            return TextEncoding(embeds, tuple(map(str, told["unknown_words"])), bool(told["cut"]))
+        except FileNotFoundError:
+            return None
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+            return None
+
+    def _path(self, key: str) -> Path:
+        assert self._folder is not None
+        return self._folder / f"{key}.safetensors"
+
+    def _sweep(self) -> None:
+        """Remove the files that were used longest ago."""
+        assert self._folder is not None
+        files = sorted(self._folder.glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
+        for path in files[:-_MOST_ON_DISK]:
+            path.unlink(missing_ok=True)
+
+
+def _key(spec: ModelSpec, part: ComponentPlan, text: str) -> str:
+    known: list[Any] = [str(spec.directory), spec.max_sequence_length, text]
+    # The kind of device, for the first GPU reads as the second does.
+    known += [part.backend, part.device.partition(":")[0], part.dtype, [use.id for use in part.engines]]
+    known += [list(_files(spec.directory / folder)) for folder in ("text_encoder", "tokenizer")]
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+
+
+def _files(folder: Path) -> Iterator[tuple[str, int, int]]:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            stat = path.stat()
+            yield path.name, stat.st_size, stat.st_mtime_ns

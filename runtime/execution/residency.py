@@ -1,0 +1,364 @@
+"""Which components are in memory: loaded when first used, kept or freed as the plan says. One lifetime, one `with`.
+
+Where a kept component's weights wait, on the device or in memory (RAM), is the plan's `offload`.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from runtime.core.cancel import Cancel
+from runtime.core.errors import EngineError
+from runtime.core.plan import EAGER, ComponentPlan, ExecutionPlan, Speed, Split
+from runtime.engines.service import EngineService, OpenEngines
+from runtime.execution.attention import problem
+from runtime.execution.compilation import keep_in
+from runtime.execution.denoiser import Denoiser, EngineDenoiser, PyTorchDenoiser
+from runtime.execution.engine_fallback import OUT_OF_MEMORY
+from runtime.execution.memory import release_cached_memory
+from runtime.execution.offload import Placed, Placement, place, placement
+from runtime.execution.parallel.group_manager import GroupManager, shared_speed
+from runtime.execution.prompt_cache import PromptCache
+from runtime.execution.text_encoder import EngineTextModel, PyTorchTextModel, TextEncoder, TextModel
+from runtime.execution.video_decoder import EngineVideoDecoder, PyTorchVideoDecoder, VideoDecoder
+from runtime.models.quantization import NONE
+from runtime.models.spec import ModelSpec
+from runtime.models.weights import load_module, load_tokenizer
+
+Part = TypeVar("Part")
+# Model, component, how it is planned, and where its weights are put if not on its own device; see `load_module`.
+Loader = Callable[[ModelSpec, str, ComponentPlan, str | None], torch.nn.Module]
+
+# In the cache folder.
+_PROMPTS, _COMPILED = "prompts", "compiled"
+# With these, hooks tie a module to itself, as bitsandbytes' layers are: only the garbage collector frees it.
+_HOOKED: tuple[Placement, ...] = ("blocks", "leaves")
+
+
+class _Key(NamedTuple):
+    """What makes a loaded component the one that a plan wants."""
+
+    directory: Path
+    name: str
+    device: str
+    dtype: str
+    quantization: str
+    placement: Placement
+    stamp: int
+    engines: tuple[str, ...]
+    loras: tuple[str, ...]
+    split: Split | None
+    computed: Speed | None
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A component in PyTorch, and who knows where its weights are."""
+
+    part: Any
+    placed: Placed
+    module: torch.nn.Module
+
+    def close(self) -> None:
+        """Let go of the weights, whoever still holds the part: one that it was lent to may for a while."""
+        for module in list(self.module.modules()):
+            for held in (module._parameters, module._buffers, module._modules):
+                held.clear()
+
+
+class Watch(Protocol):
+    """The job that components are lent to."""
+
+    @property
+    def plan(self) -> ExecutionPlan:
+        """What runs where."""
+        ...
+
+    @property
+    def cancel(self) -> Cancel:
+        """Whether somebody wants it to stop."""
+        ...
+
+    def loading(self, name: str) -> None:
+        """Hear that a component is loaded."""
+        ...
+
+    def fell_back(self, name: str, reason: str) -> None:
+        """Hear that PyTorch runs a component from here on, because of its engine; `reason` is a sentence."""
+        ...
+
+    def on_degraded(self, name: str, field: str, reason: str) -> None:
+        """Hear that a component is computed without what `field` of the plan's `Speed` says; `reason` is a sentence."""
+        ...
+
+
+class Residency:
+    """Loaded components, shared by the jobs of one worker. Not safe between threads.
+
+    Use as a context manager: leaving it frees everything.
+
+    Attributes:
+        load_seconds: spent on loading and compiling so far.
+        compile_seconds: of those, on compiling.
+        prompts: those that were read before; `None` where they are not kept.
+
+    Args:
+        engines: where engines are opened; without, plans must be for PyTorch.
+        load: gives a component's module in PyTorch; `load_module` by default.
+        keep_prompts: whether those that are read are kept, where there is a folder for them.
+    """
+
+    def __init__(
+        self, engines: EngineService | None = None, load: Loader | None = None, *, keep_prompts: bool = True
+    ) -> None:
+        self._service = engines
+        self._load = load or load_module
+        self._held: dict[_Key, Any] = {}
+        self.load_seconds = 0.0
+        self.group_manager = GroupManager()
+        self.compile_seconds = 0.0
+        folder = None if engines is None else engines.notes
+        self.prompts = None if folder is None or not keep_prompts else PromptCache(folder / _PROMPTS)
+        self._compiled = None if folder is None else folder / _COMPILED
+
+    def __enter__(self) -> "Residency":
+        """Start with nothing loaded."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Free everything."""
+        self.free()
+
+    def free(self) -> None:
+        """Free everything."""
+        for key in list(self._held):
+            self._drop(key)
+        self.group_manager.dismiss()
+
+    @property
+    def engines(self) -> EngineService:
+        """Where engines are opened and built."""
+        assert self._service is not None, "a plan with engines, and a residency without"
+        return self._service
+
+    def holds(self, spec: ModelSpec, plan: ExecutionPlan, name: str) -> bool:
+        """Whether a component is loaded as the plan wants it."""
+        return _key(spec, name, plan, plan.components[name]) in self._held
+
+    @contextmanager
+    def text_encoder(self, spec: ModelSpec, job: Watch) -> Iterator[TextEncoder]:
+        """Lend the text encoder."""
+
+        def build(module: torch.nn.Module, part: ComponentPlan) -> TextModel:
+            return PyTorchTextModel(module, part.device)
+
+        with self._lend(spec, job, "text_encoder", build, EngineTextModel) as model:
+            yield TextEncoder(load_tokenizer(spec), model, spec.max_sequence_length)
+
+    @contextmanager
+    def denoiser(self, spec: ModelSpec, job: Watch, name: str) -> Iterator[Denoiser]:
+        """Lend the transformer called `name`."""
+
+        def build(module: torch.nn.Module, _: ComponentPlan) -> Denoiser:
+            return PyTorchDenoiser(module)
+
+        used: list[PyTorchDenoiser] = []
+
+        def prepare(denoiser: Any, part: ComponentPlan) -> None:
+            self._keep_compiled(job)
+            compute_as_planned(denoiser, part, spec, job, name)
+            used.append(denoiser)
+
+        with self._lend(spec, job, name, build, EngineDenoiser, prepare) as denoiser, ExitStack() as stack:
+            if not isinstance(denoiser, EngineDenoiser):
+                stack.enter_context(denoiser.caching(job.plan.step_cache))
+            try:
+                yield denoiser
+            finally:
+                for one in used:
+                    self.compile_seconds += one.compile_seconds
+                    self.load_seconds += one.compile_seconds
+                    one.forget()
+
+    @contextmanager
+    def video_decoder(self, spec: ModelSpec, job: Watch) -> Iterator[VideoDecoder]:
+        """Lend the VAE's decoder."""
+
+        def build(module: Any, part: ComponentPlan) -> PyTorchVideoDecoder:
+            # Only image-to-video encodes.
+            module.encoder = None
+            return PyTorchVideoDecoder(module, part.device)
+
+        used: list[PyTorchVideoDecoder] = []
+
+        def prepare(decoder: Any, _: ComponentPlan) -> None:
+            self._keep_compiled(job)
+            decoder.compute(job.plan.speed, partial(job.on_degraded, "vae"))
+            used.append(decoder)
+
+        with self._lend(spec, job, "vae", build, EngineVideoDecoder, prepare) as decoder:
+            try:
+                yield decoder
+            finally:
+                took = sum(one.compile_seconds for one in used)
+                self.compile_seconds += took
+                self.load_seconds += took
+
+    def _keep_compiled(self, job: Watch) -> None:
+        if job.plan.speed.compiled and self._compiled is not None:
+            keep_in(self._compiled)
+
+    @contextmanager
+    def _lend(
+        self,
+        spec: ModelSpec,
+        job: Watch,
+        name: str,
+        build: Callable[[torch.nn.Module, ComponentPlan], Part],
+        on_engines: Callable[[OpenEngines, Callable[[str], Part]], Any],
+        prepare: Callable[[Any, ComponentPlan], None] = lambda *_: None,
+    ) -> Iterator[Any]:
+        """Lend a component: `build` makes it in PyTorch, `on_engines` of its engines and what it falls back to.
+
+        `prepare` readies the one in PyTorch for the job at hand.
+        """
+        part = job.plan.components[name]
+        used = [_key(spec, name, job.plan, part)]
+
+        def hold(wanted: ComponentPlan, make: Callable[[], Any]) -> Any:
+            self._free_all_but(spec, job.plan)
+            key = _key(spec, name, job.plan, wanted)
+            if key not in self._held:
+                job.loading(name)
+                started = time.perf_counter()
+                self._held[key] = make()
+                self.load_seconds += time.perf_counter() - started
+            return self._held[key]
+
+        def pytorch(wanted: ComponentPlan) -> Part:
+            key = _key(spec, name, job.plan, wanted)
+            waited = key in self._held
+            loaded: _Loaded = hold(wanted, lambda: _load(spec, name, wanted, key.placement, build, self._load))
+            if loaded.placed.waits_elsewhere:
+                if waited:
+                    job.loading(name)
+                started = time.perf_counter()
+                loaded.placed.bring()
+                self.load_seconds += time.perf_counter() - started
+            made: Part = loaded.part
+            prepare(made, wanted)
+            return made
+
+        def fall_back(reason: str) -> Part:
+            self._drop(used.pop())
+            instead = part.in_pytorch(reason)
+            used.append(_key(spec, name, job.plan, instead))
+            job.fell_back(name, reason)
+            return pytorch(instead)
+
+        try:
+            if part.engines:
+                yield self._on_engines(hold, spec, name, part, on_engines, fall_back)
+            elif used[0].split is not None:
+                check = job.cancel.check
+                split = used[0].split
+                self._keep_compiled(job)
+                computed = used[0].computed
+                shared = hold(part, lambda: self.group_manager.load(split, spec, name, part, check, computed))
+                shared.part.check = check
+                yield shared.part
+            else:
+                yield pytorch(part)
+        finally:
+            held = self._held.get(used[0])
+            if used[0].placement == "device" and not job.plan.stays(name):
+                self._drop(used[0])
+            elif isinstance(held, _Loaded):
+                held.placed.away()
+                if held.placed.waits_elsewhere:
+                    release_cached_memory()
+
+    def _on_engines(
+        self,
+        hold: Callable[[ComponentPlan, Callable[[], Any]], Any],
+        spec: ModelSpec,
+        name: str,
+        part: ComponentPlan,
+        on_engines: Callable[[OpenEngines, Callable[[str], Part]], Any],
+        fall_back: Callable[[str], Part],
+    ) -> Any:
+        """Open a component's engines, or return it in PyTorch where they cannot be opened."""
+        service = self.engines
+        try:
+            engines = hold(part, lambda: service.open(spec, name, part.engines, part.device))
+            return on_engines(engines, fall_back)
+        except EngineError as error:
+            reason = error.what
+        except OUT_OF_MEMORY:
+            reason = "Memory ran out while its engine was loaded."
+        return fall_back(reason)
+
+    def _free_all_but(self, spec: ModelSpec, plan: ExecutionPlan) -> None:
+        """Free what an earlier job left that this plan has no use for: another model, another place or precision."""
+        wanted = {_key(spec, name, plan, part) for name, part in plan.components.items()}
+        fit = self.group_manager.fits(plan.split)
+        for key in [key for key in self._held if key not in wanted or not (fit or key.split is None)]:
+            self._drop(key)
+        if not fit:
+            self.group_manager.dismiss()
+
+    def _drop(self, key: _Key) -> None:
+        held = self._held.pop(key, None)
+        if held is not None:
+            held.close()
+        del held
+        release_cached_memory(unreachable=key.placement in _HOOKED or key.quantization != NONE)
+
+
+def compute_as_planned(denoiser: PyTorchDenoiser, part: ComponentPlan, spec: ModelSpec, job: Watch, name: str) -> None:
+    """Let a denoiser compute as the job's plan says; an attention that does not run here is told of and left out."""
+    speed = job.plan.speed
+    if speed.attention != EAGER.attention:
+        against = problem(speed.attention, part.device, denoiser.dtype, spec.transformer.attention_head_dim)
+        if against is not None:
+            job.on_degraded(name, "attention", f"{speed.attention} does not run here: {against}.")
+            speed = replace(speed, attention=EAGER.attention)
+    denoiser.compute(speed, partial(job.on_degraded, name))
+
+
+def _load(
+    spec: ModelSpec,
+    name: str,
+    part: ComponentPlan,
+    how: Placement,
+    build: Callable[[torch.nn.Module, ComponentPlan], Any],
+    load: Loader,
+) -> _Loaded:
+    """Load a component in PyTorch to where its weights wait."""
+    module = load(spec, name, part, None if how == "device" else "cpu")
+    made = build(module, part)
+    return _Loaded(made, place(module, how, part), module)
+
+
+def _key(spec: ModelSpec, name: str, plan: ExecutionPlan, part: ComponentPlan) -> _Key:
+    engines = tuple(use.id for use in part.engines)
+    where = placement(name, part, plan.offload)
+    stamp = _stamp(spec.directory / name)
+    split = plan.split if plan.split is not None and plan.split.shares(name) and not engines else None
+    computed = None if split is None else shared_speed(plan.speed, name)
+    # Their order counts: sums are rounded.
+    loras = tuple(use.identity for use in spec.loras_of(name))
+    return _Key(
+        spec.directory, name, part.device, part.dtype, part.quantization, where, stamp, engines, loras, split, computed
+    )
+
+
+def _stamp(folder: Path) -> int:
+    """Return the newest change of a component's files: weights replaced on disk are loaded again."""
+    return max(path.stat().st_mtime_ns for path in folder.iterdir())

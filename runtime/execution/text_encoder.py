@@ -1,0 +1,105 @@
+"""Prompt to embeddings. Knows nothing about guidance or the loop."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import regex
+import torch
+from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+
+from runtime.engines.service import OpenEngines
+from runtime.execution.engine_fallback import Guarded
+
+_WORD = regex.compile(r"[\p{L}\p{N}]")
+
+
+@dataclass(frozen=True)
+class TextEncoding:
+    """A prompt, read.
+
+    Attributes:
+        embeds: (1, max_sequence_length, text width), zero beyond the prompt's end.
+        unknown_words: words that the model has no token for, in the prompt's order.
+        cut: whether the prompt was longer than the model reads.
+    """
+
+    embeds: torch.Tensor
+    unknown_words: tuple[str, ...]
+    cut: bool
+
+
+# (1, max_sequence_length) token ids and mask, int64, to (1, max_sequence_length, text width), zero beyond the mask.
+TextModel = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class TextEncoder:
+    """A tokenizer and what embeds its tokens, as `diffusers.WanPipeline.encode_prompt` uses them."""
+
+    def __init__(self, tokenizer: Any, model: TextModel, max_sequence_length: int) -> None:
+        self._tokenizer = tokenizer
+        self._model = model
+        self._length = max_sequence_length
+
+    def encode(self, prompt: str) -> TextEncoding:
+        """Return the prompt's embeddings; the empty prompt is allowed."""
+        text = prompt_clean(prompt)
+        inputs = self._tokenizer(
+            [text],
+            padding="max_length",
+            max_length=self._length,
+            truncation=True,
+            add_special_tokens=True,
+            return_attention_mask=True,
+            return_tensors="pt",
+        )
+        embeds = self._model(inputs.input_ids, inputs.attention_mask)
+        whole = self._tokenizer(text, add_special_tokens=True).input_ids
+        return TextEncoding(embeds, self._unknown(text), len(whole) > self._length)
+
+    def _unknown(self, text: str) -> tuple[str, ...]:
+        unknown_id = self._tokenizer.unk_token_id
+        if unknown_id is None or not self._tokenizer.is_fast:
+            return ()
+        encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        pieces = [
+            text[start:end]
+            for token, (start, end) in zip(encoding.input_ids, encoding.offset_mapping, strict=True)
+            if token == unknown_id
+        ]
+        return tuple(dict.fromkeys(piece for piece in pieces if _WORD.search(piece)))
+
+
+class PyTorchTextModel:
+    """A `transformers.UMT5EncoderModel`.
+
+    Args:
+        module: its weights may lie elsewhere until it is called.
+        device: where it computes.
+    """
+
+    def __init__(self, module: torch.nn.Module, device: str | torch.device) -> None:
+        self._module = module
+        self._device = torch.device(device)
+
+    # Not in inference mode: what brings weights to the device changes them while the module runs.
+    @torch.no_grad()
+    def __call__(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """See `TextModel`; the result has the module's dtype."""
+        ids, mask = ids.to(self._device), mask.to(self._device)
+        embeds: torch.Tensor = self._module(ids, mask).last_hidden_state * mask.unsqueeze(-1)
+        return embeds
+
+
+class EngineTextModel:
+    """An engine, and PyTorch once it fails."""
+
+    def __init__(self, engines: OpenEngines, fall_back: Callable[[str], TextModel]) -> None:
+        self._guarded = Guarded(engines, fall_back)
+
+    def __call__(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """See `TextModel`."""
+        return self._guarded.call(
+            lambda engines: engines.infer("text_encoder", input_ids=ids, attention_mask=mask)["embeds"].clone(),
+            lambda model: model(ids, mask),
+        )

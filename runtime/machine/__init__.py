@@ -1,0 +1,1 @@
+"""What this computer has: hardware, drivers, optional packages. No torch."""

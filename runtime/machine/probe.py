@@ -1,0 +1,219 @@
+"""What this machine has. Probed without importing torch, never at import time."""
+
+import contextlib
+import importlib.util
+import os
+import platform
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+
+from runtime.machine.packages import installed_versions
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One NVIDIA GPU: `capability` is (major, minor), memory in bytes."""
+
+    name: str
+    capability: tuple[int, int]
+    total_bytes: int
+    free_bytes: int
+    driver: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The facts that decisions rest on.
+
+    Attributes:
+        system: operating system and processor architecture, as in "Linux x86_64" or "Darwin arm64".
+        cpu, cores: the processor's name, and how many of its cores may be used.
+        ram_bytes, ram_free_bytes: of memory; free is what programs can get, caches of files included.
+        gpus: the NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves, in its order.
+        gpu_problem: why the GPUs cannot be read, where there seems to be one.
+        torch_version: `None` where PyTorch is not installed.
+        torch_cuda: the CUDA version that PyTorch is built with, `None` for a CPU build.
+        swap_bytes, swap_free_bytes: of swap space.
+        disk_free_bytes: on the disk of the engine folder; `None` where it was not asked for, since it changes.
+        unified_memory: whether CPU and GPU share their memory, as on Apple silicon.
+        driver_cuda: the newest CUDA version (major, minor) that the NVIDIA driver runs.
+        packages: (name, version) of those of `packages.PACKAGES` that are installed.
+        compiler: the C++ compiler that Inductor would take.
+    """
+
+    system: str
+    cpu: str
+    cores: int
+    ram_bytes: int
+    ram_free_bytes: int
+    gpus: tuple[Gpu, ...]
+    gpu_problem: str | None
+    torch_version: str | None
+    torch_cuda: str | None
+    swap_bytes: int = 0
+    swap_free_bytes: int = 0
+    disk_free_bytes: int | None = None
+    unified_memory: bool = False
+    driver_cuda: tuple[int, int] | None = None
+    packages: tuple[tuple[str, str], ...] = ()
+    compiler: str | None = None
+
+    def gpu_of(self, device: str) -> Gpu:
+        """Return the GPU that a device names; see `gpu_index`."""
+        return self.gpus[gpu_index(device)]
+
+    def version_of(self, package: str) -> str | None:
+        """Return the version of an installed package of `packages.PACKAGES`."""
+        return dict(self.packages).get(package)
+
+
+def gpu_index(device: str) -> int:
+    """Return which GPU a device names, from 0: `cuda` is the first."""
+    return int(device.partition(":")[2] or 0)
+
+
+def seen_from(machine: Machine, gpu: int) -> Machine:
+    """Return the machine as a job on one of its GPUs has it: what is asked of any GPU is answered by that one."""
+    if not machine.gpus:
+        return machine
+    return replace(machine, gpus=(machine.gpus[gpu],) * len(machine.gpus))
+
+
+def probe(engines_dir: Path | None = None) -> Machine:
+    """Look at this machine.
+
+    Args:
+        engines_dir: whose disk's free space is looked at.
+    """
+    memory = psutil.virtual_memory()
+    gpus, problem, driver_cuda = _gpus()
+    swap_bytes, swap_free_bytes = _swap()
+    return Machine(
+        system=f"{platform.system()} {platform.machine()}",
+        cpu=_cpu_name(),
+        cores=_cores(),
+        ram_bytes=memory.total,
+        ram_free_bytes=memory.available,
+        gpus=gpus,
+        gpu_problem=problem,
+        torch_version=_version("torch"),
+        torch_cuda=_torch_cuda(),
+        swap_bytes=swap_bytes,
+        swap_free_bytes=swap_free_bytes,
+        disk_free_bytes=None if engines_dir is None else free_disk_bytes(engines_dir),
+        unified_memory=(platform.system(), platform.machine()) == ("Darwin", "arm64"),
+        driver_cuda=driver_cuda,
+        packages=installed_versions(),
+        compiler=cpp_compiler(),
+    )
+
+
+def free_disk_bytes(folder: Path) -> int:
+    """Return the free bytes on the disk that holds `folder`, or its nearest existing parent."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def visible(setting: str | None, uuids: Sequence[str]) -> list[int]:
+    """Return which GPUs programs may use, by index, in their order.
+
+    Args:
+        setting: CUDA_VISIBLE_DEVICES: indices or beginnings of UUIDs with commas. As in CUDA, the first that is neither
+            ends the list.
+        uuids: of all GPUs.
+    """
+    if setting is None:
+        return list(range(len(uuids)))
+    chosen: list[int] = []
+    for word in map(str.strip, setting.split(",")):
+        by_uuid = next((i for i, uuid in enumerate(uuids) if uuid.startswith(word)), -1)
+        index = int(word) if word.isdecimal() else by_uuid
+        if not word or not 0 <= index < len(uuids) or index in chosen:
+            break
+        chosen.append(index)
+    return chosen
+
+
+def _swap() -> tuple[int, int]:
+    # Some containers and BSDs do not say; then there is none to count on.
+    with contextlib.suppress(OSError, RuntimeError):
+        swap = psutil.swap_memory()
+        return swap.total, swap.free
+    return 0, 0
+
+
+def cpp_compiler() -> str | None:
+    names = {"Windows": ("cl",), "Darwin": ("clang++",)}.get(platform.system(), ("g++",))
+    return next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), *names)))), None)
+
+
+def _cores() -> int:
+    # Where a container or a scheduler allows fewer cores than there are, that is what counts.
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:
+        return os.cpu_count() or 1
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(errors="replace"), re.MULTILINE)
+        if match:
+            return match.group(1)
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _torch_cuda() -> str | None:
+    """Return the CUDA version that the installed torch was built with, read from its `version.py`."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    match = re.search(r"^cuda.*=\s*'([\d.]+)'", text, re.MULTILINE)
+    return match.group(1) if match else None
+
+
+def _gpus() -> tuple[tuple[Gpu, ...], str | None, tuple[int, int] | None]:
+    """Return the NVIDIA GPUs, where they cannot be read why, and the newest CUDA that their driver runs."""
+    try:
+        import pynvml
+    except ImportError:
+        return (), "nvidia-ml-py is not installed" if shutil.which("nvidia-smi") else None, None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        absent = isinstance(error, pynvml.NVMLError_LibraryNotFound | pynvml.NVMLError_DriverNotLoaded)
+        return (), None if absent else f"the NVIDIA driver does not answer ({error})", None
+    try:
+        cuda = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
+        driver = pynvml.nvmlSystemGetDriverVersion()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        uuids = [str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+        found = []
+        for index in visible(os.environ.get("CUDA_VISIBLE_DEVICES"), uuids):
+            handle = handles[index]
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+            major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+            name = pynvml.nvmlDeviceGetName(handle)
+            found.append(Gpu(name, (major, minor), int(memory.total), int(memory.free), driver))
+        # 13010 is 13.1.
+        return tuple(found), None, (cuda // 1000, cuda % 1000 // 10)
+    except pynvml.NVMLError as error:
+        return (), f"the NVIDIA driver does not answer ({error})", None
+    finally:
+        pynvml.nvmlShutdown()

@@ -1,0 +1,97 @@
+"""The file that remembers what jobs took here. Damaged or missing, it is empty; processes write one after the other.
+
+What is remembered is a help, not a need: a folder that cannot be written to is no error.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from runtime.core.locks import held
+from runtime.core.plan import ExecutionPlan
+from runtime.machine.probe import Machine
+from runtime.models.spec import ModelSpec
+from runtime.planner.history import History, Run, compiling, runs_of
+
+_VERSION = 1
+# The newest so many are kept, a few hundred bytes each.
+_MOST = 400
+_WAIT_SECONDS = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+class HistoryFile:
+    """What jobs took on `machine`, kept in `folder`."""
+
+    def __init__(self, folder: Path, machine: Machine) -> None:
+        self._path = folder / "history.json"
+        self.machine = machine
+        self._first = True
+        self._known: tuple[tuple[int, int, int], History] | None = None
+
+    def read(self) -> History:
+        """Return all runs, the newest last; the file is read again only when it has changed."""
+        try:
+            found = self._path.stat()
+        except OSError:
+            return ()
+        # Each write is a new file, so that two within one tick of the clock differ too.
+        stamp = (found.st_mtime_ns, found.st_size, found.st_ino)
+        known = self._known
+        if known is None or known[0] != stamp:
+            known = self._known = (stamp, self._parsed())
+        return known[1]
+
+    def _parsed(self) -> History:
+        try:
+            values = json.loads(self._path.read_text(encoding="utf-8"))
+            return tuple(Run.from_json(run) for run in values["runs"]) if values["version"] == _VERSION else ()
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
+            return ()
+
+    def add(self, new: Iterable[Run]) -> None:
+        """Remember runs; each takes the place of the one before of its kind and size, but for memory not told anew."""
+        runs = {(run.kind, run.flops): run for run in new}
+        if not runs:
+            return
+        target = self._path
+        written = target.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            with held(target.with_suffix(".lock"), seconds=_WAIT_SECONDS):
+                before = {(run.kind, run.flops): run for run in self.read()}
+                kept = [run for key, run in before.items() if key not in runs]
+                now = [_with_memory_of(before.get(key), run) for key, run in runs.items()]
+                values = {"version": _VERSION, "runs": [run.to_json() for run in (*kept, *now)[-_MOST:]]}
+                written.write_text(json.dumps(values), encoding="utf-8")
+                written.replace(target)
+        except OSError as error:  # a lock that nobody gives back in time is one too
+            logger.warning("What the job took could not be noted in %s: %s", target.name, error.strerror or error)
+
+    def note(
+        self,
+        planned: ExecutionPlan,
+        ran: ExecutionPlan,
+        spec: ModelSpec,
+        timings: Mapping[str, float],
+        peaks: Mapping[str, int],
+    ) -> None:
+        """Remember a job that ended well; see `planner.history.runs_of` for the arguments.
+
+        Memory is told by a process's first job only: later ones find some of it taken, or free and not given back.
+        """
+        self.add(runs_of(planned, ran, spec, self.machine, timings, peaks if self._first else {}))
+        self._first = False
+
+    def note_compiling(self, plan: ExecutionPlan, spec: ModelSpec, seconds: float) -> None:
+        """Remember what compiling took."""
+        self.add([compiling(plan, spec, self.machine, seconds)])
+
+
+def _with_memory_of(before: Run | None, run: Run) -> Run:
+    if before is None or run.excess_bytes is not None:
+        return run
+    return replace(run, working_bytes=before.working_bytes, excess_bytes=before.excess_bytes)

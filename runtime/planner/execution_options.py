@@ -1,0 +1,297 @@
+"""How PyTorch computes a clip: which attention, compiled or not, and what is computed once. Pure, each with its reason.
+
+Measured here counts for more than a rule; the rules rest on what an H200 showed (bench/h200.md).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from runtime.core.duration import duration
+from runtime.core.errors import InvalidRequestError, MachineError
+from runtime.core.estimates import Seconds
+from runtime.core.plan import PYTORCH, Speed
+from runtime.core.request import AUTO
+from runtime.machine.probe import Gpu, Machine
+from runtime.models.spec import ModelSpec, attention_flops
+from runtime.planner import attention_kernels, constraints
+from runtime.planner.attention_kernels import ATTENTIONS
+from runtime.planner.constraints import Conflict
+from runtime.planner.memory_model import DTYPE_BYTES, Load, Way
+
+# Of the free memory, for keys and values of the text: they save a thousandth of the time at true size, and a tenth of a
+# small model's.
+_TEXT_SHARE = 0.02
+# Fewer tokens than this leave a large GPU partly idle, so that two passes in one call take less than two calls.
+_PAIRED_TOKENS = 4096
+# Kernels that diffusers' order of work starts for a block, and how long starting one takes: diorama's call of 8
+# blocks takes 8 ms on an H200, most of it so.
+_KERNELS_OF_A_BLOCK, _START_SECONDS = 60, 5e-6
+_MEASURED_TIMES = 4.0
+# How much faster compiled blocks are, where nothing was measured. Wan2.2-A14B on an H200: 1.17 times diffusers' blocks
+# at 832x480 (3.22 and 2.74 s a pass) and 1.10 at 1280x720 (12.08 and 11.00 s). FP8 is brought to float32 and back in
+# steps of its own: uncompiled it took 1.1 to 1.25 times those 3.22 s, compiled 2.34 s.
+_TIMES_AS_FAST: Mapping[str, float] = {"none": 1.13, "fp8": 1.5}
+# How many times as fast as PyTorch's own an attention is: of A14B's at 832x480 on an H200, 39.0, 32.1 and 26.4 ms.
+_ATTENDS: Mapping[str, float] = {"flash4": 1.21, "fp8": 1.48}
+# How many times as fast the VAE decodes by Triton's kernels. On an H200 Wan2.1's took 1.47 and 0.69 s in bfloat16 at
+# 832x480, 3.44 and 1.63 s at 1280x720, with its largest convolutions theirs too; TI2V-5B's, whose are cuDNN's, 6.44 and
+# 4.28 s. In float32 2.37 and 1.74 s, and 9.95 and 7.88 s.
+_DECODES_BY_KERNEL, _DECODES_BETWEEN, _DECODES_FLOAT32 = 2.1, 1.5, 1.3
+# What compiling takes where it was not measured. An H200's host with 16 cores took 2 to 9 s for a block, and 2 to 8 for
+# the VAE's kernels; the first step of A14B in FP8 took 11 to 13 s longer than the next. Fewer cores were not measured.
+COMPILE_SECONDS = 20.0
+_NOTHING = Seconds(0, 0, 0, measured=True)
+
+# Seconds of one call of the transformer with all weights at hand, by how it is computed.
+CallSeconds = Callable[[Speed], Seconds]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a request says: `attention` and `compile`, of `request.ATTENTIONS` and `request.COMPILES`."""
+
+    attention: str = AUTO
+    compile: str = AUTO
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is decided for.
+
+    Attributes:
+        calls: of the transformers, both together.
+        guided: whether there are two passes a step.
+        attention_seconds: what one attention of this size takes by its kind, where it was measured.
+        compile_seconds: what compiling took here, by quantization; `None` where it was not measured.
+        free_bytes: of the device.
+        in_pytorch: whether any transformer runs in PyTorch.
+        passes_apart: whether each pass of guidance is a call of its own in any case, which is not the same each time:
+            with a step cache, and on several GPUs.
+    """
+
+    load: Load
+    machine: Machine
+    asked: Asked
+    calls: float
+    guided: bool
+    attention_seconds: Mapping[str, float]
+    compile_seconds: Callable[[str], float | None]
+    free_bytes: int
+    in_pytorch: bool
+    passes_apart: bool = False
+
+
+def held(case: Case) -> Speed:
+    """Return what does not depend on how the weights are held: the attention, and what takes memory of its own.
+
+    Raises:
+        InvalidRequestError, MachineError: if what was asked for cannot be.
+    """
+    if not case.in_pytorch:
+        reason = "The transformers run on engines, which have their own."
+        return Speed(attention_reason=reason, compiled_reason=reason)
+    load = case.load
+    attention, reason = choose_attention(case)
+    size = text_bytes(load.spec, load.dtypes["transformer"], texts=2 if case.guided else 1)
+    kept = size <= _TEXT_SHARE * case.free_bytes
+    return Speed(
+        attention=attention,
+        attention_reason=reason,
+        text_kept=kept,
+        text_bytes=size if kept else 0,
+        paired=load.cuda and case.guided and load.tokens <= _PAIRED_TOKENS and not case.passes_apart,
+        channels_last=load.cuda,
+    )
+
+
+def text_bytes(spec: ModelSpec, dtype: str, texts: int) -> int:
+    """Return what the keys and values of texts take in all blocks of one transformer."""
+    transformer = spec.transformer
+    values = 2 * transformer.num_layers * spec.max_sequence_length * transformer.width
+    return texts * values * DTYPE_BYTES[dtype]
+
+
+def of_way(case: Case, way: Way, base: Speed, seconds: CallSeconds) -> tuple[Speed, Seconds, Conflict | None]:
+    """Return how a clip is computed with weights held in one way, what compiling takes first, and why it cannot be.
+
+    Args:
+        base: from `held`.
+        seconds: of one call.
+    """
+    if not case.in_pytorch:
+        return base, _NOTHING, None
+    at_hand = way.offload in {"none", "model"}
+    stays = way.offload == "none" and way.quantization == "none"
+    base = replace(
+        base,
+        text_kept=base.text_kept and at_hand,
+        text_bytes=base.text_bytes if at_hand else 0,
+        fused=case.load.cuda and stays,
+    )
+    graphed = case.load.cuda and stays and not case.passes_apart and _launch_bound(case, seconds(base))
+    base = replace(base, graphed=graphed)
+    compiled, reason, takes, against = _compiled(case, way, base, seconds)
+    return replace(base, compiled=compiled, compiled_reason=reason), takes if compiled else _NOTHING, against
+
+
+def choose_attention(case: Case) -> tuple[str, str]:
+    """Return the attention and why.
+
+    Raises:
+        InvalidRequestError, MachineError: if the one that was asked for cannot run here.
+    """
+    asked, dtype = case.asked.attention, case.load.dtypes["transformer"]
+    if asked == "native":
+        return asked, "PyTorch chooses, as asked for."
+    if asked != AUTO:
+        title = ATTENTIONS[asked].title
+        against = attention_kernels.no_attention(asked, case.machine)
+        if against is not None:
+            raise MachineError(f"{title} cannot be had here: {against.reason}.", against.remedy)
+        if DTYPE_BYTES[dtype] > DTYPE_BYTES["float16"]:
+            raise InvalidRequestError(
+                "attention",
+                f"{title} takes values of 16 bits, and {case.load.spec.title} runs in {dtype} here.",
+                "Take --attention native.",
+            )
+        return asked, f"{title}, as asked for."
+    if not case.load.cuda:
+        return "native", "PyTorch's own, on the CPU."
+    if DTYPE_BYTES[dtype] > DTYPE_BYTES["float16"]:
+        return "native", f"PyTorch's own: others do not take {dtype}."
+    able = exact_attentions(case.machine)
+    measured = {kind: taken for kind, taken in case.attention_seconds.items() if kind in able}
+    if measured:
+        best = min(measured, key=lambda kind: measured[kind])
+        beside = ", ".join(f"{kind} {1000 * taken:.3g} ms" for kind, taken in sorted(measured.items()))
+        return best, f"{ATTENTIONS[best].title}, the fastest measured here: {beside}."
+    return _by_rule(case.machine.gpus[0], able)
+
+
+def exact_attentions(machine: Machine) -> list[str]:
+    """Return the kinds of attention that may be taken unasked on this machine's GPU: what is worth measuring."""
+    return [
+        name
+        for name, kind in ATTENTIONS.items()
+        if kind.exact and attention_kernels.no_attention(name, machine) is None
+    ]
+
+
+def _by_rule(gpu: Gpu, able: Sequence[str]) -> tuple[str, str]:
+    # Of newer ones than Hopper nothing was measured.
+    if gpu.capability[:1] == constraints.HOPPER[:1] and "flash4" in able:
+        return "flash4", f"FlashAttention 4: by rule the fastest on {gpu.name}, until it is measured here."
+    if gpu.capability >= constraints.HOPPER:
+        return "cudnn", f"cuDNN's attention: by rule the fastest on {gpu.name}, until it is measured here."
+    if gpu.capability >= constraints.BF16_CAPABILITY:
+        return "flash", f"FlashAttention 2: by rule the fastest on {gpu.name}, until it is measured here."
+    return "native", f"PyTorch's own: {gpu.name} is older than the others want."
+
+
+def _launch_bound(case: Case, call: Seconds) -> bool:
+    """Whether starting kernels takes longer than running them."""
+    starting = _KERNELS_OF_A_BLOCK * case.load.spec.transformer.num_layers * _START_SECONDS
+    # What was measured has the starting in it, so it cannot be much less than that.
+    return call.likely < (_MEASURED_TIMES if call.measured else 1.0) * starting
+
+
+def _compiled(case: Case, way: Way, base: Speed, seconds: CallSeconds) -> tuple[bool, str, Seconds, Conflict | None]:
+    took = case.compile_seconds(way.quantization)
+    likely = COMPILE_SECONDS if took is None else took
+    takes = Seconds(likely, likely / 4, likely * 2, measured=took is not None)
+    asked = case.asked.compile
+    if asked == "never":
+        return False, "Not compiled, as asked for.", takes, None
+    part = constraints.Case(
+        component="transformer", backend=PYTORCH, offload=way.offload, quantization=way.quantization
+    )
+    against = attention_kernels.no_compiling(part, case.machine)
+    if asked == "always":
+        return against is None, "Compiled, as asked for.", takes, against
+    if against is not None:
+        return False, f"Not compiled: {against.reason}.", takes, None
+    if not case.load.cuda:
+        return False, "Not compiled: on a CPU an engine of Inductor does that once for all clips.", takes, None
+    before, after = seconds(base), seconds(replace(base, compiled=True))
+    faster = after.likely if after.measured else before.likely / faster_when_compiled(way.quantization)
+    saved = (before.likely - faster) * case.calls
+    how = "measured here" if took is not None else "estimated"
+    words = f"compiling takes about {duration(likely)} ({how}) and saves about {duration(max(saved, 0.0))} of this clip"
+    if saved > likely:
+        return True, f"Compiled: {words}.", takes, None
+    return False, f"Not compiled: {words}.", takes, None
+
+
+def relieved(speed: Speed, offload: str, quantization: str) -> Speed:
+    """Return how a clip goes on in a more frugal way: without what takes memory of its own, or is excluded there."""
+    stays = offload == "none" and quantization == "none"
+    excluded = offload in {"group", "sequential"} or quantization.startswith("bnb-")
+    return replace(
+        speed,
+        compiled=speed.compiled and not excluded,
+        text_kept=False,
+        text_bytes=0,
+        paired=False,
+        graphed=False,
+        fused=speed.fused and stays,
+    )
+
+
+def check_compile(asked: str, offload: str, quantization: str, machine: Machine) -> None:
+    """Refuse compiling with what excludes it, where both were asked for, and where this machine cannot.
+
+    Raises:
+        InvalidRequestError, MachineError: with what to do about it.
+    """
+    if asked != "always":
+        return
+    part = constraints.Case(component="transformer", backend=PYTORCH, offload=offload, quantization=quantization)
+    against = attention_kernels.no_compiling(part, machine)
+    if against is not None and against.setting:
+        raise against.refusal
+    if against is not None:
+        raise MachineError(f"Blocks cannot be compiled here: {against.reason}.", against.remedy)
+
+
+def faster_when_compiled(quantization: str) -> float:
+    """Return how many times as fast compiled blocks are, where nothing was measured."""
+    return _TIMES_AS_FAST.get(quantization, 1.0)
+
+
+def faster_by_attention(kind: str, spec: ModelSpec, tokens: int) -> float:
+    """Return how many times as fast a transformer is than with PyTorch's own attention, where nothing was measured."""
+    transformer = spec.transformer
+    whole = transformer.forward_flops(tokens, spec.max_sequence_length)
+    share = transformer.num_layers * attention_flops(spec, tokens) / whole
+    return 1 / (1 - share + share / _ATTENDS.get(kind, 1.0))
+
+
+def faster_by_kernels(dtype: str, outputs: int, capability: tuple[int, int]) -> float:
+    """Return how many times as fast the VAE's kernels make decoding, where nothing was measured.
+
+    Args:
+        outputs: of the last block's convolutions.
+    """
+    if dtype == "float32":
+        return _DECODES_FLOAT32
+    all_of_it = outputs == constraints.OUTPUTS_BY_KERNEL and capability == constraints.HOPPER
+    return _DECODES_BY_KERNEL if all_of_it else _DECODES_BETWEEN
+
+
+def tag(speed: Speed, component: str) -> str:
+    """Return what two runs of a component must share in this to tell of each other; empty is diffusers' way."""
+    if component == "vae":
+        told: tuple[str, ...] = (
+            "compiled" if speed.compiled else "",
+            "channels last" if speed.channels_last else "",
+        )
+    elif component == "text_encoder":
+        return ""
+    else:
+        told = (
+            "compiled" if speed.compiled else "",
+            "" if speed.attention == "native" else speed.attention,
+            "paired" if speed.paired else "",
+            "graphed" if speed.graphed else "",
+        )
+    return " ".join(word for word in told if word)

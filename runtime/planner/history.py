@@ -1,0 +1,275 @@
+"""What earlier jobs took here, and what follows for the next: a forecast rests on the nearest run of the same kind.
+
+Pure: `pipeline.history` keeps the file.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from runtime.core.estimates import Seconds, StageMemory
+from runtime.core.plan import ExecutionPlan
+from runtime.core.step_cache import NONE
+from runtime.machine.probe import Machine
+from runtime.models.spec import ModelSpec, is_transformer
+from runtime.planner import parallelism
+from runtime.planner.execution_options import tag
+from runtime.planner.latency_model import MEASURED, SCALED, Work, flops
+from runtime.planner.memory_model import Load, Way, corrected, stages, taken_before
+
+# A run of so many times more or less arithmetic says nothing: caches and launches count differently there.
+_FARTHEST = 16.0
+_SAME = 1.001
+# What is remembered beside components.
+ATTENTION = "attention"
+_ANY_SIZE = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What two runs must share for one to tell of the other; the names are those of `ComponentPlan`.
+
+    `model` is the architecture's digest, `component` stands for both experts with "transformer". `tile` is the side
+    of the tiles that a decoder works in, in latents; empty where frames are whole. So is `step_cache` without one.
+    `speed` is `speed.tag`.
+    """
+
+    device: str
+    model: str
+    component: str
+    backend: str
+    dtype: str
+    quantization: str
+    offload: str
+    tile: str = ""
+    step_cache: str = ""
+    speed: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One stage of a job that ended well.
+
+    Attributes:
+        flops: operations of one call, of the whole clip for the VAE.
+        seconds: of one call; 0 where it was not measured alone.
+        working_bytes: the forecast's working set.
+        excess_bytes: by how much the measured peak was above the forecast's; `None` where nothing can be said.
+    """
+
+    kind: Kind
+    flops: float
+    seconds: float
+    working_bytes: int
+    excess_bytes: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Run":
+        """Read `to_json` back.
+
+        Raises:
+            TypeError, ValueError, KeyError, AttributeError: if it is anything else.
+        """
+        # Runs from before there were step caches, and more than one speed, say nothing of them.
+        told = {"step_cache": "", "speed": "", **values["kind"]}
+        kind = Kind(**{field.name: str(told[field.name]) for field in fields(Kind)})
+        excess = values["excess_bytes"]
+        run = cls(
+            kind=kind,
+            flops=float(values["flops"]),
+            seconds=float(values["seconds"]),
+            working_bytes=int(values["working_bytes"]),
+            excess_bytes=None if excess is None else int(excess),
+        )
+        if not (0 < run.flops < math.inf and 0 <= run.seconds < math.inf and run.working_bytes > 0):
+            raise ValueError("a run with impossible figures")
+        return run
+
+
+History = Sequence[Run]
+
+
+def runs_of(
+    planned: ExecutionPlan,
+    ran: ExecutionPlan,
+    spec: ModelSpec,
+    machine: Machine,
+    timings: Mapping[str, float],
+    peaks: Mapping[str, int],
+) -> list[Run]:
+    """Return what a job tells, component by component; one that fell back on the way tells nothing.
+
+    Args:
+        planned, ran: as it started and as it ended.
+        timings: seconds by stage, without loading.
+        peaks: bytes by stage beyond what was held before the job, where they say something about it alone.
+    """
+    load, work, way = _as_planned(planned, spec)
+    uncorrected = stages(load, way, planned.decode_chunk)
+    found = []
+    for name in ("text_encoder", "transformer", "vae"):
+        same = [stage for stage in uncorrected if stage.component == name or _both_experts(stage.component, name)]
+        parts = [planned.components[stage.component] for stage in same]
+        computed = tag(planned.speed, name)
+        unlike = (
+            computed != tag(ran.speed, name)
+            or len({(part.backend, part.dtype, part.quantization) for part in parts}) > 1
+        )
+        fell_back = any(ran.components[s.component].backend != planned.components[s.component].backend for s in same)
+        if unlike or fell_back:
+            continue
+        largest = max(same, key=lambda stage: stage.peak_bytes)
+        # Of several GPUs' processes nobody knows what each took before the job.
+        peak = peaks.get(largest.stage) if planned.split is None else None
+        kind = Kind(
+            device=parallelism.name_of(device_name(machine, parts[0].device), planned.split, name),
+            model=architecture(spec),
+            component=name,
+            backend=parts[0].backend,
+            dtype=parts[0].dtype,
+            quantization=parts[0].quantization,
+            offload=planned.offload,
+            tile=tile_of(way, name),
+            step_cache=cache_of(planned.step_cache, name),
+            speed=computed,
+        )
+        found.append(
+            Run(
+                kind=kind,
+                flops=flops(load, work, name, way.decode_tile),
+                seconds=timings.get(largest.stage, 0.0) / sum(work.calls[stage.component] for stage in same),
+                working_bytes=largest.working_bytes,
+                excess_bytes=None if peak is None else taken_before(load.device) + peak - largest.peak_bytes,
+            )
+        )
+    return found
+
+
+def _both_experts(one: str, other: str) -> bool:
+    """Whether two components are experts: they have one architecture."""
+    return is_transformer(one) and is_transformer(other)
+
+
+def calls_of(
+    steps: int, guidance_scale: float, guidance_scale_2: float | None, expert_steps: Mapping[str, int]
+) -> dict[str, float]:
+    """Return how often each component is called for one clip.
+
+    Args:
+        expert_steps: how many of the steps each transformer takes; where that is not known, they share them evenly.
+    """
+    scales = {"transformer": guidance_scale}
+    if guidance_scale_2 is not None:
+        scales["transformer_2"] = guidance_scale_2
+    passes = {name: 2 if scale > 1 else 1 for name, scale in scales.items()}
+    experts = {name: count * expert_steps.get(name, steps / len(scales)) for name, count in passes.items()}
+    return {"text_encoder": max(passes.values()), **experts, "vae": 1}
+
+
+def _as_planned(plan: ExecutionPlan, spec: ModelSpec) -> tuple[Load, Work, Way]:
+    calls = calls_of(plan.steps, plan.guidance_scale, plan.guidance_scale_2, plan.expert_steps)
+    way = Way(
+        offload=plan.offload,
+        quantization=plan.components["transformer"].quantization,
+        keep_loaded=plan.keep_loaded,
+        freed=plan.freed,
+        decode_tile=plan.decode_tile,
+    )
+    return Load.of(plan, spec), Work(calls=calls, frames=plan.frames, engine_seconds={}), way
+
+
+def device_name(machine: Machine, device: str) -> str:
+    """Return what a device is called in the history."""
+    if device.startswith("cuda"):
+        return machine.gpu_of(device).name
+    return f"{machine.cpu}, {machine.cores} cores"
+
+
+def tile_of(way: Way, component: str) -> str:
+    """Return `Kind.tile`: only the VAE works in tiles."""
+    return str(way.decode_tile) if component == "vae" and way.decode_tile is not None else ""
+
+
+def cache_of(step_cache: str, component: str) -> str:
+    """Return `Kind.step_cache`: only transformers are called step by step."""
+    return step_cache if is_transformer(component) and step_cache != NONE else ""
+
+
+def architecture(spec: ModelSpec) -> str:
+    """Return a short digest of what determines a model's memory and arithmetic."""
+    known = repr((spec.transformer, spec.vae, sorted(spec.parameters.items()), spec.expand_timesteps))
+    return hashlib.sha256(known.encode()).hexdigest()[:16]
+
+
+def seconds_per_call(history: History, kind: Kind, flops: float) -> Seconds | None:
+    """Return what one call takes by the nearest run, scaled by its operations; `None` if there is none."""
+    run = _nearest([run for run in history if run.seconds], kind, flops)
+    if run is None:
+        return None
+    seconds = run.seconds * flops / run.flops
+    low, high = MEASURED if _distance(run, flops) < _SAME else SCALED
+    return Seconds(seconds, low * seconds, high * seconds, measured=True)
+
+
+def attention_seconds(history: History, device: str, dtype: str, flops: float) -> dict[str, float]:
+    """Return what one attention of that much arithmetic takes by each kind that was measured on a device."""
+    kinds = {run.kind.backend for run in history if run.kind.component == ATTENTION}
+    found = {kind: seconds_per_call(history, attention_kind(device, dtype, kind), flops) for kind in kinds}
+    return {kind: seconds.likely for kind, seconds in found.items() if seconds is not None}
+
+
+def attention_kind(device: str, dtype: str, name: str) -> Kind:
+    """Return the kind of a measured attention; `name` is of `request.ATTENTIONS`."""
+    return Kind(
+        device=device, model="", component=ATTENTION, backend=name, dtype=dtype, quantization="none", offload="none"
+    )
+
+
+def compiling(plan: ExecutionPlan, spec: ModelSpec, machine: Machine, seconds: float) -> Run:
+    """Return what is to be remembered of a job in which compiling took so long."""
+    part = plan.components["transformer"]
+    kind = compiling_kind(device_name(machine, part.device), spec, part.dtype, part.quantization)
+    return Run(kind=kind, flops=_ANY_SIZE, seconds=seconds, working_bytes=1, excess_bytes=None)
+
+
+def compile_seconds(history: History, device: str, spec: ModelSpec, dtype: str, quantization: str) -> float | None:
+    """Return what compiling took here last, whatever the size; `None` if it was not measured."""
+    found = seconds_per_call(history, compiling_kind(device, spec, dtype, quantization), _ANY_SIZE)
+    return None if found is None else found.likely
+
+
+def compiling_kind(device: str, spec: ModelSpec, dtype: str, quantization: str) -> Kind:
+    """Return the kind of a compilation."""
+    return Kind(
+        device=device,
+        model=architecture(spec),
+        component="compiling",
+        backend="pytorch",
+        dtype=dtype,
+        quantization=quantization,
+        offload="none",
+    )
+
+
+def remembered(history: History, kind: Kind, flops: float, stage: StageMemory) -> StageMemory:
+    """Return the stage's memory by what the nearest run took beyond its forecast; more is scaled by the working set."""
+    run = _nearest([run for run in history if run.excess_bytes is not None], kind, flops)
+    if run is None or run.excess_bytes is None:
+        return stage
+    scale = stage.working_bytes / run.working_bytes if run.excess_bytes > 0 else 1.0
+    return corrected(stage, int(run.excess_bytes * scale))
+
+
+def _nearest(history: History, kind: Kind, flops: float) -> Run | None:
+    alike = [run for run in history if run.kind == kind and _distance(run, flops) <= _FARTHEST]
+    return min(alike, key=lambda run: _distance(run, flops), default=None)
+
+
+def _distance(run: Run, flops: float) -> float:
+    return max(run.flops / flops, flops / run.flops)

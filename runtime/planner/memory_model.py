@@ -1,0 +1,322 @@
+"""How much memory each stage of a plan takes, from the architecture alone: pure functions, no measuring.
+
+What a component takes is its weights, and a working set while it runs. Which weights lie on the device meanwhile is the
+`Way` of holding them. tests/planner/ holds both to what was measured on an H200 and, of decoding, on a CPU.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+from runtime.core.estimates import StageMemory
+from runtime.core.plan import ExecutionPlan, Speed, Split
+from runtime.core.step_cache import NONE
+from runtime.models.spec import ModelSpec, is_transformer
+
+DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+# Bytes per weight of a block's linear layers. bnb-4bit: half a byte, and a float32 scale for each 64 weights; the other
+# two have one scale per row, which is nothing. The rest stays as it is: embeddings, norms, modulation.
+_QUANTIZED_BYTES: Mapping[str, float] = {"bnb-8bit": 1.0, "bnb-4bit": 0.5 + 4 / 64, "fp8": 1.0}
+
+# Latent frames in one call of the VAE's decoder: more gain nothing, and cancelling waits for a call to end. Measured:
+# on 2 cores diorama decodes in 4.4 s with 1, 3.9 with 2, 4.6 with 4, 5.4 with 8, which leave the processor's caches;
+# on an H200 Wan2.1's decoder gains 10 % from 4.
+_MOST_AT_ONCE = {"cpu": 2, "cuda": 4}
+_DECODE_SHARE = 0.25
+# Sides of the tiles that a frame may be decoded in, in pixels. 256 is diffusers' own for this VAE; sizes between the
+# two overlap so much more that they take longer than 256.
+_TILE_SIDES = (512, 256)
+_CLIP_BYTES_PER_PIXEL = 3 * 2
+# Sample, predictions and the solver's history, all of the latents' size, in float32.
+_LATENTS_HELD = 8
+# On a CPU: PyTorch, diffusers and transformers loaded (0.39 GB on Linux), and what they and malloc keep once they ran
+# (0.2 to 0.35 GB, whatever the size; it varies from run to run). On an H200: the CUDA context.
+_CPU_IMPORTED_BYTES = 390_000_000
+_CPU_LIBRARIES_BYTES = 660_000_000
+_CUDA_CONTEXT_BYTES = 552_402_944
+# With several GPUs the first has another process beside the one that leads, and what they exchange passes through
+# buffers of NCCL: an estimate, for that has not been measured.
+_SHARING_BYTES = _CUDA_CONTEXT_BYTES + 1_000_000_000
+# What exchanging tokens for heads takes, of the size of a GPU's own tokens: three sent, three received, one filled up.
+_EXCHANGED = 8
+# System memory of a process that runs CUDA: its libraries, and pages of the shard that is being read.
+_CUDA_PROCESS_BYTES = 3_000_000_000
+_SHARD_BYTES = 5_000_000_000
+# What PyTorch's allocator took on an H200 beside the weights, where all of it was free: at most so many times the
+# working set, and half a gigabyte. It keeps blocks that do not fit the next use, and cuDNN tries workspaces.
+_SPARE_SHARE = {"encode": 0.5, "denoise": 0.5, "decode": 0.75}
+_SPARE_BYTES = 500_000_000
+# First-block caching remembers the first block's output and residual, and the other blocks' residual.
+_CACHED_TENSORS = 3
+# By layer, the largest is the text encoder's embedding: 2.1 of UMT5-XXL's 11.4 GB. It is gone when attention begins.
+_LARGEST_LAYER = 0.185
+# What arithmetic in quantized weights takes beside the usual, bytes per token and value of the widest layer, as an H200
+# measured with three models. FP8 brings activations to float32 and back; 8 bits sum up in 32.
+_QUANTIZED_WORKING = {"fp8": 11, "bnb-8bit": 4}
+# Of UMT5's heads of attention each has 64 channels.
+_TEXT_HEAD_WIDTH = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How weights are held.
+
+    Attributes:
+        offload: "none", "model", "group" or "sequential".
+        quantization: of the transformers: "none", "bnb-8bit", "bnb-4bit" or "fp8".
+        keep_loaded: whether parts stay between stages and jobs, all but those `freed` after their stage.
+        decode_tile: side of the tiles that the VAE decodes a frame in, in latents; `None` decodes it whole.
+    """
+
+    offload: str = "none"
+    quantization: str = "none"
+    keep_loaded: bool = False
+    freed: tuple[str, ...] = ()
+    decode_tile: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What is to be held and run.
+
+    Attributes:
+        device: "cpu" or "cuda:0".
+        dtypes: by component, PyTorch's.
+        engine_bytes: of the files of components that run on engines; those hold their own weights.
+        tokens: of the transformer's sequence.
+        latent_shape: (batch, channels, latent frames, latent height, latent width).
+        height, width: of a frame.
+        split: how several GPUs share it: all that is said of memory is of the first, which holds most.
+        cached_passes: how many forward passes a step cache remembers, see `cached_passes`.
+        text_bytes: of the text's keys and values that are kept.
+        at_once: how many working sets a call of a transformer takes: two passes at once, one more for a CUDA graph.
+    """
+
+    spec: ModelSpec
+    device: str
+    dtypes: Mapping[str, str]
+    engine_bytes: Mapping[str, int]
+    tokens: int
+    latent_shape: tuple[int, int, int, int, int]
+    height: int
+    width: int
+    split: Split | None = None
+    cached_passes: int = 0
+    text_bytes: int = 0
+    at_once: int = 1
+
+    @classmethod
+    def of(cls, plan: ExecutionPlan, spec: ModelSpec) -> "Load":
+        """Return what a plan holds and runs; `spec` is its model's."""
+        return cls(
+            spec=spec,
+            device=plan.components["transformer"].device,
+            dtypes={name: part.dtype for name, part in plan.components.items()},
+            engine_bytes={name: part.weights_bytes for name, part in plan.components.items() if part.engines},
+            tokens=plan.tokens,
+            latent_shape=plan.latent_shape,
+            height=plan.height,
+            width=plan.width,
+            split=plan.split,
+            cached_passes=cached_passes(plan.step_cache, plan.guidance_scale, plan.guidance_scale_2),
+            text_bytes=plan.speed.text_bytes,
+            at_once=at_once(plan.speed),
+        )
+
+    @property
+    def cuda(self) -> bool:
+        """Whether the device has memory of its own."""
+        return self.device.startswith("cuda")
+
+
+def weights_bytes(spec: ModelSpec, dtypes: Mapping[str, str], quantization: str = "none") -> dict[str, int]:
+    """Return the bytes of each component's weights in its dtype, the transformers' blocks quantized."""
+    found = {name: spec.parameters[name] * DTYPE_BYTES[dtypes[name]] for name in spec.component_names}
+    if quantization != "none":
+        for name in found:
+            if is_transformer(name):
+                linear = min(spec.transformer.block_parameters, spec.parameters[name])
+                rest = (spec.parameters[name] - linear) * DTYPE_BYTES[dtypes[name]]
+                found[name] = rest + int(linear * _QUANTIZED_BYTES[quantization])
+    return found
+
+
+def stage_of(component: str) -> str:
+    """Return the stage in which a component runs."""
+    return {"text_encoder": "encode", "vae": "decode"}.get(component, "denoise")
+
+
+def encode_bytes(spec: ModelSpec, dtype: str) -> int:
+    """Return the working set of reading a prompt: attention's matrices, which UMT5 has whole, in float32 for softmax.
+
+    Scores, bias and bias with mask in the encoder's dtype, scores and their softmax in float32.
+    """
+    tokens, width, element = spec.max_sequence_length, spec.transformer.text_dim, DTYPE_BYTES[dtype]
+    heads = max(width // _TEXT_HEAD_WIDTH, 1)
+    return heads * tokens**2 * (3 * element + 8) + 4 * tokens * width * element
+
+
+def denoise_bytes(spec: ModelSpec, tokens: int, dtype: str, quantization: str = "none") -> int:
+    """Return the working set of one forward pass; layers of 4 bits are brought to the dtype one at a time."""
+    inner, widest = spec.transformer.ffn_dim, 0
+    if quantization == "bnb-4bit":
+        widest = spec.transformer.width * inner * DTYPE_BYTES[dtype]
+    elif quantization != "none":
+        widest = _QUANTIZED_WORKING[quantization] * tokens * inner
+    working = spec.transformer.forward_bytes(tokens, DTYPE_BYTES[dtype], time_per_token=spec.expand_timesteps)
+    return working + widest
+
+
+def decode_chunk(
+    spec: ModelSpec, latent_frames: int, height: int, width: int, dtype: str, device: str, free_bytes: int
+) -> int:
+    """Return how many latent frames the VAE decodes in one call: as many as a quarter of free memory allows."""
+    chunk = min(_MOST_AT_ONCE[device.partition(":")[0]], max(latent_frames - 1, 1))
+    size = (height, width, DTYPE_BYTES[dtype])
+    while chunk > 1 and spec.vae.decode_bytes(chunk, *size, cpu=device == "cpu") > _DECODE_SHARE * free_bytes:
+        chunk -= 1
+    return chunk
+
+
+def tile_sides(load: Load) -> list[int]:
+    """Return the sides of tiles that a frame can be cut into, in latents, the largest first; none for an engine."""
+    if "vae" in load.engine_bytes:
+        return []
+    scale = load.spec.vae.scale_factor_spatial
+    return [side // scale for side in _TILE_SIDES if side < max(load.height, load.width)]
+
+
+def decode_bytes(load: Load, chunk: int, tile: int | None) -> int:
+    """Return the working set of the VAE's decoder.
+
+    In tiles it is that of one tile, which goes through the whole clip with its caches before the next one starts. The
+    clip comes together in system memory: on a CPU that is the same, on a GPU `ram_bytes` counts it.
+
+    Args:
+        chunk: latent frames in one call.
+        tile: side of a tile, in latents; `None` decodes frames whole.
+    """
+    vae, element = load.spec.vae, DTYPE_BYTES[load.dtypes["vae"]]
+    if tile is None:
+        return vae.decode_bytes(chunk, load.height, load.width, element, cpu=not load.cuda)
+    side = tile * vae.scale_factor_spatial
+    working = vae.decode_bytes(chunk, min(load.height, side), min(load.width, side), element, cpu=not load.cuda)
+    return working if load.cuda else working + clip_bytes(load)
+
+
+def clip_bytes(load: Load) -> int:
+    """Return what the clip takes that tiles come together in: three colours in float16."""
+    frames = (load.latent_shape[2] - 1) * load.spec.vae.scale_factor_temporal + 1
+    return _CLIP_BYTES_PER_PIXEL * frames * load.height * load.width
+
+
+def stages(load: Load, way: Way, chunk: int) -> tuple[StageMemory, ...]:
+    """Return what each component takes while it runs, in the order they do.
+
+    Args:
+        chunk: latent frames that the VAE decodes in one call.
+    """
+    weights = _held(load, way)
+    beside = _LATENTS_HELD * DTYPE_BYTES["float32"] * prod(load.latent_shape)
+    beside += _CUDA_CONTEXT_BYTES if load.cuda else _CPU_LIBRARIES_BYTES
+    beside += _SHARING_BYTES if load.split is not None else 0
+    return tuple(_stage(load, way, name, weights, chunk, beside) for name in load.spec.component_names)
+
+
+def ram_bytes(load: Load, way: Way) -> int:
+    """Return the system memory that a job on a GPU takes.
+
+    Weights wait there, or a shard of them is read before anything is decoded; and tiles come together there. While
+    weights are copied to where they wait page-locked, a process holds pages of their files too, up to the largest
+    shard. They are not counted: nothing was written to them, so the system takes them back when it is short.
+    """
+    weights = weights_bytes(load.spec, load.dtypes, way.quantization)
+    own = {name: size for name, size in weights.items() if name not in load.engine_bytes}
+    processes = 1 if load.split is None else 1 + len(load.split.devices)
+    clip = 0 if way.decode_tile is None else clip_bytes(load)
+    if way.offload != "none":
+        return _CUDA_PROCESS_BYTES + sum(own.values()) + clip
+    return processes * _CUDA_PROCESS_BYTES + max(min(max(own.values(), default=0), _SHARD_BYTES), clip)
+
+
+def _held(load: Load, way: Way) -> dict[str, int]:
+    return weights_bytes(load.spec, load.dtypes, way.quantization) | dict(load.engine_bytes)
+
+
+def _stage(load: Load, way: Way, name: str, weights: Mapping[str, int], chunk: int, beside: int) -> StageMemory:
+    stage = stage_of(name)
+    working = _working(load, way, name, weights, chunk)
+    return StageMemory(
+        stage=stage,
+        component=name,
+        weights_bytes=_on_device(load.spec, way, name, weights, load.engine_bytes),
+        working_bytes=working,
+        overhead_bytes=beside,
+        allocator_slack_bytes=int(_SPARE_SHARE[stage] * working) + _SPARE_BYTES if load.cuda else 0,
+    )
+
+
+def _working(load: Load, way: Way, name: str, weights: Mapping[str, int], chunk: int) -> int:
+    spec, dtype = load.spec, load.dtypes[name]
+    if name == "text_encoder":
+        working = encode_bytes(spec, dtype)
+        if way.offload in {"group", "sequential"} and name not in load.engine_bytes:
+            # Its embedding counts as weights, and leaves before the rest begins.
+            working = max(working - int(_LARGEST_LAYER * weights[name]), 0)
+        return working
+    if name == "vae":
+        return decode_bytes(load, chunk, way.decode_tile)
+    kept = load.text_bytes if way.offload in {"none", "model"} else 0
+    guidance, sequence = (1, 1) if load.split is None else (load.split.guidance, load.split.sequence)
+    share = -(-load.tokens // sequence)
+    tensor = share * spec.transformer.width * DTYPE_BYTES[dtype]
+    # Where the passes of a step run on different GPUs, each remembers its own.
+    cached = -(-load.cached_passes // guidance) * _CACHED_TENSORS * tensor
+    if sequence == 1:
+        return load.at_once * denoise_bytes(spec, load.tokens, dtype, way.quantization) + kept + cached
+    return denoise_bytes(spec, share, dtype, way.quantization) + kept + cached + _EXCHANGED * tensor
+
+
+def cached_passes(step_cache: str, guidance_scale: float, guidance_scale_2: float | None) -> int:
+    """Return how many forward passes of a step are remembered: both where there is guidance, none without a cache."""
+    if step_cache == NONE:
+        return 0
+    return 2 if max(guidance_scale, guidance_scale_2 or 0) > 1 else 1
+
+
+def _on_device(spec: ModelSpec, way: Way, name: str, weights: Mapping[str, int], on_engines: Mapping[str, int]) -> int:
+    """Return the weights that lie on the device while `name` runs."""
+    if way.offload == "none" and way.keep_loaded:
+        running = spec.component_names.index(name)
+        gone = {part for part in way.freed if spec.component_names.index(part) < running}
+        return sum(size for part, size in weights.items() if part not in gone)
+    if way.offload in {"none", "model"} or name == "vae" or name in on_engines:
+        return weights[name]
+    if not is_transformer(name):
+        return int(_LARGEST_LAYER * weights[name])
+    layers = spec.transformer.num_layers
+    blocks = min(spec.transformer.block_parameters, spec.parameters[name]) / spec.parameters[name] * weights[name]
+    # By block: the one that runs and the next, which is brought meanwhile. By layer: a third of a block at most.
+    at_once = 2 * blocks / layers if way.offload == "group" else blocks / layers / 3
+    return int(weights[name] - blocks + at_once) if way.offload == "group" else int(at_once)
+
+
+def at_once(speed: Speed) -> int:
+    """Return `Load.at_once`."""
+    return (2 if speed.paired else 1) + speed.graphed
+
+
+def taken_before(device: str) -> int:
+    """Return what is taken when a job starts: by the CUDA context, or by the libraries as they are imported."""
+    return _CUDA_CONTEXT_BYTES if device.startswith("cuda") else _CPU_IMPORTED_BYTES
+
+
+def corrected(stage: StageMemory, excess: int) -> StageMemory:
+    """Return the stage with what was measured beyond its forecast: more is the working set's, less the libraries'."""
+    return replace(
+        stage,
+        working_bytes=stage.working_bytes + max(excess, 0),
+        overhead_bytes=max(stage.overhead_bytes + min(excess, 0), 0),
+        measured=True,
+    )

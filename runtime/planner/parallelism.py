@@ -1,0 +1,232 @@
+"""How several GPUs share one job, and how much faster it gets. Pure: no torch.
+
+The two passes of guidance are independent, so they go to different GPUs first: nothing is exchanged but their results.
+What is left shares the tokens of a pass, which needs heads of attention that are a multiple of it.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from runtime.core.errors import InvalidRequestError, MachineError
+from runtime.core.estimates import Seconds
+from runtime.core.plan import PYTORCH, Split
+from runtime.core.request import AUTO, GenerationRequest
+from runtime.machine.probe import Machine, seen_from
+from runtime.models.spec import ModelSpec, is_transformer
+from runtime.planner import constraints
+
+# Models below this size take milliseconds a pass on one GPU: telling others takes as long.
+SMALL_MODEL_BYTES = 1 << 30
+# What sharing the tokens of a pass leaves of each GPU's speed, and how much faster strips decode, which overlap. H200s
+# with NVLink measured, of 2 and 4: tokens 1.75 and 3.44 times as fast, strips 1.97 and 2.75, passes of guidance 1.98 to
+# 2.0; other numbers are estimates. In between: the nearest below.
+_TOKENS_EFFICIENCY: Mapping[int, float] = {1: 1.0, 2: 0.88, 3: 0.87, 4: 0.86, 5: 0.82, 8: 0.75}
+_GUIDANCE_EFFICIENCY = 0.99
+_STRIPS_SPEED: Mapping[int, float] = {1: 1.0, 2: 1.9, 3: 2.4, 4: 2.75, 8: 4.0}
+_QUICK, _SLOW = 1.1, 0.6
+
+# What several GPUs exclude, beside what `compat.RULES` says of engines.
+RULES = (
+    constraints.Rule(
+        name="several GPUs, weights that wait",
+        excludes=lambda case, _: case.gpus > 1 and case.offload in {"model", "group", "sequential"},
+        badge="{gpus} GPUs exclude {offload} offload",
+        reason="{gpus} GPUs exclude {offload} offload: each would wait for weights longer than the others save",
+        remedy="Take --gpus 1, or --offload none.",
+        setting="gpus",
+    ),
+    constraints.Rule(
+        name="several GPUs, bitsandbytes",
+        excludes=lambda case, _: case.gpus > 1 and case.quantization in {"bnb-8bit", "bnb-4bit"},
+        badge="{gpus} GPUs exclude {weights}",
+        reason="{gpus} GPUs exclude {weights}: they were not tried together",
+        remedy="Take --gpus 1, or --quantization fp8 or none.",
+        setting="gpus",
+    ),
+)
+
+
+def usable_gpus(machine: Machine) -> list[int]:
+    """Return the indices of the GPUs that videos can be made on; none where all is done on the CPU."""
+    return [index for index in range(len(machine.gpus)) if constraints.cuda_problem(seen_from(machine, index)) is None]
+
+
+def decide(
+    request: GenerationRequest,
+    spec: ModelSpec,
+    machine: Machine,
+    gpu: int,
+    beside: Sequence[int] | None = None,
+    *,
+    guided: bool,
+) -> tuple[Split | None, list[str]]:
+    """Return how the job is shared, `None` if one GPU does it, and what to say about it.
+
+    Args:
+        machine: as it is, with every GPU.
+        gpu: the index of the first.
+        beside: of others that it may use, in the order of preference; if it is left out, all that are usable.
+        guided: whether every step has a pass with the prompt and one without.
+
+    Raises:
+        InvalidRequestError: if so many cannot share it, with the numbers that can.
+        MachineError: if several GPUs cannot work together here.
+    """
+    if request.gpus == 1:
+        return None, []
+    usable = usable_gpus(machine)
+    beside = [index for index in (usable if beside is None else beside) if index in usable and index != gpu]
+    if request.gpus == AUTO:
+        alike = [other for other in beside if machine.gpus[other].name == machine.gpus[gpu].name]
+        return _most(request, spec, machine, gpu, alike, guided=guided)
+    wanted, there = int(request.gpus), 1 + len(beside) if usable else 0
+    if there < wanted:
+        raise InvalidRequestError(
+            "gpus", f"{wanted} GPUs were asked for; {_there(there, machine)}.", f"Take --gpus {max(there, 1)}."
+        )
+    against = together_problem(machine)
+    if against is not None:
+        raise MachineError(f"Several GPUs cannot work together here: {against}.", "Take --gpus 1.")
+    able = counts(spec, there, guided=guided)
+    if wanted not in able:
+        heads = spec.transformer.num_attention_heads
+        raise InvalidRequestError(
+            "gpus",
+            f"{wanted} GPUs cannot share {spec.title}: its {heads} heads of attention cannot be shared evenly.",
+            f"Take --gpus {' or '.join(map(str, able))}.",
+        )
+    against_it = excluded(request, spec, machine, wanted)
+    if against_it is not None:
+        raise against_it.refusal
+    chosen = [gpu, *beside[: wanted - 1]]
+    _check_alike(machine, chosen)
+    return _split(spec, machine, chosen, guided=guided), _unlike(machine, chosen)
+
+
+def excluded(request: GenerationRequest, spec: ModelSpec, machine: Machine, gpus: int) -> constraints.Conflict | None:
+    """Return which of a request's settings so many GPUs exclude, `None` if none."""
+    for name in filter(is_transformer, spec.component_names):
+        asked = request.backend(name)
+        case = constraints.Case(
+            component=name,
+            backend=PYTORCH if asked == AUTO else asked,
+            offload=request.offload,
+            quantization=request.quantization,
+            gpus=gpus,
+            step_cache=request.step_cache,
+        )
+        for rule in (*RULES, *constraints.RULES):
+            if rule.setting == "gpus" and rule.excludes(case, machine):
+                return rule.against(case)
+    return None
+
+
+def least_free(split: Split | None, machine: Machine, free_bytes: int) -> int:
+    """Return what is free on the fullest of the GPUs; `free_bytes` where there is no split."""
+    devices = () if split is None else split.devices
+    return min([free_bytes, *(machine.gpu_of(device).free_bytes for device in devices)])
+
+
+def counts(spec: ModelSpec, most: int, *, guided: bool) -> list[int]:
+    """Return how many GPUs can share a job, up to `most`; 1 is always among them."""
+    return [count for count in range(1, most + 1) if count == 1 or _degrees(spec, count, guided=guided) is not None]
+
+
+def together_problem(machine: Machine) -> str | None:
+    """Return why GPUs of this machine cannot work on one job, a clause, or `None` if they can."""
+    if not machine.system.startswith("Linux"):
+        return "PyTorch lets them exchange what they have (NCCL) only on Linux"
+    return None
+
+
+def faster(seconds: Seconds, split: Split | None, component: str) -> Seconds:
+    """Return what a call takes where `split` shares it, from what it takes on one GPU."""
+    if split is None or not split.shares(component):
+        return seconds
+    if component == "vae":
+        times = _nearest(_STRIPS_SPEED, len(split.devices))
+    else:
+        times = split.sequence * _nearest(_TOKENS_EFFICIENCY, split.sequence)
+        times *= split.guidance * (_GUIDANCE_EFFICIENCY if split.guidance > 1 else 1.0)
+    return Seconds(seconds.likely / times, seconds.low / (times * _QUICK), seconds.high / max(times * _SLOW, 1.0))
+
+
+def reason_of(reason: str, split: Split | None, component: str) -> str:
+    """Return why a component runs as it does, with how several GPUs share it."""
+    if split is None or not split.shares(component):
+        return reason
+    how = "Each decodes a strip of every frame." if component == "vae" else split.reason
+    return f"{reason} On {len(split.devices)} GPUs. {how}"
+
+
+def name_of(device: str, split: Split | None, component: str) -> str:
+    """Return what the history calls several devices that run a component: what they took says nothing of one."""
+    if split is None or not split.shares(component):
+        return device
+    how = "strips" if component == "vae" else f"guidance {split.guidance}, tokens {split.sequence}"
+    return f"{len(split.devices)} x {device}, {how}"
+
+
+def _most(
+    request: GenerationRequest, spec: ModelSpec, machine: Machine, gpu: int, beside: Sequence[int], *, guided: bool
+) -> tuple[Split | None, list[str]]:
+    """Return the split with the most GPUs; none where it gains nothing or excludes what was asked for."""
+    if not beside or together_problem(machine) is not None:
+        return None, []
+    if 4 * spec.total_parameters <= SMALL_MODEL_BYTES:
+        return None, ["One GPU makes it: the model is so small that several would wait for each other."]
+    against = excluded(request, spec, machine, 2)
+    if against is not None:
+        return None, [f"One GPU makes it: {against.reason}."]
+    count = counts(spec, 1 + len(beside), guided=guided)[-1]
+    return (_split(spec, machine, [gpu, *beside[: count - 1]], guided=guided) if count > 1 else None), []
+
+
+def _degrees(spec: ModelSpec, count: int, *, guided: bool) -> tuple[int, int] | None:
+    """Return how many share the guidance and how many the tokens of a pass, `None` if they cannot."""
+    heads = spec.transformer.num_attention_heads
+    if guided and count % 2 == 0 and heads % (count // 2) == 0:
+        return 2, count // 2
+    return (1, count) if heads % count == 0 else None
+
+
+def _split(spec: ModelSpec, machine: Machine, gpus: Sequence[int], *, guided: bool) -> Split:
+    degrees = _degrees(spec, len(gpus), guided=guided)
+    assert degrees is not None
+    guidance, sequence = degrees
+    heads = spec.transformer.num_attention_heads
+    tokens = f"the tokens and {heads} heads of a pass on {sequence}"
+    if guidance == 1:
+        reason = f"{tokens[0].upper()}{tokens[1:]} GPUs, each pass by all."
+    elif sequence == 1:
+        reason = "The pass with the prompt on one GPU, the one without on the other."
+    else:
+        reason = f"The pass with the prompt and the one without on {sequence} GPUs each, {tokens}."
+    devices = tuple(f"cuda:{index}" for index in gpus)
+    return Split(devices=devices, guidance=guidance, sequence=sequence, decode=True, reason=reason)
+
+
+def _check_alike(machine: Machine, gpus: Sequence[int]) -> None:
+    """Refuse GPUs that cannot compute in the same precision."""
+    first, *others = (machine.gpus[index] for index in gpus)
+    for other in others:
+        if first.capability >= constraints.BF16_CAPABILITY > other.capability:
+            raise MachineError(
+                f"{first.name} and {other.name} cannot share a job: the second has no bfloat16.", "Take --gpus 1."
+            )
+
+
+def _unlike(machine: Machine, gpus: Sequence[int]) -> list[str]:
+    names = dict.fromkeys(machine.gpus[index].name for index in gpus)
+    if len(names) == 1:
+        return []
+    return [f"The GPUs are not alike ({', '.join(names)}): the slowest sets the pace."]
+
+
+def _there(count: int, machine: Machine) -> str:
+    if count == 0:
+        return f"here are none ({constraints.cuda_problem(machine)})"
+    return f"here is {count} that can be used" if count == 1 else f"here are {count} that can be used"
+
+
+def _nearest(values: Mapping[int, float], count: int) -> float:
+    return values[max(known for known in values if known <= count)]

@@ -1,0 +1,385 @@
+"""Turns a request into a plan: nothing "auto" is left, every choice has its reason, what cannot be is refused.
+
+A pure function of the request, the model and the machine: no torch, no disk.
+"""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortError
+from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, LatentSize
+from runtime.core.request import ALL, AUTO, Auto, GenerationRequest
+from runtime.core.step_cache import NONE, as_used
+from runtime.machine.probe import Machine, seen_from
+from runtime.models.spec import ModelSpec, attention_flops, is_transformer
+from runtime.planner import constraints, execution_options, extras, memory_model, size_limits
+from runtime.planner import flow_shift as moved
+from runtime.planner import parallelism as shared
+from runtime.planner.engine_offers import Choice, EngineOffer, Offers, admit, choose, no_offers
+from runtime.planner.estimate import Case
+from runtime.planner.history import History, attention_seconds, calls_of, compile_seconds, device_name
+from runtime.planner.latency_model import Work, flops
+from runtime.planner.placement import placement
+from runtime.planner.strategies import decide
+
+Number = TypeVar("Number", int, float)
+
+
+def resolve(
+    request: GenerationRequest,
+    spec: ModelSpec,
+    machine: Machine,
+    output: Path,
+    offers: Offers = no_offers,
+    history: History = (),
+    gpu: int = 0,
+    beside: Sequence[int] | None = None,
+) -> ExecutionPlan:
+    """Decide everything.
+
+    Args:
+        offers: the engines there are or could be, see `engines.offers`.
+        history: what earlier jobs took here, see `pipeline.history`: it corrects the forecast.
+        gpu: the index of the one that it runs on, where the machine has some.
+        beside: of those that it may use as well; if it is left out, all that are usable.
+
+    Raises:
+        InvalidRequestError: for a size or length that the model cannot make, with the nearest that it can.
+        MachineError: if this machine cannot do what was asked for.
+        MemoryShortError: if memory does not suffice, or not for the way that was asked for.
+    """
+
+    def planned(wanted: GenerationRequest) -> ExecutionPlan:
+        return _resolved(wanted, spec, machine, output, offers, history, gpu, beside)
+
+    short: MemoryShortError | None = None
+    try:
+        plan = planned(request)
+        if request.gpus != AUTO or plan.split is None or plan.quantization in {"none", request.quantization}:
+            return plan
+    except MemoryShortError as error:
+        if request.gpus == 1:
+            raise
+        short = error
+    # Several GPUs keep all weights, exact ones or not; for one they may wait in RAM.
+    try:
+        alone = planned(replace(request, gpus=1))
+    except MemoryShortError:
+        if short is None:
+            return plan
+        raise short from None
+    if request.gpus == AUTO:
+        return replace(alone, warnings=(*alone.warnings, "One GPU makes it: several have too little memory."))
+    assert short is not None
+    raise MemoryShortError(short.what, f"Take --gpus 1: {_way_of(alone)}.", short.strategies, short.where)
+
+
+def _way_of(plan: ExecutionPlan) -> str:
+    title = next(strategy.title for strategy in plan.strategies if strategy.taken)
+    return f"{title[0].lower()}{title[1:]}"
+
+
+def _resolved(
+    request: GenerationRequest,
+    spec: ModelSpec,
+    everything: Machine,
+    output: Path,
+    offers: Offers,
+    history: History,
+    gpu: int,
+    beside: Sequence[int] | None,
+) -> ExecutionPlan:
+    assert len(request.loras) == len(spec.loras), "a spec without its request's LoRAs: see `models.loras`"
+    machine = seen_from(everything, gpu)
+    defaults = spec.defaults
+    width = _or(request.width, defaults.width)
+    height = _or(request.height, defaults.height)
+    frames = _or(request.frames, defaults.frames)
+    size_limits.check(spec, width, height, frames)
+    steps = _or(request.steps, defaults.steps)
+    guidance = _or(request.guidance_scale, defaults.guidance_scale)
+    guidance_2 = _second_guidance(request, spec, guidance)
+    seed = secrets.randbelow(1 << 32) if request.seed == AUTO else request.seed
+    moved.check(request, spec)
+    shift = moved.as_used(request, spec)
+    expert_steps = moved.expert_steps(spec, steps, shift)
+    calls = calls_of(steps, guidance, guidance_2, expert_steps)
+
+    device, dtypes, reason, free = placement(spec, machine, gpu, request.vae_precision)
+    guided = guidance > 1 and (guidance_2 is None or guidance_2 > 1)
+    split, notes = shared.decide(request, spec, everything, gpu, beside, guided=guided)
+    free = shared.least_free(split, everything, free)
+    offload, more = _offload(request, machine)
+    extras.check_step_cache(request, machine, offload)
+    _check_quantization(request, machine)
+    step_cache = as_used(request.step_cache)
+    execution_options.check_compile(request.compile, offload, request.quantization, machine)
+    latent_shape = spec.latent_shape(frames, height, width)
+    tokens = spec.tokens(frames, height, width)
+    noted = _Noted(offers)
+    gpus = 1 if split is None else len(split.devices)
+    surroundings = constraints.Case(
+        component="",
+        backend=PYTORCH,
+        device=device,
+        offload=offload,
+        gpus=gpus,
+        step_cache=request.step_cache,
+    )
+    choices = _choices(request, spec, latent_shape[2:], machine, surroundings, reason, noted)
+    if split is not None and choices["vae"].uses:
+        split = replace(split, decode=False)
+    load = replace(
+        _load(spec, device, dtypes, choices, noted, frames, height, width),
+        split=split,
+        cached_passes=memory_model.cached_passes(step_cache, guidance, guidance_2),
+    )
+    in_pytorch = memory_model.weights_bytes(spec, dtypes) if device != "cpu" else {}
+    computed = _speed_case(request, load, machine, choices, history, calls, free)
+    base = execution_options.held(computed)
+    load = replace(load, text_bytes=base.text_bytes, at_once=memory_model.at_once(base))
+    case = Case(
+        load=load,
+        work=Work(calls=calls, frames=frames, engine_seconds=noted.seconds(choices)),
+        machine=machine,
+        history=history,
+        backends={name: choice.backend for name, choice in choices.items()},
+        asked={name: request.backend(name) for name in choices},
+        whole={name: size for name, size in in_pytorch.items() if not choices[name].uses},
+        free_bytes=free,
+        ram_free_bytes=machine.ram_free_bytes,
+        chunk=_most_at_once(load, choices["vae"], free),
+        step_cache=step_cache,
+        speed=computed,
+        base=base,
+    )
+    clip = f"{spec.title} at {width}x{height}, {frames} frames"
+    decision = decide(case, offload, request.quantization, clip)
+    way = decision.taken.way
+    weights = memory_model.weights_bytes(spec, dtypes, way.quantization) | dict(load.engine_bytes)
+    if split is not None and way.decode_tile is not None:
+        split = replace(split, decode=False)
+    passes = sum(calls[name] for name in calls if is_transformer(name))
+    forward = spec.transformer.forward_flops(tokens, spec.max_sequence_length)
+    return ExecutionPlan(
+        prompt=request.prompt,
+        negative_prompt=defaults.negative_prompt if request.negative_prompt is None else request.negative_prompt,
+        width=width,
+        height=height,
+        frames=frames,
+        fps=_or(request.fps, defaults.fps),
+        steps=steps,
+        guidance_scale=guidance,
+        guidance_scale_2=guidance_2,
+        seed=seed,
+        model=request.model,
+        model_directory=spec.directory,
+        latent_shape=latent_shape,
+        tokens=tokens,
+        decode_chunk=decision.taken.chunk,
+        decode_tile=way.decode_tile,
+        keep_loaded=way.keep_loaded,
+        freed=way.freed,
+        components={
+            name: ComponentPlan(
+                backend=choices[name].backend,
+                device=device,
+                dtype=dtypes[name],
+                weights_bytes=weights[name],
+                reason=shared.reason_of(extras.reason(choices[name].reason, name, step_cache), split, name),
+                engines=choices[name].uses,
+                asked=request.backend(name),
+                badge=choices[name].badge,
+                quantization=way.quantization if is_transformer(name) and not choices[name].uses else "none",
+            )
+            for name in spec.component_names
+        },
+        step_flops=forward * passes / steps,
+        decode_flops=flops(load, case.work, "vae", way.decode_tile),
+        memory_bytes=decision.taken.strategy.peak_bytes,
+        free_bytes=free,
+        memory=decision.taken.memory,
+        seconds=decision.taken.seconds,
+        strategies=decision.strategies,
+        output=output,
+        backends=request.backends,
+        build=request.build,
+        offload=way.offload,
+        quantization=way.quantization,
+        on_out_of_memory=request.on_out_of_memory,
+        warnings=(
+            *size_limits.warnings(spec, width, height, frames),
+            *extras.warnings(request, spec, steps, max(guidance, guidance_2 or 0)),
+            *moved.warnings(spec, steps, shift, expert_steps),
+            *notes,
+            *more,
+            *decision.warnings,
+        ),
+        split=split,
+        loras=spec.loras,
+        step_cache=step_cache,
+        attention=request.attention,
+        compile=request.compile,
+        speed=decision.taken.speed,
+        shift=shift,
+        shift_reason=moved.reason(shift, spec),
+        expert_steps=expert_steps,
+        vae_precision=request.vae_precision,
+    )
+
+
+class _Noted:
+    """Offers that are remembered: the forecast asks for those that were taken."""
+
+    def __init__(self, offers: Offers) -> None:
+        self._offers = offers
+        self._seen: dict[str, Sequence[EngineOffer]] = {}
+
+    def __call__(self, component: str, latent: LatentSize, device: str) -> Sequence[EngineOffer]:
+        """Return what is offered for a component."""
+        self._seen[component] = self._offers(component, latent, device)
+        return self._seen[component]
+
+    def taken(self, choices: Mapping[str, Choice]) -> dict[str, EngineOffer]:
+        """Return the offers that choices rest on, by component."""
+        found = {}
+        for name, choice in choices.items():
+            ids = [use.id for use in choice.uses]
+            if ids:
+                found[name] = next(offer for offer in self._seen[name] if [use.id for use in offer.uses] == ids)
+        return found
+
+    def seconds(self, choices: Mapping[str, Choice]) -> dict[str, float]:
+        """Return the seconds of a call of those components whose engines were measured."""
+        return {name: offer.seconds for name, offer in self.taken(choices).items() if offer.seconds}
+
+
+def _or(value: Number | Auto, default: Number) -> Number:
+    return default if isinstance(value, str) else value
+
+
+def _load(
+    spec: ModelSpec,
+    device: str,
+    dtypes: Mapping[str, str],
+    choices: Mapping[str, Choice],
+    offers: _Noted,
+    frames: int,
+    height: int,
+    width: int,
+) -> memory_model.Load:
+    weights = memory_model.weights_bytes(spec, dtypes)
+    return memory_model.Load(
+        spec=spec,
+        device=device,
+        dtypes=dtypes,
+        # One that is to be built will be as large as its weights; Inductor's files are without them.
+        engine_bytes={name: max(offer.file_bytes, weights[name]) for name, offer in offers.taken(choices).items()},
+        tokens=spec.tokens(frames, height, width),
+        latent_shape=spec.latent_shape(frames, height, width),
+        height=height,
+        width=width,
+    )
+
+
+def _speed_case(
+    request: GenerationRequest,
+    load: memory_model.Load,
+    machine: Machine,
+    choices: Mapping[str, Choice],
+    history: History,
+    calls: Mapping[str, float],
+    free: int,
+) -> execution_options.Case:
+    dtype, name = load.dtypes["transformer"], device_name(machine, load.device)
+    experts = [part for part in choices if is_transformer(part)]
+    return execution_options.Case(
+        load=load,
+        machine=machine,
+        asked=execution_options.Asked(attention=request.attention, compile=request.compile),
+        calls=sum(calls[part] for part in experts),
+        guided=calls["text_encoder"] > 1,
+        attention_seconds=attention_seconds(history, name, dtype, attention_flops(load.spec, load.tokens)),
+        compile_seconds=lambda quantization: compile_seconds(history, name, load.spec, dtype, quantization),
+        free_bytes=free,
+        in_pytorch=any(choices[part].backend == PYTORCH for part in experts),
+        passes_apart=request.step_cache != NONE or load.split is not None,
+    )
+
+
+def _most_at_once(load: memory_model.Load, vae: Choice, free_bytes: int) -> int:
+    if vae.uses:
+        # An engine takes one latent frame a call, so that it serves clips of any length.
+        return 1
+    return memory_model.decode_chunk(
+        load.spec, load.latent_shape[2], load.height, load.width, load.dtypes["vae"], load.device, free_bytes
+    )
+
+
+def _choices(
+    request: GenerationRequest,
+    spec: ModelSpec,
+    latent: tuple[int, int, int],
+    machine: Machine,
+    surroundings: constraints.Case,
+    in_pytorch: str,
+    offers: Offers,
+) -> dict[str, Choice]:
+    for name in request.backends:
+        if name != ALL and name not in spec.component_names:
+            raise InvalidRequestError(
+                "backends",
+                f"{spec.title} has no {name}.",
+                f"Its components are {', '.join(spec.component_names)}; {ALL} stands for every one.",
+            )
+    chosen = {}
+    for name in spec.component_names:
+        asked = request.backend(name)
+        # Only the transformers' weights are quantized.
+        quantization = request.quantization if is_transformer(name) else "none"
+        case = replace(surroundings, component=name, quantization=quantization)
+        if asked not in {AUTO, PYTORCH}:
+            against = constraints.conflict(replace(case, backend=asked), machine)
+            if against is not None and against.setting:
+                raise against.refusal
+        offered = () if asked == PYTORCH else offers(name, latent, surroundings.device)
+        admitted, excluded = admit(offered, case, machine)
+        chosen[name] = choose(asked, request.build, admitted, in_pytorch, excluded)
+    return chosen
+
+
+def _offload(request: GenerationRequest, machine: Machine) -> tuple[str, list[str]]:
+    """Return how weights wait, and what to say about it: on the CPU they are where they are used already."""
+    against = constraints.lacking(request.offload, machine)
+    if against is None:
+        return request.offload, []
+    return "none", [f"Offload {request.offload!r} changes nothing on the CPU: {against.reason}."]
+
+
+def _check_quantization(request: GenerationRequest, machine: Machine) -> None:
+    """Refuse weights that this machine cannot quantize: whoever asks for them counts on their size."""
+    against = constraints.lacking(request.quantization, machine)
+    if against is not None:
+        wants = constraints.WEIGHTS_TITLES[request.quantization]
+        remedy = "Take --quantization none." if against.remedy == constraints.OTHER_BACKEND else against.remedy
+        raise MachineError(f"{wants} cannot be had here: {against.reason}.", remedy)
+
+
+def _second_guidance(request: GenerationRequest, spec: ModelSpec, guidance: float) -> float | None:
+    if spec.experts == 1:
+        if request.guidance_scale_2 != AUTO:
+            raise InvalidRequestError(
+                "guidance_scale_2",
+                f"{spec.title} has one transformer, so there is no second guidance scale.",
+                "Give one guidance scale.",
+            )
+        return None
+    if request.guidance_scale_2 != AUTO:
+        return float(request.guidance_scale_2)
+    # Whoever sets one scale means both, as in WanPipeline; whoever sets none gets the model's pair.
+    if request.guidance_scale != AUTO or spec.defaults.guidance_scale_2 is None:
+        return guidance
+    return spec.defaults.guidance_scale_2

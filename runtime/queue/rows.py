@@ -1,0 +1,222 @@
+"""Rows of the job store: read into records, changed and ended inside a transaction of `store`."""
+
+import json
+import sqlite3
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from types import EllipsisType
+from typing import Any
+
+from runtime.core.errors import StoreError
+from runtime.core.events import Failed, TerminalEvent, VideoSaved
+from runtime.core.plan import ExecutionPlan
+from runtime.core.request import GenerationRequest
+from runtime.pipeline.plan_json import plan_to_json
+from runtime.queue.records import RESUMABLE, JobRecord, Kind, State, complete
+
+# What runs comes first.
+QUEUE = "SELECT * FROM jobs WHERE state IN ('running', 'queued') ORDER BY state = 'queued', position"
+NEXT = (
+    "SELECT id FROM jobs WHERE state = 'queued' AND NOT held AND (instance IS NULL OR instance = ?) AND kind IN ({}) "
+    "ORDER BY position LIMIT 1"
+)
+
+_LIKE_SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\%_"})
+
+
+def listing(
+    states: Collection[State] | None,
+    search: str,
+    owner: str | EllipsisType | None,
+    kinds: Collection[Kind],
+    deleted: bool,
+) -> tuple[str, list[Any]]:
+    """Return the query for `JobStore.list`, and its values but for limit and offset."""
+    where = [f"kind IN ({places(kinds)})", f"deleted IS {'NOT ' if deleted else ''}NULL"]
+    values: list[Any] = [*kinds]
+    if states is not None:
+        where.append(f"state IN ({places(states)})")
+        values += states
+    if not isinstance(owner, EllipsisType):
+        where.append("owner IS ?")
+        values.append(owner)
+    words = search.split()
+    if words:
+        prompt = " AND ".join(["prompt LIKE ? ESCAPE '\\'"] * len(words))
+        where.append(f"(({prompt}) OR id LIKE ? ESCAPE '\\')")
+        values += [f"%{word.translate(_LIKE_SPECIAL)}%" for word in words]
+        values.append(begins(search.strip()))
+    return f"SELECT * FROM jobs WHERE {' AND '.join(where)} ORDER BY number DESC LIMIT ? OFFSET ?", values
+
+
+def begins(text: str) -> str:
+    """Return the pattern of LIKE for what begins with `text`."""
+    return f"{text.lower().translate(_LIKE_SPECIAL)}%"
+
+
+def find(connection: sqlite3.Connection, job_id: str) -> sqlite3.Row:
+    """Return a job's row.
+
+    Raises:
+        StoreError: if there is none.
+    """
+    row: sqlite3.Row | None = connection.execute("SELECT * FROM jobs WHERE id = ?", (job_id,)).fetchone()
+    if row is None:
+        raise unknown(job_id)
+    return row
+
+
+def record(row: sqlite3.Row) -> JobRecord:
+    """Return a row as a record."""
+    values = dict(row)
+    del values["position"], values["prompt"]
+    made: dict[str, Any] = {
+        "held": bool(values["held"]),
+        "begun": bool(values["begun"]),
+        "plan_json": values.pop("plan"),
+        "output": Path(values["output"]),
+        "request": json.loads(values["request"]),
+        "result": _loaded(values["result"]),
+        "failure": None if values["failure"] is None else Failed(**json.loads(values["failure"])),
+    }
+    return JobRecord(**values | made)
+
+
+def start(connection: sqlite3.Connection, job_id: str, instance: str) -> JobRecord:
+    """Let a job run in the process `instance`."""
+    change(
+        connection,
+        job_id,
+        state="running",
+        held=0,
+        asked="",
+        instance=instance,
+        started=time.time(),
+        ended=None,
+        failure=None,
+    )
+    return record(find(connection, job_id))
+
+
+def video(request: GenerationRequest, plan: ExecutionPlan) -> dict[str, str]:
+    """Return the columns that say what a video will be."""
+    return {
+        "prompt": request.prompt,
+        "request": json.dumps(complete(request, plan)),
+        "plan": plan_to_json(plan),
+        "output": str(plan.output),
+    }
+
+
+def insert(connection: sqlite3.Connection, values: dict[str, Any], *, runs: bool = False) -> JobRecord:
+    """Add a job to the end of the queue, or one that its instance runs already."""
+    now = time.time()
+    values |= {"state": "running" if runs else "queued", "created": now, "started": now if runs else None}
+    values["position"] = next_position(connection)
+    connection.execute(f"INSERT INTO jobs ({', '.join(values)}) VALUES ({places(values)})", tuple(values.values()))
+    return record(find(connection, values["id"]))
+
+
+def edit(connection: sqlite3.Connection, job_id: str, request: GenerationRequest, plan: ExecutionPlan) -> JobRecord:
+    """Change what a video will be; it begins anew."""
+    note(connection, job_id, {"event": "Edited"})
+    change(connection, job_id, **video(request, plan), begun=0)
+    return record(find(connection, job_id))
+
+
+def queue_again(connection: sqlite3.Connection, job_id: str) -> JobRecord:
+    """Let a job that ended wait once more, behind all others."""
+    change(
+        connection,
+        job_id,
+        state="queued",
+        held=0,
+        asked="",
+        instance=None,
+        ended=None,
+        failure=None,
+        position=next_position(connection),
+    )
+    return record(find(connection, job_id))
+
+
+def deleted(older_than: float, ids: Collection[str] | None) -> tuple[str, tuple[Any, ...]]:
+    """Return the query for `JobStore.purge`, and its values."""
+    if ids is None:
+        return "SELECT * FROM jobs WHERE deleted <= ?", (time.time() - older_than,)
+    return f"SELECT * FROM jobs WHERE deleted IS NOT NULL AND id IN ({places(ids)})", (*ids,)
+
+
+def end(connection: sqlite3.Connection, job_id: str, event: TerminalEvent) -> None:
+    """Let a job end as the event says."""
+    state: State = "cancelled"
+    result = failure = None
+    if isinstance(event, VideoSaved):
+        state, result = "done", json.dumps(event.result_json())
+    elif isinstance(event, Failed):
+        state, failure = "failed", failure_text(event)
+    change(connection, job_id, state=state, result=result, failure=failure, held=0, asked="", ended=time.time())
+
+
+def note(connection: sqlite3.Connection, job_id: str, event: Mapping[str, Any]) -> None:
+    """Add an event."""
+    connection.execute("INSERT INTO events (job, at, event) VALUES (?, ?, ?)", (job_id, time.time(), json.dumps(event)))
+
+
+def change(connection: sqlite3.Connection, job_id: str, **values: Any) -> None:
+    """Set columns of a job; their names come from this package only."""
+    columns = ", ".join(f"{name} = ?" for name in values)
+    connection.execute(f"UPDATE jobs SET {columns} WHERE id = ?", (*values.values(), job_id))
+
+
+def next_position(connection: sqlite3.Connection) -> int:
+    """Return the place behind all there ever were."""
+    (last,) = connection.execute("SELECT coalesce(max(position), 0) FROM jobs").fetchone()
+    return int(last) + 1
+
+
+def places(values: Collection[Any]) -> str:
+    """Return a question mark for each value."""
+    return ", ".join("?" * len(values))
+
+
+def failure_text(failed: Failed) -> str:
+    """Return a failure as the store keeps it."""
+    return json.dumps(vars(failed))
+
+
+def check_resumable(job: JobRecord, *others: State) -> None:
+    """Check that a job can be taken up.
+
+    Args:
+        others: states in which that is so as well.
+
+    Raises:
+        StoreError: if it cannot.
+    """
+    if job.kind == "video" and job.deleted is None and job.state in (*RESUMABLE, *others):
+        return
+    said = {
+        "queued": ("waits for its turn already", "Let it come, or cancel it."),
+        "running": ("runs already", "Watch it in the web app, or wait for its end."),
+        "done": ("is done", f"Its video is {job.output}."),
+    }
+    what, remedy = said.get(job.state, ("was deleted", f"Have it back first: jobs undelete {job.id}"))
+    if job.deleted is not None:
+        what, remedy = "was deleted", f"Have it back first: jobs undelete {job.id}"
+    raise StoreError(f"Job {job.id} {what}.", remedy)
+
+
+def unknown(job_id: str) -> StoreError:
+    """Return the error for an id that no job has."""
+    return StoreError(f"There is no job {job_id[:40]!r}.", "See which there are: jobs list")
+
+
+def not_waiting(job_id: str) -> StoreError:
+    """Return the error for a job that was to be changed while it waits."""
+    return StoreError(f"Job {job_id} does not wait any more.", "Look at the queue again.")
+
+
+def _loaded(text: str | None) -> Any:
+    return None if text is None else json.loads(text)

@@ -1,0 +1,109 @@
+"""What is told of a job to somebody who is to help: versions, machine, plan, events, the log's end.
+
+Without prompts and paths, unless they are asked for.
+"""
+
+import os
+import platform
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from runtime import __version__
+from runtime.core.settings import ROOT
+from runtime.machine.probe import Machine
+from runtime.pipeline.outputs import slug
+from runtime.queue.records import JobRecord
+from runtime.queue.store import JobStore
+
+_LOG_LINES = 60
+_LEFT_OUT = "…"
+_PRIVATE = ("prompt", "negative_prompt")
+_QUOTED = re.compile("“([^”]*)”")
+
+
+def report(
+    store: JobStore, job: JobRecord, machine: Machine, log_file: Path, cache_dir: Path, *, with_prompt: bool
+) -> dict[str, Any]:
+    """Return all that is known of a job, as JSON types.
+
+    Args:
+        with_prompt: prompts and paths stay in.
+    """
+    events = [{"n": n, "at": at, **event} for n, at, event in store.events(job.id)]
+    told = {
+        "id": job.id,
+        "state": job.state,
+        "held": job.held,
+        "created": job.created,
+        "started": job.started,
+        "ended": job.ended,
+        "request": dict(job.request),
+        "plan": None if job.plan is None else job.plan.to_json(),
+        "output": str(job.output),
+        "result": None if job.result is None else dict(job.result),
+        "failure": None if job.failure is None else vars(job.failure),
+        "versions": {"tandem": __version__, "python": platform.python_version(), **dict(machine.packages)}
+        | {"torch": machine.torch_version},
+        "machine": {name: value for name, value in asdict(machine).items() if name != "packages"},
+        "events": events,
+        "log": _tail(log_file),
+    }
+    if with_prompt:
+        return told
+    # A file that nobody named is named by the prompt's first words.
+    texts = [*(str(job.request.get(name) or "") for name in _PRIVATE), slug(job.prompt)]
+    folders = [job.output.parent, cache_dir, ROOT, Path(sys.prefix), Path(sys.base_prefix), Path.home()]
+    if job.plan is not None:
+        texts += [job.plan.prompt, job.plan.negative_prompt]
+        folders += [job.plan.model_directory, *(use.path.parent for use in job.plan.loras)]
+    scrubbed: dict[str, Any] = scrub(told, texts, [str(folder) for folder in folders])
+    for place in (scrubbed["request"], (scrubbed["result"] or {}).get("request", {})):
+        for name in _PRIVATE:
+            place.pop(name, None)
+    return scrubbed
+
+
+def scrub(value: Any, texts: Sequence[str], folders: Sequence[str]) -> Any:
+    """Return JSON types without some texts, words quoted from them, and paths below some folders.
+
+    Args:
+        texts: left out wherever they stand; so are words of theirs in “quotation marks”.
+        folders: the paths of files in them are left out but for the file's name.
+    """
+    words = {word.lower() for text in texts for word in re.findall(r"\w+", text)}
+    whole = [re.compile(rf"(?<!\w){re.escape(text)}(?!\w)") for text in sorted(filter(None, texts), key=len)[::-1]]
+    places = sorted({folder for folder in folders if len(folder) > 1}, key=len, reverse=True)
+    path = (
+        re.compile(f"(?:{'|'.join(map(re.escape, places))})" + rf"(?:[\w.@%+~ -]*[{re.escape(os.sep)}])*")
+        if places
+        else None
+    )
+
+    def quoted(match: re.Match[str]) -> str:
+        known = {word.lower() for word in re.findall(r"\w+", match[1])} & words
+        return f"“{_LEFT_OUT}”" if known else match[0]
+
+    def clean(one: Any) -> Any:
+        if isinstance(one, str):
+            for text in whole:
+                one = text.sub(_LEFT_OUT, one)
+            one = _QUOTED.sub(quoted, one)
+            return one if path is None else path.sub(f"{_LEFT_OUT}{os.sep}", one)
+        if isinstance(one, Mapping):
+            return {key: clean(item) for key, item in one.items()}
+        if isinstance(one, list | tuple):
+            return [clean(item) for item in one]
+        return one
+
+    return clean(value)
+
+
+def _tail(log_file: Path) -> list[str]:
+    try:
+        return log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
+    except OSError:
+        return []

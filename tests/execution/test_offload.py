@@ -1,0 +1,224 @@
+"""Where weights wait: the decision, and that moving them changes none."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers.hooks.group_offloading import ModuleGroup
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from runtime.core.errors import MachineError
+from runtime.core.plan import ComponentPlan, EngineUse
+from runtime.core.request import GenerationRequest
+from runtime.execution.memory import ran_out
+from runtime.execution.offload import place, placement
+from runtime.execution.pinned_memory import move_into_slabs, slabs
+from runtime.execution.residency import Residency
+from runtime.models.spec import ModelSpec
+from runtime.planner.resolve import resolve
+from tests.pipeline.test_parity import sample
+from tests.plans import gpu, machine
+from tests.tiny_models import ARCHITECTURES
+
+ENGINE = EngineUse(id="1", program="vae_next", builder="b", precision="float32", profile=((1, 8, 8),) * 3)
+
+
+def part(device: str = "cuda:0", quantization: str = "none", engines: tuple[EngineUse, ...] = ()) -> ComponentPlan:
+    """Return a component's plan."""
+    return ComponentPlan(
+        backend="pytorch",
+        device=device,
+        dtype="bfloat16",
+        weights_bytes=0,
+        reason="",
+        quantization=quantization,
+        engines=engines,
+    )
+
+
+@pytest.mark.parametrize(
+    ("offload", "text_encoder", "transformer", "vae"),
+    [
+        ("none", "device", "device", "device"),
+        ("auto", "device", "device", "device"),
+        ("model", "whole", "whole", "whole"),
+        ("group", "leaves", "blocks", "whole"),
+        ("sequential", "leaves", "leaves", "whole"),
+    ],
+)
+def test_where_weights_wait(offload: str, text_encoder: str, transformer: str, vae: str) -> None:
+    assert placement("text_encoder", part(), offload) == text_encoder
+    for name in ("transformer", "transformer_2"):
+        assert placement(name, part(), offload) == transformer
+        assert placement(name, part(quantization="bnb-4bit"), offload) == transformer
+        assert placement(name, part(engines=(ENGINE,)), offload) == "device"
+    assert placement("vae", part(), offload) == vae
+
+
+@pytest.mark.parametrize("offload", ["model", "group", "sequential"])
+def test_eight_bit_weights_stay_where_they_are(offload: str) -> None:
+    assert placement("transformer", part(quantization="bnb-8bit"), "none") == "device"
+    with pytest.raises(MachineError, match=f"exclude {offload} offload: they cannot wait in memory") as caught:
+        placement("transformer", part(quantization="bnb-8bit"), offload)
+    assert "bnb-4bit" in caught.value.remedy
+
+
+def layers() -> torch.nn.Module:
+    """Return a module with weights, shared ones and a buffer."""
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    module[1].weight = module[0].weight
+    return module.requires_grad_(requires_grad=False)
+
+
+def tensors(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Return all weights and buffers."""
+    return [*module.parameters(), *module.buffers()]
+
+
+def test_a_part_goes_to_its_device_and_comes_back_as_it_was() -> None:
+    module = layers()
+    before = [tensor.data_ptr() for tensor in tensors(module)]
+    placed = place(module, "whole", part("cpu"))
+    for _ in range(2):
+        assert placed.waits_elsewhere
+        placed.bring()
+        assert not placed.waits_elsewhere
+        module(torch.ones(2, 3))
+        placed.away()
+        assert [tensor.data_ptr() for tensor in tensors(module)] == before
+
+
+def test_a_device_without_room_leaves_the_weights_in_memory() -> None:
+    module = layers()
+    placed = place(module, "whole", part("cuda:99"))
+    with pytest.raises((RuntimeError, AssertionError)):
+        placed.bring()
+    assert placed.waits_elsewhere
+    assert {tensor.device.type for tensor in tensors(module)} == {"cpu"}
+
+
+@given(st.lists(st.integers(1, 5000), max_size=30), st.integers(256, 4096))
+def test_slabs_hold_every_tensor_apart_from_the_others(sizes: list[int], limit: int) -> None:
+    placed = slabs(sizes, limit)
+    assert sum(map(len, placed)) == len(sizes)
+    left = iter(sizes)
+    for offsets in placed:
+        here = [(offset, next(left)) for offset in offsets]
+        assert here[0][0] == 0
+        for (start, size), (following, _) in itertools.pairwise(here):
+            assert start + size <= following
+        assert len(here) == 1 or here[-1][0] + here[-1][1] <= limit
+        assert all(offset % 256 == 0 for offset in offsets)
+
+
+def test_moving_into_slabs_changes_no_value() -> None:
+    torch.manual_seed(0)
+    given_ = [torch.randn(3, 5), torch.randn(70, dtype=torch.bfloat16), torch.randn(2, 2, 2), torch.randn(1000)]
+    wanted = [tensor.clone() for tensor in given_]
+    asked: list[int] = []
+
+    def allocate(size: int) -> torch.Tensor:
+        asked.append(size)
+        return torch.empty(size, dtype=torch.uint8)
+
+    move_into_slabs(given_, allocate, limit=1024)
+    assert len(asked) == 2
+    assert asked[1] == 4000
+    assert given_[0].untyped_storage().data_ptr() == given_[2].untyped_storage().data_ptr()
+    for tensor, value in zip(given_, wanted, strict=True):
+        assert torch.equal(tensor, value)
+
+
+@pytest.mark.parametrize(
+    ("error", "full"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "VRAM"),
+        (RuntimeError("CUDA error: out of memory"), "VRAM"),
+        (MemoryError(), "RAM"),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"), "RAM"),
+        (OSError(12, "Cannot allocate memory"), "RAM"),
+        (OSError(28, "No space left on device"), None),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
+        (ValueError("DefaultCPUAllocator"), None),
+    ],
+)
+def test_which_memory_ran_out(error: BaseException, full: str | None) -> None:
+    assert ran_out(error) == full
+
+
+def test_an_allocation_that_no_machine_has_is_ram_that_ran_out() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert ran_out(caught.value) == "RAM"
+
+
+class Reading(TorchFunctionMode):
+    """Fails where a weight is computed with that a hook has not brought, or has taken back.
+
+    Attributes:
+        away: the weights that wait.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.away: set[torch.Tensor] = set()
+        self.moving = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.moving and getattr(func, "__name__", "") != "__get__":
+            read = {one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.nn.Parameter)}
+            assert not read & self.away, f"{func} of a weight that waits"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def reading(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reading]:
+    """Watch what diffusers' hooks bring and take back: on a CPU it stays where it is."""
+    found = Reading()
+
+    def moving(name: str, note: Callable[[Any, set[torch.Tensor]], None]) -> None:
+        move = getattr(ModuleGroup, name)
+
+        def moved(group: Any) -> None:
+            found.moving = True
+            move(group)
+            found.moving = False
+            note(group, {*group.parameters, *(each for one in group.modules for each in one.parameters())})
+
+        monkeypatch.setattr(ModuleGroup, name, moved)
+
+    moving("onload_", lambda _, weights: found.away.difference_update(weights))
+    moving("offload_", lambda _, weights: found.away.update(weights))
+    with found:
+        yield found
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("offload", ["group", "sequential"])
+def test_weights_are_read_while_they_are_there(
+    architecture: str, offload: str, tiny: Callable[[str], ModelSpec], tmp_path: Path, reading: Reading
+) -> None:
+    spec = tiny(architecture)
+    asked = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 9, "steps": 4, "offload": offload}
+    here = machine(gpu=gpu(), torch_cuda="13.0")
+    plan = resolve(GenerationRequest.from_mapping(asked), spec, here, tmp_path / "x.mp4")
+    parts = {name: replace(one, device="cpu", dtype="float32") for name, one in plan.components.items()}
+    plan = replace(plan, components=parts)
+    with Residency() as residency:
+        wanted = sample(spec, plan, residency)
+        waiting = len(reading.away)
+        assert waiting > 50
+        assert torch.equal(sample(spec, plan, residency), wanted)
+        assert len(reading.away) == waiting
+    # It would be seen.
+    if offload == "group":
+        careless = replace(plan, speed=replace(plan.speed, text_kept=True))
+        with Residency() as residency, pytest.raises(AssertionError, match="of a weight that waits"):
+            sample(spec, careless, residency)

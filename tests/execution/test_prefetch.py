@@ -1,0 +1,57 @@
+"""The next part's files are read ahead where there is room, and nothing else."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from runtime.core.plan import ExecutionPlan
+from runtime.execution.prefetch import next_files, reading
+from runtime.models.spec import ModelSpec
+from tests.plans import tiny_plan
+from tests.waiting import until
+
+
+def on_cuda(plan: ExecutionPlan) -> ExecutionPlan:
+    """Return the plan as if its parts ran on a GPU."""
+    return replace(plan, components={n: replace(p, device="cuda:0") for n, p in plan.components.items()})
+
+
+def test_what_comes_next(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
+    spec = tiny("wan2.2-a14b")
+    here = tiny_plan(spec, tmp_path / "x.mp4")
+    plan = on_cuda(here)
+    files = {name: sorted((spec.directory / name).glob("*.safetensors")) for name in plan.components}
+    assert next_files(spec, plan, "transformer", ["transformer"]) == files["transformer_2"] != []
+    assert next_files(spec, plan, "transformer", ["transformer", "transformer_2"]) == files["vae"]
+    assert next_files(spec, plan, "vae", ["vae"]) == []
+    # On a CPU reading would take from what runs.
+    assert next_files(spec, here, "transformer", ["transformer"]) == []
+
+
+def position(path: Path) -> int:
+    """Return how far this process has read a file that it holds open, -1 if it does not."""
+    for number in Path("/proc/self/fd").iterdir():
+        try:
+            if number.resolve() == path.resolve():
+                told = (Path("/proc/self/fdinfo") / number.name).read_text()
+                return int(told.split()[1])
+        except OSError:
+            continue
+    return -1
+
+
+@pytest.mark.skipif(not Path("/proc/self/fdinfo").is_dir(), reason="looks at open files as Linux tells of them")
+def test_reading_ends_with_its_block_and_needs_room(tmp_path: Path) -> None:
+    # Sparse, and so large that it cannot be read to its end meanwhile.
+    path = tmp_path / "large.safetensors"
+    with path.open("wb") as file:
+        file.truncate(1 << 42)
+    with reading([path], free_bytes=1 << 60):
+        until(lambda: position(path) > 0)
+    assert position(path) == -1
+    with reading([path], free_bytes=1 << 42):
+        assert position(path) == -1
+    with reading([tmp_path / "gone"], free_bytes=1 << 60), reading([]):
+        pass

@@ -1,0 +1,114 @@
+"""Prompts that were read before are not read again, by this process or the next; nothing else is taken for them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.core.cancel import Cancel
+from runtime.core.events import Event, StageStarted, VideoSaved, Warned
+from runtime.core.plan import ExecutionPlan
+from runtime.execution.prompt_cache import PromptCache
+from runtime.execution.residency import Residency
+from runtime.execution.text_encoder import TextEncoding
+from runtime.models.spec import ModelSpec
+from runtime.pipeline.run import run_job
+from tests import tiny_models
+from tests.plans import no_engines, tiny_plan
+
+Tiny = Callable[[str], ModelSpec]
+
+
+def encoding(value: float) -> TextEncoding:
+    """Return something that a text encoder could have made."""
+    return TextEncoding(torch.full((1, 4, 8), value), ("zebra",), True)
+
+
+def test_what_was_kept_is_found_by_this_process_and_the_next(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.1")
+    part = tiny_plan(spec, tmp_path / "x.mp4").components["text_encoder"]
+    cache = PromptCache(tmp_path / "prompts")
+    assert cache.find(spec, part, "a red boat") is None
+    cache.keep(spec, part, "a red boat", encoding(2.0))
+    for one in (cache, PromptCache(tmp_path / "prompts")):
+        found = one.find(spec, part, "a red boat")
+        assert found is not None
+        assert torch.equal(found.embeds, encoding(2.0).embeds)
+        assert (found.unknown_words, found.cut) == (("zebra",), True)
+    fresh = PromptCache(tmp_path / "prompts")
+    assert fresh.find(spec, part, "a red boat ") is None
+    assert fresh.find(spec, replace(part, dtype="bfloat16"), "a red boat") is None
+    assert fresh.find(spec, replace(part, device="cuda:0"), "a red boat") is None
+    assert PromptCache(None).find(spec, part, "a red boat") is None
+
+
+def test_other_weights_are_another_encoder(tmp_path: Path) -> None:
+    from runtime.models.wan import read_spec
+
+    spec = read_spec(tiny_models.build("wan2.1", tmp_path / "model"), "model")
+    part = tiny_plan(spec, tmp_path / "x.mp4").components["text_encoder"]
+    cache = PromptCache(tmp_path / "prompts")
+    cache.keep(spec, part, "a red boat", encoding(2.0))
+    assert cache.find(spec, part, "a red boat") is not None
+    (tmp_path / "model" / "text_encoder" / "model.safetensors").touch()
+    assert cache.find(spec, part, "a red boat") is None
+
+
+@pytest.mark.parametrize("damage", [b"", b"junk", None])
+def test_a_damaged_file_is_a_miss_and_goes(damage: bytes | None, tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.1")
+    part = tiny_plan(spec, tmp_path / "x.mp4").components["text_encoder"]
+    PromptCache(tmp_path).keep(spec, part, "a red boat", encoding(2.0))
+    (path,) = tmp_path.glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:-8] if damage is None else damage)
+    assert PromptCache(tmp_path).find(spec, part, "a red boat") is None
+    assert not path.exists()
+
+
+def test_no_more_than_so_many_are_kept(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.1")
+    part = tiny_plan(spec, tmp_path / "x.mp4").components["text_encoder"]
+    cache = PromptCache(tmp_path)
+    for number in range(70):
+        cache.keep(spec, part, f"boat {number}", encoding(number))
+    assert len(list(tmp_path.iterdir())) == 64
+    assert len(cache._known) == 8
+    last = PromptCache(tmp_path).find(spec, part, "boat 69")
+    assert last is not None
+    assert last.embeds[0, 0, 0] == 69
+
+
+def test_a_second_clip_loads_no_text_encoder_and_is_the_same(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.1")
+
+    def made(name: str, **values: object) -> tuple[ExecutionPlan, list[Event]]:
+        plan = replace(tiny_plan(spec, tmp_path / name, **values), keep_loaded=False)
+        events: list[Event] = []
+        with Residency(no_engines(tmp_path)) as residency:
+            run_job(plan, spec, events.append, Cancel(), residency)
+        assert isinstance(events[-1], VideoSaved), events[-1]
+        return plan, events
+
+    first = made("1.mp4", prompt="a red zebra", negative_prompt="blue ball")
+    again = made("2.mp4", prompt="a red zebra", negative_prompt="blue ball")
+    other = made("3.mp4", prompt="a blue boat", negative_prompt="blue ball")
+    loads = [
+        [event.part for event in events if isinstance(event, StageStarted) and event.stage == "load"]
+        for _, events in (first, again, other)
+    ]
+    assert ["text_encoder" in parts for parts in loads] == [True, False, True]
+    warned = [[event for event in events if isinstance(event, Warned)] for _, events in (first, again)]
+    assert warned[0] == warned[1] != []
+    assert frames(tmp_path / "1.mp4") == frames(tmp_path / "2.mp4")
+
+
+def frames(path: Path) -> bytes:
+    """Return a video's pixels."""
+    import subprocess
+
+    from runtime.video.ffmpeg import find_ffmpeg
+
+    command = [str(find_ffmpeg()), "-v", "error", "-i", str(path), "-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
+    return subprocess.run(command, capture_output=True, check=True).stdout

@@ -1,0 +1,149 @@
+"""Offloaded weights: the same video to the bit, loaded once, and given back."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.core.cancel import Cancel
+from runtime.core.errors import MachineError
+from runtime.core.events import Event, Failed, StageStarted, VideoSaved
+from runtime.core.plan import ExecutionPlan
+from runtime.execution.residency import Residency
+from runtime.models.spec import ModelSpec
+from runtime.pipeline.run import run_job
+from tests.pipeline.test_parity import sample
+from tests.plans import Alone, tiny_plan
+from tests.tiny_models import ARCHITECTURES
+
+Tiny = Callable[[str], ModelSpec]
+OFFLOADS = ("model", "group", "sequential")
+
+
+def offloaded(spec: ModelSpec, output: Path, offload: str, *, keep: bool = False) -> ExecutionPlan:
+    """Return a tiny plan whose weights wait as `offload` says."""
+    return replace(tiny_plan(spec, output, negative_prompt="blue ball"), offload=offload, keep_loaded=keep)
+
+
+def parameters() -> int:
+    """Return how many weights' tensors are alive."""
+    gc.collect()
+    return sum(issubclass(type(found), torch.nn.Parameter) for found in gc.get_objects())
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_latents_are_the_same_to_the_bit(architecture: str, offload: str, tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny(architecture)
+    with Residency() as residency:
+        wanted = sample(spec, offloaded(spec, tmp_path / "x.mp4", "none"), residency)
+        plan = offloaded(spec, tmp_path / "x.mp4", offload)
+        for _ in range(2):
+            assert torch.equal(sample(spec, plan, residency), wanted)
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_waiting_weights_are_read_from_disk_once(offload: str, tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.2-a14b")
+    plan = offloaded(spec, tmp_path / "x.mp4", offload)
+    events: list[Event] = []
+    with Residency() as residency:
+        run_job(plan, spec, events.append, Cancel(), residency)
+        assert isinstance(events[-1], VideoSaved), events[-1]
+        held = {name: residency.holds(spec, plan, name) for name in plan.components}
+        assert all(held.values()), held
+        alive = parameters()
+        for _ in range(2):
+            run_job(plan, spec, events.append, Cancel(), residency)
+            assert isinstance(events[-1], VideoSaved), events[-1]
+            assert parameters() == alive
+    loads = [event.part for event in events if isinstance(event, StageStarted) and event.stage == "load"]
+    assert loads[:4] == list(plan.components)
+    # Each stage then tells of what is brought for it; what goes block by block is there.
+    assert set(loads[4:]) == (set(plan.components) if offload == "model" else {"vae"})
+
+
+@pytest.mark.parametrize("offload", ["none", *OFFLOADS])
+def test_nothing_is_left_when_it_is_freed(offload: str, tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.1")
+    plan = offloaded(spec, tmp_path / "x.mp4", offload, keep=True)
+    before = parameters()
+    with Residency() as residency:
+        sample(spec, plan, residency)
+        with residency.denoiser(spec, Alone(plan), "transformer") as denoiser:
+            module = weakref.ref(denoiser._module)  # type: ignore[attr-defined]
+            del denoiser
+        assert module() is not None
+        assert parameters() > before
+    assert module() is None
+    assert parameters() == before
+
+
+def test_one_part_at_a_time_is_one(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.2-a14b")
+    plan = offloaded(spec, tmp_path / "x.mp4", "none")
+    before, alive = parameters(), {}
+
+    def emit(event: Event) -> None:
+        if isinstance(event, StageStarted) and event.stage == "load":
+            alive[event.part] = parameters() - before
+
+    with Residency() as residency:
+        run_job(plan, spec, emit, Cancel(), residency)
+        assert alive == dict.fromkeys(plan.components, 0)
+        # Nor does it matter that whom a part was lent to still knows it.
+        with residency.denoiser(spec, Alone(plan), "transformer") as denoiser:
+            assert parameters() > before
+        assert parameters() == before
+        del denoiser
+
+
+def test_what_a_new_plan_has_no_use_for_is_freed_first(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.1")
+    old = offloaded(spec, tmp_path / "x.mp4", "none", keep=True)
+    new = offloaded(spec, tmp_path / "x.mp4", "group")
+    with Residency() as residency:
+        sample(spec, old, residency)
+        assert residency.holds(spec, old, "transformer")
+        with residency.text_encoder(spec, Alone(new)):
+            assert not any(residency.holds(spec, old, name) for name in old.components)
+
+
+def test_only_one_expert_is_brought(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.2-a14b")
+    plan = offloaded(spec, tmp_path / "x.mp4", "model")
+    with Residency() as residency:
+        for name in ("transformer", "transformer_2"):
+            with residency.denoiser(spec, Alone(plan), name):
+                waiting = {key.name: held.placed.waits_elsewhere for key, held in residency._held.items()}
+                assert [other for other, waits in waiting.items() if not waits] == [name]
+        assert all(held.placed.waits_elsewhere for held in residency._held.values())
+
+
+def test_a_plan_that_cannot_be_is_refused_before_anything_is_loaded(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.1")
+    plan = offloaded(spec, tmp_path / "x.mp4", "group")
+    plan = plan.with_component("transformer", replace(plan.components["transformer"], quantization="bnb-8bit"))
+    events: list[Event] = []
+    with Residency() as residency:
+        run_job(plan, spec, events.append, Cancel(), residency)
+        assert not residency._held
+    assert isinstance(events[-1], Failed)
+    assert "cannot wait in memory" in events[-1].what
+    assert not any(isinstance(event, StageStarted) for event in events)
+
+
+def test_quantization_without_a_gpu_is_one_clear_line(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.1")
+    plan = offloaded(spec, tmp_path / "x.mp4", "none")
+    plan = plan.with_component("transformer", replace(plan.components["transformer"], quantization="fp8"))
+    with (
+        Residency() as residency,
+        pytest.raises(MachineError, match="fp8 needs an NVIDIA GPU"),
+        residency.denoiser(spec, Alone(plan), "transformer"),
+    ):
+        pass

@@ -1,0 +1,36 @@
+"""PyTorch's decoder goes on where an engine's caches end."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.engines.programs import load_program
+from runtime.execution.residency import Residency
+from runtime.execution.video_decoder import PyTorchVideoDecoder
+from runtime.models.spec import ModelSpec
+from tests.plans import Alone, tiny_plan
+from tests.tiny_models import ARCHITECTURES
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("steps", [1, 2])
+@torch.inference_mode()
+def test_going_on_from_caches_equals_decoding_in_one_go(
+    architecture: str, steps: int, tiny: Callable[[str], ModelSpec], tmp_path: Path
+) -> None:
+    spec = tiny(architecture)
+    latents = torch.randn((1, spec.vae.z_dim, 4, 4, 4), generator=torch.Generator().manual_seed(1))
+    first = load_program(spec, "vae", "vae_first", device="cpu", dtype="float32").module
+    following = load_program(spec, "vae", "vae_next", device="cpu", dtype="float32").module
+    _, *caches = first(latents[:, :, :1])
+    if steps > 1:
+        _, *caches = following(latents[:, :, 1:steps], *caches)
+    with Residency() as residency, residency.video_decoder(spec, Alone(tiny_plan(spec, tmp_path / "x.mp4"))) as decoder:
+        assert isinstance(decoder, PyTorchVideoDecoder)
+        whole = torch.cat(list(decoder.frames(latents, 1)))
+        rest = torch.cat(list(decoder.go_on(latents, 2, steps, caches)))
+    expected = whole[-len(rest) :]
+    assert len(rest) == 4 * (4 - steps)
+    assert (rest - expected).norm() / expected.norm() < 1e-5

@@ -1,0 +1,102 @@
+"""Where a scheduler puts the steps, against diffusers' own schedulers: equal to the last digit."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+
+from runtime.core.request import MAX_SHIFT, MAX_STEPS, MIN_SHIFT
+from runtime.models.known import KNOWN
+from runtime.models.timesteps import noise_levels
+
+FLOW: dict[str, Any] = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
+SHIFTS = (MIN_SHIFT, 1.0, 3.0, 5.0, 7.0, 12.0, MAX_SHIFT)
+STEPS = (1, 2, 3, 4, 7, 20, 40, 50, MAX_STEPS)
+CLASSES = (
+    "UniPCMultistepScheduler",
+    "DPMSolverMultistepScheduler",
+    "DPMSolverSinglestepScheduler",
+    "DEISMultistepScheduler",
+    "SASolverScheduler",
+    "FlowMatchEulerDiscreteScheduler",
+)
+
+
+def made(name: str, **config: Any) -> Any:
+    """Return one of diffusers' schedulers, set up for flow matching."""
+    return getattr(diffusers, name)(**({} if name.startswith("FlowMatch") else FLOW) | config)
+
+
+# Of diffusers' own, with NumPy 2.
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_steps_lie_where_the_scheduler_puts_them(name: str) -> None:
+    levels = noise_levels({"_class_name": name, **made(name).config})
+    assert levels.setting is not None and levels.shift == 1.0
+    for shift in SHIFTS:
+        # As a folder says it, and as it is asked for.
+        scheduler = made(name, **{levels.setting: shift})
+        own = noise_levels({"_class_name": name, **scheduler.config})
+        assert own.shift == shift
+        for steps in STEPS:
+            scheduler.set_timesteps(steps)
+            assert own.timesteps(steps) == levels.timesteps(steps, shift) == scheduler.timesteps.tolist()
+
+
+@pytest.mark.parametrize(
+    ("config", "setting", "fixed", "shift", "known"),
+    [
+        ({"_class_name": "UniPCMultistepScheduler", **FLOW, "flow_shift": 3.0}, "flow_shift", "", 3.0, True),
+        ({"_class_name": "UniPCMultistepScheduler", **FLOW}, "flow_shift", "", 1.0, True),
+        ({"_class_name": "UniPCMultistepScheduler", **FLOW, "shift_terminal": 0.1}, "flow_shift", "", 1.0, False),
+        ({"_class_name": "UniPCMultistepScheduler"}, None, "use_flow_sigmas", 1.0, False),
+        ({"_class_name": "UniPCMultistepScheduler", **FLOW, "use_karras_sigmas": True}, None, "use_karras", 1.0, False),
+        ({"_class_name": "DPMSolverMultistepScheduler", **FLOW, "use_lu_lambdas": True}, None, "use_lu_", 1.0, False),
+        ({"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 5}, "shift", "", 5.0, True),
+        ({"_class_name": "FlowMatchEulerDiscreteScheduler", "invert_sigmas": True}, "shift", "", 1.0, False),
+        ({"_class_name": "FlowMatchHeunDiscreteScheduler", "shift": 3}, "shift", "", 3.0, False),
+        ({"_class_name": "DDIMScheduler"}, None, "DDIMScheduler has none", 1.0, False),
+        ({}, None, "has none", 1.0, False),
+    ],
+)
+def test_what_a_configuration_tells(
+    config: dict[str, Any], setting: str | None, fixed: str, shift: float, known: bool
+) -> None:
+    levels = noise_levels(config)
+    assert (levels.setting, levels.shift) == (setting, shift)
+    assert fixed in levels.fixed and bool(fixed) == bool(levels.fixed)
+    assert (levels.timesteps(4) is not None) == known
+
+
+@pytest.mark.parametrize("shift", [0.0, -1.0, math.nan, math.inf, 1e30])
+def test_a_folder_with_an_impossible_shift_tells_nothing(shift: float) -> None:
+    levels = noise_levels({"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": shift})
+    assert levels.timesteps(4) is None
+
+
+@pytest.mark.parametrize("name", ["UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler"])
+@pytest.mark.parametrize("shift", [MIN_SHIFT, MAX_SHIFT])
+@pytest.mark.parametrize("steps", [1, 4, MAX_STEPS])
+def test_as_far_as_a_shift_may_go_the_scheduler_finds_what_it_should(name: str, shift: float, steps: int) -> None:
+    levels = noise_levels({"_class_name": name, **made(name).config})
+    scheduler = made(name, **{str(levels.setting): shift})
+    scheduler.set_timesteps(steps)
+    scheduler.set_begin_index(0)
+    generator = torch.Generator().manual_seed(0)
+    clean, noise = torch.randn(2, 1, 4, 1, 2, 2, generator=generator)
+    latents = noise.clone()
+    for timestep in scheduler.timesteps:
+        latents = scheduler.step(noise - clean, timestep, latents, return_dict=False)[0]
+    assert torch.allclose(latents, clean, atol=1e-3)
+
+
+def test_known_models_tell_where_steps_lie_once_a_shift_is_asked_for() -> None:
+    levels = KNOWN[0].spec(Path("weights")).noise
+    scheduler = made("UniPCMultistepScheduler", flow_shift=5.0)
+    scheduler.set_timesteps(4)
+    assert levels.timesteps(4) is None
+    # Those that lightx2v's LoRAs were distilled for, but for the last digits.
+    assert levels.timesteps(4, 5.0) == scheduler.timesteps.tolist() == [999, 937, 833, 625]

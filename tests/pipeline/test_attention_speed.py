@@ -1,0 +1,64 @@
+"""Attention is measured once for a GPU, a size class and a dtype, and only where it is chosen by Tandem."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.core.plan import EAGER
+from runtime.pipeline.attention_speed import measure_attention, unknown
+from runtime.pipeline.history import HistoryFile
+from runtime.pipeline.plan_json import plan_from_json, plan_to_json
+from tests.planner.test_execution_options import A14B, TRITON, gpu_machine, plan
+
+
+def test_the_next_plan_knows_what_was_measured(tmp_path: Path) -> None:
+    here = gpu_machine(packages=(*TRITON, ("flash-attn-4", "4.0")))
+    history = HistoryFile(tmp_path, here)
+    taken = {"cudnn": 0.038, "flash": 0.06, "native": 0.039}
+    asked: list[tuple[str, int, int, int, str, str]] = []
+
+    def measure(kind: str, *rest: object) -> float:
+        asked.append((kind, *rest))  # type: ignore[arg-type]
+        if kind not in taken:
+            raise RuntimeError("no kernel image")
+        return taken[kind]
+
+    first = plan(on=here)
+    measure_attention(first, A14B, history, here, measure)
+    assert [one[0] for one in asked] == ["native", "cudnn", "flash", "flash4"]
+    assert asked[0][1:] == (first.tokens, 40, 128, "bfloat16", "cuda:0")
+    second = plan(on=here, history=history.read())
+    assert second.speed.attention == "cudnn"
+    assert "measured here" in second.speed.attention_reason
+    # Neither the same size nor one of its class is measured again; a much smaller one is.
+    measure_attention(second, A14B, history, here, measure)
+    measure_attention(plan(on=here, frames=61), A14B, history, here, measure)
+    assert len(asked) == 4
+    measure_attention(plan(on=here, frames=5), A14B, history, here, measure)
+    assert len(asked) == 8
+
+
+@pytest.mark.parametrize("values", [{"attention": "native"}, {"backends": {"all": "pytorch"}}])
+def test_only_where_tandem_chooses(values: dict[str, Any]) -> None:
+    here = gpu_machine()
+    chosen = plan(on=here, **values)
+    assert bool(unknown(chosen, A14B, (), here)) is ("attention" not in values)
+    on_cpu = chosen.with_component("transformer", replace(chosen.components["transformer"], device="cpu"))
+    assert not unknown(on_cpu, A14B, (), here)
+    full = chosen.with_component("transformer", replace(chosen.components["transformer"], dtype="float32"))
+    assert not unknown(full, A14B, (), here)
+
+
+def test_a_plan_of_an_earlier_version_is_read_as_diffusers_way() -> None:
+    planned = plan()
+    stored = json.loads(plan_to_json(planned))
+    assert plan_from_json(json.dumps(stored)) == planned
+    for name in ("attention", "compile", "speed"):
+        del stored[name]
+    read = plan_from_json(json.dumps(stored))
+    assert read is not None
+    assert (read.attention, read.compile, read.speed) == ("auto", "auto", EAGER)
+    assert read == replace(planned, speed=EAGER)

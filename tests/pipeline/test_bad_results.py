@@ -1,0 +1,167 @@
+"""A clip that shows nothing is no success: what was seen, the likely cause, and what to do; the shipped model's are."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runtime.core.cancel import Cancel
+from runtime.core.events import Event, Failed, FramesDecoded, Resumed, StepDone, VideoSaved
+from runtime.core.plan import EngineUse
+from runtime.execution.residency import Residency
+from runtime.execution.video_decoder import PyTorchVideoDecoder
+from runtime.models.catalogue import find
+from runtime.models.spec import ModelSpec
+from runtime.pipeline import diagnosis
+from runtime.pipeline.checkpoint import CheckpointFolder
+from runtime.pipeline.run import run_job
+from runtime.video.degenerate_clip import Fault
+from tests.pipeline.test_resume import run, steps_of, stream_of
+from tests.plans import tiny_plan
+
+Tiny = Callable[[str], ModelSpec]
+SPOIL: dict[Fault, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "black": lambda frames, first: torch.full_like(frames, -1.0),
+    "blank": lambda frames, first: torch.full_like(frames, 0.3),
+    "frozen": lambda frames, first: first.expand_as(frames),
+}
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
+    """Let the decoder run, and show nothing."""
+
+    class Spoilt(PyTorchVideoDecoder):
+        def frames(self, latents: torch.Tensor, chunk: int, tile: int | None = None) -> Iterator[torch.Tensor]:
+            first: torch.Tensor | None = None
+            for frames in super().frames(latents, chunk, tile):
+                first = frames[:1] if first is None else first
+                yield SPOIL[fault](frames, first)
+
+    monkeypatch.setattr("runtime.execution.residency.PyTorchVideoDecoder", Spoilt)
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"), [("black", "is black"), ("blank", "one flat colour"), ("frozen", "stands still")]
+)
+def test_it_fails_leaves_no_video_and_can_be_decoded_again(
+    fault: Fault, says: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = tiny("wan2.1")
+    out = tmp_path / "out" / "x.mp4"
+    out.parent.mkdir()
+    plan = tiny_plan(spec, out)
+    run(plan, spec, None)
+    shutil.move(out, tmp_path / "wanted.mp4")
+    with monkeypatch.context() as patched:
+        spoil(patched, fault)
+        end = run(plan, spec, tmp_path / "job")[-1]
+    assert isinstance(end, Failed)
+    assert says in end.what
+    assert "weights are damaged" in end.remedy
+    assert not end.defect
+    assert list(out.parent.iterdir()) == []
+    again = run(plan, spec, tmp_path / "job")
+    assert Resumed(4, 4) in again
+    assert steps_of(again) == []
+    assert isinstance(again[-1], VideoSaved)
+    assert stream_of(out) == stream_of(tmp_path / "wanted.mp4")
+
+
+def test_a_decoder_of_zeros_is_found_out(tiny: Tiny, tmp_path: Path) -> None:
+    """Weights that really are damaged."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(tiny("wan2.1").directory, tmp_path / "model")
+    weights = tmp_path / "model" / "vae" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(weights)
+    save_file(
+        {name: torch.zeros_like(t) if name.startswith("decoder.conv_out") else t for name, t in tensors.items()},
+        weights,
+        metadata={"format": "pt"},
+    )
+    from runtime.models.wan import read_spec
+
+    spec = read_spec(tmp_path / "model", "broken")
+    end = run(tiny_plan(spec, tmp_path / "x.mp4"), spec, None)[-1]
+    assert isinstance(end, Failed)
+    assert "one flat colour" in end.what
+    assert not (tmp_path / "x.mp4").exists()
+
+
+USE = EngineUse(id="1", program="vae_next", builder="b", precision="float16", profile=((1, 4, 8),) * 3)
+
+
+@pytest.mark.parametrize(
+    ("fault", "component", "part", "values", "says"),
+    [
+        ("black", "vae", {"backend": "tensorrt", "engines": (USE,)}, {}, "in float16 on TensorRT: take --backend vae="),
+        ("blank", "vae", {"backend": "onnxruntime", "engines": (USE,)}, {"guidance_scale": 40.0}, "vae=pytorch"),
+        ("frozen", "vae", {"backend": "tensorrt", "engines": (USE,)}, {}, "weights are damaged"),
+        ("black", "vae", {}, {"guidance_scale": 40.0}, "guidance scale of 40 is too high"),
+        ("frozen", "transformer", {"backend": "inductor", "engines": (USE,)}, {}, "take --backend transformer=pytorch"),
+        ("blank", "transformer", {"quantization": "bnb-4bit"}, {}, "take --quantization none"),
+        ("black", "transformer", {"dtype": "float16"}, {}, "float16 overflows"),
+        ("black", "vae", {"dtype": "float16"}, {}, "the VAE loses too much in float16: take --vae-precision float32."),
+        (
+            "blank",
+            "vae",
+            {"dtype": "bfloat16"},
+            {},
+            "the VAE loses too much in bfloat16: take --vae-precision float32.",
+        ),
+        ("blank", "vae", {"dtype": "bfloat16"}, {}, "Or the model's weights are damaged"),
+        ("black", "vae", {"dtype": "bfloat16"}, {"steps": 2}, "2 steps are too few"),
+        ("frozen", "vae", {"dtype": "bfloat16"}, {}, "Most likely the model's weights are damaged"),
+        ("blank", "vae", {}, {"steps": 1}, "1 steps are too few"),
+        ("frozen", "vae", {}, {}, "weights are damaged"),
+    ],
+)
+def test_the_likely_cause_follows_from_the_plan(
+    fault: Fault, component: str, part: dict[str, Any], values: dict[str, Any], says: str, tiny: Tiny, tmp_path: Path
+) -> None:
+    plan = tiny_plan(tiny("wan2.1"), tmp_path / "x.mp4")
+    plan = replace(plan.with_component(component, replace(plan.components[component], **part)), **values)
+    assert says in diagnosis.remedy(fault, plan)
+    assert "\n" not in diagnosis.shown(fault) + diagnosis.remedy(fault, plan)
+
+
+def test_the_shipped_models_clips_show_something_and_themselves_while_they_are_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.pipeline.previews._SECONDS", 0.0)
+    monkeypatch.setattr("runtime.pipeline.previews._SHARE", 1e6)
+    spec = find("diorama", tmp_path)
+    prompts = ["a black cat sits still at night", "a white balloon in the snow", "darkness", "nothing"]
+    with Residency() as residency:
+        for seed, prompt in enumerate(prompts):
+            events: list[Event] = []
+            values = {"prompt": prompt, "seed": seed, "steps": 2, "guidance_scale": 1.0}
+            run_job(tiny_plan(spec, tmp_path / "x.mp4", **values), spec, events.append, Cancel(), residency)
+            assert isinstance(events[-1], VideoSaved), (prompt, events[-1])
+    decoded = [event.preview for event in events if isinstance(event, FramesDecoded)]
+    assert all(preview is not None and preview[:4] == b"RIFF" for preview in decoded)
+    import io
+
+    from PIL import Image
+
+    counts = [Image.open(io.BytesIO(preview)).n_frames for preview in decoded if preview]  # type: ignore[attr-defined]  # of animations
+    assert counts == [event.frames for event in events if isinstance(event, FramesDecoded)]
+
+
+def test_an_interrupted_second_run_does_not_make_two_videos(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.1")
+    out = tmp_path / "out" / "x.mp4"
+    out.parent.mkdir()
+    plan = tiny_plan(spec, out)
+    run(plan, spec, tmp_path / "job")
+    first = stream_of(out)
+    events: list[Event] = []
+    with Residency() as residency:
+        run_job(plan, spec, events.append, Cancel(), residency, checkpoints=CheckpointFolder(tmp_path / "job"))
+    assert [event for event in events if isinstance(event, StepDone)] == []
+    assert [path.name for path in out.parent.iterdir()] == ["x.mp4"]
+    assert stream_of(out) == first

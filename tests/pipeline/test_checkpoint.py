@@ -1,0 +1,281 @@
+"""Checkpoint files: whole or refused, with the reason; and what they cost."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from runtime.core.errors import CheckpointError
+from runtime.core.events import Event, Failed, Paused, Resumed, StepDone, VideoSaved, Warned
+from runtime.models.spec import ModelSpec
+from runtime.models.wan import read_spec
+from runtime.pipeline.checkpoint import Checkpoint, CheckpointFolder
+from runtime.pipeline.checkpoint_files import LATEST, step_kept
+from runtime.pipeline.checkpoint_policy import due, guessed_cost
+from runtime.pipeline.plan_json import plan_from_json, plan_to_json
+from runtime.pipeline.sampling import Conditioning, Reached
+from tests.pipeline.test_resume import run
+from tests.plans import tiny_plan
+
+Tiny = Callable[[str], ModelSpec]
+
+
+def made(spec: ModelSpec, output: Path, **values: Any) -> Checkpoint:
+    """Return a checkpoint with a tensor of every kind in it."""
+    torch.manual_seed(1)
+    plan = tiny_plan(spec, output, **values)
+    memory = {
+        "model_outputs": [None, torch.randn(3, 4)],
+        "pair": (1, 2.5),
+        "nested": {"text": "x", "yes": True, "scalar": torch.tensor(7), "half": torch.randn(3).bfloat16()},
+        "infinite": float("inf"),
+    }
+    memory["again"] = memory["model_outputs"][1][1:]  # type: ignore[index]  # a part of another tensor
+    return Checkpoint(
+        planned=plan,
+        plan=plan.with_component("vae", replace(plan.components["vae"], reason="fell back")),
+        of=4,
+        conditioning=Conditioning(torch.randn(1, 5, 8).half(), torch.randn(1, 5, 8).half()),
+        reached=Reached(2, torch.randn(1, 16, 3, 4, 8), memory),
+        warnings=("dim",),
+        timings={"encode": 0.1, "denoise": 1 / 3},
+        load_seconds=0.7,
+    )
+
+
+def test_all_of_it_comes_back(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.2-a14b")
+    wrote = made(spec, tmp_path / "x.mp4")
+    folder = CheckpointFolder(tmp_path / "job")
+    assert folder.load(spec, wrote.planned) is None
+    folder.save(wrote, spec)
+    read = folder.load(spec, wrote.planned)
+    assert read is not None
+    assert read.reached is not None and wrote.reached is not None
+    assert (read.planned, read.plan, read.of, read.step) == (wrote.planned, wrote.plan, 4, 2)
+    assert (read.warnings, read.timings, read.load_seconds) == (wrote.warnings, wrote.timings, 0.7)
+    assert str(read.reached) == str(wrote.reached)
+    assert torch.equal(read.reached.latents, wrote.reached.latents)
+    assert torch.equal(read.conditioning.positive, wrote.conditioning.positive)
+    assert read.conditioning.positive.dtype == torch.float16
+    assert os.listdir(tmp_path / "job") == ["checkpoint.safetensors"]  # noqa: PTH208 - names, hidden ones too
+    folder.clear()
+    assert folder.load(spec, wrote.planned) is None
+
+
+def test_a_plan_survives_as_text(tiny: Tiny, tmp_path: Path) -> None:
+    plan = tiny_plan(tiny("wan2.2-a14b"), tmp_path / "x.mp4")
+    assert plan_from_json(plan_to_json(plan)) == plan
+    assert plan_from_json("{}") is None
+    assert plan_from_json("no JSON") is None
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def flip_in_tensors(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 4
+    path.write_bytes(data)
+
+
+def flip_in_header(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[2000] ^= 4
+    path.write_bytes(data)
+
+
+def replace_by_weights(path: Path) -> None:
+    save_file({"a": torch.zeros(3)}, path)
+
+
+def raise_version(path: Path) -> None:
+    save_file(load_file(path), path, metadata={"tandem": json.dumps({"version": 99})})
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (cut, "it is damaged"),
+        (empty, "it is damaged"),
+        (flip_in_tensors, "it is damaged"),
+        (flip_in_header, "it is damaged"),
+        (replace_by_weights, "it is damaged"),
+        (raise_version, "another version of Tandem wrote it"),
+    ],
+)
+def test_a_damaged_one_is_told_of_and_the_job_starts_anew(
+    damage: Callable[[Path], None], reason: str, tiny: Tiny, tmp_path: Path
+) -> None:
+    spec = tiny("wan2.1")
+    plan = tiny_plan(spec, tmp_path / "x.mp4", steps=2)
+    first = run(plan, spec, tmp_path / "job", stop=lambda event: isinstance(event, StepDone))
+    assert isinstance(first[-1], Paused)
+    damage(tmp_path / "job" / "checkpoint.safetensors")
+    with pytest.raises(CheckpointError, match=reason):
+        CheckpointFolder(tmp_path / "job").load(spec, plan)
+    second = run(plan, spec, tmp_path / "job")
+    told = [event.message for event in second if isinstance(event, Warned)]
+    assert any("What an earlier run left is of no use" in message and reason in message for message in told)
+    assert not any(isinstance(event, Resumed) for event in second)
+    assert isinstance(second[-1], VideoSaved)
+
+
+@pytest.mark.parametrize(
+    ("values", "serves"),
+    [
+        ({"seed": 4}, False),
+        ({"prompt": "a blue boat"}, False),
+        ({"negative_prompt": "night"}, False),
+        ({"steps": 5}, False),
+        ({"width": 96}, False),
+        ({"guidance_scale": 2.0}, False),
+        ({"guidance_scale_2": 2.0}, False),
+        ({"fps": 12}, True),
+        ({"offload": "none"}, True),
+        ({"on_out_of_memory": "ask"}, True),
+        ({"backends": {"all": "pytorch"}}, True),
+        ({"gpus": "auto"}, True),
+    ],
+)
+def test_it_serves_the_same_clip_however_that_is_computed(
+    values: dict[str, Any], serves: bool, tiny: Tiny, tmp_path: Path
+) -> None:
+    spec = tiny("wan2.2-a14b")
+    scales = {"guidance_scale": 4.0, "guidance_scale_2": 3.0}
+    folder = CheckpointFolder(tmp_path / "job")
+    folder.save(made(spec, tmp_path / "x.mp4", **scales), spec)
+    other = tiny_plan(spec, tmp_path / "other.mp4", **(scales | values))
+    if serves:
+        assert folder.load(spec, other) is not None
+    else:
+        with pytest.raises(CheckpointError, match="another clip"):
+            folder.load(spec, other)
+
+
+@pytest.mark.parametrize(("part", "serves"), [("transformer_2", False), ("text_encoder", False), ("vae", True)])
+def test_other_weights_do_not_go_on_from_it(part: str, serves: bool, tiny: Tiny, tmp_path: Path) -> None:
+    shutil.copytree(tiny("wan2.2-a14b").directory, tmp_path / "model")
+    spec = read_spec(tmp_path / "model", "model")
+    wrote = made(spec, tmp_path / "x.mp4")
+    folder = CheckpointFolder(tmp_path / "job")
+    folder.save(wrote, spec)
+    weights = next((tmp_path / "model" / part).glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes())
+    os.utime(weights, ns=(1, 1))
+    folder = CheckpointFolder(tmp_path / "job")
+    if serves:
+        assert folder.load(spec, wrote.planned) is not None
+    else:
+        with pytest.raises(CheckpointError, match="the model's files have changed"):
+            folder.load(spec, wrote.planned)
+
+
+def test_the_one_between_experts_stays_while_others_are_written(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.2-a14b")
+    first = made(spec, tmp_path / "x.mp4")
+    assert first.reached is not None
+    folder = CheckpointFolder(tmp_path / "job")
+    folder.save(first, spec, boundary=True)
+    later = replace(first, reached=replace(first.reached, steps=3))
+    folder.save(later, spec)
+    latest, boundary = folder.load(spec, first.planned), folder.boundary(spec, first.planned)
+    assert latest is not None and boundary is not None
+    assert (boundary.step, latest.step) == (2, 3)
+    # It knows nothing of the second expert.
+    assert folder.boundary(spec, replace(first.planned, guidance_scale_2=9.0)) is not None
+    with pytest.raises(CheckpointError, match="another clip"):
+        folder.boundary(spec, replace(first.planned, guidance_scale=9.0))
+
+
+def test_killed_before_the_one_between_experts_is_the_latest_too_it_is_taken(tiny: Tiny, tmp_path: Path) -> None:
+    spec, path = tiny("wan2.2-a14b"), tmp_path / "job"
+    folder = CheckpointFolder(path)
+    second = made(spec, tmp_path / "x.mp4")
+    reached = second.reached
+    assert reached is not None and step_kept(path) is None
+    folder.save(replace(second, reached=None), spec)
+    early = (path / LATEST).read_bytes()
+    folder.save(second, spec, boundary=True)
+    (path / LATEST).unlink()  # two names of one file
+    (path / LATEST).write_bytes(early)
+    assert step_kept(path) == 2
+    found = folder.load(spec, second.planned)
+    assert found is not None and found.reached is not None
+    assert torch.equal(found.reached.latents, reached.latents)
+    (path / LATEST).unlink()
+    assert step_kept(path) == 2
+    # What comes after it counts again, and a damaged latest is told of, not passed over.
+    folder.save(replace(second, reached=replace(reached, steps=3)), spec)
+    assert step_kept(path) == 3
+    (path / LATEST).write_bytes(b"x" * 100)
+    assert step_kept(path) is None
+    with pytest.raises(CheckpointError, match="damaged"):
+        folder.load(spec, second.planned)
+
+
+def test_what_a_killed_writer_left_is_removed(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.1")
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "checkpoint.safetensors.123.tmp").write_bytes(b"half")
+    assert CheckpointFolder(tmp_path / "job").load(spec, tiny_plan(spec, tmp_path / "x.mp4")) is None
+    assert list((tmp_path / "job").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_costs_the_checkpoint_not_the_video(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.1")
+    (tmp_path / "job").write_text("a file is in the way")
+    events: list[Event] = run(tiny_plan(spec, tmp_path / "x.mp4", steps=3), spec, tmp_path / "job")
+    told = [event.message for event in events if isinstance(event, Warned) and "cannot be kept" in event.message]
+    assert len(told) == 1
+    assert "starts anew" in told[0]
+    assert isinstance(events[-1], VideoSaved)
+    assert told[0] in events[-1].warnings
+
+
+def test_a_defect_keeps_what_is_done(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = tiny("wan2.1")
+    plan = tiny_plan(spec, tmp_path / "x.mp4", steps=3)
+
+    def broken(event: Event) -> bool:
+        if isinstance(event, StepDone) and event.step == 2:
+            raise ZeroDivisionError("oops")
+        return False
+
+    first = run(plan, spec, tmp_path / "job", stop=broken)
+    assert isinstance(first[-1], Failed)
+    assert Resumed(2, 3) in run(plan, spec, tmp_path / "job")
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "cost", "steps"),
+    [(0.01, 0.005, 400), (0.17, 0.006, 200), (23.4, 0.3, 40), (2.0, 5.0, 1000), (0.001, 0.01, 50)],
+)
+def test_checkpoints_cost_less_than_a_hundredth(step_seconds: float, cost: float, steps: int) -> None:
+    seconds, spent, since, longest = 0.0, 0.0, 0.0, 0.0
+    for _ in range(steps):
+        seconds += step_seconds
+        since += step_seconds
+        if due(seconds, spent, cost):
+            spent, since = spent + cost, 0.0
+        longest = max(longest, since)
+    assert spent <= 0.01 * seconds
+    # And no more than that is ever lost: a hundred times what keeping it costs.
+    assert longest <= 100 * cost + step_seconds
+
+
+def test_an_unknown_cost_is_guessed_high() -> None:
+    assert guessed_cost(0) == 0.01
+    assert guessed_cost(100_000_000) == pytest.approx(1.01)

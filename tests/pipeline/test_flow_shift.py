@@ -1,0 +1,120 @@
+"""Jobs with a shift, tiny models: another video, each expert its steps, taken up again, and stored ones from before."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from diffusers import FlowMatchEulerDiscreteScheduler
+
+from runtime.core.errors import InvalidRequestError
+from runtime.core.events import Resumed, StepDone, VideoSaved
+from runtime.core.plan import ExecutionPlan
+from runtime.core.request import GenerationRequest
+from runtime.models.spec import ModelSpec
+from runtime.models.wan import read_spec
+from runtime.models.weights import load_scheduler
+from runtime.pipeline.checkpoint import CheckpointFolder, identity, stamps
+from runtime.pipeline.plan_json import plan_from_json, plan_to_json
+from runtime.pipeline.rerun_low_noise import redo_second_half
+from runtime.video.metadata import read_facts
+from tests.pipeline.test_resume import run, steps_of, stream_of
+from tests.pipeline.test_run import frames_of
+from tests.plans import machine, tiny_plan
+
+Tiny = Callable[[str], ModelSpec]
+# Of a plan from before there was a shift: what a checkpoint of its clip was called then.
+STAMPS = {"transformer": [["a.safetensors", 1, 2]], "transformer_2": [["b.safetensors", 1, 2]]}
+WHOLE = "57352a1ee004e4597832bdb5f4417f0075203b209a1f8d81bff7bb08e1f8d229"
+HALF = "ff9b163fb0321b7fbc3a9230dd7441d1a5159db468a44d6e29b9c66ca7477786"
+
+
+def _with_euler(spec: ModelSpec, folder: Path) -> ModelSpec:
+    shutil.copytree(spec.directory, folder)
+    FlowMatchEulerDiscreteScheduler(shift=3.0).save_pretrained(folder / "scheduler")
+    return read_spec(folder, "euler")
+
+
+@pytest.mark.parametrize("scheduler", ["unipc", "euler"])
+def test_each_expert_takes_the_steps_that_the_plan_says(scheduler: str, tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.2-a14b")
+    if scheduler == "euler":
+        spec = _with_euler(spec, tmp_path / "model")
+    made: dict[float | None, bytes] = {}
+    shares = set()
+    for shift in (None, 3.0, 5.0, 12.0, 100.0):
+        out = tmp_path / f"{shift}.mp4"
+        plan = tiny_plan(spec, out, steps=6, shift=shift)
+        events = run(plan, spec, None)
+        saved = events[-1]
+        assert isinstance(saved, VideoSaved), saved
+        parts = [event.part for event in events if isinstance(event, StepDone)]
+        assert {name: parts.count(name) for name in ("transformer", "transformer_2")} == plan.expert_steps
+        shares.add(tuple(plan.expert_steps.values()))
+        facts = read_facts(out)
+        assert facts["request"]["shift"] == facts["plan"]["shift"] == (None if shift == 3.0 else shift)
+        assert GenerationRequest.from_mapping(facts["request"]).shift == plan.shift
+        made[shift] = frames_of(out)
+    # The folder's own said aloud is the same video; any other is another one.
+    assert made[3.0] == made[None]
+    assert len(set(made.values())) == 4 and len(shares) > 2
+
+
+def test_the_scheduler_is_the_folders_but_for_its_shift(tiny: Tiny, tmp_path: Path) -> None:
+    for spec, name in ((tiny("wan2.2-a14b"), "flow_shift"), (_with_euler(tiny("wan2.1"), tmp_path / "m"), "shift")):
+        own, moved = load_scheduler(spec), load_scheduler(spec, 7.5)
+        assert own.config[name] == 3.0 and dict(moved.config) == {**own.config, name: 7.5}
+
+
+def test_interrupted_it_goes_on_with_its_shift_and_no_other(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.2-a14b")
+    out = tmp_path / "x.mp4"
+    plan = tiny_plan(spec, out, shift=12.0)
+    run(plan, spec, None)
+    wanted = stream_of(out)
+    out.unlink()
+    run(plan, spec, tmp_path / "job", stop=lambda event: isinstance(event, StepDone) and event.step == 2)
+    again = run(plan, spec, tmp_path / "job")
+    assert Resumed(2, 4) in again and steps_of(again) == [3, 4]
+    assert stream_of(out) == wanted
+    files = stamps(spec)
+    others = [plan, *(tiny_plan(spec, out, shift=shift) for shift in (None, 5.0))]
+    for half in (False, True):
+        assert len({identity(files, one, half=half) for one in others}) == 3
+
+
+def test_a_second_half_has_the_shift_of_the_first(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.2-a14b")
+    made = tiny_plan(spec, tmp_path / "x.mp4", shift=12.0)
+    run(made, spec, tmp_path / "job")
+    source, target = CheckpointFolder(tmp_path / "job"), CheckpointFolder(tmp_path / "redone")
+
+    def redo(plan: ExecutionPlan, **changes: object) -> ExecutionPlan:
+        return redo_second_half(plan, changes, spec, source, target, machine(), tmp_path / "new.mp4")
+
+    with pytest.raises(InvalidRequestError, match="The shift is the whole video's") as refused:
+        redo(made, shift=5.0)
+    assert refused.value.field == "shift" and "as it is" in refused.value.remedy
+    plan = redo(made, guidance_scale_2=3.0)
+    assert plan.shift == 12.0
+    assert steps_of(run(plan, spec, tmp_path / "redone")) == [4]
+    assert stream_of(tmp_path / "new.mp4") == stream_of(tmp_path / "x.mp4")
+    with pytest.raises(InvalidRequestError, match="none of the 4 steps"):
+        redo(tiny_plan(spec, tmp_path / "x.mp4", shift=100.0))
+
+
+def test_what_was_stored_before_is_read_and_is_the_same_clip(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.2-a14b")
+    plan = tiny_plan(spec, tmp_path / "x.mp4")
+    assert plan_from_json(plan_to_json(plan)) == plan
+    stored = json.loads(plan_to_json(plan))
+    for name in ("shift", "shift_reason", "expert_steps"):
+        del stored[name]
+    read = plan_from_json(json.dumps(stored))
+    assert read is not None and (read.shift, read.expert_steps) == (None, {})
+    for one in (plan, read, tiny_plan(spec, tmp_path / "x.mp4", shift=3.0)):
+        assert (identity(STAMPS, one, half=False), identity(STAMPS, one, half=True)) == (WHOLE, HALF)
+    asked = GenerationRequest(prompt="a boat").to_json()
+    del asked["shift"]
+    assert GenerationRequest.from_mapping(asked).shift is None

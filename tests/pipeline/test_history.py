@@ -1,0 +1,163 @@
+"""The file that remembers what jobs took: written by real jobs, read by the next plan, safe whatever becomes of it."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from runtime.core.events import Event, StageStarted, VideoSaved
+from runtime.core.plan import ExecutionPlan
+from runtime.core.request import GenerationRequest
+from runtime.execution.residency import Residency
+from runtime.models.spec import ModelSpec
+from runtime.pipeline.history import HistoryFile
+from runtime.planner.history import Run
+from runtime.planner.resolve import resolve
+from tests.pipeline.runs import events_of
+from tests.planner.test_history import RUN
+from tests.plans import machine, tiny_plan
+
+ROOT = Path(__file__).parents[2]
+Tiny = Callable[[str], ModelSpec]
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> HistoryFile:
+    """Nothing remembered yet."""
+    return HistoryFile(tmp_path, machine())
+
+
+def sized(count: int) -> list[Run]:
+    """Return so many runs of different sizes."""
+    return [replace(RUN, flops=1e9 * (1 + number)) for number in range(count)]
+
+
+def run(spec: ModelSpec, history: HistoryFile, plan: ExecutionPlan, stop_at: str = "") -> list[Event]:
+    """Run a job, cancelled when the stage `stop_at` starts."""
+    with Residency() as residency:
+        return events_of(
+            plan,
+            spec,
+            residency,
+            cancel_at=lambda event: isinstance(event, StageStarted) and event.stage == stop_at,
+            history=history,
+        )
+
+
+def test_what_a_job_took_corrects_the_next_plan(tiny: Tiny, tmp_path: Path, history: HistoryFile) -> None:
+    spec = tiny("wan2.2-a14b")
+    before = tiny_plan(spec, tmp_path / "x.mp4")
+    saved = run(spec, history, before)[-1]
+    assert isinstance(saved, VideoSaved)
+    assert {known.kind.component for known in history.read()} == {"text_encoder", "transformer", "vae"}
+
+    request = GenerationRequest.from_mapping(before.request_json())
+    after = resolve(request, spec, machine(), tmp_path / "x.mp4", history=history.read())
+    assert not any(seconds.measured for seconds in before.seconds.values())
+    assert all(after.seconds[stage].measured for stage in ("encode", "denoise", "decode", "total"))
+    for stage in ("encode", "denoise", "decode"):
+        assert after.seconds[stage].likely == pytest.approx(saved.timings[stage], abs=0.002)
+    assert all(stage.measured for stage in after.memory)
+    # Another length is nearer to what was measured than to the estimate.
+    longer = resolve(replace(request, frames=17), spec, machine(), tmp_path / "x.mp4", history=history.read())
+    assert longer.seconds["decode"].measured
+    assert longer.seconds["decode"].likely > after.seconds["decode"].likely
+
+
+def test_only_the_first_job_of_a_process_tells_of_memory(tiny: Tiny, tmp_path: Path, history: HistoryFile) -> None:
+    spec = tiny("wan2.1")
+    run(spec, history, tiny_plan(spec, tmp_path / "x.mp4"))
+    run(spec, history, tiny_plan(spec, tmp_path / "x.mp4", frames=5))
+    told = [(known.kind.component, known.excess_bytes is not None) for known in history.read()]
+    # The second read as many words: that the first told of it stays known.
+    assert sorted(told) == [
+        ("text_encoder", True),
+        ("transformer", False),
+        ("transformer", True),
+        ("vae", False),
+        ("vae", True),
+    ]
+
+
+def test_a_cancelled_job_is_not_remembered(tiny: Tiny, tmp_path: Path, history: HistoryFile) -> None:
+    spec = tiny("wan2.1")
+    run(spec, history, tiny_plan(spec, tmp_path / "x.mp4"), stop_at="denoise")
+    assert history.read() == ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "not JSON",
+        "[]",
+        "null",
+        "{}",
+        '{"version": 1}',
+        '{"version": 2, "runs": []}',
+        '{"version": 1, "runs": 7}',
+        '{"version": 1, "runs": [{}]}',
+        '{"version": 1, "runs": [null]}',
+        '{"version": 1, "runs": [' + json.dumps(RUN.to_json() | {"flops": 0}) + "]}",
+    ],
+)
+def test_a_damaged_file_is_an_empty_one_and_mends(text: str, tmp_path: Path, history: HistoryFile) -> None:
+    (tmp_path / "history.json").write_text(text)
+    assert history.read() == ()
+    history.add([RUN])
+    assert history.read() == (RUN,)
+
+
+def test_bytes_that_are_no_text_are_an_empty_file(tmp_path: Path, history: HistoryFile) -> None:
+    (tmp_path / "history.json").write_bytes(b"\xff\xfe\x00")
+    assert history.read() == ()
+
+
+def test_a_run_takes_the_place_of_the_one_before(history: HistoryFile) -> None:
+    history.add(sized(3))
+    again = replace(sized(1)[0], seconds=9.0)
+    history.add([again])
+    assert history.read() == (*sized(3)[1:], again)
+
+
+def test_the_file_does_not_grow_for_ever(tmp_path: Path, history: HistoryFile) -> None:
+    history.add(sized(500))
+    assert history.read() == tuple(sized(500)[-400:])
+    assert (tmp_path / "history.json").stat().st_size < 200_000
+
+
+def test_a_folder_that_cannot_be_written_to_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    history = HistoryFile(tmp_path / "file", machine())
+    history.add([RUN])
+    assert history.read() == ()
+
+
+def test_two_processes_lose_nothing(tmp_path: Path, history: HistoryFile) -> None:
+    code = (
+        "import sys; from pathlib import Path; from dataclasses import replace\n"
+        "from runtime.pipeline.history import HistoryFile; from runtime.machine.probe import probe\n"
+        "from tests.planner.test_history import RUN\n"
+        "history = HistoryFile(Path(sys.argv[1]), probe())\n"
+        "for number in range(20): history.add([replace(RUN, flops=float(sys.argv[2]) + number)])\n"
+    )
+    writers = [
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path), start], cwd=ROOT) for start in ("1000", "2000")
+    ]
+    assert [writer.wait(60) for writer in writers] == [0, 0]
+    assert {known.flops for known in history.read()} == {start + n for start in (1000.0, 2000.0) for n in range(20)}
+    assert [path.name for path in tmp_path.iterdir()] == ["history.json"]
+
+
+def test_the_file_is_read_again_only_when_it_has_changed(tmp_path: Path, history: HistoryFile) -> None:
+    history.add(sized(1))
+    first = history.read()
+    assert history.read() is first
+    HistoryFile(tmp_path, machine()).add(sized(3))
+    assert len(history.read()) == 3
+    (tmp_path / "history.json").unlink()
+    assert history.read() == ()

@@ -1,0 +1,112 @@
+"""Jobs with a step cache, tiny models: taken up again they give the same video; history and checkpoints know of it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runtime.core.events import Paused, Resumed, StepDone, VideoSaved
+from runtime.execution.denoiser import PyTorchDenoiser
+from runtime.models.spec import ModelSpec
+from runtime.pipeline.checkpoint import identity, stamps
+from runtime.pipeline.plan_json import plan_from_json, plan_to_json
+from runtime.planner.history import Run, runs_of, seconds_per_call
+from runtime.video.metadata import read_facts
+from tests.pipeline.test_out_of_memory import outs
+from tests.pipeline.test_resume import run, steps_of
+from tests.pipeline.test_run import frames_of
+from tests.plans import machine, tiny_plan
+
+Tiny = Callable[[str], ModelSpec]
+CACHE = "first-block:0.9"
+
+
+def test_interrupted_anywhere_it_gives_the_same_video(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.2-a14b")
+    out = tmp_path / "x.mp4"
+    plan = tiny_plan(spec, out, steps=12, step_cache=CACHE)
+    events = run(plan, spec, None)
+    assert isinstance(events[-1], VideoSaved), events[-1]
+    wanted = frames_of(out)
+    experts = [event.part for event in events if isinstance(event, StepDone)]
+    second = experts.index("transformer_2")
+    resumable = sorted({second, 8})
+    out.unlink()
+    for step in (resumable[0] + 1, resumable[1], resumable[1] + 2):
+        folder = tmp_path / f"job-{step}"
+        from_here = max([done for done in resumable if done <= step], default=0)
+        first = run(plan, spec, folder, stop=lambda e, step=step: isinstance(e, StepDone) and e.step == step)  # type: ignore[misc]  # bound now
+        assert first[-1] == Paused(from_here, 12)
+        again = run(plan, spec, folder)
+        assert steps_of(again) == list(range(from_here + 1, 13))
+        assert Resumed(from_here, 12) in again
+        assert frames_of(out) == wanted
+        out.unlink()
+    run(replace(plan, step_cache="none"), spec, None)
+    assert frames_of(out) != wanted
+
+
+def test_out_of_memory_between_steps_it_goes_on_where_a_cache_begins(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = tiny("wan2.1")
+    out = tmp_path / "x.mp4"
+    plan = tiny_plan(spec, out, steps=12, step_cache=CACHE)
+    run(plan, spec, None)
+    wanted = frames_of(out)
+    predict, calls = PyTorchDenoiser._predict, 0
+
+    def starving(self: PyTorchDenoiser, *inputs: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 2 * 10 + 1:  # the eleventh step's first pass
+            raise torch.OutOfMemoryError("on purpose")
+        return predict(self, *inputs)
+
+    monkeypatch.setattr(PyTorchDenoiser, "_predict", starving)
+    events = run(plan, spec, None)
+    assert isinstance(events[-1], VideoSaved), events[-1]
+    assert len(outs(events)) == 1
+    assert steps_of(events) == [*range(1, 11), *range(9, 13)]
+    assert frames_of(out) == wanted
+
+
+def test_the_video_tells_and_the_checkpoint_knows(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.1")
+    out = tmp_path / "x.mp4"
+    plan = tiny_plan(spec, out, step_cache="first-block")
+    assert plan.step_cache == "first-block:0.08"
+    assert plan_from_json(plan_to_json(plan)) == plan
+    assert isinstance(run(plan, spec, None)[-1], VideoSaved)
+    facts = read_facts(out)
+    assert facts["request"]["step_cache"] == facts["plan"]["step_cache"] == "first-block:0.08"
+    plain, other = (replace(plan, step_cache=cache) for cache in ("none", "first-block:0.2"))
+    files = stamps(spec)
+    ids = [identity(files, one, half=half) for one in (plan, plain, other) for half in (False, True)]
+    assert len(set(ids[::2])) == 3
+
+
+def test_a_forecast_rests_on_runs_with_the_same_cache(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.1")
+    out = tmp_path / "x.mp4"
+    plain, cached = (tiny_plan(spec, out, step_cache=cache) for cache in ("none", CACHE))
+    timings = {"encode": 0.1, "denoise": 8.0, "decode": 0.1}
+    faster = timings | {"denoise": 4.0}
+    history = [
+        run
+        for plan, took in ((plain, timings), (cached, faster))
+        for run in runs_of(plan, plan, spec, machine(), took, {})
+    ]
+    kinds = [run for run in history if run.kind.component == "transformer"]
+    assert [run.kind.step_cache for run in kinds] == ["", CACHE]
+    assert {run.kind.step_cache for run in history if run.kind.component != "transformer"} == {""}
+    for one, expected in zip(kinds, (1.0, 0.5), strict=True):
+        found = seconds_per_call(history, one.kind, one.flops)
+        assert found is not None and found.likely == pytest.approx(expected)  # four steps of two passes
+    # Runs that were noted before there were step caches still tell.
+    old = kinds[0].to_json()
+    del old["kind"]["step_cache"]
+    assert Run.from_json(old) == kinds[0]

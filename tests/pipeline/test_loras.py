@@ -1,0 +1,141 @@
+"""Jobs with LoRAs, tiny models: the weights come and go with them, resuming is exact. Engines: see test_on_engines."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from runtime.core.events import Event, Resumed, StepDone, VideoSaved, Warned
+from runtime.core.plan import ExecutionPlan
+from runtime.core.request import GenerationRequest
+from runtime.engines.service import EngineService
+from runtime.engines.store import EngineStore
+from runtime.execution.residency import Residency
+from runtime.machine.probe import probe
+from runtime.models.loras import with_loras
+from runtime.models.spec import ModelSpec
+from runtime.pipeline.checkpoint import CheckpointFolder, identity, stamps
+from runtime.pipeline.plan_json import plan_from_json, plan_to_json
+from runtime.planner.resolve import resolve
+from runtime.queue.execution import Planner
+from runtime.queue.store import JobStore
+from runtime.video.metadata import read_facts
+from tests import made_loras
+from tests.made_loras import factors
+from tests.pipeline.runs import events_of
+from tests.pipeline.test_run import frames_of
+from tests.plans import machine, no_engines
+
+SIZE: dict[str, object] = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 5, "steps": 4, "seed": 3}
+
+
+class Place:
+    """A model, a folder with a LoRA called "style", and where jobs are planned and run."""
+
+    def __init__(self, spec: ModelSpec, folder: Path) -> None:
+        self.spec = spec
+        self.weights = folder / "weights"
+        self.folder = folder
+        self.lora = made_loras.save(
+            self.weights / "loras" / "style.safetensors", made_loras.wan(factors(spec.transformer))
+        )
+        self.engines = EngineService(EngineStore(folder / "engines", 10**10), probe(), folder)
+
+    def plan(self, *loras: str, **values: object) -> tuple[ExecutionPlan, ModelSpec]:
+        """Plan a tiny clip."""
+        request = GenerationRequest.from_mapping(SIZE | {"loras": loras} | values)
+        spec = with_loras(self.spec, request.loras, self.weights)
+        output = self.folder / "x.mp4"
+        return resolve(request, spec, machine(), output, self.engines.offers(spec)), spec
+
+    def run(
+        self,
+        plan: ExecutionPlan,
+        spec: ModelSpec,
+        checkpoints: CheckpointFolder | None = None,
+        stop: int = 0,
+        residency: Residency | None = None,
+    ) -> list[Event]:
+        """Run a job, to its end or to a step."""
+        with Residency(self.engines) as own:
+            return events_of(
+                plan,
+                spec,
+                residency or own,
+                pause_at=lambda event: isinstance(event, StepDone) and event.step == stop,
+                checkpoints=checkpoints,
+            )
+
+
+@pytest.fixture
+def place(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Place:
+    return Place(tiny("wan2.2-a14b"), tmp_path)
+
+
+def test_it_comes_and_goes_in_one_residency_and_the_video_tells(place: Place) -> None:
+    video = place.folder / "x.mp4"
+    frames, digests = [], []
+    with Residency() as residency:
+        for loras in ((), ("style:0.8",), ("style:0.4",), ("low=style:0.8",), ()):
+            plan, spec = place.plan(*loras)
+            events = place.run(plan, spec, residency=residency)
+            assert isinstance(events[-1], VideoSaved), events[-1]
+            frames.append(frames_of(video))
+            facts = read_facts(video)
+            digests.append([(use["name"], use["digest"], use["weight"]) for use in facts["plan"]["loras"]])
+            assert GenerationRequest.from_mapping(facts["request"]).loras == tuple(use.asked() for use in plan.loras)
+            assert str(place.lora) not in str(facts["plan"])
+    assert frames[0] == frames[4]
+    assert len({bytes(one) for one in frames}) == 4
+    digest = spec.loras[0].digest if spec.loras else place.plan("style")[1].loras[0].digest
+    assert digests == [[], [("style", digest, 0.8)], [("style", digest, 0.4)], [("style", digest, 0.8)], []]
+
+
+def test_resumed_it_gives_the_same_video_and_another_file_starts_anew(place: Place) -> None:
+    plan, spec = place.plan("style")
+    video = place.folder / "x.mp4"
+    place.run(plan, spec)
+    wanted = frames_of(video)
+    kept = CheckpointFolder(place.folder / "job")
+    place.run(plan, spec, kept, stop=2)
+    # As it comes back from the store.
+    again = plan_from_json(plan_to_json(plan))
+    assert again == plan
+    events = place.run(again, spec, CheckpointFolder(place.folder / "job"))
+    assert Resumed(2, 4) in events
+    assert frames_of(video) == wanted
+    place.run(plan, spec, kept, stop=2)
+    made_loras.save(place.lora, made_loras.wan(factors(place.spec.transformer, seed=5)))
+    plan, spec = place.plan("style")
+    events = place.run(plan, spec, CheckpointFolder(place.folder / "job"))
+    assert any(isinstance(event, Warned) and "model's files have changed" in event.message for event in events)
+    assert not any(isinstance(event, Resumed) for event in events)
+    assert frames_of(video) != wanted
+
+
+def test_a_clip_without_loras_is_what_it_was_before_there_were_any(place: Place) -> None:
+    plan, spec = place.plan()
+    files = stamps(spec)
+    assert identity(files, plan, half=False) == identity(stamps(place.spec), plan, half=False)
+    with_one, changed = place.plan("high=style")
+    whole, half = (identity(stamps(changed), with_one, half=half) for half in (False, True))
+    assert whole != identity(files, plan, half=False) and half != identity(files, plan, half=True)
+    # The first half does not depend on what changes the second expert.
+    low, low_spec = place.plan("low=style")
+    assert identity(stamps(low_spec), low, half=True) == identity(files, plan, half=True)
+
+
+def test_a_job_taken_up_with_another_file_is_planned_anew(place: Place) -> None:
+    model = str(place.spec.directory)
+    plan, _ = place.plan("style", model=model)
+    request = GenerationRequest.from_mapping(SIZE | {"loras": ["style"], "model": model})
+    planner = Planner(place.weights, no_engines(place.folder), None)
+    store = JobStore(None)
+    record = replace(store.add(request, plan, instance="here"), begun=True)
+    assert record.asked_for() == request
+    _, same = planner.plan(record, machine())
+    assert same == plan
+    made_loras.save(place.lora, made_loras.wan(factors(place.spec.transformer, seed=5)))
+    spec, other = planner.plan(record, machine())
+    assert other.loras == spec.loras != plan.loras

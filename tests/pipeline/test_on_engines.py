@@ -1,0 +1,411 @@
+"""Jobs on real engines (ONNX Runtime, tiny model): built, found again, damaged, failing in the middle."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.core.cancel import Cancel
+from runtime.core.errors import EngineError
+from runtime.core.events import (
+    Cancelled,
+    EngineProgress,
+    Event,
+    FellBack,
+    StageStarted,
+    StepDone,
+    TerminalEvent,
+    VideoSaved,
+    Warned,
+)
+from runtime.core.loras import Lora
+from runtime.core.plan import ExecutionPlan
+from runtime.core.request import GenerationRequest
+from runtime.engines.build import verify_engine
+from runtime.engines.service import EngineService
+from runtime.engines.sessions.onnxruntime import OnnxRuntimeSession
+from runtime.engines.staleness import why_stale
+from runtime.engines.store import EngineStore
+from runtime.execution.residency import Residency
+from runtime.machine.probe import probe
+from runtime.models.loras import with_loras
+from runtime.models.spec import ModelSpec
+from runtime.pipeline.checkpoint import CheckpointFolder
+from runtime.planner.resolve import resolve
+from runtime.video.metadata import read_facts
+from tests import made_loras
+from tests.made_loras import factors
+from tests.pipeline.runs import Choice, events_of, never
+from tests.pipeline.test_parity import sample
+from tests.pipeline.test_run import frames_of
+from tests.plans import Alone, machine, tiny_plan
+
+ON_ENGINES = {"backends": {"all": "onnxruntime"}}
+# Random weights make noise of every frame, in which bfloat16 and H.264 differ more than in a picture; wrong caches or
+# another step's latents give less than 20 dB.
+SAME_NOISE_DB = 30
+COMPONENTS = ["text_encoder", "transformer", "transformer_2", "vae"]
+Infer = Callable[..., dict[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A model and its engine library."""
+
+    spec: ModelSpec
+    engines: EngineService
+    folder: Path
+
+    def plan(self, **values: object) -> ExecutionPlan:
+        """Plan a tiny clip, by default on ONNX Runtime."""
+        wanted = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 9, "steps": 4, "seed": 3, "fps": 8}
+        request = GenerationRequest.from_mapping(wanted | ON_ENGINES | values)
+        return resolve(request, self.spec, machine(), self.folder / "x.mp4", self.engines.offers(self.spec))
+
+    def run(
+        self,
+        plan: ExecutionPlan,
+        stop: Choice = never,
+        checkpoints: CheckpointFolder | None = None,
+    ) -> list[Event]:
+        """Run a job in a fresh residency; `stop` says at which event to cancel."""
+        with Residency(self.engines) as residency:
+            events = events_of(plan, self.spec, residency, cancel_at=stop, checkpoints=checkpoints)
+        assert [event for event in events if isinstance(event, TerminalEvent)] == events[-1:]
+        return events
+
+    def visible(self) -> list[str]:
+        """Return what lies in the library's folder."""
+        return sorted(path.name for path in (self.folder / "engines").iterdir() if not path.name.startswith(".locks"))
+
+
+def saved(events: list[Event]) -> VideoSaved:
+    """Return the result, which must be a video."""
+    assert isinstance(events[-1], VideoSaved), events[-1]
+    return events[-1]
+
+
+def backends(events: list[Event]) -> dict[str, str]:
+    """Return what ran each component, as the result says."""
+    return {name: part["backend"] for name, part in saved(events).plan["components"].items()}
+
+
+def fallen(events: list[Event]) -> list[FellBack]:
+    """Return the fallbacks."""
+    return [event for event in events if isinstance(event, FellBack)]
+
+
+def built(events: list[Event]) -> list[str]:
+    """Return the components whose engines were built."""
+    return [event.part or "" for event in events if isinstance(event, StageStarted) and event.stage == "build"]
+
+
+def psnr(one: Path, other: Path) -> float:
+    """Return the PSNR between two videos' frames, in dB."""
+    a, b = (torch.frombuffer(bytearray(frames_of(path)), dtype=torch.uint8).double() for path in (one, other))
+    error = (a - b).square().mean().item()
+    return 10 * math.log10(255**2 / error) if error else math.inf
+
+
+@pytest.fixture(scope="module")
+def stocked(
+    tiny: Callable[[str], ModelSpec], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[ModelSpec, Path, list[Event]]:
+    """Return a library that a first job has filled, and that job's events."""
+    folder = tmp_path_factory.mktemp("stocked")
+    spec = tiny("wan2.2-a14b")
+    bench = Bench(spec, EngineService(EngineStore(folder / "engines", 10**10), probe(), folder), folder)
+    return spec, folder, bench.run(bench.plan())
+
+
+@pytest.fixture
+def bench(stocked: tuple[ModelSpec, Path, list[Event]], tmp_path: Path) -> Bench:
+    """Return a copy of that library, to be damaged."""
+    spec, folder, _ = stocked
+    shutil.copytree(folder / "engines", tmp_path / "engines")
+    return Bench(spec, EngineService(EngineStore(tmp_path / "engines", 10**10), probe(), folder), tmp_path)
+
+
+def break_after(
+    monkeypatch: pytest.MonkeyPatch, program: str, calls: int, end: Callable[[], dict[str, torch.Tensor]]
+) -> None:
+    """Let real sessions run, and `end` the one call of `program` that comes after `calls` of them."""
+    infer: Infer = OnnxRuntimeSession.infer
+    marks = {"text_encoder": "input_ids", "transformer": "timestep", "vae_next": "cache_0"}
+    seen = 0
+
+    def failing(self: OnnxRuntimeSession, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        nonlocal seen
+        if marks[program] in inputs:
+            seen += 1
+            if seen == calls + 1:
+                return end()
+        return infer(self, **inputs)
+
+    monkeypatch.setattr(OnnxRuntimeSession, "infer", failing)
+
+
+def failing() -> dict[str, torch.Tensor]:
+    """Fail as an engine does."""
+    raise EngineError("The engine failed: on purpose.", "Nothing to do.")
+
+
+def starving() -> dict[str, torch.Tensor]:
+    """Run out of memory."""
+    raise MemoryError
+
+
+def not_numbers() -> dict[str, torch.Tensor]:
+    """Give NaN."""
+    return dict.fromkeys(("embeds", "velocity", "frames"), torch.full((1,), math.nan))
+
+
+def test_the_first_job_builds_what_is_missing(stocked: tuple[ModelSpec, Path, list[Event]]) -> None:
+    _, folder, events = stocked
+    assert set(backends(events).values()) == {"onnxruntime"}
+    assert fallen(events) == []
+    assert built(events) == [*COMPONENTS, "vae"]
+    assert {event.component for event in events if isinstance(event, EngineProgress)} == set(COMPONENTS)
+    ids = [name for part in saved(events).plan["components"].values() for name in part["engines"]]
+    assert len(ids) == 5
+    assert {path.name for path in (folder / "engines").iterdir() if path.name != ".locks"} == set(ids)
+    assert all(part["engine"] in ids for part in saved(events).plan["components"].values())
+    facts = read_facts(saved(events).video)
+    assert facts is not None
+    assert json.loads(json.dumps(facts["plan"])) == json.loads(json.dumps(saved(events).plan))
+
+
+def test_the_second_builds_nothing_and_gives_what_pytorch_gives(bench: Bench) -> None:
+    plan = bench.plan()
+    assert all(not use.build for part in plan.components.values() for use in part.engines)
+    events = bench.run(plan)
+    assert built(events) == []
+    assert fallen(events) == []
+    assert set(backends(events).values()) == {"onnxruntime"}
+    with Residency(bench.engines) as residency:
+        on_engines = sample(bench.spec, plan, residency)
+        in_pytorch = sample(bench.spec, bench.plan(backends={"all": "pytorch"}), residency)
+    assert (on_engines - in_pytorch).norm() / in_pytorch.norm() < 1e-3
+    shutil.move(bench.folder / "x.mp4", bench.folder / "engines.mp4")
+    bench.run(bench.plan(backends={"all": "pytorch"}))
+    assert psnr(bench.folder / "engines.mp4", bench.folder / "x.mp4") >= SAME_NOISE_DB
+
+
+def test_auto_takes_what_is_measured_faster(bench: Bench) -> None:
+    index = {record.id: record for record in bench.engines.store.index()}
+    for name, part in bench.plan(backends={}).components.items():
+        offer = next(o for o in bench.engines.offers(bench.spec)(name, (3, 4, 8), "cpu") if o.backend == "onnxruntime")
+        assert offer.ready
+        assert offer.speed_up > 0
+        assert part.backend == ("onnxruntime" if offer.speed_up >= 1.03 else "pytorch"), part.reason
+        assert {use.id for use in part.engines} <= set(index)
+
+
+def test_never_building_means_pytorch_and_says_so(bench: Bench) -> None:
+    events = bench.run(bench.plan(width=48, build="never"))
+    assert set(backends(events).values()) == {"onnxruntime", "pytorch"}  # the text encoder knows no sizes
+    assert [event.component for event in fallen(events)] == ["transformer", "transformer_2", "vae"]
+    assert all("none is to be built" in event.reason for event in fallen(events))
+    assert "asked 3 latent frames" in fallen(events)[0].reason
+    assert saved(events).warnings[-1] == fallen(events)[-1].reason
+    assert built(events) == []
+
+
+def flip(engine: Path) -> None:
+    data = bytearray(engine.read_bytes())
+    data[len(data) // 2] ^= 1
+    engine.write_bytes(data)
+
+
+def empty(engine: Path) -> None:
+    engine.write_bytes(b"")
+
+
+def cut(engine: Path) -> None:
+    engine.write_bytes(engine.read_bytes()[:-100])
+
+
+def forge(engine: Path) -> None:
+    """Change the manifest's versions: the key is no longer the folder's name."""
+    manifest = engine.with_name("engine.json")
+    manifest.write_text(manifest.read_text().replace('"torch"', '"torch", "0.0"], ["older"'))
+
+
+def remove(engine: Path) -> None:
+    shutil.rmtree(engine.parent)
+
+
+def swap(engine: Path) -> None:
+    """Put another engine's file in its place."""
+    others = [path for path in engine.parents[1].glob("*/engine.onnx") if path != engine]
+    shutil.copy(others[0], engine)
+
+
+@pytest.mark.parametrize("damage", [flip, empty, cut, forge, remove, swap])
+def test_damage_between_plan_and_job_ends_in_pytorch(damage: Callable[[Path], None], bench: Bench) -> None:
+    plan = bench.plan(build="never")
+    engine_id = plan.components["transformer_2"].engines[0].id
+    damage(bench.folder / "engines" / engine_id / "engine.onnx")
+    events = bench.run(plan)
+    (fall,) = fallen(events)
+    assert (fall.component, fall.backend) == ("transformer_2", "onnxruntime")
+    assert fall.reason.startswith("Low-noise transformer: PyTorch instead of ONNX Runtime. ")
+    assert backends(events)["transformer_2"] == "pytorch"
+    assert saved(events).plan["components"]["transformer_2"]["reason"] in fall.reason
+    assert saved(events).warnings[-1] == fall.reason
+    # It is known now: the next plan does not want it.
+    assert bench.plan(build="never").components["transformer_2"].backend == "pytorch"
+
+
+def test_a_damaged_engine_is_built_anew_where_building_is_allowed(bench: Bench) -> None:
+    plan = bench.plan()
+    engine_id = plan.components["transformer"].engines[0].id
+    flip(bench.folder / "engines" / engine_id / "engine.onnx")
+    events = bench.run(plan)
+    assert fallen(events) == []
+    assert built(events) == ["transformer"]
+    (warning,) = [event.message for event in events if isinstance(event, Warned) and engine_id in event.message]
+    assert "built anew" in warning
+    assert backends(events)["transformer"] == "onnxruntime"
+    assert built(bench.run(bench.plan())) == []
+
+
+@pytest.mark.parametrize("end", [failing, starving, not_numbers])
+@pytest.mark.parametrize(
+    ("program", "calls", "component"),
+    [
+        ("text_encoder", 1, "text_encoder"),
+        ("transformer", 3, "transformer"),
+        ("transformer", 7, "transformer_2"),
+        ("vae_next", 1, "vae"),
+    ],
+)
+def test_an_engine_that_fails_in_the_middle(
+    program: str,
+    calls: int,
+    component: str,
+    end: Callable[[], dict[str, torch.Tensor]],
+    bench: Bench,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench.run(bench.plan(backends={"all": "pytorch"}))
+    shutil.move(bench.folder / "x.mp4", bench.folder / "reference.mp4")
+    break_after(monkeypatch, program, calls, end)
+    events = bench.run(bench.plan())
+    (fall,) = fallen(events)
+    assert fall.component == component
+    assert {failing: "on purpose", starving: "Memory ran out", not_numbers: "NaN"}[end] in fall.reason
+    assert backends(events) == dict.fromkeys(COMPONENTS, "onnxruntime") | {component: "pytorch"}
+    assert psnr(bench.folder / "reference.mp4", bench.folder / "x.mp4") >= SAME_NOISE_DB
+
+
+def test_a_resumed_job_stays_with_pytorch_where_it_had_fallen_back(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        break_after(patched, "transformer", 4, failing)
+        bench.run(bench.plan())
+    shutil.move(bench.folder / "x.mp4", bench.folder / "wanted.mp4")
+    folder = CheckpointFolder(bench.folder / "job")
+    with monkeypatch.context() as patched:
+        break_after(patched, "transformer", 4, failing)
+        first = bench.run(bench.plan(), lambda event: isinstance(event, StepDone) and event.step == 3, folder)
+    assert isinstance(first[-1], Cancelled)
+    (fall,) = fallen(first)
+    # The engine would run again now, and the video would be another one.
+    second = bench.run(bench.plan(), checkpoints=folder)
+    assert [event.step for event in second if isinstance(event, StepDone)] == [4]
+    assert backends(second) == dict.fromkeys(COMPONENTS, "onnxruntime") | {"transformer_2": "pytorch"}
+    assert saved(second).warnings.count(fall.reason) == 1
+    assert frames_of(bench.folder / "x.mp4") == frames_of(bench.folder / "wanted.mp4")
+
+
+def test_a_cancelled_build_leaves_nothing(bench: Bench) -> None:
+    before = bench.visible()
+    events = bench.run(bench.plan(width=48), stop=lambda event: isinstance(event, EngineProgress))
+    assert isinstance(events[-1], Cancelled)
+    bench.engines.store.index()
+    assert bench.visible() == before
+    assert not (bench.folder / "x.mp4").exists()
+
+
+def test_engines_of_a_job_are_not_evicted_for_each_other(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
+    """A cap smaller than one job's engines."""
+    spec = tiny("wan2.1")
+    bench = Bench(spec, EngineService(EngineStore(tmp_path / "engines", 1), probe(), tmp_path), tmp_path)
+    events = bench.run(bench.plan(backends={"text_encoder": "onnxruntime", "transformer": "onnxruntime"}))
+    assert fallen(events) == []
+    assert backends(events)["text_encoder"] == "onnxruntime"
+
+
+def test_a_plan_for_other_weights_is_refused_aloud(bench: Bench) -> None:
+    plan = bench.plan(width=48)
+    part = plan.components["vae"]
+    other = replace(part, engines=tuple(replace(use, id="0" * 16) for use in part.engines))
+    keep = {name: tiny_plan(bench.spec, bench.folder / "x.mp4").components[name] for name in COMPONENTS[:3]}
+    events = bench.run(replace(plan, components={**keep, "vae": other}))
+    (fall,) = fallen(events)
+    assert "planned for other weights" in fall.reason
+
+
+def test_an_engine_of_other_weights_is_never_taken(bench: Bench, stocked: tuple[ModelSpec, Path, list[Event]]) -> None:
+    bare = bench.plan()
+    path = made_loras.save(bench.folder / "style.safetensors", made_loras.wan(factors(bench.spec.transformer)))
+    asked = {"loras": [f"high={path}:0.8"]}
+    with_lora = with_lora_of(bench, path, 0.8)
+    never = with_lora.plan(**asked, build="never").components
+    assert never["transformer"].backend == "pytorch" and "built without this LoRA" in never["transformer"].reason
+    assert never["transformer_2"].engines == bare.components["transformer_2"].engines
+    plan = with_lora.plan(**asked)
+    (use,) = plan.components["transformer"].engines
+    assert use.build and use.id != bare.components["transformer"].engines[0].id
+    assert "built without this LoRA" in plan.components["transformer"].reason
+    events = with_lora.run(plan)
+    assert built(events) == ["transformer"] and backends(events) == dict.fromkeys(COMPONENTS, "onnxruntime")
+    in_pytorch = with_lora.run(with_lora.plan(**asked, backends={"all": "pytorch"}))
+    assert psnr(saved(events).video, saved(in_pytorch).video) > SAME_NOISE_DB
+    # One step of the expert, by its engine with the LoRA, in PyTorch with it, and by the engine without.
+    random = torch.Generator().manual_seed(0)
+    latents = torch.randn(plan.latent_shape, generator=random)
+    text = torch.randn(1, bench.spec.max_sequence_length, bench.spec.transformer.text_dim, generator=random)
+    engine, pytorch, without = (
+        velocity(one, latents, text)
+        for one in (
+            (with_lora, with_lora.plan(**asked)),
+            (with_lora, with_lora.plan(**asked, backends={"all": "pytorch"})),
+            (bench, bare),
+        )
+    )
+    length = torch.linalg.vector_norm(pytorch)
+    assert torch.linalg.vector_norm(engine - pytorch) < 1e-4 * length
+    assert torch.linalg.vector_norm(without - pytorch) > 1e-2 * length
+    # Taken away, the old engine is there as before; with another weight there is none.
+    assert bench.plan() == bare
+    (other,) = with_lora_of(bench, path, 0.5).plan(loras=[f"high={path}:0.5"]).components["transformer"].engines
+    assert other.build
+    # The library knows what is inside: neither is stale, and neither is proven against other weights.
+    records = {record.id: record for record in bench.engines.store.index()}
+    assert records[use.id].loras == with_lora.spec.loras
+    assert all(why_stale(record, [bench.spec], bench.engines.machine) == [] for record in records.values())
+    path.unlink()
+    with pytest.raises(EngineError, match="has a LoRA inside"):
+        check = Cancel()
+        verify_engine(bench.spec, "transformer", records[use.id], bench.engines.store, "cpu", lambda *_: None, check)
+
+
+def with_lora_of(bench: Bench, path: Path, weight: float) -> Bench:
+    """Return the same place for the model with a LoRA on its high-noise expert."""
+    lora = Lora(str(path), weight, "high")
+    return Bench(with_loras(bench.spec, [lora], Path("none")), bench.engines, bench.folder)
+
+
+def velocity(of: tuple[Bench, ExecutionPlan], latents: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+    """Return what the high-noise expert of a plan predicts."""
+    bench, plan = of
+    with Residency(bench.engines) as residency, residency.denoiser(bench.spec, Alone(plan), "transformer") as denoiser:
+        return denoiser(latents, torch.tensor(900.0), text).clone()

@@ -1,0 +1,266 @@
+"""Memory that runs out in the middle of a job: it goes on from there more frugally, or says how it could."""
+
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runtime.core.cancel import Cancel
+from runtime.core.events import Event, Failed, OutOfMemory, Resumed, StageStarted, StepDone, VideoSaved, Warned
+from runtime.execution.denoiser import PROMPTED, PyTorchDenoiser
+from runtime.execution.residency import Residency
+from runtime.execution.text_encoder import PyTorchTextModel
+from runtime.execution.video_decoder import PyTorchVideoDecoder
+from runtime.models.spec import ModelSpec
+from runtime.models.weights import load_module, load_scheduler
+from runtime.pipeline.run import run_job
+from tests.pipeline.test_resume import run, steps_of, stream_of
+from tests.pipeline.test_run import frames_of
+from tests.plans import tiny_plan
+
+Tiny = Callable[[str], ModelSpec]
+# Two calls a step: with guidance.
+PLACES = [
+    ("PyTorchTextModel", 2, "encode", "text_encoder", 0),
+    ("PyTorchDenoiser", 1, "denoise", "transformer", 0),
+    ("PyTorchDenoiser", 4, "denoise", "transformer", 1),
+    ("PyTorchDenoiser", 6, "denoise", "transformer_2", 2),
+    ("PyTorchVideoDecoder", 1, "decode", "vae", 4),
+]
+FULL = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"),
+]
+
+
+class Starving:
+    """Makes components that run out of memory in chosen calls, counted over all of a class."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+        self._monkeypatch = monkeypatch
+        self._error = error
+        self.calls = 0
+
+    def at(self, name: str, fails: Callable[[int], bool]) -> None:
+        """Let class `name` fail in the calls for which `fails`."""
+        outer = self
+
+        def hit() -> None:
+            outer.calls += 1
+            if fails(outer.calls):
+                raise outer._error
+
+        class StarvingTextModel(PyTorchTextModel):
+            def __call__(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+                hit()
+                return super().__call__(ids, mask)
+
+        class StarvingDenoiser(PyTorchDenoiser):
+            def __call__(
+                self, latents: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor, which: str = PROMPTED
+            ) -> torch.Tensor:
+                hit()
+                return super().__call__(latents, timestep, text, which)
+
+        class StarvingVideoDecoder(PyTorchVideoDecoder):
+            def frames(self, latents: torch.Tensor, chunk: int, tile: int | None = None) -> Iterator[torch.Tensor]:
+                for frames in super().frames(latents, chunk, tile):
+                    yield frames
+                    hit()
+
+        kinds: list[type] = [StarvingTextModel, StarvingDenoiser, StarvingVideoDecoder]
+        found = next(kind for kind in kinds if kind.__mro__[1].__name__ == name)
+        self._monkeypatch.setattr(f"runtime.execution.residency.{name}", found)
+
+
+def outs(events: list[Event]) -> list[OutOfMemory]:
+    """Return what was told of memory."""
+    return [event for event in events if isinstance(event, OutOfMemory)]
+
+
+@pytest.mark.parametrize("error", FULL)
+@pytest.mark.parametrize(("name", "call", "stage", "component", "step"), PLACES)
+def test_it_goes_on_by_itself_and_the_video_is_the_same(
+    name: str,
+    call: int,
+    stage: str,
+    component: str,
+    step: int,
+    error: Exception,
+    tiny: Tiny,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = tiny("wan2.2-a14b")
+    plan = tiny_plan(spec, tmp_path / "x.mp4")
+    assert plan.keep_loaded
+    run(plan, spec, None)
+    shutil.move(tmp_path / "x.mp4", tmp_path / "wanted.mp4")
+    Starving(monkeypatch, error).at(name, lambda calls: calls == call)
+    events = run(plan, spec, tmp_path / "job")
+    (out,) = outs(events)
+    assert (out.stage, out.component, out.memory, out.taken) == (stage, component, "RAM", True)
+    assert (out.instead, out.lossless, out.flags) == ("One part at a time", True, "--on-out-of-memory retry")
+    assert "ran out of memory (RAM)" in out.message
+    assert "goes on so: one part at a time" in out.message
+    assert sum(isinstance(event, StepDone) for event in events[: events.index(out)]) == step
+    assert steps_of(events) == [1, 2, 3, 4], "no step is done twice"
+    saved = events[-1]
+    assert isinstance(saved, VideoSaved)
+    assert out.message in saved.warnings
+    assert saved.plan["keep_loaded"] is False
+    assert [strategy["title"] for strategy in saved.plan["ladder"] if strategy["taken"]] == ["One part at a time"]
+    assert stream_of(tmp_path / "x.mp4") == stream_of(tmp_path / "wanted.mp4")
+
+
+def test_with_a_step_cache_it_goes_on_from_where_that_began(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = tiny("wan2.1")
+    plan = tiny_plan(spec, tmp_path / "x.mp4", step_cache="first-block:0.001")
+    run(plan, spec, None)
+    shutil.move(tmp_path / "x.mp4", tmp_path / "wanted.mp4")
+    read: list[ModelSpec] = []
+
+    def counted(spec: ModelSpec, *rest: Any) -> Any:
+        read.append(spec)
+        return load_scheduler(spec, *rest)
+
+    monkeypatch.setattr("runtime.pipeline.run_context.load_scheduler", counted)
+    Starving(monkeypatch, MemoryError()).at("PyTorchDenoiser", lambda calls: calls == 6)
+    events = run(plan, spec, tmp_path / "job")
+    # What the scheduler remembered of steps 1 and 2 is forgotten with them.
+    assert len(outs(events)) == 1 and steps_of(events) == [1, 2, 1, 2, 3, 4]
+    assert stream_of(tmp_path / "x.mp4") == stream_of(tmp_path / "wanted.mp4")
+    assert len(read) == 1, "the scheduler's configuration is read once a job"
+
+
+def test_loading_that_runs_out_goes_on_too(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = tiny("wan2.2-a14b")
+    seen: list[str] = []
+
+    def starving(spec: ModelSpec, name: str, *rest: Any) -> torch.nn.Module:
+        seen.append(name)
+        if seen.count("transformer_2") == 1 and name == "transformer_2":
+            raise MemoryError
+        return load_module(spec, name, *rest)
+
+    monkeypatch.setattr("runtime.execution.residency.load_module", starving)
+    events = run(tiny_plan(spec, tmp_path / "x.mp4"), spec, None)
+    (out,) = outs(events)
+    assert (out.stage, out.component, out.taken) == ("load", "transformer_2", True)
+    assert steps_of(events) == [1, 2, 3, 4]
+    assert isinstance(events[-1], VideoSaved)
+
+
+def test_asking_stops_with_the_flags_and_the_checkpoint(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = tiny("wan2.2-a14b")
+    plan = tiny_plan(spec, tmp_path / "x.mp4", on_out_of_memory="ask")
+    with monkeypatch.context() as patched:
+        Starving(patched, FULL[0]).at("PyTorchDenoiser", lambda calls: calls == 6)
+        events = run(plan, spec, tmp_path / "job")
+    (out,) = outs(events)
+    assert (out.taken, out.instead) == (False, "One part at a time")
+    assert events[-1] == Failed(
+        "This machine ran out of memory (RAM): denoising, low-noise transformer.",
+        "Resume the job with --on-out-of-memory retry: one part at a time. It goes on after step 2 of 4.",
+    )
+    again = run(tiny_plan(spec, tmp_path / "x.mp4", on_out_of_memory="retry"), spec, tmp_path / "job")
+    assert Resumed(2, 4) in again
+    assert steps_of(again) == [3, 4]
+    assert isinstance(again[-1], VideoSaved)
+
+
+def test_where_nothing_helps_it_ends_and_frees_all(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = tiny("wan2.2-a14b")
+    Starving(monkeypatch, FULL[0]).at("PyTorchDenoiser", lambda calls: calls >= 3)
+    events: list[Event] = []
+    plan = tiny_plan(spec, tmp_path / "x.mp4")
+    with Residency() as residency:
+        run_job(plan, spec, events.append, Cancel(), residency)
+        assert not any(residency.holds(spec, plan, name) for name in plan.components)
+    assert [out.taken for out in outs(events)] == [True, False]
+    end = events[-1]
+    assert isinstance(end, Failed)
+    assert not end.defect
+    assert end.remedy.startswith("Ask for a smaller size")
+
+
+def test_an_interrupted_job_goes_on_in_the_way_that_helped(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = tiny("wan2.2-a14b")
+    plan = tiny_plan(spec, tmp_path / "x.mp4")
+    with monkeypatch.context() as patched:
+        Starving(patched, FULL[0]).at("PyTorchDenoiser", lambda calls: calls == 3)
+        first = run(plan, spec, tmp_path / "job", stop=lambda e: isinstance(e, StepDone) and e.step == 2)
+    (out,) = outs(first)
+    second = run(plan, spec, tmp_path / "job")
+    assert steps_of(second) == [3, 4]
+    saved = second[-1]
+    assert isinstance(saved, VideoSaved)
+    assert saved.plan["keep_loaded"] is False
+    assert out.message in saved.warnings
+    assert Warned(out.message) in second
+
+
+def _decode_with_little_memory(directory: Path, output: Path, end: Any) -> None:
+    """Run a job whose decoder really runs out of memory: the process may have little more than decoding in tiles takes.
+
+    In a process of its own, which computes nothing before.
+    """
+    from runtime.models.wan import read_spec
+    from runtime.planner import memory_model
+
+    spec = read_spec(directory, "tiny")
+    plan = tiny_plan(spec, output, width=768, height=512, frames=5, steps=1, on_out_of_memory="any")
+    load = memory_model.Load.of(plan, spec)
+    whole, tiled = (memory_model.decode_bytes(load, 1, tile) for tile in (None, memory_model.tile_sides(load)[0]))
+    events: list[Event] = []
+
+    def emit(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, StageStarted) and event.stage == "decode" and not outs(events):
+            status = Path("/proc/self/status").read_text()
+            used = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmSize"))
+            limit = used + (tiled + whole) // 2
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+    torch.set_num_threads(1)
+    with Residency() as residency:
+        run_job(plan, spec, emit, Cancel(), residency)
+    told = [(out.stage, out.memory, out.instead, out.taken) for out in outs(events)]
+    final = events[-1]
+    end.send((told, type(final).__name__, getattr(final, "what", ""), getattr(final, "warnings", ())))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_memory_that_really_runs_out_while_decoding(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import multiprocessing
+
+    directory = tiny("wan2.1").directory
+    # Else each thread reserves 64 MiB that it does not use.
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+    # The limit is one of addresses, and what is allocated in larger pieces gives its own back.
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_decode_with_little_memory, args=(directory, tmp_path / "x.mp4", theirs))
+    process.start()
+    assert ours.poll(240), "no answer"
+    told, final, what, warnings = ours.recv()
+    process.join(20)
+    assert final == "VideoSaved", (what, told)
+    assert [(stage, memory, taken) for stage, memory, _, taken in told] == [("decode", "RAM", True)] * len(told)
+    assert "One part at a time, decoding in tiles of" in told[-1][2]
+    assert any("a little less exact" in warning for warning in warnings)
+    assert len(frames_of(tmp_path / "x.mp4")) == 5 * 512 * 768 * 3

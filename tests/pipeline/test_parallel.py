@@ -1,0 +1,227 @@
+"""Jobs that several processes share: the same video, and a clear end whatever becomes of one of them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from runtime.core.cancel import Cancel
+from runtime.core.events import (
+    Cancelled,
+    Event,
+    Failed,
+    OutOfMemory,
+    Paused,
+    Resumed,
+    StageStarted,
+    StepDone,
+    VideoSaved,
+)
+from runtime.core.loras import Lora
+from runtime.core.plan import ExecutionPlan, Split
+from runtime.execution.residency import Residency
+from runtime.models.loras import with_loras
+from runtime.models.spec import ModelSpec
+from runtime.pipeline.checkpoint import CheckpointFolder
+from runtime.pipeline.run import run_job
+from tests.made_loras import factors, peft
+from tests.pipeline.test_parity import sample
+from tests.pipeline.test_run import frames_of
+from tests.plans import tiny_plan
+from tests.waiting import until
+
+Tiny = Callable[[str], ModelSpec]
+TWO = Split(devices=("cpu", "cpu"), guidance=2, sequence=1, decode=True, reason="For a test.")
+SECONDS = 60.0
+
+
+@pytest.fixture(scope="module")
+def residency() -> Iterator[Residency]:
+    """What keeps the processes between these tests."""
+    with Residency() as residency:
+        yield residency
+
+
+@pytest.fixture
+def spec(tiny: Tiny) -> ModelSpec:
+    """A model with two experts."""
+    return tiny("wan2.2-a14b")
+
+
+def shared(spec: ModelSpec, output: Path, **values: object) -> ExecutionPlan:
+    """Plan a tiny clip for two processes."""
+    return replace(tiny_plan(spec, output, negative_prompt="blue ball", **values), split=TWO, keep_loaded=True)
+
+
+def run(
+    plan: ExecutionPlan,
+    spec: ModelSpec,
+    residency: Residency,
+    folder: Path | None = None,
+    at: Callable[[Event, Cancel], None] = lambda *_: None,
+) -> list[Event]:
+    """Run a job; `at` is called with each event."""
+    events: list[Event] = []
+    cancel = Cancel()
+
+    def emit(event: Event) -> None:
+        events.append(event)
+        at(event, cancel)
+
+    run_job(plan, spec, emit, cancel, residency, checkpoints=CheckpointFolder(folder) if folder else None)
+    return events
+
+
+def processes(residency: Residency) -> list[psutil.Process]:
+    """Return the processes that share the work, and the one that started them."""
+    group = residency.group_manager.group
+    assert group is not None
+    launcher = psutil.Process(group._launcher.pid)
+    return [launcher, *launcher.children()]
+
+
+def apart(one: Path, other: Path) -> float:
+    """Return how far two videos' frames are apart on average, of 255."""
+    first, second = (np.frombuffer(frames_of(path), np.uint8).astype(float) for path in (one, other))
+    return float(np.abs(first - second).mean())
+
+
+def test_latents_are_those_of_one_process(spec: ModelSpec, residency: Residency, tmp_path: Path) -> None:
+    plan = shared(spec, tmp_path / "x.mp4")
+    with Residency() as alone:
+        wanted = sample(spec, replace(plan, split=None), alone)
+    made = sample(spec, plan, residency)
+    torch.testing.assert_close(made, wanted, rtol=0, atol=1e-4)
+    assert all(residency.holds(spec, plan, name) for name in ("transformer", "transformer_2"))
+    assert len(processes(residency)) == 3
+
+
+def test_each_adds_the_loras(spec: ModelSpec, residency: Residency, tmp_path: Path) -> None:
+    save_file(peft(factors(spec.transformer)), tmp_path / "style.safetensors")
+    changed = with_loras(spec, [Lora(str(tmp_path / "style.safetensors"), 0.5)], tmp_path)
+    plan = shared(spec, tmp_path / "x.mp4")
+    with Residency() as alone:
+        wanted = sample(changed, replace(plan, split=None), alone)
+    made = sample(changed, plan, residency)
+    torch.testing.assert_close(made, wanted, rtol=0, atol=1e-4)
+    assert not torch.allclose(made, sample(spec, plan, residency), atol=1e-2)
+
+
+def test_a_job_goes_on_with_another_number_of_them(spec: ModelSpec, residency: Residency, tmp_path: Path) -> None:
+    whole, halves = tmp_path / "whole.mp4", tmp_path / "halves.mp4"
+    together, alone = shared(spec, whole), replace(shared(spec, halves), split=None)
+    saved = run(together, spec, residency)[-1]
+    assert isinstance(saved, VideoSaved)
+    assert saved.request["gpus"] == 2
+    assert saved.plan["split"]["devices"] == ["cpu", "cpu"]
+
+    def pause(event: Event, cancel: Cancel) -> None:
+        if isinstance(event, StepDone) and event.step == 2:
+            cancel.pause()
+
+    there = processes(residency)
+    events = run(replace(together, output=halves), spec, residency, tmp_path / "job", pause)
+    assert events[-1] == Paused(2, 4)
+    # They were there already, with both experts.
+    assert [event.part for event in events if isinstance(event, StageStarted) and event.stage == "load"] == []
+    assert processes(residency) == there
+    with Residency() as one:
+        events = run(alone, spec, one, tmp_path / "job")
+    assert Resumed(2, 4) in events
+    assert isinstance(events[-1], VideoSaved)
+    assert events[-1].request["gpus"] == 1
+    assert apart(whole, halves) < 0.5
+
+
+def test_a_cancelled_job_leaves_them_ready(spec: ModelSpec, residency: Residency, tmp_path: Path) -> None:
+    plan = shared(spec, tmp_path / "x.mp4")
+
+    def cancel_at_first(event: Event, cancel: Cancel) -> None:
+        if isinstance(event, StepDone):
+            cancel.request()
+
+    assert run(plan, spec, residency, at=cancel_at_first)[-1] == Cancelled()
+    there = processes(residency)
+    assert isinstance(run(plan, spec, residency)[-1], VideoSaved)
+    assert processes(residency) == there
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits another process's memory")
+def test_memory_that_runs_out_in_one_is_told(spec: ModelSpec, residency: Residency, tmp_path: Path) -> None:
+    plan = shared(spec, tmp_path / "x.mp4", on_out_of_memory="ask", width=768, height=512, frames=5, steps=1)
+
+    def starve(event: Event, _: Cancel) -> None:
+        if event == StageStarted("denoise", "transformer"):
+            rank = processes(residency)[2]
+            # Room for what libraries need to begin with, not for a frame.
+            rank.rlimit(psutil.RLIMIT_AS, (rank.memory_info().vms + (32 << 20),) * 2)
+
+    events = run(plan, spec, residency, at=starve)
+    (out,) = [event for event in events if isinstance(event, OutOfMemory)]
+    # What it had before is used first.
+    assert (out.memory, out.stage) in {("RAM", "denoise"), ("RAM", "decode")}
+    assert isinstance(events[-1], Failed)
+    assert residency.group_manager.group is None
+
+
+def test_a_killed_one_ends_the_job_with_a_reason(spec: ModelSpec, residency: Residency, tmp_path: Path) -> None:
+    plan = shared(spec, tmp_path / "x.mp4")
+    there: list[psutil.Process] = []
+    killed_at = 0.0
+
+    def kill(event: Event, _: Cancel) -> None:
+        nonlocal killed_at
+        if isinstance(event, StepDone) and event.step == 1:
+            there.extend(processes(residency))
+            there[2].kill()
+            killed_at = time.monotonic()
+
+    events = run(plan, spec, residency, tmp_path / "job", kill)
+    failed = events[-1]
+    assert isinstance(failed, Failed), failed
+    assert time.monotonic() - killed_at < SECONDS
+    assert not failed.defect
+    assert failed.what.startswith("GPU 2 of 2 (cpu) is gone: its process ended by signal 9 (SIGKILL).")
+    assert "--gpus 1" in failed.remedy
+    assert not any(process.is_running() for process in there)
+    assert not plan.output.exists()
+    # The app goes on, and so does the job: with one.
+    with Residency() as alone:
+        events = run(replace(plan, split=None), spec, alone, tmp_path / "job")
+    assert isinstance(events[-1], VideoSaved)
+    assert any(isinstance(event, Resumed) for event in events)
+
+
+LEADER = """
+import sys
+from runtime.execution.parallel.group import Group
+from runtime.core.plan import Split
+Group(Split(devices=("cpu",) * 2, guidance=2, sequence=1, decode=True, reason=""), lambda: None)
+sys.stdin.read()
+"""
+
+
+def test_none_outlives_who_leads() -> None:
+    leader = subprocess.Popen([sys.executable, "-c", LEADER], stdin=subprocess.PIPE, cwd=Path(__file__).parents[2])
+    try:
+        lead = psutil.Process(leader.pid)
+        until(lambda: len(lead.children(recursive=True)) == 3, meanwhile=lambda: leader.poll() is None)
+        there = lead.children(recursive=True)
+        os.kill(leader.pid, signal.SIGKILL)
+        gone, left = psutil.wait_procs(there, timeout=SECONDS)
+        assert not left, gone
+    finally:
+        leader.kill()
+        leader.wait()
+        assert leader.stdin is not None
+        leader.stdin.close()

@@ -1,0 +1,108 @@
+"""A step cache where several processes share a pass: all decide as one would, and go on where one would."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runtime.core.events import Paused, Resumed, StepDone, VideoSaved
+from runtime.core.plan import ExecutionPlan, Split
+from runtime.execution import first_block_cache
+from runtime.execution.residency import Residency
+from runtime.models.spec import ModelSpec
+from tests.pipeline.test_parallel import apart, run
+from tests.pipeline.test_parity import sample
+from tests.pipeline.test_run import frames_of
+from tests.plans import tiny_plan
+
+Tiny = Callable[[str], ModelSpec]
+# At this strength one half of the tokens and the other, each by itself, would decide differently in some steps.
+STRENGTH = 0.075
+STEPS = 12
+
+
+@pytest.fixture(scope="module", params=[(1, 2), (2, 2)], ids=["2: tokens", "4: guidance x tokens"])
+def split(request: pytest.FixtureRequest) -> Split:
+    """How processes share a job."""
+    guidance, sequence = request.param
+    devices = ("cpu",) * (guidance * sequence)
+    return Split(devices=devices, guidance=guidance, sequence=sequence, decode=True, reason="For a test.")
+
+
+@pytest.fixture(scope="module")
+def residency(split: Split) -> Iterator[Residency]:
+    """What keeps the processes of a split."""
+    with Residency() as residency:
+        yield residency
+
+
+def planned(spec: ModelSpec, output: Path, step_cache: str = f"first-block:{STRENGTH}") -> ExecutionPlan:
+    """Plan a clip of 15 tokens: of two shares one is filled up."""
+    size = {"width": 80, "height": 16, "frames": 9, "steps": STEPS}
+    plan = tiny_plan(spec, output, step_cache=step_cache, guidance_scale=3.0, guidance_scale_2=3.0, **size)
+    assert plan.tokens == 15
+    return replace(plan, keep_loaded=True)
+
+
+def decisions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool, bool]]:
+    """Return a list that fills with what one process decides, and what its halves alone would have."""
+    found: list[tuple[bool, bool, bool]] = []
+    changed = first_block_cache.changed
+
+    def heard(now: torch.Tensor, before: torch.Tensor, strength: float, sharing: Any) -> bool:
+        half = -(-now.shape[1] // 2)
+        first = changed(now[:, :half], before[:, :half], strength, None)
+        second = changed(now[:, half:], before[:, half:], strength, None)
+        found.append((changed(now, before, strength, sharing), first, second))
+        return found[-1][0]
+
+    monkeypatch.setattr(first_block_cache, "changed", heard)
+    return found
+
+
+def test_all_decide_as_one_would(
+    split: Split, residency: Residency, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = tiny("wan2.2-a14b")
+    cached, plain = planned(spec, tmp_path / "x.mp4"), planned(spec, tmp_path / "x.mp4", "none")
+    seen = decisions(monkeypatch)
+    with Residency() as alone:
+        wanted, without = sample(spec, cached, alone), sample(spec, plain, alone)
+    # Of two passes of 12 steps, those in which a cache begins anew compute everything and decide nothing.
+    assert len(seen) == 2 * (STEPS - 3)
+    assert 0 < sum(whole for whole, _, _ in seen) < len(seen)
+    assert sum(first != second for _, first, second in seen) >= 2
+    made = sample(spec, replace(cached, split=split), residency)
+    assert (made - wanted).norm() <= 1e-6 * wanted.norm()
+    assert (wanted - without).norm() > 1e-3 * wanted.norm()
+    # Nothing of it stays, though the same modules are lent.
+    again = sample(spec, replace(plain, split=split), residency)
+    assert (again - without).norm() <= 1e-6 * without.norm()
+
+
+def test_interrupted_it_gives_the_same_video(split: Split, residency: Residency, tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.2-a14b")
+    out, folder = tmp_path / "x.mp4", tmp_path / "job"
+    plan = replace(planned(spec, out), split=split)
+    assert isinstance(run(plan, spec, residency)[-1], VideoSaved)
+    whole = out.rename(tmp_path / "whole.mp4")
+
+    def pause(event: Any, cancel: Any) -> None:
+        if isinstance(event, StepDone) and event.step == 10:
+            cancel.pause()
+
+    # Caches begin anew at the ninth step.
+    assert run(plan, spec, residency, folder, pause)[-1] == Paused(8, STEPS)
+    events = run(plan, spec, residency, folder)
+    assert Resumed(8, STEPS) in events
+    assert [event.step for event in events if isinstance(event, StepDone)] == [9, 10, 11, 12]
+    assert frames_of(out) == frames_of(whole)
+    out.unlink()
+    assert run(plan, spec, residency, tmp_path / "other", pause)[-1] == Paused(8, STEPS)
+    with Residency() as alone:
+        events = run(replace(plan, split=None), spec, alone, tmp_path / "other")
+    assert Resumed(8, STEPS) in events
+    assert apart(out, whole) < 0.5

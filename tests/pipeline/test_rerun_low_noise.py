@@ -1,0 +1,104 @@
+"""The second half of a video anew: the low-noise expert and the decoder run, nothing else; the first half stays."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.core.errors import CheckpointError, InvalidRequestError
+from runtime.core.events import Resumed, StageStarted, StepDone, VideoSaved
+from runtime.core.plan import ExecutionPlan
+from runtime.models.spec import ModelSpec
+from runtime.pipeline.checkpoint import CheckpointFolder
+from runtime.pipeline.rerun_low_noise import redo_second_half
+from tests.pipeline.test_resume import run, steps_of, stream_of
+from tests.plans import machine, tiny_plan
+
+Tiny = Callable[[str], ModelSpec]
+SCALES = {"guidance_scale": 4.0, "guidance_scale_2": 3.0}
+
+
+def redo(made: ExecutionPlan, spec: ModelSpec, folder: Path, output: Path, **changes: Any) -> ExecutionPlan:
+    """Plan the second half anew, from folder/job into folder/redone."""
+    source, target = CheckpointFolder(folder / "job"), CheckpointFolder(folder / "redone")
+    return redo_second_half(made, changes, spec, source, target, machine(), output)
+
+
+@pytest.mark.parametrize(("high", "low", "new"), [(4.0, 3.0, 5.0), (4.0, 3.0, 1.0), (1.0, 1.0, 3.0), (4.0, 3.0, 3.0)])
+def test_it_is_what_the_whole_video_would_have_been(
+    high: float, low: float, new: float, tiny: Tiny, tmp_path: Path
+) -> None:
+    spec = tiny("wan2.2-a14b")
+    made = tiny_plan(spec, tmp_path / "x.mp4", guidance_scale=high, guidance_scale_2=low)
+    run(made, spec, tmp_path / "job")
+    first = stream_of(tmp_path / "x.mp4")
+    wanted = tiny_plan(spec, tmp_path / "wanted.mp4", guidance_scale=high, guidance_scale_2=new)
+    run(wanted, spec, None)
+
+    plan = redo(made, spec, tmp_path, tmp_path / "new.mp4", guidance_scale_2=new)
+    assert (plan.seed, plan.guidance_scale, plan.guidance_scale_2) == (3, high, new)
+    events = run(plan, spec, tmp_path / "redone")
+    assert Resumed(2, 4) in events
+    assert steps_of(events) == [3, 4]
+    loaded = {event.part for event in events if isinstance(event, StageStarted) and event.stage == "load"}
+    # The negative prompt has to be read where the first half did without.
+    assert loaded == {"transformer_2", "vae"} | ({"text_encoder"} if high <= 1 < new else set())
+    saved = events[-1]
+    assert isinstance(saved, VideoSaved)
+    assert saved.request["guidance_scale_2"] == new
+    assert saved.earlier["step"] == 2
+    assert stream_of(tmp_path / "new.mp4") == stream_of(tmp_path / "wanted.mp4")
+    assert (stream_of(tmp_path / "new.mp4") == first) == (new == low)
+    assert stream_of(tmp_path / "x.mp4") == first
+
+
+def test_it_can_be_interrupted_and_redone_like_any_other(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.2-a14b")
+    made = tiny_plan(spec, tmp_path / "x.mp4", **SCALES)
+    # Of a job that was interrupted itself, in its second half.
+    run(made, spec, tmp_path / "job", stop=lambda event: isinstance(event, StepDone) and event.step == 3)
+    plan = redo(made, spec, tmp_path, tmp_path / "new.mp4", guidance_scale_2=1.0)
+    run(plan, spec, tmp_path / "redone", stop=lambda event: isinstance(event, StepDone) and event.step == 3)
+    assert Resumed(3, 4) in run(plan, spec, tmp_path / "redone")
+    source, target = CheckpointFolder(tmp_path / "redone"), CheckpointFolder(tmp_path / "again")
+    again = redo_second_half(plan, {"guidance_scale_2": 2.0}, spec, source, target, machine(), tmp_path / "again.mp4")
+    assert steps_of(run(again, spec, tmp_path / "again")) == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "says"),
+    [
+        ({"steps": 9}, "steps", "whole video's"),
+        ({"seed": 9}, "seed", "The seed belongs to the first half too."),
+        ({"prompt": "a ball"}, "prompt", "belongs to the first half"),
+        ({"guidance_scale": 2.0}, "guidance_scale", "The guidance scale belongs"),
+        ({"guidance_scale_2": 999.0}, "guidance_scale_2", "is 999"),
+        ({"backends": "fast"}, "backends", "backends is 'fast'"),
+    ],
+)
+def test_what_cannot_be_changed_is_refused(
+    changes: dict[str, Any], field: str, says: str, tiny: Tiny, tmp_path: Path
+) -> None:
+    spec = tiny("wan2.2-a14b")
+    with pytest.raises(InvalidRequestError, match=says) as caught:
+        redo(tiny_plan(spec, tmp_path / "x.mp4", **SCALES), spec, tmp_path, tmp_path / "new.mp4", **changes)
+    assert caught.value.field == field
+    assert not (tmp_path / "redone").exists()
+
+
+def test_one_transformer_has_no_second_half(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.1")
+    with pytest.raises(InvalidRequestError, match="has one transformer"):
+        redo(tiny_plan(spec, tmp_path / "x.mp4"), spec, tmp_path, tmp_path / "new.mp4")
+
+
+def test_without_its_checkpoint_it_says_so(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.2-a14b")
+    made = tiny_plan(spec, tmp_path / "x.mp4", **SCALES)
+    run(made, spec, tmp_path / "job", stop=lambda event: isinstance(event, StepDone))
+    with pytest.raises(CheckpointError, match="There is no checkpoint between both experts"):
+        redo(made, spec, tmp_path, tmp_path / "new.mp4", guidance_scale_2=1.0)
+    (tmp_path / "job" / "boundary.safetensors").write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match="of no use, for it is damaged"):
+        redo(made, spec, tmp_path, tmp_path / "new.mp4", guidance_scale_2=1.0)

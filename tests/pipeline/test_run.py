@@ -1,0 +1,277 @@
+"""The job on tiny real models: what it makes, how it ends, and what it leaves behind."""
+
+import gc
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import imageio_ffmpeg
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from runtime.core.cancel import Cancel
+from runtime.core.events import (
+    Cancelled,
+    Event,
+    Failed,
+    FramesDecoded,
+    Planned,
+    StageStarted,
+    StepDone,
+    TerminalEvent,
+    VideoSaved,
+    Warned,
+    to_json,
+)
+from runtime.core.request import GenerationRequest
+from runtime.execution.residency import Residency
+from runtime.models.catalogue import find
+from runtime.models.spec import ModelSpec
+from runtime.models.wan import read_spec
+from runtime.pipeline.run import run_job
+from runtime.pipeline.run_context import RunContext
+from runtime.pipeline.sampling import Conditioning, Reached
+from runtime.video.metadata import read_facts
+from tests.pipeline.runs import Choice, events_of, never
+from tests.plans import tiny_plan
+from tests.tiny_models import ARCHITECTURES
+
+Tiny = Callable[[str], ModelSpec]
+
+
+def run(spec: ModelSpec, output: Path, stop: Choice = never, **values: object) -> list[Event]:
+    """Run a tiny job; `stop` says at which event to cancel."""
+    with Residency() as residency:
+        events = events_of(tiny_plan(spec, output, **values), spec, residency, cancel_at=stop)
+    assert [event for event in events if isinstance(event, TerminalEvent)] == events[-1:]
+    return events
+
+
+def frames_of(video: Path) -> bytes:
+    """Return the decoded frames of a video, as RGB bytes."""
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-i", str(video), "-f", "rawvideo", "-pix_fmt", "rgb24"]
+    return subprocess.run([*command, "-"], check=True, capture_output=True).stdout
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_job_makes_the_video_that_was_asked_for(architecture: str, tiny: Tiny, tmp_path: Path) -> None:
+    out = tmp_path / "x.mp4"
+    events = run(tiny(architecture), out)
+    saved = events[-1]
+    assert isinstance(saved, VideoSaved)
+    assert isinstance(events[0], Planned)
+    assert [event.step for event in events if isinstance(event, StepDone)] == [1, 2, 3, 4]
+    assert [event.frames for event in events if isinstance(event, FramesDecoded)][-1] == 9
+    stages = [event.stage for event in events if isinstance(event, StageStarted)]
+    assert [stage for i, stage in enumerate(stages) if stage not in stages[:i]] == [
+        "load",
+        "encode",
+        "denoise",
+        "decode",
+        "save",
+    ]
+    assert len(frames_of(out)) == 9 * 32 * 64 * 3
+    assert set(saved.timings) == {"encode", "denoise", "decode", "mux", "total"}
+    assert saved.peak_memory_bytes > 1e6
+    assert os.listdir(tmp_path) == ["x.mp4"]  # noqa: PTH208 - names, hidden ones too
+    json.dumps([to_json(event) for event in events])
+
+
+def test_the_stream_is_what_players_want(tiny: Tiny, tmp_path: Path) -> None:
+    out = tmp_path / "x.mp4"
+    run(tiny("wan2.1"), out)
+    told = subprocess.run([imageio_ffmpeg.get_ffmpeg_exe(), "-i", str(out)], capture_output=True, check=False).stderr
+    text = told.decode("utf-8", "replace")
+    assert "Video: h264" in text
+    assert "yuv420p(tv, bt709" in text
+    assert "64x32" in text
+    assert "8 fps" in text
+    data = out.read_bytes()
+    assert data.index(b"moov") < data.index(b"mdat")
+
+
+def test_the_video_says_how_it_was_made(tiny: Tiny, tmp_path: Path) -> None:
+    out = tmp_path / "x.mp4"
+    prompt = 'a red boat; "calm" = #1 \\ \n 🚤'
+    saved = run(tiny("wan2.2-a14b"), out, prompt=prompt)[-1]
+    assert isinstance(saved, VideoSaved)
+    facts = read_facts(out)
+    assert facts["request"]["prompt"] == prompt
+    assert facts["seed"] == 3
+    assert facts["plan"]["components"]["vae"]["backend"] == "pytorch"
+    assert facts["timings"] == saved.timings
+    assert set(facts["versions"]) == {"tandem", "python", "torch", "diffusers"}
+    again = GenerationRequest.from_mapping(facts["request"])
+    assert (again.width, again.frames, again.guidance_scale_2) == (64, 9, 3.0)
+
+
+def test_the_same_seed_gives_the_same_video(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.2-a14b")
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        run(spec, tmp_path / f"{name}.mp4", seed=seed)
+    one, same, other = (frames_of(tmp_path / f"{name}.mp4") for name in "abc")
+    assert one == same
+    assert one != other
+
+
+@pytest.mark.parametrize(
+    "when",
+    [
+        lambda event: isinstance(event, Planned),
+        lambda event: isinstance(event, StageStarted) and event.stage == "encode",
+        lambda event: isinstance(event, StepDone) and event.step == 1,
+        lambda event: isinstance(event, StepDone) and event.step == 4,
+        lambda event: isinstance(event, FramesDecoded) and event.frames == 1,
+        lambda event: isinstance(event, StageStarted) and event.stage == "save",
+    ],
+)
+def test_cancelling_leaves_nothing_and_goes_no_further(
+    when: Callable[[Event], bool], tiny: Tiny, tmp_path: Path
+) -> None:
+    out = tmp_path / "x.mp4"
+    out.write_bytes(b"the old video")
+    events = run(tiny("wan2.2-a14b"), out, stop=when)
+    assert events[-1] == Cancelled()
+    asked = next(index for index, event in enumerate(events) if when(event))
+    assert sum(isinstance(event, StepDone) for event in events[asked + 1 :]) == 0
+    assert out.read_bytes() == b"the old video"
+    assert os.listdir(tmp_path) == ["x.mp4"]  # noqa: PTH208 - names, hidden ones too
+
+
+def test_unknown_words_and_a_cut_prompt_are_told(tiny: Tiny, tmp_path: Path) -> None:
+    events = run(tiny("wan2.1"), tmp_path / "x.mp4", prompt="a red zeppelin, at the Zeppelin", negative_prompt="moose")
+    warnings = [event.message for event in events if isinstance(event, Warned)]
+    assert "The model does not know “zeppelin”, “Zeppelin”: the prompt was read without." in warnings
+    assert "The model does not know “moose”: the negative prompt was read without." in warnings
+    assert set(warnings) == set(events[-1].warnings)  # type: ignore[union-attr]
+    events = run(tiny("wan2.1"), tmp_path / "x.mp4", prompt="boat " * 600)
+    assert any("longer than the model reads" in event.message for event in events if isinstance(event, Warned))
+
+
+@pytest.mark.parametrize(("part", "says"), [("transformer", "Step 1 of 4"), ("vae", "The VAE gave")])
+def test_values_that_are_not_numbers_are_no_success(part: str, says: str, tiny: Tiny, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny("wan2.1").directory, folder)
+    weights = folder / part / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(weights)
+    last = sorted(name for name in tensors if name.startswith(("decoder.conv_out", "proj_out")))[-1]
+    tensors[last] = torch.full_like(tensors[last], float("nan"))
+    save_file(tensors, weights, metadata={"format": "pt"})
+    out = tmp_path / "out"
+    out.mkdir()
+    end = run(read_spec(folder, "broken"), out / "x.mp4")[-1]
+    assert isinstance(end, Failed)
+    assert says in end.what
+    assert not end.defect
+    assert list(out.iterdir()) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Lend a folder on a disk of 64 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs the right to mount a small disk")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_that_fills_up_is_told_and_left_clean(small_disk: Path, tiny: Tiny) -> None:
+    out = small_disk / "x.mp4"
+    out.write_bytes(b"the old video")
+    end = run(tiny("wan2.1"), out, width=128, height=128, frames=49, steps=1)[-1]
+    assert isinstance(end, Failed)
+    assert "disk is full" in end.what
+    assert out.read_bytes() == b"the old video"
+    assert [path.name for path in small_disk.iterdir()] == ["x.mp4"]
+
+
+@pytest.mark.parametrize(("pause", "drawn"), [(0.0, [True, True, True]), (3600.0, [True, False, False])])
+def test_previews_keep_a_pause(
+    pause: float, drawn: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.pipeline.previews._SECONDS", pause)
+    monkeypatch.setattr("runtime.pipeline.previews._SHARE", 1e6)
+    events = run(find("diorama", tmp_path), tmp_path / "x.mp4", steps=3, frames=5)
+    assert [event.preview is not None for event in events if isinstance(event, StepDone)] == drawn
+
+
+@pytest.mark.parametrize("stop", [never, lambda event: isinstance(event, StepDone)], ids=["saved", "cancelled"])
+def test_what_a_job_held_is_let_go_of_at_once(stop: Choice, tiny: Tiny, tmp_path: Path) -> None:
+    """Latents and texts lie on the GPU, and Python seldom looks for what holds itself."""
+    gc.collect()
+    gc.disable()
+    try:
+        run(tiny("wan2.1"), tmp_path / "x.mp4", stop)
+        assert not [one for one in gc.get_objects() if type(one) in {RunContext, Conditioning, Reached}]
+    finally:
+        gc.enable()
+
+
+def test_a_defect_is_one_line_and_the_log(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr("runtime.pipeline.run.get_noise", broken)
+    end = run(tiny("wan2.1"), tmp_path / "x.mp4")[-1]
+    assert isinstance(end, Failed)
+    assert end.defect
+    assert "ZeroDivisionError" in end.what
+    assert "\n" not in end.what
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("out of memory"),
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_running_out_of_memory_says_which(
+    error: Exception, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("runtime.pipeline.run.get_noise", full)
+    end = run(tiny("wan2.1"), tmp_path / "x.mp4")[-1]
+    assert end == Failed(
+        "This machine ran out of memory (RAM): denoising, transformer.",
+        "Ask for a smaller size or fewer frames, or close other programs.",
+    )
+
+
+def test_parts_are_loaded_once_and_freed_where_the_plan_says_so(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.2-a14b")
+    loads: list[str | None] = []
+
+    def emit(event: Event) -> None:
+        if isinstance(event, StageStarted) and event.stage == "load":
+            loads.append(event.part)
+
+    keep = tiny_plan(spec, tmp_path / "x.mp4")
+    free = type(keep)(**(vars(keep) | {"keep_loaded": False}))
+    with Residency() as residency:
+        for plan in (keep, keep):
+            run_job(plan, spec, emit, Cancel(), residency)
+        assert loads == ["text_encoder", "transformer", "transformer_2", "vae"]
+        residency.free()
+        loads.clear()
+        for plan in (free, free):
+            run_job(plan, spec, emit, Cancel(), residency)
+        assert loads == ["text_encoder", "transformer", "transformer_2", "vae"] * 2
+    with Residency() as residency:
+        loads.clear()
+        for plan in (replace(keep, freed=("text_encoder",)),) * 2:
+            run_job(plan, spec, emit, Cancel(), residency)
+        assert loads == ["text_encoder", "transformer", "transformer_2", "vae", "text_encoder"]

@@ -1,0 +1,89 @@
+"""Jobs that decode in 16 bits, tiny models: the clip stays the same, overflows end with their cause, old ones load."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from runtime.core.events import Failed, Resumed, VideoSaved
+from runtime.core.plan import ExecutionPlan
+from runtime.core.request import GenerationRequest
+from runtime.models.spec import ModelSpec
+from runtime.models.wan import read_spec
+from runtime.pipeline.checkpoint import CheckpointFolder, identity, stamps
+from runtime.pipeline.plan_json import plan_from_json, plan_to_json
+from runtime.pipeline.rerun_low_noise import redo_second_half
+from runtime.video.metadata import read_facts
+from tests.pipeline.test_resume import run, steps_of
+from tests.pipeline.test_run import frames_of
+from tests.plans import machine, tiny_plan
+
+Tiny = Callable[[str], ModelSpec]
+
+
+def decoding_in(plan: ExecutionPlan, dtype: str) -> ExecutionPlan:
+    """Return a plan as a GPU would have it: on a CPU 16 bits are refused."""
+    return replace(
+        plan.with_component("vae", replace(plan.components["vae"], dtype=dtype)),
+        vae_precision=dtype,
+    )
+
+
+def test_the_same_latents_are_decoded_in_any_precision(tiny: Tiny, tmp_path: Path) -> None:
+    spec, out = tiny("wan2.1"), tmp_path / "x.mp4"
+    plan = tiny_plan(spec, out)
+    rounded = decoding_in(plan, "bfloat16")
+    assert isinstance(run(plan, spec, tmp_path / "job")[-1], VideoSaved)
+    full = frames_of(out)
+    again = run(rounded, spec, tmp_path / "job")
+    assert Resumed(4, 4) in again and steps_of(again) == []
+    assert isinstance(again[-1], VideoSaved)
+    assert frames_of(out) != full
+    facts = read_facts(out)
+    assert facts["request"]["vae_precision"] == facts["plan"]["components"]["vae"]["dtype"] == "bfloat16"
+    assert GenerationRequest.from_mapping(facts["request"]).vae_precision == "bfloat16"
+    for half in (False, True):
+        assert identity(stamps(spec), plan, half=half) == identity(stamps(spec), rounded, half=half)
+
+
+def test_an_overflow_fails_with_its_cause_and_float32_goes_on_from_there(tiny: Tiny, tmp_path: Path) -> None:
+    """A convolution whose weights float16 does not hold; what follows normalises, so float32 shows the same clip."""
+    shutil.copytree(tiny("wan2.1").directory, tmp_path / "model")
+    weights = tmp_path / "model" / "vae" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(weights)
+    large = "decoder.mid_block.resnets.0.conv1"
+    tensors |= {name: 1e7 * tensor for name, tensor in tensors.items() if name.startswith(large)}
+    save_file(tensors, weights, metadata={"format": "pt"})
+    spec = read_spec(tmp_path / "model", "large")
+    plan = tiny_plan(spec, tmp_path / "x.mp4")
+    end = run(decoding_in(plan, "float16"), spec, tmp_path / "job")[-1]
+    assert isinstance(end, Failed) and not end.defect
+    assert end.what == "The VAE gave values that are not numbers (NaN or Inf)."
+    assert end.remedy == "Most likely it overflows in float16: take --vae-precision float32."
+    assert not (tmp_path / "x.mp4").exists()
+    again = run(tiny_plan(spec, tmp_path / "x.mp4", vae_precision="float32"), spec, tmp_path / "job")
+    assert Resumed(4, 4) in again and steps_of(again) == []
+    assert isinstance(again[-1], VideoSaved)
+
+
+def test_a_second_half_may_be_decoded_in_another(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.2-a14b")
+    made = tiny_plan(spec, tmp_path / "x.mp4")
+    run(made, spec, tmp_path / "job")
+    source, target = CheckpointFolder(tmp_path / "job"), CheckpointFolder(tmp_path / "redone")
+    plan = redo_second_half(made, {"vae_precision": "float32"}, spec, source, target, machine(), tmp_path / "new.mp4")
+    assert plan.vae_precision == "float32"
+    assert steps_of(run(plan, spec, tmp_path / "redone")) == [3, 4]
+
+
+@pytest.mark.parametrize("architecture", ["wan2.1", "wan2.2-a14b"])
+def test_what_was_stored_before_is_read(architecture: str, tiny: Tiny, tmp_path: Path) -> None:
+    plan = tiny_plan(tiny(architecture), tmp_path / "x.mp4")
+    assert plan_from_json(plan_to_json(plan)) == plan
+    stored = json.loads(plan_to_json(plan))
+    del stored["vae_precision"]
+    assert plan_from_json(json.dumps(stored)) == plan

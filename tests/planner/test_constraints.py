@@ -1,0 +1,352 @@
+"""Rules and needs, case by case: each with its chip, its reason and its remedy."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.core.request import BACKENDS, OFFLOADS, QUANTIZATIONS
+from runtime.machine.probe import Machine
+from runtime.models.catalogue import look_up
+from runtime.models.spec import ModelSpec
+from runtime.planner.build_limits import no_ram, no_room
+from runtime.planner.build_time import build_seconds
+from runtime.planner.constraints import NEEDS, RULES, Case, Conflict, cannot_wait, conflict, cuda_problem, lacking
+from runtime.planner.engine_index import EngineRecord, misfit
+from runtime.planner.shapes import ShapeProfile
+from tests.engines.made import key, put
+from tests.planner.test_engine_index import CHANGES
+from tests.plans import GIB, GPU_PACKAGES, gpu, machine
+
+H200 = replace(
+    machine(gpu=gpu(), torch_cuda="13.0", packages=(*GPU_PACKAGES, ("bitsandbytes", "0.48"), ("torchao", "0.14"))),
+    driver_cuda=(13, 0),
+)
+TURING = replace(H200, gpus=(gpu(capability=(7, 5)),))
+AMPERE = replace(H200, gpus=(gpu(capability=(8, 6)),))
+CPU = machine()
+CASE = Case(component="transformer", backend="tensorrt", device="cuda:0")
+
+
+def without(on: Machine, *packages: str) -> Machine:
+    """Return a machine without some packages."""
+    return replace(on, packages=tuple(pair for pair in on.packages if pair[0] not in packages))
+
+
+def known(name: str) -> ModelSpec:
+    """Return a known model."""
+    return look_up(name, Path("none"))
+
+
+EXCLUDED: list[tuple[str, dict[str, Any], Machine, str, str, str]] = [
+    ("quantized weights", {"quantization": "bnb-4bit"}, H200, "4-bit weights exclude TensorRT", "own weights", "none"),
+    ("quantized weights", {"quantization": "bnb-8bit"}, H200, "8-bit weights exclude TensorRT", "own", "=pytorch"),
+    (
+        "quantized weights",
+        {"quantization": "fp8", "backend": "inductor"},
+        H200,
+        "FP8 weights exclude Inductor",
+        "own precision",
+        "--quantization none",
+    ),
+    (
+        "quantized weights",
+        {"component": "text_encoder", "quantization": "bnb-4bit"},
+        H200,
+        "4-bit weights exclude TensorRT",
+        "own weights",
+        "text_encoder=pytorch",
+    ),
+    ("offloaded transformer", {"offload": "model"}, H200, "model offload excludes TensorRT", "on the GPU", "none"),
+    (
+        "offloaded transformer",
+        {"component": "transformer_2", "offload": "group", "backend": "onnxruntime"},
+        replace(H200, packages=(*H200.packages, ("onnxruntime-gpu", "1.24"))),
+        "group offload excludes ONNX Runtime",
+        "low-noise transformer",
+        "transformer_2=pytorch; other parts",
+    ),
+    ("offloaded transformer", {"offload": "sequential"}, H200, "sequential offload", "keeps its weights", "none"),
+    *(
+        (
+            "8-bit weights that wait",
+            {"backend": "pytorch", "quantization": "bnb-8bit", "offload": offload},
+            H200,
+            f"8-bit weights exclude {offload} offload",
+            "cannot wait in memory (RAM)",
+            "Take --offload none",
+        )
+        for offload in ("model", "group", "sequential")
+    ),
+    ("several GPUs", {"gpus": 4}, H200, "4 GPUs exclude TensorRT", "runs whole on one", "one GPU"),
+    (
+        "several GPUs",
+        {"gpus": 2, "backend": "inductor", "component": "transformer_2"},
+        H200,
+        "2 GPUs exclude Inductor",
+        "a low-noise transformer shared by 2 GPUs",
+        "transformer_2=pytorch",
+    ),
+    (
+        "several GPUs",
+        {"gpus": 4, "backend": "onnxruntime", "device": "cpu"},
+        H200,
+        "4 GPUs exclude ONNX Runtime",
+        "an engine runs whole on one",
+        "transformer=pytorch",
+    ),
+    (
+        "step cache on engines",
+        {"step_cache": "first-block", "component": "transformer_2"},
+        H200,
+        "a step cache excludes TensorRT",
+        "for the low-noise transformer: an engine computes all of its blocks",
+        "--backend transformer_2=pytorch",
+    ),
+    (
+        "step cache and streamed blocks",
+        {"step_cache": "first-block:0.2", "backend": "pytorch", "offload": "group"},
+        H200,
+        "a step cache excludes group offload",
+        "each block brings the next one",
+        "--offload model",
+    ),
+    ("bfloat16", {"backend": "inductor", "precision": "bfloat16"}, TURING, "no bfloat16", "Test GPU does not", "other"),
+    (
+        "VAE in bfloat16",
+        {"component": "vae", "backend": "pytorch", "precision": "bfloat16"},
+        TURING,
+        "no bfloat16",
+        "Test GPU does not decode in bfloat16",
+        "Take --vae-precision float32, or float16.",
+    ),
+    *(
+        (
+            "VAE in 16 bits on a CPU",
+            {"component": "vae", "backend": "pytorch", "device": "cpu", "precision": precision},
+            on,
+            "no 16 bits for the VAE on a CPU",
+            f"the VAE in {precision} takes more than ten times as long on a CPU",
+            "Take --vae-precision float32.",
+        )
+        for precision in ("bfloat16", "float16")
+        for on in (CPU, TURING)
+    ),
+    ("ONNX Runtime on a GPU", {"backend": "onnxruntime"}, H200, "has no CUDA", "has no CUDA", "another backend"),
+]
+
+
+@pytest.mark.parametrize(("rule", "changes", "on", "chip", "reason", "remedy"), EXCLUDED)
+def test_what_is_excluded(
+    rule: str, changes: dict[str, Any], on: Machine, badge: str, reason: str, remedy: str
+) -> None:
+    case = replace(CASE, **changes)
+    assert [one.name for one in RULES if one.excludes(case, on)] == [rule]
+    found = conflict(case, on)
+    assert found is not None
+    assert badge in found.badge
+    assert reason in found.reason
+    assert remedy in found.remedy
+    assert len(found.badge) <= 45
+    assert found.what[0] == found.what[0].upper()
+    assert found.what.endswith(".")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_what_cannot_wait_is_a_rule_of_every_machine(backend: str, offload: str, quantization: str) -> None:
+    case = Case(component="transformer", backend=backend, offload=offload, quantization=quantization)
+    against = cannot_wait(case)
+    waits = offload in {"model", "group", "sequential"}
+    assert (against is not None) == (backend == "pytorch" and quantization == "bnb-8bit" and waits)
+    if against is not None:
+        assert conflict(case, H200) == conflict(case, CPU) == against
+
+
+def test_every_rule_has_its_case() -> None:
+    assert {rule.name for rule in RULES} == {row[0] for row in EXCLUDED}
+
+
+@pytest.mark.parametrize(
+    ("changes", "on"),
+    [
+        ({}, H200),
+        ({"quantization": "none", "offload": "none"}, H200),
+        ({"quantization": "auto", "offload": "auto"}, H200),
+        # Offloading other parts, and engines for other parts, go together.
+        ({"component": "vae", "offload": "group"}, H200),
+        ({"component": "text_encoder", "offload": "model"}, H200),
+        ({"component": "vae", "gpus": 2}, H200),
+        ({"component": "text_encoder", "gpus": 4, "backend": "inductor"}, H200),
+        ({"component": "vae", "step_cache": "first-block"}, H200),
+        ({"component": "text_encoder", "step_cache": "first-block", "offload": "group", "backend": "pytorch"}, H200),
+        ({"step_cache": "first-block", "offload": "model", "quantization": "fp8", "backend": "pytorch"}, H200),
+        ({"gpus": 1}, H200),
+        # What waits in PyTorch: all weights but those in 8 bits.
+        ({"backend": "pytorch", "quantization": "bnb-8bit", "offload": "none"}, H200),
+        ({"backend": "pytorch", "quantization": "bnb-8bit", "offload": "auto"}, H200),
+        ({"backend": "pytorch", "quantization": "fp8", "offload": "model"}, H200),
+        ({"backend": "inductor"}, H200),
+        ({"backend": "onnxruntime", "device": "cpu", "component": "transformer_2"}, CPU),
+        ({"backend": "pytorch", "offload": "group", "gpus": 2}, H200),
+        ({"backend": "pytorch", "quantization": "bnb-4bit", "offload": "group", "gpus": 2}, H200),
+        ({"backend": "inductor", "precision": "bfloat16"}, AMPERE),
+        ({"backend": "inductor", "precision": "float16"}, TURING),
+        ({"backend": "onnxruntime", "device": "cpu", "precision": "bfloat16"}, TURING),
+        # The VAE's precision in PyTorch; engines have their own, on a CPU too.
+        *(
+            ({"component": "vae", "backend": "pytorch", "precision": precision}, on)
+            for precision, on in (
+                ("bfloat16", H200),
+                ("bfloat16", AMPERE),
+                ("float16", H200),
+                ("float16", TURING),
+                ("float32", TURING),
+                ("", TURING),
+            )
+        ),
+        ({"component": "vae", "backend": "pytorch", "device": "cpu", "precision": "float32"}, CPU),
+        ({"component": "vae", "backend": "pytorch", "device": "cpu"}, CPU),
+        ({"component": "vae", "backend": "onnxruntime", "device": "cpu", "precision": "bfloat16"}, CPU),
+        ({"component": "transformer", "backend": "pytorch", "device": "cpu", "precision": "bfloat16"}, CPU),
+    ],
+)
+def test_what_goes_together(changes: dict[str, Any], on: Machine) -> None:
+    assert conflict(replace(CASE, **changes), on) is None
+
+
+LACKING: list[tuple[str, Machine, str, str]] = [
+    ("tensorrt", CPU, "no NVIDIA GPU was found", "another backend"),
+    ("tensorrt", replace(CPU, gpu_problem="the driver is asleep"), "the driver is asleep", "NVIDIA driver"),
+    ("tensorrt", replace(H200, torch_cuda=None), "built without CUDA", "requirements-gpu"),
+    ("tensorrt", replace(H200, driver_cuda=(12, 8)), "too old: it runs CUDA 12.8, PyTorch needs 13.0", "580"),
+    ("tensorrt", replace(H200, torch_cuda="12.6", driver_cuda=(11, 4)), "PyTorch needs 12.6", "525"),
+    ("tensorrt", replace(H200, gpus=(gpu(capability=(7, 0)),)), "has no kernels for Test GPU", "built for CUDA 12."),
+    ("tensorrt", replace(TURING, torch_cuda="12.6", gpus=(gpu(capability=(12, 0)),)), "no kernels", "12.8 or later"),
+    ("tensorrt", without(H200, "tensorrt"), "TensorRT is not installed", "requirements-gpu"),
+    (
+        "tensorrt",
+        replace(H200, torch_cuda="12.6", gpus=(gpu(capability=(7, 0)),)),
+        "TensorRT has no kernels for Test GPU",
+        "another backend",
+    ),
+    ("torch_tensorrt", without(H200, "torch-tensorrt"), "torch-tensorrt is not installed", "requirements-gpu"),
+    ("torch_tensorrt", replace(H200, torch_version="2.11.0"), "2.13.0 does not fit PyTorch 2.11.0", "install.sh"),
+    ("inductor", replace(CPU, compiler=None), "there is no C++ compiler", "Install g++"),
+    ("inductor", replace(CPU, compiler=None, system="Windows AMD64"), "no C++ compiler", "Visual Studio"),
+    ("inductor", replace(CPU, torch_version=None), "PyTorch is not installed", "install.sh"),
+    ("onnxruntime", without(CPU, "onnx"), "ONNX Runtime is not installed", "install.sh"),
+    ("onnxruntime", without(CPU, "onnxruntime"), "ONNX Runtime is not installed", "install.sh"),
+    ("bnb-8bit", CPU, "no NVIDIA GPU", "another"),
+    ("bnb-4bit", without(H200, "bitsandbytes"), "bitsandbytes is not installed", "requirements-gpu"),
+    ("fp8", AMPERE, "Test GPU does not compute in FP8", "bnb-8bit"),
+    ("fp8", without(H200, "torchao"), "torchao is not installed", "requirements-gpu"),
+    ("model", CPU, "no NVIDIA GPU", "another"),
+    ("group", replace(H200, torch_cuda=None), "built without CUDA", "install.sh"),
+    ("sequential", CPU, "no NVIDIA GPU", "another"),
+]
+
+
+@pytest.mark.parametrize(("feature", "on", "reason", "remedy"), LACKING)
+def test_what_a_machine_lacks(feature: str, on: Machine, reason: str, remedy: str) -> None:
+    found = lacking(feature, on)
+    assert found is not None
+    assert reason in found.reason
+    assert remedy in found.remedy
+    assert not found.setting
+    assert found.badge in found.reason
+
+
+def test_every_need_has_its_case_and_can_be_met() -> None:
+    assert {row[0] for row in LACKING} == set(NEEDS)
+    assert all(lacking(feature, H200) is None for feature in NEEDS)
+    assert all(lacking(feature, CPU) is None for feature in ("inductor", "onnxruntime", "none", "auto", "pytorch"))
+    choices = {*BACKENDS, *OFFLOADS, *QUANTIZATIONS} - {"auto", "none", "pytorch"}
+    assert choices <= set(NEEDS)
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda", "runs"),
+    [
+        ((7, 5), "13.0", True),
+        ((7, 0), "12.8", True),
+        ((7, 0), "13.0", False),
+        ((12, 0), "12.8", True),
+        ((10, 0), "12.6", False),
+        ((9, 0), "12.1", True),
+    ],
+)
+def test_which_gpu_a_pytorch_has_kernels_for(capability: tuple[int, int], cuda: str, runs: bool) -> None:
+    assert (cuda_problem(machine(gpu=gpu(capability=capability), torch_cuda=cuda)) is None) == runs
+
+
+@pytest.mark.parametrize(
+    ("ram", "vram", "disk", "on", "reason"),
+    [
+        (GIB, GIB, GIB, replace(H200, disk_free_bytes=10 * GIB), None),
+        (0, 0, 10**12, H200, None),
+        (0, 0, 58 * 10**9, replace(H200, disk_free_bytes=10 * 10**9), "58.0 GB of disk and 10.0 GB are free"),
+        (60 * GIB, 0, 0, H200, "64.4 GB of memory and 60.1 GB are there"),
+        (0, 100 * GIB, 0, H200, "107.4 GB of video memory and 85.9 GB are there"),
+        (0, GIB, 0, CPU, "1.1 GB of video memory and 0 B are there"),
+    ],
+)
+def test_room_to_build(ram: int, vram: int, disk: int, on: Machine, reason: str | None) -> None:
+    found = no_room(ram, vram, disk, on)
+    assert (None if found is None else found.reason) == (reason and f"building needs about {reason}")
+    assert found is None or found.remedy.endswith(".")
+
+
+def test_memory_to_load() -> None:
+    spec = known("wan2.2-t2v-a14b")
+    weights = {name: 2 * spec.parameters[name] for name in spec.component_names}
+    small = replace(H200, ram_bytes=16 * GIB, swap_bytes=0)
+    found = no_ram(spec, weights, small)
+    assert isinstance(found, Conflict)
+    assert "transformer of Wan2.2 T2V-A14B needs 28.6 GB of memory, and there are 17.2 GB with swap" in found.reason
+    assert no_ram(spec, {}, small) is None
+    assert no_ram(spec, weights, replace(small, swap_bytes=16 * GIB)) is None
+
+
+@pytest.mark.parametrize(("name", "value"), CHANGES.items())
+def test_what_else_an_engine_is_for_is_said_in_few_words(name: str, value: object) -> None:
+    said = misfit(key(), key(**{name: value}))
+    # An engine of another program, family or builder is never called the nearest.
+    assert bool(said) == (name not in {"program", "family", "backend", "builder"}), name
+    assert len(said) < 40
+    assert misfit(key(), key()) == ""
+
+
+def test_another_gpu_is_said_before_other_sizes() -> None:
+    assert misfit(key(), key(device="NVIDIA L4", profiles=())) == "engine of another GPU or processor"
+
+
+def built(folder: Path, **changes: Any) -> EngineRecord:
+    """Return an engine of Wan2.1-1.3B for its default size, built in 100 seconds."""
+    made = key(backend="tensorrt", builder="onnx_tensorrt", profiles=(ShapeProfile.fixed((21, 60, 104)),))
+    return replace(put(folder, made, model="wan2.1-t2v-1.3b", build_seconds=100.0), **changes)
+
+
+def test_build_times_come_from_earlier_builds(tmp_path: Path) -> None:
+    spec, size = known("wan2.1-t2v-1.3b"), (21, 60, 104)
+
+    def seconds(*index: EngineRecord, of: ModelSpec = spec, latent: tuple[int, int, int] = size) -> float:
+        return build_seconds(of, "transformer", "transformer", "onnx_tensorrt", latent, index)
+
+    assert seconds(built(tmp_path)) == 100
+    assert seconds(built(tmp_path), latent=(11, 60, 104)) < 60
+    assert seconds(built(tmp_path), latent=(21, 90, 160)) > 200
+    assert seconds(built(tmp_path), built(tmp_path, build_seconds=80.0, built_at=2000.0)) == 80
+    guess = seconds()
+    assert guess == seconds(built(tmp_path, model="another")) == seconds(built(tmp_path, build_seconds=0.0)) != 100
+    assert seconds(of=known("wan2.2-t2v-a14b")) > guess
+
+
+def test_a_guess_is_there_for_every_program() -> None:
+    for name in ("diorama", "wan2.2-ti2v-5b", "wan2.2-t2v-a14b"):
+        spec = known(name)
+        for builder in ("onnx_tensorrt", "torch_tensorrt", "inductor", "onnxruntime"):
+            for component, program in (("text_encoder",) * 2, ("transformer",) * 2, ("vae", "vae_next")):
+                assert build_seconds(spec, component, program, builder, (1, 60, 104)) > 0

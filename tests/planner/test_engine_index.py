@@ -1,0 +1,188 @@
+"""Keys, profiles and what differs."""
+
+import json
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime.planner.engine_index import EngineKey, differences, find
+from runtime.planner.shapes import LatentSize, ShapeProfile
+from tests.engines.made import key, put
+
+CHANGES: dict[str, Any] = {
+    "program": "vae_next",
+    "family": "cosmos",
+    "architecture": "c" * 64,
+    "weights": "d" * 64,
+    "export_revision": 2,
+    "profiles": (ShapeProfile.fixed((9, 14, 24)),),
+    "precision": "bfloat16",
+    "backend": "tensorrt",
+    "builder": "onnx_tensorrt",
+    "options": (("threads", "4"),),
+    "versions": (("torch", "2.14.0"),),
+    "device": "NVIDIA H200 sm90 CUDA 13.0",
+    "system": "Windows AMD64",
+}
+
+
+def test_every_field_is_part_of_the_identity() -> None:
+    assert set(CHANGES) == {field.name for field in fields(EngineKey)}
+    digests = {key(**{name: value}).digest() for name, value in CHANGES.items()}
+    assert len(digests | {key().digest()}) == len(CHANGES) + 1
+
+
+def test_a_key_survives_json_and_keeps_its_digest() -> None:
+    wanted = key(profiles=(ShapeProfile.fixed((1, 2, 3)), ShapeProfile((1, 2, 3), (2, 2, 3), (9, 9, 9))))
+    read = EngineKey.from_json(json.loads(json.dumps(wanted.to_json())))
+    assert read == wanted
+    assert read.digest() == wanted.digest()
+
+
+def test_a_digest_stays_the_same_over_releases() -> None:
+    assert key().digest() == "288e222d09de67a6"
+
+
+def test_the_order_of_options_and_versions_does_not_matter() -> None:
+    one = key(options=(("a", "1"), ("b", "2")), versions=(("x", "1"), ("y", "2")))
+    other = key(options=(("b", "2"), ("a", "1")), versions=(("y", "2"), ("x", "1")))
+    assert one == other
+    assert one.digest() == other.digest()
+
+
+@pytest.mark.parametrize("name", [*CHANGES, "none of them"])
+@pytest.mark.parametrize("value", [None, True, 1.5, [], {}, [1], [["a"]], [{"min": [1, 1, 1]}], "absent"])
+def test_a_key_of_other_types_is_refused(name: str, value: object) -> None:
+    values = json.loads(json.dumps(key().to_json()))
+    if value == "absent":
+        values.pop(name, None)
+        values.setdefault("more", 1)
+    else:
+        values[name] = value
+    if name in {"options", "versions", "profiles"} and value == []:
+        assert getattr(EngineKey.from_json(values), name) == ()
+        return
+    with pytest.raises(ValueError, match="its key"):
+        EngineKey.from_json(values)
+
+
+@pytest.mark.parametrize("size", [[0, 1, 1], [1, 1], [1, 1, 1, 1], [1, 1, "1"], [1, 1, True], [3, 1, 1], None])
+def test_a_profile_that_cannot_be_is_refused(size: object) -> None:
+    values = json.loads(json.dumps(key().to_json()))
+    values["profiles"] = [{"min": size, "opt": [2, 2, 2], "max": [2, 2, 2]}]
+    with pytest.raises(ValueError, match=r"profile|its key"):
+        EngineKey.from_json(values)
+
+
+SIZES = st.tuples(*[st.integers(1, 9)] * 3)
+
+
+@given(SIZES, SIZES)
+def test_a_profile_serves_what_lies_between(one: LatentSize, other: LatentSize) -> None:
+    low = tuple(map(min, one, other))
+    high = tuple(map(max, one, other))
+    profile = ShapeProfile(low, low, high)  # type: ignore[arg-type]  # three sizes each
+    assert profile.serves(one)
+    assert profile.serves(other)
+    assert not profile.serves((high[0] + 1, low[1], low[2]))
+    assert not profile.serves((low[0], low[1] - 1, low[2]))
+
+
+WORDS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
+    ({}, {}, []),
+    (
+        {"profiles": (ShapeProfile.fixed((21, 90, 160)),)},
+        {"profiles": (ShapeProfile.fixed((21, 60, 104)),)},
+        ["built for 21 latent frames of 480×832, asked 21 latent frames of 720×1280"],
+    ),
+    (
+        {"profiles": ()},
+        {"profiles": (ShapeProfile((1, 14, 24), (1, 14, 24), (9, 14, 24)), ShapeProfile.fixed((1, 60, 104)))},
+        [
+            "built for 1 latent frame of 112×192 to 9 latent frames of 112×192 or 1 latent frame of 480×832, "
+            "asked no size"
+        ],
+    ),
+    (
+        {"versions": (("tensorrt", "11.0"),)},
+        {"versions": (("tensorrt", "10.16"),)},
+        ["built with TensorRT 10.16, here 11.0"],
+    ),
+    (
+        {"versions": (("onnxruntime", "1.30"), ("torch", "2.13.0"))},
+        {"versions": (("torch", "2.11.0"), ("triton", "3.5"))},
+        [
+            "built without ONNX Runtime, here 1.30",
+            "built with PyTorch 2.11.0, here 2.13.0",
+            "built with triton 3.5, here there is none",
+        ],
+    ),
+    ({"precision": "float32"}, {"precision": "bfloat16"}, ["built in bfloat16, asked float32"]),
+    ({"weights": "1" * 64}, {"weights": "2" * 64}, ["built from other weights"]),
+    ({"architecture": "1" * 64}, {"architecture": "2" * 64}, ["built from another architecture"]),
+    ({"export_revision": 3}, {"export_revision": 2}, ["exported by an older Tandem"]),
+    ({"export_revision": 2}, {"export_revision": 3}, ["exported by a newer Tandem"]),
+    (
+        {"device": "NVIDIA H200 sm90 CUDA 13.0"},
+        {"device": "NVIDIA L4 sm89 CUDA 12.8"},
+        ["built on NVIDIA L4 sm89 CUDA 12.8, here NVIDIA H200 sm90 CUDA 13.0"],
+    ),
+    (
+        {"device": "x86_64 avx avx2"},
+        {"device": "NVIDIA L4 sm89 CUDA 12.8"},
+        ["built on NVIDIA L4 sm89 CUDA 12.8, here x86_64"],
+    ),
+    # Of two processors what differs, and not all that they have.
+    (
+        {"device": "x86_64 avx avx2 fma"},
+        {"device": "x86_64 avx avx2 avx512_bf16 fma"},
+        ["built on a processor with avx512_bf16, unlike this one"],
+    ),
+    (
+        {"device": "x86_64 amx_bf16 amx_int8 amx_tile avx avx512_bf16 avx512f fma"},
+        {"device": "x86_64 avx f16c fma"},
+        ["built on a processor with f16c and without amx_bf16, amx_int8, amx_tile and 2 more, unlike this one"],
+    ),
+    ({"device": "x86_64 avx"}, {"device": "aarch64 asimd sve"}, ["built on aarch64, here x86_64"]),
+    ({"system": "Linux x86_64"}, {"system": "Windows AMD64"}, ["built on Windows AMD64, here Linux x86_64"]),
+    (
+        {"builder": "onnx_tensorrt", "backend": "tensorrt"},
+        {"builder": "onnxruntime", "backend": "onnxruntime"},
+        ["built by onnxruntime for ONNX Runtime, asked onnx_tensorrt"],
+    ),
+    (
+        {"options": (("cuda_graphs", "on"),)},
+        {"options": (("execution_provider", "cpu"),)},
+        ["built with cuda graphs unset, asked on", "built with execution provider cpu, asked unset"],
+    ),
+    ({"program": "vae_next"}, {"program": "vae_first"}, ["it is for the program vae_first, asked vae_next"]),
+    ({"family": "cosmos"}, {"family": "wan"}, ["it is for the model family wan, asked cosmos"]),
+]
+
+
+@pytest.mark.parametrize(("wanted", "found", "sentences"), WORDS)
+def test_what_differs_is_said(wanted: dict[str, Any], found: dict[str, Any], sentences: list[str]) -> None:
+    assert differences(key(**wanted), key(**found), scale=8) == sentences
+
+
+def test_whatever_differs_something_is_said() -> None:
+    for name, value in CHANGES.items():
+        assert len(differences(key(), key(**{name: value}))) == 1, name
+
+
+def test_an_engine_for_more_sizes_serves_too_and_a_doubtful_one_does_not(tmp_path: Any) -> None:
+    wide = put(tmp_path, key())
+    exact = put(tmp_path, key(profiles=(ShapeProfile.fixed((9, 14, 24)),)), seconds_per_call=0.3)
+    fast = put(tmp_path, key(profiles=(ShapeProfile((1, 1, 1), (9, 14, 24), (99, 99, 99)),)), seconds_per_call=0.01)
+    wanted, latent = exact.key, (9, 14, 24)
+    assert find([wide, fast, exact], wanted, latent) == exact
+    assert find([wide, fast], wanted, latent) == fast
+    assert find([wide, fast, exact], wanted, (100, 14, 24)) is None
+    for spoilt in (replace(exact, verified=False), replace(exact, problem="engine.pt2 is cut short")):
+        assert find([spoilt], wanted, latent) is None
+    for name, value in CHANGES.items():
+        other = put(tmp_path, key(**{name: value}))
+        assert (find([other], key(), latent) is not None) == (name == "profiles"), name

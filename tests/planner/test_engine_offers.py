@@ -1,0 +1,157 @@
+"""Which engine a component is given, case by case."""
+
+from dataclasses import replace
+
+import pytest
+
+from runtime.core.duration import about
+from runtime.core.plan import EngineUse
+from runtime.planner.constraints import Case, Conflict
+from runtime.planner.engine_offers import EngineOffer, admit, choose
+from tests.plans import GPU_PACKAGES, gpu, machine
+
+HERE = "PyTorch in float32 on the CPU."
+
+
+def use(*, build: bool = False) -> EngineUse:
+    """Return one engine."""
+    size = (9, 14, 24)
+    return EngineUse(
+        id="a" * 16, program="transformer", builder="b", precision="float32", profile=(size, size, size), build=build
+    )
+
+
+def ready(backend: str, speed_up: float = 2.0) -> EngineOffer:
+    """Return an engine that is there and measured."""
+    return EngineOffer(backend=backend, builder=backend, uses=(use(),), seconds=1.0, pytorch_seconds=speed_up)
+
+
+def buildable(backend: str) -> EngineOffer:
+    """Return one that could be built."""
+    return EngineOffer(
+        backend=backend, builder=backend, uses=(use(build=True),), missing="there is none yet", build_seconds=240
+    )
+
+
+def misfit(backend: str) -> EngineOffer:
+    """Return one that could be built, where there is one for another size."""
+    return replace(buildable(backend), missing="the nearest was built for 64x64", misfit="engine for other sizes")
+
+
+def impossible(backend: str) -> EngineOffer:
+    """Return one that cannot be built here."""
+    return EngineOffer(
+        backend=backend,
+        builder=backend,
+        uses=(use(build=True),),
+        missing="there is none yet",
+        problem="it is not installed",
+        remedy="Install it.",
+    )
+
+
+def unmeasured(backend: str) -> EngineOffer:
+    """Return an engine that is there but was never timed."""
+    return EngineOffer(backend=backend, builder=backend, uses=(use(),))
+
+
+ORT, IND, TRT = "onnxruntime", "inductor", "tensorrt"
+
+
+@pytest.mark.parametrize(
+    ("asked", "build", "offers", "backend", "builds", "says"),
+    [
+        ("auto", "auto", [], "pytorch", False, HERE),
+        ("auto", "auto", [buildable(ORT)], "pytorch", False, HERE),
+        ("auto", "auto", [ready(ORT), ready(IND, 3.0)], IND, False, "the fastest measured here: float32, 3.0 times"),
+        ("auto", "auto", [ready(ORT)], ORT, False, "ONNX Runtime is faster here"),
+        ("auto", "auto", [ready(ORT, 0.9)], "pytorch", False, "No engine measured here is faster."),
+        ("auto", "auto", [ready(ORT, 1.02)], "pytorch", False, "No engine measured here is faster."),
+        ("auto", "auto", [unmeasured(ORT)], "pytorch", False, HERE),
+        ("auto", "auto", [misfit(ORT)], "pytorch", False, f"{HERE} No engine fits: the nearest was built for 64x64."),
+        ("auto", "never", [ready(ORT)], ORT, False, "faster here"),
+        ("auto", "missing", [ready(ORT), buildable(IND)], ORT, False, "faster here"),
+        ("auto", "missing", [buildable(ORT), buildable(IND)], ORT, True, "most likely the fastest here: built first"),
+        ("auto", "missing", [impossible(ORT), buildable(IND)], IND, True, "first, about 4 min (there is none yet)"),
+        ("auto", "missing", [impossible(ORT)], "pytorch", False, HERE),
+        ("auto", "always", [ready(ORT)], ORT, True, "built anew"),
+        ("pytorch", "auto", [ready(ORT)], "pytorch", False, "It was asked for."),
+        (ORT, "auto", [buildable(ORT)], ORT, True, "Runtime, as asked: built first, about 4 min (there is none yet)."),
+        (ORT, "missing", [buildable(ORT)], ORT, True, "built first"),
+        (ORT, "missing", [ready(ORT, 0.5)], ORT, False, "0.5 times as fast as PyTorch"),
+        (ORT, "missing", [unmeasured(ORT)], ORT, False, "not measured"),
+        (ORT, "always", [ready(ORT)], ORT, True, "built anew, as asked"),
+        (ORT, "never", [ready(ORT)], ORT, False, "as asked"),
+        (ORT, "never", [buildable(ORT)], "pytorch", False, "has no engine (there is none yet)"),
+        (ORT, "missing", [ready(IND)], "pytorch", False, "does not run this component"),
+        (TRT, "missing", [impossible(TRT)], "pytorch", False, "TensorRT was asked for, but it is not installed. Ins"),
+        (TRT, "never", [impossible(TRT)], "pytorch", False, "it is not installed"),
+        (TRT, "missing", [impossible(TRT), ready(TRT)], TRT, False, "as asked"),
+        (TRT, "missing", [impossible(TRT), buildable(TRT)], TRT, True, "built first"),
+    ],
+)
+def test_choices(asked: str, build: str, offers: list[EngineOffer], backend: str, builds: bool, says: str) -> None:
+    choice = choose(asked, build, offers, HERE)
+    assert choice.backend == backend
+    assert says in choice.reason
+    assert any(one.build for one in choice.uses) == builds
+    assert bool(choice.uses) == (backend != "pytorch")
+
+
+EXCLUDED = Conflict("4-bit weights exclude TensorRT", "4-bit weights exclude it", "Take none.", "quantization")
+
+
+@pytest.mark.parametrize(
+    ("asked", "build", "offers", "excluded", "chip"),
+    [
+        ("auto", "auto", [], None, "PyTorch: no engine yet"),
+        ("auto", "auto", [buildable(ORT)], None, "PyTorch: no engine yet"),
+        ("auto", "auto", [misfit(ORT)], None, "PyTorch: engine for other sizes"),
+        ("auto", "auto", [impossible(ORT)], None, "PyTorch: it is not installed"),
+        ("auto", "auto", [unmeasured(ORT)], None, "PyTorch: its engine is not measured"),
+        ("auto", "auto", [ready(ORT, 0.9)], None, "PyTorch: no engine is faster"),
+        ("auto", "auto", [ready(IND)], EXCLUDED, "Inductor: engine ready"),
+        ("auto", "auto", [], EXCLUDED, "PyTorch: 4-bit weights exclude TensorRT"),
+        ("auto", "missing", [buildable(IND)], EXCLUDED, "Inductor: builds first, about 4 min"),
+        ("auto", "always", [ready(IND)], None, "Inductor: builds first"),
+        ("pytorch", "auto", [ready(ORT)], None, "PyTorch: as asked"),
+        (TRT, "auto", [ready(TRT)], None, "TensorRT: engine ready"),
+        (TRT, "auto", [buildable(TRT)], None, "TensorRT: builds first, about 4 min"),
+        (TRT, "always", [ready(TRT)], None, "TensorRT: builds first"),
+        (TRT, "never", [buildable(TRT)], None, "PyTorch: no TensorRT engine, and none is to be built"),
+        (TRT, "never", [misfit(TRT)], None, "PyTorch: engine for other sizes"),
+        (TRT, "auto", [impossible(TRT)], None, "PyTorch: it is not installed"),
+        (TRT, "auto", [replace(impossible(TRT), badge="no TensorRT")], None, "PyTorch: no TensorRT"),
+        (TRT, "auto", [ready(ORT)], None, "PyTorch: TensorRT does not run this part"),
+    ],
+)
+def test_chips(asked: str, build: str, offers: list[EngineOffer], excluded: Conflict | None, badge: str) -> None:
+    assert choose(asked, build, offers, HERE, excluded).badge == badge
+
+
+def test_other_settings_keep_engines_out_and_the_machine_says_why() -> None:
+    on = machine(gpu=gpu(capability=(7, 5)), torch_cuda="13.0", packages=GPU_PACKAGES)
+    case = Case(component="transformer", backend="pytorch", device="cuda:0", quantization="bnb-4bit")
+    admitted, excluded = admit([impossible(ORT), buildable(TRT)], case, on)
+    assert admitted == []
+    assert excluded is not None
+    assert excluded.badge == "4-bit weights exclude TensorRT"
+    bfloat16 = replace(buildable(IND), uses=(replace(use(build=True), precision="bfloat16"),))
+    (barred,), excluded = admit([bfloat16], replace(case, quantization="none"), on)
+    assert excluded is None
+    assert (barred.problem, barred.badge) == ("Test GPU does not compute in bfloat16", "no bfloat16 on this GPU")
+    # One that is there was proven here.
+    there = replace(ready(IND), uses=(replace(use(), precision="bfloat16"),))
+    assert admit([there], replace(case, quantization="none"), on) == ([there], None)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(1, "about 5 s"), (44, "about 40 s"), (61, "about 1 min"), (900, "about 15 min"), (7300, "about 2 h")],
+)
+def test_guessed_durations_are_round(seconds: float, words: str) -> None:
+    assert about(seconds) == words
+
+
+def test_an_offer_without_engines_is_not_ready() -> None:
+    assert not EngineOffer(backend=TRT, builder=TRT, uses=(), problem="it needs an NVIDIA GPU").ready

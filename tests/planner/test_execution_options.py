@@ -1,0 +1,308 @@
+"""How PyTorch computes a clip, decided: attention, compiling, what is computed once; each with its reason."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.core.errors import InvalidRequestError, MachineError
+from runtime.core.plan import ExecutionPlan, Speed
+from runtime.core.request import ATTENTIONS, GenerationRequest
+from runtime.machine.probe import Gpu, Machine
+from runtime.models.spec import ModelSpec, attention_flops
+from runtime.planner import attention_kernels, execution_options
+from runtime.planner.history import Kind, Run, architecture, attention_kind, compiling, device_name, runs_of
+from runtime.planner.resolve import resolve
+from tests.plans import GIB, machine
+from tests.true_sizes import spec as true_size
+
+A14B = true_size("wan2.2-a14b")
+TRITON = (("triton", "3.6.0"), ("torchao", "0.18.0"))
+FLASH4 = (*TRITON, ("flash-attn-4", "4.0.0b36"))
+
+
+def gpu_machine(
+    name: str = "NVIDIA H200",
+    capability: tuple[int, int] = (9, 0),
+    gib: float = 141,
+    packages: tuple[tuple[str, str], ...] = TRITON,
+) -> Machine:
+    """Return a machine with much memory and one GPU."""
+    gpu = Gpu(name, capability, int(gib * GIB), int(gib * GIB), "580.0")
+    here = machine(gpu=gpu, torch_cuda="13.0", packages=packages)
+    return replace(here, ram_bytes=256 * GIB, ram_free_bytes=250 * GIB)
+
+
+def plan(spec: ModelSpec = A14B, on: Machine | None = None, history: Any = (), **values: Any) -> ExecutionPlan:
+    """Plan a clip of the model's defaults."""
+    on = gpu_machine() if on is None else on
+    return resolve(GenerationRequest(prompt="a boat", **values), spec, on, Path("x.mp4"), history=history)
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "size", "seconds"),
+    [
+        ("wan2.2-a14b", "bfloat16", (832, 480, 81), 0.69),
+        ("wan2.2-a14b", "bfloat16", (1280, 720, 81), 1.63),
+        ("wan2.2-a14b", "float32", (832, 480, 81), 1.74),
+        ("wan2.2-ti2v-5b", "bfloat16", (1280, 704, 121), 4.28),
+        ("wan2.2-ti2v-5b", "float32", (1280, 704, 121), 7.88),
+    ],
+)
+def test_decoding_by_kernels_takes_what_an_h200_measured(
+    model: str, precision: str, size: tuple[int, int, int], seconds: float
+) -> None:
+    width, height, frames = size
+    decided = plan(
+        true_size(model), compile="always", vae_precision=precision, width=width, height=height, frames=frames
+    )
+    found = decided.seconds["decode"]
+    assert found.likely == pytest.approx(seconds, rel=0.25)
+    assert found.low < seconds < found.high
+    assert not found.measured
+
+
+@pytest.mark.parametrize(
+    ("quantization", "attention", "size", "seconds"),
+    [
+        ("none", "native", (832, 480), 2.743),
+        ("none", "flash4", (832, 480), 2.504),
+        ("none", "fp8", (832, 480), 2.310),
+        ("fp8", "native", (832, 480), 2.337),
+        ("fp8", "flash4", (832, 480), 2.097),
+        ("fp8", "fp8", (832, 480), 1.855),
+        ("none", "native", (1280, 720), 11.00),
+        ("none", "flash4", (1280, 720), 9.71),
+        ("fp8", "native", (1280, 720), 9.99),
+        ("fp8", "flash4", (1280, 720), 8.72),
+        ("fp8", "fp8", (1280, 720), 7.39),
+    ],
+)
+def test_passes_take_what_an_h200_measured(
+    quantization: str, attention: str, size: tuple[int, int], seconds: float
+) -> None:
+    on = gpu_machine(packages=(*FLASH4, ("nvidia-cudnn-frontend", "1.32")))
+    asked: dict[str, Any] = {"quantization": quantization, "attention": attention, "compile": "always"}
+    found = plan(on=on, width=size[0], height=size[1], steps=40, **asked).seconds["denoise"]
+    assert found.likely == pytest.approx(80 * seconds, rel=0.15)
+    assert found.low < 80 * seconds < found.high
+    assert not found.measured
+
+
+@pytest.mark.parametrize(
+    ("on", "wanted", "because"),
+    [
+        (gpu_machine(), "cudnn", "by rule"),
+        (gpu_machine(packages=FLASH4), "flash4", "by rule"),
+        (gpu_machine("NVIDIA B200", (10, 0), packages=FLASH4), "cudnn", "by rule"),
+        (gpu_machine("NVIDIA A100", (8, 0), 80), "flash", "by rule"),
+        (gpu_machine("NVIDIA A100", (8, 0), 80, FLASH4), "flash", "by rule"),
+        (gpu_machine("Tesla T4", (7, 5), 40), "native", "older"),
+        (replace(machine(), ram_bytes=128 * GIB, ram_free_bytes=120 * GIB), "native", "CPU"),
+    ],
+    ids=["hopper", "hopper-flash4", "blackwell-flash4", "ampere", "ampere-flash4", "turing", "cpu"],
+)
+def test_attention_by_rule(on: Machine, wanted: str, because: str) -> None:
+    small = true_size("wan2.1-1.3b")
+    decided = plan(small, on, frames=5, steps=2).speed
+    assert decided.attention == wanted
+    assert because in decided.attention_reason
+
+
+def test_float32_keeps_pytorchs_own_attention() -> None:
+    from runtime.models.catalogue import find
+
+    decided = plan(find("diorama", Path("none")), gpu_machine()).speed
+    assert (decided.attention, decided.compiled) == ("native", False)
+    assert "float32" in decided.attention_reason
+
+
+def measured(kind: str, seconds: float, clip: ExecutionPlan) -> Run:
+    """Return a measured attention of a clip's size on the test's H200."""
+    found = attention_kind("NVIDIA H200", "bfloat16", kind)
+    return Run(
+        kind=found, flops=attention_flops(A14B, clip.tokens), seconds=seconds, working_bytes=1, excess_bytes=None
+    )
+
+
+def test_the_fastest_that_was_measured_is_taken_if_it_is_still_here() -> None:
+    clip = plan()
+    runs = [measured("cudnn", 0.038, clip), measured("flash4", 0.034, clip), measured("flash", 0.06, clip)]
+    assert plan(history=runs).speed.attention == "cudnn"  # flash4 is not installed
+    here = gpu_machine(packages=FLASH4)
+    decided = plan(on=here, history=runs).speed
+    assert decided.attention == "flash4"
+    assert "flash4 34 ms" in decided.attention_reason
+    # What was measured counts for more than the rule.
+    assert plan(on=here, history=[*runs[:1], measured("flash4", 0.04, clip)]).speed.attention == "cudnn"
+    # One of 8 bits is never taken unasked, however fast.
+    runs.append(measured("fp8", 0.001, clip))
+    both = gpu_machine(packages=(*TRITON, ("nvidia-cudnn-frontend", "1.32")))
+    assert plan(on=both, history=runs).speed.attention == "cudnn"
+    assert plan(on=both, history=runs, attention="fp8").speed.attention == "fp8"
+
+
+@pytest.mark.parametrize("kind", ATTENTIONS[2:])
+def test_an_attention_that_cannot_be_had_is_refused_with_what_to_do(kind: str) -> None:
+    with pytest.raises(MachineError) as refused:
+        plan(true_size("wan2.1-1.3b"), machine(), attention=kind, frames=5)
+    assert "cannot be had here: no NVIDIA GPU was found" in refused.value.what
+    assert refused.value.remedy
+    old = gpu_machine("Tesla T4", (7, 5), 40)
+    with pytest.raises(MachineError, match="older than it wants"):
+        plan(true_size("wan2.1-1.3b"), old, attention=kind, frames=5)
+
+
+@pytest.mark.parametrize("kind", ["flash3", "flash4", "sage", "fp8"])
+def test_a_missing_package_is_named(kind: str) -> None:
+    against = attention_kernels.no_attention(kind, gpu_machine())
+    assert against is not None
+    assert against.reason == f"{attention_kernels.ATTENTIONS[kind].package} is not installed"
+    with pytest.raises(MachineError, match=attention_kernels.ATTENTIONS[kind].package):
+        plan(attention=kind)
+
+
+def test_16_bit_attention_of_a_float32_model_is_refused() -> None:
+    from runtime.models.catalogue import find
+
+    with pytest.raises(InvalidRequestError, match="runs in float32") as refused:
+        plan(find("diorama", Path("none")), gpu_machine(), attention="cudnn")
+    assert refused.value.field == "attention"
+
+
+def test_compiling_pays_off_for_a_long_clip_and_not_for_a_short_one() -> None:
+    long, short = plan(), plan(frames=5, steps=2)
+    assert long.speed.compiled
+    assert "Compiled: compiling takes about 20 s (estimated) and saves about" in long.speed.compiled_reason
+    assert not short.speed.compiled
+    assert short.speed.compiled_reason.startswith("Not compiled: compiling takes about")
+    assert long.seconds["denoise"].likely < plan(compile="never").seconds["denoise"].likely
+    assert long.seconds["load"].likely > plan(compile="never").seconds["load"].likely
+
+
+@pytest.mark.parametrize(("took", "compiled"), [(0.2, True), (10_000.0, False)])
+def test_what_compiling_took_here_counts(took: float, compiled: bool) -> None:
+    clip = plan()
+    run = compiling(clip, A14B, gpu_machine(), took)
+    decided = plan(history=[run]).speed
+    assert decided.compiled is compiled
+    assert "(measured here)" in decided.compiled_reason
+
+
+def test_what_compiled_calls_took_here_counts() -> None:
+    clip = plan()
+    kind = Kind(
+        device="NVIDIA H200",
+        model=architecture(A14B),
+        component="transformer",
+        backend="pytorch",
+        dtype="bfloat16",
+        quantization="none",
+        offload="none",
+        speed=execution_options.tag(clip.speed, "transformer"),
+    )
+    flops = A14B.transformer.forward_flops(clip.tokens, 512)
+    # Compiled calls that are slower than what eager ones are expected to take are not asked for again.
+    slow = Run(kind=kind, flops=flops, seconds=30.0, working_bytes=1, excess_bytes=None)
+    assert not plan(history=[slow]).speed.compiled
+    fast = replace(slow, seconds=1.0)
+    again = plan(history=[fast])
+    assert again.speed.compiled
+    assert again.seconds["denoise"].likely == pytest.approx(80.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        ({"offload": "group"}, "brings weights while a block runs"),
+        ({"offload": "sequential"}, "brings weights while a block runs"),
+        ({"quantization": "bnb-4bit"}, "cannot be compiled"),
+    ],
+)
+def test_what_excludes_compiling(values: dict[str, Any], what: str) -> None:
+    here = gpu_machine(packages=(*TRITON, ("bitsandbytes", "0.50")))
+    decided = plan(on=here, **values).speed
+    assert not decided.compiled
+    assert what in decided.compiled_reason
+    with pytest.raises(InvalidRequestError) as refused:
+        plan(on=here, compile="always", **values)
+    assert what in refused.value.what
+    assert refused.value.field == "compile"
+
+
+def test_without_triton_nothing_is_compiled() -> None:
+    bare = gpu_machine(packages=())
+    assert "Triton is not installed" in plan(on=bare).speed.compiled_reason
+    with pytest.raises(MachineError, match="Triton is not installed"):
+        plan(on=bare, compile="always")
+
+
+def test_on_a_cpu_only_where_asked_for() -> None:
+    small = true_size("wan2.1-1.3b")
+    here = replace(machine(), ram_bytes=128 * GIB, ram_free_bytes=120 * GIB)
+    assert not plan(small, here, frames=5).speed.compiled
+    assert plan(small, here, frames=5, compile="always").speed.compiled
+    with pytest.raises(MachineError, match="no C\\+\\+ compiler"):
+        plan(small, replace(here, compiler=None), frames=5, compile="always")
+
+
+def test_keys_and_values_of_the_text_are_kept_where_they_are_small_beside_the_free_memory() -> None:
+    large, small = plan(), plan(on=gpu_machine(gib=36), quantization="fp8")
+    assert large.speed.text_kept
+    # 40 blocks, keys and values, two texts of 512 tokens of 5120 channels in 2 bytes.
+    assert large.speed.text_bytes == 40 * 2 * 2 * 512 * 5120 * 2
+    assert not small.speed.text_kept
+    without = plan(guidance_scale=1.0, guidance_scale_2=1.0)
+    assert without.speed.text_bytes == large.speed.text_bytes // 2
+    denoise = [
+        next(stage for stage in one.memory if stage.component == "transformer").working_bytes
+        for one in (large, without)
+    ]
+    assert denoise[0] - denoise[1] == large.speed.text_bytes // 2
+    offloaded = plan(offload="group").speed
+    assert (offloaded.text_kept, offloaded.text_bytes, offloaded.fused) == (False, 0, False)
+
+
+def test_small_models_on_a_gpu_take_both_passes_at_once_and_record_them() -> None:
+    from runtime.models.catalogue import find
+
+    decided = plan(find("diorama", Path("none")), gpu_machine()).speed
+    assert decided.paired
+    assert decided.graphed
+    assert "one call" in decided.told
+    assert "recorded" in decided.told
+    large = plan().speed
+    assert not large.paired
+    assert not large.graphed
+    on_cpu = plan(find("diorama", Path("none")), machine()).speed
+    assert not on_cpu.paired
+    assert not on_cpu.graphed
+    assert on_cpu.text_kept
+
+
+def test_a_more_frugal_way_goes_without_what_takes_memory() -> None:
+    full = Speed(attention="cudnn", compiled=True, text_kept=True, text_bytes=1, paired=True, graphed=True, fused=True)
+    on = execution_options.relieved(full, "model", "none")
+    assert (on.compiled, on.attention, on.fused) == (True, "cudnn", False)
+    assert not (on.text_kept or on.text_bytes or on.paired or on.graphed)
+    assert not execution_options.relieved(full, "group", "none").compiled
+    assert not execution_options.relieved(full, "none", "bnb-8bit").compiled
+
+
+def test_runs_of_another_speed_are_told_apart() -> None:
+    here = gpu_machine()
+    planned = plan()
+    timings = {"encode": 1.0, "denoise": 200.0, "decode": 2.0}
+    runs = {run.kind.component: run for run in runs_of(planned, planned, A14B, here, timings, {})}
+    assert runs["transformer"].kind.speed == "compiled cudnn"
+    assert runs["vae"].kind.speed == "compiled channels last"
+    assert Run.from_json(runs["vae"].to_json()) == runs["vae"]
+    fell = replace(planned, speed=replace(planned.speed, compiled=False))
+    components = [run.kind.component for run in runs_of(planned, fell, A14B, here, timings, {})]
+    assert components == ["text_encoder"]
+    # What an earlier version wrote says nothing of it.
+    old = runs["transformer"].to_json()
+    del old["kind"]["speed"]
+    assert Run.from_json(old).kind.speed == ""
+    assert device_name(here, "cuda:0") == "NVIDIA H200"

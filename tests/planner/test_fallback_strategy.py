@@ -1,0 +1,112 @@
+"""What comes next where memory ran out, machine by machine."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from runtime.core.plan import ExecutionPlan
+from runtime.machine.probe import Machine
+from runtime.planner.fallback_strategy import next_way
+from tests.planner.test_strategies import A14B, SMALL, on, plan
+from tests.plans import machine
+from tests.true_sizes import spec
+
+CPU = machine(ram_free_gib=100)
+
+
+@pytest.mark.parametrize(
+    ("model", "where", "values", "component", "memory", "lossy", "title", "flags", "lossless"),
+    [
+        # All stays loaded, and does not fit after all: the text encoder goes where it is past, else all but one part.
+        (A14B, on(140, 500), {}, "transformer", "VRAM", False, "Text encoder freed after the prompt", "", True),
+        (A14B, on(140, 500), {}, "vae", "VRAM", False, "Text encoder freed after the prompt", "", True),
+        (A14B, on(140, 500), {}, "text_encoder", "VRAM", False, "One part at a time", "", True),
+        # One part at a time: parts that wait in RAM take as much while they run, blocks that wait do not.
+        (A14B, on(75, 500), {}, "transformer", "VRAM", False, "Blocks wait in RAM", "--offload group", True),
+        (A14B, on(75, 500), {"offload": "model"}, "transformer", "VRAM", False, "Blocks wait", "--offload group", True),
+        (A14B, on(75, 500), {"offload": "group"}, "transformer", "VRAM", False, "Layers", "--offload sequential", True),
+        # RAM holds no weights: only what changes the video a little is left, and has to be allowed.
+        (A14B, on(40, 16), {}, "transformer", "VRAM", False, None, "", True),
+        (A14B, on(40, 16), {}, "transformer", "VRAM", True, "Transformers with FP8", "--quantization fp8", False),
+        # What does not change it comes first where both are allowed.
+        (A14B, on(75, 500), {}, "transformer", "VRAM", True, "Blocks wait in RAM", "--offload group", True),
+        # Decoding: fewer frames at a time, then tiles of them.
+        (A14B, on(75, 500), {}, "vae", "VRAM", False, "One part at a time, decoding frame by frame", "", True),
+        (SMALL, on(17, 32), {"frames": 33}, "vae", "VRAM", False, None, "", True),
+        (SMALL, on(17, 32), {"frames": 33}, "vae", "VRAM", True, "decoding in tiles of 512x512", "", False),
+        (SMALL, on(16, 32), {"frames": 33}, "vae", "VRAM", True, "decoding in tiles of 256x256", "", False),
+        # RAM runs out under weights that wait there: they stay on the GPU where they fit.
+        (A14B, on(140, 500), {"offload": "group"}, "transformer", "RAM", False, "Everything stays loaded", "", True),
+        (A14B, on(140, 500), {}, "transformer", "RAM", False, None, "", True),
+        (SMALL, CPU, {"frames": 33}, "transformer", "RAM", False, "One part at a time", "", True),
+    ],
+)
+def test_the_next_way(
+    model: str,
+    where: Machine,
+    values: dict[str, Any],
+    component: str,
+    memory: Any,
+    lossy: bool,
+    title: str | None,
+    flags: str,
+    lossless: bool,
+) -> None:
+    before = plan(model, where, **values)
+    found = next_way(before, spec(model), component, memory, lossy=lossy)
+    if title is None:
+        assert found is None, found
+        return
+    assert found is not None
+    assert title in found.strategy.title
+    assert flags in found.strategy.flags
+    assert found.strategy.lossless == lossless
+    check_taken(found.plan, before)
+    assert found.plan.decode_tile == found.strategy.decode_tile
+    if component != "text_encoder" and memory == "VRAM":
+        then, now = (next(s for s in p.memory if s.component == component) for p in (before, found.plan))
+        assert now.peak_bytes < then.peak_bytes
+
+
+def check_taken(after: ExecutionPlan, before: ExecutionPlan) -> None:
+    """Check that a plan takes one way of its ladder, and that it is still the same clip."""
+    (taken,) = [strategy for strategy in after.strategies if strategy.taken]
+    assert (after.offload, after.quantization) == (taken.offload, taken.quantization)
+    assert (after.keep_loaded, after.freed) == (taken.keep_loaded, taken.freed)
+    quantized = {name: part.quantization for name, part in after.components.items()}
+    assert quantized["vae"] == quantized["text_encoder"] == "none"
+    assert quantized["transformer"] == taken.quantization
+    left_out = {"offload", "quantization"}
+    one, other = ({k: v for k, v in p.request_json().items() if k not in left_out} for p in (after, before))
+    assert one == other
+
+
+@pytest.mark.parametrize("where", [on(140, 500), on(24, 96), on(40, 16), CPU])
+@pytest.mark.parametrize("component", ["text_encoder", "transformer", "transformer_2", "vae"])
+def test_it_comes_to_an_end(where: Machine, component: str) -> None:
+    found = plan(A14B, where)
+    for _ in range(12):
+        then = next_way(found, spec(A14B), component, "RAM" if where is CPU else "VRAM", lossy=True)
+        if then is None:
+            return
+        found = then.plan
+    pytest.fail("there is always one more")
+
+
+def test_engines_keep_their_weights() -> None:
+    before = plan(A14B, on(75, 500))
+    part = before.components["transformer"]
+    use: Any = object()
+    engine = replace(part, backend="tensorrt", engines=(use,))
+    on_engine = before.with_component("transformer", engine)
+    assert next_way(on_engine, spec(A14B), "transformer_2", "VRAM", lossy=True) is None
+
+
+def test_the_forecast_follows() -> None:
+    before = plan(A14B, on(75, 500))
+    found = next_way(before, spec(A14B), "transformer", "VRAM", lossy=False)
+    assert found is not None
+    assert found.slowdown > 1.0
+    assert found.plan.seconds["decode"].likely == pytest.approx(before.seconds["decode"].likely * found.slowdown)
+    assert found.plan.seconds["load"] == before.seconds["load"]

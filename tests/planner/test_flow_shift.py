@@ -1,0 +1,159 @@
+"""The shift in a plan: refused, taken or left to the model, and what it makes of the forecast."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.core.errors import InvalidRequestError
+from runtime.core.estimates import Seconds
+from runtime.core.loras import LoraUse
+from runtime.core.plan import ExecutionPlan
+from runtime.core.request import GenerationRequest
+from runtime.models.known import known_as
+from runtime.models.spec import ModelSpec
+from runtime.models.timesteps import NoiseLevels, noise_levels
+from runtime.planner import flow_shift
+from runtime.planner.history import Kind, Run, architecture, calls_of, runs_of
+from runtime.planner.resolve import resolve
+from tests.plans import machine, tiny_plan
+
+Tiny = Callable[[str], ModelSpec]
+OUT = Path("x.mp4")
+
+
+def plan(spec: ModelSpec, **values: Any) -> ExecutionPlan:
+    """Plan a tiny clip."""
+    return tiny_plan(spec, OUT, **values)
+
+
+@pytest.mark.parametrize(
+    ("asked", "steps", "used", "taken"),
+    [
+        (None, 4, None, (2, 2)),
+        (3.0, 4, None, (2, 2)),  # what the folder says
+        (5.0, 4, 5.0, (2, 2)),
+        (12.0, 4, 12.0, (3, 1)),
+        (100.0, 4, 100.0, (4, 0)),
+        (0.1, 4, 0.1, (1, 3)),
+        (None, 40, None, (13, 27)),
+        (12.0, 40, 12.0, (26, 14)),
+    ],
+)
+def test_a_shift_says_how_many_steps_each_expert_takes(
+    asked: float | None, steps: int, used: float | None, taken: tuple[int, int], tiny: Tiny
+) -> None:
+    made = plan(tiny("wan2.2-a14b"), shift=asked, steps=steps)
+    assert made.shift == made.request_json()["shift"] == made.to_json()["shift"] == used
+    assert made.expert_steps == dict(zip(("transformer", "transformer_2"), taken, strict=True))
+    assert made.to_json()["expert_steps"] == made.expert_steps
+    assert (made.shift_reason == "") == (used is None)
+    assert any("takes none" in said for said in made.warnings) == (0 in taken)
+
+
+def test_the_reason_names_what_the_shift_is_not(tiny: Tiny) -> None:
+    spec = tiny("wan2.2-a14b")
+    assert plan(spec, shift=5).shift_reason == "Shift 5, as asked; the model's own scheduler has 3."
+    known = known_as("wan2.2-t2v-a14b")
+    assert known is not None
+    away = known.spec(Path("weights"))
+    here = replace(away, here=True, noise=replace(spec.noise, shift=3.0))
+    own = "the model's own scheduler has 3"
+    assert flow_shift.reason(5.0, here) == f"Shift 5, as asked; {own}, Wan's own code has 12."
+    assert flow_shift.reason(12.0, here) == f"Shift 12, as asked; {own}."
+    assert flow_shift.reason(5.0, away) == "Shift 5, as asked; Wan's own code has 12."
+    assert flow_shift.reason(None, here) == ""
+
+
+def test_of_a_model_that_is_not_here_the_folder_is_yet_to_say() -> None:
+    known = known_as("wan2.2-t2v-a14b")
+    assert known is not None
+    spec = known.spec(Path("weights"))
+    assert flow_shift.expert_steps(spec, 40, None) == {}
+    assert flow_shift.expert_steps(spec, 4, 5.0) == {"transformer": 2, "transformer_2": 2}
+    assert flow_shift.as_used(GenerationRequest(prompt="x", shift=5), spec) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"_class_name": "UniPCMultistepScheduler"}, "not set up for flow matching"),
+        ({"_class_name": "DDIMScheduler"}, "DDIMScheduler has none"),
+    ],
+)
+def test_a_scheduler_that_would_not_follow_is_refused(config: dict[str, Any], why: str, tiny: Tiny) -> None:
+    spec = replace(tiny("wan2.2-a14b"), noise=noise_levels(config), scheduler=config["_class_name"])
+    with pytest.raises(InvalidRequestError, match=why) as refused:
+        plan(spec, shift=5.0)
+    assert refused.value.field == "shift" and "--shift auto" in refused.value.remedy
+    # Nothing asked for, nothing refused; who takes which step is not known.
+    assert (plan(spec).shift, plan(spec).expert_steps) == (None, {})
+
+
+def test_one_transformer_takes_all_steps(tiny: Tiny) -> None:
+    made = plan(tiny("wan2.1"), shift=12.0, steps=7)
+    assert made.expert_steps == {"transformer": 7} and made.shift == 12.0
+    assert made.step_flops == plan(tiny("wan2.1"), steps=7).step_flops
+
+
+@pytest.mark.parametrize(
+    ("given", "calls"),
+    [
+        ({"transformer": 3, "transformer_2": 1}, {"transformer": 6, "transformer_2": 1}),
+        ({"transformer": 4, "transformer_2": 0}, {"transformer": 8, "transformer_2": 0}),
+        ({}, {"transformer": 4, "transformer_2": 2}),
+    ],
+)
+def test_each_expert_is_called_for_its_steps(given: dict[str, int], calls: dict[str, float]) -> None:
+    assert calls_of(4, 4.0, 1.0, given) == {"text_encoder": 2, "vae": 1} | calls
+
+
+def test_the_forecast_counts_each_experts_steps(tiny: Tiny) -> None:
+    """One guided, one not: a step of the first takes twice as long."""
+    spec = tiny("wan2.2-a14b")
+    scales = {"guidance_scale": 4.0, "guidance_scale_2": 1.0}
+    even, high = plan(spec, **scales), plan(spec, shift=12.0, **scales)
+    assert high.step_flops / even.step_flops == pytest.approx((2 * 3 + 1) / (2 * 2 + 2))
+    measured = Run(
+        kind=Kind(device="Test CPU, 2 cores", model=architecture(spec), component="transformer", backend="pytorch",
+                  dtype="float32", quantization="none", offload="none"),
+        flops=spec.transformer.forward_flops(even.tokens, spec.max_sequence_length),
+        seconds=1.0, working_bytes=1, excess_bytes=None,
+    )  # fmt: skip
+
+    def denoising(**values: Any) -> Seconds:
+        wanted = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 9, "steps": 4} | scales | values
+        request = GenerationRequest.from_mapping(wanted)
+        return resolve(request, spec, machine(), OUT, history=[measured]).seconds["denoise"]
+
+    assert denoising().likely == pytest.approx(6.0)
+    assert denoising(shift=12).likely == pytest.approx(7.0)
+    assert denoising(shift=100).likely == pytest.approx(8.0)
+    # What a job took is divided by the same calls: it tells the same of both.
+    for made, seconds in ((even, 6.0), (high, 7.0)):
+        told = runs_of(made, made, spec, machine(), {"encode": 1.0, "denoise": seconds, "decode": 1.0}, {})
+        assert [run.seconds for run in told if run.kind.component == "transformer"] == [pytest.approx(1.0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "said"),
+    [
+        ("Wan2.2-Lightning-4steps", None, True),
+        ("Wan2.2-Lightning-4steps", 5.0, False),
+        ("Wan2.2-Lightning-4steps", 8.0, True),
+        ("x_lightx2v_4step", None, True),
+        ("CausVid", None, False),  # whose shift is not known
+    ],
+)
+def test_a_lora_that_was_distilled_with_another_shift_says_so(
+    name: str, asked: float | None, said: bool, tiny: Tiny
+) -> None:
+    use = LoraUse(file=name, path=Path("loras") / f"{name}.safetensors", digest="0", weight=1.0, steps=4)
+    spec = replace(tiny("wan2.2-a14b"), loras=(use,))
+    taken = {"transformer": 2, "transformer_2": 2}
+    told = flow_shift.warnings(spec, 4, asked, taken)
+    assert bool(told) == said
+    assert not said or ("with shift 5" in told[0] and "--shift 5" in told[0])
+    assert flow_shift.warnings(replace(spec, noise=NoiseLevels()), 4, None, taken) == []

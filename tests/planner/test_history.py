@@ -1,0 +1,80 @@
+"""What an earlier run tells of the next."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from runtime.core.estimates import StageMemory
+from runtime.planner.history import Kind, Run, remembered, seconds_per_call
+
+KIND = Kind(
+    device="Test CPU, 2 cores",
+    model="abc",
+    component="vae",
+    backend="pytorch",
+    dtype="float32",
+    quantization="none",
+    offload="none",
+)
+RUN = Run(kind=KIND, flops=1e12, seconds=4.0, working_bytes=1000, excess_bytes=100)
+STAGE = StageMemory(stage="decode", component="vae", weights_bytes=500, working_bytes=2000, overhead_bytes=300)
+
+
+@pytest.mark.parametrize(
+    ("flops", "seconds", "low", "high"),
+    [(1e12, 4.0, 3.0, 5.6), (2e12, 8.0, 4.8, 13.6), (0.25e12, 1.0, 0.6, 1.7)],
+)
+def test_seconds_grow_with_the_operations(flops: float, seconds: float, low: float, high: float) -> None:
+    found = seconds_per_call([RUN], KIND, flops)
+    assert found is not None
+    assert (found.likely, found.low, found.high) == pytest.approx((seconds, low, high))
+    assert found.measured
+
+
+@pytest.mark.parametrize("changed", list(vars(KIND)))
+def test_a_run_of_another_kind_tells_nothing(changed: str) -> None:
+    other = replace(KIND, **{changed: "other"})
+    assert seconds_per_call([RUN], other, 1e12) is None
+    assert remembered([RUN], other, 1e12, STAGE) == STAGE
+
+
+def test_a_run_of_quite_another_size_tells_nothing() -> None:
+    assert seconds_per_call([RUN], KIND, 1e14) is None
+
+
+def test_the_nearest_run_counts() -> None:
+    found = seconds_per_call([RUN, replace(RUN, flops=4e12, seconds=10.0)], KIND, 3e12)
+    assert found is not None
+    assert found.likely == pytest.approx(7.5)
+
+
+@pytest.mark.parametrize(
+    ("excess", "working", "beside"),
+    [(100, 2200, 300), (0, 2000, 300), (-100, 2000, 200), (-400, 2000, 0)],
+)
+def test_memory_beyond_the_forecast_grows_with_the_working_set(excess: int, working: int, beside: int) -> None:
+    found = remembered([replace(RUN, excess_bytes=excess)], KIND, 1e12, STAGE)
+    assert (found.working_bytes, found.overhead_bytes, found.weights_bytes) == (working, beside, 500)
+    assert found.measured
+
+
+def test_a_run_without_a_peak_or_without_seconds_tells_only_the_other() -> None:
+    assert remembered([replace(RUN, excess_bytes=None)], KIND, 1e12, STAGE) == STAGE
+    assert seconds_per_call([replace(RUN, seconds=0.0)], KIND, 1e12) is None
+
+
+def test_a_run_survives_json() -> None:
+    for run in (RUN, replace(RUN, excess_bytes=None)):
+        assert Run.from_json(json.loads(json.dumps(run.to_json()))) == run
+
+
+@pytest.mark.parametrize("field", ["flops", "seconds", "working_bytes", "excess_bytes", "kind"])
+@pytest.mark.parametrize("value", ["x", {}, float("nan"), float("inf"), -1e300])
+def test_damaged_runs_are_refused_or_harmless(field: str, value: object) -> None:
+    try:
+        run = Run.from_json(RUN.to_json() | {field: value})
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError):
+        return
+    assert field == "excess_bytes"
+    assert isinstance(run.excess_bytes, int)

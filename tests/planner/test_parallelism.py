@@ -1,0 +1,258 @@
+"""How several GPUs share a job: table of requests and machines, what is refused, and what is forecast."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortError, TandemError
+from runtime.core.estimates import Seconds
+from runtime.core.plan import ExecutionPlan, Split
+from runtime.core.request import GenerationRequest
+from runtime.machine.probe import Gpu, Machine
+from runtime.pipeline.plan_json import plan_from_json, plan_to_json
+from runtime.planner.fallback_strategy import next_way
+from runtime.planner.history import runs_of
+from runtime.planner.parallelism import counts, faster
+from runtime.planner.resolve import resolve
+from runtime.queue.execution import on_gpu
+from tests.planner.test_memory_model import load
+from tests.plans import GIB, machine
+from tests.true_sizes import spec
+
+A14B, SMALL, TI2V = "wan2.2-a14b", "wan2.1-1.3b", "wan2.2-ti2v-5b"
+H200 = Gpu("NVIDIA H200", (9, 0), 141 * GIB, 139 * GIB, "580.95")
+H100 = replace(H200, name="NVIDIA H100", total_bytes=80 * GIB, free_bytes=79 * GIB)
+ALONE: dict[str, Any] = {"guidance_scale": 1, "guidance_scale_2": 1}
+PACKAGES = (("torchao", "1"), ("bitsandbytes", "1"))
+
+
+def on(*gpus: Gpu, ram_gib: float = 500, **changes: Any) -> Machine:
+    """Return a machine with these GPUs."""
+    made = replace(machine(ram_free_gib=ram_gib, torch_cuda="13.0"), gpus=gpus, ram_bytes=int(2 * ram_gib) * GIB)
+    return replace(made, packages=PACKAGES, **changes)
+
+
+FOUR = on(*[H200] * 4)
+
+
+def plan(model: str, where: Machine, gpu: int = 0, beside: list[int] | None = None, **values: Any) -> ExecutionPlan:
+    """Plan a clip of 832x480 with 81 frames."""
+    wanted = {"prompt": "a red boat", "seed": 1, "width": 832, "height": 480, "frames": 81} | values
+    if model == TI2V:
+        wanted |= {"width": 1280, "height": 704}
+    request = GenerationRequest.from_mapping(wanted)
+    return resolve(request, spec(model), where, Path("x.mp4"), gpu=gpu, beside=beside)
+
+
+@pytest.mark.parametrize(
+    ("model", "values", "degrees"),
+    [
+        (A14B, {"gpus": 1}, None),
+        (A14B, {"gpus": 2}, (2, 1)),
+        (A14B, {"gpus": 4}, (2, 2)),
+        (A14B, {"gpus": "auto"}, (2, 2)),
+        # Without guidance all share the tokens; where one expert has none too, since it would leave half of them idle.
+        (A14B, {"gpus": 2, **ALONE}, (1, 2)),
+        (A14B, {"gpus": 4, **ALONE}, (1, 4)),
+        (A14B, {"gpus": 2, "guidance_scale": 4, "guidance_scale_2": 1}, (1, 2)),
+        (SMALL, {"gpus": 3}, (1, 3)),
+        (SMALL, {"gpus": 4}, (2, 2)),
+        (TI2V, {"gpus": 4}, (2, 2)),
+        (A14B, {"gpus": 2, "quantization": "fp8"}, (2, 1)),
+        (A14B, {"gpus": 4, "step_cache": "first-block"}, (2, 2)),
+        # What excludes several is not several, where nobody asked for a number.
+        (A14B, {"gpus": "auto", "offload": "group"}, None),
+        (A14B, {"gpus": "auto", "quantization": "bnb-4bit"}, None),
+    ],
+)
+def test_who_shares_what(model: str, values: dict[str, Any], degrees: tuple[int, int] | None) -> None:
+    made = plan(model, FOUR, **values)
+    assert (None if made.split is None else (made.split.guidance, made.split.sequence)) == degrees
+    assert made.gpus == (1 if degrees is None else degrees[0] * degrees[1])
+    if made.split is not None:
+        assert made.split.devices == tuple(f"cuda:{index}" for index in range(made.gpus))
+        assert made.split.decode
+        assert f"On {made.gpus} GPUs." in made.components["transformer"].reason
+        assert (
+            made.components["text_encoder"].reason
+            == plan(model, FOUR, **values | {"gpus": 1}).components["text_encoder"].reason
+        )
+    assert made.request_json()["gpus"] == made.gpus
+    assert plan_from_json(plan_to_json(made)) == made
+
+
+@pytest.mark.parametrize(
+    ("model", "where", "values", "kind", "what", "remedy"),
+    [
+        (A14B, FOUR, {"gpus": 5}, InvalidRequestError, "here are 4 that can be used", "Take --gpus 4."),
+        (A14B, on(H200), {"gpus": 2}, InvalidRequestError, "here is 1 that can be used", "Take --gpus 1."),
+        (A14B, machine(), {"gpus": 2}, InvalidRequestError, "no NVIDIA GPU was found", "Take --gpus 1."),
+        (A14B, FOUR, {"gpus": 3}, InvalidRequestError, "40 heads", "Take --gpus 1 or 2 or 4."),
+        (SMALL, on(*[H200] * 5), {"gpus": 5}, InvalidRequestError, "12 heads", "Take --gpus 1 or 2 or 3 or 4."),
+        (A14B, FOUR, {"gpus": 2, "offload": "model"}, InvalidRequestError, "2 GPUs exclude model offload", "--gpus 1"),
+        (A14B, FOUR, {"gpus": 2, "quantization": "bnb-8bit"}, InvalidRequestError, "2 GPUs exclude 8-bit", "--gpus 1"),
+        (
+            A14B,
+            FOUR,
+            {"gpus": 2, "backends": {"transformer": "tensorrt"}},
+            InvalidRequestError,
+            "shared by 2 GPUs excludes TensorRT",
+            "transformer=pytorch",
+        ),
+        (
+            A14B,
+            on(H200, replace(H200, name="Tesla T4", capability=(7, 5))),
+            {"gpus": 2},
+            MachineError,
+            "no bfloat16",
+            "--gpus 1",
+        ),
+        (A14B, replace(FOUR, system="Windows AMD64"), {"gpus": 2}, MachineError, "only on Linux", "--gpus 1"),
+        (A14B, on(H200, replace(H200, free_bytes=20 * GIB)), {"gpus": 2}, MemoryShortError, "20.0 GiB", "--gpus 1"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(
+    model: str, where: Machine, values: dict[str, Any], kind: type[TandemError], what: str, remedy: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        plan(model, where, **values)
+    assert what in caught.value.what
+    assert remedy in caught.value.remedy
+    assert "\n" not in caught.value.what + caught.value.remedy
+
+
+@pytest.mark.parametrize("value", [0, -1, 17, 1.5, "two", None, True, [], float("nan")])
+def test_what_is_no_number_of_gpus_is_refused(value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        GenerationRequest.from_mapping({"prompt": "a boat", "gpus": value})
+    assert caught.value.field == "gpus"
+
+
+def test_auto_takes_those_that_are_alike_and_leaves_small_models_alone() -> None:
+    mixed = on(H200, H100, H200)
+    made = plan(A14B, mixed, gpus="auto")
+    assert made.split is not None
+    assert made.split.devices == ("cuda:0", "cuda:2")
+    asked = plan(A14B, mixed, gpus=2)
+    assert any("not alike" in warning and "H100" in warning for warning in asked.warnings)
+    assert plan(A14B, on(H200, H100), gpus="auto").split is None
+    tight = on(*[replace(H200, free_bytes=30 * GIB)] * 2)
+    alone = plan(A14B, tight, gpus="auto")
+    assert alone.split is None
+    assert any("too little memory" in warning for warning in alone.warnings)
+    assert alone.offload == "group"
+
+
+def test_others_are_those_that_it_may_have() -> None:
+    made = plan(A14B, FOUR, gpu=2, beside=[3, 1], gpus=2)
+    assert made.split is not None
+    assert made.split.devices == ("cuda:2", "cuda:3")
+    assert made.components["vae"].device == "cuda:2"
+    with pytest.raises(InvalidRequestError, match="here are 2"):
+        plan(A14B, FOUR, gpu=2, beside=[3], gpus=4)
+
+
+def test_each_gpu_keeps_all_weights_and_the_fullest_counts() -> None:
+    one, two, four = (plan(A14B, FOUR, gpus=count) for count in (1, 2, 4))
+    assert one.keep_loaded and two.keep_loaded and four.keep_loaded
+    held = [{stage.component: stage.weights_bytes for stage in made.memory} for made in (one, two, four)]
+    assert held[0] == held[1] == held[2]
+    # Another process and its buffers; and a share of the tokens needs less.
+    working = [{stage.component: stage.working_bytes for stage in made.memory} for made in (one, two, four)]
+    assert working[0]["transformer"] == working[1]["transformer"] > working[2]["transformer"]
+    assert two.memory_bytes > one.memory_bytes
+    less = plan(A14B, on(H200, replace(H200, free_bytes=60 * GIB)), gpus=2)
+    assert less.free_bytes == 60 * GIB
+    assert not less.keep_loaded
+    assert {strategy.offload for strategy in less.strategies} == {"none"}
+    assert {strategy.quantization for strategy in less.strategies} == {"none", "fp8"}
+
+
+def test_each_gpu_remembers_its_own_passes_and_tokens() -> None:
+    remembered = []
+    for values in ({"gpus": 1}, {"gpus": 2}, {"gpus": 4}, {"gpus": 2, **ALONE}, {"gpus": 1, **ALONE}):
+        plain, cached = (plan(A14B, FOUR, step_cache=cache, **values) for cache in ("none", "first-block"))
+        before, after = ({stage.component: stage.working_bytes for stage in made.memory} for made in (plain, cached))
+        assert before["vae"] == after["vae"]
+        remembered.append(after["transformer"] - before["transformer"])
+    one_pass = 3 * plan(A14B, FOUR).tokens * spec(A14B).transformer.width * 2
+    # 32,760 tokens: half of them are no fraction.
+    assert remembered == [2 * one_pass, one_pass, one_pass // 2, one_pass // 2, one_pass]
+
+
+def test_more_gpus_are_forecast_to_be_faster() -> None:
+    seconds = [plan(A14B, FOUR, gpus=count).seconds for count in (1, 2, 4)]
+    for name in ("denoise", "decode", "total"):
+        one, two, four = (found[name] for found in seconds)
+        assert one.likely > two.likely > four.likely
+        assert two.low < two.likely < two.high
+    assert seconds[0]["encode"] == seconds[1]["encode"]
+    split = Split(devices=("cuda:0", "cuda:1"), guidance=2, sequence=1, decode=False, reason="")
+    alone = Seconds(10.0, 8.0, 20.0)
+    assert faster(alone, split, "vae") == alone
+    assert faster(alone, split, "transformer").likely == pytest.approx(5.1, abs=0.1)
+
+
+@pytest.mark.parametrize(("gpus", "seconds"), [(1, 151.1), (2, 76.1), (4, 43.0)])
+def test_a_clip_takes_what_h200s_measured(gpus: int, seconds: float) -> None:
+    packages = (*PACKAGES, ("triton", "3.6.0"), ("nvidia-cudnn-frontend", "1.32"))
+    asked: dict[str, Any] = {"steps": 40, "compile": "always", "quantization": "fp8", "attention": "fp8"}
+    found = plan(A14B, replace(FOUR, packages=packages), gpus=gpus, **asked).seconds["total"]
+    assert found.likely == pytest.approx(seconds, rel=0.15)
+    assert found.low < seconds < found.high
+
+
+def test_what_several_took_says_nothing_of_one() -> None:
+    timings = {"encode": 1.0, "denoise": 100.0, "decode": 2.0}
+    devices = []
+    for count in (1, 2):
+        made = plan(A14B, FOUR, gpus=count)
+        runs = runs_of(made, made, spec(A14B), FOUR, timings, {"encode": 1, "denoise": 1, "decode": 1})
+        devices.append({run.kind.component: run.kind.device for run in runs})
+        again = resolve(
+            GenerationRequest(prompt="a boat", width=832, height=480, frames=81, gpus=count),
+            spec(A14B),
+            FOUR,
+            Path("x.mp4"),
+            history=runs,
+        )
+        assert again.seconds["denoise"].likely == pytest.approx(100.0)
+    assert devices[0]["text_encoder"] == devices[1]["text_encoder"] == "NVIDIA H200"
+    assert devices[1]["transformer"] == "2 x NVIDIA H200, guidance 2, tokens 1"
+    assert devices[1]["vae"] == "2 x NVIDIA H200, strips"
+
+
+def test_a_begun_job_goes_to_as_many_other_gpus() -> None:
+    made = plan(A14B, FOUR, gpus=2)
+    moved = on_gpu(made, 3, FOUR, [1])
+    assert moved is not None and moved.split is not None
+    assert moved.split.devices == ("cuda:3", "cuda:1")
+    assert on_gpu(made, 3, FOUR, []) is None
+    assert on_gpu(made, 0, on(H200)) is None
+
+
+def test_tiles_are_decoded_by_one() -> None:
+    made = plan(A14B, FOUR, gpus=2)
+    relief = next_way(made, spec(A14B), "vae", "VRAM", lossy=True)
+    while relief is not None and relief.plan.decode_tile is None:
+        relief = next_way(relief.plan, spec(A14B), "vae", "VRAM", lossy=True)
+    assert relief is not None and relief.plan.split is not None
+    assert not relief.plan.split.decode
+    assert relief.plan.gpus == 2
+
+
+@pytest.mark.parametrize(
+    ("heads", "guided", "able"),
+    [(40, True, [1, 2, 4, 5, 8]), (40, False, [1, 2, 4, 5, 8]), (12, True, [1, 2, 3, 4, 6, 8]), (2, False, [1, 2])],
+)
+def test_heads_are_shared_evenly(heads: int, guided: bool, able: list[int]) -> None:
+    known = spec(A14B)
+    model = replace(known, transformer=replace(known.transformer, num_attention_heads=heads))
+    assert counts(model, 8, guided=guided) == able
+
+
+def test_a_pass_that_is_shared_takes_less() -> None:
+    held = load(spec(A14B), (832, 480, 81))
+    assert held.split is None

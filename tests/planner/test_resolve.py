@@ -1,0 +1,252 @@
+"""Decisions, table by table: request and machine in, plan or refusal out."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.core.errors import InvalidRequestError, MachineError
+from runtime.core.plan import ExecutionPlan
+from runtime.core.request import GenerationRequest
+from runtime.machine.probe import Machine, seen_from
+from runtime.models.spec import ModelSpec
+from runtime.planner.history import Kind, Run, architecture
+from runtime.planner.parallelism import usable_gpus
+from runtime.planner.resolve import resolve
+from runtime.planner.size_limits import nearest
+from tests.plans import GIB, gpu, machine
+
+OUT = Path("x.mp4")
+
+Tiny = Callable[[str], ModelSpec]
+
+
+def plan(spec: ModelSpec, /, on: Machine | None = None, **values: Any) -> ExecutionPlan:
+    """Resolve a request for a red boat."""
+    return resolve(GenerationRequest.from_mapping({"prompt": "a red boat"} | values), spec, on or machine(), OUT)
+
+
+def large(spec: ModelSpec) -> ModelSpec:
+    """Return the spec with as many weights as Wan2.2-A14B has."""
+    sizes = {"text_encoder": 5_680_000_000, "transformer": 14_290_000_000, "transformer_2": 14_290_000_000}
+    return replace(spec, parameters={name: sizes.get(name, 127_000_000) for name in spec.component_names})
+
+
+def test_nothing_stays_open(tiny: Tiny) -> None:
+    made = plan(tiny("wan2.2-a14b"))
+    assert (made.width, made.height, made.frames, made.fps, made.steps) == (832, 480, 81, 16, 40)
+    assert (made.guidance_scale, made.guidance_scale_2) == (4.0, 3.0)
+    assert 0 <= made.seed < 2**32
+    assert made.negative_prompt
+    assert made.latent_shape == (1, 16, 21, 60, 104)
+    assert made.tokens == 32_760
+    assert all(part.reason for part in made.components.values())
+    assert list(made.components) == ["text_encoder", "transformer", "transformer_2", "vae"]
+    assert GenerationRequest.from_mapping(made.request_json()).seed == made.seed
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tokens"), [("wan2.1", 32_760), ("wan2.2-a14b", 32_760), ("wan2.2-ti2v-5b", 27_280)]
+)
+def test_tokens_of_the_default_clip(architecture: str, tokens: int, tiny: Tiny) -> None:
+    assert plan(tiny(architecture)).tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("given", "pair"),
+    [
+        ({}, (4.0, 3.0)),
+        ({"guidance_scale": 6}, (6.0, 6.0)),
+        ({"guidance_scale_2": 2}, (4.0, 2.0)),
+        ({"guidance_scale": 1, "guidance_scale_2": 0}, (1.0, 0.0)),
+    ],
+)
+def test_guidance_per_expert(given: dict[str, Any], pair: tuple[float, float], tiny: Tiny) -> None:
+    made = plan(tiny("wan2.2-a14b"), **given)
+    assert (made.guidance_scale, made.guidance_scale_2) == pair
+
+
+def test_one_transformer_has_no_second_guidance(tiny: Tiny) -> None:
+    assert plan(tiny("wan2.1")).guidance_scale_2 is None
+    with pytest.raises(InvalidRequestError, match="one transformer"):
+        plan(tiny("wan2.1"), guidance_scale_2=3.0)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values", "field", "fitting"),
+    [
+        ("wan2.2-a14b", {"width": 190}, "width", "Take 176 or 192."),
+        ("wan2.2-a14b", {"height": 8}, "height", "Take 16 or 32."),
+        ("wan2.2-a14b", {"width": 1023}, "width", "Take 1008 or 1024."),
+        ("wan2.2-a14b", {"width": 8191}, "width", "Take 1024."),
+        ("wan2.2-a14b", {"height": 1040}, "height", "Take 1024."),
+        ("wan2.2-a14b", {"frames": 257}, "frames", "Take 253."),
+        ("wan2.2-ti2v-5b", {"width": 2080}, "width", "Take 2048."),
+        ("wan2.2-a14b", {"frames": 32}, "frames", "Take 29 or 33."),
+        ("wan2.2-a14b", {"frames": 2}, "frames", "Take 1 or 5."),
+        ("wan2.2-ti2v-5b", {"width": 720}, "width", "Take 704 or 736."),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_nearest(
+    architecture: str, values: dict[str, Any], field: str, fitting: str, tiny: Tiny
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        plan(tiny(architecture), **values)
+    assert caught.value.field == field
+    assert caught.value.remedy == fitting
+
+
+@pytest.mark.parametrize(
+    ("value", "stride", "offset", "low", "high", "found"),
+    [
+        (190, 16, 0, 16, 8192, [176, 192]),
+        (3, 16, 0, 16, 8192, [16, 32]),
+        (9000, 16, 0, 16, 8192, [8192]),
+        (32, 4, 1, 1, 4001, [29, 33]),
+        (0, 4, 1, 1, 4001, [1, 5]),
+    ],
+)
+def test_nearest(value: int, stride: int, offset: int, low: int, high: int, found: list[int]) -> None:
+    assert nearest(value, stride, offset, low, high) == found
+
+
+@pytest.mark.parametrize(
+    ("on", "is_large", "device", "dtypes", "reason"),
+    [
+        (machine(), False, "cpu", {"float32"}, "no NVIDIA GPU"),
+        (replace(machine(), gpu_problem="the driver is asleep"), False, "cpu", {"float32"}, "the driver is asleep"),
+        (machine(gpu=gpu()), False, "cpu", {"float32"}, "built without CUDA"),
+        (machine(gpu=gpu(), torch_cuda="13.0"), False, "cuda:0", {"float32"}, "small"),
+        (machine(gpu=gpu(), torch_cuda="13.0"), True, "cuda:0", {"bfloat16"}, "bfloat16"),
+        (
+            machine(gpu=gpu(capability=(7, 5), free_gib=80), torch_cuda="13.0"),
+            True,
+            "cuda:0",
+            {"float16", "float32"},
+            "no bfloat16",
+        ),
+    ],
+)
+def test_where_it_runs_and_why(
+    on: Machine, is_large: bool, device: str, dtypes: set[str], reason: str, tiny: Tiny
+) -> None:
+    spec = large(tiny("wan2.2-a14b")) if is_large else tiny("wan2.2-a14b")
+    made = plan(spec, on)
+    assert {part.device for part in made.components.values()} == {device}
+    assert {part.dtype for part in made.components.values()} == dtypes
+    assert all(reason in part.reason for part in made.components.values())
+    assert made.components["vae"].dtype == ("bfloat16" if "float16" not in dtypes and is_large else "float32")
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "keep"),
+    [(140, True), (48, False), (20, None)],
+)
+def test_parts_stay_loaded_only_where_they_fit(free_gib: float, keep: bool | None, tiny: Tiny) -> None:
+    on = machine(gpu=gpu(free_gib=free_gib), torch_cuda="13.0")
+    spec = large(tiny("wan2.2-a14b"))
+    if keep is None:
+        with pytest.raises(MachineError, match="video memory"):
+            plan(spec, on)
+    else:
+        assert plan(spec, on).keep_loaded is keep
+
+
+def test_too_little_ram_is_told_before_the_run(tiny: Tiny) -> None:
+    with pytest.raises(MachineError, match=r"GiB of memory; 20\.0 GiB are free"):
+        plan(large(tiny("wan2.2-a14b")))
+    with pytest.raises(MachineError):
+        plan(large(tiny("wan2.1")), width=1024, height=1024, frames=253)
+
+
+def test_sizes_that_the_model_was_not_made_for_are_warned_of(tiny: Tiny) -> None:
+    assert plan(tiny("wan2.1")).warnings == ()
+    (size,) = plan(tiny("wan2.1"), width=64, height=64).warnings
+    assert "64x64" in size
+    (frames,) = plan(tiny("wan2.1"), frames=101).warnings
+    assert "81 frames" in frames
+
+
+def two_gpus(
+    *, capabilities: tuple[tuple[int, int], ...] = ((9, 0), (9, 0)), free_gib: tuple[int, ...] = (80, 40)
+) -> Machine:
+    """Return a machine with two GPUs."""
+    found = [gpu(capability=each, free_gib=free) for each, free in zip(capabilities, free_gib, strict=True)]
+    named = [replace(one, name=f"GPU {index}") for index, one in enumerate(found)]
+    return replace(machine(torch_cuda="13.0"), gpus=tuple(named))
+
+
+@pytest.mark.parametrize(("index", "free_gib"), [(0, 80), (1, 40)])
+def test_each_gpu_has_its_own_plan(index: int, free_gib: int, tiny: Tiny) -> None:
+    made = resolve(GenerationRequest(prompt="a boat"), tiny("wan2.1"), two_gpus(), OUT, gpu=index)
+    assert {part.device for part in made.components.values()} == {f"cuda:{index}"}
+    assert made.free_bytes == free_gib * GIB
+    assert f"GPU {index}" in made.components["vae"].reason
+
+
+def test_a_second_gpu_that_is_older_has_its_own_arithmetic(tiny: Tiny) -> None:
+    seen = two_gpus(capabilities=((9, 0), (7, 5)))
+    spec = large(tiny("wan2.2-a14b"))
+    plans = [resolve(GenerationRequest(prompt="a boat"), spec, seen, OUT, gpu=index) for index in (0, 1)]
+    assert [made.components["transformer"].dtype for made in plans] == ["bfloat16", "float16"]
+
+
+@pytest.mark.parametrize(
+    ("seen", "usable"),
+    [
+        (machine(), []),
+        (machine(gpu=gpu(), torch_cuda=None), []),
+        (machine(gpu=gpu(), torch_cuda="13.0"), [0]),
+        (two_gpus(), [0, 1]),
+        (two_gpus(capabilities=((9, 0), (6, 1))), [0]),
+        (two_gpus(capabilities=((6, 1), (9, 0))), [1]),
+    ],
+)
+def test_which_gpus_make_videos(seen: Machine, usable: list[int]) -> None:
+    assert usable_gpus(seen) == usable
+
+
+def test_a_machine_seen_from_one_gpu_answers_for_that_one() -> None:
+    seen = seen_from(two_gpus(), 1)
+    assert [one.name for one in seen.gpus] == ["GPU 1", "GPU 1"]
+    assert seen_from(machine(), 0) == machine()
+
+
+def test_a_step_cache_is_reckoned_with(tiny: Callable[[str], ModelSpec]) -> None:
+    spec = tiny("wan2.2-a14b")
+    plain, cached = plan(spec), plan(spec, step_cache="first-block:0.2")
+    assert (plain.step_cache, cached.step_cache) == ("none", "first-block:0.2")
+    assert "reused across steps (first-block:0.2), as asked" in cached.components["transformer_2"].reason
+    assert "reused" not in cached.components["vae"].reason
+    working = [
+        {stage.component: stage.working_bytes for stage in made.memory}
+        for made in (
+            plain,
+            cached,
+            plan(spec, guidance_scale=1),
+            plan(spec, step_cache="first-block", guidance_scale=1),
+        )
+    ]
+    remembered = 3 * cached.tokens * spec.transformer.width * 4
+    guided, unguided = (after["transformer"] - before["transformer"] for before, after in (working[:2], working[2:]))
+    assert (guided, unguided) == (2 * remembered, remembered)
+    assert working[0]["vae"] == working[1]["vae"]
+    # What it saves is not known before it was measured: the forecast becomes wider, not only shorter.
+    seconds, before = cached.seconds["denoise"], plain.seconds["denoise"]
+    assert seconds.low < before.low and before.likely > seconds.likely and seconds.high > before.high
+    measured = [
+        Run(
+            kind=Kind(device="Test CPU, 2 cores", model=architecture(spec), component="transformer", backend="pytorch",
+                      dtype="float32", quantization="none", offload="none", step_cache=cache),
+            flops=spec.transformer.forward_flops(plain.tokens, spec.max_sequence_length),
+            seconds=seconds_each, working_bytes=1, excess_bytes=None,
+        )
+        for cache, seconds_each in (("", 2.0), ("first-block:0.2", 1.0))
+    ]  # fmt: skip
+    request = GenerationRequest(prompt="a boat", step_cache="first-block:0.2", steps=10)
+    both = resolve(request, spec, machine(), OUT, history=measured).seconds["denoise"]
+    assert both.measured and both.likely == pytest.approx(20.0)
+    unknown = resolve(request, spec, machine(), OUT, history=measured[:1]).seconds["denoise"]
+    assert not unknown.measured and unknown.low < 20.0 < unknown.high and unknown.high > 40.0

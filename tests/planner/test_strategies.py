@@ -1,0 +1,341 @@
+"""Which way to hold the weights is taken, machine by machine; what is refused, and what is offered instead."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortError
+from runtime.core.loras import LoraUse
+from runtime.core.plan import ExecutionPlan
+from runtime.core.request import GenerationRequest
+from runtime.machine.probe import Gpu, Machine
+from runtime.planner import memory_model
+from runtime.planner.resolve import resolve
+from tests.planner.test_memory_model import load
+from tests.plans import GIB, machine
+from tests.true_sizes import spec
+
+A14B, SMALL, TI2V = "wan2.2-a14b", "wan2.1-1.3b", "wan2.2-ti2v-5b"
+QUANTIZERS = ("torchao", "bitsandbytes")
+
+
+def on(
+    free_gib: float, ram_gib: float, capability: tuple[int, int] = (8, 9), quantizers: tuple[str, ...] = QUANTIZERS
+) -> Machine:
+    """Return a machine with so much free of each memory."""
+    gpu = Gpu("Some GPU", capability, int(free_gib * GIB), int(free_gib * GIB), "580.0")
+    return replace(
+        machine(ram_free_gib=ram_gib, gpu=gpu, torch_cuda="13.0"), packages=tuple((name, "1") for name in quantizers)
+    )
+
+
+def plan(model: str, where: Machine, **values: Any) -> ExecutionPlan:
+    """Plan a clip of 832x480 with the default frames, decoded in float32: what memory it takes decides the most."""
+    wanted = {"prompt": "a red boat", "seed": 1, "width": 832, "height": 480, "vae_precision": "float32"} | values
+    return resolve(GenerationRequest.from_mapping(wanted), spec(model), where, Path("x.mp4"))
+
+
+@pytest.mark.parametrize(
+    ("model", "where", "values", "offload", "quantization", "keeps", "chunk", "tile"),
+    [
+        (A14B, on(140, 500), {}, "none", "none", "all", 4, None),
+        (A14B, on(86, 500), {}, "none", "none", "but text", 1, None),
+        (A14B, on(75, 500), {}, "none", "none", "none", 3, None),
+        (A14B, on(40, 16), {}, "none", "none", "none", 1, None),
+        (A14B, on(24, 96), {}, "group", "none", "none", 1, None),
+        (A14B, on(24, 32), {}, "none", "bnb-8bit", "none", 1, None),
+        (A14B, on(32, 32), {}, "none", "fp8", "none", 1, None),
+        (A14B, on(24, 32, (8, 6)), {}, "none", "bnb-8bit", "none", 1, None),
+        (A14B, on(24, 32, (8, 9), ("bitsandbytes",)), {}, "none", "bnb-8bit", "none", 1, None),
+        (A14B, on(19, 32), {}, "none", "bnb-4bit", "none", 1, None),
+        (A14B, on(140, 500), {"offload": "model"}, "model", "none", "none", 4, None),
+        (A14B, on(140, 500), {"offload": "sequential"}, "sequential", "none", "none", 4, None),
+        (A14B, on(140, 500), {"offload": "none"}, "none", "none", "all", 4, None),
+        (A14B, on(140, 500), {"quantization": "bnb-4bit"}, "none", "bnb-4bit", "all", 4, None),
+        (A14B, on(140, 500), {"quantization": "fp8", "offload": "model"}, "model", "fp8", "none", 4, None),
+        (A14B, on(24, 96), {"quantization": "fp8"}, "none", "fp8", "none", 1, None),
+        # The VAE's decoder is what does not fit.
+        (SMALL, on(17, 32), {"frames": 33}, "none", "none", "none", 1, None),
+        (SMALL, on(16, 32), {"frames": 33}, "none", "none", "none", 1, 64),
+        (SMALL, on(16, 32), {}, "none", "none", "none", 1, 64),
+        (SMALL, on(16, 32), {"offload": "model"}, "model", "none", "none", 1, 64),
+        (SMALL, on(12, 32), {}, "none", "none", "none", 1, 64),
+        (TI2V, on(16, 32), {"width": 1280, "height": 704}, "group", "none", "none", 1, 32),
+        # The text encoder does not fit whole: it goes by layer, in group offload as in sequential.
+        (SMALL, on(8, 32), {}, "group", "none", "none", 1, 32),
+        (SMALL, on(8, 32), {"offload": "sequential"}, "sequential", "none", "none", 1, 32),
+        (SMALL, on(8, 32), {"width": 1280, "height": 720}, "group", "none", "none", 1, 32),
+        (TI2V, on(8, 32), {}, "group", "none", "none", 1, 16),
+        (TI2V, on(8, 32), {"width": 1280, "height": 704}, "sequential", "none", "none", 1, 16),
+        (A14B, on(8, 96), {}, "group", "none", "none", 1, 32),
+        (A14B, on(7.5, 96), {}, "sequential", "none", "none", 1, 32),
+        # In bfloat16 it takes half of that.
+        (SMALL, on(16, 32), {"vae_precision": "auto"}, "none", "none", "none", 1, None),
+        (A14B, on(75, 500), {"vae_precision": "bfloat16"}, "none", "none", "but text", 1, None),
+        # A frame no larger than a tile is decoded whole.
+        (SMALL, on(8, 32), {"width": 256, "height": 256}, "group", "none", "none", 1, None),
+        (SMALL, on(24, 32), {}, "none", "none", "but text", 1, None),
+        (TI2V, on(24, 32), {}, "none", "none", "none", 1, None),
+        (TI2V, on(140, 500), {}, "none", "none", "all", 4, None),
+    ],
+)
+def test_the_way_that_is_taken(
+    model: str,
+    where: Machine,
+    values: dict[str, Any],
+    offload: str,
+    quantization: str,
+    keeps: str,
+    chunk: int,
+    tile: int | None,
+) -> None:
+    made = plan(model, where, **values)
+    assert (made.offload, made.quantization) == (offload, quantization)
+    stay = [name for name in made.components if made.stays(name)]
+    expected = {"all": list(made.components), "but text": list(made.components)[1:], "none": []}
+    assert stay == expected[keeps]
+    assert (made.decode_chunk, made.decode_tile) == (chunk, tile)
+    assert made.components["transformer"].quantization == quantization
+    assert made.components["vae"].quantization == "none"
+    (taken,) = [strategy for strategy in made.strategies if strategy.taken]
+    assert (taken.decode_tile, taken.lossless) == (tile, tile is None and quantization == "none")
+    assert taken.peak_bytes == made.memory_bytes == max(stage.peak_bytes for stage in made.memory) <= made.free_bytes
+
+
+def test_quantizing_unasked_is_said() -> None:
+    (said,) = plan(A14B, on(24, 32)).warnings
+    assert "transformers run with 8-bit weights" in said
+    assert plan(A14B, on(24, 32), quantization="bnb-8bit").warnings == ()
+
+
+def test_a_tight_fit_is_the_last_resort_and_is_said() -> None:
+    made = plan(A14B, on(32, 32, quantizers=()))
+    (said,) = made.warnings
+    assert "Memory is tight" in said
+    assert made.memory_bytes < made.free_bytes
+    # With room in RAM there is a way that fits well.
+    roomy = plan(A14B, on(32, 96, quantizers=()))
+    assert (roomy.offload, roomy.warnings) == ("group", ())
+
+
+@pytest.mark.parametrize(
+    ("model", "where", "values", "what", "remedy"),
+    [
+        (A14B, on(24, 96), {"offload": "none", "quantization": "none"}, "video memory", "Take --offload group: "),
+        (A14B, on(24, 96), {"offload": "model"}, "30.7 GiB of video memory", "Take --offload group: "),
+        (A14B, on(24, 32), {"offload": "group"}, "67.1 GiB of system memory (RAM)", "Take --quantization fp8: "),
+        (A14B, on(140, 16), {"offload": "model"}, "system memory (RAM)", "Take --offload none: "),
+        (A14B, on(15, 96), {"quantization": "fp8"}, "video memory", "Take --offload group: "),
+        (A14B, on(8, 32), {}, "67.3 GiB of system memory (RAM)", "add memory (RAM)"),
+        (A14B, on(8, 32), {"offload": "sequential"}, "67.3 GiB of system memory (RAM)", "add memory (RAM)"),
+        (A14B, on(24, 32, quantizers=()), {}, "30.7 GiB of video memory, or 67.1 GiB", "add memory (RAM)"),
+        (SMALL, on(8, 16), {}, "16.7 GiB of system memory (RAM)", "Close other programs"),
+        (SMALL, on(8, 16), {"width": 1920, "height": 1088}, "GiB of video memory", "Ask for a smaller size"),
+        (SMALL, on(8, 32), {"offload": "none"}, "11.4 GiB of video memory", "Take --offload group: "),
+        (SMALL, on(8, 32), {"offload": "model"}, "11.4 GiB of video memory", "Take --offload group: "),
+        (A14B, on(24, 32, (8, 6)), {"quantization": "fp8"}, "does not compute in FP8", "Take --quantization bnb-8bit."),
+        (A14B, machine(ram_free_gib=500), {"quantization": "bnb-4bit"}, "no NVIDIA GPU", "Take --quantization none."),
+        (A14B, machine(ram_free_gib=16), {}, "GiB of memory; 16.0 GiB are free", "Ask for a smaller size"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_does(
+    model: str, where: Machine, values: dict[str, Any], what: str, remedy: str
+) -> None:
+    with pytest.raises(MachineError) as caught:
+        plan(model, where, **values)
+    assert what in caught.value.what
+    assert remedy in caught.value.remedy
+    assert "\n" not in caught.value.what + caught.value.remedy
+
+
+def test_on_a_cpu_offload_changes_nothing_and_says_so() -> None:
+    made = plan(A14B, machine(ram_free_gib=500), offload="group")
+    assert made.offload == "none"
+    assert "changes nothing on the CPU" in made.warnings[0]
+
+
+def test_quantized_transformers_are_not_brought_in_parts() -> None:
+    with pytest.raises(InvalidRequestError, match="excludes --offload group"):
+        plan(A14B, on(140, 500), offload="group", quantization="bnb-4bit")
+
+
+def test_on_a_cpu_parts_are_kept_or_come_one_at_a_time() -> None:
+    roomy, short = (plan(SMALL, machine(ram_free_gib=gib)) for gib in (96, 32))
+    assert [strategy.title for strategy in roomy.strategies] == ["Everything stays loaded", "One part at a time"]
+    assert (roomy.keep_loaded, short.keep_loaded) == (True, False)
+    assert {strategy.ram_bytes for strategy in roomy.strategies} == {0}
+
+
+def test_on_a_cpu_too_frames_are_decoded_in_tiles_where_memory_is_short() -> None:
+    roomy, short = (plan(SMALL, machine(ram_free_gib=gib), width=1920, height=1088) for gib in (64, 30))
+    assert (roomy.decode_tile, short.decode_tile) == (None, 64)
+    # The clip comes together in the same memory.
+    whole_clip = 81 * 1920 * 1088 * 3 * 2
+    assert short.memory[-1].working_bytes > whole_clip
+    assert short.memory[-1].working_bytes < roomy.memory[-1].working_bytes / 3
+    assert short.seconds["decode"].likely > 1.1 * roomy.seconds["decode"].likely
+    assert short.decode_flops > 1.1 * roomy.decode_flops
+    assert short.seconds["denoise"] == roomy.seconds["denoise"]
+
+
+def test_decoding_in_tiles_is_said() -> None:
+    made = plan(SMALL, on(8, 32))
+    (said,) = made.warnings
+    assert "decoded in tiles of 256x256" in said
+    (taken,) = [strategy for strategy in made.strategies if strategy.taken]
+    assert taken.title == "Blocks wait in RAM, decoding in tiles of 256x256"
+    assert made.to_json()["decode_tile"] == 32
+
+
+def test_what_stays_loaded_is_let_go_before_frames_are_cut() -> None:
+    strategies = plan(SMALL, on(16, 32)).strategies
+    assert [strategy.decode_tile for strategy in strategies[:3]] == [None, None, 64]
+
+
+def test_an_engine_decodes_frames_whole() -> None:
+    held = load(spec(SMALL), (832, 480, 81))
+    assert memory_model.tile_sides(held) == [64, 32]
+    assert memory_model.tile_sides(replace(held, engine_bytes={"vae": 1})) == []
+
+
+def test_every_tile_is_one_that_the_decoder_takes() -> None:
+    sides = [side for model in (SMALL, TI2V) for side in memory_model.tile_sides(load(spec(model), (1280, 704, 81)))]
+    assert sides == [64, 32, 32, 16]
+    assert min(sides) >= 4
+
+
+def test_what_this_machine_lacks_is_shown_and_never_offered() -> None:
+    made = plan(A14B, on(32, 96, (8, 6), ("bitsandbytes",)))
+    lacks = {strategy.quantization: strategy.lacks for strategy in made.strategies if strategy.quantization != "none"}
+    assert lacks == {"fp8": "Some GPU does not compute in FP8", "bnb-8bit": "", "bnb-4bit": ""}
+    bare = plan(A14B, on(32, 96, quantizers=()))
+    assert {strategy.flags: strategy.lacks for strategy in bare.strategies if strategy.lacks} == {
+        "--quantization fp8": "torchao is not installed",
+        "--quantization bnb-8bit": "bitsandbytes is not installed",
+        "--quantization bnb-4bit": "bitsandbytes is not installed",
+    }
+    # It would fit, and is not offered.
+    assert all(
+        strategy.fits and strategy.fits_ram for strategy in bare.strategies if strategy.quantization == "bnb-4bit"
+    )
+    with pytest.raises(MachineError) as caught:
+        plan(A14B, on(24, 32, quantizers=()), offload="group")
+    assert "--quantization" not in caught.value.remedy
+
+
+def test_the_ladder_is_from_fast_to_frugal() -> None:
+    strategies = plan(A14B, on(140, 500)).strategies
+    asked = [strategy.flags for strategy in strategies]
+    assert asked == [
+        "",
+        "",
+        "",
+        "--offload model",
+        "--offload group",
+        "--quantization fp8",
+        "--quantization bnb-8bit",
+        "--quantization bnb-4bit",
+        "--offload sequential",
+    ]
+    lossless = [strategy for strategy in strategies if strategy.lossless]
+    assert [strategy.peak_bytes for strategy in lossless] == sorted(
+        (strategy.peak_bytes for strategy in lossless), reverse=True
+    )
+    assert [strategy.seconds.likely for strategy in lossless] == sorted(
+        strategy.seconds.likely for strategy in lossless
+    )
+    assert not any(strategy.ram_bytes > 10 * GIB for strategy in strategies if strategy.offload == "none")
+
+
+@pytest.mark.parametrize(
+    ("model", "where"),
+    [(A14B, on(140, 500)), (A14B, on(24, 96)), (A14B, on(24, 32)), (A14B, on(19, 32)), (SMALL, on(16, 32))],
+)
+def test_what_a_rung_offers_is_taken_when_it_is_asked_for(model: str, where: Machine) -> None:
+    for strategy in plan(model, where).strategies:
+        if not strategy.offered:
+            assert strategy.verdict("video memory") != "fits"
+            continue
+        made = plan(model, where, offload=strategy.offload, quantization=strategy.quantization)
+        (taken,) = [other for other in made.strategies if other.taken]
+        assert taken == replace(strategy, taken=True)
+        assert len(made.strategies) == len(plan(model, where).strategies)
+
+
+def test_what_the_chosen_backends_exclude_is_not_offered() -> None:
+    with_tensorrt = replace(on(24, 96), packages=(*on(24, 96).packages, ("tensorrt", "11.0")))
+    made = plan(A14B, with_tensorrt, backends={"transformer": "tensorrt"})
+    group = next(strategy for strategy in made.strategies if strategy.flags == "--offload model")
+    assert not group.offered
+    assert group.verdict("video memory") == "cannot be: model offload excludes TensorRT"
+    with pytest.raises(InvalidRequestError, match="Model offload excludes TensorRT"):
+        plan(A14B, with_tensorrt, backends={"transformer": "tensorrt"}, offload="model")
+
+
+def test_a_way_beyond_the_ladder_has_its_place_on_it() -> None:
+    strategies = plan(A14B, on(140, 500), quantization="fp8", offload="model").strategies
+    flags = [strategy.flags for strategy in strategies]
+    place = flags.index("--offload model --quantization fp8")
+    assert strategies[place].taken and flags[place - 1] == "--quantization fp8"
+
+
+@pytest.mark.parametrize(
+    ("model", "where", "values", "verdicts"),
+    [
+        (A14B, on(8, 32), {}, {"too little video memory", "too little RAM", "too little video memory and RAM"}),
+        (
+            A14B,
+            on(24, 96),
+            {"offload": "none", "quantization": "none"},
+            {"too little video memory", "fits"},
+        ),
+        (SMALL, machine(ram_free_gib=8), {}, {"too little memory"}),
+        (
+            A14B,
+            replace(on(140, 12, quantizers=()), ram_bytes=12 * GIB, swap_bytes=0),
+            {},
+            {
+                "cannot be: too little memory to load",
+                "cannot be: torchao is not installed",
+                "cannot be: bitsandbytes is not installed",
+            },
+        ),
+    ],
+)
+def test_a_refusal_carries_the_ladder(model: str, where: Machine, values: dict[str, Any], verdicts: set[str]) -> None:
+    with pytest.raises(MemoryShortError) as caught:
+        plan(model, where, **values)
+    strategies = caught.value.strategies
+    assert len(strategies) == (9 if where.gpus else 2)
+    assert not any(strategy.taken for strategy in strategies)
+    assert {strategy.verdict(caught.value.where) for strategy in strategies} == verdicts
+
+
+def test_the_plan_says_it_all_as_json() -> None:
+    said = plan(A14B, on(24, 96)).to_json()
+    assert said["memory"]["peak_bytes"] == said["memory_bytes"]
+    assert said["memory"]["free_bytes"] == 24 * GIB
+    assert [stage["component"] for stage in said["memory"]["stages"]] == list(said["components"])
+    assert set(said["forecast"]) == {"encode", "denoise", "decode", "total", "load"}
+    for forecast in said["forecast"].values():
+        assert forecast["low"] <= forecast["seconds"] <= forecast["high"]
+        assert forecast["measured"] is False
+    assert [strategy["flags"] for strategy in said["ladder"] if strategy["taken"]] == ["--offload group"]
+
+
+def test_a_lora_is_added_to_quantized_weights_too() -> None:
+    use = LoraUse(file="style", path=Path("style.safetensors"), digest="0" * 64, weight=1.0)
+    with_lora = replace(spec(A14B), loras=(use,))
+
+    def planned(where: Machine, **values: Any) -> ExecutionPlan:
+        request = GenerationRequest.from_mapping({"prompt": "a boat", "loras": ["style"]} | values)
+        return resolve(request, with_lora, where, Path("x.mp4"))
+
+    small, without = planned(on(24, 32)), plan(A14B, on(24, 32))
+    assert small.loras == (use,)
+    assert small.quantization == without.quantization != "none"
+    assert [strategy.lacks for strategy in small.strategies] == [strategy.lacks for strategy in without.strategies]
+    forced = planned(on(140, 500), quantization="fp8")
+    assert (forced.quantization, forced.loras) == ("fp8", (use,))

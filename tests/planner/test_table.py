@@ -1,0 +1,378 @@
+"""Settings × machines: what is planned, or refused, and in which words. The engine library is empty unless said.
+
+`ROWS` hold whatever the memory forecast says; `MEMORY_ROWS` are those that hang on it.
+"""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.core.errors import InvalidRequestError, MachineError, TandemError
+from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
+from runtime.core.request import GenerationRequest
+from runtime.engines.builders import BUILDERS
+from runtime.engines.service import EngineService
+from runtime.engines.store import EngineStore
+from runtime.machine.probe import Gpu, Machine
+from runtime.models.catalogue import look_up
+from runtime.planner.resolve import resolve
+from runtime.planner.shapes import ShapeProfile
+from tests.engines.made import add
+from tests.plans import GIB, GPU_PACKAGES, PACKAGES
+
+ALL_PACKAGES = (*GPU_PACKAGES, ("bitsandbytes", "0.48.1"), ("torchao", "0.14.1"), ("triton", "3.5.0"))
+A14B, TI2V, SMALL, SHIPPED = "wan2.2-t2v-a14b", "wan2.2-ti2v-5b", "wan2.1-t2v-1.3b", "diorama"
+LETTERS = {"pytorch": "P", "tensorrt": "T", "inductor": "I", "onnxruntime": "O"}
+
+
+def here(
+    name: str = "",
+    capability: tuple[int, int] = (8, 9),
+    vram: float = 0,
+    *,
+    ram: int = 64,
+    gpus: int = 1,
+    **changes: Any,
+) -> Machine:
+    """Return a machine: GPU memory and RAM in GiB, a twentieth of each in use; no name, no GPU."""
+    one = Gpu(name, capability, int(vram * GIB), int(0.95 * vram * GIB), "580.95")
+    made = Machine(
+        system="Linux x86_64",
+        cpu="Test CPU",
+        cores=8,
+        ram_bytes=ram * GIB,
+        ram_free_bytes=int(0.95 * ram * GIB),
+        gpus=(one,) * gpus if name else (),
+        gpu_problem=None,
+        torch_version="2.13.0",
+        torch_cuda="13.0" if name else None,
+        disk_free_bytes=500 * GIB,
+        driver_cuda=(13, 0) if name else None,
+        packages=ALL_PACKAGES if name else PACKAGES,
+        compiler="/usr/bin/g++",
+    )
+    return replace(made, **changes)
+
+
+LAPTOP = here("RTX 4060 Laptop", (8, 9), 8, ram=16)
+LAPTOP_32 = here("RTX 4070 Laptop", (8, 9), 8, ram=32)
+TWELVE = here("RTX 3060", (8, 6), 12, ram=32)
+TURING = here("RTX 2080 Ti", (7, 5), 12, ram=32)
+AMPERE = here("RTX A4000", (8, 6), 16)
+ADA = here("RTX 4090", (8, 9), 24)
+BLACKWELL = here("RTX 5090", (12, 0), 32)
+TWELVE_96 = here("RTX 3060", (8, 6), 12, ram=96)
+L40 = here("L40S", (8, 9), 48, ram=128)
+H100 = here("H100", (9, 0), 80, ram=256)
+H200 = here("H200", (9, 0), 141, ram=256)
+LITTLE_RAM = here("H200", (9, 0), 141, ram=16)
+FOUR = here("H200", (9, 0), 141, ram=1024, gpus=4)
+CPU_8, CPU_16, CPU_64 = here(ram=8), here(ram=16), here(ram=64)
+APPLE = here(ram=32, system="Darwin arm64", cpu="Apple M3", unified_memory=True)
+BROKEN = here(gpu_problem="the NVIDIA driver does not answer (Driver/library version mismatch)")
+OLD_DRIVER = replace(H100, driver_cuda=(12, 4), gpus=(replace(H100.gpus[0], driver="550.54"),))
+OLD_TORCH = replace(BLACKWELL, torch_cuda="12.6")
+TORCH_CPU = replace(H100, torch_cuda=None)
+NO_COMPILER = replace(CPU_16, compiler=None)
+NO_TENSORRT = replace(H100, packages=PACKAGES)
+NO_BNB = replace(H100, packages=GPU_PACKAGES)
+SMALL_DISK = replace(H200, disk_free_bytes=20 * GIB)
+BARE = here(ram=16, packages=(), compiler=None)
+
+TENSORRT = {"backends": {"all": "tensorrt"}}
+INDUCTOR = {"backends": {"all": "inductor"}}
+ONNX = {"backends": {"all": "onnxruntime"}}
+PYTORCH = {"backends": {"all": "pytorch"}}
+CACHE = {"step_cache": "first-block"}
+IN_8_BITS = {"quantization": "bnb-8bit"}
+IN_FULL = {"vae_precision": "float32"}
+IN_BFLOAT16, IN_FLOAT16 = {"vae_precision": "bfloat16"}, {"vae_precision": "float16"}
+AT_480P = {"width": 832, "height": 480}
+IN_PYTORCH = {"transformer": "pytorch", "transformer_2": "pytorch"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        on: the machine.
+        model, settings: the request.
+        plan: a letter per component (P, T, I, O), or the error that refuses it.
+        says: what a chip, a reason or a warning holds, or the error's two lines.
+        also: fields of the plan, with their values.
+    """
+
+    on: Machine
+    model: str
+    settings: dict[str, Any]
+    plan: str | type[TandemError]
+    says: str
+    also: dict[str, Any] = field(default_factory=dict)
+
+
+ROWS = [
+    # Nothing asked: PyTorch, until an engine is built and measured.
+    Row(LAPTOP, SHIPPED, {}, "PPPP", "PyTorch: no engine yet"),
+    Row(TURING, SHIPPED, {}, "PPPP", "PyTorch in float32 on RTX 2080 Ti: the model is small."),
+    Row(H200, A14B, {}, "PPPP", "PyTorch on H200: bfloat16; the VAE in bfloat16: 56 dB from float32 in 8 bits"),
+    Row(FOUR, A14B, {}, "PPPP", "PyTorch on H200: bfloat16; the VAE in bfloat16: 56 dB from float32 in 8 bits"),
+    Row(H100, TI2V, {}, "PPP", "The weights of Wan2.2 TI2V-5B are not here"),
+    Row(L40, SMALL, {}, "PPP", "PyTorch: no engine yet"),
+    Row(CPU_8, SHIPPED, {}, "PPPP", "PyTorch in float32 on the CPU: no NVIDIA GPU was found."),
+    Row(CPU_64, SHIPPED, {}, "PPPP", "PyTorch: no engine yet"),
+    Row(APPLE, SHIPPED, {}, "PPPP", "PyTorch in float32 on the CPU"),
+    Row(BROKEN, SHIPPED, {}, "PPPP", "on the CPU: the NVIDIA driver does not answer"),
+    Row(OLD_DRIVER, SHIPPED, {}, "PPPP", "the NVIDIA driver 550.54 is too old: it runs CUDA 12.4, PyTorch needs 13.0"),
+    Row(OLD_TORCH, SHIPPED, {}, "PPPP", "this PyTorch (CUDA 12.6) has no kernels for RTX 5090"),
+    Row(TORCH_CPU, SHIPPED, {}, "PPPP", "this PyTorch (2.13.0) is built without CUDA"),
+    Row(BARE, SHIPPED, {}, "PPPP", "PyTorch: ONNX Runtime is not installed"),
+    Row(H200, A14B, PYTORCH, "PPPP", "PyTorch: as asked"),
+    # Missing engines may be built: the backend that is fastest as a rule.
+    Row(LAPTOP, SHIPPED, {"build": "missing"}, "TTTT", "TensorRT: builds first, about 40 s"),
+    Row(TURING, SHIPPED, {"build": "missing"}, "TTTT", "most likely the fastest here"),
+    Row(BLACKWELL, SHIPPED, {"build": "missing"}, "TTTT", "TensorRT: builds first, about 5 min"),
+    Row(H200, A14B, {"build": "missing"}, "TTTT", "TensorRT: builds first, about 15 min"),
+    Row(CPU_16, SHIPPED, {"build": "missing"}, "OOOO", "ONNX Runtime: builds first, about 10 s"),
+    Row(APPLE, SHIPPED, {"build": "missing"}, "OOOO", "ONNX Runtime, most likely the fastest here"),
+    Row(NO_COMPILER, SHIPPED, {"build": "missing"}, "OOOO", "built first, about 10 s (there is none yet)"),
+    Row(BARE, SHIPPED, {"build": "missing"}, "PPPP", "PyTorch: ONNX Runtime is not installed"),
+    Row(NO_TENSORRT, SHIPPED, {"build": "missing"}, "IIII", "Inductor: builds first, about 40 s"),
+    Row(H200, A14B, {"build": "never"}, "PPPP", "PyTorch: no engine yet"),
+    # TensorRT asked for.
+    Row(LAPTOP, SHIPPED, TENSORRT, "TTTT", "TensorRT, as asked: built first, about 40 s (there is none yet)."),
+    Row(TURING, SHIPPED, TENSORRT, "TTTT", "TensorRT: builds first"),
+    Row(H100, SMALL, TENSORRT, "TTT", "TensorRT: builds first, about 5 min"),
+    Row(H200, TI2V, TENSORRT, "TTT", "TensorRT: builds first, about 15 min"),
+    Row(FOUR, A14B, TENSORRT, "TTTT", "TensorRT: builds first, about 15 min"),
+    Row(H200, A14B, {"backends": {"transformer": "tensorrt"}}, "PTPP", "TensorRT: builds first"),
+    Row(H200, A14B, TENSORRT | {"build": "never"}, "PPPP", "PyTorch: no TensorRT engine, and none is to be built"),
+    Row(CPU_16, SHIPPED, TENSORRT, "PPPP", "TensorRT was asked for, but no NVIDIA GPU was found."),
+    Row(APPLE, SHIPPED, TENSORRT, "PPPP", "PyTorch: no NVIDIA GPU was found"),
+    Row(BROKEN, SHIPPED, TENSORRT, "PPPP", "Install or update the NVIDIA driver, then restart."),
+    Row(OLD_DRIVER, SHIPPED, TENSORRT, "PPPP", "PyTorch: the NVIDIA driver 550.54 is too old"),
+    Row(OLD_DRIVER, SHIPPED, TENSORRT, "PPPP", "Update the NVIDIA driver to 580 or later"),
+    Row(OLD_TORCH, SHIPPED, TENSORRT, "PPPP", "Install PyTorch built for CUDA 12.8 or later."),
+    Row(TORCH_CPU, SHIPPED, TENSORRT, "PPPP", "it installs requirements-gpu.txt where there is a GPU"),
+    Row(NO_TENSORRT, SMALL, TENSORRT, "PPP", "PyTorch: TensorRT is not installed"),
+    Row(SMALL_DISK, A14B, TENSORRT, "PPPT", "PyTorch: too little disk to build"),
+    Row(SMALL_DISK, A14B, TENSORRT, "PPPT", "set TENSORRT_CACHE_DIR to a folder on a larger disk"),
+    Row(SMALL_DISK, SHIPPED, TENSORRT, "TTTT", "TensorRT: builds first"),
+    Row(H100, A14B, TENSORRT, "TPPT", "PyTorch: too little video memory to build"),
+    # The other backends.
+    Row(CPU_16, SHIPPED, INDUCTOR, "IIII", "Inductor: builds first, about 40 s"),
+    Row(NO_COMPILER, SHIPPED, INDUCTOR, "PPPP", "PyTorch: there is no C++ compiler"),
+    Row(replace(APPLE, compiler=None), SHIPPED, INDUCTOR, "PPPP", "xcode-select"),
+    Row(here("RTX 2080 Ti", (7, 5), 48), SMALL, INDUCTOR, "PPI", "PyTorch: no bfloat16 on this GPU"),
+    Row(H100, SMALL, INDUCTOR, "III", "Inductor, as asked"),
+    Row(CPU_8, SHIPPED, ONNX, "OOOO", "ONNX Runtime, as asked"),
+    Row(BARE, SHIPPED, ONNX, "PPPP", "PyTorch: ONNX Runtime is not installed"),
+    Row(H100, SMALL, ONNX, "PPP", "PyTorch: this ONNX Runtime has no CUDA"),
+    Row(CPU_16, SHIPPED, {"backends": {"all": "inductor", "vae": "onnxruntime"}}, "IIIO", "Inductor, as asked"),
+    # Quantized weights.
+    Row(H200, A14B, {"quantization": "bnb-4bit"}, "PPPP", "PyTorch: 4-bit weights exclude TensorRT"),
+    Row(H200, A14B, {"quantization": "bnb-8bit", "build": "missing"}, "TPPT", "8-bit weights exclude TensorRT: an"),
+    Row(replace(H100, packages=PACKAGES), SMALL, {"offload": "group"}, "PPP", "group offload excludes Inductor"),
+    Row(H200, A14B, {"quantization": "fp8", "build": "missing"}, "TPPT", "PyTorch: FP8 weights exclude TensorRT"),
+    Row(H200, A14B, TENSORRT | {"quantization": "bnb-4bit"}, InvalidRequestError, "4-bit weights exclude TensorRT"),
+    Row(H200, A14B, TENSORRT | {"quantization": "fp8"}, InvalidRequestError, "Take --quantization none, or --backend"),
+    Row(LAPTOP, A14B, TENSORRT | {"quantization": "bnb-8bit"}, InvalidRequestError, "8-bit weights exclude TensorRT"),
+    Row(ADA, A14B, INDUCTOR | {"quantization": "bnb-4bit"}, InvalidRequestError, "4-bit weights exclude Inductor"),
+    Row(
+        H200,
+        A14B,
+        {"backends": {"all": "tensorrt"} | IN_PYTORCH, "quantization": "bnb-4bit"},
+        "TPPT",
+        "PyTorch: as asked",
+        {"quantization": "bnb-4bit"},
+    ),
+    Row(H200, A14B, {"quantization": "none"} | TENSORRT, "TTTT", "as asked", {"quantization": "none"}),
+    Row(NO_BNB, A14B, {"quantization": "bnb-4bit"}, MachineError, "bitsandbytes is not installed"),
+    Row(NO_BNB, A14B, {"quantization": "fp8"}, MachineError, "torchao is not installed"),
+    Row(AMPERE, SHIPPED, {"quantization": "fp8"}, MachineError, "RTX A4000 does not compute in FP8"),
+    Row(TURING, SHIPPED, {"quantization": "fp8"}, MachineError, "Take --quantization bnb-8bit."),
+    Row(CPU_64, SMALL, {"quantization": "bnb-8bit"}, MachineError, "8-bit weights cannot be had here: no NVIDIA GPU"),
+    Row(APPLE, SHIPPED, {"quantization": "fp8"}, MachineError, "Take --quantization none."),
+    Row(TORCH_CPU, SHIPPED, {"quantization": "bnb-4bit"}, MachineError, "built without CUDA"),
+    # Those in 8 bits do not wait in RAM; no others are brought in parts.
+    Row(H200, A14B, IN_8_BITS | {"offload": "model"}, InvalidRequestError, "8-bit weights exclude model offload"),
+    Row(H200, A14B, IN_8_BITS | {"offload": "group"}, InvalidRequestError, "they cannot wait in memory (RAM)"),
+    Row(LAPTOP, A14B, IN_8_BITS | {"offload": "sequential"}, InvalidRequestError, "goes with --offload model."),
+    Row(H200, A14B, IN_8_BITS | {"offload": "none"}, "PPPP", "bfloat16", {"quantization": "bnb-8bit"}),
+    Row(H200, A14B, {"quantization": "bnb-4bit", "offload": "model"}, "PPPP", "bfloat16", {"offload": "model"}),
+    Row(H200, A14B, {"quantization": "fp8", "offload": "model"}, "PPPP", "bfloat16", {"quantization": "fp8"}),
+    Row(H200, A14B, {"quantization": "fp8", "offload": "group"}, InvalidRequestError, "not brought in parts"),
+    # A step cache runs in PyTorch, and streams no blocks.
+    Row(CPU_8, SHIPPED, CACHE, "PPPP", "first-block:0.08), as asked", {"step_cache": "first-block:0.08"}),
+    Row(CPU_16, SHIPPED, CACHE | {"build": "missing"}, "OPPO", "PyTorch: a step cache excludes ONNX Runtime"),
+    Row(H200, A14B, CACHE | TENSORRT, InvalidRequestError, "A step cache excludes TensorRT for the transformer"),
+    Row(H200, A14B, CACHE | {"offload": "group"}, InvalidRequestError, "A step cache excludes group offload"),
+    Row(H200, A14B, CACHE | {"offload": "model"}, "PPPP", "reused across steps", {"offload": "model"}),
+    Row(H200, A14B, CACHE | {"quantization": "fp8"}, "PPPP", "reused across steps", {"quantization": "fp8"}),
+    Row(TWELVE_96, A14B, CACHE, MachineError, "memory"),
+    # The VAE's precision in PyTorch: with the transformers where they run in bfloat16, else float32.
+    Row(H200, A14B, IN_FULL, "PPPP", "PyTorch on H200: bfloat16; the VAE in float32, as asked.", IN_FULL),
+    Row(H200, A14B, IN_BFLOAT16, "PPPP", "the VAE in bfloat16, as asked: 56 dB from float32 in 8 bits with"),
+    Row(H200, A14B, IN_FLOAT16, "PPPP", "the VAE in float16, as asked: 67 dB from float32 in 8 bits with"),
+    Row(H200, SHIPPED, {}, "PPPP", "PyTorch in float32 on H200: the model is small."),
+    Row(H200, SHIPPED, IN_BFLOAT16, "PPPP", "float32 on H200: the model is small; the VAE in bfloat16, as asked"),
+    Row(H200, A14B, TENSORRT | IN_FLOAT16, "TTTT", "TensorRT: builds first", IN_FLOAT16),
+    Row(TURING, SMALL, {}, "PPP", "no bfloat16: float16, the text encoder in float32; the VAE in float32."),
+    Row(TURING, SMALL, IN_FLOAT16, "PPP", "the VAE in float16, as asked: 67 dB from float32", IN_FLOAT16),
+    Row(TURING, SMALL, IN_BFLOAT16, InvalidRequestError, "RTX 2080 Ti does not decode in bfloat16. Take --vae-"),
+    Row(TURING, SHIPPED, TENSORRT | IN_BFLOAT16, InvalidRequestError, "Take --vae-precision float32, or float16."),
+    Row(CPU_8, SHIPPED, IN_FULL, "PPPP", "PyTorch in float32 on the CPU: no NVIDIA GPU was found.", IN_FULL),
+    Row(CPU_8, SHIPPED, IN_BFLOAT16, InvalidRequestError, "ten times as long on a CPU. Take --vae-precision float32."),
+    Row(APPLE, SHIPPED, IN_FLOAT16, InvalidRequestError, "The VAE in float16 takes more than ten times as long"),
+    Row(OLD_DRIVER, SMALL, IN_BFLOAT16, InvalidRequestError, "Take --vae-precision float32."),
+    # Offload.
+    Row(H200, A14B, TENSORRT | {"offload": "model"}, InvalidRequestError, "Model offload excludes TensorRT"),
+    Row(H200, A14B, TENSORRT | {"offload": "group"}, InvalidRequestError, "keeps its weights on the GPU"),
+    Row(LAPTOP, A14B, INDUCTOR | {"offload": "sequential"}, InvalidRequestError, "Take --offload none"),
+    Row(
+        H200,
+        A14B,
+        {"backends": {"all": "tensorrt"} | IN_PYTORCH, "offload": "group"},
+        "TPPT",
+        "PyTorch: as asked",
+        {"offload": "group"},
+    ),
+    Row(H200, A14B, {"offload": "model", "build": "missing"}, "TPPT", "model offload excludes", {"offload": "model"}),
+    Row(H200, A14B, {"offload": "none"} | TENSORRT, "TTTT", "as asked", {"offload": "none"}),
+    Row(CPU_16, SHIPPED, {"offload": "model"}, "PPPP", "Offload 'model' changes nothing", {"offload": "none"}),
+    Row(CPU_16, SHIPPED, {"offload": "group"} | ONNX, "OOOO", "changes nothing on the CPU", {"offload": "none"}),
+    Row(OLD_DRIVER, SHIPPED, {"offload": "sequential"}, "PPPP", "is too old", {"offload": "none"}),
+    # Memory that no setting makes up for, and requests that no machine can serve.
+    Row(LITTLE_RAM, A14B, {"quantization": "none"}, MachineError, "Loading the transformer of Wan2.2 T2V-A14B needs"),
+    Row(replace(LITTLE_RAM, packages=GPU_PACKAGES), A14B, {}, MachineError, "or add memory or swap."),
+    Row(LITTLE_RAM, A14B, {"offload": "group"}, MachineError, "Take --quantization fp8: "),
+    Row(here("H200", (9, 0), 141, ram=8), A14B, {}, MachineError, "Loading the transformer of Wan2.2 T2V-A14B needs"),
+    Row(H200, SMALL, {"backends": {"transformer_2": "tensorrt"}}, InvalidRequestError, "has no transformer_2"),
+    Row(H200, TI2V, {"width": 720}, InvalidRequestError, "Take 704 or 736."),
+]
+
+# What is planned where memory is short.
+MEMORY_ROWS = [
+    # 8 GiB: the text encoder goes by layer, frames in tiles; with 16 GiB of RAM there is no place for it to wait in.
+    Row(LAPTOP, SMALL, {}, MachineError, "(RAM) for weights that wait; 7.6 GiB and 15.2 GiB are free."),
+    Row(LAPTOP, TI2V, {}, MachineError, "Close other programs, add memory (RAM), or take a smaller model."),
+    Row(LAPTOP_32, SMALL, {}, "PPP", "tiles of 512x512", {"offload": "group", "decode_tile": 64, "decode_chunk": 1}),
+    Row(LAPTOP_32, SMALL, AT_480P, "PPP", "differ a little where these meet", {"offload": "group", "decode_tile": 64}),
+    Row(LAPTOP_32, SMALL, AT_480P | IN_FULL, "PPP", "tiles of 256x256", {"offload": "group", "decode_tile": 32}),
+    Row(LAPTOP_32, TI2V, {}, "PPP", "Memory is tight", {"offload": "sequential", "decode_tile": 32}),
+    Row(LAPTOP_32, TI2V, IN_FULL, "PPP", "Memory is tight", {"offload": "sequential", "decode_tile": 16}),
+    Row(LAPTOP_32, TI2V, AT_480P, "PPP", "tiles of 512x512", {"offload": "group", "decode_tile": 32}),
+    Row(LAPTOP_32, SMALL, {"offload": "model"}, MachineError, "Take --offload group"),
+    Row(LAPTOP_32, A14B, {}, MachineError, "system memory (RAM)"),
+    Row(TURING, SMALL, {}, "PPP", "tiles of 512x512", {"offload": "group", "decode_tile": 64}),
+    Row(TURING, TI2V, {}, MachineError, "system memory (RAM)"),
+    Row(TWELVE, SMALL, {}, "PPP", "bfloat16", {"offload": "group", "decode_tile": None}),
+    Row(TWELVE, SMALL, IN_FULL, "PPP", "tiles of 512x512", {"offload": "group", "decode_tile": 64}),
+    Row(TWELVE, TI2V, {}, "PPP", "tiles of 512x512", {"offload": "group", "decode_tile": 32}),
+    Row(AMPERE, SMALL, {}, "PPP", "bfloat16", {"offload": "none", "keep_loaded": False, "decode_tile": None}),
+    Row(AMPERE, SMALL, IN_FULL, "PPP", "tiles of 512x512", {"offload": "none", "decode_tile": 64}),
+    Row(AMPERE, TI2V, {}, "PPP", "tiles of 512x512", {"offload": "group", "decode_tile": 32}),
+    Row(ADA, SMALL, {}, "PPP", "bfloat16", {"keep_loaded": True, "decode_tile": None}),
+    Row(ADA, TI2V, {}, "PPP", "bfloat16", {"offload": "none", "decode_tile": None}),
+    Row(ADA, TI2V, IN_FULL, "PPP", "tiles of 512x512", {"offload": "none", "decode_tile": 32}),
+    Row(ADA, A14B, {}, "PPPP", "with 8-bit weights", {"quantization": "bnb-8bit", "keep_loaded": False}),
+    Row(BLACKWELL, A14B, {}, "PPPP", "with FP8 weights", {"quantization": "fp8", "keep_loaded": False}),
+    # What is not quantized does not pass through so little RAM.
+    Row(LITTLE_RAM, A14B, {}, "PPPP", "with FP8 weights", {"quantization": "fp8", "keep_loaded": True}),
+    # Only parts that wait would fit, and those in 8 bits do not.
+    Row(TWELVE_96, A14B, IN_8_BITS, MachineError, "Take --offload group"),
+    Row(TWELVE_96, A14B, {}, "PPPP", "bfloat16", {"offload": "group", "quantization": "none", "decode_tile": None}),
+    Row(TWELVE_96, A14B, IN_FULL, "PPPP", "tiles of", {"offload": "group", "quantization": "none"}),
+    Row(L40, A14B, {}, "PPPP", "bfloat16", {"keep_loaded": False}),
+    Row(H100, A14B, {}, "PPPP", "bfloat16", {"keep_loaded": True}),
+    Row(H100, A14B, IN_FULL, "PPPP", "bfloat16", {"keep_loaded": False}),
+    Row(H200, A14B, {}, "PPPP", "bfloat16", {"keep_loaded": True}),
+    Row(H200, SMALL, {}, "PPP", "bfloat16", {"keep_loaded": True}),
+    Row(CPU_16, SMALL, {}, MachineError, "GiB of memory"),
+    Row(CPU_64, A14B, {}, "PPPP", "on the CPU", {"keep_loaded": False}),
+    Row(APPLE, A14B, {}, MachineError, "GiB of memory"),
+]
+
+
+def planned(row: Row, folder: Path) -> ExecutionPlan:
+    """Resolve a row with the real builders' offers."""
+    request = GenerationRequest.from_mapping({"prompt": "a red boat", "model": row.model} | row.settings)
+    spec = look_up(row.model, folder / "weights")
+    engines = EngineService(EngineStore(folder / "engines", 10**12), row.on, folder)
+    return resolve(request, spec, row.on, folder / "x.mp4", engines.offers(spec))
+
+
+def named(row: Row) -> str:
+    """Return a row's name in the report."""
+    gpu = row.on.gpus[0].name if row.on.gpus else row.on.system
+    return f"{gpu} {row.on.ram_bytes // GIB} GiB, {row.model}, {row.settings}"
+
+
+@pytest.mark.parametrize("row", [*ROWS, *MEMORY_ROWS], ids=named)
+def test_the_plan_and_its_reasons(row: Row, tmp_path: Path) -> None:
+    if not isinstance(row.plan, str):
+        with pytest.raises(row.plan) as caught:
+            planned(row, tmp_path)
+        assert row.says in f"{caught.value.what} {caught.value.remedy}"
+        return
+    plan = planned(row, tmp_path)
+    parts = plan.components.values()
+    assert "".join(LETTERS[part.backend] for part in parts) == row.plan
+    said = [*plan.warnings, *(text for part in parts for text in (part.badge, part.reason))]
+    assert any(row.says in text for text in said), said
+    assert {name: getattr(plan, name) for name in row.also} == row.also
+    for part in parts:
+        assert part.badge.startswith(f"{BACKEND_TITLES[part.backend]}: ")
+        assert bool(part.engines) == (part.backend != "pytorch")
+        assert not part.reason.endswith("..")
+
+
+@pytest.mark.parametrize(
+    ("differs", "chip", "reason"),
+    [
+        ({}, "TensorRT: engine ready", "TensorRT is faster here: float16, 2.0 times as fast"),
+        (
+            {"profiles": (ShapeProfile.fixed((9, 16, 16)),)},
+            "PyTorch: engine for other sizes",
+            "the nearest was built for 9 latent frames of 128×128, asked 9 latent frames of 112×192.",
+        ),
+        (
+            {"device": "NVIDIA L4 sm89 CUDA 12.8"},
+            "PyTorch: engine of another GPU or processor",
+            "the nearest was built on NVIDIA L4 sm89 CUDA 12.8, here H200 sm90 CUDA 13.0.",
+        ),
+        (
+            {"versions": (("tensorrt", "10.16"), ("torch", "2.13.0"))},
+            "PyTorch: engine of other library versions",
+            "built with TensorRT 10.16",
+        ),
+        ({"precision": "float32"}, "PyTorch: engine in another precision", "built in float32, asked float16"),
+        ({"weights": "f" * 64}, "PyTorch: engine of other weights", "built from other weights"),
+        ({"architecture": "f" * 64}, "PyTorch: no engine yet", "the model is small."),
+    ],
+)
+def test_an_engine_that_is_there(differs: dict[str, Any], badge: str, reason: str, tmp_path: Path) -> None:
+    spec = look_up(SHIPPED, tmp_path)
+    store = EngineStore(tmp_path / "engines", 10**12)
+    wanted = BUILDERS["onnx_tensorrt"].key(
+        spec,
+        "transformer",
+        "transformer",
+        (ShapeProfile.fixed((9, 14, 24)),),
+        precision="float16",
+        machine=H200,
+        device="cuda:0",
+    )
+    add(store, replace(wanted, **differs))
+    part = planned(Row(H200, SHIPPED, {}, "", ""), tmp_path).components
+    assert part["transformer"].badge == badge
+    assert reason in part["transformer"].reason
+    # The other expert's weights are not in it.
+    assert part["transformer_2"].badge == "PyTorch: no engine yet"
+
+
+def test_the_table_is_as_large_as_it_should_be() -> None:
+    assert len({named(row) + row.says for row in ROWS}) >= 60
+    assert len({row.on for row in [*ROWS, *MEMORY_ROWS]}) >= 17

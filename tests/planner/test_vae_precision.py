@@ -1,0 +1,119 @@
+"""The VAE's precision in a plan: what follows from it for memory, time and what is remembered, and whom to blame."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.core.errors import InvalidRequestError
+from runtime.core.plan import EngineUse, ExecutionPlan
+from runtime.core.request import GenerationRequest
+from runtime.planner import memory_model, vae_precision
+from runtime.planner.history import History, Kind, Run, architecture, runs_of
+from runtime.planner.memory_model import DTYPE_BYTES
+from runtime.planner.resolve import resolve
+from tests.plans import gpu, machine
+from tests.true_sizes import spec
+
+LARGE = spec("wan2.1-1.3b")
+H200 = machine(gpu=gpu(free_gib=130), torch_cuda="13.0", ram_free_gib=100)
+USE = EngineUse(id="1", program="vae_next", builder="b", precision="float16", profile=((1, 4, 8),) * 3)
+
+
+def plan(asked: str, history: History = ()) -> ExecutionPlan:
+    """Plan Wan2.1-1.3B on a GPU."""
+    request = GenerationRequest(prompt="x", seed=1, gpus=1, vae_precision=asked)
+    return resolve(request, LARGE, H200, Path("x.mp4"), history=history)
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtype"),
+    [("auto", "bfloat16"), ("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16")],
+)
+def test_only_the_vae_follows_it(asked: str, dtype: str) -> None:
+    made = plan(asked)
+    dtypes = {name: part.dtype for name, part in made.components.items()}
+    assert dtypes == {"text_encoder": "bfloat16", "transformer": "bfloat16", "vae": dtype}
+    assert made.components["vae"].weights_bytes == LARGE.parameters["vae"] * DTYPE_BYTES[dtype]
+    assert made.vae_precision == made.request_json()["vae_precision"] == asked
+    assert GenerationRequest.from_mapping(made.request_json()).vae_precision == asked
+    assert made.to_json()["components"]["vae"]["dtype"] == dtype
+
+
+def test_16_bits_take_half_the_memory_and_less_time() -> None:
+    half, full = plan("auto"), plan("float32")
+    assert half.decode_chunk == full.decode_chunk
+    working = [next(stage.working_bytes for stage in one.memory if stage.stage == "decode") for one in (half, full)]
+    # A little more than half: norms are computed in float32.
+    assert 0.5 < working[0] / working[1] < 0.54
+    assert half.seconds["decode"].likely < full.seconds["decode"].likely
+    assert half.seconds["denoise"] == full.seconds["denoise"]
+
+
+def test_what_was_measured_in_one_precision_says_nothing_of_another() -> None:
+    full = plan("float32")
+    peaks = {"encode": 10**10, "denoise": 10**10, "decode": 60 * 10**9}
+    ran = runs_of(full, full, LARGE, H200, {"encode": 1.0, "denoise": 99.0, "decode": 77.0}, peaks)
+    assert next(run.kind.dtype for run in ran if run.kind.component == "vae") == "float32"
+    again = plan("float32", ran)
+    assert again.seconds["decode"].measured and again.seconds["decode"].likely == pytest.approx(77.0)
+    for other in ("auto", "float16"):
+        fresh, told = plan(other), plan(other, ran)
+        assert told.seconds["decode"] == fresh.seconds["decode"] and not told.seconds["decode"].measured
+        assert [s for s in told.memory if s.stage == "decode"] == [s for s in fresh.memory if s.stage == "decode"]
+        assert told.seconds["denoise"].measured
+
+
+def test_a_measured_decode_in_bfloat16_counts_for_it() -> None:
+    kind = Kind(
+        device="Test GPU", model=architecture(LARGE), component="vae", backend="pytorch", dtype="bfloat16",
+        quantization="none", offload="none", speed="channels last",
+    )  # fmt: skip
+    run = Run(kind=kind, flops=plan("auto").decode_flops, seconds=3.0, working_bytes=1, excess_bytes=None)
+    assert plan("auto", [run]).seconds["decode"].likely == pytest.approx(3.0)
+    assert plan("float32", [run]).seconds["decode"] == plan("float32").seconds["decode"]
+
+
+def test_tiles_take_half_too() -> None:
+    loads = []
+    for dtype in ("bfloat16", "float32"):
+        dtypes = dict.fromkeys(LARGE.component_names, dtype)
+        loads.append(
+            memory_model.Load(
+                spec=LARGE,
+                device="cuda:0",
+                dtypes=dtypes,
+                engine_bytes={},
+                tokens=1,
+                latent_shape=(1, 16, 9, 60, 104),
+                height=480,
+                width=832,
+            )
+        )
+    assert 2 * memory_model.decode_bytes(loads[0], 1, 32) == memory_model.decode_bytes(loads[1], 1, 32)
+
+
+@pytest.mark.parametrize("asked", ["bfloat16", "float16"])
+def test_what_the_device_cannot_do_is_refused_by_name(asked: str) -> None:
+    request = GenerationRequest(prompt="x", vae_precision=asked)
+    with pytest.raises(InvalidRequestError) as refused:
+        resolve(request, LARGE, machine(ram_free_gib=200), Path("x.mp4"))
+    assert refused.value.field == "vae_precision"
+    assert refused.value.what == f"The VAE in {asked} takes more than ten times as long on a CPU."
+    assert refused.value.remedy == "Take --vae-precision float32."
+
+
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        ({"dtype": "float32"}, "weights are damaged"),
+        ({"dtype": "bfloat16"}, "overflows in bfloat16: take --vae-precision float32."),
+        ({"dtype": "float16"}, "overflows in float16: take --vae-precision float32."),
+        # An engine has its own precision.
+        ({"dtype": "bfloat16", "backend": "tensorrt", "engines": (USE,)}, "weights are damaged"),
+    ],
+)
+def test_whom_to_blame_for_what_is_no_number(part: dict[str, Any], says: str) -> None:
+    assert says in vae_precision.remedy(replace(plan("auto").components["vae"], **part))
+    assert "weights are damaged" in vae_precision.remedy(None)

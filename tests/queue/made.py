@@ -1,0 +1,47 @@
+"""Requests, plans and results to put into a store; nothing of them is run."""
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from runtime.core.events import VideoSaved
+from runtime.core.plan import ExecutionPlan
+from runtime.core.request import GenerationRequest
+from runtime.models.catalogue import EMBEDDED
+from runtime.models.wan import read_spec
+from runtime.planner.resolve import resolve
+from runtime.queue.records import JobRecord
+from runtime.queue.store import JobStore
+from tests.plans import machine
+
+
+def asked(**values: Any) -> GenerationRequest:
+    """Ask the shipped model for a clip."""
+    return GenerationRequest.from_mapping({"prompt": "a red boat"} | values)
+
+
+@lru_cache
+def planned(seed: int = 7, steps: int = 4) -> ExecutionPlan:
+    """Plan it."""
+    spec = read_spec(EMBEDDED / "diorama", "diorama")
+    return resolve(asked(seed=seed, steps=steps), spec, machine(), Path("/nowhere/boat.mp4"))
+
+
+def saved() -> VideoSaved:
+    """Tell that it is there."""
+    plan = planned()
+    return VideoSaved(
+        video=plan.output,
+        request=plan.request_json(),
+        plan=json.loads(json.dumps(plan.to_json())),
+        timings={"encode": 0.2, "denoise": 3.0, "decode": 1.0, "mux": 0.1, "total": 4.3},
+        load_seconds=1.5,
+        peak_memory_bytes=1 << 30,
+        warnings=("Mind the gap.",),
+    )
+
+
+def add(store: JobStore, prompt: str = "a red boat", instance: str | None = None) -> JobRecord:
+    """Add it to a store; with an instance it runs."""
+    return store.add(asked(prompt=prompt), planned(), instance=instance)

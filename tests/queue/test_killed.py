@@ -1,0 +1,72 @@
+"""Jobs killed with signal 9: what they left is whole, and resumed in a new process they give the same video.
+
+`tests/queue/killing.py` does the same at any number of random moments.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from runtime.models.spec import ModelSpec
+from runtime.video.metadata import read_facts
+from tests.pipeline.test_resume import stream_of
+from tests.pipeline.test_run import frames_of
+from tests.plans import tiny_plan
+from tests.queue.killing import Bench, Moment
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals, and a server that forks")
+
+
+@pytest.fixture(scope="module")
+def wanted(tiny: Callable[[str], ModelSpec], tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], bytes, str]:
+    """Return the names of an uninterrupted job's events, its frames and its stream."""
+    folder = tmp_path_factory.mktemp("whole")
+    out = folder / "x.mp4"
+    told = Bench(tiny("wan2.2-a14b"), tiny_plan(tiny("wan2.2-a14b"), out), folder).run().told
+    return [event["event"] for event in told], frames_of(out), stream_of(out)
+
+
+def moments(names: list[str]) -> list[Moment]:
+    """Return moments in every stage of a job that tells these events."""
+
+    def nth(name: str, n: int = 1) -> int:
+        return [index for index, other in enumerate(names, 1) if other == name][n - 1]
+
+    return [
+        Moment(event=nth("CheckpointSaved") - 1),
+        Moment(call="os.rename", count=1),
+        Moment(event=nth("StepDone"), delay=0.001),
+        Moment(call="os.link"),
+        Moment(event=nth("StepDone", 3), delay=0.003),
+        Moment(event=nth("FramesDecoded"), delay=0.002),
+        Moment(call="subprocess.Popen", count=3),
+        Moment(event=nth("VideoSaved") - 1, delay=0.03),
+    ]
+
+
+def test_killed_at_any_moment_it_is_resumed_and_the_same(
+    wanted: tuple[list[str], bytes, str], tiny: Callable[[str], ModelSpec], tmp_path: Path
+) -> None:
+    names, frames, stream = wanted
+    spec = tiny("wan2.2-a14b")
+    killed = 0
+    for number, moment in enumerate(moments(names)):
+        out = tmp_path / str(number) / "out" / "x.mp4"
+        out.parent.mkdir(parents=True)
+        bench = Bench(spec, tiny_plan(spec, out), tmp_path / str(number))
+        first = bench.run(moment)
+        killed += first.code == -9
+        assert not out.exists() or stream_of(out) == stream, moment
+        second = bench.run()
+        assert [event["event"] for event in second.told][-1] == "VideoSaved", (moment, second.told[-1])
+        assert frames_of(out) == frames, moment
+        assert stream_of(out) == stream, moment
+        assert read_facts(out)["job"] == "0badcafe"
+        assert os.listdir(out.parent) == ["x.mp4"], moment  # noqa: PTH208 - names, hidden ones too
+        assert {path.name for path in bench.job.iterdir()} == {"checkpoint.safetensors", "boundary.safetensors"}
+        if any(event["event"] == "CheckpointSaved" for event in first.told):
+            assert "Resumed" in [event["event"] for event in second.told], moment
+    assert killed >= len(moments(names)) - 1  # the last one may have been done in time

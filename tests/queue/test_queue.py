@@ -1,0 +1,354 @@
+"""The worker over the store: what outlives it, what other processes do to its jobs, and many jobs at once."""
+
+import random
+import shutil
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from runtime.core.errors import InvalidRequestError, StoreError
+from runtime.core.events import StepDone, TerminalEvent, VideoSaved, Warned
+from runtime.engines.service import EngineService
+from runtime.engines.store import EngineStore
+from runtime.machine.probe import probe
+from runtime.models.spec import ModelSpec
+from runtime.models.wan import read_spec
+from runtime.pipeline.checkpoint_files import POSTER
+from runtime.queue import tasks
+from runtime.queue.batch import combined
+from runtime.queue.process_lock import Instance
+from runtime.queue.records import JobRecord
+from runtime.queue.store import JobStore
+from runtime.queue.tasks import Task
+from runtime.queue.worker import Job, Worker
+from runtime.video.metadata import read_facts
+from tests.cli.test_jobs import stream
+from tests.plans import no_engines
+from tests.queue.test_worker import small, stored
+from tests.waiting import until
+
+Make = Callable[[], Worker]
+
+
+@pytest.fixture
+def start(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Iterator[Make]:
+    """Start a worker on the store in `tmp_path`, as often as asked."""
+    shutil.copytree(tiny("wan2.2-a14b").directory, tmp_path / "weights" / "tiny")
+    made: list[Worker] = []
+
+    def begin() -> Worker:
+        made.append(Worker(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path), store=stored(tmp_path)))
+        return made[-1]
+
+    yield begin
+    for worker in made:
+        worker.close()
+
+
+def steps(job: Job) -> int:
+    return sum(isinstance(event, StepDone) for event in job.events)
+
+
+def test_closing_puts_back_and_starting_again_goes_on(start: Make, tmp_path: Path) -> None:
+    """The video that was under way is the one that it would have been."""
+    first = start()
+    running, waiting = first.submit(small(steps=300, seed=5)), first.submit(small(seed=6))
+    until(lambda: steps(running) > 5)
+    first.close()
+    store = stored(tmp_path)
+    assert [(job.id, job.state, job.held) for job in store.queue()] == [
+        (running.id, "queued", False),
+        (waiting.id, "queued", False),
+    ]
+    assert list((tmp_path / "outputs").iterdir()) == []
+    second = start()
+    again = second.job(running.id)
+    assert again is not None
+    until(lambda: not again.open and not store.queue())
+    assert [job.state for job in store.list()] == ["done", "done"]
+    assert "Resumed" in {values["event"] for _, _, values in store.events(running.id)}
+    assert read_facts(again.plan.output)["job"] == running.id
+    whole = second.submit(small(steps=300, seed=5))
+    until(lambda: not whole.open)
+    assert stream(again.plan.output) == stream(whole.plan.output)
+
+
+def test_pausing_and_going_on(start: Make, tmp_path: Path) -> None:
+    worker, other = start(), stored(tmp_path)
+    paused, passing = worker.submit(small(steps=200)), worker.submit(small())
+    until(lambda: steps(paused) > 2)
+    other.hold([paused.id], True)  # by another process
+    until(lambda: not passing.open)
+    assert passing.state == "done"
+    assert (paused.state, paused.held, paused.progress.end) == ("queued", True, None)
+    assert worker.active() is None
+    assert worker.ahead(worker.submit(small())) == []
+    worker.hold([paused.id], False)
+    until(lambda: not paused.open)
+    assert paused.state == "done"
+    assert len([event for event in paused.events if isinstance(event, TerminalEvent)]) == 1
+
+
+def test_two_apps_share_a_queue(start: Make, tmp_path: Path) -> None:
+    one, two = start(), start()
+    jobs = [one.submit(small(seed=n)) for n in range(12)]
+    until(lambda: not any(job.open for job in jobs))
+    records = one.store.list()
+    assert {record.state for record in records} == {"done"}
+    assert len({record.instance for record in records}) == 2
+    assert len(list((tmp_path / "outputs").iterdir())) == 12
+    seen = [two.job(job.id) for job in jobs]
+    until(lambda: all(job is not None and not job.open for job in seen))
+    for job, other in zip(jobs, seen, strict=True):
+        assert other is not None
+        assert [type(event).__name__ for event in other.events] == [type(event).__name__ for event in job.events]
+
+
+def test_another_process_cancels(start: Make, tmp_path: Path) -> None:
+    worker, other = start(), stored(tmp_path)
+    running, waiting = worker.submit(small(steps=1000)), worker.submit(small(steps=1000))
+    until(lambda: steps(running) > 2)
+    other.request_cancel([running.id, waiting.id])
+    until(lambda: not running.open and not waiting.open)
+    assert [running.state, waiting.state] == ["cancelled", "cancelled"]
+
+
+def test_a_job_of_another_process_is_seen_from_here(
+    start: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.queue.worker._ROUND_SECONDS", 0.1)
+    worker = start()
+    busy = worker.submit(small(steps=1000))
+    until(lambda: steps(busy) > 2)
+    store = stored(tmp_path)
+    with Instance(store.path) as other:
+        plan = replace(busy.plan, output=tmp_path / "outputs" / "other.mp4")
+        record = store.add(small(), plan, instance=other.id)
+        seen = worker.job(record.id)
+        assert seen is not None and seen.state == "running"
+        store.record(record.id, Warned("Mind the gap."))
+        until(lambda: seen.progress.warnings == ("Mind the gap.",))
+        assert {job.id for job in worker.open_jobs()} == {busy.id, record.id}
+    until(lambda: seen.state == "interrupted")
+    assert worker.resume(record.id) is seen
+    busy.cancel.request()
+    until(lambda: seen.state == "done")
+
+
+def test_what_waits_is_planned_anew_when_it_begins(start: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = start()
+    busy, waiting = worker.submit(small(steps=1000)), worker.submit(small(seed=8))
+    planned = waiting.plan
+    until(lambda: steps(busy) > 2)
+    seen = replace(probe(), ram_free_bytes=3 << 30, ram_bytes=4 << 30)
+    monkeypatch.setattr("runtime.queue.worker.probe", lambda: seen)
+    busy.cancel.request()
+    until(lambda: not waiting.open)
+    assert waiting.state == "done"
+    assert waiting.plan.free_bytes != planned.free_bytes
+    assert (waiting.plan.seed, waiting.plan.output) == (8, planned.output)
+    assert worker.store.get(waiting.id).plan == waiting.plan
+
+
+def test_what_cannot_be_made_any_more_fails_and_the_next_goes_on(start: Make, tmp_path: Path) -> None:
+    worker = start()
+    busy, gone = worker.submit(small(steps=1000)), worker.submit(small())
+    until(lambda: steps(busy) > 2)
+    worker.store.edit(gone.id, replace(small(), model="lost"), replace(gone.plan, model="lost"))
+    after = worker.submit(small())
+    busy.cancel.request()
+    until(lambda: not after.open)
+    assert (gone.state, after.state) == ("failed", "done")
+    assert "lost" in str(worker.store.get(gone.id).failure)
+
+
+def test_editing_and_moving(start: Make) -> None:
+    worker = start()
+    busy, first, second = (worker.submit(small(steps=n)) for n in (1000, 3, 4))
+    worker.store.move(second.id, first.id)
+    edited = worker.edit(first.id, small(prompt="a kite", steps=5))
+    assert [one.id for one in worker.ahead(edited)] == [busy.id, second.id]
+    assert edited.plan.steps == 5
+    with pytest.raises(InvalidRequestError):
+        worker.edit(first.id, small(width=33))
+    with pytest.raises(StoreError):
+        worker.edit(busy.id, small())
+    busy.cancel.request()
+    until(lambda: not edited.open)
+    saved = edited.progress.end
+    assert isinstance(saved, VideoSaved) and saved.request["prompt"] == "a kite"
+
+
+def test_a_batch_is_queued_whole_or_not_at_all(start: Make) -> None:
+    worker = start()
+    jobs = worker.submit_all(combined(small(), ["a boat", "a kite"], [1, 2, 3]), owner="guest")
+    assert [(job.plan.prompt, job.plan.seed) for job in jobs] == [
+        (prompt, seed) for prompt in ("a boat", "a kite") for seed in (1, 2, 3)
+    ]
+    records = worker.store.list()
+    assert len({record.batch for record in records}) == 1 and records[0].batch
+    assert worker.jobs("guest") == jobs and worker.jobs(None) == []
+    assert worker.active() is None and worker.active("guest") is not None
+    assert worker.latest("guest") is jobs[-1]
+    with pytest.raises(InvalidRequestError):
+        worker.submit_all([small(), small(width=33)])
+    assert len(worker.store.list()) == 6
+    worker.cancel([job.id for job in jobs])
+    until(lambda: not worker.open_jobs())
+
+
+def test_the_second_half_is_redone(start: Make) -> None:
+    worker = start()
+    guided = {"guidance_scale": 5.0, "guidance_scale_2": 3.0}
+    first = worker.submit(small(steps=8, seed=4, **guided))
+    until(lambda: not first.open)
+    again = worker.redo_second_half(first.id, {"guidance_scale_2": 6.0})
+    whole = worker.submit(small(steps=8, seed=4, **guided | {"guidance_scale_2": 6.0}))
+    until(lambda: not whole.open)
+    assert (first.state, again.state, whole.state) == ("done", "done", "done")
+    assert worker.store.get(again.id).parent == first.id
+    assert 0 < steps(again) < steps(first)
+    assert stream(again.plan.output) == stream(whole.plan.output) != stream(first.plan.output)
+    folder = worker.store.folder(again.id)
+    assert folder is not None
+    assert {path.name for path in folder.iterdir()} == {"boundary.safetensors", "poster.webp"}
+    with pytest.raises(InvalidRequestError):
+        worker.redo_second_half(first.id, {"prompt": "a kite"})
+    assert len(worker.store.list()) == 3
+
+
+def test_a_build_outlives_its_worker(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
+    folder = tmp_path / "weights" / "tiny"
+    shutil.copytree(tiny("wan2.1").directory, folder)
+    engines = EngineService(EngineStore(tmp_path / "engines", 10**10), probe(), tmp_path)
+    request = small(backends={"text_encoder": "onnxruntime"})
+    worker = Worker(tmp_path / "weights", tmp_path / "outputs", engines, store=stored(tmp_path))
+    busy = worker.submit(small(steps=1000))
+    build = tasks.building(request, read_spec(folder, "tiny"), engines, title="Build it")
+    task = Task("prune", "Prune", lambda *_: "Done.")
+    for one in (build, task):
+        worker.add_task(one)
+    assert [(one.kind, one.title) for one in worker.store.queue()][1:] == [("build", "Build it"), ("task", "Prune")]
+    worker.close()
+    assert (build.state, task.state) == ("cancelled", "cancelled")
+    worker = Worker(tmp_path / "weights", tmp_path / "outputs", engines, store=stored(tmp_path))
+    (again,) = worker.tasks()
+    worker.cancel([busy.id])
+    until(lambda: not again.open)
+    worker.close()
+    assert (again.title, again.state, again.said) == ("Build it", "done", "1 of 1 ready.")
+    assert len(engines.store.index()) == 1
+
+
+def test_a_store_that_cannot_be_written_for_a_while_loses_nothing(
+    start: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = start()
+    job = worker.submit(small(steps=300))
+    until(lambda: steps(job) > 2)
+    broken = threading.Event()
+    record = JobStore.record
+
+    def sometimes(store: JobStore, job_id: str, event: object) -> bool:
+        if broken.is_set():
+            raise StoreError("The disk is full.", "Free some space.")
+        return record(store, job_id, event)  # type: ignore[arg-type]  # an event
+
+    monkeypatch.setattr(JobStore, "record", sometimes)
+    broken.set()
+    until(lambda: not job.open)
+    assert job.state == "done" and job.plan.output.is_file()
+    told = [warning for warning in job.progress.warnings if "disk is full" in warning]
+    assert len(told) == 1
+    assert worker.store.get(job.id).state == "running"
+    broken.clear()
+    until(lambda: worker.store.get(job.id).state == "done")
+    assert sum(values["event"] == "StepDone" for _, _, values in worker.store.events(job.id)) == 300
+
+
+def test_the_last_preview_is_kept_as_poster(tmp_path: Path) -> None:
+    from tests.queue.made import add, planned, saved
+
+    store = stored(tmp_path)
+    record = add(store, instance="a")
+    job = Job(record, planned(), "Diorama", store)
+    job.begin(record)
+    job.record(StepDone(1, 4, 0.1, "transformer", b"webp"))
+    job.record(saved())
+    folder = store.folder(job.id)
+    assert folder is not None
+    assert (folder / POSTER).read_bytes() == b"webp"
+    assert all(event.preview is None for event in job.events if isinstance(event, StepDone))
+
+
+MANY = 200
+# Another tab's process: moves, holds, cancels and deletes at random until standard input ends.
+MEDDLER = """
+import random, sys, threading
+from pathlib import Path
+from runtime.core.errors import StoreError
+from runtime.queue.store import JobStore
+
+chosen, store = random.Random(int(sys.argv[2])), JobStore(Path(sys.argv[1]))
+ended = threading.Event()
+threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+count = 0
+while not ended.is_set():
+    waiting = [job.id for job in store.queue() if job.state == "queued"]
+    if not waiting:
+        continue
+    one, two = chosen.choice(waiting), chosen.choice(waiting)
+    act = chosen.choice(["move", "move", "hold", "go on", "cancel"])
+    try:
+        if act == "move":
+            store.move(one, chosen.choice([two, None]))
+        elif act == "cancel":
+            store.request_cancel([one])
+        else:
+            store.hold([one], act == "hold")
+        count += 1
+    except StoreError:
+        pass
+print(count)
+"""
+
+
+@pytest.mark.slow
+def test_many_jobs_moved_held_and_cancelled_by_two_processes_each_end_once(start: Make, tmp_path: Path) -> None:
+    worker, chosen = start(), random.Random(3)
+    command = [sys.executable, "-c", MEDDLER, str(tmp_path / "jobs.sqlite"), "7"]
+    jobs = worker.submit_all([small(steps=1, seed=n) for n in range(MANY)])
+    with subprocess.Popen(
+        command, cwd=Path(__file__).parents[2], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        while any(job.state == "queued" and not job.held for job in jobs):
+            worker.cancel([chosen.choice(jobs).id])
+            time.sleep(chosen.uniform(0, 0.2))
+        meddled = int(other.communicate()[0])
+    assert meddled > MANY
+    worker.hold([one.id for one in worker.store.queue()], False)
+    until(lambda: not worker.store.queue())
+    until(lambda: not any(job.open for job in jobs))
+    records: dict[str, JobRecord] = {one.id: one for one in worker.store.list()}
+    assert set(records) == {job.id for job in jobs}
+    assert {one.state for one in records.values()} <= {"done", "cancelled"}
+    with sqlite3.connect(tmp_path / "jobs.sqlite") as connection:
+        ends = Counter(job for job, event in connection.execute("SELECT job, event FROM events") if _is_end(event))
+    connection.close()
+    assert ends == dict.fromkeys(records, 1)
+    assert [job.state for job in jobs] == [records[job.id].state for job in jobs]
+    made = {path.name for path in (tmp_path / "outputs").iterdir()}
+    assert made == {job.plan.output.name for job in jobs if job.state == "done"}
+    assert 0 < len(made) < MANY
+
+
+def _is_end(event: str) -> bool:
+    return any(f'"{name}"' in event for name in ("VideoSaved", "Failed", "Cancelled", "Interrupted"))

@@ -1,0 +1,144 @@
+"""After processes died: their jobs are found, what is done is known to be, what was left lying about goes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from runtime.core.cancel import Cancel
+from runtime.core.errors import StoreError
+from runtime.core.events import Event, VideoSaved
+from runtime.execution.residency import Residency
+from runtime.models.spec import ModelSpec
+from runtime.pipeline.run import run_job
+from runtime.queue import process_lock, recovery
+from runtime.queue.process_lock import Instance
+from runtime.queue.store import JobStore
+from tests.plans import tiny_plan
+from tests.queue.made import add, asked, planned, saved
+
+ROOT = Path(__file__).parents[2]
+# A process that has a job and says so, then waits to be killed.
+HOLDER = """
+import sys
+from pathlib import Path
+from runtime.queue.process_lock import Instance
+from runtime.queue.store import JobStore
+from tests.queue.made import add
+
+store = JobStore(Path(sys.argv[1]))
+with Instance(store.path) as own:
+    print(add(store, instance=own.id).id, own.id, flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> JobStore:
+    return JobStore(tmp_path / "jobs.sqlite")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
+def test_a_living_process_keeps_its_job_and_a_killed_one_loses_it(store: JobStore) -> None:
+    assert store.path is not None
+    command = [sys.executable, "-c", HOLDER, str(store.path)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        job, other = holder.stdout.readline().split()
+        with Instance(store.path) as own:
+            waiting = add(store)
+            assert process_lock.lives(store.path, other)
+            assert recovery.recover(store, own.id) == []
+            os.kill(holder.pid, signal.SIGKILL)
+            holder.wait()
+            assert not process_lock.lives(store.path, other)
+            assert recovery.recover(store, own.id) == [job]
+            assert recovery.recover(store, own.id) == []
+            assert [store.get(one).state for one in (job, waiting.id)] == ["interrupted", "queued"]
+
+
+def test_work_that_only_a_dead_process_could_do_is_cancelled(store: JobStore, tmp_path: Path) -> None:
+    task = store.add_work("task", "Delete it", tmp_path, instance="dead")
+    with Instance(store.path) as own:
+        mine = store.add_work("task", "Prune it", tmp_path, instance=own.id)
+        assert recovery.recover(store, own.id) == [task.id]
+    assert [store.get(one.id).state for one in (task, mine)] == ["cancelled", "queued"]
+
+
+def test_a_video_that_is_whole_and_names_its_job_is_done(
+    store: JobStore, tiny: Callable[[str], ModelSpec], tmp_path: Path
+) -> None:
+    """The process died between the video's renaming and the store's note of it."""
+    spec = tiny("wan2.1")
+    plan = replace(tiny_plan(spec, tmp_path / "boat.mp4"), model="diorama")
+    ours, another, torn = (store.add(asked(), plan, instance="dead") for _ in range(3))
+    events: list[Event] = []
+    with Residency() as residency:
+        run_job(plan, spec, events.append, Cancel(), residency, job_id=ours.id)
+    assert recovery.recover(store, "alive") == [ours.id, another.id, torn.id]
+    assert [store.get(one.id).state for one in (ours, another, torn)] == ["done", "interrupted", "interrupted"]
+    (end,) = [event for event in events if isinstance(event, VideoSaved)]
+    found = store.get(ours.id).saved
+    assert found is not None
+    assert found.result_json() == json.loads(json.dumps(end.result_json()))
+    torn = store.take(torn.id, "dead")
+    plan.output.write_bytes(plan.output.read_bytes()[:-2000])
+    assert recovery.recover(store, "alive") == [torn.id]
+    assert store.get(torn.id).state == "interrupted"
+
+
+def test_what_a_killed_job_left_goes(store: JobStore, tmp_path: Path) -> None:
+    outputs = tmp_path / "outputs"
+    left = outputs / ".tandem-abc"
+    left.mkdir(parents=True)
+    (left / "lock").write_text("")
+    (left / "stream.mp4").write_bytes(bytes(1000))
+    kept = add(store)
+    for name in (kept.id, "0123abcd", "instances", "something"):
+        (tmp_path / "jobs" / name).mkdir(parents=True)
+    recovery.tidy(store, outputs)
+    assert list(outputs.iterdir()) == []
+    assert {entry.name for entry in (tmp_path / "jobs").iterdir()} == {kept.id, "instances", "something"}
+
+
+def test_folders_of_jobs_that_a_damaged_store_lost_stay(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.sqlite"
+    path.write_bytes(b"\xff" * 5000)
+    folder = tmp_path / "jobs" / "0123abcd"
+    folder.mkdir(parents=True)
+    for store in (JobStore(path), JobStore(path)):
+        recovery.tidy(store, tmp_path / "outputs")
+        assert folder.is_dir()
+
+
+def test_purging_removes_files_of_ours_only(store: JobStore, tmp_path: Path) -> None:
+    outputs, elsewhere = tmp_path / "outputs", tmp_path / "elsewhere"
+    videos = [folder / "boat.mp4" for folder in (outputs, elsewhere)]
+    jobs = []
+    for video in videos:
+        video.parent.mkdir()
+        video.write_bytes(b"video")
+        job = store.add(asked(), replace(planned(), output=video), instance="a")
+        store.record(job.id, replace(saved(), video=video))
+        folder = store.folder(job.id)
+        assert folder is not None
+        folder.mkdir(parents=True)
+        jobs.append((job, folder))
+        store.delete(job.id)
+    assert recovery.purge(store, outputs) == 0
+    assert all(video.exists() for video in videos)
+    assert recovery.purge(store, outputs, older_than=-1) == 2
+    assert [video.exists() for video in videos] == [False, True]
+    assert not any(folder.exists() for _, folder in jobs)
+
+
+def test_a_place_for_locks_that_cannot_be_is_said(tmp_path: Path) -> None:
+    (tmp_path / "jobs").write_text("")
+    with pytest.raises(StoreError, match="cannot be written"), Instance(tmp_path / "jobs.sqlite"):
+        pass

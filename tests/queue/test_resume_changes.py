@@ -1,0 +1,79 @@
+"""Jobs taken up in another way, and the room that jobs take."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from runtime.core.errors import InvalidRequestError, StoreError
+from runtime.core.events import Cancelled, Resumed, VideoSaved
+from runtime.queue import disk_usage
+from runtime.queue.store import JobStore
+from runtime.queue.worker import Job, Worker
+from tests.queue.made import add, saved
+from tests.queue.test_worker import small, stored, watch
+from tests.waiting import until
+
+
+def end(job: Job) -> object:
+    return list(watch(job))[-1]
+
+
+def test_a_cancelled_job_goes_on_in_another_way(worker: Worker) -> None:
+    job = worker.submit(small(seed=3, steps=60, width=64, height=64))
+    until(lambda: job.progress.step >= 2, pause=0.005)
+    job.cancel.request()
+    assert isinstance(end(job), Cancelled)
+    with pytest.raises(InvalidRequestError):
+        worker.resume(job.id, {"offload": "somehow"})
+    assert worker.store.get(job.id).state == "cancelled"
+    again = worker.resume(job.id, {"on_out_of_memory": "any"})
+    told = list(watch(again))
+    assert isinstance(told[-1], VideoSaved)
+    assert next(event for event in told if isinstance(event, Resumed)).step >= 2
+    assert worker.store.get(job.id).request["on_out_of_memory"] == "any"
+    with pytest.raises(StoreError, match="is done"):
+        worker.resume(job.id, {"on_out_of_memory": "retry"})
+
+
+def finished(store: JobStore, size: int) -> str:
+    """Add a finished job with a boundary that is its last checkpoint too."""
+    made = add(store)
+    store.claim("here")
+    store.record(made.id, saved())
+    kept = store.folder(made.id)
+    assert kept is not None
+    kept.mkdir(parents=True)
+    (kept / "boundary.safetensors").write_bytes(b"x" * size)
+    (kept / "checkpoint.safetensors").hardlink_to(kept / "boundary.safetensors")
+    return made.id
+
+
+def test_room_is_measured_and_made(tmp_path: Path) -> None:
+    store = stored(tmp_path)
+    ids = [finished(store, size) for size in (1000, 2000)]
+    waits = add(store)
+    spared = store.folder(waits.id)
+    assert spared is not None
+    spared.mkdir()
+    (spared / "checkpoint.safetensors").write_bytes(b"x" * 500)
+    found = disk_usage.measure(store, None)
+    assert (found.checkpoint_bytes, found.allocator_slack_bytes, found.deleted) == (3500, 3000, 0)
+    assert disk_usage.measure(store, "somebody") == disk_usage.Room(0, 0, 0, 0, 0, 0)
+    store.delete(ids[1])
+    found = disk_usage.measure(store, None)
+    assert (found.allocator_slack_bytes, found.deleted, found.deleted_bytes) == (1000, 1, 2000)
+    assert disk_usage.remove_spare_checkpoints(store, None) == 1000
+    assert disk_usage.measure(store, None).checkpoint_bytes == 500
+    store.undelete(ids[1])
+    assert disk_usage.checkpoint_bytes(store, ids[1]) == 2000
+
+
+def test_age_is_by_the_end_and_never_of_what_is_open(tmp_path: Path) -> None:
+    store = stored(tmp_path)
+    old = finished(store, 1)
+    add(store)
+    assert disk_usage.older_than(store, None, 1) == []
+    later = time.time() + 2 * 86_400
+    assert [job.id for job in disk_usage.older_than(store, None, 1, later)] == [old]
+    assert disk_usage.older_than(store, "somebody", 1, later) == []

@@ -1,0 +1,439 @@
+"""The job store: what each call does to a job, and what is refused."""
+
+import sqlite3
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from runtime.core.errors import StoreError
+from runtime.core.events import (
+    Cancelled,
+    Event,
+    Failed,
+    FellBack,
+    FramesDecoded,
+    Planned,
+    StageStarted,
+    StepDone,
+    VideoSaved,
+    Warned,
+)
+from runtime.core.plan import ExecutionPlan
+from runtime.core.request import GenerationRequest
+from runtime.models.catalogue import EMBEDDED
+from runtime.models.wan import read_spec
+from runtime.pipeline.plan_json import plan_from_json, plan_to_json
+from runtime.queue import records, rows
+from runtime.queue.records import JobRecord
+from runtime.queue.store import JobStore
+from tests.plans import gpu, machine, tiny_plan
+from tests.queue.made import add, asked, planned, saved
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> JobStore:
+    return JobStore(tmp_path / "jobs.sqlite")
+
+
+def ids(jobs: object) -> list[str]:
+    return [job.id for job in jobs]  # type: ignore[attr-defined]
+
+
+def test_a_job_comes_back_as_it_was(store: JobStore, tmp_path: Path) -> None:
+    request, plan = asked(prompt="Ein “rotes” Boot\nbei 100 % Wind", steps=3), planned(seed=11)
+    made = store.add(request, plan, owner="guest", batch="b", parent="p")
+    again = JobStore(tmp_path / "jobs.sqlite").get(made.id)
+    assert again == made
+    assert again.asked_for() == replace(request, seed=11)
+    assert again.plan == plan
+    assert (again.state, again.held, again.owner, again.batch, again.parent) == ("queued", False, "guest", "b", "p")
+    assert (again.output, again.result, again.failure, again.begun) == (plan.output, None, None, False)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_plans_come_back_equal(on_gpu: bool, tmp_path: Path) -> None:
+    from runtime.planner.resolve import resolve
+
+    spec = read_spec(EMBEDDED / "diorama", "diorama")
+    here = machine(gpu=gpu(free_gib=1), torch_cuda="13.0") if on_gpu else machine()
+    plan = resolve(asked(), spec, here, tmp_path / "a.mp4")
+    assert plan_from_json(plan_to_json(plan)) == plan
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"prompt": 1}', "null", "{"])
+def test_a_plan_of_another_version_is_none(text: str) -> None:
+    assert plan_from_json(text) is None
+
+
+EVENTS: list[Event] = [
+    Planned(planned()),
+    StageStarted("load", "vae"),
+    FellBack("vae", "inductor", "It broke."),
+    StepDone(1, 4, 0.5, "transformer", b"webp"),
+    FramesDecoded(1, 9),
+    Warned("Mind the gap."),
+]
+
+
+def test_events_are_kept_in_order_and_told_after_a_number(store: JobStore) -> None:
+    job = add(store, instance="here")
+    assert all(store.record(job.id, event) for event in EVENTS)
+    kept = store.events(job.id)
+    assert [values["event"] for _, _, values in kept] == [type(event).__name__ for event in EVENTS]
+    assert store.events(job.id, kept[3][0]) == kept[4:]
+    job = store.get(job.id)
+    assert job.begun
+    again = [records.event_from_json(values, job) for _, _, values in kept]
+    assert again == [replace(event, preview=None) if isinstance(event, StepDone) else event for event in EVENTS]
+    assert records.event_from_json({"event": "Interrupted"}, job) is None
+    assert records.event_from_json({"event": "Warned", "new": 1}, job) is None
+
+
+@pytest.mark.parametrize(
+    ("event", "state"),
+    [(saved(), "done"), (Failed("It broke.", "Mend it.", defect=True), "failed"), (Cancelled(), "cancelled")],
+)
+def test_a_job_ends_once(event: Event, state: str, store: JobStore) -> None:
+    job = add(store, instance="here")
+    assert store.record(job.id, event)
+    ended = store.get(job.id)
+    assert ended.state == state
+    assert ended.saved == (event if isinstance(event, VideoSaved) else None)
+    assert ended.failure == (event if isinstance(event, Failed) else None)
+    assert ended.ended is not None
+    assert ended.resumable == (state != "done")
+    for second in (saved(), Failed("Again", "Again"), Cancelled(), Warned("late")):
+        assert not store.record(job.id, second)
+    assert store.get(job.id) == ended
+    assert len(store.events(job.id)) == 1
+
+
+def test_the_plan_that_a_job_begins_by_is_the_one_it_keeps(store: JobStore) -> None:
+    job = add(store, instance="here")
+    store.record(job.id, Planned(planned(steps=9)))
+    assert store.get(job.id).plan == planned(steps=9)
+
+
+def test_claims_go_in_order_and_each_job_to_one(store: JobStore, tmp_path: Path) -> None:
+    first, second, third = (add(store) for _ in range(3))
+    other = JobStore(tmp_path / "jobs.sqlite")
+    store.hold([first.id], True)
+    one, two = store.claim("a"), other.claim("b")
+    assert one is not None and two is not None
+    assert (one.id, one.state, one.instance, two.id, two.instance) == (second.id, "running", "a", third.id, "b")
+    assert store.claim("a") is None
+    other.hold([first.id], False)
+    last = store.claim("a")
+    assert last is not None and last.id == first.id
+    assert ids(store.queue()) == [first.id, second.id, third.id]
+
+
+def test_many_claims_at_once_give_each_job_to_one(store: JobStore, tmp_path: Path) -> None:
+    made = [add(store) for _ in range(60)]
+    taken: list[list[str]] = [[], [], []]
+
+    def claim(into: list[str]) -> None:
+        own = JobStore(tmp_path / "jobs.sqlite")
+        while (job := own.claim("one of them")) is not None:
+            into.append(job.id)
+
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(claim, taken))  # what fails is raised here
+    assert sorted(one for each in taken for one in each) == sorted(ids(made))
+    assert all(each == [one for one in ids(made) if one in each] for each in taken)
+
+
+def test_a_task_goes_to_its_own_process_only(store: JobStore, tmp_path: Path) -> None:
+    task = store.add_work("task", "Delete it", tmp_path, instance="b")
+    build = store.add_work("build", "Build it", tmp_path, request=asked(), part="vae")
+    video = add(store)
+    assert ids(store.queue()) == [task.id, build.id, video.id]
+    assert [store.claim("a") and job.id for job in (build, video)] == [build.id, video.id]
+    assert store.claim("a") is None
+    claimed = store.claim("b")
+    assert claimed is not None and claimed.id == task.id
+    assert (build.part, build.asked_for(), build.title) == ("vae", asked(), "Build it")
+    store.finish(build.id, "failed", "No compiler.", "Install one.")
+    store.finish(build.id, "done", "Twice.")
+    assert store.get(build.id).failure == Failed("No compiler.", "Install one.")
+    assert ids(store.list()) == [video.id]
+    assert ids(store.list(kinds=["build"])) == [build.id]
+
+
+def test_a_running_job_is_not_queued(store: JobStore) -> None:
+    """What the command line runs itself is never claimed by an app."""
+    job = add(store, instance="cli")
+    assert job.state == "running"
+    assert store.claim("app") is None
+
+
+@pytest.mark.parametrize(
+    ("moved", "before", "order"),
+    [
+        (0, None, "1230"),
+        (3, 0, "3012"),
+        (3, 1, "0312"),
+        (1, 3, "0213"),
+        (2, 2, "0123"),
+        (0, 1, "0123"),
+        (3, None, "0123"),
+    ],
+)
+def test_moving(moved: int, before: int | None, order: str, store: JobStore) -> None:
+    jobs = [add(store) for _ in range(4)]
+    store.move(jobs[moved].id, None if before is None else jobs[before].id)
+    assert ids(store.queue()) == [jobs[int(place)].id for place in order]
+
+
+def test_a_paused_job_comes_back_to_its_place(store: JobStore) -> None:
+    jobs = [add(store) for _ in range(3)]
+    claimed = store.claim("a")
+    assert claimed is not None
+    store.hold([claimed.id], True)
+    assert store.asked([claimed.id]) == {claimed.id: "pause"}
+    store.move(jobs[2].id, jobs[1].id)
+    store.put_back(claimed.id)
+    assert ids(store.queue()) == [jobs[0].id, jobs[2].id, jobs[1].id]
+    assert (store.get(claimed.id).held, store.asked([claimed.id])) == (True, {})
+    following = store.claim("a")
+    assert following is not None and following.id == jobs[2].id
+
+
+def test_a_pause_is_taken_back_and_never_outdoes_a_cancel(store: JobStore) -> None:
+    job = add(store, instance="a")
+    store.hold([job.id], True)
+    store.hold([job.id], False)
+    assert store.asked([job.id]) == {}
+    store.request_cancel([job.id])
+    store.hold([job.id], True)
+    assert store.asked([job.id]) == {job.id: "cancel"}
+
+
+def test_cancelling(store: JobStore) -> None:
+    waiting, running, done = add(store), add(store, instance="a"), add(store, instance="a")
+    store.record(done.id, saved())
+    store.request_cancel([waiting.id, running.id, done.id])
+    store.request_cancel([waiting.id])
+    assert [store.get(one.id).state for one in (waiting, running, done)] == ["cancelled", "running", "done"]
+    assert store.asked([running.id, done.id]) == {running.id: "cancel"}
+    assert [values["event"] for _, _, values in store.events(waiting.id)] == ["Cancelled"]
+
+
+def test_editing_keeps_the_place(store: JobStore) -> None:
+    first, second = add(store), add(store)
+    edited = store.edit(first.id, asked(prompt="a blue kite"), planned(seed=5))
+    assert (edited.prompt, edited.request["seed"], edited.plan) == ("a blue kite", 5, planned(seed=5))
+    assert ids(store.queue()) == [first.id, second.id]
+    assert ids(store.list(search="kite")) == [first.id]
+
+
+def test_resuming(store: JobStore) -> None:
+    job, waiting = add(store, instance="dead"), add(store)
+    store.record(job.id, Planned(planned(seed=3)))
+    assert store.interrupt(job.id, "dead", None) == "interrupted"
+    assert store.interrupt(job.id, "dead", None) is None
+    assert store.get(job.id).resumable
+    again = store.resume(job.id)
+    assert (again.state, again.begun, again.ended) == ("queued", True, None)
+    assert ids(store.queue()) == [waiting.id, job.id]
+    taken = store.take(job.id, "cli")
+    assert (taken.state, taken.instance, taken.plan) == ("running", "cli", planned(seed=3))
+
+
+@pytest.mark.parametrize(
+    ("event", "asked_to", "state"),
+    [
+        (None, "", "interrupted"),
+        (None, "pause", "interrupted"),
+        (None, "cancel", "cancelled"),
+        (saved(), "cancel", "done"),
+    ],
+)
+def test_what_becomes_of_a_dead_process_job(
+    event: VideoSaved | None, asked_to: str, state: str, store: JobStore
+) -> None:
+    job = add(store, instance="dead")
+    if asked_to == "cancel":
+        store.request_cancel([job.id])
+    store.hold([job.id], asked_to == "pause")
+    assert store.interrupt(job.id, "alive", event) is None
+    assert store.interrupt(job.id, "dead", event) == state
+    assert store.get(job.id).saved == event
+
+
+def queued(store: JobStore) -> JobRecord:
+    return add(store)
+
+
+def running(store: JobStore) -> JobRecord:
+    return add(store, instance="a")
+
+
+def done(store: JobStore) -> JobRecord:
+    job = running(store)
+    store.record(job.id, saved())
+    return job
+
+
+def deleted(store: JobStore) -> JobRecord:
+    job = queued(store)
+    store.delete(job.id)
+    return job
+
+
+def unknown(store: JobStore) -> JobRecord:
+    return replace(queued(store), id="ffffffff")
+
+
+@pytest.mark.parametrize(
+    ("state", "call", "said"),
+    [
+        (unknown, JobStore.get, "There is no job 'ffffffff'"),
+        (unknown, JobStore.delete, "There is no job"),
+        (unknown, JobStore.resume, "There is no job"),
+        (unknown, lambda store, one: store.request_cancel([one]), "There is no job"),
+        (unknown, lambda store, one: store.move(one, None), "There is no job"),
+        (queued, lambda store, one: store.move(one, "ffffffff"), "There is no job"),
+        (running, JobStore.delete, "runs"),
+        (running, lambda store, one: store.move(one, None), "does not wait any more"),
+        (running, lambda store, one: store.edit(one, asked(), planned()), "does not wait any more"),
+        (running, JobStore.resume, "runs already"),
+        (queued, JobStore.resume, "waits for its turn already"),
+        (done, JobStore.resume, "is done"),
+        (done, lambda store, one: store.take(one, "a"), "is done"),
+        (deleted, JobStore.resume, "was deleted"),
+        (deleted, lambda store, one: store.take(one, "a"), "was deleted"),
+        (queued, lambda store, one: store.find(""), "There is no job"),
+        (queued, lambda store, one: store.find("%"), "There is no job"),
+    ],
+)
+def test_refusals_change_nothing(
+    state: Callable[[JobStore], JobRecord], call: Callable[[JobStore, str], object], said: str, store: JobStore
+) -> None:
+    job = state(store)
+    before = store.list(), store.list(deleted=True)
+    with pytest.raises(StoreError) as told:
+        call(store, job.id)
+    assert said in told.value.what
+    assert told.value.remedy
+    assert (store.list(), store.list(deleted=True)) == before
+
+
+def test_beginnings_of_ids(store: JobStore) -> None:
+    made = [add(store) for _ in range(40)]
+    assert store.find(made[0].id) == made[0]
+    beginnings = [job.id[0] for job in made]
+    shared = next(letter for letter in beginnings if beginnings.count(letter) > 1)
+    with pytest.raises(StoreError, match="Several jobs begin"):
+        store.find(shared)
+    assert store.find(made[7].id.upper()) == made[7]
+
+
+def test_listing(store: JobStore) -> None:
+    boat, kite, rain = (add(store, prompt=words) for words in ("a red boat", "a kite at 100%", "rain_drops"))
+    store.add(asked(prompt="a guest's boat"), planned(), owner="guest")
+    store.request_cancel([kite.id])
+    assert ids(store.list(owner=None)) == [rain.id, kite.id, boat.id]
+    assert len(store.list()) == 4
+    assert ids(store.list(owner=None, limit=1, offset=1)) == [kite.id]
+    assert ids(store.list(states=["cancelled"])) == [kite.id]
+    assert store.list(states=[]) == []
+    for search, found in (
+        ("BOAT red", [boat]),
+        ("100%", [kite]),
+        ("n_d", [rain]),
+        ("_", [rain]),
+        ("\\", []),
+        (kite.id[:7], [kite]),
+        ("   ", [rain, kite, boat]),
+        ("boat' OR 1=1 --", []),
+    ):
+        assert ids(store.list(owner=None, search=search)) == [job.id for job in found], search
+
+
+def test_deleting_can_be_undone_until_it_is_purged(store: JobStore) -> None:
+    gone, kept = add(store), add(store)
+    store.delete(gone.id)
+    assert store.get(gone.id).state == "cancelled"
+    assert ids(store.list()) == [kept.id]
+    assert ids(store.list(deleted=True)) == [gone.id]
+    assert store.claim("a") is not None and store.claim("a") is None
+    store.undelete(gone.id)
+    assert ids(store.list()) == [kept.id, gone.id]
+    store.delete(gone.id)
+    assert store.purge(older_than=60) == []
+    assert ids(store.purge(older_than=-1)) == [gone.id]
+    assert store.events(gone.id) == []
+    with pytest.raises(StoreError):
+        store.get(gone.id)
+
+
+def test_a_clock_moved_back_changes_no_order(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    for hours in (0, -1, -48, 3):
+        monkeypatch.setattr(time, "time", lambda at=1e9 + 3600 * hours: at)
+        made.append(add(store))
+    assert ids(store.queue()) == ids(made)
+    assert ids(store.list()) == ids(reversed(made))
+    claimed = store.claim("a")
+    assert claimed is not None and claimed.id == made[0].id
+    store.record(claimed.id, saved())
+    store.delete(claimed.id)
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert store.purge(older_than=60) == []
+    assert ids(store.list(deleted=True)) == [claimed.id]
+
+
+def test_in_memory_it_is_the_same_but_for_the_file(tmp_path: Path) -> None:
+    store = JobStore(None)
+    job = add(store)
+    assert store.claim("a") == store.get(job.id)
+    assert store.record(job.id, saved())
+    assert store.get(job.id).state == "done"
+    assert store.folder(job.id) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_plan_must_be_for_the_request(store: JobStore, tmp_path: Path) -> None:
+    spec = read_spec(EMBEDDED / "diorama", "diorama")
+    assert tiny_plan(spec, tmp_path / "a.mp4").model == asked().model
+    with pytest.raises(AssertionError):
+        store.add(asked(), replace(planned(), model="another"))
+    assert store.list() == []
+
+
+def test_many_are_added_and_one_is_taken_up_otherwise_as_a_whole_or_not_at_all(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [(asked(prompt=f"boat {number}"), planned(seed=number)) for number in range(3)]
+    batch = store.add_all(made)
+    assert [one.prompt for one in store.queue()] == ["boat 0", "boat 1", "boat 2"]
+    assert len({one.batch for one in batch}) == 1 and batch[0].batch
+    assert store.add_all(made[:1])[0].batch is None
+    store.request_cancel([batch[0].id])
+    before = store.get(batch[0].id)
+    there = ids(store.list())
+
+    def full(*_: object) -> dict[str, str]:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    def third(request: GenerationRequest, plan: ExecutionPlan) -> dict[str, str]:
+        return full() if request.prompt == "boat 2" else columns(request, plan)
+
+    columns = rows.video
+    monkeypatch.setattr(rows, "video", third)
+    with pytest.raises(StoreError, match="full"):
+        store.add_all(made)
+    assert ids(store.list()) == there
+    monkeypatch.setattr(rows, "video", full)
+    with pytest.raises(StoreError, match="full"):
+        store.resume(before.id, made[1])
+    assert store.get(before.id) == before
+    monkeypatch.undo()
+    again = store.resume(before.id, made[1])
+    assert (again.state, again.prompt, again.held) == ("queued", "boat 1", False)
+    assert store.queue()[-1].id == before.id

@@ -1,0 +1,335 @@
+"""What the world does to the job store: killed processes, a full disk, a read-only folder, damage, other versions."""
+
+import os
+import random
+import shutil
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.core.errors import StoreError
+from runtime.core.events import Warned
+from runtime.queue import database
+from runtime.queue.job import Job
+from runtime.queue.store import JobStore
+from tests.queue.made import add, planned, saved
+
+ROOT = Path(__file__).parents[2]
+LINUX_ROOT = pytest.mark.skipif(
+    not (sys.platform == "linux" and hasattr(os, "geteuid") and os.geteuid() == 0), reason="mounting needs root"
+)
+KILLS = 30
+
+# Forks a writer for each line of standard input: it adds, claims, tells and ends jobs as fast as it can, and says of
+# each change that it was made. The next line kills it.
+NURSERY = """
+import os, random, signal, sys, time
+from pathlib import Path
+from runtime.core.events import Planned, StepDone
+from runtime.queue.store import JobStore
+from tests.queue.made import add, planned, saved
+
+def say(*words):
+    os.write(1, (" ".join(words) + "\\n").encode())
+
+def write():
+    store = JobStore(Path(sys.argv[1]))
+    say("opened")
+    while True:
+        job = add(store)
+        say("added", job.id)
+        claimed = store.claim("writer")
+        say("claimed", claimed.id)
+        for event in (Planned(planned()), StepDone(1, 4, 0.1, "transformer"), saved()):
+            # SQLite's lock is not fair: on a slow disk the other writer would wait for ever.
+            time.sleep(random.uniform(0, 0.02))
+            store.record(claimed.id, event)
+            say("told", claimed.id, type(event).__name__)
+
+planned()
+while sys.stdin.readline():
+    child = os.fork()
+    if child == 0:
+        try:
+            write()
+        finally:
+            say("broke")
+            os._exit(1)
+    sys.stdin.readline()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    say("killed")
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "jobs.sqlite"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
+def test_what_was_acknowledged_outlasts_kill_9(path: Path) -> None:
+    """Two writers at once, killed at random instants; the store opens each time and holds what they said they wrote."""
+    chosen = random.Random(5)
+    command = [sys.executable, "-c", NURSERY, str(path)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
+    said: list[list[str]] = []
+    with subprocess.Popen(command, **pipes) as one, subprocess.Popen(command, **pipes) as two:
+        for number in range(KILLS // 2):
+            for nursery in (one, two):
+                print(file=nursery.stdin, flush=True)
+            for nursery in (one, two):
+                assert nursery.stdout is not None
+                # Some are killed while they open the store.
+                lines = chosen.randrange(12) if number % 4 else 0
+                for _ in range(lines):
+                    said.append(nursery.stdout.readline().split())
+                    assert said[-1] != ["broke"]
+            time.sleep(chosen.uniform(0, 0.02))
+            for nursery in (one, two):
+                assert nursery.stdout is not None
+                print(file=nursery.stdin, flush=True)
+                said += [line.split() for line in iter(nursery.stdout.readline, "killed\n")]
+            JobStore(path).close()
+        for nursery in (one, two):
+            assert nursery.stdin is not None
+            nursery.stdin.close()
+    said = [words for words in said if words != ["opened"]]
+    store = JobStore(path)
+    assert store.notice == ""
+    jobs = {job.id: job for job in store.list()}
+    told = {job_id: [values["event"] for _, _, values in store.events(job_id)] for job_id in jobs}
+    assert len(said) > KILLS
+    for what, job_id, *name in said:
+        assert job_id in jobs, what
+        assert what != "claimed" or jobs[job_id].state != "queued"
+        assert set(name) <= set(told[job_id])
+        assert name != ["VideoSaved"] or jobs[job_id].state == "done"
+    for job_id, events in told.items():
+        assert events == ["Planned", "StepDone", "VideoSaved"][: len(events)]
+        assert (jobs[job_id].state == "done") == (len(events) == 3)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of one megabyte."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=False).returncode:
+        pytest.skip("nothing can be mounted here")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@LINUX_ROOT
+def test_a_full_disk_is_said_and_nothing_is_lost(small_disk: Path) -> None:
+    store = JobStore(small_disk / "jobs.sqlite")
+    job = add(store, instance="a")
+    filler = small_disk / "filler"
+    with filler.open("wb", buffering=0) as file, pytest.raises(OSError):
+        while True:
+            file.write(bytes(4096))
+    kept = [job.id]
+    with pytest.raises(StoreError, match="The disk is full") as told:
+        for _ in range(1000):
+            kept.append(add(store).id)
+    assert told.value.remedy == "Free some space."
+    assert [one.id for one in store.list()] == kept[::-1]
+    with pytest.raises(StoreError, match="The disk is full"):
+        while True:
+            store.record(job.id, saved())
+            store.record(add(store, instance="a").id, saved())
+    filler.unlink()
+    states = {one.id: one.state for one in store.list()}
+    if states[job.id] == "running":
+        assert store.record(job.id, saved())
+    assert store.get(job.id).state == "done"
+    store.close()
+    again = JobStore(small_disk / "jobs.sqlite")
+    assert again.notice == ""
+    assert {one.id for one in again.list()} >= set(kept)
+
+
+@LINUX_ROOT
+def test_a_disk_that_is_full_before_the_store_is_opened_is_said(small_disk: Path) -> None:
+    path = small_disk / "jobs.sqlite"
+    store = JobStore(path)
+    kept = add(store).id
+    store.close()
+    filler = small_disk / "filler"
+    with filler.open("wb", buffering=0) as file, pytest.raises(OSError):
+        while True:
+            file.write(bytes(4096))
+    with pytest.raises(StoreError, match="The disk is full"):
+        JobStore(path)
+    filler.unlink()
+    assert [one.id for one in JobStore(path).list()] == [kept]
+
+
+@LINUX_ROOT
+def test_a_read_only_folder_is_said(small_disk: Path) -> None:
+    store = JobStore(small_disk / "jobs.sqlite")
+    add(store)
+    store.close()
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(StoreError, match="read-only") as told:
+        JobStore(small_disk / "jobs.sqlite")
+    assert "TANDEM_CACHE_DIR" in told.value.remedy
+
+
+def test_a_folder_that_cannot_be_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot be used"):
+        JobStore(tmp_path / "file" / "jobs.sqlite")
+
+
+def test_a_store_that_somebody_keeps_locked_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "_BUSY_SECONDS", 0.1)
+    store = JobStore(path)
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StoreError, match="kept locked by another program"):
+        add(store)
+    assert store.list() == []  # reading goes on
+    other.execute("COMMIT")
+    other.close()
+    assert add(store).id
+
+
+def test_a_job_whose_store_is_locked_says_so_once_and_is_written_down_later(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(database, "_BUSY_SECONDS", 0.02)
+    store = JobStore(path)
+    record = add(store, instance="01234567")
+    job = Job(record, planned(), "Diorama", store)
+    job.begin(record)
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        for message in ("One.", "Two.", "Three."):
+            job.record(Warned(message))
+        assert not job.written and len(job.events) >= 3
+        other.execute("ROLLBACK")
+    assert len([line for line in caplog.messages if "cannot be written down yet" in line]) == 1
+    assert job.write() is None and job.written
+    told = [values.get("message") for _, _, values in store.events(job.id)]
+    assert told == ["One.", "Two.", "Three."]
+    store.close()
+
+
+def test_a_newer_store_is_left_alone(path: Path) -> None:
+    JobStore(path).close()
+    with sqlite3.connect(path) as connection:
+        connection.execute(f"PRAGMA user_version = {len(database.MIGRATIONS) + 1}")
+    connection.close()
+    with pytest.raises(StoreError, match="written by a newer Tandem"):
+        JobStore(path)
+    assert [entry.name for entry in path.parent.iterdir()] == ["jobs.sqlite"]
+
+
+def test_an_older_store_is_brought_up_to_date_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = JobStore(path)
+    job = add(store)
+    store.close()
+    newer = (*database.MIGRATIONS, "CREATE TABLE notes (job TEXT); INSERT INTO notes SELECT id FROM jobs;")
+    monkeypatch.setattr(database, "MIGRATIONS", newer)
+    for _ in range(2):
+        again = JobStore(path)
+        assert again.get(job.id) == job
+        again.close()
+    with sqlite3.connect(path) as connection:
+        assert connection.execute("SELECT job FROM notes").fetchall() == [(job.id,)]
+        assert connection.execute("PRAGMA user_version").fetchone() == (len(newer),)
+    connection.close()
+
+
+def test_a_migration_that_fails_changes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = JobStore(path)
+    job = add(store)
+    store.close()
+    good = database.MIGRATIONS
+    monkeypatch.setattr(
+        database, "MIGRATIONS", (*good, "CREATE TABLE notes (job TEXT); INSERT INTO nowhere VALUES (1)")
+    )
+    with pytest.raises(StoreError):
+        JobStore(path)
+    monkeypatch.setattr(database, "MIGRATIONS", good)
+    assert JobStore(path).get(job.id) == job
+
+
+def overwritten_start(path: Path) -> None:
+    path.write_bytes(b"not a database at all" + path.read_bytes()[21:])
+
+
+def overwritten_middle(path: Path) -> None:
+    """Ruin every page but the first one and some at either end."""
+    data = bytearray(path.read_bytes())
+    page, middle = 4096, len(data) // 2 // 4096 * 4096
+    data[middle : middle + page] = os.urandom(page)
+    path.write_bytes(data)
+
+
+def cut_short(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) * 2 // 3])
+
+
+def emptied(path: Path) -> None:
+    path.write_bytes(b"\xff" * 5000)
+
+
+@pytest.mark.parametrize(
+    ("harm", "kept"),
+    [(overwritten_start, 0), (overwritten_middle, 1), (cut_short, 1), (emptied, 0)],
+)
+def test_a_damaged_store_is_set_aside_and_what_can_be_read_is_kept(
+    harm: Callable[[Path], None], kept: int, path: Path
+) -> None:
+    store = JobStore(path)
+    jobs = [add(store, instance="a") for _ in range(40)]
+    for job in jobs:
+        store.record(job.id, saved())
+    store.close()
+    harm(path)
+    damaged = path.read_bytes()
+    mended = JobStore(path)
+    assert "The list of jobs was damaged" in mended.notice
+    aside = path.with_name("jobs.sqlite.damaged-1")
+    assert aside.read_bytes() == damaged
+    assert str(aside) in mended.notice
+    found = mended.list()
+    assert len(found) >= kept
+    assert {job.id for job in found} <= {job.id for job in jobs}
+    assert all(job.plan == planned() for job in found)
+    assert f"{len(found)} job" in mended.notice
+    new = add(mended)
+    mended.close()
+    again = JobStore(path)
+    assert (again.notice, again.list()[0].id, len(again.list())) == ("", new.id, len(found) + 1)
+
+
+def test_a_file_that_vanishes_under_a_store_is_made_anew(path: Path) -> None:
+    store = JobStore(path)
+    job = add(store, instance="a")
+    for file in path.parent.glob("jobs.sqlite*"):
+        file.unlink()
+    with pytest.raises(StoreError, match="There is no job"):
+        store.record(job.id, saved())
+    assert JobStore(path).get(add(store).id)
+
+
+def test_damage_that_another_process_mends_is_followed(path: Path) -> None:
+    store = JobStore(path)
+    jobs = [add(store) for _ in range(3)]
+    store.close()
+    shutil.copyfile(path, path.with_name("copy"))
+    store = JobStore(path)
+    path.with_name("copy").replace(path)
+    assert [job.id for job in store.list()] == [job.id for job in reversed(jobs)]

@@ -1,0 +1,158 @@
+"""The background worker: jobs in order, watched from anywhere, cancelled at any time."""
+
+import shutil
+import sqlite3
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from runtime.core.errors import InvalidRequestError, ModelError
+from runtime.core.events import Cancelled, Event, Failed, StepDone, TerminalEvent, VideoSaved
+from runtime.core.request import GenerationRequest
+from runtime.models.spec import ModelSpec
+from runtime.queue.execution import on_gpu
+from runtime.queue.store import JobStore
+from runtime.queue.worker import Job, Worker
+from tests.plans import GIB, machine, no_engines
+from tests.plans import gpu as a_gpu
+from tests.queue.made import planned
+
+
+def stored(folder: Path) -> JobStore:
+    """Open the store in a folder once more, as another process would."""
+    return JobStore(folder / "jobs.sqlite")
+
+
+def watch(job: Job) -> Iterator[Event]:
+    """Yield every event of a job from the first, up to and with the terminal one."""
+    seen = 0
+    while True:
+        for event in job.events[seen:]:
+            yield event
+            if isinstance(event, TerminalEvent):
+                return
+            seen += 1
+        time.sleep(0.002)
+
+
+def small(**values: object) -> GenerationRequest:
+    """Ask for a tiny clip."""
+    wanted: dict[str, object] = {"prompt": "a red boat", "model": "tiny", "width": 32, "height": 32, "frames": 5}
+    return GenerationRequest.from_mapping(wanted | {"steps": 2, "fps": 8} | values)
+
+
+def test_jobs_run_in_order_and_every_watcher_sees_everything(worker: Worker) -> None:
+    jobs = [worker.submit(small(seed=n)) for n in range(3)]
+    seen: list[list[object]] = [[], []]
+    watchers = [threading.Thread(target=lambda to=to: to.extend(watch(jobs[1]))) for to in seen]
+    for watcher in watchers:
+        watcher.start()
+    ends = [list(watch(job))[-1] for job in jobs]
+    for watcher in watchers:
+        watcher.join()
+    assert all(isinstance(end, VideoSaved) for end in ends)
+    assert [job.state for job in jobs] == ["done"] * 3
+    assert seen[0] == seen[1] == jobs[1].events
+    videos = [job.plan.output for job in jobs]
+    assert len(set(videos)) == 3
+    assert all(video.is_file() for video in videos)
+    assert worker.active() is None
+    assert worker.latest() is jobs[2]
+
+
+def test_what_cannot_be_made_is_refused_at_once(worker: Worker) -> None:
+    with pytest.raises(InvalidRequestError):
+        worker.submit(small(width=33))
+    with pytest.raises(ModelError):
+        worker.submit(small(model="none"))
+    assert worker.latest() is None
+
+
+def test_cancelling_ends_the_running_job_and_skips_waiting_ones(worker: Worker) -> None:
+    running, waiting, last = (worker.submit(small(steps=steps)) for steps in (1000, 1000, 2))
+    assert [one.id for one in worker.ahead(last)] == [running.id, waiting.id]
+    waiting.cancel.request()
+    assert list(watch(waiting)) == [Cancelled()]
+    for event in watch(running):
+        if isinstance(event, StepDone):
+            assert worker.active() is running
+            assert len(worker.ahead(last)) == 1
+            running.cancel.request()
+    assert isinstance(list(watch(last))[-1], VideoSaved)
+    assert (running.state, waiting.state, last.state) == ("cancelled", "cancelled", "done")
+    ends = [event for job in (running, waiting, last) for event in job.events if isinstance(event, TerminalEvent)]
+    assert len(ends) == 3
+
+
+def test_what_is_not_remembered_is_cancelled_by_closing(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
+    shutil.copytree(tiny("wan2.1").directory, tmp_path / "weights" / "tiny")
+    worker = Worker(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path))
+    jobs = [worker.submit(small(steps=1000)) for _ in range(2)]
+    worker.close()
+    assert [job.state for job in jobs] == ["cancelled", "cancelled"]
+    assert list((tmp_path / "outputs").iterdir()) == []
+
+
+def test_a_torch_that_does_not_start_ends_the_job_and_not_the_worker(
+    tiny: Callable[[str], ModelSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(tiny("wan2.1").directory, tmp_path / "weights" / "tiny")
+    monkeypatch.setitem(sys.modules, "runtime.pipeline.run", None)
+    worker = Worker(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path))
+    end = list(watch(worker.submit(small())))[-1]
+    assert isinstance(end, Failed)
+    assert "does not start" in end.what
+    monkeypatch.undo()
+    assert isinstance(list(watch(worker.submit(small())))[-1], VideoSaved)
+    worker.close()
+
+
+def test_what_this_process_holds_counts_as_free(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def free(gib: float) -> int:
+        monkeypatch.setattr("runtime.queue.worker.probe", lambda: machine(ram_free_gib=gib))
+        return worker.submit(small(steps=1)).plan.free_bytes
+
+    assert 10 * GIB + (50 << 20) < free(10) < 20 * GIB
+    assert free(24) == 24 * GIB
+
+
+def test_a_job_whose_plan_is_of_another_version_is_planned_anew(worker: Worker, tmp_path: Path) -> None:
+    busy, old, broken, last = (worker.submit(small(steps=steps)) for steps in (1000, 2, 2, 2))
+    worker.close()
+    with sqlite3.connect(tmp_path / "jobs.sqlite") as connection:
+        connection.execute("UPDATE jobs SET plan = '{}' WHERE id IN (?, ?)", (old.id, broken.id))
+        connection.execute("UPDATE jobs SET request = '{\"a\": 1}' WHERE id = ?", (broken.id,))
+        connection.execute("UPDATE jobs SET state = 'cancelled' WHERE id = ?", (busy.id,))
+    connection.close()
+    again = Worker(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path), store=stored(tmp_path))
+    following = again.job(last.id)
+    assert following is not None
+    assert isinstance(list(watch(following))[-1], VideoSaved)
+    again.close()
+    assert [stored(tmp_path).get(job.id).state for job in (old, broken)] == ["done", "failed"]
+    failed = stored(tmp_path).get(broken.id).failure
+    assert failed is not None and "There is no setting 'a'" in failed.what
+
+
+@pytest.mark.parametrize(
+    ("device", "gpu", "gpus", "moved"),
+    [
+        ("cuda:0", 0, 1, "cuda:0"),
+        ("cuda:0", 1, 2, "cuda:1"),
+        ("cuda:1", 0, 1, "cuda:0"),
+        ("cuda:0", 0, 0, None),
+        ("cpu", 0, 0, "cpu"),
+        ("cpu", 1, 2, "cpu"),
+    ],
+)
+def test_a_plan_goes_on_on_whichever_gpu_is_free(device: str, gpu: int, gpus: int, moved: str | None) -> None:
+    plan = planned()
+    for name in plan.components:
+        plan = plan.with_component(name, replace(plan.components[name], device=device))
+    found = on_gpu(plan, gpu, replace(machine(), gpus=(a_gpu(),) * gpus))
+    assert (found and {part.device for part in found.components.values()}) == (moved and {moved})

@@ -1,0 +1,383 @@
+"""The Engines tab's handlers, which answer raw HTTP too, and what the tab shows."""
+
+import json
+import os
+import re
+import struct
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+import pytest
+
+from runtime.engines.service import EngineService
+from runtime.engines.store import EngineStore
+from runtime.machine.probe import probe
+from runtime.models.spec import ModelSpec
+from runtime.planner.engine_index import UNREADABLE_KEY
+from runtime.planner.shapes import ShapeProfile
+from runtime.queue.tasks import Task
+from runtime.queue.worker import Worker
+from runtime.ui import engine_views, form
+from runtime.ui.break_even import Payoff
+from runtime.ui.engines_tab import Library
+from runtime.ui.plan_preview import Foresight
+from tests.engines.made import key
+from tests.ui.records import record
+from tests.ui.test_form import GOOD
+from tests.ui.test_plan_preview import insert
+from tests.waiting import until
+
+VALUES = [GOOD[name] for name in form.NAMES]
+NOWHERE = "There is no such action or engine. Load the page again."
+
+
+@dataclass(frozen=True)
+class Tab:
+    """The tab over a worker and a library of their own."""
+
+    library: Library
+    worker: Worker
+    store: EngineStore
+
+    def press(self, act: object, of: object, values: list[Any] = VALUES) -> str:
+        """Press a button and return what is said."""
+        return self.raw(json.dumps({"act": act, "of": of}), values)
+
+    def raw(self, sent: object, values: list[Any] = VALUES) -> str:
+        """Send anything and return what is said."""
+        said = str(self.library.act(sent, *values)[4])
+        return said.partition(">")[2].removesuffix("</p>")
+
+    def bring(self, file: object, part: object = "auto", trusted: object = True, *, take: bool = True) -> str:
+        """Name a file to be imported, or looked into, and return what is said."""
+        handler = self.library.take if take else self.library.look_into
+        said = str(handler(file, part, trusted, *VALUES)[4])
+        return unescape(said.partition(">")[2].removesuffix("</p>"))
+
+    def settle(self) -> None:
+        """Wait until nothing waits or runs."""
+        until(lambda: not any(task.open for task in self.worker.tasks()))
+
+
+@pytest.fixture
+def tab(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Iterator[Tab]:
+    store = EngineStore(tmp_path / "engines", 10**9)
+    engines = EngineService(store, probe(), tmp_path)
+    worker = Worker(tmp_path / "weights", tmp_path / "outputs", engines)
+    models = {name: tiny(name) for name in ("wan2.2-a14b", "wan2.1")}
+    yield Tab(Library(worker, engines, models, Foresight(engines, worker.machine, worker.history)), worker, store)
+    worker.close()
+
+
+def test_pin_unpin_delete(tab: Tab) -> None:
+    first, second = insert(tab.store, 1), insert(tab.store, 2)
+    assert tab.press("pin", first) == "Pinned: transformer."
+    assert [one.id for one in tab.store.index() if one.pinned] == [first]
+    assert tab.press("unpin", first) == "Unpinned: transformer."
+    assert not any(one.pinned for one in tab.store.index())
+    assert tab.press("delete", first).startswith(f"Delete transformer {first}: ")
+    tab.settle()
+    assert [one.id for one in tab.store.index()] == [second]
+    drawn = tab.library.look("", *VALUES)
+    assert f'data-engine="{second}"' in drawn[3]
+    assert first not in drawn[3]
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [None, 5, "", "{", "null", "[]", "[" * 900, "{}", '{"act": "delete"}', '{"act": 1, "of": 2}', "9" * 10_000],
+    ids=lambda value: str(value)[:20],
+)
+def test_what_makes_no_sense_does_nothing(tab: Tab, sent: object) -> None:
+    kept = insert(tab.store, 1)
+    assert tab.raw(sent) == NOWHERE
+    assert [one.id for one in tab.store.index()] == [kept]
+
+
+@pytest.mark.parametrize("act", ["delete", "verify", "pin", "unpin"])
+@pytest.mark.parametrize("of", ["", "../../etc", "0", "*", "all", "0" * 15, "0" * 17, "G" * 16, "0" * 15 + "\n"])
+def test_only_whole_ids_are_taken(tab: Tab, act: str, of: str) -> None:
+    kept = insert(tab.store, 1)
+    assert tab.press(act, of) == NOWHERE
+    # A beginning will do on the command line; here a button names one engine.
+    assert tab.press(act, kept[:8]) == NOWHERE
+    assert tab.worker.tasks() == []
+    assert [(one.id, one.pinned) for one in tab.store.index()] == [(kept, False)]
+
+
+def test_an_engine_that_is_gone_is_named(tab: Tab) -> None:
+    assert tab.press("delete", "0" * 16).startswith("There is no engine &#x27;0000000000000000&#x27;.")
+
+
+@pytest.mark.parametrize(("act", "of"), [("build", "eyes"), ("cancel", "../x"), ("launch", "all"), ("BUILD", "all")])
+def test_unknown_actions_do_nothing(tab: Tab, act: str, of: str) -> None:
+    assert tab.press(act, of) == NOWHERE
+    assert tab.worker.tasks() == []
+
+
+def test_a_form_that_cannot_be_builds_nothing(tab: Tab) -> None:
+    odd = [GOOD[name] if name != "width" else 65 for name in form.NAMES]
+    assert "multiples of 16. Take 64 or 80." in tab.press("build", "all", odd)
+    assert tab.raw(json.dumps({"act": "build", "of": "all"}), []) == "The form is not whole. Load the page again."
+    assert "multiples of 16" in tab.library.look("", *odd)[0]
+    assert tab.worker.tasks() == []
+
+
+def test_a_build_is_shown_and_cancelled_and_not_asked_for_twice(tab: Tab) -> None:
+    hold = Task("prune", "Hold", lambda task, _free: wait_for_cancel(task))
+    tab.worker.add_task(hold)
+    chosen = [GOOD[name] if name != "backend_vae" else "onnxruntime" for name in form.NAMES]
+    assert tab.press("build", "vae", chosen).endswith(": waiting for its turn.")
+    assert tab.press("build", "vae", chosen) == "That is waiting or running already. See Work."
+    build = tab.worker.tasks()[-1]
+    assert build.title.startswith("Build engines for VAE decoder of ")
+    drawn = tab.library.look("", *VALUES)[1]
+    assert f'data-chore="{build.id}" data-kind="build" data-state="queued"' in drawn
+    assert "1 ahead in the queue." in drawn
+    assert tab.press("cancel", build.id) == "Cancelled."
+    assert build.state == "cancelled"
+    assert tab.press("cancel", hold.id) == "Cancelled."
+    tab.settle()
+    assert tab.store.index() == []
+
+
+FILES: dict[str, bytes] = {
+    "text.plan": b"hello, this is no plan",
+    "empty.onnx": b"",
+    "zeros.plan": bytes(5000),
+    "short.plan": b"ftrt" + bytes(8),
+    "cut.plan": struct.pack("<4sIQQ4B", b"ftrt", 0, 1, 10**6, 10, 16, 0, 0) + bytes(400),
+    "noise.bin": bytes(range(256)),
+}
+
+
+@pytest.mark.parametrize("take", [True, False], ids=["import", "look"])
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("text.plan", "text.plan is a text file, not an engine. Give a TensorRT plan"),
+        ("empty.onnx", "empty.onnx is empty. Copy it again"),
+        ("zeros.plan", "zeros.plan is not a plan of TensorRT 8.6 or later. Give"),
+        ("short.plan", "short.plan is cut short: 12 bytes. Copy it again"),
+        ("cut.plan", "cut.plan is cut short: 428 of 1,000,000 bytes. Copy it again"),
+        ("noise.bin", "noise.bin does not end as an engine file does. Give"),
+        ("link.onnx", "link.onnx is a link. Give the file that it leads to: "),
+        ("folder.plan", "folder.plan is a folder. Give"),
+        ("none.plan", "none.plan cannot be read: No such file or directory. Check the path"),
+    ],
+)
+def test_a_bad_file_is_told_at_once_in_two_sentences(
+    tab: Tab, tmp_path: Path, file: str, said: str, take: bool
+) -> None:
+    for name, content in FILES.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "folder.plan").mkdir()
+    (tmp_path / "link.onnx").symlink_to("/etc/passwd")
+    told = tab.bring(str(tmp_path / file), take=take)
+    assert told.startswith(said), told
+    assert "\n" not in told
+    assert tab.worker.tasks() == []
+
+
+def test_a_file_for_a_library_that_is_not_here_is_told(tab: Tab, tmp_path: Path) -> None:
+    plan = tmp_path / "whole.plan"
+    plan.write_bytes(struct.pack("<4sIQQ4B", b"ftrt", 0, 1, 428, 10, 16, 0, 0) + bytes(400))
+    if probe().gpus:
+        pytest.skip("this machine may run TensorRT")
+    told = "whole.plan cannot be run here: no NVIDIA GPU was found. Import it on a machine that can run it, or have an "
+    assert tab.bring(str(plan)) == f"{told}ONNX file made."
+    assert tab.worker.tasks() == []
+
+
+@pytest.mark.parametrize("take", [True, False], ids=["import", "look"])
+@pytest.mark.parametrize("trusted", [False, None, 1, "true", [], {}])
+def test_nothing_is_opened_before_it_is_trusted(tab: Tab, tmp_path: Path, trusted: object, take: bool) -> None:
+    path = tmp_path / "x.onnx"
+    path.write_bytes(bytes(range(256)))
+    said = tab.bring(str(path), "auto", trusted, take=take)
+    assert said == "Opening x.onnx runs what it holds. Tick that you trust it, if you do; else leave it."
+    assert tab.worker.tasks() == []
+
+
+@pytest.mark.skipif(os.name != "posix", reason="files have no owners here")
+def test_the_file_of_another_user_is_not_opened(tab: Tab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.onnx"
+    path.write_bytes(bytes(range(256)))
+    if os.getuid() == 0:
+        os.chown(path, 12_345, -1)
+    else:
+        monkeypatch.setattr("os.getuid", lambda: path.stat().st_uid + 1)
+    assert tab.bring(str(path)).startswith("x.onnx belongs to another user of this machine. Make a copy of it")
+    assert tab.worker.tasks() == []
+
+
+@pytest.mark.parametrize("file", [None, 7, "", "  ", "a\x00b", "a\nb", "/" + "x" * 5000, [], {}], ids=repr)
+def test_no_path_is_named(tab: Tab, file: object) -> None:
+    assert tab.bring(file).startswith("No engine file is named. Give the whole path of a .trt, .plan, ")
+
+
+@pytest.mark.parametrize("file", ["x.plan", "../x.plan", "~nobody-of-that-name/x.plan"])
+def test_a_path_begins_at_the_top(tab: Tab, file: str) -> None:
+    assert tab.bring(file).startswith(f"The path {file} is not whole. Give it from the top, as in /")
+
+
+@pytest.mark.parametrize("part", [None, 3, "", "eyes", "../x", [], {}])
+def test_it_stands_for_a_part_of_the_model(tab: Tab, part: object) -> None:
+    assert tab.bring("/x.onnx", part).endswith("has no such part. Choose another part, or Automatic.")
+
+
+def test_a_file_is_imported_once_at_a_time_and_shown(tab: Tab, tmp_path: Path) -> None:
+    path = tmp_path / "noise.onnx"
+    path.write_bytes(bytes(range(256)) * 20)
+    hold = Task("prune", "Hold", lambda task, _free: wait_for_cancel(task))
+    tab.worker.add_task(hold)
+    # As a file manager gives it.
+    assert tab.bring(f' "{path}" ') == "Import noise.onnx: waiting for its turn."
+    assert tab.bring(str(path)) == "That is waiting or running already. See Work."
+    assert tab.bring(str(path), take=False) == "Look into noise.onnx: waiting for its turn."
+    drawn = tab.library.look("", *VALUES)[1]
+    assert 'data-kind="import" data-state="queued"' in drawn and 'data-kind="look"' in drawn
+    assert tab.press("cancel", tab.worker.tasks()[-1].id) == "Cancelled."
+    tab.press("cancel", hold.id)
+    tab.settle()
+    taken = tab.worker.tasks()[1]
+    assert (taken.kind, taken.state) == ("import", "failed")
+    assert taken.said.startswith("The ONNX file is damaged or none")
+    assert tab.store.index() == []
+
+
+def test_an_import_does_not_wait_for_the_form_to_be_mended(tab: Tab) -> None:
+    odd = [GOOD[name] if name != "width" else 65 for name in form.NAMES]
+    assert "is not whole" in str(tab.library.take("x.plan", "auto", True, *odd)[4])
+    other = [GOOD[name] if name != "model" else "none" for name in form.NAMES]
+    assert "no model of that name" in str(tab.library.take("/x.plan", "auto", True, *other)[4])
+    assert "The form is not whole" in str(tab.library.take("/x.plan", "auto", True)[4])
+
+
+def test_what_was_found_is_shown_as_text() -> None:
+    task = Task("look", "Look into x", lambda *_: "", found=("takes <b>x</b> (1, 2)",))
+    task.end("done", "It can be imported.")
+    assert "<li>takes &lt;b&gt;x&lt;/b&gt; (1, 2)</li>" in engine_views.work([(task, 0)])
+    assert 'class="found" aria-label="What was found" hidden' in engine_views.work(
+        [(Task("prune", "P", lambda *_: ""), 0)]
+    )
+
+
+def wait_for_cancel(task: Task) -> str:
+    """Take as long as nobody cancels."""
+    while True:
+        task.cancel.check()
+        time.sleep(0.005)
+
+
+def test_the_line_does_not_grow_without_end(tab: Tab) -> None:
+    for number in range(40):
+        tab.worker.add_task(Task("prune", f"Hold {number}", lambda task, _free: wait_for_cancel(task)))
+    assert tab.press("prune", "") == "Too much work is waiting. Let some of it end, or cancel some."
+
+
+def test_a_look_at_what_is_shown_already_draws_nothing(tab: Tab) -> None:
+    insert(tab.store, 1)
+    end = time.monotonic() + 60
+    shown = tab.library.look("", *VALUES)[5]
+    while (drawn := tab.library.look(shown, *VALUES))[5] != gr.skip():
+        assert time.monotonic() < end
+        shown = drawn[5]
+    assert drawn == (gr.skip(),) * 6
+    # Work that moves on leaves the table alone.
+    tab.worker.add_task(Task("prune", "Quick", lambda *_: "Done."))
+    tab.settle()
+    parts, work, disk, table, _, shown_now = tab.library.look(shown, *VALUES)
+    assert (parts, disk, table) == (gr.skip(),) * 3
+    assert "Quick" in work
+    insert(tab.store, 2)
+    assert tab.library.look(shown_now, *VALUES)[3] != gr.skip()
+
+
+def test_each_part_says_what_building_would_take(tab: Tab) -> None:
+    chosen = GOOD | {"backend_vae": "pytorch", "backend_transformer": "onnxruntime"}
+    values = [chosen[name] for name in form.NAMES]
+    end = time.monotonic() + 60
+    while "Looking" in (parts := tab.library.look("", *values)[0]):
+        assert time.monotonic() < end
+    said = re.findall(r'data-label="Engines">([^<]*)<', parts)
+    assert [words.split(",")[0] for words in said] == ["not built yet"] * 3 + ["none needed"]
+    assert re.fullmatch(r"not built yet, about \d+ s to build on ONNX Runtime", said[1])
+
+
+@pytest.mark.parametrize("shown", [None, 7, "", "a", "a b c d e f", [], {}])
+def test_what_is_said_to_be_shown_is_not_trusted(tab: Tab, shown: object) -> None:
+    assert all(part != gr.skip() for part in tab.library.look(shown, *VALUES)[:4])
+
+
+def test_a_row_says_it_all(tiny: Callable[[str], ModelSpec]) -> None:
+    made = record(
+        key(profiles=(ShapeProfile.fixed((3, 4, 8)),), backend="tensorrt", precision="float16"),
+        model="<b>tiny</b>",
+        pinned=True,
+        file_bytes=14_500_000,
+    )
+    html = engine_views.table(
+        [engine_views.Entry(made, tiny("wan2.1"), ["built with PyTorch 2.0, here 2.1"], Payoff(60, 2))]
+    )
+    for expected in (
+        "64 × 32, 9 frames",
+        "TensorRT, float16",
+        "14.5 MB",
+        "3.0 times PyTorch",
+        "1e-06 of 1e-04",
+        "in 1 min 0 s",
+        "after 30 videos",
+        "pinned",
+        "Unpin",
+        "Stale: built with PyTorch 2.0, here 2.1.",
+        'data-state="stale"',
+        "&lt;b&gt;tiny",
+    ):
+        assert expected in html, expected
+    assert "<b>tiny" not in html
+
+
+@pytest.mark.parametrize(
+    ("program", "profile", "words"),
+    [
+        ("text_encoder", ShapeProfile.fixed((1, 1, 1)), "any size"),
+        ("vae_next", ShapeProfile.fixed((1, 4, 8)), "64 × 32, any length"),
+        ("vae_clip", ShapeProfile.fixed((3, 4, 8)), "64 × 32, 9 frames"),
+        ("transformer", ShapeProfile((1, 4, 8), (3, 4, 8), (3, 8, 8)), "64 × 32, 1 frame to 64 × 64, 9 frames"),
+    ],
+)
+def test_sizes_are_in_pixels_and_frames(
+    tiny: Callable[[str], ModelSpec], program: str, profile: ShapeProfile, words: str
+) -> None:
+    made = record(key(program=program, profiles=(profile,)))
+    assert engine_views.serves(made, tiny("wan2.1")) == words
+    if program != "text_encoder":
+        assert "latent" in engine_views.serves(made, None)
+
+
+def test_an_imported_one_says_where_it_was_made(tiny: Callable[[str], ModelSpec]) -> None:
+    made = record(key(builder="imported", program="vae_clip"), build_seconds=0.0)
+    html = engine_views.table([engine_views.Entry(made, tiny("wan2.1"), [], Payoff(0, 2))])
+    for expected in ("VAE decoder, whole clips", "elsewhere", "saves 2.0 s a video<", "imported again from its file"):
+        assert expected in html, expected
+
+
+def test_a_broken_engine_says_why() -> None:
+    broken = record(key(), problem="engine.pt2 is cut short", verified=False)
+    unreadable = record(UNREADABLE_KEY, id="0" * 16, problem="engine.json is missing")
+    html = engine_views.table([engine_views.Entry(one, None, [], None) for one in (broken, unreadable)])
+    assert "Not used: engine.pt2 is cut short." in html
+    assert "Unreadable" in html and "Not used: engine.json is missing." in html
+
+
+def test_disk_use_is_a_share_of_the_cap() -> None:
+    assert "width:25.0%" in engine_views.disk(250, 1000, 2)
+    assert "2 engines, 250 B of at most 1.0 KB" in engine_views.disk(250, 1000, 2)
+    assert "width:100.0%" in engine_views.disk(5, 0, 1)
+    assert "width:0.0%" in engine_views.disk(0, 0, 0)

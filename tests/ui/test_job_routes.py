@@ -1,0 +1,125 @@
+"""What is fetched beside gradio: one's own jobs by their whole ids, and nothing without the log-in."""
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gradio_client import Client
+
+from runtime.core.errors import OutputError
+from runtime.queue.store import JobStore
+from runtime.ui import gradio_routes
+from runtime.video.metadata import read_facts
+from tests.queue.made import add, asked, planned
+from tests.served import Server, make_cache, serving
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, str]]:
+    """Return a server and the job of a video that it made."""
+    with serving(make_cache(tmp_path_factory.mktemp("parcels"))) as server:
+        client = Client(server.url, download_files=tmp_path_factory.mktemp("got"), verbose=False)
+        job = client.predict("a red boat at night", seed=5, api_name="/generate")["job"]
+        client.close()
+        yield server, job
+
+
+def get(server: Server, path: str, **headers: str) -> tuple[int, bytes, dict[str, str]]:
+    request = urllib.request.Request(server.url + path, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return answer.status, answer.read(), dict(answer.headers)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read(), dict(error.headers)
+
+
+def test_now_tells_states(made: tuple[Server, str]) -> None:
+    server, job = made
+    status, body, _ = get(server, "tandem/now")
+    assert status == 200 and json.loads(body) == {"queue": 0, "percent": None, "jobs": {job: "done"}}
+
+
+def test_a_poster_is_a_still(made: tuple[Server, str]) -> None:
+    server, job = made
+    status, body, headers = get(server, f"tandem/poster/{job}.webp")
+    assert (status, headers["content-type"]) == (200, "image/webp") and body[8:12] == b"WEBP"
+    assert b"ANIM" not in body
+
+
+def test_a_copy_says_nothing_and_leaves_nothing(made: tuple[Server, str], tmp_path: Path) -> None:
+    server, job = made
+    status, body, headers = get(server, f"tandem/copy/{job}.mp4")
+    copy = tmp_path / "copy.mp4"
+    copy.write_bytes(body)
+    assert status == 200 and f"tandem-{job}.mp4" in headers["content-disposition"]
+    assert b"night" not in body and int(headers["content-length"]) == len(body)
+    with pytest.raises(OutputError):
+        read_facts(copy)
+    assert [path.suffix for path in (server.cache_dir / "outputs").iterdir()] == [".mp4"]
+
+
+def test_a_report_has_the_prompt_only_on_demand(made: tuple[Server, str]) -> None:
+    server, job = made
+    status, body, _ = get(server, f"tandem/report/{job}.json")
+    assert status == 200 and json.loads(body)["id"] == job
+    assert b"night" not in body and str(server.cache_dir).encode() not in body
+    assert b"a red boat at night" in get(server, f"tandem/report/whole/{job}.json")[1]
+
+
+@pytest.mark.parametrize("name", ["01234567", "..%2Fjobs", "%2e%2e", "x" * 300, "0123456g", "%00", ""])
+@pytest.mark.parametrize("path", ["poster/{}.webp", "copy/{}.mp4", "report/{}.json", "report/whole/{}.json"])
+def test_nothing_else_is_there(made: tuple[Server, str], path: str, name: str) -> None:
+    assert get(made[0], f"tandem/{path.format(name)}")[0] in {403, 404}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "needed"),
+    [
+        ("GET", "/tandem/now", "login"),
+        ("HEAD", "/tandem/copy/0123abcd.mp4", "login"),
+        ("GET", "/tandem/report/whole/0123abcd.json", "login"),
+        ("POST", "/tandem/now", None),
+        ("GET", "/tandem/", None),
+        ("GET", "/tandem/poster/0123abcd.mp4", None),
+        ("GET", "/tandem/copy/0123ABCD.mp4", None),
+        ("GET", "/tandem/copy/0123abcd.mp4/", None),
+    ],
+)
+def test_the_gate_lets_only_these_through(method: str, path: str, needed: str | None) -> None:
+    assert gradio_routes.needs(method, path) == needed
+
+
+def test_what_lies_elsewhere_or_is_anothers_stays(made: tuple[Server, str]) -> None:
+    server, _ = made
+    store = JobStore(server.cache_dir / "jobs.sqlite")
+    try:
+        outside = add(store)
+        theirs = store.add(asked(prompt="a secret"), planned(), owner="somebody").id
+        store.request_cancel([outside.id, theirs])
+    finally:
+        store.close()
+    assert get(server, f"tandem/copy/{outside.id}.mp4")[0] == 404
+    assert get(server, f"tandem/poster/{outside.id}.webp")[0] == 404
+    assert get(server, f"tandem/report/{theirs}.json")[0] == 404
+    assert theirs not in json.loads(get(server, "tandem/now")[1])["jobs"]
+
+
+def test_who_has_not_logged_in_gets_nothing(tmp_path: Path) -> None:
+    with serving(make_cache(tmp_path), "--auth", "me:secret") as server:
+        store = JobStore(server.cache_dir / "jobs.sqlite")
+        job = add(store)
+        store.request_cancel([job.id])
+        store.close()
+        assert get(server, "tandem/now")[0] == 401
+        report = f"tandem/report/{job.id}.json"
+        assert get(server, report)[0] in {401, 404}
+        client: Any = Client(server.url, auth=("me", "secret"), verbose=False)
+        cookie = "; ".join(f"{name}={value}" for name, value in client.cookies.items())
+        client.close()
+        assert get(server, report, Cookie=cookie)[0] == 200
+        assert get(server, report, Cookie=cookie.replace("=", "=x"))[0] in {401, 404}

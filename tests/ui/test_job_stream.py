@@ -1,0 +1,192 @@
+"""What a page shows of a job in each of its states."""
+
+import asyncio
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from runtime.core.events import Cancelled, Event, Failed, FramesDecoded, Planned, StageStarted, StepDone, VideoSaved
+from runtime.core.request import GenerationRequest
+from runtime.models.spec import ModelSpec
+from runtime.queue.job import Job
+from runtime.queue.store import JobStore
+from runtime.queue.worker import Worker
+from runtime.ui import job_stream, player, result_view
+from tests.plans import tiny_plan
+
+AUDIENCE = job_stream.Audience(
+    "The log has the details: logs/tandem.log", lambda job: result_view.file_url(job.plan.output)
+)
+
+
+class NobodyAhead:
+    """Stands in for the worker where only the place in its line is asked for."""
+
+    def ahead(self, job: Job) -> list[Job]:
+        return []
+
+
+@pytest.fixture
+def store() -> JobStore:
+    return JobStore(None)
+
+
+@pytest.fixture
+def job(store: JobStore, tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Job:
+    spec = tiny("wan2.2-a14b")
+    plan = tiny_plan(spec, tmp_path / "a video.mp4", prompt="<b>red</b> & blue")
+    request = GenerationRequest(prompt=plan.prompt, model=plan.model)
+    return Job(store.add(request, plan), plan, spec.title, store)
+
+
+def saved(job: Job) -> VideoSaved:
+    return VideoSaved(
+        video=job.plan.output,
+        request=job.plan.request_json(),
+        plan=job.plan.to_json(),
+        timings={"encode": 0.2, "denoise": 3.0, "decode": 1.0, "mux": 0.1, "total": 4.3},
+        load_seconds=1.5,
+        peak_memory_bytes=1 << 30,
+        warnings=("The model does not know “<i>”.",),
+    )
+
+
+def begin(job: Job, store: JobStore) -> None:
+    record = store.claim("here")
+    assert record is not None
+    job.begin(record)
+
+
+def show(job: Job, *events: Event) -> job_stream.View:
+    for event in events:
+        job.record(event)
+    return job_stream.view(job, cast(Worker, NobodyAhead()), AUDIENCE, "<svg></svg>", job.progress.now)
+
+
+def test_a_running_job_tells_stage_step_and_time(job: Job, store: JobStore) -> None:
+    begin(job, store)
+    steps = [StepDone(n, 4, 2.0, "transformer", b"webp") for n in (1, 2)]
+    view = show(job, Planned(job.plan), StageStarted("denoise", "transformer"), *steps)
+    assert 'data-state="running"' in view.status
+    assert "step 3 of 4" in view.status
+    assert re.search(r"about \d+ (s|min) left", view.status)
+    assert 'role="progressbar"' in view.status and "aria-valuenow" in view.status
+    assert "data:image/webp;base64,d2VicA==" in view.picture
+    assert view.busy and not view.stopping
+
+
+def test_a_job_that_waits_says_for_how_much(job: Job) -> None:
+    def shown(*ahead: str) -> str:
+        line = cast(Worker, SimpleNamespace(ahead=lambda _job: [SimpleNamespace(kind=kind) for kind in ahead]))
+        return job_stream.view(job, line, AUDIENCE, "", 0.0).status
+
+    assert "Starting." in shown()
+    assert "1 video is ahead." in shown("video")
+    assert "1 task is ahead." in shown("build")
+    assert "2 tasks are ahead." in shown("video", "task")
+
+
+def test_a_paused_job_says_so(job: Job, store: JobStore) -> None:
+    store.hold([job.id], True)
+    job.refresh()
+    view = show(job)
+    assert "Paused" in view.status and view.busy
+
+
+def test_an_interrupted_job_says_how_to_go_on(job: Job, store: JobStore) -> None:
+    begin(job, store)
+    show(job, Planned(job.plan), StageStarted("encode"))
+    store.interrupt(job.id, "here", None)
+    job.leave()
+    view = show(job)
+    assert "Tandem ended while this video was made." in view.status
+    assert 'data-act="resume"' in view.status and not view.busy
+
+    async def heard() -> list[Event]:
+        return [event async for event in job_stream.follow_events(job)]
+
+    assert isinstance(asyncio.run(heard())[-1], Failed)
+
+
+def test_a_job_that_stops_says_so_at_once(job: Job, store: JobStore) -> None:
+    begin(job, store)
+    view = show(job, Planned(job.plan), StageStarted("encode"))
+    assert "Reading the prompt" in view.status
+    job.cancel.request()
+    assert "Stopping…" in show(job).status
+    assert show(job).stopping
+    ended = show(job, Cancelled())
+    assert "Nothing was saved." in ended.status and not ended.busy
+
+
+def test_a_finished_job_shows_video_and_facts(job: Job) -> None:
+    view = show(job, Planned(job.plan), FramesDecoded(9, 9), saved(job))
+    assert f'src="{result_view.file_url(job.plan.output)}"' in view.picture
+    assert "a%20video.mp4" in view.picture
+    for expected in (
+        "Seed",
+        "3",
+        "1.0 GiB at most",
+        "denoising 3.0 s",
+        "loading before that 1.5 s",
+        "PyTorch on the CPU",
+    ):
+        assert expected in view.facts
+    assert "&lt;b&gt;red&lt;/b&gt; &amp; blue" in view.facts
+    assert "<b>red" not in view.facts + view.picture + view.status
+    assert "<i>" not in view.facts
+
+
+def test_what_a_finished_job_used_beside_the_model_is_told(job: Job) -> None:
+    done = saved(job)
+    assert not {"LoRA", "Step cache", "Shift"} & {name for name, _ in result_view.rows(done, job.plan, "Tiny")}
+    used = {"loras": [{"file": "a", "weight": 0.5, "expert": "low"}], "step_cache": "first-block:0.2", "shift": 5.0}
+    told = result_view.rows(replace(done, request={**done.request, **used}), job.plan, "Tiny")
+    assert {("LoRA", "low=a:0.5"), ("Step cache", "first-block:0.2"), ("Shift", "5")} <= set(told)
+
+
+def test_an_error_is_what_and_what_to_do(job: Job) -> None:
+    assert (
+        "<strong>No memory.</strong> <span>Close a program.</span>"
+        in show(job, Failed("no memory.", "Close a program.")).status
+    )
+
+
+def test_a_defect_names_the_log(job: Job) -> None:
+    assert AUDIENCE.details in show(job, Failed("Something broke.", "The log has the details.", defect=True)).status
+
+
+def test_every_state_has_the_same_children(job: Job) -> None:
+    """gradio patches child by child: only with the same ones do live regions stay and the preview not flicker."""
+
+    def tags(html: str) -> list[str]:
+        return [part.split(">")[0].split(" ")[0] for part in html.split("<")[1:]]
+
+    views = [show(job), show(job, Planned(job.plan)), show(job, Failed("a", "b"))]
+    assert len({tuple(tags(view.status)) for view in views} | {tuple(tags(player.status(player.IDLE)))}) == 1
+
+
+def test_following_ends_with_the_job(job: Job) -> None:
+    async def collect() -> tuple[list[job_stream.View], list[Event]]:
+        async def views() -> list[job_stream.View]:
+            return [view async for view in job_stream.follow_views(job, cast(Worker, NobodyAhead()), AUDIENCE, "")]
+
+        async def events() -> list[Event]:
+            return [event async for event in job_stream.follow_events(job)]
+
+        async def work() -> None:
+            for event in (Planned(job.plan), StageStarted("encode"), Cancelled()):
+                await asyncio.sleep(0.01)
+                job.record(event)
+
+        seen, heard, _ = await asyncio.gather(views(), events(), work())
+        return seen, heard
+
+    seen, heard = asyncio.run(collect())
+    assert seen[0].busy and not seen[-1].busy
+    assert [type(event).__name__ for event in heard] == ["Planned", "StageStarted", "Cancelled"]

@@ -1,0 +1,181 @@
+"""What is let through to gradio: routes, bodies, files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.ui import gradio_routes, request_validation
+from runtime.ui.files import find_output, readable_range
+from runtime.ui.request_validation import RefusedError
+
+INPUTS = {0: 2, 7: 0}
+
+
+def body(**values: Any) -> bytes:
+    return json.dumps({"fn_index": 0, "session_hash": "abc", "data": ["a", None]} | values).encode()
+
+
+def test_a_call_that_fits_is_read() -> None:
+    assert request_validation.read_call(body(), INPUTS)["data"] == ["a", None]
+    assert request_validation.read_call(body(fn_index=7, data=[]), INPUTS)["fn_index"] == 7
+    assert request_validation.read_call(body(session_hash=None, fn_index=None), INPUTS, api=0)["session_hash"] is None
+    short = body(data=["a"], fn_index=None)
+    assert request_validation.read_call(short, INPUTS, api=0, defaults=[None, 3])["data"] == ["a", 3]
+
+
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        (b"", "not JSON"),
+        (b"\xff", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[]", "not a JSON object"),
+        (body(fn_index=1), "no such function"),
+        (body(fn_index=True), "no such function"),
+        (body(fn_index="0"), "no such function"),
+        (body(fn_index=None), "no such function"),
+        (body(data=["a"]), "list of 2 values"),
+        (body(data={}), "list of 2 values"),
+        (body(session_hash=None), "session is missing"),
+        (body(session_hash="../x"), "1 to 64"),
+        (body(session_hash=5), "1 to 64"),
+        (body(session_hash="x" * 65), "1 to 64"),
+        (body(batched=True), "Batches"),
+        (body(batched=[]), "Batches"),
+        (body(oauth_token="x"), "tokens"),
+        (body(trigger_id=float("nan")), "trigger_id"),
+        (body(trigger_id="1"), "trigger_id"),
+        (body(event_id=1), "event_id"),
+        (body(simple_format=float("inf")), "simple_format"),
+        (body(data=[{"path": "/etc/passwd", "meta": {"_type": "gradio.FileData"}}, 1]), "Files are not taken"),
+        (body(data=[[{"deep": {"path": "http://127.0.0.1/"}}], 1]), "Files are not taken"),
+        (body(event_data={"url": "http://127.0.0.1/"}), "Files are not taken"),
+        (body(data=[json.loads("[" * 30 + "]" * 30), 1]), "more than any form"),
+        (body(data=[list(range(6_000)), 1]), "more than any form"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_call_that_gradio_would_stumble_over_is_refused(sent: bytes, words: str) -> None:
+    with pytest.raises(RefusedError, match=words):
+        request_validation.read_call(sent, INPUTS)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"session_hash": None},
+        {"fn_index": "1"},
+        {"fn_index": None},
+        {"event_id": None},
+        {"event_id": "../0"},
+        {"event_id": "0" * 31},
+    ],
+    ids=str,
+)
+def test_only_what_names_an_event_ends_one(values: dict[str, Any]) -> None:
+    good = {"session_hash": "abc", "fn_index": 0, "event_id": "0" * 32}
+    assert request_validation.read_cancel(json.dumps(good).encode()) == good
+    with pytest.raises(RefusedError):
+        request_validation.read_cancel(json.dumps(good | values).encode())
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "needed"),
+    [
+        ("GET", "/", "nothing"),
+        ("HEAD", "/", "nothing"),
+        ("POST", "/login", "nothing"),
+        ("POST", "/login/", "nothing"),
+        ("GET", "/assets/index-DphvyggB.js", "nothing"),
+        ("GET", "/config", "login"),
+        ("POST", "/gradio_api/queue/join", "login"),
+        ("POST", "/gradio_api/call/generate", "login"),
+        ("GET", f"/gradio_api/call/generate/{'0' * 32}", "login"),
+        ("GET", "/gradio_api/queue/data", "login"),
+        ("POST", "/", None),
+        ("PUT", "/login", None),
+        ("DELETE", "/config", None),
+        ("GET", "/login", None),
+        ("GET", "/logout", None),
+        ("GET", "/gradio_api/token", None),
+        ("GET", "//config", None),
+        ("GET", "/assets/../config", None),
+        ("GET", "/assets/..", None),
+        ("GET", "/assets/a\0", None),
+        ("GET", "/pwa_icon/99999", None),
+        ("POST", "/gradio_api/upload", None),
+        ("POST", "/gradio_api/component_server", None),
+        ("POST", "/gradio_api/api/generate", None),
+        ("POST", "/gradio_api/run/generate", None),
+        ("POST", "/gradio_api/call/v2/generate", None),
+        ("POST", "/gradio_api/call/other", None),
+        ("GET", "/gradio_api/file=/etc/passwd", None),
+        ("GET", "/gradio_api/stream/a/b/1/playlist.m3u8", None),
+        ("GET", "/gradio_api/call/generate/../../token", None),
+    ],
+)
+def test_only_the_routes_that_are_used_are_open(method: str, path: str, needed: str | None) -> None:
+    assert gradio_routes.needs(method, path) == needed
+
+
+def test_only_videos_in_the_outputs_are_served(tmp_path: Path) -> None:
+    outputs = tmp_path / "Cache" / "outputs"
+    (outputs / "sub.mp4").mkdir(parents=True)
+    video, secret = outputs / "a video.mp4", tmp_path / "Cache" / "secret.mp4"
+    for path in (video, secret, outputs / "notes.txt", outputs / ".part"):
+        path.write_bytes(b"x")
+    assert find_output(str(video), outputs) == video
+    for asked in (
+        str(secret),
+        str(outputs / "notes.txt"),
+        str(outputs / ".part"),
+        str(outputs / "sub.mp4"),
+        str(outputs),
+        str(outputs / ".." / "secret.mp4"),
+        f"{outputs}/x/../a video.mp4",
+        f"{outputs}/..\\secret.mp4",
+        f"{video}\0.mp4",
+        f"{outputs}/{'x' * 5000}.mp4",
+        "a video.mp4",
+        "",
+        "file.mp4",
+        "http://127.0.0.1/a.mp4",
+        "/etc/passwd",
+    ):
+        assert find_output(asked, outputs) is None, asked
+
+
+def test_links_out_of_the_outputs_lead_nowhere(tmp_path: Path) -> None:
+    outputs = tmp_path / "outputs"
+    outputs.mkdir()
+    (tmp_path / "secret.mp4").write_bytes(b"x")
+    (tmp_path / "notes.txt").write_bytes(b"x")
+    (outputs / "real.mp4").write_bytes(b"x")
+    (outputs / "out.mp4").symlink_to(tmp_path / "secret.mp4")
+    (outputs / "folder").symlink_to(tmp_path)
+    (outputs / "round.mp4").symlink_to(outputs / "round.mp4")
+    (outputs / "text.mp4").symlink_to(tmp_path / "notes.txt")
+    (outputs / "inside.mp4").symlink_to(outputs / "real.mp4")
+    for name in ("out.mp4", "folder/secret.mp4", "round.mp4", "text.mp4"):
+        assert find_output(str(outputs / name), outputs) is None, name
+    assert find_output(str(outputs / "inside.mp4"), outputs) == outputs / "real.mp4"
+
+
+@pytest.mark.parametrize(
+    ("value", "readable"),
+    [
+        (b"bytes=0-", True),
+        (b"bytes=5-9", True),
+        (b"bytes=-9", True),
+        (b"bytes=-", False),
+        (b"bytes=0-1-2", False),
+        (b"bytes=0-1,4-5", False),
+        (b"bytes=\xb2-\xb3", False),
+        (b"bytes=" + b"9" * 5000 + b"-", False),
+        (b"lines=0-1", False),
+    ],
+)
+def test_ranges_are_plain(value: bytes, readable: bool) -> None:
+    assert readable_range(value) == readable

@@ -1,0 +1,161 @@
+"""What visitors of a share link may do: the decisions, as tables."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.core.errors import InvalidRequestError, LimitError
+from runtime.core.request import GenerationRequest
+from runtime.core.settings import Settings
+from runtime.models.spec import ModelSpec
+from runtime.ui import visitor_limits
+from runtime.ui.sharing import make_password
+from runtime.ui.visitor_limits import Limits
+
+LIMITS = Limits(frames=33, steps=20, sizes=((192, 112), (160, 160)), waiting=2, waiting_all=5, an_hour=3)
+
+
+@pytest.fixture
+def spec(tiny: Callable[[str], ModelSpec]) -> ModelSpec:
+    return tiny("wan2.2-a14b")
+
+
+def asked(**values: Any) -> GenerationRequest:
+    wanted: dict[str, Any] = {"prompt": "a boat", "width": 192, "height": 112, "frames": 33, "steps": 20}
+    return GenerationRequest(**wanted | values)
+
+
+@pytest.mark.parametrize(
+    ("values", "field", "words"),
+    [
+        ({}, None, ()),
+        ({"width": 112, "height": 192}, None, ()),
+        ({"width": 160, "height": 160}, None, ()),
+        ({"width": 16, "height": 16, "frames": 1, "steps": 1}, None, ()),
+        ({"frames": 37}, "frames", ("37 frames are more", "at most 33")),
+        ({"steps": 21}, "steps", ("21 steps are more", "at most 20")),
+        ({"width": 208}, "width", ("208×112 is larger", "192×112 or 160×160")),
+        ({"height": 160}, "width", ("192×160 is larger",)),
+        ({"width": 8192, "height": 16}, "width", ("8192×16 is larger",)),
+    ],
+    ids=str,
+)
+def test_a_video_keeps_to_the_limits(values: dict[str, Any], field: str | None, words: tuple[str, ...]) -> None:
+    if field is None:
+        visitor_limits.check_request(asked(**values), LIMITS)
+        return
+    with pytest.raises(InvalidRequestError) as refused:
+        visitor_limits.check_request(asked(**values), LIMITS)
+    assert refused.value.field == field
+    for word in words:
+        assert word in f"{refused.value.what} {refused.value.remedy}"
+
+
+@pytest.mark.parametrize(
+    ("own", "everybody", "before", "words"),
+    [
+        (0, 0, (), ()),
+        (1, 4, (0.0, 0.0), ()),
+        (2, 2, (), ("2 videos of yours wait or run already.", "Let one end")),
+        (0, 5, (), ("The line is full", "some minutes")),
+        (0, 0, (6450.0, 7000.0, 9900.0), ("3 videos an hour", "Try again in 1 minute.")),
+        (0, 0, (7600.0, 9000.0, 9900.0), ("Try again in 20 minutes.",)),
+        (0, 0, (6400.0, 9000.0, 9900.0), ()),
+        # The clock is one that never goes back, but starts anywhere.
+        (0, 0, (-5000.0, -4000.0, -3000.0), ()),
+    ],
+)
+def test_a_video_waits_its_turn(own: int, everybody: int, before: tuple[float, ...], words: tuple[str, ...]) -> None:
+    if not words:
+        visitor_limits.check_turn(LIMITS, own, everybody, before, 10_000.0)
+        return
+    with pytest.raises(LimitError) as refused:
+        visitor_limits.check_turn(LIMITS, own, everybody, before, 10_000.0)
+    for word in words:
+        assert word in f"{refused.value.what} {refused.value.remedy}"
+
+
+def test_a_visitor_may_choose_the_shift(spec: ModelSpec) -> None:
+    assert visitor_limits.filled_in(asked(shift=5.0), spec, LIMITS).shift == 5.0
+
+
+def test_what_runs_how_is_not_a_visitors_to_choose(spec: ModelSpec) -> None:
+    wanted = asked(vae_precision="float32", attention="native", compile="never", offload="model")
+    assert visitor_limits.filled_in(wanted, spec, LIMITS) == visitor_limits.filled_in(asked(), spec, LIMITS)
+
+
+@pytest.mark.parametrize("limits", [LIMITS, replace(LIMITS, waiting=1, an_hour=1)])
+def test_every_limit_is_told(limits: Limits) -> None:
+    told = visitor_limits.told(limits)
+    for number in (limits.frames, limits.steps, limits.an_hour):
+        assert str(number) in told
+    assert "192×112" in told
+    assert ("one video at a time" in told) == (limits.waiting == 1)
+
+
+def test_limits_are_the_models_own_unless_somebody_says(spec: ModelSpec, tmp_path: Path) -> None:
+    own = visitor_limits.limits_of(Settings(cache_dir=tmp_path), spec)
+    assert (own.frames, own.steps) == (spec.defaults.frames, spec.defaults.steps)
+    visitor_limits.check_request(visitor_limits.filled_in(GenerationRequest(prompt="a boat"), spec, own), own)
+    said = visitor_limits.limits_of(
+        Settings(cache_dir=tmp_path, share_frames=5, share_steps=2, share_size=(64, 48)), spec
+    )
+    assert (said.frames, said.steps, said.sizes) == (5, 2, ((64, 48),))
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        LIMITS,
+        Limits(frames=2, steps=1, sizes=((50, 40),), waiting=1, waiting_all=1, an_hour=1),
+        Limits(frames=7, steps=3, sizes=((8191, 8191),), waiting=1, waiting_all=1, an_hour=1),
+    ],
+    ids=str,
+)
+def test_what_nobody_says_is_within_the_limits(spec: ModelSpec, limits: Limits) -> None:
+    filled = visitor_limits.filled_in(GenerationRequest(prompt="a boat"), spec, limits)
+    visitor_limits.check_request(filled, limits)
+    assert (int(filled.frames) - 1) % spec.vae.scale_factor_temporal == 0
+    assert int(filled.width) % spec.strides[0] == int(filled.height) % spec.strides[1] == 0
+
+
+def test_a_visitor_chooses_nothing_of_what_runs_where(spec: ModelSpec) -> None:
+    wish = GenerationRequest(
+        prompt="a boat", backends={"all": "inductor"}, build="always", offload="group", quantization="fp8", seed=7
+    )
+    filled = visitor_limits.filled_in(wish, spec, LIMITS)
+    assert (filled.backends, filled.build, filled.offload, filled.quantization) == ({}, "never", "auto", "auto")
+    assert (filled.prompt, filled.seed) == ("a boat", 7)
+
+
+def test_models_by_a_path_are_not_for_visitors(spec: ModelSpec, tmp_path: Path) -> None:
+    here = replace(spec, name="tiny", directory=tmp_path / "weights" / "tiny")
+    elsewhere = replace(spec, name="own", directory=tmp_path / "own")
+    same_name = replace(spec, name="tiny", directory=tmp_path / "other" / "tiny")
+    folders = {"tiny": tmp_path / "weights" / "tiny", "diorama": tmp_path / "diorama"}
+    assert visitor_limits.visitors_models({"tiny": here, str(tmp_path / "own"): elsewhere}, folders) == {"tiny": here}
+    assert visitor_limits.visitors_models({str(tmp_path / "other" / "tiny"): same_name}, folders) == {}
+
+
+def test_visitors_hear_of_no_folders() -> None:
+    folders = {"the cache folder": Path("/home/anna/Cache"), "the home folder": Path("/home/anna")}
+    told = visitor_limits.without_paths("The disk of /home/anna/Cache/outputs is full; see /home/anna/notes.", folders)
+    assert told == "The disk of the cache folder/outputs is full; see the home folder/notes."
+
+
+def test_passwords_can_be_read_and_not_guessed() -> None:
+    made = {make_password() for _ in range(200)}
+    assert len(made) == 200
+    for password in made:
+        groups = password.split("-")
+        assert [len(group) for group in groups] == [6, 6, 6, 6]
+        assert all(letter in "aeiou" for group in groups for letter in group[1::2])
+
+
+def test_the_last_of_the_disk_is_not_for_visitors() -> None:
+    visitor_limits.check_room(1 << 29)
+    with pytest.raises(LimitError, match="disk here is nearly full"):
+        visitor_limits.check_room((1 << 29) - 1)

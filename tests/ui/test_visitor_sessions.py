@@ -1,0 +1,144 @@
+"""Where visitors are kept apart, with a worker that runs."""
+
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from runtime.core.errors import LimitError, ModelError, TandemError
+from runtime.core.request import GenerationRequest
+from runtime.core.settings import Settings
+from runtime.models.catalogue import find
+from runtime.models.spec import ModelSpec
+from runtime.queue.process_lock import Instance
+from runtime.queue.store import JobStore
+from runtime.queue.worker import Job, Worker
+from runtime.ui.visitor_sessions import Lobby, cancel_for_nobody
+from tests.plans import no_engines, tiny_plan
+from tests.waiting import until
+
+
+@pytest.fixture
+def worker(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Iterator[Worker]:
+    shutil.copytree(tiny("wan2.2-a14b").directory, tmp_path / "weights" / "tiny")
+    made = Worker(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def lobby(worker: Worker, tmp_path: Path) -> Lobby:
+    settings = Settings(
+        cache_dir=tmp_path, share_frames=9, share_steps=1000, share_queue=1, share_queue_all=2, share_rate=2
+    )
+    return Lobby(worker, settings, {"tiny": find("tiny", tmp_path / "weights")})
+
+
+def long(**values: object) -> GenerationRequest:
+    wanted: dict[str, object] = {"prompt": "a red boat", "model": "tiny", "width": 32, "height": 32, "frames": 5}
+    return GenerationRequest.from_mapping(wanted | {"steps": 1000, "fps": 8} | values)
+
+
+def end_of(job: Job) -> str:
+    """Wait until a job has ended, and return how."""
+
+    def ended() -> bool:
+        job.refresh()
+        return not job.open
+
+    until(ended)
+    return job.state
+
+
+def test_one_waits_their_turn(lobby: Lobby, worker: Worker) -> None:
+    first = lobby.submit(long(), lobby.name_of("anna"))
+    with pytest.raises(LimitError, match="One video of yours"):
+        lobby.submit(long(), lobby.name_of("anna"))
+    second = lobby.submit(long(), lobby.name_of("ben"))
+    with pytest.raises(LimitError, match="The line is full"):
+        lobby.submit(long(), lobby.name_of("cleo"))
+    # The person whose Tandem it is waits for nobody's leave.
+    own = worker.submit(long(steps=1))
+    assert lobby.waiting() == 2
+    assert (
+        lobby.job(first.id, lobby.name_of("anna")),
+        lobby.job(first.id, lobby.name_of("ben")),
+        lobby.job(own.id, lobby.name_of("ben")),
+    ) == (first, None, None)
+    assert lobby.stop_videos() == 2
+    assert [end_of(job) for job in (first, second, own)] == ["cancelled", "cancelled", "done"]
+
+
+def test_two_wishes_at_once_do_not_both_take_the_last_place(lobby: Lobby, worker: Worker) -> None:
+    start = threading.Barrier(6)
+    refused: list[TandemError] = []
+
+    def wish() -> None:
+        start.wait()
+        try:
+            lobby.submit(long(), lobby.name_of("anna"))
+        except TandemError as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=wish) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(refused) == 5
+    assert len(worker.jobs(lobby.name_of("anna"))) == 1
+
+
+def test_whoever_shares_does_not_see_visitors_jobs_as_their_own(lobby: Lobby, worker: Worker) -> None:
+    lobby.submit(long(), lobby.name_of("anna"))
+    assert worker.active() is None and worker.latest() is None
+    assert worker.active(lobby.name_of("anna")) is not None
+
+
+def test_an_end_is_an_end(lobby: Lobby) -> None:
+    job = lobby.submit(long(), lobby.name_of("anna"))
+    lobby.close()
+    assert end_of(job) == "cancelled"
+    with pytest.raises(LimitError, match="no longer shared"):
+        lobby.submit(long(), lobby.name_of("ben"))
+
+
+def test_models_are_those_of_the_list(lobby: Lobby, tmp_path: Path) -> None:
+    for name in (str(tmp_path / "weights" / "tiny"), "../tiny", "diorama"):
+        with pytest.raises(ModelError, match="no model of that name"):
+            lobby.submit(long(model=name), lobby.name_of("anna"))
+
+
+def test_sessions_and_requests_are_counted(lobby: Lobby) -> None:
+    assert (
+        lobby.owns("one", lobby.name_of("anna"))
+        and lobby.owns("one", lobby.name_of("anna"))
+        and not lobby.owns("one", lobby.name_of("ben"))
+    )
+    assert not lobby.owns("two", None)
+    allowed = [lobby.enter(lobby.name_of("anna")) for _ in range(40)]
+    assert allowed.count(True) == 24 and lobby.enter(lobby.name_of("ben"))
+    assert lobby.here() == 2
+    for _ in range(24):
+        lobby.leave(lobby.name_of("anna"))
+    assert lobby.here() == 1
+
+
+def test_what_waits_for_visitors_of_a_killed_app_is_not_made(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
+    store = JobStore(tmp_path / "jobs.sqlite")
+    plan = tiny_plan(tiny("wan2.2-a14b"), tmp_path / "a.mp4")
+    with Instance(store.path) as alive:
+        owners = (f"{alive.id}-anna", "0badc0de-ben", None)
+        jobs = [store.add(long(seed=1, model=plan.model), plan, owner=owner).id for owner in owners]
+        cancel_for_nobody(store)
+        assert [store.get(job).state for job in jobs] == ["queued", "cancelled", "queued"]
+    store.close()
+
+
+def test_on_a_full_disk_nothing_is_queued(lobby: Lobby, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.ui.visitor_sessions.free_disk_bytes", lambda folder: 4096)
+    with pytest.raises(LimitError, match="disk here is nearly full"):
+        lobby.submit(long(), "a visitor")
+    assert worker.open_jobs() == []
