@@ -6,7 +6,7 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from runtime.bench.table import number, said
-from runtime.core.byte_size import memory_size
+from runtime.core.units import memory_size
 
 _STAGES = (("encode", "reading the prompt"), ("denoise", "denoising"), ("decode", "decoding"), ("mux", "saving"))
 _WIDTH, _ROW, _BAR = 1000, 46, 20

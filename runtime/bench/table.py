@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from runtime.core.byte_size import memory_size
+from runtime.core.units import memory_size
 
 FORWARD = ("Pass", "Runs on", "Seconds", "The first", "Floor", "Times the floor", "Error", "Weights", "Beside them")
 Rows = list[tuple[str, ...]]

@@ -10,10 +10,10 @@ from typing import Any
 from runtime.cli import terminal
 from runtime.cli.interrupts import cancel_on_signals
 from runtime.core import settings
-from runtime.core.byte_size import UNITS, byte_size
 from runtime.core.errors import EngineError, InvalidRequestError, TandemError
 from runtime.core.plan import BACKEND_TITLES
 from runtime.core.request import GenerationRequest
+from runtime.core.units import UNITS, byte_size
 from runtime.engines import library
 from runtime.engines.service import EngineService
 from runtime.engines.staleness import why_stale

@@ -7,8 +7,8 @@ from typing import Any
 from runtime.cli import terminal
 from runtime.cli.interrupts import cancel_on_signals
 from runtime.core import settings
-from runtime.core.byte_size import byte_size
 from runtime.core.errors import InvalidRequestError
+from runtime.core.units import byte_size
 from runtime.models.catalogue import find
 from runtime.models.hub.access import hub_of
 from runtime.models.hub.download import Download, Offer, fetched, wanted

@@ -5,8 +5,8 @@ from typing import Any
 
 from runtime.cli import terminal
 from runtime.core import settings
-from runtime.core.byte_size import byte_size
 from runtime.core.errors import TandemError
+from runtime.core.units import byte_size
 from runtime.machine.probe import probe
 from runtime.models.catalogue import folders, not_here
 from runtime.models.hub.download import begun_bytes

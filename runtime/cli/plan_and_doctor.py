@@ -6,12 +6,11 @@ from typing import Any
 
 from runtime.cli import terminal
 from runtime.core import settings
-from runtime.core.byte_size import memory_size
-from runtime.core.duration import duration
 from runtime.core.errors import MemoryShortError
 from runtime.core.estimates import Strategy
 from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
 from runtime.core.request import GenerationRequest
+from runtime.core.units import duration, memory_size
 from runtime.engines.service import EngineService
 from runtime.machine.probe import probe
 from runtime.models.loras import model_for

@@ -13,10 +13,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from runtime.core.duration import duration
 from runtime.core.errors import InvalidRequestError
 from runtime.core.events import Event
 from runtime.core.progress import Progress
+from runtime.core.units import duration
 
 _BAR = 24
 _PIPE_WIDTH = 160

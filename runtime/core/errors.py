@@ -1,6 +1,6 @@
-"""What can go wrong, and whose it is to mend.
+"""Errors that users can fix.
 
-    TandemError                 carries `what` (one line) and `remedy` (one line)
+    TandemError                 carries a fact: a code and data
     ├── InvalidRequestError     a value that was asked for; `field` names it
     ├── ModelError              a model folder that is missing, damaged or of another family
     ├── OutputError             a file or folder that cannot be written, a disk that is full
@@ -15,35 +15,58 @@
     ├── BadResultError          the model gave NaN or Inf, or a clip that shows nothing
     └── StoreError              a job that is not there, or a job store that cannot be read or written
 
-Every TandemError is the user's to mend and ends with exit code 2. Any other exception is a defect of ours and ends
-with exit code 1. Cancelling is neither: see `cancel.CancelledError`.
+Every TandemError is a user error and ends with exit code 2. Any other exception is an internal error and ends with exit
+code 1. Cancellation is neither: see `cancel.CancelledError`.
 """
 
 import errno
 from collections.abc import Sequence
+from typing import Any
 
 from runtime.core.estimates import Strategy
+from runtime.core.facts import Fact, render
 
 
 class TandemError(Exception):
-    """Base of all errors that the user can mend.
+    """Base of all errors that the user can fix: a code from `core.messages`, and data.
 
-    Args:
-        what: one line that says what is wrong.
-        remedy: one line that says what to do about it.
+    Transitional: with two positional arguments they are the text itself, what is wrong and what to do.
     """
 
-    def __init__(self, what: str, remedy: str) -> None:
-        super().__init__(what)
-        self.what = what
-        self.remedy = remedy
+    def __init__(self, code: str, remedy: str | None = None, /, **data: Any) -> None:
+        super().__init__(code)
+        self.fact = Fact(code, data) if remedy is None else Fact("text", {"what": code, "remedy": remedy})
+
+    @property
+    def code(self) -> str:
+        """What is wrong, such as "model.folder_missing"."""
+        return self.fact.code
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The values that belong to the code."""
+        return self.fact.data
+
+    @property
+    def what(self) -> str:
+        """One line that says what is wrong, in the words of the command line."""
+        return render(self.fact).what
+
+    @property
+    def remedy(self) -> str:
+        """One line that says what to do about it, in the words of the command line."""
+        return render(self.fact).remedy
+
+    def __str__(self) -> str:
+        """Return what is wrong, for logs."""
+        return self.what
 
 
 class InvalidRequestError(TandemError):
-    """A requested value that cannot be; `field` is its name in `GenerationRequest`."""
+    """A requested value that is not valid; `field` is its name in `GenerationRequest`."""
 
-    def __init__(self, field: str, what: str, remedy: str) -> None:
-        super().__init__(what, remedy)
+    def __init__(self, field: str, code: str, remedy: str | None = None, /, **data: Any) -> None:
+        super().__init__(code, remedy, **data)
         self.field = field
 
 
@@ -71,8 +94,10 @@ class MemoryShortError(MachineError):
         where: which memory a model's parts run in: "video memory" or "memory".
     """
 
-    def __init__(self, what: str, remedy: str, strategies: Sequence[Strategy], where: str) -> None:
-        super().__init__(what, remedy)
+    def __init__(
+        self, code: str, remedy: str | None = None, /, *, strategies: Sequence[Strategy], where: str, **data: Any
+    ) -> None:
+        super().__init__(code, remedy, where=where, **data)
         self.strategies = tuple(strategies)
         self.where = where
 
@@ -87,8 +112,8 @@ class EngineError(TandemError):
     `log` holds the last lines of its build's log, where there was one.
     """
 
-    def __init__(self, what: str, remedy: str, log: str = "") -> None:
-        super().__init__(what, remedy)
+    def __init__(self, code: str, remedy: str | None = None, /, *, log: str = "", **data: Any) -> None:
+        super().__init__(code, remedy, **data)
         self.log = log
 
 
@@ -97,10 +122,7 @@ class LimitError(TandemError):
 
 
 class CheckpointError(TandemError):
-    """A checkpoint that cannot be written, or not be used; `what` is a clause, for the job goes on without it."""
-
-    def __init__(self, what: str, remedy: str = "") -> None:
-        super().__init__(what, remedy)
+    """A checkpoint that cannot be written or used; the job continues without it."""
 
 
 class DownloadError(TandemError):

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from runtime.core.byte_size import memory_size
 from runtime.core.estimates import Seconds, StageMemory, Strategy
 from runtime.core.loras import LoraUse
 from runtime.core.request import AUTO, RETRY
 from runtime.core.step_cache import NONE
+from runtime.core.units import memory_size
 
 PYTORCH = "pytorch"
 BACKEND_TITLES: Mapping[str, str] = {

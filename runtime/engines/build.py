@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from runtime.core.byte_size import byte_size
 from runtime.core.cancel import Cancel
-from runtime.core.duration import duration
 from runtime.core.errors import EngineError, ModelError
+from runtime.core.units import byte_size, duration
 from runtime.engines import manifest
 from runtime.engines.builders import BUILDERS, BuildNeeds
 from runtime.engines.child import COMMAND, Outcome, run_child

@@ -121,11 +121,11 @@ class CheckpointFolder:
                 _write(latest, data)
         except OSError as error:
             self._sweep()
-            raise CheckpointError(f"{self._path} cannot be written to: {error.strerror or error}") from error
+            raise CheckpointError(f"{self._path} cannot be written to: {error.strerror or error}", "") from error
         except Exception as error:
             if ran_out(error) is None:
                 raise
-            raise CheckpointError("there is no memory (RAM) left to copy it") from error
+            raise CheckpointError("there is no memory (RAM) left to copy it", "") from error
 
     def load(self, spec: ModelSpec, plan: ExecutionPlan) -> Checkpoint | None:
         """Return the newest checkpoint, its tensors where `plan` has the transformer; `None` if there is none.
@@ -233,14 +233,14 @@ def _read(path: Path, stamped: Stamps, plan: ExecutionPlan, *, half: bool) -> Ch
             # Copies, for those in the file lie at any address: arithmetic may round otherwise there.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - no mapping
         if facts["version"] != _VERSION:
-            raise CheckpointError("another version of Tandem wrote it")
+            raise CheckpointError("another version of Tandem wrote it", "")
         if metadata[_CHECKSUM] != str(_checksum(metadata[FACTS], tensors)):
-            raise CheckpointError("it is damaged")
+            raise CheckpointError("it is damaged", "")
         if facts["identity"]["half" if half else "whole"] != identity(stamped, plan, half=half):
-            raise CheckpointError("it is of another clip, or the model's files have changed")
+            raise CheckpointError("it is of another clip, or the model's files have changed", "")
         planned, ran = plan_from_json(facts["planned"]), plan_from_json(facts["plan"])
         if planned is None or ran is None:
-            raise CheckpointError("another version of Tandem wrote it")
+            raise CheckpointError("another version of Tandem wrote it", "")
         device = plan.components["transformer"].device
         reached = None
         if facts["scheduler"] is not None:
@@ -260,7 +260,7 @@ def _read(path: Path, stamped: Stamps, plan: ExecutionPlan, *, half: bool) -> Ch
             load_seconds=float(facts["load_seconds"]),
         )
     except (OSError, SafetensorError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError("it is damaged") from error
+        raise CheckpointError("it is damaged", "") from error
 
 
 def _describe_all(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> Any:

@@ -6,9 +6,9 @@ import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
-from runtime.core.duration import duration
 from runtime.core.errors import MachineError
 from runtime.core.events import STAGE_TITLES, OutOfMemory
+from runtime.core.units import duration
 from runtime.execution.memory import ran_out, release_cached_memory
 from runtime.pipeline.run_context import RunContext
 from runtime.planner.fallback_strategy import FallbackStrategy, Memory, next_way

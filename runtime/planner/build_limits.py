@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from runtime.core.byte_size import byte_size
+from runtime.core.units import byte_size
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
 from runtime.planner.constraints import COMPONENT_TITLES, Conflict

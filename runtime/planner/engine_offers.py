@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from runtime.core.duration import about
 from runtime.core.plan import BACKEND_TITLES, PYTORCH, EngineUse, LatentSize
 from runtime.core.request import AUTO
+from runtime.core.units import about
 from runtime.machine.probe import Machine
 from runtime.planner.constraints import Case, Conflict, conflict
 

@@ -6,11 +6,11 @@ Measured here counts for more than a rule; the rules rest on what an H200 showed
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from runtime.core.duration import duration
 from runtime.core.errors import InvalidRequestError, MachineError
 from runtime.core.estimates import Seconds
 from runtime.core.plan import PYTORCH, Speed
 from runtime.core.request import AUTO
+from runtime.core.units import duration
 from runtime.machine.probe import Gpu, Machine
 from runtime.models.spec import ModelSpec, attention_flops
 from runtime.planner import attention_kernels, constraints

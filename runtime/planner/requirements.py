@@ -8,10 +8,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from runtime.core.byte_size import memory_size
 from runtime.core.errors import TandemError
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
+from runtime.core.units import memory_size
 from runtime.machine.probe import Gpu, Machine
 from runtime.models.spec import ModelSpec
 from runtime.planner.history import History

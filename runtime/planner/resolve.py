@@ -74,7 +74,8 @@ def resolve(
     if request.gpus == AUTO:
         return replace(alone, warnings=(*alone.warnings, "One GPU makes it: several have too little memory."))
     assert short is not None
-    raise MemoryShortError(short.what, f"Take --gpus 1: {_way_of(alone)}.", short.strategies, short.where)
+    remedy = f"Take --gpus 1: {_way_of(alone)}."
+    raise MemoryShortError(short.what, remedy, strategies=short.strategies, where=short.where)
 
 
 def _way_of(plan: ExecutionPlan) -> str:

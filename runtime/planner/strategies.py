@@ -293,7 +293,7 @@ def _refusal(case: Case, every: list[Option], asked: list[Option], clip: str) ->
     able = [option for option in asked if option.against is None]
     unable = next((option.against for option in asked if option.against), None)
     if not able and unable is not None:
-        return MemoryShortError(unable.what, remedy or unable.remedy, _rungs(case, every, None), where)
+        return MemoryShortError(unable.what, remedy or unable.remedy, strategies=_rungs(case, every, None), where=where)
     least = min(able, key=lambda option: (not option.strategy.fits_ram, option.strategy.peak_bytes))
     needs, free = f"{_gib(least.strategy.peak_bytes)} of {where}", _gib(case.free_bytes)
     waiting = min((o.strategy for o in able if o.strategy.fits), key=lambda strategy: strategy.ram_bytes, default=None)
@@ -305,7 +305,7 @@ def _refusal(case: Case, every: list[Option], asked: list[Option], clip: str) ->
             needs, free = f"{ram} for weights that wait", ram_free
     what = f"{clip} needs about {needs}; {free} are free."
     remedy = remedy or (_SMALLER if waiting is None else _MORE_RAM)
-    return MemoryShortError(what, remedy, _rungs(case, every, None), where)
+    return MemoryShortError(what, remedy, strategies=_rungs(case, every, None), where=where)
 
 
 def _instead(fastest: Option, other: Option) -> str:

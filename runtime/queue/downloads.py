@@ -7,10 +7,10 @@ import logging
 import queue
 import threading
 
-from runtime.core.byte_size import byte_size
 from runtime.core.cancel import CancelledError
 from runtime.core.errors import DownloadError, TandemError
 from runtime.core.settings import Settings
+from runtime.core.units import byte_size
 from runtime.models.hub.access import check_online, hub_of
 from runtime.models.hub.download import Download, wanted
 from runtime.models.hub.progress import Progress

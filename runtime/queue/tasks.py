@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from runtime.core.byte_size import byte_size
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError
 from runtime.core.request import GenerationRequest
+from runtime.core.units import byte_size
 from runtime.engines import library
 from runtime.engines.imported.importing import device_here, import_engine, inspect, prospects
 from runtime.engines.imported.matching import fittings

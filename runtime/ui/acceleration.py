@@ -8,7 +8,6 @@ from typing import Any
 
 import gradio as gr
 
-from runtime.core.byte_size import memory_size
 from runtime.core.errors import InvalidRequestError
 from runtime.core.request import (
     ATTENTIONS,
@@ -24,6 +23,7 @@ from runtime.core.request import (
     VAE_PRECISIONS,
 )
 from runtime.core.step_cache import FIRST_BLOCK, NONE, read_step_cache
+from runtime.core.units import memory_size
 from runtime.engines.builders import builders_of
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec

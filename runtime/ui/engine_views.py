@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from html import escape
 
-from runtime.core.byte_size import byte_size
 from runtime.core.plan import BACKEND_TITLES
+from runtime.core.units import byte_size
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import IMPORTED, UNREADABLE_KEY, EngineRecord
 from runtime.planner.shapes import LatentSize, ShapeProfile

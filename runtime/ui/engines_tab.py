@@ -10,10 +10,10 @@ from typing import Any
 
 import gradio as gr
 
-from runtime.core.duration import about
 from runtime.core.errors import EngineError, InvalidRequestError, TandemError
 from runtime.core.plan import BACKEND_TITLES, PYTORCH
 from runtime.core.request import AUTO
+from runtime.core.units import about
 from runtime.engines import library as engine_library
 from runtime.engines import manifest
 from runtime.engines.imported.source import check_library, check_room, look

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from runtime.core.duration import duration as whole_seconds
+from runtime.core.units import duration as whole_seconds
 
 _MINUTE = 60
 _HOUR = 3600

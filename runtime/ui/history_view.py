@@ -7,8 +7,8 @@ from datetime import datetime
 from html import escape
 from typing import Any
 
-from runtime.core.byte_size import byte_size
 from runtime.core.request import AUTO, BACKENDS
+from runtime.core.units import byte_size
 from runtime.queue.disk_usage import Room
 from runtime.ui import acceleration, result_view
 from runtime.ui.queue_view import button

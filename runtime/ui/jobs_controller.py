@@ -10,9 +10,9 @@ from typing import Any
 
 import gradio as gr
 
-from runtime.core.byte_size import byte_size
 from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.request import AUTO, Auto
+from runtime.core.units import byte_size
 from runtime.models.spec import ModelSpec
 from runtime.queue import batch, disk_usage, recovery
 from runtime.queue.records import JobRecord

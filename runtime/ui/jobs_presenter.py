@@ -7,10 +7,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from runtime.core.byte_size import byte_size
 from runtime.core.errors import InvalidRequestError, StoreError, TandemError
 from runtime.core.events import OutOfMemory
 from runtime.core.request import AUTO
+from runtime.core.units import byte_size
 from runtime.pipeline.checkpoint_files import POSTER
 from runtime.queue import disk_usage
 from runtime.queue.records import RESUMABLE, JobRecord, State

@@ -15,9 +15,9 @@ from typing import Any
 
 import gradio as gr
 
-from runtime.core.byte_size import byte_size
 from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.settings import Settings
+from runtime.core.units import byte_size
 from runtime.machine.probe import free_disk_bytes
 from runtime.models.catalogue import find, folders, not_here
 from runtime.models.hub.access import check_online

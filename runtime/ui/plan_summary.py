@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from runtime.core.byte_size import memory_size
 from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortError
 from runtime.core.estimates import Strategy
 from runtime.core.plan import BACKEND_TITLES, PYTORCH, ComponentPlan, ExecutionPlan
+from runtime.core.units import memory_size
 from runtime.models.spec import is_transformer
 from runtime.ui import formatting
 from runtime.ui.plan_preview import Foreseen

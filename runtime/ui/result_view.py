@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from runtime.core.byte_size import memory_size
 from runtime.core.events import VideoSaved
 from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
 from runtime.core.step_cache import NONE
+from runtime.core.units import memory_size
 from runtime.ui import formatting, lora_field
 
 _STAGES = {"encode": "reading the prompt", "denoise": "denoising", "decode": "decoding", "mux": "saving"}

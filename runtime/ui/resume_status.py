@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.core.duration import duration
 from runtime.core.events import Event, OutOfMemory, Planned, Resumed, StepDone
+from runtime.core.units import duration
 
 _FLAG = re.compile(r"--(offload|quantization|on-out-of-memory) ([\w-]+)")
 

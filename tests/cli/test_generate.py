@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from runtime.cli.terminal import progress_text
-from runtime.core.duration import duration
 from runtime.core.events import Planned, StageStarted, StepDone
 from runtime.core.progress import Progress
+from runtime.core.units import duration
 from runtime.models.spec import ModelSpec
 from runtime.video.metadata import read_facts
 from tests.plans import tiny_plan

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from runtime.core.duration import about
 from runtime.core.plan import EngineUse
+from runtime.core.units import about
 from runtime.planner.constraints import Case, Conflict
 from runtime.planner.engine_offers import EngineOffer, admit, choose
 from tests.plans import GPU_PACKAGES, gpu, machine

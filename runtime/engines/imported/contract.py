@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from runtime.core.byte_size import byte_size
 from runtime.core.plan import BACKEND_TITLES
+from runtime.core.units import byte_size
 
 # A size that varies.
 FREE = -1

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
-from runtime.core.byte_size import byte_size
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError
+from runtime.core.units import byte_size
 from runtime.engines import manifest
 from runtime.engines.build import BuildRequest, EmitProgress, failure, found_by
 from runtime.engines.child import COMMAND, run_child

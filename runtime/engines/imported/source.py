@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISDIR, S_ISLNK, S_ISREG
 
-from runtime.core.byte_size import byte_size
 from runtime.core.errors import EngineError
+from runtime.core.units import byte_size
 from runtime.engines.builders.onnx_tensorrt import OnnxTensorRT
 from runtime.engines.builders.onnxruntime import OnnxRuntimeBuilder
 from runtime.engines.builders.tensorrt_common import installed_version

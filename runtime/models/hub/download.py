@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.core.byte_size import byte_size
 from runtime.core.cancel import Cancel
 from runtime.core.errors import DownloadError, ModelError, OutputError
 from runtime.core.locks import held
+from runtime.core.units import byte_size
 from runtime.models.catalogue import folders
 from runtime.models.hub.http_stream import RevisionError
 from runtime.models.hub.listing import Listing, RemoteFile

@@ -5,8 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from runtime.core.byte_size import byte_size
-from runtime.core.duration import duration
+from runtime.core.units import byte_size, duration
 from runtime.models.hub.listing import RemoteFile
 
 _TELL_SECONDS = 0.2

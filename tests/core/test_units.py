@@ -1,6 +1,6 @@
 """Amounts of bytes as people say them."""
 
-from runtime.core.byte_size import memory_size
+from runtime.core.units import memory_size
 
 
 def test_memory_is_told_in_binary_units() -> None:

@@ -1,0 +1,137 @@
+"""Facts: what happened, as a code and data. Front ends render them in their own words.
+
+    fact = Fact("engine.stale", {"component": "transformer", "differs": ["torch"]})
+    render(fact, words).what     "High-noise transformer: the engine was built with another torch."
+
+Errors, warnings and the reasons in a plan are facts. No code parses rendered text. `core.messages` has a template for
+every code; `Words` has what a front end calls settings and components.
+"""
+
+from collections.abc import Callable, Mapping
+from string import Formatter
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from runtime.core.messages import MESSAGES
+from runtime.core.units import byte_size, duration, memory_size
+
+
+class Fact(BaseModel):
+    """One statement without words: a code from `core.messages` and the data that its template needs.
+
+    Attributes:
+        code: dotted, lower case, such as "model.folder_missing".
+        data: JSON values; a value may be another fact, which is the cause.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    code: str
+    data: dict[str, Any] = Field(default_factory=dict)
+
+    def __init__(self, code: str, data: Mapping[str, Any] | None = None) -> None:
+        super().__init__(code=code, data={name: _plain(value) for name, value in (data or {}).items()})
+
+    def __hash__(self) -> int:
+        """Hash by code; facts with the same code and other data are different facts in the same bucket."""
+        return hash(self.code)
+
+    def __str__(self) -> str:
+        """Return the statement in the words of the command line, for logs."""
+        return render(self).what
+
+
+class Text(NamedTuple):
+    """A rendered fact: one line that says what happened and, for errors, one line that says what to do."""
+
+    what: str
+    remedy: str = ""
+
+
+class Words:
+    """What a front end calls settings and components; this class speaks as the command line does."""
+
+    def setting(self, name: str, value: str | None = None) -> str:
+        """Return how a request field, or one of its values, is named: "--offload", "--offload group"."""
+        flag = f"--{name.replace('_', '-')}"
+        return flag if value is None else f"{flag} {value}"
+
+    def component(self, name: str) -> str:
+        """Return a component's title."""
+        return name.replace("_", " ").capitalize().replace("Vae", "VAE")
+
+
+class _Settings:
+    """`{set[offload]}` and `{set[offload=group]}` in a template."""
+
+    def __init__(self, words: Words) -> None:
+        self._words = words
+
+    def __getitem__(self, key: str) -> str:
+        name, separator, value = key.partition("=")
+        return self._words.setting(name, value if separator else None)
+
+
+class _Template(Formatter):
+    """`str.format` with conversions of its own, as in `{free:memory}`: see `format_field`."""
+
+    def __init__(self, words: Words) -> None:
+        self._words = words
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        """Format one value; a fact among the data is rendered first."""
+        if isinstance(value, Fact):
+            value = render(value, self._words).what
+        words = self._words
+        conversions: Mapping[str, Callable[[], str]] = {
+            "memory": lambda: memory_size(value),
+            "bytes": lambda: byte_size(value),
+            "duration": lambda: duration(value),
+            "component": lambda: words.component(value),
+            "lower_component": lambda: _lowered(words.component(value)),
+            "setting": lambda: words.setting(*value),  # [name, value]
+            "list": lambda: ", ".join(self.format_field(one, "") for one in value),
+            "quoted": lambda: ", ".join(f"“{one}”" for one in ([value] if isinstance(value, str) else value)),
+            "clause": lambda: _lowered(str(value).rstrip(".")),  # a sentence inside another one
+        }
+        if format_spec in conversions:
+            return conversions[format_spec]()
+        if format_spec.startswith("n "):  # {gpus:n GPU} is "1 GPU", "2 GPUs"
+            return f"{value} {format_spec[2:]}{'' if value == 1 else 's'}"
+        return format(value, format_spec) if value is not None else ""
+
+
+def _lowered(text: str) -> str:
+    """Return text with a lower-case first letter, unless it starts with an abbreviation."""
+    return text if text[1:2].isupper() else text[:1].lower() + text[1:]
+
+
+def render(fact: Fact, words: Words | None = None) -> Text:
+    """Return a fact as text, in the words of a front end; without one, of the command line.
+
+    A code that has no template, for instance from a newer Tandem's job store, is rendered as the code and its data.
+    """
+    words = words or Words()
+    message = MESSAGES.get(fact.code)
+    if message is None:
+        return Text(f"{fact.code} {fact.data or ''}".strip())
+    values = {"set": _Settings(words), **fact.data}
+    template = _Template(words)
+    try:
+        return Text(template.vformat(message.what, (), values), template.vformat(message.remedy, (), values))
+    except (KeyError, TypeError, ValueError, AttributeError):  # stored by another version, with other data
+        return Text(f"{fact.code} {fact.data or ''}".strip())
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON holds it: paths as text, tuples as lists. Facts stay."""
+    if value is None or isinstance(value, bool | int | float | str | Fact):
+        return value
+    if isinstance(value, Mapping):
+        if value.keys() == {"code", "data"}:  # a fact that was read back from JSON
+            return Fact(value["code"], value["data"])
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(one) for one in value]
+    return str(value)

@@ -1,0 +1,56 @@
+"""The English text of every fact: one module per package that states them.
+
+A template is a `str.format` string over the fact's data, with the conversions of `core.facts`. `what` says in one line
+what happened, `remedy` in one line what to do about it; warnings and reasons have no remedy.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Message(NamedTuple):
+    """The templates of one code."""
+
+    what: str
+    remedy: str = ""
+
+
+def _merged(*tables: Mapping[str, Message]) -> dict[str, Message]:
+    merged: dict[str, Message] = {}
+    for table in tables:
+        assert not merged.keys() & table.keys(), merged.keys() & table.keys()
+        merged |= table
+    return merged
+
+
+def _load() -> dict[str, Message]:
+    from runtime.core.messages import (
+        cli,
+        core,
+        engines,
+        execution,
+        machine,
+        models,
+        pipeline,
+        planner,
+        queue,
+        ui,
+        video,
+    )
+
+    return _merged(
+        core.MESSAGES,
+        machine.MESSAGES,
+        video.MESSAGES,
+        models.MESSAGES,
+        planner.MESSAGES,
+        engines.MESSAGES,
+        execution.MESSAGES,
+        pipeline.MESSAGES,
+        queue.MESSAGES,
+        cli.MESSAGES,
+        ui.MESSAGES,
+    )
+
+
+MESSAGES: Mapping[str, Message] = _load()

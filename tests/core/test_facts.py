@@ -1,0 +1,86 @@
+"""Facts: every code that the code states has a message, every message is stated, and data fills the templates."""
+
+import ast
+from pathlib import Path
+from string import Formatter
+
+import pytest
+
+from runtime.core.errors import TandemError
+from runtime.core.facts import Fact, Words, render
+from runtime.core.messages import MESSAGES, Message
+
+RUNTIME = Path(__file__).parents[2] / "runtime"
+SOURCES = {path: path.read_text(encoding="utf-8") for path in RUNTIME.rglob("*.py") if "messages" not in path.parts}
+
+
+def literals() -> set[str]:
+    """Return every string literal of the code, which codes are."""
+    return {
+        node.value
+        for text in SOURCES.values()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+
+
+def stated() -> set[str]:
+    """Return the codes that `Fact("…")` and errors are made with."""
+    found: set[str] = set()
+    for text in SOURCES.values():
+        for node in ast.walk(ast.parse(text)):
+            if not isinstance(node, ast.Call):
+                continue
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called != "Fact" and not called.endswith("Error"):
+                continue
+            codes = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+            found |= {code for code in codes if "." in code and " " not in code}
+    return found
+
+
+def test_every_code_has_a_message() -> None:
+    assert not stated() - MESSAGES.keys()
+
+
+def test_every_message_is_stated_somewhere() -> None:
+    assert not MESSAGES.keys() - literals() - {"text", "internal_error"}
+
+
+@pytest.mark.parametrize("code", sorted(MESSAGES))
+def test_templates_can_be_read(code: str) -> None:
+    for template in MESSAGES[code]:
+        list(Formatter().parse(template))
+
+
+def test_a_fact_is_rendered_in_the_words_of_a_front_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Page(Words):
+        def setting(self, name: str, value: str | None = None) -> str:
+            return f"“{name.capitalize()}: {value}”"
+
+    message = Message(
+        "{part:component} needs {size:memory}; {gpus:n GPU}.", "Take {set[offload=group]} or {other:setting}."
+    )
+    monkeypatch.setitem(MESSAGES, "test.one", message)
+    fact = Fact("test.one", {"part": "vae_decoder", "size": 3 << 30, "gpus": 2, "other": ("compile", "never")})
+    assert render(fact) == (
+        "VAE decoder needs 3.0 GiB; 2 GPUs.",
+        "Take --offload group or --compile never.",
+    )
+    assert render(fact, Page()).remedy == "Take “Offload: group” or “Compile: never”."
+
+
+def test_a_fact_survives_json_with_its_cause() -> None:
+    fact = Fact("a.b", {"cause": Fact("c.d", {"n": 1}), "path": Path("/x"), "names": ("p", "q")})
+    again = Fact.model_validate_json(fact.model_dump_json())
+    assert Fact(again.code, again.data) == fact
+    assert fact.data["names"] == ["p", "q"]
+
+
+def test_an_unknown_code_is_rendered_with_its_data() -> None:
+    assert render(Fact("newer.code", {"n": 1})).what == "newer.code {'n': 1}"
+
+
+def test_an_error_carries_code_and_data() -> None:
+    error = TandemError("model.folder_missing", folder=Path("/x"))
+    assert (error.code, error.data) == ("model.folder_missing", {"folder": "/x"})
