@@ -137,7 +137,7 @@ EXCLUDED: list[tuple[str, dict[str, Any], Machine, str, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "changes", "on", "chip", "reason", "remedy"), EXCLUDED)
+@pytest.mark.parametrize(("rule", "changes", "on", "badge", "reason", "remedy"), EXCLUDED)
 def test_what_is_excluded(
     rule: str, changes: dict[str, Any], on: Machine, badge: str, reason: str, remedy: str
 ) -> None:

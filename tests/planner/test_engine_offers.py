@@ -102,7 +102,7 @@ EXCLUDED = Conflict("4-bit weights exclude TensorRT", "4-bit weights exclude it"
 
 
 @pytest.mark.parametrize(
-    ("asked", "build", "offers", "excluded", "chip"),
+    ("asked", "build", "offers", "excluded", "badge"),
     [
         ("auto", "auto", [], None, "PyTorch: no engine yet"),
         ("auto", "auto", [buildable(ORT)], None, "PyTorch: no engine yet"),

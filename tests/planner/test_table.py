@@ -330,7 +330,7 @@ def test_the_plan_and_its_reasons(row: Row, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("differs", "chip", "reason"),
+    ("differs", "badge", "reason"),
     [
         ({}, "TensorRT: engine ready", "TensorRT is faster here: float16, 2.0 times as fast"),
         (
