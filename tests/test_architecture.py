@@ -47,7 +47,7 @@ WITHOUT_TORCH = (
     "runtime.engines.builders.onnx_tensorrt",
     "runtime.engines.builders.torch_tensorrt",
     "runtime.queue.recovery",
-    "runtime.queue.worker",
+    "runtime.queue.service",
     "runtime.queue.downloads",
     "runtime.bench.configurations",
     "runtime.bench.statistics",

@@ -15,7 +15,7 @@ from runtime.core.loras import read_loras
 from runtime.core.request import AUTO, RETRY, GenerationRequest
 from runtime.core.step_cache import NONE
 from runtime.models.spec import ModelSpec
-from runtime.queue.worker import Job, Worker
+from runtime.queue.service import Job, JobQueue
 from runtime.ui import job_stream
 from runtime.ui.lora_field import by_name
 from runtime.ui.model_choices import check_offered
@@ -24,7 +24,7 @@ from runtime.ui.visitor_sessions import Lobby
 Auto = Literal["auto"]
 
 
-def endpoint(worker: Worker, models: dict[str, ModelSpec], default_model: str) -> Callable[..., Any]:
+def endpoint(worker: JobQueue, models: dict[str, ModelSpec], default_model: str) -> Callable[..., Any]:
     """Return the function behind `/generate`."""
 
     async def generate(

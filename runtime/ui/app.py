@@ -21,7 +21,7 @@ from runtime.machine.probe import probe
 from runtime.pipeline.history import HistoryFile
 from runtime.queue.downloads import Downloads
 from runtime.queue.opening import open_store
-from runtime.queue.worker import Worker
+from runtime.queue.service import JobQueue
 from runtime.ui import job_routes, server
 from runtime.ui.page import build
 from runtime.ui.security_middleware import LOOPBACK
@@ -83,7 +83,7 @@ def serve(settings: Settings, tell: Callable[[str], None] = logger.info) -> Iter
         sys.stderr.write(f"Note: {told}\n")
     cancel_for_nobody(store)
     history = HistoryFile(settings.cache_dir, engines.machine)
-    worker = Worker(settings.weights_dir, settings.outputs_dir, engines, history, store)
+    worker = JobQueue(settings.weights_dir, settings.outputs_dir, engines, history, store)
     waiting = sum(not one.held for one in store.queue())
     if waiting:
         sys.stderr.write(

@@ -23,8 +23,8 @@ from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import EngineRecord
 from runtime.planner.engine_offers import EngineOffer
 from runtime.queue import tasks
+from runtime.queue.service import JobQueue
 from runtime.queue.tasks import Task
-from runtime.queue.worker import Worker
 from runtime.ui import acceleration, break_even, engine_import, engine_views, form, formatting, plan_summary
 from runtime.ui.model_choices import check_offered
 from runtime.ui.plan_preview import Foreseen, Foresight
@@ -45,7 +45,7 @@ class Library:
     """The tab's handlers. Each view goes to: parts, work, disk, table, what was said, and what is shown now."""
 
     def __init__(
-        self, worker: Worker, engines: EngineService, models: dict[str, ModelSpec], foresight: Foresight
+        self, worker: JobQueue, engines: EngineService, models: dict[str, ModelSpec], foresight: Foresight
     ) -> None:
         self._worker = worker
         self._engines = engines

@@ -15,7 +15,7 @@ from runtime.core.events import VideoSaved
 from runtime.core.request import COMPONENTS
 from runtime.models.spec import ModelSpec
 from runtime.planner.parallelism import usable_gpus
-from runtime.queue.worker import Job, Worker
+from runtime.queue.service import Job, JobQueue
 from runtime.ui import acceleration, form, job_stream, plan_summary, player
 from runtime.ui.job_stream import Audience
 from runtime.ui.model_choices import check_offered
@@ -34,7 +34,7 @@ class Handlers:
 
     def __init__(
         self,
-        worker: Worker,
+        worker: JobQueue,
         models: dict[str, ModelSpec],
         log_file: Path,
         icon: str,
@@ -128,7 +128,7 @@ def cancelled(job: Job | None) -> Any:
     return gr.update(value="Stopping…", interactive=False)
 
 
-async def updates_of(job: Job, worker: Worker, audience: Audience, icon: str) -> AsyncIterator[Updates]:
+async def updates_of(job: Job, worker: JobQueue, audience: Audience, icon: str) -> AsyncIterator[Updates]:
     """Yield what to change on a page that shows a job, until the job ends."""
     before: job_stream.View | None = None
     async for view in job_stream.follow_views(job, worker, audience, icon):
@@ -137,7 +137,7 @@ async def updates_of(job: Job, worker: Worker, audience: Audience, icon: str) ->
 
 
 async def attached(
-    own: Callable[[], Job | None], worker: Worker, audience: Audience, icon: str, visitor: str | None = None
+    own: Callable[[], Job | None], worker: JobQueue, audience: Audience, icon: str, visitor: str | None = None
 ) -> AsyncIterator[Updates]:
     """Show a page's own job while it runs, else another that runs, else the last: a visitor's, or of this server's.
 

@@ -20,8 +20,8 @@ from runtime.core.errors import StoreError, TandemError
 from runtime.core.settings import Settings
 from runtime.pipeline.checkpoint_files import POSTER
 from runtime.queue.records import JobRecord
+from runtime.queue.service import JobQueue
 from runtime.queue.support_report import report
-from runtime.queue.worker import Worker
 from runtime.ui.files import find_output
 from runtime.video.preview import still
 from runtime.video.strip_metadata import bare_copy
@@ -34,7 +34,7 @@ _PRIVATE = {"Cache-Control": "private, no-store"}
 _KEPT = {"Cache-Control": "private, max-age=86400"}
 
 
-def routes(worker: Worker, settings: Settings, owner: Callable[[Request], str | None]) -> list[BaseRoute]:
+def routes(worker: JobQueue, settings: Settings, owner: Callable[[Request], str | None]) -> list[BaseRoute]:
     """Return the routes, for gradio's server to begin with.
 
     Args:
@@ -51,7 +51,7 @@ def routes(worker: Worker, settings: Settings, owner: Callable[[Request], str | 
 
 
 class _Parcels:
-    def __init__(self, worker: Worker, settings: Settings, owner: Callable[[Request], str | None]) -> None:
+    def __init__(self, worker: JobQueue, settings: Settings, owner: Callable[[Request], str | None]) -> None:
         self._worker = worker
         self._store = worker.store
         self._settings = settings

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from runtime.core.events import Cancelled, Event, Failed, TerminalEvent, VideoSaved
 from runtime.core.progress import Progress
-from runtime.queue.worker import Job, Worker
+from runtime.queue.service import Job, JobQueue
 from runtime.ui import acceleration, player, result_view
 from runtime.ui.resume_status import standing
 
@@ -49,7 +49,7 @@ class View:
     job_id: str
 
 
-def view(job: Job, worker: Worker, audience: Audience, icon: str, now: float) -> View:
+def view(job: Job, worker: JobQueue, audience: Audience, icon: str, now: float) -> View:
     """Return what to show of `job` at `now` (seconds of the monotonic clock)."""
     progress = job.progress
     line = _line(job, progress, worker, audience, now)
@@ -64,7 +64,7 @@ def view(job: Job, worker: Worker, audience: Audience, icon: str, now: float) ->
     )
 
 
-async def follow_views(job: Job, worker: Worker, audience: Audience, icon: str) -> AsyncIterator[View]:
+async def follow_views(job: Job, worker: JobQueue, audience: Audience, icon: str) -> AsyncIterator[View]:
     """Yield views of a job as it changes, about once a second at least while denoising, up to the last one."""
     shown, shown_at = None, 0.0
     seen: object = None
@@ -112,7 +112,7 @@ def _facts(job: Job, progress: Progress, address: str, audience: Audience) -> st
     return audience.redact(result_view.notes(progress.warnings)) if job.open and progress.warnings else ""
 
 
-def _line(job: Job, progress: Progress, worker: Worker, audience: Audience, now: float) -> player.Line:
+def _line(job: Job, progress: Progress, worker: JobQueue, audience: Audience, now: float) -> player.Line:
     end = progress.end
     if isinstance(end, VideoSaved):
         return player.Line("done", "Done", f"The video is ready. Seed {end.request['seed']}.", fraction=1.0)

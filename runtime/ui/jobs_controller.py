@@ -16,7 +16,7 @@ from runtime.core.units import byte_size
 from runtime.models.spec import ModelSpec
 from runtime.queue import batch, disk_usage, recovery
 from runtime.queue.records import JobRecord
-from runtime.queue.worker import Worker
+from runtime.queue.service import JobQueue
 from runtime.ui import compare, form, history_view, queue_view
 from runtime.ui.jobs_presenter import Shown, told
 from runtime.ui.jobs_request import Asked, read, unknown
@@ -39,7 +39,7 @@ class JobsController:
     """
 
     def __init__(
-        self, worker: Worker, models: dict[str, ModelSpec], outputs_dir: Path, owner: str | None = None
+        self, worker: JobQueue, models: dict[str, ModelSpec], outputs_dir: Path, owner: str | None = None
     ) -> None:
         self._worker = worker
         self._store = worker.store

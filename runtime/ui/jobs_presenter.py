@@ -14,7 +14,7 @@ from runtime.core.units import byte_size
 from runtime.pipeline.checkpoint_files import POSTER
 from runtime.queue import disk_usage
 from runtime.queue.records import RESUMABLE, JobRecord, State
-from runtime.queue.worker import Job, Worker
+from runtime.queue.service import Job, JobQueue
 from runtime.ui import acceleration, compare, formatting, history_view, queue_view, result_view
 from runtime.ui.files import find_output
 from runtime.ui.jobs_request import SHOWN, Asked, is_id, unknown
@@ -37,7 +37,7 @@ class Shown:
         owner: whose jobs are shown; `None` is the person whose Tandem this is, who sees the whole queue too.
     """
 
-    def __init__(self, worker: Worker, outputs_dir: Path, owner: str | None = None) -> None:
+    def __init__(self, worker: JobQueue, outputs_dir: Path, owner: str | None = None) -> None:
         self._worker = worker
         self._store = worker.store
         self._outputs_dir = outputs_dir

@@ -7,7 +7,7 @@ import gradio as gr
 from runtime.core.settings import Settings
 from runtime.engines.service import EngineService
 from runtime.queue.downloads import Downloads
-from runtime.queue.worker import Worker
+from runtime.queue.service import JobQueue
 from runtime.ui import (
     acceleration,
     api,
@@ -34,7 +34,7 @@ _LOOK_SECONDS = 1.0
 
 
 def build(
-    worker: Worker,
+    worker: JobQueue,
     engines: EngineService,
     settings: Settings,
     sharing: Sharing | None = None,

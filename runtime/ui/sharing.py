@@ -16,7 +16,7 @@ import gradio as gr
 from runtime.core.errors import MachineError, ModelError
 from runtime.core.settings import Settings
 from runtime.models.catalogue import folders
-from runtime.queue.worker import Worker
+from runtime.queue.service import JobQueue
 from runtime.ui import server, visitor_limits, visitor_page
 from runtime.ui.model_choices import offered
 from runtime.ui.security_middleware import LOOPBACK
@@ -51,7 +51,7 @@ class Sharing:
         ModelError: if there is no model that visitors may use, or the settings' own cannot be used.
     """
 
-    def __init__(self, worker: Worker, settings: Settings, tell: Callable[[str], None]) -> None:
+    def __init__(self, worker: JobQueue, settings: Settings, tell: Callable[[str], None]) -> None:
         self.state: State = "opening"
         self.url = ""
         self.problem = ""

@@ -16,7 +16,7 @@ import gradio as gr
 from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.settings import ROOT, Settings
 from runtime.models.spec import ModelSpec
-from runtime.queue.worker import Job, Worker
+from runtime.queue.service import Job, JobQueue
 from runtime.ui import api, form, theme, visitor_limits
 from runtime.ui.handlers import Updates, alert, attached, cancelled, stored_values, updates_of
 from runtime.ui.job_stream import Audience
@@ -31,7 +31,7 @@ _MOST_WAITING = 200
 logger = logging.getLogger(__name__)
 
 
-def build(worker: Worker, settings: Settings, models: dict[str, ModelSpec], lobby: Lobby) -> gr.Blocks:
+def build(worker: JobQueue, settings: Settings, models: dict[str, ModelSpec], lobby: Lobby) -> gr.Blocks:
     """Return the page, with `/generate` for visitors' programs.
 
     Args:
@@ -67,7 +67,7 @@ class VisitorHandlers:
     """What the page's buttons do; see `handlers.Handlers`. The request tells whose page it is."""
 
     def __init__(
-        self, worker: Worker, settings: Settings, models: dict[str, ModelSpec], lobby: Lobby, icon: str
+        self, worker: JobQueue, settings: Settings, models: dict[str, ModelSpec], lobby: Lobby, icon: str
     ) -> None:
         self._worker = worker
         self._settings = settings

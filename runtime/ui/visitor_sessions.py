@@ -18,8 +18,8 @@ from runtime.core.settings import Settings
 from runtime.machine.probe import free_disk_bytes
 from runtime.models.spec import ModelSpec
 from runtime.queue.process_lock import lives
+from runtime.queue.service import Job, JobQueue
 from runtime.queue.store import JobStore
-from runtime.queue.worker import Job, Worker
 from runtime.ui import visitor_limits
 from runtime.ui.files import find_output
 from runtime.ui.model_choices import check_offered
@@ -37,7 +37,7 @@ class Lobby:
         models: what visitors may use, by name.
     """
 
-    def __init__(self, worker: Worker, settings: Settings, models: Mapping[str, ModelSpec]) -> None:
+    def __init__(self, worker: JobQueue, settings: Settings, models: Mapping[str, ModelSpec]) -> None:
         self.closed = False
         self._worker = worker
         self._settings = settings

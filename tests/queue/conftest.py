@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from runtime.models.spec import ModelSpec
+from runtime.queue.service import JobQueue
 from runtime.queue.store import JobStore
-from runtime.queue.worker import Worker
 from tests.plans import no_engines
 
 
 @pytest.fixture
-def worker(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Iterator[Worker]:
+def worker(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Iterator[JobQueue]:
     """A worker with one tiny model in its weights folder."""
     shutil.copytree(tiny("wan2.2-a14b").directory, tmp_path / "weights" / "tiny")
     store = JobStore(tmp_path / "jobs.sqlite")
-    made = Worker(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path), store=store)
+    made = JobQueue(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path), store=store)
     yield made
     made.close()

@@ -26,26 +26,26 @@ from runtime.queue import tasks
 from runtime.queue.batch import combined
 from runtime.queue.process_lock import Instance
 from runtime.queue.records import JobRecord
+from runtime.queue.service import Job, JobQueue
 from runtime.queue.store import JobStore
 from runtime.queue.tasks import Task
-from runtime.queue.worker import Job, Worker
 from runtime.video.metadata import read_facts
 from tests.cli.test_jobs import stream
 from tests.plans import no_engines
 from tests.queue.test_worker import small, stored
 from tests.waiting import until
 
-Make = Callable[[], Worker]
+Make = Callable[[], JobQueue]
 
 
 @pytest.fixture
 def start(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Iterator[Make]:
     """Start a worker on the store in `tmp_path`, as often as asked."""
     shutil.copytree(tiny("wan2.2-a14b").directory, tmp_path / "weights" / "tiny")
-    made: list[Worker] = []
+    made: list[JobQueue] = []
 
-    def begin() -> Worker:
-        made.append(Worker(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path), store=stored(tmp_path)))
+    def begin() -> JobQueue:
+        made.append(JobQueue(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path), store=stored(tmp_path)))
         return made[-1]
 
     yield begin
@@ -124,7 +124,7 @@ def test_another_process_cancels(start: Make, tmp_path: Path) -> None:
 def test_a_job_of_another_process_is_seen_from_here(
     start: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runtime.queue.worker._ROUND_SECONDS", 0.1)
+    monkeypatch.setattr("runtime.queue.service._ROUND_SECONDS", 0.1)
     worker = start()
     busy = worker.submit(small(steps=1000))
     until(lambda: steps(busy) > 2)
@@ -149,7 +149,7 @@ def test_what_waits_is_planned_anew_when_it_begins(start: Make, monkeypatch: pyt
     planned = waiting.plan
     until(lambda: steps(busy) > 2)
     seen = replace(probe(), ram_free_bytes=3 << 30, ram_bytes=4 << 30)
-    monkeypatch.setattr("runtime.queue.worker.probe", lambda: seen)
+    monkeypatch.setattr("runtime.queue.service.probe", lambda: seen)
     busy.cancel.request()
     until(lambda: not waiting.open)
     assert waiting.state == "done"
@@ -230,7 +230,7 @@ def test_a_build_outlives_its_worker(tiny: Callable[[str], ModelSpec], tmp_path:
     shutil.copytree(tiny("wan2.1").directory, folder)
     engines = EngineService(EngineStore(tmp_path / "engines", 10**10), probe(), tmp_path)
     request = small(backends={"text_encoder": "onnxruntime"})
-    worker = Worker(tmp_path / "weights", tmp_path / "outputs", engines, store=stored(tmp_path))
+    worker = JobQueue(tmp_path / "weights", tmp_path / "outputs", engines, store=stored(tmp_path))
     busy = worker.submit(small(steps=1000))
     build = tasks.building(request, read_spec(folder, "tiny"), engines, title="Build it")
     task = Task("prune", "Prune", lambda *_: "Done.")
@@ -239,7 +239,7 @@ def test_a_build_outlives_its_worker(tiny: Callable[[str], ModelSpec], tmp_path:
     assert [(one.kind, one.title) for one in worker.store.queue()][1:] == [("build", "Build it"), ("task", "Prune")]
     worker.close()
     assert (build.state, task.state) == ("cancelled", "cancelled")
-    worker = Worker(tmp_path / "weights", tmp_path / "outputs", engines, store=stored(tmp_path))
+    worker = JobQueue(tmp_path / "weights", tmp_path / "outputs", engines, store=stored(tmp_path))
     (again,) = worker.tasks()
     worker.cancel([busy.id])
     until(lambda: not again.open)

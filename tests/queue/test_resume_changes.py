@@ -8,8 +8,8 @@ import pytest
 from runtime.core.errors import InvalidRequestError, StoreError
 from runtime.core.events import Cancelled, Resumed, VideoSaved
 from runtime.queue import disk_usage
+from runtime.queue.service import Job, JobQueue
 from runtime.queue.store import JobStore
-from runtime.queue.worker import Job, Worker
 from tests.queue.made import add, saved
 from tests.queue.test_worker import small, stored, watch
 from tests.waiting import until
@@ -19,7 +19,7 @@ def end(job: Job) -> object:
     return list(watch(job))[-1]
 
 
-def test_a_cancelled_job_goes_on_in_another_way(worker: Worker) -> None:
+def test_a_cancelled_job_goes_on_in_another_way(worker: JobQueue) -> None:
     job = worker.submit(small(seed=3, steps=60, width=64, height=64))
     until(lambda: job.progress.step >= 2, pause=0.005)
     job.cancel.request()

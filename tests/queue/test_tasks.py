@@ -14,8 +14,8 @@ from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
 from runtime.models.wan import read_spec
 from runtime.queue import tasks
+from runtime.queue.service import Job, JobQueue
 from runtime.queue.tasks import Task
-from runtime.queue.worker import Job, Worker
 from tests.engines import foreign
 from tests.waiting import until
 
@@ -35,8 +35,8 @@ def spec(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> ModelSpec:
 
 
 @pytest.fixture
-def worker(engines: EngineService, spec: ModelSpec, tmp_path: Path) -> Iterator[Worker]:
-    made = Worker(tmp_path / "weights", tmp_path / "outputs", engines)
+def worker(engines: EngineService, spec: ModelSpec, tmp_path: Path) -> Iterator[JobQueue]:
+    made = JobQueue(tmp_path / "weights", tmp_path / "outputs", engines)
     yield made
     made.close()
 
@@ -53,7 +53,7 @@ def wait_for(one: Job | Task) -> None:
     until(lambda: one.state not in {"queued", "running"})
 
 
-def add(worker: Worker, task: Task) -> Task:
+def add(worker: JobQueue, task: Task) -> Task:
     """Queue a chore and wait until it has ended."""
     worker.add_task(task)
     wait_for(task)
@@ -61,7 +61,7 @@ def add(worker: Worker, task: Task) -> Task:
 
 
 def test_an_engine_is_built_used_verified_and_deleted(
-    worker: Worker, engines: EngineService, spec: ModelSpec, tmp_path: Path
+    worker: JobQueue, engines: EngineService, spec: ModelSpec, tmp_path: Path
 ) -> None:
     built = add(worker, tasks.building(small(), spec, engines))
     assert (built.state, built.said) == ("done", "1 of 1 ready.")
@@ -90,7 +90,7 @@ def test_an_engine_is_built_used_verified_and_deleted(
 
 
 def test_a_damaged_engine_fails_verification_and_is_pruned(
-    worker: Worker, engines: EngineService, spec: ModelSpec, tmp_path: Path
+    worker: JobQueue, engines: EngineService, spec: ModelSpec, tmp_path: Path
 ) -> None:
     add(worker, tasks.building(small(), spec, engines))
     (record,) = engines.store.index()
@@ -106,7 +106,7 @@ def test_a_damaged_engine_fails_verification_and_is_pruned(
     assert pruned.said == "Deleted 1 engine; 0 B are left."
 
 
-def test_tasks_and_jobs_share_one_line(worker: Worker, engines: EngineService, spec: ModelSpec) -> None:
+def test_tasks_and_jobs_share_one_line(worker: JobQueue, engines: EngineService, spec: ModelSpec) -> None:
     running = worker.submit(small(steps=1000, backends={}))
     build = tasks.building(small(), spec, engines)
     worker.add_task(build)
@@ -127,7 +127,7 @@ def test_tasks_and_jobs_share_one_line(worker: Worker, engines: EngineService, s
 
 
 def test_a_cancelled_build_leaves_nothing_and_the_worker_goes_on(
-    worker: Worker, engines: EngineService, spec: ModelSpec
+    worker: JobQueue, engines: EngineService, spec: ModelSpec
 ) -> None:
     build = tasks.building(small(), spec, engines)
     worker.add_task(build)
@@ -142,14 +142,14 @@ def test_a_cancelled_build_leaves_nothing_and_the_worker_goes_on(
     assert after.state == "done"
 
 
-def test_one_part_alone(worker: Worker, engines: EngineService, spec: ModelSpec) -> None:
+def test_one_part_alone(worker: JobQueue, engines: EngineService, spec: ModelSpec) -> None:
     request = small(backends={"all": "onnxruntime"})
     built = add(worker, tasks.building(request, spec, engines, part="transformer"))
     assert built.said == "1 of 1 ready."
     assert [record.key.program for record in engines.store.index()] == ["transformer"]
 
 
-def test_what_cannot_be_built_here_says_so(worker: Worker, engines: EngineService, spec: ModelSpec) -> None:
+def test_what_cannot_be_built_here_says_so(worker: JobQueue, engines: EngineService, spec: ModelSpec) -> None:
     built = add(worker, tasks.building(small(backends={"vae": "tensorrt"}), spec, engines))
     assert built.state == "failed"
     assert "TensorRT engines cannot be built here" in built.said
@@ -158,7 +158,7 @@ def test_what_cannot_be_built_here_says_so(worker: Worker, engines: EngineServic
     assert (nothing.state, nothing.said) == ("done", "Nothing is to be built: PyTorch was chosen for every part.")
 
 
-def test_a_defect_ends_the_task_and_not_the_worker(worker: Worker) -> None:
+def test_a_defect_ends_the_task_and_not_the_worker(worker: JobQueue) -> None:
     def broken(_task: Task, _free: Callable[[], None]) -> str:
         raise ZeroDivisionError("on purpose")
 
@@ -168,7 +168,7 @@ def test_a_defect_ends_the_task_and_not_the_worker(worker: Worker) -> None:
     assert add(worker, Task("build", "Whole", lambda *_: "Done.")).said == "Done."
 
 
-def test_old_tasks_are_forgotten_and_open_ones_are_not(worker: Worker) -> None:
+def test_old_tasks_are_forgotten_and_open_ones_are_not(worker: JobQueue) -> None:
     for _ in range(30):
         last = add(worker, Task("prune", "Quick", lambda *_: "Done."))
     kept = worker.tasks()
@@ -177,7 +177,7 @@ def test_old_tasks_are_forgotten_and_open_ones_are_not(worker: Worker) -> None:
 
 
 def test_closing_cancels_tasks(engines: EngineService, spec: ModelSpec, tmp_path: Path) -> None:
-    worker = Worker(tmp_path / "weights", tmp_path / "outputs", engines)
+    worker = JobQueue(tmp_path / "weights", tmp_path / "outputs", engines)
     built = [tasks.building(small(width=size), spec, engines) for size in (32, 48)]
     for task in built:
         worker.add_task(task)
@@ -188,7 +188,7 @@ def test_closing_cancels_tasks(engines: EngineService, spec: ModelSpec, tmp_path
 
 @pytest.mark.slow
 def test_a_file_made_elsewhere_is_looked_into_and_imported(
-    worker: Worker, engines: EngineService, spec: ModelSpec, tmp_path: Path
+    worker: JobQueue, engines: EngineService, spec: ModelSpec, tmp_path: Path
 ) -> None:
     path = foreign.transformer(spec, tmp_path / "foreign.onnx")
     looked = add(worker, tasks.looking(path, spec, None, engines))
@@ -212,7 +212,7 @@ def test_a_file_made_elsewhere_is_looked_into_and_imported(
 
 @pytest.mark.slow
 def test_an_import_that_is_cancelled_or_of_other_weights_leaves_nothing(
-    worker: Worker, engines: EngineService, spec: ModelSpec, tmp_path: Path
+    worker: JobQueue, engines: EngineService, spec: ModelSpec, tmp_path: Path
 ) -> None:
     path = foreign.transformer(spec, tmp_path / "other.onnx", module=foreign.other_transformer(spec))
     cancelled = tasks.importing(path, spec, None, engines)
@@ -230,7 +230,7 @@ def test_an_import_that_is_cancelled_or_of_other_weights_leaves_nothing(
 
 @pytest.mark.parametrize("make", [tasks.looking, tasks.importing])
 def test_a_file_that_is_no_engine_is_refused(
-    make: Callable[..., Task], worker: Worker, engines: EngineService, spec: ModelSpec, tmp_path: Path
+    make: Callable[..., Task], worker: JobQueue, engines: EngineService, spec: ModelSpec, tmp_path: Path
 ) -> None:
     path = tmp_path / "noise.onnx"
     path.write_bytes(bytes(range(256)) * 20)

@@ -23,8 +23,8 @@ from runtime.queue.job import Job
 from runtime.queue.opening import open_store
 from runtime.queue.records import VIDEOS, JobRecord
 from runtime.queue.runner import Runner, RunnerContext
+from runtime.queue.service import JobQueue
 from runtime.queue.store import JobStore
-from runtime.queue.worker import Worker
 from runtime.ui import job_stream
 from runtime.ui.jobs_presenter import Shown
 from tests.planner.test_parallelism import FOUR
@@ -106,7 +106,7 @@ def test_it_says_how_many_are_free_and_can_be_cancelled(
     until(lambda: waits(job)[-1] == WaitsForGpus(4, 3))
     assert job.state == "running"
     # The page: its line, and the queue's.
-    worker = cast(Worker, OneJob(job, store))
+    worker = cast(JobQueue, OneJob(job, store))
     line = job_stream.view(job, worker, AUDIENCE, "<svg></svg>", job.progress.now).status
     assert "<strong>Waits for 4 GPUs: 3 are free</strong>" in line
     queue = Shown(worker, Path())._line()

@@ -16,8 +16,8 @@ from runtime.core.events import Cancelled, Event, Failed, StepDone, TerminalEven
 from runtime.core.request import GenerationRequest
 from runtime.models.spec import ModelSpec
 from runtime.queue.execution import on_gpu
+from runtime.queue.service import Job, JobQueue
 from runtime.queue.store import JobStore
-from runtime.queue.worker import Job, Worker
 from tests.plans import GIB, machine, no_engines
 from tests.plans import gpu as a_gpu
 from tests.queue.made import planned
@@ -46,7 +46,7 @@ def small(**values: object) -> GenerationRequest:
     return GenerationRequest.from_mapping(wanted | {"steps": 2, "fps": 8} | values)
 
 
-def test_jobs_run_in_order_and_every_watcher_sees_everything(worker: Worker) -> None:
+def test_jobs_run_in_order_and_every_watcher_sees_everything(worker: JobQueue) -> None:
     jobs = [worker.submit(small(seed=n)) for n in range(3)]
     seen: list[list[object]] = [[], []]
     watchers = [threading.Thread(target=lambda to=to: to.extend(watch(jobs[1]))) for to in seen]
@@ -65,7 +65,7 @@ def test_jobs_run_in_order_and_every_watcher_sees_everything(worker: Worker) -> 
     assert worker.latest() is jobs[2]
 
 
-def test_what_cannot_be_made_is_refused_at_once(worker: Worker) -> None:
+def test_what_cannot_be_made_is_refused_at_once(worker: JobQueue) -> None:
     with pytest.raises(InvalidRequestError):
         worker.submit(small(width=33))
     with pytest.raises(ModelError):
@@ -73,7 +73,7 @@ def test_what_cannot_be_made_is_refused_at_once(worker: Worker) -> None:
     assert worker.latest() is None
 
 
-def test_cancelling_ends_the_running_job_and_skips_waiting_ones(worker: Worker) -> None:
+def test_cancelling_ends_the_running_job_and_skips_waiting_ones(worker: JobQueue) -> None:
     running, waiting, last = (worker.submit(small(steps=steps)) for steps in (1000, 1000, 2))
     assert [one.id for one in worker.ahead(last)] == [running.id, waiting.id]
     waiting.cancel.request()
@@ -91,7 +91,7 @@ def test_cancelling_ends_the_running_job_and_skips_waiting_ones(worker: Worker) 
 
 def test_what_is_not_remembered_is_cancelled_by_closing(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
     shutil.copytree(tiny("wan2.1").directory, tmp_path / "weights" / "tiny")
-    worker = Worker(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path))
+    worker = JobQueue(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path))
     jobs = [worker.submit(small(steps=1000)) for _ in range(2)]
     worker.close()
     assert [job.state for job in jobs] == ["cancelled", "cancelled"]
@@ -103,7 +103,7 @@ def test_a_torch_that_does_not_start_ends_the_job_and_not_the_worker(
 ) -> None:
     shutil.copytree(tiny("wan2.1").directory, tmp_path / "weights" / "tiny")
     monkeypatch.setitem(sys.modules, "runtime.pipeline.run", None)
-    worker = Worker(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path))
+    worker = JobQueue(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path))
     end = list(watch(worker.submit(small())))[-1]
     assert isinstance(end, Failed)
     assert "does not start" in end.what
@@ -112,16 +112,16 @@ def test_a_torch_that_does_not_start_ends_the_job_and_not_the_worker(
     worker.close()
 
 
-def test_what_this_process_holds_counts_as_free(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_this_process_holds_counts_as_free(worker: JobQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     def free(gib: float) -> int:
-        monkeypatch.setattr("runtime.queue.worker.probe", lambda: machine(ram_free_gib=gib))
+        monkeypatch.setattr("runtime.queue.service.probe", lambda: machine(ram_free_gib=gib))
         return worker.submit(small(steps=1)).plan.free_bytes
 
     assert 10 * GIB + (50 << 20) < free(10) < 20 * GIB
     assert free(24) == 24 * GIB
 
 
-def test_a_job_whose_plan_is_of_another_version_is_planned_anew(worker: Worker, tmp_path: Path) -> None:
+def test_a_job_whose_plan_is_of_another_version_is_planned_anew(worker: JobQueue, tmp_path: Path) -> None:
     busy, old, broken, last = (worker.submit(small(steps=steps)) for steps in (1000, 2, 2, 2))
     worker.close()
     with sqlite3.connect(tmp_path / "jobs.sqlite") as connection:
@@ -129,7 +129,7 @@ def test_a_job_whose_plan_is_of_another_version_is_planned_anew(worker: Worker, 
         connection.execute("UPDATE jobs SET request = '{\"a\": 1}' WHERE id = ?", (broken.id,))
         connection.execute("UPDATE jobs SET state = 'cancelled' WHERE id = ?", (busy.id,))
     connection.close()
-    again = Worker(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path), store=stored(tmp_path))
+    again = JobQueue(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path), store=stored(tmp_path))
     following = again.job(last.id)
     assert following is not None
     assert isinstance(list(watch(following))[-1], VideoSaved)

@@ -20,8 +20,8 @@ from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import UNREADABLE_KEY
 from runtime.planner.shapes import ShapeProfile
+from runtime.queue.service import JobQueue
 from runtime.queue.tasks import Task
-from runtime.queue.worker import Worker
 from runtime.ui import engine_views, form
 from runtime.ui.break_even import Payoff
 from runtime.ui.engines_tab import Library
@@ -41,7 +41,7 @@ class Tab:
     """The tab over a worker and a library of their own."""
 
     library: Library
-    worker: Worker
+    worker: JobQueue
     store: EngineStore
 
     def press(self, act: object, of: object, values: list[Any] = VALUES) -> str:
@@ -68,7 +68,7 @@ class Tab:
 def tab(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Iterator[Tab]:
     store = EngineStore(tmp_path / "engines", 10**9)
     engines = EngineService(store, probe(), tmp_path)
-    worker = Worker(tmp_path / "weights", tmp_path / "outputs", engines)
+    worker = JobQueue(tmp_path / "weights", tmp_path / "outputs", engines)
     models = {name: tiny(name) for name in ("wan2.2-a14b", "wan2.1")}
     yield Tab(Library(worker, engines, models, Foresight(engines, worker.machine, worker.history)), worker, store)
     worker.close()

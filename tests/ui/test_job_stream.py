@@ -14,8 +14,8 @@ from runtime.core.events import Cancelled, Event, Failed, FramesDecoded, Planned
 from runtime.core.request import GenerationRequest
 from runtime.models.spec import ModelSpec
 from runtime.queue.job import Job
+from runtime.queue.service import JobQueue
 from runtime.queue.store import JobStore
-from runtime.queue.worker import Worker
 from runtime.ui import job_stream, player, result_view
 from tests.plans import tiny_plan
 
@@ -65,7 +65,7 @@ def begin(job: Job, store: JobStore) -> None:
 def show(job: Job, *events: Event) -> job_stream.View:
     for event in events:
         job.record(event)
-    return job_stream.view(job, cast(Worker, NobodyAhead()), AUDIENCE, "<svg></svg>", job.progress.now)
+    return job_stream.view(job, cast(JobQueue, NobodyAhead()), AUDIENCE, "<svg></svg>", job.progress.now)
 
 
 def test_a_running_job_tells_stage_step_and_time(job: Job, store: JobStore) -> None:
@@ -82,7 +82,7 @@ def test_a_running_job_tells_stage_step_and_time(job: Job, store: JobStore) -> N
 
 def test_a_job_that_waits_says_for_how_much(job: Job) -> None:
     def shown(*ahead: str) -> str:
-        line = cast(Worker, SimpleNamespace(ahead=lambda _job: [SimpleNamespace(kind=kind) for kind in ahead]))
+        line = cast(JobQueue, SimpleNamespace(ahead=lambda _job: [SimpleNamespace(kind=kind) for kind in ahead]))
         return job_stream.view(job, line, AUDIENCE, "", 0.0).status
 
     assert "Starting." in shown()
@@ -174,7 +174,7 @@ def test_every_state_has_the_same_children(job: Job) -> None:
 def test_following_ends_with_the_job(job: Job) -> None:
     async def collect() -> tuple[list[job_stream.View], list[Event]]:
         async def views() -> list[job_stream.View]:
-            return [view async for view in job_stream.follow_views(job, cast(Worker, NobodyAhead()), AUDIENCE, "")]
+            return [view async for view in job_stream.follow_views(job, cast(JobQueue, NobodyAhead()), AUDIENCE, "")]
 
         async def events() -> list[Event]:
             return [event async for event in job_stream.follow_events(job)]

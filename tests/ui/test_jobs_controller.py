@@ -10,8 +10,8 @@ import pytest
 
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
+from runtime.queue.service import JobQueue
 from runtime.queue.store import JobStore
-from runtime.queue.worker import Worker
 from runtime.ui import form
 from runtime.ui.jobs_controller import PARTS, JobsController
 from runtime.ui.jobs_request import read
@@ -27,23 +27,23 @@ VIEW: dict[str, Any] = {
 
 
 @pytest.fixture
-def worker(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Iterator[Worker]:
+def worker(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Iterator[JobQueue]:
     """Return a worker that is closed: what is queued stays queued."""
     shutil.copytree(tiny("wan2.2-a14b").directory, tmp_path / "weights" / "tiny")
     store = JobStore(tmp_path / "jobs.sqlite")
-    made = Worker(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path), store=store)
+    made = JobQueue(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path), store=store)
     made.close()
     yield made
     store.close()
 
 
 @pytest.fixture
-def models(worker: Worker, tmp_path: Path) -> dict[str, ModelSpec]:
+def models(worker: JobQueue, tmp_path: Path) -> dict[str, ModelSpec]:
     return {"tiny": find("tiny", tmp_path / "weights")}
 
 
 @pytest.fixture
-def desk(worker: Worker, models: dict[str, ModelSpec], tmp_path: Path) -> JobsController:
+def desk(worker: JobQueue, models: dict[str, ModelSpec], tmp_path: Path) -> JobsController:
     return JobsController(worker, models, tmp_path / "outputs")
 
 
@@ -61,11 +61,11 @@ def act(desk: JobsController, name: str, of: str = "", **changes: Any) -> tuple[
     return dict(zip(PARTS, drawn, strict=True)), json.loads(says)
 
 
-def add(worker: Worker, prompt: str, owner: str | None = None) -> str:
+def add(worker: JobQueue, prompt: str, owner: str | None = None) -> str:
     return worker.submit(small(prompt=prompt, seed=1), owner).id
 
 
-def finish(worker: Worker, job_id: str) -> None:
+def finish(worker: JobQueue, job_id: str) -> None:
     """Let a job be done, with a file where its video would be."""
     assert worker.store.claim("here") is not None
     worker.store.record(job_id, saved())
@@ -74,7 +74,7 @@ def finish(worker: Worker, job_id: str) -> None:
     output.write_bytes(b"x" * 1000)
 
 
-def prompts(worker: Worker) -> list[str]:
+def prompts(worker: JobQueue) -> list[str]:
     return [job.prompt for job in worker.store.queue()]
 
 
@@ -89,7 +89,7 @@ def prompts(worker: Worker) -> list[str]:
         json.dumps(VIEW | {"values": []}), json.dumps(VIEW | {"number": "1"}),
     ],
 )  # fmt: skip
-def test_what_no_page_sends_is_refused_in_a_line(desk: JobsController, worker: Worker, message: Any) -> None:
+def test_what_no_page_sends_is_refused_in_a_line(desk: JobsController, worker: JobQueue, message: Any) -> None:
     add(worker, "a red boat")
     says = json.loads(desk.act(message, *values())[-1])
     assert says["wrong"] and "There is no" in says["said"] and "\n" not in says["said"]
@@ -101,7 +101,7 @@ def test_ids_that_cannot_be_are_passed_over() -> None:
     assert (asked.open, asked.pair, asked.page) == ("", (), 3)
 
 
-def test_several_prompts_and_variations_are_added_together(desk: JobsController, worker: Worker) -> None:
+def test_several_prompts_and_variations_are_added_together(desk: JobsController, worker: JobQueue) -> None:
     drawn, says = act(desk, "add", values={"prompts": "a red boat\n\n  a blue ball ", "variations": "2"})
     assert says["said"] == "Added to the queue: 4 videos." and len(says["added"]) == 4
     assert prompts(worker) == ["a red boat"] * 2 + ["a blue ball"] * 2
@@ -124,7 +124,7 @@ def test_several_prompts_and_variations_are_added_together(desk: JobsController,
     ],
 )
 def test_what_cannot_be_added_adds_nothing(
-    desk: JobsController, worker: Worker, given: dict[str, Any], shown: dict[str, Any], said: str
+    desk: JobsController, worker: JobQueue, given: dict[str, Any], shown: dict[str, Any], said: str
 ) -> None:
     _, says = act(desk, "add", values=given, form=values(**shown))
     assert said in says["said"] and says["wrong"]
@@ -138,13 +138,13 @@ def test_what_cannot_be_added_adds_nothing(
         ("down", "a", "bacd"), ("down", "c", "abdc"), ("down", "d", "abcd"),
     ],
 )  # fmt: skip
-def test_a_move_is_past_one_neighbour(desk: JobsController, worker: Worker, move: str, of: str, order: str) -> None:
+def test_a_move_is_past_one_neighbour(desk: JobsController, worker: JobQueue, move: str, of: str, order: str) -> None:
     ids = {prompt: add(worker, prompt) for prompt in "abcd"}
     act(desk, move, ids[of])
     assert "".join(prompts(worker)) == order
 
 
-def test_saving_keeps_the_place_and_the_seed(desk: JobsController, worker: Worker) -> None:
+def test_saving_keeps_the_place_and_the_seed(desk: JobsController, worker: JobQueue) -> None:
     first, _ = add(worker, "a red boat"), add(worker, "a blue ball")
     _, says = act(desk, "edit", first)
     assert says["edit"]["request"]["prompt"] == "a red boat"
@@ -158,7 +158,7 @@ def test_saving_keeps_the_place_and_the_seed(desk: JobsController, worker: Worke
     assert "does not wait any more" in says["said"] and "saved" not in says
 
 
-def test_all_are_paused_and_cancelled(desk: JobsController, worker: Worker) -> None:
+def test_all_are_paused_and_cancelled(desk: JobsController, worker: JobQueue) -> None:
     for prompt in "abc":
         add(worker, prompt)
     drawn, _ = act(desk, "pause-all")
@@ -169,7 +169,7 @@ def test_all_are_paused_and_cancelled(desk: JobsController, worker: Worker) -> N
     assert says["said"] == "Cancelled: 3." and "Nothing waits or runs." in drawn["line"]
 
 
-def test_what_is_drawn_already_is_not_sent_again(desk: JobsController, worker: Worker) -> None:
+def test_what_is_drawn_already_is_not_sent_again(desk: JobsController, worker: JobQueue) -> None:
     add(worker, "a red boat")
     drawn, says = act(desk, "look")
     assert "a red boat" in drawn["line"]
@@ -180,7 +180,7 @@ def test_what_is_drawn_already_is_not_sent_again(desk: JobsController, worker: W
     assert isinstance(again["line"], str) and not isinstance(again["ended"], str)
 
 
-def test_deleted_jobs_come_back_until_they_are_removed_for_good(desk: JobsController, worker: Worker) -> None:
+def test_deleted_jobs_come_back_until_they_are_removed_for_good(desk: JobsController, worker: JobQueue) -> None:
     job = add(worker, "a red boat")
     finish(worker, job)
     output = worker.store.get(job).output
@@ -196,7 +196,7 @@ def test_deleted_jobs_come_back_until_they_are_removed_for_good(desk: JobsContro
 
 
 def test_nobody_touches_what_is_anothers(
-    desk: JobsController, worker: Worker, models: dict[str, ModelSpec], tmp_path: Path
+    desk: JobsController, worker: JobQueue, models: dict[str, ModelSpec], tmp_path: Path
 ) -> None:
     visitor = JobsController(worker, models, tmp_path / "outputs", owner="visitor")
     mine, theirs = add(worker, "a red boat"), add(worker, "a blue ball", "visitor")
@@ -217,7 +217,7 @@ def test_nobody_touches_what_is_anothers(
     assert act(desk, "open", theirs, tab="history")[1]["wrong"]
 
 
-def test_history_is_searched_and_paged(desk: JobsController, worker: Worker) -> None:
+def test_history_is_searched_and_paged(desk: JobsController, worker: JobQueue) -> None:
     for number in range(26):
         worker.cancel([add(worker, f"boat {number}")])
     drawn, _ = act(desk, "look", tab="history")
@@ -229,7 +229,7 @@ def test_history_is_searched_and_paged(desk: JobsController, worker: Worker) -> 
     assert "Nothing found." in act(desk, "look", tab="history", state="done")[0]["gallery"]
 
 
-def test_a_video_that_is_gone_or_elsewhere_is_said(desk: JobsController, worker: Worker) -> None:
+def test_a_video_that_is_gone_or_elsewhere_is_said(desk: JobsController, worker: JobQueue) -> None:
     job = add(worker, "a red boat")
     finish(worker, job)
     worker.store.get(job).output.unlink()

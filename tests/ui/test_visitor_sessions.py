@@ -13,23 +13,23 @@ from runtime.core.settings import Settings
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.queue.process_lock import Instance
+from runtime.queue.service import Job, JobQueue
 from runtime.queue.store import JobStore
-from runtime.queue.worker import Job, Worker
 from runtime.ui.visitor_sessions import Lobby, cancel_for_nobody
 from tests.plans import no_engines, tiny_plan
 from tests.waiting import until
 
 
 @pytest.fixture
-def worker(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Iterator[Worker]:
+def worker(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Iterator[JobQueue]:
     shutil.copytree(tiny("wan2.2-a14b").directory, tmp_path / "weights" / "tiny")
-    made = Worker(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path))
+    made = JobQueue(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path))
     yield made
     made.close()
 
 
 @pytest.fixture
-def lobby(worker: Worker, tmp_path: Path) -> Lobby:
+def lobby(worker: JobQueue, tmp_path: Path) -> Lobby:
     settings = Settings(
         cache_dir=tmp_path, share_frames=9, share_steps=1000, share_queue=1, share_queue_all=2, share_rate=2
     )
@@ -52,7 +52,7 @@ def end_of(job: Job) -> str:
     return job.state
 
 
-def test_one_waits_their_turn(lobby: Lobby, worker: Worker) -> None:
+def test_one_waits_their_turn(lobby: Lobby, worker: JobQueue) -> None:
     first = lobby.submit(long(), lobby.name_of("anna"))
     with pytest.raises(LimitError, match="One video of yours"):
         lobby.submit(long(), lobby.name_of("anna"))
@@ -71,7 +71,7 @@ def test_one_waits_their_turn(lobby: Lobby, worker: Worker) -> None:
     assert [end_of(job) for job in (first, second, own)] == ["cancelled", "cancelled", "done"]
 
 
-def test_two_wishes_at_once_do_not_both_take_the_last_place(lobby: Lobby, worker: Worker) -> None:
+def test_two_wishes_at_once_do_not_both_take_the_last_place(lobby: Lobby, worker: JobQueue) -> None:
     start = threading.Barrier(6)
     refused: list[TandemError] = []
 
@@ -91,7 +91,7 @@ def test_two_wishes_at_once_do_not_both_take_the_last_place(lobby: Lobby, worker
     assert len(worker.jobs(lobby.name_of("anna"))) == 1
 
 
-def test_whoever_shares_does_not_see_visitors_jobs_as_their_own(lobby: Lobby, worker: Worker) -> None:
+def test_whoever_shares_does_not_see_visitors_jobs_as_their_own(lobby: Lobby, worker: JobQueue) -> None:
     lobby.submit(long(), lobby.name_of("anna"))
     assert worker.active() is None and worker.latest() is None
     assert worker.active(lobby.name_of("anna")) is not None
@@ -137,7 +137,7 @@ def test_what_waits_for_visitors_of_a_killed_app_is_not_made(tiny: Callable[[str
     store.close()
 
 
-def test_on_a_full_disk_nothing_is_queued(lobby: Lobby, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_full_disk_nothing_is_queued(lobby: Lobby, worker: JobQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runtime.ui.visitor_sessions.free_disk_bytes", lambda folder: 4096)
     with pytest.raises(LimitError, match="disk here is nearly full"):
         lobby.submit(long(), "a visitor")

@@ -35,7 +35,7 @@ from runtime.queue.runner import Runner, RunnerContext, as_to_a_new_job
 from runtime.queue.store import JobStore
 from runtime.queue.tasks import Task
 
-__all__ = ["Job", "Worker"]
+__all__ = ["Job", "JobQueue"]
 
 # Finished jobs that are kept at hand, and finished chores.
 _REMEMBERED = 50
@@ -49,7 +49,7 @@ _TIDY_SECONDS = 3600.0
 logger = logging.getLogger(__name__)
 
 
-class Worker:
+class JobQueue:
     """Runs videos, and chores on the engine library, in the order of the store: one at a time has a GPU.
 
     Args:
