@@ -38,7 +38,6 @@ WITHOUT_TORCH = (
     "runtime.planner.resolve",
     "runtime.planner.requirements",
     "runtime.models.hub.download",
-    "runtime.models.hub.verify",
     "runtime.planner.doctor",
     "runtime.planner.constraints",
     "runtime.planner.engine_offers",

@@ -8,13 +8,14 @@ from runtime.cli import terminal
 from runtime.cli.interrupts import cancel_on_signals
 from runtime.core import settings
 from runtime.core.errors import InvalidRequestError
+from runtime.core.facts import Fact, render
 from runtime.core.units import byte_size
 from runtime.models.catalogue import find
-from runtime.models.hub.access import hub_of
-from runtime.models.hub.download import Download, Offer, fetched, wanted
+from runtime.models.hub.client import hub_of
+from runtime.models.hub.download import Download, DownloadPlan, downloaded, source_of
+from runtime.models.hub.manifest import Verification
+from runtime.models.hub.manifest import verify as verify_folder
 from runtime.models.hub.progress import Progress
-from runtime.models.hub.verify import Verified
-from runtime.models.hub.verify import verify as verify_folder
 
 
 def download(name: str, revision: str | None, mirror: str | None, *, agreed: bool) -> dict[str, Any]:
@@ -29,29 +30,29 @@ def download(name: str, revision: str | None, mirror: str | None, *, agreed: boo
     if revision is not None and not (revision.strip() and revision.isprintable()):
         raise InvalidRequestError("revision", "--revision is empty or unreadable.", "Give a branch, tag or commit.")
     line = _Line()
-    with Download(wanted(name, revision), loaded.weights_dir, hub, line.take) as fetching:
+    with Download(source_of(name, revision), loaded.weights_dir, hub, line.take) as fetching:
         with cancel_on_signals() as cancel, line.shown():
-            offer = fetching.look(cancel)
-        terminal.line(_offered(offer))
-        if offer.missing:
-            terminal.line(_licensed(offer, hub.address))
+            plan = fetching.plan(cancel)
+        terminal.line(_offered(plan))
+        if plan.missing:
+            terminal.line(_licensed(plan, hub.address))
             if not agreed:
-                _ask(offer)
+                _ask(plan)
         with cancel_on_signals() as cancel, line.shown():
-            spec = fetching.run(offer, cancel)
-    done = f"{offer.folder.name} is here, whole and right"
+            spec = fetching.run(plan, cancel)
+    done = f"{plan.folder.name} is downloaded and verified"
     terminal.line(
-        f"{done}: {byte_size(offer.fetched_bytes)} came." if offer.missing else f"{done}; nothing was fetched."
+        f"{done}: {byte_size(plan.fetched_bytes)} fetched." if plan.missing else f"{done}; nothing was fetched."
     )
-    listing = offer.listing
+    listing = plan.listing
     return {
         "name": spec.name,
-        "folder": str(offer.folder),
+        "folder": str(plan.folder),
         "repository": listing.repository,
         "revision": listing.commit,
         "license": listing.license,
         "bytes": listing.total_bytes,
-        "fetched_bytes": offer.fetched_bytes,
+        "fetched_bytes": plan.fetched_bytes,
         "files": [file.path for file in listing.files],
     }
 
@@ -64,7 +65,7 @@ def verify(names: Sequence[str]) -> dict[str, Any]:
         CancelledError: on Ctrl-C.
     """
     weights_dir = settings.load().weights_dir
-    chosen = [_folder(name, weights_dir) for name in names] if names else fetched(weights_dir)
+    chosen = [_folder(name, weights_dir) for name in names] if names else downloaded(weights_dir)
     if not chosen:
         terminal.line("No model was downloaded yet.")
     rows, line = [], _Line()
@@ -72,7 +73,9 @@ def verify(names: Sequence[str]) -> dict[str, Any]:
         for folder in chosen:
 
             def tell(path: str, done: int, total: int, folder: Path = folder) -> None:
-                line.take(Progress(note=f"reading {folder.name}/{path}", done=done, total=total))
+                line.take(
+                    Progress(note=Fact("hub.verifying", {"file": f"{folder.name}/{path}"}), done=done, total=total)
+                )
 
             with line.shown():
                 found = verify_folder(folder, cancel, tell)
@@ -83,9 +86,9 @@ def verify(names: Sequence[str]) -> dict[str, Any]:
 
 def _folder(name: str, weights_dir: Path) -> Path:
     """Return the folder of a model by any of its names, even where a file is missing and it cannot be used."""
-    fits = {folder.name.lower(): folder for folder in fetched(weights_dir)}
+    fits = {folder.name.lower(): folder for folder in downloaded(weights_dir)}
     try:
-        known = wanted(name, None).folder.lower()
+        known = source_of(name, None).folder.lower()
     except InvalidRequestError:
         known = name.lower()
     found = fits.get(known) or fits.get(name.lower())
@@ -96,19 +99,18 @@ def _folder(name: str, weights_dir: Path) -> Path:
     return find(name, weights_dir).directory
 
 
-def _say_verified(found: Verified) -> None:
+def _say_verified(found: Verification) -> None:
     name, count = found.folder.name, len(found.manifest.files)
     if not found.wrong:
-        terminal.line(f"{name}: right, {count} files, {byte_size(found.total_bytes)}.")
+        terminal.line(f"{name}: verified, {count} files, {byte_size(found.total_bytes)}.")
         return
-    for path, what in found.wrong.items():
-        terminal.line(f"{name}: {path} is {what}.")
-    terminal.warning(
-        f"{len(found.wrong)} of {count} files are wrong. Fetch them anew: models download {found.manifest.repository}"
-    )
+    for difference in found.wrong.values():
+        terminal.line(f"{name}: {render(difference).what}")
+    again = f"models download {found.manifest.repository}"
+    terminal.warning(f"{len(found.wrong)} of {count} files are wrong. Download them again: {again}")
 
 
-def _row(found: Verified) -> dict[str, Any]:
+def _row(found: Verification) -> dict[str, Any]:
     return {
         "name": found.folder.name,
         "folder": str(found.folder),
@@ -116,32 +118,32 @@ def _row(found: Verified) -> dict[str, Any]:
         "revision": found.manifest.commit,
         "files": len(found.manifest.files),
         "bytes": found.total_bytes,
-        "wrong": dict(found.wrong),
+        "wrong": {path: render(difference).what for path, difference in found.wrong.items()},
     }
 
 
-def _offered(offer: Offer) -> str:
-    listing = offer.listing
+def _offered(plan: DownloadPlan) -> str:
+    listing = plan.listing
     what = (
         f"{listing.repository} at {listing.commit[:12]}: {len(listing.files)} files, {byte_size(listing.total_bytes)}"
     )
-    if not offer.missing:
+    if not plan.missing:
         return f"{what}."
-    here = f", {byte_size(offer.here_bytes)} of it are here" if offer.here_bytes else ""
-    return f"{what}{here}; {byte_size(offer.fetched_bytes)} to fetch, {byte_size(offer.free_bytes)} free."
+    here = f", {byte_size(plan.here_bytes)} of it are here" if plan.here_bytes else ""
+    return f"{what}{here}; {byte_size(plan.fetched_bytes)} to fetch, {byte_size(plan.free_bytes)} free."
 
 
-def _licensed(offer: Offer, address: str) -> str:
-    if offer.listing.license:
-        return f"Licence: {offer.listing.license}. Its text: {address}/{offer.listing.repository}"
-    return f"The repository names no licence: see {address}/{offer.listing.repository}"
+def _licensed(plan: DownloadPlan, address: str) -> str:
+    if plan.listing.license:
+        return f"Licence: {plan.listing.license}. Its text: {address}/{plan.listing.repository}"
+    return f"The repository names no licence: see {address}/{plan.listing.repository}"
 
 
-def _ask(offer: Offer) -> None:
+def _ask(plan: DownloadPlan) -> None:
     cannot = InvalidRequestError(
         "yes", "Whether the licence is agreed to cannot be asked: there is no terminal.", "Add --yes if it is."
     )
-    terminal.ask(f"Fetch {offer.listing.repository}?", cannot)
+    terminal.ask(f"Fetch {plan.listing.repository}?", cannot)
 
 
 class _Line(terminal.LiveLine):
@@ -156,7 +158,7 @@ class _Line(terminal.LiveLine):
         """Take news in."""
         with self._lock:
             self._progress = progress
-            said = progress.note or (f"{progress.file}, {byte_size(progress.file_size)}" if progress.file else "")
+            said = progress.note_text or (f"{progress.file}, {byte_size(progress.file_size)}" if progress.file else "")
             new = bool(said) and said != self._last
             self._last = said or self._last
         if new:

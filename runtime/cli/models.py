@@ -9,7 +9,7 @@ from runtime.core.errors import TandemError
 from runtime.core.units import byte_size
 from runtime.machine.probe import probe
 from runtime.models.catalogue import folders, not_here
-from runtime.models.hub.download import begun_bytes
+from runtime.models.hub.download import partial_bytes
 from runtime.models.hub.manifest import read_manifest
 from runtime.models.known import download_bytes, named, published
 from runtime.models.spec import ModelSpec
@@ -104,7 +104,7 @@ def _bytes(spec: ModelSpec) -> int:
 
 
 def _begun(spec: ModelSpec) -> int:
-    return 0 if spec.here else begun_bytes(spec.directory.parent, spec.directory.name)
+    return 0 if spec.here else partial_bytes(spec.directory.parent, spec.directory.name)
 
 
 def _on_disk(folder: Path) -> int:

@@ -93,6 +93,7 @@ class _Template(Formatter):
             "setting": lambda: words.setting(*value),  # [name, value]
             "list": lambda: ", ".join(self.format_field(one, "") for one in value),
             "quoted": lambda: ", ".join(f"“{one}”" for one in ([value] if isinstance(value, str) else value)),
+            "sentence": lambda: str(value).rstrip("."),  # a sentence that goes on
             "clause": lambda: _lowered(str(value).rstrip(".")),  # a sentence inside another one
         }
         if format_spec in conversions:

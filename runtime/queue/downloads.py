@@ -11,8 +11,8 @@ from runtime.core.cancel import CancelledError
 from runtime.core.errors import DownloadError, TandemError
 from runtime.core.settings import Settings
 from runtime.core.units import byte_size
-from runtime.models.hub.access import check_online, hub_of
-from runtime.models.hub.download import Download, wanted
+from runtime.models.hub.client import check_online, hub_of
+from runtime.models.hub.download import Download, source_of
 from runtime.models.hub.progress import Progress
 from runtime.models.known import KnownModel
 from runtime.queue.tasks import Free, Task
@@ -106,9 +106,9 @@ def downloading(known: KnownModel, settings: Settings) -> Task:
 
         task.cancel.check()
         hub = hub_of(settings)
-        with Download(wanted(known.name, None), settings.weights_dir, hub, tell) as fetching:
-            offer = fetching.look(task.cancel)
-            fetching.run(offer, task.cancel)
-        return f"{known.title} is here, whole and right: {byte_size(offer.listing.total_bytes)}."
+        with Download(source_of(known.name, None), settings.weights_dir, hub, tell) as download:
+            plan = download.plan(task.cancel)
+            download.run(plan, task.cancel)
+        return f"{known.title} is downloaded and verified: {byte_size(plan.listing.total_bytes)}."
 
     return Task("download", f"Download {known.title}", work)

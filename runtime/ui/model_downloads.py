@@ -20,7 +20,7 @@ from runtime.core.settings import Settings
 from runtime.core.units import byte_size
 from runtime.machine.probe import free_disk_bytes
 from runtime.models.catalogue import find, folders, not_here
-from runtime.models.hub.access import check_online
+from runtime.models.hub.client import check_online
 from runtime.models.known import KNOWN, KnownModel, download_bytes
 from runtime.models.spec import ModelSpec
 from runtime.planner.requirements import smallest_card

@@ -12,6 +12,7 @@ import pytest
 from runtime.cli.main import run
 from runtime.cli.model_downloads import progress_text
 from runtime.cli.models import describe
+from runtime.core.facts import Fact
 from runtime.models.hub.progress import Progress
 from runtime.models.known import known_as
 from runtime.models.spec import ModelSpec
@@ -51,7 +52,7 @@ def test_a_known_model_is_fetched_listed_planned_with_and_verified(
     assert result["bytes"] == result["fetched_bytes"] == sum(hub.sent.values())
     assert f"Licence: Apache-2.0. Its text: {hub.address}/Wan-AI/{KNOWN}" in text
     assert "1 of 10: model_index.json" in text
-    assert f"{KNOWN} is here, whole and right" in text
+    assert f"{KNOWN} is downloaded and verified" in text
 
     listed, text = answer(["models", "list"], capsys)
     models = {model["name"]: model for model in listed["models"]}  # type: ignore[attr-defined]
@@ -66,13 +67,13 @@ def test_a_known_model_is_fetched_listed_planned_with_and_verified(
 
     result, text = answer(["models", "verify", "wan2.1-1.3b"], capsys)
     assert result["ok"] is True
-    assert "right, 10 files" in text
+    assert "verified, 10 files" in text
     with (folder / VAE).open("r+b") as stream:
         stream.seek(100_000)
         stream.write(b"damage")
     for names in (["wan2.1-1.3b"], [KNOWN], [f"Wan-AI/{KNOWN}"], [str(folder)], []):
         result, text = answer(["models", "verify", *names], capsys, code=2)
-        assert f"{VAE} is of another content" in text
+        assert f"{VAE} does not match its hash" in text
         assert f"models download Wan-AI/{KNOWN}" in text
     hub.sent.clear()
     result, _ = answer(["models", "download", f"Wan-AI/{KNOWN}", "--yes"], capsys)
@@ -116,7 +117,7 @@ def test_offline_nothing_is_asked_for(
         monkeypatch.setenv(how, "1")
     what, _ = refused(["models", "download", "wan2.1-1.3b", "--yes", *flags], capsys)
     said = {"flag": "--offline or TANDEM_OFFLINE", "file": "settings.json"}.get(how, how)
-    assert what.startswith("Error: Nothing is fetched: ")
+    assert what.startswith("Error: Downloads are disabled: ")
     assert said in what
     assert not hub.asked
     # The rest works as ever, and the flag is gone with its command.
@@ -207,14 +208,14 @@ def test_a_scheduler_that_differs_from_wans_own_code_is_told() -> None:
 @pytest.mark.parametrize(
     ("progress", "says"),
     [
-        (Progress(note="asking huggingface.co"), "asking huggingface.co"),
+        (Progress(note=Fact("hub.asking", {"host": "huggingface.co"})), "Asking huggingface.co"),
         (
             Progress(file="a", number=2, count=9, done=5 * 10**9, total=10**10, rate=10.0**8, seconds_left=50.0),
             "━━━━━━━━━━━━╌╌╌╌╌╌╌╌╌╌╌╌ 5.0 GB of 10.0 GB · 100.0 MB/s · 50 s left · 2/9 a",
         ),
         (
-            Progress(file="a", number=2, count=9, done=0, total=10, note="the connection broke"),
-            "╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌ 0 B of 10 B · the connection broke",
+            Progress(file="a", number=2, count=9, done=0, total=10, note=Fact("hub.disconnected")),
+            "╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌ 0 B of 10 B · The connection broke",
         ),
     ],
 )

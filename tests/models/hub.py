@@ -1,6 +1,6 @@
-"""A hub on loopback: what huggingface_hub and Tandem ask one for, of real folders, and all that one can do wrong.
+"""A hub on loopback that serves real folders over HTTP, with faults.
 
-Each `Fault` is for one path and a number of answers; what is sent is counted by path.
+Each `Fault` applies to one path and a number of answers; the bytes that are sent are counted by path.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ REPOSITORY = "Wan-AI/Tiny-Diffusers"
 
 @dataclass
 class Fault:
-    """What goes wrong for a path, the next `times` times that it is asked for.
+    """What goes wrong for a path, the next `times` times that it is requested.
 
     Attributes:
         after: bytes that are sent before it goes wrong.
@@ -42,7 +42,7 @@ class Fault:
 
 @dataclass
 class Repository:
-    """A model as the hub has it: content by path, which of them is in Git LFS, what the API says beside."""
+    """A repository: content by path (weights are in Git LFS), and the API's other fields."""
 
     files: dict[str, bytes]
     commit: str = COMMIT
@@ -87,11 +87,11 @@ class LoopbackHub:
         self.address = ""
 
     def asked_for(self, path: str) -> list[str]:
-        """Return the ranges that were asked for of a path."""
+        """Return the ranges that were requested of a path."""
         return [ranged for asked, ranged, _ in self.asked if asked == path]
 
     def fault(self, path: str) -> Fault | None:
-        """Take the fault of a path, once."""
+        """Return the fault of a path and count it as used."""
         found = self.faults.get(path)
         if found is not None:
             found.times -= 1
@@ -126,7 +126,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of those who hang up: that is what the tests do."""
+        """Ignore clients that disconnect, as the tests do."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
@@ -137,7 +137,7 @@ class _Handler(BaseHTTPRequestHandler):
     at: LoopbackHub
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
     def do_GET(self) -> None:
         """Answer."""
@@ -191,8 +191,8 @@ class _Handler(BaseHTTPRequestHandler):
         if start >= len(content) > 0:
             self._plain(416, {"content-range": f"bytes */{len(content)}"})
             return
-        said = start + 1 if how == "elsewhere" else start
-        headers = {"content-range": f"bytes {said}-{len(content) - 1}/{len(content)}"} if start else {}
+        stated = start + 1 if how == "elsewhere" else start
+        headers = {"content-range": f"bytes {stated}-{len(content) - 1}/{len(content)}"} if start else {}
         self.send_response(206 if start else 200)
         for key, value in {**headers, "content-length": str(len(content) - start)}.items():
             self.send_header(key, value)
@@ -212,7 +212,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def _slowly(self, file: str, content: bytes) -> None:
-        """Send a kilobyte at a time, so that whoever asks can be stopped in between."""
+        """Send a kilobyte at a time, so that the client can be stopped in between."""
         for place in range(0, len(content), 1024):
             if self.at.gone.is_set():
                 return

@@ -1,4 +1,4 @@
-"""Models from a hub on loopback that breaks off, stalls, lies and refuses: what comes is right or is not there."""
+"""Downloads from a hub on loopback that disconnects, stalls, sends wrong content and refuses."""
 
 import os
 import shutil
@@ -15,12 +15,12 @@ from filelock import FileLock
 
 from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.errors import DownloadError, ModelError, OutputError
+from runtime.core.facts import Fact
 from runtime.models.catalogue import folders
-from runtime.models.hub.download import Download, Offer, wanted
-from runtime.models.hub.manifest import MANIFEST
+from runtime.models.hub.client import Hub, RetryPolicy
+from runtime.models.hub.download import Download, DownloadPlan, source_of
+from runtime.models.hub.manifest import MANIFEST, verify
 from runtime.models.hub.progress import Progress
-from runtime.models.hub.remote import Hub, Patience
-from runtime.models.hub.verify import verify
 from runtime.models.spec import ModelSpec
 from tests.models.hub import COMMIT, REPOSITORY, Fault, LoopbackHub, Repository, of_folder, served
 from tests.waiting import until
@@ -28,7 +28,7 @@ from tests.waiting import until
 VAE = "vae/diffusion_pytorch_model.safetensors"
 TEXT = "text_encoder/model.safetensors"
 SMALL = "vae/config.json"
-QUICK = Patience(seconds=0.3, tries=3, wait=0.01, longest_wait=0.05, longest_asked=10)
+QUICK = RetryPolicy(timeout=0.3, tries=3, wait=0.01, max_wait=0.05, max_retry_after=10)
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +56,8 @@ def weights(tmp_path: Path) -> Path:
     return tmp_path / "weights"
 
 
-class Told:
-    """What a download tells; `at` is called with each."""
+class Reports:
+    """The progress that a download reports; `at` is called with each."""
 
     def __init__(self, at: Callable[[Progress], None] = lambda _: None) -> None:
         self.all: list[Progress] = []
@@ -68,8 +68,10 @@ class Told:
         self._at(progress)
 
     @property
-    def notes(self) -> str:
-        return "\n".join(progress.note for progress in self.all)
+    def notes(self) -> list[Fact]:
+        """Every note, and the cause of each that has one."""
+        notes = [progress.note for progress in self.all if progress.note]
+        return notes + [note.data["cause"] for note in notes if "cause" in note.data]
 
 
 def download(
@@ -78,28 +80,28 @@ def download(
     *,
     revision: str | None = None,
     cancel: Cancel | None = None,
-    tell: Told | None = None,
-    patience: Patience = QUICK,
-) -> tuple[ModelSpec, Offer]:
-    """Fetch the model; return what it is, and what was offered before."""
+    report: Reports | None = None,
+    policy: RetryPolicy = QUICK,
+) -> tuple[ModelSpec, DownloadPlan]:
+    """Fetch the model; return it and what was planned."""
     cancel = cancel or Cancel()
-    with Download(wanted(REPOSITORY, revision), weights, Hub(hub.address, patience), tell or Told()) as fetching:
-        offer = fetching.look(cancel)
-        return fetching.run(offer, cancel), offer
+    with Download(source_of(REPOSITORY, revision), weights, Hub(hub.address, policy), report or Reports()) as fetching:
+        plan = fetching.plan(cancel)
+        return fetching.run(plan, cancel), plan
 
 
 def nothing_is_offered(weights: Path) -> bool:
     return list(folders(weights)) == ["diorama"]
 
 
-def test_a_model_comes_whole_with_nothing_beside_and_is_used(
+def test_a_download_holds_the_models_files_only_and_can_be_used(
     hub: LoopbackHub, weights: Path, model: Repository, tiny_folder: Path
 ) -> None:
-    tell = Told(lambda progress: None if nothing_is_offered(weights) else pytest.fail("half a model is offered"))
-    spec, offer = download(hub, weights, tell=tell)
+    report = Reports(lambda progress: None if nothing_is_offered(weights) else pytest.fail("half a model is offered"))
+    spec, plan = download(hub, weights, report=report)
     assert spec.name == "Tiny-Diffusers"
-    assert offer.listing.license == "apache-2.0"
-    assert offer.fetched_bytes == offer.listing.total_bytes == sum(hub.sent.values())
+    assert plan.listing.license == "apache-2.0"
+    assert plan.fetched_bytes == plan.listing.total_bytes == sum(hub.sent.values())
     here = {path.relative_to(spec.directory).as_posix() for path in spec.directory.rglob("*") if path.is_file()}
     whole = {path.relative_to(tiny_folder).as_posix() for path in tiny_folder.rglob("*") if path.is_file()}
     assert here - {MANIFEST} <= whole
@@ -107,141 +109,178 @@ def test_a_model_comes_whole_with_nothing_beside_and_is_used(
         assert (spec.directory / path).read_bytes() == model.files[path]
     assert not {"README.md", "vae/old.bin", "assets/a.png"} & {path for path, _, _ in hub.asked}
     assert [path.name for path in weights.iterdir()] == ["Tiny-Diffusers"]
-    last = [progress for progress in tell.all if progress.file][-1]
-    assert (last.number, last.count, last.done) == (len(offer.listing.files),) * 2 + (offer.listing.total_bytes,)
-    counts = [progress.done for progress in tell.all if progress.total]
+    last = [progress for progress in report.all if progress.file][-1]
+    assert (last.number, last.count, last.done) == (len(plan.listing.files),) * 2 + (plan.listing.total_bytes,)
+    counts = [progress.done for progress in report.all if progress.total]
     assert counts == sorted(counts)
 
     before = hub.sent.copy()
-    again, offer = download(hub, weights)
-    assert (again, offer.fetched_bytes, hub.sent) == (spec, 0, before)
+    again, plan = download(hub, weights)
+    assert (again, plan.fetched_bytes, hub.sent) == (spec, 0, before)
 
 
 @pytest.mark.parametrize("how", ["break", "stall"])
-def test_a_connection_that_breaks_or_stalls_goes_on_where_it_was(how: str, hub: LoopbackHub, weights: Path) -> None:
+def test_a_file_resumes_after_a_disconnect_or_stall(how: str, hub: LoopbackHub, weights: Path) -> None:
     hub.faults = {VAE: Fault(how, after=70_000, times=2), SMALL: Fault(how, after=10), TEXT: Fault(how, after=0)}
-    tell = Told()
-    _, offer = download(hub, weights, tell=tell)
+    report = Reports()
+    _, plan = download(hub, weights, report=report)
     assert hub.asked_for(VAE) == ["", "bytes=70000-", "bytes=140000-"]
     assert hub.asked_for(SMALL) == ["", "bytes=10-"]
-    assert sum(hub.sent.values()) == offer.listing.total_bytes
-    assert ("The connection broke" if how == "break" else "silent for 0.3 s") in tell.notes
+    assert sum(hub.sent.values()) == plan.listing.total_bytes
+    assert (Fact("hub.disconnected") if how == "break" else Fact("hub.silent", {"seconds": 0.3})) in report.notes
 
 
-def test_a_hub_that_never_comes_back_is_given_up_and_what_came_is_kept(hub: LoopbackHub, weights: Path) -> None:
+def test_attempts_are_limited_and_partial_files_are_kept(hub: LoopbackHub, weights: Path) -> None:
     hub.faults[VAE] = Fault("break", after=1000)
     hub.faults["api"] = Fault("503", times=2)
 
     def at(progress: Progress) -> None:
-        if progress.file == VAE and progress.note:
-            hub.faults[VAE] = Fault("503", times=99)
+        if progress.done:
+            hub.faults[VAE] = Fault("503", times=9)
 
-    with pytest.raises(DownloadError, match="3 times in a row") as caught:
-        download(
-            hub, weights, tell=Told(lambda told: hub.faults.update({VAE: Fault("503", times=9)} if told.done else {}))
-        )
-    assert "kept" in caught.value.remedy
+    with pytest.raises(DownloadError) as caught:
+        download(hub, weights, report=Reports(at))
+    assert (caught.value.code, caught.value.data["failures"]) == ("hub.unavailable", 3)
+    assert caught.value.data["cause"] == Fact("hub.failed", {"status": 503})
     assert nothing_is_offered(weights)
     came = sum(hub.sent.values())
     hub.faults.clear()
-    _, offer = download(hub, weights)
-    assert offer.here_bytes == came
-    assert sum(hub.sent.values()) == offer.listing.total_bytes
+    _, plan = download(hub, weights)
+    assert plan.here_bytes == came
+    assert sum(hub.sent.values()) == plan.listing.total_bytes
 
 
-def test_one_that_begins_anew_each_time_and_breaks_off_is_not_tried_for_ever(hub: LoopbackHub, weights: Path) -> None:
+def test_a_hub_that_restarts_the_file_each_time_is_given_up(hub: LoopbackHub, weights: Path) -> None:
     hub.faults[VAE] = Fault("break", after=1000)
 
     def at(progress: Progress) -> None:
         if progress.file == VAE and progress.note:
             hub.faults[VAE] = Fault("whole-break", after=1000, times=99)
 
-    with pytest.raises(DownloadError, match="3 times in a row"):
-        download(hub, weights, tell=Told(at))
+    with pytest.raises(DownloadError) as caught:
+        download(hub, weights, report=Reports(at))
+    assert (caught.value.code, caught.value.data["failures"]) == ("hub.unavailable", 3)
     assert len(hub.asked_for(VAE)) <= 5
 
 
 @pytest.mark.parametrize("how", ["whole", "elsewhere"])
-def test_a_hub_without_ranges_gives_the_file_anew(how: str, hub: LoopbackHub, weights: Path) -> None:
+def test_a_hub_without_ranges_sends_the_file_from_its_start(how: str, hub: LoopbackHub, weights: Path) -> None:
     hub.faults[VAE] = Fault("break", after=5000)
 
     def at(progress: Progress) -> None:
         if progress.file == VAE and progress.note and len(hub.asked_for(VAE)) == 1:
             hub.faults[VAE] = Fault(how)
 
-    spec, _ = download(hub, weights, tell=Told(at))
+    spec, _ = download(hub, weights, report=Reports(at))
     assert (spec.directory / VAE).stat().st_size == len(hub.repositories[REPOSITORY].files[VAE])
 
 
 @pytest.mark.parametrize("path", [VAE, SMALL])
 @pytest.mark.parametrize(
-    ("how", "why"), [("lie", "of another content"), ("longer", "longer than"), ("short", "shorter")]
+    ("how", "code"), [("lie", "hub.file_hash"), ("longer", "hub.file_longer"), ("short", "hub.file_shorter")]
 )
-def test_a_lie_is_fetched_once_more_and_then_refused(
-    how: str, why: str, path: str, hub: LoopbackHub, weights: Path
+def test_wrong_content_is_fetched_once_more_and_then_refused(
+    how: str, code: str, path: str, hub: LoopbackHub, weights: Path
 ) -> None:
     hub.faults[path] = Fault(how, times=1 if how != "short" else 2)
-    tell = Told()
-    spec, _ = download(hub, weights, tell=tell)
-    assert f"{path} is {why}" in tell.notes
+    report = Reports()
+    spec, _ = download(hub, weights, report=report)
+    assert code in {note.code for note in report.notes}
     assert (spec.directory / path).read_bytes() == hub.repositories[REPOSITORY].files[path]
 
     shutil.rmtree(weights)
     hub.faults[path] = Fault(how, times=99)
-    with pytest.raises(DownloadError, match="twice") as caught:
+    with pytest.raises(DownloadError) as caught:
         download(hub, weights)
-    assert path in caught.value.what and why in caught.value.what
+    cause = caught.value.data["cause"]
+    assert (caught.value.code, cause.code, cause.data["file"]) == ("hub.content_wrong", code, path)
     assert nothing_is_offered(weights)
     partial = weights / ".Tiny-Diffusers.partial"
     assert not (partial / path).exists()
     assert not list((partial / ".coming").iterdir())
 
 
+def unavailable(code: str, **data: object) -> Fact:
+    return Fact("hub.unavailable", {"cause": Fact(code, data), "failures": 3})
+
+
+def limited(seconds: float) -> Fact:
+    return Fact("hub.busy", {"cause": Fact("hub.rate_limited"), "seconds": seconds})
+
+
 @pytest.mark.parametrize(
-    ("fault", "what", "remedy"),
+    ("fault", "fact"),
     [
-        (Fault("401", headers={"x-error-code": "RepoNotFound"}), "no such repository", "HF_TOKEN"),
-        (Fault("401", headers={"x-error-message": "Invalid credentials in Authorization header"}), "token", "Renew"),
-        (Fault("403", headers={"x-error-code": "GatedRepo"}), "accepted its licence", "Accept it"),
-        (Fault("403"), "403, not allowed", "HF_TOKEN"),
-        (Fault("404", headers={"x-error-code": "RevisionNotFound"}), "no such revision", "--revision"),
-        (Fault("404"), "404", "name"),
-        (Fault("429", times=9), "too many requests, 3 times in a row", "kept"),
-        (Fault("429", headers={"retry-after": "3600"}), "wait 3600 s", "kept"),
-        (Fault("429", headers={"ratelimit": '"api";r=0;t=900'}), "wait 900 s", "kept"),
-        (Fault("500", times=9), "failed with 500, 3 times in a row", "kept"),
-        (Fault("stall", times=9), "silent for 0.3 s, 3 times in a row", "kept"),
-        (Fault("garbage"), "does not answer as one does", "address"),
-        (Fault("302 ftp://elsewhere/x"), "not safe to follow", "another hub"),
-        (Fault("302 http://192.0.2.1/x"), "not safe to follow", "another hub"),
-        (Fault("302 /api/models/Wan-AI/Tiny-Diffusers/revision/main", times=99), "in circles", "address"),
+        (Fault("401", headers={"x-error-code": "RepoNotFound"}), Fact("hub.no_repository")),
+        (
+            Fault("401", headers={"x-error-message": "Invalid credentials in Authorization header"}),
+            Fact("hub.token_refused"),
+        ),
+        (Fault("403", headers={"x-error-code": "GatedRepo"}), Fact("hub.gated")),
+        (Fault("403"), Fact("hub.forbidden")),
+        (Fault("404", headers={"x-error-code": "RevisionNotFound"}), Fact("hub.no_revision")),
+        (Fault("404"), Fact("hub.status", {"status": 404})),
+        (Fault("429", times=9), unavailable("hub.rate_limited")),
+        (Fault("429", headers={"retry-after": "3600"}), limited(3600.0)),
+        (Fault("429", headers={"ratelimit": '"api";r=0;t=900'}), limited(900.0)),
+        (Fault("500", times=9), unavailable("hub.failed", status=500)),
+        (Fault("stall", times=9), unavailable("hub.silent", seconds=0.3)),
+        (Fault("garbage"), Fact("hub.malformed_answer")),
+        (Fault("302 ftp://elsewhere/x"), Fact("hub.unsafe_redirect", {"target": "ftp://elsewhere/x"})),
+        (Fault("302 http://192.0.2.1/x"), Fact("hub.unsafe_redirect", {"target": "http://192.0.2.1/x"})),
+        (
+            Fault("302 /api/models/Wan-AI/Tiny-Diffusers/revision/main", times=99),
+            Fact("hub.redirect_loop"),
+        ),
     ],
-    ids=lambda value: value.how.split()[0] if isinstance(value, Fault) else None,
+    ids=lambda value: value.how.split()[0] if isinstance(value, Fault) else value.code,
 )
-def test_what_a_hub_refuses_is_said(fault: Fault, what: str, remedy: str, hub: LoopbackHub, weights: Path) -> None:
+def test_each_refusal_of_a_hub_has_a_code(fault: Fault, fact: Fact, hub: LoopbackHub, weights: Path) -> None:
     hub.faults["api"] = Fault(fault.how, times=fault.times, headers=fault.headers)
-    with pytest.raises(DownloadError, match=what) as caught:
+    with pytest.raises(DownloadError) as caught:
         download(hub, weights)
-    assert remedy in caught.value.remedy
+    assert caught.value.fact == fact
+    assert caught.value.remedy
     assert not list(weights.iterdir())
 
 
-def test_a_busy_hub_is_asked_again_and_a_file_that_is_gone_is_said(hub: LoopbackHub, weights: Path) -> None:
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"rfilename": "vae/x.safetensors", "lfs": {"size": 10}},
+        {"rfilename": "vae/x.safetensors", "lfs": 5},
+        {"size": 5},
+    ],
+)
+def test_a_malformed_file_entry_refuses_the_repository(
+    extra: dict[str, object], hub: LoopbackHub, weights: Path
+) -> None:
+    hub.repositories[REPOSITORY].extra = [extra]
+    with pytest.raises(DownloadError) as caught:
+        download(hub, weights)
+    assert caught.value.code == "hub.malformed_answer"
+
+
+def test_a_busy_hub_is_retried_and_a_missing_file_is_an_error(hub: LoopbackHub, weights: Path) -> None:
     hub.faults = {"api": Fault("429", headers={"ratelimit": '"api";r=0;t=1'}), SMALL: Fault("500", times=2)}
-    tell = Told()
-    download(hub, weights, tell=tell)
-    assert "too many requests; trying again in 1 s" in tell.notes
+    report = Reports()
+    download(hub, weights, report=report)
+    assert Fact("hub.retrying", {"cause": Fact("hub.rate_limited"), "seconds": 1}) in report.notes
     shutil.rmtree(weights)
     hub.faults[VAE] = Fault("404", headers={"x-error-code": "EntryNotFound"})
-    with pytest.raises(DownloadError, match="404"):
+    with pytest.raises(DownloadError) as caught:
         download(hub, weights)
+    assert caught.value.fact == Fact("hub.status", {"status": 404})
 
 
-def test_a_redirect_is_followed_and_another_host_is_not_told_who_asks(
+def test_a_redirect_to_another_origin_does_not_carry_the_token(
     hub: LoopbackHub, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.address)
+    url = f"{hub.address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", url)
     with served(**{"Tiny-Diffusers": hub.repositories[REPOSITORY]}) as cdn:
         hub.faults[VAE] = Fault(f"302 {cdn.address}/{REPOSITORY}/resolve/{COMMIT}/{VAE}")
         download(hub, weights)
@@ -253,7 +292,7 @@ def test_a_redirect_is_followed_and_another_host_is_not_told_who_asks(
         assert {authorization for *_, authorization in cdn.asked} == {""}
 
 
-def test_what_is_no_text_to_video_model_is_found_before_its_weights_come(hub: LoopbackHub, weights: Path) -> None:
+def test_an_unsupported_model_is_refused_before_its_weights_are_fetched(hub: LoopbackHub, weights: Path) -> None:
     hub.repositories[REPOSITORY].files["model_index.json"] = b'{"_class_name": "WanImageToVideoPipeline"}'
     with pytest.raises(ModelError, match="WanImageToVideoPipeline"):
         download(hub, weights)
@@ -261,39 +300,44 @@ def test_what_is_no_text_to_video_model_is_found_before_its_weights_come(hub: Lo
     assert nothing_is_offered(weights)
 
 
-def test_what_cannot_be_used_though_it_came_whole_is_not_offered(hub: LoopbackHub, weights: Path) -> None:
+def test_a_complete_download_that_cannot_be_used_is_not_listed(hub: LoopbackHub, weights: Path) -> None:
     files = hub.repositories[REPOSITORY].files
     files["vae/diffusion_pytorch_model.safetensors.index.json"] = b'{"weight_map": {"a": "missing.safetensors"}}'
     files["vae/diffusion_pytorch_model-00001-of-00001.safetensors"] = files.pop(VAE)
-    with pytest.raises(ModelError, match=f"{REPOSITORY} came as the hub has it, and cannot be used") as caught:
+    with pytest.raises(ModelError) as caught:
         download(hub, weights)
-    assert ".Tiny-Diffusers.partial may be deleted" in caught.value.remedy
+    assert (caught.value.code, caught.value.data["repository"]) == ("hub.model_unusable", REPOSITORY)
+    assert caught.value.data["folder"].endswith(".Tiny-Diffusers.partial")
     assert nothing_is_offered(weights)
 
 
-def test_a_hub_that_cannot_be_reached_is_said_with_the_cause(weights: Path) -> None:
+def test_an_unreachable_hub_is_reported_with_the_cause(weights: Path) -> None:
     with served() as hub:
         pass
-    with pytest.raises(DownloadError, match=r"cannot be reached \(.+\), 3 times in a row"):
+    with pytest.raises(DownloadError) as caught:
         download(hub, weights)
+    assert (caught.value.code, caught.value.data["failures"]) == ("hub.unavailable", 3)
+    assert caught.value.data["cause"].code == "hub.unreachable"
+    assert caught.value.data["cause"].data["reason"]
 
 
-def test_a_disk_that_is_too_small_is_seen_before_anything_comes(
+def test_free_disk_space_is_checked_before_anything_is_fetched(
     hub: LoopbackHub, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = 1 << 28
     monkeypatch.setattr("runtime.models.hub.download.shutil.disk_usage", lambda _: type("Disk", (), {"free": free})())
-    with pytest.raises(DownloadError, match="disk is too small") as caught:
+    with pytest.raises(DownloadError) as caught:
         download(hub, weights)
-    assert "268.4 MB are free" in caught.value.what
+    assert (caught.value.code, caught.value.data["free"]) == ("hub.disk_full", free)
     assert not hub.sent
     # What is here already is not counted.
     free += sum(len(content) for content in hub.repositories[REPOSITORY].files.values())
     download(hub, weights)
     free = 1000
     (weights / "Tiny-Diffusers" / SMALL).unlink()
-    with pytest.raises(DownloadError, match=f"{len(hub.repositories[REPOSITORY].files[SMALL])} B are to come"):
+    with pytest.raises(DownloadError) as caught:
         download(hub, weights)
+    assert caught.value.data["needed"] == len(hub.repositories[REPOSITORY].files[SMALL])
 
 
 def full(part: Path) -> BinaryIO:
@@ -303,18 +347,14 @@ def full(part: Path) -> BinaryIO:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
-def test_a_disk_that_fills_up_meanwhile_is_said(
-    hub: LoopbackHub, weights: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("runtime.models.hub.transfer._opened", full)
-    with pytest.raises(OutputError, match="No space left") as caught:
+def test_a_full_disk_is_an_output_error(hub: LoopbackHub, weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.models.hub.client._open_part", full)
+    with pytest.raises(OutputError) as caught:
         download(hub, weights)
-    assert "kept" in caught.value.remedy
+    assert caught.value.fact == Fact("hub.cannot_write", {"folder": weights, "reason": "No space left on device"})
 
 
-def test_cancelled_it_stops_at_once_even_where_the_hub_is_silent_and_goes_on_later(
-    hub: LoopbackHub, weights: Path
-) -> None:
+def test_cancel_does_not_wait_for_a_silent_hub_and_the_download_resumes(hub: LoopbackHub, weights: Path) -> None:
     hub.faults[VAE] = Fault("stall", after=30_000)
     cancel = Cancel()
 
@@ -324,11 +364,11 @@ def test_cancelled_it_stops_at_once_even_where_the_hub_is_silent_and_goes_on_lat
 
     began = time.monotonic()
     with pytest.raises(CancelledError):
-        download(hub, weights, cancel=cancel, tell=Told(at), patience=Patience(seconds=60))
+        download(hub, weights, cancel=cancel, report=Reports(at), policy=RetryPolicy(timeout=60))
     assert time.monotonic() - began < 30
     assert nothing_is_offered(weights)
-    _, offer = download(hub, weights)
-    assert offer.here_bytes > 0
+    _, plan = download(hub, weights)
+    assert plan.here_bytes > 0
     assert hub.sent[TEXT] == len(hub.repositories[REPOSITORY].files[TEXT])
 
 
@@ -342,7 +382,7 @@ sys.exit(run(["models", "download", sys.argv[1], "--mirror", sys.argv[2], "--yes
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_stopped_or_killed_it_goes_on_and_nothing_comes_twice(
+def test_a_killed_download_resumes_and_fetches_nothing_twice(
     number: signal.Signals, hub: LoopbackHub, tmp_path: Path
 ) -> None:
     hub.faults[VAE] = Fault("slow")
@@ -357,24 +397,25 @@ def test_stopped_or_killed_it_goes_on_and_nothing_comes_twice(
     assert nothing_is_offered(weights)
     part = next((weights / ".Tiny-Diffusers.partial" / ".coming").iterdir()).stat().st_size
     assert part > 0
-    spec, offer = download(hub, weights)
+    spec, plan = download(hub, weights)
     assert hub.asked_for(VAE)[-1] == f"bytes={part}-"
     whole = len(hub.repositories[REPOSITORY].files[VAE])
     # What was on its way when the process ended is all that is sent again.
     assert hub.sent[VAE] - whole < 100_000
-    assert offer.fetched_bytes == whole - part
-    assert all(hub.sent[file.path] == file.size for file in offer.listing.files if file.path != VAE)
+    assert plan.fetched_bytes == whole - part
+    assert all(hub.sent[file.path] == file.size for file in plan.listing.files if file.path != VAE)
     assert not verify(spec.directory, Cancel(), lambda *_: None).wrong
 
 
-def test_two_at_once_do_not_meet(hub: LoopbackHub, weights: Path) -> None:
+def test_two_downloads_of_one_model_exclude_each_other(hub: LoopbackHub, weights: Path) -> None:
     weights.mkdir()
-    with FileLock(weights / ".Tiny-Diffusers.lock"), pytest.raises(DownloadError, match="already"):
+    with FileLock(weights / ".Tiny-Diffusers.lock"), pytest.raises(DownloadError) as caught:
         download(hub, weights)
+    assert caught.value.fact == Fact("hub.download_running", {"model": "Tiny-Diffusers"})
     assert not hub.asked
 
 
-def test_what_differs_is_found_and_nothing_else_is_fetched_again(hub: LoopbackHub, weights: Path) -> None:
+def test_verify_finds_damage_and_only_damaged_files_are_fetched_again(hub: LoopbackHub, weights: Path) -> None:
     spec, _ = download(hub, weights)
     (spec.directory / "tandem.json.mine").write_text("mine")
     damaged = bytearray((spec.directory / TEXT).read_bytes())
@@ -386,9 +427,9 @@ def test_what_differs_is_found_and_nothing_else_is_fetched_again(hub: LoopbackHu
     found = verify(spec.directory, Cancel(), lambda *_: None)
     size = len(hub.repositories[REPOSITORY].files[VAE])
     assert found.wrong == {
-        TEXT: "of another content",
-        SMALL: "missing",
-        VAE: f"{size + 1:,} bytes instead of {size:,}",
+        TEXT: Fact("hub.file_hash", {"file": TEXT}),
+        SMALL: Fact("hub.file_missing", {"file": SMALL}),
+        VAE: Fact("hub.file_size", {"file": VAE, "size": size + 1, "expected": size}),
     }
     hub.sent.clear()
     download(hub, weights)
@@ -398,66 +439,72 @@ def test_what_differs_is_found_and_nothing_else_is_fetched_again(hub: LoopbackHu
     assert [path.name for path in weights.iterdir()] == ["Tiny-Diffusers"]
 
 
-def test_the_commit_stays_until_another_is_asked_for(hub: LoopbackHub, weights: Path) -> None:
+def test_the_commit_is_kept_until_another_is_requested(hub: LoopbackHub, weights: Path) -> None:
     spec, _ = download(hub, weights)
     repository = hub.repositories[REPOSITORY]
     repository.files[SMALL] = repository.files[SMALL].replace(b"{", b"{ ", 1)
     repository.commit = "f" * 40
     hub.sent.clear()
-    _, offer = download(hub, weights, revision="v1")
-    assert offer.listing.commit == "f" * 40
+    _, plan = download(hub, weights, revision="v1")
+    assert plan.listing.commit == "f" * 40
     assert set(hub.sent) == {SMALL}
     assert (spec.directory / SMALL).read_bytes() == repository.files[SMALL]
     # What was fetched is gone from the hub: what is the same is kept.
     repository.commit = "e" * 40
-    _, offer = download(hub, weights)
-    assert (offer.listing.commit, offer.fetched_bytes) == ("e" * 40, 0)
+    _, plan = download(hub, weights)
+    assert (plan.listing.commit, plan.fetched_bytes) == ("e" * 40, 0)
 
 
-def test_a_folder_of_somebody_elses_is_left_alone(hub: LoopbackHub, weights: Path, tiny_folder: Path) -> None:
+def test_a_folder_that_was_not_downloaded_is_left_alone(hub: LoopbackHub, weights: Path, tiny_folder: Path) -> None:
     shutil.copytree(tiny_folder, weights / "Tiny-Diffusers")
-    with pytest.raises(DownloadError, match="not put there by `models download`"):
+    with pytest.raises(DownloadError) as refused:
         download(hub, weights)
-    with pytest.raises(ModelError, match="no hashes"):
+    assert refused.value.code == "hub.not_a_download"
+    with pytest.raises(ModelError) as unverified:
         verify(weights / "Tiny-Diffusers", Cancel(), lambda *_: None)
+    assert unverified.value.fact == Fact("hub.no_manifest", {"model": "Tiny-Diffusers"})
     shutil.rmtree(weights)
     hub.repositories["Other/Tiny-Diffusers"] = hub.repositories[REPOSITORY]
     download(hub, weights)
     with (
-        Download(wanted("Other/Tiny-Diffusers", None), weights, Hub(hub.address, QUICK), Told()) as fetching,
-        pytest.raises(DownloadError, match=f"from {REPOSITORY}"),
+        Download(source_of("Other/Tiny-Diffusers", None), weights, Hub(hub.address, QUICK), Reports()) as fetching,
+        pytest.raises(DownloadError) as caught,
     ):
-        fetching.look(Cancel())
+        fetching.plan(Cancel())
+    assert (caught.value.code, caught.value.data["repository"]) == ("hub.other_repository", REPOSITORY)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="links")
-def test_a_link_in_the_way_is_not_written_through(hub: LoopbackHub, weights: Path, tmp_path: Path) -> None:
+def test_links_are_not_written_through(hub: LoopbackHub, weights: Path, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     partial = weights / ".Tiny-Diffusers.partial"
     partial.mkdir(parents=True)
     (partial / "vae").symlink_to(outside)
-    with pytest.raises(OutputError, match="is a link"):
+    with pytest.raises(OutputError) as partial_is_link:
         download(hub, weights)
+    assert partial_is_link.value.fact == Fact("hub.partial_is_link", {"folder": partial / "vae"})
     (weights / "Tiny-Diffusers").symlink_to(outside)
-    with pytest.raises(DownloadError, match="is a link"):
+    with pytest.raises(DownloadError) as folder_is_link:
         download(hub, weights)
+    assert folder_is_link.value.fact == Fact("hub.folder_is_link", {"folder": weights / "Tiny-Diffusers"})
     assert not list(outside.iterdir())
 
 
-def test_what_is_here_under_another_of_its_names_is_not_fetched_again(
+def test_a_model_that_is_here_under_another_name_is_not_fetched_again(
     hub: LoopbackHub, weights: Path, tiny_folder: Path
 ) -> None:
     shutil.copytree(tiny_folder, weights / "WAN2.1-t2v-1.3b")
     with (
-        Download(wanted("wan2.1-1.3b", None), weights, Hub(hub.address, QUICK), Told()) as fetching,
-        pytest.raises(DownloadError, match=r"here already, as WAN2\.1-t2v-1\.3b"),
+        Download(source_of("wan2.1-1.3b", None), weights, Hub(hub.address, QUICK), Reports()) as fetching,
+        pytest.raises(DownloadError) as caught,
     ):
-        fetching.look(Cancel())
+        fetching.plan(Cancel())
+    assert (caught.value.code, caught.value.data["model"]) == ("hub.not_a_download", "WAN2.1-t2v-1.3b")
     assert not hub.asked
 
 
-def test_an_exchange_that_was_cut_off_is_undone(hub: LoopbackHub, weights: Path) -> None:
+def test_an_interrupted_exchange_of_folders_is_undone(hub: LoopbackHub, weights: Path) -> None:
     spec, _ = download(hub, weights)
     spec.directory.rename(weights / ".Tiny-Diffusers.before")
     hub.sent.clear()
@@ -466,12 +513,13 @@ def test_an_exchange_that_was_cut_off_is_undone(hub: LoopbackHub, weights: Path)
     assert not hub.sent
 
 
-def test_a_damaged_manifest_is_said_and_a_damaged_beginning_is_fetched_anew(hub: LoopbackHub, weights: Path) -> None:
+def test_a_damaged_manifest_is_an_error_and_a_damaged_partial_one_is_ignored(hub: LoopbackHub, weights: Path) -> None:
     hub.faults[VAE] = Fault("404")
     with pytest.raises(DownloadError):
         download(hub, weights)
     (weights / ".Tiny-Diffusers.partial" / MANIFEST).write_text("[]")
     spec, _ = download(hub, weights)
     (spec.directory / MANIFEST).write_text('{"files": {"../x": {"size": 1, "digest": ""}}}')
-    with pytest.raises(ModelError, match="is damaged"):
+    with pytest.raises(ModelError) as caught:
         verify(spec.directory, Cancel(), lambda *_: None)
+    assert caught.value.fact == Fact("hub.manifest_damaged", {"file": f"Tiny-Diffusers/{MANIFEST}"})

@@ -1,10 +1,12 @@
-"""Which files of a repository are taken, and which repositories are refused."""
+"""Which files of a repository are listed, and which repositories are refused."""
 
 from typing import Any
 
 import pytest
+from huggingface_hub import ModelInfo
 
 from runtime.core.errors import DownloadError
+from runtime.core.facts import Fact
 from runtime.models.hub.listing import RemoteFile, read_listing
 
 WHOLE = (
@@ -41,23 +43,26 @@ BESIDE = (
 def entry(path: str, **changes: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"rfilename": path, "size": 10, "blobId": "a" * 40}
     if path.endswith((".safetensors", ".bin")):
-        found["lfs"] = {"size": 1000, "sha256": "b" * 64}
+        found["lfs"] = {"size": 1000, "sha256": "b" * 64, "pointerSize": 130}
     return found | changes
 
 
-def info(*paths: str, **changes: Any) -> dict[str, Any]:
-    return {"sha": "c" * 40, "siblings": [entry(path) for path in paths]} | changes
+def info(*paths: str, **changes: Any) -> ModelInfo:
+    return ModelInfo(**({"id": "a/b", "sha": "c" * 40, "siblings": [entry(path) for path in paths]} | changes))
 
 
-def test_only_what_is_loaded_is_taken_small_files_first() -> None:
+def test_only_files_that_are_loaded_are_listed_small_ones_first() -> None:
     listing = read_listing("a/b", info(*BESIDE, *reversed(WHOLE)))
     assert [file.path for file in listing.files[:1]] == ["model_index.json"]
     assert {file.path for file in listing.files} == set(WHOLE)
     weights = [file.is_weights for file in listing.files]
     assert weights == sorted(weights)
     assert listing.total_bytes == 8 * 10 + 4 * 1000
-    assert RemoteFile("vae/config.json", 10, "git:" + "a" * 40) in listing.files
-    assert RemoteFile("vae/diffusion_pytorch_model.safetensors", 1000, "sha256:" + "b" * 64) in listing.files
+    assert RemoteFile(path="vae/config.json", size=10, digest="git:" + "a" * 40) in listing.files
+    assert (
+        RemoteFile(path="vae/diffusion_pytorch_model.safetensors", size=1000, digest="sha256:" + "b" * 64)
+        in listing.files
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,39 +81,35 @@ def test_the_licence_is_read(answer: dict[str, Any], license_name: str) -> None:
 @pytest.mark.parametrize(
     "path", ["../x", "vae/../../x", "/etc/passwd", "~/x", "vae\\x", "C:/x", "vae/..", "vae/a\nb", "..\\..\\x"]
 )
-def test_a_name_that_leads_out_of_the_folder_refuses_the_whole_repository(path: str) -> None:
-    with pytest.raises(DownloadError, match="leads out of its folder"):
+def test_a_path_outside_the_folder_refuses_the_repository(path: str) -> None:
+    with pytest.raises(DownloadError) as caught:
         read_listing("a/b", info(*WHOLE, path))
+    assert caught.value.fact == Fact("hub.path_outside", {"repository": "a/b", "path": path})
 
 
 @pytest.mark.parametrize(
-    ("paths", "why"),
+    ("paths", "code", "component"),
     [
-        (tuple(path for path in WHOLE if path != "model_index.json"), "has no model_index.json"),
-        (tuple(path for path in WHOLE if not path.startswith("vae")), "no safetensors for its vae"),
-        ((*(path for path in WHOLE if not path.startswith("vae")), "vae/x.bin"), "only pickled weights"),
-        ((*WHOLE, "vae/Config.json"), "upper and lower case"),
-        ((*WHOLE, "transformer_2/config.json"), "no safetensors for its transformer_2"),
+        (tuple(path for path in WHOLE if path != "model_index.json"), "hub.not_a_pipeline", None),
+        (tuple(path for path in WHOLE if not path.startswith("vae")), "hub.no_safetensors", "vae"),
+        ((*(path for path in WHOLE if not path.startswith("vae")), "vae/x.bin"), "hub.only_pickled_weights", "vae"),
+        ((*WHOLE, "vae/Config.json"), "hub.names_differ_in_case", None),
+        ((*WHOLE, "transformer_2/config.json"), "hub.no_safetensors", "transformer_2"),
     ],
 )
-def test_what_is_no_pipeline_is_refused(paths: tuple[str, ...], why: str) -> None:
-    with pytest.raises(DownloadError, match=why):
+def test_a_repository_that_is_not_a_pipeline_is_refused(
+    paths: tuple[str, ...], code: str, component: str | None
+) -> None:
+    with pytest.raises(DownloadError) as caught:
         read_listing("a/b", info(*paths))
+    assert (caught.value.code, caught.value.data.get("component")) == (code, component)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        {},
-        {"sha": "main", "siblings": []},
-        {"sha": "c" * 40, "siblings": "many"},
-        {"sha": "c" * 40, "siblings": ["a"]},
-        {"sha": "c" * 40, "siblings": [{"rfilename": 5}]},
-    ],
-)
-def test_what_is_no_hubs_answer_is_refused(answer: dict[str, Any]) -> None:
-    with pytest.raises(DownloadError, match="does not answer as one does"):
-        read_listing("a/b", answer)
+@pytest.mark.parametrize("answer", [{"sha": None}, {"sha": "main"}, {"sha": 5}, {"sha": "C" * 40}])
+def test_an_answer_without_a_commit_is_refused(answer: dict[str, Any]) -> None:
+    with pytest.raises(DownloadError) as caught:
+        read_listing("a/b", info(*WHOLE, **answer))
+    assert caught.value.code == "hub.malformed_answer"
 
 
 @pytest.mark.parametrize(
@@ -120,11 +121,12 @@ def test_what_is_no_hubs_answer_is_refused(answer: dict[str, Any]) -> None:
         {"size": 1 << 60},
         {"blobId": "xyz"},
         {"blobId": None},
-        {"lfs": {"size": 10}},
-        {"lfs": {"size": 10, "sha256": "B" * 64}},
+        {"lfs": {"size": None, "sha256": "b" * 64, "pointerSize": 1}},
+        {"lfs": {"size": 10, "sha256": "B" * 64, "pointerSize": 1}},
     ],
 )
-def test_a_file_that_could_not_be_checked_is_refused(changes: dict[str, Any]) -> None:
+def test_a_file_that_cannot_be_verified_is_refused(changes: dict[str, Any]) -> None:
     siblings = [entry(path, **(changes if path == "vae/config.json" else {})) for path in WHOLE]
-    with pytest.raises(DownloadError, match=r"size and hash of vae/config\.json"):
+    with pytest.raises(DownloadError) as caught:
         read_listing("a/b", info(siblings=siblings))
+    assert caught.value.fact == Fact("hub.no_hash", {"file": "vae/config.json"})

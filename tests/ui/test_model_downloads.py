@@ -77,7 +77,7 @@ def test_a_model_is_fetched_and_can_be_chosen(shown: Shown) -> None:
     view = shown.press("download", NAME)
     assert 'data-state="queued"' in view or 'data-state="running"' in view
     view = shown.settle()
-    assert "Wan2.1 T2V-1.3B is here, whole and right" in view
+    assert "Wan2.1 T2V-1.3B is downloaded and verified" in view
     assert f'data-model="{NAME}"' not in view
     assert FOLDER in shown.models
     _, choices, mark = shown.handlers.look(before)
@@ -91,7 +91,7 @@ def test_a_model_is_fetched_and_can_be_chosen(shown: Shown) -> None:
     assert choices != SKIPPED
     # The block is drawn when it is opened, and the choice is not touched again.
     view, choices, _ = shown.handlers.look(mark)
-    assert "whole and right" in view
+    assert "downloaded and verified" in view
     assert choices == SKIPPED
 
 
@@ -117,7 +117,7 @@ def test_progress_is_shown_and_it_can_be_cancelled_and_goes_on(shown: Shown) -> 
     assert "Cancelled. What came is kept" in view
     assert list(folders(shown.settings.weights_dir)) == ["diorama"]
     shown.press("download", NAME)
-    assert "whole and right" in shown.settle()
+    assert "downloaded and verified" in shown.settle()
     assert shown.hub.asked_for(VAE)[-1].startswith("bytes=")
 
 
@@ -147,7 +147,7 @@ def test_what_fails_says_why(shown: Shown) -> None:
 def test_offline_no_button_does_anything(shown: Shown) -> None:
     handlers = MoreModels(Downloads(replace(shown.settings, offline="--offline")), shown.models, shown.settings)
     said = handlers.act(json.dumps({"act": "download", "of": NAME}))[0]
-    assert "Nothing is fetched: --offline is set." in said
+    assert "Downloads are disabled: --offline is set." in said
     offline = replace(shown.settings, offline="--offline")
     view = MoreModels(Downloads(offline), shown.models, offline).look("")[0]
     assert view.count(" disabled>Download") == len(KNOWN)

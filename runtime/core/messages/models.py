@@ -4,4 +4,122 @@ from collections.abc import Mapping
 
 from runtime.core.messages import Message
 
-MESSAGES: Mapping[str, Message] = {}
+_RETRY_LATER = "Check the connection and try again later. The download continues where it stopped."
+_ANOTHER_REPOSITORY = "Choose another repository; nothing was fetched from this one."
+_TOKEN = "set HF_TOKEN to a token of your account, or: hf auth login"
+
+_HUB: Mapping[str, Message] = {
+    # Whether and from where
+    "hub.offline": Message(
+        "Downloads are disabled: {by} is set.",
+        "Unset it to download the model, or copy the model's folder into the weights folder.",
+    ),
+    "hub.name_invalid": Message("{name!r} is not a model's name.", "Use a name of `models list`, or OWNER/REPOSITORY."),
+    # What a hub answers
+    "hub.malformed_answer": Message("The hub's answer is malformed.", "Check the hub's address."),
+    "hub.gated": Message(
+        "The hub gives the model only to accounts that accepted its licence.",
+        f"Accept it on the model's page, then {_TOKEN}",
+    ),
+    "hub.no_revision": Message(
+        "The repository has no such revision.", "Leave --revision out, or name a branch, tag or commit."
+    ),
+    "hub.no_repository": Message(
+        "The hub has no such repository, or this account may not read it.",
+        f"Check the name. For a private repository, {_TOKEN}",
+    ),
+    "hub.token_refused": Message("The hub refuses the token (401).", "Renew HF_TOKEN, or unset it."),
+    "hub.forbidden": Message("The hub denies access (403).", f"To get access, {_TOKEN}"),
+    "hub.status": Message(
+        "The hub answers with status {status}.", "Check the model's name, the revision and the hub's address."
+    ),
+    "hub.redirect_loop": Message("The hub redirects in a loop.", "Check the hub's address."),
+    "hub.unsafe_redirect": Message(
+        "The hub redirects to {target!r}, which does not use https.", "Download the model from another hub."
+    ),
+    # Connections
+    "hub.silent": Message("The hub did not answer for {seconds:g} s."),
+    "hub.unreachable": Message("The hub cannot be reached ({reason})."),
+    "hub.disconnected": Message("The connection broke."),
+    "hub.wrong_range": Message("The hub sent another part of the file."),
+    "hub.rate_limited": Message("The hub limits the rate of requests."),
+    "hub.failed": Message("The hub failed with status {status}."),
+    "hub.retrying": Message("{cause:sentence}; trying again in {seconds:n second}."),
+    "hub.unavailable": Message("{cause:sentence} ({failures:n attempt} failed).", _RETRY_LATER),
+    "hub.busy": Message("{cause:sentence}; it asks to wait {seconds:duration}.", _RETRY_LATER),
+    # Repositories
+    "hub.path_outside": Message(
+        "{repository} has a file whose name leads out of its folder: {path!r}.", _ANOTHER_REPOSITORY
+    ),
+    "hub.not_a_pipeline": Message(
+        "{repository} has no {file}: it is not a pipeline in diffusers' format.",
+        "Choose the repository whose name ends with -Diffusers, or another model.",
+    ),
+    "hub.names_differ_in_case": Message(
+        "{repository} has two files whose names differ in case only.", _ANOTHER_REPOSITORY
+    ),
+    "hub.only_pickled_weights": Message(
+        "{repository} has only pickled weights for its {component}; they can run code when loaded.",
+        "Choose a repository with safetensors in diffusers' format.",
+    ),
+    "hub.no_safetensors": Message(
+        "{repository} has no safetensors for its {component}.",
+        "Choose a repository with safetensors in diffusers' format.",
+    ),
+    "hub.no_hash": Message(
+        "The hub states no valid size and hash for {file}, so it cannot be verified.", "Use another hub."
+    ),
+    # Content
+    "hub.file_missing": Message("{file} is missing."),
+    "hub.file_size": Message("{file} has {size:,} bytes instead of {expected:,}."),
+    "hub.file_unreadable": Message("{file} cannot be read ({reason})."),
+    "hub.file_hash": Message("{file} does not match its hash."),
+    "hub.file_longer": Message("{file} is longer than {expected:,} bytes."),
+    "hub.file_shorter": Message("{file} is shorter than {expected:,} bytes."),
+    "hub.fetching_again": Message("{cause:sentence}; fetching it again."),
+    "hub.content_wrong": Message(
+        "{cause:sentence}, twice: the hub does not send the file that it lists.",
+        "Use another hub; nothing of that file was kept.",
+    ),
+    # Folders
+    "hub.download_running": Message(
+        "{model} is already being downloaded by another Tandem process.", "Wait for it, or cancel it there."
+    ),
+    "hub.not_a_download": Message(
+        "{model} is already here and was not created by `models download`.",
+        "Use it as it is, or move {folder} away to download it again.",
+    ),
+    "hub.other_repository": Message(
+        "{model} is already here, from {repository}.", "Move {folder} away to download another model of that name."
+    ),
+    "hub.folder_is_link": Message(
+        "{folder} is a link.", "Remove it, or set TANDEM_CACHE_DIR to a folder on the disk that you want to use."
+    ),
+    "hub.partial_is_link": Message("{folder} is a link.", "Remove it and try again."),
+    "hub.disk_full": Message(
+        "Not enough disk space: {needed:bytes} to fetch, {free:bytes} free in {folder}.",
+        "Free some space, or set TANDEM_CACHE_DIR to a folder on another disk.",
+    ),
+    "hub.cannot_write": Message(
+        "{folder} cannot be written: {reason}.",
+        "Free some space or set TANDEM_CACHE_DIR to another folder, then try again. What arrived is kept.",
+    ),
+    "hub.model_unusable": Message(
+        "{repository} was downloaded and verified, but cannot be used: {cause}",
+        "Choose another repository. {folder} may be deleted.",
+    ),
+    "hub.manifest_damaged": Message(
+        "{file} is damaged, so the model cannot be verified.",
+        "Move the folder away and download the model again, or delete the file to use the model unverified.",
+    ),
+    "hub.no_manifest": Message(
+        "{model} was not created by `models download`: there are no hashes to verify it against.",
+        "Compare it with its source.",
+    ),
+    # Progress
+    "hub.asking": Message("Asking {host}."),
+    "hub.verifying": Message("Verifying {file}."),
+    "hub.checking_model": Message("Checking the model."),
+}
+
+MESSAGES: Mapping[str, Message] = {**_HUB}

@@ -1,1 +1,1 @@
-"""Models from a hub: what a repository holds, fetched file by file, checked, and kept under their hashes."""
+"""Models from a hub: what a repository holds, downloaded file by file, verified against the hub's hashes."""
