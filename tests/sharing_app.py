@@ -43,7 +43,7 @@ def main() -> None:
     from gradio import networking, tunneling
 
     from runtime.cli import main as run
-    from runtime.ui import tunnel
+    from runtime.server import tunnel
 
     folder = Path(os.environ["TANDEM_CACHE_DIR"])
     program = folder / "frpc"

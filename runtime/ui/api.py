@@ -16,10 +16,10 @@ from runtime.core.request import AUTO, RETRY, GenerationRequest
 from runtime.core.step_cache import NONE
 from runtime.models.spec import ModelSpec
 from runtime.queue.service import Job, JobQueue
+from runtime.server.model_choices import check_offered
+from runtime.server.visitors import Visitors
 from runtime.ui import job_stream
 from runtime.ui.lora_field import by_name
-from runtime.ui.model_choices import check_offered
-from runtime.ui.visitor_sessions import Lobby
 
 Auto = Literal["auto"]
 
@@ -99,7 +99,7 @@ def endpoint(worker: JobQueue, models: dict[str, ModelSpec], default_model: str)
 
 
 def visitors_endpoint(
-    lobby: Lobby, visitor_of: Callable[[gr.Request], str], audience: job_stream.Audience, default_model: str
+    visitors: Visitors, visitor_of: Callable[[gr.Request], str], audience: job_stream.Audience, default_model: str
 ) -> Callable[..., Any]:
     """Return the function behind `/generate` on the page of a share link's visitors."""
 
@@ -138,7 +138,7 @@ def visitors_endpoint(
                 seed=seed,
                 shift=shift,
             )
-            job = await asyncio.to_thread(lobby.submit, asked, visitor_of(request))
+            job = await asyncio.to_thread(visitors.submit, asked, visitor_of(request))
         except TandemError as error:
             raise _refusal(audience.redact(error.what), audience.redact(error.remedy)) from error
         async for told in _told(job, lambda _: audience.address(job), audience.redact):

@@ -22,11 +22,12 @@ from runtime.pipeline.history import HistoryFile
 from runtime.queue.downloads import Downloads
 from runtime.queue.opening import open_store
 from runtime.queue.service import JobQueue
-from runtime.ui import job_routes, server
+from runtime.server import job_files
+from runtime.server.security import LOOPBACK
+from runtime.server.visitors import cancel_orphaned
+from runtime.ui import server
 from runtime.ui.page import build
-from runtime.ui.security_middleware import LOOPBACK
 from runtime.ui.sharing import Sharing
-from runtime.ui.visitor_sessions import cancel_for_nobody
 
 __all__ = ["build", "launch", "serve"]
 
@@ -81,7 +82,7 @@ def serve(settings: Settings, tell: Callable[[str], None] = logger.info) -> Iter
     store = open_store(settings.cache_dir)
     for told in filter(None, (store.notice, store.problem and f"Jobs are not remembered. {store.problem}")):
         sys.stderr.write(f"Note: {told}\n")
-    cancel_for_nobody(store)
+    cancel_orphaned(store)
     history = HistoryFile(settings.cache_dir, engines.machine)
     worker = JobQueue(settings.weights_dir, settings.outputs_dir, engines, history, store)
     waiting = sum(not one.held for one in store.queue())
@@ -105,10 +106,9 @@ def serve(settings: Settings, tell: Callable[[str], None] = logger.info) -> Iter
                 settings.host,
                 settings.port,
                 lambda: names,
-                settings.outputs_dir,
                 settings.auth,
                 _PASSWORD_ASKED,
-                parcels=job_routes.routes(worker, settings, lambda _: None),
+                routes=job_files.routes(worker, settings),
             )
         except OSError as error:
             raise _port_taken(settings.port) from error

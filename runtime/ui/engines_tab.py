@@ -25,8 +25,8 @@ from runtime.planner.engine_offers import EngineOffer
 from runtime.queue import tasks
 from runtime.queue.service import JobQueue
 from runtime.queue.tasks import Task
+from runtime.server.model_choices import check_offered
 from runtime.ui import acceleration, break_even, engine_import, engine_views, form, formatting, plan_summary
-from runtime.ui.model_choices import check_offered
 from runtime.ui.plan_preview import Foreseen, Foresight
 
 Updates = tuple[Any, ...]

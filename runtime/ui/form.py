@@ -16,8 +16,8 @@ from runtime.core.request import ALL, AUTO, COMPONENTS, GenerationRequest, label
 from runtime.core.step_cache import NONE, read_step_cache
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
+from runtime.server.model_choices import check_offered
 from runtime.ui import acceleration, formatting, lora_field, shift_field, theme
-from runtime.ui.model_choices import check_offered
 
 CUSTOM = "custom"
 _WIDEST_STEPS = 100

@@ -16,9 +16,9 @@ from runtime.core.request import COMPONENTS
 from runtime.models.spec import ModelSpec
 from runtime.planner.parallelism import usable_gpus
 from runtime.queue.service import Job, JobQueue
+from runtime.server.model_choices import check_offered
 from runtime.ui import acceleration, form, job_stream, plan_summary, player
 from runtime.ui.job_stream import Audience
-from runtime.ui.model_choices import check_offered
 from runtime.ui.plan_preview import Foresight
 from runtime.ui.result_view import file_url
 

@@ -15,8 +15,8 @@ from runtime.pipeline.checkpoint_files import POSTER
 from runtime.queue import disk_usage
 from runtime.queue.records import RESUMABLE, JobRecord, State
 from runtime.queue.service import Job, JobQueue
+from runtime.server.job_files import find_output
 from runtime.ui import acceleration, compare, formatting, history_view, queue_view, result_view
-from runtime.ui.files import find_output
 from runtime.ui.jobs_request import SHOWN, Asked, is_id, unknown
 from runtime.ui.resume_status import Standing, standing
 from runtime.video.similarity import Likeness, likeness

@@ -8,6 +8,7 @@ from runtime.core.settings import Settings
 from runtime.engines.service import EngineService
 from runtime.queue.downloads import Downloads
 from runtime.queue.service import JobQueue
+from runtime.server.model_choices import offered
 from runtime.ui import (
     acceleration,
     api,
@@ -23,7 +24,6 @@ from runtime.ui.engines_tab import Library
 from runtime.ui.handlers import Handlers
 from runtime.ui.jobs_controller import JobsController
 from runtime.ui.make_tab import LOCAL, SERVED, connect, connect_basics, header, make
-from runtime.ui.model_choices import offered
 from runtime.ui.plan_preview import Foresight
 from runtime.ui.sharing import Sharing
 

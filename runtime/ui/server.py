@@ -1,23 +1,22 @@
-"""A page behind gradio's server, with the gate before it."""
+"""Serves a page with Gradio's server, behind the security middleware."""
 
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import gradio as gr
 from starlette.middleware import Middleware
 from starlette.routing import BaseRoute
 
+from runtime.server import security
+from runtime.server.visitors import Visitors
 from runtime.ui import theme
-from runtime.ui.files import find_output
 from runtime.ui.head_injection import Document
-from runtime.ui.security_middleware import Gate
-from runtime.ui.visitor_sessions import Lobby
+from runtime.upstream import gradio as private
 
-# Nobody uploads; the gate shuts the way in, and this holds should it ever open.
+# The middleware closes uploads; this is a second barrier.
 _MAX_UPLOAD_BYTES = 1024
-_GOODBYE_SECONDS = 1
-# Each page that watches a job takes one.
+_SHUTDOWN_SECONDS = 1
+# Each page that watches a job takes one thread.
 _THREADS = 80
 # gradio keeps a copy of the page's state for each session.
 _SESSIONS_KEPT = 300
@@ -28,23 +27,22 @@ def start(
     host: str,
     port: int,
     names: Callable[[], frozenset[str] | None],
-    outputs_dir: Path,
     auth: tuple[str, str] | None = None,
     auth_message: str | None = None,
-    lobby: Lobby | None = None,
-    parcels: Sequence[BaseRoute] = (),
+    visitors: Visitors | None = None,
+    routes: Sequence[BaseRoute] = (),
 ) -> str:
     """Serve a page until `stop`; return its address.
 
     Args:
-        names: returns the host names that are answered to; `None` stands for any.
-        lobby: of a visitors' page.
-        parcels: routes beside gradio's.
+        names: returns the host names that the page answers to; `None` stands for any.
+        visitors: of a visitors' page.
+        routes: matched before gradio's own.
 
     Raises:
         OSError: if the port is taken.
     """
-    gate = Middleware(Gate, names=names, find=lambda asked: find_output(asked, outputs_dir), lobby=lobby)
+    middleware = [*security.middleware(names, visitors), Middleware(Document, head=theme.head())]
     _, url, _ = page.launch(
         server_name=f"[{host}]" if ":" in host else host,
         server_port=port,
@@ -62,24 +60,22 @@ def start(
         pwa=False,
         mcp_server=False,
         num_workers=0,
-        allowed_paths=[str(outputs_dir)],
         max_file_size=_MAX_UPLOAD_BYTES,
         max_threads=_THREADS,
         state_session_capacity=_SESSIONS_KEPT,
         favicon_path=theme.ICON,
         theme=theme.theme(),
-        app_kwargs={"middleware": [gate, Middleware(Document, head=theme.head())], "routes": list(parcels)},
+        app_kwargs={"middleware": middleware, "routes": list(routes)},
     )
     return str(url)
 
 
 def stop(page: gr.Blocks) -> None:
-    """Stop serving without waiting for pages, which keep a connection open for as long as they are shown."""
+    """Stop serving without waiting for pages, which keep a connection open while they are shown."""
     if page.is_running:
         errors = logging.getLogger("uvicorn.error")
         before = errors.level
         errors.setLevel(logging.CRITICAL)
-        page.server.config.timeout_graceful_shutdown = _GOODBYE_SECONDS
-        page.close(verbose=False)
-        # Another page may go on.
+        private.stop_serving(page, _SHUTDOWN_SECONDS)
+        # The other page may still be served.
         errors.setLevel(before)

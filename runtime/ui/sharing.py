@@ -4,6 +4,7 @@ Visitors reach a page and a port of their own, and the tunnel leads to nothing e
 whatever a request says of itself.
 """
 
+import asyncio
 import logging
 import secrets
 import socket
@@ -12,16 +13,22 @@ from collections.abc import Callable
 from typing import Literal
 
 import gradio as gr
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
 
 from runtime.core.errors import MachineError, ModelError
 from runtime.core.settings import Settings
 from runtime.models.catalogue import folders
 from runtime.queue.service import JobQueue
-from runtime.ui import server, visitor_limits, visitor_page
-from runtime.ui.model_choices import offered
-from runtime.ui.security_middleware import LOOPBACK
-from runtime.ui.tunnel import Tunnel, open_tunnel
-from runtime.ui.visitor_sessions import Lobby
+from runtime.server import visitor_limits
+from runtime.server.gradio_requests import VIDEO
+from runtime.server.job_files import video_response
+from runtime.server.model_choices import offered
+from runtime.server.security import LOOPBACK
+from runtime.server.tunnel import Tunnel, open_tunnel
+from runtime.server.visitors import Visitors
+from runtime.ui import server, visitor_page
 
 State = Literal["opening", "open", "failed", "ended"]
 
@@ -42,7 +49,7 @@ class Sharing:
         problem: why there is none, and what to do about it.
         user, password: what visitors log in with.
         made_up: whether the password was made up here.
-        lobby: where the visitors are.
+        visitors: their sessions and limits.
 
     Args:
         tell: is given what becomes of the link, line by line.
@@ -63,9 +70,9 @@ class Sharing:
         self._lock = threading.Lock()
         models = visitor_limits.visitors_models(offered(settings), folders(settings.weights_dir))
         if not models:
-            raise ModelError("There is no model that visitors may use.", "Put one into the weights folder.")
-        self.lobby = Lobby(worker, settings, models)
-        self._page: gr.Blocks = visitor_page.build(worker, settings, models, self.lobby)
+            raise ModelError("server.no_visitor_model")
+        self.visitors = Visitors(worker, settings, models)
+        self._page: gr.Blocks = visitor_page.build(worker, settings, models, self.visitors)
 
     def start(self) -> None:
         """Serve the visitors' page, and have the link made meanwhile.
@@ -79,10 +86,10 @@ class Sharing:
             "127.0.0.1",
             port,
             self._names,
-            self._settings.outputs_dir,
             (self.user, self.password),
             _LOGIN,
-            self.lobby,
+            self.visitors,
+            [Route(f"{VIDEO}{{name}}", self._video), Route("/robots.txt", _robots)],
         )
         threading.Thread(target=self._hold, args=(port,), name="sharing", daemon=True).start()
 
@@ -99,7 +106,7 @@ class Sharing:
             return
         except Exception as error:  # a defect: told in one line, kept in the log
             logger.exception("There is no share link")
-            self._fail(MachineError(f"There is no share link: {error!r}.", "The log has the details."))
+            self._fail(MachineError("server.link_defect", error=repr(error)))
             return
         with self._lock:
             if self.state == "opening":
@@ -111,7 +118,7 @@ class Sharing:
         self._tell(f"Shared at {tunnel.url} - user {self.user}, {password}")
         logger.info("A share link is open")
         tunnel.wait()
-        self._fail(MachineError("The share link has ended.", "Start Tandem again with --share for a new one."))
+        self._fail(MachineError("server.link_ended"))
 
     def _fail(self, error: MachineError) -> None:
         if self._shut("failed", f"{error.what} {error.remedy}"):
@@ -125,17 +132,26 @@ class Sharing:
                 return False
             self.state, self.problem, self.url = state, problem, ""
             tunnel, self._tunnel = self._tunnel, None
-        self.lobby.close()
+        self.visitors.close()
         if tunnel is not None:
             tunnel.close()
         server.stop(self._page)
         logger.info("Sharing has ended: %s", state)
         return True
 
+    async def _video(self, request: Request) -> Response:
+        """Send a visitor's own video."""
+        name, visitor = request.path_params["name"], request.user.display_name
+        return video_response(await asyncio.to_thread(self.visitors.video, name, visitor), cached=False)
+
     def _names(self) -> frozenset[str]:
         """Return the host names of the visitors' page: the link's, and this machine's own for what the tunnel says."""
         tunnel = self._tunnel
         return LOOPBACK if tunnel is None else LOOPBACK | {tunnel.host}
+
+
+async def _robots(_request: Request) -> Response:
+    return PlainTextResponse("User-agent: *\nDisallow: /\n")
 
 
 def make_password() -> str:

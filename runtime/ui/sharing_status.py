@@ -32,7 +32,7 @@ def make(page: gr.Blocks, sharing: Sharing) -> None:
 
     def stop_all(before: Any) -> Updates:
         """Cancel every video of a visitor."""
-        sharing.lobby.stop_videos()
+        sharing.visitors.stop_videos()
         return look(before)
 
     def end_all(before: Any) -> Updates:
@@ -57,7 +57,7 @@ def told(sharing: Sharing) -> str:
             said = (
                 f'Shared at <a href="{url}" target="_blank" rel="noopener noreferrer">{url}</a>, '
                 f"user <code>{escape(sharing.user)}</code>, {password}. "
-                f"<span>{_who(sharing.lobby.here(), sharing.lobby.waiting())}</span>"
+                f"<span>{_who(sharing.visitors.present(), sharing.visitors.open_jobs())}</span>"
             )
         case "opening":
             said = "The share link is being made."

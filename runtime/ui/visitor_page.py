@@ -17,12 +17,13 @@ from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.settings import ROOT, Settings
 from runtime.models.spec import ModelSpec
 from runtime.queue.service import Job, JobQueue
-from runtime.ui import api, form, theme, visitor_limits
+from runtime.server import visitor_limits
+from runtime.server.model_choices import check_offered
+from runtime.server.visitors import Visitors
+from runtime.ui import api, form, theme
 from runtime.ui.handlers import Updates, alert, attached, cancelled, stored_values, updates_of
 from runtime.ui.job_stream import Audience
 from runtime.ui.make_tab import connect, connect_basics, header, make
-from runtime.ui.model_choices import check_offered
-from runtime.ui.visitor_sessions import Lobby
 
 _DETAILS = "Tell whoever shares this; their log has the details."
 _TIDY_SECONDS = (3600, 86_400)
@@ -31,19 +32,19 @@ _MOST_WAITING = 200
 logger = logging.getLogger(__name__)
 
 
-def build(worker: JobQueue, settings: Settings, models: dict[str, ModelSpec], lobby: Lobby) -> gr.Blocks:
+def build(worker: JobQueue, settings: Settings, models: dict[str, ModelSpec], visitors: Visitors) -> gr.Blocks:
     """Return the page, with `/generate` for visitors' programs.
 
     Args:
         models: what visitors may use, by name; the first is chosen.
     """
     icon = theme.icon_svg()
-    handlers = VisitorHandlers(worker, settings, models, lobby, icon)
+    handlers = VisitorHandlers(worker, settings, models, visitors, icon)
     chosen = next(iter(models))
     with gr.Blocks(title="Tandem", analytics_enabled=False, fill_width=True, delete_cache=_TIDY_SECONDS) as page:
         # First, so that the name is its own: gradio numbers later ones.
         gr.api(
-            api.visitors_endpoint(lobby, visitor_of, handlers.audience, chosen),
+            api.visitors_endpoint(visitors, visitor_of, handlers.audience, chosen),
             api_name="generate",
             concurrency_limit=None,
         )
@@ -67,12 +68,12 @@ class VisitorHandlers:
     """What the page's buttons do; see `handlers.Handlers`. The request tells whose page it is."""
 
     def __init__(
-        self, worker: JobQueue, settings: Settings, models: dict[str, ModelSpec], lobby: Lobby, icon: str
+        self, worker: JobQueue, settings: Settings, models: dict[str, ModelSpec], visitors: Visitors, icon: str
     ) -> None:
         self._worker = worker
         self._settings = settings
         self._models = models
-        self._lobby = lobby
+        self._visitors = visitors
         self._icon = icon
         folders = {"the folder of videos": settings.outputs_dir, "the cache folder": settings.cache_dir}
         folders |= {"the folder of models": settings.weights_dir, "the folder of engines": settings.engines_dir}
@@ -85,7 +86,7 @@ class VisitorHandlers:
         """Submit the form as the visitor's job and show it; a form that cannot be is answered beside the stage."""
         try:
             job = await asyncio.to_thread(
-                self._lobby.submit, form.read_basics(values, self._models), visitor_of(request)
+                self._visitors.submit, form.read_basics(values, self._models), visitor_of(request)
             )
         except TandemError as error:
             field = error.field if isinstance(error, InvalidRequestError) else ""
@@ -103,14 +104,14 @@ class VisitorHandlers:
         visitor = visitor_of(request)
 
         def own() -> Job | None:
-            return self._lobby.job(remembered, visitor)
+            return self._visitors.job(remembered, visitor)
 
         async for updates in attached(own, self._worker, self.audience, self._icon, visitor):
             yield updates
 
     def cancel(self, request: gr.Request, watched: Any) -> Any:
         """Ask the visitor's job that this page watches to stop; watching shows the rest."""
-        return cancelled(self._lobby.job(watched, visitor_of(request)))
+        return cancelled(self._visitors.job(watched, visitor_of(request)))
 
     def choose_model(self, name: Any) -> Updates:
         """Set limits, size, length and the rest to what goes with another model."""
@@ -134,7 +135,7 @@ class VisitorHandlers:
 
     def limits(self, spec: ModelSpec) -> str:
         """Return what the page says of the limits, as HTML."""
-        told = escape(visitor_limits.told(visitor_limits.limits_of(self._settings, spec)))
+        told = escape(visitor_limits.describe(visitor_limits.limits_of(self._settings, spec)))
         return (
             '<p id="limits-told"><strong>You are a visitor on somebody\'s computer.</strong> '
             f"{told} Other visitors do not see your videos; whoever shares this can.</p>"
@@ -153,10 +154,10 @@ class VisitorHandlers:
             values[name]["maximum"] = max(highest, 2)
             values[name]["value"] = min(values[name]["value"], highest)
         size = (values["width"]["value"], values["height"]["value"])
-        if not visitor_limits.may_have(size, limits):
+        if not visitor_limits.allows_size(size, limits):
             size = (own["width"], own["height"])
         values["width"]["value"], values["height"]["value"] = size
-        fitting = {f"{w}x{h}" for w, h in spec.sizes if visitor_limits.may_have((w, h), limits)} | {form.CUSTOM}
+        fitting = {f"{w}x{h}" for w, h in spec.sizes if visitor_limits.allows_size((w, h), limits)} | {form.CUSTOM}
         choices = [choice for choice in values["size"]["choices"] if choice[1] in fitting]
         values["size"] |= {"choices": choices, "value": form.size_value(spec, *size)}
         if values["size"]["value"] not in fitting:
@@ -165,8 +166,8 @@ class VisitorHandlers:
 
 
 def visitor_of(request: gr.Request) -> str:
-    """Return whose request it is, as the gate found."""
-    return str(request.request.scope["tandem.visitor"])
+    """Return the visitor who sent a request, as the middleware identified them."""
+    return str(request.request.user.display_name)
 
 
 def _address(job: Job) -> str:

@@ -34,6 +34,7 @@ def _load() -> dict[str, Message]:
         pipeline,
         planner,
         queue,
+        server,
         ui,
         video,
     )
@@ -48,6 +49,7 @@ def _load() -> dict[str, Message]:
         execution.MESSAGES,
         pipeline.MESSAGES,
         queue.MESSAGES,
+        server.MESSAGES,
         cli.MESSAGES,
         ui.MESSAGES,
     )

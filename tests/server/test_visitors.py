@@ -15,7 +15,7 @@ from runtime.models.spec import ModelSpec
 from runtime.queue.process_lock import Instance
 from runtime.queue.service import Job, JobQueue
 from runtime.queue.store import JobStore
-from runtime.ui.visitor_sessions import Lobby, cancel_for_nobody
+from runtime.server.visitors import Visitors, cancel_orphaned
 from tests.plans import no_engines, tiny_plan
 from tests.waiting import until
 
@@ -29,11 +29,11 @@ def worker(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Iterator[JobQueu
 
 
 @pytest.fixture
-def lobby(worker: JobQueue, tmp_path: Path) -> Lobby:
+def visitors(worker: JobQueue, tmp_path: Path) -> Visitors:
     settings = Settings(
         cache_dir=tmp_path, share_frames=9, share_steps=1000, share_queue=1, share_queue_all=2, share_rate=2
     )
-    return Lobby(worker, settings, {"tiny": find("tiny", tmp_path / "weights")})
+    return Visitors(worker, settings, {"tiny": find("tiny", tmp_path / "weights")})
 
 
 def long(**values: object) -> GenerationRequest:
@@ -52,33 +52,33 @@ def end_of(job: Job) -> str:
     return job.state
 
 
-def test_one_waits_their_turn(lobby: Lobby, worker: JobQueue) -> None:
-    first = lobby.submit(long(), lobby.name_of("anna"))
-    with pytest.raises(LimitError, match="One video of yours"):
-        lobby.submit(long(), lobby.name_of("anna"))
-    second = lobby.submit(long(), lobby.name_of("ben"))
-    with pytest.raises(LimitError, match="The line is full"):
-        lobby.submit(long(), lobby.name_of("cleo"))
+def test_one_waits_their_turn(visitors: Visitors, worker: JobQueue) -> None:
+    first = visitors.submit(long(), visitors.name_of("anna"))
+    with pytest.raises(LimitError, match="You already have 1 video queued"):
+        visitors.submit(long(), visitors.name_of("anna"))
+    second = visitors.submit(long(), visitors.name_of("ben"))
+    with pytest.raises(LimitError, match=r"The queue is full\."):
+        visitors.submit(long(), visitors.name_of("cleo"))
     # The person whose Tandem it is waits for nobody's leave.
     own = worker.submit(long(steps=1))
-    assert lobby.waiting() == 2
+    assert visitors.open_jobs() == 2
     assert (
-        lobby.job(first.id, lobby.name_of("anna")),
-        lobby.job(first.id, lobby.name_of("ben")),
-        lobby.job(own.id, lobby.name_of("ben")),
+        visitors.job(first.id, visitors.name_of("anna")),
+        visitors.job(first.id, visitors.name_of("ben")),
+        visitors.job(own.id, visitors.name_of("ben")),
     ) == (first, None, None)
-    assert lobby.stop_videos() == 2
+    assert visitors.stop_videos() == 2
     assert [end_of(job) for job in (first, second, own)] == ["cancelled", "cancelled", "done"]
 
 
-def test_two_wishes_at_once_do_not_both_take_the_last_place(lobby: Lobby, worker: JobQueue) -> None:
+def test_two_wishes_at_once_do_not_both_take_the_last_place(visitors: Visitors, worker: JobQueue) -> None:
     start = threading.Barrier(6)
     refused: list[TandemError] = []
 
     def wish() -> None:
         start.wait()
         try:
-            lobby.submit(long(), lobby.name_of("anna"))
+            visitors.submit(long(), visitors.name_of("anna"))
         except TandemError as error:
             refused.append(error)
 
@@ -88,42 +88,41 @@ def test_two_wishes_at_once_do_not_both_take_the_last_place(lobby: Lobby, worker
     for thread in threads:
         thread.join()
     assert len(refused) == 5
-    assert len(worker.jobs(lobby.name_of("anna"))) == 1
+    assert len(worker.jobs(visitors.name_of("anna"))) == 1
 
 
-def test_whoever_shares_does_not_see_visitors_jobs_as_their_own(lobby: Lobby, worker: JobQueue) -> None:
-    lobby.submit(long(), lobby.name_of("anna"))
+def test_whoever_shares_does_not_see_visitors_jobs_as_their_own(visitors: Visitors, worker: JobQueue) -> None:
+    visitors.submit(long(), visitors.name_of("anna"))
     assert worker.active() is None and worker.latest() is None
-    assert worker.active(lobby.name_of("anna")) is not None
+    assert worker.active(visitors.name_of("anna")) is not None
 
 
-def test_an_end_is_an_end(lobby: Lobby) -> None:
-    job = lobby.submit(long(), lobby.name_of("anna"))
-    lobby.close()
+def test_an_end_is_an_end(visitors: Visitors) -> None:
+    job = visitors.submit(long(), visitors.name_of("anna"))
+    visitors.close()
     assert end_of(job) == "cancelled"
     with pytest.raises(LimitError, match="no longer shared"):
-        lobby.submit(long(), lobby.name_of("ben"))
+        visitors.submit(long(), visitors.name_of("ben"))
 
 
-def test_models_are_those_of_the_list(lobby: Lobby, tmp_path: Path) -> None:
+def test_models_are_those_of_the_list(visitors: Visitors, tmp_path: Path) -> None:
     for name in (str(tmp_path / "weights" / "tiny"), "../tiny", "diorama"):
         with pytest.raises(ModelError, match="no model of that name"):
-            lobby.submit(long(model=name), lobby.name_of("anna"))
+            visitors.submit(long(model=name), visitors.name_of("anna"))
 
 
-def test_sessions_and_requests_are_counted(lobby: Lobby) -> None:
+def test_sessions_and_requests_are_counted(visitors: Visitors) -> None:
     assert (
-        lobby.owns("one", lobby.name_of("anna"))
-        and lobby.owns("one", lobby.name_of("anna"))
-        and not lobby.owns("one", lobby.name_of("ben"))
+        visitors.owns("one", visitors.name_of("anna"))
+        and visitors.owns("one", visitors.name_of("anna"))
+        and not visitors.owns("one", visitors.name_of("ben"))
     )
-    assert not lobby.owns("two", None)
-    allowed = [lobby.enter(lobby.name_of("anna")) for _ in range(40)]
-    assert allowed.count(True) == 24 and lobby.enter(lobby.name_of("ben"))
-    assert lobby.here() == 2
+    allowed = [visitors.enter(visitors.name_of("anna")) for _ in range(40)]
+    assert allowed.count(True) == 24 and visitors.enter(visitors.name_of("ben"))
+    assert visitors.present() == 2
     for _ in range(24):
-        lobby.leave(lobby.name_of("anna"))
-    assert lobby.here() == 1
+        visitors.leave(visitors.name_of("anna"))
+    assert visitors.present() == 1
 
 
 def test_what_waits_for_visitors_of_a_killed_app_is_not_made(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
@@ -132,13 +131,15 @@ def test_what_waits_for_visitors_of_a_killed_app_is_not_made(tiny: Callable[[str
     with Instance(store.path) as alive:
         owners = (f"{alive.id}-anna", "0badc0de-ben", None)
         jobs = [store.add(long(seed=1, model=plan.model), plan, owner=owner).id for owner in owners]
-        cancel_for_nobody(store)
+        cancel_orphaned(store)
         assert [store.get(job).state for job in jobs] == ["queued", "cancelled", "queued"]
     store.close()
 
 
-def test_on_a_full_disk_nothing_is_queued(lobby: Lobby, worker: JobQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.ui.visitor_sessions.free_disk_bytes", lambda folder: 4096)
-    with pytest.raises(LimitError, match="disk here is nearly full"):
-        lobby.submit(long(), "a visitor")
+def test_on_a_full_disk_nothing_is_queued(
+    visitors: Visitors, worker: JobQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.server.visitors.free_disk_bytes", lambda folder: 4096)
+    with pytest.raises(LimitError, match="disk of this server is nearly full"):
+        visitors.submit(long(), "a visitor")
     assert worker.open_jobs() == []

@@ -1,4 +1,4 @@
-"""The models a page may ask for: the catalogue's, and the one that Tandem was started with. No other folder."""
+"""The models that a page offers: those of the catalogue and the one that Tandem was started with, no other folder."""
 
 from runtime.core.errors import ModelError, TandemError
 from runtime.core.settings import Settings
@@ -7,10 +7,10 @@ from runtime.models.spec import ModelSpec
 
 
 def offered(settings: Settings) -> dict[str, ModelSpec]:
-    """Return the usable models by name, the one that Tandem was started with first.
+    """Return the usable models by name, starting with the one that Tandem was started with.
 
     Raises:
-        ModelError: if that one cannot be used. Others that cannot are left out.
+        ModelError: if that one cannot be used. Others that cannot be used are left out.
     """
     found = {settings.model: find(settings.model, settings.weights_dir)}
     for name in folders(settings.weights_dir):
@@ -26,8 +26,8 @@ def check_offered(name: object, models: dict[str, ModelSpec]) -> ModelSpec:
     """Return the model of that name.
 
     Raises:
-        ModelError: if it is not offered; a page may not look into folders of its choice.
+        ModelError: if it is not offered; a page cannot open folders of its choice.
     """
     if isinstance(name, str) and name in models:
         return models[name]
-    raise ModelError("There is no model of that name here.", f"Take one of: {', '.join(models)}.")
+    raise ModelError("server.model_not_offered", models=list(models))

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from runtime.ui import gradio_routes, request_validation
-from runtime.ui.files import find_output, readable_range
-from runtime.ui.request_validation import RefusedError
+from runtime.server import gradio_requests
+from runtime.server.gradio_requests import RefusedError, access
+from runtime.server.job_files import find_output, is_single_range
 
 INPUTS = {0: 2, 7: 0}
 
@@ -18,11 +18,11 @@ def body(**values: Any) -> bytes:
 
 
 def test_a_call_that_fits_is_read() -> None:
-    assert request_validation.read_call(body(), INPUTS)["data"] == ["a", None]
-    assert request_validation.read_call(body(fn_index=7, data=[]), INPUTS)["fn_index"] == 7
-    assert request_validation.read_call(body(session_hash=None, fn_index=None), INPUTS, api=0)["session_hash"] is None
+    assert gradio_requests.read_call(body(), INPUTS)["data"] == ["a", None]
+    assert gradio_requests.read_call(body(fn_index=7, data=[]), INPUTS)["fn_index"] == 7
+    assert gradio_requests.read_call(body(session_hash=None, fn_index=None), INPUTS, api=0)["session_hash"] is None
     short = body(data=["a"], fn_index=None)
-    assert request_validation.read_call(short, INPUTS, api=0, defaults=[None, 3])["data"] == ["a", 3]
+    assert gradio_requests.read_call(short, INPUTS, api=0, defaults=[None, 3])["data"] == ["a", 3]
 
 
 @pytest.mark.parametrize(
@@ -49,17 +49,17 @@ def test_a_call_that_fits_is_read() -> None:
         (body(trigger_id="1"), "trigger_id"),
         (body(event_id=1), "event_id"),
         (body(simple_format=float("inf")), "simple_format"),
-        (body(data=[{"path": "/etc/passwd", "meta": {"_type": "gradio.FileData"}}, 1]), "Files are not taken"),
-        (body(data=[[{"deep": {"path": "http://127.0.0.1/"}}], 1]), "Files are not taken"),
-        (body(event_data={"url": "http://127.0.0.1/"}), "Files are not taken"),
-        (body(data=[json.loads("[" * 30 + "]" * 30), 1]), "more than any form"),
-        (body(data=[list(range(6_000)), 1]), "more than any form"),
+        (body(data=[{"path": "/etc/passwd", "meta": {"_type": "gradio.FileData"}}, 1]), "Files are not accepted"),
+        (body(data=[[{"deep": {"path": "http://127.0.0.1/"}}], 1]), "Files are not accepted"),
+        (body(event_data={"url": "http://127.0.0.1/"}), "Files are not accepted"),
+        (body(data=[json.loads("[" * 30 + "]" * 30), 1]), "more values than any form"),
+        (body(data=[list(range(6_000)), 1]), "more values than any form"),
     ],
     ids=lambda value: str(value)[:40],
 )
 def test_a_call_that_gradio_would_stumble_over_is_refused(sent: bytes, words: str) -> None:
     with pytest.raises(RefusedError, match=words):
-        request_validation.read_call(sent, INPUTS)
+        gradio_requests.read_call(sent, INPUTS)
 
 
 @pytest.mark.parametrize(
@@ -76,9 +76,9 @@ def test_a_call_that_gradio_would_stumble_over_is_refused(sent: bytes, words: st
 )
 def test_only_what_names_an_event_ends_one(values: dict[str, Any]) -> None:
     good = {"session_hash": "abc", "fn_index": 0, "event_id": "0" * 32}
-    assert request_validation.read_cancel(json.dumps(good).encode()) == good
+    assert gradio_requests.read_cancel(json.dumps(good).encode()) == good
     with pytest.raises(RefusedError):
-        request_validation.read_cancel(json.dumps(good | values).encode())
+        gradio_requests.read_cancel(json.dumps(good | values).encode())
 
 
 @pytest.mark.parametrize(
@@ -111,13 +111,15 @@ def test_only_what_names_an_event_ends_one(values: dict[str, Any]) -> None:
         ("POST", "/gradio_api/run/generate", None),
         ("POST", "/gradio_api/call/v2/generate", None),
         ("POST", "/gradio_api/call/other", None),
-        ("GET", "/gradio_api/file=/etc/passwd", None),
+        ("GET", "/gradio_api/file=/etc/passwd", "login"),  # Tandem's own route, see `job_files`
+        ("POST", "/gradio_api/file=/etc/passwd", None),
+        ("GET", "/video/0123abcd.mp4", None),
         ("GET", "/gradio_api/stream/a/b/1/playlist.m3u8", None),
         ("GET", "/gradio_api/call/generate/../../token", None),
     ],
 )
 def test_only_the_routes_that_are_used_are_open(method: str, path: str, needed: str | None) -> None:
-    assert gradio_routes.needs(method, path) == needed
+    assert access(method, path) == needed
 
 
 def test_only_videos_in_the_outputs_are_served(tmp_path: Path) -> None:
@@ -178,4 +180,19 @@ def test_links_out_of_the_outputs_lead_nowhere(tmp_path: Path) -> None:
     ],
 )
 def test_ranges_are_plain(value: bytes, readable: bool) -> None:
-    assert readable_range(value) == readable
+    assert is_single_range(value) == readable
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/gradio_api/file=/etc/passwd"),
+        ("GET", "/tandem/now"),
+        ("POST", "/tandem/panels/queue"),
+        ("POST", "/gradio_api/run/predict"),
+    ],
+)
+def test_the_owners_routes_are_closed_to_visitors(method: str, path: str) -> None:
+    assert access(method, path) == "login"
+    assert access(method, path, visitors=True) is None
+    assert access("GET", "/video/0123abcd.mp4", visitors=True) == "login"

@@ -11,9 +11,9 @@ from gradio import networking, tunneling
 
 from runtime.core.errors import MachineError
 from runtime.core.settings import Settings
-from runtime.ui import tunnel
+from runtime.server import tunnel
+from runtime.server.tunnel import open_tunnel
 from runtime.ui.app import serve
-from runtime.ui.tunnel import open_tunnel
 from tests.fuzz.wire import send
 from tests.served import MODEL, free_port, make_cache
 from tests.waiting import until
@@ -59,7 +59,7 @@ def test_the_program_does_not_outlive_the_app(tmp_path: Path) -> None:
     # An app that is killed says no goodbye; its end of the pipe closes all the same.
     app = (
         "import subprocess, sys, time\n"
-        f"subprocess.Popen([sys.executable, {str(tunnel._KEEPER)!r}, sys.executable, '-c', {code!r}], "
+        f"subprocess.Popen([sys.executable, {str(tunnel._WATCHDOG)!r}, sys.executable, '-c', {code!r}], "
         "stdin=subprocess.PIPE, start_new_session=True)\ntime.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", app])

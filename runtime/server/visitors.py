@@ -1,6 +1,6 @@
-"""Where the visitors of a share link are: who is there, whose session and whose video something is, who asked when.
+"""The visitors of a share link: their sessions, videos, open requests and limits.
 
-A visitor is a log-in: whoever logs in anew is a new one, and what all may do together holds all the same.
+A visitor is a log-in: a person who logs in again is a new visitor. The limits for all visitors together still hold.
 """
 
 import hashlib
@@ -20,21 +20,24 @@ from runtime.models.spec import ModelSpec
 from runtime.queue.process_lock import lives
 from runtime.queue.service import Job, JobQueue
 from runtime.queue.store import JobStore
-from runtime.ui import visitor_limits
-from runtime.ui.files import find_output
-from runtime.ui.model_choices import check_offered
+from runtime.server import visitor_limits
+from runtime.server.job_files import find_output
+from runtime.server.model_choices import check_offered
 
 _VIDEO = re.compile(r"([0-9a-f]{8})\.mp4")
-# A page has two or three requests open, for as long as it is shown.
+# A page keeps two or three requests open while it is shown.
 _OPEN_REQUESTS = 24
 _SESSIONS = 2_000
 
 
-class Lobby:
-    """Keeps visitors apart, and to their limits. Any thread may ask.
+class Visitors:
+    """Keeps visitors apart and within their limits. Thread-safe.
 
     Args:
-        models: what visitors may use, by name.
+        models: those that visitors may use, by name.
+
+    Attributes:
+        closed: whether the link was closed.
     """
 
     def __init__(self, worker: JobQueue, settings: Settings, models: Mapping[str, ModelSpec]) -> None:
@@ -43,55 +46,55 @@ class Lobby:
         self._settings = settings
         self._models = dict(models)
         self._sessions: OrderedDict[str, str] = OrderedDict()
-        self._inside: Counter[str] = Counter()
-        self._asked: dict[str, deque[float]] = {}
+        self._requests: Counter[str] = Counter()
+        self._submitted: dict[str, deque[float]] = {}
         self._lock = threading.Lock()
-        self._turn = threading.Lock()
+        self._submitting = threading.Lock()
 
     def name_of(self, token: str) -> str:
-        """Return the visitor who comes with a log-in's token: the process that let them in, and a digest."""
+        """Return the visitor of a log-in token: this process's name and a digest of the token."""
         return f"{self._worker.instance}-{hashlib.sha256(token.encode()).hexdigest()[:16]}"
 
     def submit(self, request: GenerationRequest, visitor: str) -> Job:
         """Queue a visitor's video.
 
         Raises:
-            TandemError: if it cannot be made, is larger than visitors' may be, or comes too soon.
+            TandemError: if the request is invalid or exceeds a limit.
         """
         spec = check_offered(request.model, self._models)
         limits = visitor_limits.limits_of(self._settings, spec)
         request = visitor_limits.filled_in(request, spec, limits)
         visitor_limits.check_request(request, limits)
-        visitor_limits.check_room(free_disk_bytes(self._settings.outputs_dir))
-        # One after the other: two that come at once must not both take the last place.
-        with self._turn:
+        visitor_limits.check_disk(free_disk_bytes(self._settings.outputs_dir))
+        # One at a time: two simultaneous requests must not both take the last place.
+        with self._submitting:
             if self.closed:
-                raise LimitError("This is no longer shared.", "Ask who shared it.")
+                raise LimitError("server.sharing_ended")
             now = time.monotonic()
             waiting = [job.owner for job in self._jobs()]
-            asked = self._asked.get(visitor, deque())
-            visitor_limits.check_turn(limits, waiting.count(visitor), len(waiting), tuple(asked), now)
+            times = self._submitted.get(visitor, deque())
+            visitor_limits.check_queue(limits, waiting.count(visitor), len(waiting), tuple(times), now)
             job = self._worker.submit(request, owner=visitor)
-            self._asked = {who: when for who, when in self._asked.items() if now - when[-1] < visitor_limits.HOUR}
-            self._asked.setdefault(visitor, deque(maxlen=limits.an_hour)).append(now)
+            self._submitted = {
+                name: times for name, times in self._submitted.items() if now - times[-1] < visitor_limits.HOUR
+            }
+            self._submitted.setdefault(visitor, deque(maxlen=limits.per_hour)).append(now)
         return job
 
     def job(self, job_id: object, visitor: str) -> Job | None:
-        """Return a job by its id if it is this visitor's."""
+        """Return a job by its id if it belongs to this visitor."""
         job = self._worker.job(job_id) if isinstance(job_id, str) else None
         return job if job is not None and job.owner == visitor else None
 
-    def video(self, name: str, visitor: str | None) -> Path | None:
-        """Return the file of a visitor's own video, as the page calls it."""
+    def video(self, name: str, visitor: str) -> Path | None:
+        """Return the file of a visitor's video, by its name on the page."""
         match = _VIDEO.fullmatch(name)
-        job = self.job(match[1], visitor) if match is not None and visitor is not None else None
+        job = self.job(match[1], visitor) if match is not None else None
         saved = job.progress.end if job is not None else None
         return find_output(str(saved.video), self._settings.outputs_dir) if isinstance(saved, VideoSaved) else None
 
-    def owns(self, session: str, visitor: str | None) -> bool:
-        """Return whether a session is this visitor's; it is whose who began it."""
-        if visitor is None:
-            return False
+    def owns(self, session: str, visitor: str) -> bool:
+        """Return whether a session belongs to this visitor; a new session belongs to the first who names it."""
         with self._lock:
             owner = self._sessions.setdefault(session, visitor)
             self._sessions.move_to_end(session)
@@ -100,54 +103,54 @@ class Lobby:
         return owner == visitor
 
     def enter(self, visitor: str) -> bool:
-        """Count one more open request of a visitor; return whether there may be so many."""
+        """Count a request that begins; return whether the visitor may have that many open."""
         with self._lock:
-            if self._inside[visitor] >= _OPEN_REQUESTS:
+            if self._requests[visitor] >= _OPEN_REQUESTS:
                 return False
-            self._inside[visitor] += 1
+            self._requests[visitor] += 1
         return True
 
     def leave(self, visitor: str) -> None:
-        """Count one less."""
+        """Count a request that ends."""
         with self._lock:
-            self._inside[visitor] -= 1
-            if not self._inside[visitor]:
-                del self._inside[visitor]
+            self._requests[visitor] -= 1
+            if not self._requests[visitor]:
+                del self._requests[visitor]
 
-    def here(self) -> int:
-        """Return how many visitors have a page open."""
+    def present(self) -> int:
+        """Return the number of visitors who have a page open."""
         with self._lock:
-            return len(self._inside)
+            return len(self._requests)
 
-    def waiting(self) -> int:
-        """Return how many videos of visitors wait and run."""
+    def open_jobs(self) -> int:
+        """Return the number of visitors' videos that are queued or running."""
         return len(self._jobs())
 
     def stop_videos(self) -> int:
-        """Cancel every video of a visitor; return how many."""
+        """Cancel all queued and running videos of visitors; return their number."""
         jobs = self._jobs()
         for job in jobs:
             job.cancel.request()
         return len(jobs)
 
     def close(self) -> None:
-        """Let nobody in any more, and cancel what visitors asked for."""
+        """Refuse all further requests, and cancel visitors' videos."""
         self.closed = True
-        # After who is at submitting just now.
-        with self._turn:
+        # After a submission that is under way.
+        with self._submitting:
             self.stop_videos()
 
     def _jobs(self) -> list[Job]:
-        """Return the videos of this link's visitors that wait and run; another process may share too."""
+        """Return the queued and running videos of this process's visitors; another process may share too."""
         try:
             jobs = self._worker.open_jobs()
-        except StoreError:  # whoever asks for a video is told
+        except StoreError:  # submitting a video reports it
             return []
         return [job for job in jobs if (job.owner or "").startswith(f"{self._worker.instance}-")]
 
 
-def cancel_for_nobody(store: JobStore) -> None:
-    """Cancel what waits for visitors of a link that is gone: of a process that was killed."""
+def cancel_orphaned(store: JobStore) -> None:
+    """Cancel queued videos of visitors whose share link ended with a killed process."""
     waiting = [one for one in store.queue() if one.owner is not None and one.state == "queued"]
     if store.path is not None:
         path = store.path

@@ -12,7 +12,7 @@ from gradio_client import Client
 
 from runtime.core.errors import OutputError
 from runtime.queue.store import JobStore
-from runtime.ui import gradio_routes
+from runtime.server.gradio_requests import access
 from runtime.video.metadata import read_facts
 from tests.queue.made import add, asked, planned
 from tests.served import Server, make_cache, serving
@@ -91,7 +91,7 @@ def test_nothing_else_is_there(made: tuple[Server, str], path: str, name: str) -
     ],
 )
 def test_the_gate_lets_only_these_through(method: str, path: str, needed: str | None) -> None:
-    assert gradio_routes.needs(method, path) == needed
+    assert access(method, path) == needed
 
 
 def test_what_lies_elsewhere_or_is_anothers_stays(made: tuple[Server, str]) -> None:

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 
 from runtime.core.errors import InvalidRequestError, LimitError
+from runtime.core.facts import Fact
 from runtime.core.request import GenerationRequest
 from runtime.core.settings import Settings
 from runtime.models.spec import ModelSpec
-from runtime.ui import visitor_limits
+from runtime.server import visitor_limits
+from runtime.server.visitor_limits import Limits
 from runtime.ui.sharing import make_password
-from runtime.ui.visitor_limits import Limits
 
-LIMITS = Limits(frames=33, steps=20, sizes=((192, 112), (160, 160)), waiting=2, waiting_all=5, an_hour=3)
+LIMITS = Limits(frames=33, steps=20, sizes=((192, 112), (160, 160)), waiting=2, waiting_all=5, per_hour=3)
 
 
 @pytest.fixture
@@ -28,54 +29,55 @@ def asked(**values: Any) -> GenerationRequest:
     return GenerationRequest(**wanted | values)
 
 
+def too_large(width: int, height: int) -> Fact:
+    return Fact("server.visitor_size", {"width": width, "height": height, "maximum": "192×112 or 160×160"})
+
+
 @pytest.mark.parametrize(
-    ("values", "field", "words"),
+    ("values", "field", "expected"),
     [
-        ({}, None, ()),
-        ({"width": 112, "height": 192}, None, ()),
-        ({"width": 160, "height": 160}, None, ()),
-        ({"width": 16, "height": 16, "frames": 1, "steps": 1}, None, ()),
-        ({"frames": 37}, "frames", ("37 frames are more", "at most 33")),
-        ({"steps": 21}, "steps", ("21 steps are more", "at most 20")),
-        ({"width": 208}, "width", ("208×112 is larger", "192×112 or 160×160")),
-        ({"height": 160}, "width", ("192×160 is larger",)),
-        ({"width": 8192, "height": 16}, "width", ("8192×16 is larger",)),
+        ({}, None, None),
+        ({"width": 112, "height": 192}, None, None),
+        ({"width": 160, "height": 160}, None, None),
+        ({"width": 16, "height": 16, "frames": 1, "steps": 1}, None, None),
+        ({"frames": 37}, "frames", Fact("server.visitor_maximum", {"name": "frames", "value": 37, "maximum": 33})),
+        ({"steps": 21}, "steps", Fact("server.visitor_maximum", {"name": "steps", "value": 21, "maximum": 20})),
+        ({"width": 208}, "width", too_large(208, 112)),
+        ({"height": 160}, "width", too_large(192, 160)),
+        ({"width": 8192, "height": 16}, "width", too_large(8192, 16)),
     ],
     ids=str,
 )
-def test_a_video_keeps_to_the_limits(values: dict[str, Any], field: str | None, words: tuple[str, ...]) -> None:
+def test_a_video_keeps_to_the_limits(values: dict[str, Any], field: str | None, expected: Fact | None) -> None:
     if field is None:
         visitor_limits.check_request(asked(**values), LIMITS)
         return
     with pytest.raises(InvalidRequestError) as refused:
         visitor_limits.check_request(asked(**values), LIMITS)
-    assert refused.value.field == field
-    for word in words:
-        assert word in f"{refused.value.what} {refused.value.remedy}"
+    assert (refused.value.field, refused.value.fact) == (field, expected)
 
 
 @pytest.mark.parametrize(
-    ("own", "everybody", "before", "words"),
+    ("own", "everybody", "before", "expected"),
     [
-        (0, 0, (), ()),
-        (1, 4, (0.0, 0.0), ()),
-        (2, 2, (), ("2 videos of yours wait or run already.", "Let one end")),
-        (0, 5, (), ("The line is full", "some minutes")),
-        (0, 0, (6450.0, 7000.0, 9900.0), ("3 videos an hour", "Try again in 1 minute.")),
-        (0, 0, (7600.0, 9000.0, 9900.0), ("Try again in 20 minutes.",)),
-        (0, 0, (6400.0, 9000.0, 9900.0), ()),
+        (0, 0, (), None),
+        (1, 4, (0.0, 0.0), None),
+        (2, 2, (), Fact("server.visitor_queue_full", {"maximum": 2})),
+        (0, 5, (), Fact("server.queue_full")),
+        (0, 0, (6450.0, 7000.0, 9900.0), Fact("server.visitor_rate", {"maximum": 3, "minutes": 1})),
+        (0, 0, (7600.0, 9000.0, 9900.0), Fact("server.visitor_rate", {"maximum": 3, "minutes": 20})),
+        (0, 0, (6400.0, 9000.0, 9900.0), None),
         # The clock is one that never goes back, but starts anywhere.
-        (0, 0, (-5000.0, -4000.0, -3000.0), ()),
+        (0, 0, (-5000.0, -4000.0, -3000.0), None),
     ],
 )
-def test_a_video_waits_its_turn(own: int, everybody: int, before: tuple[float, ...], words: tuple[str, ...]) -> None:
-    if not words:
-        visitor_limits.check_turn(LIMITS, own, everybody, before, 10_000.0)
+def test_the_queue_has_limits(own: int, everybody: int, before: tuple[float, ...], expected: Fact | None) -> None:
+    if expected is None:
+        visitor_limits.check_queue(LIMITS, own, everybody, before, 10_000.0)
         return
     with pytest.raises(LimitError) as refused:
-        visitor_limits.check_turn(LIMITS, own, everybody, before, 10_000.0)
-    for word in words:
-        assert word in f"{refused.value.what} {refused.value.remedy}"
+        visitor_limits.check_queue(LIMITS, own, everybody, before, 10_000.0)
+    assert refused.value.fact == expected
 
 
 def test_a_visitor_may_choose_the_shift(spec: ModelSpec) -> None:
@@ -87,10 +89,10 @@ def test_what_runs_how_is_not_a_visitors_to_choose(spec: ModelSpec) -> None:
     assert visitor_limits.filled_in(wanted, spec, LIMITS) == visitor_limits.filled_in(asked(), spec, LIMITS)
 
 
-@pytest.mark.parametrize("limits", [LIMITS, replace(LIMITS, waiting=1, an_hour=1)])
-def test_every_limit_is_told(limits: Limits) -> None:
-    told = visitor_limits.told(limits)
-    for number in (limits.frames, limits.steps, limits.an_hour):
+@pytest.mark.parametrize("limits", [LIMITS, replace(LIMITS, waiting=1, per_hour=1)])
+def test_every_limit_is_described(limits: Limits) -> None:
+    told = visitor_limits.describe(limits)
+    for number in (limits.frames, limits.steps, limits.per_hour):
         assert str(number) in told
     assert "192×112" in told
     assert ("one video at a time" in told) == (limits.waiting == 1)
@@ -110,8 +112,8 @@ def test_limits_are_the_models_own_unless_somebody_says(spec: ModelSpec, tmp_pat
     "limits",
     [
         LIMITS,
-        Limits(frames=2, steps=1, sizes=((50, 40),), waiting=1, waiting_all=1, an_hour=1),
-        Limits(frames=7, steps=3, sizes=((8191, 8191),), waiting=1, waiting_all=1, an_hour=1),
+        Limits(frames=2, steps=1, sizes=((50, 40),), waiting=1, waiting_all=1, per_hour=1),
+        Limits(frames=7, steps=3, sizes=((8191, 8191),), waiting=1, waiting_all=1, per_hour=1),
     ],
     ids=str,
 )
@@ -156,6 +158,7 @@ def test_passwords_can_be_read_and_not_guessed() -> None:
 
 
 def test_the_last_of_the_disk_is_not_for_visitors() -> None:
-    visitor_limits.check_room(1 << 29)
-    with pytest.raises(LimitError, match="disk here is nearly full"):
-        visitor_limits.check_room((1 << 29) - 1)
+    visitor_limits.check_disk(1 << 29)
+    with pytest.raises(LimitError) as refused:
+        visitor_limits.check_disk((1 << 29) - 1)
+    assert refused.value.code == "server.disk_full"

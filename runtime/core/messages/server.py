@@ -1,0 +1,48 @@
+"""Messages of `runtime.server`."""
+
+from collections.abc import Mapping
+
+from runtime.core.messages import Message
+
+MESSAGES: Mapping[str, Message] = {
+    "server.model_not_offered": Message("There is no model of that name here.", "Choose one of: {models:list}."),
+    "server.sharing_ended": Message("This page is no longer shared.", "Ask the person who shared it."),
+    "server.visitor_maximum": Message("{value} {name} exceed the limit for visitors.", "Choose at most {maximum}."),
+    "server.visitor_size": Message("{width}×{height} is larger than visitors may use.", "Choose at most {maximum}."),
+    "server.visitor_queue_full": Message(
+        "You already have {maximum:n video} queued or running.", "Wait until one is done, or cancel one."
+    ),
+    "server.queue_full": Message("The queue is full.", "Try again in a few minutes."),
+    "server.visitor_rate": Message(
+        "Visitors may generate {maximum:n video} an hour.", "Try again in {minutes:n minute}."
+    ),
+    "server.disk_full": Message(
+        "The disk of this server is nearly full.", "Ask the person who shared it to free some space."
+    ),
+    "server.no_share_link": Message(
+        "There is no share link. {cause}",
+        "Check the internet connection and start Tandem again with --share; the local page keeps working.",
+    ),
+    "server.tunnel_start": Message("The tunnel program does not start: {error}."),
+    "server.tunnel_unreachable": Message("Gradio's server {host} was not reached."),
+    "server.tunnel_no_server": Message("Gradio's server named no share server."),
+    "server.tunnel_not_writable": Message(
+        "There is no share link: {path} cannot be written: {error}.",
+        "Set TANDEM_CACHE_DIR to a folder that you can write to.",
+    ),
+    "server.tunnel_unsupported": Message(
+        "There is no share link: Gradio has no {program} for this machine.",
+        "Share from another machine; the local page keeps working.",
+    ),
+    "server.tunnel_download": Message("The tunnel program frpc could not be downloaded from {host}."),
+    "server.tunnel_not_kept": Message("The tunnel program {path} cannot be stored: {error}."),
+    "server.tunnel_checksum": Message(
+        "The downloaded tunnel program does not have the checksum that Gradio publishes."
+    ),
+    "server.tunnel_no_link": Message("The share server gave no link ({output})."),
+    "server.link_defect": Message("There is no share link: {error}.", "The log has the details."),
+    "server.link_ended": Message("The share link has ended.", "Start Tandem again with --share for a new link."),
+    "server.no_visitor_model": Message(
+        "There is no model that visitors may use.", "Put a model into the weights folder."
+    ),
+}

@@ -1,0 +1,194 @@
+"""Which requests reach Gradio, and what they may contain. Pure functions.
+
+Open are the page and its assets, the log-in, calls of the page's functions, the streams of their results, and Tandem's
+own routes. All other routes of Gradio are closed, among them uploads, the proxy, files by path or address, deep links,
+component servers, media streams, monitoring, the log-out (it ends every session) and the development pages.
+
+Gradio trusts what it is sent: a call that does not fit ends as a traceback and status 500, and a value that looks like
+a file is read or downloaded. Calls are therefore validated before Gradio sees them.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from starlette.exceptions import HTTPException
+
+Access = Literal["public", "login"]
+
+FILE = "/gradio_api/file="
+JOIN = "/gradio_api/queue/join"
+RUN = "/gradio_api/run/predict"
+GENERATE = "/gradio_api/call/generate"
+CANCEL = "/gradio_api/cancel"
+RESET = "/gradio_api/reset"
+STREAM = "/gradio_api/queue/data"
+HEARTBEAT = "/gradio_api/heartbeat/"
+LOGIN = "/login"
+# Tandem's own routes: all of the owner's page, and the videos of the visitors' page.
+OWN = "/tandem/"
+VIDEO = "/video/"
+
+# Two texts of 5,000 characters, each character as an escape of twelve bytes, and the other fields.
+MAX_BODY_BYTES = 192 * 1024
+_MAX_DEPTH = 16
+_MAX_VALUES = 5_000
+_SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_EVENT = re.compile(r"[0-9a-f]{32}")
+
+_NAME = r"[A-Za-z0-9_@-][A-Za-z0-9_.@-]*"
+_PUBLIC = re.compile(
+    r"/|/theme\.css|/gradio_api/theme\.css|/favicon\.ico|/robots\.txt|/manifest\.json"
+    r"|/gradio_api/(?:app_id|login_check|startup-events)/?"
+    rf"|/(?:assets|static|svelte)(?:/{_NAME}){{1,6}}"
+)
+_READ = re.compile(
+    rf"/config/?|/gradio_api/info/?|/gradio_api/openapi\.json|/gradio_api/user/?|{STREAM}"
+    rf"|{HEARTBEAT}[A-Za-z0-9_-]{{1,64}}|{GENERATE}/[0-9a-f]{{32}}"
+)
+_WRITE = re.compile(rf"{JOIN}|{GENERATE}/?|{CANCEL}|{RESET}/?")
+_OWNER_READ = re.compile(
+    rf"{OWN}(?:now|poster/[0-9a-f]{{8}}\.webp|copy/[0-9a-f]{{8}}\.mp4|report/(?:whole/)?[0-9a-f]{{8}}\.json)"
+    rf"|{FILE}.*",
+    re.DOTALL,
+)
+_OWNER_WRITE = re.compile(rf"{RUN}|{OWN}panels/[a-z]{{1,16}}")
+_VISITOR_READ = re.compile(rf"{VIDEO}.*", re.DOTALL)
+
+
+class RefusedError(HTTPException):
+    """A request that is refused, with the HTTP status and one sentence."""
+
+    def __init__(self, detail: str, status: int = 422) -> None:
+        super().__init__(status, detail)
+
+
+def access(method: str, path: str, *, visitors: bool = False) -> Access | None:
+    """Return what a request needs to be passed on; `None` if it is always refused.
+
+    Args:
+        visitors: whether it is the page of a share link's visitors.
+    """
+    if method in {"GET", "HEAD"}:
+        if _PUBLIC.fullmatch(path):
+            return "public"
+        own = _VISITOR_READ if visitors else _OWNER_READ
+        return "login" if _READ.fullmatch(path) or own.fullmatch(path) else None
+    if method == "POST":
+        if path.rstrip("/") == LOGIN:
+            return "public"
+        own_write = not visitors and _OWNER_WRITE.fullmatch(path)
+        return "login" if _WRITE.fullmatch(path) or own_write else None
+    return None
+
+
+def read_session(value: object) -> str:
+    """Return the name of a session.
+
+    Raises:
+        RefusedError: if the value cannot be one.
+    """
+    if isinstance(value, str) and _SESSION.fullmatch(value):
+        return value
+    raise RefusedError("The session's name must be 1 to 64 letters, digits, - or _.")
+
+
+def read_call(
+    body: bytes, inputs: Mapping[int, int], api: int | None = None, defaults: Sequence[Any] = ()
+) -> dict[str, Any]:
+    """Read a call of one of the page's functions.
+
+    Args:
+        inputs: the number of values that each function takes, by function number.
+        api: the function that the address names; without it, the body names one.
+        defaults: of that function's values; a caller may leave the last ones out.
+
+    Raises:
+        RefusedError: if Gradio could not handle it.
+    """
+    call = read_object(body)
+    number = call.get("fn_index") if api is None else api
+    if isinstance(number, bool) or not isinstance(number, int) or number not in inputs:
+        raise RefusedError("There is no such function.")
+    data = call.get("data")
+    if api is not None and isinstance(data, list) and data:
+        data = call["data"] = [*data, *defaults[len(data) :]]
+    if not isinstance(data, list) or len(data) != inputs[number]:
+        most = "at most " if api is not None else ""
+        raise RefusedError(
+            f'"data" must be a list of {most}{inputs[number]} values, in the order of the endpoint\'s parameters.'
+        )
+    if call.get("session_hash") is not None:
+        read_session(call["session_hash"])
+    elif api is None:
+        raise RefusedError("The session's name is missing.")
+    if call.get("batched") not in (None, False) or call.get("oauth_token") is not None:
+        raise RefusedError("Batches and tokens are not supported.")
+    for name, kind in (("event_id", str), ("trigger_id", int), ("simple_format", bool)):
+        if call.get(name) is not None and type(call[name]) is not kind:
+            raise RefusedError(f'"{name}" has the wrong type.')
+    check_values([data, call.get("event_data")])
+    return call
+
+
+def read_reset(body: bytes) -> None:
+    """Read a reset, which Gradio accepts and ignores.
+
+    Raises:
+        RefusedError: if it names no event.
+    """
+    if not isinstance(read_object(body).get("event_id"), str):
+        raise RefusedError("There is no such event.")
+
+
+def read_cancel(body: bytes) -> dict[str, Any]:
+    """Read the request to stop watching an event.
+
+    Raises:
+        RefusedError: if it names no session or event.
+    """
+    call = read_object(body)
+    read_session(call.get("session_hash"))
+    number, event = call.get("fn_index"), call.get("event_id")
+    if isinstance(number, bool) or not isinstance(number, int) or not isinstance(event, str):
+        raise RefusedError("There is no such event.")
+    if _EVENT.fullmatch(event) is None:
+        raise RefusedError("There is no such event.")
+    return call
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """Parse a body as a JSON object.
+
+    Raises:
+        RefusedError: if it is none.
+    """
+    try:
+        value = json.loads(body.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise RefusedError("The body is not JSON.") from error
+    if not isinstance(value, dict):
+        raise RefusedError("The body is not a JSON object.")
+    return value
+
+
+def check_values(values: object) -> None:
+    """Check that values are not nested deeply, not very many, and name no file.
+
+    Raises:
+        RefusedError: otherwise.
+    """
+    waiting: list[tuple[object, int]] = [(values, 0)]
+    seen = 0
+    while waiting:
+        value, depth = waiting.pop()
+        seen += 1
+        if seen > _MAX_VALUES or depth > _MAX_DEPTH:
+            raise RefusedError("The body holds more values than any form here.")
+        if isinstance(value, dict):
+            if "path" in value or "url" in value:
+                raise RefusedError("Files are not accepted.")
+            waiting += [(one, depth + 1) for one in value.values()]
+        elif isinstance(value, list):
+            waiting += [(one, depth + 1) for one in value]

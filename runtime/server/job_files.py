@@ -1,0 +1,192 @@
+"""Routes that send files and states of jobs: videos, posters, copies without metadata, reports.
+
+Only videos in the outputs folder and files that belong to a job leave this machine. Gradio's own file route would also
+serve its cache folder, and repeats request headers, cookies included, in its answers to range requests; the route here
+takes its place.
+"""
+
+import asyncio
+import json
+import re
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
+
+from runtime.core.errors import StoreError, TandemError
+from runtime.core.settings import Settings
+from runtime.pipeline.checkpoint_files import POSTER
+from runtime.queue.records import JobRecord
+from runtime.queue.service import JobQueue
+from runtime.queue.support_report import report
+from runtime.server.gradio_requests import FILE, OWN
+from runtime.video.preview import still
+from runtime.video.strip_metadata import bare_copy
+
+# Media types by suffix; files with other suffixes are not served.
+_TYPES = {".mp4": "video/mp4"}
+_RANGE = re.compile(rb"bytes=(?:[0-9]{1,18}-[0-9]{0,18}|-[0-9]{1,18})")
+_ID = re.compile(r"[0-9a-f]{8}")
+# The page reports the end of this many recent jobs.
+_RECENT_JOBS = 30
+_PRIVATE = {"Cache-Control": "private, no-store"}
+# A finished job's poster never changes.
+_CACHED = {"Cache-Control": "private, max-age=86400"}
+
+
+def find_output(requested: str, outputs_dir: Path) -> Path | None:
+    """Return the video with that absolute path if it is in the outputs folder, symlinks resolved, else `None`."""
+    if "\0" in requested or ".." in re.split(r"[/\\]", requested):
+        return None
+    try:
+        path = Path(requested)
+        if not path.is_absolute() or path.suffix.lower() not in _TYPES:
+            return None
+        real = path.resolve(strict=True)
+        inside = real.is_relative_to(outputs_dir.resolve(strict=True)) and real.suffix.lower() in _TYPES
+        return real if inside and real.is_file() else None
+    except (OSError, RuntimeError, ValueError):  # it does not exist, links form a loop, or the name is invalid
+        return None
+
+
+def video_response(path: Path | None, *, cached: bool) -> Response:
+    """Return a response with a file that `find_output` found; status 404 without one.
+
+    Args:
+        cached: whether caches of the user's own machine may keep it.
+    """
+    if path is None:
+        return PlainTextResponse("There is no such video.", 404, _PRIVATE)
+    headers = {"Cache-Control": "private"} if cached else _PRIVATE
+    kind = _TYPES[path.suffix.lower()]
+    return FileResponse(path, media_type=kind, filename=path.name, content_disposition_type="inline", headers=headers)
+
+
+def is_single_range(value: bytes) -> bool:
+    """Return whether a Range header asks for one range of bytes; others are ignored and the whole file is sent."""
+    return _RANGE.fullmatch(value.strip()) is not None
+
+
+def routes(worker: JobQueue, settings: Settings) -> list[BaseRoute]:
+    """Return the routes of the owner's page. The middleware has checked the log-in."""
+    files = _JobFiles(worker, settings)
+    return [
+        Route(f"{FILE}{{path:path}}", files.video),
+        Route(f"{OWN}now", files.now),
+        Route(f"{OWN}poster/{{name}}.webp", files.poster),
+        Route(f"{OWN}copy/{{name}}.mp4", files.copy),
+        Route(f"{OWN}report/{{name}}.json", files.report),
+        Route(f"{OWN}report/whole/{{name}}.json", files.report_with_prompt),
+    ]
+
+
+class _JobFiles:
+    """The endpoints. They serve the owner's jobs, not those of visitors."""
+
+    def __init__(self, worker: JobQueue, settings: Settings) -> None:
+        self._worker = worker
+        self._store = worker.store
+        self._settings = settings
+
+    async def video(self, request: Request) -> Response:
+        """Send a video by its path, as Gradio's clients ask for it."""
+        path = str(request.path_params["path"])
+        return video_response(await asyncio.to_thread(find_output, path, self._settings.outputs_dir), cached=True)
+
+    async def now(self, _request: Request) -> Response:
+        """Send the states of recent jobs, the length of the queue and the progress of the running job."""
+        try:
+            return JSONResponse(await asyncio.to_thread(self._now), headers=_PRIVATE)
+        except StoreError as error:
+            return PlainTextResponse(error.what, 503, _PRIVATE)
+
+    def _now(self) -> dict[str, Any]:
+        queue = self._store.queue()
+        own = [job for job in queue if job.owner is None and job.kind == "video"]
+        running = next((job for job in own if job.state == "running"), None)
+        job = None if running is None else self._worker.job(running.id)
+        states = {job.id: job.state for job in (*self._store.list(owner=None, limit=_RECENT_JOBS), *queue)}
+        percent = None if job is None else round(100 * job.progress.fraction)
+        return {"queue": len(queue), "percent": percent, "jobs": states}
+
+    async def poster(self, request: Request) -> Response:
+        """Send a still image of a finished video."""
+        job = await self._job(request)
+        folder = None if job is None else self._store.folder(job.id)
+        if folder is None:
+            return _not_found()
+        try:
+            picture = await asyncio.to_thread(lambda: still((folder / POSTER).read_bytes()))
+        except (OSError, ValueError):
+            return _not_found()
+        return Response(picture, media_type="image/webp", headers=_CACHED)
+
+    async def copy(self, request: Request) -> Response:
+        """Send a copy of a video without metadata; the copy is removed once it is sent."""
+        job = await self._job(request)
+        video = None if job is None else find_output(str(job.output), self._settings.outputs_dir)
+        if job is None or video is None:
+            return _not_found()
+        stack = ExitStack()
+        try:
+            copy = await asyncio.to_thread(stack.enter_context, bare_copy(video))
+        except TandemError as error:
+            return PlainTextResponse(f"{error.what} {error.remedy}", 503, _PRIVATE)
+        return _TemporaryFile(copy, stack, f"tandem-{job.id}.mp4")
+
+    async def report(self, request: Request) -> Response:
+        """Send job diagnostics without prompts and paths."""
+        return await self._report(request, with_prompt=False)
+
+    async def report_with_prompt(self, request: Request) -> Response:
+        """Send complete job diagnostics."""
+        return await self._report(request, with_prompt=True)
+
+    async def _report(self, request: Request, *, with_prompt: bool) -> Response:
+        job = await self._job(request)
+        if job is None:
+            return _not_found()
+        diagnostics = await asyncio.to_thread(
+            report,
+            self._store,
+            job,
+            self._worker.machine(),
+            self._settings.log_file,
+            self._settings.cache_dir,
+            with_prompt=with_prompt,
+        )
+        return Response(json.dumps(diagnostics, indent=2, default=str), media_type="application/json", headers=_PRIVATE)
+
+    async def _job(self, request: Request) -> JobRecord | None:
+        """Return the job that a request names, if it is a video of the owner."""
+        name = str(request.path_params["name"])
+        if not _ID.fullmatch(name):
+            return None
+        try:
+            job = await asyncio.to_thread(self._store.get, name)
+        except StoreError:
+            return None
+        return job if job.kind == "video" and job.owner is None else None
+
+
+class _TemporaryFile(FileResponse):
+    """Sends a file, then closes the stack that holds it."""
+
+    def __init__(self, path: Path, stack: ExitStack, name: str) -> None:
+        super().__init__(path, media_type="video/mp4", filename=name, headers=_PRIVATE)
+        self._stack = stack
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the file."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._stack.close()
+
+
+def _not_found() -> Response:
+    return PlainTextResponse("Not found.", 404, _PRIVATE)

@@ -1,0 +1,328 @@
+"""The middleware in front of Gradio's app, as ASGI classes in the style of Starlette's own.
+
+- A page of another site is refused: on loopback by the host that it addresses (DNS rebinding) and by its origin;
+  elsewhere by the browser's fetch metadata and by its origin. Programs send neither header and are let through.
+- The log-in is checked once, here; log-in attempts are limited to twenty a minute.
+- Only the routes of `gradio_requests` are open, and bodies are validated before Gradio reads them.
+- On the visitors' page a session belongs to the visitor who started it.
+- The content security policy restricts the page to what this server sends.
+
+References: OWASP CSRF cheat sheet (fetch metadata, origin check), Starlette `TrustedHostMiddleware`.
+"""
+
+import json
+import re
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from starlette.authentication import AuthCredentials, AuthenticationBackend, SimpleUser
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware import Middleware
+from starlette.middleware.authentication import AuthenticationMiddleware
+from starlette.middleware.exceptions import ExceptionMiddleware
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from runtime.server import gradio_requests
+from runtime.server.gradio_requests import RefusedError, access
+from runtime.server.job_files import is_single_range
+from runtime.server.visitors import Visitors
+from runtime.upstream import gradio as private
+
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+_READING = frozenset({"GET", "HEAD"})
+# Values of Sec-Fetch-Site for requests of the page itself and of the browser's address bar.
+_OWN_SITE = frozenset({"same-origin", "none"})
+_LOGINS_PER_MINUTE = 20
+_MINUTE = 60.0
+_HOST = re.compile(r"[A-Za-z0-9._-]{1,253}(?::[0-9]{1,5})?|\[[0-9A-Fa-f:.]{2,45}\](?::[0-9]{1,5})?")
+# Gradio builds addresses from these headers; `None`: never passed on.
+_FORWARDED = {
+    b"x-forwarded-host": re.compile(rb"[A-Za-z0-9._-]{1,253}(?::[0-9]{1,5})?"),
+    b"x-forwarded-proto": re.compile(rb"https?"),
+    b"x-gradio-server": None,
+}
+# Gradio's page compiles templates and styles in the browser, hence the two "unsafe".
+_POLICY = (
+    "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; media-src 'self' data: blob:; font-src 'self' data:; connect-src 'self' data: blob:; "
+    "object-src 'none'; base-uri 'self'; form-action 'self'; frame-ancestors 'self'"
+)
+_HEADERS = (
+    ("Content-Security-Policy", _POLICY),
+    ("Referrer-Policy", "no-referrer"),
+    ("X-Content-Type-Options", "nosniff"),
+)
+
+
+def middleware(host_names: Callable[[], frozenset[str] | None], visitors: Visitors | None = None) -> list[Middleware]:
+    """Return the middleware of a page, outermost first.
+
+    Args:
+        host_names: returns the host names that the page answers to; `None` stands for any.
+        visitors: of a share link; `None` on the owner's page.
+    """
+    return [
+        Middleware(SecurityHeadersMiddleware),
+        Middleware(ExceptionMiddleware),  # a RefusedError becomes a response
+        Middleware(SenderMiddleware, host_names=host_names),
+        Middleware(AuthenticationMiddleware, backend=GradioLogin(visitors)),
+        Middleware(AccessMiddleware, visitors=visitors),
+        Middleware(ValidationMiddleware, visitors=visitors),
+    ]
+
+
+class SecurityHeadersMiddleware:
+    """Adds security headers to every response, and closes websockets, which the page does not use."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection."""
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS:
+                    headers.setdefault(name, value)
+            await send(message)
+
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await self._app(scope, receive, send_with_headers)
+
+
+class SenderMiddleware:
+    """Refuses requests of other sites' pages and requests for other hosts."""
+
+    def __init__(self, app: ASGIApp, host_names: Callable[[], frozenset[str] | None]) -> None:
+        self._app = app
+        self._host_names = host_names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection."""
+        if scope["type"] == "http":
+            self._check(scope)
+        await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        site, origin, host = headers.get("sec-fetch-site"), headers.get("origin"), headers.get("host", "")
+        # A link on another page may open this one; a script there cannot read it.
+        navigates = (
+            scope["method"] in _READING
+            and access(scope["method"], scope["path"]) == "public"
+            and headers.get("sec-fetch-mode", "navigate") == "navigate"
+        )
+        if site is not None and site not in _OWN_SITE and not navigates:
+            raise RefusedError("Requests from other sites are refused.", 403)
+        if _HOST.fullmatch(host) is None:
+            raise RefusedError("Invalid Host header.", 400)
+        names = self._host_names()
+        if names is not None and (_host_name(host) not in names or not _is_from(origin, names)):
+            raise RefusedError("This server only answers to its own host name.", 403)
+        if names is None and site is None and not _is_from(origin, _addressed(headers)) and not navigates:
+            raise RefusedError("Requests from other sites are refused.", 403)
+
+
+class GradioLogin(AuthenticationBackend):
+    """Authenticates a request by the token that Gradio's log-in set as a cookie.
+
+    The credentials have the scope "login" if the page needs no log-in, or if the request has one. The user's name is
+    the visitor's on the visitors' page, and empty on the owner's.
+    """
+
+    def __init__(self, visitors: Visitors | None) -> None:
+        self._visitors = visitors
+
+    async def authenticate(self, conn: HTTPConnection) -> tuple[AuthCredentials, SimpleUser] | None:
+        """Return credentials and user, `None` without a log-in."""
+        app = conn.scope["app"]
+        token = private.login_token(app, conn.cookies)
+        if token is None and private.requires_login(app):
+            return None
+        name = "" if self._visitors is None or token is None else self._visitors.name_of(token)
+        return AuthCredentials(["login"]), SimpleUser(name)
+
+
+class AccessMiddleware:
+    """Refuses closed routes, requests without a log-in, too many log-in attempts and too many requests at once."""
+
+    def __init__(self, app: ASGIApp, visitors: Visitors | None) -> None:
+        self._app = app
+        self._visitors = visitors
+        self._logins: deque[float] = deque(maxlen=_LOGINS_PER_MINUTE)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        needed, visitors = self._check(scope), self._visitors
+        # A page loads many public assets at once; they are not counted.
+        if visitors is None or needed == "public":
+            await self._app(scope, receive, send)
+            return
+        name = scope["user"].display_name
+        if not visitors.enter(name):
+            raise RefusedError("Too many requests at once. Close a tab and try again.", 429)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            visitors.leave(name)
+
+    def _check(self, scope: Scope) -> gradio_requests.Access:
+        method, path = scope["method"], scope["path"]
+        if self._visitors is not None and self._visitors.closed:
+            raise RefusedError("This page is no longer shared.", 403)
+        if method == "POST" and path.rstrip("/") == gradio_requests.LOGIN:
+            now = time.monotonic()
+            if len(self._logins) == _LOGINS_PER_MINUTE and now - self._logins[0] < _MINUTE:
+                raise RefusedError("Too many log-in attempts. Wait a minute.", 429)
+            self._logins.append(now)
+        needed = access(method, path, visitors=self._visitors is not None)
+        if needed is None:
+            raise RefusedError("This route is closed.", 403)
+        if needed == "login" and "login" not in scope["auth"].scopes:
+            raise RefusedError("Log in first.", 401)
+        return needed
+
+
+class ValidationMiddleware:
+    """Validates headers, bodies and streams of requests to Gradio, and whose session they are for."""
+
+    def __init__(self, app: ASGIApp, visitors: Visitors | None) -> None:
+        self._app = app
+        self._visitors = visitors
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        query = scope["query_string"]
+        scope = {**scope, "headers": _supported(scope["headers"]), "query_string": b""}
+        if scope["method"] == "POST":
+            body = await _read_body(receive)
+            path = scope["path"].rstrip("/")
+            if path != gradio_requests.LOGIN and not path.startswith(gradio_requests.OWN):
+                body = self._validated(scope, body)
+                # The length may have changed.
+                scope["headers"] = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
+            receive = _replayed(body, receive)
+        else:
+            self._check_stream(scope, query)
+        await self._app(scope, receive, send)
+
+    def _validated(self, scope: Scope, body: bytes) -> bytes:
+        """Return the body of a call, with defaults for values that were left out."""
+        app, path = scope["app"], scope["path"].rstrip("/")
+        if path == gradio_requests.RESET:
+            gradio_requests.read_reset(body)
+            return body
+        if path == gradio_requests.CANCEL:
+            call = gradio_requests.read_cancel(body)
+        else:
+            functions = private.functions(app)
+            # Gradio answers a call with status 500 if it bypasses the queue of a queued function.
+            queued = path != gradio_requests.RUN
+            inputs = {number: len(one.defaults) for number, one in functions.items() if one.queued == queued}
+            if path == gradio_requests.GENERATE:
+                api = private.function_number(app, "generate")
+                call = gradio_requests.read_call(body, inputs, api, functions[api].defaults)
+                body = json.dumps(call).encode()
+            else:
+                call = gradio_requests.read_call(body, inputs)
+        self._check_session(scope, call.get("session_hash"))
+        return body
+
+    def _check_stream(self, scope: Scope, query: bytes) -> None:
+        """Check that the session or event of a stream exists, and whose it is."""
+        app, path = scope["app"], scope["path"]
+        session = None
+        if path == gradio_requests.STREAM:
+            given = parse_qs(query.decode("latin-1")).get("session_hash", [""])
+            session = gradio_requests.read_session(given[0])
+            if not private.has_session(app, session):
+                raise RefusedError("There is no such session.", 404)
+            scope["query_string"] = f"session_hash={session}".encode()
+        elif path.startswith(gradio_requests.HEARTBEAT):
+            session = path.removeprefix(gradio_requests.HEARTBEAT)
+        elif path.startswith(f"{gradio_requests.GENERATE}/"):
+            event = path.removeprefix(f"{gradio_requests.GENERATE}/")
+            if not private.has_event(app, event):
+                raise RefusedError("There is no such event.", 404)
+        self._check_session(scope, session)
+
+    def _check_session(self, scope: Scope, session: Any) -> None:
+        if self._visitors is None or session is None:
+            return
+        if not self._visitors.owns(session, scope["user"].display_name):
+            raise RefusedError("This session is another visitor's.", 403)
+
+
+async def _read_body(receive: Receive) -> bytes:
+    body = b""
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise RefusedError("The request was incomplete.", 400)
+        body += message.get("body", b"")
+        if len(body) > gradio_requests.MAX_BODY_BYTES:
+            raise RefusedError(f"A request has at most {gradio_requests.MAX_BODY_BYTES:,} bytes.", 413)
+        if not message.get("more_body", False):
+            return body
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that gives a body that was read already, then what is received next."""
+    given = False
+
+    async def replay() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+def _supported(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Return headers without those that Gradio or Starlette cannot parse."""
+    kept = []
+    for name, value in headers:
+        if name in _FORWARDED:
+            pattern = _FORWARDED[name]
+            if pattern is None or pattern.fullmatch(value) is None:
+                continue
+        if name == b"range" and not is_single_range(value):
+            continue
+        kept.append((name, value))
+    return kept
+
+
+def _is_from(origin: str | None, names: frozenset[str]) -> bool:
+    return origin is None or _host_name(_netloc(origin)) in names
+
+
+def _addressed(headers: Headers) -> frozenset[str]:
+    """Return the host names by which a request addresses this server."""
+    return frozenset(_host_name(headers[name]) for name in ("host", "x-forwarded-host") if name in headers)
+
+
+def _netloc(address: str) -> str:
+    try:
+        return urlsplit(address).netloc
+    except ValueError:
+        return ""
+
+
+def _host_name(host: str) -> str:
+    name, _, port = host.rpartition(":")
+    return (name if name and port.isdigit() else host).strip("[]").lower()

@@ -1,0 +1,150 @@
+"""Private names of gradio that Tandem uses, each with the reason.
+
+Gradio has no public way to validate a call before it is run, to ask whether a request is logged in, or to open a share
+link without its own page script. `tests/upstream/test_gradio.py` names what broke when gradio changes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class PageFunction:
+    """One function of a page that can be called over HTTP.
+
+    Attributes:
+        defaults: one value per input.
+        queued: whether calls go through gradio's queue.
+    """
+
+    defaults: tuple[Any, ...]
+    queued: bool
+
+
+def requires_login(app: Any) -> bool:
+    """Return whether the app was launched with `auth`.
+
+    Reason: `App.auth` is an undocumented attribute; the middleware checks the log-in before gradio does.
+    """
+    return app.auth is not None
+
+
+def login_token(app: Any, cookies: Mapping[str, str]) -> str | None:
+    """Return the log-in token among a request's cookies, if gradio issued it.
+
+    Reason: `App.tokens` and the cookie names are undocumented; gradio checks them in its own routes only.
+    """
+    names = (f"access-token-{app.cookie_id}", f"access-token-unsecure-{app.cookie_id}")
+    return next((cookies[name] for name in names if cookies.get(name) in app.tokens), None)
+
+
+def functions(app: Any) -> dict[int, PageFunction]:
+    """Return the page's functions by the number that calls name them by; those that run in the browser are left out.
+
+    Reason: `Blocks.fns` is undocumented; gradio answers calls with the wrong number of values with status 500.
+    """
+    return {
+        number: PageFunction(tuple(getattr(one, "value", None) for one in function.inputs), bool(function.queue))
+        for number, function in app.get_blocks().fns.items()
+        if function.fn is not None
+    }
+
+
+def function_number(app: Any, api_name: str) -> int:
+    """Return the number of the function that a page offers as `api_name`.
+
+    Reason: as for `functions`.
+    """
+    return next(number for number, function in app.get_blocks().fns.items() if function.api_name == api_name)
+
+
+def has_session(app: Any, session: str) -> bool:
+    """Return whether a session waits for answers.
+
+    Reason: `Blocks._queue` is private; gradio would open an endless stream for a session that does not exist.
+    """
+    return session in app.get_blocks()._queue.pending_messages_per_session
+
+
+def has_event(app: Any, event: str) -> bool:
+    """Return whether a call is queued, runs, or has results that were not fetched.
+
+    Reason: `Blocks._queue` is private; gradio answers with status 500 for an event that does not exist.
+    """
+    queue = app.get_blocks()._queue
+    return event in queue.event_ids_to_events or any(
+        event in events for events in queue.pending_event_ids_session.values()
+    )
+
+
+def stop_serving(page: Any, seconds: int) -> None:
+    """Close a page's server; connections that pages keep open are cut after `seconds`.
+
+    Reason: `Blocks.server` is the undocumented uvicorn server; `Blocks.close` waits for all connections.
+    """
+    page.server.config.timeout_graceful_shutdown = seconds
+    page.close(verbose=False)
+
+
+def share_server_address() -> str | None:
+    """Return the address of the share server that the environment names, `None` for gradio's own.
+
+    Reason: `gradio.networking` is undocumented; `launch(share=True)` would add a script from another host to the page.
+    """
+    from gradio import networking
+
+    return networking.GRADIO_SHARE_SERVER_ADDRESS
+
+
+def share_api_address() -> str:
+    """Return the address that tells where gradio's share server is.
+
+    Reason: as for `share_server_address`.
+    """
+    from gradio import networking
+
+    return networking.GRADIO_API_SERVER
+
+
+@dataclass(frozen=True)
+class TunnelProgram:
+    """Gradio's program `frpc`: its path, file name, download address and SHA-256 (`None` if there is none)."""
+
+    path: Path
+    name: str
+    address: str
+    checksum: str | None
+
+
+def tunnel_program() -> TunnelProgram:
+    """Return where gradio keeps its tunnel program.
+
+    Reason: `gradio.tunneling` is undocumented, and runs a program that is already there without checking it.
+    """
+    from gradio import tunneling
+
+    return TunnelProgram(
+        Path(tunneling.BINARY_PATH),
+        str(tunneling.BINARY_REMOTE_NAME),
+        str(tunneling.BINARY_URL),
+        tunneling.CHECKSUMS.get(tunneling.BINARY_URL),
+    )
+
+
+def download_tunnel_program() -> bool:
+    """Download gradio's tunnel program; return whether it has the checksum that gradio publishes.
+
+    Reason: as for `tunnel_program`.
+
+    Raises:
+        httpx.HTTPError, httpx.InvalidURL, OSError: if it cannot be downloaded or kept.
+    """
+    from gradio import tunneling
+
+    try:
+        tunneling.Tunnel.download_binary()
+    except tunneling.ChecksumMismatchError:
+        return False
+    return True

@@ -1,0 +1,69 @@
+"""Gradio's private names that `runtime.upstream.gradio` uses: each test names what broke."""
+
+import inspect
+
+import gradio as gr
+import pytest
+from gradio import networking, routes, tunneling
+from gradio.blocks import Blocks
+from gradio.queueing import Queue
+
+from runtime.upstream import gradio as private
+
+
+def page() -> gr.Blocks:
+    with gr.Blocks() as made:
+        text = gr.Textbox("hello")
+        gr.Button().click(lambda one, two: one, [text, gr.State(5)], text, api_name="queued")
+        gr.Button().click(lambda: None, None, None, queue=False, api_name="direct")
+        gr.Button().click(None, None, None, js="() => {}", api_name="browser")
+    return made
+
+
+@pytest.fixture
+def app() -> routes.App:
+    return routes.App.create_app(page())
+
+
+def test_functions_have_defaults_and_say_whether_they_are_queued(app: routes.App) -> None:
+    found = private.functions(app)
+    queued = private.function_number(app, "queued")
+    assert found[queued] == private.PageFunction(("hello", 5), True)
+    assert found[private.function_number(app, "direct")] == private.PageFunction((), False)
+    assert private.function_number(app, "browser") not in found
+
+
+def test_log_in_tokens_are_read_from_cookies(app: routes.App) -> None:
+    app.auth = None
+    assert not private.requires_login(app)
+    app.auth = [("me", "secret")]
+    assert private.requires_login(app)
+    app.tokens["abc"] = "me"
+    for name in (f"access-token-{app.cookie_id}", f"access-token-unsecure-{app.cookie_id}"):
+        assert private.login_token(app, {name: "abc"}) == "abc"
+        assert private.login_token(app, {name: "abd"}) is None
+        assert name.replace(app.cookie_id, "{app.cookie_id}") in inspect.getsource(routes)
+
+
+def test_sessions_and_events_are_found_in_the_queue(app: routes.App) -> None:
+    assert not private.has_session(app, "one") and not private.has_event(app, "0" * 32)
+    queue = app.get_blocks()._queue
+    queue.pending_event_ids_session["one"] = {"0" * 32}
+    assert private.has_event(app, "0" * 32)
+    source = inspect.getsource(Queue)
+    for name in ("pending_messages_per_session", "event_ids_to_events", "pending_event_ids_session"):
+        assert f"self.{name}" in source, name
+
+
+def test_a_page_has_its_server() -> None:
+    assert "self.server" in inspect.getsource(Blocks.launch)
+    assert "verbose" in inspect.signature(Blocks.close).parameters
+
+
+def test_the_share_server_and_the_tunnel_program_have_addresses() -> None:
+    assert private.share_api_address().startswith("https://")
+    assert private.share_server_address() == networking.GRADIO_SHARE_SERVER_ADDRESS
+    program = private.tunnel_program()
+    assert program.address == tunneling.BINARY_URL and program.checksum is not None
+    assert callable(tunneling.Tunnel.download_binary)
+    assert issubclass(tunneling.ChecksumMismatchError, Exception)
