@@ -267,12 +267,12 @@ class ValidationMiddleware:
 
 
 async def _read_body(receive: Receive) -> bytes:
-    body = b""
+    body: bytes = b""
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise RefusedError("The request was incomplete.", 400)
-        body += message.get("body", b"")
+        body += bytes(message.get("body", b""))
         if len(body) > gradio_requests.MAX_BODY_BYTES:
             raise RefusedError(f"A request has at most {gradio_requests.MAX_BODY_BYTES:,} bytes.", 413)
         if not message.get("more_body", False):

@@ -57,7 +57,8 @@ def function_number(app: Any, api_name: str) -> int:
 
     Reason: as for `functions`.
     """
-    return next(number for number, function in app.get_blocks().fns.items() if function.api_name == api_name)
+    found = app.get_blocks().fns.items()
+    return next(int(number) for number, function in found if function.api_name == api_name)
 
 
 def has_session(app: Any, session: str) -> bool:
@@ -95,7 +96,8 @@ def share_server_address() -> str | None:
     """
     from gradio import networking
 
-    return networking.GRADIO_SHARE_SERVER_ADDRESS
+    address: str | None = networking.GRADIO_SHARE_SERVER_ADDRESS
+    return address
 
 
 def share_api_address() -> str:
@@ -105,7 +107,7 @@ def share_api_address() -> str:
     """
     from gradio import networking
 
-    return networking.GRADIO_API_SERVER
+    return str(networking.GRADIO_API_SERVER)
 
 
 @dataclass(frozen=True)

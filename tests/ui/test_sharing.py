@@ -142,7 +142,7 @@ def test_a_session_is_whose_who_began_it(visitor: Visitor, other: Visitor) -> No
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"frames": 13}, ("13 frames are more than visitors may ask for.", "Take at most 9.")),
+        ({"frames": 13}, ("13 frames exceed the limit for visitors.", "Choose at most 9.")),
         ({"steps": 401}, ("401 steps", "at most 400")),
         ({"width": 208}, ("208×32 is larger", "192×128")),
         ({"width": 144, "height": 144}, ("144×144 is larger",)),
@@ -185,7 +185,7 @@ def test_what_is_not_a_visitors_is_not_there(visitor: Visitor) -> None:
 def test_an_hour_has_its_number_of_videos(visitor: Visitor) -> None:
     for seed in range(4):
         visitor.client.predict("a red boat", steps=1, frames=1, seed=seed, api_name="/generate")
-    with pytest.raises(AppError, match=r"4 videos an hour is what a visitor may ask for\. Try again in 60 minutes\."):
+    with pytest.raises(AppError, match=r"Visitors may generate 4 videos an hour\. Try again in 60 minutes\."):
         visitor.client.predict("a red boat", steps=1, frames=1, api_name="/generate")
 
 
