@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
-from runtime.models.wan import read_spec
 from tests import tiny_models
 
 

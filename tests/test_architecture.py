@@ -21,6 +21,7 @@ RANKS = {
     "planner": 3,
     "engines": 4,
     "execution": 5,
+    "families": 6,
     "pipeline": 7,
     "queue": 8,
     "server": 9,

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from diffusers import AutoencoderKLWan, WanTransformer3DModel
 
 from runtime.core.errors import MachineError, ModelError
 from runtime.core.plan import ComponentPlan
 from runtime.models import quantization
-from runtime.models.known import KNOWN
+from runtime.models.known import known_models
+from runtime.models.registry import components_of
 from runtime.models.spec import ModelSpec, is_transformer
 
 _BIAS = 0.02
@@ -51,7 +51,7 @@ def random_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str |
         MachineError: for a quantization that needs files.
     """
     config = json.loads((spec.directory / name / "config.json").read_text(encoding="utf-8"))
-    kind: Any = WanTransformer3DModel if is_transformer(name) else AutoencoderKLWan
+    kind: Any = components_of(spec.family).MODULES[name]
     with torch.device("meta"):
         made = kind.from_config(config)
     where, dtype = device or part.device, getattr(torch, part.dtype)
@@ -72,16 +72,16 @@ def _config(spec: ModelSpec, name: str) -> Mapping[str, Any]:
     if file.is_file():
         found: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return found
-    known = next((model for model in KNOWN if model.name == spec.name), None)
+    known = next((model for model in known_models() if model.name == spec.name), None)
     if known is None:
         raise ModelError(
             f"Of the {name} of {spec.title} there is no configuration.",
-            f"Take one of {', '.join(model.name for model in KNOWN)}, or a model that is here.",
+            f"Take one of {', '.join(model.name for model in known_models())}, or a model that is here.",
         )
     if is_transformer(name):
-        return {**known.transformer, "rope_max_seq_len": spec.transformer.rope_max_seq_len}
+        return {**known.configs["transformer"], "rope_max_seq_len": spec.transformer.rope_max_seq_len}
     # The published numbers, which differ by channel, change nothing here.
-    return {**known.vae, "latents_mean": [0.0] * spec.vae.z_dim, "latents_std": [1.0] * spec.vae.z_dim}
+    return {**known.configs["vae"], "latents_mean": [0.0] * spec.vae.z_dim, "latents_std": [1.0] * spec.vae.z_dim}
 
 
 def _fill(module: torch.nn.Module, device: torch.device, dtype: torch.dtype, seed: int) -> None:

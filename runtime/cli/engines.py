@@ -20,8 +20,8 @@ from runtime.engines.staleness import why_stale
 from runtime.machine.probe import probe
 from runtime.models.catalogue import find, folders
 from runtime.models.loras import model_for
+from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
-from runtime.models.wan import read_spec
 from runtime.pipeline.build_engines import Built, build_all, wanted_engines
 from runtime.planner.engine_index import IMPORTED, UNREADABLE_KEY, EngineRecord
 from runtime.planner.resolve import resolve

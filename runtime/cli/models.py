@@ -12,8 +12,8 @@ from runtime.models.catalogue import folders, not_here
 from runtime.models.hub.download import partial_bytes
 from runtime.models.hub.manifest import read_manifest
 from runtime.models.known import download_bytes, named, published
+from runtime.models.registry import family_of, read_spec
 from runtime.models.spec import ModelSpec
-from runtime.models.wan import WAN_NEGATIVE_PROMPT, read_spec
 from runtime.pipeline.history import HistoryFile
 from runtime.planner.requirements import Needs, needs
 
@@ -77,24 +77,25 @@ def describe(spec: ModelSpec, need: Needs) -> list[str]:
     return [
         f"{spec.name}: {spec.title}, {spec.license}, {spec.total_parameters / 1e6:,.1f} M weights, {size}, {where}",
         f"    makes {defaults.width}x{defaults.height}, {defaults.frames} frames at {defaults.fps} fps, "
-        f"{defaults.steps} steps, guidance {guidance}{shift}, negative prompt {_shown(defaults.negative_prompt)}",
+        f"{defaults.steps} steps, guidance {guidance}{shift}, negative prompt {_shown(spec)}",
         f"    needs at least: {least}{resident}",
         f"    on this machine: {need.here}",
     ]
 
 
 def _shift(spec: ModelSpec) -> str:
-    """Return the shift of the model's scheduler; it is Wan's own where that is not here, or is another."""
+    """Return the shift of the model's scheduler; the authors' own where that is not here, or is another."""
     known = published(spec)
-    own = f"{known.flow_shift:g} in Wan's own code" if known else ""
+    own = f"{known.flow_shift:g} in the model authors' code" if known else ""
     if spec.flow_shift is None:
         return f", shift {own}" if own else ""
     return f", shift {spec.flow_shift:g}" + (f" ({own})" if known and known.flow_shift != spec.flow_shift else "")
 
 
-def _shown(negative: str) -> str:
-    if negative == WAN_NEGATIVE_PROMPT:
-        return "Wan's own"
+def _shown(spec: ModelSpec) -> str:
+    negative = spec.defaults.negative_prompt
+    if negative and negative == family_of(spec.family).negative_prompt:
+        return "the model authors' own"
     short = negative if len(negative) <= _LONGEST_SHOWN else f"{negative[:_LONGEST_SHOWN]}…"
     return f"“{short}”" if short else "none"
 

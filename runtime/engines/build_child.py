@@ -26,8 +26,8 @@ from runtime.core.errors import TandemError
 from runtime.core.loras import LoraUse
 from runtime.engines.workspace import working_in
 from runtime.machine.probe import probe
+from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
-from runtime.models.wan import read_spec
 from runtime.planner.engine_index import IMPORTED, SWAPPED, EngineKey, EngineRecord
 from runtime.planner.memory_model import DTYPE_BYTES
 

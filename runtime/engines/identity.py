@@ -19,7 +19,6 @@ from runtime.planner.engine_index import is_of_gpu
 
 # Raised whenever a form or the way it is exported changes, so that older engines are built anew.
 EXPORT_REVISION = 1
-FAMILY = "wan"
 # Both experts have one architecture, so one program serves them.
 PROGRAMS = {
     "text_encoder": ("text_encoder",),

@@ -13,7 +13,7 @@ The last is never built here: it is what a decoder made elsewhere, which takes w
 All are float32 but the ids, and the caches, which are of the program's inner type. Frames are in -1 to 1.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,10 +22,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from runtime.core.plan import ComponentPlan
-from runtime.engines.exportable.text_encoder import TextEncoderForm
-from runtime.engines.exportable.transformer import TransformerForm
-from runtime.engines.exportable.vae import VaeClipForm, VaeForm
 from runtime.engines.io_signature import Edge, Edges, Size
+from runtime.models.registry import components_of
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
 from runtime.planner.shapes import LatentSize, ShapeProfile
@@ -59,6 +57,12 @@ _DYNAMIC_AXES: Mapping[str, Mapping[int, str]] = {
 _SMALLEST_DYNAMIC = 2
 
 
+# Makes a program's form for a model; `load` loads the component's weights, once a call. A form is a module that takes
+# and returns the tensors above. That of a text encoder has `vocabulary`, the number of its tokens; that of a VAE's step
+# `cache_count`; that of a transformer `cuts_text`, if it also takes `text_padding` from `cut_text`.
+MakeForm = Callable[[ModelSpec, str, Callable[[], torch.nn.Module]], torch.nn.Module]
+
+
 @dataclass(frozen=True)
 class Program:
     """One part of the model in its exportable form.
@@ -81,7 +85,7 @@ class Program:
     @property
     def cache_count(self) -> int:
         """How many caches the VAE's steps hand on; 0 for other programs."""
-        return self.module.cache_count if isinstance(self.module, VaeForm) else 0
+        return int(getattr(self.module, "cache_count", 0))
 
     @property
     def input_names(self) -> tuple[str, ...]:
@@ -92,6 +96,11 @@ class Program:
     def output_names(self) -> tuple[str, ...]:
         """The outputs in the order in which the module returns them."""
         return (_OUTPUTS.get(self.name, "frames"), *_cache_names(self.cache_count))
+
+    @property
+    def cuts_text(self) -> bool:
+        """Whether the form takes a text whose padding is cut off and counted; see `cut_text`."""
+        return bool(getattr(self.module, "cuts_text", False))
 
     @torch.inference_mode()
     def run(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -113,10 +122,11 @@ class Program:
 
         length, channels = self.spec.max_sequence_length, self.spec.vae.z_dim
         words = torch.arange(length, device=self.device)[None, :] < min(_WORDS_IN_EXAMPLE, length)
-        if isinstance(self.module, TextEncoderForm):
-            ids = torch.randint(self.module.vocabulary, (1, length), generator=generator).to(self.device)
+        if self.name == "text_encoder":
+            vocabulary: Any = self.module.vocabulary
+            ids = torch.randint(vocabulary, (1, length), generator=generator).to(self.device)
             return {"input_ids": ids * words, "attention_mask": words.long()}
-        if isinstance(self.module, TransformerForm):
+        if self.name == "transformer":
             return {
                 "latents": noise(1, channels, *latent),
                 "timestep": torch.full((1,), _EXAMPLE_TIMESTEP, device=self.device),
@@ -140,7 +150,7 @@ class Program:
         inputs = self.inputs(profile.opt)
         # Tensors made in inference mode cannot be traced.
         inputs = {name: tensor.clone() for name, tensor in inputs.items()}
-        return cut_text(inputs) if cut and self.name == "transformer" else inputs
+        return cut_text(inputs) if cut and self.cuts_text else inputs
 
     def export(self, profile: ShapeProfile, *, cut: bool = False) -> torch.export.ExportedProgram:
         """Export through `torch.export`; a size is dynamic where the profile's minimum and maximum differ.
@@ -215,17 +225,8 @@ def load_program(spec: ModelSpec, component: str, name: str, *, device: str, dty
         ModelError: if the weights do not fit the configuration.
     """
     part = ComponentPlan(backend="pytorch", device=device, dtype=dtype, weights_bytes=0, reason="")
-    module: Any = load_module(spec, component, part)
-    form: torch.nn.Module
-    if name == "text_encoder":
-        form = TextEncoderForm(module, spec.max_sequence_length)
-    elif name == "transformer":
-        form = TransformerForm(module)
-    elif name == "vae_clip":
-        form = VaeClipForm(module, load_module(spec, component, part))
-    else:
-        form = VaeForm(module, first=name == "vae_first")
-    return Program(name, form.eval(), spec)
+    make_form: MakeForm = components_of(spec.family).make_form
+    return Program(name, make_form(spec, name, lambda: load_module(spec, component, part)).eval(), spec)
 
 
 def cut_text(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -19,14 +19,15 @@ from runtime.core.plan import EAGER, ComponentPlan, ExecutionPlan, Speed, Split
 from runtime.engines.service import EngineService, OpenEngines
 from runtime.execution.attention import problem
 from runtime.execution.compilation import keep_in
-from runtime.execution.denoiser import Denoiser, EngineDenoiser, PyTorchDenoiser
+from runtime.execution.components import PyTorchDenoiser, PyTorchVideoDecoder, components_of
+from runtime.execution.denoiser import Denoiser, EngineDenoiser
 from runtime.execution.engine_fallback import OUT_OF_MEMORY
 from runtime.execution.memory import release_cached_memory
 from runtime.execution.offload import Placed, Placement, place, placement
 from runtime.execution.parallel.group_manager import GroupManager, shared_speed
 from runtime.execution.prompt_cache import PromptCache
 from runtime.execution.text_encoder import EngineTextModel, PyTorchTextModel, TextEncoder, TextModel
-from runtime.execution.video_decoder import EngineVideoDecoder, PyTorchVideoDecoder, VideoDecoder
+from runtime.execution.video_decoder import EngineVideoDecoder, VideoDecoder
 from runtime.models.quantization import NONE
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module, load_tokenizer
@@ -159,14 +160,14 @@ class Residency:
             return PyTorchTextModel(module, part.device)
 
         with self._lend(spec, job, "text_encoder", build, EngineTextModel) as model:
-            yield TextEncoder(load_tokenizer(spec), model, spec.max_sequence_length)
+            yield components_of(spec).text_encoder(spec, load_tokenizer(spec), model)
 
     @contextmanager
     def denoiser(self, spec: ModelSpec, job: Watch, name: str) -> Iterator[Denoiser]:
         """Lend the transformer called `name`."""
 
         def build(module: torch.nn.Module, _: ComponentPlan) -> Denoiser:
-            return PyTorchDenoiser(module)
+            return components_of(spec).denoiser(module)
 
         used: list[PyTorchDenoiser] = []
 
@@ -191,9 +192,7 @@ class Residency:
         """Lend the VAE's decoder."""
 
         def build(module: Any, part: ComponentPlan) -> PyTorchVideoDecoder:
-            # Only image-to-video encodes.
-            module.encoder = None
-            return PyTorchVideoDecoder(module, part.device)
+            return components_of(spec).video_decoder(module, part.device)
 
         used: list[PyTorchVideoDecoder] = []
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import regex
 import torch
-from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
 from runtime.engines.service import OpenEngines
 from runtime.execution.engine_fallback import Guarded
@@ -34,16 +33,24 @@ TextModel = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class TextEncoder:
-    """A tokenizer and what embeds its tokens, as `diffusers.WanPipeline.encode_prompt` uses them."""
+    """A tokenizer and a model that embeds its tokens.
 
-    def __init__(self, tokenizer: Any, model: TextModel, max_sequence_length: int) -> None:
+    Args:
+        max_sequence_length: tokens of every prompt; shorter ones are padded, longer ones are cut.
+        clean: applied to a prompt before it is tokenized.
+    """
+
+    def __init__(
+        self, tokenizer: Any, model: TextModel, max_sequence_length: int, clean: Callable[[str], str] = str
+    ) -> None:
         self._tokenizer = tokenizer
         self._model = model
         self._length = max_sequence_length
+        self._clean = clean
 
     def encode(self, prompt: str) -> TextEncoding:
         """Return the prompt's embeddings; the empty prompt is allowed."""
-        text = prompt_clean(prompt)
+        text = self._clean(prompt)
         inputs = self._tokenizer(
             [text],
             padding="max_length",
@@ -71,7 +78,7 @@ class TextEncoder:
 
 
 class PyTorchTextModel:
-    """A `transformers.UMT5EncoderModel`.
+    """A text encoder of transformers, such as `UMT5EncoderModel`, called for its last hidden state.
 
     Args:
         module: its weights may lie elsewhere until it is called.

@@ -6,9 +6,9 @@ Beside these it knows published models whose weights are not here: they can be p
 from pathlib import Path
 
 from runtime.core.errors import ModelError
-from runtime.models.known import KNOWN, KnownModel, known_as, named
+from runtime.models.known import known_as, known_models, named
+from runtime.models.registry import KnownModel, read_spec
 from runtime.models.spec import ModelSpec
-from runtime.models.wan import read_spec
 
 EMBEDDED = Path(__file__).parent / "embedded"
 SHIPPED = "diorama"
@@ -71,7 +71,7 @@ def look_up(name: str, weights_dir: Path) -> ModelSpec:
 def not_here(weights_dir: Path) -> list[ModelSpec]:
     """Return the known models whose weights are not in `weights_dir`."""
     at_hand = folders(weights_dir)
-    return [known.spec(weights_dir) for known in KNOWN if not _folder_of(known, at_hand)]
+    return [known.spec(weights_dir) for known in known_models() if not _folder_of(known, at_hand)]
 
 
 def _folder_of(known: KnownModel, at_hand: dict[str, Path]) -> str:

@@ -14,14 +14,14 @@ from typing import Any
 
 from runtime.core.errors import ModelError
 from runtime.core.loras import SUFFIX
-from runtime.models.lora_names import Change, change_of, weight_shape
+from runtime.models.registry import family_of
 from runtime.models.safetensors_header import read_header
 from runtime.models.spec import ModelSpec
 
 # Bytes of an element, and the exponent's bits: all of them set, a number is NaN or Inf.
 _FLOATS = {"F32": (4, 0x7F800000), "F16": (2, 0x7C00), "BF16": (2, 0x7F80)}
 _READ_BYTES = 1 << 22
-_ANOTHER = "Take one that was made for this model's size of Wan's text-to-video models."
+_ANOTHER = "Take one that was made for this model."
 _DAMAGED = "Copy or download the LoRA again."
 # Step distillation: the video in a few steps, without guidance. Such files are known by their makers' names.
 _DISTILLED = re.compile(
@@ -76,20 +76,19 @@ def check_fits(name: str, file: LoraFile, spec: ModelSpec) -> None:
     Raises:
         ModelError: naming the first that does not.
     """
+    family = family_of(spec.family)
     roles: dict[str, dict[str, tuple[int, ...]]] = {}
     for tensor, shape in file.shapes.items():
-        change = change_of(tensor)
+        change = family.lora_change(tensor)
         if change is None:
-            raise ModelError(
-                f"The LoRA {name} changes {tensor[:80]!r}, which Wan's text-to-video transformers have not.", _ANOTHER
-            )
+            raise ModelError(f"The LoRA {name} changes {tensor[:80]!r}, which {spec.title} has not.", _ANOTHER)
         if change.role in roles.setdefault(change.module, {}):
             raise ModelError(f"The LoRA {name} changes {change.module} twice.", _DAMAGED)
         roles[change.module][change.role] = shape
     if not any(set(found) - {"alpha"} for found in roles.values()):
         raise ModelError(f"The LoRA {name} is empty: it changes nothing.", "Take another.")
     for module, found in roles.items():
-        _check_module(name, spec, Change(module, ""), found)
+        _check_module(name, spec, module, found)
 
 
 def distilled_steps(path: Path) -> int | None:
@@ -107,9 +106,8 @@ def distilled_shift(path: Path) -> float | None:
     return LIGHTX2V_SHIFT if any(_LIGHTX2V.search(text) for text in (path.stem, path.parent.name)) else None
 
 
-def _check_module(name: str, spec: ModelSpec, change: Change, found: Mapping[str, tuple[int, ...]]) -> None:
-    module = change.module
-    wanted = weight_shape(spec.transformer, module)
+def _check_module(name: str, spec: ModelSpec, module: str, found: Mapping[str, tuple[int, ...]]) -> None:
+    wanted = family_of(spec.family).lora_weight_shape(spec, module)
     if wanted is None:
         raise ModelError(
             f"The LoRA {name} is for a larger model: it changes {module}, and {spec.title} has "

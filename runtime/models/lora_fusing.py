@@ -15,23 +15,24 @@ from safetensors import SafetensorError, safe_open
 
 from runtime.core.errors import ModelError
 from runtime.core.loras import LoraUse
+from runtime.models.folder import weight_files
 from runtime.models.lora_files import read_lora
-from runtime.models.lora_names import change_of
 from runtime.models.quantization import is_quantized, quantized_like
-from runtime.models.wan import weight_files
+from runtime.models.registry import Family
 
 _Delta = tuple[LoraUse, dict[str, str]]
 
 
 @torch.no_grad()
-def fuse(module: torch.nn.Module, loras: Sequence[LoraUse], folder: Path, dtype: torch.dtype) -> None:
-    """Add LoRAs to the weights of a `diffusers.WanTransformer3DModel`, where these are.
+def fuse(module: torch.nn.Module, loras: Sequence[LoraUse], folder: Path, dtype: torch.dtype, family: Family) -> None:
+    """Add LoRAs to the weights of a loaded transformer, in place.
 
     Sums are taken in float32 and rounded once, to the weight's own type; a quantized one is the same that loading a
     model with the LoRAs in its files would have given.
 
     Args:
-        folder: which the weights were loaded from, in diffusers' format; quantized ones are read there again.
+        folder: of the transformer's weights, in diffusers' format; those that are quantized are read from it again.
+        family: of the model.
         dtype: which they were loaded in.
 
     Raises:
@@ -44,7 +45,7 @@ def fuse(module: torch.nn.Module, loras: Sequence[LoraUse], folder: Path, dtype:
             raise ModelError(f"The LoRA {use.name} has changed since the job was planned.", "Start the job again.")
         found: defaultdict[str, dict[str, str]] = defaultdict(dict)
         for tensor in file.shapes:
-            change = change_of(tensor)
+            change = family.lora_change(tensor)
             assert change is not None, "a file that was checked"
             found[change.module][change.role] = tensor
         for name, tensors in found.items():

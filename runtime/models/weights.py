@@ -1,6 +1,6 @@
 """Loads the modules of a model folder, through the library classes that its configs name. Weights are safetensors only.
 
-Nothing is fetched: folders are complete before they come here (`wan.read_spec`).
+Nothing is fetched: folders are complete before they come here (`registry.read_spec`).
 """
 
 import threading
@@ -14,6 +14,7 @@ from runtime.core.errors import ModelError, ram_ran_out
 from runtime.core.plan import ComponentPlan
 from runtime.models import quantization
 from runtime.models.lora_fusing import fuse
+from runtime.models.registry import components_of, family_of
 from runtime.models.spec import ModelSpec, is_transformer
 
 # Progress is ours to show.
@@ -24,12 +25,6 @@ transformers.utils.logging.disable_progress_bar()
 MAKING = threading.Lock()
 # Schedulers solve equations. What does that on a GPU PyTorch loads at the first, which two threads at once break.
 _SOLVING = threading.Lock()
-_CLASSES = {
-    "text_encoder": transformers.UMT5EncoderModel,
-    "transformer": diffusers.WanTransformer3DModel,
-    "transformer_2": diffusers.WanTransformer3DModel,
-    "vae": diffusers.AutoencoderKLWan,
-}
 
 
 def load_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | None = None) -> torch.nn.Module:
@@ -62,7 +57,7 @@ def load_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | N
         arguments["device_map"] = {"": where}
     try:
         with MAKING:
-            module, loading = _CLASSES[name].from_pretrained(str(spec.directory), **arguments)
+            module, loading = components_of(spec.family).MODULES[name].from_pretrained(str(spec.directory), **arguments)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
@@ -85,7 +80,7 @@ def load_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | N
         module = module.to(where)
     if spec.loras_of(name):
         with MAKING:
-            fuse(module, spec.loras_of(name), spec.directory / name, arguments[dtype_argument])
+            fuse(module, spec.loras_of(name), spec.directory / name, arguments[dtype_argument], family_of(spec.family))
     return cast("torch.nn.Module", module.eval().requires_grad_(requires_grad=False))
 
 

@@ -27,7 +27,7 @@ FP8_CAPABILITY = (8, 9)
 TENSORRT_CAPABILITY = (7, 5)
 # The first of a kind that multiplies otherwise than those before.
 HOPPER = (9, 0)
-# Of the VAE's convolutions, those with as many outputs are faster by a kernel of ours there (`execution.vae_fast`).
+# Of the VAE's convolutions, those with as many outputs are faster by a kernel of ours there (`VaeSpec.kernel_outputs`).
 OUTPUTS_BY_KERNEL = 96
 # CUDA 13 has no kernels for older GPUs, and the first with kernels for Blackwell (10 and above) is 12.8.
 _CUDA_13_CAPABILITY = (7, 5)

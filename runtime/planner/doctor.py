@@ -12,7 +12,7 @@ from runtime.core.errors import TandemError
 from runtime.machine.packages import PACKAGES, Package, import_problem, installed_as
 from runtime.machine.probe import Machine, free_disk_bytes
 from runtime.models.catalogue import folders
-from runtime.models.wan import read_spec
+from runtime.models.registry import read_spec
 from runtime.planner import constraints
 from runtime.video.ffmpeg import find_ffmpeg
 

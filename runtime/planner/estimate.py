@@ -124,6 +124,4 @@ def _faster_compiled(case: Case, way: Way, name: str) -> float:
     if name != "vae" or not case.load.cuda:
         return 1.0
     vae, gpu = case.load.spec.vae, case.machine.gpu_of(case.load.device)
-    return execution_options.faster_by_kernels(
-        case.load.dtypes[name], vae.decoder_base_dim * vae.dim_mult[0], gpu.capability
-    )
+    return execution_options.faster_by_kernels(case.load.dtypes[name], vae.last_channels, gpu.capability)

@@ -185,7 +185,7 @@ def _on_gpu(load: Load, work: Work, component: str, machine: Machine, way: Way) 
     if component == "text_encoder":
         seconds = operations / (_TEXT_SHARE * rate * slower)
     elif component == "vae":
-        width = load.spec.vae.decoder_base_dim * load.spec.vae.dim_mult[0]
+        width = load.spec.vae.last_channels
         share = _DECODE_SHARE[dtype] * min((width / _DECODE_CHANNELS) ** _DECODE_POWER, 1.0)
         seconds = operations / (share * rate * (2 * slower if full else 1.0))
     else:

@@ -14,7 +14,7 @@ from runtime.core.units import byte_size
 from runtime.models.hub.client import check_online, hub_of
 from runtime.models.hub.download import Download, source_of
 from runtime.models.hub.progress import Progress
-from runtime.models.known import KnownModel
+from runtime.models.registry import KnownModel
 from runtime.queue.tasks import Free, Task
 
 _REMEMBERED = 8

@@ -21,7 +21,8 @@ from runtime.core.units import byte_size
 from runtime.machine.probe import free_disk_bytes
 from runtime.models.catalogue import find, folders, not_here
 from runtime.models.hub.client import check_online
-from runtime.models.known import KNOWN, KnownModel, download_bytes
+from runtime.models.known import download_bytes, known_models
+from runtime.models.registry import KnownModel
 from runtime.models.spec import ModelSpec
 from runtime.planner.requirements import smallest_card
 from runtime.queue.downloads import Downloads
@@ -102,7 +103,7 @@ class MoreModels:
         why_not = self._why_not()
         missing = not_here(self._settings.weights_dir)
         items = "".join(_item(spec, self._downloads.of(spec.name), online=not why_not) for spec in missing)
-        came = [task for one in KNOWN if (task := self._downloads.of(one.name)) and task.state == "done"]
+        came = [task for one in known_models() if (task := self._downloads.of(one.name)) and task.state == "done"]
         items += "".join(f'<li data-state="done"><p class="said">{escape(task.said)}</p></li>' for task in came)
         lines = [why_not, said]
         if missing:
@@ -219,7 +220,7 @@ def _button(act: str, title: str, spec: ModelSpec, confirm: str, *, off: bool) -
 
 
 def _known(name: str) -> KnownModel:
-    found = next((one for one in KNOWN if one.name == name), None)
+    found = next((one for one in known_models() if one.name == name), None)
     if found is None:
         raise _unknown()
     return found

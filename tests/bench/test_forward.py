@@ -19,8 +19,8 @@ from runtime.core.cancel import Cancel
 from runtime.core.errors import InvalidRequestError, MachineError, ModelError
 from runtime.core.plan import ComponentPlan
 from runtime.core.request import GenerationRequest
+from runtime.families.wan.known import KNOWN
 from runtime.machine.probe import probe
-from runtime.models.known import KNOWN
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
 from tests.plans import tiny_plan

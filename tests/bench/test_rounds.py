@@ -20,7 +20,7 @@ from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
 from runtime.engines.sessions.onnxruntime import OnnxRuntimeSession
 from runtime.engines.store import EngineStore
-from runtime.execution.video_decoder import PyTorchVideoDecoder
+from runtime.families.wan.vae import PyTorchVideoDecoder
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
 from runtime.video.metadata import read_facts

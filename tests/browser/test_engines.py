@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from runtime.engines.store import EngineStore
-from runtime.models.wan import read_spec
+from runtime.models.registry import read_spec
 from tests.browser.conftest import DESKTOP, PHONE, OpenPage, ready
 from tests.browser.test_acceleration import choose, unfold
 from tests.browser.test_page import UNNAMED_INPUTS

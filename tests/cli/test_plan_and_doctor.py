@@ -12,7 +12,7 @@ import pytest
 
 from runtime.cli.main import run
 from runtime.core.settings import ROOT
-from runtime.models.known import KNOWN
+from runtime.families.wan.known import KNOWN
 from runtime.models.spec import ModelSpec
 from tests.plans import gpu, machine
 

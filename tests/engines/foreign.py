@@ -10,7 +10,7 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import nn
 from transformers import UMT5EncoderModel
 
-from runtime.engines.exportable.text_encoder import TextEncoderForm
+from runtime.families.wan.programs import TextEncoderForm
 from runtime.models.spec import ModelSpec
 
 NAMES = ("sample", "timestep", "encoder_hidden_states")

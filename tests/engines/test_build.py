@@ -243,7 +243,7 @@ from runtime.core.cancel import Cancel
 from runtime.engines.build import BuildRequest, build_engine
 from runtime.engines.builders import BuildNeeds
 from runtime.engines.store import EngineStore
-from runtime.models.wan import read_spec
+from runtime.models.registry import read_spec
 from tests.engines.made import key
 _, model, folder, task = sys.argv
 # Where the tests were started in the background, SIGINT is ignored by all they start.

@@ -11,8 +11,8 @@ import pytest
 from runtime.core.errors import EngineError
 from runtime.engines.identity import cpu_instructions, device_text, program_key_parts, programs_of, versions_of
 from runtime.machine.probe import probe
+from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
-from runtime.models.wan import read_spec
 
 
 @pytest.fixture

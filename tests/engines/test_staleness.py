@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from runtime.engines.builders import BUILDERS
-from runtime.engines.identity import CLIP_PROGRAM, EXPORT_REVISION, FAMILY, device_text, program_key_parts, versions_of
+from runtime.engines.identity import CLIP_PROGRAM, EXPORT_REVISION, device_text, program_key_parts, versions_of
 from runtime.engines.imported.offering import imported_engines
 from runtime.engines.staleness import why_stale
 from runtime.machine.probe import probe
@@ -61,7 +61,7 @@ def imported(spec: ModelSpec, request: pytest.FixtureRequest) -> EngineRecord:
     architecture, weights = program_key_parts(spec, component, program)
     key = EngineKey(
         program=program,
-        family=FAMILY,
+        family="wan",
         architecture=architecture,
         weights=weights,
         export_revision=EXPORT_REVISION,

@@ -12,12 +12,12 @@ from torch._dynamo.utils import counters
 
 from runtime.core.events import VideoSaved
 from runtime.core.plan import Speed
-from runtime.execution import vae_fast, vae_steps
 from runtime.execution.compilation import CompiledStep, forget_all, keep_in
-from runtime.execution.denoiser import PyTorchDenoiser
 from runtime.execution.residency import Residency
+from runtime.families.wan import vae
+from runtime.families.wan.transformer import PyTorchDenoiser
 from runtime.models.spec import ModelSpec
-from tests.execution.test_fast_transformer import Case
+from tests.families.wan.test_transformer import Case
 from tests.pipeline.runs import events_of
 from tests.plans import Alone, tiny_plan
 
@@ -135,8 +135,8 @@ def test_attention_of_other_libraries_is_one_call_in_a_compiled_block(tiny: Tiny
 def test_what_the_vaes_kernels_take_to_compile_counts_as_the_blocks_does(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vae_fast, "can_run", lambda _: True)
-    monkeypatch.setattr(vae_fast, "import_module", lambda _: vae_steps)
+    monkeypatch.setattr(vae, "can_run", lambda _: True)
+    monkeypatch.setattr(vae, "import_module", lambda _: vae)
     spec = tiny("wan2.1")
     plan = tiny_plan(spec, tmp_path / "x.mp4", compile="always")
     job = Alone(replace(plan, speed=replace(plan.speed, channels_last=True)))

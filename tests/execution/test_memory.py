@@ -9,11 +9,11 @@ import pytest
 # Every tenth piece stays, so that glibc cannot shrink its heap by itself.
 _SCRIPT = """
 import psutil, torch
-from runtime.execution.memory import give_back
+from runtime.execution.memory import release_cached_memory
 pieces = [torch.ones(2**17) for _ in range(400)]
 pieces = pieces[::10]
 held = psutil.Process().memory_info().rss
-give_back(unreachable=True)
+release_cached_memory(unreachable=True)
 print((held - psutil.Process().memory_info().rss) >> 20)
 """
 

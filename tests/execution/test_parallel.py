@@ -16,14 +16,13 @@ from torch._dynamo.testing import CompileCounter
 from runtime.core.cancel import Cancel
 from runtime.core.errors import GroupError
 from runtime.core.plan import ComponentPlan, Speed, Split
-from runtime.execution.denoiser import PyTorchDenoiser
-from runtime.execution.fast_transformer import block_step, install
 from runtime.execution.parallel.group import Limits
 from runtime.execution.parallel.group_manager import GroupManager
 from runtime.execution.parallel.proxies import SharedDenoiser, SharedVideoDecoder, Texts
-from runtime.execution.parallel.spatial_parallel import StripDecoder, longer_side
-from runtime.execution.parallel.ulysses import Tokens, share_tokens
-from runtime.execution.video_decoder import PyTorchVideoDecoder
+from runtime.execution.parallel.ulysses import Tokens
+from runtime.execution.video_decoder import longer_side
+from runtime.families.wan.transformer import PyTorchDenoiser, block_step, install, share_tokens
+from runtime.families.wan.vae import PyTorchVideoDecoder, StripDecoder
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
 from tests.tiny_models import ARCHITECTURES

@@ -45,7 +45,7 @@ def test_what_was_kept_is_found_by_this_process_and_the_next(tiny: Tiny, tmp_pat
 
 
 def test_other_weights_are_another_encoder(tmp_path: Path) -> None:
-    from runtime.models.wan import read_spec
+    from runtime.models.registry import read_spec
 
     spec = read_spec(tiny_models.build("wan2.1", tmp_path / "model"), "model")
     part = tiny_plan(spec, tmp_path / "x.mp4").components["text_encoder"]

@@ -17,9 +17,9 @@ from runtime.core.cancel import Cancel
 from runtime.core.plan import ExecutionPlan, Speed
 from runtime.core.tiles import spans
 from runtime.execution.attention import attention
-from runtime.execution.fast_transformer import fuse
 from runtime.execution.residency import Residency
 from runtime.execution.tiling import shares
+from runtime.families.wan.transformer import fuse
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
 from runtime.pipeline.sampling import decode

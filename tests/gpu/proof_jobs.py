@@ -32,8 +32,8 @@ from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.execution.residency import Residency
 from runtime.machine.probe import probe
+from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
-from runtime.models.wan import read_spec
 from runtime.pipeline import run
 from runtime.pipeline.history import HistoryFile
 from runtime.pipeline.run import run_job

@@ -24,9 +24,9 @@ import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from transformers import UMT5Config, UMT5EncoderModel
 
-from runtime.execution.denoiser import PyTorchDenoiser
 from runtime.execution.text_encoder import PyTorchTextModel
-from runtime.execution.video_decoder import PyTorchVideoDecoder
+from runtime.families.wan.transformer import PyTorchDenoiser
+from runtime.families.wan.vae import PyTorchVideoDecoder
 
 # From the models' configurations, https://huggingface.co/Wan-AI.
 TRANSFORMERS: dict[str, dict[str, Any]] = {

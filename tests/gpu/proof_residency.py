@@ -32,9 +32,9 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 
 from runtime.core.plan import ExecutionPlan
 from runtime.execution.residency import Residency
-from runtime.execution.video_decoder import PyTorchVideoDecoder
+from runtime.families.wan.vae import PyTorchVideoDecoder
+from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
-from runtime.models.wan import read_spec
 from tests import tiny_models
 from tests.pipeline.test_parity import sample
 from tests.plans import tiny_plan

@@ -40,9 +40,9 @@ from runtime.core.cancel import Cancel
 from runtime.core.plan import EAGER, Speed
 from runtime.execution.attention import attention, problem
 from runtime.execution.compilation import forget_all
-from runtime.execution.denoiser import PyTorchDenoiser
 from runtime.execution.residency import Residency
-from runtime.execution.video_decoder import PyTorchVideoDecoder
+from runtime.families.wan.transformer import PyTorchDenoiser
+from runtime.families.wan.vae import PyTorchVideoDecoder
 from runtime.models import quantization
 from runtime.models.catalogue import find
 from runtime.pipeline.sampling import decode

@@ -16,11 +16,10 @@ from torch import nn
 from runtime.core.events import VideoSaved
 from runtime.core.plan import EAGER, Speed
 from runtime.core.request import ATTENTIONS, GenerationRequest
-from runtime.execution import vae_steps
 from runtime.execution.attention import attention, problem
 from runtime.execution.residency import Residency
-from runtime.execution.vae_fast import Fast
-from runtime.execution.video_decoder import PyTorchVideoDecoder
+from runtime.families.wan import vae as wan_vae
+from runtime.families.wan.vae import Fast, PyTorchVideoDecoder
 from runtime.machine.probe import probe
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
@@ -48,7 +47,7 @@ COMPILED = {"compiled": "wan2.2-a14b", "all": "wan2.2-ti2v-5b"}
 
 def kernels() -> Any:
     """Return Triton's kernels, which only a PyTorch for CUDA can import."""
-    return importlib.import_module("runtime.execution.vae_kernels")
+    return importlib.import_module("runtime.families.wan.vae_kernels")
 
 
 @contextmanager
@@ -167,7 +166,7 @@ def test_what_lies_between_convolutions_by_triton(channels: int, dtype: torch.dt
         ("double", (x[0].transpose(0, 1),)),
     ]
     for name, given in calls:
-        got, wanted = getattr(kernels(), name)(*given), getattr(vae_steps, name)(*given)
+        got, wanted = getattr(kernels(), name)(*given), getattr(wan_vae, name)(*given)
         assert got.stride() == wanted.stride()
         assert relative_error(got.float(), wanted.float().cpu()) < (1e-6 if dtype == torch.float32 else 5e-3)
 

@@ -20,6 +20,7 @@ from runtime.execution.offload import Placement, place
 from runtime.models.lora_files import read_lora
 from runtime.models.lora_fusing import fuse
 from runtime.models.quantization import check_quantized, config
+from runtime.models.registry import family_of
 
 
 def main(kind: str, folder: Path) -> None:
@@ -79,13 +80,13 @@ def with_lora(kind: str, folder: Path, inputs: dict[str, Any]) -> dict[str, Any]
     path = folder / "style.safetensors"
     save_file(tensors, path)
     use = LoraUse(file="style", path=path, digest=read_lora(path).digest, weight=0.5)
-    fuse(plain, [use], folder / "transformer", torch.bfloat16)
+    fuse(plain, [use], folder / "transformer", torch.bfloat16, family_of("wan"))
     # In files of their own, as large models come.
     plain.save_pretrained(folder / "changed" / "transformer", max_shard_size="200KB")
     late, early, without = load(folder, kind), load(folder / "changed", kind), load(folder, kind)
-    fuse(late, [use], folder / "transformer", torch.bfloat16)
+    fuse(late, [use], folder / "transformer", torch.bfloat16, family_of("wan"))
     sharded = load(folder / "changed", kind)
-    fuse(sharded, [use], folder / "changed" / "transformer", torch.bfloat16)
+    fuse(sharded, [use], folder / "changed" / "transformer", torch.bfloat16, family_of("wan"))
     got, wanted, before, twice = (run(model, inputs) for model in (late, early, without, sharded))
     return {
         "layers": len(tensors) // 2,

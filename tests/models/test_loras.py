@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from runtime.core.errors import InvalidRequestError, ModelError
 from runtime.core.loras import Lora
 from runtime.core.plan import ComponentPlan
+from runtime.families.wan.lora_names import change_of, weight_shape
 from runtime.models import loras
 from runtime.models.lora_files import distilled_steps
-from runtime.models.lora_names import change_of, weight_shape
 from runtime.models.loras import named_loras, with_loras
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
@@ -204,7 +204,7 @@ TO_Q = "transformer.blocks.0.attn1.to_q"
     ("change", "says"),
     [
         (widened, "another size of model: blocks.0.attn1.to_k is 24×48 there and 24×24 in"),
-        (with_tensor("lora_te_text_model.lora_up.weight", torch.ones(2, 2)), "have not"),
+        (with_tensor("lora_te_text_model.lora_up.weight", torch.ones(2, 2)), "has not"),
         (with_tensor("transformer.blocks.0.attn2.add_k_proj.lora_A.weight", torch.ones(4, 24)), "add_k_proj"),
         (with_tensor("transformer.blocks.0.attn1.to_q.lokr_w1", torch.ones(4, 24)), "lokr_w1"),
         (with_tensor("transformer.blocks.0.attn1.to_q.dora_scale", torch.ones(24)), "dora_scale"),

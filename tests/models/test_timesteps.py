@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from runtime.core.request import MAX_SHIFT, MAX_STEPS, MIN_SHIFT
-from runtime.models.known import KNOWN
+from runtime.families.wan.known import KNOWN
 from runtime.models.timesteps import noise_levels
 
 FLOW: dict[str, Any] = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}

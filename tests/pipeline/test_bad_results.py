@@ -13,7 +13,7 @@ from runtime.core.cancel import Cancel
 from runtime.core.events import Event, Failed, FramesDecoded, Resumed, StepDone, VideoSaved
 from runtime.core.plan import EngineUse
 from runtime.execution.residency import Residency
-from runtime.execution.video_decoder import PyTorchVideoDecoder
+from runtime.families.wan.vae import PyTorchVideoDecoder
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.pipeline import diagnosis
@@ -83,7 +83,7 @@ def test_a_decoder_of_zeros_is_found_out(tiny: Tiny, tmp_path: Path) -> None:
         weights,
         metadata={"format": "pt"},
     )
-    from runtime.models.wan import read_spec
+    from runtime.models.registry import read_spec
 
     spec = read_spec(tmp_path / "model", "broken")
     end = run(tiny_plan(spec, tmp_path / "x.mp4"), spec, None)[-1]

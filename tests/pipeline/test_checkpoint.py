@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from runtime.core.errors import CheckpointError
 from runtime.core.events import Event, Failed, Paused, Resumed, StepDone, VideoSaved, Warned
+from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
-from runtime.models.wan import read_spec
 from runtime.pipeline.checkpoint import Checkpoint, CheckpointFolder
 from runtime.pipeline.checkpoint_files import LATEST, step_kept
 from runtime.pipeline.checkpoint_policy import due, guessed_cost

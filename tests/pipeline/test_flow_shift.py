@@ -12,8 +12,8 @@ from runtime.core.errors import InvalidRequestError
 from runtime.core.events import Resumed, StepDone, VideoSaved
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
+from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
-from runtime.models.wan import read_spec
 from runtime.models.weights import load_scheduler
 from runtime.pipeline.checkpoint import CheckpointFolder, identity, stamps
 from runtime.pipeline.plan_json import plan_from_json, plan_to_json

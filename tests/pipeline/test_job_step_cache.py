@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from runtime.core.events import Paused, Resumed, StepDone, VideoSaved
-from runtime.execution.denoiser import PyTorchDenoiser
+from runtime.families.wan.transformer import PyTorchDenoiser
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import identity, stamps
 from runtime.pipeline.plan_json import plan_from_json, plan_to_json

@@ -11,10 +11,11 @@ import torch
 
 from runtime.core.cancel import Cancel
 from runtime.core.events import Event, Failed, OutOfMemory, Resumed, StageStarted, StepDone, VideoSaved, Warned
-from runtime.execution.denoiser import PROMPTED, PyTorchDenoiser
+from runtime.execution.denoiser import PROMPTED
 from runtime.execution.residency import Residency
 from runtime.execution.text_encoder import PyTorchTextModel
-from runtime.execution.video_decoder import PyTorchVideoDecoder
+from runtime.families.wan.transformer import PyTorchDenoiser
+from runtime.families.wan.vae import PyTorchVideoDecoder
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module, load_scheduler
 from runtime.pipeline.run import run_job
@@ -215,7 +216,7 @@ def _decode_with_little_memory(directory: Path, output: Path, end: Any) -> None:
 
     In a process of its own, which computes nothing before.
     """
-    from runtime.models.wan import read_spec
+    from runtime.models.registry import read_spec
     from runtime.planner import memory_model
 
     spec = read_spec(directory, "tiny")

@@ -15,7 +15,7 @@ from runtime.core.cancel import Cancel
 from runtime.core.plan import ExecutionPlan
 from runtime.execution.denoiser import Denoiser
 from runtime.execution.residency import Residency
-from runtime.execution.video_decoder import PyTorchVideoDecoder
+from runtime.families.wan.vae import PyTorchVideoDecoder
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_scheduler

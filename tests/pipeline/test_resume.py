@@ -26,11 +26,12 @@ from runtime.core.events import (
     VideoSaved,
 )
 from runtime.core.plan import ExecutionPlan
-from runtime.execution.denoiser import PROMPTED, PyTorchDenoiser
+from runtime.execution.denoiser import PROMPTED
 from runtime.execution.residency import Residency
+from runtime.families.wan.transformer import PyTorchDenoiser
 from runtime.models.catalogue import find
+from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
-from runtime.models.wan import read_spec
 from runtime.pipeline.checkpoint import CheckpointFolder
 from runtime.pipeline.run import run_job
 from runtime.video.metadata import read_facts

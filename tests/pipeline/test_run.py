@@ -31,8 +31,8 @@ from runtime.core.events import (
 from runtime.core.request import GenerationRequest
 from runtime.execution.residency import Residency
 from runtime.models.catalogue import find
+from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
-from runtime.models.wan import read_spec
 from runtime.pipeline.run import run_job
 from runtime.pipeline.run_context import RunContext
 from runtime.pipeline.sampling import Conditioning, Reached

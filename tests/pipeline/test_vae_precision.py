@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from runtime.core.events import Failed, Resumed, VideoSaved
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
+from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
-from runtime.models.wan import read_spec
 from runtime.pipeline.checkpoint import CheckpointFolder, identity, stamps
 from runtime.pipeline.plan_json import plan_from_json, plan_to_json
 from runtime.pipeline.rerun_low_noise import redo_second_half

@@ -17,7 +17,7 @@ import torch
 from diffusers import AutoencoderKLWan
 
 from runtime.core.cancel import Cancel
-from runtime.execution.video_decoder import PyTorchVideoDecoder
+from runtime.families.wan.vae import PyTorchVideoDecoder
 from runtime.models.catalogue import EMBEDDED
 from runtime.pipeline.sampling import decode
 

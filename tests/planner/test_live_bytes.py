@@ -14,8 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runtime.execution.fast_transformer import fuse, install
-from runtime.execution.vae_steps import DecoderSteps
+from runtime.families.wan.transformer import fuse, install
+from runtime.families.wan.vae import DecoderSteps
 from runtime.planner import memory_model
 from tests.gpu.proof_memory import TRANSFORMERS, VAES
 from tests.true_sizes import spec

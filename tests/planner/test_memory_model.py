@@ -12,9 +12,10 @@ from transformers import UMT5Config, UMT5EncoderModel
 
 from runtime.core.plan import ComponentPlan
 from runtime.execution.offload import placement
+from runtime.families.wan.spec import _UNFOLDED
 from runtime.models.catalogue import EMBEDDED
-from runtime.models.spec import _UNFOLDED, ModelSpec
-from runtime.models.wan import read_spec
+from runtime.models.registry import read_spec
+from runtime.models.spec import ModelSpec
 from runtime.planner import memory_model
 from runtime.planner.execution_options import text_bytes
 from runtime.planner.memory_model import Load, Way
@@ -24,7 +25,7 @@ from tests.true_sizes import spec
 HERE = Path(__file__)
 ROWS = [json.loads(line) for line in HERE.with_name("measured_h200.jsonl").read_text().splitlines()]
 # Whole jobs, tests/gpu/proof_jobs.py: bytes beyond the CUDA context at each stage's peak. Those of A14B computed blocks
-# as `fast_transformer` does, but for 0.7 GB that it held beside attention then; the others as diffusers does.
+# as `families.wan.transformer` does, but for 0.7 GB that it held beside attention then; the others as diffusers does.
 JOBS = [json.loads(line) for line in HERE.with_name("measured_h200_jobs.jsonl").read_text().splitlines()]
 # Decoding on 2 cores of an AMD EPYC with AVX-512, by PyTorch 2.13: tests/planner/measure_cpu.py; of equal runs the one
 # that took most.

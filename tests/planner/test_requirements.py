@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from runtime.core.request import GenerationRequest
+from runtime.families.wan.known import KNOWN
 from runtime.models.catalogue import find
-from runtime.models.known import KNOWN
 from runtime.planner.requirements import CARDS, needs
 from runtime.planner.resolve import resolve
 from tests.planner.test_table import CPU_8, H200, here

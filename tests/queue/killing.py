@@ -24,8 +24,8 @@ from runtime.core.events import Event, to_json
 from runtime.core.plan import ExecutionPlan
 from runtime.execution.residency import Residency
 from runtime.models.catalogue import EMBEDDED
+from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
-from runtime.models.wan import read_spec
 from runtime.pipeline.checkpoint import CheckpointFolder
 from runtime.pipeline.plan_json import plan_from_json, plan_to_json
 from runtime.pipeline.run import run_job

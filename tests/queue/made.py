@@ -9,7 +9,7 @@ from runtime.core.events import VideoSaved
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.models.catalogue import EMBEDDED
-from runtime.models.wan import read_spec
+from runtime.models.registry import read_spec
 from runtime.planner.resolve import resolve
 from runtime.queue.records import JobRecord
 from runtime.queue.store import JobStore

@@ -19,8 +19,8 @@ from runtime.core.events import StepDone, TerminalEvent, VideoSaved, Warned
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
+from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
-from runtime.models.wan import read_spec
 from runtime.pipeline.checkpoint_files import POSTER
 from runtime.queue import tasks
 from runtime.queue.batch import combined

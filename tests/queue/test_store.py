@@ -25,7 +25,7 @@ from runtime.core.events import (
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.models.catalogue import EMBEDDED
-from runtime.models.wan import read_spec
+from runtime.models.registry import read_spec
 from runtime.pipeline.plan_json import plan_from_json, plan_to_json
 from runtime.queue import records, rows
 from runtime.queue.records import JobRecord

@@ -11,8 +11,8 @@ from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
+from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
-from runtime.models.wan import read_spec
 from runtime.queue import tasks
 from runtime.queue.service import Job, JobQueue
 from runtime.queue.tasks import Task

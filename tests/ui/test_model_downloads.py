@@ -12,8 +12,8 @@ import gradio as gr
 import pytest
 
 from runtime.core.settings import Settings
+from runtime.families.wan.known import KNOWN
 from runtime.models.catalogue import find, folders
-from runtime.models.known import KNOWN
 from runtime.models.spec import ModelSpec
 from runtime.queue.downloads import Downloads
 from runtime.ui.model_downloads import MoreModels

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import ClassVar
 
-from runtime.engines.identity import EXPORT_REVISION, FAMILY, device_text, program_key_parts, versions_of
+from runtime.engines.identity import EXPORT_REVISION, device_text, program_key_parts, versions_of
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
 from runtime.planner.constraints import lacking
@@ -43,7 +43,7 @@ class KeyedBuilder(ABC):
         where = device_text(machine, device)
         return EngineKey(
             program=program,
-            family=FAMILY,
+            family=spec.family,
             architecture=architecture,
             weights=weights if self.keeps_weights(program, profiles, device) else SWAPPED,
             export_revision=EXPORT_REVISION,

@@ -21,7 +21,7 @@ from runtime.core.units import byte_size
 from runtime.engines import manifest
 from runtime.engines.build import BuildRequest, EmitProgress, failure, found_by
 from runtime.engines.child import COMMAND, run_child
-from runtime.engines.identity import EXPORT_REVISION, FAMILY, device_text, program_key_parts, versions_of
+from runtime.engines.identity import EXPORT_REVISION, device_text, program_key_parts, versions_of
 from runtime.engines.imported.contract import Contract
 from runtime.engines.imported.matching import ADAPTERS_FILE, Fitting, fittings
 from runtime.engines.imported.offering import EXACT, served
@@ -253,7 +253,7 @@ def _record(
         options["cuda_graphs"] = "on"
     key = EngineKey(
         program=fitting.program,
-        family=FAMILY,
+        family=spec.family,
         architecture=architecture,
         weights=weights,
         export_revision=EXPORT_REVISION,

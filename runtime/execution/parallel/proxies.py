@@ -9,7 +9,7 @@ import torch
 from runtime.core.step_cache import NONE
 from runtime.execution.denoiser import PROMPTED, UNPROMPTED
 from runtime.execution.parallel.group import Group
-from runtime.execution.parallel.spatial_parallel import longer_side
+from runtime.execution.video_decoder import longer_side
 from runtime.models.spec import ModelSpec
 
 _TEXTS_KEPT = 2

@@ -8,13 +8,11 @@ which no CPU has. Its `enable_parallelism` asks for an accelerator as well.)
 """
 
 import math
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from runtime.execution.attention import Attention
-from runtime.execution.fast_transformer import FastTransformer
 from runtime.execution.fp8_attention import FEWEST, attend_fp8, attend_rounded, in_fp8, out_of_fp8, scale_for
 
 # By name, for an operator takes tensors and numbers.
@@ -142,27 +140,6 @@ def _maximum(x: torch.Tensor, group: str) -> torch.Tensor:
 @_maximum.register_fake
 def _(x: torch.Tensor, group: str) -> torch.Tensor:
     return torch.empty_like(x)
-
-
-def share_tokens(module: FastTransformer, tokens: Tokens) -> None:
-    """Have a transformer be computed together.
-
-    Tokens and their rotations are shared before the first block, and brought together behind the last projection.
-    """
-
-    def share_first(_: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (tokens.own(given[0]), *given[1:])
-
-    def share_rotations(_: Any, __: Any, out: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return tuple(tokens.own(part) for part in out)
-
-    blocks: Any = module.blocks
-    parts: Any = module
-    parts.rope.register_forward_hook(share_rotations)
-    blocks[0].register_forward_pre_hook(share_first)
-    parts.proj_out.register_forward_hook(lambda _, __, out: tokens.all(out))
-    for block in blocks:
-        block.attend = tokens.around(block.attend)
 
 
 def _filled(x: torch.Tensor, count: int) -> torch.Tensor:

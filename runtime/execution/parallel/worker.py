@@ -27,13 +27,12 @@ from runtime.core.errors import TandemError
 from runtime.core.loras import LoraUse
 from runtime.core.plan import EAGER, ComponentPlan, Speed
 from runtime.execution.attention import problem
-from runtime.execution.denoiser import PyTorchDenoiser
+from runtime.execution.components import PyTorchDenoiser, StripDecoder, components_of
 from runtime.execution.memory import ran_out, release_cached_memory
 from runtime.execution.parallel.ipc import Message, Wire
-from runtime.execution.parallel.spatial_parallel import StripDecoder
-from runtime.execution.parallel.ulysses import Tokens, share_tokens
+from runtime.execution.parallel.ulysses import Tokens
 from runtime.execution.video_decoder import as_bytes
-from runtime.models.wan import read_spec
+from runtime.models.registry import read_spec
 from runtime.models.weights import load_module
 
 _ALIVE_SECONDS = 2.0
@@ -97,20 +96,22 @@ class Rank:
         module: Any = load_module(spec, name, part)
         self._modules[name] = module
         speed = Speed(**said["speed"])
+        components = components_of(spec)
         if name == "vae":
-            # Only image-to-video encodes.
-            module.encoder, dtype, self._vae = None, part.dtype, part
-            self._decoder = StripDecoder(module, self._device, self._number, dist.get_world_size(), speed)
+            dtype, self._vae = part.dtype, part
+            self._decoder = components.strip_decoder(module, self._device, self._number, dist.get_world_size(), speed)
         else:
-            taken: torch.dtype = module.patch_embedding.weight.dtype
+            denoiser = components.denoiser(module)
+            taken = denoiser.dtype
             dtype = str(taken).removeprefix("torch.")
             against = problem(speed.attention, str(self._device), taken, spec.transformer.attention_head_dim)
             if against is not None:
                 sys.stderr.write(f"{speed.attention} attention does not run here: {against}.\n")
                 speed = replace(speed, attention=EAGER.attention)
-            self._denoisers[name] = PyTorchDenoiser(module, speed)
+            denoiser.compute(speed)
+            self._denoisers[name] = denoiser
             if self._tokens is not None:
-                share_tokens(module, self._tokens)
+                components.share_tokens(module, self._tokens)
         return {"dtype": dtype}, []
 
     def free(self, said: Mapping[str, Any], _: list[torch.Tensor]) -> Answer:

@@ -22,8 +22,8 @@ from runtime.models.hub.listing import Listing, RemoteFile
 from runtime.models.hub.manifest import MANIFEST, Manifest, difference, read_manifest
 from runtime.models.hub.progress import ProgressReporter, ReportProgress
 from runtime.models.known import known_as
+from runtime.models.registry import check_folder, read_spec
 from runtime.models.spec import ModelSpec
-from runtime.models.wan import check_family, read_spec
 
 MAIN = "main"
 # Left free on the disk for other programs.
@@ -211,7 +211,7 @@ class Download:
             manifest.write(self._partial, sync=file.is_weights)
             if not file.is_weights and (number == len(listing.files) or listing.files[number].is_weights):
                 # All small files are here: refuse an unsupported model before its weights are fetched.
-                check_family(self._partial, listing.repository)
+                check_folder(self._partial, listing.repository)
 
     def _finish(self, listing: Listing) -> None:
         """Put the folder into its place, without files that are not the model's."""

@@ -17,7 +17,7 @@ import torch
 
 from runtime.engines.identity import PROGRAMS
 from runtime.engines.programs import load_program
-from runtime.models.wan import read_spec
+from runtime.models.registry import read_spec
 from runtime.planner.shapes import ShapeProfile
 
 PROFILES = {

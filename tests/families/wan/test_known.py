@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 from transformers import UMT5Config, UMT5EncoderModel
 
 from runtime.core.errors import ModelError
+from runtime.families.wan.known import KNOWN
 from runtime.models.catalogue import find, folders, look_up, not_here
-from runtime.models.known import KNOWN, KnownModel, known_as
+from runtime.models.known import known_as
+from runtime.models.registry import KnownModel, read_spec
 from runtime.models.spec import ModelSpec
-from runtime.models.wan import read_spec
 
 Tiny = Callable[[str], ModelSpec]
 NAMES = [known.name for known in KNOWN]
@@ -27,11 +28,14 @@ def weights(module: torch.nn.Module) -> int:
 
 @pytest.mark.parametrize("known", KNOWN, ids=NAMES)
 def test_the_numbers_of_weights_are_the_architectures(known: KnownModel) -> None:
-    transformer = {name: value for name, value in known.transformer.items() if value is not None}
-    latents = {"latents_mean": [0.0] * known.vae["z_dim"], "latents_std": [1.0] * known.vae["z_dim"]}
+    transformer = {name: value for name, value in known.configs["transformer"].items() if value is not None}
+    latents = {
+        "latents_mean": [0.0] * known.configs["vae"]["z_dim"],
+        "latents_std": [1.0] * known.configs["vae"]["z_dim"],
+    }
     with torch.device("meta"):
-        assert known.transformer_parameters == weights(WanTransformer3DModel(**transformer))
-        assert known.vae_parameters == weights(AutoencoderKLWan(**known.vae, **latents))
+        assert known.parameters["transformer"] == weights(WanTransformer3DModel(**transformer))
+        assert known.parameters["vae"] == weights(AutoencoderKLWan(**known.configs["vae"], **latents))
 
 
 def test_the_text_encoder_has_the_weights_of_umt5_xxl() -> None:
@@ -84,8 +88,10 @@ def test_what_is_not_known_is_told_with_what_is(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no-such") as caught:
         look_up("no-such", tmp_path)
     assert all(name in caught.value.remedy for name in ["diorama", *NAMES])
-    with pytest.raises(ModelError, match="no model folder"):
+    with pytest.raises(ModelError) as caught:
         look_up("no/such/folder", tmp_path)
+    assert caught.value.code == "model.folder_missing"
+    assert caught.value.data["folder"].endswith("no/such/folder")
 
 
 @pytest.mark.parametrize("folder", ["wan2.2-t2v-a14b", "Wan2.2-T2V-A14B", "Wan2.2-T2V-A14B-Diffusers"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from runtime.execution import vae_kernels, vae_steps
+from runtime.families.wan import vae, vae_kernels
 
 
 def lying(*size: int) -> torch.Tensor:
@@ -21,7 +21,7 @@ def test_enter(channels: int, frames: int, height: int, width: int, biased: bool
     x[:, :, 0, 1, 2] = 0  # a pixel of no length
     gamma, bias = torch.randn(channels, 1, 1, 1), torch.randn(channels) if biased else None
     got = vae_kernels.enter(x, bias, gamma, before, padding)
-    wanted = vae_steps.enter(x, bias, gamma, before, padding)
+    wanted = vae.enter(x, bias, gamma, before, padding)
     assert got.is_contiguous(memory_format=torch.channels_last_3d)
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
 
@@ -32,7 +32,7 @@ def test_leave(channels: int) -> None:
     x, shortcut, bias = lying(1, channels, 2, 9, 7), lying(1, channels, 2, 9, 7), torch.randn(channels)
     got = vae_kernels.leave(x, bias, shortcut)
     assert got.is_contiguous(memory_format=torch.channels_last_3d)
-    torch.testing.assert_close(got, vae_steps.leave(x, bias, shortcut))
+    torch.testing.assert_close(got, vae.leave(x, bias, shortcut))
 
 
 @pytest.mark.parametrize("channels", [192, 20])
@@ -41,7 +41,7 @@ def test_double(channels: int) -> None:
     frames = torch.randn(3, channels, 5, 13).contiguous(memory_format=torch.channels_last)
     got = vae_kernels.double(frames)
     assert got.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(got, vae_steps.double(frames))
+    assert torch.equal(got, vae.double(frames))
 
 
 @pytest.mark.parametrize("size", [(96, 3, 2, 13, 17), (24, 3, 1, 5, 7), (8, 1, 2, 5, 7)])

@@ -9,8 +9,7 @@ import torch
 from diffusers import WanTransformer3DModel
 
 from runtime.core.plan import Speed
-from runtime.execution.denoiser import PyTorchDenoiser
-from runtime.execution.fast_transformer import FastBlock, block_step, fuse, install
+from runtime.families.wan.transformer import FastBlock, PyTorchDenoiser, block_step, fuse, install
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from tests.tiny_models import ARCHITECTURES

@@ -1,4 +1,4 @@
-"""What the tensors of a LoRA file change, by their names: every spelling of Wan's modules that is in use.
+"""Names of the tensors in LoRA files for Wan, in every spelling that is in use.
 
     blocks.3.attn1.to_q.lora_A.weight                      diffusers and peft, also below "transformer."
     diffusion_model.blocks.3.self_attn.q.lora_down.weight  Wan's own names, as most files have them; with ".alpha"
@@ -6,13 +6,13 @@
     diffusion_model.blocks.3.norm3.diff                    a change of the whole tensor; "diff_b" of its bias
 
 Wan's own names against diffusers': scripts/convert_wan_to_diffusers.py and loaders/lora_conversion_utils.py there.
-Loads nothing, imports no torch.
+Imports no torch.
 """
 
 import re
-from dataclasses import dataclass
 from math import prod
 
+from runtime.models.registry import LoraChange
 from runtime.models.spec import TransformerSpec
 
 _PREFIXES = (
@@ -69,31 +69,9 @@ _AROUND = {
 _OURS = frozenset({*_IN_BLOCK.values()}), frozenset({*_AROUND.values()})
 # musubi-tuner writes underscores for dots.
 _UNDERSCORED = {name.replace(".", "_"): name for name in (*_IN_BLOCK, *_AROUND)}
-# What a module's change is made of.
-ROLES = ("down", "up", "bias", "whole", "alpha")
 
 
-@dataclass(frozen=True)
-class Change:
-    """What a tensor is.
-
-    Attributes:
-        module: the module, or the bare parameter, as `diffusers.WanTransformer3DModel` calls it.
-        role: "down" and "up", whose product is added to the weight; "bias" and "whole", which are added as they are;
-            "alpha", which over the rank scales the product.
-    """
-
-    module: str
-    role: str
-
-    @property
-    def block(self) -> int | None:
-        """The number of the block that the module is in."""
-        found = _BLOCK.match(self.module)
-        return int(found[1]) if found else None
-
-
-def change_of(tensor: str) -> Change | None:
+def change_of(tensor: str) -> LoraChange | None:
     """Return what a tensor of a LoRA file changes; `None` if it is nothing of Wan's transformer."""
     name = tensor
     for prefix in _PREFIXES:
@@ -102,7 +80,7 @@ def change_of(tensor: str) -> Change | None:
     if found is None:
         return None
     module = _module(found[1])
-    return None if module is None else Change(module, _ROLES[found[2]])
+    return None if module is None else LoraChange(module, _ROLES[found[2]])
 
 
 def weight_shape(spec: TransformerSpec, module: str) -> tuple[int | None, ...] | None:

@@ -8,7 +8,7 @@ import torch
 
 from runtime.engines.programs import load_program
 from runtime.execution.residency import Residency
-from runtime.execution.video_decoder import PyTorchVideoDecoder
+from runtime.families.wan.vae import PyTorchVideoDecoder
 from runtime.models.spec import ModelSpec
 from tests.plans import Alone, tiny_plan
 from tests.tiny_models import ARCHITECTURES
@@ -30,7 +30,7 @@ def test_going_on_from_caches_equals_decoding_in_one_go(
     with Residency() as residency, residency.video_decoder(spec, Alone(tiny_plan(spec, tmp_path / "x.mp4"))) as decoder:
         assert isinstance(decoder, PyTorchVideoDecoder)
         whole = torch.cat(list(decoder.frames(latents, 1)))
-        rest = torch.cat(list(decoder.go_on(latents, 2, steps, caches)))
+        rest = torch.cat(list(decoder.decode_from(latents, 2, steps, caches)))
     expected = whole[-len(rest) :]
     assert len(rest) == 4 * (4 - steps)
     assert (rest - expected).norm() / expected.norm() < 1e-5

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from runtime.core.errors import ModelError
 from runtime.models.catalogue import find, folders
+from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
-from runtime.models.wan import read_spec
 from runtime.models.weights import load_scheduler
 from tests.tiny_models import ARCHITECTURES
 

@@ -7,7 +7,7 @@ import torch
 from diffusers import WanTransformer3DModel
 
 from runtime.engines.programs import TEXT_PADDING, cut_text, load_program
-from runtime.execution.denoiser import PyTorchDenoiser
+from runtime.families.wan.transformer import PyTorchDenoiser
 from runtime.models.spec import ModelSpec
 from tests.engines.conftest import relative
 from tests.tiny_models import ARCHITECTURES

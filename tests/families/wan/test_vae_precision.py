@@ -9,9 +9,7 @@ import torch
 from runtime.core.cancel import Cancel
 from runtime.core.errors import BadResultError
 from runtime.core.plan import ComponentPlan
-from runtime.execution.parallel.spatial_parallel import StripDecoder
-from runtime.execution.vae_steps import as_frames
-from runtime.execution.video_decoder import PyTorchVideoDecoder
+from runtime.families.wan.vae import PyTorchVideoDecoder, StripDecoder, as_frames
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
 from runtime.pipeline.sampling import decode

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from runtime.execution.vae_steps import CACHED_FRAMES
+from runtime.families.wan.vae import CACHED_FRAMES
 from runtime.planner.constraints import OUTPUTS_BY_KERNEL as OUTPUTS
 
 # Values of a program, by which its pixels are counted.
@@ -147,7 +147,7 @@ def _convolve(  # type: ignore[no-untyped-def]
 def enter(
     x: torch.Tensor, bias: torch.Tensor | None, gamma: torch.Tensor, before: torch.Tensor, padding: int = 0
 ) -> torch.Tensor:
-    """See `vae_steps.enter`; `padding` is of zeros around each frame."""
+    """See `vae.enter`; `padding` is of zeros around each frame."""
     _, channels, frames, height, width = x.shape
     given, cached = _pixels(x), _pixels(before)
     rows, row = height + 2 * padding, width + 2 * padding
@@ -161,7 +161,7 @@ def enter(
 
 
 def leave(x: torch.Tensor, bias: torch.Tensor, shortcut: torch.Tensor) -> torch.Tensor:
-    """See `vae_steps.leave`."""
+    """See `vae.leave`."""
     given, added = _pixels(x), _pixels(shortcut)
     out = torch.empty_like(given)
     pixels, (line, wide) = out.numel() // x.shape[1], _line(x.shape[1])
@@ -171,7 +171,7 @@ def leave(x: torch.Tensor, bias: torch.Tensor, shortcut: torch.Tensor) -> torch.
 
 
 def double(frames: torch.Tensor) -> torch.Tensor:
-    """See `vae_steps.double`."""
+    """See `vae.double`."""
     count, channels, height, width = frames.shape
     given = frames.permute(0, 2, 3, 1).contiguous()
     out = frames.new_empty((count, 2 * height, 2 * width, channels))

@@ -8,11 +8,9 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKLWan
 
 from runtime.core.plan import Speed
-from runtime.execution import vae_steps
 from runtime.execution.compilation import forget_all
-from runtime.execution.vae_fast import Fast
-from runtime.execution.vae_steps import CACHED_FRAMES, DecoderSteps
-from runtime.execution.video_decoder import PyTorchVideoDecoder
+from runtime.families.wan import vae
+from runtime.families.wan.vae import CACHED_FRAMES, DecoderSteps, Fast, PyTorchVideoDecoder
 from runtime.models.spec import ModelSpec
 from tests.tiny_models import ARCHITECTURES
 
@@ -56,7 +54,7 @@ def test_caches_hold_two_frames_and_nothing_else(channels_last: bool, tiny: Call
 class Kernels:
     """PyTorch in the place of Triton's kernels, with what was asked of it."""
 
-    enter, leave, double = staticmethod(vae_steps.enter), staticmethod(vae_steps.leave), staticmethod(vae_steps.double)
+    enter, leave, double = staticmethod(vae.enter), staticmethod(vae.leave), staticmethod(vae.double)
 
     def __init__(self) -> None:
         self.taken: list[tuple[int, ...]] = []

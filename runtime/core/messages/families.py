@@ -1,0 +1,54 @@
+"""Messages of `runtime.families` and of `runtime.models.folder` and `registry`, which read model folders."""
+
+from collections.abc import Mapping
+
+from runtime.core.messages import Message
+
+_COPY = "Copy or download the model again."
+_TEXT_TO_VIDEO = "Choose a text-to-video model, not an image-to-video one."
+
+MESSAGES: Mapping[str, Message] = {
+    "model.folder_missing": Message(
+        "The model folder {folder} does not exist.",
+        "Give a name from `models list`, or a folder in diffusers' format.",
+    ),
+    "model.file_missing": Message(
+        "The model has no readable {file}.",
+        "Give a folder in diffusers' format, with model_index.json and a folder per component.",
+    ),
+    "model.file_not_json": Message("{file} is damaged: it is not JSON.", _COPY),
+    "model.file_not_object": Message("{file} is not a JSON object.", _COPY),
+    "model.config_invalid": Message("A configuration file in {model} is incomplete or wrong ({detail}).", _COPY),
+    "model.pickled": Message(
+        "The model holds pickled weights ({file}), which can run code when loaded.",
+        "Remove that file, or convert it to safetensors.",
+    ),
+    "model.weights_missing": Message(
+        "The model has no weights for its {component}.",
+        "Put a .safetensors file into {component}/, or download the model again.",
+    ),
+    "model.weights_outside": Message(
+        "{component} names a weight file outside its folder.", "Download the model again."
+    ),
+    "model.family_unstated": Message(
+        "{model} does not say which kind of model it is.",
+        "Choose a folder whose model_index.json says {supported:list}.",
+    ),
+    "model.family_unknown": Message(
+        "{model} is a {pipeline}, which Tandem does not run.",
+        "Choose a folder whose model_index.json says {supported:list}.",
+    ),
+    "model.dynamic_shifting": Message(
+        "The scheduler of {model} shifts by the clip's size (use_dynamic_shifting), which Wan models do not.",
+        "Set use_dynamic_shifting to false in scheduler/scheduler_config.json, or copy the model again.",
+    ),
+    "model.experts_differ": Message(
+        "The two transformers of {model} differ in architecture.", "Take both from the same model."
+    ),
+    "model.channels_differ": Message(
+        "The transformer of {model} takes {transformer} channels and its VAE has {vae}: it is not a text-to-video "
+        "model.",
+        _TEXT_TO_VIDEO,
+    ),
+    "model.image_to_video": Message("The transformer expects an image.", _TEXT_TO_VIDEO),
+}

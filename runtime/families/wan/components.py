@@ -1,0 +1,69 @@
+"""Wan's components in PyTorch; see `models.registry` for who calls this module."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from transformers import UMT5EncoderModel
+
+from runtime.core.plan import EAGER, Speed
+from runtime.execution.parallel.ulysses import Tokens
+from runtime.execution.text_encoder import TextEncoder, TextModel
+from runtime.families.wan import transformer
+from runtime.families.wan.conditioning import clean_prompt
+from runtime.families.wan.programs import TextEncoderForm, TransformerForm, VaeClipForm, VaeForm
+from runtime.families.wan.vae import PyTorchVideoDecoder, StripDecoder
+from runtime.models.spec import ModelSpec
+
+MODULES: Mapping[str, Any] = {
+    "text_encoder": UMT5EncoderModel,
+    "transformer": WanTransformer3DModel,
+    "transformer_2": WanTransformer3DModel,
+    "vae": AutoencoderKLWan,
+}
+
+
+def text_encoder(spec: ModelSpec, tokenizer: Any, model: TextModel) -> TextEncoder:
+    """See `execution.components.Components`."""
+    return TextEncoder(tokenizer, model, spec.max_sequence_length, clean_prompt)
+
+
+def denoiser(module: torch.nn.Module, speed: Speed = EAGER) -> transformer.PyTorchDenoiser:
+    """See `execution.components.Components`."""
+    return transformer.PyTorchDenoiser(module, speed)
+
+
+def video_decoder(module: torch.nn.Module, device: str | torch.device) -> PyTorchVideoDecoder:
+    """See `execution.components.Components`."""
+    return PyTorchVideoDecoder(_without_encoder(module), device)
+
+
+def strip_decoder(
+    module: torch.nn.Module, device: str | torch.device, number: int, count: int, speed: Speed
+) -> StripDecoder:
+    """See `execution.components.Components`."""
+    return StripDecoder(_without_encoder(module), device, number, count, speed)
+
+
+def share_tokens(module: torch.nn.Module, tokens: Tokens) -> None:
+    """See `execution.components.Components`."""
+    transformer.share_tokens(module, tokens)
+
+
+def make_form(spec: ModelSpec, program: str, load: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+    """See `engines.programs.MakeForm`."""
+    if program == "text_encoder":
+        return TextEncoderForm(load(), spec.max_sequence_length)
+    if program == "transformer":
+        return TransformerForm(load())
+    if program == "vae_clip":
+        return VaeClipForm(load(), load())
+    return VaeForm(load(), first=program == "vae_first")
+
+
+def _without_encoder(module: torch.nn.Module) -> AutoencoderKLWan:
+    vae = cast("Any", module)
+    vae.encoder = None  # text to video decodes only
+    return cast("AutoencoderKLWan", vae)

@@ -1,0 +1,378 @@
+"""Wan's architecture, defaults and limits, read from a folder in diffusers' format. Imports no torch.
+
+Covers Wan2.1 (one transformer), Wan2.2-A14B (two experts), Wan2.2-TI2V-5B (48-channel VAE that patchifies, a timestep
+per token) and other models of the same architectures. What diffusers' configurations do not hold (title, defaults,
+trained sizes, preview colours) is read from `tandem.json` beside them, else taken from the model cards:
+https://huggingface.co/Wan-AI.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runtime.core.errors import ModelError
+from runtime.families.wan import lora_names
+from runtime.families.wan.known import KNOWN
+from runtime.models.folder import count_parameters, damaged, has_component, read_json, read_sidecar, refuse_pickles
+from runtime.models.registry import Family, KnownModel, LoraChange
+from runtime.models.spec import Defaults, ModelSpec
+from runtime.models.timesteps import NoiseLevels, noise_levels
+
+# WanPipeline.__call__'s default; Wan was trained with it.
+MAX_SEQUENCE_LENGTH = 512
+_FLOAT32 = 4
+_RGB = 3
+# Values of a 3×3×3 kernel.
+_KERNEL = 27
+# On a CPU, oneDNN computes convolutions whose input has more channels × frames × rows (`use_mkldnn` in PyTorch's
+# Convolution.cpp).
+_UNFOLDED = 20480
+# diffusers' default, if the configuration has none.
+_ROPE_MAX_SEQ_LEN = 1024
+# Two names of UMT5's embedding; some files hold both.
+_TIED = ("shared.weight", "encoder.embed_tokens.weight")
+_SCHEDULER = "UniPCMultistepScheduler"
+# Of a model that is not here; its folder's configuration will give the shift.
+_NOISE = NoiseLevels(setting="flow_shift", fixed="", shift=math.nan, spread="unipc")
+
+# From Wan2.2's configuration (`sample_neg_prompt`), https://github.com/Wan-Video/Wan2.2.
+NEGATIVE_PROMPT = (
+    "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，JPEG压缩残留，"
+    "丑陋的，残缺的，多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，"
+    "杂乱的背景，三条腿，背景人很多，倒着走"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerSpec:
+    """Architecture of a `diffusers.WanTransformer3DModel`, with the names of its config."""
+
+    num_layers: int
+    num_attention_heads: int
+    attention_head_dim: int
+    ffn_dim: int
+    in_channels: int
+    text_dim: int
+    patch_size: tuple[int, int, int]
+    rope_max_seq_len: int
+
+    @property
+    def width(self) -> int:
+        """Channels of a token."""
+        return self.num_attention_heads * self.attention_head_dim
+
+    def forward_flops(self, tokens: int, text_tokens: int) -> float:
+        """Return the operations (two per multiply-add) of one forward pass, batch 1."""
+        self_attention = 8 * tokens * self.width**2 + 4 * tokens**2 * self.width
+        cross_attention = 4 * (tokens + text_tokens) * self.width**2 + 4 * tokens * text_tokens * self.width
+        feed_forward = 4 * tokens * self.width * self.ffn_dim
+        return float(self.num_layers * (self_attention + cross_attention + feed_forward))
+
+    def forward_bytes(self, tokens: int, element_bytes: int, *, time_per_token: bool) -> int:
+        """Return what one forward pass takes at its peak, beside the weights; attention has no matrix.
+
+        The peak is in a block, at one of four moments. In units of tokens × width: the feed-forward's activation
+        (input, stream, cross-attention's output, norm, and the inner layer twice), the gated sum after it (five of
+        these, beside product, sum and, where the model is not in float32, the stream once more, all in float32), the
+        rotary embedding in float32 within self-attention, and with a timestep per token (`time_per_token`) the start,
+        where the modulation's six vectors are cast and summed in float32. They stay to the block's end.
+
+        Source: diffusers' `WanTransformerBlock`; within 3 % of what an H200 took.
+        """
+        e, width = element_bytes, self.width
+        lifted = 0 if element_bytes == _FLOAT32 else _FLOAT32
+        feed_forward = 4 * e * width + 2 * e * self.ffn_dim
+        gated_sum = 5 * e * width + (3 if lifted else 2) * _FLOAT32 * width
+        rotary = 7 * e * width + 6 * width
+        modulation = 6 * _FLOAT32 * width if time_per_token else 0
+        start = e * width + (6 * lifted * width if time_per_token else 0)
+        timestep = 7 * e * width if time_per_token else 0
+        rotations = 2 * _FLOAT32 * self.attention_head_dim
+        return tokens * (max(feed_forward, gated_sum, rotary, start) + modulation + timestep + rotations)
+
+    @property
+    def block_parameters(self) -> int:
+        """The number of weights in the linear layers of all blocks: what is quantized, and what offload streams."""
+        return self.num_layers * (8 * self.width**2 + 2 * self.width * self.ffn_dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VaeSpec:
+    """Architecture of a `diffusers.AutoencoderKLWan`, with the names of its config."""
+
+    z_dim: int
+    decoder_base_dim: int
+    dim_mult: tuple[int, ...]
+    num_res_blocks: int
+    temperal_downsample: tuple[bool, ...]
+    scale_factor_temporal: int
+    scale_factor_spatial: int
+    patch_size: int
+    is_residual: bool
+
+    @property
+    def last_channels(self) -> int:
+        """Channels of the decoder's last and largest level."""
+        return self.decoder_base_dim * self.dim_mult[0]
+
+    def decode_flops(self, frames: int, height: int, width: int) -> float:
+        """Return the operations of decoding a clip: the decoder's 3×3×3 convolutions, level by level."""
+        latent_frames = (frames - 1) // self.scale_factor_temporal + 1
+        h, w, t = height // self.scale_factor_spatial, width // self.scale_factor_spatial, latent_frames
+        dims = [self.decoder_base_dim * m for m in (self.dim_mult[-1], *reversed(self.dim_mult))]
+        upsample_time = tuple(reversed(self.temperal_downsample))
+        total = 2.0 * 27 * t * h * w * (self.z_dim * dims[0] + 4 * dims[0] ** 2)
+        for level, (before, out) in enumerate(itertools.pairwise(dims)):
+            enters = before // 2 if level and not self.is_residual else before
+            convolutions = enters * out + out * out * (2 * self.num_res_blocks + 1)
+            total += 2.0 * 27 * t * h * w * convolutions
+            if level < len(self.dim_mult) - 1:
+                t = 2 * t - 1 if upsample_time[level] else t
+                h, w = 2 * h, 2 * w
+                total += 2.0 * 9 * t * h * w * out * out // 2
+        return total
+
+    def decode_bytes(
+        self, latent_frames: int, height: int, width: int, element_bytes: int, *, cpu: bool = False
+    ) -> int:
+        """Return what decoding `latent_frames` in one call takes at its peak, beside the weights.
+
+        The peak is a convolution of a residual block, mostly of the last level. At that moment there are the block's
+        and the level's inputs, the shortcut, the convolution's input as it is and padded (by two frames of cache), its
+        output, both once more in cuDNN's own layout, and the caches of all convolutions: two frames each. A residual
+        decoder (TI2V-5B) keeps a copy of each level's input for its shortcut. In 16 bits with several latent frames it
+        is the norm between two convolutions, which is computed in float32.
+
+        On a CPU it is the same, in oneDNN's layout, but for convolutions with a small input, which PyTorch computes by
+        itself: it lays each output's 27 inputs out beside each other. The clip's first latent frame, which is decoded
+        alone, may then take more than the calls after it.
+
+        Source: diffusers' `autoencoder_kl_wan`, within 1 % of what that took on an H200 in float32
+        (tests/planner/measured_h200.jsonl), and `families.wan.vae`, within 3 % in bfloat16; compiled it takes less.
+        """
+        most = self._call_bytes(latent_frames, height, width, element_bytes, cpu=cpu, first=False)
+        if cpu:
+            most = max(most, self._call_bytes(1, height, width, element_bytes, cpu=True, first=True))
+        return most
+
+    def _call_bytes(
+        self, latent_frames: int, height: int, width: int, element_bytes: int, *, cpu: bool, first: bool
+    ) -> int:
+        dims = [self.decoder_base_dim * m for m in (self.dim_mult[-1], *reversed(self.dim_mult))]
+        upsample_time = tuple(reversed(self.temperal_downsample))
+        rows = height // self.scale_factor_spatial
+        positions = rows * (width // self.scale_factor_spatial)
+        frames = latent_frames
+        caches = 2 * positions * (self.z_dim + 4 * dims[0])
+        most = 0
+        for level, (before, out) in enumerate(itertools.pairwise(dims)):
+            enters = before // 2 if level and not self.is_residual else before
+            level_input = (2 if self.is_residual else 1) * frames * enters
+            for block in range(self.num_res_blocks + 1):
+                channels = out if block else enters
+                held = level_input + (frames * out if block or channels != out else 0)
+                for c in (channels, out):
+                    convolution = frames * c + 2 * (frames + 2) * c + 2 * frames * out + 2 * c
+                    if cpu and c * (frames + 2) * rows <= _UNFOLDED:
+                        convolution += (_KERNEL - 1) * frames * c - 2 * c - frames * out
+                    most = max(most, positions * (held + convolution))
+                # In 16 bits, the norm before the second convolution: what is normed without and with its bias, in
+                # float32, and the result of that.
+                lifted = 2 * frames * out * _FLOAT32 // element_bytes
+                most = max(most, positions * (held + 2 * frames * out + lifted))
+                caches += 2 * positions * (channels + out)
+            if level < len(self.dim_mult) - 1:
+                caches += 2 * positions * out if upsample_time[level] else 0
+                frames = 2 * frames if upsample_time[level] and not first else frames
+                rows *= 2
+                positions *= 4
+        caches += 2 * positions * dims[-1]
+        pixels = _RGB * self.patch_size**2 * positions * frames
+        return element_bytes * (most + caches + 2 * pixels)
+
+
+class WanFamily:
+    """See `models.registry.Family`."""
+
+    known: Sequence[KnownModel] = KNOWN
+    negative_prompt = NEGATIVE_PROMPT
+
+    def read_spec(self, directory: Path, name: str) -> ModelSpec:
+        """Read a model folder, as `WanPipeline.save_pretrained` writes it.
+
+        Raises:
+            ModelError: if it is incomplete or damaged, wants an image, or holds pickled weights.
+        """
+        try:
+            index, names, transformer, vae = _architecture(directory, directory.name)
+            refuse_pickles(directory)
+            experts = len(names)
+            boundary = index.get("boundary_ratio")
+            sidecar = read_sidecar(directory, experts) or {
+                "title": directory.name,
+                "license": "unknown",
+                "latent_rgb": None,
+                **card_defaults(vae, experts),
+            }
+            scheduler = read_json(directory / "scheduler" / "scheduler_config.json")
+            if scheduler.get("use_dynamic_shifting"):
+                raise ModelError("model.dynamic_shifting", model=directory.name)
+            shift = scheduler.get("flow_shift", scheduler.get("shift"))
+            counted = {part: count_parameters(directory / part, _TIED) for part in ("text_encoder", *names, "vae")}
+            return ModelSpec(
+                family="wan",
+                name=name,
+                directory=directory,
+                transformer=transformer,
+                experts=experts,
+                vae=vae,
+                boundary_ratio=None if boundary is None else float(boundary),
+                scheduler=str(scheduler["_class_name"]),
+                expand_timesteps=bool(index.get("expand_timesteps", False)),
+                max_sequence_length=MAX_SEQUENCE_LENGTH,
+                parameters=counted,
+                flow_shift=None if shift is None else float(shift),
+                noise=noise_levels(scheduler),
+                **sidecar,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise damaged(directory.name, error) from error
+
+    def check(self, directory: Path, title: str) -> None:
+        """Check a folder's configurations.
+
+        Raises:
+            ModelError: if one is missing or damaged, or wants an image.
+        """
+        try:
+            _architecture(directory, title)
+        except (KeyError, TypeError, ValueError) as error:
+            raise damaged(title, error) from error
+
+    def known_spec(self, known: KnownModel, weights_dir: Path) -> ModelSpec:
+        """Return the spec of a published model, as if its folder were in `weights_dir`."""
+        vae = vae_spec(dict(known.configs["vae"]))
+        card = card_defaults(vae, known.experts)
+        return ModelSpec(
+            family="wan",
+            name=known.name,
+            title=known.title,
+            license=known.license,
+            directory=weights_dir / known.folder,
+            transformer=transformer_spec(dict(known.configs["transformer"])),
+            experts=known.experts,
+            vae=vae,
+            boundary_ratio=known.boundary_ratio,
+            scheduler=_SCHEDULER,
+            expand_timesteps=known.expand_timesteps,
+            max_sequence_length=MAX_SEQUENCE_LENGTH,
+            parameters=known.parameters,
+            latent_rgb=None,
+            **(card | {"sizes": known.sizes or card["sizes"]}),
+            here=False,
+            noise=_NOISE,
+        )
+
+    def lora_change(self, tensor: str) -> LoraChange | None:
+        """Return what a tensor of a LoRA file changes."""
+        return lora_names.change_of(tensor)
+
+    def lora_weight_shape(self, spec: ModelSpec, module: str) -> tuple[int | None, ...] | None:
+        """Return the shape of a module's weight."""
+        return lora_names.weight_shape(spec.transformer, module)
+
+
+FAMILY: Family = WanFamily()
+
+
+def _architecture(directory: Path, title: str) -> tuple[dict[str, Any], list[str], TransformerSpec, VaeSpec]:
+    """Read the pipeline's index, the experts' names, their architecture and the VAE's.
+
+    Raises:
+        KeyError, TypeError, ValueError: if one is incomplete or wrong.
+        ModelError: if one is missing or not JSON, or the model wants an image.
+    """
+    index = read_json(directory / "model_index.json")
+    names = ["transformer", "transformer_2"][: 2 if has_component(index, "transformer_2") else 1]
+    config, *other = [read_json(directory / expert / "config.json") for expert in names]
+    transformer = transformer_spec(config)
+    if any(transformer_spec(expert) != transformer for expert in other):
+        raise ModelError("model.experts_differ", model=title)
+    vae = vae_spec(read_json(directory / "vae" / "config.json"))
+    if len(names) > 1 and index.get("boundary_ratio") is None:
+        raise KeyError("boundary_ratio")
+    if vae.z_dim != transformer.in_channels:
+        raise ModelError("model.channels_differ", model=title, transformer=transformer.in_channels, vae=vae.z_dim)
+    return index, names, transformer, vae
+
+
+def transformer_spec(config: dict[str, Any]) -> TransformerSpec:
+    """Read a transformer's `config.json`.
+
+    Raises:
+        KeyError, TypeError, ValueError: if it is incomplete or wrong.
+        ModelError: if it wants an image.
+    """
+    if config.get("image_dim"):
+        raise ModelError("model.image_to_video")
+    patch_t, patch_h, patch_w = config["patch_size"]
+    return TransformerSpec(
+        num_layers=int(config["num_layers"]),
+        num_attention_heads=int(config["num_attention_heads"]),
+        attention_head_dim=int(config["attention_head_dim"]),
+        ffn_dim=int(config["ffn_dim"]),
+        in_channels=int(config["in_channels"]),
+        text_dim=int(config["text_dim"]),
+        patch_size=(int(patch_t), int(patch_h), int(patch_w)),
+        rope_max_seq_len=int(config.get("rope_max_seq_len", _ROPE_MAX_SEQ_LEN)),
+    )
+
+
+def vae_spec(config: dict[str, Any]) -> VaeSpec:
+    """Read a VAE's `config.json`.
+
+    Raises:
+        KeyError, TypeError, ValueError: if it is incomplete or wrong.
+    """
+    return VaeSpec(
+        z_dim=int(config["z_dim"]),
+        decoder_base_dim=int(config.get("decoder_base_dim") or config["base_dim"]),
+        dim_mult=tuple(int(m) for m in config["dim_mult"]),
+        num_res_blocks=int(config["num_res_blocks"]),
+        temperal_downsample=tuple(bool(down) for down in config["temperal_downsample"]),
+        # diffusers' defaults: Wan2.1's config leaves these out.
+        scale_factor_temporal=int(config.get("scale_factor_temporal") or 4),
+        scale_factor_spatial=int(config.get("scale_factor_spatial") or 8),
+        patch_size=int(config.get("patch_size") or 1),
+        is_residual=bool(config.get("is_residual", False)),
+    )
+
+
+def card_defaults(vae: VaeSpec, experts: int) -> dict[str, Any]:
+    """Return the model cards' settings: TI2V-5B, Wan2.2-A14B, Wan2.1, told apart by VAE and experts."""
+    if vae.scale_factor_spatial == 16:  # noqa: PLR2004 - TI2V-5B's VAE
+        width, height, frames, fps, steps, guidance, guidance_2 = 1280, 704, 121, 24, 50, 5.0, None
+        sizes: tuple[tuple[int, int], ...] = ((1280, 704), (704, 1280))
+    elif experts > 1:
+        width, height, frames, fps, steps, guidance, guidance_2 = 832, 480, 81, 16, 40, 4.0, 3.0
+        sizes = ((832, 480), (480, 832), (1280, 720), (720, 1280))
+    else:
+        width, height, frames, fps, steps, guidance, guidance_2 = 832, 480, 81, 16, 50, 5.0, None
+        sizes = ((832, 480), (480, 832), (1280, 720), (720, 1280))
+    return {
+        "defaults": Defaults(
+            width=width,
+            height=height,
+            frames=frames,
+            fps=fps,
+            steps=steps,
+            guidance_scale=guidance,
+            guidance_scale_2=guidance_2,
+            negative_prompt=NEGATIVE_PROMPT,
+        ),
+        "sizes": sizes,
+        "frame_counts": (frames,),
+    }

@@ -1,0 +1,478 @@
+"""Wan's VAE decoder a few latent frames at a time, on diffusers' modules, with few passes over memory.
+
+Equal to `AutoencoderKLWan._decode` up to rounding. What differs:
+
+- What a convolution continues from is put before its input as that is computed, and kept from there: two frames.
+- Padding in space is the convolution's own, not a copy. Its bias is added by what comes next.
+- With `channels_last` values lie pixel by pixel, as cuDNN's convolutions want them.
+- What lies between two convolutions is one function. Triton's kernels (`vae_kernels`) compute it where they can, and
+  some convolutions, whose input is padded in space too.
+
+Caches are as engines have them (`programs.VaeForm`): two frames each, zeros where there was nothing.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan, unpatchify
+from torch import nn
+
+from runtime.core.plan import EAGER, Speed
+from runtime.core.tiles import Span, spans
+from runtime.execution.compilation import Stumbled, WithFallback
+from runtime.execution.tiling import shares
+from runtime.execution.video_decoder import longer_side
+from runtime.planner import constraints
+
+CACHED_FRAMES = 2
+# Frames returned at a time once tiles are joined.
+_TOGETHER = 4
+# Of a convolution that the kernel is faster at: channels, whose bytes the GPU copies by 16; its size in space.
+_CHANNELS, _SPACE = 8, (3, 3)
+# Cuts off what is not needed, (…, height, width), where that may be done: before each of the decoder's last blocks, in
+# order from 0, before what follows them, and at the end.
+Trim = Callable[[torch.Tensor, int], torch.Tensor]
+_Computes = Callable[..., torch.Tensor]
+
+
+def enter(
+    x: torch.Tensor, bias: torch.Tensor | None, gamma: torch.Tensor, before: torch.Tensor, padding: int = 0
+) -> torch.Tensor:
+    """Return what goes into a causal convolution: the frames before, then `x` normalised over channels and activated.
+
+    Args:
+        x: (1, channels, frames, height, width), of the last convolution.
+        bias: that convolution's, where it was not added yet.
+        gamma: what a channel of unit length in each place becomes, (channels, 1, 1, 1).
+        before: the frames that it continues from.
+        padding: pixels of zeros around each frame.
+    """
+    if bias is not None:
+        x = x + bias.view(1, -1, 1, 1, 1)
+    y = F.normalize(x.float(), dim=1).to(x.dtype) * gamma
+    entered = torch.cat([before, F.silu(y)], dim=2)
+    return F.pad(entered, (padding,) * 4) if padding else entered  # padding by nothing copies
+
+
+def leave(x: torch.Tensor, bias: torch.Tensor, shortcut: torch.Tensor) -> torch.Tensor:
+    """Return the end of a residual block."""
+    return x + bias.view(1, -1, 1, 1, 1) + shortcut
+
+
+def double(frames: torch.Tensor) -> torch.Tensor:
+    """Return (frames, channels, height, width) twice as high and wide. That copies values, so it needs no float32."""
+    return F.interpolate(frames, scale_factor=2.0, mode="nearest-exact")
+
+
+def convolve(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the convolution of what is padded already, without a bias."""
+    return F.conv3d(x, weight)
+
+
+def as_frames(pixels: torch.Tensor) -> torch.Tensor:
+    """Return what a decoder gives as frames, (frames, height, width, 3), float32 in -1 to 1.
+
+    What is not a number, or too large for the decoder's dtype, is NaN: clamped, Inf would pass for white.
+
+    Args:
+        pixels: (1, 3, frames, height, width).
+    """
+    frames = pixels[0].permute(1, 2, 3, 0).float()
+    return frames.clamp(-1.0, 1.0).where(frames.isfinite(), torch.nan)
+
+
+def _gamma(norm: Any) -> torch.Tensor:
+    gamma: torch.Tensor = norm.gamma * norm.scale
+    return gamma
+
+
+class DecoderOps:
+    """What is computed between convolutions, by PyTorch, and convolutions that something else is faster at: none.
+
+    Attributes:
+        enter, leave, double, convolve: this module's, or what was made of them.
+
+    Args:
+        wrap: makes something faster of them.
+    """
+
+    def __init__(self, wrap: Callable[[_Computes], _Computes] = lambda plain: plain) -> None:
+        self.enter, self.leave = wrap(enter), wrap(leave)
+        self.double, self.convolve = wrap(double), wrap(convolve)
+
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds spent on compiling so far."""
+        return 0.0
+
+    def takes(self, _conv: nn.Conv3d) -> bool:
+        """Whether a convolution is for `convolve`."""
+        return False
+
+
+class DecoderSteps:
+    """The decoder of a `diffusers.AutoencoderKLWan`, one call at a time.
+
+    Args:
+        decoder: a `WanDecoder3d`.
+        channels_last: how values lie; the weights are laid so too.
+        between: computes what is not a convolution. What `takes` one wants `channels_last`.
+    """
+
+    def __init__(self, decoder: Any, *, channels_last: bool = False, between: DecoderOps | None = None) -> None:
+        self._decoder = decoder
+        self.layout = torch.channels_last_3d if channels_last else torch.contiguous_format
+        self.between = between or DecoderOps()
+        for module in decoder.modules():
+            if isinstance(module, nn.Conv3d) and self.between.takes(module):
+                # Outputs side by side.
+                there = module.weight.data.permute(2, 3, 4, 1, 0).contiguous()
+                module.weight.data = there.permute(4, 3, 0, 1, 2)
+            elif channels_last and isinstance(module, nn.Conv3d | nn.Conv2d):
+                flat = isinstance(module, nn.Conv2d)
+                layout = torch.channels_last if flat else torch.channels_last_3d
+                module.weight.data = module.weight.data.contiguous(memory_format=layout)
+
+    def __call__(
+        self, z: torch.Tensor, caches: list[torch.Tensor], *, first: bool, trim: Trim | None = None
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return pixels, (1, channels, frames, height, width), and the caches for the next call.
+
+        Args:
+            z: (1, channels, latent frames, height, width), after `post_quant_conv`.
+            caches: of the call before; none before the first. The list is emptied on the way: what was used is freed.
+            first: whether `z` is the clip's first latent frame, which stays one frame.
+            trim: alike in all calls of a clip; caches are then of what it leaves.
+        """
+        return _Call(self, caches, trim, first=first).run(self._decoder, z)
+
+
+class _Call:
+    """One call, with the caches that came in and those that go out."""
+
+    def __init__(self, steps: DecoderSteps, given: list[torch.Tensor], trim: Trim | None, *, first: bool) -> None:
+        self._between, self._format = steps.between, steps.layout
+        self._given = given
+        self._trim = trim
+        self._kept: list[torch.Tensor] = []
+        self._first = first
+
+    def run(self, decoder: Any, z: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        z = z.contiguous(memory_format=self._format)
+        x = self._convolve(decoder.conv_in, torch.cat([self._before(z), z], dim=2), with_bias=True)
+        mid = decoder.mid_block
+        x = self._residual(mid.resnets[0], x)
+        for attention, resnet in zip(mid.attentions, mid.resnets[1:], strict=True):
+            x = self._residual(resnet, attention(x).contiguous(memory_format=self._format))
+        for number, block in enumerate(decoder.up_blocks):
+            x = self._up(block, self._trimmed(x, number))
+        blocks, norm = len(decoder.up_blocks), decoder.norm_out
+        x = self._trimmed(x, blocks)
+        padded = self._between.enter(x, None, _gamma(norm), self._before(x))
+        return self._trimmed(self._convolve(decoder.conv_out, padded, with_bias=True), blocks + 1), self._kept
+
+    def _trimmed(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        # A view would keep what is cut off in memory.
+        return x if self._trim is None else self._trim(x, number).contiguous(memory_format=self._format)
+
+    def _before(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the next cache; at the clip's beginning zeros, shaped like frames of `x`."""
+        if self._given:
+            return self._given.pop(0).contiguous(memory_format=self._format)
+        frames = torch.zeros_like(x[:, :, :1]).expand(-1, -1, CACHED_FRAMES, -1, -1)
+        return frames.contiguous(memory_format=self._format)
+
+    def _convolve(self, conv: Any, padded: torch.Tensor, *, with_bias: bool = False) -> torch.Tensor:
+        """Convolve what has its past before it, and keep its end for the next call."""
+        self._keep(padded)
+        # diffusers' own padding: (left, right, top, bottom, before, after).
+        space = (0, conv._padding[2], conv._padding[0])
+        return F.conv3d(padded, conv.weight, conv.bias if with_bias else None, padding=space)
+
+    def _keep(self, entered: torch.Tensor) -> None:
+        self._kept.append(entered[:, :, -CACHED_FRAMES:].clone(memory_format=self._format))
+
+    def _residual(self, block: Any, x: torch.Tensor) -> torch.Tensor:
+        shortcut = block.conv_shortcut(x)
+        y = self._entered(block.norm1, x, None, block.conv1)
+        y = self._entered(block.norm2, y, block.conv1.bias, block.conv2)
+        done: torch.Tensor = self._between.leave(y, block.conv2.bias, shortcut)
+        return done
+
+    def _entered(self, norm: Any, x: torch.Tensor, bias: torch.Tensor | None, conv: Any) -> torch.Tensor:
+        """Normalise, activate and convolve; `bias` is what `x` lacks."""
+        given = (x, bias, _gamma(norm), self._before(x))
+        if not self._between.takes(conv):
+            return self._convolve(conv, self._between.enter(*given))
+        padded = self._between.enter(*given, 1)
+        self._keep(padded[..., 1:-1, 1:-1])
+        out: torch.Tensor = self._between.convolve(padded, conv.weight)
+        return out
+
+    def _up(self, block: Any, x: torch.Tensor) -> torch.Tensor:
+        entered = x
+        for resnet in block.resnets:
+            x = self._residual(resnet, x)
+        residual = hasattr(block, "avg_shortcut")
+        upsampler = block.upsampler if residual else block.upsamplers and block.upsamplers[0]
+        if upsampler is not None:
+            x = self._upsample(upsampler, x)
+        if residual and block.avg_shortcut is not None:
+            x = x + block.avg_shortcut(entered, first_chunk=self._first)
+        return x
+
+    def _upsample(self, block: Any, x: torch.Tensor) -> torch.Tensor:
+        if block.mode == "upsample3d":
+            x = self._double_time(block.time_conv, x)
+        conv = block.resample[1]
+        wide = self._between.double(x[0].transpose(0, 1))
+        return F.conv2d(wide, conv.weight, conv.bias, padding=1).transpose(0, 1).unsqueeze(0)
+
+    def _double_time(self, conv: Any, x: torch.Tensor) -> torch.Tensor:
+        if self._first:
+            self._kept.append(self._before(x))
+            return x
+        padded = torch.cat([self._before(x), x], dim=2)
+        x = self._convolve(conv, padded, with_bias=True)
+        b, c, t, h, w = x.shape
+        if self._format is torch.channels_last_3d:
+            # The same, in the order in which values lie.
+            pixels = x.permute(0, 2, 3, 4, 1).unflatten(4, (2, c // 2)).permute(0, 1, 4, 2, 3, 5)
+            return pixels.reshape(b, 2 * t, h, w, c // 2).permute(0, 4, 1, 2, 3)
+        return x.view(b, 2, c // 2, t, h, w).permute(0, 2, 3, 1, 4, 5).reshape(b, c // 2, 2 * t, h, w)
+
+
+def can_run(device: torch.device) -> bool:
+    """Whether Triton computes on a device."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+class Fast(DecoderOps):
+    """What `DecoderOps` does, by Triton.
+
+    Args:
+        device, dtype: of the decoder.
+        stumbled: hears once that a kernel failed; PyTorch runs from then on.
+        kernels: by default `vae_kernels`.
+    """
+
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, on_degraded: Stumbled | None = None, kernels: Any = None
+    ) -> None:
+        self._faster = WithFallback("Triton could not compute it", on_degraded)
+        self._kernels = kernels
+        super().__init__(self._by_kernel)
+        self._convolves = dtype in {torch.float16, torch.bfloat16} and (
+            kernels is not None or torch.cuda.get_device_capability(device) == constraints.HOPPER
+        )
+
+    @property
+    def compile_seconds(self) -> float:
+        """See `DecoderOps`."""
+        return self._faster.seconds
+
+    def takes(self, conv: nn.Conv3d) -> bool:
+        """See `DecoderOps`."""
+        outputs, channels, space = conv.out_channels, conv.in_channels, conv.kernel_size[1:]
+        fits = outputs == constraints.OUTPUTS_BY_KERNEL and channels % _CHANNELS == 0 and space == _SPACE
+        return self._convolves and fits
+
+    def _by_kernel(self, plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Return what calls the kernel of a function's name."""
+
+        def kernel(*given: Any) -> torch.Tensor:
+            self._kernels = self._kernels or import_module("runtime.families.wan.vae_kernels")
+            out: torch.Tensor = getattr(self._kernels, plain.__name__)(*given)
+            return out
+
+        return lambda *given: self._faster.run(kernel, plain, given)
+
+
+class PyTorchVideoDecoder:
+    """The decoder of a `diffusers.AutoencoderKLWan`, computed by `DecoderSteps`.
+
+    The causal convolutions' caches take the first latent frame alone and then any number at once; the result equals
+    one at a time up to rounding.
+
+    Args:
+        module: its weights may lie elsewhere until it is called.
+        device: where it computes; by default, where its weights are.
+    """
+
+    def __init__(self, module: AutoencoderKLWan, device: str | torch.device | None = None) -> None:
+        self._vae: Any = module
+        config: Any = module.config
+        parameter = next(module.decoder.parameters())
+        device, shape = device or parameter.device, (1, config.z_dim, 1, 1, 1)
+        # In float32 always: rounded, they would shift every colour.
+        self._mean = torch.tensor(config.latents_mean, device=device, dtype=torch.float32).view(shape)
+        self._std = torch.tensor(config.latents_std, device=device, dtype=torch.float32).view(shape)
+        self._dtype = parameter.dtype
+        self._patch_size = config.patch_size
+        self._steps = DecoderSteps(module.decoder)
+
+    def compute(self, speed: Speed, on_degraded: Callable[[str, str], None] | None = None) -> None:
+        """Compute so from now on; see `PyTorchDenoiser.compute`."""
+
+        def told(reason: str) -> None:
+            if on_degraded is not None:
+                on_degraded("compiled", reason)
+
+        fast = speed.compiled and speed.channels_last and can_run(self._mean.device)
+        between = Fast(self._mean.device, self._dtype, told) if fast else None
+        self._steps = DecoderSteps(self._vae.decoder, channels_last=speed.channels_last, between=between)
+
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds spent on compiling so far."""
+        return self._steps.between.compile_seconds
+
+    def frames(self, latents: torch.Tensor, chunk: int, tile: int | None = None) -> Iterator[torch.Tensor]:
+        """See `VideoDecoder`."""
+        if tile is None or max(latents.shape[3:]) <= tile:
+            yield from self.decode_from(latents, chunk, 0, ())
+        else:
+            yield from self._tiled(latents, chunk, tile)
+
+    def _tiled(self, latents: torch.Tensor, chunk: int, tile: int) -> Iterator[torch.Tensor]:
+        """Decode tile by tile, each through the whole clip, so that the caches of one tile are all that is held.
+
+        Tiles are blended as `AutoencoderKLWan.tiled_decode` does it, with its overlap, a quarter of a tile; ours are
+        all of one size. The clip comes together in memory (RAM), in float16: 2 bytes a colour and pixel, whose
+        rounding is a sixteenth of what 8 bits tell apart.
+        """
+        scale = self._vae.config.scale_factor_spatial
+        rows, columns = spans(latents.shape[3], tile), spans(latents.shape[4], tile)
+        clip: torch.Tensor | None = None
+        for row, down in zip(rows, shares(rows, scale), strict=True):
+            for column, across in zip(columns, shares(columns, scale), strict=True):
+                share = (down[:, None] * across)[None, :, :, None].to(self._mean.device)
+                start = 0
+                part = latents[..., row.start : row.end, column.start : column.end]
+                for frames in self.decode_from(part, chunk, 0, ()):
+                    if clip is None:
+                        count = (latents.shape[2] - 1) * self._vae.config.scale_factor_temporal + 1
+                        size = (count, latents.shape[3] * scale, latents.shape[4] * scale, frames.shape[3])
+                        clip = torch.zeros(size, dtype=torch.float16)
+                    end = start + len(frames)
+                    place = clip[
+                        start:end, row.start * scale : row.end * scale, column.start * scale : column.end * scale
+                    ]
+                    place += (frames * share).half().cpu()
+                    start = end
+                    yield clip[:0].float()
+        assert clip is not None
+        for start in range(0, len(clip), _TOGETHER):
+            yield clip[start : start + _TOGETHER].float()
+
+    @torch.inference_mode()
+    def decode_from(
+        self,
+        latents: torch.Tensor,
+        chunk: int,
+        start: int,
+        caches: Sequence[torch.Tensor],
+        trim: Trim | None = None,
+    ) -> Iterator[torch.Tensor]:
+        """Decode from latent frame `start` on, with an engine's caches of the frames before it.
+
+        They hold two frames each, zeros where there was nothing: the convolutions pad with zeros, so that is the same.
+        `trim` cuts off on the way what is not wanted of each frame.
+        """
+        vae = self._vae
+        z = latents.to(self._mean.device, self._mean.dtype) * self._std + self._mean
+        z = vae.post_quant_conv(z.to(self._dtype))
+        held = [cache.to(z.device, z.dtype) for cache in caches]
+        while start < z.shape[2]:
+            end = min(start + chunk, z.shape[2]) if start else 1
+            out, held = self._steps(z[:, :, start:end], held, first=start == 0, trim=trim)
+            if self._patch_size is not None:
+                out = unpatchify(out, patch_size=self._patch_size)
+            yield as_frames(out)
+            start = end
+
+
+class StripDecoder:
+    """Decodes strip `number` of `count`, along the longer side.
+
+    Args:
+        module: its weights on `device`.
+        device: where it computes.
+        speed: how.
+    """
+
+    def __init__(
+        self,
+        module: AutoencoderKLWan,
+        device: str | torch.device,
+        number: int,
+        count: int,
+        speed: Speed = EAGER,
+    ) -> None:
+        self._whole = PyTorchVideoDecoder(module, device)
+        self._whole.compute(speed)
+        self._blocks: list[Any] = list(cast("Any", module).decoder.up_blocks)
+        self._number = number
+        self._count = count
+
+    def frames(self, latents: torch.Tensor, chunk: int) -> Iterator[torch.Tensor]:
+        """Yield decoded frames in order, as `VideoDecoder.frames` does, but for one strip of each.
+
+        Args:
+            latents: of whole frames, (1, channels, latent frames, height, width).
+            chunk: latent frames to decode in one call, after the first, which is always alone.
+
+        Yields:
+            (frames, height, width, 3), float32 in -1 to 1; height or width is the strip's.
+        """
+        along = longer_side(latents)
+        length = latents.shape[along]
+        cuts = _cuts(self._blocks, length, _strip(length, self._number, self._count))
+
+        def trim(x: torch.Tensor, number: int) -> torch.Tensor:
+            cut = cuts[number]
+            return x.narrow(along, cut.start, cut.end - cut.start)
+
+        yield from self._whole.decode_from(latents, chunk, 0, (), trim)
+
+
+def _strip(length: int, number: int, count: int) -> Span:
+    return Span(length * number // count, length * (number + 1) // count)
+
+
+def _cuts(blocks: list[Any], length: int, strip: Span) -> list[Span]:
+    """Return what is kept at each place of `Trim`, in positions of what is there."""
+    doubling = [_upsampler(block) is not None for block in blocks]
+    lengths = [length]
+    for doubles in doubling:
+        lengths.append(2 * lengths[-1] if doubles else lengths[-1])
+    scale = lengths[-1] // length
+    kept = Span(strip.start * scale, strip.end * scale)
+    needed = _wider(kept, 1, lengths[-1])  # the last convolution
+    # In positions of the whole frame, from the end.
+    wanted = [kept, needed]
+    for block, doubles, size in zip(reversed(blocks), reversed(doubling), reversed(lengths[:-1]), strict=True):
+        if doubles:
+            # The convolution behind the doubling looks one further, where two positions come from one.
+            needed = Span((needed.start - 1) // 2, (needed.end + 2) // 2)
+        needed = _wider(needed, 2 * len(block.resnets), size)
+        wanted.append(needed)
+    cuts, first = [], 0
+    for span, doubles in zip(reversed(wanted), [*doubling, False, False], strict=True):
+        cuts.append(Span(span.start - first, span.end - first))
+        first = 2 * span.start if doubles else span.start
+    return cuts
+
+
+def _wider(span: Span, by: int, length: int) -> Span:
+    return Span(max(span.start - by, 0), min(span.end + by, length))
+
+
+def _upsampler(block: Any) -> Any:
+    """Return what doubles a block's side: Wan2.1's blocks have a list for it, TI2V-5B's a module."""
+    several = getattr(block, "upsamplers", None)
+    return several[0] if several is not None else getattr(block, "upsampler", None)

@@ -1,0 +1,191 @@
+"""The table of model families, and what a family provides.
+
+A family is a folder of `runtime.families` with two modules:
+
+    spec.py        `FAMILY`, a `Family`: reads model folders without torch
+    components.py  loads torch: `MODULES` for `models.weights`, `make_form` for `engines.programs`, and the functions of
+                   `execution.components.Components`
+
+To add one, write the folder and add its entry to `FAMILIES`. Both modules are imported on first use.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, cast
+
+from runtime.core.errors import ModelError
+from runtime.models.folder import read_json
+from runtime.models.spec import ModelSpec
+
+
+class Entry(NamedTuple):
+    """One family: `_class_name` in its folders' `model_index.json`, and its Python package."""
+
+    pipeline: str
+    package: str
+
+
+# By name, as `ModelSpec.family` and engine keys have it.
+FAMILIES: dict[str, Entry] = {
+    "wan": Entry("WanPipeline", "runtime.families.wan"),
+}
+
+
+class LoraChange(NamedTuple):
+    """What one tensor of a LoRA file changes.
+
+    Attributes:
+        module: the module, or the bare parameter, by its name in the diffusers transformer.
+        role: "down" and "up", whose product is added to the weight; "bias" and "whole", which are added as they are;
+            "alpha", which over the rank scales the product.
+    """
+
+    module: str
+    role: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownModel:
+    """A published model.
+
+    Attributes:
+        name: in `--model` and `models list`.
+        title: for people.
+        family: a key of `FAMILIES`.
+        repository: on huggingface.co, in diffusers' format.
+        license: of its weights.
+        aliases: other names, in lower case.
+        configs: `config.json` by component, for the components whose architecture `spec` needs.
+        parameters: number of weights by component.
+        experts, boundary_ratio, expand_timesteps: as in `ModelSpec`.
+        sizes: (width, height) that it was trained for, if not all of its family's.
+        flow_shift: in the authors' own code; the request, or the model folder, decides what runs.
+    """
+
+    name: str
+    title: str
+    family: str
+    repository: str
+    license: str
+    aliases: frozenset[str]
+    configs: Mapping[str, Mapping[str, Any]]
+    parameters: Mapping[str, int]
+    experts: int = 1
+    boundary_ratio: float | None = None
+    expand_timesteps: bool = False
+    sizes: tuple[tuple[int, int], ...] = ()
+    flow_shift: float
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All of its names, in lower case."""
+        repository = self.repository.lower()
+        folder = repository.rpartition("/")[2]
+        return self.aliases | {self.name, repository, folder, folder.removesuffix("-diffusers")}
+
+    @property
+    def folder(self) -> str:
+        """The name of its folder."""
+        return self.repository.rpartition("/")[2]
+
+    def spec(self, weights_dir: Path) -> ModelSpec:
+        """Return its spec, as if its folder were in `weights_dir`."""
+        return family_of(self.family).known_spec(self, weights_dir)
+
+    def describes(self, spec: ModelSpec) -> bool:
+        """Whether a model of that architecture may be this one."""
+        own = self.spec(spec.directory.parent)
+        return (own.family, own.transformer, own.vae, own.experts) == (
+            spec.family,
+            spec.transformer,
+            spec.vae,
+            spec.experts,
+        )
+
+
+class Family(Protocol):
+    """The part of a family that needs no torch."""
+
+    @property
+    def known(self) -> Sequence[KnownModel]:
+        """Published models of the family."""
+        ...
+
+    @property
+    def negative_prompt(self) -> str:
+        """The negative prompt that the family's authors recommend; empty without one."""
+        ...
+
+    def read_spec(self, directory: Path, name: str) -> ModelSpec:
+        """Read a model folder of this family; see `registry.read_spec`."""
+        ...
+
+    def check(self, directory: Path, title: str) -> None:
+        """Check the configurations of a folder whose weights may be missing; see `registry.check_folder`."""
+        ...
+
+    def known_spec(self, known: KnownModel, weights_dir: Path) -> ModelSpec:
+        """Return the spec of a published model, as if its folder were in `weights_dir`."""
+        ...
+
+    def lora_change(self, tensor: str) -> LoraChange | None:
+        """Return what a tensor of a LoRA file changes, by its name; `None` if the family has no such module."""
+        ...
+
+    def lora_weight_shape(self, spec: ModelSpec, module: str) -> tuple[int | None, ...] | None:
+        """Return the shape of the weight of a module that LoRAs change; `None` for an unknown axis or module."""
+        ...
+
+
+def family_of(name: str) -> Family:
+    """Return a family's torch-free part by `ModelSpec.family`."""
+    return cast("Family", import_module(f"{FAMILIES[name].package}.spec").FAMILY)
+
+
+def components_of(name: str) -> Any:
+    """Import a family's `components` module, and torch with it."""
+    return import_module(f"{FAMILIES[name].package}.components")
+
+
+def families() -> Iterator[Family]:
+    """Return every family in the table's order."""
+    return map(family_of, FAMILIES)
+
+
+def read_spec(directory: Path, name: str) -> ModelSpec:
+    """Read a model folder in diffusers' format.
+
+    Args:
+        name: of the model in the result.
+
+    Raises:
+        ModelError: if the folder is missing, incomplete, damaged, of an unknown family, or holds pickled weights.
+    """
+    if not directory.is_dir():
+        raise ModelError("model.folder_missing", folder=directory)
+    return _family_in(directory, directory.name).read_spec(directory, name)
+
+
+def check_folder(directory: Path, title: str) -> None:
+    """Check that a folder's configurations are of a model that Tandem runs; its weights may be missing.
+
+    Args:
+        title: the model's name in errors.
+
+    Raises:
+        ModelError: if they are of an unknown family, missing or damaged.
+    """
+    _family_in(directory, title).check(directory, title)
+
+
+def _family_in(directory: Path, title: str) -> Family:
+    pipeline = read_json(directory / "model_index.json").get("_class_name")
+    for name, entry in FAMILIES.items():
+        if entry.pipeline == pipeline:
+            return family_of(name)
+    supported = [entry.pipeline for entry in FAMILIES.values()]
+    if not pipeline:
+        raise ModelError("model.family_unstated", model=title, supported=supported)
+    raise ModelError("model.family_unknown", model=title, pipeline=str(pipeline), supported=supported)
