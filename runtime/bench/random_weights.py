@@ -126,4 +126,4 @@ def _quantize(module: torch.nn.Module, part: ComponentPlan) -> None:
         return isinstance(layer, torch.nn.Linear) and not kept & set(path.split("."))
 
     quantize_(module, config.get_apply_tensor_subclass(), filter_fn=chosen)
-    quantization.check_quantized(module, part.quantization, "the random transformer")
+    quantization.check_quantized(module, part.quantization, "transformer", "random weights")

@@ -1,7 +1,7 @@
-"""Transformers with 8 or 4 bits a weight, quantized while they are loaded, by the libraries that diffusers knows.
+"""Weight quantization of transformers to 8 or 4 bits at loading, by the libraries that diffusers supports.
 
-Only the linear layers of the blocks are quantized: they hold nearly all weights. What goes in and out of the model
-(patch embedding, text and time embedding, the last projection), norms and modulation keep their precision.
+Only the linear layers of the blocks are quantized; they hold nearly all weights. The model's input and output layers
+(patch embedding, text and time embedding, last projection), norms and modulation keep their precision.
 """
 
 import importlib
@@ -14,58 +14,53 @@ from runtime.core.plan import ComponentPlan
 NONE = "none"
 BNB_8BIT, BNB_4BIT, FP8 = "bnb-8bit", "bnb-4bit", "fp8"
 
-_KEPT = ("patch_embedding", "condition_embedder", "proj_out")
+_NOT_QUANTIZED = ("patch_embedding", "condition_embedder", "proj_out")
 _PACKAGES = {BNB_8BIT: "bitsandbytes", BNB_4BIT: "bitsandbytes", FP8: "torchao"}
 _FP8_CAPABILITY = (8, 9)
 _BF16_CAPABILITY = (8, 0)
 
 
 def loading_arguments(part: ComponentPlan) -> dict[str, Any]:
-    """Return what `from_pretrained` takes to quantize a transformer onto the part's device.
+    """Return the arguments of `from_pretrained` that quantize a transformer onto the part's device.
 
     Raises:
-        MachineError: if the device cannot, or a package is missing or does not start.
+        MachineError: if the device does not support it, or a package is missing or cannot be imported.
     """
     import torch
 
     kind = part.quantization
     if not part.device.startswith("cuda"):
-        raise MachineError(
-            f"Quantization {kind} needs an NVIDIA GPU; this plan runs on {part.device}.", "Take --quantization none."
-        )
+        raise MachineError("quantization.needs_gpu", kind=kind, device=part.device)
     capability = torch.cuda.get_device_capability(part.device)
     if kind == FP8 and capability < _FP8_CAPABILITY:
         have, need = (".".join(map(str, numbers)) for numbers in (capability, _FP8_CAPABILITY))
-        raise MachineError(
-            f"Quantization fp8 needs a GPU of compute capability {need} or newer; this one has {have}.",
-            "Take --quantization bnb-8bit, bnb-4bit or none.",
-        )
+        raise MachineError("quantization.needs_newer_gpu", kind=kind, needed=need, capability=have)
     dtype = getattr(torch, arithmetic(part, bfloat16=capability >= _BF16_CAPABILITY))
     return {"torch_dtype": dtype, "quantization_config": config(kind, dtype), "device_map": {"": part.device}}
 
 
 def arithmetic(part: ComponentPlan, *, bfloat16: bool) -> str:
-    """Return the dtype that a quantized part computes in: its own, but 16 bits wide.
+    """Return the dtype in which a quantized part computes: a 16-bit one.
 
     Args:
-        bfloat16: whether the GPU has it.
+        bfloat16: whether the GPU supports it.
     """
     if part.quantization == FP8:
-        return "bfloat16"  # torchao scales rows of nothing else
+        return "bfloat16"  # the only dtype whose rows torchao scales
     if part.dtype == "float32":
         return "bfloat16" if bfloat16 else "float16"
     return part.dtype
 
 
 def config(kind: str, dtype: Any) -> Any:
-    """Return the quantization for `from_pretrained`.
+    """Return diffusers' quantization configuration.
 
     Args:
         kind: "bnb-8bit", "bnb-4bit" or "fp8".
-        dtype: the torch dtype of the arithmetic around it.
+        dtype: the torch dtype of the arithmetic.
 
     Raises:
-        MachineError: if the package is missing or does not start.
+        MachineError: if the package is missing or cannot be imported.
     """
     _import_package(kind)
     import diffusers
@@ -73,42 +68,43 @@ def config(kind: str, dtype: Any) -> Any:
     if kind == FP8:
         from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow
 
-        # Otherwise torchao has Inductor tune every kernel that this process compiles from then on, engines included.
-        how = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), set_inductor_config=False)
-        return diffusers.TorchAoConfig(how, modules_to_not_convert=list(_KEPT))
+        # By default torchao makes Inductor autotune every kernel that this process compiles later, engines included.
+        settings = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), set_inductor_config=False)
+        return diffusers.TorchAoConfig(settings, modules_to_not_convert=list(_NOT_QUANTIZED))
     if kind == BNB_8BIT:
-        # It computes in float16 inside, and says so at every call.
+        # It computes in float16 and logs that at every call.
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
-        return diffusers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=list(_KEPT))
+        return diffusers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=list(_NOT_QUANTIZED))
     return diffusers.BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_compute_dtype=dtype,
-        llm_int8_skip_modules=list(_KEPT),
+        llm_int8_skip_modules=list(_NOT_QUANTIZED),
     )
 
 
-def check_quantized(module: Any, kind: str, what: str) -> None:
-    """Raise `ModelError` where nothing was quantized: torchao passes over layers whose sides are no multiples of 16."""
+def check_quantized(module: Any, kind: str, component: str, model: str) -> None:
+    """Check that at least one layer was quantized; torchao skips layers whose sides are no multiples of 16.
+
+    Raises:
+        ModelError: if none was.
+    """
     if not any(map(is_quantized, module.parameters())):
-        raise ModelError(
-            f"Quantization {kind} found no layer of {what} that it can take: their sizes do not fit it.",
-            "Take --quantization none.",
-        )
+        raise ModelError("quantization.no_layer_fits", kind=kind, component=component, model=model)
 
 
 def is_quantized(parameter: Any) -> bool:
-    """Whether a parameter is one of the libraries' own, which hold fewer bits."""
+    """Return whether a parameter is of a quantization library's type."""
     import torch
 
     return type(parameter) is not torch.nn.Parameter
 
 
 def quantized_like(layer: Any, weight: Any) -> Any:
-    """Return another weight, quantized as a linear layer's own is, for its place: nothing was computed with it yet.
+    """Return a weight quantized like a linear layer's own, to replace it before the layer is first used.
 
     Args:
-        layer: `torch.nn.Linear`, or a library's own kind of it.
+        layer: `torch.nn.Linear`, or a library's subclass.
         weight: (out, in), in the dtype of the arithmetic.
     """
     import torch
@@ -117,10 +113,10 @@ def quantized_like(layer: Any, weight: Any) -> Any:
     if type(own).__module__.startswith("bitsandbytes"):
         import bitsandbytes
 
-        # As `from_pretrained` does it: from the CPU, for only on their way from there they are quantized.
+        # Like `from_pretrained`: bitsandbytes quantizes a parameter when it moves from the CPU.
         if isinstance(own, bitsandbytes.nn.Params4bit):
-            how = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "module")
-            fresh: Any = bitsandbytes.nn.Params4bit(weight.cpu(), **{name: getattr(own, name) for name in how})
+            names = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "module")
+            fresh: Any = bitsandbytes.nn.Params4bit(weight.cpu(), **{name: getattr(own, name) for name in names})
         else:
             fresh = bitsandbytes.nn.Int8Params(weight.cpu(), requires_grad=False)
         return fresh.to(own.device)
@@ -134,13 +130,10 @@ def quantized_like(layer: Any, weight: Any) -> Any:
 
 def _import_package(kind: str) -> None:
     package = _PACKAGES[kind]
-    remedy = (
-        "Run install.sh (install.bat on Windows) again: it installs requirements-gpu.txt where there is a GPU; "
-        "or take --quantization none."
-    )
     try:
         importlib.import_module(package)
-    except Exception as error:  # its libraries fail in ways of their own
-        absent = isinstance(error, ModuleNotFoundError) and error.name == package
-        problem = "is not installed" if absent else f"does not start here: {first_line(error)}"
-        raise MachineError(f"Quantization {kind} needs {package}, which {problem}.", remedy) from error
+    except Exception as error:  # native libraries fail with errors of any type
+        if isinstance(error, ModuleNotFoundError) and error.name == package:
+            raise MachineError("quantization.package_missing", kind=kind, package=package) from error
+        reason = first_line(error)
+        raise MachineError("quantization.package_broken", kind=kind, package=package, reason=reason) from error

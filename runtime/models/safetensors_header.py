@@ -1,4 +1,4 @@
-"""Reads the header of a safetensors file and checks that the file is whole. Loads no tensor.
+"""The header of a safetensors file, and whether the file is complete. Loads no tensor.
 
 Format: https://huggingface.co/docs/safetensors/index (8 bytes of length, JSON, tensors).
 """
@@ -18,7 +18,7 @@ def tensor_sizes(path: Path) -> dict[str, int]:
     """Return the number of weights of each tensor in a safetensors file, by name.
 
     Raises:
-        ModelError: if the file cannot be read, is cut short or is not safetensors.
+        ModelError: if the file cannot be read, is truncated or is not safetensors.
     """
     header, start = read_header(path)
     size = path.stat().st_size
@@ -33,10 +33,10 @@ def tensor_sizes(path: Path) -> dict[str, int]:
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return a safetensors file's header as it is, and the byte at which its tensors begin.
+    """Return a safetensors file's header as parsed JSON, and the byte at which its tensors start.
 
     Raises:
-        ModelError: if the file cannot be read or does not begin with a header.
+        ModelError: if the file cannot be read or does not start with a header.
     """
     size = 0
     try:
@@ -47,9 +47,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
                 raise _damaged(path, size)
             header = json.loads(file.read(length))
     except OSError as error:
-        raise ModelError(
-            f"{path.name} cannot be read: {error.strerror}.", f"Check the file {path} and its permissions."
-        ) from error
+        raise ModelError("model.file_unreadable", file=path.name, path=path, reason=error.strerror) from error
     except (ValueError, RecursionError) as error:
         raise _damaged(path, size) from error
     if not isinstance(header, dict):
@@ -58,7 +56,4 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def _damaged(path: Path, size: int) -> ModelError:
-    return ModelError(
-        f"{path.parent.name}/{path.name} is damaged or cut short ({size:,} bytes).",
-        "Copy or download the model again.",
-    )
+    return ModelError("model.file_damaged", file=f"{path.parent.name}/{path.name}", size=size)

@@ -1,7 +1,7 @@
-"""Where a scheduler puts a clip's denoising steps, as far as its configuration tells. Imports no torch.
+"""The timesteps of a diffusers scheduler, computed from its configuration without torch.
 
-The arithmetic is that of diffusers' schedulers, number by number: which expert a step belongs to hangs on the
-last digit. tests/models/test_timesteps.py compares.
+The arithmetic reproduces diffusers' schedulers bit by bit, because the last digit of a timestep can decide which expert
+runs a step. tests/models/test_timesteps.py compares both.
 """
 
 import struct
@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-# What the shift is called in the configuration of each of diffusers' schedulers that has one, and how the steps lie
-# before it moves them.
+from runtime.core.facts import Fact
+
+# Schedulers whose configuration has a shift, with the spacing of their sigmas before the shift.
 Spread = Literal["unipc", "dpm", "euler"]
 _FLOW: Mapping[str, Spread] = {
     "UniPCMultistepScheduler": "unipc",
@@ -24,40 +25,41 @@ _FLOW_MATCH: Mapping[str, Spread | None] = {
     "FlowMatchHeunDiscreteScheduler": None,
     "FlowMatchLCMScheduler": None,
 }
-# With these, other rules say where the steps lie.
+# With these options, the spacing follows other rules.
 _OTHER_RULES = ("use_karras_sigmas", "use_lu_lambdas", "use_exponential_sigmas", "use_beta_sigmas")
-_BENT = ("shift_terminal", "invert_sigmas")
-_FIRST = 1e-6
-# A shift beyond this stands in no configuration that works.
-_MOST = 1e6
+_UNSUPPORTED = ("shift_terminal", "invert_sigmas")
+# UniPC subtracts this from a first sigma of 1.
+_EPSILON = 1e-6
+_MAX_SHIFT = 1e6
+NO_SHIFT = Fact("scheduler.no_shift")
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseLevels:
-    """How a scheduler spreads its steps.
+    """How a scheduler places its steps.
 
     Attributes:
-        setting: what the shift is called in its configuration; `None` where a shift cannot be set.
-        fixed: why it cannot, a clause.
-        shift: of the configuration, or what diffusers takes where that has none.
-        spread: how the steps lie before they are shifted; `None` where that is not known.
-        training_steps: the number of timesteps of the training.
+        setting: name of the shift in the scheduler's configuration; `None` if it cannot be set.
+        fixed: why it cannot be set; `None` if it can.
+        shift: of the configuration, or diffusers' default.
+        spread: spacing of the sigmas before the shift; `None` if unknown.
+        training_steps: number of training timesteps.
     """
 
     setting: str | None = None
-    fixed: str = "it has none"
+    fixed: Fact | None = NO_SHIFT
     shift: float = 1.0
     spread: Spread | None = None
     training_steps: int = 1000
 
     def timesteps(self, steps: int, shift: float | None = None) -> list[float] | None:
-        """Return the timesteps of a clip, from noise to none; `None` where they are not known.
+        """Return the timesteps of a clip, highest first; `None` if they are unknown.
 
         Args:
-            shift: instead of the configuration's.
+            shift: replaces the configuration's.
         """
         by = self.shift if shift is None else shift
-        if self.spread is None or not 0 < by < _MOST:
+        if self.spread is None or not 0 < by < _MAX_SHIFT:
             return None
         if self.spread == "euler":
             return self._euler(steps, by)
@@ -67,7 +69,7 @@ class NoiseLevels:
             sigmas = [_shifted(1.0 - alpha, by) for alpha in reversed(even)][:-1]
         else:
             sigmas = [_shifted(sigma, by) for sigma in even[:-1]]
-            sigmas[0] -= _FIRST if abs(sigmas[0] - 1) < _FIRST else 0
+            sigmas[0] -= _EPSILON if abs(sigmas[0] - 1) < _EPSILON else 0
         return [float(int(sigma * self.training_steps)) for sigma in sigmas]
 
     def _euler(self, steps: int, shift: float) -> list[float]:
@@ -86,10 +88,10 @@ UNTOLD = NoiseLevels()
 
 
 def noise_levels(config: Mapping[str, Any]) -> NoiseLevels:
-    """Read a scheduler's configuration.
+    """Return how the scheduler of a configuration places its steps.
 
     Raises:
-        TypeError, ValueError: if its numbers are none.
+        TypeError, ValueError: if the configuration is malformed.
     """
     name = str(config.get("_class_name"))
     spread: Spread | None
@@ -98,24 +100,24 @@ def noise_levels(config: Mapping[str, Any]) -> NoiseLevels:
     elif name in _FLOW_MATCH:
         setting, spread = "shift", _FLOW_MATCH[name]
     else:
-        return NoiseLevels(fixed=f"{name} has none")
+        return NoiseLevels(fixed=NO_SHIFT)
     given = config.get(setting)
     fixed = _fixed(config, flow=name in _FLOW)
     return NoiseLevels(
         setting=None if fixed else setting,
         fixed=fixed,
         shift=1.0 if given is None else float(given),
-        spread=None if fixed or any(config.get(bent) for bent in _BENT) else spread,
+        spread=None if fixed or any(config.get(option) for option in _UNSUPPORTED) else spread,
         training_steps=int(config.get("num_train_timesteps") or 1000),
     )
 
 
-def _fixed(config: Mapping[str, Any], *, flow: bool) -> str:
-    """Return why a shift would move nothing, or not all; empty where it moves what it should."""
+def _fixed(config: Mapping[str, Any], *, flow: bool) -> Fact | None:
+    """Return why the scheduler would ignore a shift, or `None` if it applies it to every step."""
     other = next((rule for rule in _OTHER_RULES if config.get(rule)), None)
     if other is not None:
-        return f"{other} says where its steps lie"
-    return "it is not set up for flow matching (use_flow_sigmas)" if flow and not config.get("use_flow_sigmas") else ""
+        return Fact("scheduler.other_spacing", {"option": other})
+    return Fact("scheduler.no_flow_matching") if flow and not config.get("use_flow_sigmas") else None
 
 
 def _shifted(sigma: float, shift: float) -> float:
@@ -123,12 +125,12 @@ def _shifted(sigma: float, shift: float) -> float:
 
 
 def _shifted_single(sigma: float, shift: float) -> float:
-    """Do the same with every intermediate result in float32."""
+    """Apply the shift with every intermediate result in float32."""
     above = _single(_single(shift) * sigma)
     below = _single(1 + _single(_single(shift - 1) * sigma))
     return _single(above / below)
 
 
 def _single(value: float) -> float:
-    """Return the nearest number that float32 has."""
+    """Round to float32."""
     return float(struct.unpack("f", struct.pack("f", value))[0])

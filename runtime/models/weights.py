@@ -75,7 +75,7 @@ def load_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | N
             "Copy or download the model again.",
         )
     if quantized:
-        quantization.check_quantized(module, part.quantization, f"the {name} of {spec.title}")
+        quantization.check_quantized(module, part.quantization, name, spec.title)
     else:
         module = module.to(where)
     if spec.loras_of(name):

@@ -19,8 +19,10 @@ def check(request: GenerationRequest, spec: ModelSpec) -> None:
     if request.shift is not None and spec.noise.setting is None:
         raise InvalidRequestError(
             "shift",
-            f"The shift of {spec.title} cannot be set: its scheduler is {spec.scheduler}, and {spec.noise.fixed}.",
-            "Take --shift auto: then it is the model's own.",
+            "scheduler.shift_fixed",
+            model=spec.title,
+            scheduler=spec.scheduler,
+            cause=spec.noise.fixed,
         )
 
 

@@ -52,7 +52,7 @@ def main(kind: str, folder: Path) -> None:
     errors = {}
     for how in placements:
         quantized = load(folder, kind)
-        check_quantized(quantized, kind, "it")
+        check_quantized(quantized, kind, "transformer", "the tiny model")
         counted = sum(type(parameter) is not torch.nn.Parameter for parameter in quantized.parameters())
         projection, embedder = quantized.proj_out.weight, quantized.condition_embedder.time_proj.weight
         kept = [str(weight.dtype) for weight in (projection, embedder, quantized.patch_embedding.weight)]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from runtime.core.errors import MachineError, ModelError
+from runtime.core.facts import Fact
 from runtime.core.plan import ComponentPlan
 from runtime.models.quantization import arithmetic, check_quantized, config, loading_arguments
 from tests.engines.contract import wheels
@@ -43,32 +44,39 @@ def test_it_computes_in_16_bits(kind: str, dtype: str, bfloat16: bool, computes_
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cpu_is_refused(kind: str) -> None:
-    with pytest.raises(MachineError, match=f"{kind} needs an NVIDIA GPU") as caught:
+    with pytest.raises(MachineError) as caught:
         loading_arguments(part(kind))
-    assert caught.value.remedy == "Take --quantization none."
+    assert caught.value.fact == Fact("quantization.needs_gpu", {"kind": kind, "device": "cpu"})
+    assert caught.value.remedy == "Use --quantization none."
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_package_that_is_not_there_is_named(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, KINDS[kind], None)
-    with pytest.raises(MachineError, match=f"{kind} needs {KINDS[kind]}, which is not installed") as caught:
+    with pytest.raises(MachineError) as caught:
         config(kind, torch.bfloat16)
+    assert caught.value.fact == Fact("quantization.package_missing", {"kind": kind, "package": KINDS[kind]})
     assert "--quantization none" in caught.value.remedy
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_package_that_does_not_start_says_why(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_cannot_be_imported_states_why(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delitem(sys.modules, KINDS[kind], raising=False)
     (tmp_path / f"{KINDS[kind]}.py").write_text("raise OSError('libcudart.so.13 is missing\\nmore')\n", "utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(MachineError, match=r"does not start here: libcudart\.so\.13 is missing") as caught:
+    with pytest.raises(MachineError) as caught:
         config(kind, torch.bfloat16)
-    assert "\n" not in caught.value.what
+    assert caught.value.code == "quantization.package_broken"
+    assert caught.value.data == {"kind": kind, "package": KINDS[kind], "reason": "libcudart.so.13 is missing"}
 
 
-def test_a_model_of_which_nothing_was_quantized_is_told() -> None:
-    with pytest.raises(ModelError, match="found no layer of the transformer"):
-        check_quantized(torch.nn.Linear(3, 3), "fp8", "the transformer")
+def test_a_model_without_a_layer_to_quantize_is_refused() -> None:
+    with pytest.raises(ModelError) as caught:
+        check_quantized(torch.nn.Linear(3, 3), "fp8", "transformer", "Wan")
+    data = {"kind": "fp8", "component": "transformer", "model": "Wan"}
+    assert caught.value.fact == Fact("quantization.no_layer_fits", data)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import diffusers
 import pytest
 import torch
 
+from runtime.core.facts import Fact
 from runtime.core.request import MAX_SHIFT, MAX_STEPS, MIN_SHIFT
 from runtime.families.wan.known import KNOWN
 from runtime.models.timesteps import noise_levels
@@ -49,30 +50,41 @@ def test_the_steps_lie_where_the_scheduler_puts_them(name: str) -> None:
 @pytest.mark.parametrize(
     ("config", "setting", "fixed", "shift", "known"),
     [
-        ({"_class_name": "UniPCMultistepScheduler", **FLOW, "flow_shift": 3.0}, "flow_shift", "", 3.0, True),
-        ({"_class_name": "UniPCMultistepScheduler", **FLOW}, "flow_shift", "", 1.0, True),
-        ({"_class_name": "UniPCMultistepScheduler", **FLOW, "shift_terminal": 0.1}, "flow_shift", "", 1.0, False),
-        ({"_class_name": "UniPCMultistepScheduler"}, None, "use_flow_sigmas", 1.0, False),
-        ({"_class_name": "UniPCMultistepScheduler", **FLOW, "use_karras_sigmas": True}, None, "use_karras", 1.0, False),
-        ({"_class_name": "DPMSolverMultistepScheduler", **FLOW, "use_lu_lambdas": True}, None, "use_lu_", 1.0, False),
-        ({"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 5}, "shift", "", 5.0, True),
-        ({"_class_name": "FlowMatchEulerDiscreteScheduler", "invert_sigmas": True}, "shift", "", 1.0, False),
-        ({"_class_name": "FlowMatchHeunDiscreteScheduler", "shift": 3}, "shift", "", 3.0, False),
-        ({"_class_name": "DDIMScheduler"}, None, "DDIMScheduler has none", 1.0, False),
-        ({}, None, "has none", 1.0, False),
+        ({"_class_name": "UniPCMultistepScheduler", **FLOW, "flow_shift": 3.0}, "flow_shift", None, 3.0, True),
+        ({"_class_name": "UniPCMultistepScheduler", **FLOW}, "flow_shift", None, 1.0, True),
+        ({"_class_name": "UniPCMultistepScheduler", **FLOW, "shift_terminal": 0.1}, "flow_shift", None, 1.0, False),
+        ({"_class_name": "UniPCMultistepScheduler"}, None, Fact("scheduler.no_flow_matching"), 1.0, False),
+        (
+            {"_class_name": "UniPCMultistepScheduler", **FLOW, "use_karras_sigmas": True},
+            None,
+            Fact("scheduler.other_spacing", {"option": "use_karras_sigmas"}),
+            1.0,
+            False,
+        ),
+        (
+            {"_class_name": "DPMSolverMultistepScheduler", **FLOW, "use_lu_lambdas": True},
+            None,
+            Fact("scheduler.other_spacing", {"option": "use_lu_lambdas"}),
+            1.0,
+            False,
+        ),
+        ({"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 5}, "shift", None, 5.0, True),
+        ({"_class_name": "FlowMatchEulerDiscreteScheduler", "invert_sigmas": True}, "shift", None, 1.0, False),
+        ({"_class_name": "FlowMatchHeunDiscreteScheduler", "shift": 3}, "shift", None, 3.0, False),
+        ({"_class_name": "DDIMScheduler"}, None, Fact("scheduler.no_shift"), 1.0, False),
+        ({}, None, Fact("scheduler.no_shift"), 1.0, False),
     ],
 )
-def test_what_a_configuration_tells(
-    config: dict[str, Any], setting: str | None, fixed: str, shift: float, known: bool
+def test_a_configurations_shift_is_read(
+    config: dict[str, Any], setting: str | None, fixed: Fact | None, shift: float, known: bool
 ) -> None:
     levels = noise_levels(config)
-    assert (levels.setting, levels.shift) == (setting, shift)
-    assert fixed in levels.fixed and bool(fixed) == bool(levels.fixed)
+    assert (levels.setting, levels.shift, levels.fixed) == (setting, shift, fixed)
     assert (levels.timesteps(4) is not None) == known
 
 
 @pytest.mark.parametrize("shift", [0.0, -1.0, math.nan, math.inf, 1e30])
-def test_a_folder_with_an_impossible_shift_tells_nothing(shift: float) -> None:
+def test_an_impossible_shift_gives_no_timesteps(shift: float) -> None:
     levels = noise_levels({"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": shift})
     assert levels.timesteps(4) is None
 

@@ -77,16 +77,18 @@ def test_of_a_model_that_is_not_here_the_folder_is_yet_to_say() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "why"),
+    ("config", "cause"),
     [
-        ({"_class_name": "UniPCMultistepScheduler"}, "not set up for flow matching"),
-        ({"_class_name": "DDIMScheduler"}, "DDIMScheduler has none"),
+        ({"_class_name": "UniPCMultistepScheduler"}, "scheduler.no_flow_matching"),
+        ({"_class_name": "DDIMScheduler"}, "scheduler.no_shift"),
     ],
 )
-def test_a_scheduler_that_would_not_follow_is_refused(config: dict[str, Any], why: str, tiny: Tiny) -> None:
+def test_a_scheduler_that_would_not_follow_is_refused(config: dict[str, Any], cause: str, tiny: Tiny) -> None:
     spec = replace(tiny("wan2.2-a14b"), noise=noise_levels(config), scheduler=config["_class_name"])
-    with pytest.raises(InvalidRequestError, match=why) as refused:
+    with pytest.raises(InvalidRequestError) as refused:
         plan(spec, shift=5.0)
+    assert (refused.value.code, refused.value.data["cause"].code) == ("scheduler.shift_fixed", cause)
+    assert refused.value.data["scheduler"] == config["_class_name"]
     assert refused.value.field == "shift" and "--shift auto" in refused.value.remedy
     # Nothing asked for, nothing refused; who takes which step is not known.
     assert (plan(spec).shift, plan(spec).expert_steps) == (None, {})

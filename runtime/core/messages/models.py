@@ -122,4 +122,43 @@ _HUB: Mapping[str, Message] = {
     "hub.checking_model": Message("Checking the model."),
 }
 
-MESSAGES: Mapping[str, Message] = {**_HUB}
+_AGAIN = "Copy or download the model again."
+
+_FILES: Mapping[str, Message] = {
+    "model.file_unreadable": Message("{file} cannot be read: {reason}.", "Check the file {path} and its permissions."),
+    "model.file_damaged": Message("{file} is damaged or truncated ({size:,} bytes).", _AGAIN),
+}
+
+_SCHEDULER: Mapping[str, Message] = {
+    "scheduler.no_shift": Message("It has no shift."),
+    "scheduler.other_spacing": Message("The option {option} determines its timesteps."),
+    "scheduler.no_flow_matching": Message("It is not configured for flow matching (use_flow_sigmas)."),
+    "scheduler.shift_fixed": Message(
+        "The shift of {model} cannot be set; its scheduler is {scheduler}: {cause:clause}.",
+        "Use {set[shift=auto]} for the model's own.",
+    ),
+}
+
+_QUANTIZATION: Mapping[str, Message] = {
+    "quantization.needs_gpu": Message(
+        "Quantization {kind} needs an NVIDIA GPU; this plan runs on {device}.", "Use {set[quantization=none]}."
+    ),
+    "quantization.needs_newer_gpu": Message(
+        "Quantization {kind} needs a GPU of compute capability {needed} or newer; this one has {capability}.",
+        "Use {set[quantization=bnb-8bit]}, {set[quantization=bnb-4bit]} or {set[quantization=none]}.",
+    ),
+    "quantization.no_layer_fits": Message(
+        "Quantization {kind} supports no layer of the {component} of {model}: their sizes do not fit.",
+        "Use {set[quantization=none]}.",
+    ),
+    "quantization.package_missing": Message(
+        "Quantization {kind} needs {package}, which is not installed.",
+        "Run install.sh (install.bat on Windows) again on a computer with a GPU, or use {set[quantization=none]}.",
+    ),
+    "quantization.package_broken": Message(
+        "Quantization {kind} needs {package}, which cannot be imported: {reason}.",
+        "Run install.sh (install.bat on Windows) again, or use {set[quantization=none]}.",
+    ),
+}
+
+MESSAGES: Mapping[str, Message] = {**_HUB, **_FILES, **_SCHEDULER, **_QUANTIZATION}

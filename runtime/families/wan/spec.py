@@ -36,7 +36,7 @@ _ROPE_MAX_SEQ_LEN = 1024
 _TIED = ("shared.weight", "encoder.embed_tokens.weight")
 _SCHEDULER = "UniPCMultistepScheduler"
 # Of a model that is not here; its folder's configuration will give the shift.
-_NOISE = NoiseLevels(setting="flow_shift", fixed="", shift=math.nan, spread="unipc")
+_NOISE = NoiseLevels(setting="flow_shift", fixed=None, shift=math.nan, spread="unipc")
 
 # From Wan2.2's configuration (`sample_neg_prompt`), https://github.com/Wan-Video/Wan2.2.
 NEGATIVE_PROMPT = (
