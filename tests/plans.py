@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from runtime.core.cancel import Cancel
+from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
@@ -67,16 +68,16 @@ class Alone:
     def __init__(self, plan: ExecutionPlan) -> None:
         self.plan = plan
         self.cancel = Cancel()
-        self.fallen: list[tuple[str, str]] = []
+        self.fallen: list[tuple[str, Fact]] = []
 
     def loading(self, name: str) -> None:
         """Nothing is shown."""
 
-    def on_degraded(self, name: str, field: str, reason: str) -> None:
+    def on_degraded(self, name: str, field: str, reason: Fact) -> None:
         """Note it."""
         self.fallen.append((f"{name}.{field}", reason))
 
-    def fell_back(self, name: str, reason: str) -> None:
+    def fell_back(self, name: str, reason: Fact) -> None:
         """Note it, and go on in PyTorch."""
-        self.plan = self.plan.with_component(name, self.plan.components[name].in_pytorch(reason))
+        self.plan = self.plan.with_component(name, self.plan.components[name].in_pytorch(str(reason)))
         self.fallen.append((name, reason))

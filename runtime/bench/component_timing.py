@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from runtime.core.cancel import Cancel
+from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.execution.residency import Residency
 from runtime.models.spec import ModelSpec
@@ -34,12 +35,12 @@ class Lent:
     def loading(self, name: str) -> None:
         """See `residency.Watch`: nothing is shown."""
 
-    def fell_back(self, name: str, reason: str) -> None:
+    def fell_back(self, name: str, reason: Fact) -> None:
         """See `residency.Watch`: note it, and go on in PyTorch."""
         self.fallen[name] = f"PyTorch took over. {reason}"
-        self._plan = self._plan.with_component(name, self._plan.components[name].in_pytorch(reason))
+        self._plan = self._plan.with_component(name, self._plan.components[name].in_pytorch(str(reason)))
 
-    def on_degraded(self, name: str, field: str, reason: str) -> None:
+    def on_degraded(self, name: str, field: str, reason: Fact) -> None:
         """See `residency.Watch`: note it, and go on without."""
         self.fallen[name] = f"Without {field}: {reason}"
 

@@ -108,9 +108,9 @@ class Recorder:
         elif isinstance(event, StepDone):
             self._steps.append(event.seconds)
         elif isinstance(event, FellBack):
-            self._fell_back.append(event.reason)
+            self._fell_back.append(str(event.fact))
         elif isinstance(event, Warned):
-            self._warnings.append(event.message)
+            self._warnings.append(str(event.fact))
         elif isinstance(event, TerminalEvent):
             self._end = event
 

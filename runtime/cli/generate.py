@@ -76,7 +76,7 @@ def resume(beginning: str, *, as_json: bool) -> int:
         try:
             spec, plan = Planner(here.settings.weights_dir, here.engines, here.history).plan(job, here.machine)
         except TandemError as error:
-            store.record(job.id, Failed(error.what, error.remedy))
+            store.record(job.id, Failed.because_of(error))
             raise
         return _run(here, store, job, spec, plan, as_json=as_json)
 
@@ -88,10 +88,9 @@ def check_remembered(store: JobStore) -> None:
         StoreError: if it is not.
     """
     if store.problem:
-        what, _, remedy = store.problem.partition(". ")
-        raise StoreError(f"{what}.", remedy)
+        raise StoreError(store.problem.code, **store.problem.data)
     if store.notice:
-        terminal.warning(store.notice)
+        terminal.warning(str(store.notice))
 
 
 def _remembered(
@@ -104,7 +103,7 @@ def _remembered(
         return store, store.add(request, plan, instance=own.id)
     except StoreError as error:
         store.close()
-        store = JobStore(None, problem=f"{error.what} {error.remedy}")
+        store = JobStore(None, problem=error.fact)
         return store, store.add(request, plan, instance="here")
 
 
@@ -115,7 +114,7 @@ def _run(
     job = Job(record, plan, spec.title, store)
     job.begin(record)
     if store.notice:
-        terminal.warning(store.notice)
+        terminal.warning(str(store.notice))
 
     def emit(event: Event) -> None:
         seen = len(job.events)
@@ -123,12 +122,8 @@ def _run(
         progress.event(event)
         # The job may have more to say than was told: that it cannot be written down.
         for told in job.events[seen:]:
-            if isinstance(told, Warned):
-                terminal.warning(told.message)
-            elif isinstance(told, FellBack):
-                terminal.warning(told.reason)
-            elif isinstance(told, OutOfMemory) and told.taken:
-                terminal.warning(told.message)
+            if isinstance(told, Warned | FellBack) or (isinstance(told, OutOfMemory) and told.retried):
+                terminal.warning(str(told.fact))
 
     wishes = ControlPoller(store)
     with cancel_on_signals() as cancel, wishes.listening(), wishes.heard(job):
@@ -148,7 +143,7 @@ def _told(job: Job, store: JobStore, *, as_json: bool) -> int:
         return exit_codes.DONE
     again = "" if store.path is None else f" Go on later: jobs resume {job.id}"
     if isinstance(end, Failed):
-        if end.defect:
+        if end.internal:
             return exit_codes.defect(end.what, as_json=as_json)
         return exit_codes.refuse(end.what, end.remedy, as_json=as_json)
     if not isinstance(end, Cancelled):

@@ -44,7 +44,7 @@ def details(beginning: str, *, with_prompt: bool) -> dict[str, Any]:
     told = report(store, job, probe(), loaded.log_file, loaded.cache_dir, with_prompt=with_prompt)
     terminal.line(f"Job {job.id}: {_waits(store, job) or _state(job)}, asked for {_when(job.created)}")
     if job.failure is not None:
-        terminal.line(f"  {told['failure']['what']} {told['failure']['remedy']}")
+        terminal.line(f"  {job.failure.what} {job.failure.remedy}")
     for title in ("request", "versions", "machine"):
         terminal.line(f"{title.title()}: " + ", ".join(f"{name} {value}" for name, value in told[title].items()))
     for name, part in ((told["plan"] or {}).get("components") or {}).items():
@@ -102,7 +102,7 @@ def job_row(job: JobRecord) -> dict[str, Any]:
         "video": str(job.output) if job.state == "done" else None,
         "batch": job.batch,
         "parent": job.parent,
-        "error": None if job.failure is None else vars(job.failure),
+        "error": None if job.failure is None else job.failure.error_json(),
     }
 
 
@@ -141,7 +141,7 @@ def _waits(store: JobStore, job: JobRecord) -> str:
         return ""
     told = store.events(job.id)
     last = event_from_json(told[-1][2], job) if told else None
-    return last.words[0].lower() + last.words[1:] if isinstance(last, WaitsForGpus) else ""
+    return str(last.fact) if isinstance(last, WaitsForGpus) else ""
 
 
 def _when(seconds: float) -> str:

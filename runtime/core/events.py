@@ -1,29 +1,33 @@
-"""What a job tells while it runs.
+"""Events of a job while it runs: frozen pydantic models that tell what happened, as data.
 
-    WaitsForGpus(wanted, free)  before all else, where the job takes several GPUs and not all of them are free
-    Planned                     then, always
-    Resumed(step, of)           what an earlier run left is taken up
-    EngineProgress              while an engine is built
-    StageStarted(stage)         build, load, encode, denoise, decode, save; build comes for each component that has an
-                                engine to build, load before each that is not in memory
-    FellBack(component)         PyTorch runs it from here on, and why
-    StepDone                    after each denoising step
-    CheckpointSaved(step)       from here the job can be resumed, whatever happens
-    OutOfMemory                 where, of which memory, and what is done about it
-    FramesDecoded               after each decoded chunk
-    Warned                      something the user should read beside the result
-    Paused                      the run ends, the job does not: it can be resumed
-    VideoSaved | Failed | Cancelled     last, exactly one
+    WaitsForGpus        first, if the job needs several GPUs and not all of them are free
+    Planned             then, always
+    Resumed             the job continues from a checkpoint
+    EngineProgress      repeatedly, while an engine is built
+    StageStarted        build, load, encode, denoise, decode, save; "build" comes once per component with an engine to
+                        build, "load" once per component that is not in memory
+    FellBack            a component runs in PyTorch from now on instead of on its engine
+    StepDone            after each denoising step
+    CheckpointSaved     from now on the job can be resumed after this step
+    OutOfMemory         memory ran out; the job is retried with the next strategy, or fails
+    FramesDecoded       after each decoded chunk
+    Warned              a fact to show with the result
+    Paused              this run ends without a result; the job can be resumed
+    VideoSaved | Failed | Cancelled     last, exactly one of them
 
-A job that is resumed tells all of it again, from `Planned` on. Events are plain data: they cross threads as they are
-and become JSON through `to_json`.
+A resumed job emits all of them again, starting with `Planned`. Events become JSON by `to_json`, and come back by
+`from_json`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+
+from runtime.core.errors import TandemError
+from runtime.core.facts import Fact, render
 from runtime.core.plan import ExecutionPlan
 
 Stage = Literal["build", "load", "encode", "denoise", "decode", "save"]
@@ -38,152 +42,187 @@ STAGE_TITLES: Mapping[Stage, str] = {
 }
 
 
-@dataclass(frozen=True)
-class WaitsForGpus:
-    """The job takes `wanted` GPUs, of which `free` are its own already: others have to end what they do."""
+class _Event(BaseModel):
+    model_config = ConfigDict(frozen=True, defer_build=True)
 
+
+class WaitsForGpus(_Event):
+    """The job needs `wanted` GPUs and holds `free` of them; other jobs use the rest."""
+
+    event: Literal["WaitsForGpus"] = "WaitsForGpus"
     wanted: int
     free: int
 
     @property
-    def words(self) -> str:
-        """For people, without a full stop."""
-        free = "1 is" if self.free == 1 else f"{self.free or 'none'} {'are' if self.free else 'is'}"
-        return f"Waits for {self.wanted} GPUs: {free} free"
+    def fact(self) -> Fact:
+        """The event as a fact."""
+        return Fact("event.waits_for_gpus", {"wanted": self.wanted, "free": self.free})
 
 
-@dataclass(frozen=True)
-class Planned:
-    """The job starts; `plan` holds every decision."""
+class Planned(_Event):
+    """The job starts with this plan, which JSON leaves out: the job's record has it."""
 
-    plan: ExecutionPlan
+    event: Literal["Planned"] = "Planned"
+    plan: ExecutionPlan = Field(exclude=True)
 
 
-@dataclass(frozen=True)
-class StageStarted:
-    """A stage begins; `part` names the component where only one is concerned."""
+class StageStarted(_Event):
+    """A stage begins; `part` is the component if the stage concerns one."""
 
+    event: Literal["StageStarted"] = "StageStarted"
     stage: Stage
     part: str | None = None
 
 
-@dataclass(frozen=True)
-class Resumed:
-    """An earlier run had done `step` of `of` steps: with 0 it had read the prompt, with `of` all but decoded."""
+class Resumed(_Event):
+    """The job continues after `step` of `of` steps: 0 if only the prompt was encoded, `of` if only decoding is left."""
 
+    event: Literal["Resumed"] = "Resumed"
     step: int
     of: int
 
 
-@dataclass(frozen=True)
-class EngineProgress:
-    """The builder of `component`'s engine says `line`; `share` of the build is done, where that is known."""
+class EngineProgress(_Event):
+    """The engine of `component` is being built: the builder's latest line, and the share done (0 to 1) if known."""
 
+    event: Literal["EngineProgress"] = "EngineProgress"
     component: str
     line: str
     share: float | None = None
 
 
-@dataclass(frozen=True)
-class FellBack:
-    """`component` was to run on `backend` and runs in PyTorch for the rest of the job; `reason` is for people."""
+class FellBack(_Event):
+    """`component` was planned on `backend` and runs in PyTorch for the rest of the job."""
 
+    event: Literal["FellBack"] = "FellBack"
     component: str
     backend: str
-    reason: str
+    reason: Fact
+
+    @property
+    def fact(self) -> Fact:
+        """The event as a warning."""
+        data = {"component": self.component, "backend": self.backend, "reason": self.reason}
+        return Fact("event.fell_back", data)
 
 
-@dataclass(frozen=True)
-class StepDone:
+class StepDone(_Event):
     """Denoising step `step` of `of` took `seconds`; `preview` is an animated WebP of the clip so far."""
 
+    event: Literal["StepDone"] = "StepDone"
     step: int
     of: int
     seconds: float
     part: str
-    preview: bytes | None = field(default=None, repr=False)
+    preview: bytes | None = Field(default=None, repr=False, exclude=True)
 
 
-@dataclass(frozen=True)
-class CheckpointSaved:
-    """What is done up to step `step` is on disk."""
+class CheckpointSaved(_Event):
+    """The state after step `step` is on disk."""
 
+    event: Literal["CheckpointSaved"] = "CheckpointSaved"
     step: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class OutOfMemory:
-    """Memory ran out; everything that was loaded is freed.
+class OutOfMemory(_Event):
+    """Memory ran out. All loaded weights are freed.
 
     Attributes:
         stage, component: where.
         memory: "VRAM" of the GPU, or "RAM" of the machine.
-        instead: title of the next more frugal way; empty where there is none.
-        flags: what asks for it on the command line.
-        times_as_long: how much longer the clip takes that way.
-        lossless: whether the video is the same that way.
-        lost_seconds: of work that has to be done again.
-        taken: whether the job goes on that way by itself; else it fails.
-        message: all of this for people.
-        plan: from here on, where it goes on.
+        retried: whether the job continues by itself with the next strategy; otherwise it fails.
+        strategy: the next strategy that needs less memory; `None` if there is none.
+        changes: request fields that select this strategy, by name.
+        slowdown: how much longer the clip takes with it: 1.2 is 20 % longer.
+        lossless: whether the video stays the same with it.
+        lost_seconds: of work that is repeated.
+        plan: the new plan if the job is retried.
     """
 
+    event: Literal["OutOfMemory"] = "OutOfMemory"
     stage: Stage
     component: str
     memory: Literal["VRAM", "RAM"]
-    instead: str
-    flags: str
-    slowdown: float
-    lossless: bool
-    lost_seconds: float
-    taken: bool
-    message: str
-    plan: ExecutionPlan | None = field(default=None, repr=False)
+    retried: bool
+    strategy: Fact | None = None
+    changes: Mapping[str, str] = Field(default_factory=dict)
+    slowdown: float = 1.0
+    lossless: bool = True
+    lost_seconds: float = 0.0
+    plan: ExecutionPlan | None = Field(default=None, repr=False, exclude=True)
+
+    @property
+    def effects(self) -> list[Fact]:
+        """The strategy and what it costs; empty if there is none."""
+        if self.strategy is None:
+            return []
+        slower = [Fact("event.slower", {"times": self.slowdown})] if self.slowdown >= _NOTICEABLE_SLOWDOWN else []
+        return [self.strategy, *slower, *([] if self.lossless else [Fact("event.less_exact")])]
+
+    @property
+    def fact(self) -> Fact:
+        """The event as a warning."""
+        data: dict[str, Any] = {"stage": self.stage, "component": self.component, "memory": self.memory}
+        if self.strategy is None:
+            return Fact("event.out_of_memory", data)
+        data["effects"] = self.effects
+        if not self.retried:
+            return Fact("event.out_of_memory_strategy", data)
+        if self.lost_seconds < _NOTICEABLE_SECONDS:
+            return Fact("event.out_of_memory_retried", data)
+        return Fact("event.out_of_memory_repeated", {**data, "lost_seconds": self.lost_seconds})
 
 
-@dataclass(frozen=True)
-class FramesDecoded:
+class FramesDecoded(_Event):
     """`frames` of `of` frames are decoded; `preview` is an animated WebP of those so far."""
 
+    event: Literal["FramesDecoded"] = "FramesDecoded"
     frames: int
     of: int
-    preview: bytes | None = field(default=None, repr=False)
+    preview: bytes | None = Field(default=None, repr=False, exclude=True)
 
 
-@dataclass(frozen=True)
-class Warned:
-    """A sentence to show beside the result."""
+class Warned(_Event):
+    """A fact to show with the result."""
 
-    message: str
+    event: Literal["Warned"] = "Warned"
+    fact: Fact
 
 
-@dataclass(frozen=True, kw_only=True)
-class VideoSaved:
-    """The job is done and the MP4 is whole.
+class VideoSaved(_Event):
+    """The job is done and the MP4 is complete.
 
     Attributes:
-        video: its path.
-        request: every value as used.
-        plan: what ran where, and why.
-        timings: seconds of encode, denoise, decode, mux and total, without loading, of all runs of the job.
-        load_seconds: seconds spent loading weights, in all runs.
-        peak_memory_bytes: of the device on CUDA, of the process elsewhere, in the last run.
-        warnings: sentences to show beside the result.
-        earlier: of a job that was resumed: the "step" from which, and "timings" and "load_seconds" of the runs before,
-            which are part of those above; else empty.
+        video: path of the MP4.
+        request: every field as resolved.
+        plan: what ran where, and why, as `ExecutionPlan.to_json` returns it.
+        timings: seconds of encode, denoise, decode, mux and total over all runs of the job, without loading.
+        load_seconds: seconds spent on loading weights, in all runs.
+        peak_memory_bytes: of the device on CUDA, otherwise of the process, in the last run.
+        warnings: facts to show with the result; text where an earlier version or an MP4 file holds it.
+        earlier: for a resumed job: the "step" that it was resumed after, and "timings" and "load_seconds" of the
+            earlier runs, which are included above; otherwise empty.
     """
 
+    event: Literal["VideoSaved"] = "VideoSaved"
     video: Path
     request: Mapping[str, Any]
     plan: Mapping[str, Any]
     timings: Mapping[str, float]
     load_seconds: float
     peak_memory_bytes: int
-    warnings: tuple[str, ...]
-    earlier: Mapping[str, Any] = field(default_factory=dict)
+    warnings: tuple[Fact, ...]
+    earlier: Mapping[str, Any] = Field(default_factory=dict)
+
+    @field_validator("warnings", mode="before")
+    @classmethod
+    def _read_sentences(cls, value: Any) -> Any:
+        if not isinstance(value, list | tuple):
+            return value
+        return [Fact("text", {"what": one, "remedy": ""}) if isinstance(one, str) else one for one in value]
 
     def result_json(self) -> dict[str, Any]:
-        """Return the result as the command line's `--json` and the API print it."""
+        """Return the result as `--json` and the HTTP API return it; warnings are sentences."""
         return {
             "video": str(self.video),
             "request": dict(self.request),
@@ -192,29 +231,50 @@ class VideoSaved:
             "timings": dict(self.timings),
             "load_seconds": self.load_seconds,
             "peak_memory_bytes": self.peak_memory_bytes,
-            "warnings": list(self.warnings),
+            "warnings": [render(fact).what for fact in self.warnings],
             "earlier": dict(self.earlier),
         }
 
 
-@dataclass(frozen=True)
-class Failed:
-    """The job ended without a video. `defect` says that the fault is ours; the traceback is in the log."""
+class Failed(_Event):
+    """The job ended without a video. `internal` marks an internal error, whose traceback is in the log."""
 
-    what: str
-    remedy: str
-    defect: bool = False
+    event: Literal["Failed"] = "Failed"
+    fact: Fact
+    internal: bool = False
+
+    @classmethod
+    def because_of(cls, error: Exception) -> "Failed":
+        """Return the event for an error: a `TandemError`, or any other one, which is internal."""
+        if isinstance(error, TandemError):
+            return cls(fact=error.fact)
+        return cls(fact=Fact("event.internal_error", {"error": repr(error)}), internal=True)
+
+    def error_json(self) -> dict[str, Any]:
+        """Return the failure as `--json` has it: fact, and text in the words of the command line."""
+        return {**self.fact.model_dump(), "what": self.what, "remedy": self.remedy, "internal": self.internal}
+
+    @property
+    def what(self) -> str:
+        """What went wrong, in the words of the command line."""
+        return render(self.fact).what
+
+    @property
+    def remedy(self) -> str:
+        """What to do about it, in the words of the command line."""
+        return render(self.fact).remedy
 
 
-@dataclass(frozen=True)
-class Cancelled:
-    """Somebody stopped the job; nothing half-written is left."""
+class Cancelled(_Event):
+    """The job was cancelled; no partial file is left."""
+
+    event: Literal["Cancelled"] = "Cancelled"
 
 
-@dataclass(frozen=True)
-class Paused:
-    """Somebody paused the job after `step` of `of` steps: this run of it is over, the next one goes on from there."""
+class Paused(_Event):
+    """The job was paused after `step` of `of` steps: this run ends, the next one resumes there."""
 
+    event: Literal["Paused"] = "Paused"
     step: int
     of: int
 
@@ -238,14 +298,30 @@ Event = (
 )
 TerminalEvent = VideoSaved | Failed | Cancelled
 
-_LARGE = frozenset({"preview", "plan"})
+_NOTICEABLE_SLOWDOWN = 1.05
+_NOTICEABLE_SECONDS = 0.5
 
 
 def to_json(event: Event) -> dict[str, Any]:
-    """Return the event as JSON types, its name under "event"; previews and `OutOfMemory`'s plan are left out."""
-    name = type(event).__name__
+    """Return the event as JSON types for programs, with its name as "event"; previews are left out.
+
+    `Planned` has the resolved request and the plan, `VideoSaved` the result.
+    """
     if isinstance(event, Planned):
-        return {"event": name, "request": event.plan.request_json(), "plan": event.plan.to_json()}
+        return {"event": event.event, "request": event.plan.request_json(), "plan": event.plan.to_json()}
     if isinstance(event, VideoSaved):
-        return {"event": name, **event.result_json()}
-    return {"event": name, **{key: value for key, value in vars(event).items() if key not in _LARGE}}
+        return {"event": event.event, **event.result_json()}
+    return event.model_dump(mode="json")
+
+
+def from_json(values: Mapping[str, Any]) -> Event | None:
+    """Return an event from what `model_dump` made of it; `None` if this version does not know it."""
+    try:
+        return _adapter().validate_python(values)
+    except ValidationError:
+        return None
+
+
+@lru_cache(maxsize=1)
+def _adapter() -> TypeAdapter[Event]:
+    return TypeAdapter(Annotated[Event, Field(discriminator="event")])

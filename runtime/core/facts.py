@@ -16,6 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from runtime.core.messages import MESSAGES
 from runtime.core.units import byte_size, duration, memory_size
 
+_BACKENDS = {"pytorch": "PyTorch", "inductor": "Inductor", "onnxruntime": "ONNX Runtime", "tensorrt": "TensorRT"}
+
 
 class Fact(BaseModel):
     """One statement without words: a code from `core.messages` and the data that its template needs.
@@ -61,6 +63,10 @@ class Words:
         """Return a component's title."""
         return name.replace("_", " ").capitalize().replace("Vae", "VAE")
 
+    def backend(self, name: str) -> str:
+        """Return a backend's title."""
+        return _BACKENDS.get(name, name)
+
 
 class _Settings:
     """`{set[offload]}` and `{set[offload=group]}` in a template."""
@@ -82,7 +88,9 @@ class _Template(Formatter):
     def format_field(self, value: Any, format_spec: str) -> str:
         """Format one value; a fact among the data is rendered first."""
         if isinstance(value, Fact):
-            value = render(value, self._words).what
+            text = render(value, self._words)
+            value = f"{text.what} {text.remedy}".strip() if format_spec == "advice" else text.what
+            format_spec = "" if format_spec == "advice" else format_spec
         words = self._words
         conversions: Mapping[str, Callable[[], str]] = {
             "memory": lambda: memory_size(value),
@@ -95,6 +103,9 @@ class _Template(Formatter):
             "quoted": lambda: ", ".join(f"“{one}”" for one in ([value] if isinstance(value, str) else value)),
             "sentence": lambda: str(value).rstrip("."),  # a sentence that goes on
             "clause": lambda: _lowered(str(value).rstrip(".")),  # a sentence inside another one
+            "clauses": lambda: ", ".join(self.format_field(one, "clause") for one in value),
+            "settings": lambda: " ".join(words.setting(name, one) for name, one in value.items()),  # by name
+            "backend": lambda: words.backend(value),
         }
         if format_spec in conversions:
             return conversions[format_spec]()

@@ -7,7 +7,7 @@ import time
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
-from runtime.core.events import Event, Planned
+from runtime.core.events import Event, FellBack, Planned
 
 # Where `logging` sends them.
 _WARNINGS = "py.warnings"
@@ -71,7 +71,8 @@ def in_the_log(event: Event) -> str:
     if isinstance(event, Planned):
         plan = event.plan
         return f"Planned {plan.width}x{plan.height} frames={plan.frames} steps={plan.steps} seed={plan.seed}"
-    words = [type(event).__name__]
+    fact = event.reason if isinstance(event, FellBack) else getattr(event, "fact", None)
+    words = [event.event, *([] if fact is None else [f"code={fact.code}"])]
     for name, value in vars(event).items():
         if isinstance(value, float):
             words.append(f"{name}={value:.3f}")

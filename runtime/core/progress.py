@@ -23,6 +23,7 @@ from runtime.core.events import (
     WaitsForGpus,
     Warned,
 )
+from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.core.time_left import Pace
 
@@ -58,7 +59,7 @@ class Progress:
     pace: Pace = field(default_factory=Pace, repr=False)
     now: float = 0.0
     preview: bytes | None = None
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[Fact, ...] = ()
     paused: bool = False
     end: VideoSaved | Failed | Cancelled | None = None
     waits: WaitsForGpus | None = None
@@ -91,7 +92,7 @@ class Progress:
         if self.paused:
             return "Paused"
         if self.waits is not None:
-            return self.waits.words
+            return str(self.waits.fact).rstrip(".")
         if self.stage is None:
             return "Preparing"
         title = STAGE_TITLES[self.stage]
@@ -127,11 +128,9 @@ class Progress:
         elif isinstance(event, FramesDecoded):
             changes = {"frames": event.frames, "preview": event.preview or self.preview}
         elif isinstance(event, OutOfMemory):
-            changes = {"plan": event.plan or self.plan, "frames": 0, "warnings": (*self.warnings, event.message)}
-        elif isinstance(event, Warned):
-            changes = {"warnings": (*self.warnings, event.message)}
-        elif isinstance(event, FellBack):
-            changes = {"warnings": (*self.warnings, event.reason)}
+            changes = {"plan": event.plan or self.plan, "frames": 0, "warnings": (*self.warnings, event.fact)}
+        elif isinstance(event, Warned | FellBack):
+            changes = {"warnings": (*self.warnings, event.fact)}
         elif isinstance(event, Paused):
             changes = {"paused": True}
         elif isinstance(event, WaitsForGpus):

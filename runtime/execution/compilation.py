@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from runtime.core.errors import first_line
+from runtime.core.facts import Fact
 from runtime.execution.memory import ran_out
 
-# Hears why something runs uncompiled, in a sentence.
-Stumbled = Callable[[str], None]
+# Called with the reason why something runs uncompiled.
+OnDegraded = Callable[[Fact], None]
 
 _INDUCTOR, _TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 # So many kinds of inputs are compiled for before all is forgotten: sizes, and tensors that lie otherwise in memory.
@@ -40,14 +41,14 @@ class WithFallback:
         seconds: that the first call of each kind in this process took: what is compiled starts in none.
 
     Args:
-        failing: what is said then, a clause.
-        stumbled: hears that once.
+        failure: code of the reason.
+        on_degraded: called once with it.
     """
 
-    def __init__(self, failing: str, on_degraded: Stumbled | None = None) -> None:
+    def __init__(self, failure: str, on_degraded: OnDegraded | None = None) -> None:
         self.seconds = 0.0
-        self._failing = failing
-        self._stumbled = on_degraded
+        self._failure = failure
+        self._on_degraded = on_degraded
         self._gave_up = False
 
     def run(self, fast: Callable[..., Any], plain: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -69,10 +70,10 @@ class WithFallback:
         return plain(*arguments)
 
     def _give_up(self, error: Exception) -> None:
-        logger.warning("%s", self._failing, exc_info=error)
+        logger.warning("%s", self._failure, exc_info=error)
         self._gave_up = True
-        if self._stumbled is not None:
-            self._stumbled(f"{self._failing} ({type(error).__name__}: {first_line(error)}).")
+        if self._on_degraded is not None:
+            self._on_degraded(Fact(self._failure, {"error": f"{type(error).__name__}: {first_line(error)}"}))
 
 
 class CompiledStep(WithFallback):
@@ -80,11 +81,11 @@ class CompiledStep(WithFallback):
 
     Args:
         function: must not write into what it is given.
-        stumbled: hears once that it cannot be compiled; the function itself runs from then on.
+        on_degraded: called once if it cannot be compiled; the function itself runs from then on.
     """
 
-    def __init__(self, function: Callable[..., Any], on_degraded: Stumbled | None = None) -> None:
-        super().__init__("PyTorch could not compile it", on_degraded)
+    def __init__(self, function: Callable[..., Any], on_degraded: OnDegraded | None = None) -> None:
+        super().__init__("execution.compilation_failed", on_degraded)
         self._function = function
         self._compiled = torch.compile(function, fullgraph=True, dynamic=False)
 

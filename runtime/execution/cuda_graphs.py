@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from runtime.core.errors import first_line
-from runtime.execution.compilation import Stumbled
+from runtime.core.facts import Fact
+from runtime.execution.compilation import OnDegraded
 from runtime.execution.memory import ran_out
 
 # Before recording, so that libraries have chosen their kernels and allocated what they keep.
@@ -30,16 +31,16 @@ class CudaGraphRunner:
     Args:
         function: takes latents, a timestep, and a function that gives a text's state, the same object for the same
             text; must do nothing but start kernels.
-        stumbled: hears once that it cannot be recorded; the function itself runs from then on.
+        on_degraded: called once if it cannot be recorded; the function itself runs from then on.
     """
 
     def __init__(
         self,
         function: Callable[[torch.Tensor, torch.Tensor, Callable[[], Any]], torch.Tensor],
-        on_degraded: Stumbled | None = None,
+        on_degraded: OnDegraded | None = None,
     ) -> None:
         self._function = function
-        self._stumbled = on_degraded
+        self._on_degraded = on_degraded
         self._recorded: list[tuple[Any, _Recorded]] = []
         self._gave_up = False
 
@@ -59,8 +60,8 @@ class CudaGraphRunner:
                 raise
             logger.warning("A call could not be recorded", exc_info=error)
             self._gave_up = True
-            if self._stumbled is not None:
-                self._stumbled(f"CUDA could not record it ({first_line(error)}).")
+            if self._on_degraded is not None:
+                self._on_degraded(Fact("execution.graph_capture_failed", {"error": first_line(error)}))
             return self._function(latents, timestep, text)
         self._recorded = [*self._recorded[1 - _RECORDED :], (key, recorded)]
         return recorded.replay(latents, timestep)

@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 
+from runtime.core.facts import Fact
 from runtime.engines.service import OpenEngines
 from runtime.execution.engine_fallback import Guarded
 
@@ -55,7 +56,7 @@ class EngineDenoiser:
 
     pairs = False
 
-    def __init__(self, engines: OpenEngines, fall_back: Callable[[str], Denoiser]) -> None:
+    def __init__(self, engines: OpenEngines, fall_back: Callable[[Fact], Denoiser]) -> None:
         self._guarded = Guarded(engines, fall_back)
 
     def reset_cache(self) -> None:

@@ -6,6 +6,7 @@ from typing import Generic, TypeVar
 import torch
 
 from runtime.core.errors import EngineError
+from runtime.core.facts import Fact
 from runtime.engines.service import OpenEngines
 
 Part = TypeVar("Part")
@@ -22,7 +23,7 @@ class Guarded(Generic[Part]):
         fall_back: called once, with the reason; closes the engines and returns the same component in PyTorch.
     """
 
-    def __init__(self, engines: OpenEngines, fall_back: Callable[[str], Part]) -> None:
+    def __init__(self, engines: OpenEngines, fall_back: Callable[[Fact], Part]) -> None:
         self._engines = engines
         self._fall_back = fall_back
         self._instead: Part | None = None
@@ -34,11 +35,11 @@ class Guarded(Generic[Part]):
                 result = on_engines(self._engines)
                 if _finite(result):
                     return result
-                reason = "Its engine gave values that are not numbers (NaN or Inf)."
+                reason = Fact("execution.engine_not_finite")
             except EngineError as error:
-                reason = error.what
+                reason = error.fact
             except OUT_OF_MEMORY:
-                reason = "Memory ran out in its engine."
+                reason = Fact("execution.engine_out_of_memory")
             # Outside of the handler: an exception's frames would hold on to the memory that is needed now.
             self._instead = self._fall_back(reason)
         return in_pytorch(self._instead)

@@ -15,6 +15,7 @@ import torch
 
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError
+from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, ComponentPlan, ExecutionPlan, Speed, Split
 from runtime.engines.service import EngineService, OpenEngines
 from runtime.execution.attention import problem
@@ -90,12 +91,12 @@ class Watch(Protocol):
         """Hear that a component is loaded."""
         ...
 
-    def fell_back(self, name: str, reason: str) -> None:
-        """Hear that PyTorch runs a component from here on, because of its engine; `reason` is a sentence."""
+    def fell_back(self, name: str, reason: Fact) -> None:
+        """Note that a component runs in PyTorch from now on, and why."""
         ...
 
-    def on_degraded(self, name: str, field: str, reason: str) -> None:
-        """Hear that a component is computed without what `field` of the plan's `Speed` says; `reason` is a sentence."""
+    def on_degraded(self, name: str, field: str, reason: Fact) -> None:
+        """Note that a component runs without what `field` of the plan's `Speed` says, and why."""
         ...
 
 
@@ -220,7 +221,7 @@ class Residency:
         job: Watch,
         name: str,
         build: Callable[[torch.nn.Module, ComponentPlan], Part],
-        on_engines: Callable[[OpenEngines, Callable[[str], Part]], Any],
+        on_engines: Callable[[OpenEngines, Callable[[Fact], Part]], Any],
         prepare: Callable[[Any, ComponentPlan], None] = lambda *_: None,
     ) -> Iterator[Any]:
         """Lend a component: `build` makes it in PyTorch, `on_engines` of its engines and what it falls back to.
@@ -254,9 +255,9 @@ class Residency:
             prepare(made, wanted)
             return made
 
-        def fall_back(reason: str) -> Part:
+        def fall_back(reason: Fact) -> Part:
             self._drop(used.pop())
-            instead = part.in_pytorch(reason)
+            instead = part.in_pytorch(str(reason))
             used.append(_key(spec, name, job.plan, instead))
             job.fell_back(name, reason)
             return pytorch(instead)
@@ -289,8 +290,8 @@ class Residency:
         spec: ModelSpec,
         name: str,
         part: ComponentPlan,
-        on_engines: Callable[[OpenEngines, Callable[[str], Part]], Any],
-        fall_back: Callable[[str], Part],
+        on_engines: Callable[[OpenEngines, Callable[[Fact], Part]], Any],
+        fall_back: Callable[[Fact], Part],
     ) -> Any:
         """Open a component's engines, or return it in PyTorch where they cannot be opened."""
         service = self.engines
@@ -298,9 +299,9 @@ class Residency:
             engines = hold(part, lambda: service.open(spec, name, part.engines, part.device))
             return on_engines(engines, fall_back)
         except EngineError as error:
-            reason = error.what
+            reason = error.fact
         except OUT_OF_MEMORY:
-            reason = "Memory ran out while its engine was loaded."
+            reason = Fact("execution.engine_load_out_of_memory")
         return fall_back(reason)
 
     def _free_all_but(self, spec: ModelSpec, plan: ExecutionPlan) -> None:
@@ -326,7 +327,8 @@ def compute_as_planned(denoiser: PyTorchDenoiser, part: ComponentPlan, spec: Mod
     if speed.attention != EAGER.attention:
         against = problem(speed.attention, part.device, denoiser.dtype, spec.transformer.attention_head_dim)
         if against is not None:
-            job.on_degraded(name, "attention", f"{speed.attention} does not run here: {against}.")
+            reason = Fact("execution.attention_unavailable", {"attention": speed.attention, "reason": against})
+            job.on_degraded(name, "attention", reason)
             speed = replace(speed, attention=EAGER.attention)
     denoiser.compute(speed, partial(job.on_degraded, name))
 

@@ -7,6 +7,7 @@ from typing import Any
 import regex
 import torch
 
+from runtime.core.facts import Fact
 from runtime.engines.service import OpenEngines
 from runtime.execution.engine_fallback import Guarded
 
@@ -101,7 +102,7 @@ class PyTorchTextModel:
 class EngineTextModel:
     """An engine, and PyTorch once it fails."""
 
-    def __init__(self, engines: OpenEngines, fall_back: Callable[[str], TextModel]) -> None:
+    def __init__(self, engines: OpenEngines, fall_back: Callable[[Fact], TextModel]) -> None:
         self._guarded = Guarded(engines, fall_back)
 
     def __call__(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

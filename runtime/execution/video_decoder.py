@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 
 from runtime.core.errors import BadResultError
+from runtime.core.facts import Fact
 from runtime.core.plan import ComponentPlan
 from runtime.engines.identity import CLIP_PROGRAM
 from runtime.engines.service import OpenEngines
@@ -109,7 +110,7 @@ class EngineVideoDecoder:
     One that was made elsewhere may take whole clips; where it fails, PyTorch decodes all.
     """
 
-    def __init__(self, engines: OpenEngines, fall_back: Callable[[str], ResumableDecoder]) -> None:
+    def __init__(self, engines: OpenEngines, fall_back: Callable[[Fact], ResumableDecoder]) -> None:
         self._guarded = Guarded(engines, fall_back)
 
     def frames(self, latents: torch.Tensor, chunk: int, tile: int | None = None) -> Iterator[torch.Tensor]:

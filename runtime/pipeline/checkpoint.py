@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from runtime.core.errors import CheckpointError
+from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.core.step_cache import NONE
 from runtime.execution.memory import ran_out
@@ -71,7 +72,7 @@ class Checkpoint:
     of: int
     conditioning: Conditioning
     reached: Reached | None
-    warnings: tuple[str, ...]
+    warnings: tuple[Fact, ...]
     timings: Mapping[str, float]
     load_seconds: float
 
@@ -121,11 +122,13 @@ class CheckpointFolder:
                 _write(latest, data)
         except OSError as error:
             self._sweep()
-            raise CheckpointError(f"{self._path} cannot be written to: {error.strerror or error}", "") from error
+            raise CheckpointError(
+                "checkpoint.not_writable", folder=self._path, reason=error.strerror or str(error)
+            ) from error
         except Exception as error:
             if ran_out(error) is None:
                 raise
-            raise CheckpointError("there is no memory (RAM) left to copy it", "") from error
+            raise CheckpointError("checkpoint.no_memory") from error
 
     def load(self, spec: ModelSpec, plan: ExecutionPlan) -> Checkpoint | None:
         """Return the newest checkpoint, its tensors where `plan` has the transformer; `None` if there is none.
@@ -215,7 +218,7 @@ def _packed(checkpoint: Checkpoint, stamped: Stamps) -> bytes:
         "step": checkpoint.step,
         "of": checkpoint.of,
         "scheduler": scheduler,
-        "warnings": list(checkpoint.warnings),
+        "warnings": [fact.model_dump() for fact in checkpoint.warnings],
         "timings": dict(checkpoint.timings),
         "load_seconds": checkpoint.load_seconds,
     }
@@ -233,14 +236,14 @@ def _read(path: Path, stamped: Stamps, plan: ExecutionPlan, *, half: bool) -> Ch
             # Copies, for those in the file lie at any address: arithmetic may round otherwise there.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - no mapping
         if facts["version"] != _VERSION:
-            raise CheckpointError("another version of Tandem wrote it", "")
+            raise CheckpointError("checkpoint.other_version")
         if metadata[_CHECKSUM] != str(_checksum(metadata[FACTS], tensors)):
-            raise CheckpointError("it is damaged", "")
+            raise CheckpointError("checkpoint.damaged")
         if facts["identity"]["half" if half else "whole"] != identity(stamped, plan, half=half):
-            raise CheckpointError("it is of another clip, or the model's files have changed", "")
+            raise CheckpointError("checkpoint.other_clip")
         planned, ran = plan_from_json(facts["planned"]), plan_from_json(facts["plan"])
         if planned is None or ran is None:
-            raise CheckpointError("another version of Tandem wrote it", "")
+            raise CheckpointError("checkpoint.other_version")
         device = plan.components["transformer"].device
         reached = None
         if facts["scheduler"] is not None:
@@ -255,12 +258,17 @@ def _read(path: Path, stamped: Stamps, plan: ExecutionPlan, *, half: bool) -> Ch
                 tensors["positive"].to(device), None if negative is None else negative.to(device)
             ),
             reached=reached,
-            warnings=tuple(facts["warnings"]),
+            warnings=tuple(_read_warning(one) for one in facts["warnings"]),
             timings=dict(facts["timings"]),
             load_seconds=float(facts["load_seconds"]),
         )
     except (OSError, SafetensorError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError("it is damaged", "") from error
+        raise CheckpointError("checkpoint.damaged") from error
+
+
+def _read_warning(value: Any) -> Fact:
+    """Return a stored warning; earlier versions stored sentences."""
+    return Fact("text", {"what": value, "remedy": ""}) if isinstance(value, str) else Fact.model_validate(value)
 
 
 def _describe_all(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> Any:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from runtime.core.errors import CheckpointError
 from runtime.core.events import CheckpointSaved, Event
+from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import Checkpoint, CheckpointFolder
@@ -74,7 +75,7 @@ class CheckpointPolicy:
             self._cost = guessed_cost(checkpoint.size if checkpoint else 0)
         return due(self._seconds, self._spent, self._cost)
 
-    def keep(self, make: Callable[[], Checkpoint | None], *, boundary: bool = False) -> str | None:
+    def keep(self, make: Callable[[], Checkpoint | None], *, boundary: bool = False) -> Fact | None:
         """Keep the job as it stands, if that is not on disk already.
 
         Args:
@@ -82,7 +83,7 @@ class CheckpointPolicy:
             boundary: it stands between both experts.
 
         Returns:
-            Why it cannot be kept, in sentences, the first time: it goes on without.
+            The reason if it cannot be kept, the first time: the job continues without.
         """
         checkpoint = None if self._folder is None else make()
         # A fallback changes what comes next even where no step was done since.
@@ -95,11 +96,13 @@ class CheckpointPolicy:
         except CheckpointError as error:
             if not self._warned:
                 self._warned = True
-                since = f"goes on after step {self._kept[0]}" if self._kept else "starts anew"
-                problem = f"What is done cannot be kept: {error.what}. If the job is interrupted, it {since}."
+                problem = Fact("pipeline.checkpoints_stopped", {"cause": error.fact})
+                if self._kept:
+                    data = {"cause": error.fact, "step": self._kept[0]}
+                    problem = Fact("pipeline.checkpoints_stopped_after", data)
         else:
             self._kept = (checkpoint.step, checkpoint.plan)
-            self._emit(CheckpointSaved(checkpoint.step))
+            self._emit(CheckpointSaved(step=checkpoint.step))
         took = time.perf_counter() - started
         self._spent += took
         self._cost = took

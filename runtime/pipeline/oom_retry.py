@@ -1,109 +1,94 @@
-"""Work that goes on where memory runs out: in the next more frugal way, from where it was."""
+"""Retry after out-of-memory with the next strategy that needs less memory, from the last finished step."""
 
 import logging
 import time
 import traceback
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from runtime.core.errors import MachineError
-from runtime.core.events import STAGE_TITLES, OutOfMemory
-from runtime.core.units import duration
+from runtime.core.events import OutOfMemory
+from runtime.core.facts import Fact
 from runtime.execution.memory import ran_out, release_cached_memory
 from runtime.pipeline.run_context import RunContext
 from runtime.planner.fallback_strategy import FallbackStrategy, Memory, next_way
 
 Result = TypeVar("Result")
 
-_MEMORY_TITLES: dict[Memory, str] = {"VRAM": "video memory (VRAM)", "RAM": "memory (RAM)"}
-_SMALLER = "Ask for a smaller size or fewer frames, or close other programs."
-_NOTICED_SECONDS = 0.5
-_NOTICED_TIMES = 1.05
-
 logger = logging.getLogger(__name__)
 
 
 def with_oom_retry(context: RunContext, work: Callable[[], Result]) -> Result:
-    """Return what `work` returns; where memory runs out in it, all is freed and it is called again, more frugally.
+    """Return what `work` returns; if memory runs out, free everything and call it again with the next strategy.
 
     Args:
-        work: reads from `course` what runs where, and how far it is.
+        work: reads the plan and the progress from `context`.
 
     Raises:
-        MachineError: if there is no such way, or it may not be taken; it says which one there is.
+        MachineError: if there is no such strategy, or the request does not allow it.
     """
     while True:
         try:
             return work()
         except Exception as error:
-            full = ran_out(error)
-            if full is None:
+            memory = ran_out(error)
+            if memory is None:
                 raise
-            # As text, and the rest outside of the handler: an exception's frames hold on to memory that is needed now.
+            # Logged as text, and handled outside: the exception's frames hold on to memory that is needed now.
             logger.error("Out of memory\n%s", traceback.format_exc())
         context.residency.free()
         release_cached_memory(unreachable=True)
-        _go_on(context, full)
+        _apply_next_strategy(context, memory)
 
 
-def _go_on(context: RunContext, full: Memory) -> None:
-    """Put the next way into the course's plan, and tell of it."""
+def _apply_next_strategy(context: RunContext, memory: Memory) -> None:
+    """Put the next strategy into the context's plan and emit `OutOfMemory`."""
     plan = context.plan
     stage, component = context.doing
-    memory: Memory = full if plan.components[component].device.startswith("cuda") else "RAM"
+    if not plan.components[component].device.startswith("cuda"):
+        memory = "RAM"
     allowed = plan.on_out_of_memory
-    relief = next_way(plan, context.spec, component, memory, lossy=allowed == "any")
-    other = relief or next_way(plan, context.spec, component, memory, lossy=True)
-    taken = relief is not None and allowed != "ask"
-    lost = time.perf_counter() - context.done_at
-    part = plan.title(component)
-    part = part if part.startswith("VAE") else part.lower()
-    what = f"This machine ran out of {_MEMORY_TITLES[memory]}: {STAGE_TITLES[stage].lower()}, {part}."
-    if other is None:
-        message = what
-    else:
-        message = f"{what} {'It goes on' if taken else 'It can go on'} so: {_described(other)}."
-        if taken and lost >= _NOTICED_SECONDS:
-            message = f"{message} {duration(lost)} of work were done again."
-    context.emit(
-        OutOfMemory(
-            stage=stage,
-            component=component,
-            memory=memory,
-            instead=other.strategy.title if other else "",
-            flags=_flags(other) if other else "",
-            slowdown=round(other.slowdown, 2) if other else 1.0,
-            lossless=other.strategy.lossless if other else True,
-            lost_seconds=round(lost, 3),
-            taken=taken,
-            message=message,
-            plan=other.plan if other and taken else None,
+    found = next_way(plan, context.spec, component, memory, lossy=True)
+    permitted = found is not None and (allowed == "any" or (allowed == "retry" and found.strategy.lossless))
+    retry = found if permitted else None
+    event = OutOfMemory(stage=stage, component=component, memory=memory, retried=retry is not None)
+    if found is not None:
+        event = event.model_copy(
+            update={
+                "strategy": Fact("text", {"what": found.strategy.title, "remedy": ""}),
+                "changes": _changes(found),
+                "slowdown": round(found.slowdown, 2),
+                "lossless": found.strategy.lossless,
+                "lost_seconds": round(time.perf_counter() - context.done_at, 3),
+                "plan": None if retry is None else retry.plan,
+            }
         )
-    )
-    if other is None or not taken:
-        raise MachineError(what, _remedy(context, other))
-    context.plan = other.plan
+    context.emit(event)
+    if retry is None:
+        raise _error(context, event)
+    context.plan = retry.plan
     context.straight = False
-    context.warnings.append(message)
+    context.warnings.append(event.fact)
     context.done_at = time.perf_counter()
 
 
-def _described(way: FallbackStrategy) -> str:
-    described = way.strategy.title[0].lower() + way.strategy.title[1:]
-    if way.slowdown >= _NOTICED_TIMES:
-        described = f"{described}, about {way.slowdown:.1f} times as long"
-    return described if way.strategy.lossless else f"{described}, the video a little less exact"
+def _changes(found: FallbackStrategy) -> dict[str, str]:
+    """Return the request fields that select a strategy; one without settings of its own is permitted by a field."""
+    strategy = found.strategy
+    changes = {"offload": strategy.offload, "quantization": strategy.quantization}
+    changes = {name: value for name, value in changes.items() if value != "none"}
+    return changes or {"on_out_of_memory": "retry" if strategy.lossless else "any"}
 
 
-def _remedy(context: RunContext, way: FallbackStrategy | None) -> str:
-    kept = f" It goes on after step {context.step} of {context.plan.steps}." if context.keeper.keeps else ""
-    if way is None:
-        return f"{_SMALLER} Resumed, it goes on after step {context.step}." if kept else _SMALLER
-    verb = "Resume the job" if kept else "Generate again"
-    return f"{verb} with {_flags(way)}: {_described(way)}.{kept}"
-
-
-def _flags(way: FallbackStrategy) -> str:
-    """Return what takes this way unasked: what no flag asks for, such as tiles, is allowed by one."""
-    permitted = "retry" if way.strategy.lossless else "any"
-    return way.strategy.flags or f"--on-out-of-memory {permitted}"
+def _error(context: RunContext, event: OutOfMemory) -> MachineError:
+    data: dict[str, Any] = {"stage": event.stage, "component": event.component, "memory": event.memory}
+    if event.strategy is not None:
+        data |= {"changes": dict(event.changes), "effects": event.effects}
+    if not context.keeper.keeps:
+        if event.strategy is None:
+            return MachineError("pipeline.out_of_memory", **data)
+        return MachineError("pipeline.out_of_memory_strategy", **data)
+    data |= {"step": context.step, "of": context.plan.steps}
+    if event.strategy is None:
+        return MachineError("pipeline.out_of_memory_resumable", **data)
+    return MachineError("pipeline.out_of_memory_resumable_strategy", **data)

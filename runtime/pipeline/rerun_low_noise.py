@@ -67,18 +67,13 @@ def redo_second_half(
     try:
         boundary = source.boundary(spec, plan)
     except CheckpointError as error:
-        what = f"The checkpoint between both experts is of no use, for {error.what}."
-        raise CheckpointError(what, "Generate the video anew.") from error
+        raise CheckpointError("checkpoint.boundary_unusable", cause=error.fact) from error
     if boundary is None:
-        raise CheckpointError(
-            "There is no checkpoint between both experts: the job was interrupted before, or it was removed.",
-            "Generate the video anew; its checkpoint is kept.",
-        )
+        raise CheckpointError("checkpoint.boundary_missing")
     try:
         target.save(replace(boundary, planned=plan, plan=plan), spec, boundary=True)
     except CheckpointError as error:
-        what = f"The second half cannot be prepared: {error.what}."
-        raise CheckpointError(what, "Free some space and try again.") from error
+        raise CheckpointError("checkpoint.boundary_not_copied", cause=error.fact) from error
     return plan
 
 

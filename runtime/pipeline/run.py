@@ -13,6 +13,7 @@ import numpy as np
 from runtime.core.cancel import Cancel, CancelledError, PausedError
 from runtime.core.errors import BadResultError, TandemError
 from runtime.core.events import Cancelled, Failed, FramesDecoded, Paused, Planned, StageStarted, StepDone, VideoSaved
+from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.execution.denoiser import Denoiser
 from runtime.execution.prefetch import next_files, reading
@@ -65,7 +66,7 @@ def run_job(
             memory ran out while they were decoded.
     """
     try:
-        emit(Planned(plan))
+        emit(Planned(plan=plan))
         with PeakMemory(plan.components["transformer"].device, residency.group_manager) as peak:
             clock = Clock(residency, peak)
             with RunContext(plan, spec, emit, cancel, residency, clock, checkpoints) as context:
@@ -79,12 +80,12 @@ def run_job(
     except CancelledError:
         emit(Cancelled())
     except PausedError:
-        emit(Paused(context.step, plan.steps))
+        emit(Paused(step=context.step, of=plan.steps))
     except TandemError as error:
-        emit(Failed(error.what, error.remedy))
-    except Exception as error:  # a defect: told in one line, kept in the log
+        emit(Failed.because_of(error))
+    except Exception as error:
         logger.exception("The job failed")
-        emit(Failed(f"Something broke inside Tandem: {error!r}", "The log has the details.", defect=True))
+        emit(Failed.because_of(error))
     else:
         emit(saved)
 
@@ -109,7 +110,7 @@ def _generate(context: RunContext, peak: PeakMemory, job_id: str | None, history
     check_target(context.plan.output)
     sweep(context.plan.output.parent)
     for message in context.plan.warnings:
-        context.warn(message)
+        context.warn(Fact("text", {"what": message, "remedy": ""}))
     context.resume_from_checkpoint()
     context.get_engines(_parts_ahead(context))
     if context.conditioning is None:
@@ -194,7 +195,11 @@ def _denoise(context: RunContext, previews: Previews) -> None:
             if stopping:
                 context.reach(done.index + 1, done.latents, scheduler)
             preview = previews.of_latents(done.estimate)
-            context.emit(StepDone(done.index + 1, len(steps), done.seconds, done.step.expert, preview))
+            context.emit(
+                StepDone(
+                    step=done.index + 1, of=len(steps), seconds=done.seconds, part=done.step.expert, preview=preview
+                )
+            )
             context.keep(steps, done.seconds, reached=stopping)
 
 
@@ -224,11 +229,11 @@ def _save(context: RunContext, previews: Previews, peak: PeakMemory, job_id: str
                 if context.look is not None:
                     context.look(frames)
                 written += len(frames)
-                context.emit(FramesDecoded(written, plan.frames, previews.of_frames(frames)))
+                context.emit(FramesDecoded(frames=written, of=plan.frames, preview=previews.of_frames(frames)))
         if detector.fault is not None:
             raise BadResultError(diagnosis.shown(detector.fault), diagnosis.remedy(detector.fault, context.plan))
         with context.clock.stage("mux"):
-            context.emit(StageStarted("save"))
+            context.emit(StageStarted(stage="save"))
             writer.close_stream()
         context.cancel.check()
         saved = outcome(context, peak)
@@ -243,9 +248,8 @@ def _parts_ahead(context: RunContext) -> set[str]:
     return first | {step.expert for step in steps[context.step :]} | {"vae"}
 
 
-def _warn_of_text(encoding: TextEncoding, name: str, warn: Callable[[str], None]) -> None:
+def _warn_of_text(encoding: TextEncoding, name: str, warn: Callable[[Fact], None]) -> None:
     if encoding.unknown_words:
-        words = ", ".join(f"“{word}”" for word in encoding.unknown_words)
-        warn(f"The model does not know {words}: the {name} was read without.")
+        warn(Fact("pipeline.unknown_words", {"words": encoding.unknown_words, "field": name}))
     if encoding.cut:
-        warn(f"The {name} is longer than the model reads: its end was cut off.")
+        warn(Fact("pipeline.text_cut", {"field": name}))

@@ -17,7 +17,8 @@ import torch
 from runtime.core.cancel import Cancel
 from runtime.core.errors import CheckpointError, EngineError
 from runtime.core.events import EngineProgress, Event, FellBack, Resumed, Stage, StageStarted, Warned
-from runtime.core.plan import BACKEND_TITLES, EAGER, EngineUse, ExecutionPlan
+from runtime.core.facts import Fact
+from runtime.core.plan import EAGER, EngineUse, ExecutionPlan
 from runtime.execution.residency import Residency
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_scheduler
@@ -83,7 +84,7 @@ class RunContext:
         self.cancel = cancel
         self.residency = residency
         self.clock = clock
-        self.warnings: list[str] = []
+        self.warnings: list[Fact] = []
         self.doing: tuple[Stage, str] = ("load", "text_encoder")
         self.conditioning: Conditioning | None = None
         self.reached: Reached | None = None
@@ -118,11 +119,11 @@ class RunContext:
         """Denoising steps done."""
         return 0 if self.reached is None else self.reached.steps
 
-    def warn(self, message: str) -> None:
-        """Tell something that the user should read beside the result; what an earlier run told is not told twice."""
-        if message not in self.warnings:
-            self.warnings.append(message)
-            self.emit(Warned(message))
+    def warn(self, fact: Fact) -> None:
+        """Emit a fact to show with the result, unless this run or an earlier one has emitted it."""
+        if fact not in self.warnings:
+            self.warnings.append(fact)
+            self.emit(Warned(fact=fact))
 
     def schedule(self) -> tuple[Any, list[Step]]:
         """Return a scheduler before its first step, and the plan's steps.
@@ -141,7 +142,7 @@ class RunContext:
     def begin(self, stage: Stage, name: str) -> None:
         """Tell that a stage begins, with a component at work."""
         self.doing = (stage, name)
-        self.emit(StageStarted(stage, name))
+        self.emit(StageStarted(stage=stage, part=name))
 
     def loading(self, name: str) -> None:
         """Tell that a component is loaded."""
@@ -160,7 +161,7 @@ class RunContext:
         try:
             state = snapshot(scheduler)
         except CheckpointError as error:
-            self.warn(f"The job cannot be resumed between its steps: {error.what}.")
+            self.warn(Fact("pipeline.step_not_resumable", {"cause": error.fact}))
         self.reached = Reached(steps, latents, state)
         self.done_at = time.perf_counter()
         return self.reached
@@ -189,7 +190,7 @@ class RunContext:
                 restore(self.schedule()[0], found.reached.scheduler)
         except CheckpointError as error:
             self._checkpoints.clear()
-            self.warn(f"What an earlier run left is of no use, for {error.what}: the video is made anew.")
+            self.warn(Fact("pipeline.checkpoint_unusable", {"cause": error.fact}))
             return
         if found is None:
             return
@@ -199,8 +200,8 @@ class RunContext:
         guided = found.conditioning.negative is not None or not wants_guidance(self.plan)
         self.conditioning = found.conditioning if guided else None
         self.reached = found.reached
-        for message in found.warnings:
-            self.warn(message)
+        for fact in found.warnings:
+            self.warn(fact)
         self.clock.go_on(found.timings, found.load_seconds)
         self.earlier = {
             "step": found.step,
@@ -209,7 +210,7 @@ class RunContext:
         }
         self.straight = False
         self.keeper.found(found)
-        self.emit(Resumed(found.step, found.of))
+        self.emit(Resumed(step=found.step, of=found.of))
 
     def _keep(self, *, boundary: bool = False) -> None:
         problem = self.keeper.keep(self._checkpoint, boundary=boundary)
@@ -232,20 +233,19 @@ class RunContext:
             load_seconds=self.clock.load_seconds,
         )
 
-    def fell_back(self, name: str, reason: str) -> None:
-        """Tell that PyTorch runs a component from here on; `reason` is a sentence."""
+    def fell_back(self, name: str, reason: Fact) -> None:
+        """Run a component in PyTorch from now on instead of on its engine."""
         part = self.plan.components[name]
-        backend = part.backend if part.engines else part.asked
-        said = f"{self.plan.title(name)}: PyTorch instead of {BACKEND_TITLES[backend]}. {reason}"
-        self.plan = self.plan.with_component(name, part.in_pytorch(reason))
-        if said not in self.warnings:
-            self.warnings.append(said)
-            self.emit(FellBack(name, backend, said))
+        event = FellBack(component=name, backend=part.backend if part.engines else part.asked, reason=reason)
+        self.plan = self.plan.with_component(name, part.in_pytorch(str(reason)))
+        if event.fact not in self.warnings:
+            self.warnings.append(event.fact)
+            self.emit(event)
 
-    def on_degraded(self, name: str, field: str, reason: str) -> None:
-        """Tell that a component is computed without what a field of the plan's `Speed` says; `reason` is a sentence."""
+    def on_degraded(self, name: str, field: str, reason: Fact) -> None:
+        """Run a component without what a field of the plan's `Speed` says: slower, with the same result."""
         self.plan = replace(self.plan, speed=replace(self.plan.speed, **{field: getattr(EAGER, field)}))
-        self.warn(f"{self.plan.title(name)}: computed more slowly than planned. {reason}")
+        self.warn(Fact("pipeline.degraded", {"component": name, "reason": reason}))
 
     def get_engines(self, names: Collection[str]) -> None:
         """Build the engines of components that are not there or damaged; where one cannot be built, PyTorch takes over.
@@ -259,13 +259,13 @@ class RunContext:
                 continue
             self.cancel.check_pause()
             if part.fell_back:
-                self.fell_back(name, part.reason)
+                self.fell_back(name, Fact("text", {"what": part.reason, "remedy": ""}))
             elif part.engines and not self.residency.holds(self.spec, self.plan, name):
                 try:
                     for use in part.engines:
                         self._get_engine(name, use)
                 except EngineError as error:
-                    self.fell_back(name, f"{error.what} {error.remedy}")
+                    self.fell_back(name, error.fact)
                 else:
                     there = replace(part, engines=tuple(replace(use, build=False) for use in part.engines))
                     self.plan = self.plan.with_component(name, there)
@@ -274,7 +274,7 @@ class RunContext:
         engines = self.residency.engines
         problem = None if use.build or self.plan.build == "never" else engines.problem(use.id)
         if problem is not None:
-            self.warn(f"{self.plan.title(name)}: the engine {use.id} is of no use ({problem}) and is built anew.")
+            self.warn(Fact("pipeline.engine_rebuilt", {"component": name, "engine": use.id, "problem": problem}))
         if use.build or problem is not None:
             self.begin("build", name)
             device = self.plan.components[name].device
@@ -284,7 +284,7 @@ class RunContext:
         self._kept.enter_context(engines.store.using(use.id))
 
     def _building(self, name: str, line: str, share: float | None) -> None:
-        self.emit(EngineProgress(name, line, share))
+        self.emit(EngineProgress(component=name, line=line, share=share))
 
 
 def wants_guidance(plan: ExecutionPlan) -> bool:

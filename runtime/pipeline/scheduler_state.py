@@ -35,7 +35,7 @@ def restore(scheduler: Any, state: Mapping[str, Any]) -> None:
     """
     # One that first appears in a step, such as UniPC's `this_order`, is in the state alone.
     if snapshot(scheduler).keys() - state.keys():
-        raise CheckpointError(f"it was made with another version of {type(scheduler).__name__}", "")
+        raise CheckpointError("checkpoint.other_scheduler", scheduler=type(scheduler).__name__)
     for name, value in state.items():
         setattr(scheduler, name, _copied(value, name))
 
@@ -47,4 +47,4 @@ def _copied(value: Any, name: str) -> Any:
         return type(value)(_copied(item, name) for item in value)
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {key: _copied(item, name) for key, item in value.items()}
-    raise CheckpointError(f"{name} holds a {type(value).__name__}, which cannot be kept", "")
+    raise CheckpointError("checkpoint.scheduler_value", attribute=name, type=type(value).__name__)

@@ -25,14 +25,13 @@ from runtime.core.events import (
     VideoSaved,
     Warned,
 )
+from runtime.core.facts import Fact
 from runtime.core.log import in_the_log
 from runtime.core.plan import ExecutionPlan
 from runtime.core.progress import Progress
 from runtime.pipeline.checkpoint_files import POSTER, step_kept
 from runtime.queue.records import JobRecord, State, event_from_json
 from runtime.queue.store import JobStore
-
-_NOT_REMEMBERED = "This video will not be in the list of jobs"
 
 logger = logging.getLogger(__name__)
 
@@ -127,9 +126,9 @@ class Job:
                 self._keep_poster()
             self._take_in(event)
             if problem is not None and not before and not isinstance(event, TerminalEvent):
-                self._take_in(Warned(f"{_NOT_REMEMBERED} unless this is mended: {problem.what} {problem.remedy}"))
+                self._take_in(Warned(fact=Fact("queue.job_not_stored_yet", {"cause": problem.fact})))
             if isinstance(event, Planned) and self._store.problem:
-                self._take_in(Warned(f"{_NOT_REMEMBERED}: {self._store.problem}"))
+                self._take_in(Warned(fact=Fact("queue.job_not_stored", {"cause": self._store.problem})))
 
     def write(self) -> StoreError | None:
         """Write down what could not be written before; return why not, if it still cannot."""
@@ -185,7 +184,9 @@ class Job:
         if isinstance(event, TerminalEvent):
             self.state = _end_state(event)
         self.progress = self.progress.after(event, time.monotonic())
-        self.events.append(replace(event, preview=None) if isinstance(event, StepDone | FramesDecoded) else event)
+        self.events.append(
+            event.model_copy(update={"preview": None}) if isinstance(event, StepDone | FramesDecoded) else event
+        )
 
     def _keep_poster(self) -> None:
         folder = self._store.folder(self.id)

@@ -26,4 +26,4 @@ def open_store(cache_dir: Path) -> JobStore:
             raise
     except StoreError as error:
         logger.error("%s cannot be used: %s", NAME, type(error.__cause__ or error).__name__)
-        return JobStore(None, problem=f"{error.what} {error.remedy}")
+        return JobStore(None, problem=error.fact)

@@ -6,7 +6,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from runtime.core.events import Event, Failed, Planned, VideoSaved, to_json
+from runtime.core import events
+from runtime.core.events import Event, Failed, Planned, VideoSaved
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.pipeline.plan_json import plan_from_json
@@ -44,7 +45,7 @@ class JobRecord:
         parent: the job that this one redoes in part.
         instance: the process that runs it, or ran it last.
         created, started, ended, deleted: seconds since 1970, by the clock as it then was.
-        result: as `VideoSaved.result_json`.
+        result: `VideoSaved` as JSON.
         failure: what went wrong and what to do about it.
     """
 
@@ -96,8 +97,7 @@ class JobRecord:
         """The result as the event that told it."""
         if self.result is None:
             return None
-        values = {name: value for name, value in self.result.items() if name != "seed"}
-        return VideoSaved(**{**values, "video": Path(values["video"]), "warnings": tuple(values["warnings"])})
+        return VideoSaved.model_validate(self.result)
 
     def asked_for(self) -> GenerationRequest:
         """Return the request.
@@ -109,24 +109,20 @@ class JobRecord:
 
 
 def event_to_json(event: Event) -> dict[str, Any]:
-    """Return an event as the store keeps it: what the record holds already, plan and result, is left out."""
-    if isinstance(event, Planned | VideoSaved):
-        return {"event": type(event).__name__}
-    return to_json(event)
+    """Return an event as the store keeps it: without plan and result, which the record has."""
+    if isinstance(event, VideoSaved):
+        return {"event": event.event}
+    return event.model_dump(mode="json")
 
 
 def event_from_json(values: Mapping[str, Any], record: JobRecord) -> Event | None:
-    """Return an event of `record`, or `None` for one that only the store tells or another version told."""
+    """Return an event of `record`; `None` for the store's own events, and for those of another version."""
     name = values.get("event")
     if name == "Planned":
-        return None if record.plan is None else Planned(record.plan)
+        return None if record.plan is None else Planned(plan=record.plan)
     if name == "VideoSaved":
         return record.saved
-    known = {kind.__name__: kind for kind in get_args(Event)}
-    try:
-        return known[str(name)](**{key: value for key, value in values.items() if key != "event"})  # type: ignore[no-any-return]  # get_args says object
-    except (KeyError, TypeError):
-        return None
+    return events.from_json(values)
 
 
 def complete(request: GenerationRequest, plan: ExecutionPlan) -> dict[str, Any]:

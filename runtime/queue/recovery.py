@@ -4,9 +4,10 @@ import contextlib
 import logging
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from runtime.core.errors import TandemError
 from runtime.core.events import VideoSaved
@@ -98,9 +99,7 @@ def _finished(job: JobRecord) -> VideoSaved | None:
 
 
 def _saved(facts: Mapping[str, Any], job: JobRecord) -> VideoSaved | None:
-    known = {field.name for field in fields(VideoSaved)} - {"video", "warnings"}
     try:
-        values = {name: value for name, value in facts.items() if name in known}
-        return VideoSaved(video=job.output, warnings=tuple(facts["warnings"]), **values)
-    except (KeyError, TypeError):
+        return VideoSaved.model_validate({**facts, "video": job.output})
+    except ValidationError:
         return None

@@ -78,7 +78,7 @@ def record(row: sqlite3.Row) -> JobRecord:
         "output": Path(values["output"]),
         "request": json.loads(values["request"]),
         "result": _loaded(values["result"]),
-        "failure": None if values["failure"] is None else Failed(**json.loads(values["failure"])),
+        "failure": None if values["failure"] is None else Failed.model_validate_json(values["failure"]),
     }
     return JobRecord(**values | made)
 
@@ -153,7 +153,7 @@ def end(connection: sqlite3.Connection, job_id: str, event: TerminalEvent) -> No
     state: State = "cancelled"
     result = failure = None
     if isinstance(event, VideoSaved):
-        state, result = "done", json.dumps(event.result_json())
+        state, result = "done", event.model_dump_json()
     elif isinstance(event, Failed):
         state, failure = "failed", failure_text(event)
     change(connection, job_id, state=state, result=result, failure=failure, held=0, asked="", ended=time.time())
@@ -183,7 +183,7 @@ def places(values: Collection[Any]) -> str:
 
 def failure_text(failed: Failed) -> str:
     """Return a failure as the store keeps it."""
-    return json.dumps(vars(failed))
+    return failed.model_dump_json()
 
 
 def check_resumable(job: JobRecord, *others: State) -> None:

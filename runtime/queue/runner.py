@@ -12,6 +12,7 @@ import psutil
 from runtime.core.cancel import CancelledError, PausedError
 from runtime.core.errors import EngineError, StoreError, TandemError
 from runtime.core.events import Cancelled, Failed, WaitsForGpus
+from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.engines.service import EngineService
 from runtime.machine.probe import Machine
@@ -28,7 +29,6 @@ from runtime.queue.tasks import Task
 if TYPE_CHECKING:  # it brings torch
     from runtime.execution.residency import Residency
 
-_REINSTALL = "Run the installer again, then `doctor`; the log has the details."
 # Other processes add jobs too, and say nothing.
 _LOOK_SECONDS = 0.5
 # After the store could not be read, so that a full log is not the next trouble.
@@ -161,7 +161,7 @@ class Runner:
                 self._get_ready(stack)
             except Exception as error:  # PyTorch itself does not start
                 logger.exception("job %s could not start", job.id)
-                job.record(Failed(f"PyTorch or a library beside it does not start: {error}", _REINSTALL))
+                job.record(Failed(fact=Fact("queue.pytorch_broken", {"error": str(error)})))
             else:
                 self._run_job(job, record)
             self._begin(None)
@@ -177,10 +177,10 @@ class Runner:
         except PausedError:
             logger.info("job %s waits again", job.id)
         except TandemError as error:
-            job.record(Failed(error.what, error.remedy))
-        except Exception as error:  # a defect: told in one line, kept in the log
+            job.record(Failed.because_of(error))
+        except Exception as error:
             logger.exception("job %s could not be planned", job.id)
-            job.record(Failed(f"Something broke inside Tandem: {error!r}", "The log has the details.", defect=True))
+            job.record(Failed.because_of(error))
         else:
             execution.run(job, plan, spec, job.record, residency, self._desk.history, self._desk.store)
 
@@ -214,7 +214,7 @@ class Runner:
             free = len(pool.held(self._gpu))
             if free != told:
                 told = free
-                job.record(WaitsForGpus(count, free))
+                job.record(WaitsForGpus(wanted=count, free=free))
 
         check()
         self._free()
@@ -257,22 +257,21 @@ class Runner:
             if self._stopping and task.state == "cancelled" and record.kind == "build":
                 self._desk.store.put_back(record.id)
             else:
-                self._desk.store.finish(record.id, task.state, task.said, task.remedy)
+                ended = Fact("text", {"what": task.said, "remedy": task.remedy})
+                self._desk.store.finish(record.id, task.state, ended)
         except StoreError as error:
             logger.warning("job %s: %s", record.id, type(error.__cause__ or error).__name__)
 
     def _give_up(self, record: JobRecord, error: Exception) -> None:
         """End what could not even begin, such as a job of another version's: it is not to come again and again."""
-        if isinstance(error, TandemError):
-            failed = Failed(error.what, error.remedy)
-        else:  # a defect: told in one line, kept in the log
+        failed = Failed.because_of(error)
+        if failed.internal:
             logger.error("job %s could not begin", record.id, exc_info=error)
-            failed = Failed(f"Something broke inside Tandem: {error!r}", "The log has the details.", defect=True)
         with suppress(StoreError):
             if record.kind == "video":
                 self._desk.store.record(record.id, failed)
             else:
-                self._desk.store.finish(record.id, "failed", failed.what, failed.remedy)
+                self._desk.store.finish(record.id, "failed", failed.fact)
 
     def _begin(self, one: Job | Task | None) -> None:
         with self._lock:

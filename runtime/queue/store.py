@@ -15,6 +15,7 @@ from typing import Any
 
 from runtime.core.errors import StoreError
 from runtime.core.events import Cancelled, Event, Failed, FramesDecoded, Planned, StepDone, TerminalEvent, VideoSaved
+from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.pipeline.plan_json import plan_to_json
@@ -30,20 +31,20 @@ class JobStore:
         path: of the file; `None` keeps all in memory, for a folder that cannot be written to.
 
     Attributes:
-        problem: why jobs are not remembered after this process, as sentences; empty where they are.
+        problem: why jobs are lost with this process; `None` if they are stored.
 
     Raises:
         StoreError: by any method, if the file cannot be read or written; nothing has changed then.
     """
 
-    def __init__(self, path: Path | None, problem: str = "") -> None:
+    def __init__(self, path: Path | None, problem: Fact | None = None) -> None:
         self._database = Database(path)
         self.path = path
         self.problem = problem
 
     @property
-    def notice(self) -> str:
-        """What was found wrong with the file and mended, as a sentence; empty where nothing was."""
+    def notice(self) -> Fact | None:
+        """What was found wrong with the file when it was opened; `None` if nothing was."""
         return self._database.notice
 
     def close(self) -> None:
@@ -212,12 +213,12 @@ class JobStore:
                 rows.end(connection, job_id, event)
             return True
 
-    def finish(self, job_id: str, state: State, said: str, remedy: str = "") -> None:
+    def finish(self, job_id: str, state: State, fact: Fact) -> None:
         """Note how work on the engine library ended, once."""
-        failure = rows.failure_text(Failed(said, remedy)) if state == "failed" else None
+        failure = rows.failure_text(Failed(fact=fact)) if state == "failed" else None
         with self._database.writing() as connection:
             if rows.find(connection, job_id)["state"] == "running":
-                rows.note(connection, job_id, {"event": "Ended", "state": state, "said": said})
+                rows.note(connection, job_id, {"event": "Ended", "state": state, "fact": fact.model_dump()})
                 rows.change(connection, job_id, state=state, failure=failure, asked="", ended=time.time())
 
     def claim(self, instance: str, kinds: Collection[Kind] = KINDS) -> JobRecord | None:

@@ -45,7 +45,7 @@ def report(
         "plan": None if job.plan is None else job.plan.to_json(),
         "output": str(job.output),
         "result": None if job.result is None else dict(job.result),
-        "failure": None if job.failure is None else vars(job.failure),
+        "failure": None if job.failure is None else job.failure.error_json(),
         "versions": {"tandem": __version__, "python": platform.python_version(), **dict(machine.packages)}
         | {"torch": machine.torch_version},
         "machine": {name: value for name, value in asdict(machine).items() if name != "packages"},

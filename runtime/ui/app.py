@@ -15,6 +15,7 @@ from types import FrameType
 import gradio as gr
 
 from runtime.core.errors import MachineError
+from runtime.core.facts import render
 from runtime.core.settings import Settings
 from runtime.engines.service import EngineService
 from runtime.machine.probe import probe
@@ -80,8 +81,10 @@ def serve(settings: Settings, tell: Callable[[str], None] = logger.info) -> Iter
     _prepare_environment(settings)
     engines = EngineService.from_settings(settings, probe())
     store = open_store(settings.cache_dir)
-    for told in filter(None, (store.notice, store.problem and f"Jobs are not remembered. {store.problem}")):
-        sys.stderr.write(f"Note: {told}\n")
+    if store.notice is not None:
+        sys.stderr.write(f"Note: {store.notice}\n")
+    if store.problem is not None:
+        sys.stderr.write(f"Note: Jobs are not remembered. {' '.join(render(store.problem))}\n")
     cancel_orphaned(store)
     history = HistoryFile(settings.cache_dir, engines.machine)
     worker = JobQueue(settings.weights_dir, settings.outputs_dir, engines, history, store)

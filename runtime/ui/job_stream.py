@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 
 from runtime.core.events import Cancelled, Event, Failed, TerminalEvent, VideoSaved
+from runtime.core.facts import Fact, render
 from runtime.core.progress import Progress
 from runtime.queue.service import Job, JobQueue
 from runtime.ui import acceleration, player, result_view
@@ -94,22 +95,25 @@ async def follow_events(job: Job) -> AsyncIterator[Event]:
             if isinstance(event, TerminalEvent):
                 return
         if interrupted:
-            yield Failed(_INTERRUPTED, _again(job))
+            yield Failed(fact=_interrupted(job))
             return
         await asyncio.sleep(_API_LOOK_SECONDS)
 
 
-def _again(job: Job) -> str:
-    if job.owner is not None:  # a visitor has no command line here
-        return "Ask for it again."
-    return f"Take it up again: ./install.sh jobs resume {job.id}"
+def _interrupted(job: Job) -> Fact:
+    # A visitor has no command line here.
+    return Fact("ui.interrupted" if job.owner is None else "ui.visitor_interrupted", {"job": job.id})
 
 
 def _facts(job: Job, progress: Progress, address: str, audience: Audience) -> str:
     if isinstance(progress.end, VideoSaved):
         return audience.redact(result_view.facts(progress.end, job.plan, job.model_title, address))
     # A warning is worth most while the job can still be stopped.
-    return audience.redact(result_view.notes(progress.warnings)) if job.open and progress.warnings else ""
+    return (
+        audience.redact(result_view.notes([render(fact).what for fact in progress.warnings]))
+        if job.open and progress.warnings
+        else ""
+    )
 
 
 def _line(job: Job, progress: Progress, worker: JobQueue, audience: Audience, now: float) -> player.Line:
@@ -119,7 +123,7 @@ def _line(job: Job, progress: Progress, worker: JobQueue, audience: Audience, no
     if isinstance(end, Cancelled):
         return _resumable(player.Line("cancelled", "Cancelled.", "Nothing was saved."), job)
     if isinstance(end, Failed):
-        remedy = audience.details if end.defect else end.remedy
+        remedy = audience.details if end.internal else end.remedy
         what, remedy = (acceleration.in_form_words(audience.redact(said)) for said in (end.what, remedy))
         return _resumable(player.Line("failed", what=what, remedy=remedy), job)
     if job.state == "interrupted":

@@ -9,6 +9,7 @@ from typing import Any
 
 from runtime.core.errors import InvalidRequestError, StoreError, TandemError
 from runtime.core.events import OutOfMemory
+from runtime.core.facts import Fact, render
 from runtime.core.request import AUTO
 from runtime.core.units import byte_size
 from runtime.pipeline.checkpoint_files import POSTER
@@ -83,7 +84,7 @@ class Shown:
         return job
 
     def _line(self) -> str:
-        return queue_view.line([self._row(job) for job in self.queue()], self._store.problem)
+        return queue_view.line([self._row(job) for job in self.queue()], _advice(self._store.problem))
 
     def _row(self, record: JobRecord) -> queue_view.Row:
         stopping = record.asked == "cancel"
@@ -99,8 +100,8 @@ class Shown:
             steps = f"step {progress.step} of {progress.steps}" if progress.steps else ""
             told = ", ".join(filter(None, (progress.title, steps, formatting.time_left(progress.seconds_left))))
             # What went wrong on the way, and what it cost.
-            full = [event.message for event in live.events if isinstance(event, OutOfMemory)]
-            told = f"{told}. {full[-1]}" if full else told
+            full = [event.fact for event in live.events if isinstance(event, OutOfMemory)]
+            told = f"{told}. {render(full[-1]).what}" if full else told
         elif live is not None:
             told = _stopped(live) if record.begun else ""
         else:
@@ -204,7 +205,7 @@ class Shown:
             told=told,
             video=result_view.file_url(job.output) if plays else "",
             name=job.output.name,
-            warnings=() if saved is None else saved.warnings,
+            warnings=() if saved is None else [render(fact).what for fact in saved.warnings],
             why=" ".join(reasons),
             what=missing if job.state == "done" and not plays else _wrong(job),
             kept="" if stands is None else f"{stands.memory} {stands.kept}".strip(),
@@ -275,6 +276,10 @@ class Shown:
 def _measured(one: tuple[Path, int], other: tuple[Path, int]) -> Likeness:
     """Compare two files as they were at those times."""
     return likeness(one[0], other[0])
+
+
+def _advice(problem: Fact | None) -> str:
+    return "" if problem is None else " ".join(render(problem))
 
 
 def _not_there() -> InvalidRequestError:

@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import quote
 
 from runtime.core.events import VideoSaved
+from runtime.core.facts import render
 from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
 from runtime.core.step_cache import NONE
 from runtime.core.units import memory_size
@@ -34,7 +35,7 @@ def facts(saved: VideoSaved, plan: ExecutionPlan, model: str, address: str) -> s
     reasons = dict.fromkeys(choice["reason"] for choice in components.values())
     return (
         f'<p class="caption">{escape(request["prompt"])}</p>'
-        f"{notes(saved.warnings)}"
+        f"{notes([render(fact).what for fact in saved.warnings])}"
         '<div class="actions">'
         f'<a class="button strong" href="{address}" download="{name}">Download video</a>'
         f'<button type="button" class="button" data-use="seed" data-request="{settings}">Use this seed</button>'

@@ -1,14 +1,11 @@
 """How a job that ended without a video stands: how far it was, what of it is kept, and how it could go on. Pure."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from runtime.core.events import Event, OutOfMemory, Planned, Resumed, StepDone
 from runtime.core.units import duration
-
-_FLAG = re.compile(r"--(offload|quantization|on-out-of-memory) ([\w-]+)")
 
 
 @dataclass(frozen=True)
@@ -46,14 +43,9 @@ def standing(events: Sequence[Event], step: int | None) -> Standing:
             reached, of = max(reached, event.step), event.of
         elif isinstance(event, OutOfMemory):
             full = event
-    changes = {} if full is None or full.taken else way_of(full.flags)
-    way = full.instead if full is not None and changes else ""
+    changes = {} if full is None or full.retried else full.changes
+    way = str(full.strategy) if full is not None and changes else ""
     return Standing(_kept(reached, of, step), step, "" if full is None else _memory(full), way, changes)
-
-
-def way_of(flags: str) -> dict[str, str]:
-    """Return what the flags of the command line say, by the names of a request."""
-    return {name.replace("-", "_"): value for name, value in _FLAG.findall(flags)}
 
 
 def _kept(reached: int, of: int, step: int | None) -> str:
@@ -73,5 +65,5 @@ def _kept(reached: int, of: int, step: int | None) -> str:
 
 
 def _memory(full: OutOfMemory) -> str:
-    lost = f" {duration(full.lost_seconds)} of work were lost." if full.lost_seconds >= 1 and not full.taken else ""
-    return f"{full.message}{lost}"
+    lost = f" {duration(full.lost_seconds)} of work were lost." if full.lost_seconds >= 1 and not full.retried else ""
+    return f"{full.fact}{lost}"

@@ -111,10 +111,10 @@ def test_a_terminal_shows_a_live_line(tiny: Tiny, cache_dir: Path, tmp_path: Pat
 
 
 def test_the_line_says_stage_step_speed_and_time_left(tiny: Tiny, tmp_path: Path) -> None:
-    planned = Planned(tiny_plan(tiny("wan2.2-a14b"), tmp_path / "x.mp4"))
-    progress = Progress().after(planned, 0.0).after(StageStarted("denoise", "transformer"), 0.0)
+    planned = Planned(plan=tiny_plan(tiny("wan2.2-a14b"), tmp_path / "x.mp4"))
+    progress = Progress().after(planned, 0.0).after(StageStarted(stage="denoise", part="transformer"), 0.0)
     assert re.search(r"Denoising · step 0/4 · \d+ s left$", progress_text(progress))
-    progress = progress.after(StepDone(1, 4, 2.0, "transformer"), 2.0)
+    progress = progress.after(StepDone(step=1, of=4, seconds=2.0, part="transformer"), 2.0)
     assert "step 1/4 · 2.00 s/step" in progress_text(progress)
     assert progress_text(progress).endswith(" left")
 

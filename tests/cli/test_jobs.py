@@ -13,6 +13,7 @@ import pytest
 
 from runtime.cli.main import run
 from runtime.core.events import Failed, Planned, Warned
+from runtime.core.facts import Fact
 from runtime.models.spec import ModelSpec
 from runtime.queue.opening import open_store
 from runtime.video.ffmpeg import find_ffmpeg
@@ -90,9 +91,11 @@ def test_deleting_asks_and_can_be_undone(cache_dir: Path, capsys: pytest.Capture
 def test_a_report_holds_no_prompt_and_no_paths(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = open_store(cache_dir)
     job = store.add(asked(prompt="a zorp at home", negative_prompt="blurry"), planned(), instance="a")
-    store.record(job.id, Planned(planned()))
-    store.record(job.id, Warned("The model does not know “zorp”: the prompt was read without."))
-    store.record(job.id, Failed(f"{planned().output} cannot be written.", f"See {cache_dir / 'logs' / 'x.log'}."))
+    store.record(job.id, Planned(plan=planned()))
+    store.record(job.id, Warned(fact=Fact("pipeline.unknown_words", {"words": ["zorp"], "field": "prompt"})))
+    store.record(
+        job.id, Failed(fact=Fact("queue.store_locked", {"file": planned().output, "log": cache_dir / "logs" / "x.log"}))
+    )
     told, text = answer(["jobs", "show", job.id[:7]], capsys)
     report = told["job"]
     assert (report["id"], report["state"]) == (job.id, "failed")

@@ -10,6 +10,7 @@ import pytest
 
 from runtime.core import log
 from runtime.core.events import Cancelled, Event, Failed, FellBack, Planned, StageStarted, StepDone, Warned
+from runtime.core.facts import Fact
 from tests.queue.made import planned, saved
 
 ROOT = Path(__file__).parents[2]
@@ -29,13 +30,27 @@ for number in range(int(sys.argv[3])):
 @pytest.mark.parametrize(
     ("event", "line"),
     [
-        (Planned(planned()), "Planned 192x112 frames=33 steps=4 seed=7"),
-        (StageStarted("load", "vae"), "StageStarted stage=load part=vae"),
-        (StageStarted("save"), "StageStarted stage=save"),
-        (StepDone(2, 4, 0.51234, "transformer", b"webp"), "StepDone step=2 of=4 seconds=0.512 part=transformer"),
-        (FellBack("vae", "inductor", "/home/me is full"), "FellBack component=vae backend=inductor"),
-        (Warned("The model does not know “zorp”."), "Warned"),
-        (Failed("/home/me/a.mp4 is no file", "Look.", defect=True), "Failed defect=True"),
+        (Planned(plan=planned()), "Planned 192x112 frames=33 steps=4 seed=7"),
+        (StageStarted(stage="load", part="vae"), "StageStarted stage=load part=vae"),
+        (StageStarted(stage="save"), "StageStarted stage=save"),
+        (
+            StepDone(step=2, of=4, seconds=0.51234, part="transformer", preview=b"webp"),
+            "StepDone step=2 of=4 seconds=0.512 part=transformer",
+        ),
+        (
+            FellBack(
+                component="vae", backend="inductor", reason=Fact("checkpoint.not_writable", {"folder": "/home/me"})
+            ),
+            "FellBack code=checkpoint.not_writable component=vae backend=inductor",
+        ),
+        (
+            Warned(fact=Fact("pipeline.unknown_words", {"words": ["zorp"], "field": "prompt"})),
+            "Warned code=pipeline.unknown_words",
+        ),
+        (
+            Failed(fact=Fact("queue.store_locked", {"file": "/home/me/a"}), internal=True),
+            "Failed code=queue.store_locked internal=True",
+        ),
         (saved(), "VideoSaved load_seconds=1.500 peak_memory_bytes=1073741824"),
         (Cancelled(), "Cancelled"),
     ],

@@ -16,6 +16,7 @@ from runtime.core.events import (
     StepDone,
     Warned,
 )
+from runtime.core.facts import Fact
 from runtime.core.progress import Progress
 from runtime.models.spec import ModelSpec
 from tests.plans import tiny_plan
@@ -32,11 +33,11 @@ def fold(events: list[tuple[float, Event]]) -> Progress:
 @pytest.fixture
 def planned(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Planned:
     """The first event of a job of four steps and nine frames."""
-    return Planned(tiny_plan(tiny("wan2.2-a14b"), tmp_path / "x.mp4"))
+    return Planned(plan=tiny_plan(tiny("wan2.2-a14b"), tmp_path / "x.mp4"))
 
 
 def test_the_forecast_counts_from_the_start_and_the_loading_part_is_named(planned: Planned) -> None:
-    progress = fold([(0.0, planned), (0.1, StageStarted("load", "transformer"))])
+    progress = fold([(0.0, planned), (0.1, StageStarted(stage="load", part="transformer"))])
     assert progress.seconds_left is not None
     assert progress.seconds_left > 0.0
     assert progress.seconds_per_step is None
@@ -45,22 +46,29 @@ def test_the_forecast_counts_from_the_start_and_the_loading_part_is_named(planne
 
 
 def test_a_step_takes_what_most_take(planned: Planned) -> None:
-    steps = [(float(i), StepDone(i + 1, 4, s, "transformer")) for i, s in enumerate([9.0, 1.0, 1.0])]
+    steps = [
+        (float(i), StepDone(step=i + 1, of=4, seconds=s, part="transformer")) for i, s in enumerate([9.0, 1.0, 1.0])
+    ]
     assert fold([(0.0, planned), *steps]).seconds_per_step == 1.0
 
 
 def test_a_resumed_job_begins_again_with_what_is_done(planned: Planned) -> None:
-    first = [(0.0, planned), (1.0, Warned("dim")), (2.0, StepDone(1, 4, 1.0, "transformer")), (2.0, Paused(1, 4))]
+    first = [
+        (0.0, planned),
+        (1.0, Warned(fact=Fact("pipeline.text_cut", {"field": "prompt"}))),
+        (2.0, StepDone(step=1, of=4, seconds=1.0, part="transformer")),
+        (2.0, Paused(step=1, of=4)),
+    ]
     assert fold(first).title == "Paused"  # type: ignore[arg-type]  # events of all kinds
-    again = fold([*first, (9.0, planned), (9.0, Resumed(1, 4))])  # type: ignore[list-item]  # same
+    again = fold([*first, (9.0, planned), (9.0, Resumed(step=1, of=4))])  # type: ignore[list-item]  # same
     assert (again.step, again.steps, again.warnings, again.paused) == (1, 4, (), False)
     assert again.end is None
 
 
 def test_the_share_done_only_grows(planned: Planned) -> None:
     events: list[tuple[float, Event]] = [(0.0, planned)]
-    events += [(float(i), StepDone(i, 4, 1.0, "transformer")) for i in (1, 2, 3, 4)]
-    events += [(6.0, FramesDecoded(1, 9)), (7.0, FramesDecoded(9, 9))]
+    events += [(float(i), StepDone(step=i, of=4, seconds=1.0, part="transformer")) for i in (1, 2, 3, 4)]
+    events += [(6.0, FramesDecoded(frames=1, of=9)), (7.0, FramesDecoded(frames=9, of=9))]
     shares = [fold(events[: n + 1]).fraction for n in range(len(events))]
     assert shares == sorted(shares)
     assert shares[0] == 0.0

@@ -40,26 +40,26 @@ def fold(events: Timed) -> Pace:
 def context(plan: ExecutionPlan, speed: float) -> Timed:
     """Return the events of a job that takes `speed` times as long as forecast."""
     now = 0.0
-    events: Timed = [(0.0, Planned(plan))]
+    events: Timed = [(0.0, Planned(plan=plan))]
 
     def add(seconds: float, event: Event) -> None:
         nonlocal now
         now += seconds * speed
         events.append((now, event))
 
-    add(0, StageStarted("load", "text_encoder"))
-    add(1, StageStarted("encode", "text_encoder"))
+    add(0, StageStarted(stage="load", part="text_encoder"))
+    add(1, StageStarted(stage="encode", part="text_encoder"))
     for first, name in ((0, "transformer"), (3, "transformer_2")):
-        add(2 if first else 1, StageStarted("load", name))
-        add(1, StageStarted("denoise", name))
+        add(2 if first else 1, StageStarted(stage="load", part=name))
+        add(1, StageStarted(stage="denoise", part=name))
         for step in range(first, 3 if first == 0 else 10):
-            events.append((now + 2 * speed, StepDone(step + 1, 10, 2 * speed, name)))
+            events.append((now + 2 * speed, StepDone(step=step + 1, of=10, seconds=2 * speed, part=name)))
             now += 2 * speed
-    add(0, StageStarted("load", "vae"))
-    add(1, StageStarted("decode", "vae"))
+    add(0, StageStarted(stage="load", part="vae"))
+    add(1, StageStarted(stage="decode", part="vae"))
     for frame in range(9):
-        add(10 / 9, FramesDecoded(frame + 1, 9))
-    events.append((now, StageStarted("save")))
+        add(10 / 9, FramesDecoded(frames=frame + 1, of=9))
+    events.append((now, StageStarted(stage="save")))
     return events
 
 
@@ -67,27 +67,41 @@ def context(plan: ExecutionPlan, speed: float) -> Timed:
     ("events", "now", "left"),
     [
         ([], 0.0, 35.0),
-        ([(0, StageStarted("load", "text_encoder"))], 0.5, 34.5),
+        ([(0, StageStarted(stage="load", part="text_encoder"))], 0.5, 34.5),
         # Loading that takes longer than forecast eats into nothing else.
-        ([(0, StageStarted("load", "text_encoder"))], 3.0, 34.0),
-        ([(0, StageStarted("load", "text_encoder")), (1, StageStarted("encode", "text_encoder"))], 1.5, 33.5),
+        ([(0, StageStarted(stage="load", part="text_encoder"))], 3.0, 34.0),
+        (
+            [
+                (0, StageStarted(stage="load", part="text_encoder")),
+                (1, StageStarted(stage="encode", part="text_encoder")),
+            ],
+            1.5,
+            33.5,
+        ),
         # In memory from an earlier job: what stays there is not loaded again.
-        ([(0, StageStarted("encode", "text_encoder"))], 0.0, 31.0),
-        ([(0, StageStarted("encode", "text_encoder")), (1, StageStarted("denoise", "transformer"))], 1.0, 30.0),
+        ([(0, StageStarted(stage="encode", part="text_encoder"))], 0.0, 31.0),
+        (
+            [
+                (0, StageStarted(stage="encode", part="text_encoder")),
+                (1, StageStarted(stage="denoise", part="transformer")),
+            ],
+            1.0,
+            30.0,
+        ),
         # All but decoding was done by an earlier run.
-        ([(0, Resumed(10, 10)), (0, StageStarted("load", "vae"))], 0.0, 11.0),
-        ([(0, Resumed(6, 10)), (0, StageStarted("load", "transformer_2"))], 0.0, 20.0),
-        ([(0, StageStarted("save"))], 0.0, 0.0),
+        ([(0, Resumed(step=10, of=10)), (0, StageStarted(stage="load", part="vae"))], 0.0, 11.0),
+        ([(0, Resumed(step=6, of=10)), (0, StageStarted(stage="load", part="transformer_2"))], 0.0, 20.0),
+        ([(0, StageStarted(stage="save"))], 0.0, 0.0),
     ],
 )
 def test_before_the_first_step_the_forecast_counts(plan: ExecutionPlan, events: Timed, now: float, left: float) -> None:
-    assert fold([(0.0, Planned(plan)), *events]).left(now) == pytest.approx(left)
+    assert fold([(0.0, Planned(plan=plan)), *events]).left(now) == pytest.approx(left)
 
 
 def test_nothing_is_said_while_an_engine_is_built_or_nothing_is_planned(plan: ExecutionPlan) -> None:
     assert Pace().left(0.0) is None
-    assert fold([(0.0, Planned(plan)), (0.0, StageStarted("build", "vae"))]).left(1.0) is None
-    assert fold([(0.0, Planned(replace(plan, seconds={})))]).left(1.0) is None
+    assert fold([(0.0, Planned(plan=plan)), (0.0, StageStarted(stage="build", part="vae"))]).left(1.0) is None
+    assert fold([(0.0, Planned(plan=replace(plan, seconds={})))]).left(1.0) is None
 
 
 @pytest.mark.parametrize("speed", [0.1, 0.4, 0.6, 1.0, 1.7, 2.5, 10.0])
@@ -113,38 +127,37 @@ def test_it_comes_close_soon_and_never_jumps(plan: ExecutionPlan, speed: float) 
 
 
 def test_a_slow_first_step_does_not_spoil_it(plan: ExecutionPlan) -> None:
-    steps: Timed = [(11.0, StepDone(1, 10, 9.0, "transformer"))]
-    steps += [(11.0 + 2 * n, StepDone(n + 1, 10, 2.0, "transformer")) for n in (1, 2, 3)]
-    pace = fold([(0.0, Planned(plan)), (2.0, StageStarted("denoise", "transformer")), *steps])
+    steps: Timed = [(11.0, StepDone(step=1, of=10, seconds=9.0, part="transformer"))]
+    steps += [(11.0 + 2 * n, StepDone(step=n + 1, of=10, seconds=2.0, part="transformer")) for n in (1, 2, 3)]
+    pace = fold([(0.0, Planned(plan=plan)), (2.0, StageStarted(stage="denoise", part="transformer")), *steps])
     assert pace.median_step == 2.0
     assert pace.left(17.0) == pytest.approx(6 * 2.0 + 10.0)
 
 
 def test_an_expert_without_guidance_takes_half_of_the_steps_time(plan: ExecutionPlan) -> None:
-    events: Timed = [(0.0, Planned(replace(plan, guidance_scale_2=1.0))), (0.0, StageStarted("denoise", "transformer"))]
-    events += [(4.0 * n, StepDone(n, 10, 4.0, "transformer")) for n in range(1, 6)]
-    pace = fold([*events, (20.0, StageStarted("denoise", "transformer_2"))])
+    events: Timed = [
+        (0.0, Planned(plan=replace(plan, guidance_scale_2=1.0))),
+        (0.0, StageStarted(stage="denoise", part="transformer")),
+    ]
+    events += [(4.0 * n, StepDone(step=n, of=10, seconds=4.0, part="transformer")) for n in range(1, 6)]
+    pace = fold([*events, (20.0, StageStarted(stage="denoise", part="transformer_2"))])
     assert pace.step_seconds == pytest.approx(2.0, rel=0.05)
     # Decoding is expected to be as much slower as the steps are, twice.
     assert pace.left(20.0) == pytest.approx(5 * 2.0 + 20.0, rel=0.05)
 
 
 def test_out_of_memory_goes_on_at_the_new_ways_pace(plan: ExecutionPlan) -> None:
-    events: Timed = [(0.0, Planned(plan)), (0.0, StageStarted("denoise", "transformer"))]
-    events += [(2.0 * n, StepDone(n, 10, 2.0, "transformer")) for n in range(1, 5)]
+    events: Timed = [(0.0, Planned(plan=plan)), (0.0, StageStarted(stage="denoise", part="transformer"))]
+    events += [(2.0 * n, StepDone(step=n, of=10, seconds=2.0, part="transformer")) for n in range(1, 5)]
     slower = replace(plan, seconds={name: s if name == "load" else s * 3 for name, s in plan.seconds.items()})
     out = OutOfMemory(
         stage="denoise",
         component="transformer",
         memory="VRAM",
-        instead="Parts wait in RAM",
-        flags="--offload model",
+        retried=True,
         slowdown=3.0,
-        lossless=True,
         lost_seconds=1.0,
-        taken=True,
-        message="",
         plan=slower,
     )
-    pace = fold([*events, (9.0, out), (9.0, StageStarted("load", "transformer"))])
+    pace = fold([*events, (9.0, out), (9.0, StageStarted(stage="load", part="transformer"))])
     assert pace.left(9.0) == pytest.approx(3.0 + 6 * 6.0 + 30.0)

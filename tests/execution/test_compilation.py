@@ -11,6 +11,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from runtime.core.events import VideoSaved
+from runtime.core.facts import Fact
 from runtime.core.plan import Speed
 from runtime.execution.compilation import CompiledStep, forget_all, keep_in
 from runtime.execution.residency import Residency
@@ -72,7 +73,7 @@ def test_all_blocks_of_both_experts_share_one_compilation(tiny: Tiny) -> None:
 @pytest.mark.usefixtures("traced")
 @torch.no_grad()
 def test_what_cannot_be_compiled_runs_as_it_is_and_says_so() -> None:
-    said: list[str] = []
+    said: list[Fact] = []
 
     def breaks(x: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()
@@ -81,15 +82,15 @@ def test_what_cannot_be_compiled_runs_as_it_is_and_says_so() -> None:
     step = CompiledStep(breaks, said.append)
     for _ in range(3):
         assert step(torch.zeros(2)).tolist() == [1.0, 1.0]
-    (sentence,) = said
-    assert sentence.startswith("PyTorch could not compile it (")
-    assert "\n" not in sentence
+    (reason,) = said
+    assert reason.code == "execution.compilation_failed"
+    assert "\n" not in reason.data["error"]
 
 
 @pytest.mark.usefixtures("traced")
 @torch.no_grad()
 def test_any_number_of_sizes_is_compiled() -> None:
-    said: list[str] = []
+    said: list[Fact] = []
     step = CompiledStep(lambda x: x * 2 + 1, said.append)
     for size in range(2, 14):
         assert torch.equal(step(torch.ones(size)), torch.full((size,), 3.0))
@@ -166,6 +167,6 @@ def test_a_job_whose_compiler_fails_makes_its_video_and_says_so(
         saved = events_of(plan, spec, residency)[-1]
     assert isinstance(saved, VideoSaved), saved
     assert saved.plan["speed"]["compiled"] is False
-    (said,) = {warning for warning in saved.warnings if "more slowly than planned" in warning}
-    assert said.startswith("High-noise transformer: computed more slowly than planned. PyTorch could not compile it")
+    (said,) = [warning for warning in saved.warnings if warning.code == "pipeline.degraded"]
+    assert (said.data["component"], said.data["reason"].code) == ("transformer", "execution.compilation_failed")
     assert saved.request["compile"] == "always"

@@ -2,15 +2,16 @@
 
 import torch
 
+from runtime.core.facts import Fact
 from runtime.execution.cuda_graphs import CudaGraphRunner
 
 
 def test_what_cannot_be_recorded_runs_as_it_is_and_says_so_once() -> None:
-    said: list[str] = []
+    said: list[Fact] = []
     graphed = CudaGraphRunner(lambda latents, timestep, text: latents * timestep + text(), said.append)
     latents, state = torch.ones(1, 2, 3), torch.full((1,), 5.0)
     for factor in (2.0, 3.0):
         assert torch.equal(graphed(latents, torch.tensor(factor), lambda: state), latents * factor + 5)
-    (sentence,) = said
-    assert sentence.startswith("CUDA could not record it (")
-    assert "\n" not in sentence
+    (reason,) = said
+    assert reason.code == "execution.graph_capture_failed"
+    assert "\n" not in reason.data["error"]

@@ -319,7 +319,7 @@ def clip(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> None:
                     load_seconds=end.load_seconds,
                     peak_bytes=end.peak_memory_bytes,
                     speed=plan.speed.to_json(),
-                    warnings=list(end.warnings),
+                    warnings=[str(fact) for fact in end.warnings],
                 )
 
 

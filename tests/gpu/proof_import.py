@@ -252,7 +252,7 @@ def clip(proof: Proof, service: EngineService, spec: ModelSpec, done: Imported) 
             asked=asked,
             backends={name: part["backend"] for name, part in saved.plan["components"].items()},
             reasons={name: part["reason"] for name, part in saved.plan["components"].items()},
-            fell_back=[event.reason for event in events if isinstance(event, FellBack)],
+            fell_back=[str(event.reason) for event in events if isinstance(event, FellBack)],
             seconds=saved.timings,
         )
     if len(frames) > 1:

@@ -57,7 +57,7 @@ def job(proof: Proof) -> None:
             asked=asked,
             components={name: part["backend"] for name, part in saved[-1].plan["components"].items()},
             reasons={name: part["reason"] for name, part in saved[-1].plan["components"].items()},
-            fell_back=[event.reason for event in told if isinstance(event, FellBack)],
+            fell_back=[str(event.reason) for event in told if isinstance(event, FellBack)],
             load_seconds=saved[0].load_seconds,
             first_seconds=saved[0].timings["total"],
             seconds={stage: round(seconds, 4) for stage, seconds in warm.items()},

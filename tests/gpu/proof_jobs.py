@@ -170,7 +170,7 @@ def job(spec: ModelSpec, offload: str, quantization: str, arguments: argparse.Na
         "ram": found["ram"],
         "reserved": found.get("reserved"),
         "wall_seconds": found["seconds"],
-        "fell_back": [event.reason for event in events if isinstance(event, FellBack)],
+        "fell_back": [str(event.reason) for event in events if isinstance(event, FellBack)],
     }
     if not isinstance(end, VideoSaved):
         return {**what, "failed": end.what if isinstance(end, Failed) else str(end)}

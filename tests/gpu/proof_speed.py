@@ -37,6 +37,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import nn
 
 from runtime.core.cancel import Cancel
+from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, Speed
 from runtime.execution.attention import attention, problem
 from runtime.execution.compilation import forget_all
@@ -484,7 +485,7 @@ def vae_in(
     return wanted
 
 
-def must_not_stumble(field: str, reason: str) -> None:
+def must_not_stumble(field: str, reason: Fact) -> None:
     """What cannot be computed as asked for fails here."""
     raise RuntimeError(f"{field}: {reason}")
 

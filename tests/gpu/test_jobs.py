@@ -49,7 +49,7 @@ def test_paused_after_any_step_it_gives_the_same_video(offload: str, tmp_path: P
         assert not out.exists()
         second = run(plan, spec, folder)
         done = min(number, STEPS)
-        assert Resumed(done, STEPS) in second
+        assert Resumed(step=done, of=STEPS) in second
         assert steps_of(second) == list(range(done + 1, STEPS + 1))
         assert isinstance(second[-1], VideoSaved), second[-1]
         assert (frames_of(out), stream_of(out)) == wanted
@@ -87,10 +87,10 @@ def test_video_memory_that_runs_out_while_decoding(hoard: Callable[[int], None],
     events = run(plan, spec, tmp_path / "job", stop=squeeze)
     told = [event for event in events if isinstance(event, OutOfMemory)]
     assert told, "nothing ran out"
-    assert {(event.stage, event.component, event.memory, event.taken) for event in told} == {
+    assert {(event.stage, event.component, event.memory, event.retried) for event in told} == {
         ("decode", "vae", "VRAM", True)
     }
     saved = events[-1]
     assert isinstance(saved, VideoSaved), saved
-    assert all(event.message in saved.warnings for event in told)
+    assert all(event.fact in saved.warnings for event in told)
     assert len(frames_of(out)) == 9 * 1024 * 1024 * 3

@@ -88,7 +88,7 @@ def test_a_job_runs_as_planned(tmp_path: Path) -> None:
     with Residency() as residency:
         saved = events_of(plan, spec, residency)[-1]
     assert isinstance(saved, VideoSaved), saved
-    assert not [warning for warning in saved.warnings if "more slowly than planned" in warning]
+    assert not [warning for warning in saved.warnings if warning.code == "pipeline.degraded"]
 
 
 def test_nothing_falls_back_in_silence() -> None:

@@ -62,10 +62,10 @@ def test_it_fails_leaves_no_video_and_can_be_decoded_again(
     assert isinstance(end, Failed)
     assert says in end.what
     assert "weights are damaged" in end.remedy
-    assert not end.defect
+    assert not end.internal
     assert list(out.parent.iterdir()) == []
     again = run(plan, spec, tmp_path / "job")
-    assert Resumed(4, 4) in again
+    assert Resumed(step=4, of=4) in again
     assert steps_of(again) == []
     assert isinstance(again[-1], VideoSaved)
     assert stream_of(out) == stream_of(tmp_path / "wanted.mp4")

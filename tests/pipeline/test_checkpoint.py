@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from runtime.core.errors import CheckpointError
 from runtime.core.events import Event, Failed, Paused, Resumed, StepDone, VideoSaved, Warned
+from runtime.core.facts import Fact
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import Checkpoint, CheckpointFolder
@@ -44,7 +45,7 @@ def made(spec: ModelSpec, output: Path, **values: Any) -> Checkpoint:
         of=4,
         conditioning=Conditioning(torch.randn(1, 5, 8).half(), torch.randn(1, 5, 8).half()),
         reached=Reached(2, torch.randn(1, 16, 3, 4, 8), memory),
-        warnings=("dim",),
+        warnings=(Fact("pipeline.text_cut", {"field": "prompt"}),),
         timings={"encode": 0.1, "denoise": 1 / 3},
         load_seconds=0.7,
     )
@@ -108,12 +109,12 @@ def raise_version(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (cut, "it is damaged"),
-        (empty, "it is damaged"),
-        (flip_in_tensors, "it is damaged"),
-        (flip_in_header, "it is damaged"),
-        (replace_by_weights, "it is damaged"),
-        (raise_version, "another version of Tandem wrote it"),
+        (cut, "checkpoint.damaged"),
+        (empty, "checkpoint.damaged"),
+        (flip_in_tensors, "checkpoint.damaged"),
+        (flip_in_header, "checkpoint.damaged"),
+        (replace_by_weights, "checkpoint.damaged"),
+        (raise_version, "checkpoint.other_version"),
     ],
 )
 def test_a_damaged_one_is_told_of_and_the_job_starts_anew(
@@ -124,11 +125,12 @@ def test_a_damaged_one_is_told_of_and_the_job_starts_anew(
     first = run(plan, spec, tmp_path / "job", stop=lambda event: isinstance(event, StepDone))
     assert isinstance(first[-1], Paused)
     damage(tmp_path / "job" / "checkpoint.safetensors")
-    with pytest.raises(CheckpointError, match=reason):
+    with pytest.raises(CheckpointError) as refused:
         CheckpointFolder(tmp_path / "job").load(spec, plan)
+    assert refused.value.code == reason
     second = run(plan, spec, tmp_path / "job")
-    told = [event.message for event in second if isinstance(event, Warned)]
-    assert any("What an earlier run left is of no use" in message and reason in message for message in told)
+    told = [event.fact for event in second if isinstance(event, Warned)]
+    assert Fact("pipeline.checkpoint_unusable", {"cause": Fact(reason)}) in told
     assert not any(isinstance(event, Resumed) for event in second)
     assert isinstance(second[-1], VideoSaved)
 
@@ -238,9 +240,13 @@ def test_a_folder_that_cannot_be_written_costs_the_checkpoint_not_the_video(tiny
     spec = tiny("wan2.1")
     (tmp_path / "job").write_text("a file is in the way")
     events: list[Event] = run(tiny_plan(spec, tmp_path / "x.mp4", steps=3), spec, tmp_path / "job")
-    told = [event.message for event in events if isinstance(event, Warned) and "cannot be kept" in event.message]
+    told = [
+        event.fact
+        for event in events
+        if isinstance(event, Warned) and event.fact.code == "pipeline.checkpoints_stopped"
+    ]
     assert len(told) == 1
-    assert "starts anew" in told[0]
+    assert told[0].data["cause"].code == "checkpoint.not_writable"
     assert isinstance(events[-1], VideoSaved)
     assert told[0] in events[-1].warnings
 
@@ -256,7 +262,7 @@ def test_a_defect_keeps_what_is_done(tiny: Tiny, tmp_path: Path, monkeypatch: py
 
     first = run(plan, spec, tmp_path / "job", stop=broken)
     assert isinstance(first[-1], Failed)
-    assert Resumed(2, 3) in run(plan, spec, tmp_path / "job")
+    assert Resumed(step=2, of=3) in run(plan, spec, tmp_path / "job")
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_interrupted_it_goes_on_with_its_shift_and_no_other(tiny: Tiny, tmp_path
     out.unlink()
     run(plan, spec, tmp_path / "job", stop=lambda event: isinstance(event, StepDone) and event.step == 2)
     again = run(plan, spec, tmp_path / "job")
-    assert Resumed(2, 4) in again and steps_of(again) == [3, 4]
+    assert Resumed(step=2, of=4) in again and steps_of(again) == [3, 4]
     assert stream_of(out) == wanted
     files = stamps(spec)
     others = [plan, *(tiny_plan(spec, out, shift=shift) for shift in (None, 5.0))]

@@ -39,10 +39,10 @@ def test_interrupted_anywhere_it_gives_the_same_video(tiny: Tiny, tmp_path: Path
         folder = tmp_path / f"job-{step}"
         from_here = max([done for done in resumable if done <= step], default=0)
         first = run(plan, spec, folder, stop=lambda e, step=step: isinstance(e, StepDone) and e.step == step)  # type: ignore[misc]  # bound now
-        assert first[-1] == Paused(from_here, 12)
+        assert first[-1] == Paused(step=from_here, of=12)
         again = run(plan, spec, folder)
         assert steps_of(again) == list(range(from_here + 1, 13))
-        assert Resumed(from_here, 12) in again
+        assert Resumed(step=from_here, of=12) in again
         assert frames_of(out) == wanted
         out.unlink()
     run(replace(plan, step_cache="none"), spec, None)

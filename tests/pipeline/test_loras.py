@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from runtime.core.events import Event, Resumed, StepDone, VideoSaved, Warned
+from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
@@ -103,13 +104,13 @@ def test_resumed_it_gives_the_same_video_and_another_file_starts_anew(place: Pla
     again = plan_from_json(plan_to_json(plan))
     assert again == plan
     events = place.run(again, spec, CheckpointFolder(place.folder / "job"))
-    assert Resumed(2, 4) in events
+    assert Resumed(step=2, of=4) in events
     assert frames_of(video) == wanted
     place.run(plan, spec, kept, stop=2)
     made_loras.save(place.lora, made_loras.wan(factors(place.spec.transformer, seed=5)))
     plan, spec = place.plan("style")
     events = place.run(plan, spec, CheckpointFolder(place.folder / "job"))
-    assert any(isinstance(event, Warned) and "model's files have changed" in event.message for event in events)
+    assert Warned(fact=Fact("pipeline.checkpoint_unusable", {"cause": Fact("checkpoint.other_clip")})) in events
     assert not any(isinstance(event, Resumed) for event in events)
     assert frames_of(video) != wanted
 

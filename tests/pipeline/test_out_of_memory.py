@@ -11,6 +11,7 @@ import torch
 
 from runtime.core.cancel import Cancel
 from runtime.core.events import Event, Failed, OutOfMemory, Resumed, StageStarted, StepDone, VideoSaved, Warned
+from runtime.core.facts import Fact
 from runtime.execution.denoiser import PROMPTED
 from runtime.execution.residency import Residency
 from runtime.execution.text_encoder import PyTorchTextModel
@@ -104,15 +105,14 @@ def test_it_goes_on_by_itself_and_the_video_is_the_same(
     Starving(monkeypatch, error).at(name, lambda calls: calls == call)
     events = run(plan, spec, tmp_path / "job")
     (out,) = outs(events)
-    assert (out.stage, out.component, out.memory, out.taken) == (stage, component, "RAM", True)
-    assert (out.instead, out.lossless, out.flags) == ("One part at a time", True, "--on-out-of-memory retry")
-    assert "ran out of memory (RAM)" in out.message
-    assert "goes on so: one part at a time" in out.message
+    assert (out.stage, out.component, out.memory, out.retried) == (stage, component, "RAM", True)
+    assert (str(out.strategy), out.lossless, out.changes) == ("One part at a time", True, {"on_out_of_memory": "retry"})
+    assert out.fact.code in {"event.out_of_memory_retried", "event.out_of_memory_repeated"}
     assert sum(isinstance(event, StepDone) for event in events[: events.index(out)]) == step
     assert steps_of(events) == [1, 2, 3, 4], "no step is done twice"
     saved = events[-1]
     assert isinstance(saved, VideoSaved)
-    assert out.message in saved.warnings
+    assert out.fact in saved.warnings
     assert saved.plan["keep_loaded"] is False
     assert [strategy["title"] for strategy in saved.plan["ladder"] if strategy["taken"]] == ["One part at a time"]
     assert stream_of(tmp_path / "x.mp4") == stream_of(tmp_path / "wanted.mp4")
@@ -153,7 +153,7 @@ def test_loading_that_runs_out_goes_on_too(tiny: Tiny, tmp_path: Path, monkeypat
     monkeypatch.setattr("runtime.execution.residency.load_module", starving)
     events = run(tiny_plan(spec, tmp_path / "x.mp4"), spec, None)
     (out,) = outs(events)
-    assert (out.stage, out.component, out.taken) == ("load", "transformer_2", True)
+    assert (out.stage, out.component, out.retried) == ("load", "transformer_2", True)
     assert steps_of(events) == [1, 2, 3, 4]
     assert isinstance(events[-1], VideoSaved)
 
@@ -167,13 +167,19 @@ def test_asking_stops_with_the_flags_and_the_checkpoint(
         Starving(patched, FULL[0]).at("PyTorchDenoiser", lambda calls: calls == 6)
         events = run(plan, spec, tmp_path / "job")
     (out,) = outs(events)
-    assert (out.taken, out.instead) == (False, "One part at a time")
-    assert events[-1] == Failed(
-        "This machine ran out of memory (RAM): denoising, low-noise transformer.",
-        "Resume the job with --on-out-of-memory retry: one part at a time. It goes on after step 2 of 4.",
+    assert (out.retried, str(out.strategy)) == (False, "One part at a time")
+    end = events[-1]
+    assert isinstance(end, Failed)
+    assert end.fact == Fact(
+        "pipeline.out_of_memory_resumable_strategy",
+        {"stage": "denoise", "component": "transformer_2", "memory": "RAM", "changes": {"on_out_of_memory": "retry"}}
+        | {"effects": out.effects, "step": 2, "of": 4},
+    )
+    assert end.remedy == (
+        "Resume the job with --on-out-of-memory retry: one part at a time. It continues after step 2 of 4."
     )
     again = run(tiny_plan(spec, tmp_path / "x.mp4", on_out_of_memory="retry"), spec, tmp_path / "job")
-    assert Resumed(2, 4) in again
+    assert Resumed(step=2, of=4) in again
     assert steps_of(again) == [3, 4]
     assert isinstance(again[-1], VideoSaved)
 
@@ -186,11 +192,11 @@ def test_where_nothing_helps_it_ends_and_frees_all(tiny: Tiny, tmp_path: Path, m
     with Residency() as residency:
         run_job(plan, spec, events.append, Cancel(), residency)
         assert not any(residency.holds(spec, plan, name) for name in plan.components)
-    assert [out.taken for out in outs(events)] == [True, False]
+    assert [out.retried for out in outs(events)] == [True, False]
     end = events[-1]
     assert isinstance(end, Failed)
-    assert not end.defect
-    assert end.remedy.startswith("Ask for a smaller size")
+    assert not end.internal
+    assert end.fact.code == "pipeline.out_of_memory"
 
 
 def test_an_interrupted_job_goes_on_in_the_way_that_helped(
@@ -207,8 +213,8 @@ def test_an_interrupted_job_goes_on_in_the_way_that_helped(
     saved = second[-1]
     assert isinstance(saved, VideoSaved)
     assert saved.plan["keep_loaded"] is False
-    assert out.message in saved.warnings
-    assert Warned(out.message) in second
+    assert out.fact in saved.warnings
+    assert Warned(fact=out.fact) in second
 
 
 def _decode_with_little_memory(directory: Path, output: Path, end: Any) -> None:
@@ -236,9 +242,11 @@ def _decode_with_little_memory(directory: Path, output: Path, end: Any) -> None:
     torch.set_num_threads(1)
     with Residency() as residency:
         run_job(plan, spec, emit, Cancel(), residency)
-    told = [(out.stage, out.memory, out.instead, out.taken) for out in outs(events)]
+    told = [(out.stage, out.memory, str(out.strategy), out.retried) for out in outs(events)]
     final = events[-1]
-    end.send((told, type(final).__name__, getattr(final, "what", ""), getattr(final, "warnings", ())))
+    end.send(
+        (told, type(final).__name__, getattr(final, "what", ""), [str(one) for one in getattr(final, "warnings", ())])
+    )
 
 
 @pytest.mark.slow
@@ -263,5 +271,5 @@ def test_memory_that_really_runs_out_while_decoding(
     assert final == "VideoSaved", (what, told)
     assert [(stage, memory, taken) for stage, memory, _, taken in told] == [("decode", "RAM", True)] * len(told)
     assert "One part at a time, decoding in tiles of" in told[-1][2]
-    assert any("a little less exact" in warning for warning in warnings)
+    assert any("slightly less exact" in warning for warning in warnings)
     assert len(frames_of(tmp_path / "x.mp4")) == 5 * 512 * 768 * 3

@@ -131,13 +131,13 @@ def test_a_job_goes_on_with_another_number_of_them(spec: ModelSpec, residency: R
 
     there = processes(residency)
     events = run(replace(together, output=halves), spec, residency, tmp_path / "job", pause)
-    assert events[-1] == Paused(2, 4)
+    assert events[-1] == Paused(step=2, of=4)
     # They were there already, with both experts.
     assert [event.part for event in events if isinstance(event, StageStarted) and event.stage == "load"] == []
     assert processes(residency) == there
     with Residency() as one:
         events = run(alone, spec, one, tmp_path / "job")
-    assert Resumed(2, 4) in events
+    assert Resumed(step=2, of=4) in events
     assert isinstance(events[-1], VideoSaved)
     assert events[-1].request["gpus"] == 1
     assert apart(whole, halves) < 0.5
@@ -161,7 +161,7 @@ def test_memory_that_runs_out_in_one_is_told(spec: ModelSpec, residency: Residen
     plan = shared(spec, tmp_path / "x.mp4", on_out_of_memory="ask", width=768, height=512, frames=5, steps=1)
 
     def starve(event: Event, _: Cancel) -> None:
-        if event == StageStarted("denoise", "transformer"):
+        if event == StageStarted(stage="denoise", part="transformer"):
             rank = processes(residency)[2]
             # Room for what libraries need to begin with, not for a frame.
             rank.rlimit(psutil.RLIMIT_AS, (rank.memory_info().vms + (32 << 20),) * 2)
@@ -190,7 +190,7 @@ def test_a_killed_one_ends_the_job_with_a_reason(spec: ModelSpec, residency: Res
     failed = events[-1]
     assert isinstance(failed, Failed), failed
     assert time.monotonic() - killed_at < SECONDS
-    assert not failed.defect
+    assert not failed.internal
     assert failed.what.startswith("GPU 2 of 2 (cpu) is gone: its process ended by signal 9 (SIGKILL).")
     assert "--gpus 1" in failed.remedy
     assert not any(process.is_running() for process in there)

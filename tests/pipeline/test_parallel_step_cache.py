@@ -95,14 +95,14 @@ def test_interrupted_it_gives_the_same_video(split: Split, residency: Residency,
             cancel.pause()
 
     # Caches begin anew at the ninth step.
-    assert run(plan, spec, residency, folder, pause)[-1] == Paused(8, STEPS)
+    assert run(plan, spec, residency, folder, pause)[-1] == Paused(step=8, of=STEPS)
     events = run(plan, spec, residency, folder)
-    assert Resumed(8, STEPS) in events
+    assert Resumed(step=8, of=STEPS) in events
     assert [event.step for event in events if isinstance(event, StepDone)] == [9, 10, 11, 12]
     assert frames_of(out) == frames_of(whole)
     out.unlink()
-    assert run(plan, spec, residency, tmp_path / "other", pause)[-1] == Paused(8, STEPS)
+    assert run(plan, spec, residency, tmp_path / "other", pause)[-1] == Paused(step=8, of=STEPS)
     with Residency() as alone:
         events = run(replace(plan, split=None), spec, alone, tmp_path / "other")
-    assert Resumed(8, STEPS) in events
+    assert Resumed(step=8, of=STEPS) in events
     assert apart(out, whole) < 0.5

@@ -39,7 +39,7 @@ def test_it_is_what_the_whole_video_would_have_been(
     plan = redo(made, spec, tmp_path, tmp_path / "new.mp4", guidance_scale_2=new)
     assert (plan.seed, plan.guidance_scale, plan.guidance_scale_2) == (3, high, new)
     events = run(plan, spec, tmp_path / "redone")
-    assert Resumed(2, 4) in events
+    assert Resumed(step=2, of=4) in events
     assert steps_of(events) == [3, 4]
     loaded = {event.part for event in events if isinstance(event, StageStarted) and event.stage == "load"}
     # The negative prompt has to be read where the first half did without.
@@ -60,7 +60,7 @@ def test_it_can_be_interrupted_and_redone_like_any_other(tiny: Tiny, tmp_path: P
     run(made, spec, tmp_path / "job", stop=lambda event: isinstance(event, StepDone) and event.step == 3)
     plan = redo(made, spec, tmp_path, tmp_path / "new.mp4", guidance_scale_2=1.0)
     run(plan, spec, tmp_path / "redone", stop=lambda event: isinstance(event, StepDone) and event.step == 3)
-    assert Resumed(3, 4) in run(plan, spec, tmp_path / "redone")
+    assert Resumed(step=3, of=4) in run(plan, spec, tmp_path / "redone")
     source, target = CheckpointFolder(tmp_path / "redone"), CheckpointFolder(tmp_path / "again")
     again = redo_second_half(plan, {"guidance_scale_2": 2.0}, spec, source, target, machine(), tmp_path / "again.mp4")
     assert steps_of(run(again, spec, tmp_path / "again")) == [3, 4]

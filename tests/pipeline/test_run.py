@@ -28,6 +28,7 @@ from runtime.core.events import (
     Warned,
     to_json,
 )
+from runtime.core.facts import Fact
 from runtime.core.request import GenerationRequest
 from runtime.execution.residency import Residency
 from runtime.models.catalogue import find
@@ -145,12 +146,19 @@ def test_cancelling_leaves_nothing_and_goes_no_further(
 
 def test_unknown_words_and_a_cut_prompt_are_told(tiny: Tiny, tmp_path: Path) -> None:
     events = run(tiny("wan2.1"), tmp_path / "x.mp4", prompt="a red zeppelin, at the Zeppelin", negative_prompt="moose")
-    warnings = [event.message for event in events if isinstance(event, Warned)]
-    assert "The model does not know “zeppelin”, “Zeppelin”: the prompt was read without." in warnings
-    assert "The model does not know “moose”: the negative prompt was read without." in warnings
-    assert set(warnings) == set(events[-1].warnings)  # type: ignore[union-attr]
+    warnings = [event.fact for event in events if isinstance(event, Warned)]
+    unknown = [fact.data for fact in warnings if fact.code == "pipeline.unknown_words"]
+    assert unknown == [
+        {"words": ["zeppelin", "Zeppelin"], "field": "prompt"},
+        {"words": ["moose"], "field": "negative prompt"},
+    ]
+    saved = events[-1]
+    assert isinstance(saved, VideoSaved)
+    assert list(saved.warnings) == warnings
+    sentence = "The model does not know “zeppelin”, “Zeppelin”: the prompt was encoded without."
+    assert sentence in saved.result_json()["warnings"]
     events = run(tiny("wan2.1"), tmp_path / "x.mp4", prompt="boat " * 600)
-    assert any("longer than the model reads" in event.message for event in events if isinstance(event, Warned))
+    assert Warned(fact=Fact("pipeline.text_cut", {"field": "prompt"})) in events
 
 
 @pytest.mark.parametrize(("part", "says"), [("transformer", "Step 1 of 4"), ("vae", "The VAE gave")])
@@ -167,7 +175,7 @@ def test_values_that_are_not_numbers_are_no_success(part: str, says: str, tiny: 
     end = run(read_spec(folder, "broken"), out / "x.mp4")[-1]
     assert isinstance(end, Failed)
     assert says in end.what
-    assert not end.defect
+    assert not end.internal
     assert list(out.iterdir()) == []
 
 
@@ -224,7 +232,7 @@ def test_a_defect_is_one_line_and_the_log(tiny: Tiny, tmp_path: Path, monkeypatc
     monkeypatch.setattr("runtime.pipeline.run.get_noise", broken)
     end = run(tiny("wan2.1"), tmp_path / "x.mp4")[-1]
     assert isinstance(end, Failed)
-    assert end.defect
+    assert end.internal
     assert "ZeroDivisionError" in end.what
     assert "\n" not in end.what
 
@@ -245,10 +253,8 @@ def test_running_out_of_memory_says_which(
 
     monkeypatch.setattr("runtime.pipeline.run.get_noise", full)
     end = run(tiny("wan2.1"), tmp_path / "x.mp4")[-1]
-    assert end == Failed(
-        "This machine ran out of memory (RAM): denoising, transformer.",
-        "Ask for a smaller size or fewer frames, or close other programs.",
-    )
+    data = {"stage": "denoise", "component": "transformer", "memory": "RAM"}
+    assert end == Failed(fact=Fact("pipeline.out_of_memory", data))
 
 
 def test_parts_are_loaded_once_and_freed_where_the_plan_says_so(tiny: Tiny, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def test_the_same_latents_are_decoded_in_any_precision(tiny: Tiny, tmp_path: Pat
     assert isinstance(run(plan, spec, tmp_path / "job")[-1], VideoSaved)
     full = frames_of(out)
     again = run(rounded, spec, tmp_path / "job")
-    assert Resumed(4, 4) in again and steps_of(again) == []
+    assert Resumed(step=4, of=4) in again and steps_of(again) == []
     assert isinstance(again[-1], VideoSaved)
     assert frames_of(out) != full
     facts = read_facts(out)
@@ -61,12 +61,12 @@ def test_an_overflow_fails_with_its_cause_and_float32_goes_on_from_there(tiny: T
     spec = read_spec(tmp_path / "model", "large")
     plan = tiny_plan(spec, tmp_path / "x.mp4")
     end = run(decoding_in(plan, "float16"), spec, tmp_path / "job")[-1]
-    assert isinstance(end, Failed) and not end.defect
+    assert isinstance(end, Failed) and not end.internal
     assert end.what == "The VAE gave values that are not numbers (NaN or Inf)."
     assert end.remedy == "Most likely it overflows in float16: take --vae-precision float32."
     assert not (tmp_path / "x.mp4").exists()
     again = run(tiny_plan(spec, tmp_path / "x.mp4", vae_precision="float32"), spec, tmp_path / "job")
-    assert Resumed(4, 4) in again and steps_of(again) == []
+    assert Resumed(step=4, of=4) in again and steps_of(again) == []
     assert isinstance(again[-1], VideoSaved)
 
 

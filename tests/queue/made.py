@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.core.events import VideoSaved
+from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.models.catalogue import EMBEDDED
@@ -38,7 +39,7 @@ def saved() -> VideoSaved:
         timings={"encode": 0.2, "denoise": 3.0, "decode": 1.0, "mux": 0.1, "total": 4.3},
         load_seconds=1.5,
         peak_memory_bytes=1 << 30,
-        warnings=("Mind the gap.",),
+        warnings=(Fact("pipeline.text_cut", {"field": "prompt"}),),
     )
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from runtime.core.errors import InvalidRequestError, StoreError
 from runtime.core.events import StepDone, TerminalEvent, VideoSaved, Warned
+from runtime.core.facts import Fact
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
@@ -134,8 +135,9 @@ def test_a_job_of_another_process_is_seen_from_here(
         record = store.add(small(), plan, instance=other.id)
         seen = worker.job(record.id)
         assert seen is not None and seen.state == "running"
-        store.record(record.id, Warned("Mind the gap."))
-        until(lambda: seen.progress.warnings == ("Mind the gap.",))
+        note = Fact("pipeline.text_cut", {"field": "prompt"})
+        store.record(record.id, Warned(fact=note))
+        until(lambda: seen.progress.warnings == (note,))
         assert {job.id for job in worker.open_jobs()} == {busy.id, record.id}
     until(lambda: seen.state == "interrupted")
     assert worker.resume(record.id) is seen
@@ -266,7 +268,7 @@ def test_a_store_that_cannot_be_written_for_a_while_loses_nothing(
     broken.set()
     until(lambda: not job.open)
     assert job.state == "done" and job.plan.output.is_file()
-    told = [warning for warning in job.progress.warnings if "disk is full" in warning]
+    told = [warning for warning in job.progress.warnings if warning.code == "queue.job_not_stored_yet"]
     assert len(told) == 1
     assert worker.store.get(job.id).state == "running"
     broken.clear()
@@ -281,7 +283,7 @@ def test_the_last_preview_is_kept_as_poster(tmp_path: Path) -> None:
     record = add(store, instance="a")
     job = Job(record, planned(), "Diorama", store)
     job.begin(record)
-    job.record(StepDone(1, 4, 0.1, "transformer", b"webp"))
+    job.record(StepDone(step=1, of=4, seconds=0.1, part="transformer", preview=b"webp"))
     job.record(saved())
     folder = store.folder(job.id)
     assert folder is not None

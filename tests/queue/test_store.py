@@ -22,6 +22,7 @@ from runtime.core.events import (
     VideoSaved,
     Warned,
 )
+from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.models.catalogue import EMBEDDED
@@ -70,12 +71,12 @@ def test_a_plan_of_another_version_is_none(text: str) -> None:
 
 
 EVENTS: list[Event] = [
-    Planned(planned()),
-    StageStarted("load", "vae"),
-    FellBack("vae", "inductor", "It broke."),
-    StepDone(1, 4, 0.5, "transformer", b"webp"),
-    FramesDecoded(1, 9),
-    Warned("Mind the gap."),
+    Planned(plan=planned()),
+    StageStarted(stage="load", part="vae"),
+    FellBack(component="vae", backend="inductor", reason=Fact("execution.engine_not_finite")),
+    StepDone(step=1, of=4, seconds=0.5, part="transformer", preview=b"webp"),
+    FramesDecoded(frames=1, of=9),
+    Warned(fact=Fact("pipeline.text_cut", {"field": "prompt"})),
 ]
 
 
@@ -88,14 +89,20 @@ def test_events_are_kept_in_order_and_told_after_a_number(store: JobStore) -> No
     job = store.get(job.id)
     assert job.begun
     again = [records.event_from_json(values, job) for _, _, values in kept]
-    assert again == [replace(event, preview=None) if isinstance(event, StepDone) else event for event in EVENTS]
+    assert again == [
+        event.model_copy(update={"preview": None}) if isinstance(event, StepDone) else event for event in EVENTS
+    ]
     assert records.event_from_json({"event": "Interrupted"}, job) is None
     assert records.event_from_json({"event": "Warned", "new": 1}, job) is None
 
 
 @pytest.mark.parametrize(
     ("event", "state"),
-    [(saved(), "done"), (Failed("It broke.", "Mend it.", defect=True), "failed"), (Cancelled(), "cancelled")],
+    [
+        (saved(), "done"),
+        (Failed(fact=Fact("pipeline.out_of_memory", {"memory": "RAM"}), internal=True), "failed"),
+        (Cancelled(), "cancelled"),
+    ],
 )
 def test_a_job_ends_once(event: Event, state: str, store: JobStore) -> None:
     job = add(store, instance="here")
@@ -106,7 +113,12 @@ def test_a_job_ends_once(event: Event, state: str, store: JobStore) -> None:
     assert ended.failure == (event if isinstance(event, Failed) else None)
     assert ended.ended is not None
     assert ended.resumable == (state != "done")
-    for second in (saved(), Failed("Again", "Again"), Cancelled(), Warned("late")):
+    for second in (
+        saved(),
+        Failed(fact=Fact("queue.store_locked")),
+        Cancelled(),
+        Warned(fact=Fact("pipeline.text_cut", {"field": "prompt"})),
+    ):
         assert not store.record(job.id, second)
     assert store.get(job.id) == ended
     assert len(store.events(job.id)) == 1
@@ -114,7 +126,7 @@ def test_a_job_ends_once(event: Event, state: str, store: JobStore) -> None:
 
 def test_the_plan_that_a_job_begins_by_is_the_one_it_keeps(store: JobStore) -> None:
     job = add(store, instance="here")
-    store.record(job.id, Planned(planned(steps=9)))
+    store.record(job.id, Planned(plan=planned(steps=9)))
     assert store.get(job.id).plan == planned(steps=9)
 
 
@@ -157,9 +169,10 @@ def test_a_task_goes_to_its_own_process_only(store: JobStore, tmp_path: Path) ->
     claimed = store.claim("b")
     assert claimed is not None and claimed.id == task.id
     assert (build.part, build.asked_for(), build.title) == ("vae", asked(), "Build it")
-    store.finish(build.id, "failed", "No compiler.", "Install one.")
-    store.finish(build.id, "done", "Twice.")
-    assert store.get(build.id).failure == Failed("No compiler.", "Install one.")
+    missing = Fact("engine.no_compiler")
+    store.finish(build.id, "failed", missing)
+    store.finish(build.id, "done", Fact("engine.built"))
+    assert store.get(build.id).failure == Failed(fact=missing)
     assert ids(store.list()) == [video.id]
     assert ids(store.list(kinds=["build"])) == [build.id]
 
@@ -233,7 +246,7 @@ def test_editing_keeps_the_place(store: JobStore) -> None:
 
 def test_resuming(store: JobStore) -> None:
     job, waiting = add(store, instance="dead"), add(store)
-    store.record(job.id, Planned(planned(seed=3)))
+    store.record(job.id, Planned(plan=planned(seed=3)))
     assert store.interrupt(job.id, "dead", None) == "interrupted"
     assert store.interrupt(job.id, "dead", None) is None
     assert store.get(job.id).resumable

@@ -1,5 +1,6 @@
 """What the world does to the job store: killed processes, a full disk, a read-only folder, damage, other versions."""
 
+import json
 import os
 import random
 import shutil
@@ -15,9 +16,11 @@ from typing import Any
 import pytest
 
 from runtime.core.errors import StoreError
-from runtime.core.events import Warned
-from runtime.queue import database
+from runtime.core.events import Failed, FellBack, OutOfMemory, StepDone, Warned
+from runtime.core.facts import Fact
+from runtime.queue import database, migrations
 from runtime.queue.job import Job
+from runtime.queue.records import event_from_json
 from runtime.queue.store import JobStore
 from tests.queue.made import add, planned, saved
 
@@ -33,6 +36,7 @@ NURSERY = """
 import os, random, signal, sys, time
 from pathlib import Path
 from runtime.core.events import Planned, StepDone
+from runtime.queue.records import event_from_json
 from runtime.queue.store import JobStore
 from tests.queue.made import add, planned, saved
 
@@ -47,7 +51,7 @@ def write():
         say("added", job.id)
         claimed = store.claim("writer")
         say("claimed", claimed.id)
-        for event in (Planned(planned()), StepDone(1, 4, 0.1, "transformer"), saved()):
+        for event in (Planned(plan=planned()), StepDone(step=1, of=4, seconds=0.1, part="transformer"), saved()):
             # SQLite's lock is not fair: on a slow disk the other writer would wait for ever.
             time.sleep(random.uniform(0, 0.02))
             store.record(claimed.id, event)
@@ -103,7 +107,7 @@ def test_what_was_acknowledged_outlasts_kill_9(path: Path) -> None:
             nursery.stdin.close()
     said = [words for words in said if words != ["opened"]]
     store = JobStore(path)
-    assert store.notice == ""
+    assert store.notice is None
     jobs = {job.id: job for job in store.list()}
     told = {job_id: [values["event"] for _, _, values in store.events(job_id)] for job_id in jobs}
     assert len(said) > KILLS
@@ -137,10 +141,10 @@ def test_a_full_disk_is_said_and_nothing_is_lost(small_disk: Path) -> None:
         while True:
             file.write(bytes(4096))
     kept = [job.id]
-    with pytest.raises(StoreError, match="The disk is full") as told:
+    with pytest.raises(StoreError) as told:
         for _ in range(1000):
             kept.append(add(store).id)
-    assert told.value.remedy == "Free some space."
+    assert told.value.code == "queue.store_disk_full"
     assert [one.id for one in store.list()] == kept[::-1]
     with pytest.raises(StoreError, match="The disk is full"):
         while True:
@@ -153,7 +157,7 @@ def test_a_full_disk_is_said_and_nothing_is_lost(small_disk: Path) -> None:
     assert store.get(job.id).state == "done"
     store.close()
     again = JobStore(small_disk / "jobs.sqlite")
-    assert again.notice == ""
+    assert again.notice is None
     assert {one.id for one in again.list()} >= set(kept)
 
 
@@ -179,8 +183,9 @@ def test_a_read_only_folder_is_said(small_disk: Path) -> None:
     add(store)
     store.close()
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    with pytest.raises(StoreError, match="read-only") as told:
+    with pytest.raises(StoreError) as told:
         JobStore(small_disk / "jobs.sqlite")
+    assert told.value.fact == Fact("queue.store_read_only", {"file": small_disk / "jobs.sqlite"})
     assert "TANDEM_CACHE_DIR" in told.value.remedy
 
 
@@ -195,8 +200,9 @@ def test_a_store_that_somebody_keeps_locked_is_said(path: Path, monkeypatch: pyt
     store = JobStore(path)
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
-    with pytest.raises(StoreError, match="kept locked by another program"):
+    with pytest.raises(StoreError) as told:
         add(store)
+    assert told.value.code == "queue.store_locked"
     assert store.list() == []  # reading goes on
     other.execute("COMMIT")
     other.close()
@@ -213,24 +219,25 @@ def test_a_job_whose_store_is_locked_says_so_once_and_is_written_down_later(
     job.begin(record)
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        for message in ("One.", "Two.", "Three."):
-            job.record(Warned(message))
+        for field in ("one", "two", "three"):
+            job.record(Warned(fact=Fact("pipeline.text_cut", {"field": field})))
         assert not job.written and len(job.events) >= 3
         other.execute("ROLLBACK")
     assert len([line for line in caplog.messages if "cannot be written down yet" in line]) == 1
     assert job.write() is None and job.written
-    told = [values.get("message") for _, _, values in store.events(job.id)]
-    assert told == ["One.", "Two.", "Three."]
+    told = [values["fact"]["data"]["field"] for _, _, values in store.events(job.id)]
+    assert told == ["one", "two", "three"]
     store.close()
 
 
 def test_a_newer_store_is_left_alone(path: Path) -> None:
     JobStore(path).close()
     with sqlite3.connect(path) as connection:
-        connection.execute(f"PRAGMA user_version = {len(database.MIGRATIONS) + 1}")
+        connection.execute(f"PRAGMA user_version = {len(migrations.MIGRATIONS) + 1}")
     connection.close()
-    with pytest.raises(StoreError, match="written by a newer Tandem"):
+    with pytest.raises(StoreError) as told:
         JobStore(path)
+    assert (told.value.code, told.value.data["version"]) == ("queue.store_too_new", len(migrations.MIGRATIONS) + 1)
     assert [entry.name for entry in path.parent.iterdir()] == ["jobs.sqlite"]
 
 
@@ -238,7 +245,12 @@ def test_an_older_store_is_brought_up_to_date_once(path: Path, monkeypatch: pyte
     store = JobStore(path)
     job = add(store)
     store.close()
-    newer = (*database.MIGRATIONS, "CREATE TABLE notes (job TEXT); INSERT INTO notes SELECT id FROM jobs;")
+
+    def add_notes(connection: sqlite3.Connection) -> None:
+        connection.execute("CREATE TABLE notes (job TEXT)")
+        connection.execute("INSERT INTO notes SELECT id FROM jobs")
+
+    newer = (*migrations.MIGRATIONS, add_notes)
     monkeypatch.setattr(database, "MIGRATIONS", newer)
     for _ in range(2):
         again = JobStore(path)
@@ -250,14 +262,66 @@ def test_an_older_store_is_brought_up_to_date_once(path: Path, monkeypatch: pyte
     connection.close()
 
 
+def test_sentences_of_version_1_become_facts(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        migrations.MIGRATIONS[0](connection)
+        connection.execute(
+            "INSERT INTO jobs (id, kind, state, position, request, output, created, failure) "
+            "VALUES ('0123abcd', 'video', 'failed', 1, '{}', '/x.mp4', 0, ?)",
+            (json.dumps({"what": "It broke.", "remedy": "Try again.", "defect": True}),),
+        )
+        memory = {"stage": "denoise", "component": "transformer", "memory": "VRAM", "instead": "Blocks wait in RAM"}
+        memory |= {"flags": "--offload group --quantization fp8", "times_as_long": 1.4, "lossless": False}
+        memory |= {"lost_seconds": 2.5, "taken": False, "message": "This machine ran out."}
+        old: list[dict[str, Any]] = [
+            {"event": "Warned", "message": "Mind the gap."},
+            {"event": "FellBack", "component": "vae", "backend": "inductor", "reason": "VAE: PyTorch."},
+            {"event": "OutOfMemory", **memory},
+            {"event": "StepDone", "step": 1, "of": 4, "seconds": 0.5, "part": "transformer"},
+            {"event": "Failed", "what": "It broke.", "remedy": "Try again.", "defect": True},
+        ]
+        for event in old:
+            connection.execute("INSERT INTO events (job, at, event) VALUES ('0123abcd', 0, ?)", (json.dumps(event),))
+        connection.execute("PRAGMA user_version = 1")
+        connection.commit()
+    store = JobStore(path)
+    job = store.get("0123abcd")
+    failed = Failed(fact=text("It broke.", "Try again."), internal=True)
+    assert job.failure == failed
+    assert [event_from_json(values, job) for _, _, values in store.events(job.id)] == [
+        Warned(fact=text("Mind the gap.")),
+        FellBack(component="vae", backend="inductor", reason=text("VAE: PyTorch.")),
+        OutOfMemory(
+            stage="denoise",
+            component="transformer",
+            memory="VRAM",
+            retried=False,
+            strategy=text("Blocks wait in RAM"),
+            changes={"offload": "group", "quantization": "fp8"},
+            slowdown=1.4,
+            lossless=False,
+            lost_seconds=2.5,
+        ),
+        StepDone(step=1, of=4, seconds=0.5, part="transformer"),
+        failed,
+    ]
+
+
+def text(what: str, remedy: str = "") -> Fact:
+    return Fact("text", {"what": what, "remedy": remedy})
+
+
 def test_a_migration_that_fails_changes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = JobStore(path)
     job = add(store)
     store.close()
-    good = database.MIGRATIONS
-    monkeypatch.setattr(
-        database, "MIGRATIONS", (*good, "CREATE TABLE notes (job TEXT); INSERT INTO nowhere VALUES (1)")
-    )
+    good = migrations.MIGRATIONS
+
+    def fail(connection: sqlite3.Connection) -> None:
+        connection.execute("CREATE TABLE notes (job TEXT)")
+        connection.execute("INSERT INTO nowhere VALUES (1)")
+
+    monkeypatch.setattr(database, "MIGRATIONS", (*good, fail))
     with pytest.raises(StoreError):
         JobStore(path)
     monkeypatch.setattr(database, "MIGRATIONS", good)
@@ -285,13 +349,8 @@ def emptied(path: Path) -> None:
     path.write_bytes(b"\xff" * 5000)
 
 
-@pytest.mark.parametrize(
-    ("harm", "kept"),
-    [(overwritten_start, 0), (overwritten_middle, 1), (cut_short, 1), (emptied, 0)],
-)
-def test_a_damaged_store_is_set_aside_and_what_can_be_read_is_kept(
-    harm: Callable[[Path], None], kept: int, path: Path
-) -> None:
+@pytest.mark.parametrize("harm", [overwritten_start, overwritten_middle, cut_short, emptied])
+def test_a_damaged_store_is_kept_as_a_backup_and_a_new_one_is_started(harm: Callable[[Path], None], path: Path) -> None:
     store = JobStore(path)
     jobs = [add(store, instance="a") for _ in range(40)]
     for job in jobs:
@@ -299,20 +358,20 @@ def test_a_damaged_store_is_set_aside_and_what_can_be_read_is_kept(
     store.close()
     harm(path)
     damaged = path.read_bytes()
-    mended = JobStore(path)
-    assert "The list of jobs was damaged" in mended.notice
-    aside = path.with_name("jobs.sqlite.damaged-1")
-    assert aside.read_bytes() == damaged
-    assert str(aside) in mended.notice
-    found = mended.list()
-    assert len(found) >= kept
-    assert {job.id for job in found} <= {job.id for job in jobs}
-    assert all(job.plan == planned() for job in found)
-    assert f"{len(found)} job" in mended.notice
-    new = add(mended)
-    mended.close()
+    started = JobStore(path)
+    backup = path.with_name("jobs.sqlite.damaged-1")
+    assert started.notice == Fact("queue.store_damaged", {"backup": backup})
+    assert backup.read_bytes() == damaged
+    assert started.list() == []
+    new = add(started)
+    started.close()
     again = JobStore(path)
-    assert (again.notice, again.list()[0].id, len(again.list())) == ("", new.id, len(found) + 1)
+    assert again.notice is None
+    assert [job.id for job in again.list()] == [new.id]
+    again.close()
+    harm(path)
+    assert JobStore(path).notice == Fact("queue.store_damaged", {"backup": path.with_name("jobs.sqlite.damaged-2")})
+    assert backup.read_bytes() == damaged
 
 
 def test_a_file_that_vanishes_under_a_store_is_made_anew(path: Path) -> None:

@@ -10,6 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from runtime.core.errors import StoreError
 from runtime.core.events import Cancelled, Failed, VideoSaved
+from runtime.core.facts import Fact
 from runtime.queue.store import JobStore
 from tests.queue.made import add, saved
 
@@ -55,7 +56,11 @@ class TwoStores(RuleBasedStateMachine):
         self.state[claimed.id] = "running"
         return claimed.id
 
-    @rule(at=which, job=consumes(running), event=st.sampled_from([saved(), Failed("No.", "Yes."), Cancelled()]))
+    @rule(
+        at=which,
+        job=consumes(running),
+        event=st.sampled_from([saved(), Failed(fact=Fact("queue.store_locked")), Cancelled()]),
+    )
     def end(self, at: int, job: str, event: VideoSaved | Failed | Cancelled) -> None:
         if not job:
             return

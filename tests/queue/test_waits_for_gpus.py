@@ -100,10 +100,10 @@ def test_it_says_how_many_are_free_and_can_be_cancelled(
     store, pool, job = waiting
     monkeypatch.setattr("runtime.queue.recovery.recover", lambda *_: None)  # it would call this test a dead process
     until(lambda: pool.asked(1), meanwhile=lambda: job.open)
-    assert waits(job) == [WaitsForGpus(4, 1)]
+    assert waits(job) == [WaitsForGpus(wanted=4, free=1)]
     pool.lend(1)
     pool.lend(3)
-    until(lambda: waits(job)[-1] == WaitsForGpus(4, 3))
+    until(lambda: waits(job)[-1] == WaitsForGpus(wanted=4, free=3))
     assert job.state == "running"
     # The page: its line, and the queue's.
     worker = cast(JobQueue, OneJob(job, store))
@@ -146,8 +146,8 @@ def test_paused_it_waits_in_the_queue_again(waiting: Waiting) -> None:
     ],
 )
 def test_in_words(wanted: int, free: int, words: str, tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
-    progress = Progress().after(WaitsForGpus(wanted, free), 1.0)
+    progress = Progress().after(WaitsForGpus(wanted=wanted, free=free), 1.0)
     assert (progress.title, progress.fraction, progress.seconds_left) == (words, 0.0, None)
     request = GenerationRequest(prompt="a boat", frames=5, width=32, height=32)
     plan = replace(resolve(request, tiny("wan2.1"), FOUR, tmp_path / "x.mp4"), steps=4)
-    assert progress.after(Planned(plan), 2.0).title == "Preparing"
+    assert progress.after(Planned(plan=plan), 2.0).title == "Preparing"

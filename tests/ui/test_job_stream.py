@@ -3,7 +3,6 @@
 import asyncio
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -11,6 +10,7 @@ from typing import cast
 import pytest
 
 from runtime.core.events import Cancelled, Event, Failed, FramesDecoded, Planned, StageStarted, StepDone, VideoSaved
+from runtime.core.facts import Fact
 from runtime.core.request import GenerationRequest
 from runtime.models.spec import ModelSpec
 from runtime.queue.job import Job
@@ -52,7 +52,7 @@ def saved(job: Job) -> VideoSaved:
         timings={"encode": 0.2, "denoise": 3.0, "decode": 1.0, "mux": 0.1, "total": 4.3},
         load_seconds=1.5,
         peak_memory_bytes=1 << 30,
-        warnings=("The model does not know “<i>”.",),
+        warnings=(Fact("pipeline.unknown_words", {"words": ["<i>"], "field": "prompt"}),),
     )
 
 
@@ -70,8 +70,8 @@ def show(job: Job, *events: Event) -> job_stream.View:
 
 def test_a_running_job_tells_stage_step_and_time(job: Job, store: JobStore) -> None:
     begin(job, store)
-    steps = [StepDone(n, 4, 2.0, "transformer", b"webp") for n in (1, 2)]
-    view = show(job, Planned(job.plan), StageStarted("denoise", "transformer"), *steps)
+    steps = [StepDone(step=n, of=4, seconds=2.0, part="transformer", preview=b"webp") for n in (1, 2)]
+    view = show(job, Planned(plan=job.plan), StageStarted(stage="denoise", part="transformer"), *steps)
     assert 'data-state="running"' in view.status
     assert "step 3 of 4" in view.status
     assert re.search(r"about \d+ (s|min) left", view.status)
@@ -100,7 +100,7 @@ def test_a_paused_job_says_so(job: Job, store: JobStore) -> None:
 
 def test_an_interrupted_job_says_how_to_go_on(job: Job, store: JobStore) -> None:
     begin(job, store)
-    show(job, Planned(job.plan), StageStarted("encode"))
+    show(job, Planned(plan=job.plan), StageStarted(stage="encode"))
     store.interrupt(job.id, "here", None)
     job.leave()
     view = show(job)
@@ -115,7 +115,7 @@ def test_an_interrupted_job_says_how_to_go_on(job: Job, store: JobStore) -> None
 
 def test_a_job_that_stops_says_so_at_once(job: Job, store: JobStore) -> None:
     begin(job, store)
-    view = show(job, Planned(job.plan), StageStarted("encode"))
+    view = show(job, Planned(plan=job.plan), StageStarted(stage="encode"))
     assert "Reading the prompt" in view.status
     job.cancel.request()
     assert "Stopping…" in show(job).status
@@ -125,7 +125,7 @@ def test_a_job_that_stops_says_so_at_once(job: Job, store: JobStore) -> None:
 
 
 def test_a_finished_job_shows_video_and_facts(job: Job) -> None:
-    view = show(job, Planned(job.plan), FramesDecoded(9, 9), saved(job))
+    view = show(job, Planned(plan=job.plan), FramesDecoded(frames=9, of=9), saved(job))
     assert f'src="{result_view.file_url(job.plan.output)}"' in view.picture
     assert "a%20video.mp4" in view.picture
     for expected in (
@@ -146,19 +146,19 @@ def test_what_a_finished_job_used_beside_the_model_is_told(job: Job) -> None:
     done = saved(job)
     assert not {"LoRA", "Step cache", "Shift"} & {name for name, _ in result_view.rows(done, job.plan, "Tiny")}
     used = {"loras": [{"file": "a", "weight": 0.5, "expert": "low"}], "step_cache": "first-block:0.2", "shift": 5.0}
-    told = result_view.rows(replace(done, request={**done.request, **used}), job.plan, "Tiny")
+    told = result_view.rows(done.model_copy(update={"request": {**done.request, **used}}), job.plan, "Tiny")
     assert {("LoRA", "low=a:0.5"), ("Step cache", "first-block:0.2"), ("Shift", "5")} <= set(told)
 
 
 def test_an_error_is_what_and_what_to_do(job: Job) -> None:
     assert (
         "<strong>No memory.</strong> <span>Close a program.</span>"
-        in show(job, Failed("no memory.", "Close a program.")).status
+        in show(job, Failed(fact=Fact("text", {"what": "no memory.", "remedy": "Close a program."}))).status
     )
 
 
 def test_a_defect_names_the_log(job: Job) -> None:
-    assert AUDIENCE.details in show(job, Failed("Something broke.", "The log has the details.", defect=True)).status
+    assert AUDIENCE.details in show(job, Failed.because_of(ZeroDivisionError())).status
 
 
 def test_every_state_has_the_same_children(job: Job) -> None:
@@ -167,7 +167,11 @@ def test_every_state_has_the_same_children(job: Job) -> None:
     def tags(html: str) -> list[str]:
         return [part.split(">")[0].split(" ")[0] for part in html.split("<")[1:]]
 
-    views = [show(job), show(job, Planned(job.plan)), show(job, Failed("a", "b"))]
+    views = [
+        show(job),
+        show(job, Planned(plan=job.plan)),
+        show(job, Failed(fact=Fact("text", {"what": "a", "remedy": "b"}))),
+    ]
     assert len({tuple(tags(view.status)) for view in views} | {tuple(tags(player.status(player.IDLE)))}) == 1
 
 
@@ -180,7 +184,7 @@ def test_following_ends_with_the_job(job: Job) -> None:
             return [event async for event in job_stream.follow_events(job)]
 
         async def work() -> None:
-            for event in (Planned(job.plan), StageStarted("encode"), Cancelled()):
+            for event in (Planned(plan=job.plan), StageStarted(stage="encode"), Cancelled()):
                 await asyncio.sleep(0.01)
                 job.record(event)
 

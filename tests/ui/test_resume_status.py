@@ -7,26 +7,27 @@ from typing import Any
 import pytest
 
 from runtime.core.events import CheckpointSaved, Event, OutOfMemory, Planned, Resumed, StepDone
+from runtime.core.facts import Fact
 from runtime.queue.disk_usage import Room
 from runtime.ui import compare, history_view, queue_view
 from runtime.ui.queue_view import Ended, Row
-from runtime.ui.resume_status import standing, way_of
+from runtime.ui.resume_status import standing
 from runtime.video.similarity import Likeness
 from tests.queue.made import planned
 
-BEGUN = Planned(planned(steps=20))
+BEGUN = Planned(plan=planned(steps=20))
 HOSTILE = "<img src=x onerror=hit()> \" ' & “"
 
 
 def steps(last: int, first: int = 1) -> list[Event]:
-    return [StepDone(n, 20, 1.0, "transformer") for n in range(first, last + 1)]
+    return [StepDone(step=n, of=20, seconds=1.0, part="transformer") for n in range(first, last + 1)]
 
 
 def full(**values: Any) -> OutOfMemory:
     given: dict[str, Any] = {
-        "stage": "denoise", "component": "transformer", "memory": "VRAM", "instead": "Weights wait in RAM by block",
-        "flags": "--offload group", "times_as_long": 1.4, "lossless": True, "lost_seconds": 65.0, "taken": False,
-        "message": "This machine ran out of video memory.",
+        "stage": "denoise", "component": "transformer", "memory": "VRAM", "retried": False,
+        "strategy": Fact("text", {"what": "Weights wait in RAM by block", "remedy": ""}),
+        "changes": {"offload": "group"}, "slowdown": 1.4, "lost_seconds": 65.0,
     }  # fmt: skip
     return OutOfMemory(**given | values)
 
@@ -37,19 +38,19 @@ def full(**values: Any) -> OutOfMemory:
         ([], None, ""),
         ([BEGUN], None, "It had not begun to denoise."),
         ([BEGUN], 0, "It had not begun to denoise."),
-        ([BEGUN, *steps(12), CheckpointSaved(12)], 12, "It stopped at step 12 of 20. It goes on from there."),
-        ([BEGUN, *steps(12), CheckpointSaved(10)], 10, "It stopped at step 12 of 20. It goes on after step 10."),
-        ([BEGUN, *steps(12), CheckpointSaved(0)], 0, "It stopped at step 12 of 20. The steps are done again."),
+        ([BEGUN, *steps(12), CheckpointSaved(step=12)], 12, "It stopped at step 12 of 20. It goes on from there."),
+        ([BEGUN, *steps(12), CheckpointSaved(step=10)], 10, "It stopped at step 12 of 20. It goes on after step 10."),
+        ([BEGUN, *steps(12), CheckpointSaved(step=0)], 0, "It stopped at step 12 of 20. The steps are done again."),
         # Killed between the checkpoint and the word about it; between a step's checkpoint and the word about the step.
-        ([BEGUN, *steps(12), CheckpointSaved(0)], 12, "It stopped at step 12 of 20. It goes on from there."),
+        ([BEGUN, *steps(12), CheckpointSaved(step=0)], 12, "It stopped at step 12 of 20. It goes on from there."),
         ([BEGUN, *steps(11)], 12, "It stopped at step 12 of 20. It goes on from there."),
         (
-            [BEGUN, *steps(12), CheckpointSaved(10)],
+            [BEGUN, *steps(12), CheckpointSaved(step=10)],
             None,
             "It stopped at step 12 of 20. Nothing of that is kept: it begins anew.",
         ),
-        ([BEGUN, *steps(20), CheckpointSaved(20)], 20, "All 20 steps were done. Only decoding is left."),
-        ([BEGUN, Resumed(8, 20), *steps(9, 9)], 8, "It stopped at step 9 of 20. It goes on after step 8."),
+        ([BEGUN, *steps(20), CheckpointSaved(step=20)], 20, "All 20 steps were done. Only decoding is left."),
+        ([BEGUN, Resumed(step=8, of=20), *steps(9, 9)], 8, "It stopped at step 9 of 20. It goes on after step 8."),
     ],
 )
 def test_it_says_where_it_stopped_and_from_where_it_goes_on(events: list[Event], step: int | None, said: str) -> None:
@@ -61,10 +62,20 @@ def test_it_says_where_it_stopped_and_from_where_it_goes_on(events: list[Event],
     ("event", "way", "changes", "said"),
     [
         (full(), "Weights wait in RAM by block", {"offload": "group"}, "65 s of work were lost"),
-        (full(flags="--quantization bnb-4bit"), "Weights wait in RAM by block", {"quantization": "bnb-4bit"}, "memory"),
-        (full(flags="--on-out-of-memory any"), "Weights wait in RAM by block", {"on_out_of_memory": "any"}, "memory"),
-        (full(taken=True), "", {}, "This machine ran out of video memory."),
-        (full(flags="", instead=""), "", {}, "This machine ran out"),
+        (
+            full(changes={"quantization": "bnb-4bit"}),
+            "Weights wait in RAM by block",
+            {"quantization": "bnb-4bit"},
+            "memory",
+        ),
+        (
+            full(changes={"on_out_of_memory": "any"}),
+            "Weights wait in RAM by block",
+            {"on_out_of_memory": "any"},
+            "memory",
+        ),
+        (full(retried=True), "", {}, "Out of memory (VRAM)"),
+        (full(changes={}, strategy=None), "", {}, "Out of memory (VRAM)"),
     ],
 )
 def test_where_memory_ran_out_it_offers_the_other_way(
@@ -73,11 +84,6 @@ def test_where_memory_ran_out_it_offers_the_other_way(
     found = standing([BEGUN, *steps(3), event], 3)
     assert (found.way, found.changes) == (way, changes)
     assert said.replace("65 s", "1 min 5 s") in found.memory
-
-
-def test_flags_become_settings() -> None:
-    assert way_of("--offload model --quantization fp8") == {"offload": "model", "quantization": "fp8"}
-    assert way_of("rm -rf /") == {}
 
 
 def test_only_what_waits_moves_and_only_as_far_as_it_can() -> None:

@@ -4,4 +4,28 @@ from collections.abc import Mapping
 
 from runtime.core.messages import Message
 
-MESSAGES: Mapping[str, Message] = {}
+MESSAGES: Mapping[str, Message] = {
+    "queue.pytorch_broken": Message(
+        "PyTorch or one of its libraries does not start: {error}.",
+        "Run the installer again, then `doctor`; the log has the details.",
+    ),
+    "queue.store_damaged": Message("The list of jobs was damaged and starts empty; the damaged file is {backup}."),
+    "queue.store_file_damaged": Message(
+        "{file} is damaged.", "Start Tandem again: it keeps the damaged file as a backup and starts a new list of jobs."
+    ),
+    "queue.store_disk_full": Message("The disk is full: {file} cannot be written.", "Free some disk space."),
+    "queue.store_read_only": Message(
+        "{file} cannot be written: it or its folder is read-only.",
+        "Make the folder writable, or set TANDEM_CACHE_DIR to another folder.",
+    ),
+    "queue.store_locked": Message("{file} is locked by another program.", "Close that program and try again."),
+    "queue.store_unusable": Message(
+        "{file} cannot be used: {reason}.", "Check the folder and its disk, or set TANDEM_CACHE_DIR to another folder."
+    ),
+    "queue.store_too_new": Message(
+        "{file} was written by a newer Tandem (version {version}; this one supports {supported}).",
+        "Update Tandem, or set TANDEM_CACHE_DIR to another folder.",
+    ),
+    "queue.job_not_stored": Message("This video will not be in the list of jobs: {cause:advice}"),
+    "queue.job_not_stored_yet": Message("This video is not in the list of jobs yet: {cause:advice}"),
+}

@@ -20,10 +20,11 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel, WanTransformerBlock
 from torch import nn
 
+from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, Speed
 from runtime.core.step_cache import strength_of
 from runtime.execution.attention import Attention, attention
-from runtime.execution.compilation import CompiledStep, Stumbled
+from runtime.execution.compilation import CompiledStep, OnDegraded
 from runtime.execution.cuda_graphs import CudaGraphRunner
 from runtime.execution.denoiser import PROMPTED
 from runtime.execution.first_block_cache import Sharing, first_block_cached
@@ -346,15 +347,14 @@ class PyTorchDenoiser:
         self._caches = False
         self.compute(speed)
 
-    def compute(self, speed: Speed, on_degraded: Callable[[str, str], None] | None = None) -> None:
+    def compute(self, speed: Speed, on_degraded: Callable[[str, Fact], None] | None = None) -> None:
         """Compute so from now on.
 
         Args:
-            stumbled: hears which field of `Speed` could not be had, and why, in a sentence; what is left out then costs
-                time only.
+            on_degraded: called with each field of `Speed` that cannot be applied, and the reason.
         """
 
-        def told(field: str) -> Stumbled:
+        def told(field: str) -> OnDegraded:
             return lambda reason: None if on_degraded is None else on_degraded(field, reason)
 
         self.forget()

@@ -21,9 +21,10 @@ import torch.nn.functional as F
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan, unpatchify
 from torch import nn
 
+from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, Speed
 from runtime.core.tiles import Span, spans
-from runtime.execution.compilation import Stumbled, WithFallback
+from runtime.execution.compilation import OnDegraded, WithFallback
 from runtime.execution.tiling import shares
 from runtime.execution.video_decoder import longer_side
 from runtime.planner import constraints
@@ -256,14 +257,14 @@ class Fast(DecoderOps):
 
     Args:
         device, dtype: of the decoder.
-        stumbled: hears once that a kernel failed; PyTorch runs from then on.
+        on_degraded: called once if a kernel failed; PyTorch runs from then on.
         kernels: by default `vae_kernels`.
     """
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, on_degraded: Stumbled | None = None, kernels: Any = None
+        self, device: torch.device, dtype: torch.dtype, on_degraded: OnDegraded | None = None, kernels: Any = None
     ) -> None:
-        self._faster = WithFallback("Triton could not compute it", on_degraded)
+        self._faster = WithFallback("execution.triton_failed", on_degraded)
         self._kernels = kernels
         super().__init__(self._by_kernel)
         self._convolves = dtype in {torch.float16, torch.bfloat16} and (
@@ -315,10 +316,10 @@ class PyTorchVideoDecoder:
         self._patch_size = config.patch_size
         self._steps = DecoderSteps(module.decoder)
 
-    def compute(self, speed: Speed, on_degraded: Callable[[str, str], None] | None = None) -> None:
+    def compute(self, speed: Speed, on_degraded: Callable[[str, Fact], None] | None = None) -> None:
         """Compute so from now on; see `PyTorchDenoiser.compute`."""
 
-        def told(reason: str) -> None:
+        def told(reason: Fact) -> None:
             if on_degraded is not None:
                 on_degraded("compiled", reason)
 

@@ -13,6 +13,7 @@ import torch
 from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.errors import EngineError
 from runtime.core.events import Event, FellBack, VideoSaved
+from runtime.core.facts import render
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.engines import library
@@ -180,7 +181,7 @@ def test_a_job_on_imported_engines(full: Shelf, taken: dict[str, Imported]) -> N
     engine.write_bytes(engine.read_bytes()[:-1] + b"\0")
     _, fallen = full.run(full.plan(backends={"all": "onnxruntime"}, build="missing"))
     assert [event.component for event in fallen] == ["vae"]
-    assert "Import it again" in fallen[0].reason
+    assert "Import it again" in render(fallen[0].fact).what
 
 
 def test_a_decoder_of_whole_clips_serves_shorter_ones(full: Shelf, taken: dict[str, Imported]) -> None:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKLWan
 
+from runtime.core.facts import Fact
 from runtime.core.plan import Speed
 from runtime.execution.compilation import forget_all
 from runtime.families.wan import vae
@@ -103,9 +104,9 @@ def test_a_kernel_that_fails_is_told_of_once(tiny: Callable[[str], ModelSpec]) -
             raise RuntimeError("no such instruction")
 
     vae = AutoencoderKLWan.from_pretrained(tiny("wan2.1").directory, subfolder="vae").eval()
-    z, told = torch.randn(1, 16, 1, 4, 6), list[str]()
+    z, told = torch.randn(1, 16, 1, 4, 6), list[Fact]()
     fast = Fast(torch.device("cpu"), torch.float32, told.append, Broken())
     got, _ = DecoderSteps(vae.decoder, channels_last=True, between=fast)(z, [], first=True)
     wanted, _ = DecoderSteps(vae.decoder, channels_last=True)(z, [], first=True)
     assert torch.equal(got, wanted)
-    assert told == ["Triton could not compute it (RuntimeError: no such instruction)."]
+    assert told == [Fact("execution.triton_failed", {"error": "RuntimeError: no such instruction"})]
