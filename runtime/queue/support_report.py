@@ -22,7 +22,8 @@ from runtime.queue.store import JobStore
 _LOG_LINES = 60
 _LEFT_OUT = "…"
 _PRIVATE = ("prompt", "negative_prompt")
-_QUOTED = re.compile("“([^”]*)”")
+# Data of facts that quotes the prompt; "what" is text of an earlier version, which may.
+_PRIVATE_DATA = frozenset({"words", "what"})
 
 
 def report(
@@ -44,7 +45,7 @@ def report(
         "request": dict(job.request),
         "plan": None if job.plan is None else job.plan.to_json(),
         "output": str(job.output),
-        "result": None if job.result is None else dict(job.result),
+        "result": None if job.saved is None else job.saved.model_dump(mode="json"),
         "failure": None if job.failure is None else job.failure.error_json(),
         "versions": {"tandem": __version__, "python": platform.python_version(), **dict(machine.packages)}
         | {"torch": machine.torch_version},
@@ -68,13 +69,12 @@ def report(
 
 
 def scrub(value: Any, texts: Sequence[str], folders: Sequence[str]) -> Any:
-    """Return JSON types without some texts, words quoted from them, and paths below some folders.
+    """Return JSON types without some texts, data of facts that quotes the prompt, and paths below some folders.
 
     Args:
-        texts: left out wherever they stand; so are words of theirs in “quotation marks”.
-        folders: the paths of files in them are left out but for the file's name.
+        texts: removed from all strings.
+        folders: of paths below them only the file's name is kept.
     """
-    words = {word.lower() for text in texts for word in re.findall(r"\w+", text)}
     whole = [re.compile(rf"(?<!\w){re.escape(text)}(?!\w)") for text in sorted(filter(None, texts), key=len)[::-1]]
     places = sorted({folder for folder in folders if len(folder) > 1}, key=len, reverse=True)
     path = (
@@ -83,17 +83,14 @@ def scrub(value: Any, texts: Sequence[str], folders: Sequence[str]) -> Any:
         else None
     )
 
-    def quoted(match: re.Match[str]) -> str:
-        known = {word.lower() for word in re.findall(r"\w+", match[1])} & words
-        return f"“{_LEFT_OUT}”" if known else match[0]
-
     def clean(one: Any) -> Any:
         if isinstance(one, str):
             for text in whole:
                 one = text.sub(_LEFT_OUT, one)
-            one = _QUOTED.sub(quoted, one)
             return one if path is None else path.sub(f"{_LEFT_OUT}{os.sep}", one)
         if isinstance(one, Mapping):
+            if one.keys() == {"code", "data"}:
+                one = {**one, "data": {key: item for key, item in one["data"].items() if key not in _PRIVATE_DATA}}
             return {key: clean(item) for key, item in one.items()}
         if isinstance(one, list | tuple):
             return [clean(item) for item in one]

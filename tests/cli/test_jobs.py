@@ -102,8 +102,9 @@ def test_a_report_holds_no_prompt_and_no_paths(cache_dir: Path, capsys: pytest.C
     assert report["versions"]["torch"] and report["machine"]["cores"]
     assert report["plan"]["components"]["vae"]["reason"]
     assert [event["event"] for event in report["events"]] == ["Planned", "Warned", "Failed"]
-    assert report["events"][1]["message"] == "The model does not know “…”: the prompt was read without."
-    assert report["failure"]["what"] == "…/boat.mp4 cannot be written."
+    assert report["events"][1]["fact"] == {"code": "pipeline.unknown_words", "data": {"field": "prompt"}}
+    assert report["failure"]["data"] == {"file": "…/boat.mp4", "log": "…/x.log"}
+    assert report["failure"]["what"].startswith("…/boat.mp4 is locked")
     for private in ("zorp", "blurry", "/nowhere", str(cache_dir), str(Path.home())):
         assert private not in json.dumps(report) + text, private
     told, text = answer(["jobs", "show", job.id, "--with-prompt"], capsys)

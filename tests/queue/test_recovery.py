@@ -125,7 +125,7 @@ def test_purging_removes_files_of_ours_only(store: JobStore, tmp_path: Path) -> 
         video.parent.mkdir()
         video.write_bytes(b"video")
         job = store.add(asked(), replace(planned(), output=video), instance="a")
-        store.record(job.id, replace(saved(), video=video))
+        store.record(job.id, saved().model_copy(update={"video": video}))
         folder = store.folder(job.id)
         assert folder is not None
         folder.mkdir(parents=True)

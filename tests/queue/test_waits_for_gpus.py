@@ -108,18 +108,18 @@ def test_it_says_how_many_are_free_and_can_be_cancelled(
     # The page: its line, and the queue's.
     worker = cast(JobQueue, OneJob(job, store))
     line = job_stream.view(job, worker, AUDIENCE, "<svg></svg>", job.progress.now).status
-    assert "<strong>Waits for 4 GPUs: 3 are free</strong>" in line
+    assert "<strong>Waiting for 4 GPUs: 3 free</strong>" in line
     queue = Shown(worker, Path())._line()
-    assert "Waits for 4 GPUs: 3 are free" in queue
+    assert "Waiting for 4 GPUs: 3 free" in queue
     assert ">Waiting<" in queue and ">Running<" not in queue
     # The command line, and another process.
     (row,) = listing([], "")["jobs"]
-    assert (row["state"], row["waits"]) == ("running", "waits for 4 GPUs: 3 are free")
-    assert "waits for 4 GPUs: 3 are free" in capsys.readouterr().err.replace("\n", " ")
+    assert (row["state"], row["waits"]) == ("running", "Waiting for 4 GPUs: 3 free.")
+    assert "Waiting for 4 GPUs: 3 free." in capsys.readouterr().err.replace("\n", " ")
     assert "WaitsForGpus" in str(details(job.id, with_prompt=False)["job"]["events"])
     elsewhere = Job(store.get(job.id), job.plan, "Tiny", store)
     elsewhere.refresh()
-    assert elsewhere.progress.title == "Waits for 4 GPUs: 3 are free"
+    assert elsewhere.progress.title == "Waiting for 4 GPUs: 3 free"
 
     job.cancel.request()
     until(lambda: job.state == "cancelled")
@@ -140,9 +140,9 @@ def test_paused_it_waits_in_the_queue_again(waiting: Waiting) -> None:
 @pytest.mark.parametrize(
     ("wanted", "free", "words"),
     [
-        (2, 1, "Waits for 2 GPUs: 1 is free"),
-        (4, 2, "Waits for 4 GPUs: 2 are free"),
-        (2, 0, "Waits for 2 GPUs: none is free"),
+        (2, 1, "Waiting for 2 GPUs: 1 free"),
+        (4, 2, "Waiting for 4 GPUs: 2 free"),
+        (2, 0, "Waiting for 2 GPUs: 0 free"),
     ],
 )
 def test_in_words(wanted: int, free: int, words: str, tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
