@@ -6,6 +6,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from runtime.core.facts import Fact
 from runtime.core.plan import Speed
 from runtime.execution.denoiser import Denoiser
 from runtime.execution.first_block_cache import Sharing
@@ -14,8 +15,8 @@ from runtime.execution.video_decoder import ResumableDecoder
 from runtime.models import registry
 from runtime.models.spec import ModelSpec
 
-# Receives a field of `Speed` that could not be applied, and the reason, a sentence.
-OnDegraded = Callable[[str, str], None]
+# Receives a field of `Speed` that could not be applied, and the reason.
+OnDegraded = Callable[[str, Fact], None]
 
 
 class PyTorchDenoiser(Denoiser, Protocol):

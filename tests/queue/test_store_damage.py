@@ -270,7 +270,8 @@ def test_sentences_of_version_1_become_facts(path: Path) -> None:
             "VALUES ('0123abcd', 'video', 'failed', 1, '{}', '/x.mp4', 0, ?)",
             (json.dumps({"what": "It broke.", "remedy": "Try again.", "defect": True}),),
         )
-        memory = {"stage": "denoise", "component": "transformer", "memory": "VRAM", "instead": "Blocks wait in RAM"}
+        memory: dict[str, Any] = {"stage": "denoise", "component": "transformer", "memory": "VRAM"}
+        memory |= {"instead": "Blocks wait in RAM"}
         memory |= {"flags": "--offload group --quantization fp8", "times_as_long": 1.4, "lossless": False}
         memory |= {"lost_seconds": 2.5, "taken": False, "message": "This machine ran out."}
         old: list[dict[str, Any]] = [
