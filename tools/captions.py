@@ -225,8 +225,8 @@ def _single(known: Facts, w: Wording) -> tuple[str, Facts]:
     subject, colour = known.subjects[0]
     what = w.rng.randrange(7)
     if what == 0 and subject:
-        said = Facts(((subject, None),))
-        return noun_phrase(said, w)[0], said
+        mentioned = Facts(((subject, None),))
+        return noun_phrase(mentioned, w)[0], mentioned
     if what == 1 and colour and len({c for _, c in known.subjects}) == 1:
         return w.pick(lx.COLOUR_WORDS[colour], 0.7), Facts(((None, colour),))
     if what == 2 and known.backdrop:
@@ -236,14 +236,14 @@ def _single(known: Facts, w: Wording) -> tuple[str, Facts]:
         options = (w.rng.choice(lx.TIMES_WHEN[known.time]), w.rng.choice(lx.TIME_NOUNS[known.time]))
         return w.rng.choice(options), Facts(time=known.time)
     if what == 4 and known.motion:
-        said = Facts(motion=known.motion)
-        return verb_phrase(said, 2, w), said
+        mentioned = Facts(motion=known.motion)
+        return verb_phrase(mentioned, 2, w), mentioned
     if what == 5 and len(known.subjects) == 1 and subject:
-        said = Facts(known.subjects)
-        return noun_phrase(said, w)[0], said
+        mentioned = Facts(known.subjects)
+        return noun_phrase(mentioned, w)[0], mentioned
     assert known.weather
-    said = Facts(weather=known.weather)
-    return w.rng.choice((w.rng.choice(lx.WEATHER_TAGS[known.weather]), _weather(said, w))), said
+    mentioned = Facts(weather=known.weather)
+    return w.rng.choice((w.rng.choice(lx.WEATHER_TAGS[known.weather]), _weather(mentioned, w))), mentioned
 
 
 def sprinkle(text: str, w: Wording) -> str:
@@ -272,13 +272,13 @@ def training_caption(known: Facts, rng: random.Random) -> tuple[str, Facts]:
     if luck < EMPTY + SINGLE:
         return _single(known, w)
     if luck < EMPTY + SINGLE + PARTIAL:
-        said = _forget(known, 0.4, w)
+        mentioned = _forget(known, 0.4, w)
     else:
         weather = None if known.weather == "clear" and rng.random() < CLEAR_UNSAID else known.weather
         time = None if known.time == "day" and rng.random() < DAY_UNSAID else known.time
-        said = Facts(known.subjects, known.motion, known.backdrop, time, weather)
-    text = sentence(said, w)
-    return (sprinkle(text, w) if rng.random() < 0.2 else text), said
+        mentioned = Facts(known.subjects, known.motion, known.backdrop, time, weather)
+    text = sentence(mentioned, w)
+    return (sprinkle(text, w) if rng.random() < 0.2 else text), mentioned
 
 
 def prompt(known: Facts, rng: random.Random) -> str:

@@ -117,8 +117,8 @@ def verdict(logits: dict[str, Tensor], scenes: Scenes) -> dict[str, Tensor]:
     colour = torch.ones(len(scenes), dtype=torch.bool)
     for slot in (0, 1):
         subject = scenes.subject[:, slot]
-        said = logits["colour"][rows, subject.clamp(min=0)].argmax(1)
-        colour &= (said == scenes.colour[:, slot]) | (subject < 0)
+        predicted = logits["colour"][rows, subject.clamp(min=0)].argmax(1)
+        colour &= (predicted == scenes.colour[:, slot]) | (subject < 0)
     result["colour"] = colour
     for name in ("motion", "backdrop", "time", "weather"):
         result[name] = logits[name].argmax(1) == getattr(scenes, name)

@@ -88,7 +88,7 @@ def main(args: Sequence[str]) -> int:
         say(error.remedy)
         return 2
     except KeyboardInterrupt:
-        say("stopped; the same command goes on from here")
+        say("stopped; run the same command to continue")
         return 130
     except OSError as error:
         say(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
@@ -215,7 +215,7 @@ def install(testing: bool) -> None:
             "use a Mac with an Apple processor and a Python made for it (arm64), or another machine",
         )
     began = time.monotonic()
-    testing = testing or DEV in read_stamp().get("files", {})  # what was there stays in step
+    testing = testing or DEV in read_stamp().get("files", {})  # installed test tools are kept up to date
     evidence = gpu_evidence()
     nvidia = has_nvidia_gpu(evidence)
     check_disk(nvidia)
@@ -452,7 +452,7 @@ def run_pip(args: list[str]) -> tuple[int, str]:
     scratch = VENV / "tmp"  # pip unpacks gigabytes: on the disk that was checked, not in /tmp
     scratch.mkdir(exist_ok=True)
     kept = {name: value for name, value in os.environ.items() if name not in ("PIP_TARGET", "PIP_PREFIX", "PIP_USER")}
-    said: list[str] = []
+    captured: list[str] = []
     with (
         LOG.open("a", encoding="utf-8") as log,
         subprocess.Popen(
@@ -470,7 +470,7 @@ def run_pip(args: list[str]) -> tuple[int, str]:
         assert process.stdout is not None
         try:
             for line in process.stdout:
-                said.append(line)
+                captured.append(line)
                 log.write(line)
                 show_progress(line)
         except BaseException:
@@ -478,7 +478,7 @@ def run_pip(args: list[str]) -> tuple[int, str]:
             raise
     show_progress("")
     shutil.rmtree(scratch, ignore_errors=True)
-    return process.returncode, "".join(said)
+    return process.returncode, "".join(captured)
 
 
 def show_progress(line: str) -> None:

@@ -39,16 +39,16 @@ def embed(encoder: UMT5EncoderModel, ids: Tensor) -> Tensor:
     return states * mask.unsqueeze(-1)
 
 
-def labels(said: captions.Facts) -> list[int]:
+def labels(mentioned: captions.Facts) -> list[int]:
     """Classes of motion, backdrop, time, weather and count, then 12 colours by subject: -1 absent, 8 unsaid."""
     row = [
         names.index(value) if value else len(names)
         for names, value in (
-            (world.MOTIONS, said.motion), (world.BACKDROPS, said.backdrop), (world.TIMES, said.time),
-            (world.WEATHERS, said.weather),
+            (world.MOTIONS, mentioned.motion), (world.BACKDROPS, mentioned.backdrop), (world.TIMES, mentioned.time),
+            (world.WEATHERS, mentioned.weather),
         )
     ]  # fmt: skip
-    seen = said.subjects
+    seen = mentioned.subjects
     row.append(3 if len(seen) > 1 and seen[0] == seen[1] else len(seen))
     table = [-1] * (len(world.SUBJECTS) + 1)
     for subject, colour in seen:

@@ -33,7 +33,7 @@ SHRINK = ((1, 2), (5, 7))  # what latents of 14 cells a side shrink by, one scal
 
 @dataclass(frozen=True)
 class Aim:
-    """What training lowers beside the error of the clip decoded again."""
+    """The losses that training minimizes in addition to the reconstruction error."""
 
     kl: float = 3e-5
     noise: float = 0.04  # of a latent's usual size, so that the decoder forgives the experts' small errors

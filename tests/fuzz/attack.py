@@ -38,7 +38,7 @@ JOB_SECONDS = 60.0
 
 @dataclass
 class Face:
-    """One of the two pages, as somebody reaches it."""
+    """One of the two pages, as a client reaches it."""
 
     name: str
     port: int
@@ -81,9 +81,9 @@ class Attack:
         self._judge(face, answer.head + answer.body, (method, target, headers, body[:300]))
         return answer
 
-    def _judge(self, face: Face, told: bytes, request: object) -> None:
+    def _judge(self, face: Face, body: bytes, request: object) -> None:
         for marker in face.forbidden:
-            assert marker not in told, (face.name, request, marker)
+            assert marker not in body, (face.name, request, marker)
         self.check_server(request)
 
     def check_server(self, request: object = None) -> None:
@@ -94,9 +94,9 @@ class Attack:
         if size != self._written:
             with log.open("rb") as file:
                 file.seek(self._written)
-                said = file.read().decode(errors="replace")
+                logged = file.read().decode(errors="replace")
             self._written = size
-            assert "Traceback" not in said, f"{request}\n{said[-3000:]}"
+            assert "Traceback" not in logged, f"{request}\n{logged[-3000:]}"
 
     def watch(self, face: Face, target: bytes, ends: tuple[bytes, ...]) -> bytes:
         """Read a stream until one of `ends` comes or the server closes it; return which, or nothing."""
@@ -203,7 +203,7 @@ def _round_of(attack: Attack, face: Face, client: Any, examples: int, seed: int)
 
 @contextlib.contextmanager
 def attacking(folder: Path) -> Iterator[tuple[Attack, dict[str, Any]]]:
-    """Run the app, with canaries beside its outputs, while entered."""
+    """Run the app, with canary files next to its outputs, while entered."""
     cache = make_cache(folder)
     marker, strange = secrets.token_hex(16), f"a red boat {secrets.token_hex(16)}"
     places = _canaries(cache, marker)

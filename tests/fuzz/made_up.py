@@ -144,7 +144,7 @@ def paths(places: list[Path]) -> st.SearchStrategy[bytes]:
 
 
 def addresses() -> st.SearchStrategy[bytes]:
-    """Return targets of gradio's routes, and some that nobody has, with made-up parts."""
+    """Return targets of gradio's routes, and some that do not exist, with made-up parts."""
     part = (TEXT | st.sampled_from(["a", "1", "generate", "0" * 32, "predict"])).map(
         lambda text: quote(text, safe="", errors="surrogatepass")
     )

@@ -37,7 +37,7 @@ def send(
     lines = b"".join(b"%s: %s\r\n" % field for field in fields.items())
     began = time.monotonic()
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_SECONDS) as connection:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused before all was said
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused before the whole request was sent
             connection.sendall(b"%s %s HTTP/1.1\r\n%s\r\n%s" % (method, target, lines, body))
         head, rest = _until_blank_line(connection)
         seconds = time.monotonic() - began

@@ -3,11 +3,12 @@
     python tests/gpu/pack.py FOLDER [--part-mb 35] [--groups base,video,flash4]    here: some minutes, in `.venv`
     . FOLDER/unpack.sh                                                             there, in bash
 
-For Linux on x86-64 with Python 3.12 where PyTorch for CUDA 13, transformers and the rest of `THERE` are in place.
-FOLDER then holds GROUP.tar.xz.00, .01, …, none larger than the flag says. `unpack.sh` is sourced with some or all of
-them beside it: what arrived before is kept in $TANDEM_THERE (/tmp/tandem-there), a group is unpacked once it is whole,
-and PYTHONPATH is set. `base` is what every script in tests/gpu imports, `video` is ffmpeg, `flash4` FlashAttention 4.
-Versions are those of requirements*.txt where they stand there. What is neither packed nor known to be there is told.
+For Linux on x86-64 with Python 3.12 where PyTorch for CUDA 13, transformers and the rest of `THERE` are installed.
+FOLDER then holds GROUP.tar.xz.00, .01, …, none larger than the flag allows. Source `unpack.sh` with all or some of the
+parts in the same folder: parts that arrived earlier are kept in $TANDEM_THERE (/tmp/tandem-there), a group is unpacked
+once it is complete, and PYTHONPATH is set. `base` is what every script in tests/gpu imports, `video` is ffmpeg and
+`flash4` FlashAttention 4. Versions are those of requirements*.txt. Requirements that are neither packed nor known to be
+installed there are listed.
 """
 
 import argparse
@@ -51,7 +52,7 @@ LEFT_OUT = {
 }
 
 UNPACK = """\
-# Source this in bash with the parts beside it, or some of them: those that arrived before are kept.
+# Source this in bash with all or some of the parts in the same folder; parts that arrived earlier are kept.
 there=${TANDEM_THERE:-/tmp/tandem-there}
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 mkdir -p "$there/parts" "$there/site" "$there/start"

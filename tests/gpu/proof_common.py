@@ -78,7 +78,7 @@ class Proof:
 
     @contextmanager
     def going_on(self, what: str) -> Iterator[None]:
-        """Tell of a failure and go on with the next."""
+        """Report a failure and continue with the next part."""
         try:
             yield
         except Exception as error:
@@ -120,7 +120,7 @@ class Proof:
                 return record
 
     def open(self, record: EngineRecord, **options: str) -> Session:
-        """Open a session; `options` replace those of the key, without building anew."""
+        """Open a session; `options` replace those of the key, without a rebuild."""
         key = replace(record.key, options=tuple((dict(record.key.options) | options).items()))
         folder = self.store.path(record.id)
 

@@ -57,7 +57,7 @@ def damage(proof: Proof) -> None:
         "random": os.urandom(4096),
         "another engine's": other,
     }
-    # Nothing promises these: whoever can forge a hash can put code into a plan.
+    # No guarantee covers these: someone who can forge a hash can put code into a plan.
     inside = {f"byte {position} flipped": flipped(position) for position in (len(plan) // 3, len(plan) // 2)}
     cases: list[Case] = [(kind, data, False, ()) for kind, data in found_by_hash.items()]
     cases += [(f"hash forged, {kind}", data, True, ()) for kind, data in forged.items()]

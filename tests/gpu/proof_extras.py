@@ -6,7 +6,7 @@ Random weights, two experts of a few blocks. Prints a JSON object per measuremen
 
 - lora: loading with and without a LoRA of rank 64 in bfloat16, offloads too; `error` is that of a fused weight against
   float64, `rounding` that of rounding the right one to bfloat16, which it cannot be below by much.
-- cache: strengths and ways to hold weights; blocks computed, seconds, peak memory beside the same way without a cache,
+- cache: strengths and ways to hold weights; blocks computed, seconds, peak memory (also without a cache),
   what the forecast says that the cache takes, and whether the second of two runs gave the same latents, bit for bit.
 """
 
@@ -58,7 +58,7 @@ def say(**found: Any) -> None:
 
 
 def going_on(what: dict[str, Any], work: Callable[[], None], arguments: argparse.Namespace) -> None:
-    """Do one thing; what fails is told, and where no time is left, that is the failure."""
+    """Run one part; a failure is reported, and running out of time is one."""
     try:
         if time.monotonic() - STARTED > arguments.seconds:
             raise TimeoutError("no time is left")

@@ -8,7 +8,7 @@ Parts are `passes` (and with them decoding), `cache` (a step cache), `kill` and 
 at true size in `TANDEM_PROOF`: no figure but a step cache's seconds depends on their values. Each variant loads its own
 processes, and prints a JSON object as soon as it is done, which is appended to $OUT/gpus.jsonl. `--asked` is what of a
 request differs. Errors are
-‖out - one‖ / ‖one‖ against one GPU, beside what two equal runs on one GPU and another kernel of attention there differ
+‖out - one‖ / ‖one‖ against one GPU, next to how much two equal runs on one GPU and another attention kernel differ
 by. `clip` needs ffmpeg.
 """
 
@@ -221,7 +221,7 @@ def floors(
 
 
 def cache(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> None:
-    """Latents with a step cache, in every variant: what one GPU makes of them, and that nobody waits for ever."""
+    """Latents with a step cache, in every variant: compared with one GPU, without a deadlock."""
     wanted: dict[str, tuple[torch.Tensor, float]] = {}
     frames = {} if arguments.small else {"frames": CACHED_FRAMES}
     for name, split in variants(arguments):
@@ -252,7 +252,7 @@ def cache(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> None
 
 
 def kill(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> None:
-    """A process is killed while all of them exchange tokens: how soon that is told, and what is left."""
+    """A process is killed while all of them exchange tokens: how soon that is reported, and what is left."""
     plan = planned(spec, here, arguments)
     _, split = next(found for found in variants(arguments) if found[1] is not None and found[1].sequence > 1)
     assert split is not None
@@ -344,7 +344,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("parts", nargs="*", default=[], metavar="PART")
     parser.add_argument("--gpus", type=int, default=0)
-    parser.add_argument("--counts", type=int, nargs="+", default=[2, 4, 8], help="how many share a job, beside one")
+    parser.add_argument(
+        "--counts", type=int, nargs="+", default=[2, 4, 8], help="GPUs that share a job, in addition to one"
+    )
     parser.add_argument("--model", default="wan2.2-a14b", choices=list(MODELS))
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each variant")
     parser.add_argument("--clip-steps", type=int, default=4, help="of a whole clip")

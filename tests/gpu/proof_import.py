@@ -2,7 +2,7 @@
 
     python tests/gpu/proof_import.py [--model diorama|wan2.1-1.3b] [--rows 45] [--columns 80] [--frames 5]
 
-Builds, from a model's transformer, the plan that somebody else has: sample (1,16,-1,45,80) half, timestep (1) int64,
+Builds, from a model's transformer, a plan as third parties build it: sample (1,16,-1,45,80) half, timestep (1) int64,
 encoder_hidden_states (1,4096,…) half, output (1,16,-1,44,80). Imports it, compares it with PyTorch in float32 at all
 sizes, runs a clip on it, and hands over files that are no such plan. Each finding is a JSON object on a line, also in
 $OUT/proof.jsonl. With --builder onnxruntime --device cpu the same runs without a GPU, from the ONNX file itself.
@@ -53,7 +53,7 @@ SUFFIXES = {"onnx_tensorrt": ".plan", "onnxruntime": ".onnx"}
 
 
 class Foreign(nn.Module):
-    """A transformer as somebody else exports one: half edges, a whole timestep, a row that is not read.
+    """A transformer as third parties export it: half-precision inputs and outputs, an integer timestep, an unused row.
 
     Args:
         form: `forms.transformer.TransformerForm`.
@@ -220,7 +220,7 @@ def done_columns(done: Imported) -> int:
 
 
 def clip(proof: Proof, service: EngineService, spec: ModelSpec, done: Imported) -> None:
-    """One clip by `run_job` on the imported engine, beside PyTorch."""
+    """One clip by `run_job` on the imported engine, compared with PyTorch."""
     out = Path(os.environ.get("OUT", HOME))
     frames = {}
     (profile,) = done.engine.key.profiles

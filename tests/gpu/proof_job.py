@@ -24,7 +24,7 @@ RUNS = 5
 
 
 def job(proof: Proof) -> None:
-    """One clip by `run_job`: engines planned from the library, loaded, run; beside PyTorch, in turn."""
+    """One clip by `run_job`: engines planned from the library, loaded, run; alternating with PyTorch."""
     spec = find("diorama", Path("none"))
     service = EngineService(proof.store, proof.machine, None)
     for component, program in COMPONENTS:
@@ -42,10 +42,10 @@ def job(proof: Proof) -> None:
             plan = resolve(request, spec, proof.machine, HOME / f"{asked}.mp4", service.offers(spec))
             run_job(plan, spec, events.setdefault(asked, []).append, Cancel(), residency)
     frames = {}
-    for asked, told in events.items():
-        saved = [event for event in told if isinstance(event, VideoSaved)]
+    for asked, emitted in events.items():
+        saved = [event for event in emitted if isinstance(event, VideoSaved)]
         if not saved:
-            proof.say("job", asked=asked, failed=told[-1])
+            proof.say("job", asked=asked, failed=emitted[-1])
             continue
         video = saved[0].video
         shutil.copy(video, out / f"{proof.arguments.builder}-{asked}.mp4")
@@ -57,7 +57,7 @@ def job(proof: Proof) -> None:
             asked=asked,
             components={name: part["backend"] for name, part in saved[-1].plan["components"].items()},
             reasons={name: part["reason"] for name, part in saved[-1].plan["components"].items()},
-            fell_back=[str(event.reason) for event in told if isinstance(event, FellBack)],
+            fell_back=[str(event.reason) for event in emitted if isinstance(event, FellBack)],
             load_seconds=saved[0].load_seconds,
             first_seconds=saved[0].timings["total"],
             seconds={stage: round(seconds, 4) for stage, seconds in warm.items()},

@@ -4,7 +4,7 @@
 
 Random weights in `TANDEM_PROOF`, two steps with guidance: memory depends on neither. Each job goes the app's own way,
 `resolve` and `run_job`, with nothing loaded before it. Prints a JSON object per job and appends it to $OUT/jobs.jsonl:
-the forecast's bytes beside those measured, on the GPU by stage (PyTorch's, so without the CUDA context) and in RAM.
+the forecast's bytes next to the measured ones, on the GPU by stage (PyTorch's, so without the CUDA context) and in RAM.
 """
 
 import argparse

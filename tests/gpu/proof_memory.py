@@ -3,8 +3,8 @@
     python tests/gpu/proof_memory.py [PART …]     of transformers, vaes, text; all by default
 
 Random weights: neither memory nor speed depends on their values. Prints a JSON object per measurement, and appends it
-to $OUT/memory.jsonl. Bytes are PyTorch's: `weights` lie there between calls, `working` is what a call takes beside
-them and its inputs at its peak, `reserved` what the allocator took from the driver for all of it.
+to $OUT/memory.jsonl. Bytes are PyTorch's: `weights` stay allocated between calls, `working` is what a call allocates
+on top of them and its inputs at its peak, `reserved` what the allocator took from the driver for all of it.
 """
 
 import gc

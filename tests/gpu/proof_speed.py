@@ -1,11 +1,11 @@
-"""Measures how fast Wan's parts are at true size, each step towards it beside diffusers. Not run by pytest.
+"""Measures how fast Wan's parts are at true size, each optimization compared with diffusers. Not run by pytest.
 
     python tests/gpu/proof_speed.py PART … [--size 480p|720p] [--variants NAME,NAME] [--seconds N]
 
 PART is of attention, transformer, vae, small. Random weights: speed does not depend on their values; norms are near
 one, so that attention is neither flat nor sharp. Prints a JSON object per measurement as it comes, and appends it to
-$OUT/speed.jsonl; the last variant's profile goes to $OUT/profile-*.txt. What fails is told, and the next begins; no
-more begins after `--seconds`. `--device cpu --tiny` tries the script itself.
+$OUT/speed.jsonl; the last variant's profile goes to $OUT/profile-*.txt. A failure is reported and the
+next variant runs; none starts after `--seconds`. `--device cpu --tiny` tries the script itself.
 
 Errors are ‖out - ref‖ / ‖ref‖ against float32 with TF32 off, of the same weights; the transformer's over
 `--reference-blocks` of its 40 blocks, for float32 takes a minute for all of them at 480p and five at 720p.
@@ -143,7 +143,7 @@ class Proof:
 
     @contextmanager
     def trying(self, **what: Any) -> Iterator[None]:
-        """Tell of a failure and go on with the next.
+        """Report a failure and continue with the next variant.
 
         Raises:
             NoTimeError: if there is none to begin this.
@@ -163,7 +163,7 @@ class Proof:
                 torch.cuda.empty_cache()
 
     def seconds(self, run: Callable[[], object], repeats: int = 3) -> dict[str, Any]:
-        """Return the median seconds of a call, their spread, and the bytes that it takes beside what lies there."""
+        """Return the median seconds of a call, their spread, and the bytes that it allocates."""
         taken = []
         before = torch.cuda.memory_allocated() if self.cuda else 0
         if self.cuda:

@@ -69,7 +69,7 @@ def build(proof: Proof) -> None:
 
 
 def report_engine(proof: Proof, spec: ModelSpec, component: str, record: EngineRecord, latent: LatentSize) -> None:
-    """Say what an engine is and how fast, beside PyTorch in the same precision."""
+    """Report what an engine is and how fast it runs, compared with PyTorch in the same precision."""
     key = record.key
     profile = profile_of(key.program, latent)
     program = load_program(spec, component, key.program, device=proof.device, dtype=key.precision)

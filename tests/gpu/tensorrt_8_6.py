@@ -1,4 +1,4 @@
-"""Loads TensorRT 8.6 beside torch: part of its libraries is left out there, so their symbols are looked up late."""
+"""Loads TensorRT 8.6 in one process with torch, with lazy binding, since some of its libraries are missing there."""
 
 import importlib
 import os
@@ -17,7 +17,7 @@ def is_installed() -> bool:
 
 
 def load() -> None:
-    """Import TensorRT with lazy binding; whoever imports it afterwards gets that."""
+    """Import TensorRT with lazy binding; later imports return the same module."""
     flags = sys.getdlopenflags()
     sys.setdlopenflags(os.RTLD_LAZY | os.RTLD_GLOBAL)
     try:

@@ -69,7 +69,7 @@ def test_a_clip_tells_the_gpus_memory_and_gives_it_back(tmp_path: Path) -> None:
         assert {"encode", "denoise", "decode"} <= set(memory["vram"]) and {"denoise", "decode"} <= set(memory["gpu"])
         assert memory["vram"]["denoise"] > 4 * spec.parameters["transformer"]
         assert max(memory["gpu"].values()) >= max(memory["vram"].values()) - (64 << 20)
-    # What stays loaded is counted with it, and with nobody else.
+    # What stays loaded is counted for this configuration only.
     assert resident["memory"]["vram"]["denoise"] > 4 * spec.total_parameters
     assert waits["memory"]["vram"]["denoise"] < resident["memory"]["vram"]["denoise"]
     assert waits["quality"]["same"] or waits["quality"]["psnr"] > 40

@@ -80,9 +80,9 @@ def test_frames_in_16_bits_are_about_as_close_as_is_said() -> None:
             here = plan.with_component("vae", replace(plan.components["vae"], dtype=dtype))
             with residency.video_decoder(spec, Alone(here)) as decoder:
                 made[dtype] = torch.cat(list(decode(decoder, latents, 4, Cancel()))).float()
-    for dtype, said in PSNR.items():
+    for dtype, expected in PSNR.items():
         error = (made[dtype] - made["float32"]).pow(2).mean()
-        assert 10 * torch.log10(255**2 / error) > said - 8, dtype
+        assert 10 * torch.log10(255**2 / error) > expected - 8, dtype
 
 
 def test_the_default_clip_is_made_on_the_gpu(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Jobs on a GPU: taken up again they give the same video to the bit, and they outlive video memory that runs out."""
+"""Jobs on a GPU: a resumed job gives a bit-identical video, and jobs survive running out of video memory."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -85,12 +85,12 @@ def test_video_memory_that_runs_out_while_decoding(hoard: Callable[[int], None],
     limited: list[Event] = []
     out.unlink()
     events = run(plan, spec, tmp_path / "job", stop=squeeze)
-    told = [event for event in events if isinstance(event, OutOfMemory)]
-    assert told, "nothing ran out"
-    assert {(event.stage, event.component, event.memory, event.retried) for event in told} == {
+    exhausted = [event for event in events if isinstance(event, OutOfMemory)]
+    assert exhausted, "no OutOfMemory event"
+    assert {(event.stage, event.component, event.memory, event.retried) for event in exhausted} == {
         ("decode", "vae", "VRAM", True)
     }
     saved = events[-1]
     assert isinstance(saved, VideoSaved), saved
-    assert all(event.fact in saved.warnings for event in told)
+    assert all(event.fact in saved.warnings for event in exhausted)
     assert len(frames_of(out)) == 9 * 1024 * 1024 * 3

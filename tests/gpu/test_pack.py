@@ -31,20 +31,20 @@ def test_parts_that_arrive_one_by_one(tmp_path: Path) -> None:
     paths = pack([wheel], folder, "base", 100_000)
     assert [path.stat().st_size <= 100_000 for path in paths] == [True] * 3
     write_script(folder, {"base": paths})
-    said = []
+    printed = []
     for part in reversed(paths):
-        beside = tmp_path / f"call {part.name}"
-        beside.mkdir()
+        arrived = tmp_path / f"call {part.name}"
+        arrived.mkdir()
         for path in (part, folder / "unpack.sh"):
-            shutil.copy(path, beside)
+            shutil.copy(path, arrived)
         show = "import json\ntry:\n import made; print(json.dumps([made.size, made.started]))\n"
         show += "except ImportError: print('{}')"
-        command = f'. {beside.as_posix()!r}/unpack.sh && {sys.executable!r} -c "$SHOW"'
+        command = f'. {arrived.as_posix()!r}/unpack.sh && {sys.executable!r} -c "$SHOW"'
         environment = os.environ | {"TANDEM_THERE": str(there), "SHOW": show}
         done = subprocess.run(["bash", "-euc", command], env=environment, capture_output=True, text=True, check=True)
-        said.append(done.stdout.splitlines())
-    assert said[0] == ["base: 1 of 3 parts are here", "{}"]
-    assert json.loads(said[2][0]) == [len(noise), True]
+        printed.append(done.stdout.splitlines())
+    assert printed[0] == ["base: 1 of 3 parts are here", "{}"]
+    assert json.loads(printed[2][0]) == [len(noise), True]
     assert not (there / "site" / "made" / "stubs").exists()
 
 

@@ -177,10 +177,10 @@ def test_frames_of_a_block_of_96_channels() -> None:
     vae = AutoencoderKLWan(base_dim=96, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[True])
     vae = vae.eval().to("cuda:0", torch.bfloat16)
     latents = torch.randn(1, vae.config.z_dim, 5, 12, 20, device="cuda:0")
-    decoder, told = PyTorchVideoDecoder(vae), []
+    decoder, degraded = PyTorchVideoDecoder(vae), []
     wanted = torch.cat(list(decoder.frames(latents, 2)))
-    decoder.compute(Speed(channels_last=True, compiled=True), lambda *what: told.append(what))
+    decoder.compute(Speed(channels_last=True, compiled=True), lambda *what: degraded.append(what))
     for chunk in (1, 3):
         got = torch.cat(list(decoder.frames(latents, chunk)))
         assert relative_error(got, wanted.cpu()) < 0.02
-    assert not told
+    assert not degraded

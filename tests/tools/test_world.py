@@ -54,10 +54,10 @@ def test_every_whole_sentence_names_colour_and_subject() -> None:
 def test_some_captions_are_empty_and_some_partial() -> None:
     rng = random.Random(0)
     scenes = world.sample(1000, 5)
-    said = [captions.training_caption(captions.facts(scenes, i), rng) for i in range(1000)]
-    empty = sum(text == "" for text, _ in said) / 1000
+    captioned = [captions.training_caption(captions.facts(scenes, i), rng) for i in range(1000)]
+    empty = sum(text == "" for text, _ in captioned) / 1000
     assert 0.06 < empty < 0.15
-    assert any(text and not known.subjects for text, known in said)
+    assert any(text and not known.subjects for text, known in captioned)
 
 
 def test_the_vocabulary_covers_the_grammar() -> None:
