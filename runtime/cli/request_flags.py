@@ -29,7 +29,7 @@ from runtime.core.request import (
     GenerationRequest,
 )
 from runtime.core.step_cache import DEFAULT_STRENGTH, NONE
-from runtime.models.lora_files import LIGHTX2V_SHIFT
+from runtime.models.loras import LIGHTX2V_SHIFT
 
 Result = TypeVar("Result")
 # What shapes an engine.

@@ -19,7 +19,7 @@ from runtime.engines.builders import BUILDERS, BuildNeeds
 from runtime.engines.child import COMMAND, Outcome, run_child
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import Machine, free_disk_bytes, gpu_index, probe
-from runtime.models.lora_files import read_lora
+from runtime.models.loras import read_lora
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import EngineKey, EngineRecord
 

@@ -1,6 +1,6 @@
-"""Which models there are: the shipped one, those in the cache's `weights` folder, and any folder by its path.
+"""The models: the one that ships with Tandem, those in the cache's `weights` folder, and any folder by its path.
 
-Beside these it knows published models whose weights are not here: they can be planned with, not run.
+Published models whose weights are not here can be planned with, but not run.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ SHIPPED = "diorama"
 
 
 def folders(weights_dir: Path) -> dict[str, Path]:
-    """Return the folder of each model by name, the shipped ones first; one that is being fetched is not among them."""
+    """Return the folder of each model by name, shipped ones first, without incomplete downloads."""
     found = {path.parent.name: path.parent for path in sorted(EMBEDDED.glob("*/model_index.json"))}
     for path in sorted(weights_dir.glob("*/model_index.json")):
         if not path.parent.name.startswith("."):
@@ -24,55 +24,52 @@ def folders(weights_dir: Path) -> dict[str, Path]:
 
 
 def find(name: str, weights_dir: Path) -> ModelSpec:
-    """Return the model of that name, or in that folder, with its weights; upper and lower case are alike.
+    """Return the model with a name, in any case, or in a folder. Its weights must be here.
 
     Raises:
-        ModelError: if there is none, it cannot be used, or its weights are not here.
+        ModelError: if it does not exist, cannot be used, or its weights are not here.
     """
     spec = look_up(name, weights_dir)
     if not spec.here:
         known = known_as(name)
+        repository = known.repository if known else spec.name
         raise ModelError(
-            f"The weights of {spec.title} are not here.",
-            f"Fetch them: models download {spec.name}. Or put the folder {known.repository if known else spec.name} of "
-            f"huggingface.co into {weights_dir}, or give its path with --model.",
+            "model.weights_not_here", model=spec.title, name=spec.name, repository=repository, folder=weights_dir
         )
     return spec
 
 
 def look_up(name: str, weights_dir: Path) -> ModelSpec:
-    """Return the model of that name, or in that folder, or a known one whose weights are not here.
+    """Return the model with a name or in a folder, or a published one whose weights are not here.
 
     Raises:
-        ModelError: if there is none, or it cannot be used.
+        ModelError: if it does not exist or cannot be used.
     """
-    at_hand = folders(weights_dir)
-    if name in at_hand:
-        return named(read_spec(at_hand[name], name))
+    here = folders(weights_dir)
+    if name in here:
+        return named(read_spec(here[name], name))
     directory = Path(name).expanduser()
     if directory.is_dir():
         return named(read_spec(directory.resolve(), directory.resolve().name))
-    lowered = {other.lower(): other for other in reversed(at_hand)}
+    lowered = {other.lower(): other for other in reversed(here)}
     if name.lower() in lowered:
         found = lowered[name.lower()]
-        return named(read_spec(at_hand[found], found))
+        return named(read_spec(here[found], found))
     known = known_as(name)
     if known is not None:
-        found = _folder_of(known, at_hand)
-        return named(read_spec(at_hand[found], found)) if found else known.spec(weights_dir)
+        found = _folder_of(known, here)
+        return named(read_spec(here[found], found)) if found else known.spec(weights_dir)
     if directory.name == name:
-        names = [*at_hand, *(model.name for model in not_here(weights_dir))]
-        raise ModelError(
-            f"There is no model called {name!r}.", f"Take one of: {', '.join(names)}; or give a folder's path."
-        )
+        names = [*here, *(model.name for model in not_here(weights_dir))]
+        raise ModelError("model.unknown", name=name, names=names)
     return read_spec(directory.resolve(), directory.resolve().name)
 
 
 def not_here(weights_dir: Path) -> list[ModelSpec]:
-    """Return the known models whose weights are not in `weights_dir`."""
-    at_hand = folders(weights_dir)
-    return [known.spec(weights_dir) for known in known_models() if not _folder_of(known, at_hand)]
+    """Return the published models whose weights are not in `weights_dir`."""
+    here = folders(weights_dir)
+    return [known.spec(weights_dir) for known in known_models() if not _folder_of(known, here)]
 
 
-def _folder_of(known: KnownModel, at_hand: dict[str, Path]) -> str:
-    return next((name for name in at_hand if name.lower() in known.names), "")
+def _folder_of(known: KnownModel, here: dict[str, Path]) -> str:
+    return next((name for name in here if name.lower() in known.names), "")

@@ -1,7 +1,7 @@
-"""Adds LoRAs to a transformer's weights as it is loaded: W + weight · (alpha / rank) · B A, once, and nothing stays.
+"""Fuse LoRAs into a transformer's weights after loading: W + weight · (alpha / rank) · B A.
 
-What comes after, compilers and exporters among it, sees plain weights. Without the LoRA the weights are loaded anew.
-Where a weight was rounded to 8 or 4 bits as it was loaded, the sum is taken of the one on disk and rounded like it.
+Compilers and exporters then see plain weights; to remove a LoRA, the weights are loaded again. If a weight was
+quantized at loading, the sum is computed from the weight on disk and quantized in the same way.
 """
 
 import contextlib
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from runtime.core.errors import ModelError
+from runtime.core.errors import ModelError, first_line
 from runtime.core.loras import LoraUse
 from runtime.models.folder import weight_files
-from runtime.models.lora_files import read_lora
+from runtime.models.loras import read_lora
 from runtime.models.quantization import is_quantized, quantized_like
 from runtime.models.registry import Family
 
@@ -27,26 +27,26 @@ _Delta = tuple[LoraUse, dict[str, str]]
 def fuse(module: torch.nn.Module, loras: Sequence[LoraUse], folder: Path, dtype: torch.dtype, family: Family) -> None:
     """Add LoRAs to the weights of a loaded transformer, in place.
 
-    Sums are taken in float32 and rounded once, to the weight's own type; a quantized one is the same that loading a
-    model with the LoRAs in its files would have given.
+    Sums are computed in float32 and rounded once to the weight's dtype. A quantized weight equals that of a model whose
+    files contain the LoRAs.
 
     Args:
         folder: of the transformer's weights, in diffusers' format; those that are quantized are read from it again.
         family: of the model.
-        dtype: which they were loaded in.
+        dtype: in which they were loaded.
 
     Raises:
-        ModelError: if a file is not what it was when the job was planned, or does not fit after all.
+        ModelError: if a file changed since the job was planned, or cannot be applied.
     """
     changes: defaultdict[str, list[_Delta]] = defaultdict(list)
     for use in loras:
         file = read_lora(use.path)
         if file.digest != use.digest:
-            raise ModelError(f"The LoRA {use.name} has changed since the job was planned.", "Start the job again.")
+            raise ModelError("lora.changed", lora=use.name)
         found: defaultdict[str, dict[str, str]] = defaultdict(dict)
         for tensor in file.shapes:
             change = family.lora_change(tensor)
-            assert change is not None, "a file that was checked"
+            assert change is not None, "the file was validated"
             found[change.module][change.role] = tensor
         for name, tensors in found.items():
             changes[name].append((use, tensors))
@@ -58,26 +58,19 @@ def fuse(module: torch.nn.Module, loras: Sequence[LoraUse], folder: Path, dtype:
             for name, deltas in changes.items():
                 _change(module, name, deltas, files, weights, dtype)
     except (OSError, SafetensorError, AttributeError) as error:
-        raise ModelError(
-            f"A LoRA cannot be added: {str(error).splitlines()[0] if str(error) else error!r}.",
-            "Copy or download it again.",
-        ) from error
+        raise ModelError("lora.fusing_failed", reason=first_line(error)) from error
 
 
 class _Weights:
-    """The weights on disk, by name.
-
-    Args:
-        files: opened.
-    """
+    """The weights on disk, by name, from opened safetensors files."""
 
     def __init__(self, files: Sequence[Any]) -> None:
-        self._holding = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - no mapping
+        self._file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - no mapping
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in self._holding:
-            raise ModelError(f"The model's files have no {name}.", "Copy or download the model again.")
-        tensor: torch.Tensor = self._holding[name].get_tensor(name)
+        if name not in self._file_of:
+            raise ModelError("model.tensor_missing", tensor=name)
+        tensor: torch.Tensor = self._file_of[name].get_tensor(name)
         return tensor
 
 
@@ -89,28 +82,28 @@ def _change(
     weights: _Weights,
     dtype: torch.dtype,
 ) -> None:
-    """Change one module, or a parameter that is none's."""
+    """Change one module, or a parameter that belongs to no module."""
     parent, _, last = name.rpartition(".")
     owner: Any = module.get_submodule(parent)
     target = getattr(owner, last)
     weight = target if isinstance(target, torch.nn.Parameter) else target.weight
     bias = None if isinstance(target, torch.nn.Parameter) else getattr(target, "bias", None)
     for parameter, roles in ((weight, ("up", "whole")), (bias, ("bias",))):
-        changing = [(use, tensors) for use, tensors in deltas if any(role in tensors for role in roles)]
-        if not changing:
+        relevant = [(use, tensors) for use, tensors in deltas if any(role in tensors for role in roles)]
+        if not relevant:
             continue
         if parameter is None:
-            raise ModelError(f"A LoRA changes the bias of {name}, which has none.", "Take another LoRA.")
-        rounded = is_quantized(parameter)
-        total = (weights[f"{name}.weight"].to(parameter.device, dtype) if rounded else parameter).float()
-        for use, tensors in changing:
+            raise ModelError("lora.no_bias", module=name)
+        quantized = is_quantized(parameter)
+        total = (weights[f"{name}.weight"].to(parameter.device, dtype) if quantized else parameter).float()
+        for use, tensors in relevant:
             got = {
                 role: files[use.digest].get_tensor(tensor).to(total.device).float() for role, tensor in tensors.items()
             }
             for role in roles:
                 if role in got:
                     total = total + use.weight * (_product(got) if role == "up" else got[role])
-        if rounded:
+        if quantized:
             target.weight = quantized_like(target, total.to(dtype))
         else:
             parameter.copy_(total)

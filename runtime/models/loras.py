@@ -1,33 +1,71 @@
-"""Finds the LoRAs that a request names and puts them into a model's spec: what loads or identifies weights reads them
-there. Imports no torch.
+"""LoRA files: find them by name or path, validate them, and add them to a model's spec. Imports no torch.
+
+Loading and engine keys read LoRAs from the spec. A file with a tensor that Tandem cannot apply is refused as a whole.
 """
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import replace
+import functools
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
+from typing import Any
 
 from runtime.core.errors import InvalidRequestError, ModelError
 from runtime.core.loras import BOTH, SUFFIX, Lora, LoraUse
 from runtime.core.request import GenerationRequest
 from runtime.models.catalogue import find, look_up
-from runtime.models.lora_files import check_fits, distilled_steps, read_lora
+from runtime.models.registry import family_of
+from runtime.models.safetensors_header import read_header
 from runtime.models.spec import ModelSpec
 
 _FOLDER = "loras"
-# As the files of two-expert LoRAs are called.
+# How files of two-expert LoRAs are named.
 _EXPERT_NAMES = {"high_noise": "high", "high-noise": "high", "low_noise": "low", "low-noise": "low"}
+# Bytes per element, and the exponent's bits: a number with all of them set is NaN or Inf.
+_FLOATS = {"F32": (4, 0x7F800000), "F16": (2, 0x7C00), "BF16": (2, 0x7F80)}
+_READ_BYTES = 1 << 22
+_MATRIX = 2
+_MAX_NAME_LENGTH = 80
+# LoRAs from step distillation make a video in a few steps without guidance. Their names identify them.
+_DISTILLED = re.compile(
+    r"lightning|lightx2v|distill|causvid|accvid|turbo|fastwan|(?<!\d)\d{1,2}[\s_-]?steps?(?![a-z])", re.IGNORECASE
+)
+_STEPS = re.compile(r"(?<!\d)(\d{1,2})[\s_-]?steps?(?![a-z])", re.IGNORECASE)
+_LIGHTX2V = re.compile(r"lightning|lightx2v", re.IGNORECASE)
+# lightx2v's for its four-step LoRAs, of both generations of the model ("sample_shift" in
+# https://github.com/ModelTC/LightX2V, configs/wan22/wan_moe_t2v_distill_lora.json and
+# configs/distill/wan_t2v_distill_lora_4step_cfg.json). With it UniPC's four timesteps are 999, 937, 833 and 625; those
+# of the training were 1000, 937.5, 833.3 and 625: https://github.com/ModelTC/LightX2V-Wan2.2-Lightning/issues/3.
+LIGHTX2V_SHIFT = 5.0
+_DEFAULT_DISTILLED_STEPS = 4
+_MAX_DISTILLED_STEPS = 16
+
+
+@dataclass(frozen=True)
+class LoraFile:
+    """A validated file.
+
+    Attributes:
+        digest: sha256 in hexadecimal.
+        shapes: of its tensors, by name.
+    """
+
+    digest: str
+    shapes: Mapping[str, tuple[int, ...]]
 
 
 def loras_dir(weights_dir: Path) -> Path:
-    """Return the folder in which LoRAs are known by name."""
+    """Return the folder whose LoRAs can be named without a path."""
     return weights_dir / _FOLDER
 
 
 def named_loras(weights_dir: Path) -> list[str]:
     """Return the names of the LoRAs in the cache: paths below its folder, without suffix, as in "lightning/high_noise".
 
-    One that leads out of the folder, by a link, is none of them.
+    Links that lead out of the folder are left out.
     """
     folder = loras_dir(weights_dir)
     paths = (path for path in sorted(folder.rglob(f"*{SUFFIX}")) if _inside(path, folder))
@@ -35,36 +73,66 @@ def named_loras(weights_dir: Path) -> list[str]:
 
 
 def model_for(request: GenerationRequest, weights_dir: Path, *, here: bool = True) -> ModelSpec:
-    """Return the model that a request names, with its LoRAs.
+    """Return a request's model with its LoRAs.
 
     Args:
-        here: whether its weights must be here.
+        here: whether the model's weights must be here.
 
     Raises:
-        ModelError: if there is none, or it or a LoRA cannot be used.
-        InvalidRequestError: if a LoRA is for an expert that the model has not.
+        ModelError: if the model does not exist, or it or a LoRA cannot be used.
+        InvalidRequestError: if a LoRA is for an expert that the model does not have.
     """
     spec = (find if here else look_up)(request.model, weights_dir)
     return with_loras(spec, request.loras, weights_dir)
 
 
-def with_loras(spec: ModelSpec, asked: Sequence[Lora], weights_dir: Path) -> ModelSpec:
-    """Return a model with LoRAs, each found, read through and checked against its architecture.
+def with_loras(spec: ModelSpec, loras: Sequence[Lora], weights_dir: Path) -> ModelSpec:
+    """Return a model with LoRAs, validated and checked against its architecture.
 
-    One that was distilled for few steps sets the model's defaults: so many steps, no guidance.
+    A LoRA from step distillation sets the model's defaults: its number of steps, and no guidance.
 
     Raises:
-        ModelError: if one is not there, damaged or of another model.
-        InvalidRequestError: if one is for an expert that the model has not.
+        ModelError: if a LoRA is missing, damaged or for another model.
+        InvalidRequestError: if a LoRA is for an expert that the model does not have.
     """
-    uses = tuple(_use(spec, lora, weights_dir) for lora in asked)
+    uses = tuple(_use(spec, lora, weights_dir) for lora in loras)
     steps = [use.steps for use in uses if use.steps is not None]
     if not steps:
         return replace(spec, loras=uses)
     defaults = spec.defaults
     second = None if defaults.guidance_scale_2 is None else 1.0
-    quick = replace(defaults, steps=max(steps), guidance_scale=1.0, guidance_scale_2=second)
-    return replace(spec, loras=uses, defaults=quick)
+    distilled = replace(defaults, steps=max(steps), guidance_scale=1.0, guidance_scale_2=second)
+    return replace(spec, loras=uses, defaults=distilled)
+
+
+def distilled_steps(path: Path) -> int | None:
+    """Return for how many steps a LoRA was distilled, by its or its folder's name; `None` if the name does not tell."""
+    for text in (path.stem, path.parent.name):
+        if _DISTILLED.search(text):
+            steps = _STEPS.search(text)
+            number = int(steps[1]) if steps else _DEFAULT_DISTILLED_STEPS
+            return number if 0 < number <= _MAX_DISTILLED_STEPS else None
+    return None
+
+
+def distilled_shift(path: Path) -> float | None:
+    """Return the shift with which a LoRA was distilled, if its or its folder's name tells who made it."""
+    return LIGHTX2V_SHIFT if any(_LIGHTX2V.search(text) for text in (path.stem, path.parent.name)) else None
+
+
+def read_lora(path: Path) -> LoraFile:
+    """Read and validate a LoRA's file; the result is cached until the file changes.
+
+    Raises:
+        ModelError: if it is not a complete safetensors file of 16- or 32-bit floats, or holds NaN or Inf.
+    """
+    if path.suffix.lower() != SUFFIX:
+        raise ModelError("lora.not_safetensors", lora=path.name)
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return _read(path, found.st_size, found.st_mtime_ns)
 
 
 def _use(spec: ModelSpec, lora: Lora, weights_dir: Path) -> LoraUse:
@@ -73,13 +141,9 @@ def _use(spec: ModelSpec, lora: Lora, weights_dir: Path) -> LoraUse:
     if expert == BOTH:
         expert = next((name for text, name in _EXPERT_NAMES.items() if text in path.stem.lower()), BOTH)
     if spec.experts == 1 and expert != BOTH:
-        raise InvalidRequestError(
-            "loras",
-            f"The LoRA {path.stem} is for the {expert}-noise expert, and {spec.title} has one transformer.",
-            "Give a LoRA for this model, without high= or low=.",
-        )
+        raise InvalidRequestError("loras", "lora.no_such_expert", lora=path.stem, expert=expert, model=spec.title)
     file = read_lora(path)
-    check_fits(path.stem, file, spec)
+    _check_fits(path.stem, file, spec)
     return LoraUse(
         file=lora.file, path=path, digest=file.digest, weight=lora.weight, expert=expert, steps=distilled_steps(path)
     )
@@ -90,30 +154,127 @@ def _path(lora: Lora, folder: Path) -> Path:
         if candidate.suffix == SUFFIX and _is_file(candidate) and _inside(candidate, folder):
             return candidate.resolve()
     if lora.is_name:
-        raise ModelError(
-            f"There is no LoRA called {lora.file}.",
-            f"Put its .safetensors file into {folder}, or give the file's path.",
-        )
+        raise ModelError("lora.unknown", lora=lora.file, folder=folder)
     path = Path(lora.file)
-    with contextlib.suppress(RuntimeError):  # ~somebody
+    with contextlib.suppress(RuntimeError):  # the home folder of an unknown user
         path = path.expanduser()
     if not _is_file(path):
-        raise ModelError(
-            f"There is no LoRA file {lora.file}.",
-            f"Give the path of a .safetensors file, or put one into {folder} and give its name.",
-        )
+        raise ModelError("lora.file_missing", file=lora.file, folder=folder)
     return path.resolve()
 
 
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except (OSError, ValueError):  # a name too long, or with a null byte
+    except (OSError, ValueError):  # the name is too long or has a null byte
         return False
 
 
 def _inside(path: Path, folder: Path) -> bool:
     try:
         return path.resolve(strict=True).is_relative_to(folder.resolve())
-    except (OSError, ValueError, RuntimeError):  # a link that leads nowhere or in a circle
+    except (OSError, ValueError, RuntimeError):  # a dangling or circular link
         return False
+
+
+def _check_fits(name: str, file: LoraFile, spec: ModelSpec) -> None:
+    """Check that every tensor of a LoRA applies to the model."""
+    family = family_of(spec.family)
+    roles: dict[str, dict[str, tuple[int, ...]]] = {}
+    for tensor, shape in file.shapes.items():
+        change = family.lora_change(tensor)
+        if change is None:
+            raise ModelError("lora.unknown_tensor", lora=name, tensor=tensor[:_MAX_NAME_LENGTH], model=spec.title)
+        if change.role in roles.setdefault(change.module, {}):
+            raise ModelError("lora.duplicate_module", lora=name, module=change.module)
+        roles[change.module][change.role] = shape
+    if not any(set(found) - {"alpha"} for found in roles.values()):
+        raise ModelError("lora.empty", lora=name)
+    for module, found in roles.items():
+        _check_module(name, spec, module, found)
+
+
+def _check_module(name: str, spec: ModelSpec, module: str, found: Mapping[str, tuple[int, ...]]) -> None:
+    wanted = family_of(spec.family).lora_weight_shape(spec, module)
+    if wanted is None:
+        blocks = spec.transformer.num_layers
+        raise ModelError("lora.larger_model", lora=name, module=module, model=spec.title, blocks=blocks)
+    if ("down" in found) != ("up" in found):
+        raise ModelError("lora.one_factor", lora=name, module=module)
+    if "down" in found and "whole" in found:
+        raise ModelError("lora.duplicate_module", lora=name, module=module)
+    if "down" in found:
+        down, up = found["down"], found["up"]
+        if len(down) != _MATRIX or len(up) != _MATRIX or len(wanted) != _MATRIX:
+            raise ModelError("lora.not_matrices", lora=name, module=module)
+        if down[0] != up[1] or not down[0]:
+            raise ModelError("lora.ranks_differ", lora=name, module=module, ranks=[down[0], up[1]])
+        _check_shape(name, spec, module, (up[0], down[1]), wanted)
+    if "whole" in found:
+        _check_shape(name, spec, module, found["whole"], wanted)
+    if "bias" in found:
+        _check_shape(name, spec, f"{module}.bias", found["bias"], wanted[:1])
+    if "alpha" in found and prod(found["alpha"]) != 1:
+        raise ModelError("lora.alpha_invalid", lora=name, module=module)
+
+
+def _check_shape(
+    name: str, spec: ModelSpec, module: str, shape: tuple[int, ...], wanted: tuple[int | None, ...]
+) -> None:
+    if len(shape) != len(wanted) or any(want not in {None, have} for have, want in zip(shape, wanted, strict=True)):
+        there, here = ("×".join("?" if n is None else str(n) for n in sizes) for sizes in (shape, wanted))
+        raise ModelError("lora.other_size", lora=name, module=module, shape=there, expected=here, model=spec.title)
+
+
+@functools.lru_cache(maxsize=64)
+def _read(path: Path, size: int, _changed: int) -> LoraFile:
+    try:
+        header, start = read_header(path)
+    except ModelError as error:
+        raise ModelError("lora.damaged", lora=path.name) from error
+    tensors = {name: _tensor(path, name, entry) for name, entry in header.items() if name != "__metadata__"}
+    end = max((offsets[1] for _, _, offsets in tensors.values()), default=0)
+    if start + end != size:
+        raise ModelError("lora.damaged", lora=path.name)
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(_READ_BYTES):
+                digest.update(block)
+            for name, (dtype, _, (first, last)) in tensors.items():
+                file.seek(start + first)
+                _check_finite(path, name, dtype, file, last - first)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return LoraFile(digest.hexdigest(), {name: shape for name, (_, shape, _) in tensors.items()})
+
+
+def _tensor(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], tuple[int, int]]:
+    """Return dtype, shape and byte range of a tensor from the header's entry."""
+    match entry:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(first), int(last)]} if all(
+            type(n) is int and n >= 0 for n in shape
+        ):
+            if dtype not in _FLOATS:
+                raise ModelError("lora.dtype_unsupported", lora=path.name, dtype=dtype[:10])
+            if 0 <= first <= last and last - first == prod(shape) * _FLOATS[dtype][0]:
+                return dtype, tuple(shape), (first, last)
+    raise ModelError("lora.header_invalid", lora=path.name, tensor=name[:_MAX_NAME_LENGTH])
+
+
+def _check_finite(path: Path, name: str, dtype: str, file: Any, left: int) -> None:
+    import numpy as np
+
+    width, exponent = _FLOATS[dtype]
+    while left:
+        block = file.read(min(left, _READ_BYTES))
+        if not block:
+            raise ModelError("lora.damaged", lora=path.name)
+        left -= len(block)
+        bits = np.frombuffer(block, dtype=np.dtype(f"<u{width}"))
+        if ((bits & exponent) == exponent).any():
+            raise ModelError("lora.not_finite", lora=path.name, tensor=name[:_MAX_NAME_LENGTH])
+
+
+def _unreadable(path: Path, error: OSError) -> ModelError:
+    return ModelError("lora.unreadable", lora=path.name, reason=error.strerror or str(error))

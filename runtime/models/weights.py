@@ -1,6 +1,6 @@
-"""Loads the modules of a model folder, through the library classes that its configs name. Weights are safetensors only.
+"""Load the components of a model folder with diffusers and transformers. Weights are safetensors only.
 
-Nothing is fetched: folders are complete before they come here (`registry.read_spec`).
+Nothing is downloaded: `registry.read_spec` refuses incomplete folders.
 """
 
 import threading
@@ -10,21 +10,21 @@ import diffusers
 import torch
 import transformers
 
-from runtime.core.errors import ModelError, ram_ran_out
+from runtime.core.errors import ModelError, first_line, ram_ran_out
 from runtime.core.plan import ComponentPlan
 from runtime.models import quantization
 from runtime.models.lora_fusing import fuse
 from runtime.models.registry import components_of, family_of
 from runtime.models.spec import ModelSpec, is_transformer
 
-# Progress is ours to show.
+# Tandem shows its own progress.
 diffusers.utils.logging.disable_progress_bar()
 transformers.utils.logging.disable_progress_bar()
 
-# Held wherever modules get parameters: loading, the libraries patch how for all threads, so that they get no memory.
+# Held while modules are created: when loading, the libraries patch for all threads how parameters get memory.
 MAKING = threading.Lock()
-# Schedulers solve equations. What does that on a GPU PyTorch loads at the first, which two threads at once break.
-_SOLVING = threading.Lock()
+# PyTorch loads its GPU solver on first use, which is not thread-safe; schedulers use it.
+_SOLVER = threading.Lock()
 
 
 def load_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | None = None) -> torch.nn.Module:
@@ -32,12 +32,12 @@ def load_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | N
 
     Args:
         name: "text_encoder", "transformer", "transformer_2" or "vae".
-        part: says the dtype and, for a transformer, the quantization.
-        device: where the weights are put, if not on the part's own device; quantized ones always come to lie there.
+        part: with the dtype and, for a transformer, the quantization.
+        device: for the weights, instead of the part's device; ignored for quantized weights.
 
     Raises:
-        ModelError: if the weights do not fit the configuration, or a LoRA is not what it was.
-        MachineError: if this machine cannot quantize.
+        ModelError: if the weights do not match the configuration, or a LoRA has changed.
+        MachineError: if this machine does not support the quantization.
         MemoryError: if memory (RAM) runs out.
     """
     dtype_argument = "dtype" if name == "text_encoder" else "torch_dtype"
@@ -49,12 +49,12 @@ def load_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | N
         "output_loading_info": True,
     }
     quantized = part.quantization != quantization.NONE and is_transformer(name)
-    where = device or part.device
+    target = device or part.device
     if quantized:
         arguments |= quantization.loading_arguments(part)
-    elif where.startswith("cuda"):
-        # Tensor by tensor onto the GPU: files of float32 would else be whole in RAM first, in the dtype that is wanted.
-        arguments["device_map"] = {"": where}
+    elif target.startswith("cuda"):
+        # Load tensor by tensor onto the GPU; otherwise all converted weights would be in RAM first.
+        arguments["device_map"] = {"": target}
     try:
         with MAKING:
             module, loading = components_of(spec.family).MODULES[name].from_pretrained(str(spec.directory), **arguments)
@@ -63,21 +63,16 @@ def load_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | N
             raise
         if ram_ran_out(error):
             raise MemoryError(str(error)) from None
-        raise ModelError(
-            f"The {name} of {spec.title} cannot be loaded: {str(error).splitlines()[0] if str(error) else error!r}.",
-            "Copy or download the model again.",
-        ) from error
+        reason = first_line(error)
+        raise ModelError("model.component_unloadable", component=name, model=spec.title, reason=reason) from error
     absent = [*loading["missing_keys"], *loading["mismatched_keys"]]
     if absent:
-        # The libraries would fill these with random numbers and go on.
-        raise ModelError(
-            f"The weights of the {name} of {spec.title} do not fit its configuration: {len(absent)} are missing.",
-            "Copy or download the model again.",
-        )
+        # The libraries would initialize these randomly and only log a warning.
+        raise ModelError("model.component_incomplete", component=name, model=spec.title, missing=len(absent))
     if quantized:
         quantization.check_quantized(module, part.quantization, name, spec.title)
     else:
-        module = module.to(where)
+        module = module.to(target)
     if spec.loras_of(name):
         with MAKING:
             fuse(module, spec.loras_of(name), spec.directory / name, arguments[dtype_argument], family_of(spec.family))
@@ -92,18 +87,16 @@ def load_tokenizer(spec: ModelSpec) -> Any:
     """
     try:
         return transformers.AutoTokenizer.from_pretrained(str(spec.directory / "tokenizer"), local_files_only=True)
-    except Exception as error:  # tokenizers' own errors derive from Exception alone
-        raise ModelError(
-            f"The tokenizer of {spec.title} cannot be loaded.", "Copy or download the model again."
-        ) from error
+    except Exception as error:  # errors of the tokenizers package derive from Exception
+        raise ModelError("model.tokenizer_unloadable", model=spec.title) from error
 
 
 def load_scheduler(spec: ModelSpec, shift: float | None = None, device: str = "cpu") -> Any:
-    """Load the model's scheduler, of the class that its configuration names.
+    """Load the model's scheduler.
 
     Args:
-        shift: how far it moves noise levels towards noise, instead of its configuration's.
-        device: of its latents.
+        shift: of the timesteps, instead of the configuration's.
+        device: of the latents.
 
     Raises:
         ModelError: if diffusers has no such scheduler.
@@ -111,22 +104,19 @@ def load_scheduler(spec: ModelSpec, shift: float | None = None, device: str = "c
     scheduler_class = getattr(diffusers, spec.scheduler, None)
     if not (isinstance(scheduler_class, type) and issubclass(scheduler_class, diffusers.SchedulerMixin)):
         raise ModelError(
-            f"{spec.title} wants the scheduler {spec.scheduler!r}, which diffusers {diffusers.__version__} has not.",
-            "Update Tandem, or take another model.",
+            "model.scheduler_unknown", model=spec.title, scheduler=spec.scheduler, version=diffusers.__version__
         )
     if device.startswith("cuda"):
-        with _SOLVING:
+        with _SOLVER:
             one = torch.ones(1, 1, device=device, dtype=torch.float32)
             torch.linalg.solve(one, one)
     changed: dict[str, Any] = {}
     if shift is not None:
-        assert spec.noise.setting is not None, "the planner refuses it"
+        assert spec.noise.setting is not None, "the planner refuses a shift otherwise"
         changed[spec.noise.setting] = shift
     try:
         return cast("Any", scheduler_class).from_pretrained(
             str(spec.directory), subfolder="scheduler", local_files_only=True, **changed
         )
     except (OSError, ValueError, TypeError) as error:
-        raise ModelError(
-            f"The scheduler of {spec.title} cannot be loaded.", "Copy or download the model again."
-        ) from error
+        raise ModelError("model.scheduler_unloadable", model=spec.title) from error

@@ -6,7 +6,7 @@ from runtime.core.errors import InvalidRequestError
 from runtime.core.loras import LoraUse
 from runtime.core.request import GenerationRequest
 from runtime.models.known import published
-from runtime.models.lora_files import distilled_shift
+from runtime.models.loras import distilled_shift
 from runtime.models.spec import ModelSpec
 
 

@@ -205,8 +205,8 @@ def _bad_tokenizer(folder: Path) -> None:
     ("damage", "says"),
     [
         (_empty, "model_index.json"),
-        (_cut, "cut short"),
-        (_cut_header, "cut short"),
+        (_cut, "truncated"),
+        (_cut_header, "truncated"),
         (_foreign, "StableDiffusionPipeline"),
         (_pickle, "pytorch_model.bin"),
         (_no_weights, "vae"),
@@ -331,7 +331,7 @@ def test_settings_that_cannot_be(
 @pytest.mark.parametrize(
     ("flags", "says", "to_do"),
     [
-        (["--lora", "no-such"], "There is no LoRA called no-such", "weights/loras"),
+        (["--lora", "no-such"], "There is no LoRA no-such", "weights/loras"),
         (["--lora", "/no/such.safetensors"], "There is no LoRA file /no/such", "path"),
         (["--lora", ""], "empty or unreadable", "name"),
         (["--lora", "a\x07b"], "empty or unreadable", "name"),
@@ -341,7 +341,7 @@ def test_settings_that_cannot_be(
         (["--lora", "x", "--lora", "x:0.5"], "x is there twice", "once"),
         ([flag for name in "abcdefghi" for flag in ("--lora", name)], "9 LoRAs are too many", "at most 8"),
         (["--lora", "high=mixed"], "is for another size of model", "made for"),
-        (["--lora", "cut"], "damaged or cut short", "again"),
+        (["--lora", "cut"], "damaged, truncated", "again"),
         (["--preset", "lightning-4"], "none is given", "--lora"),
         (["--preset", "fast", "--lora", "x"], "no preset 'fast'", "lightning-4"),
     ],

@@ -11,12 +11,12 @@ from diffusers.loaders.lora_pipeline import WanLoraLoaderMixin
 from safetensors.torch import load_file
 
 from runtime.core.errors import InvalidRequestError, ModelError
+from runtime.core.facts import Fact
 from runtime.core.loras import Lora
 from runtime.core.plan import ComponentPlan
 from runtime.families.wan.lora_names import change_of, weight_shape
 from runtime.models import loras
-from runtime.models.lora_files import distilled_steps
-from runtime.models.loras import named_loras, with_loras
+from runtime.models.loras import distilled_steps, named_loras, with_loras
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
 from tests import made_loras
@@ -155,8 +155,9 @@ def test_an_expert_is_said_or_told_by_the_files_name(spec: ModelSpec, tmp_path: 
     low = loaded(with_loras(spec, [Lora(str(plain_name), expert="high")], tmp_path), "transformer_2")
     assert all(torch.equal(tensor, low[name]) for name, tensor in loaded(spec, "transformer_2").items())
     one = tiny("wan2.1")
-    with pytest.raises(InvalidRequestError, match="has one transformer"):
+    with pytest.raises(InvalidRequestError) as refused:
         with_loras(one, [Lora(str(high))], tmp_path)
+    assert (refused.value.code, refused.value.data["expert"]) == ("lora.no_such_expert", "high")
     assert with_loras(one, [Lora(str(plain_name))], tmp_path).loras_of("transformer")
 
 
@@ -164,8 +165,9 @@ def test_one_that_has_changed_since_is_refused(spec: ModelSpec, tmp_path: Path) 
     path = made_loras.save(tmp_path / "a.safetensors", made_loras.peft(factors(spec.transformer)))
     given = with_loras(spec, [Lora(str(path))], tmp_path)
     made_loras.save(path, made_loras.peft(factors(spec.transformer, seed=9)))
-    with pytest.raises(ModelError, match="has changed since"):
+    with pytest.raises(ModelError) as refused:
         loaded(given)
+    assert refused.value.fact == Fact("lora.changed", {"lora": "a"})
 
 
 def test_every_shape_in_the_table_is_the_transformers_own(tiny: Tiny) -> None:
@@ -198,38 +200,49 @@ def without(name: str) -> Callable[[Tensors], Tensors]:
 
 
 TO_Q = "transformer.blocks.0.attn1.to_q"
+DOWN = f"{TO_Q}.lora_A.weight"
+MODULE = {"module": "blocks.0.attn1.to_q"}
+WIDE = {"module": "blocks.0.attn1.to_k", "shape": "24×48", "expected": "24×24"}
+OTHER_NAME = "diffusion_model.blocks.0.self_attn.q.lora_A.weight"
+
+
+UNKNOWN = (
+    "lora_te_text_model.lora_up.weight",
+    "transformer.blocks.0.attn2.add_k_proj.lora_A.weight",
+    f"{TO_Q}.lokr_w1",
+    f"{TO_Q}.dora_scale",
+)
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "code", "data"),
     [
-        (widened, "another size of model: blocks.0.attn1.to_k is 24×48 there and 24×24 in"),
-        (with_tensor("lora_te_text_model.lora_up.weight", torch.ones(2, 2)), "has not"),
-        (with_tensor("transformer.blocks.0.attn2.add_k_proj.lora_A.weight", torch.ones(4, 24)), "add_k_proj"),
-        (with_tensor("transformer.blocks.0.attn1.to_q.lokr_w1", torch.ones(4, 24)), "lokr_w1"),
-        (with_tensor("transformer.blocks.0.attn1.to_q.dora_scale", torch.ones(24)), "dora_scale"),
-        (with_tensor("transformer.blocks.7.attn1.to_q.lora_A.weight", torch.ones(4, 24)), "a larger model"),
-        (without(f"{TO_Q}.lora_B.weight"), "one factor of two"),
-        (with_tensor(f"{TO_Q}.lora_B.weight", torch.ones(24, 3)), "ranks 4 and 3"),
-        (with_tensor(f"{TO_Q}.lora_A.weight", torch.ones(4, 24).fill_(float("nan"))), "holds NaN or Inf"),
-        (with_tensor(f"{TO_Q}.lora_A.weight", torch.ones(4, 24).half().fill_(float("inf"))), "holds NaN or Inf"),
-        (with_tensor(f"{TO_Q}.lora_A.weight", torch.ones(4, 24).bfloat16() * float("-inf")), "holds NaN or Inf"),
-        (with_tensor(f"{TO_Q}.lora_A.weight", torch.ones(4, 24, dtype=torch.int8)), "is in I8"),
-        (with_tensor(f"{TO_Q}.alpha", torch.ones(3)), "not one number"),
-        (with_tensor(f"{TO_Q}.diff", torch.ones(24, 24)), "twice"),
-        (with_tensor("diffusion_model.blocks.0.self_attn.q.lora_A.weight", torch.ones(4, 24)), "twice"),
-        (with_tensor("transformer.blocks.0.norm2.diff", torch.ones(25)), "another size"),
-        (lambda tensors: {}, "is empty"),
-        (lambda tensors: {f"{TO_Q}.alpha": torch.tensor(1.0)}, "is empty"),
+        (widened, "other_size", WIDE),
+        *((with_tensor(name, torch.ones(4, 24)), "unknown_tensor", {"tensor": name}) for name in UNKNOWN),
+        (with_tensor(DOWN.replace("0", "7"), torch.ones(4, 24)), "larger_model", {"module": "blocks.7.attn1.to_q"}),
+        (without(f"{TO_Q}.lora_B.weight"), "one_factor", MODULE),
+        (with_tensor(f"{TO_Q}.lora_B.weight", torch.ones(24, 3)), "ranks_differ", {**MODULE, "ranks": [4, 3]}),
+        (with_tensor(DOWN, torch.ones(4, 24).fill_(float("nan"))), "not_finite", {"tensor": DOWN}),
+        (with_tensor(DOWN, torch.ones(4, 24).half().fill_(float("inf"))), "not_finite", {"tensor": DOWN}),
+        (with_tensor(DOWN, torch.ones(4, 24).bfloat16() * float("-inf")), "not_finite", {"tensor": DOWN}),
+        (with_tensor(DOWN, torch.ones(4, 24, dtype=torch.int8)), "dtype_unsupported", {"dtype": "I8"}),
+        (with_tensor(f"{TO_Q}.alpha", torch.ones(3)), "alpha_invalid", MODULE),
+        (with_tensor(f"{TO_Q}.diff", torch.ones(24, 24)), "duplicate_module", MODULE),
+        (with_tensor(OTHER_NAME, torch.ones(4, 24)), "duplicate_module", MODULE),
+        (with_tensor("transformer.blocks.0.norm2.diff", torch.ones(25)), "other_size", {"shape": "25"}),
+        (lambda tensors: {}, "empty", {}),
+        (lambda tensors: {f"{TO_Q}.alpha": torch.tensor(1.0)}, "empty", {}),
     ],
 )
 def test_a_bad_file_is_refused_before_anything_is_loaded(
-    change: Callable[[Tensors], Tensors], says: str, spec: ModelSpec, tmp_path: Path
+    change: Callable[[Tensors], Tensors], code: str, data: dict[str, object], spec: ModelSpec, tmp_path: Path
 ) -> None:
     path = made_loras.save(tmp_path / "an ü.safetensors", made_loras.peft(factors(spec.transformer)), change)
     with pytest.raises(ModelError) as refused:
         with_loras(spec, [Lora(str(path))], tmp_path)
-    assert says in refused.value.what and "an ü" in refused.value.what
+    assert refused.value.code == f"lora.{code}"
+    assert refused.value.data.items() >= data.items()
+    assert str(refused.value.data["lora"]).startswith("an ü")
     assert refused.value.remedy and "\n" not in refused.value.what
 
 
@@ -253,7 +266,8 @@ def test_a_damaged_file_is_refused(spoil: Callable[[bytes], bytes], spec: ModelS
     path.write_bytes(spoil(path.read_bytes()))
     with pytest.raises(ModelError) as refused:
         with_loras(spec, [Lora(str(path))], tmp_path)
-    assert refused.value.what.startswith("The LoRA a.safetensors is ")
+    assert refused.value.code in {"lora.damaged", "lora.header_invalid", "lora.dtype_unsupported"}
+    assert refused.value.data["lora"] == "a.safetensors"
 
 
 def test_names_are_those_of_the_caches_folder_and_lead_nowhere_else(spec: ModelSpec, tmp_path: Path) -> None:
@@ -270,13 +284,16 @@ def test_names_are_those_of_the_caches_folder_and_lead_nowhere_else(spec: ModelS
     for name in ("stil für boote", "lightning/low_noise_model"):
         assert with_loras(spec, [Lora(name)], tmp_path / "weights").loras[0].path.is_relative_to(folder)
     for name in ("link", "circle", "pickle", "nothing", "outside", "x" * 900):
-        with pytest.raises(ModelError, match="There is no LoRA called"):
+        with pytest.raises(ModelError) as unknown:
             with_loras(spec, [Lora(name)], tmp_path / "weights")
+        assert unknown.value.code == "lora.unknown"
     for name in ("../../outside", str(tmp_path / "none.safetensors"), "~nobody/x.safetensors", str(tmp_path)):
-        with pytest.raises(ModelError, match="There is no LoRA file"):
+        with pytest.raises(ModelError) as missing:
             with_loras(spec, [Lora(name)], tmp_path / "weights")
-    with pytest.raises(ModelError, match="is no safetensors file"):
+        assert missing.value.code == "lora.file_missing"
+    with pytest.raises(ModelError) as pickled:
         with_loras(spec, [Lora(str(folder / "pickle.pt"))], tmp_path / "weights")
+    assert pickled.value.fact == Fact("lora.not_safetensors", {"lora": "pickle.pt"})
     # A path that is given is the user's own to follow.
     assert with_loras(spec, [Lora(str(folder / "link.safetensors"))], tmp_path).loras[0].path == outside
 

@@ -127,6 +127,70 @@ _AGAIN = "Copy or download the model again."
 _FILES: Mapping[str, Message] = {
     "model.file_unreadable": Message("{file} cannot be read: {reason}.", "Check the file {path} and its permissions."),
     "model.file_damaged": Message("{file} is damaged or truncated ({size:,} bytes).", _AGAIN),
+    "model.unknown": Message("There is no model {name!r}.", "Use one of: {names:list}; or a folder's path."),
+    "model.weights_not_here": Message(
+        "The weights of {model} are not here.",
+        "Download them: models download {name}. Or copy the folder {repository} of huggingface.co into {folder}, or "
+        "give its path with {set[model]}.",
+    ),
+    "model.component_unloadable": Message("The {component} of {model} cannot be loaded: {reason}.", _AGAIN),
+    "model.component_incomplete": Message(
+        "The weights of the {component} of {model} do not match its configuration: {missing:n tensor} missing.", _AGAIN
+    ),
+    "model.tensor_missing": Message("The model's files have no {tensor}.", _AGAIN),
+    "model.tokenizer_unloadable": Message("The tokenizer of {model} cannot be loaded.", _AGAIN),
+    "model.scheduler_unloadable": Message("The scheduler of {model} cannot be loaded.", _AGAIN),
+    "model.scheduler_unknown": Message(
+        "{model} needs the scheduler {scheduler!r}, which diffusers {version} does not have.",
+        "Update Tandem, or choose another model.",
+    ),
+}
+
+_LORA_AGAIN = "Copy or download the LoRA again."
+_OTHER_LORA = "Choose one that was made for this model."
+
+_LORA: Mapping[str, Message] = {
+    "lora.unknown": Message(
+        "There is no LoRA {lora}.", "Put its .safetensors file into {folder}, or give the file's path."
+    ),
+    "lora.file_missing": Message(
+        "There is no LoRA file {file}.",
+        "Give the path of a .safetensors file, or put one into {folder} and give its name.",
+    ),
+    "lora.not_safetensors": Message(
+        "The LoRA {lora} is not a safetensors file; other formats can run code when loaded.",
+        "Download it as safetensors, or convert it.",
+    ),
+    "lora.unreadable": Message("The LoRA {lora} cannot be read: {reason}.", "Check the file and its permissions."),
+    "lora.damaged": Message("The LoRA {lora} is damaged, truncated or not a safetensors file.", _LORA_AGAIN),
+    "lora.header_invalid": Message("The LoRA {lora} is damaged: its header is wrong about {tensor!r}.", _LORA_AGAIN),
+    "lora.dtype_unsupported": Message(
+        "The LoRA {lora} is in {dtype}, not in 16- or 32-bit floats.", "Use one in float32, float16 or bfloat16."
+    ),
+    "lora.not_finite": Message("The LoRA {lora} contains NaN or Inf, in {tensor!r}.", _LORA_AGAIN),
+    "lora.no_such_expert": Message(
+        "The LoRA {lora} is for the {expert}-noise expert, and {model} has one transformer.",
+        "Use a LoRA for this model, without high= or low=.",
+    ),
+    "lora.unknown_tensor": Message("The LoRA {lora} changes {tensor!r}, which {model} does not have.", _OTHER_LORA),
+    "lora.duplicate_module": Message("The LoRA {lora} changes {module} twice.", _LORA_AGAIN),
+    "lora.empty": Message("The LoRA {lora} is empty.", "Choose another."),
+    "lora.larger_model": Message(
+        "The LoRA {lora} is for a larger model: it changes {module}, and {model} has {blocks:n block}.", _OTHER_LORA
+    ),
+    "lora.one_factor": Message("The LoRA {lora} is incomplete: {module} has one factor of two.", _LORA_AGAIN),
+    "lora.not_matrices": Message("The LoRA {lora} does not change {module} by a pair of matrices.", _OTHER_LORA),
+    "lora.ranks_differ": Message(
+        "The LoRA {lora} is damaged: the factors of {module} have the ranks {ranks:list}.", _LORA_AGAIN
+    ),
+    "lora.alpha_invalid": Message("The LoRA {lora} is damaged: alpha of {module} is not one number.", _LORA_AGAIN),
+    "lora.other_size": Message(
+        "The LoRA {lora} is for another size of model: {module} is {shape} there and {expected} in {model}.",
+        _OTHER_LORA,
+    ),
+    "lora.changed": Message("The LoRA {lora} has changed since the job was planned.", "Start the job again."),
+    "lora.no_bias": Message("A LoRA changes the bias of {module}, which has none.", "Choose another LoRA."),
+    "lora.fusing_failed": Message("A LoRA cannot be applied: {reason}.", _LORA_AGAIN),
 }
 
 _SCHEDULER: Mapping[str, Message] = {
@@ -161,4 +225,4 @@ _QUANTIZATION: Mapping[str, Message] = {
     ),
 }
 
-MESSAGES: Mapping[str, Message] = {**_HUB, **_FILES, **_SCHEDULER, **_QUANTIZATION}
+MESSAGES: Mapping[str, Message] = {**_HUB, **_FILES, **_LORA, **_SCHEDULER, **_QUANTIZATION}
