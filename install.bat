@@ -3,7 +3,8 @@ rem Sets Tandem up in .venv beside this file, the first time and when the requir
 rem
 rem   install.bat                      the web app
 rem   install.bat generate "PROMPT"    any sub-command of app.py, with any arguments
-rem   install.bat test [PYTEST ARGS]   the tests, with the tools they need
+rem   install.bat test [PYTEST ARGS]   the tests that take a few minutes, with the tools they need
+rem   install.bat test --all           all tests: slow ones, in a browser and on a GPU too
 rem
 rem All this script does is find a Python from 3.10 to 3.13; tools\setup_env.py does the rest.
 rem TANDEM_PYTHON names the Python to use. Nothing outside this folder is changed.

@@ -3,7 +3,8 @@
 #
 #   ./install.sh                      the web app
 #   ./install.sh generate "PROMPT"    any sub-command of app.py, with any arguments
-#   ./install.sh test [PYTEST ARGS]   the tests, with the tools they need
+#   ./install.sh test [PYTEST ARGS]   the tests that take a few minutes, with the tools they need
+#   ./install.sh test --all           all tests: slow ones, in a browser and on a GPU too
 #
 # All this script does is find a Python from 3.10 to 3.13; tools/setup_env.py does the rest.
 # TANDEM_PYTHON names the Python to use. Nothing outside this folder is changed.

@@ -1,4 +1,4 @@
-"""Fixtures that many tests share."""
+"""Which tests run, what they need, and fixtures that many tests share."""
 
 import os
 from collections.abc import Callable
@@ -6,9 +6,37 @@ from pathlib import Path
 
 import pytest
 
+from runtime.machine.probe import cpp_compiler
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from tests import tiny_models
+
+LEFT_OUT = ("slow", "browser", "gpu")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--all`."""
+    parser.addoption("--all", action="store_true", help=f"also run tests marked {', '.join(LEFT_OUT)}")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests marked `LEFT_OUT`, except in files named on the command line; skip those without a compiler.
+
+    `--all` or `-m` selects by itself.
+    """
+    if cpp_compiler() is None:
+        for item in items:
+            if item.get_closest_marker("compiler"):
+                item.add_marker(pytest.mark.skip(reason="needs a C++ compiler (on Debian: apt install g++)"))
+    if config.option.all or config.option.markexpr:
+        return
+    folder = config.invocation_params.dir
+    named = {(folder / argument.split("::")[0]).resolve() for argument in config.args}
+    left_out = [item for item in items if item.path not in named and any(map(item.get_closest_marker, LEFT_OUT))]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        chosen = set(left_out)
+        items[:] = [item for item in items if item not in chosen]
 
 
 def shared_folder(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:

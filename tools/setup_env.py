@@ -1,7 +1,8 @@
 """Sets Tandem up in `.venv` and starts it. `install.sh` and `install.bat` find a Python and call this.
 
     setup_env.py [ARGS...]             sets up where needed, then `python app.py ARGS...`
-    setup_env.py test [PYTEST ARGS]    sets up with the test tools, then `python -m pytest`, in the repository root
+    setup_env.py test [PYTEST ARGS]    sets up with the test tools, then `python -m pytest`, in the repository root;
+                                       with --all also the tests that tests/conftest.py leaves out by default
 
 Runs on any Python from 3.10 with the standard library alone, before anything is installed. What it does:
 
@@ -43,8 +44,8 @@ STAMP = VENV / "tandem-install.json"
 LOG = VENV / "install.log"
 LOCK = ROOT / ".install.lock"  # not in .venv, which may be thrown away while it is held
 
-# The tests wait more than they compute, for browsers and child processes: two files at a time.
-_SIDE_BY_SIDE = ("--numprocesses=2", "--dist=loadfile")
+# Tests often wait for child processes, so two run at a time; a process that runs out takes over tests of the other.
+_PARALLEL = ("--numprocesses=2", "--dist=worksteal")
 APP, GPU, DEV = "requirements.txt", "requirements-gpu.txt", "requirements-dev.txt"
 TORCH = "2.13.0"
 TORCH_RANGE = ((2, 11), (2, 13))  # the same range as in requirements.txt
@@ -81,7 +82,7 @@ def main(args: Sequence[str]) -> int:
                     install(testing)
         if testing:
             os.chdir(ROOT)
-            return start([str(PYTHON), "-m", "pytest", *_SIDE_BY_SIDE, *args[1:]])
+            return start([str(PYTHON), "-m", "pytest", *_PARALLEL, *args[1:]])
         return start([str(PYTHON), str(ROOT / "app.py"), *args])
     except SetupError as error:
         say(error.what)

@@ -83,9 +83,9 @@ def test_changed_requirements_are_installed(repo: Repo) -> None:
 
 
 def test_test_installs_the_test_tools_and_runs_pytest_in_the_repository(repo: Repo, tmp_path: Path) -> None:
-    done = repo.run("test", "-k", "a b", cwd=tmp_path)
-    two_at_a_time = ["--numprocesses=2", "--dist=loadfile"]
-    assert report(done) == {"pytest": [*two_at_a_time, "-k", "a b"], "cwd": str(repo.root)}
+    done = repo.run("test", "--all", "-k", "a b", cwd=tmp_path)
+    two_at_a_time = ["--numprocesses=2", "--dist=worksteal"]
+    assert report(done) == {"pytest": [*two_at_a_time, "--all", "-k", "a b"], "cwd": str(repo.root)}
     repo.require("tinydep==2.0")
     assert "requirements-dev.txt" in repo.run().stderr, "the test tools stay in step"
 

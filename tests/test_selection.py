@@ -1,0 +1,54 @@
+"""Which tests run by default, with `--all`, and without a compiler."""
+
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+CONFTEST = Path(__file__).with_name("conftest.py")
+TESTS = """
+import pytest
+
+def test_quick(): pass
+@pytest.mark.slow
+def test_slow(): pass
+@pytest.mark.browser
+def test_browser(): pass
+@pytest.mark.gpu
+def test_gpu(): pass
+@pytest.mark.compiler
+def test_compiler(): pass
+"""
+MARKERS = "[pytest]\npythonpath = {root}\nmarkers =\n    slow:\n    browser:\n    gpu:\n    compiler:\n"
+
+
+@pytest.fixture
+def folder(pytester: pytest.Pytester) -> pytest.Pytester:
+    pytester.makeini(MARKERS.format(root=CONFTEST.parent.parent))
+    pytester.makeconftest(CONFTEST.read_text(encoding="utf-8"))
+    pytester.mkdir("inner")
+    (pytester.path / "inner" / "test_one.py").write_text(TESTS, encoding="utf-8")
+    return pytester
+
+
+@pytest.mark.parametrize(
+    ("arguments", "passed"),
+    [([], 2), (["--all"], 5), (["-m", "slow"], 1), (["inner"], 2), (["inner/test_one.py"], 5), (["-k", "slow"], 0)],
+)
+def test_slow_tests_run_if_they_are_asked_for(
+    arguments: list[str], passed: int, folder: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "sh")  # any program: nothing is compiled
+    result = folder.runpytest_inprocess("-p", "no:cacheprovider", *arguments)
+    result.assert_outcomes(passed=passed, deselected=5 - passed)
+
+
+def test_a_test_that_needs_a_compiler_is_skipped_with_the_reason(
+    folder: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    result = folder.runpytest_inprocess("-p", "no:cacheprovider", "-rs")
+    result.assert_outcomes(passed=1, skipped=1, deselected=3)
+    result.stdout.fnmatch_lines(["*needs a C++ compiler*"])
