@@ -57,6 +57,11 @@ def tiny_plan(spec: ModelSpec, output: Path, **values: object) -> ExecutionPlan:
     return resolve(GenerationRequest.from_mapping(wanted), spec, machine(), output)
 
 
+def with_strategy(plan: ExecutionPlan, **changes: object) -> ExecutionPlan:
+    """Return a plan that holds its weights in another way."""
+    return plan.replace(strategy=plan.strategy.replace(**changes))
+
+
 def no_engines(folder: Path) -> EngineService:
     """Return engines kept in an empty folder."""
     return EngineService(EngineStore(folder / "engines", 10**9), machine(), folder)

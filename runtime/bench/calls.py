@@ -64,7 +64,7 @@ def lent(
             yield predict
     else:
         with residency.video_decoder(spec, job) as decoder:
-            yield lambda given: decoder.frames(given["latents"], plan.decode_chunk, plan.decode_tile)
+            yield lambda given: decoder.frames(given["latents"], plan.strategy.decode_chunk, plan.strategy.decode_tile)
 
 
 def drained(pieces: Iterator[torch.Tensor]) -> None:

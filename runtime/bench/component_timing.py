@@ -167,5 +167,7 @@ def _velocity(
 def _frames(spec: ModelSpec, job: Lent, residency: Residency, latents: torch.Tensor) -> torch.Tensor:
     plan = job.plan
     with residency.video_decoder(spec, job) as decoder:
-        chunks = decoder.frames(latents.to(plan.components["vae"].device), plan.decode_chunk, plan.decode_tile)
+        chunks = decoder.frames(
+            latents.to(plan.components["vae"].device), plan.strategy.decode_chunk, plan.strategy.decode_tile
+        )
         return torch.cat([in_floats(chunk) for chunk in chunks])

@@ -96,10 +96,12 @@ def in_float32(plan: ExecutionPlan) -> ExecutionPlan:
     if not unlike or 2 * plan.memory_bytes > plan.free_bytes:
         return plan
     parts = {
-        name: replace(part, dtype="float32", weights_bytes=2 * part.weights_bytes) if name in unlike else part
+        name: part.replace(dtype="float32", weights_bytes=2 * part.weights_bytes) if name in unlike else part
         for name, part in plan.components.items()
     }
-    return replace(plan, components=parts, memory_bytes=2 * plan.memory_bytes)
+    doubled = ("weights_bytes", "working_bytes", "overhead_bytes")
+    memory = tuple(stage.replace(**{name: 2 * getattr(stage, name) for name in doubled}) for stage in plan.memory)
+    return plan.replace(components=parts, memory=memory)
 
 
 def held_together(plans: Sequence[ExecutionPlan]) -> bool:
@@ -115,7 +117,7 @@ def decided(plan: ExecutionPlan) -> tuple[Any, ...]:
         for name, part in plan.components.items()
     ]
     asked = {key: value for key, value in plan.request_json().items() if key not in _DECIDED_SINCE}
-    return parts, asked, plan.offload, plan.keep_loaded, plan.freed, plan.decode_chunk, plan.decode_tile
+    return parts, asked, plan.strategy
 
 
 # What a plan has answered by its parts.
@@ -137,20 +139,21 @@ def in_words(plan: ExecutionPlan) -> str:
 
 def why_not(plan: ExecutionPlan) -> str | None:
     """Say why a plan is not what was asked for: PyTorch would run a part for which another backend was named."""
-    fallen = [(name, part) for name, part in plan.components.items() if part.fell_back]
+    fallen = [(name, part) for name, part in plan.components.items() if plan.fell_back(name)]
     if not fallen:
         return None
     name, part = fallen[0]
-    return f"{plan.title(name)}: PyTorch instead of {BACKEND_TITLES[part.asked]}. {part.reason}"
+    return f"{plan.title(name)}: PyTorch instead of {BACKEND_TITLES[plan.asked.backend(name)]}. {part.reason}"
 
 
 def without_builds(plan: ExecutionPlan) -> ExecutionPlan:
     """Return the plan once its engines were built: they are not built again for the next run."""
     parts = {
-        name: replace(part, engines=tuple(replace(use, build=False) for use in part.engines))
+        name: part.replace(engines=tuple(use.replace(build=False) for use in part.engines))
         for name, part in plan.components.items()
     }
-    return replace(plan, components=parts, build="missing" if plan.build == "always" else plan.build)
+    asked = replace(plan.asked, build="missing") if plan.asked.build == "always" else plan.asked
+    return plan.replace(components=parts, asked=asked)
 
 
 def same_clip(plan: ExecutionPlan, reference: ExecutionPlan) -> str | None:

@@ -221,7 +221,7 @@ class Forward:
                     inputs = {**given, "timestep": timestep_of(case.spec, given)}
                     exact.append(exact_velocity(module, **inputs).cpu())
                 else:  # small enough to be there once more, with weights that were never rounded
-                    whole = self._loader(case.spec, part, replace(how, dtype="float32"), None)
+                    whole = self._loader(case.spec, part, how.replace(dtype="float32"), None)
                     exact.append(exact_frames(whole, **given))
                     del whole
                 with torch.no_grad():
@@ -315,7 +315,7 @@ def _plain(plan: ExecutionPlan, part: str) -> ComponentPlan:
     """Return a part as diffusers alone would run it: the VAE in the transformer's precision, as it is fastest there."""
     planned = plan.components[part]
     dtype = plan.components["transformer"].dtype
-    return replace(planned, backend=PYTORCH, engines=(), quantization="none", dtype=dtype)
+    return planned.replace(backend=PYTORCH, engines=(), quantization="none", dtype=dtype)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -192,7 +192,7 @@ class UnwrittenHistory(HistoryFile):
 
 def unlike(planned: ExecutionPlan, ran: ExecutionPlan) -> list[str]:
     """Return what of a plan became otherwise while it was carried out; that engines are built by then is none."""
-    names = [one.name for one in fields(planned) if one.name != "components"]
+    names = [name for name in type(planned).model_fields if name != "components"]
     found = [name for name in names if getattr(planned, name) != getattr(ran, name)]
     built = without_builds(ran).components
     return found + [name for name, part in without_builds(planned).components.items() if built[name] != part]

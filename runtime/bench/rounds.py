@@ -230,7 +230,7 @@ class Bench:
         """
         cancel.check()
         spec, plan = entry.planned()
-        plan = replace(plan, output=video)
+        plan = plan.replace(output=video)
         device = plan.components["transformer"].device
         recorder = self.setup.history.listener = Recorder(device)
         release_cached_memory()  # what earlier runs left to PyTorch would count as there before this one

@@ -7,7 +7,7 @@ from typing import Any
 
 from runtime.cli import terminal
 from runtime.core import settings
-from runtime.core.estimates import Strategy
+from runtime.core.estimates import StrategyForecast
 
 DONE, DEFECT, USER_ERROR, CANCELLED = 0, 1, 2, 130
 
@@ -18,7 +18,7 @@ def emit_json(value: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def refuse(what: str, remedy: str, *, as_json: bool, strategies: Sequence[Strategy] = ()) -> int:
+def refuse(what: str, remedy: str, *, as_json: bool, strategies: Sequence[StrategyForecast] = ()) -> int:
     """Say what the user can mend, programs also the ways there are where memory is short; return the exit code."""
     terminal.error(what, remedy)
     if as_json:

@@ -7,7 +7,7 @@ from typing import Any
 from runtime.cli import terminal
 from runtime.core import settings
 from runtime.core.errors import MemoryShortError
-from runtime.core.estimates import Strategy
+from runtime.core.estimates import MemoryStrategy, StrategyForecast
 from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.core.units import duration, memory_size
@@ -40,7 +40,7 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
         plan = resolve(request, spec, machine, output, offers, history)
     except MemoryShortError as error:
         terminal.line("Memory is short. The ways there are to hold the weights, the fastest first:")
-        _show_ladder(error.strategies, error.where)
+        _show_strategies(error.strategies, error.where)
         raise
     terminal.line(
         f"{spec.title}: {plan.width}x{plan.height}, {plan.frames} frames ({plan.seconds_of_video:.1f} s at {plan.fps} "
@@ -67,8 +67,8 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
     )
     if plan.split is not None:
         terminal.line(f"{plan.gpus} GPUs ({', '.join(plan.split.devices)}): {plan.split.reason}")
-    if plan.speed.told:
-        terminal.line(f"How PyTorch computes: {plan.speed.told}")
+    if plan.speed.description:
+        terminal.line(f"How PyTorch computes: {plan.speed.description}")
     _show_memory(plan)
     _show_time(plan)
     for message in plan.warnings:
@@ -84,24 +84,22 @@ def _show_memory(plan: ExecutionPlan) -> None:
         sizes = (stage.weights_bytes, stage.working_bytes, stage.overhead_bytes, stage.peak_bytes)
         rows.append((plan.title(stage.component), *map(memory_size, sizes), how))
     terminal.table(("While it runs", "Weights", "Working set", "Beside", "Peak", ""), rows)
-    taken = next(strategy for strategy in plan.strategies if strategy.taken)
     peak, free = memory_size(plan.memory_bytes), memory_size(plan.free_bytes)
-    terminal.line(f"Memory at the peak: about {peak} of {free} of {where} that are free. {taken.title}.")
-    if taken is plan.strategies[0]:
+    terminal.line(f"Memory at the peak: about {peak} of {free} of {where} that are free. {plan.forecast.title}.")
+    if plan.strategy == plan.strategies[0].strategy:
         return
     terminal.line("Memory is short for the fastest way. The ways there are:")
-    _show_ladder(plan.strategies, where)
+    _show_strategies(plan.strategies, where, plan.strategy)
 
 
-def _show_ladder(strategies: Sequence[Strategy], where: str) -> None:
+def _show_strategies(strategies: Sequence[StrategyForecast], where: str, taken: MemoryStrategy | None = None) -> None:
     fastest = strategies[0].seconds.likely
     rows = []
-    for strategy in strategies:
-        ram = memory_size(strategy.ram_bytes) if strategy.ram_bytes else ""
-        times = f"{strategy.seconds.likely / fastest:.1f} times"
-        rows.append(
-            (strategy.title, strategy.flags, memory_size(strategy.peak_bytes), ram, times, strategy.verdict(where))
-        )
+    for one in strategies:
+        ram = memory_size(one.ram_bytes) if one.ram_bytes else ""
+        times = f"{one.seconds.likely / fastest:.1f} times"
+        verdict = one.verdict(where, taken=one.strategy == taken)
+        rows.append((one.title, one.strategy.flags, memory_size(one.peak_bytes), ram, times, verdict))
     terminal.table(("Way", "Asked for by", "Peak", "RAM", "As long", ""), rows)
 
 

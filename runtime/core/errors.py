@@ -23,7 +23,7 @@ import errno
 from collections.abc import Sequence
 from typing import Any
 
-from runtime.core.estimates import Strategy
+from runtime.core.estimates import StrategyForecast
 from runtime.core.facts import Fact, render
 
 
@@ -95,7 +95,14 @@ class MemoryShortError(MachineError):
     """
 
     def __init__(
-        self, code: str, remedy: str | None = None, /, *, strategies: Sequence[Strategy], where: str, **data: Any
+        self,
+        code: str,
+        remedy: str | None = None,
+        /,
+        *,
+        strategies: Sequence[StrategyForecast],
+        where: str,
+        **data: Any,
     ) -> None:
         super().__init__(code, remedy, where=where, **data)
         self.strategies = tuple(strategies)

@@ -1,4 +1,4 @@
-"""What a plan is expected to take: memory per stage, seconds with their uncertainty, and the other ways there are.
+"""What a plan is expected to take: memory per stage, seconds with their uncertainty, and the strategies to choose from.
 
 Plain data: `planner.strategies` fills it in. Bytes and seconds throughout.
 """
@@ -6,19 +6,57 @@ Plain data: `planner.strategies` fills it in. Bytes and seconds throughout.
 from dataclasses import dataclass
 from typing import Any
 
+from runtime.core.frozen import FrozenModel
 
-@dataclass(frozen=True, kw_only=True)
-class StageMemory:
+
+class MemoryStrategy(FrozenModel):
+    """How a clip fits into memory: where the weights are, in which precision, and how much is decoded at a time.
+
+    Attributes:
+        offload: where weights are while they are not used: "none" (the device), or in RAM, brought by whole component
+            ("model"), by block ("group") or by layer ("sequential").
+        quantization: of the transformers' weights: "none", "bnb-8bit", "bnb-4bit" or "fp8".
+        keep_loaded: whether components stay on the device between stages and jobs, all but those `freed` after their
+            stage. Offloaded components stay in RAM in any case.
+        decode_chunk: latent frames that the VAE decodes in one call.
+        decode_tile: side of the tiles that the VAE decodes a frame in, in latents; `None` decodes it whole.
+    """
+
+    offload: str = "none"
+    quantization: str = "none"
+    keep_loaded: bool = False
+    freed: tuple[str, ...] = ()
+    decode_chunk: int = 1
+    decode_tile: int | None = None
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the video is the same as with unlimited memory."""
+        return self.quantization == "none" and self.decode_tile is None
+
+    @property
+    def flags(self) -> str:
+        """What asks for it on the command line; empty where only "auto" does."""
+        flags = [f"--offload {self.offload}"] if self.offload != "none" else []
+        flags += [f"--quantization {self.quantization}"] if self.quantization != "none" else []
+        return " ".join(flags)
+
+    def keeps(self, component: str) -> bool:
+        """Return whether a component stays on the device after its stage."""
+        return self.keep_loaded and component not in self.freed
+
+
+class StageMemory(FrozenModel):
     """What one component takes on its device while it runs.
 
     Attributes:
         stage: "encode", "denoise" or "decode".
-        component: the part that runs.
-        weights_bytes: all weights that lie on the device meanwhile, this part's and others'.
+        component: the component that runs.
+        weights_bytes: all weights on the device meanwhile, of this component and others.
         working_bytes: activations, and for the VAE its caches.
-        beside_bytes: latents, and what the libraries take for themselves.
-        spare_bytes: what PyTorch's allocator takes on top where there is room; a plan that fits leaves it free.
-        measured: whether the peak was measured here in an earlier run.
+        overhead_bytes: latents, and what the libraries take.
+        allocator_slack_bytes: what PyTorch's allocator takes on top if it is free; a plan that fits leaves it free.
+        measured: whether the peak was measured on this machine.
     """
 
     stage: str
@@ -31,20 +69,17 @@ class StageMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """What is held at the peak."""
+        """Bytes at the peak, without the allocator's slack."""
         return self.weights_bytes + self.working_bytes + self.overhead_bytes
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields, and the peak."""
-        return {**vars(self), "peak_bytes": self.peak_bytes}
+        return {**self.model_dump(), "peak_bytes": self.peak_bytes}
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """How long something takes: most likely `likely`, between `low` and `high`.
-
-    `measured` says that it rests on this machine's own runs.
-    """
+    """A duration: most likely `likely`, between `low` and `high`; `measured` if it rests on this machine's own runs."""
 
     likely: float
     low: float
@@ -61,7 +96,7 @@ class Seconds:
         )
 
     def __mul__(self, times: float) -> "Seconds":
-        """Return the same so many times."""
+        """Return the duration of so many repetitions."""
         return Seconds(self.likely * times, self.low * times, self.high * times, self.measured)
 
     def to_json(self) -> dict[str, Any]:
@@ -74,48 +109,32 @@ class Seconds:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Strategy:
-    """One way to hold the weights, on the ladder from fast to frugal.
+class StrategyForecast(FrozenModel):
+    """What a clip takes by one strategy.
 
     Attributes:
-        title: what is done, as people read it.
-        flags: what asks for it on the command line; empty where nothing but "auto" does.
-        offload, quantization: what a request says for it.
+        title: the strategy, as people read it.
         peak_bytes: on the device.
         ram_bytes: in system memory, where that is another.
         seconds: of the whole video, without loading.
         fits: whether it fits the device's free memory, `fits_ram` the free system memory.
-        lossless: whether the video is the same as without it.
-        decode_tile: side of the tiles that frames are decoded in, in latents; `None` where they are decoded whole.
-        decode_chunk: latent frames that are decoded in one call.
-        keep_loaded: whether parts stay on the device, all but those `freed` after their stage.
-        lacks: why it cannot be, however much memory is free, in a few words; empty where it can.
-        taken: whether the plan takes it.
-        offered: whether a request with its `offload` and `quantization` takes it.
+        lacks: why it cannot be used, however much memory is free, in a few words; empty where it can.
+        offered: whether a request with its offload and quantization gets it.
     """
 
+    strategy: MemoryStrategy
     title: str
-    flags: str
-    offload: str
-    quantization: str
     peak_bytes: int
     ram_bytes: int
     seconds: Seconds
     fits: bool
     fits_ram: bool
-    lossless: bool
-    decode_tile: int | None = None
-    decode_chunk: int = 1
-    keep_loaded: bool = False
-    freed: tuple[str, ...] = ()
     lacks: str = ""
-    taken: bool = False
     offered: bool = False
 
-    def verdict(self, where: str) -> str:
-        """Return in a few words whether it can be; `where` is which memory the device has."""
-        if self.taken:
+    def verdict(self, where: str, *, taken: bool = False) -> str:
+        """Return in a few words whether it can be used; `where` names the device's memory."""
+        if taken:
             return "taken"
         if self.lacks:
             return f"cannot be: {self.lacks}"
@@ -124,6 +143,15 @@ class Strategy:
             return f"too little {' and '.join(short)}"
         return "fits" if self.offered else "fits, not needed"
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON types."""
-        return {**vars(self), "seconds": self.seconds.to_json()}
+    def to_json(self, *, taken: bool = False) -> dict[str, Any]:
+        """Return the fields and the strategy's as one object of JSON types; `taken` is whether a plan uses it."""
+        own = self.model_dump(exclude={"strategy", "seconds"})
+        strategy = self.strategy
+        return {
+            **own,
+            **strategy.model_dump(mode="json"),
+            "flags": strategy.flags,
+            "lossless": strategy.lossless,
+            "seconds": self.seconds.to_json(),
+            "taken": taken,
+        }

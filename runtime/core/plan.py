@@ -1,17 +1,22 @@
-"""What will run: the request with nothing left open, and every choice with its reason.
+"""What will run: the request with nothing left open, and every decision with its reason.
 
-Made by `planner.resolve.resolve`, carried out by `pipeline.run.run_job`, written into the MP4.
+    ExecutionPlan = ResolvedRequest + decisions
+
+Made by `planner.resolve.resolve`, carried out by `pipeline.run.run_job`, stored as JSON with jobs and checkpoints, and
+written into the MP4.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from runtime.core.estimates import Seconds, StageMemory, Strategy
+from pydantic import field_validator, model_validator
+
+from runtime.core.errors import InvalidRequestError
+from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory, StrategyForecast
+from runtime.core.frozen import FrozenModel
 from runtime.core.loras import LoraUse
-from runtime.core.request import AUTO, RETRY
-from runtime.core.step_cache import NONE
+from runtime.core.request import AUTO, GenerationRequest
 from runtime.core.units import memory_size
 
 PYTORCH = "pytorch"
@@ -26,9 +31,8 @@ BACKEND_TITLES: Mapping[str, str] = {
 LatentSize = tuple[int, int, int]
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineUse:
-    """One engine of a component: a component has one, but the VAE, whose first step has its own.
+class EngineUse(FrozenModel):
+    """One engine of a component; the VAE has two, one for the first latent frame and one for the others.
 
     Attributes:
         id: its name in the engine library.
@@ -47,20 +51,18 @@ class EngineUse:
     build: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class ComponentPlan:
-    """Where one part of the model runs, and why.
+class ComponentPlan(FrozenModel):
+    """Where one component runs, and why.
 
     Attributes:
         backend: "tensorrt", "inductor", "onnxruntime" or "pytorch".
         device: a torch device, such as "cpu" or "cuda:0".
-        dtype: a torch dtype's name, such as "float32": PyTorch's, should it run or take over.
+        dtype: a torch dtype's name, such as "float32", for PyTorch; also used if PyTorch takes over from an engine.
         weights_bytes: size of its weights in that dtype and quantization, or of its engines' files.
         reason: one sentence.
         engines: what it runs on, in the order of use; none in PyTorch.
-        asked: the backend that was asked for, or "auto".
         quantization: of its weights in PyTorch: "none", "bnb-8bit", "bnb-4bit" or "fp8".
-        chip: what will happen now, in a few words: "TensorRT: engine ready", "PyTorch: no engine yet".
+        badge: what will happen, in a few words: "TensorRT: engine ready", "PyTorch: no engine yet".
     """
 
     backend: str
@@ -69,18 +71,12 @@ class ComponentPlan:
     weights_bytes: int
     reason: str
     engines: tuple[EngineUse, ...] = ()
-    asked: str = "auto"
     quantization: str = "none"
     badge: str = ""
 
-    @property
-    def fell_back(self) -> bool:
-        """Whether PyTorch runs it where another backend was asked for."""
-        return self.asked not in {"auto", self.backend}
-
     def in_pytorch(self, reason: str) -> "ComponentPlan":
         """Return the same component in PyTorch."""
-        return replace(self, backend=PYTORCH, engines=(), reason=reason, badge="PyTorch: took over from its engine")
+        return self.replace(backend=PYTORCH, engines=(), reason=reason, badge="PyTorch: took over from its engine")
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON types; `engine` is the id of the engine that does most of the work."""
@@ -97,44 +93,51 @@ class ComponentPlan:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Split:
+class Split(FrozenModel):
     """How several GPUs share one job.
 
     Attributes:
-        devices: torch devices, one for each process; the first one's runs alone what is not shared.
-        guidance: 2 where the passes with the prompt and without it run on different GPUs, else 1.
+        devices: torch devices, one for each process; the first alone runs what is not shared.
+        guidance: 2 if the passes with the prompt and without it run on different GPUs, else 1.
         sequence: GPUs that share the tokens of one pass; there are `guidance` times as many devices.
         decode: whether each decodes a strip of every frame.
-        reason: one sentence.
     """
 
     devices: tuple[str, ...]
     guidance: int
     sequence: int
     decode: bool
-    # Two that differ in nothing else do the same.
-    reason: str = field(compare=False)
+
+    @property
+    def reason(self) -> str:
+        """How the GPUs share the transformers, a sentence."""
+        if self.guidance == 1:
+            return f"The tokens and heads of a pass on {self.sequence} GPUs, each pass by all."
+        if self.sequence == 1:
+            return "The pass with the prompt on one GPU, the one without on the other."
+        return (
+            f"The pass with the prompt and the one without on {self.sequence} GPUs each, the tokens and heads of a "
+            f"pass on {self.sequence}."
+        )
 
     def shares(self, component: str) -> bool:
         """Return whether all of them run a component together."""
         return self.decode if component == "vae" else component != "text_encoder"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Speed:
-    """How the parts that run in PyTorch are computed, and why.
+class Speed(FrozenModel):
+    """How the components that run in PyTorch are computed, and why.
 
     Attributes:
         attention: the transformers', one of `request.ATTENTIONS` but "auto".
         attention_reason, compiled_reason: a sentence each.
-        compiled: whether the transformers' blocks, and what lies between the VAE's convolutions, are compiled.
+        compiled: whether the transformers' blocks, and what is between the VAE's convolutions, are compiled.
         text_kept: whether every block's keys and values of the text are kept from step to step.
-        text_bytes: what those take.
+        text_bytes: size of these.
         paired: whether both guidance passes are one call.
         graphed: whether a transformer's call is recorded as a CUDA graph and replayed.
         fused: whether queries, keys and values come from one matrix.
-        channels_last: whether the VAE's values lie pixel by pixel.
+        channels_last: whether the VAE's activations are in channels-last layout.
     """
 
     attention: str = "native"
@@ -149,71 +152,40 @@ class Speed:
     channels_last: bool = False
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """All of it in sentences."""
-        said = [
+        sentences = [
             self.attention_reason,
             self.compiled_reason,
             f"The text's keys and values are computed once a clip ({memory_size(self.text_bytes)})."
             if self.text_kept
             else "",
-            "Both guidance passes are one call, for one does not fill the GPU." if self.paired else "",
-            "Calls are recorded and replayed, for starting kernels takes longer than running them."
+            "Both guidance passes are one call, because one does not fill the GPU." if self.paired else "",
+            "Calls are recorded and replayed, because starting kernels takes longer than running them."
             if self.graphed
             else "",
         ]
-        return " ".join(filter(None, said))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON types."""
-        return asdict(self)
+        return " ".join(filter(None, sentences))
 
 
 EAGER = Speed()
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExecutionPlan:
-    """One video, decided.
+class ResolvedRequest(FrozenModel):
+    """What a video shows and how it is sampled: the fields of `GenerationRequest` of that name, none of them "auto".
 
     Attributes:
-        prompt, negative_prompt, width, height, frames, fps, steps, seed: as in `GenerationRequest`, nothing open.
         guidance_scale: of the (high-noise) transformer.
-        guidance_scale_2: of the low-noise transformer; `None` where the model has only one.
+        guidance_scale_2: of the low-noise transformer; `None` if the model has only one.
         model: the catalogue's name for it.
-        model_directory: its folder.
-        latent_shape: (batch, channels, latent frames, latent height, latent width).
-        tokens: length of the transformer's sequence.
-        decode_chunk: latent frames that the VAE decodes in one call.
-        decode_tile: side of the tiles that the VAE decodes a frame in, in latents; `None` decodes it whole.
-        keep_loaded: whether parts stay on the device between stages and jobs, all but those `freed` after their stage.
-            Those that `offload` has wait in RAM stay there in any case.
-        components: by name, in the order they run.
-        step_flops, decode_flops: arithmetic of one denoising step (guidance included) and of the whole decode.
-        memory_bytes: the forecast's peak over the stages; `free_bytes` of the device were free for it.
-        memory: what each component takes while it runs, in order.
-        seconds: the forecast for "encode", "denoise", "decode", their "total", and "load", which comes on top.
-        ladder: the ways to hold the weights, fastest first.
-        output: the MP4 to write.
-        backends: which backend was asked for, by component or "all"; what is not there is "auto".
-        build: whether engines are built: "missing", "never", "always", or "auto".
-        offload: where weights wait while they are not used: "none" (the device), "model", "group" or "sequential".
-        quantization: of the transformers' weights: "none", "bnb-8bit", "bnb-4bit" or "fp8".
-        on_out_of_memory: what follows when memory runs out: "retry", "any" or "ask".
-        warnings: sentences to show beside the result.
-        split: how several GPUs share the job; `None` where one does it.
-        loras: what is added to the transformers' weights.
+        shift: of the noise levels towards noise; `None` for the value in the model's scheduler configuration.
         step_cache: what is computed once for several denoising steps, with its strength, or "none".
-        attention, compile: as asked for.
-        speed: what came of them.
-        shift: how far noise levels are moved towards noise; `None` where the model's own scheduler says it.
-        shift_reason: a sentence, where it is not the model's own.
-        expert_steps: how many of the steps each transformer takes, by component; empty where that is not known.
-        vae_precision: as asked for; the VAE's dtype is what came of it.
+        loras: what is added to the transformers' weights; their files were found and checked.
     """
 
     prompt: str
     negative_prompt: str
+    model: str
     width: int
     height: int
     frames: int
@@ -222,49 +194,75 @@ class ExecutionPlan:
     guidance_scale: float
     guidance_scale_2: float | None
     seed: int
-    model: str
-    model_directory: Path
-    latent_shape: tuple[int, int, int, int, int]
-    tokens: int
-    decode_chunk: int
-    keep_loaded: bool
-    components: Mapping[str, ComponentPlan]
-    step_flops: float
-    decode_flops: float
-    memory_bytes: int
-    output: Path
-    backends: Mapping[str, str]
-    build: str
-    offload: str
-    quantization: str
-    decode_tile: int | None = None
-    free_bytes: int = 0
-    freed: tuple[str, ...] = ()
-    memory: tuple[StageMemory, ...] = ()
-    seconds: Mapping[str, Seconds] = field(default_factory=dict)
-    strategies: tuple[Strategy, ...] = ()
-    on_out_of_memory: str = RETRY
-    warnings: tuple[str, ...] = ()
-    split: Split | None = None
-    loras: tuple[LoraUse, ...] = ()
-    step_cache: str = NONE
-    attention: str = AUTO
-    compile: str = AUTO
-    speed: Speed = EAGER
-    shift: float | None = None
-    shift_reason: str = ""
-    expert_steps: Mapping[str, int] = field(default_factory=dict)
-    vae_precision: str = AUTO
-
-    @property
-    def gpus(self) -> int:
-        """How many GPUs, or a CPU, work on it."""
-        return 1 if self.split is None else len(self.split.devices)
+    shift: float | None
+    step_cache: str
+    loras: tuple[LoraUse, ...]
 
     @property
     def seconds_of_video(self) -> float:
         """Length of the clip in seconds."""
         return self.frames / self.fps
+
+
+class ExecutionPlan(ResolvedRequest):
+    """One video, decided. `model_validate_json` reads what `model_dump_json` writes, and the previous version's plans.
+
+    Attributes:
+        asked: the request as it was made, for decisions that are made again: after a fallback, or when memory runs out.
+        model_directory: the model's folder.
+        output: the MP4 to write.
+        latent_shape: (batch, channels, latent frames, latent height, latent width).
+        tokens: length of the transformer's sequence.
+        components: by name, in the order they run.
+        strategy: how the clip fits into memory.
+        split: how several GPUs share the job; `None` if one does it.
+        speed: how PyTorch computes.
+        expert_steps: how many of the steps each transformer takes, by component; empty if that is not known.
+        shift_reason: why the shift is not the model's own, a sentence; empty if it is.
+        step_flops, decode_flops: operations of one denoising step (guidance included) and of the whole decode.
+        free_bytes: free memory of the device.
+        memory: what each component takes while it runs, in order.
+        seconds: the forecast for "encode", "denoise", "decode", their "total", and "load", which comes on top.
+        strategies: those that there are on this device, fastest first, each with its forecast.
+        warnings: sentences to show with the result.
+    """
+
+    asked: GenerationRequest
+    model_directory: Path
+    output: Path
+    latent_shape: tuple[int, int, int, int, int]
+    tokens: int
+    components: Mapping[str, ComponentPlan]
+    strategy: MemoryStrategy
+    split: Split | None
+    speed: Speed
+    expert_steps: Mapping[str, int]
+    shift_reason: str
+    step_flops: float
+    decode_flops: float
+    free_bytes: int
+    memory: tuple[StageMemory, ...]
+    seconds: Mapping[str, Seconds]
+    strategies: tuple[StrategyForecast, ...]
+    warnings: tuple[str, ...]
+
+    @field_validator("asked", mode="wrap")
+    @classmethod
+    def _valid_request(cls, value: Any, validate: Callable[[Any], GenerationRequest]) -> GenerationRequest:
+        try:
+            return validate(value)
+        except InvalidRequestError as error:
+            raise ValueError(error.what) from error
+
+    @model_validator(mode="before")
+    @classmethod
+    def _migrate(cls, values: Any) -> Any:
+        return _from_flat(values) if isinstance(values, dict) and "asked" not in values else values
+
+    @property
+    def gpus(self) -> int:
+        """Number of devices that work on it; 1 for a CPU."""
+        return 1 if self.split is None else len(self.split.devices)
 
     @property
     def latent_size(self) -> LatentSize:
@@ -272,9 +270,19 @@ class ExecutionPlan:
         _, _, frames, height, width = self.latent_shape
         return frames, height, width
 
-    def stays(self, component: str) -> bool:
-        """Whether a component stays in memory after its stage."""
-        return self.keep_loaded and component not in self.freed
+    @property
+    def memory_bytes(self) -> int:
+        """The forecast's peak over the stages."""
+        return max(stage.peak_bytes for stage in self.memory)
+
+    @property
+    def forecast(self) -> StrategyForecast:
+        """The forecast of the plan's own strategy."""
+        return next(one for one in self.strategies if one.strategy == self.strategy)
+
+    def fell_back(self, component: str) -> bool:
+        """Return whether PyTorch runs a component for which another backend was asked."""
+        return self.asked.backend(component) not in {AUTO, self.components[component].backend}
 
     def title(self, component: str) -> str:
         """Return a component's name as people read it."""
@@ -288,11 +296,15 @@ class ExecutionPlan:
         }[component]
 
     def with_component(self, name: str, part: ComponentPlan) -> "ExecutionPlan":
-        """Return the plan with one component decided anew."""
-        return replace(self, components={**self.components, name: part})
+        """Return the plan with another decision for one component."""
+        return self.replace(components={**self.components, name: part})
 
     def request_json(self) -> dict[str, Any]:
-        """Return the request with every value as used; `GenerationRequest.from_mapping` reads it back."""
+        """Return the request with every value as used; `GenerationRequest.from_mapping` reads it back.
+
+        Preferences that decisions rest on, such as backends and attention, are as asked for.
+        """
+        asked = self.asked
         used: dict[str, Any] = {
             "prompt": self.prompt,
             "negative_prompt": self.negative_prompt,
@@ -304,49 +316,95 @@ class ExecutionPlan:
             "steps": self.steps,
             "guidance_scale": self.guidance_scale,
             "seed": self.seed,
-            "backends": dict(self.backends),
-            "build": self.build,
-            "offload": self.offload,
-            "quantization": self.quantization,
-            "on_out_of_memory": self.on_out_of_memory,
+            "backends": dict(asked.backends),
+            "build": asked.build,
+            "offload": self.strategy.offload,
+            "quantization": self.strategy.quantization,
+            "on_out_of_memory": asked.on_out_of_memory,
             "gpus": self.gpus,
             "loras": [vars(use.asked()) for use in self.loras],
             "step_cache": self.step_cache,
-            "attention": self.attention,
-            "compile": self.compile,
+            "attention": asked.attention,
+            "compile": asked.compile,
             "shift": self.shift,
-            "vae_precision": self.vae_precision,
+            "vae_precision": asked.vae_precision,
         }
         if self.guidance_scale_2 is not None:
             used["guidance_scale_2"] = self.guidance_scale_2
         return used
 
     def to_json(self) -> dict[str, Any]:
-        """Return what was decided, as JSON types."""
+        """Return what was decided, as JSON types, in the words of the command line."""
         return {
             "components": {name: part.to_json() for name, part in self.components.items()},
             "latent_shape": list(self.latent_shape),
             "tokens": self.tokens,
-            "decode_chunk": self.decode_chunk,
-            "decode_tile": self.decode_tile,
-            "keep_loaded": self.keep_loaded,
-            "offload": self.offload,
+            "decode_chunk": self.strategy.decode_chunk,
+            "decode_tile": self.strategy.decode_tile,
+            "keep_loaded": self.strategy.keep_loaded,
+            "offload": self.strategy.offload,
+            "quantization": self.strategy.quantization,
             "step_flops": self.step_flops,
             "decode_flops": self.decode_flops,
             "memory_bytes": self.memory_bytes,
-            "quantization": self.quantization,
             "memory": {
                 "peak_bytes": self.memory_bytes,
                 "free_bytes": self.free_bytes,
                 "stages": [stage.to_json() for stage in self.memory],
             },
             "forecast": {name: seconds.to_json() for name, seconds in self.seconds.items()},
-            "ladder": [strategy.to_json() for strategy in self.strategies],
-            "split": None if self.split is None else {**vars(self.split), "devices": list(self.split.devices)},
+            "ladder": [one.to_json(taken=one.strategy == self.strategy) for one in self.strategies],
+            "split": None
+            if self.split is None
+            else {**self.split.model_dump(mode="json"), "reason": self.split.reason},
             "loras": [use.told() for use in self.loras],
             "step_cache": self.step_cache,
-            "speed": self.speed.to_json(),
+            "speed": self.speed.model_dump(mode="json"),
             "shift": self.shift,
             "shift_reason": self.shift_reason,
             "expert_steps": dict(self.expert_steps),
         }
+
+
+_PREFERENCES = ("backends", "build", "on_out_of_memory", "attention", "compile", "vae_precision")
+
+
+def _from_flat(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a plan of the previous version, which had the strategy's fields and the preferences beside the others."""
+    plan = dict(values)
+    asked = {name: plan.pop(name) for name in _PREFERENCES if name in plan}
+    strategy = {name: plan.pop(name) for name in MemoryStrategy.model_fields if name in plan}
+    plan.pop("memory_bytes", None)
+    absent: dict[str, Any] = {"shift": None, "shift_reason": "", "step_cache": "none", "loras": [], "expert_steps": {}}
+    try:
+        plan = {"speed": {}} | absent | plan
+        split = plan.pop("split")
+        clip = {name: plan[name] for name in ResolvedRequest.model_fields if plan[name] is not None}
+        asked |= clip | {
+            "offload": strategy["offload"],
+            "quantization": strategy["quantization"],
+            "gpus": len(split["devices"]) if split else 1,
+            "loras": [{name: use[name] for name in ("file", "weight", "expert")} for use in plan["loras"]],
+        }
+        decided = {
+            "split": {name: split[name] for name in Split.model_fields} if split else None,
+            "components": {
+                name: {("badge" if key == "chip" else key): value for key, value in part.items() if key != "asked"}
+                for name, part in plan["components"].items()
+            },
+            "memory": [
+                {_MEMORY_NAMES.get(key, key): value for key, value in stage.items()} for stage in plan["memory"]
+            ],
+            "strategies": [_forecast_from_flat(rung) for rung in plan.pop("ladder")],
+        }
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError("not a plan of this or the previous version") from error
+    return {**plan, **decided, "asked": asked, "strategy": strategy}
+
+
+_MEMORY_NAMES = {"beside_bytes": "overhead_bytes", "spare_bytes": "allocator_slack_bytes"}
+
+
+def _forecast_from_flat(rung: dict[str, Any]) -> dict[str, Any]:
+    strategy = {name: rung[name] for name in MemoryStrategy.model_fields}
+    return {"strategy": strategy} | {name: rung[name] for name in StrategyForecast.model_fields if name in rung}

@@ -112,7 +112,7 @@ class Pace:
         part = event.part or _COMPONENT.get(event.stage)
         if event.stage in {"encode", "denoise", "decode"} and part is not None and part not in pace.loaded:
             # It was in memory already, so whatever stays there is too.
-            stay = {name for name in self.plan.components if self.plan.stays(name)}
+            stay = {name for name in self.plan.components if self.plan.strategy.keeps(name)}
             pace = replace(pace, loaded=pace.loaded | stay | {part})
         if event.stage == "denoise" and part != pace.expert:
             pace = pace._with_expert(part)

@@ -191,7 +191,7 @@ class EngineService:
                 if not missing:
                     missing, misfit = self._why(key, spec, component)
             else:
-                use = replace(use, id=found.id)
+                use = use.replace(id=found.id)
                 calls = latent[0] - 1 if program == "vae_next" else 1
                 seconds += calls * found.seconds_per_call
                 pytorch_seconds += calls * found.pytorch_seconds_per_call

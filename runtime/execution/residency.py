@@ -6,7 +6,7 @@ Where a kept component's weights wait, on the device or in memory (RAM), is the 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -277,7 +277,7 @@ class Residency:
                 yield pytorch(part)
         finally:
             held = self._held.get(used[0])
-            if used[0].placement == "device" and not job.plan.stays(name):
+            if used[0].placement == "device" and not job.plan.strategy.keeps(name):
                 self._drop(used[0])
             elif isinstance(held, _Loaded):
                 held.placed.away()
@@ -329,7 +329,7 @@ def compute_as_planned(denoiser: PyTorchDenoiser, part: ComponentPlan, spec: Mod
         if against is not None:
             reason = Fact("execution.attention_unavailable", {"attention": speed.attention, "reason": against})
             job.on_degraded(name, "attention", reason)
-            speed = replace(speed, attention=EAGER.attention)
+            speed = speed.replace(attention=EAGER.attention)
     denoiser.compute(speed, partial(job.on_degraded, name))
 
 
@@ -349,7 +349,7 @@ def _load(
 
 def _key(spec: ModelSpec, name: str, plan: ExecutionPlan, part: ComponentPlan) -> _Key:
     engines = tuple(use.id for use in part.engines)
-    where = placement(name, part, plan.offload)
+    where = placement(name, part, plan.strategy.offload)
     stamp = _stamp(spec.directory / name)
     split = plan.split if plan.split is not None and plan.split.shares(name) and not engines else None
     computed = None if split is None else shared_speed(plan.speed, name)

@@ -56,7 +56,7 @@ def unknown(plan: ExecutionPlan, spec: ModelSpec, history: History, machine: Mac
     """Return the kinds of attention that are worth measuring before a clip is made."""
     part = plan.components["transformer"]
     full = DTYPE_BYTES[part.dtype] > DTYPE_BYTES["bfloat16"]
-    if plan.attention != AUTO or part.backend != PYTORCH or not part.device.startswith("cuda") or full:
+    if plan.asked.attention != AUTO or part.backend != PYTORCH or not part.device.startswith("cuda") or full:
         return []
     name, flops = device_name(machine, part.device), attention_flops(spec, plan.tokens)
     if attention_seconds(history, name, part.dtype, flops):

@@ -17,6 +17,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
 from runtime.core.errors import CheckpointError
@@ -26,7 +27,6 @@ from runtime.core.step_cache import NONE
 from runtime.execution.memory import ran_out
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint_files import BOUNDARY, FACTS, LATEST, newest
-from runtime.pipeline.plan_json import plan_from_json, plan_to_json
 from runtime.pipeline.sampling import Conditioning, Reached
 
 _VERSION = 1
@@ -213,8 +213,8 @@ def _packed(checkpoint: Checkpoint, stamped: Stamps) -> bytes:
     facts = {
         "version": _VERSION,
         "identity": {half: identity(stamped, checkpoint.planned, half=half == "half") for half in ("whole", "half")},
-        "planned": plan_to_json(checkpoint.planned),
-        "plan": plan_to_json(checkpoint.plan),
+        "planned": checkpoint.planned.model_dump_json(),
+        "plan": checkpoint.plan.model_dump_json(),
         "step": checkpoint.step,
         "of": checkpoint.of,
         "scheduler": scheduler,
@@ -241,9 +241,10 @@ def _read(path: Path, stamped: Stamps, plan: ExecutionPlan, *, half: bool) -> Ch
             raise CheckpointError("checkpoint.damaged")
         if facts["identity"]["half" if half else "whole"] != identity(stamped, plan, half=half):
             raise CheckpointError("checkpoint.other_clip")
-        planned, ran = plan_from_json(facts["planned"]), plan_from_json(facts["plan"])
-        if planned is None or ran is None:
-            raise CheckpointError("checkpoint.other_version")
+        try:
+            planned, ran = (ExecutionPlan.model_validate_json(facts[name]) for name in ("planned", "plan"))
+        except ValidationError as error:
+            raise CheckpointError("checkpoint.other_version") from error
         device = plan.components["transformer"].device
         reached = None
         if facts["scheduler"] is not None:

@@ -11,7 +11,7 @@ from runtime.core.events import OutOfMemory
 from runtime.core.facts import Fact
 from runtime.execution.memory import ran_out, release_cached_memory
 from runtime.pipeline.run_context import RunContext
-from runtime.planner.fallback_strategy import FallbackStrategy, Memory, next_way
+from runtime.planner.fallback_strategy import FallbackStrategy, Memory, next_strategy
 
 Result = TypeVar("Result")
 
@@ -47,18 +47,18 @@ def _apply_next_strategy(context: RunContext, memory: Memory) -> None:
     stage, component = context.doing
     if not plan.components[component].device.startswith("cuda"):
         memory = "RAM"
-    allowed = plan.on_out_of_memory
-    found = next_way(plan, context.spec, component, memory, lossy=True)
-    permitted = found is not None and (allowed == "any" or (allowed == "retry" and found.strategy.lossless))
+    allowed = plan.asked.on_out_of_memory
+    found = next_strategy(plan, context.spec, component, memory, lossy=True)
+    permitted = found is not None and (allowed == "any" or (allowed == "retry" and found.forecast.strategy.lossless))
     retry = found if permitted else None
     event = OutOfMemory(stage=stage, component=component, memory=memory, retried=retry is not None)
     if found is not None:
         event = event.model_copy(
             update={
-                "strategy": Fact("text", {"what": found.strategy.title, "remedy": ""}),
+                "strategy": Fact("text", {"what": found.forecast.title, "remedy": ""}),
                 "changes": _changes(found),
                 "slowdown": round(found.slowdown, 2),
-                "lossless": found.strategy.lossless,
+                "lossless": found.forecast.strategy.lossless,
                 "lost_seconds": round(time.perf_counter() - context.done_at, 3),
                 "plan": None if retry is None else retry.plan,
             }
@@ -74,7 +74,7 @@ def _apply_next_strategy(context: RunContext, memory: Memory) -> None:
 
 def _changes(found: FallbackStrategy) -> dict[str, str]:
     """Return the request fields that select a strategy; one without settings of its own is permitted by a field."""
-    strategy = found.strategy
+    strategy = found.forecast.strategy
     changes = {"offload": strategy.offload, "quantization": strategy.quantization}
     changes = {name: value for name, value in changes.items() if value != "none"}
     return changes or {"on_out_of_memory": "retry" if strategy.lossless else "any"}

@@ -62,7 +62,7 @@ def redo_second_half(
         )
     values = made.request_json() | {"offload": AUTO} | dict(changes)
     backends = changes.get("backends", {})
-    values["backends"] = {**made.backends, **backends} if isinstance(backends, Mapping) else backends
+    values["backends"] = {**made.asked.backends, **backends} if isinstance(backends, Mapping) else backends
     plan = resolve(GenerationRequest.from_mapping(values), spec, machine, output, offers, history)
     try:
         boundary = source.boundary(spec, plan)

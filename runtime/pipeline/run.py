@@ -217,9 +217,9 @@ def _save(context: RunContext, previews: Previews, peak: PeakMemory, job_id: str
             chunks = decode(
                 decoder,
                 context.reached.latents,
-                plan.decode_chunk,
+                plan.strategy.decode_chunk,
                 context.cancel,
-                plan.decode_tile,
+                plan.strategy.decode_tile,
                 part=lambda: context.plan.components["vae"],
             )
             for chunk in chunks:

@@ -7,7 +7,6 @@ import copy
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -33,15 +32,9 @@ Emit = Callable[[Event], None]
 # What of a plan changes while it is carried out.
 _DECIDED = (
     "components",
-    "offload",
-    "quantization",
-    "keep_loaded",
-    "freed",
-    "decode_chunk",
-    "decode_tile",
+    "strategy",
     "decode_flops",
     "memory",
-    "memory_bytes",
     "seconds",
     "strategies",
     "split",
@@ -196,7 +189,7 @@ class RunContext:
             return
         if _decisions(found.planned) == _decisions(self.plan):
             # What had become of the plan goes on; asked for otherwise, that is what counts.
-            self.plan = replace(self.plan, **{name: getattr(found.plan, name) for name in _DECIDED})
+            self.plan = self.plan.replace(**{name: getattr(found.plan, name) for name in _DECIDED})
         guided = found.conditioning.negative is not None or not wants_guidance(self.plan)
         self.conditioning = found.conditioning if guided else None
         self.reached = found.reached
@@ -236,7 +229,9 @@ class RunContext:
     def fell_back(self, name: str, reason: Fact) -> None:
         """Run a component in PyTorch from now on instead of on its engine."""
         part = self.plan.components[name]
-        event = FellBack(component=name, backend=part.backend if part.engines else part.asked, reason=reason)
+        event = FellBack(
+            component=name, backend=part.backend if part.engines else self.plan.asked.backend(name), reason=reason
+        )
         self.plan = self.plan.with_component(name, part.in_pytorch(str(reason)))
         if event.fact not in self.warnings:
             self.warnings.append(event.fact)
@@ -244,7 +239,7 @@ class RunContext:
 
     def on_degraded(self, name: str, field: str, reason: Fact) -> None:
         """Run a component without what a field of the plan's `Speed` says: slower, with the same result."""
-        self.plan = replace(self.plan, speed=replace(self.plan.speed, **{field: getattr(EAGER, field)}))
+        self.plan = self.plan.replace(speed=self.plan.speed.replace(**{field: getattr(EAGER, field)}))
         self.warn(Fact("pipeline.degraded", {"component": name, "reason": reason}))
 
     def get_engines(self, names: Collection[str]) -> None:
@@ -258,7 +253,7 @@ class RunContext:
             if name not in names:
                 continue
             self.cancel.check_pause()
-            if part.fell_back:
+            if self.plan.fell_back(name):
                 self.fell_back(name, Fact("text", {"what": part.reason, "remedy": ""}))
             elif part.engines and not self.residency.holds(self.spec, self.plan, name):
                 try:
@@ -267,18 +262,18 @@ class RunContext:
                 except EngineError as error:
                     self.fell_back(name, error.fact)
                 else:
-                    there = replace(part, engines=tuple(replace(use, build=False) for use in part.engines))
+                    there = part.replace(engines=tuple(use.replace(build=False) for use in part.engines))
                     self.plan = self.plan.with_component(name, there)
 
     def _get_engine(self, name: str, use: EngineUse) -> None:
         engines = self.residency.engines
-        problem = None if use.build or self.plan.build == "never" else engines.problem(use.id)
+        problem = None if use.build or self.plan.asked.build == "never" else engines.problem(use.id)
         if problem is not None:
             self.warn(Fact("pipeline.engine_rebuilt", {"component": name, "engine": use.id, "problem": problem}))
         if use.build or problem is not None:
             self.begin("build", name)
             device = self.plan.components[name].device
-            again = self.plan.build == "always" or problem is not None
+            again = self.plan.asked.build == "always" or problem is not None
             engines.build(self.spec, name, use, device, partial(self._building, name), self.cancel, again=again)
         # Building the next one makes room in the library, but not of this one's.
         self._kept.enter_context(engines.store.using(use.id))
@@ -295,9 +290,8 @@ def wants_guidance(plan: ExecutionPlan) -> bool:
 def _decisions(plan: ExecutionPlan) -> tuple[Any, ...]:
     """Return how a plan computes its clip: not what is forecast of it, nor where it goes."""
     parts = [
-        (name, part.backend, part.asked, part.device, part.dtype, part.quantization, [use.id for use in part.engines])
+        (name, part.backend, part.device, part.dtype, part.quantization, [use.id for use in part.engines])
         for name, part in plan.components.items()
     ]
-    computed = (plan.speed.attention, plan.speed.compiled, plan.attention, plan.compile)
-    held = (plan.offload, plan.keep_loaded, plan.freed, plan.decode_chunk, plan.decode_tile, computed)
-    return parts, held, plan.split
+    asked = [plan.asked.backend(name) for name in plan.components], plan.asked.attention, plan.asked.compile
+    return parts, asked, plan.strategy, plan.speed.attention, plan.speed.compiled, plan.split

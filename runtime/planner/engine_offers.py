@@ -117,7 +117,7 @@ def _pytorch(reason: str, badge: str) -> Choice:
 
 
 def _engines(offer: EngineOffer, build: str, reason: str) -> Choice:
-    uses = tuple(replace(use, build=True) for use in offer.uses) if build == "always" else offer.uses
+    uses = tuple(use.replace(build=True) for use in offer.uses) if build == "always" else offer.uses
     title = BACKEND_TITLES[offer.backend]
     if not any(use.build for use in uses):
         return Choice(offer.backend, uses, reason, f"{title}: engine ready")

@@ -1,9 +1,9 @@
-"""What a clip takes with its weights held in one way: memory and seconds, by earlier runs too. Pure."""
+"""What a clip takes with its weights held in one strategy: memory and seconds, by earlier runs too. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from runtime.core.estimates import Seconds, StageMemory
+from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory
 from runtime.core.plan import EAGER, PYTORCH, Speed
 from runtime.core.step_cache import NONE
 from runtime.machine.probe import Machine
@@ -11,7 +11,7 @@ from runtime.models.spec import is_transformer
 from runtime.planner import execution_options, history, latency_model, memory_model, parallelism
 from runtime.planner.history import History
 from runtime.planner.latency_model import Work
-from runtime.planner.memory_model import Load, Way
+from runtime.planner.memory_model import Load
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,11 +21,11 @@ class Case:
     Attributes:
         backends: by component.
         asked: the backends that were asked for, or "auto", by component.
-        whole: bytes of the components that pass through system memory whole on their way to the device.
+        whole: bytes of the components that pass through system memory whole on their strategy to the device.
         free_bytes: on the device, `ram_free_bytes` in system memory.
         chunk: latent frames that the VAE decodes in one call, where memory allows.
         step_cache: as it is used.
-        speed: what is decided on of how PyTorch computes, and `base` what of that does not depend on the way.
+        speed: what is decided on of how PyTorch computes, and `base` what of that does not depend on the strategy.
     """
 
     load: Load
@@ -43,7 +43,7 @@ class Case:
     step_cache: str = NONE
 
 
-def _kind(case: Case, way: Way, name: str, computed: Speed) -> history.Kind:
+def _kind(case: Case, strategy: MemoryStrategy, name: str, computed: Speed) -> history.Kind:
     transformer = is_transformer(name)
     return history.Kind(
         device=parallelism.name_of(history.device_name(case.machine, case.load.device), case.load.split, name),
@@ -51,76 +51,78 @@ def _kind(case: Case, way: Way, name: str, computed: Speed) -> history.Kind:
         component="transformer" if transformer else name,
         backend=case.backends[name],
         dtype=case.load.dtypes[name],
-        quantization=way.quantization if transformer else "none",
-        offload=way.offload,
-        tile=history.tile_of(way, name),
+        quantization=strategy.quantization if transformer else "none",
+        offload=strategy.offload,
+        tile=history.tile_of(strategy, name),
         step_cache=history.cache_of(case.step_cache, name),
         speed=execution_options.tag(computed, name) if case.backends[name] == PYTORCH else "",
     )
 
 
-def memory(case: Case, way: Way, chunk: int, computed: Speed) -> tuple[StageMemory, ...]:
+def memory(case: Case, strategy: MemoryStrategy, computed: Speed) -> tuple[StageMemory, ...]:
     """Return what each stage takes, by what earlier runs took more or less than reckoned."""
     return tuple(
         history.remembered(
             case.history,
-            _kind(case, way, stage.component, computed),
-            latency_model.flops(case.load, case.work, stage.component, way.decode_tile),
+            _kind(case, strategy, stage.component, computed),
+            latency_model.flops(case.load, case.work, stage.component, strategy.decode_tile),
             stage,
         )
-        for stage in memory_model.stages(case.load, way, chunk)
+        for stage in memory_model.stages(case.load, strategy)
     )
 
 
-def seconds(case: Case, way: Way, computed: Speed) -> dict[str, Seconds]:
+def seconds(case: Case, strategy: MemoryStrategy, computed: Speed) -> dict[str, Seconds]:
     """Return what each stage takes, their "total", and "load", which the total leaves out."""
     found = dict.fromkeys(("encode", "denoise", "decode"), Seconds(0, 0, 0, measured=True))
     for name in case.load.spec.component_names:
         stage = memory_model.stage_of(name)
-        found[stage] += _component_seconds(case, way, name, computed)
+        found[stage] += _component_seconds(case, strategy, name, computed)
     total = found["encode"] + found["denoise"] + found["decode"]
     return found | {"total": total, "load": latency_model.load_seconds(case.load)}
 
 
-def _component_seconds(case: Case, way: Way, name: str, computed: Speed) -> Seconds:
+def _component_seconds(case: Case, strategy: MemoryStrategy, name: str, computed: Speed) -> Seconds:
     calls = case.work.calls[name]
-    operations = latency_model.flops(case.load, case.work, name, way.decode_tile)
-    whole = history.seconds_per_call(case.history, _kind(case, way, name, computed), operations)
+    operations = latency_model.flops(case.load, case.work, name, strategy.decode_tile)
+    whole = history.seconds_per_call(case.history, _kind(case, strategy, name, computed), operations)
     if whole is not None:
         return whole * calls
-    one = call(case, way, name, computed)
+    one = call(case, strategy, name, computed)
     if history.cache_of(case.step_cache, name):
         one = latency_model.with_cache(one)
-    return latency_model.stage_seconds(one * calls, latency_model.transfer_seconds(case.load, way, name, calls), way)
+    return latency_model.stage_seconds(
+        one * calls, latency_model.transfer_seconds(case.load, strategy, name, calls), strategy
+    )
 
 
-def call(case: Case, way: Way, name: str, computed: Speed) -> Seconds:
+def call(case: Case, strategy: MemoryStrategy, name: str, computed: Speed) -> Seconds:
     """Return what one call takes with all weights at hand; what was not measured so rests on the next nearest."""
-    operations = latency_model.flops(case.load, case.work, name, way.decode_tile)
-    at_hand = replace(way, offload="none")
-    for like in dict.fromkeys((computed, replace(computed, compiled=False), EAGER)):
+    operations = latency_model.flops(case.load, case.work, name, strategy.decode_tile)
+    at_hand = strategy.replace(offload="none")
+    for like in dict.fromkeys((computed, computed.replace(compiled=False), EAGER)):
         # A step cache is reckoned with by whoever asks.
         kind = replace(_kind(case, at_hand, name, like), step_cache="")
         found = history.seconds_per_call(case.history, kind, operations)
         if found is not None:
             break
     else:
-        like, alone = EAGER, latency_model.compute_seconds(case.load, case.work, name, case.machine, way)
-        whole_frames = name != "vae" or way.decode_tile is None
+        like, alone = EAGER, latency_model.compute_seconds(case.load, case.work, name, case.machine, strategy)
+        whole_frames = name != "vae" or strategy.decode_tile is None
         found = parallelism.faster(alone, case.load.split, name) if whole_frames else alone
     times = 1.0
     if case.backends[name] == PYTORCH:
         if computed.compiled and not like.compiled:
-            times *= _faster_compiled(case, way, name)
+            times *= _faster_compiled(case, strategy, name)
         if is_transformer(name) and computed.attention != like.attention:
             times *= execution_options.faster_by_attention(computed.attention, case.load.spec, case.load.tokens)
     return found if times == 1.0 else replace(found * (1 / times), measured=False)
 
 
-def _faster_compiled(case: Case, way: Way, name: str) -> float:
+def _faster_compiled(case: Case, strategy: MemoryStrategy, name: str) -> float:
     """Return how many times as fast a component is compiled."""
     if is_transformer(name):
-        return execution_options.faster_when_compiled(way.quantization)
+        return execution_options.faster_when_compiled(strategy.quantization)
     if name != "vae" or not case.load.cuda:
         return 1.0
     vae, gpu = case.load.spec.vae, case.machine.gpu_of(case.load.device)

@@ -4,10 +4,10 @@ Measured here counts for more than a rule; the rules rest on what an H200 showed
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from runtime.core.errors import InvalidRequestError, MachineError
-from runtime.core.estimates import Seconds
+from runtime.core.estimates import MemoryStrategy, Seconds
 from runtime.core.plan import PYTORCH, Speed
 from runtime.core.request import AUTO
 from runtime.core.units import duration
@@ -16,7 +16,7 @@ from runtime.models.spec import ModelSpec, attention_flops
 from runtime.planner import attention_kernels, constraints
 from runtime.planner.attention_kernels import ATTENTIONS
 from runtime.planner.constraints import Conflict
-from runtime.planner.memory_model import DTYPE_BYTES, Load, Way
+from runtime.planner.memory_model import DTYPE_BYTES, Load
 
 # Of the free memory, for keys and values of the text: they save a thousandth of the time at true size, and a tenth of a
 # small model's.
@@ -111,7 +111,9 @@ def text_bytes(spec: ModelSpec, dtype: str, texts: int) -> int:
     return texts * values * DTYPE_BYTES[dtype]
 
 
-def of_way(case: Case, way: Way, base: Speed, seconds: CallSeconds) -> tuple[Speed, Seconds, Conflict | None]:
+def for_strategy(
+    case: Case, strategy: MemoryStrategy, base: Speed, seconds: CallSeconds
+) -> tuple[Speed, Seconds, Conflict | None]:
     """Return how a clip is computed with weights held in one way, what compiling takes first, and why it cannot be.
 
     Args:
@@ -120,18 +122,17 @@ def of_way(case: Case, way: Way, base: Speed, seconds: CallSeconds) -> tuple[Spe
     """
     if not case.in_pytorch:
         return base, _NOTHING, None
-    at_hand = way.offload in {"none", "model"}
-    stays = way.offload == "none" and way.quantization == "none"
-    base = replace(
-        base,
+    at_hand = strategy.offload in {"none", "model"}
+    stays = strategy.offload == "none" and strategy.quantization == "none"
+    base = base.replace(
         text_kept=base.text_kept and at_hand,
         text_bytes=base.text_bytes if at_hand else 0,
         fused=case.load.cuda and stays,
     )
     graphed = case.load.cuda and stays and not case.passes_apart and _launch_bound(case, seconds(base))
-    base = replace(base, graphed=graphed)
-    compiled, reason, takes, against = _compiled(case, way, base, seconds)
-    return replace(base, compiled=compiled, compiled_reason=reason), takes if compiled else _NOTHING, against
+    base = base.replace(graphed=graphed)
+    compiled, reason, takes, against = _compiled(case, strategy, base, seconds)
+    return base.replace(compiled=compiled, compiled_reason=reason), takes if compiled else _NOTHING, against
 
 
 def choose_attention(case: Case) -> tuple[str, str]:
@@ -195,15 +196,17 @@ def _launch_bound(case: Case, call: Seconds) -> bool:
     return call.likely < (_MEASURED_TIMES if call.measured else 1.0) * starting
 
 
-def _compiled(case: Case, way: Way, base: Speed, seconds: CallSeconds) -> tuple[bool, str, Seconds, Conflict | None]:
-    took = case.compile_seconds(way.quantization)
+def _compiled(
+    case: Case, strategy: MemoryStrategy, base: Speed, seconds: CallSeconds
+) -> tuple[bool, str, Seconds, Conflict | None]:
+    took = case.compile_seconds(strategy.quantization)
     likely = COMPILE_SECONDS if took is None else took
     takes = Seconds(likely, likely / 4, likely * 2, measured=took is not None)
     asked = case.asked.compile
     if asked == "never":
         return False, "Not compiled, as asked for.", takes, None
     part = constraints.Case(
-        component="transformer", backend=PYTORCH, offload=way.offload, quantization=way.quantization
+        component="transformer", backend=PYTORCH, offload=strategy.offload, quantization=strategy.quantization
     )
     against = attention_kernels.no_compiling(part, case.machine)
     if asked == "always":
@@ -212,8 +215,8 @@ def _compiled(case: Case, way: Way, base: Speed, seconds: CallSeconds) -> tuple[
         return False, f"Not compiled: {against.reason}.", takes, None
     if not case.load.cuda:
         return False, "Not compiled: on a CPU an engine of Inductor does that once for all clips.", takes, None
-    before, after = seconds(base), seconds(replace(base, compiled=True))
-    faster = after.likely if after.measured else before.likely / faster_when_compiled(way.quantization)
+    before, after = seconds(base), seconds(base.replace(compiled=True))
+    faster = after.likely if after.measured else before.likely / faster_when_compiled(strategy.quantization)
     saved = (before.likely - faster) * case.calls
     how = "measured here" if took is not None else "estimated"
     words = f"compiling takes about {duration(likely)} ({how}) and saves about {duration(max(saved, 0.0))} of this clip"
@@ -226,8 +229,7 @@ def relieved(speed: Speed, offload: str, quantization: str) -> Speed:
     """Return how a clip goes on in a more frugal way: without what takes memory of its own, or is excluded there."""
     stays = offload == "none" and quantization == "none"
     excluded = offload in {"group", "sequential"} or quantization.startswith("bnb-")
-    return replace(
-        speed,
+    return speed.replace(
         compiled=speed.compiled and not excluded,
         text_kept=False,
         text_bytes=0,
@@ -279,7 +281,7 @@ def faster_by_kernels(dtype: str, outputs: int, capability: tuple[int, int]) -> 
 
 
 def tag(speed: Speed, component: str) -> str:
-    """Return what two runs of a component must share in this to tell of each other; empty is diffusers' way."""
+    """Return what two runs of a component must share in this to tell of each other; empty is diffusers' strategy."""
     if component == "vae":
         told: tuple[str, ...] = (
             "compiled" if speed.compiled else "",

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from runtime.core.estimates import Seconds, StageMemory
+from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory
 from runtime.core.plan import ExecutionPlan
 from runtime.core.step_cache import NONE
 from runtime.machine.probe import Machine
@@ -17,7 +17,7 @@ from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner import parallelism
 from runtime.planner.execution_options import tag
 from runtime.planner.latency_model import MEASURED, SCALED, Work, flops
-from runtime.planner.memory_model import Load, Way, corrected, stages, taken_before
+from runtime.planner.memory_model import Load, corrected, stages, taken_before
 
 # A run of so many times more or less arithmetic says nothing: caches and launches count differently there.
 _FARTHEST = 16.0
@@ -110,8 +110,9 @@ def runs_of(
         timings: seconds by stage, without loading.
         peaks: bytes by stage beyond what was held before the job, where they say something about it alone.
     """
-    load, work, way = _as_planned(planned, spec)
-    uncorrected = stages(load, way, planned.decode_chunk)
+    load, strategy = Load.of(planned, spec), planned.strategy
+    work = Work(calls=_calls_in(planned), frames=planned.frames, engine_seconds={})
+    uncorrected = stages(load, strategy)
     found = []
     for name in ("text_encoder", "transformer", "vae"):
         same = [stage for stage in uncorrected if stage.component == name or _both_experts(stage.component, name)]
@@ -134,15 +135,15 @@ def runs_of(
             backend=parts[0].backend,
             dtype=parts[0].dtype,
             quantization=parts[0].quantization,
-            offload=planned.offload,
-            tile=tile_of(way, name),
+            offload=strategy.offload,
+            tile=tile_of(strategy, name),
             step_cache=cache_of(planned.step_cache, name),
             speed=computed,
         )
         found.append(
             Run(
                 kind=kind,
-                flops=flops(load, work, name, way.decode_tile),
+                flops=flops(load, work, name, strategy.decode_tile),
                 seconds=timings.get(largest.stage, 0.0) / sum(work.calls[stage.component] for stage in same),
                 working_bytes=largest.working_bytes,
                 excess_bytes=None if peak is None else taken_before(load.device) + peak - largest.peak_bytes,
@@ -172,16 +173,8 @@ def calls_of(
     return {"text_encoder": max(passes.values()), **experts, "vae": 1}
 
 
-def _as_planned(plan: ExecutionPlan, spec: ModelSpec) -> tuple[Load, Work, Way]:
-    calls = calls_of(plan.steps, plan.guidance_scale, plan.guidance_scale_2, plan.expert_steps)
-    way = Way(
-        offload=plan.offload,
-        quantization=plan.components["transformer"].quantization,
-        keep_loaded=plan.keep_loaded,
-        freed=plan.freed,
-        decode_tile=plan.decode_tile,
-    )
-    return Load.of(plan, spec), Work(calls=calls, frames=plan.frames, engine_seconds={}), way
+def _calls_in(plan: ExecutionPlan) -> dict[str, float]:
+    return calls_of(plan.steps, plan.guidance_scale, plan.guidance_scale_2, plan.expert_steps)
 
 
 def device_name(machine: Machine, device: str) -> str:
@@ -191,9 +184,9 @@ def device_name(machine: Machine, device: str) -> str:
     return f"{machine.cpu}, {machine.cores} cores"
 
 
-def tile_of(way: Way, component: str) -> str:
+def tile_of(strategy: MemoryStrategy, component: str) -> str:
     """Return `Kind.tile`: only the VAE works in tiles."""
-    return str(way.decode_tile) if component == "vae" and way.decode_tile is not None else ""
+    return str(strategy.decode_tile) if component == "vae" and strategy.decode_tile is not None else ""
 
 
 def cache_of(step_cache: str, component: str) -> str:

@@ -6,11 +6,11 @@ Pure functions of the model, the machine and what earlier runs measured.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from runtime.core.estimates import Seconds
+from runtime.core.estimates import MemoryStrategy, Seconds
 from runtime.core.tiles import times_decoded
 from runtime.machine.probe import Machine
 from runtime.models.spec import is_transformer
-from runtime.planner.memory_model import DTYPE_BYTES, Load, Way, weights_bytes
+from runtime.planner.memory_model import DTYPE_BYTES, Load, weights_bytes
 
 _TERA = 1e12
 _GIGA = 1e9
@@ -62,7 +62,7 @@ _BLOCK_TRAFFIC_TIME_PER_TOKEN = 300
 _TEXT_SHARE = 0.2
 _DECODE_SHARE = {"float32": 0.21, "float16": 0.32, "bfloat16": 0.32}
 _DECODE_CHANNELS, _DECODE_POWER = 256, 0.7
-# Without 16-bit brain floats there are no TF32 tensor cores either: float32 takes the slow way.
+# Without 16-bit brain floats there are no TF32 tensor cores either: float32 takes the slow strategy.
 _TF32_CAPABILITY = (8, 0)
 _NO_TF32 = 1 / 8
 # A core's operations a second in float32, in PyTorch: 48 on an EPYC with AVX-512, about half that with AVX2.
@@ -125,34 +125,34 @@ def flops(load: Load, work: Work, component: str, tile: int | None = None) -> fl
     return spec.transformer.forward_flops(load.tokens, spec.max_sequence_length)
 
 
-def compute_seconds(load: Load, work: Work, component: str, machine: Machine, way: Way) -> Seconds:
+def compute_seconds(load: Load, work: Work, component: str, machine: Machine, strategy: MemoryStrategy) -> Seconds:
     """Return what one call takes on its device, all weights at hand."""
     if component in work.engine_seconds:
         seconds = work.engine_seconds[component]
         return Seconds(seconds, _ENGINE[0] * seconds, _ENGINE[1] * seconds, measured=True)
     if load.cuda:
-        return _on_gpu(load, work, component, machine, way)
-    seconds = flops(load, work, component, way.decode_tile) / (_CORE_RATE * machine.cores)
+        return _on_gpu(load, work, component, machine, strategy)
+    seconds = flops(load, work, component, strategy.decode_tile) / (_CORE_RATE * machine.cores)
     return Seconds(seconds, _CPU[0] * seconds, _CPU[1] * seconds)
 
 
-def transfer_seconds(load: Load, way: Way, component: str, calls: float) -> Seconds:
+def transfer_seconds(load: Load, strategy: MemoryStrategy, component: str, calls: float) -> Seconds:
     """Return what bringing a component's weights to the GPU takes over all its calls, beyond what hides behind them."""
-    if way.offload == "none" or component in load.engine_bytes:
+    if strategy.offload == "none" or component in load.engine_bytes:
         return Seconds(0, 0, 0)
-    size = weights_bytes(load.spec, load.dtypes, way.quantization)[component]
-    if way.offload == "model" or not (is_transformer(component) or component == "text_encoder"):
+    size = weights_bytes(load.spec, load.dtypes, strategy.quantization)[component]
+    if strategy.offload == "model" or not (is_transformer(component) or component == "text_encoder"):
         return Seconds(size / _PCIE, size / _PCIE_FAST, size / _PCIE_SLOW)
-    if way.offload == "group":
+    if strategy.offload == "group":
         return Seconds(size / _PCIE, size / _PCIE_FAST, size / _PCIE_SLOW) * calls
     return Seconds(size / _PCIE_SLOW, size / _PCIE, size / _PCIE_BY_LAYER) * calls
 
 
-def stage_seconds(compute: Seconds, transfer: Seconds, way: Way) -> Seconds:
+def stage_seconds(compute: Seconds, transfer: Seconds, strategy: MemoryStrategy) -> Seconds:
     """Combine both: by group the next weights come while one group computes, else one waits for the other."""
-    if way.offload != "group":
+    if strategy.offload != "group":
         together = compute + transfer
-        return Seconds(together.likely, together.low, together.high, compute.measured and way.offload == "none")
+        return Seconds(together.likely, together.low, together.high, compute.measured and strategy.offload == "none")
     return Seconds(
         max(compute.likely, transfer.likely) + _NOT_HIDDEN * min(compute.likely, transfer.likely),
         max(compute.low, transfer.low),
@@ -172,7 +172,7 @@ def load_seconds(load: Load) -> Seconds:
     return Seconds(size / _DISK + making, size / _DISK_FAST + making, size / _DISK_SLOW + 2 * making)
 
 
-def _on_gpu(load: Load, work: Work, component: str, machine: Machine, way: Way) -> Seconds:
+def _on_gpu(load: Load, work: Work, component: str, machine: Machine, strategy: MemoryStrategy) -> Seconds:
     gpu = machine.gpu_of(load.device)
     known = next(((rate, memory) for name, rate, memory in _GPUS if name in gpu.name), None)
     rate, memory = known or next((rate, memory) for least, rate, memory in _BY_CAPABILITY if gpu.capability >= least)
@@ -180,7 +180,7 @@ def _on_gpu(load: Load, work: Work, component: str, machine: Machine, way: Way) 
     dtype = load.dtypes[component]
     full = DTYPE_BYTES[dtype] == DTYPE_BYTES["float32"]
     slower = (_NO_TF32 if gpu.capability < _TF32_CAPABILITY else 0.5) if full else 1.0
-    operations = flops(load, work, component, way.decode_tile)
+    operations = flops(load, work, component, strategy.decode_tile)
     low, high = _KNOWN_GPU if known else _OTHER_GPU
     if component == "text_encoder":
         seconds = operations / (_TEXT_SHARE * rate * slower)
@@ -193,6 +193,6 @@ def _on_gpu(load: Load, work: Work, component: str, machine: Machine, way: Way) 
         per_token = _BLOCK_TRAFFIC_TIME_PER_TOKEN if load.spec.expand_timesteps else _BLOCK_TRAFFIC
         traffic = per_token * spec.num_layers * load.tokens * spec.width
         seconds = operations / (_MATRIX_SHARE * rate * slower) + traffic / (_MEMORY_SHARE * memory)
-        quick, likely, slow = _QUANTIZED[way.quantization]
+        quick, likely, slow = _QUANTIZED[strategy.quantization]
         return Seconds(likely * seconds, quick * low * seconds, slow * high * seconds)
     return Seconds(seconds, low * seconds, high * seconds)

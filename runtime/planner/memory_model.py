@@ -1,14 +1,14 @@
 """How much memory each stage of a plan takes, from the architecture alone: pure functions, no measuring.
 
 What a component takes is its weights, and a working set while it runs. Which weights lie on the device meanwhile is the
-`Way` of holding them. tests/planner/ holds both to what was measured on an H200 and, of decoding, on a CPU.
+`MemoryStrategy` of holding them. tests/planner/ holds both to what was measured on an H200 and, of decoding, on a CPU.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
-from runtime.core.estimates import StageMemory
+from runtime.core.estimates import MemoryStrategy, StageMemory
 from runtime.core.plan import ExecutionPlan, Speed, Split
 from runtime.core.step_cache import NONE
 from runtime.models.spec import ModelSpec, is_transformer
@@ -56,24 +56,6 @@ _LARGEST_LAYER = 0.185
 _QUANTIZED_WORKING = {"fp8": 11, "bnb-8bit": 4}
 # Of UMT5's heads of attention each has 64 channels.
 _TEXT_HEAD_WIDTH = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class Way:
-    """How weights are held.
-
-    Attributes:
-        offload: "none", "model", "group" or "sequential".
-        quantization: of the transformers: "none", "bnb-8bit", "bnb-4bit" or "fp8".
-        keep_loaded: whether parts stay between stages and jobs, all but those `freed` after their stage.
-        decode_tile: side of the tiles that the VAE decodes a frame in, in latents; `None` decodes it whole.
-    """
-
-    offload: str = "none"
-    quantization: str = "none"
-    keep_loaded: bool = False
-    freed: tuple[str, ...] = ()
-    decode_tile: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,71 +193,67 @@ def clip_bytes(load: Load) -> int:
     return _CLIP_BYTES_PER_PIXEL * frames * load.height * load.width
 
 
-def stages(load: Load, way: Way, chunk: int) -> tuple[StageMemory, ...]:
-    """Return what each component takes while it runs, in the order they do.
-
-    Args:
-        chunk: latent frames that the VAE decodes in one call.
-    """
-    weights = _held(load, way)
+def stages(load: Load, strategy: MemoryStrategy) -> tuple[StageMemory, ...]:
+    """Return what each component takes while it runs, in the order they do."""
+    weights = _held(load, strategy)
     beside = _LATENTS_HELD * DTYPE_BYTES["float32"] * prod(load.latent_shape)
     beside += _CUDA_CONTEXT_BYTES if load.cuda else _CPU_LIBRARIES_BYTES
     beside += _SHARING_BYTES if load.split is not None else 0
-    return tuple(_stage(load, way, name, weights, chunk, beside) for name in load.spec.component_names)
+    return tuple(_stage(load, strategy, name, weights, beside) for name in load.spec.component_names)
 
 
-def ram_bytes(load: Load, way: Way) -> int:
+def ram_bytes(load: Load, strategy: MemoryStrategy) -> int:
     """Return the system memory that a job on a GPU takes.
 
     Weights wait there, or a shard of them is read before anything is decoded; and tiles come together there. While
     weights are copied to where they wait page-locked, a process holds pages of their files too, up to the largest
     shard. They are not counted: nothing was written to them, so the system takes them back when it is short.
     """
-    weights = weights_bytes(load.spec, load.dtypes, way.quantization)
+    weights = weights_bytes(load.spec, load.dtypes, strategy.quantization)
     own = {name: size for name, size in weights.items() if name not in load.engine_bytes}
     processes = 1 if load.split is None else 1 + len(load.split.devices)
-    clip = 0 if way.decode_tile is None else clip_bytes(load)
-    if way.offload != "none":
+    clip = 0 if strategy.decode_tile is None else clip_bytes(load)
+    if strategy.offload != "none":
         return _CUDA_PROCESS_BYTES + sum(own.values()) + clip
     return processes * _CUDA_PROCESS_BYTES + max(min(max(own.values(), default=0), _SHARD_BYTES), clip)
 
 
-def _held(load: Load, way: Way) -> dict[str, int]:
-    return weights_bytes(load.spec, load.dtypes, way.quantization) | dict(load.engine_bytes)
+def _held(load: Load, strategy: MemoryStrategy) -> dict[str, int]:
+    return weights_bytes(load.spec, load.dtypes, strategy.quantization) | dict(load.engine_bytes)
 
 
-def _stage(load: Load, way: Way, name: str, weights: Mapping[str, int], chunk: int, beside: int) -> StageMemory:
+def _stage(load: Load, strategy: MemoryStrategy, name: str, weights: Mapping[str, int], beside: int) -> StageMemory:
     stage = stage_of(name)
-    working = _working(load, way, name, weights, chunk)
+    working = _working(load, strategy, name, weights)
     return StageMemory(
         stage=stage,
         component=name,
-        weights_bytes=_on_device(load.spec, way, name, weights, load.engine_bytes),
+        weights_bytes=_on_device(load.spec, strategy, name, weights, load.engine_bytes),
         working_bytes=working,
         overhead_bytes=beside,
         allocator_slack_bytes=int(_SPARE_SHARE[stage] * working) + _SPARE_BYTES if load.cuda else 0,
     )
 
 
-def _working(load: Load, way: Way, name: str, weights: Mapping[str, int], chunk: int) -> int:
+def _working(load: Load, strategy: MemoryStrategy, name: str, weights: Mapping[str, int]) -> int:
     spec, dtype = load.spec, load.dtypes[name]
     if name == "text_encoder":
         working = encode_bytes(spec, dtype)
-        if way.offload in {"group", "sequential"} and name not in load.engine_bytes:
+        if strategy.offload in {"group", "sequential"} and name not in load.engine_bytes:
             # Its embedding counts as weights, and leaves before the rest begins.
             working = max(working - int(_LARGEST_LAYER * weights[name]), 0)
         return working
     if name == "vae":
-        return decode_bytes(load, chunk, way.decode_tile)
-    kept = load.text_bytes if way.offload in {"none", "model"} else 0
+        return decode_bytes(load, strategy.decode_chunk, strategy.decode_tile)
+    kept = load.text_bytes if strategy.offload in {"none", "model"} else 0
     guidance, sequence = (1, 1) if load.split is None else (load.split.guidance, load.split.sequence)
     share = -(-load.tokens // sequence)
     tensor = share * spec.transformer.width * DTYPE_BYTES[dtype]
     # Where the passes of a step run on different GPUs, each remembers its own.
     cached = -(-load.cached_passes // guidance) * _CACHED_TENSORS * tensor
     if sequence == 1:
-        return load.at_once * denoise_bytes(spec, load.tokens, dtype, way.quantization) + kept + cached
-    return denoise_bytes(spec, share, dtype, way.quantization) + kept + cached + _EXCHANGED * tensor
+        return load.at_once * denoise_bytes(spec, load.tokens, dtype, strategy.quantization) + kept + cached
+    return denoise_bytes(spec, share, dtype, strategy.quantization) + kept + cached + _EXCHANGED * tensor
 
 
 def cached_passes(step_cache: str, guidance_scale: float, guidance_scale_2: float | None) -> int:
@@ -285,21 +263,23 @@ def cached_passes(step_cache: str, guidance_scale: float, guidance_scale_2: floa
     return 2 if max(guidance_scale, guidance_scale_2 or 0) > 1 else 1
 
 
-def _on_device(spec: ModelSpec, way: Way, name: str, weights: Mapping[str, int], on_engines: Mapping[str, int]) -> int:
+def _on_device(
+    spec: ModelSpec, strategy: MemoryStrategy, name: str, weights: Mapping[str, int], on_engines: Mapping[str, int]
+) -> int:
     """Return the weights that lie on the device while `name` runs."""
-    if way.offload == "none" and way.keep_loaded:
+    if strategy.offload == "none" and strategy.keep_loaded:
         running = spec.component_names.index(name)
-        gone = {part for part in way.freed if spec.component_names.index(part) < running}
+        gone = {part for part in strategy.freed if spec.component_names.index(part) < running}
         return sum(size for part, size in weights.items() if part not in gone)
-    if way.offload in {"none", "model"} or name == "vae" or name in on_engines:
+    if strategy.offload in {"none", "model"} or name == "vae" or name in on_engines:
         return weights[name]
     if not is_transformer(name):
         return int(_LARGEST_LAYER * weights[name])
     layers = spec.transformer.num_layers
     blocks = min(spec.transformer.block_parameters, spec.parameters[name]) / spec.parameters[name] * weights[name]
     # By block: the one that runs and the next, which is brought meanwhile. By layer: a third of a block at most.
-    at_once = 2 * blocks / layers if way.offload == "group" else blocks / layers / 3
-    return int(weights[name] - blocks + at_once) if way.offload == "group" else int(at_once)
+    at_once = 2 * blocks / layers if strategy.offload == "group" else blocks / layers / 3
+    return int(weights[name] - blocks + at_once) if strategy.offload == "group" else int(at_once)
 
 
 def at_once(speed: Speed) -> int:
@@ -314,8 +294,7 @@ def taken_before(device: str) -> int:
 
 def corrected(stage: StageMemory, excess: int) -> StageMemory:
     """Return the stage with what was measured beyond its forecast: more is the working set's, less the libraries'."""
-    return replace(
-        stage,
+    return stage.replace(
         working_bytes=stage.working_bytes + max(excess, 0),
         overhead_bytes=max(stage.overhead_bytes + min(excess, 0), 0),
         measured=True,

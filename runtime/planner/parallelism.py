@@ -193,16 +193,8 @@ def _split(spec: ModelSpec, machine: Machine, gpus: Sequence[int], *, guided: bo
     degrees = _degrees(spec, len(gpus), guided=guided)
     assert degrees is not None
     guidance, sequence = degrees
-    heads = spec.transformer.num_attention_heads
-    tokens = f"the tokens and {heads} heads of a pass on {sequence}"
-    if guidance == 1:
-        reason = f"{tokens[0].upper()}{tokens[1:]} GPUs, each pass by all."
-    elif sequence == 1:
-        reason = "The pass with the prompt on one GPU, the one without on the other."
-    else:
-        reason = f"The pass with the prompt and the one without on {sequence} GPUs each, {tokens}."
     devices = tuple(f"cuda:{index}" for index in gpus)
-    return Split(devices=devices, guidance=guidance, sequence=sequence, decode=True, reason=reason)
+    return Split(devices=devices, guidance=guidance, sequence=sequence, decode=True)
 
 
 def _check_alike(machine: Machine, gpus: Sequence[int]) -> None:

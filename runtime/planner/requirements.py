@@ -80,8 +80,7 @@ def needs(spec: ModelSpec, machine: Machine, history: History = ()) -> Needs:
     except TandemError as error:
         return Needs(least=least, resident=resident, here=error.what, runs_here=False, peak_bytes=0)
     where = "video memory" if plan.components["transformer"].device.startswith("cuda") else "memory"
-    taken = next(strategy for strategy in plan.strategies if strategy.taken)
-    here = f"{memory_size(plan.memory_bytes)} of {memory_size(plan.free_bytes)} of {where}. {taken.title}."
+    here = f"{memory_size(plan.memory_bytes)} of {memory_size(plan.free_bytes)} of {where}. {plan.forecast.title}."
     return Needs(least=least, resident=resident, here=here, runs_here=True, peak_bytes=plan.memory_bytes)
 
 
@@ -93,10 +92,9 @@ def smallest_card(spec: ModelSpec, *, resident: bool = False) -> Card | None:
 def _on(spec: ModelSpec, gib: int, *, resident: bool) -> Card | None:
     """Return the card of that size if the default clip is made on it without loss, or with everything loaded."""
     plan = _planned(spec, gib, resident=resident)
-    taken = None if plan is None else next(strategy for strategy in plan.strategies if strategy.taken)
-    if plan is None or taken is None or (resident and not taken.keep_loaded):
+    if plan is None or (resident and not plan.strategy.keep_loaded):
         return None
-    return Card(gib=gib, peak_bytes=plan.memory_bytes, ram_bytes=taken.ram_bytes, way=taken.title)
+    return Card(gib=gib, peak_bytes=plan.memory_bytes, ram_bytes=plan.forecast.ram_bytes, way=plan.forecast.title)
 
 
 def _planned(spec: ModelSpec, gib: int, *, resident: bool) -> ExecutionPlan | None:

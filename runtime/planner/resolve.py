@@ -58,7 +58,7 @@ def resolve(
     short: MemoryShortError | None = None
     try:
         plan = planned(request)
-        if request.gpus != AUTO or plan.split is None or plan.quantization in {"none", request.quantization}:
+        if request.gpus != AUTO or plan.split is None or plan.strategy.quantization in {"none", request.quantization}:
             return plan
     except MemoryShortError as error:
         if request.gpus == 1:
@@ -72,14 +72,13 @@ def resolve(
             return plan
         raise short from None
     if request.gpus == AUTO:
-        return replace(alone, warnings=(*alone.warnings, "One GPU makes it: several have too little memory."))
+        return alone.replace(warnings=(*alone.warnings, "One GPU makes it: several have too little memory."))
     assert short is not None
-    remedy = f"Take --gpus 1: {_way_of(alone)}."
+    remedy = f"Take --gpus 1: {_clause(alone.forecast.title)}."
     raise MemoryShortError(short.what, remedy, strategies=short.strategies, where=short.where)
 
 
-def _way_of(plan: ExecutionPlan) -> str:
-    title = next(strategy.title for strategy in plan.strategies if strategy.taken)
+def _clause(title: str) -> str:
     return f"{title[0].lower()}{title[1:]}"
 
 
@@ -132,7 +131,7 @@ def _resolved(
     )
     choices = _choices(request, spec, latent_shape[2:], machine, surroundings, reason, noted)
     if split is not None and choices["vae"].uses:
-        split = replace(split, decode=False)
+        split = split.replace(decode=False)
     load = replace(
         _load(spec, device, dtypes, choices, noted, frames, height, width),
         split=split,
@@ -159,15 +158,16 @@ def _resolved(
     )
     clip = f"{spec.title} at {width}x{height}, {frames} frames"
     decision = decide(case, offload, request.quantization, clip)
-    way = decision.taken.way
-    weights = memory_model.weights_bytes(spec, dtypes, way.quantization) | dict(load.engine_bytes)
-    if split is not None and way.decode_tile is not None:
-        split = replace(split, decode=False)
+    chosen, strategy = decision.chosen, decision.chosen.strategy
+    weights = memory_model.weights_bytes(spec, dtypes, strategy.quantization) | dict(load.engine_bytes)
+    if split is not None and strategy.decode_tile is not None:
+        split = split.replace(decode=False)
     passes = sum(calls[name] for name in calls if is_transformer(name))
     forward = spec.transformer.forward_flops(tokens, spec.max_sequence_length)
     return ExecutionPlan(
         prompt=request.prompt,
         negative_prompt=defaults.negative_prompt if request.negative_prompt is None else request.negative_prompt,
+        model=request.model,
         width=width,
         height=height,
         frames=frames,
@@ -176,14 +176,14 @@ def _resolved(
         guidance_scale=guidance,
         guidance_scale_2=guidance_2,
         seed=seed,
-        model=request.model,
+        shift=shift,
+        step_cache=step_cache,
+        loras=spec.loras,
+        asked=request,
         model_directory=spec.directory,
+        output=output,
         latent_shape=latent_shape,
         tokens=tokens,
-        decode_chunk=decision.taken.chunk,
-        decode_tile=way.decode_tile,
-        keep_loaded=way.keep_loaded,
-        freed=way.freed,
         components={
             name: ComponentPlan(
                 backend=choices[name].backend,
@@ -192,25 +192,22 @@ def _resolved(
                 weights_bytes=weights[name],
                 reason=shared.reason_of(extras.reason(choices[name].reason, name, step_cache), split, name),
                 engines=choices[name].uses,
-                asked=request.backend(name),
                 badge=choices[name].badge,
-                quantization=way.quantization if is_transformer(name) and not choices[name].uses else "none",
+                quantization=strategy.quantization if is_transformer(name) and not choices[name].uses else "none",
             )
             for name in spec.component_names
         },
+        strategy=strategy,
+        split=split,
+        speed=chosen.speed,
+        expert_steps=expert_steps,
+        shift_reason=moved.reason(shift, spec),
         step_flops=forward * passes / steps,
-        decode_flops=flops(load, case.work, "vae", way.decode_tile),
-        memory_bytes=decision.taken.strategy.peak_bytes,
+        decode_flops=flops(load, case.work, "vae", strategy.decode_tile),
         free_bytes=free,
-        memory=decision.taken.memory,
-        seconds=decision.taken.seconds,
-        strategies=decision.strategies,
-        output=output,
-        backends=request.backends,
-        build=request.build,
-        offload=way.offload,
-        quantization=way.quantization,
-        on_out_of_memory=request.on_out_of_memory,
+        memory=chosen.memory,
+        seconds=chosen.seconds,
+        strategies=decision.forecasts,
         warnings=(
             *size_limits.warnings(spec, width, height, frames),
             *extras.warnings(request, spec, steps, max(guidance, guidance_2 or 0)),
@@ -219,16 +216,6 @@ def _resolved(
             *more,
             *decision.warnings,
         ),
-        split=split,
-        loras=spec.loras,
-        step_cache=step_cache,
-        attention=request.attention,
-        compile=request.compile,
-        speed=decision.taken.speed,
-        shift=shift,
-        shift_reason=moved.reason(shift, spec),
-        expert_steps=expert_steps,
-        vae_precision=request.vae_precision,
     )
 
 

@@ -1,21 +1,20 @@
-"""The ways to hold a model's weights, fastest first, each with its forecast; and which of them a plan takes.
+"""The strategies to fit a clip into memory, fastest first, each with its forecast; and the choice of one.
 
-Pure. A way that quantizes weights is taken unasked only where no other fits. Frames are decoded in tiles where they do
-not fit whole though nothing but the VAE lies on the device.
+Pure. Weights are quantized unasked only if nothing else fits. Frames are decoded in tiles only if whole frames do not
+fit although nothing but the VAE is on the device.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from runtime.core.errors import InvalidRequestError, MemoryShortError
-from runtime.core.estimates import Seconds, StageMemory, Strategy
+from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory, StrategyForecast
 from runtime.core.plan import PYTORCH, Speed
 from runtime.core.request import AUTO
 from runtime.models.spec import is_transformer
 from runtime.planner import constraints, estimate, execution_options, memory_model
 from runtime.planner.build_limits import no_ram
 from runtime.planner.estimate import Case
-from runtime.planner.memory_model import Way
 
 _GIB = 1 << 30
 _SMALLER = "Ask for a smaller size or fewer frames, or take a smaller model."
@@ -23,52 +22,54 @@ _MORE_RAM = "Close other programs, add memory (RAM), or take a smaller model."
 # What stays loaded stays for hours: so much of the free memory at most.
 _KEEP_SHARE = {"cpu": 0.6, "cuda": 0.9}
 
-_KEEP = ("Everything stays loaded", Way(keep_loaded=True))
-_FREE_TEXT = ("Text encoder freed after the prompt", Way(keep_loaded=True, freed=("text_encoder",)))
-_ONE = ("One part at a time", Way())
-_MODEL = ("Parts wait in RAM", Way(offload="model"))
-_GROUP = ("Blocks wait in RAM", Way(offload="group"))
-_SEQUENTIAL = ("Layers wait in RAM", Way(offload="sequential"))
+_KEEP = ("Everything stays loaded", MemoryStrategy(keep_loaded=True))
+_FREE_TEXT = ("Text encoder freed after the prompt", MemoryStrategy(keep_loaded=True, freed=("text_encoder",)))
+_ONE = ("One part at a time", MemoryStrategy())
+_MODEL = ("Parts wait in RAM", MemoryStrategy(offload="model"))
+_GROUP = ("Blocks wait in RAM", MemoryStrategy(offload="group"))
+_SEQUENTIAL = ("Layers wait in RAM", MemoryStrategy(offload="sequential"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One way with all that follows from it.
+    """One strategy with all that follows from it.
 
     Attributes:
-        chunk: latent frames that the VAE decodes in one call.
         seconds: by stage, their "total", and "load", which the total leaves out.
         tight: whether it fits only if PyTorch's allocator takes nothing on top.
         against: why this machine cannot do it, however much memory is free.
-        speed: how PyTorch computes it.
+        speed: how PyTorch computes with it.
     """
 
-    way: Way
-    chunk: int
+    forecast: StrategyForecast
     memory: tuple[StageMemory, ...]
     seconds: Mapping[str, Seconds]
-    strategy: Strategy
     tight: bool
     against: constraints.Conflict | None
     speed: Speed
 
     @property
+    def strategy(self) -> MemoryStrategy:
+        """The strategy itself."""
+        return self.forecast.strategy
+
+    @property
     def settings(self) -> tuple[str, str]:
-        """What a request says for it."""
-        return self.way.offload, self.way.quantization
+        """The request's offload and quantization for it."""
+        return self.strategy.offload, self.strategy.quantization
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The option that is taken, the whole ladder, and what there is to say."""
+    """The chosen option, the forecasts of all, and warnings."""
 
-    taken: Option
-    strategies: tuple[Strategy, ...]
+    chosen: Option
+    forecasts: tuple[StrategyForecast, ...]
     warnings: tuple[str, ...]
 
 
 def options(case: Case) -> list[Option]:
-    """Return every way there is on such a device, fastest first; what this machine lacks for one is its rung's."""
+    """Return every strategy for such a device, fastest first; what this machine lacks for one is in its forecast."""
     if not case.load.cuda:
         return [_option(case, *named) for named in (_KEEP, _ONE)]
     if case.load.split is not None:
@@ -81,38 +82,38 @@ def options(case: Case) -> list[Option]:
 
 
 def decide(case: Case, offload: str, quantization: str, clip: str) -> Decision:
-    """Take a way.
+    """Choose a strategy.
 
     Args:
         offload, quantization: as asked for, or "auto".
         clip: what is to be made, as a sentence's subject.
 
     Raises:
-        InvalidRequestError: if what was asked for excludes itself.
-        MemoryShortError: if no such way fits, with the first way that does.
+        InvalidRequestError: if offload and quantization exclude each other.
+        MemoryShortError: if no such strategy fits, with the first that does.
     """
     every = options(case)
     asked = _asked(case, every, offload, quantization)
-    taken = _first(asked)
-    if taken is None:
+    chosen = _first(asked)
+    if chosen is None:
         raise _refusal(case, every, asked, clip)
-    if taken not in every:
+    if chosen not in every:
         # After the others of its kind, which are faster.
-        place = 1 + max(place for place, option in enumerate(every) if option.way.quantization == quantization)
-        every = [*every[:place], taken, *every[place:]]
+        place = 1 + max(place for place, option in enumerate(every) if option.strategy.quantization == quantization)
+        every = [*every[:place], chosen, *every[place:]]
     warnings = []
-    if taken.way.decode_tile is not None:
-        side = _tile_pixels(case, taken.way.decode_tile)
+    if chosen.strategy.decode_tile is not None:
+        side = _tile_pixels(case, chosen.strategy.decode_tile)
         warnings.append(f"Memory is short: frames are decoded in tiles of {side} and differ a little where these meet.")
-    if quantization == AUTO and _is_quantized(taken):
-        title = constraints.WEIGHTS_TITLES[taken.way.quantization]
+    if quantization == AUTO and _is_quantized(chosen):
+        title = constraints.WEIGHTS_TITLES[chosen.strategy.quantization]
         warnings.append(f"Memory is short: the transformers run with {title}, and the video is a little less exact.")
-    if taken.tight:
+    if chosen.tight:
         warnings.append(
-            f"Memory is tight: about {_gib(taken.strategy.peak_bytes)} of the {_gib(case.free_bytes)} that are free. "
+            f"Memory is tight: about {_gib(chosen.forecast.peak_bytes)} of the {_gib(case.free_bytes)} that are free. "
             "It may run out; a smaller size or fewer frames are safer."
         )
-    return Decision(taken, _rungs(case, every, taken), tuple(warnings))
+    return Decision(chosen, _forecasts(case, every, chosen), tuple(warnings))
 
 
 def _first(options: list[Option]) -> Option | None:
@@ -122,25 +123,23 @@ def _first(options: list[Option]) -> Option | None:
     return roomy or min(fitting, key=lambda option: _needs(option.memory), default=None)
 
 
-def _rungs(case: Case, every: list[Option], taken: Option | None) -> tuple[Strategy, ...]:
-    """Return the ladder as it is shown: what was taken, and what a request would take by asking for it."""
-    strategies = []
+def _forecasts(case: Case, every: list[Option], chosen: Option | None) -> tuple[StrategyForecast, ...]:
+    """Return all forecasts, with whether a request gets the strategy by asking for it."""
+    forecasts = []
     for option in every:
         excluded = _excluded(case, *option.settings)
         first = _first([other for other in every if other.settings == option.settings])
-        strategies.append(
-            replace(
-                option.strategy,
-                taken=option == taken,
+        forecasts.append(
+            option.forecast.replace(
                 offered=option == first and not excluded,
-                lacks="" if option == taken else option.strategy.lacks or excluded,
+                lacks="" if option == chosen else option.forecast.lacks or excluded,
             )
         )
-    return tuple(strategies)
+    return tuple(forecasts)
 
 
 def _excluded(case: Case, offload: str, quantization: str) -> str:
-    """Return why a way does not go with the backends that were asked for, in a few words; empty where it does."""
+    """Return why a strategy excludes a backend that was asked for, in a few words; empty if it does not."""
     for name, backend in case.asked.items():
         if backend not in {AUTO, PYTORCH} and is_transformer(name):
             asked = constraints.Case(component=name, backend=backend, offload=offload, quantization=quantization)
@@ -160,9 +159,9 @@ def _asked(case: Case, every: list[Option], offload: str, quantization: str) -> 
         pool = [
             option
             for option in pool
-            if option.way.offload in {"none", offload} and option.way.quantization in {"none", quantization}
+            if option.strategy.offload in {"none", offload} and option.strategy.quantization in {"none", quantization}
         ]
-    asked = [option for option in pool if offload in {AUTO, option.way.offload}]
+    asked = [option for option in pool if offload in {AUTO, option.strategy.offload}]
     if not asked:
         against = constraints.cannot_wait(_in_pytorch(quantization, offload))
         if against is not None:
@@ -177,12 +176,12 @@ def _asked(case: Case, every: list[Option], offload: str, quantization: str) -> 
 
 
 def _quantized(case: Case, kind: str) -> list[Option]:
-    """Return the ways to hold quantized transformers, the roomiest first."""
+    """Return the strategies with quantized transformers, the one that takes most memory first."""
     title = f"Transformers with {constraints.WEIGHTS_TITLES[kind]}"
     return [
-        _option(case, f"{title}, {name[0].lower()}{name[1:]}", replace(way, quantization=kind))
-        for name, way in (_KEEP, _FREE_TEXT, _ONE, _MODEL)[: 4 if case.load.split is None else 3]
-        if constraints.cannot_wait(_in_pytorch(kind, way.offload)) is None
+        _option(case, f"{title}, {name[0].lower()}{name[1:]}", strategy.replace(quantization=kind))
+        for name, strategy in (_KEEP, _FREE_TEXT, _ONE, _MODEL)[: 4 if case.load.split is None else 3]
+        if constraints.cannot_wait(_in_pytorch(kind, strategy.offload)) is None
     ]
 
 
@@ -195,84 +194,65 @@ def _first_that_fits(found: list[Option]) -> Option:
 
 
 def _is_quantized(option: Option) -> bool:
-    return option.way.quantization != "none"
+    return option.strategy.quantization != "none"
 
 
 def _has_room(option: Option) -> bool:
-    return option.strategy.fits and option.strategy.fits_ram
+    return option.forecast.fits and option.forecast.fits_ram
 
 
 def _fits(option: Option) -> bool:
     return _has_room(option) and option.against is None
 
 
-def _option(case: Case, title: str, way: Way) -> Option:
-    room = _KEEP_SHARE["cuda" if case.load.cuda else "cpu"] if way.keep_loaded else 1.0
-    # Decoding fewer frames in a call costs little time: it comes before any other saving. Tiles cost more than letting
-    # go of what does not run, so they come once that is done.
-    tiles = [] if way.keep_loaded else memory_model.tile_sides(case.load)
-    held = way
-    computed, compiling, excluded = execution_options.of_way(
-        case.speed, way, case.base, lambda how: estimate.call(case, held, "transformer", how)
+def _option(case: Case, title: str, strategy: MemoryStrategy) -> Option:
+    usable = case.free_bytes * (_KEEP_SHARE["cuda" if case.load.cuda else "cpu"] if strategy.keep_loaded else 1.0)
+    strategy = strategy.replace(decode_chunk=case.chunk)
+    computed, compiling, excluded = execution_options.for_strategy(
+        case.speed, strategy, case.base, lambda how: estimate.call(case, strategy, "transformer", how)
     )
-    chunk = case.chunk
-    memory = estimate.memory(case, way, chunk, computed)
-    for fewer, tile in ((1, None), *((1, tile) for tile in tiles)):
-        if _needs(memory[-1:]) <= room * case.free_bytes:
+    # Decoding fewer frames in a call costs little time: it comes before any other saving. Tiles cost more than freeing
+    # what does not run, so they come after that.
+    tiles = [] if strategy.keep_loaded else memory_model.tile_sides(case.load)
+    fitted = strategy
+    memory = estimate.memory(case, fitted, computed)
+    for tile in (None, *tiles):
+        if _needs(memory[-1:]) <= usable:
             break
-        chunk, way = fewer, replace(way, decode_tile=tile)
-        memory = estimate.memory(case, way, chunk, computed)
-    peak = max(stage.peak_bytes for stage in memory)
-    ram = memory_model.ram_bytes(case.load, way) if case.load.cuda else 0
-    seconds = estimate.seconds(case, way, computed)
-    seconds["load"] += compiling
-    roomy = _needs(memory) <= room * case.free_bytes
-    # What stays for good leaves room to others: there is no tight way of keeping everything.
-    fits = roomy or (not way.keep_loaded and peak <= case.free_bytes)
-    flags = [f"--offload {way.offload}"] if way.offload != "none" else []
-    flags += [f"--quantization {way.quantization}"] if way.quantization != "none" else []
-    if way.decode_tile is not None:
-        title = f"{title}, decoding in tiles of {_tile_pixels(case, way.decode_tile)}"
-    elif chunk != case.chunk:
+        fitted = strategy.replace(decode_chunk=1, decode_tile=tile)
+        memory = estimate.memory(case, fitted, computed)
+    if fitted.decode_tile is not None:
+        title = f"{title}, decoding in tiles of {_tile_pixels(case, fitted.decode_tile)}"
+    elif fitted.decode_chunk != case.chunk:
         title = f"{title}, decoding frame by frame"
+    peak = max(stage.peak_bytes for stage in memory)
+    ram = memory_model.ram_bytes(case.load, fitted) if case.load.cuda else 0
+    seconds = estimate.seconds(case, fitted, computed)
+    seconds["load"] += compiling
+    roomy = _needs(memory) <= usable
     against = (
-        constraints.excluded_by_step_cache(case.step_cache, way.offload, case.machine)
-        or constraints.lacking(way.quantization, case.machine)
-        or _unloadable(case, way)
+        constraints.excluded_by_step_cache(case.step_cache, fitted.offload, case.machine)
+        or constraints.lacking(fitted.quantization, case.machine)
+        or _unloadable(case, fitted)
         or excluded
     )
-    strategy = Strategy(
+    forecast = StrategyForecast(
+        strategy=fitted,
         title=title,
-        flags=" ".join(flags),
-        offload=way.offload,
-        quantization=way.quantization,
         peak_bytes=peak,
         ram_bytes=ram,
         seconds=seconds["total"],
-        fits=fits,
+        # What stays for hours leaves room for others: keeping everything loaded is never a tight fit.
+        fits=roomy or (not fitted.keep_loaded and peak <= case.free_bytes),
         fits_ram=ram <= case.ram_free_bytes,
-        lossless=way.quantization == "none" and way.decode_tile is None,
-        decode_tile=way.decode_tile,
-        decode_chunk=chunk,
-        keep_loaded=way.keep_loaded,
-        freed=way.freed,
         lacks=against.badge if against else "",
     )
-    return Option(
-        way=way,
-        chunk=chunk,
-        memory=memory,
-        seconds=seconds,
-        strategy=strategy,
-        tight=not roomy,
-        against=against,
-        speed=computed,
-    )
+    return Option(forecast=forecast, memory=memory, seconds=seconds, tight=not roomy, against=against, speed=computed)
 
 
-def _unloadable(case: Case, way: Way) -> constraints.Conflict | None:
+def _unloadable(case: Case, strategy: MemoryStrategy) -> constraints.Conflict | None:
     # Weights are quantized one by one as they are read.
-    quantized = way.quantization != "none"
+    quantized = strategy.quantization != "none"
     whole = {name: size for name, size in case.whole.items() if not (quantized and is_transformer(name))}
     return no_ram(case.load.spec, whole, case.machine)
 
@@ -293,25 +273,27 @@ def _refusal(case: Case, every: list[Option], asked: list[Option], clip: str) ->
     able = [option for option in asked if option.against is None]
     unable = next((option.against for option in asked if option.against), None)
     if not able and unable is not None:
-        return MemoryShortError(unable.what, remedy or unable.remedy, strategies=_rungs(case, every, None), where=where)
-    least = min(able, key=lambda option: (not option.strategy.fits_ram, option.strategy.peak_bytes))
-    needs, free = f"{_gib(least.strategy.peak_bytes)} of {where}", _gib(case.free_bytes)
-    waiting = min((o.strategy for o in able if o.strategy.fits), key=lambda strategy: strategy.ram_bytes, default=None)
+        return MemoryShortError(
+            unable.what, remedy or unable.remedy, strategies=_forecasts(case, every, None), where=where
+        )
+    least = min(able, key=lambda option: (not option.forecast.fits_ram, option.forecast.peak_bytes))
+    needs, free = f"{_gib(least.forecast.peak_bytes)} of {where}", _gib(case.free_bytes)
+    waiting = min((o.forecast for o in able if o.forecast.fits), key=lambda forecast: forecast.ram_bytes, default=None)
     if waiting is not None:
         ram, ram_free = f"{_gib(waiting.ram_bytes)} of system memory (RAM)", _gib(case.ram_free_bytes)
-        if least.strategy.fits_ram:
+        if least.forecast.fits_ram:
             needs, free = f"{needs}, or {ram} for weights that wait", f"{free} and {ram_free}"
         else:
             needs, free = f"{ram} for weights that wait", ram_free
     what = f"{clip} needs about {needs}; {free} are free."
     remedy = remedy or (_SMALLER if waiting is None else _MORE_RAM)
-    return MemoryShortError(what, remedy, strategies=_rungs(case, every, None), where=where)
+    return MemoryShortError(what, remedy, strategies=_forecasts(case, every, None), where=where)
 
 
 def _instead(fastest: Option, other: Option) -> str:
-    slower = other.strategy.seconds.likely / fastest.strategy.seconds.likely
+    slower = other.forecast.seconds.likely / fastest.forecast.seconds.likely
     flags = other.strategy.flags or "--offload none"
-    return f"Take {flags}: {_gib(other.strategy.peak_bytes)}, about {slower:.1f} times as long."
+    return f"Take {flags}: {_gib(other.forecast.peak_bytes)}, about {slower:.1f} times as long."
 
 
 def _gib(count: int) -> str:

@@ -7,7 +7,6 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,14 +83,14 @@ def on_gpu(
     on_cuda = [name for name, part in plan.components.items() if part.device.startswith("cuda")]
     if on_cuda and gpu >= len(machine.gpus):
         return None
-    moved = {name: replace(plan.components[name], device=f"cuda:{gpu}") for name in on_cuda}
+    moved = {name: plan.components[name].replace(device=f"cuda:{gpu}") for name in on_cuda}
     split = plan.split
     if split is not None and on_cuda:
         others = [other for other in (usable_gpus(machine) if beside is None else beside) if other != gpu]
         if 1 + len(others) < plan.gpus:
             return None
-        split = replace(split, devices=tuple(f"cuda:{index}" for index in [gpu, *others][: plan.gpus]))
-    return replace(plan, components={**plan.components, **moved}, split=split)
+        split = split.replace(devices=tuple(f"cuda:{index}" for index in [gpu, *others][: plan.gpus]))
+    return plan.replace(components={**plan.components, **moved}, split=split)
 
 
 def run(

@@ -1,16 +1,21 @@
 """A job as the store keeps it: what was asked for, what was decided, how it stands. Plain data, read by every page."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from pydantic import ValidationError
+
 from runtime.core import events
+from runtime.core.errors import first_line
 from runtime.core.events import Event, Failed, Planned, VideoSaved
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
-from runtime.pipeline.plan_json import plan_from_json
+
+logger = logging.getLogger(__name__)
 
 # "task" is work on the engine library that only the process that was asked for it can do.
 Kind = Literal["video", "build", "task"]
@@ -90,7 +95,13 @@ class JobRecord:
     @cached_property
     def plan(self) -> ExecutionPlan | None:
         """What was decided; `None` where nothing was, or an older Tandem decided what this one cannot read."""
-        return None if self.plan_json is None else plan_from_json(self.plan_json)
+        if self.plan_json is None:
+            return None
+        try:
+            return ExecutionPlan.model_validate_json(self.plan_json)
+        except ValidationError as error:
+            logger.warning("The plan of job %s cannot be read: %s", self.id, first_line(error))
+            return None
 
     @cached_property
     def saved(self) -> VideoSaved | None:

@@ -12,7 +12,6 @@ from runtime.core.errors import StoreError
 from runtime.core.events import Failed, TerminalEvent, VideoSaved
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
-from runtime.pipeline.plan_json import plan_to_json
 from runtime.queue.records import RESUMABLE, JobRecord, Kind, State, complete
 
 # What runs comes first.
@@ -104,7 +103,7 @@ def video(request: GenerationRequest, plan: ExecutionPlan) -> dict[str, str]:
     return {
         "prompt": request.prompt,
         "request": json.dumps(complete(request, plan)),
-        "plan": plan_to_json(plan),
+        "plan": plan.model_dump_json(),
         "output": str(plan.output),
     }
 

@@ -18,7 +18,6 @@ from runtime.core.events import Cancelled, Event, Failed, FramesDecoded, Planned
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
-from runtime.pipeline.plan_json import plan_to_json
 from runtime.queue import rows
 from runtime.queue.database import Database
 from runtime.queue.records import KINDS, VIDEOS, JobRecord, Kind, State, Wish, event_to_json
@@ -208,7 +207,7 @@ class JobStore:
                 return False
             rows.note(connection, job_id, event_to_json(event))
             if isinstance(event, Planned):
-                rows.change(connection, job_id, plan=plan_to_json(event.plan), begun=1)
+                rows.change(connection, job_id, plan=event.plan.model_dump_json(), begun=1)
             elif isinstance(event, TerminalEvent):
                 rows.end(connection, job_id, event)
             return True

@@ -205,7 +205,7 @@ def _parts(foreseen: Foreseen | None, problem: str) -> str:
         if fastest is not None and pays is not None:
             known.append(pays)
             used |= {use.id for use in fastest.uses}
-        unknown = _unbuilt(part.asked, offered) if foreseen.complete else ""
+        unknown = _unbuilt(plan.asked.backend(name), offered) if foreseen.complete else ""
         now = acceleration.in_form_words(chips[name].text)
         rows.append(engine_views.PartRow(name, plan.title(name), now, str(pays or unknown)))
     size = f"{formatting.size(plan.width, plan.height)}, {plan.frames} frames, {plan.steps} steps"

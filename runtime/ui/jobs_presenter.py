@@ -10,7 +10,6 @@ from typing import Any
 from runtime.core.errors import InvalidRequestError, StoreError, TandemError
 from runtime.core.events import OutOfMemory
 from runtime.core.facts import Fact, render
-from runtime.core.request import AUTO
 from runtime.core.units import byte_size
 from runtime.pipeline.checkpoint_files import POSTER
 from runtime.queue import disk_usage
@@ -221,7 +220,7 @@ class Shown:
             return {}
         if not (folder / "boundary.safetensors").is_file():
             return {}
-        backend = made.backends.get("transformer_2", made.backends.get("all", AUTO))
+        backend = made.asked.backend("transformer_2")
         return {"guidance_scale_2": made.guidance_scale_2, "fps": made.fps, "backend": backend}
 
     def _clips(self, pair: Sequence[str]) -> tuple[list[JobRecord], list[compare.Clip]]:

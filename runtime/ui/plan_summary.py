@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortError
-from runtime.core.estimates import Strategy
+from runtime.core.estimates import MemoryStrategy, StrategyForecast
 from runtime.core.plan import BACKEND_TITLES, PYTORCH, ComponentPlan, ExecutionPlan
 from runtime.core.units import memory_size
 from runtime.models.spec import is_transformer
@@ -95,11 +95,17 @@ def outlook(foreseen: Foreseen, components: tuple[str, ...]) -> Outlook:
         assert error is not None, "neither a plan nor an error"
         return stopped(error, components)
     memory = _memory(plan)
-    ways, notes = _ways(plan.strategies, memory.where), " ".join(filter(None, (plan.shift_reason, *plan.warnings)))
+    ways, notes = (
+        _ways(plan.strategies, memory.where, plan.strategy),
+        " ".join(filter(None, (plan.shift_reason, *plan.warnings))),
+    )
     if not foreseen.complete:
         badge = Chip(_LOOKING, "The model's files are read once; then its engines are known.", "plain")
         return Outlook(_LOOKING, dict.fromkeys(plan.components, badge), memory, "", ways, notes, complete=False)
-    chips = {name: Chip(part.badge, _why(plan, name, part), _kind(part)) for name, part in plan.components.items()}
+    chips = {
+        name: Chip(part.badge, _why(plan, name, part), _kind(plan, name, part))
+        for name, part in plan.components.items()
+    }
     return Outlook(_sum(plan), chips, memory, _time(plan), ways, notes)
 
 
@@ -117,20 +123,20 @@ def stopped(error: Exception, components: tuple[str, ...]) -> Outlook:
 
 def _why(plan: ExecutionPlan, name: str, part: ComponentPlan) -> str:
     # On a CPU there is nothing to choose.
-    told = plan.speed.told if part.device.startswith("cuda") or plan.compile == "always" else ""
+    told = plan.speed.description if part.device.startswith("cuda") or plan.asked.compile == "always" else ""
     return f"{part.reason} {told}".strip() if part.backend == PYTORCH and is_transformer(name) else part.reason
 
 
-def _kind(part: ComponentPlan) -> str:
+def _kind(plan: ExecutionPlan, name: str, part: ComponentPlan) -> str:
     if part.backend == PYTORCH:
-        return "instead" if part.fell_back else "plain"
+        return "instead" if plan.fell_back(name) else "plain"
     return "build" if any(use.build for use in part.engines) else "ready"
 
 
 def _sum(plan: ExecutionPlan) -> str:
     parts = plan.components
     counted = Counter(BACKEND_TITLES[part.backend] for part in parts.values() if part.backend != PYTORCH)
-    how = "Auto" if all(part.asked == "auto" for part in parts.values()) else "As chosen"
+    how = "Auto" if all(plan.asked.backend(name) == "auto" for name in parts) else "As chosen"
     if counted:
         shares = " and ".join(f"{title} for {count}" for title, count in counted.most_common())
         said = f"{how}: {shares} of {len(parts)} parts"
@@ -163,27 +169,27 @@ def _memory(plan: ExecutionPlan) -> Memory:
     return Memory(peak.weights_bytes, working, plan.free_bytes, "video memory" if on_gpu else "memory")
 
 
-def _ways(strategies: Sequence[Strategy], where: str) -> tuple[Step, ...]:
-    """Return the ladder where its first rung does not fit."""
+def _ways(strategies: Sequence[StrategyForecast], where: str, taken: MemoryStrategy | None = None) -> tuple[Step, ...]:
+    """Return all strategies if the fastest does not fit."""
     fastest = strategies[0]
-    if fastest.taken or (fastest.fits and fastest.fits_ram and not fastest.lacks):
+    if fastest.strategy == taken or (fastest.fits and fastest.fits_ram and not fastest.lacks):
         return ()
     return tuple(
         Step(
-            title=strategy.title,
-            takes=_takes(strategy, fastest),
-            verdict=strategy.verdict(where),
-            taken=strategy.taken,
-            offered=strategy.offered,
-            offload=strategy.offload,
-            quantization=strategy.quantization,
+            title=one.title,
+            takes=_takes(one, fastest),
+            verdict=one.verdict(where, taken=one.strategy == taken),
+            taken=one.strategy == taken,
+            offered=one.offered,
+            offload=one.strategy.offload,
+            quantization=one.strategy.quantization,
         )
-        for strategy in strategies
+        for one in strategies
     )
 
 
-def _takes(strategy: Strategy, fastest: Strategy) -> str:
-    slower = strategy.seconds.likely / fastest.seconds.likely
+def _takes(one: StrategyForecast, fastest: StrategyForecast) -> str:
+    slower = one.seconds.likely / fastest.seconds.likely
     times = f", {slower:.1f} times as long" if slower >= _SLOWER else ""
-    ram = f" + {memory_size(strategy.ram_bytes)} RAM" if strategy.offload != "none" else ""
-    return f"{memory_size(strategy.peak_bytes)}{ram}{times}"
+    ram = f" + {memory_size(one.ram_bytes)} RAM" if one.strategy.offload != "none" else ""
+    return f"{memory_size(one.peak_bytes)}{ram}{times}"

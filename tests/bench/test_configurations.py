@@ -19,6 +19,7 @@ from runtime.bench.configurations import (
     without_builds,
 )
 from runtime.core.errors import InvalidRequestError
+from runtime.core.estimates import MemoryStrategy
 from runtime.core.plan import EngineUse, ExecutionPlan, LatentSize
 from runtime.core.request import GenerationRequest
 from runtime.models.spec import ModelSpec
@@ -122,7 +123,9 @@ def test_where_pytorch_rounds_float32_is_the_reference() -> None:
 
 def test_held_together_only_if_all_fit() -> None:
     plan = large()
-    plan = replace(plan, memory_bytes=10 * GIB, free_bytes=30 * GIB)
+    plan = plan.replace(
+        memory=(plan.memory[0].replace(weights_bytes=10 * GIB, working_bytes=0, overhead_bytes=0),), free_bytes=30 * GIB
+    )
     assert held_together([plan, plan])
     assert not held_together([plan, plan, plan])
     assert held_together([])
@@ -130,49 +133,50 @@ def test_held_together_only_if_all_fit() -> None:
 
 def test_what_two_plans_decide() -> None:
     plan = large()
-    assert decided(plan) == decided(replace(plan, backends={"all": "pytorch"}, build="never"))
+    assert decided(plan) == decided(plan.replace(asked=replace(plan.asked, backends={"all": "pytorch"}, build="never")))
     # What came of it is the VAE's dtype.
-    assert decided(plan) == decided(replace(plan, vae_precision="auto"))
-    assert decided(plan) != decided(replace(plan, steps=plan.steps + 1))
-    assert decided(plan) != decided(replace(plan, shift=5.0))
-    other = replace(plan.components["vae"], dtype="bfloat16")
+    assert decided(plan) == decided(plan.replace(asked=replace(plan.asked, vae_precision="auto")))
+    assert decided(plan) != decided(plan.replace(steps=plan.steps + 1))
+    assert decided(plan) != decided(plan.replace(shift=5.0))
+    other = plan.components["vae"].replace(dtype="bfloat16")
     assert decided(plan) != decided(plan.with_component("vae", other))
-    assert decided(plan) != decided(replace(plan, offload="group"))
+    assert decided(plan) != decided(plan.replace(strategy=plan.strategy.replace(offload="group")))
 
 
 def test_in_words() -> None:
     plan = large()
     assert in_words(plan) == "PyTorch, bfloat16 (text_encoder, transformer); PyTorch, float32 (vae)"
     assert in_words(in_float32(plan)) == "PyTorch, float32"
-    fp8 = replace(plan.components["transformer"], quantization="fp8")
+    fp8 = plan.components["transformer"].replace(quantization="fp8")
     assert "PyTorch, fp8 (transformer)" in in_words(plan.with_component("transformer", fp8))
-    onnx = replace(plan.components["vae"], backend="onnxruntime", engines=(use("vae", build=False),))
+    onnx = plan.components["vae"].replace(backend="onnxruntime", engines=(use("vae", build=False),))
     assert "ONNX Runtime, float32 (vae)" in in_words(plan.with_component("vae", onnx))
 
 
 def test_pytorch_in_anothers_place_is_told() -> None:
     plan = large()
     assert why_not(plan) is None
-    asked = replace(plan.components["vae"], asked="inductor", reason="There is none.")
-    said = why_not(plan.with_component("vae", asked))
+    plan = plan.with_component("vae", plan.components["vae"].replace(reason="There is none."))
+    said = why_not(plan.replace(asked=replace(plan.asked, backends={"vae": "inductor"})))
     assert said == "VAE decoder: PyTorch instead of Inductor. There is none."
-    assert why_not(plan.with_component("vae", replace(asked, asked="pytorch"))) is None
+    assert why_not(plan.replace(asked=replace(plan.asked, backends={"vae": "pytorch"}))) is None
 
 
 def test_engines_are_built_once() -> None:
-    plan = replace(large(), build="always")
-    part = replace(plan.components["vae"], backend="inductor", engines=(use("vae", build=True),))
+    plan = large()
+    plan = plan.replace(asked=replace(plan.asked, build="always"))
+    part = plan.components["vae"].replace(backend="inductor", engines=(use("vae", build=True),))
     again = without_builds(plan.with_component("vae", part))
-    assert again.build == "missing"
+    assert again.asked.build == "missing"
     assert not any(one.build for one in again.components["vae"].engines)
-    assert without_builds(replace(plan, build="never")).build == "never"
+    assert without_builds(plan.replace(asked=replace(plan.asked, build="never"))).asked.build == "never"
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
         ({}, None),
-        ({"steps": 7, "guidance_scale": 2.0, "offload": "group"}, None),
+        ({"steps": 7, "guidance_scale": 2.0, "strategy": MemoryStrategy(offload="group")}, None),
         ({"frames": 5}, "another size"),
         ({"width": 16}, "another size"),
         ({"seed": 2}, "another seed"),
@@ -183,4 +187,4 @@ def test_engines_are_built_once() -> None:
 )
 def test_what_can_be_compared(change: dict[str, object], why: str | None) -> None:
     plan = large()
-    assert same_clip(replace(plan, **change), plan) == why  # type: ignore[arg-type]
+    assert same_clip(plan.replace(**change), plan) == why

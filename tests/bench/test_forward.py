@@ -78,7 +78,7 @@ def test_rounding_is_measured_against_the_same_weights(random: bool, tiny: Tiny,
         spec = random_spec(spec, tmp_path / "made")
     plan = tiny_plan(spec, tmp_path / "x.mp4")
     for name, dtype in (("transformer", "bfloat16"), ("vae", "float32")):  # as on a GPU
-        plan = plan.with_component(name, replace(plan.components[name], dtype=dtype))
+        plan = plan.with_component(name, plan.components[name].replace(dtype=dtype))
     setup = ForwardSetup(machine=probe(), engines=None, weights_dir=tmp_path, random=random, runs=1)
     forward = Forward(setup, [one], lambda _: None)
     for name in ("transformer", "vae"):

@@ -227,12 +227,13 @@ def test_an_engine_that_fails_is_nobodys_time(hall: Hall, tmp_path: Path, monkey
 def test_a_clip_that_is_not_made_as_planned_is_found_out(hall: Hall, tmp_path: Path) -> None:
     plan = tiny_plan(hall.spec, tmp_path / "x.mp4")
     part = plan.components["vae"]
-    built = replace(
-        part, engines=(EngineUse(id="e", program="p", builder="b", precision="x", profile=((1, 1, 1),) * 3),)
+    built = part.replace(
+        engines=(EngineUse(id="e", program="p", builder="b", precision="x", profile=((1, 1, 1),) * 3),)
     )
-    to_build = replace(built, engines=(replace(built.engines[0], build=True),))
+    to_build = built.replace(engines=(built.engines[0].replace(build=True),))
     assert unlike(plan.with_component("vae", to_build), plan.with_component("vae", built)) == []
-    assert unlike(plan, replace(plan, decode_tile=8, offload="model")) == ["offload", "decode_tile"]
+    other = plan.replace(strategy=plan.strategy.replace(decode_tile=8, offload="model"), free_bytes=1)
+    assert unlike(plan, other) == ["strategy", "free_bytes"]
     assert unlike(plan, plan.with_component("vae", part.in_pytorch("It failed."))) == ["vae"]
     recorder = Recorder("cpu")
     with recorder.watching():

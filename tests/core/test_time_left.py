@@ -1,7 +1,6 @@
 """Time left: measured for what goes on, forecast for what has not begun, at every speed and after every surprise."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,8 +25,8 @@ def plan(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> ExecutionPlan:
     """Ten steps of 2 s, 1 s each for the prompt and for each of four loads, 10 s of decoding nine frames."""
     made = tiny_plan(tiny("wan2.2-a14b"), tmp_path / "x.mp4", steps=10)
     seconds = {"encode": sure(1), "denoise": sure(20), "decode": sure(10), "total": sure(31), "load": sure(4)}
-    parts = {name: replace(part, weights_bytes=100) for name, part in made.components.items()}
-    return replace(made, seconds=seconds, components=parts, guidance_scale=4.0, guidance_scale_2=3.0)
+    parts = {name: part.replace(weights_bytes=100) for name, part in made.components.items()}
+    return made.replace(seconds=seconds, components=parts, guidance_scale=4.0, guidance_scale_2=3.0)
 
 
 def fold(events: Timed) -> Pace:
@@ -101,7 +100,7 @@ def test_before_the_first_step_the_forecast_counts(plan: ExecutionPlan, events: 
 def test_nothing_is_said_while_an_engine_is_built_or_nothing_is_planned(plan: ExecutionPlan) -> None:
     assert Pace().left(0.0) is None
     assert fold([(0.0, Planned(plan=plan)), (0.0, StageStarted(stage="build", part="vae"))]).left(1.0) is None
-    assert fold([(0.0, Planned(plan=replace(plan, seconds={})))]).left(1.0) is None
+    assert fold([(0.0, Planned(plan=plan.replace(seconds={})))]).left(1.0) is None
 
 
 @pytest.mark.parametrize("speed", [0.1, 0.4, 0.6, 1.0, 1.7, 2.5, 10.0])
@@ -136,7 +135,7 @@ def test_a_slow_first_step_does_not_spoil_it(plan: ExecutionPlan) -> None:
 
 def test_an_expert_without_guidance_takes_half_of_the_steps_time(plan: ExecutionPlan) -> None:
     events: Timed = [
-        (0.0, Planned(plan=replace(plan, guidance_scale_2=1.0))),
+        (0.0, Planned(plan=plan.replace(guidance_scale_2=1.0))),
         (0.0, StageStarted(stage="denoise", part="transformer")),
     ]
     events += [(4.0 * n, StepDone(step=n, of=10, seconds=4.0, part="transformer")) for n in range(1, 6)]
@@ -149,7 +148,7 @@ def test_an_expert_without_guidance_takes_half_of_the_steps_time(plan: Execution
 def test_out_of_memory_goes_on_at_the_new_ways_pace(plan: ExecutionPlan) -> None:
     events: Timed = [(0.0, Planned(plan=plan)), (0.0, StageStarted(stage="denoise", part="transformer"))]
     events += [(2.0 * n, StepDone(step=n, of=10, seconds=2.0, part="transformer")) for n in range(1, 5)]
-    slower = replace(plan, seconds={name: s if name == "load" else s * 3 for name, s in plan.seconds.items()})
+    slower = plan.replace(seconds={name: s if name == "load" else s * 3 for name, s in plan.seconds.items()})
     out = OutOfMemory(
         stage="denoise",
         component="transformer",

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -140,7 +139,7 @@ def test_what_the_vaes_kernels_take_to_compile_counts_as_the_blocks_does(
     monkeypatch.setattr(vae, "import_module", lambda _: vae)
     spec = tiny("wan2.1")
     plan = tiny_plan(spec, tmp_path / "x.mp4", compile="always")
-    job = Alone(replace(plan, speed=replace(plan.speed, channels_last=True)))
+    job = Alone(plan.replace(speed=plan.speed.replace(channels_last=True)))
     latents = torch.randn(1, 16, 1, 4, 6, generator=torch.Generator().manual_seed(5))
     taken = [0.0]
     with Residency() as residency:

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -209,8 +208,8 @@ def test_weights_are_read_while_they_are_there(
     asked = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 9, "steps": 4, "offload": offload}
     here = machine(gpu=gpu(), torch_cuda="13.0")
     plan = resolve(GenerationRequest.from_mapping(asked), spec, here, tmp_path / "x.mp4")
-    parts = {name: replace(one, device="cpu", dtype="float32") for name, one in plan.components.items()}
-    plan = replace(plan, components=parts)
+    parts = {name: one.replace(device="cpu", dtype="float32") for name, one in plan.components.items()}
+    plan = plan.replace(components=parts)
     with Residency() as residency:
         wanted = sample(spec, plan, residency)
         waiting = len(reading.away)
@@ -219,6 +218,6 @@ def test_weights_are_read_while_they_are_there(
         assert len(reading.away) == waiting
     # It would be seen.
     if offload == "group":
-        careless = replace(plan, speed=replace(plan.speed, text_kept=True))
+        careless = plan.replace(speed=plan.speed.replace(text_kept=True))
         with Residency() as residency, pytest.raises(AssertionError, match="of a weight that waits"):
             sample(spec, careless, residency)

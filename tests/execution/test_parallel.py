@@ -29,8 +29,8 @@ from tests.tiny_models import ARCHITECTURES
 
 Tiny = Callable[[str], ModelSpec]
 PART = ComponentPlan(backend="pytorch", device="cpu", dtype="float32", weights_bytes=0, reason="")
-FOUR = Split(devices=("cpu",) * 4, guidance=2, sequence=2, decode=True, reason="")
-TWO = Split(devices=("cpu",) * 2, guidance=1, sequence=2, decode=True, reason="")
+FOUR = Split(devices=("cpu",) * 4, guidance=2, sequence=2, decode=True)
+TWO = Split(devices=("cpu",) * 2, guidance=1, sequence=2, decode=True)
 SILENCE = 4.0
 # (latent frames, height, width), and tokens: two share 30 and 3 of them, of which one has none, each pass.
 SIZES = {(5, 4, 6): 30, (1, 2, 6): 3, (3, 6, 4): 18}

@@ -1,7 +1,6 @@
 """The next part's files are read ahead where there is room, and nothing else."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from tests.waiting import until
 
 def on_cuda(plan: ExecutionPlan) -> ExecutionPlan:
     """Return the plan as if its parts ran on a GPU."""
-    return replace(plan, components={n: replace(p, device="cuda:0") for n, p in plan.components.items()})
+    return plan.replace(components={n: p.replace(device="cuda:0") for n, p in plan.components.items()})
 
 
 def test_what_comes_next(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:

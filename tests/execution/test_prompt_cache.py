@@ -1,7 +1,6 @@
 """Prompts that were read before are not read again, by this process or the next; nothing else is taken for them."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from runtime.execution.text_encoder import TextEncoding
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.run import run_job
 from tests import tiny_models
-from tests.plans import no_engines, tiny_plan
+from tests.plans import no_engines, tiny_plan, with_strategy
 
 Tiny = Callable[[str], ModelSpec]
 
@@ -39,8 +38,8 @@ def test_what_was_kept_is_found_by_this_process_and_the_next(tiny: Tiny, tmp_pat
         assert (found.unknown_words, found.cut) == (("zebra",), True)
     fresh = PromptCache(tmp_path / "prompts")
     assert fresh.find(spec, part, "a red boat ") is None
-    assert fresh.find(spec, replace(part, dtype="bfloat16"), "a red boat") is None
-    assert fresh.find(spec, replace(part, device="cuda:0"), "a red boat") is None
+    assert fresh.find(spec, part.replace(dtype="bfloat16"), "a red boat") is None
+    assert fresh.find(spec, part.replace(device="cuda:0"), "a red boat") is None
     assert PromptCache(None).find(spec, part, "a red boat") is None
 
 
@@ -84,7 +83,7 @@ def test_a_second_clip_loads_no_text_encoder_and_is_the_same(tiny: Tiny, tmp_pat
     spec = tiny("wan2.1")
 
     def made(name: str, **values: object) -> tuple[ExecutionPlan, list[Event]]:
-        plan = replace(tiny_plan(spec, tmp_path / name, **values), keep_loaded=False)
+        plan = with_strategy(tiny_plan(spec, tmp_path / name, **values), keep_loaded=False)
         events: list[Event] = []
         with Residency(no_engines(tmp_path)) as residency:
             run_job(plan, spec, events.append, Cancel(), residency)

@@ -3,7 +3,6 @@
 import gc
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from runtime.execution.residency import Residency
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.run import run_job
 from tests.pipeline.test_parity import sample
-from tests.plans import Alone, tiny_plan
+from tests.plans import Alone, tiny_plan, with_strategy
 from tests.tiny_models import ARCHITECTURES
 
 Tiny = Callable[[str], ModelSpec]
@@ -26,7 +25,7 @@ OFFLOADS = ("model", "group", "sequential")
 
 def offloaded(spec: ModelSpec, output: Path, offload: str, *, keep: bool = False) -> ExecutionPlan:
     """Return a tiny plan whose weights wait as `offload` says."""
-    return replace(tiny_plan(spec, output, negative_prompt="blue ball"), offload=offload, keep_loaded=keep)
+    return with_strategy(tiny_plan(spec, output, negative_prompt="blue ball"), offload=offload, keep_loaded=keep)
 
 
 def parameters() -> int:
@@ -127,7 +126,7 @@ def test_only_one_expert_is_brought(tiny: Tiny, tmp_path: Path) -> None:
 def test_a_plan_that_cannot_be_is_refused_before_anything_is_loaded(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.1")
     plan = offloaded(spec, tmp_path / "x.mp4", "group")
-    plan = plan.with_component("transformer", replace(plan.components["transformer"], quantization="bnb-8bit"))
+    plan = plan.with_component("transformer", plan.components["transformer"].replace(quantization="bnb-8bit"))
     events: list[Event] = []
     with Residency() as residency:
         run_job(plan, spec, events.append, Cancel(), residency)
@@ -140,7 +139,7 @@ def test_a_plan_that_cannot_be_is_refused_before_anything_is_loaded(tiny: Tiny, 
 def test_quantization_without_a_gpu_is_one_clear_line(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.1")
     plan = offloaded(spec, tmp_path / "x.mp4", "none")
-    plan = plan.with_component("transformer", replace(plan.components["transformer"], quantization="fp8"))
+    plan = plan.with_component("transformer", plan.components["transformer"].replace(quantization="fp8"))
     with (
         Residency() as residency,
         pytest.raises(MachineError, match="fp8 needs an NVIDIA GPU"),

@@ -4,7 +4,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +73,7 @@ def test_matrices_are_joined_while_another_model_loads(
 def test_jobs_at_once_give_what_each_gives_alone(attention: str, tiny: Tiny, tmp_path: Path) -> None:
     speeds = [Speed(attention=attention, fused=True, text_kept=True, paired=paired) for paired in (False, True)]
     plans = [
-        (spec, replace(tiny_plan(spec, tmp_path / "x.mp4"), speed=speed))
+        (spec, tiny_plan(spec, tmp_path / "x.mp4").replace(speed=speed))
         for spec in map(tiny, ("wan2.2-a14b", "wan2.2-ti2v-5b"))
         for speed in speeds
     ]
@@ -145,4 +144,4 @@ def made(spec: ModelSpec, plan: ExecutionPlan, residency: Residency) -> list[tor
     """Return the latents and the frames of a plan."""
     latents = sample(spec, plan, residency)
     with residency.video_decoder(spec, Alone(plan)) as decoder:
-        return [latents, *decode(decoder, latents, plan.decode_chunk, Cancel())]
+        return [latents, *decode(decoder, latents, plan.strategy.decode_chunk, Cancel())]

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from runtime.pipeline.run import run_job
 from runtime.pipeline.sampling import decode
 from runtime.planner import memory_model
 from tests.pipeline.test_parity import sample
-from tests.plans import Alone, tiny_plan
+from tests.plans import Alone, tiny_plan, with_strategy
 from tests.tiny_models import ARCHITECTURES
 
 Tiny = Callable[[str], ModelSpec]
@@ -103,7 +102,7 @@ def test_the_shipped_models_frames_are_those_of_the_whole(tmp_path: Path) -> Non
 
 def test_a_job_decodes_in_tiles(tiny: Tiny, tmp_path: Path) -> None:
     spec, out = tiny("wan2.1"), tmp_path / "x.mp4"
-    plan = replace(tiny_plan(spec, out), decode_tile=4)
+    plan = with_strategy(tiny_plan(spec, out), decode_tile=4)
     events: list[Event] = []
     with Residency() as residency:
         run_job(plan, spec, events.append, Cancel(), residency)

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from runtime.pipeline.sampling import Conditioning, decode, denoise, get_noise, 
 from runtime.planner.engine_index import EngineRecord
 from runtime.planner.resolve import resolve
 from tests.gpu.proof_common import CHUNK, CLIP, COMPONENTS, Proof, profile_of, psnr, relative_error, ssim
+from tests.plans import with_strategy
 
 # Random models are proven on a small clip: TensorRT 8.6 keeps the whole matrix of an attention.
 SMALL = (3, 30, 52)
@@ -75,12 +75,12 @@ def clip(proof: Proof) -> None:
         request = GenerationRequest(
             prompt=PROMPT, seed=7, width=width * scale, height=height * scale, frames=4 * frames - 3, steps=STEPS
         )
-    plan = replace(resolve(request, spec, proof.machine, Path("x.mp4")), decode_chunk=chunk)
+    plan = with_strategy(resolve(request, spec, proof.machine, Path("x.mp4")), decode_chunk=chunk)
     parts = {
-        name: replace(part, device=proof.device, dtype="float32", backend="pytorch")
+        name: part.replace(device=proof.device, dtype="float32", backend="pytorch")
         for name, part in plan.components.items()
     }
-    plan = replace(plan, components=parts)
+    plan = plan.replace(components=parts)
     # The reference is float32 indeed: cuDNN rounds factors to 10 bits otherwise.
     backends: Any = torch.backends
     backends.cudnn.conv.fp32_precision = "ieee"
@@ -192,7 +192,7 @@ def run_engines(spec: ModelSpec, plan: ExecutionPlan, sessions: dict[tuple[str, 
 
     latents = sample(spec, plan, conditioning, expert)
     decoder = EngineDecoder(sessions["vae", "vae_first"], sessions["vae", "vae_next"])
-    frames = torch.cat(list(decode(decoder, latents[-1], plan.decode_chunk, Cancel())))
+    frames = torch.cat(list(decode(decoder, latents[-1], plan.strategy.decode_chunk, Cancel())))
     return conditioning.positive, latents, frames
 
 

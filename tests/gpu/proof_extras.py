@@ -19,7 +19,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ from runtime.planner import memory_model
 from tests import made_loras
 from tests.gpu.proof_residency import measured, model, way
 from tests.pipeline.test_parity import sample
-from tests.plans import Alone, tiny_plan
+from tests.plans import Alone, tiny_plan, with_strategy
 
 RANK, WEIGHT = 64, 0.8
 STARTED = time.monotonic()
@@ -74,10 +73,10 @@ def planned(spec: ModelSpec, arguments: argparse.Namespace, **values: Any) -> Ex
     size = {"width": 64, "height": 32} if arguments.small else {"width": 832, "height": 480}
     plan = tiny_plan(spec, Path("x.mp4"), steps=arguments.steps, **size, **values)
     parts = {
-        name: replace(part, device=arguments.device, dtype="bfloat16" if name != "vae" else "float32")
+        name: part.replace(device=arguments.device, dtype="bfloat16" if name != "vae" else "float32")
         for name, part in plan.components.items()
     }
-    return replace(plan, components=parts)
+    return plan.replace(components=parts)
 
 
 @torch.no_grad()
@@ -99,7 +98,7 @@ def lora(arguments: argparse.Namespace, spec: ModelSpec, folder: Path) -> None:
             what = {"part": "lora", "offload": offload, "lora": bool(given.loras)}
 
             def load(given: ModelSpec = given, offload: str = offload, what: dict[str, Any] = what) -> None:
-                plan = replace(planned(spec, arguments), offload=offload, loras=given.loras)
+                plan = with_strategy(planned(spec, arguments), offload=offload).replace(loras=given.loras)
                 with Residency() as residency, measured(arguments.device) as taken:
                     with residency.denoiser(given, Alone(plan), "transformer") as denoiser:
                         weights = denoiser._module.state_dict()[name].double().cpu()  # type: ignore[attr-defined]

@@ -24,7 +24,6 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,7 +54,7 @@ from tests.gpu.proof_common import relative_error
 from tests.gpu.proof_jobs import HOME, MODELS, Unjudged, save
 from tests.gpu.proof_memory import TRANSFORMERS, VAES
 from tests.pipeline.test_parity import sample
-from tests.plans import Alone, machine
+from tests.plans import Alone, machine, with_strategy
 
 PARTS = ("passes", "cache", "kill", "clip")
 # Strengths at which random weights leave out some passes, and the steps and frames of a clip that is soon made.
@@ -109,7 +108,7 @@ def variants(arguments: argparse.Namespace) -> Iterator[tuple[str, Split | None]
             # The tiny models have two heads.
             if not (arguments.small and count // guidance > 2):
                 sequence = count // guidance
-                split = Split(devices=devices, guidance=guidance, sequence=sequence, decode=True, reason=name)
+                split = Split(devices=devices, guidance=guidance, sequence=sequence, decode=True)
                 yield f"{count}: {name}", split
 
 
@@ -125,7 +124,7 @@ def planned(spec: ModelSpec, here: Machine, arguments: argparse.Namespace, **val
     asked |= values
     request = GenerationRequest.from_mapping(asked)
     plan = resolve(request, spec, here, Path(os.environ.get("OUT", ".")) / "x.mp4")
-    return replace(plan, keep_loaded=True, freed=())
+    return with_strategy(plan, keep_loaded=True, freed=())
 
 
 def synchronize(arguments: argparse.Namespace) -> None:
@@ -168,7 +167,7 @@ def passes(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> Non
     one = 0.0
     for name, split in variants(arguments):
         with going_on("passes", name, arguments), Residency() as residency:
-            job = Alone(replace(plan, split=split))
+            job = Alone(plan.replace(split=split))
             began = time.perf_counter()
             with residency.denoiser(spec, job, "transformer") as denoiser:
                 loaded = time.perf_counter() - began
@@ -192,7 +191,7 @@ def passes(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> Non
                 **found,
             )
             with residency.video_decoder(spec, job) as decoder:
-                frames = partial(decode, decoder, latents, plan.decode_chunk, Cancel())
+                frames = partial(decode, decoder, latents, plan.strategy.decode_chunk, Cancel())
                 taken, made = seconds_of(lambda: torch.cat(list(frames())), 2, arguments)  # noqa: B023 - called at once
             clip = made if clip is None else clip
             apart = (made.int() - clip.int()).abs()
@@ -203,7 +202,7 @@ def passes(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> Non
                 all=taken,
                 most_apart_of_255=int(apart.max()),
                 share_apart=float((apart > 0).double().mean()),
-                chunk=plan.decode_chunk,
+                chunk=plan.strategy.decode_chunk,
                 dtype=plan.components["vae"].dtype,
             )
 
@@ -215,7 +214,7 @@ def floors(
     found = {"two_equal_runs": relative_error(guided(denoiser, given), step)}
     for kind in ("flash", "cudnn"):
         if arguments.device != "cpu" and kind != plan.speed.attention:
-            denoiser.compute(replace(plan.speed, attention=kind))
+            denoiser.compute(plan.speed.replace(attention=kind))
             found[kind] = relative_error(guided(denoiser, given), step)
     return found
 
@@ -228,7 +227,7 @@ def cache(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> None
         with going_on("cache", name, arguments), Residency() as residency:
             for step_cache in CACHES:
                 plan = planned(spec, here, arguments, steps=CACHED_STEPS, step_cache=step_cache, **frames)
-                plan = replace(plan, split=split)
+                plan = plan.replace(split=split)
                 latents: list[torch.Tensor] = []
                 synchronize(arguments)
                 began = time.perf_counter()
@@ -261,7 +260,7 @@ def kill(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> None:
     text = torch.randn((2, 1, 512, spec.transformer.text_dim)).to(device)
     given = (latents, torch.tensor(500.0, device=device), text[0], text[1])
     with going_on("kill", "", arguments), Residency() as residency:
-        with residency.denoiser(spec, Alone(replace(plan, split=split)), "transformer") as denoiser:
+        with residency.denoiser(spec, Alone(plan.replace(split=split)), "transformer") as denoiser:
             guided(denoiser, given)
             group = residency.group_manager.group
             assert group is not None
@@ -294,10 +293,10 @@ def clip(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> None:
         if split is not None and split.guidance == 1:
             continue
         with going_on("clip", name, arguments), Residency() as residency:
-            whole_plan = replace(planned(spec, here, arguments, steps=arguments.clip_steps), split=split)
+            whole_plan = planned(spec, here, arguments, steps=arguments.clip_steps).replace(split=split)
             events: list[Event] = []
             # The first loads, tries kernels and compiles: a step of each expert is enough.
-            for turn, plan in (("first", replace(whole_plan, steps=2)), ("second", whole_plan)):
+            for turn, plan in (("first", whole_plan.replace(steps=2)), ("second", whole_plan)):
                 events.clear()
                 run_job(plan, spec, events.append, Cancel(), residency)
                 end = events[-1]
@@ -318,7 +317,7 @@ def clip(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> None:
                     timings=dict(end.timings),
                     load_seconds=end.load_seconds,
                     peak_bytes=end.peak_memory_bytes,
-                    speed=plan.speed.to_json(),
+                    speed=plan.speed.model_dump(),
                     warnings=[str(fact) for fact in end.warnings],
                 )
 

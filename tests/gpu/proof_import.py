@@ -14,7 +14,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +235,7 @@ def clip(proof: Proof, service: EngineService, spec: ModelSpec, done: Imported) 
         request = GenerationRequest.from_mapping({**wanted, **size})
         plan = resolve(request, spec, proof.machine, HOME / f"clip-{asked}.mp4", service.offers(spec))
         if proof.device == "cpu":
-            plan = replace(plan, components={name: replace(p, device="cpu") for name, p in plan.components.items()})
+            plan = plan.replace(components={name: p.replace(device="cpu") for name, p in plan.components.items()})
         events: list[Event] = []
         with Residency(service) as residency:
             run_job(plan, spec, events.append, Cancel(), residency)

@@ -162,11 +162,10 @@ def job(spec: ModelSpec, offload: str, quantization: str, arguments: argparse.Na
     forecast: dict[str, int] = {}
     for stage in plan.memory:
         forecast[stage.stage] = max(forecast.get(stage.stage, 0), stage.peak_bytes - context)
-    taken = next(strategy for strategy in plan.strategies if strategy.taken)
     what = {
-        "way": taken.title,
+        "way": plan.forecast.title,
         "forecast": forecast,
-        "forecast_ram": taken.ram_bytes,
+        "forecast_ram": plan.forecast.ram_bytes,
         "ram": found["ram"],
         "reserved": found.get("reserved"),
         "wall_seconds": found["seconds"],

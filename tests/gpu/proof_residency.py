@@ -19,7 +19,6 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from tests import tiny_models
 from tests.pipeline.test_parity import sample
-from tests.plans import tiny_plan
+from tests.plans import tiny_plan, with_strategy
 
 # (offload, quantization, whether parts stay loaded)
 WAYS = [
@@ -125,9 +124,9 @@ def model(folder: Path, arguments: argparse.Namespace) -> ModelSpec:
 
 def way(plan: ExecutionPlan, offload: str, quantization: str, keep: bool) -> ExecutionPlan:
     """Return the plan with its weights held so."""
-    plan = replace(plan, offload=offload, keep_loaded=keep)
+    plan = with_strategy(plan, offload=offload, keep_loaded=keep)
     for name in ("transformer", "transformer_2"):
-        plan = plan.with_component(name, replace(plan.components[name], quantization=quantization))
+        plan = plan.with_component(name, plan.components[name].replace(quantization=quantization))
     return plan
 
 
@@ -139,10 +138,10 @@ def latents(arguments: argparse.Namespace) -> None:
         size = {"width": 64, "height": 32} if arguments.small else {"width": 832, "height": 480}
         plan = tiny_plan(spec, Path("x.mp4"), negative_prompt="blue ball", **size)
         parts = {
-            name: replace(part, device=arguments.device, dtype="bfloat16" if name != "vae" else "float32")
+            name: part.replace(device=arguments.device, dtype="bfloat16" if name != "vae" else "float32")
             for name, part in plan.components.items()
         }
-        plan = replace(plan, components=parts)
+        plan = plan.replace(components=parts)
         say(part="model", blocks=arguments.blocks, expert_bytes=2 * spec.parameters["transformer"], tokens=plan.tokens)
         wanted: torch.Tensor | None = None
         for offload, quantization, keep in WAYS:

@@ -23,7 +23,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,7 +74,7 @@ VARIANTS: dict[str, tuple[Speed, str]] = {
     "compiled": (Speed(compiled=True), ""),
     "compiled-text": (Speed(compiled=True, text_kept=True), ""),
     "compiled-fused": (Speed(compiled=True, text_kept=True, fused=True), ""),
-    "cudnn": (replace(CUDNN, compiled=True, text_kept=True, fused=True), ""),
+    "cudnn": (CUDNN.replace(compiled=True, text_kept=True, fused=True), ""),
     "flash": (Speed(attention="flash", compiled=True, text_kept=True, fused=True), ""),
     "flash3": (Speed(attention="flash3", compiled=True, text_kept=True, fused=True), ""),
     "flash4": (Speed(attention="flash4", compiled=True, text_kept=True, fused=True), ""),
@@ -507,7 +506,7 @@ def small(proof: Proof) -> None:
     """The shipped model's call: launches, CUDA graphs, both passes at once, compiled."""
     spec = find("diorama", Path("none"))
     plan = tiny_plan(spec, Path("x.mp4"), width=192, height=112, frames=33)
-    plan = replace(plan, components={n: replace(p, device=proof.device) for n, p in plan.components.items()})
+    plan = plan.replace(components={n: p.replace(device=proof.device) for n, p in plan.components.items()})
     generator = torch.Generator(proof.device).manual_seed(4)
     latents = torch.randn(plan.latent_shape, device=proof.device, generator=generator)
     shape = (2, 1, TEXT_TOKENS, spec.transformer.text_dim)
@@ -528,7 +527,7 @@ def small(proof: Proof) -> None:
         if not proof.cuda and speed.graphed:
             continue
         with proof.trying(part="small", variant=name), Residency() as residency:
-            job = Alone(replace(plan, speed=speed))
+            job = Alone(plan.replace(speed=speed))
             with residency.denoiser(spec, job, "transformer") as denoiser, exact():
 
                 def run() -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,8 +31,8 @@ pytestmark = [
 
 def on_cuda(plan: ExecutionPlan, dtype: str) -> ExecutionPlan:
     """Return the plan with every component on the first GPU."""
-    parts = {name: replace(part, device="cuda:0", dtype=dtype) for name, part in plan.components.items()}
-    return replace(plan, components=parts)
+    parts = {name: part.replace(device="cuda:0", dtype=dtype) for name, part in plan.components.items()}
+    return plan.replace(components=parts)
 
 
 def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
@@ -77,7 +76,7 @@ def test_frames_in_16_bits_are_about_as_close_as_is_said() -> None:
     with Residency() as residency:
         latents = sample(spec, plan, residency)
         for dtype in ("float32", *PSNR):
-            here = plan.with_component("vae", replace(plan.components["vae"], dtype=dtype))
+            here = plan.with_component("vae", plan.components["vae"].replace(dtype=dtype))
             with residency.video_decoder(spec, Alone(here)) as decoder:
                 made[dtype] = torch.cat(list(decode(decoder, latents, 4, Cancel()))).float()
     for dtype, expected in PSNR.items():

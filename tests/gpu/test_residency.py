@@ -3,7 +3,6 @@
 import importlib.util
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ from runtime.planner.execution_options import relieved
 from runtime.planner.resolve import resolve
 from tests.gpu.test_cuda import on_cuda, relative_error
 from tests.pipeline.test_parity import sample
-from tests.plans import Alone, machine, tiny_plan
+from tests.plans import Alone, machine, tiny_plan, with_strategy
 from tests.tiny_models import ARCHITECTURES
 
 pytestmark = [
@@ -42,10 +41,10 @@ PACKAGES = {"bnb-8bit": "bitsandbytes", "bnb-4bit": "bitsandbytes", "fp8": "torc
 
 def offloaded(plan: ExecutionPlan, offload: str, quantization: str = "none") -> ExecutionPlan:
     """Return the plan with weights kept another way, computed as there."""
-    plan = replace(plan, offload=offload, speed=relieved(plan.speed, offload, quantization))
+    plan = with_strategy(plan, offload=offload).replace(speed=relieved(plan.speed, offload, quantization))
     for name, part in plan.components.items():
         if name.startswith("transformer"):
-            plan = plan.with_component(name, replace(part, quantization=quantization))
+            plan = plan.with_component(name, part.replace(quantization=quantization))
     return plan
 
 
@@ -111,10 +110,12 @@ def test_quantized_weights_leave_the_gpu_when_they_are_let_go(
         pytest.skip(f"needs {PACKAGES[kind]}")
     spec, plan = diorama
     with Residency() as residency:
-        sample(spec, replace(offloaded(plan, "none", kind), keep_loaded=True), residency)  # libraries take workspaces
+        sample(
+            spec, with_strategy(offloaded(plan, "none", kind), keep_loaded=True), residency
+        )  # libraries take workspaces
     before = held()
     with Residency() as residency:
-        sample(spec, replace(offloaded(plan, "none", kind), keep_loaded=True), residency)
+        sample(spec, with_strategy(offloaded(plan, "none", kind), keep_loaded=True), residency)
         assert held() - before > spec.parameters["transformer"] / 2
     assert held() - before < 1 << 20
 
@@ -145,7 +146,7 @@ def test_quantized_velocity_is_near(kind: str, offload: str, diorama: tuple[Mode
 
 def test_a_job_with_everything_at_once(diorama: tuple[ModelSpec, ExecutionPlan], tmp_path: Path) -> None:
     spec, plan = diorama
-    plan = replace(offloaded(plan, "group"), decode_tile=16, output=tmp_path / "x.mp4")
+    plan = with_strategy(offloaded(plan, "group"), decode_tile=16).replace(output=tmp_path / "x.mp4")
     events: list[Event] = []
     with Residency() as residency:
         for _ in range(2):

@@ -3,7 +3,6 @@
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +74,9 @@ def test_latents_are_the_same(architecture: str, name: str, tiny: Callable[[str]
     spec, speed = tiny(architecture), SPEEDS[name]
     plan = on_cuda(tiny_plan(spec, tmp_path / "x.mp4", negative_prompt="blue ball"), "float32")
     with exact(), Residency() as residency:
-        wanted = sample(spec, replace(plan, speed=EAGER), residency).cpu()
+        wanted = sample(spec, plan.replace(speed=EAGER), residency).cpu()
         for _ in range(2):
-            assert relative_error(sample(spec, replace(plan, speed=speed), residency), wanted) < 1e-4
+            assert relative_error(sample(spec, plan.replace(speed=speed), residency), wanted) < 1e-4
 
 
 def test_a_job_runs_as_planned(tmp_path: Path) -> None:
@@ -94,7 +93,7 @@ def test_a_job_runs_as_planned(tmp_path: Path) -> None:
 def test_nothing_falls_back_in_silence() -> None:
     spec = find("diorama", Path("none"))
     plan = on_cuda(tiny_plan(spec, Path("x.mp4"), width=128, height=96), "float32")
-    job = Alone(replace(plan, speed=SPEEDS["all"]))
+    job = Alone(plan.replace(speed=SPEEDS["all"]))
     with Residency() as residency, residency.denoiser(spec, job, "transformer") as denoiser:
         latents = torch.randn(plan.latent_shape, device="cuda:0")
         texts = torch.randn(2, 1, 512, spec.transformer.text_dim, device="cuda:0")
@@ -124,7 +123,7 @@ def test_frames_are_the_same(architecture: str, speed: Speed, tiny: Callable[[st
     found = []
     with exact(), Residency() as residency:
         for one in (EAGER, speed):
-            job = Alone(replace(plan, speed=one))
+            job = Alone(plan.replace(speed=one))
             with residency.video_decoder(spec, job) as decoder:
                 found.append(torch.cat(list(decoder.frames(latents, 2))).cpu())
             assert not job.fallen

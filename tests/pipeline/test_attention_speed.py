@@ -1,16 +1,12 @@
 """Attention is measured once for a GPU, a size class and a dtype, and only where it is chosen by Tandem."""
 
-import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from runtime.core.plan import EAGER
 from runtime.pipeline.attention_speed import measure_attention, unknown
 from runtime.pipeline.history import HistoryFile
-from runtime.pipeline.plan_json import plan_from_json, plan_to_json
 from tests.planner.test_execution_options import A14B, TRITON, gpu_machine, plan
 
 
@@ -46,19 +42,7 @@ def test_only_where_tandem_chooses(values: dict[str, Any]) -> None:
     here = gpu_machine()
     chosen = plan(on=here, **values)
     assert bool(unknown(chosen, A14B, (), here)) is ("attention" not in values)
-    on_cpu = chosen.with_component("transformer", replace(chosen.components["transformer"], device="cpu"))
+    on_cpu = chosen.with_component("transformer", chosen.components["transformer"].replace(device="cpu"))
     assert not unknown(on_cpu, A14B, (), here)
-    full = chosen.with_component("transformer", replace(chosen.components["transformer"], dtype="float32"))
+    full = chosen.with_component("transformer", chosen.components["transformer"].replace(dtype="float32"))
     assert not unknown(full, A14B, (), here)
-
-
-def test_a_plan_of_an_earlier_version_is_read_as_diffusers_way() -> None:
-    planned = plan()
-    stored = json.loads(plan_to_json(planned))
-    assert plan_from_json(json.dumps(stored)) == planned
-    for name in ("attention", "compile", "speed"):
-        del stored[name]
-    read = plan_from_json(json.dumps(stored))
-    assert read is not None
-    assert (read.attention, read.compile, read.speed) == ("auto", "auto", EAGER)
-    assert read == replace(planned, speed=EAGER)

@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +123,7 @@ def test_the_likely_cause_follows_from_the_plan(
     fault: Fault, component: str, part: dict[str, Any], values: dict[str, Any], says: str, tiny: Tiny, tmp_path: Path
 ) -> None:
     plan = tiny_plan(tiny("wan2.1"), tmp_path / "x.mp4")
-    plan = replace(plan.with_component(component, replace(plan.components[component], **part)), **values)
+    plan = plan.with_component(component, plan.components[component].replace(**part)).replace(**values)
     assert says in diagnosis.remedy(fault, plan)
     assert "\n" not in diagnosis.shown(fault) + diagnosis.remedy(fault, plan)
 

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from runtime.core.errors import CheckpointError
 from runtime.core.events import Event, Failed, Paused, Resumed, StepDone, VideoSaved, Warned
 from runtime.core.facts import Fact
+from runtime.core.plan import ExecutionPlan
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import Checkpoint, CheckpointFolder
 from runtime.pipeline.checkpoint_files import LATEST, step_kept
 from runtime.pipeline.checkpoint_policy import due, guessed_cost
-from runtime.pipeline.plan_json import plan_from_json, plan_to_json
 from runtime.pipeline.sampling import Conditioning, Reached
 from tests.pipeline.test_resume import run
 from tests.plans import tiny_plan
@@ -41,7 +41,7 @@ def made(spec: ModelSpec, output: Path, **values: Any) -> Checkpoint:
     memory["again"] = memory["model_outputs"][1][1:]  # type: ignore[index]  # a part of another tensor
     return Checkpoint(
         planned=plan,
-        plan=plan.with_component("vae", replace(plan.components["vae"], reason="fell back")),
+        plan=plan.with_component("vae", plan.components["vae"].replace(reason="fell back")),
         of=4,
         conditioning=Conditioning(torch.randn(1, 5, 8).half(), torch.randn(1, 5, 8).half()),
         reached=Reached(2, torch.randn(1, 16, 3, 4, 8), memory),
@@ -73,9 +73,7 @@ def test_all_of_it_comes_back(tiny: Tiny, tmp_path: Path) -> None:
 
 def test_a_plan_survives_as_text(tiny: Tiny, tmp_path: Path) -> None:
     plan = tiny_plan(tiny("wan2.2-a14b"), tmp_path / "x.mp4")
-    assert plan_from_json(plan_to_json(plan)) == plan
-    assert plan_from_json("{}") is None
-    assert plan_from_json("no JSON") is None
+    assert ExecutionPlan.model_validate_json(plan.model_dump_json()) == plan
 
 
 def cut(path: Path) -> None:
@@ -197,9 +195,9 @@ def test_the_one_between_experts_stays_while_others_are_written(tiny: Tiny, tmp_
     assert latest is not None and boundary is not None
     assert (boundary.step, latest.step) == (2, 3)
     # It knows nothing of the second expert.
-    assert folder.boundary(spec, replace(first.planned, guidance_scale_2=9.0)) is not None
+    assert folder.boundary(spec, first.planned.replace(guidance_scale_2=9.0)) is not None
     with pytest.raises(CheckpointError, match="another clip"):
-        folder.boundary(spec, replace(first.planned, guidance_scale=9.0))
+        folder.boundary(spec, first.planned.replace(guidance_scale=9.0))
 
 
 def test_killed_before_the_one_between_experts_is_the_latest_too_it_is_taken(tiny: Tiny, tmp_path: Path) -> None:

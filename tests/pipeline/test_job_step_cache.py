@@ -1,7 +1,6 @@
 """Jobs with a step cache, tiny models: taken up again they give the same video; history and checkpoints know of it."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +8,10 @@ import pytest
 import torch
 
 from runtime.core.events import Paused, Resumed, StepDone, VideoSaved
+from runtime.core.plan import ExecutionPlan
 from runtime.families.wan.transformer import PyTorchDenoiser
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import identity, stamps
-from runtime.pipeline.plan_json import plan_from_json, plan_to_json
 from runtime.planner.history import Run, runs_of, seconds_per_call
 from runtime.video.metadata import read_facts
 from tests.pipeline.test_out_of_memory import outs
@@ -45,7 +44,7 @@ def test_interrupted_anywhere_it_gives_the_same_video(tiny: Tiny, tmp_path: Path
         assert Resumed(step=from_here, of=12) in again
         assert frames_of(out) == wanted
         out.unlink()
-    run(replace(plan, step_cache="none"), spec, None)
+    run(plan.replace(step_cache="none"), spec, None)
     assert frames_of(out) != wanted
 
 
@@ -79,11 +78,11 @@ def test_the_video_tells_and_the_checkpoint_knows(tiny: Tiny, tmp_path: Path) ->
     out = tmp_path / "x.mp4"
     plan = tiny_plan(spec, out, step_cache="first-block")
     assert plan.step_cache == "first-block:0.08"
-    assert plan_from_json(plan_to_json(plan)) == plan
+    assert ExecutionPlan.model_validate_json(plan.model_dump_json()) == plan
     assert isinstance(run(plan, spec, None)[-1], VideoSaved)
     facts = read_facts(out)
     assert facts["request"]["step_cache"] == facts["plan"]["step_cache"] == "first-block:0.08"
-    plain, other = (replace(plan, step_cache=cache) for cache in ("none", "first-block:0.2"))
+    plain, other = (plan.replace(step_cache=cache) for cache in ("none", "first-block:0.2"))
     files = stamps(spec)
     ids = [identity(files, one, half=half) for one in (plan, plain, other) for half in (False, True)]
     assert len(set(ids[::2])) == 3

@@ -17,7 +17,6 @@ from runtime.machine.probe import probe
 from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import CheckpointFolder, identity, stamps
-from runtime.pipeline.plan_json import plan_from_json, plan_to_json
 from runtime.planner.resolve import resolve
 from runtime.queue.execution import Planner
 from runtime.queue.store import JobStore
@@ -101,7 +100,7 @@ def test_resumed_it_gives_the_same_video_and_another_file_starts_anew(place: Pla
     kept = CheckpointFolder(place.folder / "job")
     place.run(plan, spec, kept, stop=2)
     # As it comes back from the store.
-    again = plan_from_json(plan_to_json(plan))
+    again = ExecutionPlan.model_validate_json(plan.model_dump_json())
     assert again == plan
     events = place.run(again, spec, CheckpointFolder(place.folder / "job"))
     assert Resumed(step=2, of=4) in events

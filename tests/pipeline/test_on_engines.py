@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -345,9 +345,9 @@ def test_engines_of_a_job_are_not_evicted_for_each_other(tiny: Callable[[str], M
 def test_a_plan_for_other_weights_is_refused_aloud(bench: Bench) -> None:
     plan = bench.plan(width=48)
     part = plan.components["vae"]
-    other = replace(part, engines=tuple(replace(use, id="0" * 16) for use in part.engines))
+    other = part.replace(engines=tuple(use.replace(id="0" * 16) for use in part.engines))
     keep = {name: tiny_plan(bench.spec, bench.folder / "x.mp4").components[name] for name in COMPONENTS[:3]}
-    events = bench.run(replace(plan, components={**keep, "vae": other}))
+    events = bench.run(plan.replace(components={**keep, "vae": other}))
     (fall,) = fallen(events)
     assert "planned for other weights" in str(fall.reason)
 

@@ -99,7 +99,7 @@ def test_it_goes_on_by_itself_and_the_video_is_the_same(
 ) -> None:
     spec = tiny("wan2.2-a14b")
     plan = tiny_plan(spec, tmp_path / "x.mp4")
-    assert plan.keep_loaded
+    assert plan.strategy.keep_loaded
     run(plan, spec, None)
     shutil.move(tmp_path / "x.mp4", tmp_path / "wanted.mp4")
     Starving(monkeypatch, error).at(name, lambda calls: calls == call)

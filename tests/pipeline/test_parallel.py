@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -37,11 +36,11 @@ from runtime.pipeline.run import run_job
 from tests.made_loras import factors, peft
 from tests.pipeline.test_parity import sample
 from tests.pipeline.test_run import frames_of
-from tests.plans import tiny_plan
+from tests.plans import tiny_plan, with_strategy
 from tests.waiting import until
 
 Tiny = Callable[[str], ModelSpec]
-TWO = Split(devices=("cpu", "cpu"), guidance=2, sequence=1, decode=True, reason="For a test.")
+TWO = Split(devices=("cpu", "cpu"), guidance=2, sequence=1, decode=True)
 SECONDS = 60.0
 
 
@@ -60,7 +59,8 @@ def spec(tiny: Tiny) -> ModelSpec:
 
 def shared(spec: ModelSpec, output: Path, **values: object) -> ExecutionPlan:
     """Plan a tiny clip for two processes."""
-    return replace(tiny_plan(spec, output, negative_prompt="blue ball", **values), split=TWO, keep_loaded=True)
+    plan = tiny_plan(spec, output, negative_prompt="blue ball", **values)
+    return with_strategy(plan, keep_loaded=True).replace(split=TWO)
 
 
 def run(
@@ -99,7 +99,7 @@ def apart(one: Path, other: Path) -> float:
 def test_latents_are_those_of_one_process(spec: ModelSpec, residency: Residency, tmp_path: Path) -> None:
     plan = shared(spec, tmp_path / "x.mp4")
     with Residency() as alone:
-        wanted = sample(spec, replace(plan, split=None), alone)
+        wanted = sample(spec, plan.replace(split=None), alone)
     made = sample(spec, plan, residency)
     torch.testing.assert_close(made, wanted, rtol=0, atol=1e-4)
     assert all(residency.holds(spec, plan, name) for name in ("transformer", "transformer_2"))
@@ -111,7 +111,7 @@ def test_each_adds_the_loras(spec: ModelSpec, residency: Residency, tmp_path: Pa
     changed = with_loras(spec, [Lora(str(tmp_path / "style.safetensors"), 0.5)], tmp_path)
     plan = shared(spec, tmp_path / "x.mp4")
     with Residency() as alone:
-        wanted = sample(changed, replace(plan, split=None), alone)
+        wanted = sample(changed, plan.replace(split=None), alone)
     made = sample(changed, plan, residency)
     torch.testing.assert_close(made, wanted, rtol=0, atol=1e-4)
     assert not torch.allclose(made, sample(spec, plan, residency), atol=1e-2)
@@ -119,7 +119,7 @@ def test_each_adds_the_loras(spec: ModelSpec, residency: Residency, tmp_path: Pa
 
 def test_a_job_goes_on_with_another_number_of_them(spec: ModelSpec, residency: Residency, tmp_path: Path) -> None:
     whole, halves = tmp_path / "whole.mp4", tmp_path / "halves.mp4"
-    together, alone = shared(spec, whole), replace(shared(spec, halves), split=None)
+    together, alone = shared(spec, whole), shared(spec, halves).replace(split=None)
     saved = run(together, spec, residency)[-1]
     assert isinstance(saved, VideoSaved)
     assert saved.request["gpus"] == 2
@@ -130,7 +130,7 @@ def test_a_job_goes_on_with_another_number_of_them(spec: ModelSpec, residency: R
             cancel.pause()
 
     there = processes(residency)
-    events = run(replace(together, output=halves), spec, residency, tmp_path / "job", pause)
+    events = run(together.replace(output=halves), spec, residency, tmp_path / "job", pause)
     assert events[-1] == Paused(step=2, of=4)
     # They were there already, with both experts.
     assert [event.part for event in events if isinstance(event, StageStarted) and event.stage == "load"] == []
@@ -197,7 +197,7 @@ def test_a_killed_one_ends_the_job_with_a_reason(spec: ModelSpec, residency: Res
     assert not plan.output.exists()
     # The app goes on, and so does the job: with one.
     with Residency() as alone:
-        events = run(replace(plan, split=None), spec, alone, tmp_path / "job")
+        events = run(plan.replace(split=None), spec, alone, tmp_path / "job")
     assert isinstance(events[-1], VideoSaved)
     assert any(isinstance(event, Resumed) for event in events)
 
@@ -206,7 +206,7 @@ LEADER = """
 import sys
 from runtime.execution.parallel.group import Group
 from runtime.core.plan import Split
-Group(Split(devices=("cpu",) * 2, guidance=2, sequence=1, decode=True, reason=""), lambda: None)
+Group(Split(devices=("cpu",) * 2, guidance=2, sequence=1, decode=True), lambda: None)
 sys.stdin.read()
 """
 

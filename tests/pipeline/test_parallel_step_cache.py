@@ -1,7 +1,6 @@
 """A step cache where several processes share a pass: all decide as one would, and go on where one would."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from runtime.models.spec import ModelSpec
 from tests.pipeline.test_parallel import apart, run
 from tests.pipeline.test_parity import sample
 from tests.pipeline.test_run import frames_of
-from tests.plans import tiny_plan
+from tests.plans import tiny_plan, with_strategy
 
 Tiny = Callable[[str], ModelSpec]
 # At this strength one half of the tokens and the other, each by itself, would decide differently in some steps.
@@ -29,7 +28,7 @@ def split(request: pytest.FixtureRequest) -> Split:
     """How processes share a job."""
     guidance, sequence = request.param
     devices = ("cpu",) * (guidance * sequence)
-    return Split(devices=devices, guidance=guidance, sequence=sequence, decode=True, reason="For a test.")
+    return Split(devices=devices, guidance=guidance, sequence=sequence, decode=True)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +43,7 @@ def planned(spec: ModelSpec, output: Path, step_cache: str = f"first-block:{STRE
     size = {"width": 80, "height": 16, "frames": 9, "steps": STEPS}
     plan = tiny_plan(spec, output, step_cache=step_cache, guidance_scale=3.0, guidance_scale_2=3.0, **size)
     assert plan.tokens == 15
-    return replace(plan, keep_loaded=True)
+    return with_strategy(plan, keep_loaded=True)
 
 
 def decisions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool, bool]]:
@@ -75,18 +74,18 @@ def test_all_decide_as_one_would(
     assert len(seen) == 2 * (STEPS - 3)
     assert 0 < sum(whole for whole, _, _ in seen) < len(seen)
     assert sum(first != second for _, first, second in seen) >= 2
-    made = sample(spec, replace(cached, split=split), residency)
+    made = sample(spec, cached.replace(split=split), residency)
     assert (made - wanted).norm() <= 1e-6 * wanted.norm()
     assert (wanted - without).norm() > 1e-3 * wanted.norm()
     # Nothing of it stays, though the same modules are lent.
-    again = sample(spec, replace(plain, split=split), residency)
+    again = sample(spec, plain.replace(split=split), residency)
     assert (again - without).norm() <= 1e-6 * without.norm()
 
 
 def test_interrupted_it_gives_the_same_video(split: Split, residency: Residency, tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.2-a14b")
     out, folder = tmp_path / "x.mp4", tmp_path / "job"
-    plan = replace(planned(spec, out), split=split)
+    plan = planned(spec, out).replace(split=split)
     assert isinstance(run(plan, spec, residency)[-1], VideoSaved)
     whole = out.rename(tmp_path / "whole.mp4")
 
@@ -103,6 +102,6 @@ def test_interrupted_it_gives_the_same_video(split: Split, residency: Residency,
     out.unlink()
     assert run(plan, spec, residency, tmp_path / "other", pause)[-1] == Paused(step=8, of=STEPS)
     with Residency() as alone:
-        events = run(replace(plan, split=None), spec, alone, tmp_path / "other")
+        events = run(plan.replace(split=None), spec, alone, tmp_path / "other")
     assert Resumed(step=8, of=STEPS) in events
     assert apart(out, whole) < 0.5

@@ -91,7 +91,7 @@ def test_the_shipped_models_latents_and_frames_equal_wan_pipelines(tmp_path: Pat
     with Residency() as residency:
         latents = sample(spec, plan, residency)
         with residency.video_decoder(spec, Alone(plan)) as decoder:
-            frames = torch.cat(list(decode(decoder, latents, plan.decode_chunk, Cancel()))).numpy()
+            frames = torch.cat(list(decode(decoder, latents, plan.strategy.decode_chunk, Cancel()))).numpy()
     assert abs(latents - by_wan_pipeline(spec, plan, "latent")).max() < 1e-4
     wanted = by_wan_pipeline(spec, plan, "np")[0]
     assert frames.shape == wanted.shape == (9, 96, 128, 3)

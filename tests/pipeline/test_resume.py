@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import imageio_ffmpeg
@@ -37,7 +36,7 @@ from runtime.pipeline.run import run_job
 from runtime.video.metadata import read_facts
 from tests.pipeline.runs import Choice, events_of, never
 from tests.pipeline.test_run import frames_of
-from tests.plans import tiny_plan
+from tests.plans import tiny_plan, with_strategy
 from tests.tiny_models import ARCHITECTURES
 
 Tiny = Callable[[str], ModelSpec]
@@ -200,7 +199,7 @@ def test_what_other_flags_ask_for_counts(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.1")
     plan = tiny_plan(spec, tmp_path / "x.mp4")
     run(plan, spec, tmp_path / "job", stop=lambda event: isinstance(event, StepDone) and event.step == 2)
-    saved = run(replace(plan, keep_loaded=False, fps=12), spec, tmp_path / "job")[-1]
+    saved = run(with_strategy(plan, keep_loaded=False).replace(fps=12), spec, tmp_path / "job")[-1]
     assert isinstance(saved, VideoSaved)
     assert saved.plan["keep_loaded"] is False
     assert saved.request["fps"] == 12

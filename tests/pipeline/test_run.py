@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import imageio_ffmpeg
@@ -39,7 +38,7 @@ from runtime.pipeline.run_context import RunContext
 from runtime.pipeline.sampling import Conditioning, Reached
 from runtime.video.metadata import read_facts
 from tests.pipeline.runs import Choice, events_of, never
-from tests.plans import tiny_plan
+from tests.plans import tiny_plan, with_strategy
 from tests.tiny_models import ARCHITECTURES
 
 Tiny = Callable[[str], ModelSpec]
@@ -278,6 +277,6 @@ def test_parts_are_loaded_once_and_freed_where_the_plan_says_so(tiny: Tiny, tmp_
         assert loads == ["text_encoder", "transformer", "transformer_2", "vae"] * 2
     with Residency() as residency:
         loads.clear()
-        for plan in (replace(keep, freed=("text_encoder",)),) * 2:
+        for plan in (with_strategy(keep, freed=("text_encoder",)),) * 2:
             run_job(plan, spec, emit, Cancel(), residency)
         assert loads == ["text_encoder", "transformer", "transformer_2", "vae", "text_encoder"]

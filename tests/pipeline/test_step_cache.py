@@ -1,7 +1,6 @@
 """A step cache on tiny real models: what `WanPipeline` makes with the same hooks, and nothing of it stays."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,5 +67,5 @@ def test_a_cache_begins_anew_where_a_job_can_be_taken_up(architecture: str, expe
     assert len(second) == spec.experts - 1
     assert {index for index, step in enumerate(steps) if step.fresh} == expected | second
     assert {done for done in range(21) if may_stop(steps, done)} == expected | second | {20}
-    without = get_schedule(replace(plan, step_cache="none"), load_scheduler(spec), spec.boundary_ratio)
+    without = get_schedule(plan.replace(step_cache="none"), load_scheduler(spec), spec.boundary_ratio)
     assert all(may_stop(without, done) for done in range(21))

@@ -136,12 +136,12 @@ def test_other_settings_keep_engines_out_and_the_machine_says_why() -> None:
     assert admitted == []
     assert excluded is not None
     assert excluded.badge == "4-bit weights exclude TensorRT"
-    bfloat16 = replace(buildable(IND), uses=(replace(use(build=True), precision="bfloat16"),))
+    bfloat16 = replace(buildable(IND), uses=(use(build=True).replace(precision="bfloat16"),))
     (barred,), excluded = admit([bfloat16], replace(case, quantization="none"), on)
     assert excluded is None
     assert (barred.problem, barred.badge) == ("Test GPU does not compute in bfloat16", "no bfloat16 on this GPU")
     # One that is there was proven here.
-    there = replace(ready(IND), uses=(replace(use(), precision="bfloat16"),))
+    there = replace(ready(IND), uses=(use().replace(precision="bfloat16"),))
     assert admit([there], replace(case, quantization="none"), on) == ([there], None)
 
 

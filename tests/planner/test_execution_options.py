@@ -270,8 +270,8 @@ def test_small_models_on_a_gpu_take_both_passes_at_once_and_record_them() -> Non
     decided = plan(find("diorama", Path("none")), gpu_machine()).speed
     assert decided.paired
     assert decided.graphed
-    assert "one call" in decided.told
-    assert "recorded" in decided.told
+    assert "one call" in decided.description
+    assert "recorded" in decided.description
     large = plan().speed
     assert not large.paired
     assert not large.graphed
@@ -298,7 +298,7 @@ def test_runs_of_another_speed_are_told_apart() -> None:
     assert runs["transformer"].kind.speed == "compiled cudnn"
     assert runs["vae"].kind.speed == "compiled channels last"
     assert Run.from_json(runs["vae"].to_json()) == runs["vae"]
-    fell = replace(planned, speed=replace(planned.speed, compiled=False))
+    fell = planned.replace(speed=planned.speed.replace(compiled=False))
     components = [run.kind.component for run in runs_of(planned, fell, A14B, here, timings, {})]
     assert components == ["text_encoder"]
     # What an earlier version wrote says nothing of it.

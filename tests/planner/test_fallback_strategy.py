@@ -1,13 +1,12 @@
 """What comes next where memory ran out, machine by machine."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from runtime.core.plan import ExecutionPlan
 from runtime.machine.probe import Machine
-from runtime.planner.fallback_strategy import next_way
+from runtime.planner.fallback_strategy import next_strategy
 from tests.planner.test_strategies import A14B, SMALL, on, plan
 from tests.plans import machine
 from tests.true_sizes import spec
@@ -42,7 +41,7 @@ CPU = machine(ram_free_gib=100)
         (SMALL, CPU, {"frames": 33}, "transformer", "RAM", False, "One part at a time", "", True),
     ],
 )
-def test_the_next_way(
+def test_the_next_strategy(
     model: str,
     where: Machine,
     values: dict[str, Any],
@@ -54,16 +53,16 @@ def test_the_next_way(
     lossless: bool,
 ) -> None:
     before = plan(model, where, **values)
-    found = next_way(before, spec(model), component, memory, lossy=lossy)
+    found = next_strategy(before, spec(model), component, memory, lossy=lossy)
     if title is None:
         assert found is None, found
         return
     assert found is not None
-    assert title in found.strategy.title
-    assert flags in found.strategy.flags
-    assert found.strategy.lossless == lossless
+    assert title in found.forecast.title
+    assert flags in found.plan.strategy.flags
+    assert found.plan.strategy.lossless == lossless
     check_taken(found.plan, before)
-    assert found.plan.decode_tile == found.strategy.decode_tile
+    assert found.plan.strategy == found.forecast.strategy
     if component != "text_encoder" and memory == "VRAM":
         then, now = (next(s for s in p.memory if s.component == component) for p in (before, found.plan))
         assert now.peak_bytes < then.peak_bytes
@@ -71,12 +70,10 @@ def test_the_next_way(
 
 def check_taken(after: ExecutionPlan, before: ExecutionPlan) -> None:
     """Check that a plan takes one way of its ladder, and that it is still the same clip."""
-    (taken,) = [strategy for strategy in after.strategies if strategy.taken]
-    assert (after.offload, after.quantization) == (taken.offload, taken.quantization)
-    assert (after.keep_loaded, after.freed) == (taken.keep_loaded, taken.freed)
+    assert [one.strategy for one in after.strategies].count(after.strategy) == 1
     quantized = {name: part.quantization for name, part in after.components.items()}
     assert quantized["vae"] == quantized["text_encoder"] == "none"
-    assert quantized["transformer"] == taken.quantization
+    assert quantized["transformer"] == after.strategy.quantization
     left_out = {"offload", "quantization"}
     one, other = ({k: v for k, v in p.request_json().items() if k not in left_out} for p in (after, before))
     assert one == other
@@ -87,7 +84,7 @@ def check_taken(after: ExecutionPlan, before: ExecutionPlan) -> None:
 def test_it_comes_to_an_end(where: Machine, component: str) -> None:
     found = plan(A14B, where)
     for _ in range(12):
-        then = next_way(found, spec(A14B), component, "RAM" if where is CPU else "VRAM", lossy=True)
+        then = next_strategy(found, spec(A14B), component, "RAM" if where is CPU else "VRAM", lossy=True)
         if then is None:
             return
         found = then.plan
@@ -98,14 +95,14 @@ def test_engines_keep_their_weights() -> None:
     before = plan(A14B, on(75, 500))
     part = before.components["transformer"]
     use: Any = object()
-    engine = replace(part, backend="tensorrt", engines=(use,))
+    engine = part.replace(backend="tensorrt", engines=(use,))
     on_engine = before.with_component("transformer", engine)
-    assert next_way(on_engine, spec(A14B), "transformer_2", "VRAM", lossy=True) is None
+    assert next_strategy(on_engine, spec(A14B), "transformer_2", "VRAM", lossy=True) is None
 
 
 def test_the_forecast_follows() -> None:
     before = plan(A14B, on(75, 500))
-    found = next_way(before, spec(A14B), "transformer", "VRAM", lossy=False)
+    found = next_strategy(before, spec(A14B), "transformer", "VRAM", lossy=False)
     assert found is not None
     assert found.slowdown > 1.0
     assert found.plan.seconds["decode"].likely == pytest.approx(before.seconds["decode"].likely * found.slowdown)

@@ -1,4 +1,4 @@
-"""The memory forecast, against what an H200 measured with the components at their true size, and way by way."""
+"""The memory forecast, against what an H200 measured with the components at their true size, by strategy."""
 
 import json
 from collections.abc import Mapping
@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import UMT5Config, UMT5EncoderModel
 
+from runtime.core.estimates import MemoryStrategy
 from runtime.core.plan import ComponentPlan
 from runtime.execution.offload import placement
 from runtime.families.wan.spec import _UNFOLDED
@@ -18,7 +19,7 @@ from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from runtime.planner import memory_model
 from runtime.planner.execution_options import text_bytes
-from runtime.planner.memory_model import Load, Way
+from runtime.planner.memory_model import Load
 from tests.gpu.proof_memory import UMT5
 from tests.true_sizes import spec
 
@@ -106,7 +107,9 @@ def test_what_fits_leaves_room_for_the_allocator(row: dict[str, Any]) -> None:
     size = tuple(row.get("size", (832, 480, 81)))
     held = load(model, size, dtypes)
     (stage,) = [
-        stage for stage in memory_model.stages(held, Way(), row.get("chunk", 1)) if stage.component == row["part"]
+        stage
+        for stage in memory_model.stages(held, MemoryStrategy(decode_chunk=row.get("chunk", 1)))
+        if stage.component == row["part"]
     ]
     needs = row["weights"] + stage.working_bytes + stage.allocator_slack_bytes
     assert row["reserved"] <= needs <= 1.5 * row["reserved"]
@@ -133,13 +136,13 @@ def test_a_whole_job_takes_what_was_measured(row: dict[str, Any]) -> None:
     dtypes = {**BF16, "vae": row["vae"]}
     kept = text_bytes(model, "bfloat16", texts=2) if row["text_kept"] else 0
     held = replace(load(model, tuple(row["size"]), dtypes), text_bytes=kept)
-    way = Way(offload=row["offload"], quantization=row["quantization"], keep_loaded=row["keep_loaded"])
+    strategy = MemoryStrategy(offload=row["offload"], quantization=row["quantization"], keep_loaded=row["keep_loaded"])
     weights = memory_model.weights_bytes(model, dtypes, row["quantization"])
     later = {"encode": weights.keys() - {"text_encoder"}, "denoise": {"vae"}, "decode": set()}
     found: dict[str, int] = {}
     free = 149 * GB
     chunk = memory_model.decode_chunk(model, held.latent_shape[2], held.height, held.width, row["vae"], "cuda:0", free)
-    for stage in memory_model.stages(held, way, chunk):
+    for stage in memory_model.stages(held, strategy.replace(decode_chunk=chunk)):
         found[stage.stage] = max(stage.peak_bytes, found.get(stage.stage, 0))
     for name, peak in found.items():
         # What stays loaded was not yet there in the stages before its own: each job was its process's first.
@@ -147,7 +150,7 @@ def test_a_whole_job_takes_what_was_measured(row: dict[str, Any]) -> None:
         assert close(peak - absent - memory_model.taken_before("cuda:0"), row[name]), name
     if row["offload"] != "none":
         # The process held 3 GB before, which the forecast counts and the measurement does not.
-        taken = memory_model.ram_bytes(held, way) + file_pages(weights, row["offload"])
+        taken = memory_model.ram_bytes(held, strategy) + file_pages(weights, row["offload"])
         assert 0.85 * row["ram"] <= taken <= 1.15 * row["ram"] + 3 * GB
 
 
@@ -162,19 +165,19 @@ def test_quantized_weights(quantization: str, gigabytes: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("way", "encode", "denoise", "decode"),
+    ("strategy", "encode", "denoise", "decode"),
     [
-        (Way(keep_loaded=True), 69.0, 69.0, 69.0),
-        (Way(keep_loaded=True, freed=("text_encoder",)), 69.0, 57.6, 57.6),
-        (Way(), 11.4, 28.6, 0.5),
-        (Way(offload="model"), 11.4, 28.6, 0.5),
-        (Way(offload="group"), 2.1, 1.9, 0.5),
-        (Way(offload="sequential"), 2.1, 0.2, 0.5),
-        (Way(quantization="bnb-4bit"), 11.4, 8.4, 0.5),
+        (MemoryStrategy(keep_loaded=True), 69.0, 69.0, 69.0),
+        (MemoryStrategy(keep_loaded=True, freed=("text_encoder",)), 69.0, 57.6, 57.6),
+        (MemoryStrategy(), 11.4, 28.6, 0.5),
+        (MemoryStrategy(offload="model"), 11.4, 28.6, 0.5),
+        (MemoryStrategy(offload="group"), 2.1, 1.9, 0.5),
+        (MemoryStrategy(offload="sequential"), 2.1, 0.2, 0.5),
+        (MemoryStrategy(quantization="bnb-4bit"), 11.4, 8.4, 0.5),
     ],
 )
-def test_weights_on_the_device_by_way(way: Way, encode: float, denoise: float, decode: float) -> None:
-    text, high, low, vae = memory_model.stages(load(spec("wan2.2-a14b"), (832, 480, 81)), way, 1)
+def test_weights_on_the_device_by_way(strategy: MemoryStrategy, encode: float, denoise: float, decode: float) -> None:
+    text, high, low, vae = memory_model.stages(load(spec("wan2.2-a14b"), (832, 480, 81)), strategy)
     assert text.weights_bytes / GB == pytest.approx(encode, abs=0.1)
     assert high.weights_bytes / GB == pytest.approx(denoise, abs=0.1)
     assert low.weights_bytes == high.weights_bytes
@@ -184,7 +187,7 @@ def test_weights_on_the_device_by_way(way: Way, encode: float, denoise: float, d
 @pytest.mark.parametrize(("offload", "gigabytes"), [("none", 8.0), ("model", 72.0), ("group", 72.0)])
 def test_system_memory_holds_what_waits(offload: str, gigabytes: float) -> None:
     held = load(spec("wan2.2-a14b"), (832, 480, 81))
-    assert memory_model.ram_bytes(held, Way(offload=offload)) / GB == pytest.approx(gigabytes, abs=0.2)
+    assert memory_model.ram_bytes(held, MemoryStrategy(offload=offload)) / GB == pytest.approx(gigabytes, abs=0.2)
 
 
 def test_a_tile_takes_its_share_of_a_frame_and_the_clip_comes_together_in_ram() -> None:
@@ -195,8 +198,11 @@ def test_a_tile_takes_its_share_of_a_frame_and_the_clip_comes_together_in_ram() 
     clip = 81 * 480 * 832 * 3 * 2
     assert memory_model.decode_bytes(replace(held, device="cpu"), 1, 32) == quarter + clip
     for offload, more in (("group", clip), ("none", 0)):
-        way = Way(offload=offload)
-        assert memory_model.ram_bytes(held, replace(way, decode_tile=32)) == memory_model.ram_bytes(held, way) + more
+        strategy = MemoryStrategy(offload=offload)
+        assert (
+            memory_model.ram_bytes(held, strategy.replace(decode_tile=32))
+            == memory_model.ram_bytes(held, strategy) + more
+        )
 
 
 @pytest.mark.parametrize(("tile", "measured"), [(None, 21.17), (64, 6.25), (48, 3.65), (32, 1.80)])
@@ -223,8 +229,8 @@ def test_decoding_on_a_cpu_takes_what_was_measured(row: dict[str, Any]) -> None:
     if row["working"] > GB:
         assert close(working, row["working"])
     # With what is held beside it, all of it has room.
-    way = Way(decode_tile=row["tile"])
-    (stage,) = [stage for stage in memory_model.stages(held, way, row["chunk"]) if stage.component == "vae"]
+    strategy = MemoryStrategy(decode_tile=row["tile"], decode_chunk=row["chunk"])
+    (stage,) = [stage for stage in memory_model.stages(held, strategy) if stage.component == "vae"]
     peak = row["before"] + row["working"]
     assert 0.85 * peak <= stage.peak_bytes <= 1.15 * peak + KEPT
 
@@ -249,7 +255,7 @@ def test_weights_lie_where_the_offload_puts_them(model: str, offload: str) -> No
     made = spec(model)
     held = load(made, (832, 480, 81))
     sizes = memory_model.weights_bytes(made, BF16)
-    for stage in memory_model.stages(held, Way(offload=offload), 1):
+    for stage in memory_model.stages(held, MemoryStrategy(offload=offload)):
         name = stage.component
         part = ComponentPlan(backend="pytorch", device="cuda:0", dtype=BF16[name], weights_bytes=0, reason="")
         share = stage.weights_bytes / sizes[name]
@@ -263,7 +269,7 @@ def test_by_layer_the_text_encoder_takes_its_embedding() -> None:
         encoder = UMT5EncoderModel(UMT5Config(**UMT5)).encoder
     sizes = [sum(p.numel() for p in module.parameters(recurse=False)) for module in encoder.modules()]
     made = spec("wan2.1-1.3b")
-    text, *_ = memory_model.stages(load(made, (832, 480, 81)), Way(offload="group"), 1)
+    text, *_ = memory_model.stages(load(made, (832, 480, 81)), MemoryStrategy(offload="group"))
     # The next layer comes while one computes.
     first, second = sorted(sizes)[-1], sorted(sizes)[-2]
     assert 2 * (first + second) == pytest.approx(text.weights_bytes, rel=0.05)
@@ -271,9 +277,9 @@ def test_by_layer_the_text_encoder_takes_its_embedding() -> None:
 
 def test_an_engine_holds_its_own_weights_however_the_rest_is_held() -> None:
     held = replace(load(spec("wan2.2-a14b"), (832, 480, 81)), engine_bytes={"transformer": 30 * GB})
-    _, high, low, _ = memory_model.stages(held, Way(offload="group"), 1)
+    _, high, low, _ = memory_model.stages(held, MemoryStrategy(offload="group"))
     assert high.weights_bytes == 30 * GB
     assert low.weights_bytes < 2 * GB
     whole = load(spec("wan2.2-a14b"), (832, 480, 81))
-    way = Way(offload="group")
-    assert memory_model.ram_bytes(held, way) < memory_model.ram_bytes(whole, way)
+    strategy = MemoryStrategy(offload="group")
+    assert memory_model.ram_bytes(held, strategy) < memory_model.ram_bytes(whole, strategy)

@@ -11,8 +11,7 @@ from runtime.core.estimates import Seconds
 from runtime.core.plan import ExecutionPlan, Split
 from runtime.core.request import GenerationRequest
 from runtime.machine.probe import Gpu, Machine
-from runtime.pipeline.plan_json import plan_from_json, plan_to_json
-from runtime.planner.fallback_strategy import next_way
+from runtime.planner.fallback_strategy import next_strategy
 from runtime.planner.history import runs_of
 from runtime.planner.parallelism import counts, faster
 from runtime.planner.resolve import resolve
@@ -80,7 +79,7 @@ def test_who_shares_what(model: str, values: dict[str, Any], degrees: tuple[int,
             == plan(model, FOUR, **values | {"gpus": 1}).components["text_encoder"].reason
         )
     assert made.request_json()["gpus"] == made.gpus
-    assert plan_from_json(plan_to_json(made)) == made
+    assert ExecutionPlan.model_validate_json(made.model_dump_json()) == made
 
 
 @pytest.mark.parametrize(
@@ -142,7 +141,7 @@ def test_auto_takes_those_that_are_alike_and_leaves_small_models_alone() -> None
     alone = plan(A14B, tight, gpus="auto")
     assert alone.split is None
     assert any("too little memory" in warning for warning in alone.warnings)
-    assert alone.offload == "group"
+    assert alone.strategy.offload == "group"
 
 
 def test_others_are_those_that_it_may_have() -> None:
@@ -156,7 +155,7 @@ def test_others_are_those_that_it_may_have() -> None:
 
 def test_each_gpu_keeps_all_weights_and_the_fullest_counts() -> None:
     one, two, four = (plan(A14B, FOUR, gpus=count) for count in (1, 2, 4))
-    assert one.keep_loaded and two.keep_loaded and four.keep_loaded
+    assert one.strategy.keep_loaded and two.strategy.keep_loaded and four.strategy.keep_loaded
     held = [{stage.component: stage.weights_bytes for stage in made.memory} for made in (one, two, four)]
     assert held[0] == held[1] == held[2]
     # Another process and its buffers; and a share of the tokens needs less.
@@ -165,9 +164,9 @@ def test_each_gpu_keeps_all_weights_and_the_fullest_counts() -> None:
     assert two.memory_bytes > one.memory_bytes
     less = plan(A14B, on(H200, replace(H200, free_bytes=60 * GIB)), gpus=2)
     assert less.free_bytes == 60 * GIB
-    assert not less.keep_loaded
-    assert {strategy.offload for strategy in less.strategies} == {"none"}
-    assert {strategy.quantization for strategy in less.strategies} == {"none", "fp8"}
+    assert not less.strategy.keep_loaded
+    assert {one.strategy.offload for one in less.strategies} == {"none"}
+    assert {one.strategy.quantization for one in less.strategies} == {"none", "fp8"}
 
 
 def test_each_gpu_remembers_its_own_passes_and_tokens() -> None:
@@ -189,7 +188,7 @@ def test_more_gpus_are_forecast_to_be_faster() -> None:
         assert one.likely > two.likely > four.likely
         assert two.low < two.likely < two.high
     assert seconds[0]["encode"] == seconds[1]["encode"]
-    split = Split(devices=("cuda:0", "cuda:1"), guidance=2, sequence=1, decode=False, reason="")
+    split = Split(devices=("cuda:0", "cuda:1"), guidance=2, sequence=1, decode=False)
     alone = Seconds(10.0, 8.0, 20.0)
     assert faster(alone, split, "vae") == alone
     assert faster(alone, split, "transformer").likely == pytest.approx(5.1, abs=0.1)
@@ -235,9 +234,9 @@ def test_a_begun_job_goes_to_as_many_other_gpus() -> None:
 
 def test_tiles_are_decoded_by_one() -> None:
     made = plan(A14B, FOUR, gpus=2)
-    relief = next_way(made, spec(A14B), "vae", "VRAM", lossy=True)
-    while relief is not None and relief.plan.decode_tile is None:
-        relief = next_way(relief.plan, spec(A14B), "vae", "VRAM", lossy=True)
+    relief = next_strategy(made, spec(A14B), "vae", "VRAM", lossy=True)
+    while relief is not None and relief.plan.strategy.decode_tile is None:
+        relief = next_strategy(relief.plan, spec(A14B), "vae", "VRAM", lossy=True)
     assert relief is not None and relief.plan.split is not None
     assert not relief.plan.split.decode
     assert relief.plan.gpus == 2

@@ -26,9 +26,9 @@ def test_the_card_that_is_named_suffices_and_a_smaller_one_does_not(known: objec
         ram = card.ram_bytes // GIB + 8
         plan = resolve(request, spec, here("card", (8, 9), card.gib, ram=2 * ram), Path("none.mp4"))
         assert plan.memory_bytes <= 0.95 * card.gib * GIB
-        assert plan.keep_loaded or not stays
+        assert plan.strategy.keep_loaded or not stays
     smaller = CARDS[CARDS.index(found.resident.gib) - 1]
-    assert not resolve(request, spec, here("card", (8, 9), smaller, ram=512), Path("none.mp4")).keep_loaded
+    assert not resolve(request, spec, here("card", (8, 9), smaller, ram=512), Path("none.mp4")).strategy.keep_loaded
 
 
 def test_a_machine_without_a_gpu_is_judged_by_its_memory() -> None:

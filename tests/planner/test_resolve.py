@@ -151,7 +151,7 @@ def test_parts_stay_loaded_only_where_they_fit(free_gib: float, keep: bool | Non
         with pytest.raises(MachineError, match="video memory"):
             plan(spec, on)
     else:
-        assert plan(spec, on).keep_loaded is keep
+        assert plan(spec, on).strategy.keep_loaded is keep
 
 
 def test_too_little_ram_is_told_before_the_run(tiny: Tiny) -> None:

@@ -92,15 +92,15 @@ def test_the_way_that_is_taken(
     tile: int | None,
 ) -> None:
     made = plan(model, where, **values)
-    assert (made.offload, made.quantization) == (offload, quantization)
-    stay = [name for name in made.components if made.stays(name)]
+    assert (made.strategy.offload, made.strategy.quantization) == (offload, quantization)
+    stay = [name for name in made.components if made.strategy.keeps(name)]
     expected = {"all": list(made.components), "but text": list(made.components)[1:], "none": []}
     assert stay == expected[keeps]
-    assert (made.decode_chunk, made.decode_tile) == (chunk, tile)
+    assert (made.strategy.decode_chunk, made.strategy.decode_tile) == (chunk, tile)
     assert made.components["transformer"].quantization == quantization
     assert made.components["vae"].quantization == "none"
-    (taken,) = [strategy for strategy in made.strategies if strategy.taken]
-    assert (taken.decode_tile, taken.lossless) == (tile, tile is None and quantization == "none")
+    (taken,) = [one for one in made.strategies if one.strategy == made.strategy]
+    assert (taken.strategy.decode_tile, taken.strategy.lossless) == (tile, tile is None and quantization == "none")
     assert taken.peak_bytes == made.memory_bytes == max(stage.peak_bytes for stage in made.memory) <= made.free_bytes
 
 
@@ -117,7 +117,7 @@ def test_a_tight_fit_is_the_last_resort_and_is_said() -> None:
     assert made.memory_bytes < made.free_bytes
     # With room in RAM there is a way that fits well.
     roomy = plan(A14B, on(32, 96, quantizers=()))
-    assert (roomy.offload, roomy.warnings) == ("group", ())
+    assert (roomy.strategy.offload, roomy.warnings) == ("group", ())
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_what_does_not_fit_is_refused_with_what_does(
 
 def test_on_a_cpu_offload_changes_nothing_and_says_so() -> None:
     made = plan(A14B, machine(ram_free_gib=500), offload="group")
-    assert made.offload == "none"
+    assert made.strategy.offload == "none"
     assert "changes nothing on the CPU" in made.warnings[0]
 
 
@@ -163,14 +163,14 @@ def test_quantized_transformers_are_not_brought_in_parts() -> None:
 
 def test_on_a_cpu_parts_are_kept_or_come_one_at_a_time() -> None:
     roomy, short = (plan(SMALL, machine(ram_free_gib=gib)) for gib in (96, 32))
-    assert [strategy.title for strategy in roomy.strategies] == ["Everything stays loaded", "One part at a time"]
-    assert (roomy.keep_loaded, short.keep_loaded) == (True, False)
-    assert {strategy.ram_bytes for strategy in roomy.strategies} == {0}
+    assert [one.title for one in roomy.strategies] == ["Everything stays loaded", "One part at a time"]
+    assert (roomy.strategy.keep_loaded, short.strategy.keep_loaded) == (True, False)
+    assert {one.ram_bytes for one in roomy.strategies} == {0}
 
 
 def test_on_a_cpu_too_frames_are_decoded_in_tiles_where_memory_is_short() -> None:
     roomy, short = (plan(SMALL, machine(ram_free_gib=gib), width=1920, height=1088) for gib in (64, 30))
-    assert (roomy.decode_tile, short.decode_tile) == (None, 64)
+    assert (roomy.strategy.decode_tile, short.strategy.decode_tile) == (None, 64)
     # The clip comes together in the same memory.
     whole_clip = 81 * 1920 * 1088 * 3 * 2
     assert short.memory[-1].working_bytes > whole_clip
@@ -184,14 +184,14 @@ def test_decoding_in_tiles_is_said() -> None:
     made = plan(SMALL, on(8, 32))
     (said,) = made.warnings
     assert "decoded in tiles of 256x256" in said
-    (taken,) = [strategy for strategy in made.strategies if strategy.taken]
+    (taken,) = [one for one in made.strategies if one.strategy == made.strategy]
     assert taken.title == "Blocks wait in RAM, decoding in tiles of 256x256"
     assert made.to_json()["decode_tile"] == 32
 
 
 def test_what_stays_loaded_is_let_go_before_frames_are_cut() -> None:
     strategies = plan(SMALL, on(16, 32)).strategies
-    assert [strategy.decode_tile for strategy in strategies[:3]] == [None, None, 64]
+    assert [one.strategy.decode_tile for one in strategies[:3]] == [None, None, 64]
 
 
 def test_an_engine_decodes_frames_whole() -> None:
@@ -208,18 +208,16 @@ def test_every_tile_is_one_that_the_decoder_takes() -> None:
 
 def test_what_this_machine_lacks_is_shown_and_never_offered() -> None:
     made = plan(A14B, on(32, 96, (8, 6), ("bitsandbytes",)))
-    lacks = {strategy.quantization: strategy.lacks for strategy in made.strategies if strategy.quantization != "none"}
+    lacks = {one.strategy.quantization: one.lacks for one in made.strategies if one.strategy.quantization != "none"}
     assert lacks == {"fp8": "Some GPU does not compute in FP8", "bnb-8bit": "", "bnb-4bit": ""}
     bare = plan(A14B, on(32, 96, quantizers=()))
-    assert {strategy.flags: strategy.lacks for strategy in bare.strategies if strategy.lacks} == {
+    assert {one.strategy.flags: one.lacks for one in bare.strategies if one.lacks} == {
         "--quantization fp8": "torchao is not installed",
         "--quantization bnb-8bit": "bitsandbytes is not installed",
         "--quantization bnb-4bit": "bitsandbytes is not installed",
     }
     # It would fit, and is not offered.
-    assert all(
-        strategy.fits and strategy.fits_ram for strategy in bare.strategies if strategy.quantization == "bnb-4bit"
-    )
+    assert all(one.fits and one.fits_ram for one in bare.strategies if one.strategy.quantization == "bnb-4bit")
     with pytest.raises(MachineError) as caught:
         plan(A14B, on(24, 32, quantizers=()), offload="group")
     assert "--quantization" not in caught.value.remedy
@@ -227,7 +225,7 @@ def test_what_this_machine_lacks_is_shown_and_never_offered() -> None:
 
 def test_the_ladder_is_from_fast_to_frugal() -> None:
     strategies = plan(A14B, on(140, 500)).strategies
-    asked = [strategy.flags for strategy in strategies]
+    asked = [one.strategy.flags for one in strategies]
     assert asked == [
         "",
         "",
@@ -239,14 +237,10 @@ def test_the_ladder_is_from_fast_to_frugal() -> None:
         "--quantization bnb-4bit",
         "--offload sequential",
     ]
-    lossless = [strategy for strategy in strategies if strategy.lossless]
-    assert [strategy.peak_bytes for strategy in lossless] == sorted(
-        (strategy.peak_bytes for strategy in lossless), reverse=True
-    )
-    assert [strategy.seconds.likely for strategy in lossless] == sorted(
-        strategy.seconds.likely for strategy in lossless
-    )
-    assert not any(strategy.ram_bytes > 10 * GIB for strategy in strategies if strategy.offload == "none")
+    lossless = [one for one in strategies if one.strategy.lossless]
+    assert [one.peak_bytes for one in lossless] == sorted((one.peak_bytes for one in lossless), reverse=True)
+    assert [one.seconds.likely for one in lossless] == sorted(one.seconds.likely for one in lossless)
+    assert not any(one.ram_bytes > 10 * GIB for one in strategies if one.strategy.offload == "none")
 
 
 @pytest.mark.parametrize(
@@ -254,20 +248,20 @@ def test_the_ladder_is_from_fast_to_frugal() -> None:
     [(A14B, on(140, 500)), (A14B, on(24, 96)), (A14B, on(24, 32)), (A14B, on(19, 32)), (SMALL, on(16, 32))],
 )
 def test_what_a_rung_offers_is_taken_when_it_is_asked_for(model: str, where: Machine) -> None:
-    for strategy in plan(model, where).strategies:
-        if not strategy.offered:
-            assert strategy.verdict("video memory") != "fits"
+    for one in plan(model, where).strategies:
+        if not one.offered:
+            assert one.verdict("video memory") != "fits"
             continue
-        made = plan(model, where, offload=strategy.offload, quantization=strategy.quantization)
-        (taken,) = [other for other in made.strategies if other.taken]
-        assert taken == replace(strategy, taken=True)
+        made = plan(model, where, offload=one.strategy.offload, quantization=one.strategy.quantization)
+        (taken,) = [other for other in made.strategies if other.strategy == made.strategy]
+        assert taken == one
         assert len(made.strategies) == len(plan(model, where).strategies)
 
 
 def test_what_the_chosen_backends_exclude_is_not_offered() -> None:
     with_tensorrt = replace(on(24, 96), packages=(*on(24, 96).packages, ("tensorrt", "11.0")))
     made = plan(A14B, with_tensorrt, backends={"transformer": "tensorrt"})
-    group = next(strategy for strategy in made.strategies if strategy.flags == "--offload model")
+    group = next(one for one in made.strategies if one.strategy.flags == "--offload model")
     assert not group.offered
     assert group.verdict("video memory") == "cannot be: model offload excludes TensorRT"
     with pytest.raises(InvalidRequestError, match="Model offload excludes TensorRT"):
@@ -275,10 +269,11 @@ def test_what_the_chosen_backends_exclude_is_not_offered() -> None:
 
 
 def test_a_way_beyond_the_ladder_has_its_place_on_it() -> None:
-    strategies = plan(A14B, on(140, 500), quantization="fp8", offload="model").strategies
-    flags = [strategy.flags for strategy in strategies]
+    made = plan(A14B, on(140, 500), quantization="fp8", offload="model")
+    strategies = made.strategies
+    flags = [one.strategy.flags for one in strategies]
     place = flags.index("--offload model --quantization fp8")
-    assert strategies[place].taken and flags[place - 1] == "--quantization fp8"
+    assert strategies[place].strategy == made.strategy and flags[place - 1] == "--quantization fp8"
 
 
 @pytest.mark.parametrize(
@@ -309,8 +304,7 @@ def test_a_refusal_carries_the_ladder(model: str, where: Machine, values: dict[s
         plan(model, where, **values)
     strategies = caught.value.strategies
     assert len(strategies) == (9 if where.gpus else 2)
-    assert not any(strategy.taken for strategy in strategies)
-    assert {strategy.verdict(caught.value.where) for strategy in strategies} == verdicts
+    assert {one.verdict(caught.value.where) for one in strategies} == verdicts
 
 
 def test_the_plan_says_it_all_as_json() -> None:
@@ -322,7 +316,7 @@ def test_the_plan_says_it_all_as_json() -> None:
     for forecast in said["forecast"].values():
         assert forecast["low"] <= forecast["seconds"] <= forecast["high"]
         assert forecast["measured"] is False
-    assert [strategy["flags"] for strategy in said["ladder"] if strategy["taken"]] == ["--offload group"]
+    assert [one["flags"] for one in said["ladder"] if one["taken"]] == ["--offload group"]
 
 
 def test_a_lora_is_added_to_quantized_weights_too() -> None:
@@ -335,7 +329,7 @@ def test_a_lora_is_added_to_quantized_weights_too() -> None:
 
     small, without = planned(on(24, 32)), plan(A14B, on(24, 32))
     assert small.loras == (use,)
-    assert small.quantization == without.quantization != "none"
-    assert [strategy.lacks for strategy in small.strategies] == [strategy.lacks for strategy in without.strategies]
+    assert small.strategy.quantization == without.strategy.quantization != "none"
+    assert [one.lacks for one in small.strategies] == [one.lacks for one in without.strategies]
     forced = planned(on(140, 500), quantization="fp8")
-    assert (forced.quantization, forced.loras) == ("fp8", (use,))
+    assert (forced.strategy.quantization, forced.loras) == ("fp8", (use,))

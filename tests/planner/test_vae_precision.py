@@ -1,6 +1,5 @@
 """The VAE's precision in a plan: what follows from it for memory, time and what is remembered, and whom to blame."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +35,14 @@ def test_only_the_vae_follows_it(asked: str, dtype: str) -> None:
     dtypes = {name: part.dtype for name, part in made.components.items()}
     assert dtypes == {"text_encoder": "bfloat16", "transformer": "bfloat16", "vae": dtype}
     assert made.components["vae"].weights_bytes == LARGE.parameters["vae"] * DTYPE_BYTES[dtype]
-    assert made.vae_precision == made.request_json()["vae_precision"] == asked
+    assert made.asked.vae_precision == made.request_json()["vae_precision"] == asked
     assert GenerationRequest.from_mapping(made.request_json()).vae_precision == asked
     assert made.to_json()["components"]["vae"]["dtype"] == dtype
 
 
 def test_16_bits_take_half_the_memory_and_less_time() -> None:
     half, full = plan("auto"), plan("float32")
-    assert half.decode_chunk == full.decode_chunk
+    assert half.strategy.decode_chunk == full.strategy.decode_chunk
     working = [next(stage.working_bytes for stage in one.memory if stage.stage == "decode") for one in (half, full)]
     # A little more than half: norms are computed in float32.
     assert 0.5 < working[0] / working[1] < 0.54
@@ -115,5 +114,5 @@ def test_what_the_device_cannot_do_is_refused_by_name(asked: str) -> None:
     ],
 )
 def test_whom_to_blame_for_what_is_no_number(part: dict[str, Any], says: str) -> None:
-    assert says in vae_precision.remedy(replace(plan("auto").components["vae"], **part))
+    assert says in vae_precision.remedy(plan("auto").components["vae"].replace(**part))
     assert "weights are damaged" in vae_precision.remedy(None)

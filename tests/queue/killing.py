@@ -27,7 +27,6 @@ from runtime.models.catalogue import EMBEDDED
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import CheckpointFolder
-from runtime.pipeline.plan_json import plan_from_json, plan_to_json
 from runtime.pipeline.run import run_job
 from tests.plans import tiny_plan
 
@@ -80,7 +79,7 @@ class Bench:
     def run(self, moment: Moment | None = None) -> Killed:
         """Run the job until it ends, or is killed."""
         self._log.unlink(missing_ok=True)
-        arguments = (self._spec.directory, plan_to_json(self._plan), self.job, self._log, moment)
+        arguments = (self._spec.directory, self._plan.model_dump_json(), self.job, self._log, moment)
         process = self._context.Process(target=_work, args=arguments)
         process.start()
         process.join(120)
@@ -96,8 +95,7 @@ def _listed(folder: Path) -> list[Path]:
 
 def _work(directory: Path, plan_json: str, job: Path, log: Path, moment: Moment | None) -> None:
     """Run a job in this process, and end it when its moment has come."""
-    plan = plan_from_json(plan_json)
-    assert plan is not None
+    plan = ExecutionPlan.model_validate_json(plan_json)
     told = 0
 
     def emit(event: Event) -> None:

@@ -131,7 +131,7 @@ def test_a_job_of_another_process_is_seen_from_here(
     until(lambda: steps(busy) > 2)
     store = stored(tmp_path)
     with Instance(store.path) as other:
-        plan = replace(busy.plan, output=tmp_path / "outputs" / "other.mp4")
+        plan = busy.plan.replace(output=tmp_path / "outputs" / "other.mp4")
         record = store.add(small(), plan, instance=other.id)
         seen = worker.job(record.id)
         assert seen is not None and seen.state == "running"
@@ -164,7 +164,7 @@ def test_what_cannot_be_made_any_more_fails_and_the_next_goes_on(start: Make, tm
     worker = start()
     busy, gone = worker.submit(small(steps=1000)), worker.submit(small())
     until(lambda: steps(busy) > 2)
-    worker.store.edit(gone.id, replace(small(), model="lost"), replace(gone.plan, model="lost"))
+    worker.store.edit(gone.id, replace(small(), model="lost"), gone.plan.replace(model="lost"))
     after = worker.submit(small())
     busy.cancel.request()
     until(lambda: not after.open)

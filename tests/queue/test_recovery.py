@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,7 +75,7 @@ def test_a_video_that_is_whole_and_names_its_job_is_done(
 ) -> None:
     """The process died between the video's renaming and the store's note of it."""
     spec = tiny("wan2.1")
-    plan = replace(tiny_plan(spec, tmp_path / "boat.mp4"), model="diorama")
+    plan = tiny_plan(spec, tmp_path / "boat.mp4").replace(model="diorama")
     ours, another, torn = (store.add(asked(), plan, instance="dead") for _ in range(3))
     events: list[Event] = []
     with Residency() as residency:
@@ -124,7 +123,7 @@ def test_purging_removes_files_of_ours_only(store: JobStore, tmp_path: Path) -> 
     for video in videos:
         video.parent.mkdir()
         video.write_bytes(b"video")
-        job = store.add(asked(), replace(planned(), output=video), instance="a")
+        job = store.add(asked(), planned().replace(output=video), instance="a")
         store.record(job.id, saved().model_copy(update={"video": video}))
         folder = store.folder(job.id)
         assert folder is not None

@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -149,5 +148,5 @@ def test_in_words(wanted: int, free: int, words: str, tiny: Callable[[str], Mode
     progress = Progress().after(WaitsForGpus(wanted=wanted, free=free), 1.0)
     assert (progress.title, progress.fraction, progress.seconds_left) == (words, 0.0, None)
     request = GenerationRequest(prompt="a boat", frames=5, width=32, height=32)
-    plan = replace(resolve(request, tiny("wan2.1"), FOUR, tmp_path / "x.mp4"), steps=4)
+    plan = resolve(request, tiny("wan2.1"), FOUR, tmp_path / "x.mp4").replace(steps=4)
     assert progress.after(Planned(plan=plan), 2.0).title == "Preparing"

@@ -153,6 +153,6 @@ def test_a_job_whose_plan_is_of_another_version_is_planned_anew(worker: JobQueue
 def test_a_plan_goes_on_on_whichever_gpu_is_free(device: str, gpu: int, gpus: int, moved: str | None) -> None:
     plan = planned()
     for name in plan.components:
-        plan = plan.with_component(name, replace(plan.components[name], device=device))
+        plan = plan.with_component(name, plan.components[name].replace(device=device))
     found = on_gpu(plan, gpu, replace(machine(), gpus=(a_gpu(),) * gpus))
     assert (found and {part.device for part in found.components.values()}) == (moved and {moved})

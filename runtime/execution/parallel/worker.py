@@ -107,7 +107,7 @@ class Rank:
             against = problem(speed.attention, str(self._device), taken, spec.transformer.attention_head_dim)
             if against is not None:
                 sys.stderr.write(f"{speed.attention} attention does not run here: {against}.\n")
-                speed = replace(speed, attention=EAGER.attention)
+                speed = speed.replace(attention=EAGER.attention)
             denoiser.compute(speed)
             self._denoisers[name] = denoiser
             if self._tokens is not None:
