@@ -28,7 +28,7 @@ from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.run import run_job
 from runtime.planner.resolve import resolve
-from runtime.video.similarity import likeness
+from runtime.video.similarity import similarity
 from tools import grade
 
 PROMPTS = (
@@ -91,8 +91,8 @@ def main() -> None:
             for way in ways:
                 out = folder / f"{number}-{way.replace(':', '-')}.mp4"
                 made = make(spec, residency, prompt, way, out)
-                alike = likeness(folder / f"{number}-{NONE}.mp4", out)
-                found[way].append(made | {"psnr": alike.psnr, "ssim": alike.ssim, "same": alike.same})
+                alike = similarity(folder / f"{number}-{NONE}.mp4", out)
+                found[way].append(made | {"psnr": alike.psnr, "ssim": alike.ssim, "same": alike.identical})
                 sys.stderr.write(f"{number} {way} {found[way][-1]}\n")
     rows = []
     for way in ways:

@@ -106,6 +106,7 @@ class _Template(Formatter):
             "clauses": lambda: ", ".join(self.format_field(one, "clause") for one in value),
             "settings": lambda: " ".join(words.setting(name, one) for name, one in value.items()),  # by name
             "backend": lambda: words.backend(value),
+            "field": lambda: str(value).replace("_", " ").capitalize(),
         }
         if format_spec in conversions:
             return conversions[format_spec]()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError, MachineError
-from runtime.core.plan import BACKEND_TITLES, PYTORCH, EngineUse, ExecutionPlan
+from runtime.core.plan import PYTORCH, EngineUse, ExecutionPlan
 from runtime.core.request import ALL, AUTO, GenerationRequest
 from runtime.engines.build import EmitProgress
 from runtime.engines.service import EngineService
@@ -89,9 +89,10 @@ def _of_component(name: str, asked: str, plan: ExecutionPlan, offers: Offers) ->
     able = [offer for offer in offered if offer.problem is None]
     if asked != AUTO:
         if not able:
-            why = offered[0].problem if offered else "it does not run on this device"
-            remedy = offered[0].remedy if offered else "Take another backend."
-            raise MachineError(f"{BACKEND_TITLES[asked]} engines cannot be built here: {why}.", remedy)
+            if not offered:
+                raise MachineError("pipeline.backend_unsupported", backend=asked, component=name, device=device)
+            offer = offered[0]
+            raise MachineError("pipeline.not_buildable", backend=asked, problem=offer.problem, fix=offer.remedy)
         able = able[:1]
     for offer in able:
         for use in offer.uses:

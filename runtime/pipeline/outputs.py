@@ -1,4 +1,4 @@
-"""Where videos go when nobody says."""
+"""Default paths of videos."""
 
 import re
 import secrets
@@ -11,18 +11,18 @@ _SLUG_CHARACTERS = 40
 
 
 def output_path(outputs_dir: Path, prompt: str) -> Path:
-    """Return a new path that sorts by time and says what it shows: 20261120-091500-a-red-boat-1a2b3c.mp4."""
+    """Return a new path that sorts by time and names the prompt: 20261120-091500-a-red-boat-1a2b3c.mp4."""
     now = datetime.now(timezone.utc).astimezone()
     return outputs_dir / f"{now:%Y%m%d-%H%M%S}-{slug(prompt) or 'video'}-{secrets.token_hex(3)}.mp4"
 
 
 def slug(prompt: str) -> str:
-    """Return what a file's name says of a prompt; empty if it has no Latin letters."""
+    """Return a prompt as part of a file name; empty if it has no Latin letters."""
     return re.sub(r"[^a-z0-9]+", "-", prompt.lower())[:_SLUG_CHARACTERS].strip("-")
 
 
 def make_folder(outputs_dir: Path) -> None:
-    """Make the folder of videos if it is missing.
+    """Make the folder for videos if it is missing.
 
     Raises:
         OutputError: if it cannot be made.
@@ -30,7 +30,4 @@ def make_folder(outputs_dir: Path) -> None:
     try:
         outputs_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OutputError(
-            f"The folder {outputs_dir} cannot be made: {error.strerror}.",
-            "Set TANDEM_CACHE_DIR to a folder that you can write to.",
-        ) from error
+        raise OutputError("pipeline.outputs_folder", folder=outputs_dir, reason=error.strerror) from error

@@ -8,7 +8,7 @@ import torch
 
 from runtime.core.plan import ExecutionPlan
 from runtime.models.spec import ModelSpec
-from runtime.video.preview import encode_frames, encode_preview, small
+from runtime.video.preview import encode_frames, encode_preview, resize
 
 # At most so often: a preview takes 10 ms, as long as several steps of a small model on a GPU.
 _SECONDS = 0.25
@@ -45,7 +45,7 @@ class Previews:
         Args:
             frames: the next ones, (n, height, width, 3) uint8.
         """
-        self._frames.extend(small(frames))
+        self._frames.extend(resize(frames))
         return self._timed(lambda: encode_frames(self._frames, round(1000 / self._plan.fps)))
 
     def begin_again(self) -> None:

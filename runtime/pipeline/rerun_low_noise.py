@@ -1,4 +1,4 @@
-"""A finished video's second half anew: its low-noise expert with other settings, from where the first expert ended."""
+"""Rerun the second half of a video: the low-noise transformer with other settings, from the end of the first half."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -7,7 +7,7 @@ from typing import Any
 
 from runtime.core.errors import CheckpointError, InvalidRequestError
 from runtime.core.plan import ExecutionPlan
-from runtime.core.request import AUTO, GenerationRequest, label
+from runtime.core.request import AUTO, GenerationRequest
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import HOW, SECOND_HALF, CheckpointFolder
@@ -15,9 +15,10 @@ from runtime.planner.engine_offers import Offers, no_offers
 from runtime.planner.history import History
 from runtime.planner.resolve import resolve
 
-# What may be asked for anew: what the checkpoint between both experts does not depend on.
+# Fields that the checkpoint between the two transformers does not depend on.
 CHANGEABLE = (SECOND_HALF, *HOW)
-_OF_THE_SCHEDULE = {"steps": "The number of steps", "shift": "The shift"}
+# The schedule of the second half follows from the first.
+_OF_THE_SCHEDULE = ("steps", "shift")
 
 
 def redo_second_half(
@@ -31,35 +32,27 @@ def redo_second_half(
     offers: Offers = no_offers,
     history: History = (),
 ) -> ExecutionPlan:
-    """Plan a job that runs the low-noise expert and decodes, and put what it starts from into its folder.
+    """Plan a job that runs the low-noise transformer and decodes, and copy the checkpoint it starts from.
 
-    `run_job` with this plan and `target` then does the rest, and can be interrupted and resumed like any other.
+    `run_job` with this plan and `target` does the rest; it can be interrupted and resumed like any other job.
 
     Args:
-        made: the plan of the job whose second half is redone; it ended, or was interrupted in its second half.
-        changes: by the names of `GenerationRequest`, of those in `CHANGEABLE`; backends by component.
+        made: the plan of the job to rerun; it ended, or was interrupted in its second half.
+        changes: request fields by name, of those in `CHANGEABLE`; backends by component.
         source: that job's checkpoints.
         target: the new job's.
         machine, output, offers, history: as for `planner.resolve.resolve`.
 
     Raises:
         InvalidRequestError: for a model with one transformer, a setting of the first half, or one out of bounds.
-        CheckpointError: if that job's checkpoint between both experts is not there, of no use, or cannot be written.
-        MachineError: if memory does not suffice.
+        CheckpointError: if the checkpoint between the two transformers is missing, unusable, or cannot be copied.
+        MachineError: if there is not enough memory.
     """
     if spec.experts == 1:
-        raise InvalidRequestError(
-            "model",
-            f"{spec.title} has one transformer, so there is no second half to redo.",
-            "Generate the video anew with the settings that you want.",
-        )
+        raise InvalidRequestError("model", "rerun.one_transformer", model=spec.title)
     _check_changeable(changes)
     if made.expert_steps.get("transformer_2") == 0:
-        raise InvalidRequestError(
-            "model",
-            f"The low-noise transformer took none of the {made.steps} steps, so there is no second half to redo.",
-            "Generate the video anew with the settings that you want.",
-        )
+        raise InvalidRequestError("model", "rerun.no_low_noise_steps", steps=made.steps)
     values = made.request_json() | {"offload": AUTO} | dict(changes)
     backends = changes.get("backends", {})
     values["backends"] = {**made.asked.backends, **backends} if isinstance(backends, Mapping) else backends
@@ -80,15 +73,6 @@ def redo_second_half(
 def _check_changeable(changes: Mapping[str, Any]) -> None:
     for name in changes:
         if name in _OF_THE_SCHEDULE:
-            raise InvalidRequestError(
-                name,
-                f"{_OF_THE_SCHEDULE[name]} is the whole video's: the schedule of its second half follows from the "
-                "first.",
-                f"Leave the {name} as {'they are' if name == 'steps' else 'it is'}, or generate the video anew.",
-            )
+            raise InvalidRequestError(name, "rerun.schedule_fixed", field=name)
         if name not in CHANGEABLE:
-            raise InvalidRequestError(
-                name,
-                f"The {label(name)} belongs to the first half too.",
-                f"Change one of {', '.join(CHANGEABLE)}, or generate the video anew.",
-            )
+            raise InvalidRequestError(name, "rerun.not_changeable", field=name, changeable=CHANGEABLE)

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from runtime.core.cancel import Cancel, CancelledError, PausedError
-from runtime.core.errors import BadResultError, TandemError
+from runtime.core.errors import TandemError
 from runtime.core.events import Cancelled, Failed, FramesDecoded, Paused, Planned, StageStarted, StepDone, VideoSaved
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
@@ -20,9 +20,9 @@ from runtime.execution.prefetch import next_files, reading
 from runtime.execution.residency import Residency
 from runtime.execution.text_encoder import TextEncoding
 from runtime.models.spec import ModelSpec
-from runtime.pipeline import diagnosis
 from runtime.pipeline.attention_speed import measure_attention
 from runtime.pipeline.checkpoint import CheckpointFolder
+from runtime.pipeline.diagnosis import degenerate_clip
 from runtime.pipeline.history import HistoryFile
 from runtime.pipeline.metrics import Clock, PeakMemory
 from runtime.pipeline.oom_retry import with_oom_retry
@@ -225,13 +225,13 @@ def _save(context: RunContext, previews: Previews, peak: PeakMemory, job_id: str
             for chunk in chunks:
                 frames = chunk.numpy()
                 writer.write(frames)
-                detector.look(frames)
+                detector.inspect(frames)
                 if context.look is not None:
                     context.look(frames)
                 written += len(frames)
                 context.emit(FramesDecoded(frames=written, of=plan.frames, preview=previews.of_frames(frames)))
         if detector.fault is not None:
-            raise BadResultError(diagnosis.shown(detector.fault), diagnosis.remedy(detector.fault, context.plan))
+            raise degenerate_clip(detector.fault, context.plan)
         with context.clock.stage("mux"):
             context.emit(StageStarted(stage="save"))
             writer.close_stream()

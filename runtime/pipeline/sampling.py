@@ -116,10 +116,7 @@ def get_schedule(plan: ExecutionPlan, scheduler: Any, boundary_ratio: float | No
 
 
 def _odd(scheduler: Any, error: Exception) -> ModelError:
-    return ModelError(
-        f"{type(scheduler).__name__}, as the model has it, cannot take its steps: {first_line(error)}.",
-        "Copy the model's scheduler folder again, or take another number of steps.",
-    )
+    return ModelError("pipeline.scheduler_failed", scheduler=type(scheduler).__name__, error=first_line(error))
 
 
 def may_stop(steps: list[Step], done: int) -> bool:
@@ -165,10 +162,7 @@ def denoise(
                     raise _odd(scheduler, error) from error
                 # Reading one value waits for the device, so the measured time is the step's own.
                 if not torch.isfinite(latents).all().item():
-                    raise BadResultError(
-                        f"Step {index + 1} of {len(steps)} gave values that are not numbers (NaN or Inf).",
-                        "Lower the guidance scale; if it happens at once, the model's weights are damaged.",
-                    )
+                    raise BadResultError("pipeline.not_finite", step=index + 1, of=len(steps))
                 yield StepResult(index, step, latents, estimate, time.perf_counter() - started)
                 index += 1
 

@@ -15,7 +15,7 @@ from runtime.queue import process_lock
 from runtime.queue.records import JobRecord
 from runtime.queue.store import JobStore
 from runtime.video.encode import sweep
-from runtime.video.metadata import read_facts
+from runtime.video.metadata import read_metadata
 
 # How long what was deleted can be had back.
 KEPT_SECONDS = 7 * 24 * 3600.0
@@ -92,7 +92,7 @@ def _finished(job: JobRecord) -> VideoSaved | None:
     if job.kind != "video" or not job.output.is_file():
         return None
     try:
-        facts = read_facts(job.output)
+        facts = read_metadata(job.output)
     except TandemError:
         return None
     return _saved(facts, job) if facts.get("job") == job.id else None

@@ -24,8 +24,8 @@ from runtime.queue.records import JobRecord
 from runtime.queue.service import JobQueue
 from runtime.queue.support_report import report
 from runtime.server.gradio_requests import FILE, OWN
+from runtime.video.encode import copy_without_metadata
 from runtime.video.preview import still
-from runtime.video.strip_metadata import bare_copy
 
 # Media types by suffix; files with other suffixes are not served.
 _TYPES = {".mp4": "video/mp4"}
@@ -133,7 +133,7 @@ class _JobFiles:
             return _not_found()
         stack = ExitStack()
         try:
-            copy = await asyncio.to_thread(stack.enter_context, bare_copy(video))
+            copy = await asyncio.to_thread(stack.enter_context, copy_without_metadata(video))
         except TandemError as error:
             return PlainTextResponse(f"{error.what} {error.remedy}", 503, _PRIVATE)
         return _TemporaryFile(copy, stack, f"tandem-{job.id}.mp4")

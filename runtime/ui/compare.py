@@ -8,7 +8,7 @@ from typing import Any
 from runtime.core.request import AUTO, label
 from runtime.ui import formatting, lora_field
 from runtime.ui.queue_view import button
-from runtime.video.similarity import Likeness
+from runtime.video.similarity import Similarity
 
 MEASURING = '<p class="numbers" role="status">Measuring how alike they are…</p>'
 
@@ -59,7 +59,7 @@ def comparison(one: Clip, other: Clip) -> str:
     )
 
 
-def numbers(one: Clip, other: Clip, found: Likeness | None) -> str:
+def numbers(one: Clip, other: Clip, found: Similarity | None) -> str:
     """Return how alike they are.
 
     Args:
@@ -68,7 +68,7 @@ def numbers(one: Clip, other: Clip, found: Likeness | None) -> str:
     if found is None:
         sizes = f"{formatting.size(*one.size)} and {formatting.size(*other.size)}"
         told = f"{sizes}: clips of different sizes are not measured."
-    elif found.same:
+    elif found.identical:
         told = f"Not a pixel differs{_over(one, other)}."
     else:
         told = f"PSNR {found.psnr:.1f} dB, SSIM {found.ssim:.3f}{_over(one, other)}."

@@ -19,7 +19,7 @@ from runtime.server.job_files import find_output
 from runtime.ui import acceleration, compare, formatting, history_view, queue_view, result_view
 from runtime.ui.jobs_request import SHOWN, Asked, is_id, unknown
 from runtime.ui.resume_status import Standing, standing
-from runtime.video.similarity import Likeness, likeness
+from runtime.video.similarity import Similarity, similarity
 
 _PAGE = 24
 _MOST_ENDED = 10
@@ -272,9 +272,9 @@ class Shown:
 
 
 @lru_cache(maxsize=64)
-def _measured(one: tuple[Path, int], other: tuple[Path, int]) -> Likeness:
+def _measured(one: tuple[Path, int], other: tuple[Path, int]) -> Similarity:
     """Compare two files as they were at those times."""
-    return likeness(one[0], other[0])
+    return similarity(one[0], other[0])
 
 
 def _advice(problem: Fact | None) -> str:

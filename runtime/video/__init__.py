@@ -1,1 +1,1 @@
-"""Frames to MP4, what the MP4 says of itself, and previews. Knows only core."""
+"""Frames and MP4 files: encoding, metadata, previews, similarity. Imports only `core`."""

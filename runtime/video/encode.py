@@ -1,8 +1,8 @@
-"""Frames to H.264 in MP4: a bounded queue and a thread before ffmpeg; no half file survives.
+"""Encode frames as H.264 in MP4 with ffmpeg, and copy MP4 files without metadata. No partial file survives.
 
-Two files are written in a hidden folder beside the target: the stream as it comes, then a copy of it with the index in
-front (faststart) and the metadata, which holds timings that are known only at the end. The copy is renamed over the
-target. A folder that a killed process left is removed by the next writer.
+A writer works in a hidden scratch folder next to its target: first the stream, then a copy of it with the index in
+front (faststart) and the metadata, which includes timings that are known only at the end. The copy is renamed to the
+target. Scratch folders of killed processes are removed by `sweep`.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,29 +23,30 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from runtime.core.errors import OutputError
-from runtime.video.ffmpeg import failure, find_ffmpeg
+from runtime.video.ffmpeg import ffmpeg_error, find_ffmpeg
 from runtime.video.metadata import to_ffmetadata
 
 _QUEUED_CHUNKS = 4
-_LINES_KEPT = 50
-SCRATCH = ".tandem-"
-LOCK = "lock"
-# Between making its folder and locking it, a writer takes milliseconds.
-_STARTING_SECONDS = 60.0
-# A small picture is shown enlarged, where compression shows; there it costs little to have less of it.
+_LOG_LINES = 50
+_SCRATCH = ".tandem-"
+_LOCK = "lock"
+# A scratch folder without a lock this old has no living owner: locking takes milliseconds.
+_UNLOCKED_SECONDS = 60.0
+# Small videos are shown enlarged, where compression artifacts show; higher quality costs little there.
 _CRF, _SMALL_CRF = "17", "10"
 _SMALL_PIXELS = 320 * 240
-# Studio-range BT.709 is what players assume; said in the stream, so that colours survive.
+# Limited-range BT.709 is what players assume; the stream declares it, so that colours are preserved.
 _BT709 = "setparams=range=tv:color_primaries=bt709:color_trc=bt709:colorspace=bt709"
 
 
 class VideoWriter:
     """Writes one MP4.
 
-    Use as a context manager: `write` chunks of frames, then `finish`. Leaving without `finish` removes every trace.
+    Use as a context manager: `write` chunks of frames, then `close_stream` and `finish`. Leaving without `finish`
+    removes everything that was written.
 
     Args:
-        target: the MP4 to write, replaced only when the new one is whole.
+        target: the MP4 to write, replaced only when the new one is complete.
         width, height: of the frames, in pixels.
         fps: frames per second.
     """
@@ -57,8 +58,9 @@ class VideoWriter:
         self._fps = fps
         self._queue: queue.Queue[bytes | None] = queue.Queue(_QUEUED_CHUNKS)
         self._error: OutputError | None = None
-        # The disk may be full: what ffmpeg says is kept in memory.
-        self._said: deque[str] = deque(maxlen=_LINES_KEPT)
+        # In memory, because the disk may be full.
+        self._log: deque[str] = deque(maxlen=_LOG_LINES)
+        self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> "VideoWriter":
         """Start ffmpeg.
@@ -67,43 +69,37 @@ class VideoWriter:
             OutputError: if the target's folder cannot be written.
         """
         check_target(self._target)
-        try:
-            sweep(self._target.parent)
-            self._folder = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=self._target.parent))
-            self._lock = FileLock(self._folder / LOCK)
-            self._lock.acquire()
-        except OSError as error:
-            raise _cannot_write(self._target, error) from error
+        sweep(self._target.parent)
+        self._folder = self._exit.enter_context(_scratch_folder(self._target))
         width, height = self._size
         command = [self._ffmpeg, "-v", "error", "-y", "-f", "rawvideo", "-pix_fmt", "rgb24"]
         command += ["-s", f"{width}x{height}", "-r", str(self._fps), "-i", "pipe:0"]
         crf = _SMALL_CRF if width * height <= _SMALL_PIXELS else _CRF
         command += ["-vf", f"scale=out_color_matrix=bt709:out_range=tv,{_BT709}", "-c:v", "libx264", "-crf", crf]
         command += ["-preset", "medium", "-pix_fmt", "yuv420p", str(self._folder / "stream.mp4")]
-        # Its own process group: Ctrl-C reaches us, and we end it.
+        # In its own process group, so that Ctrl-C reaches only this process.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
         )
-        self._listener = threading.Thread(target=self._listen, name="video-log", daemon=True)
-        self._listener.start()
-        self._thread = threading.Thread(target=self._feed, name="video-writer", daemon=True)
-        self._thread.start()
+        self._log_reader = threading.Thread(target=self._read_log, name="video-log", daemon=True)
+        self._log_reader.start()
+        self._feeder = threading.Thread(target=self._feed, name="video-writer", daemon=True)
+        self._feeder.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop ffmpeg if it still runs and remove what is not the finished video."""
+        """Stop ffmpeg if it is still running and remove everything but the finished video."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
-        if self._thread.is_alive():
+        if self._feeder.is_alive():
             with contextlib.suppress(queue.Full):
                 self._queue.put_nowait(None)
             self._drain()
-        self._listener.join()
-        self._lock.release()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._log_reader.join()
+        self._exit.close()
 
     def write(self, frames: np.ndarray) -> None:
         """Queue frames, (n, height, width, 3) uint8; waits while the queue is full.
@@ -120,30 +116,30 @@ class VideoWriter:
             OutputError: if ffmpeg failed.
         """
         self._put(None)
-        self._thread.join()
+        self._feeder.join()
         if self._error is not None:
             raise self._error
         if self._process.wait() != 0:
             raise self._failure()
 
-    def finish(self, title: str, facts: Mapping[str, Any]) -> None:
-        """Write the metadata and put the video in its place; call `close_stream` first.
+    def finish(self, title: str, metadata: Mapping[str, Any]) -> None:
+        """Write the metadata and move the video to its target; call `close_stream` first.
 
         Raises:
             OutputError: if the disk is full or the target cannot be replaced.
         """
-        whole = self._folder / "whole.mp4"
-        notes = self._folder / "notes.txt"
+        complete = self._folder / "complete.mp4"
+        notes = self._folder / "metadata.txt"
         try:
-            notes.write_text(to_ffmetadata(title, facts), encoding="utf-8")
+            notes.write_text(to_ffmetadata(title, metadata), encoding="utf-8")
             command = [self._ffmpeg, "-v", "error", "-y", "-i", str(self._folder / "stream.mp4"), "-i", str(notes)]
-            command += ["-map", "0:v", "-map_metadata", "1", "-c", "copy", "-movflags", "+faststart", str(whole)]
+            command += ["-map", "0:v", "-map_metadata", "1", "-c", "copy", "-movflags", "+faststart", str(complete)]
             run = subprocess.run(command, capture_output=True, check=False, start_new_session=True)
             if run.returncode != 0:
-                raise failure(run.stderr.decode("utf-8", "replace"), self._target)
-            with whole.open("r+b") as file:
+                raise ffmpeg_error(run.stderr.decode("utf-8", "replace"), self._target)
+            with complete.open("r+b") as file:
                 os.fsync(file.fileno())
-            whole.replace(self._target)
+            complete.replace(self._target)
         except OSError as error:
             raise _cannot_write(self._target, error) from error
 
@@ -167,64 +163,98 @@ class VideoWriter:
             self._error = self._failure()
 
     def _drain(self) -> None:
-        while self._thread.is_alive():
+        while self._feeder.is_alive():
             with contextlib.suppress(queue.Empty):
                 self._queue.get_nowait()
             with contextlib.suppress(queue.Full):
                 self._queue.put_nowait(None)
-            self._thread.join(0.05)
+            self._feeder.join(0.05)
 
-    def _listen(self) -> None:
+    def _read_log(self) -> None:
         pipe = self._process.stderr
         assert pipe is not None
         with pipe:
-            self._said.extend(line.decode("utf-8", "replace") for line in pipe)
+            self._log.extend(line.decode("utf-8", "replace") for line in pipe)
 
     def _failure(self) -> OutputError:
-        self._listener.join()
-        return failure("\n".join(self._said), self._target)
+        self._log_reader.join()
+        return ffmpeg_error("\n".join(self._log), self._target)
+
+
+@contextlib.contextmanager
+def copy_without_metadata(video: Path) -> Iterator[Path]:
+    """Make a copy of a video with identical frames and no metadata; remove it on exit.
+
+    Raises:
+        OutputError: if the video cannot be read, or its folder cannot be written.
+    """
+    with _scratch_folder(video) as folder:
+        copy = folder / "bare.mp4"
+        command = [find_ffmpeg(), "-v", "error", "-y", "-i", str(video), "-map", "0:v", "-map_metadata", "-1"]
+        command += ["-map_metadata:s", "-1", "-bitexact", "-c", "copy", "-movflags", "+faststart", str(copy)]
+        run = subprocess.run(command, capture_output=True, check=False)
+        if run.returncode != 0:
+            raise ffmpeg_error(run.stderr.decode("utf-8", "replace"), video.name)
+        yield copy
 
 
 def sweep(folder: Path) -> None:
-    """Remove what writers that were killed left behind; the lock of one that lives is held."""
-    for left in folder.glob(f"{SCRATCH}*"):
-        if not (left / LOCK).exists():
+    """Remove the scratch folders of killed processes; those of living ones are locked."""
+    for left in folder.glob(f"{_SCRATCH}*"):
+        if not (left / _LOCK).exists():
             if _is_old(left):
                 shutil.rmtree(left, ignore_errors=True)
-            continue  # else its writer is just starting
-        with contextlib.suppress(Timeout):
-            with FileLock(left / LOCK, timeout=0):
+            continue  # otherwise its writer is just starting
+        with contextlib.suppress(Timeout, OSError):
+            with FileLock(left / _LOCK, timeout=0):
                 pass
             shutil.rmtree(left, ignore_errors=True)
-
-
-def _is_old(folder: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return time.time() - folder.stat().st_mtime > _STARTING_SECONDS
-    return False
 
 
 def check_target(path: Path) -> None:
     """Check that an MP4 can be written at `path`.
 
     Raises:
-        OutputError: if it is not an .mp4, its folder is missing or not writable, or something else is there.
+        OutputError: if it is not an .mp4, its folder is missing or not writable, or it is something else than a file.
     """
     if path.suffix.lower() != ".mp4":
-        raise OutputError(f"{path} does not end in .mp4.", "Give the video a name that ends in .mp4.")
+        raise OutputError("video.not_mp4", file=path)
     try:
         if not path.parent.is_dir():
-            raise OutputError(f"There is no folder {path.parent}.", "Make the folder first, or name another one.")
+            raise OutputError("video.folder_missing", folder=path.parent)
         if path.exists() and not path.is_file():
-            raise OutputError(f"{path} is not a file that can be replaced.", "Name another file.")
+            raise OutputError("video.not_a_file", file=path)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except (OSError, ValueError) as error:
         raise _cannot_write(path, error) from error
 
 
+@contextlib.contextmanager
+def _scratch_folder(video: Path) -> Iterator[Path]:
+    """Make a locked scratch folder next to a video; remove it on exit."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=video.parent))
+        # Not bound to a thread: it may be released on another one.
+        lock = FileLock(folder / _LOCK, thread_local=False)
+        lock.acquire()
+    except OSError as error:
+        raise _cannot_write(video, error) from error
+    try:
+        yield folder
+    finally:
+        lock.release()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_old(folder: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return time.time() - folder.stat().st_mtime > _UNLOCKED_SECONDS
+    return False
+
+
 def _cannot_write(path: Path, error: Exception) -> OutputError:
     reason = getattr(error, "strerror", None) or str(error)
     if "No space left" in reason:
-        return OutputError(f"The disk is full: {path} was not saved.", "Free some space and try again.")
-    return OutputError(f"{path} cannot be written: {reason}.", "Name a file in a folder that you can write to.")
+        return OutputError("video.disk_full", file=path)
+    return OutputError("video.not_writable", file=path, reason=reason)

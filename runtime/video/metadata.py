@@ -1,4 +1,4 @@
-"""The JSON that an MP4 carries in its comment tag: how it was made."""
+"""Metadata of an MP4: JSON in the comment tag that says how the video was made."""
 
 import json
 import subprocess
@@ -12,37 +12,36 @@ from runtime.video.ffmpeg import find_ffmpeg
 _SPECIAL = str.maketrans({c: f"\\{c}" for c in "=;#\\\n"})
 
 
-def to_ffmetadata(title: str, facts: Mapping[str, Any]) -> str:
-    """Return an ffmetadata file's text with `facts` as JSON in the comment tag.
+def to_ffmetadata(title: str, metadata: Mapping[str, Any]) -> str:
+    """Return an ffmetadata file's text with `metadata` as JSON in the comment tag.
 
     Format: https://ffmpeg.org/ffmpeg-formats.html#Metadata-2
     """
-    comment = json.dumps(facts, ensure_ascii=False, separators=(",", ":"))
+    comment = json.dumps(metadata, ensure_ascii=False, separators=(",", ":"))
     return f";FFMETADATA1\ntitle={title.translate(_SPECIAL)}\ncomment={comment.translate(_SPECIAL)}\n"
 
 
-def read_facts(video: Path) -> dict[str, Any]:
-    """Return what an MP4 of ours says about itself.
+def read_metadata(video: Path) -> dict[str, Any]:
+    """Return the metadata of an MP4 that Tandem made.
 
     Raises:
-        OutputError: if the file is not a video of ours.
+        OutputError: if the file has none.
     """
     command = [find_ffmpeg(), "-v", "error", "-i", str(video), "-f", "ffmetadata", "-"]
     run = subprocess.run(command, capture_output=True, check=False)
     text = run.stdout.decode("utf-8", "replace")
     tags: dict[str, str] = {}
-    for line in _joined(text):
+    for line in _logical_lines(text):
         key, separator, value = line.partition("=")
         if separator:
             tags[key] = _unescaped(value)
     try:
-        facts = json.loads(tags["comment"])
-        return dict(facts["tandem"])
+        return dict(json.loads(tags["comment"])["tandem"])
     except (KeyError, ValueError, TypeError) as error:
-        raise OutputError(f"{video.name} does not say how it was made.", "Take an MP4 that Tandem made.") from error
+        raise OutputError("video.no_metadata", file=video.name) from error
 
 
-def _joined(text: str) -> list[str]:
+def _logical_lines(text: str) -> list[str]:
     """Split into lines; an escaped line end does not end one."""
     lines = [""]
     for line in text.split("\n"):

@@ -1,4 +1,4 @@
-"""A small animated picture, so that a clip shows itself while it is made."""
+"""Small animated WebP previews of a clip that is being made."""
 
 import io
 from collections.abc import Sequence
@@ -19,17 +19,17 @@ def encode_preview(rgb: np.ndarray, milliseconds_per_frame: int) -> bytes:
         milliseconds_per_frame: how long each frame shows.
     """
     pixels = ((rgb.clip(-1.0, 1.0) + 1.0) * 127.5).astype(np.uint8)
-    return encode_frames(small(pixels), milliseconds_per_frame)
+    return encode_frames(resize(pixels), milliseconds_per_frame)
 
 
-def small(frames: np.ndarray) -> list[np.ndarray]:
+def resize(frames: np.ndarray) -> list[np.ndarray]:
     """Return frames, (n, height, width, 3) uint8, in the size of a preview."""
     size = (round(_HEIGHT * frames.shape[2] / frames.shape[1]), _HEIGHT)
     return [np.asarray(Image.fromarray(frame).resize(size, Image.Resampling.BICUBIC)) for frame in frames]
 
 
 def encode_frames(frames: Sequence[np.ndarray], milliseconds_per_frame: int) -> bytes:
-    """Return an animated WebP of frames that `small` made."""
+    """Return an animated WebP of frames that `resize` made."""
     images = [Image.fromarray(frame) for frame in frames]
     buffer = io.BytesIO()
     images[0].save(
@@ -46,10 +46,10 @@ def encode_frames(frames: Sequence[np.ndarray], milliseconds_per_frame: int) -> 
 
 
 def still(animated: bytes) -> bytes:
-    """Return the frame in the middle of an animated WebP, as a WebP.
+    """Return the middle frame of an animated WebP, as a WebP.
 
     Raises:
-        ValueError: if it is not one.
+        ValueError: if it is not a WebP.
     """
     try:
         with Image.open(io.BytesIO(animated), formats=["WEBP"]) as image:

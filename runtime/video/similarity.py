@@ -1,4 +1,4 @@
-"""How alike two clips are, frame by frame, by ffmpeg's own measures."""
+"""Measure how similar two clips are, frame by frame, with ffmpeg's PSNR and SSIM filters."""
 
 import math
 import re
@@ -9,33 +9,33 @@ from pathlib import Path
 from runtime.core.errors import OutputError
 from runtime.video.ffmpeg import find_ffmpeg
 
-# The nth frame is compared with the nth, however fast each clip plays; in RGB, as people see it.
+# Frame n is compared with frame n, whatever the frame rates, in RGB.
 _FRAMES = "settb=1,setpts=N,format=gbrp"
 _PSNR = re.compile(r"PSNR .*\baverage:(inf|[0-9.]+)")
 _SSIM = re.compile(r"SSIM .*\bAll:([0-9.]+)")
-_PATIENCE_SECONDS = 300
+_TIMEOUT_SECONDS = 300
 
 
 @dataclass(frozen=True)
-class Likeness:
-    """How alike two clips are, over as many frames as both have.
+class Similarity:
+    """Similarity of two clips, over as many frames as both have.
 
     Attributes:
-        psnr: peak signal-to-noise ratio of all pixels in RGB, in dB; infinite where they are the same.
-        ssim: mean structural similarity, 1 where they are the same.
+        psnr: peak signal-to-noise ratio of all pixels in RGB, in dB; infinite for identical frames.
+        ssim: mean structural similarity; 1 for identical frames.
     """
 
     psnr: float
     ssim: float
 
     @property
-    def same(self) -> bool:
+    def identical(self) -> bool:
         """Whether no pixel differs."""
         return math.isinf(self.psnr)
 
 
-def likeness(one: Path, other: Path) -> Likeness:
-    """Compare two clips of one size.
+def similarity(one: Path, other: Path) -> Similarity:
+    """Compare two clips of the same size.
 
     Raises:
         OutputError: if one cannot be read, or their sizes differ.
@@ -47,11 +47,11 @@ def likeness(one: Path, other: Path) -> Likeness:
     command = [find_ffmpeg(), "-v", "info", "-nostats", "-i", str(one), "-i", str(other), "-lavfi", graph]
     command += ["-map", "[e]", "-f", "null", "-", "-map", "[f]", "-f", "null", "-"]
     try:
-        run = subprocess.run(command, capture_output=True, check=False, timeout=_PATIENCE_SECONDS)
+        run = subprocess.run(command, capture_output=True, check=False, timeout=_TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired as error:
-        raise OutputError("Comparing the two clips takes too long.", "Compare shorter ones.") from error
-    said = run.stderr.decode("utf-8", "replace")
-    psnr, ssim = _PSNR.search(said), _SSIM.search(said)
+        raise OutputError("video.comparison_timeout") from error
+    log = run.stderr.decode("utf-8", "replace")
+    psnr, ssim = _PSNR.search(log), _SSIM.search(log)
     if run.returncode != 0 or psnr is None or ssim is None:
-        raise OutputError("The two clips cannot be compared.", "Take two whole videos of one size.")
-    return Likeness(float(psnr[1]), float(ssim[1]))
+        raise OutputError("video.not_comparable")
+    return Similarity(float(psnr[1]), float(ssim[1]))

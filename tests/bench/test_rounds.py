@@ -23,7 +23,7 @@ from runtime.engines.store import EngineStore
 from runtime.families.wan.vae import PyTorchVideoDecoder
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
-from runtime.video.metadata import read_facts
+from runtime.video.metadata import read_metadata
 from tests.plans import tiny_plan
 from tests.queue.made import saved
 
@@ -194,7 +194,7 @@ def test_what_cannot_be_is_a_row_that_says_so(done: Done) -> None:
 def test_one_video_of_each_is_kept_if_wanted_and_nothing_else(done: Done) -> None:
     names = sorted(path.name for path in done.folder.iterdir())
     assert names == ["more-steps-3.mp4", "onnx-text-2.mp4", "pytorch-1.mp4"]
-    facts = read_facts(done.folder / "more-steps-3.mp4")
+    facts = read_metadata(done.folder / "more-steps-3.mp4")
     assert facts is not None and facts["request"]["steps"] == 5
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from runtime.core.errors import OutputError
-from runtime.video.metadata import read_facts
+from runtime.video.metadata import read_metadata
 from tests.browser.conftest import DESKTOP, PHONE, OpenPage, ask, saved_videos, start, wait_for_state
 from tests.browser.test_page import UNNAMED_INPUTS
 from tests.browser.test_queue import go
@@ -65,7 +65,7 @@ def test_a_video_is_found_shown_used_again_deleted_and_had_back(open_page: OpenP
     copy = Path(download.value.path())
     assert b"sails" not in copy.read_bytes() and copy.read_bytes()[4:8] == b"ftyp"
     with pytest.raises(OutputError):
-        read_facts(copy)
+        read_metadata(copy)
     assert [path for path in saved_videos(server) if path.name.startswith(".")] == []
     page.click("[data-detail] [data-act=delete]")
     search(page, "NIGHT sails ball", 0)

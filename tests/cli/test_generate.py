@@ -19,7 +19,7 @@ from runtime.core.events import Planned, StageStarted, StepDone
 from runtime.core.progress import Progress
 from runtime.core.units import duration
 from runtime.models.spec import ModelSpec
-from runtime.video.metadata import read_facts
+from runtime.video.metadata import read_metadata
 from tests.plans import tiny_plan
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +55,7 @@ def test_json_on_standard_output_and_text_on_standard_error(tiny: Tiny, cache_di
     assert f"Saved {out}" in done.stderr
     assert "Traceback" not in done.stderr
     assert "Warning" not in done.stderr  # libraries stay quiet
-    assert read_facts(out)["request"] == result["request"]
+    assert read_metadata(out)["request"] == result["request"]
     assert not list((cache_dir / "outputs").glob("*")) if (cache_dir / "outputs").exists() else True
 
 

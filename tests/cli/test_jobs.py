@@ -17,7 +17,7 @@ from runtime.core.facts import Fact
 from runtime.models.spec import ModelSpec
 from runtime.queue.opening import open_store
 from runtime.video.ffmpeg import find_ffmpeg
-from runtime.video.metadata import read_facts
+from runtime.video.metadata import read_metadata
 from tests.cli.test_generate import command
 from tests.queue.made import add, asked, planned, saved
 from tests.waiting import until
@@ -145,7 +145,7 @@ def test_a_killed_job_goes_on_where_it_was(
     resumed, _ = answer(["jobs", "resume", killed.id[:6]], capsys)
     assert resumed["video"] == str(out)
     assert resumed["seed"] == 7
-    assert read_facts(out)["job"] == killed.id
+    assert read_metadata(out)["job"] == killed.id
     store = open_store(cache_dir)
     assert store.get(killed.id).state == "done"
     told = [values for _, _, values in store.events(killed.id)]

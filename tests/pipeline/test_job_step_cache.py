@@ -13,7 +13,7 @@ from runtime.families.wan.transformer import PyTorchDenoiser
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import identity, stamps
 from runtime.planner.history import Run, runs_of, seconds_per_call
-from runtime.video.metadata import read_facts
+from runtime.video.metadata import read_metadata
 from tests.pipeline.test_out_of_memory import outs
 from tests.pipeline.test_resume import run, steps_of
 from tests.pipeline.test_run import frames_of
@@ -80,7 +80,7 @@ def test_the_video_tells_and_the_checkpoint_knows(tiny: Tiny, tmp_path: Path) ->
     assert plan.step_cache == "first-block:0.08"
     assert ExecutionPlan.model_validate_json(plan.model_dump_json()) == plan
     assert isinstance(run(plan, spec, None)[-1], VideoSaved)
-    facts = read_facts(out)
+    facts = read_metadata(out)
     assert facts["request"]["step_cache"] == facts["plan"]["step_cache"] == "first-block:0.08"
     plain, other = (plan.replace(step_cache=cache) for cache in ("none", "first-block:0.2"))
     files = stamps(spec)

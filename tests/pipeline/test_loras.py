@@ -20,7 +20,7 @@ from runtime.pipeline.checkpoint import CheckpointFolder, identity, stamps
 from runtime.planner.resolve import resolve
 from runtime.queue.execution import Planner
 from runtime.queue.store import JobStore
-from runtime.video.metadata import read_facts
+from runtime.video.metadata import read_metadata
 from tests import made_loras
 from tests.made_loras import factors
 from tests.pipeline.runs import events_of
@@ -82,7 +82,7 @@ def test_it_comes_and_goes_in_one_residency_and_the_video_tells(place: Place) ->
             events = place.run(plan, spec, residency=residency)
             assert isinstance(events[-1], VideoSaved), events[-1]
             frames.append(frames_of(video))
-            facts = read_facts(video)
+            facts = read_metadata(video)
             digests.append([(use["name"], use["digest"], use["weight"]) for use in facts["plan"]["loras"]])
             assert GenerationRequest.from_mapping(facts["request"]).loras == tuple(use.asked() for use in plan.loras)
             assert str(place.lora) not in str(facts["plan"])

@@ -37,7 +37,7 @@ from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import CheckpointFolder
 from runtime.planner.resolve import resolve
-from runtime.video.metadata import read_facts
+from runtime.video.metadata import read_metadata
 from tests import made_loras
 from tests.made_loras import factors
 from tests.pipeline.runs import Choice, events_of, never
@@ -175,7 +175,7 @@ def test_the_first_job_builds_what_is_missing(stocked: tuple[ModelSpec, Path, li
     assert len(ids) == 5
     assert {path.name for path in (folder / "engines").iterdir() if path.name != ".locks"} == set(ids)
     assert all(part["engine"] in ids for part in saved(events).plan["components"].values())
-    facts = read_facts(saved(events).video)
+    facts = read_metadata(saved(events).video)
     assert facts is not None
     assert json.loads(json.dumps(facts["plan"])) == json.loads(json.dumps(saved(events).plan))
 

@@ -33,7 +33,7 @@ from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import CheckpointFolder
 from runtime.pipeline.run import run_job
-from runtime.video.metadata import read_facts
+from runtime.video.metadata import read_metadata
 from tests.pipeline.runs import Choice, events_of, never
 from tests.pipeline.test_run import frames_of
 from tests.plans import tiny_plan, with_strategy
@@ -191,7 +191,7 @@ def test_times_are_those_of_all_runs_and_the_earlier_are_told_apart(tiny: Tiny, 
     assert saved.timings["denoise"] > before["denoise"]
     assert saved.timings["total"] == pytest.approx(sum(saved.timings[stage] for stage in STAGES), abs=0.01)
     assert saved.load_seconds > saved.earlier["load_seconds"]
-    facts = read_facts(tmp_path / "x.mp4")
+    facts = read_metadata(tmp_path / "x.mp4")
     assert facts["earlier"] == saved.earlier
 
 

@@ -36,7 +36,7 @@ from runtime.models.spec import ModelSpec
 from runtime.pipeline.run import run_job
 from runtime.pipeline.run_context import RunContext
 from runtime.pipeline.sampling import Conditioning, Reached
-from runtime.video.metadata import read_facts
+from runtime.video.metadata import read_metadata
 from tests.pipeline.runs import Choice, events_of, never
 from tests.plans import tiny_plan, with_strategy
 from tests.tiny_models import ARCHITECTURES
@@ -100,7 +100,7 @@ def test_the_video_says_how_it_was_made(tiny: Tiny, tmp_path: Path) -> None:
     prompt = 'a red boat; "calm" = #1 \\ \n 🚤'
     saved = run(tiny("wan2.2-a14b"), out, prompt=prompt)[-1]
     assert isinstance(saved, VideoSaved)
-    facts = read_facts(out)
+    facts = read_metadata(out)
     assert facts["request"]["prompt"] == prompt
     assert facts["seed"] == 3
     assert facts["plan"]["components"]["vae"]["backend"] == "pytorch"

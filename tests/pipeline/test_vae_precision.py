@@ -15,7 +15,7 @@ from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import CheckpointFolder, identity, stamps
 from runtime.pipeline.rerun_low_noise import redo_second_half
-from runtime.video.metadata import read_facts
+from runtime.video.metadata import read_metadata
 from tests.pipeline.test_resume import run, steps_of
 from tests.pipeline.test_run import frames_of
 from tests.plans import machine, tiny_plan
@@ -40,7 +40,7 @@ def test_the_same_latents_are_decoded_in_any_precision(tiny: Tiny, tmp_path: Pat
     assert Resumed(step=4, of=4) in again and steps_of(again) == []
     assert isinstance(again[-1], VideoSaved)
     assert frames_of(out) != full
-    facts = read_facts(out)
+    facts = read_metadata(out)
     assert facts["request"]["vae_precision"] == facts["plan"]["components"]["vae"]["dtype"] == "bfloat16"
     assert GenerationRequest.from_mapping(facts["request"]).vae_precision == "bfloat16"
     for half in (False, True):

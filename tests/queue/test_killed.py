@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from runtime.models.spec import ModelSpec
-from runtime.video.metadata import read_facts
+from runtime.video.metadata import read_metadata
 from tests.pipeline.test_resume import stream_of
 from tests.pipeline.test_run import frames_of
 from tests.plans import tiny_plan
@@ -64,7 +64,7 @@ def test_killed_at_any_moment_it_is_resumed_and_the_same(
         assert [event["event"] for event in second.told][-1] == "VideoSaved", (moment, second.told[-1])
         assert frames_of(out) == frames, moment
         assert stream_of(out) == stream, moment
-        assert read_facts(out)["job"] == "0badcafe"
+        assert read_metadata(out)["job"] == "0badcafe"
         assert os.listdir(out.parent) == ["x.mp4"], moment  # noqa: PTH208 - names, hidden ones too
         assert {path.name for path in bench.job.iterdir()} == {"checkpoint.safetensors", "boundary.safetensors"}
         if any(event["event"] == "CheckpointSaved" for event in first.told):

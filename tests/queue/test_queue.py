@@ -30,7 +30,7 @@ from runtime.queue.records import JobRecord
 from runtime.queue.service import Job, JobQueue
 from runtime.queue.store import JobStore
 from runtime.queue.tasks import Task
-from runtime.video.metadata import read_facts
+from runtime.video.metadata import read_metadata
 from tests.cli.test_jobs import stream
 from tests.plans import no_engines
 from tests.queue.test_worker import small, stored
@@ -76,7 +76,7 @@ def test_closing_puts_back_and_starting_again_goes_on(start: Make, tmp_path: Pat
     until(lambda: not again.open and not store.queue())
     assert [job.state for job in store.list()] == ["done", "done"]
     assert "Resumed" in {values["event"] for _, _, values in store.events(running.id)}
-    assert read_facts(again.plan.output)["job"] == running.id
+    assert read_metadata(again.plan.output)["job"] == running.id
     whole = second.submit(small(steps=300, seed=5))
     until(lambda: not whole.open)
     assert stream(again.plan.output) == stream(whole.plan.output)

@@ -13,7 +13,7 @@ from gradio_client import Client
 from runtime.core.errors import OutputError
 from runtime.queue.store import JobStore
 from runtime.server.gradio_requests import access
-from runtime.video.metadata import read_facts
+from runtime.video.metadata import read_metadata
 from tests.queue.made import add, asked, planned
 from tests.served import Server, make_cache, serving
 
@@ -59,7 +59,7 @@ def test_a_copy_says_nothing_and_leaves_nothing(made: tuple[Server, str], tmp_pa
     assert status == 200 and f"tandem-{job}.mp4" in headers["content-disposition"]
     assert b"night" not in body and int(headers["content-length"]) == len(body)
     with pytest.raises(OutputError):
-        read_facts(copy)
+        read_metadata(copy)
     assert [path.suffix for path in (server.cache_dir / "outputs").iterdir()] == [".mp4"]
 
 

@@ -12,7 +12,7 @@ from runtime.queue.disk_usage import Room
 from runtime.ui import compare, history_view, queue_view
 from runtime.ui.queue_view import Ended, Row
 from runtime.ui.resume_status import standing
-from runtime.video.similarity import Likeness
+from runtime.video.similarity import Similarity
 from tests.queue.made import planned
 
 BEGUN = Planned(plan=planned(steps=20))
@@ -136,12 +136,12 @@ def test_no_text_becomes_markup() -> None:
     ("one", "other", "found", "said"),
     [
         ({}, {"width": 32}, None, "64 × 32 and 32 × 32: clips of different sizes are not measured."),
-        ({}, {}, Likeness(float("inf"), 1.0), "Not a pixel differs, over 9 frames."),
-        ({}, {"frames": 5}, Likeness(31.25, 0.9126), "PSNR 31.2 dB, SSIM 0.913, over the first 5 frames."),
+        ({}, {}, Similarity(float("inf"), 1.0), "Not a pixel differs, over 9 frames."),
+        ({}, {"frames": 5}, Similarity(31.25, 0.9126), "PSNR 31.2 dB, SSIM 0.913, over the first 5 frames."),
     ],
 )
 def test_likeness_is_said_with_how_much_it_counts(
-    one: dict[str, Any], other: dict[str, Any], found: Likeness | None, said: str
+    one: dict[str, Any], other: dict[str, Any], found: Similarity | None, said: str
 ) -> None:
     base = {"prompt": "x", "frames": 9, "fps": 8, "width": 64, "height": 32}
     clips = [compare.Clip("a" * 8, "x", base | values, 1.0, "here") for values in (one, other)]

@@ -10,11 +10,11 @@ import pytest
 from PIL import Image
 
 from runtime.core.errors import OutputError
+from runtime.video.encode import copy_without_metadata
 from runtime.video.ffmpeg import find_ffmpeg
-from runtime.video.metadata import read_facts
+from runtime.video.metadata import read_metadata
 from runtime.video.preview import encode_frames, still
-from runtime.video.similarity import likeness
-from runtime.video.strip_metadata import bare_copy
+from runtime.video.similarity import similarity
 from tests.video.test_video import read, write
 
 SHAPE = (9, 48, 64, 3)
@@ -40,16 +40,16 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_likeness_is_what_the_pixels_say(clips: Path) -> None:
-    found = likeness(clips / "one.mp4", clips / "brighter.mp4")
+    found = similarity(clips / "one.mp4", clips / "brighter.mp4")
     one, other = (read(clips / name, SHAPE).astype(float) for name in ("one.mp4", "brighter.mp4"))
     assert found.psnr == pytest.approx(10 * math.log10(255**2 / np.square(one - other).mean()), abs=0.2)
-    assert 0.95 < found.ssim < 1 and not found.same
-    assert likeness(clips / "one.mp4", clips / "other.mp4").ssim < 0.7
+    assert 0.95 < found.ssim < 1 and not found.identical
+    assert similarity(clips / "one.mp4", clips / "other.mp4").ssim < 0.7
 
 
 def test_the_same_clip_is_the_same(clips: Path) -> None:
-    found = likeness(clips / "one.mp4", clips / "one.mp4")
-    assert found.same and found.ssim == 1
+    found = similarity(clips / "one.mp4", clips / "one.mp4")
+    assert found.identical and found.ssim == 1
 
 
 def test_the_shorter_clip_says_how_many_frames_count(clips: Path, tmp_path: Path) -> None:
@@ -57,30 +57,30 @@ def test_the_shorter_clip_says_how_many_frames_count(clips: Path, tmp_path: Path
     slow = tmp_path / "slow.mp4"
     command = [find_ffmpeg(), "-v", "error", "-itsscale", "2", "-i", str(clips / "short.mp4"), "-c", "copy", str(slow)]
     subprocess.run(command, check=True)
-    assert likeness(clips / "one.mp4", slow).psnr == likeness(clips / "one.mp4", clips / "short.mp4").psnr > 30
+    assert similarity(clips / "one.mp4", slow).psnr == similarity(clips / "one.mp4", clips / "short.mp4").psnr > 30
 
 
 @pytest.mark.parametrize("name", ["wide.mp4", "missing.mp4", "notes.mp4"])
 def test_what_cannot_be_compared_is_said(clips: Path, name: str) -> None:
     (clips / "notes.mp4").write_text("no video")
     with pytest.raises(OutputError, match=r"cannot be compared"):
-        likeness(clips / "one.mp4", clips / name)
+        similarity(clips / "one.mp4", clips / name)
 
 
 def test_a_bare_copy_says_nothing_and_shows_the_same(clips: Path) -> None:
-    with bare_copy(clips / "one.mp4") as copy:
+    with copy_without_metadata(clips / "one.mp4") as copy:
         data = copy.read_bytes()
         assert b"secret boat" not in data and b"Lavf" not in data and b"tandem" not in data
         with pytest.raises(OutputError):
-            read_facts(copy)
+            read_metadata(copy)
         assert (read(copy, SHAPE) == read(clips / "one.mp4", SHAPE)).all()
-    assert read_facts(clips / "one.mp4")["request"] == {"prompt": "a secret boat"}
+    assert read_metadata(clips / "one.mp4")["request"] == {"prompt": "a secret boat"}
     assert list(clips.glob(".*")) == []
 
 
 def test_a_copy_that_fails_leaves_nothing(clips: Path) -> None:
     (clips / "notes.mp4").write_text("no video")
-    with pytest.raises(OutputError), bare_copy(clips / "notes.mp4"):
+    with pytest.raises(OutputError), copy_without_metadata(clips / "notes.mp4"):
         pass
     assert list(clips.glob(".*")) == []
 

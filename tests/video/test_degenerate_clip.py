@@ -56,7 +56,7 @@ def test_what_a_clip_shows(make: Make, fault: Fault | None, chunk: int) -> None:
     frames = make(np.random.default_rng(1)).round().astype(np.uint8)
     detector = Detector()
     for start in range(0, len(frames), chunk):
-        detector.look(frames[start : start + chunk])
+        detector.inspect(frames[start : start + chunk])
     assert detector.fault == fault
 
 
@@ -64,7 +64,7 @@ def test_the_first_frames_may_settle() -> None:
     frames = np.repeat(scene(128, 60)[None], SHAPE[0], axis=0).round().astype(np.uint8)
     frames[0] //= 2
     detector = Detector()
-    detector.look(frames)
+    detector.inspect(frames)
     assert detector.fault == "frozen"
 
 
@@ -72,7 +72,7 @@ def test_short_clips_and_pictures_are_not_frozen() -> None:
     frame = scene(128, 60).round().astype(np.uint8)
     for count in (1, 5):
         detector = Detector()
-        detector.look(np.repeat(frame[None], count, axis=0))
+        detector.inspect(np.repeat(frame[None], count, axis=0))
         assert detector.fault is None
     assert Detector().fault is None
 
@@ -81,5 +81,5 @@ def test_a_large_clip_is_looked_at_in_part() -> None:
     frames = np.zeros((2, 256, 512, 3), dtype=np.uint8)
     frames[:, 100:140, 100:140] = 200
     detector = Detector()
-    detector.look(frames)
+    detector.inspect(frames)
     assert detector.fault is None

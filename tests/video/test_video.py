@@ -16,7 +16,7 @@ from PIL import Image, ImageSequence
 from runtime.core.errors import MachineError, OutputError
 from runtime.video.encode import VideoWriter, sweep
 from runtime.video.ffmpeg import find_ffmpeg
-from runtime.video.metadata import read_facts, to_ffmetadata
+from runtime.video.metadata import read_metadata, to_ffmetadata
 from runtime.video.preview import encode_preview
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +53,7 @@ def test_any_text_comes_back_from_the_metadata(video: Path, text: str) -> None:
     notes.write_text(to_ffmetadata(text or "x", {"tandem": {"text": text}}), encoding="utf-8", newline="")
     command = [find_ffmpeg(), "-v", "error", "-y", "-i", str(video), "-i", str(notes), "-map_metadata", "1"]
     subprocess.run([*command, "-c", "copy", str(copy)], check=True, capture_output=True)
-    assert read_facts(copy) == {"text": text}
+    assert read_metadata(copy) == {"text": text}
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +65,12 @@ def video(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_foreign_or_broken_video_says_nothing_of_itself(video: Path, tmp_path: Path) -> None:
-    assert read_facts(video) == {"seed": 7}
+    assert read_metadata(video) == {"seed": 7}
     (tmp_path / "cut.mp4").write_bytes(video.read_bytes()[:200])
     (tmp_path / "text.mp4").write_text("not a video")
     for name in ("cut.mp4", "text.mp4", "none.mp4"):
         with pytest.raises(OutputError, match=name):
-            read_facts(tmp_path / name)
+            read_metadata(tmp_path / name)
 
 
 def test_leaving_early_removes_every_trace(tmp_path: Path) -> None:

@@ -19,6 +19,67 @@ MESSAGES: Mapping[str, Message] = {
     "pipeline.checkpoints_stopped_after": Message(
         "Checkpoints cannot be saved any more: {cause:clause}. If the job is interrupted, it resumes after step {step}."
     ),
+    "pipeline.clip_black": Message("The clip is black from beginning to end.", "{cause}"),
+    "pipeline.clip_blank": Message("The clip shows a single colour and nothing else.", "{cause}"),
+    "pipeline.clip_frozen": Message("The clip is frozen: all its frames are the same.", "{cause}"),
+    "cause.vae_engine": Message(
+        "Most likely the VAE decoder fails in {precision} on {backend:backend}: use {set[backend]} vae=pytorch."
+    ),
+    "cause.transformer_engine": Message(
+        "Most likely the {component:lower_component} fails on {backend:backend}: "
+        "use {set[backend]} {component}=pytorch."
+    ),
+    "cause.guidance_scale": Message("Most likely the guidance scale of {scale:g} is too high: use a value below 10."),
+    "cause.quantization": Message(
+        "Most likely {quantization} is too imprecise for the transformers: use {set[quantization=none]}."
+    ),
+    "cause.vae_precision": Message(
+        "Most likely {dtype} is too imprecise for the VAE: use {set[vae_precision=float32]}."
+    ),
+    "cause.vae_precision_or_weights": Message(
+        "Most likely {dtype} is too imprecise for the VAE: use {set[vae_precision=float32]}. "
+        "Otherwise the model's weights are damaged: copy or download the model again."
+    ),
+    "cause.float16": Message(
+        "Most likely float16 overflows. Use another prompt or seed, or a GPU that supports bfloat16."
+    ),
+    "cause.few_steps": Message("Most likely {steps:n step} are too few: use the model's default number of steps."),
+    "cause.weights": Message(
+        "Most likely the model's weights are damaged: copy or download the model again. Or try another seed."
+    ),
+    "pipeline.not_finite": Message(
+        "Step {step} of {of} returned NaN or Inf.",
+        "Lower the guidance scale; if it happens in the first step, the model's weights are damaged.",
+    ),
+    "pipeline.scheduler_failed": Message(
+        "{scheduler}, as this model configures it, cannot take its steps: {error}.",
+        "Copy the model's scheduler folder again, or use another number of steps.",
+    ),
+    "pipeline.backend_unsupported": Message(
+        "{backend:backend} engines cannot be built here: {component:component} runs on {device}, "
+        "which {backend:backend} does not support.",
+        "Use another backend.",
+    ),
+    "pipeline.not_buildable": Message("{backend:backend} engines cannot be built here: {problem:clause}.", "{fix}"),
+    "pipeline.outputs_folder": Message(
+        "The folder {folder} cannot be made: {reason}.", "Set TANDEM_CACHE_DIR to a folder that you can write to."
+    ),
+    "rerun.one_transformer": Message(
+        "{model} has one transformer, so there is no second half to rerun.",
+        "Generate the video again with the settings that you want.",
+    ),
+    "rerun.no_low_noise_steps": Message(
+        "The low-noise transformer ran none of the {steps} steps, so there is no second half to rerun.",
+        "Generate the video again with the settings that you want.",
+    ),
+    "rerun.schedule_fixed": Message(
+        "{field:field} cannot change in a rerun: the schedule of the second half follows from the first.",
+        "Leave it as it is, or generate the video again.",
+    ),
+    "rerun.not_changeable": Message(
+        "{field:field} belongs to the first half too.",
+        "Change one of {changeable:list}, or generate the video again.",
+    ),
     "checkpoint.damaged": Message("The checkpoint is damaged."),
     "checkpoint.other_version": Message("Another version of Tandem wrote it."),
     "checkpoint.other_clip": Message("It belongs to another clip, or the model's files have changed."),
