@@ -236,7 +236,7 @@ class Bench:
         release_cached_memory()  # what earlier runs left to PyTorch would count as there before this one
         before = held_now(device)
         with _arithmetic(entry), recorder.watching():
-            run_job(plan, spec, recorder.emit, cancel, entry.residency, self.setup.history, look=recorder.look)
+            run_job(plan, spec, recorder.emit, cancel, entry.residency, self.setup.history, on_frames=recorder.look)
         run = recorder.run()
         if isinstance(run.end, Cancelled):
             raise CancelledError

@@ -24,10 +24,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from runtime.core.errors import TandemError
-from runtime.core.facts import Fact, render
+from runtime.core.facts import Fact, Warnings, render
 from runtime.core.plan import ExecutionPlan
 
 Stage = Literal["build", "load", "encode", "denoise", "decode", "save"]
@@ -211,15 +211,8 @@ class VideoSaved(_Event):
     timings: Mapping[str, float]
     load_seconds: float
     peak_memory_bytes: int
-    warnings: tuple[Fact, ...]
+    warnings: Warnings
     earlier: Mapping[str, Any] = Field(default_factory=dict)
-
-    @field_validator("warnings", mode="before")
-    @classmethod
-    def _read_sentences(cls, value: Any) -> Any:
-        if not isinstance(value, list | tuple):
-            return value
-        return [Fact("text", {"what": one, "remedy": ""}) if isinstance(one, str) else one for one in value]
 
     def result_json(self) -> dict[str, Any]:
         """Return the result as `--json` and the HTTP API return it; warnings are sentences."""

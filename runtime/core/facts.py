@@ -9,9 +9,9 @@ every code; `Words` has what a front end calls settings and components.
 
 from collections.abc import Callable, Mapping
 from string import Formatter
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from runtime.core.messages import MESSAGES
 from runtime.core.units import byte_size, duration, memory_size
@@ -42,6 +42,16 @@ class Fact(BaseModel):
     def __str__(self) -> str:
         """Return the statement in the words of the command line, for logs."""
         return render(self).what
+
+
+def _read_sentences(value: Any) -> Any:
+    if not isinstance(value, list | tuple):
+        return value
+    return [Fact("text", {"what": one, "remedy": ""}) if isinstance(one, str) else one for one in value]
+
+
+# Stored facts; earlier versions and the metadata of MP4 files hold sentences.
+Warnings = Annotated[tuple[Fact, ...], BeforeValidator(_read_sentences)]
 
 
 class Text(NamedTuple):

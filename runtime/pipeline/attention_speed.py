@@ -1,6 +1,6 @@
-"""Which attention is fastest on this GPU: measured once for a size class and dtype, by the first job that wants it.
+"""Measure the attention kernels on this GPU, once per size class and dtype, in the first job that would benefit.
 
-The job itself keeps the one that it was planned with, so that it can be resumed bit for bit; the next plan knows.
+The job itself keeps its planned kernel, so that it can be resumed bit for bit; the measurements serve later plans.
 """
 
 import logging
@@ -19,15 +19,15 @@ from runtime.planner.memory_model import DTYPE_BYTES
 
 logger = logging.getLogger(__name__)
 
-# Seconds of one attention: kind, tokens, heads, head width, dtype, device. Raises whatever a kernel raises.
+# Returns the seconds of one attention call: kind, tokens, heads, head dimension, dtype, device.
 Measure = Callable[[str, int, int, int, str, str], float]
 
 
 def measure_attention(
     plan: ExecutionPlan, spec: ModelSpec, history: HistoryFile, machine: Machine, measure: Measure = seconds_of
 ) -> None:
-    """Measure the kinds of attention that may be taken unasked, if that is not known for such a clip on this GPU."""
-    wanted = unknown(plan, spec, history.read(), machine)
+    """Measure the exact attention kernels, unless the history has measurements for such a clip on this GPU."""
+    wanted = unmeasured(plan, spec, history.read(), machine)
     if not wanted:
         return
     part, transformer = plan.components["transformer"], spec.transformer
@@ -43,7 +43,7 @@ def measure_attention(
                 part.dtype,
                 part.device,
             )
-        except Exception as error:  # packages fail in ways of their own; what does not run is not taken
+        except Exception as error:  # each package raises its own errors; a kernel that fails is not used
             logger.info("The attention %s was not measured: %s", kind, type(error).__name__)
             continue
         kind_of_run = attention_kind(name, part.dtype, kind)
@@ -52,8 +52,8 @@ def measure_attention(
     history.add(found)
 
 
-def unknown(plan: ExecutionPlan, spec: ModelSpec, history: History, machine: Machine) -> list[str]:
-    """Return the kinds of attention that are worth measuring before a clip is made."""
+def unmeasured(plan: ExecutionPlan, spec: ModelSpec, history: History, machine: Machine) -> list[str]:
+    """Return the attention kernels to measure before a clip is made."""
     part = plan.components["transformer"]
     full = DTYPE_BYTES[part.dtype] > DTYPE_BYTES["bfloat16"]
     if plan.asked.attention != AUTO or part.backend != PYTORCH or not part.device.startswith("cuda") or full:

@@ -1,4 +1,4 @@
-"""Building engines without making a video: which ones a model and a size want, one after the other."""
+"""Build engines without making a video: those that a model and a size need, one after the other."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from runtime.planner.resolve import resolve
 
 @dataclass(frozen=True)
 class Wanted:
-    """One engine to build, of `component`, which runs on `device`."""
+    """An engine to build for `component`, which runs on `device`."""
 
     component: str
     use: EngineUse
@@ -28,7 +28,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Built:
-    """What became of one: its record, or the error."""
+    """A finished build: the engine's record, or the error."""
 
     wanted: Wanted
     record: EngineRecord | None
@@ -36,13 +36,13 @@ class Built:
 
 
 def wanted_engines(request: GenerationRequest, spec: ModelSpec, engines: EngineService) -> list[Wanted]:
-    """Return the engines for a size: of the backends asked for, or of every one that can be built here for "auto".
+    """Return the engines for a size: of the requested backends, or of every backend that builds here for "auto".
 
-    Where backends are named, components without one want nothing. Engines that several components share come once.
+    If the request names backends, only the components that it names get engines. Shared engines appear once.
 
     Raises:
         InvalidRequestError: for a size that the model cannot make.
-        MachineError: if a backend that was asked for cannot build here.
+        MachineError: if a requested backend cannot build here.
     """
     plan = resolve(request, spec, engines.machine, Path("none.mp4"))
     offers = engines.offers(spec)
@@ -64,13 +64,13 @@ def build_all(
     *,
     again: bool,
 ) -> Iterator[Built]:
-    """Build engines, yielding after each; one that fails does not keep the others.
+    """Build engines and yield each result; a failure does not stop the others.
 
     Args:
-        again: build also those that are there.
+        again: whether to rebuild engines that exist.
 
     Raises:
-        CancelledError: within a tenth of a second of being asked; those built before stay.
+        CancelledError: within a tenth of a second of the request; engines that were built stay.
     """
     for one in wanted:
         try:
@@ -81,18 +81,18 @@ def build_all(
             yield Built(one, record, None)
 
 
-def _of_component(name: str, asked: str, plan: ExecutionPlan, offers: Offers) -> Iterator[Wanted]:
-    if asked == PYTORCH:
+def _of_component(name: str, backend: str, plan: ExecutionPlan, offers: Offers) -> Iterator[Wanted]:
+    if backend == PYTORCH:
         return
     device = plan.components[name].device
-    offered = [offer for offer in offers(name, plan.latent_size, device) if asked in {AUTO, offer.backend}]
+    offered = [offer for offer in offers(name, plan.latent_size, device) if backend in {AUTO, offer.backend}]
     able = [offer for offer in offered if offer.problem is None]
-    if asked != AUTO:
+    if backend != AUTO:
         if not able:
             if not offered:
-                raise MachineError("pipeline.backend_unsupported", backend=asked, component=name, device=device)
+                raise MachineError("pipeline.backend_unsupported", backend=backend, component=name, device=device)
             offer = offered[0]
-            raise MachineError("pipeline.not_buildable", backend=asked, problem=offer.problem, fix=offer.remedy)
+            raise MachineError("pipeline.not_buildable", backend=backend, problem=offer.problem, fix=offer.remedy)
         able = able[:1]
     for offer in able:
         for use in offer.uses:

@@ -1,40 +1,47 @@
-"""What of a job survives its process: text embeddings, latents, the scheduler's memory, and the plan as it then was.
+"""Checkpoints: the state of a job on disk, and when it is saved.
 
-A checkpoint is a safetensors file whose metadata is JSON, written beside, synced and renamed: there is a whole one or
-none. One of another clip or other weights, cut short or changed by a byte is refused with the reason. Nothing is
-unpickled.
+A checkpoint holds text embeddings, latents, the scheduler's state and the plan. It is a safetensors file whose metadata
+is JSON, written to a temporary file, synced and renamed, so that it is complete or absent. A checkpoint of another clip
+or of other weights, or a damaged one, is refused with the reason. Nothing is unpickled.
 """
 
 import contextlib
 import hashlib
 import json
 import os
+import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from runtime.core.errors import CheckpointError
-from runtime.core.facts import Fact
+from runtime.core.events import CheckpointSaved, Event
+from runtime.core.facts import Fact, Warnings
 from runtime.core.plan import ExecutionPlan
 from runtime.core.step_cache import NONE
 from runtime.execution.memory import ran_out
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.checkpoint_files import BOUNDARY, FACTS, LATEST, newest
+from runtime.pipeline.checkpoint_files import BOUNDARY, HEADER_KEY, LATEST, newest
 from runtime.pipeline.sampling import Conditioning, Reached
 
 _VERSION = 1
-_WRITTEN = ".tmp"
+_PARTIAL = ".tmp"
+# Name, size and time of the files of each component.
 Stamps = Mapping[str, list[list[Any]]]
 
 _CHECKSUM = "checksum"
-# What may differ between the runs of one clip: how it is computed, and how fast it plays.
+# Checkpoints may take this share of the time of the steps.
+_SHARE = 0.01
+# Estimate of a checkpoint's cost before the first one is written: opening and syncing a file, and a slow disk.
+_OPEN_SECONDS, _BYTES_PER_SECOND = 0.01, 100e6
+# Request fields that may differ between runs of one clip: how it is computed, and how fast it plays.
 HOW = (
     "backends",
     "build",
@@ -47,24 +54,39 @@ HOW = (
     "fps",
     "gpus",
 )
-# Its second expert's part, which differs between the runs of its first half.
+# The field of the second transformer, which the first half of a clip does not depend on.
 SECOND_HALF = "guidance_scale_2"
-# The model and LoRAs count by their files.
+# The model and LoRAs are identified by their files.
 _NOT_THE_CLIP = {*HOW, "model", "loras"}
+
+
+class _Header(BaseModel):
+    """The JSON in a checkpoint's metadata."""
+
+    version: int
+    identity: Mapping[str, str]
+    planned: str
+    plan: str
+    step: int
+    of: int
+    scheduler: Any
+    warnings: Warnings
+    timings: Mapping[str, float]
+    load_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A job between two of its steps.
+    """The state of a job between two steps.
 
     Attributes:
-        planned: the plan that the run was given.
-        plan: what had become of it, fallbacks included.
+        planned: the plan that the run started with.
+        plan: the current plan, fallbacks included.
         of: the number of steps.
-        reached: how far sampling is; `None` before the first step.
-        warnings: told so far.
+        reached: progress of sampling; `None` before the first step.
+        warnings: emitted so far.
         timings: seconds of each stage so far, in all runs.
-        load_seconds: seconds spent loading so far, in all runs.
+        load_seconds: seconds spent on loading so far, in all runs.
     """
 
     planned: ExecutionPlan
@@ -90,34 +112,34 @@ class Checkpoint:
 
 
 class CheckpointFolder:
-    """The checkpoints of one job: the latest, and the one between both experts. The folder is made when one is saved.
+    """The checkpoints of one job: the latest, and the one between the two transformers.
 
     Args:
-        path: of this job alone; nobody else writes there meanwhile.
+        path: of this job alone; made when a checkpoint is saved.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._stamped: dict[Path, Stamps] = {}
+        self._stamps_of: dict[Path, Stamps] = {}
 
     def save(self, checkpoint: Checkpoint, spec: ModelSpec, *, boundary: bool = False) -> None:
-        """Put a checkpoint in the place of the one before.
+        """Replace the latest checkpoint.
 
         Args:
-            boundary: it is the one between both experts, and kept as that too.
+            boundary: whether it is also the one between the two transformers, which is kept.
 
         Raises:
-            CheckpointError: if the disk or memory is full, or the folder cannot be written to.
+            CheckpointError: if the disk or memory is full, or the folder cannot be written.
         """
         latest = self._path / LATEST
         try:
             data = _packed(checkpoint, self._stamps(spec))
             self._path.mkdir(parents=True, exist_ok=True)
             if boundary:
-                # First, so that no run goes on from behind it without it. A file is replaced, never written into, so
-                # that one with two names stays as it is under the other.
+                # First, so that no run resumes after it without it. Files are replaced and never modified, so the two
+                # names may refer to one file.
                 _write(self._path / BOUNDARY, data)
-                _name_too(self._path / BOUNDARY, latest, data)
+                _link(self._path / BOUNDARY, latest, data)
             else:
                 _write(latest, data)
         except OSError as error:
@@ -131,24 +153,24 @@ class CheckpointFolder:
             raise CheckpointError("checkpoint.no_memory") from error
 
     def load(self, spec: ModelSpec, plan: ExecutionPlan) -> Checkpoint | None:
-        """Return the newest checkpoint, its tensors where `plan` has the transformer; `None` if there is none.
+        """Return the newest checkpoint, its tensors on the transformer's device; `None` if there is none.
 
         Raises:
-            CheckpointError: if there is one that is of no use, with the reason.
+            CheckpointError: if it cannot be used, with the reason.
         """
         self._sweep()
         return _read(newest(self._path), self._stamps(spec), plan, half=False)
 
     def boundary(self, spec: ModelSpec, plan: ExecutionPlan) -> Checkpoint | None:
-        """Return the checkpoint between both experts, which knows nothing of the second; `None` if there is none.
+        """Return the checkpoint between the two transformers; `None` if there is none.
 
         Raises:
-            CheckpointError: if there is one that is of no use, with the reason.
+            CheckpointError: if it cannot be used, with the reason.
         """
         return _read(self._path / BOUNDARY, self._stamps(spec), plan, half=True)
 
-    def keep_half(self) -> None:
-        """Remove what a finished job does not need any more: all but what redoing its second half begins with."""
+    def remove_latest(self) -> None:
+        """Remove what a finished job no longer needs: everything but the checkpoint that a rerun starts from."""
         self._sweep()
         with contextlib.suppress(OSError):
             (self._path / LATEST).unlink(missing_ok=True)
@@ -161,22 +183,113 @@ class CheckpointFolder:
                 (self._path / name).unlink(missing_ok=True)
 
     def _stamps(self, spec: ModelSpec) -> Stamps:
-        # Once a run: what it loaded is what lay there when it began. A run has one model, LoRAs included.
-        if spec.directory not in self._stamped:
-            self._stamped[spec.directory] = stamps(spec)
-        return self._stamped[spec.directory]
+        # Once per run: it loaded the files that were there when it started. A run has one model, LoRAs included.
+        if spec.directory not in self._stamps_of:
+            self._stamps_of[spec.directory] = stamps(spec)
+        return self._stamps_of[spec.directory]
 
     def _sweep(self) -> None:
-        """Remove what a killed process was writing."""
-        for left in self._path.glob(f"*{_WRITTEN}"):
+        """Remove partial files of killed processes."""
+        for left in self._path.glob(f"*{_PARTIAL}"):
             with contextlib.suppress(OSError):
                 left.unlink()
+
+
+def due(seconds: float, spent: float, cost: float) -> bool:
+    """Return whether one more checkpoint keeps the cost of all below 1 % of the time of the steps.
+
+    Args:
+        seconds: of all steps of this run so far.
+        spent: of all checkpoints so far.
+        cost: of the next checkpoint.
+    """
+    return spent + cost <= _SHARE * seconds
+
+
+def estimated_cost(size: int) -> float:
+    """Return the estimated seconds for writing `size` bytes, before any checkpoint was measured."""
+    return _OPEN_SECONDS + size / _BYTES_PER_SECOND
+
+
+class CheckpointPolicy:
+    """Decides when the checkpoints of one run are saved, and saves them.
+
+    It must not refer to the job: a reference cycle would keep the job's GPU memory until the next garbage collection.
+
+    Args:
+        folder: where to; `None` saves nothing.
+        emit: called with `CheckpointSaved`.
+    """
+
+    def __init__(self, folder: CheckpointFolder | None, spec: ModelSpec, emit: Callable[[Event], None]) -> None:
+        self._folder = folder
+        self._spec = spec
+        self._emit = emit
+        self._warned = False
+        self._last: tuple[int, ExecutionPlan] | None = None
+        self._seconds = 0.0
+        self._spent = 0.0
+        self._cost: float | None = None
+
+    @property
+    def saved(self) -> bool:
+        """Whether a checkpoint of the job is on disk."""
+        return self._last is not None
+
+    def found(self, checkpoint: Checkpoint) -> None:
+        """Note that this checkpoint is on disk already."""
+        self._last = (checkpoint.step, checkpoint.plan)
+
+    def add_step(self, seconds: float) -> None:
+        """Note that a step took `seconds`."""
+        self._seconds += seconds
+
+    def due(self, make: Callable[[], Checkpoint | None]) -> bool:
+        """Return whether it is time for a checkpoint; see `save`."""
+        if self._folder is None:
+            return False
+        if self._cost is None:
+            checkpoint = make()
+            self._cost = estimated_cost(checkpoint.size if checkpoint else 0)
+        return due(self._seconds, self._spent, self._cost)
+
+    def save(self, make: Callable[[], Checkpoint | None], *, boundary: bool = False) -> Fact | None:
+        """Save a checkpoint unless the same state is on disk already.
+
+        Args:
+            make: returns the state of the job, or `None` if there is nothing to save yet.
+            boundary: whether the job is between the two transformers.
+
+        Returns:
+            The reason if it cannot be saved, the first time; the job continues without.
+        """
+        checkpoint = None if self._folder is None else make()
+        # A fallback changes the following steps even if no step was done since.
+        if self._folder is None or checkpoint is None or (checkpoint.step, checkpoint.plan) == self._last:
+            return None
+        problem = None
+        started = time.perf_counter()
+        try:
+            self._folder.save(checkpoint, self._spec, boundary=boundary)
+        except CheckpointError as error:
+            if not self._warned:
+                self._warned = True
+                problem = Fact("pipeline.checkpoints_stopped", {"cause": error.fact})
+                if self._last:
+                    data = {"cause": error.fact, "step": self._last[0]}
+                    problem = Fact("pipeline.checkpoints_stopped_after", data)
+        else:
+            self._last = (checkpoint.step, checkpoint.plan)
+            self._emit(CheckpointSaved(step=checkpoint.step))
+        self._cost = time.perf_counter() - started
+        self._spent += self._cost
+        return problem
 
 
 def stamps(spec: ModelSpec) -> Stamps:
     """Return name, size and time of each file that latents depend on, by component.
 
-    The VAE does not count: it only decodes, so a damaged one can be replaced.
+    Without the VAE, which only decodes: a damaged one can be replaced.
     """
     parts = [name for name in spec.component_names if name != "vae"]
     files = {part: sorted((spec.directory / part).rglob("*")) for part in (*parts, "tokenizer", "scheduler")}
@@ -191,89 +304,83 @@ def stamps(spec: ModelSpec) -> Stamps:
 
 
 def identity(stamps: Stamps, plan: ExecutionPlan, *, half: bool) -> str:
-    """Return a digest of the clip and of the files that make it; not of how it is computed.
+    """Return a digest of the clip and of the model's files, independent of how the clip is computed.
 
     Args:
-        half: leave out the second expert's files and guidance scale.
+        half: whether to leave out the second transformer's files and guidance scale.
     """
     left_out = _NOT_THE_CLIP | ({SECOND_HALF} if half else set())
-    # Checkpoints from before there were step caches say nothing of them.
+    # Checkpoints written before these fields existed have neither.
     left_out |= {"step_cache"} if plan.step_cache == NONE else set()
-    # Nor of a shift; the model's own is in the scheduler's file.
     left_out |= {"shift"} if plan.shift is None else set()
     clip = {name: value for name, value in plan.request_json().items() if name not in left_out}
     files = {part: stamp for part, stamp in stamps.items() if not (half and part == "transformer_2")}
     return hashlib.sha256(json.dumps([clip, files], sort_keys=True).encode()).hexdigest()
 
 
-def _packed(checkpoint: Checkpoint, stamped: Stamps) -> bytes:
+def _packed(checkpoint: Checkpoint, stamps: Stamps) -> bytes:
     tensors: dict[str, torch.Tensor] = {}
     scheduler = _describe_all(checkpoint, tensors)
-    on_cpu = _apart(tensors)
-    facts = {
-        "version": _VERSION,
-        "identity": {half: identity(stamped, checkpoint.planned, half=half == "half") for half in ("whole", "half")},
-        "planned": checkpoint.planned.model_dump_json(),
-        "plan": checkpoint.plan.model_dump_json(),
-        "step": checkpoint.step,
-        "of": checkpoint.of,
-        "scheduler": scheduler,
-        "warnings": [fact.model_dump() for fact in checkpoint.warnings],
-        "timings": dict(checkpoint.timings),
-        "load_seconds": checkpoint.load_seconds,
-    }
-    told = json.dumps(facts)
-    return safetensors.torch.save(on_cpu, metadata={FACTS: told, _CHECKSUM: str(_checksum(told, on_cpu))})
+    on_cpu = _separate(tensors)
+    header = _Header(
+        version=_VERSION,
+        identity={half: identity(stamps, checkpoint.planned, half=half == "half") for half in ("whole", "half")},
+        planned=checkpoint.planned.model_dump_json(),
+        plan=checkpoint.plan.model_dump_json(),
+        step=checkpoint.step,
+        of=checkpoint.of,
+        scheduler=scheduler,
+        warnings=checkpoint.warnings,
+        timings=checkpoint.timings,
+        load_seconds=checkpoint.load_seconds,
+    ).model_dump_json()
+    return safetensors.torch.save(on_cpu, metadata={HEADER_KEY: header, _CHECKSUM: str(_checksum(header, on_cpu))})
 
 
-def _read(path: Path, stamped: Stamps, plan: ExecutionPlan, *, half: bool) -> Checkpoint | None:
+def _read(path: Path, stamps: Stamps, plan: ExecutionPlan, *, half: bool) -> Checkpoint | None:
     if not path.is_file():
         return None
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            facts = json.loads(metadata[FACTS])
-            # Copies, for those in the file lie at any address: arithmetic may round otherwise there.
+            # Copies, because tensors in the file have any alignment, and arithmetic may round differently there.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - no mapping
-        if facts["version"] != _VERSION:
+        if json.loads(metadata[HEADER_KEY])["version"] != _VERSION:
             raise CheckpointError("checkpoint.other_version")
-        if metadata[_CHECKSUM] != str(_checksum(metadata[FACTS], tensors)):
+        header = _Header.model_validate_json(metadata[HEADER_KEY])
+        if metadata[_CHECKSUM] != str(_checksum(metadata[HEADER_KEY], tensors)):
             raise CheckpointError("checkpoint.damaged")
-        if facts["identity"]["half" if half else "whole"] != identity(stamped, plan, half=half):
+        if header.identity["half" if half else "whole"] != identity(stamps, plan, half=half):
             raise CheckpointError("checkpoint.other_clip")
         try:
-            planned, ran = (ExecutionPlan.model_validate_json(facts[name]) for name in ("planned", "plan"))
+            planned, current = (ExecutionPlan.model_validate_json(text) for text in (header.planned, header.plan))
         except ValidationError as error:
             raise CheckpointError("checkpoint.other_version") from error
         device = plan.components["transformer"].device
         reached = None
-        if facts["scheduler"] is not None:
-            scheduler = _tensors_in(facts["scheduler"], tensors, device)
-            reached = Reached(int(facts["step"]), tensors["latents"].to(device), scheduler)
+        if header.scheduler is not None:
+            reached = Reached(
+                header.step, tensors["latents"].to(device), _tensors_in(header.scheduler, tensors, device)
+            )
         negative = tensors.get("negative")
         return Checkpoint(
             planned=planned,
-            plan=ran,
-            of=int(facts["of"]),
+            plan=current,
+            of=header.of,
             conditioning=Conditioning(
                 tensors["positive"].to(device), None if negative is None else negative.to(device)
             ),
             reached=reached,
-            warnings=tuple(_read_warning(one) for one in facts["warnings"]),
-            timings=dict(facts["timings"]),
-            load_seconds=float(facts["load_seconds"]),
+            warnings=header.warnings,
+            timings=header.timings,
+            load_seconds=header.load_seconds,
         )
     except (OSError, SafetensorError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError("checkpoint.damaged") from error
 
 
-def _read_warning(value: Any) -> Fact:
-    """Return a stored warning; earlier versions stored sentences."""
-    return Fact("text", {"what": value, "remedy": ""}) if isinstance(value, str) else Fact.model_validate(value)
-
-
 def _describe_all(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> Any:
-    """Put all tensors of a checkpoint into `tensors`; return the scheduler's memory in JSON."""
+    """Put all tensors of a checkpoint into `tensors`; return the scheduler's state as JSON."""
     tensors["positive"] = checkpoint.conditioning.positive
     if checkpoint.conditioning.negative is not None:
         tensors["negative"] = checkpoint.conditioning.negative
@@ -285,7 +392,7 @@ def _describe_all(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> A
 
 
 def _described(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return a scheduler's value in JSON; its tensors go into `tensors`, and their names stand for them."""
+    """Return a scheduler's value as JSON; its tensors go into `tensors` and are replaced by their names."""
     if isinstance(value, torch.Tensor):
         name = f"scheduler.{len(tensors)}"
         tensors[name] = value
@@ -298,7 +405,7 @@ def _described(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _tensors_in(described: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], device: str) -> Any:
-    """Return what `_described` was given; tensors that were on a device are moved to `device`."""
+    """Return the inverse of `_described`; tensors that were on a device are moved to `device`."""
     if "tensor" in described:
         tensor = tensors[described["tensor"]]
         return tensor.to(device) if described["moves"] else tensor
@@ -311,22 +418,22 @@ def _tensors_in(described: Mapping[str, Any], tensors: Mapping[str, torch.Tensor
     return described["value"]
 
 
-def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors on the CPU, each in memory of its own, as safetensors wants them: a scheduler's may be views."""
-    apart, seen = {}, set()
+def _separate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors on the CPU, each with its own storage, as safetensors requires; a scheduler's may be views."""
+    separate, seen = {}, set()
     for name, tensor in tensors.items():
         here = tensor.detach().cpu().contiguous()
         storage = here.untyped_storage()
         if storage.data_ptr() in seen or storage.nbytes() != here.nbytes:
             here = here.clone()
         seen.add(here.untyped_storage().data_ptr())
-        apart[name] = here
-    return apart
+        separate[name] = here
+    return separate
 
 
-def _checksum(told: str, tensors: Mapping[str, torch.Tensor]) -> int:
-    """Return one that a flipped or missing byte changes; safetensors itself looks at names and sizes only."""
-    total = zlib.crc32(told.encode())
+def _checksum(header: str, tensors: Mapping[str, torch.Tensor]) -> int:
+    """Return a CRC-32 of header and tensors; safetensors itself checks names and sizes only."""
+    total = zlib.crc32(header.encode())
     for name in sorted(tensors):
         total = zlib.crc32(name.encode(), total)
         total = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, total)
@@ -334,21 +441,21 @@ def _checksum(told: str, tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 def _write(target: Path, data: bytes) -> None:
-    written = target.with_name(f"{target.name}.{os.getpid()}{_WRITTEN}")
-    with written.open("wb") as file:
+    partial = target.with_name(f"{target.name}.{os.getpid()}{_PARTIAL}")
+    with partial.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    written.replace(target)
+    partial.replace(target)
     _sync_folder(target.parent)
 
 
-def _name_too(target: Path, name: Path, data: bytes) -> None:
-    link = name.with_name(f"{name.name}.{os.getpid()}{_WRITTEN}")
+def _link(target: Path, name: Path, data: bytes) -> None:
+    link = name.with_name(f"{name.name}.{os.getpid()}{_PARTIAL}")
     try:
         link.unlink(missing_ok=True)
         link.hardlink_to(target)
-    except OSError:  # a disk without links
+    except OSError:  # a file system without hard links
         _write(name, data)
     else:
         link.replace(name)
@@ -356,7 +463,7 @@ def _name_too(target: Path, name: Path, data: bytes) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a renamed file's new name last; Windows does so by itself, and opens no folder."""
+    """Sync a folder, so that a rename in it survives a power failure; Windows syncs it itself."""
     with contextlib.suppress(OSError):
         number = os.open(folder, os.O_RDONLY)
         try:

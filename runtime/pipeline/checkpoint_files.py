@@ -1,4 +1,4 @@
-"""What of a job lies in its folder, told without reading its tensors."""
+"""Files in a job's folder, and the step of its checkpoint, read without torch."""
 
 import contextlib
 import json
@@ -10,34 +10,36 @@ from runtime.models.safetensors_header import read_header
 POSTER = "poster.webp"
 LATEST, BOUNDARY = "checkpoint.safetensors", "boundary.safetensors"
 CHECKPOINTS = "*.safetensors"
-# The key of a checkpoint's metadata that holds its facts, as JSON.
-FACTS = "tandem"
+# The key of a checkpoint's metadata that holds its JSON header.
+HEADER_KEY = "tandem"
 
 
-def step_kept(folder: Path | None) -> int | None:
-    """Return the step that a job goes on after; `None` if there is no checkpoint that can be read."""
+def checkpoint_step(folder: Path | None) -> int | None:
+    """Return the step that a job resumes after; `None` without a readable checkpoint."""
     return None if folder is None else _newest(folder)[1]
 
 
 def newest(folder: Path) -> Path:
-    """Return the checkpoint that a job goes on from; it may not exist.
+    """Return the checkpoint that a job resumes from; it may not exist.
 
-    That is the latest, unless a process ended after it had written the one between both experts and before it had
-    named that the latest too.
+    It is the latest, or the one between the two transformers if the process was killed after writing that and before
+    linking it as the latest.
     """
     return _newest(folder)[0]
 
 
 def _newest(folder: Path) -> tuple[Path, int | None]:
-    latest, between = folder / LATEST, folder / BOUNDARY
-    at, ahead = _step(latest), _step(between)
-    unnamed = ahead is not None and (not latest.exists() if at is None else at < ahead)
-    return (between, ahead) if unnamed else (latest, at)
+    latest, boundary = folder / LATEST, folder / BOUNDARY
+    latest_step, boundary_step = _step(latest), _step(boundary)
+    if boundary_step is None:
+        return latest, latest_step
+    ahead = not latest.exists() if latest_step is None else latest_step < boundary_step
+    return (boundary, boundary_step) if ahead else (latest, latest_step)
 
 
 def _step(path: Path) -> int | None:
     if path.is_file():
         with contextlib.suppress(ModelError, ValueError, KeyError, TypeError):
             header, _ = read_header(path)
-            return int(json.loads(header["__metadata__"][FACTS])["step"])
+            return int(json.loads(header["__metadata__"][HEADER_KEY])["step"])
     return None

@@ -1,6 +1,7 @@
-"""The file that remembers what jobs took here. Damaged or missing, it is empty; processes write one after the other.
+"""The history file: time and memory that jobs took on this machine, for later estimates.
 
-What is remembered is a help, not a need: a folder that cannot be written to is no error.
+A damaged or missing file is an empty history, and a folder that cannot be written is not an error. Processes write one
+after the other.
 """
 
 import json
@@ -17,7 +18,7 @@ from runtime.models.spec import ModelSpec
 from runtime.planner.history import History, Run, compiling, runs_of
 
 _VERSION = 1
-# The newest so many are kept, a few hundred bytes each.
+# Only the newest runs are kept, a few hundred bytes each.
 _MOST = 400
 _WAIT_SECONDS = 5.0
 
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class HistoryFile:
-    """What jobs took on `machine`, kept in `folder`."""
+    """The history of jobs on `machine`, in `folder`."""
 
     def __init__(self, folder: Path, machine: Machine) -> None:
         self._path = folder / "history.json"
@@ -39,7 +40,7 @@ class HistoryFile:
             found = self._path.stat()
         except OSError:
             return ()
-        # Each write is a new file, so that two within one tick of the clock differ too.
+        # With the inode: every write makes a new file, so two writes within one clock tick differ too.
         stamp = (found.st_mtime_ns, found.st_size, found.st_ino)
         known = self._known
         if known is None or known[0] != stamp:
@@ -54,7 +55,7 @@ class HistoryFile:
             return ()
 
     def add(self, new: Iterable[Run]) -> None:
-        """Remember runs; each takes the place of the one before of its kind and size, but for memory not told anew."""
+        """Add runs; each replaces the run of the same kind and size, and keeps that one's memory if it has none itself."""
         runs = {(run.kind, run.flops): run for run in new}
         if not runs:
             return
@@ -68,8 +69,8 @@ class HistoryFile:
                 values = {"version": _VERSION, "runs": [run.to_json() for run in (*kept, *now)[-_MOST:]]}
                 written.write_text(json.dumps(values), encoding="utf-8")
                 written.replace(target)
-        except OSError as error:  # a lock that nobody gives back in time is one too
-            logger.warning("What the job took could not be noted in %s: %s", target.name, error.strerror or error)
+        except OSError as error:  # includes a timeout of the lock
+            logger.warning("%s could not be written: %s", target.name, error.strerror or error)
 
     def note(
         self,
@@ -79,15 +80,15 @@ class HistoryFile:
         timings: Mapping[str, float],
         peaks: Mapping[str, int],
     ) -> None:
-        """Remember a job that ended well; see `planner.history.runs_of` for the arguments.
+        """Add a job that ended well; see `planner.history.runs_of` for the arguments.
 
-        Memory is told by a process's first job only: later ones find some of it taken, or free and not given back.
+        Memory counts only for a process's first job; later ones start with memory in use or cached.
         """
         self.add(runs_of(planned, ran, spec, self.machine, timings, peaks if self._first else {}))
         self._first = False
 
     def note_compiling(self, plan: ExecutionPlan, spec: ModelSpec, seconds: float) -> None:
-        """Remember what compiling took."""
+        """Add the time that compilation took."""
         self.add([compiling(plan, spec, self.machine, seconds)])
 
 

@@ -17,9 +17,9 @@ _STAGES = ("encode", "denoise", "decode", "mux")
 
 
 class Clock:
-    """Times stages, and tells `peak` of them; what `residency` spends on loading inside a stage is counted apart.
+    """Times stages without loading, and marks them in `peak`.
 
-    A stage that is entered again, because memory ran out in it, takes what all attempts took.
+    A stage that is retried after out-of-memory takes the time of all attempts.
     """
 
     def __init__(self, residency: Residency, peak: "PeakMemory") -> None:
@@ -41,15 +41,15 @@ class Clock:
             self._seconds = self._so_far()
             self._running = None
 
-    def go_on(self, timings: Mapping[str, float], load_seconds: float) -> None:
-        """Count what earlier runs of the job took."""
+    def add_earlier(self, timings: Mapping[str, float], load_seconds: float) -> None:
+        """Add the seconds of earlier runs of the job."""
         for name in self._seconds:
             self._seconds[name] += timings.get(name, 0.0)
         self._loaded_before -= load_seconds
 
     @property
     def load_seconds(self) -> float:
-        """Seconds spent loading weights since this clock was made, and before."""
+        """Seconds spent loading weights since this clock was made, and in earlier runs."""
         return self._residency.load_seconds - self._loaded_before
 
     def timings(self) -> dict[str, float]:
@@ -67,16 +67,16 @@ class Clock:
 
 
 class PeakMemory:
-    """The most memory held while it is entered: allocated on a CUDA device, else resident in this process.
+    """Peak memory inside the `with` block: allocated on a CUDA device, otherwise resident in this process.
 
-    `by_stage` holds the same for each stage that ended, without what was held before.
+    `by_stage` has the peak of each finished stage above what was in use at the start.
 
     Args:
-        crew: processes of several GPUs; what the fullest of those holds is added on CUDA, for one is on `device` too.
+        group_manager: of several GPUs' processes; on CUDA the peak of the fullest GPU is added.
     """
 
     def __init__(self, device: str, group_manager: GroupManager | None = None) -> None:
-        self._crew = group_manager or GroupManager()
+        self._group_manager = group_manager or GroupManager()
         self._cuda = device if device.startswith("cuda") else None
         self._process = psutil.Process()
         self._stop = threading.Event()
@@ -89,9 +89,9 @@ class PeakMemory:
 
     def __enter__(self) -> "PeakMemory":
         """Start measuring."""
-        self._crew.measure_anew()
+        self._group_manager.measure_anew()
         if self._cuda:
-            torch.cuda.synchronize(self._cuda)  # starts CUDA: before that there are no statistics to reset
+            torch.cuda.synchronize(self._cuda)  # initializes CUDA: before, there are no statistics to reset
             torch.cuda.reset_peak_memory_stats(self._cuda)
             self._before = torch.cuda.memory_allocated(self._cuda)
         else:
@@ -114,13 +114,13 @@ class PeakMemory:
         return self._peak
 
     def enter_stage(self, name: str) -> None:
-        """Measure stage `name` apart, from here on."""
+        """Start measuring stage `name`."""
         self._note()
         with self._lock:
             self._stage, self._in_stage = name, 0
             if self._cuda:
                 torch.cuda.reset_peak_memory_stats(self._cuda)
-                self._crew.measure_anew()
+                self._group_manager.measure_anew()
 
     def leave_stage(self) -> None:
         """End the stage."""
@@ -130,7 +130,7 @@ class PeakMemory:
     def _note(self) -> None:
         with self._lock:
             if self._cuda:
-                held = torch.cuda.max_memory_allocated(self._cuda) + self._crew.peak_bytes
+                held = torch.cuda.max_memory_allocated(self._cuda) + self._group_manager.peak_bytes
             else:
                 held = self._process.memory_info().rss
             self._peak = max(self._peak, held)

@@ -44,7 +44,7 @@ def with_oom_retry(context: RunContext, work: Callable[[], Result]) -> Result:
 def _apply_next_strategy(context: RunContext, memory: Memory) -> None:
     """Put the next strategy into the context's plan and emit `OutOfMemory`."""
     plan = context.plan
-    stage, component = context.doing
+    stage, component = context.current
     if not plan.components[component].device.startswith("cuda"):
         memory = "RAM"
     allowed = plan.asked.on_out_of_memory
@@ -59,7 +59,7 @@ def _apply_next_strategy(context: RunContext, memory: Memory) -> None:
                 "changes": _changes(found),
                 "slowdown": round(found.slowdown, 2),
                 "lossless": found.forecast.strategy.lossless,
-                "lost_seconds": round(time.perf_counter() - context.done_at, 3),
+                "lost_seconds": round(time.perf_counter() - context.progress_at, 3),
                 "plan": None if retry is None else retry.plan,
             }
         )
@@ -67,9 +67,9 @@ def _apply_next_strategy(context: RunContext, memory: Memory) -> None:
     if retry is None:
         raise _error(context, event)
     context.plan = retry.plan
-    context.straight = False
+    context.representative = False
     context.warnings.append(event.fact)
-    context.done_at = time.perf_counter()
+    context.progress_at = time.perf_counter()
 
 
 def _changes(found: FallbackStrategy) -> dict[str, str]:
@@ -84,7 +84,7 @@ def _error(context: RunContext, event: OutOfMemory) -> MachineError:
     data: dict[str, Any] = {"stage": event.stage, "component": event.component, "memory": event.memory}
     if event.strategy is not None:
         data |= {"changes": dict(event.changes), "effects": event.effects}
-    if not context.keeper.keeps:
+    if not context.resumable:
         if event.strategy is None:
             return MachineError("pipeline.out_of_memory", **data)
         return MachineError("pipeline.out_of_memory_strategy", **data)

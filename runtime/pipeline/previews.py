@@ -1,4 +1,4 @@
-"""What a clip shows of itself while it is made: drawn seldom enough to cost next to nothing."""
+"""Previews of a clip while it is made, drawn rarely enough to cost almost nothing."""
 
 import time
 from collections.abc import Callable
@@ -10,14 +10,14 @@ from runtime.core.plan import ExecutionPlan
 from runtime.models.spec import ModelSpec
 from runtime.video.preview import encode_frames, encode_preview, resize
 
-# At most so often: a preview takes 10 ms, as long as several steps of a small model on a GPU.
+# Minimum interval: a preview takes 10 ms, as long as several steps of a small model on a GPU.
 _SECONDS = 0.25
-# And no more than this share of the time: one of many frames takes longer.
+# Maximum share of the time: previews of many frames take longer.
 _SHARE = 0.03
 
 
 class Previews:
-    """Draws the previews of one job, those that are worth their time."""
+    """Draws the previews of one job, as often as the time budget allows."""
 
     def __init__(self, spec: ModelSpec, plan: ExecutionPlan) -> None:
         self._latent_rgb = spec.latent_rgb
@@ -26,7 +26,7 @@ class Previews:
         self._frames: list[np.ndarray] = []
 
     def of_latents(self, estimate: torch.Tensor) -> bytes | None:
-        """Return an animated WebP of the clean latents as they are predicted, if it is time for one."""
+        """Return an animated WebP of the predicted clean latents, if it is time for one."""
         rgb_of = self._latent_rgb
         if rgb_of is None:
             return None
@@ -48,15 +48,15 @@ class Previews:
         self._frames.extend(resize(frames))
         return self._timed(lambda: encode_frames(self._frames, round(1000 / self._plan.fps)))
 
-    def begin_again(self) -> None:
-        """Forget the frames: they are decoded anew."""
+    def forget_frames(self) -> None:
+        """Forget the frames, because decoding starts again."""
         self._frames.clear()
 
     def _timed(self, draw: Callable[[], bytes]) -> bytes | None:
         started = time.monotonic()
         if started < self._next:
             return None
-        drawn = draw()
+        preview = draw()
         ended = time.monotonic()
         self._next = ended + max(_SECONDS, (ended - started) / _SHARE)
-        return drawn
+        return preview

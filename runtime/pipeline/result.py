@@ -1,4 +1,4 @@
-"""What is said of a finished video: to whoever watches, and by the MP4 itself."""
+"""The result of a finished job: for the user, and for the metadata of the MP4."""
 
 import platform
 from datetime import datetime, timezone
@@ -13,8 +13,8 @@ from runtime.pipeline.metrics import PeakMemory
 from runtime.pipeline.run_context import RunContext
 
 
-def outcome(context: RunContext, peak: PeakMemory) -> VideoSaved:
-    """Return what came of a job whose frames are all encoded."""
+def result_of(context: RunContext, peak: PeakMemory) -> VideoSaved:
+    """Return the result of a job whose frames are all encoded."""
     return VideoSaved(
         video=context.plan.output,
         request=context.plan.request_json(),
@@ -27,9 +27,9 @@ def outcome(context: RunContext, peak: PeakMemory) -> VideoSaved:
     )
 
 
-def facts(saved: VideoSaved, job_id: str | None) -> dict[str, Any]:
-    """Return what the MP4 says about itself."""
-    told = {key: value for key, value in saved.result_json().items() if key != "video"}
+def metadata_of(saved: VideoSaved, job_id: str | None) -> dict[str, Any]:
+    """Return the metadata of the MP4: the result without its path, the job and the versions."""
+    result = {key: value for key, value in saved.result_json().items() if key != "video"}
     versions = {
         "tandem": __version__,
         "python": platform.python_version(),
@@ -37,5 +37,5 @@ def facts(saved: VideoSaved, job_id: str | None) -> dict[str, Any]:
         "diffusers": diffusers.__version__,
     }
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    named = {} if job_id is None else {"job": job_id}
-    return {"tandem": {**told, **named, "versions": versions, "created": created}}
+    job = {} if job_id is None else {"job": job_id}
+    return {"tandem": {**result, **job, "versions": versions, "created": created}}

@@ -1,6 +1,6 @@
-"""A job under way: its plan as it changes, how far it is, and what it tells.
+"""State of a running job: its plan as it changes, its progress, its warnings, and its checkpoints.
 
-Takes up what an earlier run left, and builds what the plan wants before anything runs.
+`RunContext` emits the job's events, resumes from a checkpoint, and builds missing engines before anything runs.
 """
 
 import copy
@@ -21,15 +21,14 @@ from runtime.core.plan import EAGER, EngineUse, ExecutionPlan
 from runtime.execution.residency import Residency
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_scheduler
-from runtime.pipeline.checkpoint import Checkpoint, CheckpointFolder
-from runtime.pipeline.checkpoint_policy import CheckpointPolicy
+from runtime.pipeline.checkpoint import Checkpoint, CheckpointFolder, CheckpointPolicy
 from runtime.pipeline.metrics import Clock
 from runtime.pipeline.sampling import Conditioning, Reached, Step, get_schedule
 from runtime.pipeline.scheduler_state import restore, snapshot
 
 Emit = Callable[[Event], None]
 
-# What of a plan changes while it is carried out.
+# Fields of a plan that may change while it runs.
 _DECIDED = (
     "components",
     "strategy",
@@ -45,20 +44,20 @@ _DECIDED = (
 class RunContext:
     """What changes while a job runs.
 
-    Use as a context manager: its engines are kept from deletion until it ends, and where it ends before its time, what
-    is done is kept.
+    Use as a context manager: until it exits, the job's engines are protected from deletion. If it exits with an
+    exception, the job's progress is saved.
 
     Attributes:
         plan: what runs where, fallbacks included.
-        warnings: all that was said beside the result.
-        doing: the stage that runs, and the component at work.
-        conditioning: the prompt, once it is read.
-        reached: how far sampling is; `None` before the first step.
-        done_at: when that was, by the performance counter.
-        earlier: what came of earlier runs, see `VideoSaved`.
-        straight: whether this run does all the work, in one way: what it takes says something about the next.
-        look: sees the frames before they are encoded, see `flow.run_job`.
-        read_anew: whether the text encoder ran: texts of earlier jobs are known.
+        warnings: facts emitted so far, to show with the result.
+        current: the running stage and its component.
+        conditioning: the encoded prompt, once there is one.
+        reached: progress of sampling; `None` before the first step.
+        progress_at: when `conditioning` or `reached` last changed, by the performance counter.
+        earlier: about earlier runs of the job, see `VideoSaved`.
+        representative: whether this run does the whole job with one plan, so that its timings belong in the history.
+        text_encoded: whether the text encoder ran, rather than the prompt cache.
+        on_frames: called with decoded frames before they are encoded, see `run.run_job`.
     """
 
     def __init__(
@@ -70,6 +69,7 @@ class RunContext:
         residency: Residency,
         clock: Clock,
         checkpoints: CheckpointFolder | None = None,
+        on_frames: Callable[[np.ndarray], None] | None = None,
     ) -> None:
         self.plan = plan
         self.spec = spec
@@ -77,30 +77,30 @@ class RunContext:
         self.cancel = cancel
         self.residency = residency
         self.clock = clock
+        self.on_frames = on_frames
         self.warnings: list[Fact] = []
-        self.doing: tuple[Stage, str] = ("load", "text_encoder")
+        self.current: tuple[Stage, str] = ("load", "text_encoder")
         self.conditioning: Conditioning | None = None
         self.reached: Reached | None = None
-        self.done_at = time.perf_counter()
+        self.progress_at = time.perf_counter()
         self.earlier: dict[str, Any] = {}
-        self.straight = True
-        self.look: Callable[[np.ndarray], None] | None = None
-        self.read_anew = True
+        self.representative = True
+        self.text_encoded = True
         self._compiled_before = residency.compile_seconds
         self._planned = plan
-        self._checkpoints = checkpoints
-        self.keeper = CheckpointPolicy(checkpoints, spec, emit)
-        self._kept = ExitStack()
+        self._folder = checkpoints
+        self._checkpoints = CheckpointPolicy(checkpoints, spec, emit)
+        self._engines_in_use = ExitStack()
 
     def __enter__(self) -> "RunContext":
         """Return itself."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Let go of the engines; keep what is done, if not all of it is."""
-        self._kept.close()
+        """Release the engines; save a checkpoint if the job did not finish."""
+        self._engines_in_use.close()
         if kind is not None and issubclass(kind, Exception):
-            self._keep()
+            self._save_checkpoint()
 
     @property
     def compiled_seconds(self) -> float:
@@ -112,11 +112,41 @@ class RunContext:
         """Denoising steps done."""
         return 0 if self.reached is None else self.reached.steps
 
+    @property
+    def resumable(self) -> bool:
+        """Whether a checkpoint of the job is on disk."""
+        return self._checkpoints.saved
+
     def warn(self, fact: Fact) -> None:
         """Emit a fact to show with the result, unless this run or an earlier one has emitted it."""
         if fact not in self.warnings:
             self.warnings.append(fact)
             self.emit(Warned(fact=fact))
+
+    def begin_stage(self, stage: Stage, name: str) -> None:
+        """Emit that a stage begins for a component."""
+        self.current = (stage, name)
+        self.emit(StageStarted(stage=stage, part=name))
+
+    def loading(self, name: str) -> None:
+        """Emit that a component is being loaded."""
+        self.cancel.check()
+        self.begin_stage("load", name)
+
+    def fell_back(self, name: str, reason: Fact) -> None:
+        """Run a component in PyTorch from now on instead of on its engine."""
+        part = self.plan.components[name]
+        backend = part.backend if part.engines else self.plan.asked.backend(name)
+        event = FellBack(component=name, backend=backend, reason=reason)
+        self.plan = self.plan.with_component(name, part.in_pytorch(str(reason)))
+        if event.fact not in self.warnings:
+            self.warnings.append(event.fact)
+            self.emit(event)
+
+    def on_degraded(self, name: str, field: str, reason: Fact) -> None:
+        """Run a component without what a field of the plan's `Speed` says: slower, with the same result."""
+        self.plan = self.plan.replace(speed=self.plan.speed.replace(**{field: getattr(EAGER, field)}))
+        self.warn(Fact("pipeline.degraded", {"component": name, "reason": reason}))
 
     def schedule(self) -> tuple[Any, list[Step]]:
         """Return a scheduler before its first step, and the plan's steps.
@@ -124,7 +154,7 @@ class RunContext:
         Raises:
             ModelError: if the model's scheduler cannot be loaded.
         """
-        # A copy, for a step leaves more in a scheduler than setting its timesteps takes out again.
+        # A copy, because setting the timesteps does not reset everything that a step changes.
         scheduler = copy.deepcopy(self._scheduler)
         return scheduler, get_schedule(self.plan, scheduler, self.spec.boundary_ratio)
 
@@ -132,81 +162,71 @@ class RunContext:
     def _scheduler(self) -> Any:
         return load_scheduler(self.spec, self.plan.shift, self.plan.components["transformer"].device)
 
-    def begin(self, stage: Stage, name: str) -> None:
-        """Tell that a stage begins, with a component at work."""
-        self.doing = (stage, name)
-        self.emit(StageStarted(stage=stage, part=name))
-
-    def loading(self, name: str) -> None:
-        """Tell that a component is loaded."""
-        self.cancel.check()
-        self.begin("load", name)
-
-    def read(self, conditioning: Conditioning) -> None:
-        """Note that the prompt is read."""
+    def record_conditioning(self, conditioning: Conditioning) -> None:
+        """Note that the prompt is encoded, and save a checkpoint."""
         self.conditioning = conditioning
-        self.done_at = time.perf_counter()
-        self._keep()
+        self.progress_at = time.perf_counter()
+        self._save_checkpoint()
 
-    def reach(self, steps: int, latents: torch.Tensor, scheduler: Any) -> Reached:
-        """Note what is done, and return it."""
+    def record_step(self, steps: int, latents: torch.Tensor, scheduler: Any) -> Reached:
+        """Note and return the progress of sampling after `steps` steps."""
         state = None
         try:
             state = snapshot(scheduler)
         except CheckpointError as error:
             self.warn(Fact("pipeline.step_not_resumable", {"cause": error.fact}))
         self.reached = Reached(steps, latents, state)
-        self.done_at = time.perf_counter()
+        self.progress_at = time.perf_counter()
         return self.reached
 
-    def keep(self, steps: Sequence[Step], seconds: float, *, reached: bool = True) -> None:
-        """Keep what is done if that is due, and in any case between both experts and after the last step.
+    def checkpoint_step(self, steps: Sequence[Step], seconds: float, *, resumable: bool = True) -> None:
+        """Save a checkpoint if one is due; always between the two transformers and after the last step.
 
         Args:
             seconds: that the last step took.
-            reached: whether it was noted by `reach`; with a step cache, not every one can be gone on from.
+            resumable: whether sampling can be resumed after it; with a step cache that holds for some steps only.
         """
-        self.keeper.after_step(seconds)
-        if not reached:
+        self._checkpoints.add_step(seconds)
+        if not resumable:
             return
-        between = self.step < len(steps) and steps[self.step].expert != steps[self.step - 1].expert
-        if between or self.step == len(steps) or self.keeper.due(self._checkpoint):
-            self._keep(boundary=between)
+        boundary = self.step < len(steps) and steps[self.step].expert != steps[self.step - 1].expert
+        if boundary or self.step == len(steps) or self._checkpoints.due(self._checkpoint):
+            self._save_checkpoint(boundary=boundary)
 
-    def resume_from_checkpoint(self) -> None:
-        """Go on from what an earlier run left; a checkpoint that is of no use is told of and removed."""
-        if self._checkpoints is None:
+    def resume(self) -> None:
+        """Continue from the checkpoint of an earlier run; one that cannot be used is reported and removed."""
+        if self._folder is None:
             return
         try:
-            found = self._checkpoints.load(self.spec, self.plan)
+            found = self._folder.load(self.spec, self.plan)
             if found is not None and found.reached is not None and found.reached.scheduler is not None:
                 restore(self.schedule()[0], found.reached.scheduler)
         except CheckpointError as error:
-            self._checkpoints.clear()
+            self._folder.clear()
             self.warn(Fact("pipeline.checkpoint_unusable", {"cause": error.fact}))
             return
         if found is None:
             return
         if _decisions(found.planned) == _decisions(self.plan):
-            # What had become of the plan goes on; asked for otherwise, that is what counts.
+            # Fallbacks of the earlier run stay; if the job was planned differently, the new plan counts.
             self.plan = self.plan.replace(**{name: getattr(found.plan, name) for name in _DECIDED})
-        guided = found.conditioning.negative is not None or not wants_guidance(self.plan)
-        self.conditioning = found.conditioning if guided else None
+        complete = found.conditioning.negative is not None or not wants_guidance(self.plan)
+        self.conditioning = found.conditioning if complete else None
         self.reached = found.reached
         for fact in found.warnings:
             self.warn(fact)
-        self.clock.go_on(found.timings, found.load_seconds)
+        self.clock.add_earlier(found.timings, found.load_seconds)
         self.earlier = {
             "step": found.step,
             "timings": dict(found.timings),
             "load_seconds": round(found.load_seconds, 3),
         }
-        self.straight = False
-        self.keeper.found(found)
+        self.representative = False
+        self._checkpoints.found(found)
         self.emit(Resumed(step=found.step, of=found.of))
 
-    def _keep(self, *, boundary: bool = False) -> None:
-        problem = self.keeper.keep(self._checkpoint, boundary=boundary)
+    def _save_checkpoint(self, *, boundary: bool = False) -> None:
+        problem = self._checkpoints.save(self._checkpoint, boundary=boundary)
         if problem is not None:
             self.warn(problem)
 
@@ -226,28 +246,12 @@ class RunContext:
             load_seconds=self.clock.load_seconds,
         )
 
-    def fell_back(self, name: str, reason: Fact) -> None:
-        """Run a component in PyTorch from now on instead of on its engine."""
-        part = self.plan.components[name]
-        event = FellBack(
-            component=name, backend=part.backend if part.engines else self.plan.asked.backend(name), reason=reason
-        )
-        self.plan = self.plan.with_component(name, part.in_pytorch(str(reason)))
-        if event.fact not in self.warnings:
-            self.warnings.append(event.fact)
-            self.emit(event)
-
-    def on_degraded(self, name: str, field: str, reason: Fact) -> None:
-        """Run a component without what a field of the plan's `Speed` says: slower, with the same result."""
-        self.plan = self.plan.replace(speed=self.plan.speed.replace(**{field: getattr(EAGER, field)}))
-        self.warn(Fact("pipeline.degraded", {"component": name, "reason": reason}))
-
-    def get_engines(self, names: Collection[str]) -> None:
-        """Build the engines of components that are not there or damaged; where one cannot be built, PyTorch takes over.
+    def build_engines(self, names: Collection[str]) -> None:
+        """Build the missing and damaged engines of components; if one cannot be built, PyTorch runs the component.
 
         Raises:
-            CancelledError: within a tenth of a second of being asked; nothing of the build is left.
-            PausedError: once the engine that is built is there.
+            CancelledError: within a tenth of a second of the request; nothing of the build is left.
+            PausedError: once the current engine is built.
         """
         for name, part in self.plan.components.items():
             if name not in names:
@@ -258,27 +262,27 @@ class RunContext:
             elif part.engines and not self.residency.holds(self.spec, self.plan, name):
                 try:
                     for use in part.engines:
-                        self._get_engine(name, use)
+                        self._build_engine(name, use)
                 except EngineError as error:
                     self.fell_back(name, error.fact)
                 else:
-                    there = part.replace(engines=tuple(use.replace(build=False) for use in part.engines))
-                    self.plan = self.plan.with_component(name, there)
+                    built = part.replace(engines=tuple(use.replace(build=False) for use in part.engines))
+                    self.plan = self.plan.with_component(name, built)
 
-    def _get_engine(self, name: str, use: EngineUse) -> None:
+    def _build_engine(self, name: str, use: EngineUse) -> None:
         engines = self.residency.engines
         problem = None if use.build or self.plan.asked.build == "never" else engines.problem(use.id)
         if problem is not None:
             self.warn(Fact("pipeline.engine_rebuilt", {"component": name, "engine": use.id, "problem": problem}))
         if use.build or problem is not None:
-            self.begin("build", name)
+            self.begin_stage("build", name)
             device = self.plan.components[name].device
             again = self.plan.asked.build == "always" or problem is not None
-            engines.build(self.spec, name, use, device, partial(self._building, name), self.cancel, again=again)
-        # Building the next one makes room in the library, but not of this one's.
-        self._kept.enter_context(engines.store.using(use.id))
+            engines.build(self.spec, name, use, device, partial(self._report_build, name), self.cancel, again=again)
+        # Building the next one may evict engines from the library, but not this one.
+        self._engines_in_use.enter_context(engines.store.using(use.id))
 
-    def _building(self, name: str, line: str, share: float | None) -> None:
+    def _report_build(self, name: str, line: str, share: float | None) -> None:
         self.emit(EngineProgress(component=name, line=line, share=share))
 
 
@@ -288,7 +292,7 @@ def wants_guidance(plan: ExecutionPlan) -> bool:
 
 
 def _decisions(plan: ExecutionPlan) -> tuple[Any, ...]:
-    """Return how a plan computes its clip: not what is forecast of it, nor where it goes."""
+    """Return how a plan computes its clip, without its estimates and its output path."""
     parts = [
         (name, part.backend, part.device, part.dtype, part.quantization, [use.id for use in part.engines])
         for name, part in plan.components.items()

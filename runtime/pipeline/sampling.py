@@ -1,6 +1,6 @@
-"""The sampling verbs of Wan: noise, the two-expert denoise loop with guidance per expert, frames.
+"""Sampling: noise, the denoising loop with one or two transformers and guidance per transformer, and decoding.
 
-Equal to `diffusers.WanPipeline.__call__` for the same seed with a CPU generator; tests hold it to that.
+For the Wan family, equal to `diffusers.WanPipeline.__call__` for the same seed with a CPU generator; tests hold it to that.
 """
 
 import time
@@ -29,9 +29,9 @@ class Conditioning:
 
 @dataclass(frozen=True)
 class Step:
-    """One denoising step: its timestep, the expert that runs it and that expert's guidance scale.
+    """One denoising step: its timestep, the transformer ("expert") that runs it and that one's guidance scale.
 
-    Where it is `fresh` nothing that was cached of earlier steps is used: sampling can be taken up there.
+    A `fresh` step uses no cache of earlier steps, so sampling can be resumed before it.
     """
 
     timestep: torch.Tensor
@@ -43,12 +43,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Reached:
-    """How far sampling is: all that the rest of it needs beside the prompt.
+    """Progress of sampling: everything that the remaining steps need, except the prompt.
 
     Attributes:
         steps: done.
-        latents: after them, (1, channels, frames, height, width), float32.
-        scheduler: what it remembers, see `scheduler_state`; `None` where that cannot be had.
+        latents: after these steps, (1, channels, frames, height, width), float32.
+        scheduler: its state, see `scheduler_state`; `None` if it cannot be saved.
     """
 
     steps: int
@@ -58,7 +58,7 @@ class Reached:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gave.
+    """The result of a step.
 
     Attributes:
         index: from 0.
@@ -74,53 +74,53 @@ class StepResult:
     seconds: float
 
 
-# What diffusers' schedulers raise of a configuration that does not fit.
-_ODD = (ArithmeticError, AttributeError, IndexError, TypeError, ValueError)
+# Raised by diffusers' schedulers for an unsuitable configuration.
+_SCHEDULER_ERRORS = (ArithmeticError, AttributeError, IndexError, TypeError, ValueError)
 OpenExpert = Callable[[str], AbstractContextManager[Denoiser]]
 
 
 def get_noise(plan: ExecutionPlan) -> torch.Tensor:
-    """Return the seed's noise, (1, channels, frames, height, width), float32: drawn on the CPU, so equal anywhere."""
+    """Return the seed's noise, (1, channels, frames, height, width), float32; drawn on the CPU, so equal everywhere."""
     generator = torch.Generator("cpu").manual_seed(plan.seed)
     noise = torch.randn(plan.latent_shape, generator=generator, dtype=torch.float32)
     return noise.to(plan.components["transformer"].device)
 
 
 def get_schedule(plan: ExecutionPlan, scheduler: Any, boundary_ratio: float | None) -> list[Step]:
-    """Set the scheduler up for the plan's steps and say which expert runs each.
+    """Set up the scheduler for the plan's steps and return them with the transformer that runs each.
 
     Args:
         scheduler: a diffusers flow-matching scheduler; its timesteps are set here.
-        boundary_ratio: the high-noise expert runs while timestep / training timesteps is at least this.
+        boundary_ratio: the high-noise transformer runs while timestep / training timesteps is at least this.
 
     Raises:
-        ModelError: if the scheduler is not of that kind, or its configuration is odd.
+        ModelError: if the scheduler is of another kind, or its configuration is unsuitable.
     """
     try:
         scheduler.set_timesteps(plan.steps, device=plan.components["transformer"].device)
         scheduler.set_begin_index(0)
-        # Read at once, for reading waits for the device. There is one sigma more than timesteps: 0.
+        # In one read, because reading waits for the device. There is one more sigma than timesteps: 0.
         values, sigmas = scheduler.timesteps.tolist(), scheduler.sigmas.tolist()
-    except _ODD as error:
-        raise _odd(scheduler, error) from error
+    except _SCHEDULER_ERRORS as error:
+        raise _scheduler_error(scheduler, error) from error
     boundary = None if boundary_ratio is None else boundary_ratio * scheduler.config.num_train_timesteps
     steps: list[Step] = []
     for timestep, value, sigma in zip(scheduler.timesteps, values, sigmas, strict=False):
         low_noise = boundary is not None and value < boundary
         scale = plan.guidance_scale_2 if low_noise and plan.guidance_scale_2 is not None else plan.guidance_scale
         expert = "transformer_2" if low_noise else "transformer"
-        another = not steps or steps[-1].expert != expert
-        fresh = another or plan.step_cache == NONE or len(steps) % STEPS_OF_A_CACHE == 0
+        switched = not steps or steps[-1].expert != expert
+        fresh = switched or plan.step_cache == NONE or len(steps) % STEPS_OF_A_CACHE == 0
         steps.append(Step(timestep, sigma, expert, scale, fresh))
     return steps
 
 
-def _odd(scheduler: Any, error: Exception) -> ModelError:
+def _scheduler_error(scheduler: Any, error: Exception) -> ModelError:
     return ModelError("pipeline.scheduler_failed", scheduler=type(scheduler).__name__, error=first_line(error))
 
 
 def may_stop(steps: list[Step], done: int) -> bool:
-    """Return whether sampling can be taken up after `done` steps with nothing but the latents and the scheduler."""
+    """Return whether sampling can be resumed after `done` steps from the latents and the scheduler alone."""
     return done >= len(steps) or steps[done].fresh
 
 
@@ -133,15 +133,15 @@ def denoise(
     cancel: Cancel,
     start: int = 0,
 ) -> Iterator[StepResult]:
-    """Run the loop, yielding after each step; an expert is held from its first step to its last.
+    """Run the loop and yield each step's result; a transformer stays loaded from its first to its last step.
 
     Args:
-        latents: noise, or what the first `start` steps made of it; the scheduler then remembers them.
+        latents: noise, or the latents after `start` steps; the scheduler then has the state after these steps.
 
     Raises:
         BadResultError: if the latents become NaN or Inf.
-        ModelError: if the scheduler's configuration is odd.
-        CancelledError: within a step of being asked.
+        ModelError: if the scheduler's configuration is unsuitable.
+        CancelledError: within one step of the request.
         PausedError: before the next step.
     """
     index = start
@@ -158,8 +158,8 @@ def denoise(
                 estimate = latents - step.sigma * velocity
                 try:
                     latents = scheduler.step(velocity, step.timestep, latents, return_dict=False)[0]
-                except _ODD as error:
-                    raise _odd(scheduler, error) from error
+                except _SCHEDULER_ERRORS as error:
+                    raise _scheduler_error(scheduler, error) from error
                 # Reading one value waits for the device, so the measured time is the step's own.
                 if not torch.isfinite(latents).all().item():
                     raise BadResultError("pipeline.not_finite", step=index + 1, of=len(steps))
@@ -180,28 +180,28 @@ def decode(
 
     Args:
         chunk, tile: see `VideoDecoder.frames`.
-        part: returns how the VAE runs by now: an engine may have given way to PyTorch.
+        part: returns how the VAE currently runs, because an engine may have fallen back to PyTorch.
 
     Raises:
         BadResultError: if the frames hold NaN or Inf.
-        CancelledError, PausedError: within a chunk of being asked.
+        CancelledError, PausedError: within one chunk of the request.
     """
-    ahead: Callable[[], torch.Tensor] | None = None
+    pending: Callable[[], torch.Tensor] | None = None
     for frames in decoder.frames(latents, chunk, tile):
         cancel.check_pause()
         if not len(frames):
             continue
-        arrives = fetch(frames, part and part())
+        get_frames = fetch(frames, part and part())
         if frames.device.type != "cuda":
-            yield arrives()
+            yield get_frames()
             continue
-        # While somebody has the frames of one call, the GPU computes the next.
-        if ahead is not None:
-            yield ahead()
-        ahead = arrives
-    if ahead is not None:
+        # The GPU computes the next call while the caller processes the frames of this one.
+        if pending is not None:
+            yield pending()
+        pending = get_frames
+    if pending is not None:
         cancel.check_pause()
-        yield ahead()
+        yield pending()
 
 
 def _guided(

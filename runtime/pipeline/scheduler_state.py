@@ -1,8 +1,8 @@
-"""What a diffusers scheduler remembers between steps, taken out and put back. Generic: whatever it keeps as attributes.
+"""Save and restore the state of a diffusers scheduler between steps: all its attributes but the configuration.
 
-The values are numbers, text, tensors, and lists, tuples and dictionaries of them; a scheduler that keeps anything else
-is refused. Tensors are taken as they are: schedulers put new ones in their place, they do not write into them
-(tests/pipeline/test_scheduler_state.py holds those of the Wan family to that).
+Values are numbers, text, tensors, and lists, tuples and dictionaries of them; a scheduler with any other value is
+refused. Tensors are not copied: schedulers replace their tensors and do not modify them, which
+tests/pipeline/test_scheduler_state.py verifies.
 """
 
 from collections.abc import Mapping
@@ -12,28 +12,28 @@ import torch
 
 from runtime.core.errors import CheckpointError
 
-# The configuration, which loading sets.
+# Set by loading.
 _CONFIGURATION = frozenset({"_internal_dict"})
 _PLAIN = (type(None), bool, int, float, str)
 
 
 def snapshot(scheduler: Any) -> dict[str, Any]:
-    """Return all that a scheduler remembers; it goes on without changing what is returned.
+    """Return a scheduler's state, which later steps do not change.
 
     Raises:
-        CheckpointError: if it keeps something else than numbers, text and tensors.
+        CheckpointError: if an attribute is something else than numbers, text and tensors.
     """
-    kept = {name: value for name, value in vars(scheduler).items() if name not in _CONFIGURATION}
-    return {name: _copied(value, f"{type(scheduler).__name__}.{name}") for name, value in kept.items()}
+    state = {name: value for name, value in vars(scheduler).items() if name not in _CONFIGURATION}
+    return {name: _copied(value, f"{type(scheduler).__name__}.{name}") for name, value in state.items()}
 
 
 def restore(scheduler: Any, state: Mapping[str, Any]) -> None:
-    """Let a scheduler whose timesteps are set remember `state`.
+    """Restore the state of a scheduler whose timesteps are set.
 
     Raises:
-        CheckpointError: if the state was taken from one of another version.
+        CheckpointError: if another version of the scheduler had this state.
     """
-    # One that first appears in a step, such as UniPC's `this_order`, is in the state alone.
+    # The state may have more: attributes that first appear in a step, such as UniPC's `this_order`.
     if snapshot(scheduler).keys() - state.keys():
         raise CheckpointError("checkpoint.other_scheduler", scheduler=type(scheduler).__name__)
     for name, value in state.items():

@@ -114,7 +114,7 @@ def run(
     checkpoints = None if folder is None else CheckpointFolder(folder)
     run_job(plan, spec, emit, job.cancel, residency, history, checkpoints, job.id)
     if checkpoints is not None and job.state == "done":
-        checkpoints.keep_half()
+        checkpoints.remove_latest()
 
 
 class ControlPoller:

@@ -29,7 +29,7 @@ from runtime.core.facts import Fact
 from runtime.core.log import in_the_log
 from runtime.core.plan import ExecutionPlan
 from runtime.core.progress import Progress
-from runtime.pipeline.checkpoint_files import POSTER, step_kept
+from runtime.pipeline.checkpoint_files import POSTER, checkpoint_step
 from runtime.queue.records import JobRecord, State, event_from_json
 from runtime.queue.store import JobStore
 
@@ -149,7 +149,7 @@ class Job:
     @property
     def kept(self) -> int | None:
         """The step that it goes on after, by its checkpoint; `None` if it begins anew."""
-        return step_kept(self._store.folder(self.id))
+        return checkpoint_step(self._store.folder(self.id))
 
     @property
     def written(self) -> bool:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from runtime.pipeline.attention_speed import measure_attention, unknown
+from runtime.pipeline.attention_speed import measure_attention, unmeasured
 from runtime.pipeline.history import HistoryFile
 from tests.planner.test_execution_options import A14B, TRITON, gpu_machine, plan
 
@@ -41,8 +41,8 @@ def test_the_next_plan_knows_what_was_measured(tmp_path: Path) -> None:
 def test_only_where_tandem_chooses(values: dict[str, Any]) -> None:
     here = gpu_machine()
     chosen = plan(on=here, **values)
-    assert bool(unknown(chosen, A14B, (), here)) is ("attention" not in values)
+    assert bool(unmeasured(chosen, A14B, (), here)) is ("attention" not in values)
     on_cpu = chosen.with_component("transformer", chosen.components["transformer"].replace(device="cpu"))
-    assert not unknown(on_cpu, A14B, (), here)
+    assert not unmeasured(on_cpu, A14B, (), here)
     full = chosen.with_component("transformer", chosen.components["transformer"].replace(dtype="float32"))
-    assert not unknown(full, A14B, (), here)
+    assert not unmeasured(full, A14B, (), here)

@@ -18,9 +18,8 @@ from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.checkpoint import Checkpoint, CheckpointFolder
-from runtime.pipeline.checkpoint_files import LATEST, step_kept
-from runtime.pipeline.checkpoint_policy import due, guessed_cost
+from runtime.pipeline.checkpoint import Checkpoint, CheckpointFolder, due, estimated_cost
+from runtime.pipeline.checkpoint_files import LATEST, checkpoint_step
 from runtime.pipeline.sampling import Conditioning, Reached
 from tests.pipeline.test_resume import run
 from tests.plans import tiny_plan
@@ -205,23 +204,23 @@ def test_killed_before_the_one_between_experts_is_the_latest_too_it_is_taken(tin
     folder = CheckpointFolder(path)
     second = made(spec, tmp_path / "x.mp4")
     reached = second.reached
-    assert reached is not None and step_kept(path) is None
+    assert reached is not None and checkpoint_step(path) is None
     folder.save(replace(second, reached=None), spec)
     early = (path / LATEST).read_bytes()
     folder.save(second, spec, boundary=True)
     (path / LATEST).unlink()  # two names of one file
     (path / LATEST).write_bytes(early)
-    assert step_kept(path) == 2
+    assert checkpoint_step(path) == 2
     found = folder.load(spec, second.planned)
     assert found is not None and found.reached is not None
     assert torch.equal(found.reached.latents, reached.latents)
     (path / LATEST).unlink()
-    assert step_kept(path) == 2
+    assert checkpoint_step(path) == 2
     # What comes after it counts again, and a damaged latest is told of, not passed over.
     folder.save(replace(second, reached=replace(reached, steps=3)), spec)
-    assert step_kept(path) == 3
+    assert checkpoint_step(path) == 3
     (path / LATEST).write_bytes(b"x" * 100)
-    assert step_kept(path) is None
+    assert checkpoint_step(path) is None
     with pytest.raises(CheckpointError, match="damaged"):
         folder.load(spec, second.planned)
 
@@ -281,5 +280,5 @@ def test_checkpoints_cost_less_than_a_hundredth(step_seconds: float, cost: float
 
 
 def test_an_unknown_cost_is_guessed_high() -> None:
-    assert guessed_cost(0) == 0.01
-    assert guessed_cost(100_000_000) == pytest.approx(1.01)
+    assert estimated_cost(0) == 0.01
+    assert estimated_cost(100_000_000) == pytest.approx(1.01)
