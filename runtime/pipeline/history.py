@@ -55,7 +55,7 @@ class HistoryFile:
             return ()
 
     def add(self, new: Iterable[Run]) -> None:
-        """Add runs; each replaces the run of the same kind and size, and keeps that one's memory if it has none itself."""
+        """Add runs; each replaces the run of the same kind and size, and keeps that one's memory if it has none."""
         runs = {(run.kind, run.flops): run for run in new}
         if not runs:
             return
