@@ -41,7 +41,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
                 first = frames[:1] if first is None else first
                 yield SPOIL[fault](frames, first)
 
-    monkeypatch.setattr("runtime.execution.residency.PyTorchVideoDecoder", Spoilt)
+    monkeypatch.setattr("runtime.families.wan.components.PyTorchVideoDecoder", Spoilt)
 
 
 @pytest.mark.parametrize("fault", ["black", "blank", "frozen"])

@@ -76,7 +76,12 @@ class Starving:
 
         kinds: list[type] = [StarvingTextModel, StarvingDenoiser, StarvingVideoDecoder]
         found = next(kind for kind in kinds if kind.__mro__[1].__name__ == name)
-        self._monkeypatch.setattr(f"runtime.execution.residency.{name}", found)
+        module = {
+            "PyTorchTextModel": "execution.residency",
+            "PyTorchDenoiser": "families.wan.transformer",
+            "PyTorchVideoDecoder": "families.wan.components",
+        }[name]
+        self._monkeypatch.setattr(f"runtime.{module}.{name}", found)
 
 
 def outs(events: list[Event]) -> list[OutOfMemory]:

@@ -112,7 +112,7 @@ def test_a_scheduler_of_another_kind_is_named(scheduler: str, tiny: Tiny, tmp_pa
     spec = read_spec(tmp_path / "model", "other")
     failed = run(tiny_plan(spec, tmp_path / "x.mp4"), spec, None)[-1]
     assert isinstance(failed, Failed) and not failed.internal
-    assert failed.what.startswith(f"{scheduler}, as the model has it, cannot take its steps:")
+    assert (failed.fact.code, failed.fact.data["scheduler"]) == ("pipeline.scheduler_failed", scheduler)
     assert "scheduler folder" in failed.remedy
 
 
@@ -151,7 +151,7 @@ def test_a_job_cancelled_within_a_step_loses_that_step_only(tiny: Tiny, tmp_path
             return super().__call__(latents, timestep, text_embeds, which)
 
     with pytest.MonkeyPatch.context() as patched, Residency() as residency:
-        patched.setattr("runtime.execution.residency.PyTorchDenoiser", Watched)
+        patched.setattr("runtime.families.wan.transformer.PyTorchDenoiser", Watched)
         run_job(plan, spec, events.append, cancel, residency, checkpoints=CheckpointFolder(tmp_path / "job"))
     assert events[-1] == Cancelled()
     assert calls == 3
