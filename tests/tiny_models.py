@@ -37,7 +37,7 @@ def build(architecture: str, directory: Path, seed: int = 0) -> Path:
     large_vae = architecture == "wan2.2-ti2v-5b"
     two_experts = architecture == "wan2.2-a14b"
     pipeline = WanPipeline(
-        tokenizer=_tokenizer(),
+        tokenizer=tokenizer(),
         text_encoder=_text_encoder(),
         vae=_vae_ti2v() if large_vae else _vae(),
         scheduler=UniPCMultistepScheduler(
@@ -52,7 +52,7 @@ def build(architecture: str, directory: Path, seed: int = 0) -> Path:
     return directory
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {word: index for index, word in enumerate(["<pad>", "</s>", "<unk>", *WORDS])}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.normalizer = Lowercase()

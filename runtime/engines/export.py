@@ -7,7 +7,6 @@ from typing import Any
 
 from runtime.core.errors import EngineError
 from runtime.core.plan import LatentSize
-from runtime.engines.identity import programs_of
 from runtime.models.spec import ModelSpec
 from runtime.planner.shapes import ShapeProfile
 
@@ -35,7 +34,7 @@ class Exported:
 
 
 def export_component(spec: ModelSpec, component: str, latent: LatentSize, folder: Path) -> Iterator[Exported]:
-    """Write `<component>.onnx`, or `vae_first.onnx` and `vae_next.onnx`, in float32 with frames and sizes dynamic.
+    """Write `<component>.onnx`, or a file for each program, in float32 with frames and sizes dynamic.
 
     Weights above 2 GB go into a file of their own beside each.
 
@@ -50,7 +49,7 @@ def export_component(spec: ModelSpec, component: str, latent: LatentSize, folder
     from runtime.engines.sessions.onnxruntime import OnnxRuntimeSession
     from runtime.engines.verify import verify
 
-    for name in programs_of(component):
+    for name in spec.programs[component]:
         path = folder / f"{component if name == 'transformer' else name}.onnx"
         profile = _profile(name, spec, latent)
         program = load_program(spec, component, name, device="cpu", dtype="float32")
@@ -77,7 +76,7 @@ def _profile(program: str, spec: ModelSpec, latent: LatentSize) -> ShapeProfile:
     """Return the profile from the smallest that makes sense to `latent`: a dimension of one would be fixed."""
     if program == "text_encoder":
         return ShapeProfile.fixed((1, 1, 1))
-    frames, height, width = latent if program == "transformer" else (1, *latent[1:])
+    frames, height, width = (1, *latent[1:]) if program in {"vae_first", "vae_next"} else latent
     _, patch_h, patch_w = spec.transformer.patch_size
     low = (min(2, frames), min(2 * patch_h, height), min(2 * patch_w, width))
     return ShapeProfile(low, (frames, height, width), (frames, height, width))

@@ -19,16 +19,9 @@ from runtime.planner.engine_index import is_of_gpu
 
 # Raised whenever a form or the way it is exported changes, so that older engines are built anew.
 EXPORT_REVISION = 1
-# Both experts have one architecture, so one program serves them.
-PROGRAMS = {
-    "text_encoder": ("text_encoder",),
-    "transformer": ("transformer",),
-    "transformer_2": ("transformer",),
-    "vae": ("vae_first", "vae_next"),
-}
 # What a model whose weights are not here has for digests: no engine has them.
 _NOT_HERE = "not here"
-# What a decoder made elsewhere computes: it takes whole clips.
+# Decodes a whole clip in one call.
 CLIP_PROGRAM = "vae_clip"
 _READ_BYTES = 1 << 22
 _NOT_ARCHITECTURE = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version"})
@@ -37,9 +30,10 @@ _DIGESTS = "weights.json"
 _INSTRUCTIONS = re.compile(r"(avx|amx|fma|f16c|bmi|sse4|asimd|sve|bf16|i8mm)\w*")
 
 
-def programs_of(component: str) -> tuple[str, ...]:
-    """Return the programs that a component runs: two for the VAE, one for each other."""
-    return PROGRAMS[component]
+def runnable_programs(spec: ModelSpec, component: str) -> tuple[str, ...]:
+    """Return the programs that a component's engines may run: an imported VAE decoder may take whole clips."""
+    own = spec.programs[component]
+    return own if component != "vae" or CLIP_PROGRAM in own else (*own, CLIP_PROGRAM)
 
 
 def program_key_parts(spec: ModelSpec, component: str, name: str, notes: Path | None = None) -> tuple[str, str]:
@@ -49,7 +43,7 @@ def program_key_parts(spec: ModelSpec, component: str, name: str, notes: Path | 
 
     Args:
         component: whose weights.
-        name: one of `programs_of(component)`.
+        name: one of `runnable_programs`.
         notes: a folder in which the weights' digests are noted, so that a file that has not changed (by path, size
             and time) is read through once.
 

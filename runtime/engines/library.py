@@ -8,7 +8,7 @@ from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError, TandemError
 from runtime.engines import manifest
 from runtime.engines.build import EmitProgress, verify_engine
-from runtime.engines.identity import CLIP_PROGRAM, PROGRAMS, device_like, device_text, program_key_parts, programs_of
+from runtime.engines.identity import device_like, device_text, program_key_parts, runnable_programs
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
@@ -152,7 +152,7 @@ def owner(record: EngineRecord, models: Sequence[ModelSpec], notes: Path | None 
     name = record.key.program
     # The one that it was built from is the first to look at.
     for spec in sorted(models, key=lambda spec: spec.name != record.model):
-        components = [part for part in spec.component_names if part in PROGRAMS and name in _runs(part)]
+        components = [part for part in spec.component_names if name in runnable_programs(spec, part)]
         for component in sorted(components, key=lambda part: part != record.component):
             try:
                 architecture, weights = program_key_parts(spec, component, name, notes)
@@ -164,11 +164,6 @@ def owner(record: EngineRecord, models: Sequence[ModelSpec], notes: Path | None 
         f"No model here has the weights of the engine {record.id}, built from {record.model or 'an unknown one'}.",
         "Put the model back, or delete the engine.",
     )
-
-
-def _runs(component: str) -> tuple[str, ...]:
-    """Return the programs that a component may run: a decoder made elsewhere takes whole clips."""
-    return (*programs_of(component), *((CLIP_PROGRAM,) if component == "vae" else ()))
 
 
 def _device(record: EngineRecord, machine: Machine) -> str:

@@ -8,7 +8,8 @@ Edges are the same for every backend and precision; sizes are those of one clip,
     vae_next      z (1, C, n, h, w), cache_0 …                                  -> frames (4n, H, W, 3), cache_0 …
     vae_clip      z (1, C, n, h, w)                                             -> frames (4(n - 1) + 1, H, W, 3)
 
-The last is never built here: it is what a decoder made elsewhere, which takes whole clips, is compared with.
+A VAE decoder runs either the first two steps or whole clips (`ModelSpec.programs`); an imported engine may decode whole
+clips for any family.
 
 All are float32 but the ids, and the caches, which are of the program's inner type. Frames are in -1 to 1.
 """
@@ -217,7 +218,7 @@ def load_program(spec: ModelSpec, component: str, name: str, *, device: str, dty
 
     Args:
         component: whose weights: of "transformer" and "transformer_2" comes the one program "transformer".
-        name: one of `identity.programs_of(component)`, or "vae_clip".
+        name: one of `identity.runnable_programs`.
         device: a torch device.
         dtype: "float32", "bfloat16" or "float16".
 

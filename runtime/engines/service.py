@@ -14,7 +14,6 @@ from runtime.core.settings import Settings
 from runtime.engines.build import BuildRequest, EmitProgress, build_engine
 from runtime.engines.builders import BUILDERS, Builder, BuildNeeds
 from runtime.engines.closeable import Closing
-from runtime.engines.identity import programs_of
 from runtime.engines.imported.offering import imported_engines, offers_with
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import Machine, free_disk_bytes
@@ -170,7 +169,7 @@ class EngineService:
         build_time = 0.0
         seconds = pytorch_seconds = 0.0
         file_bytes = 0
-        for program in programs_of(component):
+        for program in spec.programs[component]:
             size = _size(program, latent)
             profile = _profile(builder.name, program, spec, size, device)
             precision = builder.default_precision(program, self.machine, device)
@@ -286,7 +285,7 @@ def _size(program: str, latent: LatentSize) -> LatentSize:
     """Return the size that a program is called with for a clip of `latent`."""
     if program == "text_encoder":
         return (1, 1, 1)
-    return latent if program == "transformer" else (1, *latent[1:])
+    return (1, *latent[1:]) if program in {"vae_first", "vae_next"} else latent
 
 
 def _profile(builder: str, program: str, spec: ModelSpec, size: LatentSize, device: str) -> ShapeProfile:

@@ -174,6 +174,7 @@ class ModelSpec:
         expand_timesteps: one timestep per token (TI2V-5B).
         max_sequence_length: text tokens that the transformer attends to, zero-padded.
         parameters: number of weights by component.
+        programs: what is built as engines, by component; see `engines.programs`.
         latent_rgb: for previews, where it is known.
         defaults: for "auto".
         sizes, frame_counts: what the model was made for, (width, height) and frames.
@@ -196,6 +197,7 @@ class ModelSpec:
     expand_timesteps: bool
     max_sequence_length: int
     parameters: Mapping[str, int]
+    programs: Mapping[str, tuple[str, ...]]
     latent_rgb: LatentRgb | None
     defaults: Defaults
     sizes: tuple[tuple[int, int], ...]

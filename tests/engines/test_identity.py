@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from runtime.core.errors import EngineError
-from runtime.engines.identity import cpu_instructions, device_text, program_key_parts, programs_of, versions_of
+from runtime.engines.identity import cpu_instructions, device_text, program_key_parts, versions_of
 from runtime.machine.probe import probe
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
@@ -27,7 +27,7 @@ def test_experts_share_an_architecture_and_not_their_weights(copied: ModelSpec) 
     low = program_key_parts(copied, "transformer_2", "transformer")
     assert high[0] == low[0]
     assert high[1] != low[1]
-    assert {name for component in copied.component_names for name in programs_of(component)} == {
+    assert {name for component in copied.component_names for name in copied.programs[component]} == {
         "text_encoder",
         "transformer",
         "vae_first",

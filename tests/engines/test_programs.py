@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from runtime.core.errors import EngineError
-from runtime.engines.identity import PROGRAMS
 from runtime.engines.io_signature import Edges
 from runtime.engines.programs import TEXT_PADDING, Program, cut_text, load_program
 from runtime.models.spec import ModelSpec
@@ -28,7 +27,7 @@ CASES = [
 def program(request: pytest.FixtureRequest, tiny: Callable[[str], ModelSpec]) -> Program:
     """Return each program in turn."""
     architecture, component, name = request.param
-    assert name in PROGRAMS[component]
+    assert name in tiny(architecture).programs[component]
     return load_program(tiny(architecture), component, name, device="cpu", dtype="float32")
 
 

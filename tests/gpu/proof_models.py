@@ -6,7 +6,7 @@ import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 from transformers import UMT5Config, UMT5EncoderModel
 
-from tests.tiny_models import _tokenizer
+from tests.tiny_models import tokenizer
 
 # Heads of 128 channels, feed-forward width: from the models' configurations, https://huggingface.co/Wan-AI.
 WIDTHS = {"wan2.1-1.3b": (12, 8960), "wan2.2-a14b": (40, 13824)}
@@ -30,7 +30,7 @@ def build(name: str, directory: Path, blocks: int, seed: int = 0) -> Path:
         UMT5Config(vocab_size=32, d_model=4096, d_kv=64, d_ff=10240, num_layers=1, num_heads=64)
     )
     WanPipeline(
-        tokenizer=_tokenizer(),
+        tokenizer=tokenizer(),
         text_encoder=text_encoder,
         vae=vae.half(),
         scheduler=UniPCMultistepScheduler(

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from runtime.core.plan import EngineUse, LatentSize
-from runtime.engines.identity import CLIP_PROGRAM, device_text, program_key_parts, programs_of, versions_of
+from runtime.engines.identity import device_text, program_key_parts, runnable_programs, versions_of
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import IMPORTED, EngineKey, EngineRecord
@@ -37,7 +37,7 @@ def imported_engines(
     Args:
         notes: see `identity.program_key_parts`.
     """
-    programs = (*programs_of(component), CLIP_PROGRAM) if component == "vae" else programs_of(component)
+    programs = runnable_programs(spec, component)
     found = []
     for record in index:
         key = record.key

@@ -234,6 +234,7 @@ class WanFamily:
                 expand_timesteps=bool(index.get("expand_timesteps", False)),
                 max_sequence_length=MAX_SEQUENCE_LENGTH,
                 parameters=counted,
+                programs=_programs(experts),
                 flow_shift=None if shift is None else float(shift),
                 noise=noise_levels(scheduler),
                 **sidecar,
@@ -270,6 +271,7 @@ class WanFamily:
             expand_timesteps=known.expand_timesteps,
             max_sequence_length=MAX_SEQUENCE_LENGTH,
             parameters=known.parameters,
+            programs=_programs(known.experts),
             latent_rgb=None,
             **(card | {"sizes": known.sizes or card["sizes"]}),
             here=False,
@@ -307,6 +309,16 @@ def _architecture(directory: Path, title: str) -> tuple[dict[str, Any], list[str
     if vae.z_dim != transformer.in_channels:
         raise ModelError("model.channels_differ", model=title, transformer=transformer.in_channels, vae=vae.z_dim)
     return index, names, transformer, vae
+
+
+def _programs(experts: int) -> dict[str, tuple[str, ...]]:
+    """Return the programs by component; both experts have one architecture, so one program serves them."""
+    names = ("transformer", "transformer_2")[:experts]
+    return {
+        "text_encoder": ("text_encoder",),
+        **dict.fromkeys(names, ("transformer",)),
+        "vae": ("vae_first", "vae_next"),
+    }
 
 
 def transformer_spec(config: dict[str, Any]) -> TransformerSpec:

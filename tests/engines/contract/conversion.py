@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from runtime.engines.identity import PROGRAMS
 from runtime.engines.programs import load_program
 from runtime.models.registry import read_spec
 from runtime.planner.shapes import ShapeProfile
@@ -67,7 +66,7 @@ def main(directory: Path) -> None:
     import_torch_tensorrt()
     spec = read_spec(directory, directory.name)
     found = {}
-    for component, names in PROGRAMS.items():
+    for component, names in spec.programs.items():
         for name in names if component != "transformer_2" else ():
             program = load_program(spec, component, name, device="cpu", dtype="float16")
             exported = program.export(PROFILES[name])

@@ -1,0 +1,128 @@
+"""A family outside of `runtime` plans, generates, builds engines and resumes with one entry in the families' table."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.cli.main import run
+from runtime.models import registry
+from runtime.queue.opening import open_store
+from runtime.video.ffmpeg import find_ffmpeg
+from tests.families.ltx.build import build
+from tests.waiting import until
+
+ROOT = Path(__file__).parents[2]
+# How a new process adds the same entry: the only line that the family needs outside of its folder.
+REGISTRATION = """
+from runtime.models.registry import FAMILIES, Entry
+FAMILIES["ltx"] = Entry("LTXPipeline", "tests.families.ltx")
+"""
+Generate = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a tiny LTX-Video model."""
+    return build(tmp_path_factory.mktemp("ltx") / "tiny-ltx")
+
+
+@pytest.fixture(autouse=True)
+def registered(cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Register the family here and in child processes, with an empty cache."""
+    monkeypatch.setitem(registry.FAMILIES, "ltx", registry.Entry("LTXPipeline", "tests.families.ltx"))
+    (tmp_path / "sitecustomize.py").write_text(REGISTRATION, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    return cache_dir
+
+
+@pytest.fixture
+def generate(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Generate:
+    """Return a function that runs `generate` and returns its JSON."""
+
+    def made(*options: str) -> dict[str, Any]:
+        out = str(tmp_path / f"{len(list(tmp_path.glob('*.mp4')))}.mp4")
+        assert (
+            run(["generate", "a red boat", "--seed", "3", "--model", str(model), "--out", out, "--json", *options]) == 0
+        )
+        found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+        return found
+
+    return made
+
+
+def frames(video: str) -> bytes:
+    """Return a video's pixels."""
+    arguments = [find_ffmpeg(), "-v", "error", "-i", video, "-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
+    return subprocess.run(arguments, capture_output=True, check=True).stdout
+
+
+def test_it_is_planned(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "a red boat", "--model", str(model), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out.splitlines()[-1])["plan"]
+    assert list(plan["components"]) == ["text_encoder", "transformer", "vae"]
+    assert plan["latent_shape"] == [1, 8, 3, 12, 16]
+    assert plan["memory_bytes"] > 0
+
+
+def test_limits_are_the_familys(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "a red boat", "--model", str(model), "--width", "66", "--json"]) == 2
+    assert run(["plan", "a red boat", "--model", str(model), "--frames", "8", "--json"]) == 2
+    assert run(["plan", "a red boat", "--model", str(model), "--width", "68", "--frames", "13", "--json"]) == 0
+    capsys.readouterr()
+
+
+def test_engines_give_the_same_clip_as_pytorch(generate: Generate) -> None:
+    plain = generate("--backend", "all=pytorch")
+    pixels = frames(plain["video"])
+    assert len(pixels) == 9 * 48 * 64 * 3
+    assert len(set(pixels)) > 16
+    on_engines = generate("--backend", "all=onnxruntime")
+    parts = on_engines["plan"]["components"]
+    assert {name: part["backend"] for name, part in parts.items()} == dict.fromkeys(parts, "onnxruntime")
+    assert all(part["engine"] for part in parts.values())
+    assert on_engines["warnings"] == []
+    other = frames(on_engines["video"])
+    assert len(other) == len(pixels)
+    assert max(abs(a - b) for a, b in zip(pixels, other, strict=True)) <= 8
+    again = generate("--backend", "all=onnxruntime")
+    assert [part["engine"] for part in again["plan"]["components"].values()] == [
+        part["engine"] for part in parts.values()
+    ]
+    assert frames(again["video"]) == other
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
+def test_a_killed_job_resumes_to_the_same_clip(
+    generate: Generate, model: Path, registered: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = frames(generate("--backend", "all=pytorch", "--steps", "400")["video"])
+    store = open_store(registered)
+    known = {job.id for job in store.list()}
+    out = tmp_path / "killed.mp4"
+    command = [sys.executable, str(ROOT / "app.py"), "generate", "a red boat", "--seed", "3", "--model", str(model)]
+    process = subprocess.Popen(
+        [*command, "--backend", "all=pytorch", "--steps", "400", "--out", str(out)], cwd=ROOT, stderr=subprocess.DEVNULL
+    )
+
+    def kept() -> bool:
+        told = [values for job in store.list() if job.id not in known for _, _, values in store.events(job.id)]
+        return any(values["event"] == "CheckpointSaved" and values["step"] for values in told)
+
+    try:
+        until(kept, meanwhile=lambda: process.poll() is None)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    (killed,) = (job for job in store.list() if job.id not in known)
+    assert not out.exists()
+    assert run(["jobs", "list", "--json"]) == 0
+    capsys.readouterr()
+    assert run(["jobs", "resume", killed.id, "--json"]) == 0
+    assert frames(str(out)) == whole
