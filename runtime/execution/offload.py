@@ -92,10 +92,7 @@ def place(module: torch.nn.Module, how: Placement, part: ComponentPlan) -> Place
             low_cpu_mem_usage=on_the_way,
         )
     except ValueError as error:
-        raise MachineError(
-            f"Weights cannot be brought to {part.device} piece by piece: {first_line(error)}.",
-            "Take --offload model or none.",
-        ) from error
+        raise MachineError("execution.group_offload_failed", device=part.device, error=first_line(error)) from error
     return _Hooked(module)
 
 

@@ -60,7 +60,7 @@ def as_bytes(frames: torch.Tensor, part: ComponentPlan | None) -> torch.Tensor:
         BadResultError: if they hold NaN or Inf.
     """
     if not torch.isfinite(frames).all().item():
-        raise _not_numbers(part)
+        raise not_finite(part)
     return _rounded(frames)
 
 
@@ -85,7 +85,7 @@ def fetch(frames: torch.Tensor, part: ComponentPlan | None) -> Callable[[], torc
     def arrived() -> torch.Tensor:
         copied.synchronize()
         if not finite.item():
-            raise _not_numbers(part)
+            raise not_finite(part)
         return there
 
     return arrived
@@ -100,8 +100,15 @@ def _rounded(frames: torch.Tensor) -> torch.Tensor:
     return ((frames + 1.0) * 127.5).round().to(torch.uint8)
 
 
-def _not_numbers(part: ComponentPlan | None) -> BadResultError:
-    return BadResultError("The VAE gave values that are not numbers (NaN or Inf).", vae_precision.remedy(part))
+def not_finite(part: ComponentPlan | None) -> BadResultError:
+    """Return the error for frames with NaN or Inf; latents are checked before, so the VAE or its weights are at fault.
+
+    Args:
+        part: how the VAE is planned.
+    """
+    if part is not None and vae_precision.doubtful(part):
+        return BadResultError("execution.vae_overflow", dtype=part.dtype)
+    return BadResultError("execution.vae_not_finite")
 
 
 class EngineVideoDecoder:

@@ -44,10 +44,3 @@ def choose(asked: str, usual: str) -> tuple[str, str]:
 def doubtful(part: ComponentPlan) -> bool:
     """Return whether a VAE that is planned so decodes in PyTorch in less than float32."""
     return part.backend == PYTORCH and part.dtype != _FULL
-
-
-def remedy(part: ComponentPlan | None) -> str:
-    """Return what to do where the VAE gives NaN or Inf, with the likely cause; latents were found sound before."""
-    if part is not None and doubtful(part):
-        return f"Most likely it overflows in {part.dtype}: take --vae-precision {_FULL}."
-    return "The VAE's weights are damaged: copy them again."

@@ -9,6 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from runtime.core.events import Failed, Resumed, VideoSaved
+from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.models.registry import read_spec
@@ -59,8 +60,7 @@ def test_an_overflow_fails_with_its_cause_and_float32_goes_on_from_there(tiny: T
     plan = tiny_plan(spec, tmp_path / "x.mp4")
     end = run(decoding_in(plan, "float16"), spec, tmp_path / "job")[-1]
     assert isinstance(end, Failed) and not end.internal
-    assert end.what == "The VAE gave values that are not numbers (NaN or Inf)."
-    assert end.remedy == "Most likely it overflows in float16: take --vae-precision float32."
+    assert end.fact == Fact("execution.vae_overflow", {"dtype": "float16"})
     assert not (tmp_path / "x.mp4").exists()
     again = run(tiny_plan(spec, tmp_path / "x.mp4", vae_precision="float32"), spec, tmp_path / "job")
     assert Resumed(step=4, of=4) in again and steps_of(again) == []

@@ -9,6 +9,16 @@ MESSAGES: Mapping[str, Message] = {
     "execution.compilation_failed": Message("PyTorch could not compile it ({error})."),
     "execution.triton_failed": Message("A Triton kernel failed ({error})."),
     "execution.graph_capture_failed": Message("CUDA could not record a graph of it ({error})."),
+    "execution.group_offload_failed": Message(
+        "Weights cannot be moved to {device} in groups: {error}.",
+        "Use {set[offload=model]} or {set[offload=none]}.",
+    ),
+    "execution.vae_overflow": Message(
+        "The VAE returned NaN or Inf.", "It probably overflows in {dtype}: use {set[vae_precision=float32]}."
+    ),
+    "execution.vae_not_finite": Message(
+        "The VAE returned NaN or Inf.", "Its weights are damaged: copy or download the model again."
+    ),
     "execution.engine_not_finite": Message("Its engine returned NaN or Inf."),
     "execution.engine_out_of_memory": Message("Its engine ran out of memory."),
     "execution.engine_load_out_of_memory": Message("Memory ran out while its engine was loaded."),

@@ -9,6 +9,7 @@ from diffusers import AutoencoderKLLTXVideo, LTXVideoTransformer3DModel
 from torch import nn
 from transformers import T5EncoderModel
 
+from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, Speed
 from runtime.core.step_cache import NONE
 from runtime.execution.components import OnDegraded, StripDecoder
@@ -65,7 +66,7 @@ class LtxDenoiser:
         """Only PyTorch's own attention runs, not compiled."""
         for field in ("compiled", "graphed", "attention"):
             if getattr(speed, field) != getattr(EAGER, field) and on_degraded is not None:
-                on_degraded(field, "This family does not have it.")
+                on_degraded(field, Fact("execution.compilation_failed", {"error": "not supported by this family"}))
 
     @contextmanager
     def caching(self, step_cache: str, sharing: Sharing | None = None) -> Iterator[None]:

@@ -9,6 +9,7 @@ import torch
 from runtime.core.cancel import Cancel
 from runtime.core.errors import BadResultError
 from runtime.core.plan import ComponentPlan
+from runtime.execution.video_decoder import not_finite
 from runtime.families.wan.vae import PyTorchVideoDecoder, StripDecoder, as_frames
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
@@ -97,5 +98,21 @@ def test_an_overflow_is_found_and_its_cause_named(dtype: str, white: bool, tiny:
         return
     with pytest.raises(BadResultError) as bad:
         list(made)
-    assert "not numbers (NaN or Inf)" in bad.value.what
-    assert bad.value.remedy == "Most likely it overflows in float16: take --vae-precision float32."
+    assert (bad.value.code, bad.value.data) == ("execution.vae_overflow", {"dtype": "float16"})
+
+
+@pytest.mark.parametrize(
+    ("planned", "code"),
+    [
+        ({"dtype": "float32"}, "execution.vae_not_finite"),
+        ({"dtype": "bfloat16"}, "execution.vae_overflow"),
+        ({"dtype": "float16"}, "execution.vae_overflow"),
+        # An engine has its own precision.
+        ({"dtype": "bfloat16", "backend": "tensorrt"}, "execution.vae_not_finite"),
+    ],
+)
+def test_the_cause_of_nan_depends_on_the_precision(planned: dict[str, Any], code: str) -> None:
+    found = not_finite(part("float32").replace(**planned))
+    assert found.code == code
+    assert found.data.get("dtype", planned["dtype"]) == planned["dtype"]
+    assert not_finite(None).code == "execution.vae_not_finite"
