@@ -44,7 +44,7 @@ def details(beginning: str, *, with_prompt: bool) -> dict[str, Any]:
     told = report(store, job, probe(), loaded.log_file, loaded.cache_dir, with_prompt=with_prompt)
     terminal.line(f"Job {job.id}: {_waits(store, job) or _state(job)}, asked for {_when(job.created)}")
     if job.failure is not None:
-        terminal.line(f"  {job.failure.what} {job.failure.remedy}")
+        terminal.line(f"  {told['failure']['what']} {told['failure']['remedy']}")
     for title in ("request", "versions", "machine"):
         terminal.line(f"{title.title()}: " + ", ".join(f"{name} {value}" for name, value in told[title].items()))
     for name, part in ((told["plan"] or {}).get("components") or {}).items():

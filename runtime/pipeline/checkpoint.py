@@ -18,7 +18,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from runtime.core.errors import CheckpointError
@@ -62,6 +62,9 @@ _NOT_THE_CLIP = {*HOW, "model", "loras"}
 
 class _Header(BaseModel):
     """The JSON in a checkpoint's metadata."""
+
+    # A scheduler's state may have infinite values.
+    model_config = ConfigDict(ser_json_inf_nan="constants")
 
     version: int
     identity: Mapping[str, str]

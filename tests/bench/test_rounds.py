@@ -262,7 +262,7 @@ def test_memory_that_runs_out_is_no_other_configuration(
     configurations = [hall.configuration("fits"), hall.configuration("large", width=48, on_out_of_memory="any")]
     done = hall.run(tmp_path, configurations, runs=1, warmup=0, compare_parts=False)
     large = done.one("large")
-    assert large["state"] == "failed" and "ran out" in large["why"] and large["remedy"] and large["stages"] == {}
+    assert large["state"] == "failed" and "Out of memory" in large["why"] and large["remedy"] and large["stages"] == {}
     assert done.one("fits")["state"] == "measured"
 
 

@@ -21,7 +21,6 @@ from runtime.core.events import (
     StepDone,
     TerminalEvent,
     VideoSaved,
-    Warned,
 )
 from runtime.core.loras import Lora
 from runtime.core.plan import ExecutionPlan
@@ -268,8 +267,8 @@ def test_a_damaged_engine_is_built_anew_where_building_is_allowed(bench: Bench) 
     events = bench.run(plan)
     assert fallen(events) == []
     assert built(events) == ["transformer"]
-    (warning,) = [event.fact for event in events if isinstance(event, Warned)]
-    assert (warning.code, warning.data["engine"]) == ("pipeline.engine_rebuilt", engine_id)
+    rebuilt = [fact for fact in saved(events).warnings if fact.code == "pipeline.engine_rebuilt"]
+    assert [fact.data["engine"] for fact in rebuilt] == [engine_id]
     assert backends(events)["transformer"] == "onnxruntime"
     assert built(bench.run(bench.plan())) == []
 

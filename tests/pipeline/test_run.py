@@ -265,7 +265,7 @@ def test_parts_are_loaded_once_and_freed_where_the_plan_says_so(tiny: Tiny, tmp_
             loads.append(event.part)
 
     keep = tiny_plan(spec, tmp_path / "x.mp4")
-    free = type(keep)(**(vars(keep) | {"keep_loaded": False}))
+    free = keep.replace(strategy=keep.strategy.replace(keep_loaded=False))
     with Residency() as residency:
         for plan in (keep, keep):
             run_job(plan, spec, emit, Cancel(), residency)
