@@ -1,4 +1,4 @@
-"""Progress: events folded into what a progress line or bar shows. Knows nothing about who draws it."""
+"""Progress of a job for display: its events folded into the state of a progress line or bar."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,22 +30,22 @@ from runtime.core.time_left import Pace
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a job is.
+    """The progress of a job at one moment.
 
     Attributes:
         plan: once it is known.
         stage: the running stage.
-        part: the component at work.
-        building: what an engine's builder said last, and the share done.
+        part: its component.
+        building: the latest progress of an engine build.
         step, steps: denoising steps done, and their number.
         frames, frame_count: frames decoded, and their number.
-        pace: what is measured and forecast of its time.
-        now: when this is seen.
+        pace: measured and estimated times.
+        now: the moment, in seconds of a monotonic clock.
         preview: the latest preview, an animated WebP.
         warnings: so far.
-        paused: whether this run of the job is over, and another goes on.
+        paused: whether this run of the job ended in a pause.
         end: the terminal event.
-        waits: for which GPUs, where it has not begun.
+        waits: the GPUs that the job waits for, before it starts.
     """
 
     plan: ExecutionPlan | None = None
@@ -66,17 +66,17 @@ class Progress:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Median seconds of a step of the expert at work, or `None` before the first one."""
+        """Median seconds per step of the running transformer; `None` before its first step."""
         return self.pace.median_step
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds until the video is there; `None` where nothing is known, as while an engine is built."""
+        """Seconds until the video is saved; `None` if unknown, for instance while an engine is built."""
         return 0.0 if self.end is not None else self.pace.left(self.now)
 
     @property
     def fraction(self) -> float:
-        """Share of the job's arithmetic that is done, 0 to 1."""
+        """Share of the job's operations that are done, 0 to 1."""
         if isinstance(self.end, VideoSaved):
             return 1.0
         if self.plan is None or not self.steps:
@@ -88,7 +88,7 @@ class Progress:
 
     @property
     def title(self) -> str:
-        """The stage in words, with the component that is loaded or at work."""
+        """The stage in words, with the component if it is built or loaded."""
         if self.paused:
             return "Paused"
         if self.waits is not None:
@@ -103,14 +103,14 @@ class Progress:
         return title
 
     def at(self, now: float) -> "Progress":
-        """Return the same progress as seen at `now`, so that the time left counts down between events."""
+        """Return the same progress at `now`, so that the time left counts down between events."""
         return replace(self, now=now)
 
     def after(self, event: Event, now: float) -> "Progress":
-        """Return the progress once `event` has happened at `now` (seconds of a monotonic clock)."""
+        """Return the progress after `event`, which happened at `now`."""
         pace = self.pace.after(event, now)
         if isinstance(event, Planned):
-            # A job that is resumed begins again, as far as anybody sees.
+            # A resumed job starts again with this event.
             plan = event.plan
             return Progress(plan=plan, steps=plan.steps, frame_count=plan.frames, pace=pace, now=now)
         return replace(self, pace=pace, now=now, **self._changes(event))

@@ -1,8 +1,7 @@
-"""How much longer a job takes: what it measured of itself for what goes on, the forecast for what has not begun.
+"""Estimate the remaining time of a job from its plan's forecast and its measured steps.
 
-Events folded, as in `progress`. Before the first step the forecast alone counts. Each step then moves the estimate
-halfway from there to what is measured, and decoding, which comes last, is expected to be as much faster or slower than
-forecast as the steps are.
+Before the first step only the forecast counts. Each step halves the weight of the forecast in favour of the measured
+median. Decoding, which comes last, is expected to deviate from its forecast as much as the steps do.
 """
 
 from dataclasses import dataclass, replace
@@ -11,23 +10,24 @@ from statistics import median
 from runtime.core.events import Event, FramesDecoded, OutOfMemory, Planned, Resumed, Stage, StageStarted, StepDone
 from runtime.core.plan import ExecutionPlan
 
-# The first step also warms caches up; with this many or more it is left out of the median.
+# The first step includes warm-up; it is left out of the median from this many steps on.
 _STEPS_FOR_MEDIAN = 3
 _COMPONENT: dict[str, str] = {"encode": "text_encoder", "decode": "vae"}
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Where a job is in time.
+    """Measured and expected times of a job.
 
     Attributes:
         plan: with its forecast.
-        stage, part: at work, since `began`; `last` is when something was measured last.
-        read: whether the prompt is read.
+        stage, part: running since `began`; `last` is the time of the last measurement.
+        read: whether the prompt is encoded.
         loaded: components that are in memory.
-        loading: seconds that loads took, and were forecast to take.
+        loading: seconds that loading took, and its forecast.
         step: steps done.
-        forecast: of one step of the expert at work; `expected`, from what the expert before measured.
+        expert: the running transformer.
+        forecast, expected: seconds of one of its steps, from the plan and corrected by the previous transformer.
         measured: seconds of each of its steps.
         frames: decoded.
     """
@@ -49,14 +49,14 @@ class Pace:
 
     @property
     def median_step(self) -> float | None:
-        """Median seconds of this expert's steps, or `None` before the first one."""
+        """Median seconds per step of this transformer; `None` before its first step."""
         if not self.measured:
             return None
         return median(self.measured[1:] if len(self.measured) >= _STEPS_FOR_MEDIAN else self.measured)
 
     @property
     def step_seconds(self) -> float:
-        """What a step is expected to take."""
+        """Expected seconds of the next step."""
         middle = self.median_step
         if middle is None:
             return self.expected
@@ -64,7 +64,7 @@ class Pace:
         return trust * self.expected + (1 - trust) * middle
 
     def left(self, now: float) -> float | None:
-        """Return the seconds until the video is there; `None` where nothing is known of what runs."""
+        """Return the seconds until the video is saved; `None` if nothing is known of the running stage."""
         if self.plan is None or not self.plan.seconds or self.stage == "build":
             return None
         if self.stage == "save":
@@ -72,7 +72,7 @@ class Pace:
         return self._encode(now) + self._loads(now) + self._steps(now) + self._decode(now)
 
     def after(self, event: Event, now: float) -> "Pace":
-        """Return the pace once `event` has happened at `now`."""
+        """Return the pace after `event`, which happened at `now`."""
         if isinstance(event, Planned):
             denoise = event.plan.seconds["denoise"].likely if event.plan.seconds else 0.0
             per_step = denoise / event.plan.steps
@@ -86,7 +86,7 @@ class Pace:
         if isinstance(event, FramesDecoded):
             return replace(self, frames=event.frames, last=now)
         if isinstance(event, OutOfMemory) and event.plan is not None:
-            # All is freed, and goes on at another speed.
+            # Everything is freed; the job continues at another speed.
             slower = event.slowdown
             return replace(
                 self,
@@ -111,7 +111,7 @@ class Pace:
             pace = replace(pace, loaded=pace.loaded | {self.part}, loading=loading)
         part = event.part or _COMPONENT.get(event.stage)
         if event.stage in {"encode", "denoise", "decode"} and part is not None and part not in pace.loaded:
-            # It was in memory already, so whatever stays there is too.
+            # It was in memory already, so the other components that stay there are too.
             stay = {name for name in self.plan.components if self.plan.strategy.keeps(name)}
             pace = replace(pace, loaded=pace.loaded | stay | {part})
         if event.stage == "denoise" and part != pace.expert:
@@ -120,7 +120,7 @@ class Pace:
         return replace(pace, stage=event.stage, part=part, read=read, began=now, last=now)
 
     def _with_expert(self, expert: str | None) -> "Pace":
-        """Return the pace of another expert, whose guidance may need fewer calls a step or more."""
+        """Return the pace of another transformer, whose guidance may need another number of calls per step."""
         ratio = _passes(self.plan, expert) / _passes(self.plan, self.expert) if self.expert else 1.0
         return replace(
             self, expert=expert, forecast=self.forecast * ratio, expected=self.step_seconds * ratio, measured=()
@@ -157,9 +157,9 @@ class Pace:
     def _steps(self, now: float) -> float:
         if self.plan is None:
             return 0.0
-        # A step that takes longer than the others does not eat into the time of those to come.
-        under_way = min(now - self.last, self.step_seconds) if self.stage == "denoise" else 0.0
-        return max((self.plan.steps - self.step) * self.step_seconds - under_way, 0.0)
+        # A step that takes longer than expected does not shorten the estimate of the following steps.
+        elapsed = min(now - self.last, self.step_seconds) if self.stage == "denoise" else 0.0
+        return max((self.plan.steps - self.step) * self.step_seconds - elapsed, 0.0)
 
     def _decode(self, now: float) -> float:
         if self.plan is None:
@@ -169,7 +169,7 @@ class Pace:
             seconds *= self.step_seconds / self.forecast
         if self.stage != "decode":
             return seconds
-        # The first chunk is one frame and says little about the others' speed.
+        # The first chunk is a single frame and a poor measure of the others.
         if self.frames <= 1:
             return max(seconds - (now - self.began), 0.0)
         share = self.frames / self.plan.frames
@@ -179,7 +179,7 @@ class Pace:
 
 
 def _passes(plan: ExecutionPlan | None, expert: str | None) -> int:
-    """Return how often an expert is called in a step."""
+    """Return how often a transformer is called per step."""
     if plan is None:
         return 1
     scale = plan.guidance_scale_2 if expert == "transformer_2" else plan.guidance_scale
