@@ -1,4 +1,4 @@
-"""Progress as a fold over events: what a progress line would show."""
+"""Progress as a fold over events."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +36,7 @@ def planned(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Planned:
     return Planned(plan=tiny_plan(tiny("wan2.2-a14b"), tmp_path / "x.mp4"))
 
 
-def test_the_forecast_counts_from_the_start_and_the_loading_part_is_named(planned: Planned) -> None:
+def test_the_forecast_counts_from_the_start_and_the_title_names_the_component(planned: Planned) -> None:
     progress = fold([(0.0, planned), (0.1, StageStarted(stage="load", part="transformer"))])
     assert progress.seconds_left is not None
     assert progress.seconds_left > 0.0
@@ -45,14 +45,14 @@ def test_the_forecast_counts_from_the_start_and_the_loading_part_is_named(planne
     assert progress.title == "Loading the high-noise transformer"
 
 
-def test_a_step_takes_what_most_take(planned: Planned) -> None:
+def test_seconds_per_step_is_the_median(planned: Planned) -> None:
     steps = [
         (float(i), StepDone(step=i + 1, of=4, seconds=s, part="transformer")) for i, s in enumerate([9.0, 1.0, 1.0])
     ]
     assert fold([(0.0, planned), *steps]).seconds_per_step == 1.0
 
 
-def test_a_resumed_job_begins_again_with_what_is_done(planned: Planned) -> None:
+def test_a_resumed_job_starts_with_its_finished_steps(planned: Planned) -> None:
     first = [
         (0.0, planned),
         (1.0, Warned(fact=Fact("pipeline.text_cut", {"field": "prompt"}))),
@@ -65,7 +65,7 @@ def test_a_resumed_job_begins_again_with_what_is_done(planned: Planned) -> None:
     assert again.end is None
 
 
-def test_the_share_done_only_grows(planned: Planned) -> None:
+def test_the_fraction_never_decreases(planned: Planned) -> None:
     events: list[tuple[float, Event]] = [(0.0, planned)]
     events += [(float(i), StepDone(step=i, of=4, seconds=1.0, part="transformer")) for i in (1, 2, 3, 4)]
     events += [(6.0, FramesDecoded(frames=1, of=9)), (7.0, FramesDecoded(frames=9, of=9))]
@@ -75,7 +75,7 @@ def test_the_share_done_only_grows(planned: Planned) -> None:
     assert shares[-1] == pytest.approx(1.0)
 
 
-def test_the_end_is_the_end(planned: Planned) -> None:
+def test_a_finished_job_has_no_time_left(planned: Planned) -> None:
     progress = fold([(0.0, planned), (1.0, Cancelled())])
     assert progress.end == Cancelled()
     assert progress.seconds_left == 0.0

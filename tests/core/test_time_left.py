@@ -1,4 +1,4 @@
-"""Time left: measured for what goes on, forecast for what has not begun, at every speed and after every surprise."""
+"""Time left: forecast before the first step, measured after it, at every speed and after surprises."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -97,14 +97,14 @@ def test_before_the_first_step_the_forecast_counts(plan: ExecutionPlan, events: 
     assert fold([(0.0, Planned(plan=plan)), *events]).left(now) == pytest.approx(left)
 
 
-def test_nothing_is_said_while_an_engine_is_built_or_nothing_is_planned(plan: ExecutionPlan) -> None:
+def test_unknown_while_building_or_before_planning(plan: ExecutionPlan) -> None:
     assert Pace().left(0.0) is None
     assert fold([(0.0, Planned(plan=plan)), (0.0, StageStarted(stage="build", part="vae"))]).left(1.0) is None
     assert fold([(0.0, Planned(plan=plan.replace(seconds={})))]).left(1.0) is None
 
 
 @pytest.mark.parametrize("speed", [0.1, 0.4, 0.6, 1.0, 1.7, 2.5, 10.0])
-def test_it_comes_close_soon_and_never_jumps(plan: ExecutionPlan, speed: float) -> None:
+def test_the_estimate_converges_without_jumps(plan: ExecutionPlan, speed: float) -> None:
     events = context(plan, speed)
     end = events[-1][0]
     pace = Pace()
@@ -125,7 +125,7 @@ def test_it_comes_close_soon_and_never_jumps(plan: ExecutionPlan, speed: float) 
         before = told[2]
 
 
-def test_a_slow_first_step_does_not_spoil_it(plan: ExecutionPlan) -> None:
+def test_a_slow_first_step_has_little_weight(plan: ExecutionPlan) -> None:
     steps: Timed = [(11.0, StepDone(step=1, of=10, seconds=9.0, part="transformer"))]
     steps += [(11.0 + 2 * n, StepDone(step=n + 1, of=10, seconds=2.0, part="transformer")) for n in (1, 2, 3)]
     pace = fold([(0.0, Planned(plan=plan)), (2.0, StageStarted(stage="denoise", part="transformer")), *steps])
@@ -133,7 +133,7 @@ def test_a_slow_first_step_does_not_spoil_it(plan: ExecutionPlan) -> None:
     assert pace.left(17.0) == pytest.approx(6 * 2.0 + 10.0)
 
 
-def test_an_expert_without_guidance_takes_half_of_the_steps_time(plan: ExecutionPlan) -> None:
+def test_a_transformer_without_guidance_takes_half_the_time(plan: ExecutionPlan) -> None:
     events: Timed = [
         (0.0, Planned(plan=plan.replace(guidance_scale_2=1.0))),
         (0.0, StageStarted(stage="denoise", part="transformer")),
@@ -145,7 +145,7 @@ def test_an_expert_without_guidance_takes_half_of_the_steps_time(plan: Execution
     assert pace.left(20.0) == pytest.approx(5 * 2.0 + 20.0, rel=0.05)
 
 
-def test_out_of_memory_goes_on_at_the_new_ways_pace(plan: ExecutionPlan) -> None:
+def test_out_of_memory_continues_at_the_new_strategys_speed(plan: ExecutionPlan) -> None:
     events: Timed = [(0.0, Planned(plan=plan)), (0.0, StageStarted(stage="denoise", part="transformer"))]
     events += [(2.0 * n, StepDone(step=n, of=10, seconds=2.0, part="transformer")) for n in range(1, 5)]
     slower = plan.replace(seconds={name: s if name == "load" else s * 3 for name, s in plan.seconds.items()})

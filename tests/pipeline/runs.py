@@ -1,4 +1,4 @@
-"""Jobs that are run to an end, or stopped at an event."""
+"""Run jobs to their end, or stop them at an event."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Attention is measured once for a GPU, a size class and a dtype, and only where it is chosen by Tandem."""
+"""Attention kernels are measured once per GPU, size class and dtype, only if attention is automatic."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from runtime.pipeline.history import HistoryFile
 from tests.planner.test_execution_options import A14B, TRITON, gpu_machine, plan
 
 
-def test_the_next_plan_knows_what_was_measured(tmp_path: Path) -> None:
+def test_measurements_serve_the_next_plan(tmp_path: Path) -> None:
     here = gpu_machine(packages=(*TRITON, ("flash-attn-4", "4.0")))
     history = HistoryFile(tmp_path, here)
     taken = {"cudnn": 0.038, "flash": 0.06, "native": 0.039}
@@ -38,7 +38,7 @@ def test_the_next_plan_knows_what_was_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("values", [{"attention": "native"}, {"backends": {"all": "pytorch"}}])
-def test_only_where_tandem_chooses(values: dict[str, Any]) -> None:
+def test_attention_is_measured_only_if_automatic(values: dict[str, Any]) -> None:
     here = gpu_machine()
     chosen = plan(on=here, **values)
     assert bool(unmeasured(chosen, A14B, (), here)) is ("attention" not in values)

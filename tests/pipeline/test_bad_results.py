@@ -1,4 +1,4 @@
-"""A clip that shows nothing is no success: what was seen, the likely cause, and what to do; the shipped model's are."""
+"""Degenerate clips fail with what was detected, the likely cause, and a remedy."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -45,7 +45,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
 
 
 @pytest.mark.parametrize("fault", ["black", "blank", "frozen"])
-def test_it_fails_leaves_no_video_and_can_be_decoded_again(
+def test_a_degenerate_clip_fails_without_a_video_and_can_be_decoded_again(
     fault: Fault, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = tiny("wan2.1")
@@ -68,7 +68,7 @@ def test_it_fails_leaves_no_video_and_can_be_decoded_again(
     assert stream_of(out) == stream_of(tmp_path / "wanted.mp4")
 
 
-def test_a_decoder_of_zeros_is_found_out(tiny: Tiny, tmp_path: Path) -> None:
+def test_zeroed_decoder_weights_are_detected(tiny: Tiny, tmp_path: Path) -> None:
     """Weights that really are damaged."""
     from safetensors.torch import load_file, save_file
 
@@ -144,7 +144,7 @@ def test_the_likely_cause_follows_from_the_plan(
     assert error.remedy == str(cause) and "\n" not in error.what + error.remedy
 
 
-def test_the_shipped_models_clips_show_something_and_themselves_while_they_are_decoded(
+def test_the_shipped_models_clips_are_not_degenerate_and_have_previews(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("runtime.pipeline.previews._SECONDS", 0.0)
@@ -167,7 +167,7 @@ def test_the_shipped_models_clips_show_something_and_themselves_while_they_are_d
     assert counts == [event.frames for event in events if isinstance(event, FramesDecoded)]
 
 
-def test_an_interrupted_second_run_does_not_make_two_videos(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_second_run_of_a_finished_job_repeats_no_step(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.1")
     out = tmp_path / "out" / "x.mp4"
     out.parent.mkdir()

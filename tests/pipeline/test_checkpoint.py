@@ -1,4 +1,4 @@
-"""Checkpoint files: whole or refused, with the reason; and what they cost."""
+"""Checkpoint files: complete or refused with a reason; their cost."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def made(spec: ModelSpec, output: Path, **values: Any) -> Checkpoint:
     )
 
 
-def test_all_of_it_comes_back(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_checkpoint_survives_a_round_trip(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.2-a14b")
     wrote = made(spec, tmp_path / "x.mp4")
     folder = CheckpointFolder(tmp_path / "job")
@@ -70,7 +70,7 @@ def test_all_of_it_comes_back(tiny: Tiny, tmp_path: Path) -> None:
     assert folder.load(spec, wrote.planned) is None
 
 
-def test_a_plan_survives_as_text(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_plan_survives_json(tiny: Tiny, tmp_path: Path) -> None:
     plan = tiny_plan(tiny("wan2.2-a14b"), tmp_path / "x.mp4")
     assert ExecutionPlan.model_validate_json(plan.model_dump_json()) == plan
 
@@ -114,7 +114,7 @@ def raise_version(path: Path) -> None:
         (raise_version, "checkpoint.other_version"),
     ],
 )
-def test_a_damaged_one_is_told_of_and_the_job_starts_anew(
+def test_a_damaged_checkpoint_is_reported_and_the_job_starts_over(
     damage: Callable[[Path], None], reason: str, tiny: Tiny, tmp_path: Path
 ) -> None:
     spec = tiny("wan2.1")
@@ -149,7 +149,7 @@ def test_a_damaged_one_is_told_of_and_the_job_starts_anew(
         ({"gpus": "auto"}, True),
     ],
 )
-def test_it_serves_the_same_clip_however_that_is_computed(
+def test_a_checkpoint_serves_the_same_clip_computed_differently(
     values: dict[str, Any], serves: bool, tiny: Tiny, tmp_path: Path
 ) -> None:
     spec = tiny("wan2.2-a14b")
@@ -165,7 +165,7 @@ def test_it_serves_the_same_clip_however_that_is_computed(
 
 
 @pytest.mark.parametrize(("part", "serves"), [("transformer_2", False), ("text_encoder", False), ("vae", True)])
-def test_other_weights_do_not_go_on_from_it(part: str, serves: bool, tiny: Tiny, tmp_path: Path) -> None:
+def test_a_checkpoint_of_other_weights_is_refused(part: str, serves: bool, tiny: Tiny, tmp_path: Path) -> None:
     shutil.copytree(tiny("wan2.2-a14b").directory, tmp_path / "model")
     spec = read_spec(tmp_path / "model", "model")
     wrote = made(spec, tmp_path / "x.mp4")
@@ -182,7 +182,7 @@ def test_other_weights_do_not_go_on_from_it(part: str, serves: bool, tiny: Tiny,
             folder.load(spec, wrote.planned)
 
 
-def test_the_one_between_experts_stays_while_others_are_written(tiny: Tiny, tmp_path: Path) -> None:
+def test_the_boundary_checkpoint_is_kept_while_others_are_written(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.2-a14b")
     first = made(spec, tmp_path / "x.mp4")
     assert first.reached is not None
@@ -199,7 +199,7 @@ def test_the_one_between_experts_stays_while_others_are_written(tiny: Tiny, tmp_
         folder.boundary(spec, first.planned.replace(guidance_scale=9.0))
 
 
-def test_killed_before_the_one_between_experts_is_the_latest_too_it_is_taken(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_kill_before_the_boundary_checkpoint_is_linked_as_latest(tiny: Tiny, tmp_path: Path) -> None:
     spec, path = tiny("wan2.2-a14b"), tmp_path / "job"
     folder = CheckpointFolder(path)
     second = made(spec, tmp_path / "x.mp4")
@@ -225,7 +225,7 @@ def test_killed_before_the_one_between_experts_is_the_latest_too_it_is_taken(tin
         folder.load(spec, second.planned)
 
 
-def test_what_a_killed_writer_left_is_removed(tiny: Tiny, tmp_path: Path) -> None:
+def test_partial_files_of_a_killed_writer_are_removed(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.1")
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "checkpoint.safetensors.123.tmp").write_bytes(b"half")
@@ -233,7 +233,7 @@ def test_what_a_killed_writer_left_is_removed(tiny: Tiny, tmp_path: Path) -> Non
     assert list((tmp_path / "job").iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written_costs_the_checkpoint_not_the_video(tiny: Tiny, tmp_path: Path) -> None:
+def test_an_unwritable_folder_costs_the_checkpoint_not_the_video(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.1")
     (tmp_path / "job").write_text("a file is in the way")
     events: list[Event] = run(tiny_plan(spec, tmp_path / "x.mp4", steps=3), spec, tmp_path / "job")
@@ -248,7 +248,7 @@ def test_a_folder_that_cannot_be_written_costs_the_checkpoint_not_the_video(tiny
     assert told[0] in events[-1].warnings
 
 
-def test_a_defect_keeps_what_is_done(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_keeps_the_progress(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = tiny("wan2.1")
     plan = tiny_plan(spec, tmp_path / "x.mp4", steps=3)
 
@@ -266,7 +266,7 @@ def test_a_defect_keeps_what_is_done(tiny: Tiny, tmp_path: Path, monkeypatch: py
     ("step_seconds", "cost", "steps"),
     [(0.01, 0.005, 400), (0.17, 0.006, 200), (23.4, 0.3, 40), (2.0, 5.0, 1000), (0.001, 0.01, 50)],
 )
-def test_checkpoints_cost_less_than_a_hundredth(step_seconds: float, cost: float, steps: int) -> None:
+def test_checkpoints_cost_less_than_one_percent(step_seconds: float, cost: float, steps: int) -> None:
     seconds, spent, since, longest = 0.0, 0.0, 0.0, 0.0
     for _ in range(steps):
         seconds += step_seconds
@@ -279,6 +279,6 @@ def test_checkpoints_cost_less_than_a_hundredth(step_seconds: float, cost: float
     assert longest <= 100 * cost + step_seconds
 
 
-def test_an_unknown_cost_is_guessed_high() -> None:
+def test_the_first_cost_is_estimated_conservatively() -> None:
     assert estimated_cost(0) == 0.01
     assert estimated_cost(100_000_000) == pytest.approx(1.01)

@@ -1,4 +1,4 @@
-"""Jobs with a shift, tiny models: another video, each expert its steps, taken up again, and stored ones from before."""
+"""Jobs with a shift on tiny models: steps per transformer, resuming, and plans stored before the field existed."""
 
 import shutil
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def _with_euler(spec: ModelSpec, folder: Path) -> ModelSpec:
 
 
 @pytest.mark.parametrize("scheduler", ["unipc", "euler"])
-def test_each_expert_takes_the_steps_that_the_plan_says(scheduler: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_each_transformer_runs_the_planned_steps(scheduler: str, tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.2-a14b")
     if scheduler == "euler":
         spec = _with_euler(spec, tmp_path / "model")
@@ -59,13 +59,13 @@ def test_each_expert_takes_the_steps_that_the_plan_says(scheduler: str, tiny: Ti
     assert len(set(made.values())) == 4 and len(shares) > 2
 
 
-def test_the_scheduler_is_the_folders_but_for_its_shift(tiny: Tiny, tmp_path: Path) -> None:
+def test_only_the_shift_of_the_scheduler_changes(tiny: Tiny, tmp_path: Path) -> None:
     for spec, name in ((tiny("wan2.2-a14b"), "flow_shift"), (_with_euler(tiny("wan2.1"), tmp_path / "m"), "shift")):
         own, moved = load_scheduler(spec), load_scheduler(spec, 7.5)
         assert own.config[name] == 3.0 and dict(moved.config) == {**own.config, name: 7.5}
 
 
-def test_interrupted_it_goes_on_with_its_shift_and_no_other(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_job_resumes_with_its_own_shift_only(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.2-a14b")
     out = tmp_path / "x.mp4"
     plan = tiny_plan(spec, out, shift=12.0)
@@ -82,7 +82,7 @@ def test_interrupted_it_goes_on_with_its_shift_and_no_other(tiny: Tiny, tmp_path
         assert len({identity(files, one, half=half) for one in others}) == 3
 
 
-def test_a_second_half_has_the_shift_of_the_first(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_rerun_has_the_shift_of_the_first_half(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.2-a14b")
     made = tiny_plan(spec, tmp_path / "x.mp4", shift=12.0)
     run(made, spec, tmp_path / "job")
@@ -103,7 +103,7 @@ def test_a_second_half_has_the_shift_of_the_first(tiny: Tiny, tmp_path: Path) ->
     assert (refused.value.code, refused.value.data) == ("rerun.no_low_noise_steps", {"steps": 4})
 
 
-def test_what_was_stored_before_is_read_and_is_the_same_clip(tiny: Tiny, tmp_path: Path) -> None:
+def test_plans_stored_before_the_shift_are_read(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.2-a14b")
     plan = tiny_plan(spec, tmp_path / "x.mp4")
     assert ExecutionPlan.model_validate_json(plan.model_dump_json()) == plan

@@ -1,4 +1,4 @@
-"""The file that remembers what jobs took: written by real jobs, read by the next plan, safe whatever becomes of it."""
+"""The history file: written by real jobs, read by the next plan, safe against damage and concurrent writers."""
 
 import json
 import subprocess
@@ -48,7 +48,7 @@ def run(spec: ModelSpec, history: HistoryFile, plan: ExecutionPlan, stop_at: str
         )
 
 
-def test_what_a_job_took_corrects_the_next_plan(tiny: Tiny, tmp_path: Path, history: HistoryFile) -> None:
+def test_the_history_corrects_the_next_plan(tiny: Tiny, tmp_path: Path, history: HistoryFile) -> None:
     spec = tiny("wan2.2-a14b")
     before = tiny_plan(spec, tmp_path / "x.mp4")
     saved = run(spec, history, before)[-1]
@@ -68,7 +68,7 @@ def test_what_a_job_took_corrects_the_next_plan(tiny: Tiny, tmp_path: Path, hist
     assert longer.seconds["decode"].likely > after.seconds["decode"].likely
 
 
-def test_only_the_first_job_of_a_process_tells_of_memory(tiny: Tiny, tmp_path: Path, history: HistoryFile) -> None:
+def test_only_the_first_job_of_a_process_records_memory(tiny: Tiny, tmp_path: Path, history: HistoryFile) -> None:
     spec = tiny("wan2.1")
     run(spec, history, tiny_plan(spec, tmp_path / "x.mp4"))
     run(spec, history, tiny_plan(spec, tmp_path / "x.mp4", frames=5))
@@ -83,7 +83,7 @@ def test_only_the_first_job_of_a_process_tells_of_memory(tiny: Tiny, tmp_path: P
     ]
 
 
-def test_a_cancelled_job_is_not_remembered(tiny: Tiny, tmp_path: Path, history: HistoryFile) -> None:
+def test_a_cancelled_job_is_not_recorded(tiny: Tiny, tmp_path: Path, history: HistoryFile) -> None:
     spec = tiny("wan2.1")
     run(spec, history, tiny_plan(spec, tmp_path / "x.mp4"), stop_at="denoise")
     assert history.read() == ()
@@ -105,39 +105,39 @@ def test_a_cancelled_job_is_not_remembered(tiny: Tiny, tmp_path: Path, history: 
         '{"version": 1, "runs": [' + json.dumps(RUN.to_json() | {"flops": 0}) + "]}",
     ],
 )
-def test_a_damaged_file_is_an_empty_one_and_mends(text: str, tmp_path: Path, history: HistoryFile) -> None:
+def test_a_damaged_history_is_empty_and_is_replaced(text: str, tmp_path: Path, history: HistoryFile) -> None:
     (tmp_path / "history.json").write_text(text)
     assert history.read() == ()
     history.add([RUN])
     assert history.read() == (RUN,)
 
 
-def test_bytes_that_are_no_text_are_an_empty_file(tmp_path: Path, history: HistoryFile) -> None:
+def test_a_binary_history_is_empty(tmp_path: Path, history: HistoryFile) -> None:
     (tmp_path / "history.json").write_bytes(b"\xff\xfe\x00")
     assert history.read() == ()
 
 
-def test_a_run_takes_the_place_of_the_one_before(history: HistoryFile) -> None:
+def test_a_run_replaces_the_previous_one_of_its_kind(history: HistoryFile) -> None:
     history.add(sized(3))
     again = replace(sized(1)[0], seconds=9.0)
     history.add([again])
     assert history.read() == (*sized(3)[1:], again)
 
 
-def test_the_file_does_not_grow_for_ever(tmp_path: Path, history: HistoryFile) -> None:
+def test_the_history_has_a_maximum_size(tmp_path: Path, history: HistoryFile) -> None:
     history.add(sized(500))
     assert history.read() == tuple(sized(500)[-400:])
     assert (tmp_path / "history.json").stat().st_size < 200_000
 
 
-def test_a_folder_that_cannot_be_written_to_is_no_error(tmp_path: Path) -> None:
+def test_an_unwritable_history_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     history = HistoryFile(tmp_path / "file", machine())
     history.add([RUN])
     assert history.read() == ()
 
 
-def test_two_processes_lose_nothing(tmp_path: Path, history: HistoryFile) -> None:
+def test_concurrent_processes_lose_no_runs(tmp_path: Path, history: HistoryFile) -> None:
     code = (
         "import sys; from pathlib import Path; from dataclasses import replace\n"
         "from runtime.pipeline.history import HistoryFile; from runtime.machine.probe import probe\n"
@@ -153,7 +153,7 @@ def test_two_processes_lose_nothing(tmp_path: Path, history: HistoryFile) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["history.json"]
 
 
-def test_the_file_is_read_again_only_when_it_has_changed(tmp_path: Path, history: HistoryFile) -> None:
+def test_the_history_is_read_again_only_after_a_change(tmp_path: Path, history: HistoryFile) -> None:
     history.add(sized(1))
     first = history.read()
     assert history.read() is first

@@ -1,4 +1,4 @@
-"""Jobs with a step cache, tiny models: taken up again they give the same video; history and checkpoints know of it."""
+"""Jobs with a step cache on tiny models: resuming gives the same video; history and checkpoints record the cache."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +23,7 @@ Tiny = Callable[[str], ModelSpec]
 CACHE = "first-block:0.9"
 
 
-def test_interrupted_anywhere_it_gives_the_same_video(tiny: Tiny, tmp_path: Path) -> None:
+def test_resuming_at_any_step_gives_the_same_video(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.2-a14b")
     out = tmp_path / "x.mp4"
     plan = tiny_plan(spec, out, steps=12, step_cache=CACHE)
@@ -48,7 +48,7 @@ def test_interrupted_anywhere_it_gives_the_same_video(tiny: Tiny, tmp_path: Path
     assert frames_of(out) != wanted
 
 
-def test_out_of_memory_between_steps_it_goes_on_where_a_cache_begins(
+def test_out_of_memory_resumes_at_the_start_of_a_cache(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = tiny("wan2.1")
@@ -73,7 +73,7 @@ def test_out_of_memory_between_steps_it_goes_on_where_a_cache_begins(
     assert frames_of(out) == wanted
 
 
-def test_the_video_tells_and_the_checkpoint_knows(tiny: Tiny, tmp_path: Path) -> None:
+def test_video_and_checkpoint_record_the_step_cache(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.1")
     out = tmp_path / "x.mp4"
     plan = tiny_plan(spec, out, step_cache="first-block")
@@ -88,7 +88,7 @@ def test_the_video_tells_and_the_checkpoint_knows(tiny: Tiny, tmp_path: Path) ->
     assert len(set(ids[::2])) == 3
 
 
-def test_a_forecast_rests_on_runs_with_the_same_cache(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_forecast_uses_runs_with_the_same_cache(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.1")
     out = tmp_path / "x.mp4"
     plain, cached = (tiny_plan(spec, out, step_cache=cache) for cache in ("none", CACHE))

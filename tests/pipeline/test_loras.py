@@ -1,4 +1,4 @@
-"""Jobs with LoRAs, tiny models: the weights come and go with them, resuming is exact. Engines: see test_on_engines."""
+"""Jobs with LoRAs on tiny models: weights are added and removed, resuming is exact. Engines: see test_on_engines."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -73,7 +73,7 @@ def place(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Place:
     return Place(tiny("wan2.2-a14b"), tmp_path)
 
 
-def test_it_comes_and_goes_in_one_residency_and_the_video_tells(place: Place) -> None:
+def test_a_lora_is_added_and_removed_in_one_residency(place: Place) -> None:
     video = place.folder / "x.mp4"
     frames, digests = [], []
     with Residency() as residency:
@@ -92,7 +92,7 @@ def test_it_comes_and_goes_in_one_residency_and_the_video_tells(place: Place) ->
     assert digests == [[], [("style", digest, 0.8)], [("style", digest, 0.4)], [("style", digest, 0.8)], []]
 
 
-def test_resumed_it_gives_the_same_video_and_another_file_starts_anew(place: Place) -> None:
+def test_resuming_gives_the_same_video_and_another_lora_file_starts_over(place: Place) -> None:
     plan, spec = place.plan("style")
     video = place.folder / "x.mp4"
     place.run(plan, spec)
@@ -114,7 +114,7 @@ def test_resumed_it_gives_the_same_video_and_another_file_starts_anew(place: Pla
     assert frames_of(video) != wanted
 
 
-def test_a_clip_without_loras_is_what_it_was_before_there_were_any(place: Place) -> None:
+def test_a_clip_without_loras_is_unchanged(place: Place) -> None:
     plan, spec = place.plan()
     files = stamps(spec)
     assert identity(files, plan, half=False) == identity(stamps(place.spec), plan, half=False)
@@ -126,7 +126,7 @@ def test_a_clip_without_loras_is_what_it_was_before_there_were_any(place: Place)
     assert identity(stamps(low_spec), low, half=True) == identity(files, plan, half=True)
 
 
-def test_a_job_taken_up_with_another_file_is_planned_anew(place: Place) -> None:
+def test_resuming_with_another_lora_file_replans(place: Place) -> None:
     model = str(place.spec.directory)
     plan, _ = place.plan("style", model=model)
     request = GenerationRequest.from_mapping(SIZE | {"loras": ["style"], "model": model})

@@ -1,4 +1,4 @@
-"""Jobs on real engines (ONNX Runtime, tiny model): built, found again, damaged, failing in the middle."""
+"""Jobs on real engines (ONNX Runtime, tiny model): built, reused, damaged, failing while running."""
 
 import json
 import math
@@ -179,7 +179,7 @@ def test_the_first_job_builds_what_is_missing(stocked: tuple[ModelSpec, Path, li
     assert json.loads(json.dumps(facts["plan"])) == json.loads(json.dumps(saved(events).plan))
 
 
-def test_the_second_builds_nothing_and_gives_what_pytorch_gives(bench: Bench) -> None:
+def test_the_second_job_builds_nothing_and_matches_pytorch(bench: Bench) -> None:
     plan = bench.plan()
     assert all(not use.build for part in plan.components.values() for use in part.engines)
     events = bench.run(plan)
@@ -195,7 +195,7 @@ def test_the_second_builds_nothing_and_gives_what_pytorch_gives(bench: Bench) ->
     assert psnr(bench.folder / "engines.mp4", bench.folder / "x.mp4") >= SAME_NOISE_DB
 
 
-def test_auto_takes_what_is_measured_faster(bench: Bench) -> None:
+def test_auto_chooses_the_faster_measurement(bench: Bench) -> None:
     index = {record.id: record for record in bench.engines.store.index()}
     for name, part in bench.plan(backends={}).components.items():
         offer = next(o for o in bench.engines.offers(bench.spec)(name, (3, 4, 8), "cpu") if o.backend == "onnxruntime")
@@ -205,7 +205,7 @@ def test_auto_takes_what_is_measured_faster(bench: Bench) -> None:
         assert {use.id for use in part.engines} <= set(index)
 
 
-def test_never_building_means_pytorch_and_says_so(bench: Bench) -> None:
+def test_build_never_falls_back_to_pytorch_with_a_reason(bench: Bench) -> None:
     events = bench.run(bench.plan(width=48, build="never"))
     assert set(backends(events).values()) == {"onnxruntime", "pytorch"}  # the text encoder knows no sizes
     assert [event.component for event in fallen(events)] == ["transformer", "transformer_2", "vae"]
@@ -246,7 +246,7 @@ def swap(engine: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [flip, empty, cut, forge, remove, swap])
-def test_damage_between_plan_and_job_ends_in_pytorch(damage: Callable[[Path], None], bench: Bench) -> None:
+def test_damage_between_plan_and_job_falls_back_to_pytorch(damage: Callable[[Path], None], bench: Bench) -> None:
     plan = bench.plan(build="never")
     engine_id = plan.components["transformer_2"].engines[0].id
     damage(bench.folder / "engines" / engine_id / "engine.onnx")
@@ -260,7 +260,7 @@ def test_damage_between_plan_and_job_ends_in_pytorch(damage: Callable[[Path], No
     assert bench.plan(build="never").components["transformer_2"].backend == "pytorch"
 
 
-def test_a_damaged_engine_is_built_anew_where_building_is_allowed(bench: Bench) -> None:
+def test_a_damaged_engine_is_rebuilt_if_building_is_allowed(bench: Bench) -> None:
     plan = bench.plan()
     engine_id = plan.components["transformer"].engines[0].id
     flip(bench.folder / "engines" / engine_id / "engine.onnx")
@@ -283,7 +283,7 @@ def test_a_damaged_engine_is_built_anew_where_building_is_allowed(bench: Bench) 
         ("vae_next", 1, "vae"),
     ],
 )
-def test_an_engine_that_fails_in_the_middle(
+def test_an_engine_that_fails_while_running(
     program: str,
     calls: int,
     component: str,
@@ -302,9 +302,7 @@ def test_an_engine_that_fails_in_the_middle(
     assert psnr(bench.folder / "reference.mp4", bench.folder / "x.mp4") >= SAME_NOISE_DB
 
 
-def test_a_resumed_job_stays_with_pytorch_where_it_had_fallen_back(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_job_keeps_its_fallback(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         break_after(patched, "transformer", 4, failing)
         bench.run(bench.plan())
@@ -332,7 +330,7 @@ def test_a_cancelled_build_leaves_nothing(bench: Bench) -> None:
     assert not (bench.folder / "x.mp4").exists()
 
 
-def test_engines_of_a_job_are_not_evicted_for_each_other(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
+def test_engines_of_one_job_do_not_evict_each_other(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
     """A cap smaller than one job's engines."""
     spec = tiny("wan2.1")
     bench = Bench(spec, EngineService(EngineStore(tmp_path / "engines", 1), probe(), tmp_path), tmp_path)
@@ -341,7 +339,7 @@ def test_engines_of_a_job_are_not_evicted_for_each_other(tiny: Callable[[str], M
     assert backends(events)["text_encoder"] == "onnxruntime"
 
 
-def test_a_plan_for_other_weights_is_refused_aloud(bench: Bench) -> None:
+def test_a_plan_for_other_weights_falls_back_with_a_reason(bench: Bench) -> None:
     plan = bench.plan(width=48)
     part = plan.components["vae"]
     other = part.replace(engines=tuple(use.replace(id="0" * 16) for use in part.engines))

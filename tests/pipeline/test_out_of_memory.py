@@ -1,4 +1,4 @@
-"""Memory that runs out in the middle of a job: it goes on from there more frugally, or says how it could."""
+"""Out-of-memory in every stage: retried with the next strategy, or failed with that strategy named."""
 
 import resource
 import shutil
@@ -91,7 +91,7 @@ def outs(events: list[Event]) -> list[OutOfMemory]:
 
 @pytest.mark.parametrize("error", FULL)
 @pytest.mark.parametrize(("name", "call", "stage", "component", "step"), PLACES)
-def test_it_goes_on_by_itself_and_the_video_is_the_same(
+def test_out_of_memory_is_retried_with_the_same_video(
     name: str,
     call: int,
     stage: str,
@@ -123,7 +123,7 @@ def test_it_goes_on_by_itself_and_the_video_is_the_same(
     assert stream_of(tmp_path / "x.mp4") == stream_of(tmp_path / "wanted.mp4")
 
 
-def test_with_a_step_cache_it_goes_on_from_where_that_began(
+def test_a_retry_with_a_step_cache_repeats_its_steps(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = tiny("wan2.1")
@@ -145,7 +145,7 @@ def test_with_a_step_cache_it_goes_on_from_where_that_began(
     assert len(read) == 1, "the scheduler's configuration is read once a job"
 
 
-def test_loading_that_runs_out_goes_on_too(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_while_loading_is_retried(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = tiny("wan2.2-a14b")
     seen: list[str] = []
 
@@ -163,7 +163,7 @@ def test_loading_that_runs_out_goes_on_too(tiny: Tiny, tmp_path: Path, monkeypat
     assert isinstance(events[-1], VideoSaved)
 
 
-def test_asking_stops_with_the_flags_and_the_checkpoint(
+def test_ask_fails_with_the_next_strategy_and_a_checkpoint(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = tiny("wan2.2-a14b")
@@ -189,7 +189,9 @@ def test_asking_stops_with_the_flags_and_the_checkpoint(
     assert isinstance(again[-1], VideoSaved)
 
 
-def test_where_nothing_helps_it_ends_and_frees_all(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_another_strategy_the_job_fails_and_frees_everything(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = tiny("wan2.2-a14b")
     Starving(monkeypatch, FULL[0]).at("PyTorchDenoiser", lambda calls: calls >= 3)
     events: list[Event] = []
@@ -204,7 +206,7 @@ def test_where_nothing_helps_it_ends_and_frees_all(tiny: Tiny, tmp_path: Path, m
     assert end.fact.code == "pipeline.out_of_memory"
 
 
-def test_an_interrupted_job_goes_on_in_the_way_that_helped(
+def test_a_resumed_job_keeps_the_strategy_of_its_retry(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = tiny("wan2.2-a14b")
@@ -256,9 +258,7 @@ def _decode_with_little_memory(directory: Path, output: Path, end: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
-def test_memory_that_really_runs_out_while_decoding(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_real_out_of_memory_while_decoding(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import multiprocessing
 
     directory = tiny("wan2.1").directory

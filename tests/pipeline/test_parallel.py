@@ -1,4 +1,4 @@
-"""Jobs that several processes share: the same video, and a clear end whatever becomes of one of them."""
+"""Jobs on several processes: the same video, and a clear end if one of them fails."""
 
 import os
 import signal
@@ -96,7 +96,7 @@ def apart(one: Path, other: Path) -> float:
     return float(np.abs(first - second).mean())
 
 
-def test_latents_are_those_of_one_process(spec: ModelSpec, residency: Residency, tmp_path: Path) -> None:
+def test_latents_equal_those_of_one_process(spec: ModelSpec, residency: Residency, tmp_path: Path) -> None:
     plan = shared(spec, tmp_path / "x.mp4")
     with Residency() as alone:
         wanted = sample(spec, plan.replace(split=None), alone)
@@ -106,7 +106,7 @@ def test_latents_are_those_of_one_process(spec: ModelSpec, residency: Residency,
     assert len(processes(residency)) == 3
 
 
-def test_each_adds_the_loras(spec: ModelSpec, residency: Residency, tmp_path: Path) -> None:
+def test_each_process_adds_the_loras(spec: ModelSpec, residency: Residency, tmp_path: Path) -> None:
     save_file(peft(factors(spec.transformer)), tmp_path / "style.safetensors")
     changed = with_loras(spec, [Lora(str(tmp_path / "style.safetensors"), 0.5)], tmp_path)
     plan = shared(spec, tmp_path / "x.mp4")
@@ -117,7 +117,7 @@ def test_each_adds_the_loras(spec: ModelSpec, residency: Residency, tmp_path: Pa
     assert not torch.allclose(made, sample(spec, plan, residency), atol=1e-2)
 
 
-def test_a_job_goes_on_with_another_number_of_them(spec: ModelSpec, residency: Residency, tmp_path: Path) -> None:
+def test_a_job_resumes_with_another_number_of_gpus(spec: ModelSpec, residency: Residency, tmp_path: Path) -> None:
     whole, halves = tmp_path / "whole.mp4", tmp_path / "halves.mp4"
     together, alone = shared(spec, whole), shared(spec, halves).replace(split=None)
     saved = run(together, spec, residency)[-1]
@@ -143,7 +143,7 @@ def test_a_job_goes_on_with_another_number_of_them(spec: ModelSpec, residency: R
     assert apart(whole, halves) < 0.5
 
 
-def test_a_cancelled_job_leaves_them_ready(spec: ModelSpec, residency: Residency, tmp_path: Path) -> None:
+def test_a_cancelled_job_leaves_the_group_ready(spec: ModelSpec, residency: Residency, tmp_path: Path) -> None:
     plan = shared(spec, tmp_path / "x.mp4")
 
     def cancel_at_first(event: Event, cancel: Cancel) -> None:
@@ -157,7 +157,7 @@ def test_a_cancelled_job_leaves_them_ready(spec: ModelSpec, residency: Residency
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits another process's memory")
-def test_memory_that_runs_out_in_one_is_told(spec: ModelSpec, residency: Residency, tmp_path: Path) -> None:
+def test_out_of_memory_in_one_process_is_reported(spec: ModelSpec, residency: Residency, tmp_path: Path) -> None:
     plan = shared(spec, tmp_path / "x.mp4", on_out_of_memory="ask", width=768, height=512, frames=5, steps=1)
 
     def starve(event: Event, _: Cancel) -> None:
@@ -174,7 +174,7 @@ def test_memory_that_runs_out_in_one_is_told(spec: ModelSpec, residency: Residen
     assert residency.group_manager.group is None
 
 
-def test_a_killed_one_ends_the_job_with_a_reason(spec: ModelSpec, residency: Residency, tmp_path: Path) -> None:
+def test_a_killed_process_fails_the_job_with_a_reason(spec: ModelSpec, residency: Residency, tmp_path: Path) -> None:
     plan = shared(spec, tmp_path / "x.mp4")
     there: list[psutil.Process] = []
     killed_at = 0.0
@@ -211,7 +211,7 @@ sys.stdin.read()
 """
 
 
-def test_none_outlives_who_leads() -> None:
+def test_no_process_outlives_the_coordinator() -> None:
     leader = subprocess.Popen([sys.executable, "-c", LEADER], stdin=subprocess.PIPE, cwd=Path(__file__).parents[2])
     try:
         lead = psutil.Process(leader.pid)

@@ -1,4 +1,4 @@
-"""A step cache where several processes share a pass: all decide as one would, and go on where one would."""
+"""A step cache with sequence parallelism: all processes decide alike and resume alike."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,7 +62,7 @@ def decisions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool, bool]]:
     return found
 
 
-def test_all_decide_as_one_would(
+def test_all_processes_decide_as_one(
     split: Split, residency: Residency, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = tiny("wan2.2-a14b")
@@ -82,7 +82,9 @@ def test_all_decide_as_one_would(
     assert (again - without).norm() <= 1e-6 * without.norm()
 
 
-def test_interrupted_it_gives_the_same_video(split: Split, residency: Residency, tiny: Tiny, tmp_path: Path) -> None:
+def test_an_interrupted_job_gives_the_same_video(
+    split: Split, residency: Residency, tiny: Tiny, tmp_path: Path
+) -> None:
     spec = tiny("wan2.2-a14b")
     out, folder = tmp_path / "x.mp4", tmp_path / "job"
     plan = planned(spec, out).replace(split=split)

@@ -1,4 +1,4 @@
-"""Our loop, encoder and decoder against `diffusers.WanPipeline`: same seed, same latents, same frames."""
+"""Loop, encoder and decoder against `diffusers.WanPipeline`: same seed, same latents, same frames."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

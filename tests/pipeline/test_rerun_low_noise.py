@@ -1,4 +1,4 @@
-"""The second half of a video anew: the low-noise expert and the decoder run, nothing else; the first half stays."""
+"""Reruns of the second half: only the low-noise transformer and the decoder run; the first half stays."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +27,7 @@ def redo(made: ExecutionPlan, spec: ModelSpec, folder: Path, output: Path, **cha
 
 
 @pytest.mark.parametrize(("high", "low", "new"), [(4.0, 3.0, 5.0), (4.0, 3.0, 1.0), (1.0, 1.0, 3.0), (4.0, 3.0, 3.0)])
-def test_it_is_what_the_whole_video_would_have_been(
+def test_a_rerun_equals_a_full_run_with_its_settings(
     high: float, low: float, new: float, tiny: Tiny, tmp_path: Path
 ) -> None:
     spec = tiny("wan2.2-a14b")
@@ -54,7 +54,7 @@ def test_it_is_what_the_whole_video_would_have_been(
     assert stream_of(tmp_path / "x.mp4") == first
 
 
-def test_it_can_be_interrupted_and_redone_like_any_other(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_rerun_can_be_interrupted_and_rerun(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.2-a14b")
     made = tiny_plan(spec, tmp_path / "x.mp4", **SCALES)
     # Of a job that was interrupted itself, in its second half.
@@ -78,7 +78,7 @@ def test_it_can_be_interrupted_and_redone_like_any_other(tiny: Tiny, tmp_path: P
         ({"backends": "fast"}, "backends", ""),
     ],
 )
-def test_what_cannot_be_changed_is_refused(
+def test_fields_of_the_first_half_are_refused(
     changes: dict[str, Any], field: str, code: str, tiny: Tiny, tmp_path: Path
 ) -> None:
     spec = tiny("wan2.2-a14b")
@@ -89,14 +89,14 @@ def test_what_cannot_be_changed_is_refused(
     assert not (tmp_path / "redone").exists()
 
 
-def test_one_transformer_has_no_second_half(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_model_with_one_transformer_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.1")
     with pytest.raises(InvalidRequestError) as caught:
         redo(tiny_plan(spec, tmp_path / "x.mp4"), spec, tmp_path, tmp_path / "new.mp4")
     assert caught.value.code == "rerun.one_transformer"
 
 
-def test_without_its_checkpoint_it_says_so(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_missing_or_damaged_boundary_checkpoint_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.2-a14b")
     made = tiny_plan(spec, tmp_path / "x.mp4", **SCALES)
     run(made, spec, tmp_path / "job", stop=lambda event: isinstance(event, StepDone))

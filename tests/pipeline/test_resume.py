@@ -1,4 +1,4 @@
-"""Interrupted jobs on tiny real models: taken up again, they give the video that they would have given."""
+"""Interrupted jobs on tiny real models give the same video when resumed."""
 
 import json
 import shutil
@@ -62,7 +62,7 @@ def steps_of(events: list[Event]) -> list[int]:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_paused_after_any_step_it_gives_the_same_video(architecture: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_a_pause_after_any_step_gives_the_same_video(architecture: str, tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny(architecture)
     out = tmp_path / "x.mp4"
     plan = tiny_plan(spec, out)
@@ -88,7 +88,7 @@ def test_paused_after_any_step_it_gives_the_same_video(architecture: str, tiny: 
     assert (frames_of(out), stream_of(out)) == wanted
 
 
-def test_with_another_scheduler_too(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_pause_with_another_scheduler(tiny: Tiny, tmp_path: Path) -> None:
     shutil.copytree(tiny("wan2.2-a14b").directory, tmp_path / "model")
     FlowMatchEulerDiscreteScheduler(shift=3.0).save_pretrained(tmp_path / "model" / "scheduler")
     spec = read_spec(tmp_path / "model", "euler")
@@ -105,7 +105,7 @@ def test_with_another_scheduler_too(tiny: Tiny, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheduler", ["DDIMScheduler", "UniPCMultistepScheduler"])
-def test_a_scheduler_of_another_kind_is_named(scheduler: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_an_unsuitable_scheduler_is_named(scheduler: str, tiny: Tiny, tmp_path: Path) -> None:
     shutil.copytree(tiny("wan2.1").directory, tmp_path / "model")
     config = {"_class_name": scheduler, "prediction_type": "none of these", "use_flow_sigmas": True}
     (tmp_path / "model" / "scheduler" / "scheduler_config.json").write_text(json.dumps(config))
@@ -117,7 +117,7 @@ def test_a_scheduler_of_another_kind_is_named(scheduler: str, tiny: Tiny, tmp_pa
 
 
 @pytest.mark.parametrize("stop_at", [3, 4])
-def test_the_shipped_model_too(stop_at: int, tmp_path: Path) -> None:
+def test_a_pause_with_the_shipped_model(stop_at: int, tmp_path: Path) -> None:
     spec = find("diorama", tmp_path)
     out = tmp_path / "x.mp4"
     values = {"prompt": "a red boat sails left", "negative_prompt": "rain", "width": 96, "height": 64, "steps": 6}
@@ -130,7 +130,7 @@ def test_the_shipped_model_too(stop_at: int, tmp_path: Path) -> None:
     assert (frames_of(out), stream_of(out)) == wanted
 
 
-def test_a_job_cancelled_within_a_step_loses_that_step_only(tiny: Tiny, tmp_path: Path) -> None:
+def test_cancelling_within_a_step_loses_only_that_step(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.2-a14b")
     plan = tiny_plan(spec, tmp_path / "x.mp4")
     run(plan, spec, None)
@@ -161,7 +161,7 @@ def test_a_job_cancelled_within_a_step_loses_that_step_only(tiny: Tiny, tmp_path
     assert stream_of(tmp_path / "x.mp4") == wanted
 
 
-def test_a_prompt_is_read_once_and_what_was_told_of_it_stays(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_prompt_is_encoded_once_and_its_warnings_stay(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.1")
     plan = tiny_plan(spec, tmp_path / "x.mp4", prompt="a red zeppelin")
     first = run(plan, spec, tmp_path / "job", stop=lambda e: isinstance(e, StageStarted) and e.stage == "encode")
@@ -175,7 +175,7 @@ def test_a_prompt_is_read_once_and_what_was_told_of_it_stays(tiny: Tiny, tmp_pat
     assert len(set(saved.warnings)) == len(saved.warnings)
 
 
-def test_times_are_those_of_all_runs_and_the_earlier_are_told_apart(tiny: Tiny, tmp_path: Path) -> None:
+def test_timings_include_earlier_runs(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.1")
     plan = tiny_plan(spec, tmp_path / "x.mp4")
     whole = run(plan, spec, None)[-1]
@@ -195,7 +195,7 @@ def test_times_are_those_of_all_runs_and_the_earlier_are_told_apart(tiny: Tiny, 
     assert facts["earlier"] == saved.earlier
 
 
-def test_what_other_flags_ask_for_counts(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_resumed_job_uses_the_new_preferences(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.1")
     plan = tiny_plan(spec, tmp_path / "x.mp4")
     run(plan, spec, tmp_path / "job", stop=lambda event: isinstance(event, StepDone) and event.step == 2)

@@ -1,4 +1,4 @@
-"""The job on tiny real models: what it makes, how it ends, and what it leaves behind."""
+"""Jobs on tiny real models: the video, the last event, and the files that are left."""
 
 import gc
 import json
@@ -59,7 +59,7 @@ def frames_of(video: Path) -> bytes:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_job_makes_the_video_that_was_asked_for(architecture: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_a_job_makes_the_requested_video(architecture: str, tiny: Tiny, tmp_path: Path) -> None:
     out = tmp_path / "x.mp4"
     events = run(tiny(architecture), out)
     saved = events[-1]
@@ -82,7 +82,7 @@ def test_a_job_makes_the_video_that_was_asked_for(architecture: str, tiny: Tiny,
     json.dumps([to_json(event) for event in events])
 
 
-def test_the_stream_is_what_players_want(tiny: Tiny, tmp_path: Path) -> None:
+def test_the_stream_suits_players(tiny: Tiny, tmp_path: Path) -> None:
     out = tmp_path / "x.mp4"
     run(tiny("wan2.1"), out)
     told = subprocess.run([imageio_ffmpeg.get_ffmpeg_exe(), "-i", str(out)], capture_output=True, check=False).stderr
@@ -95,7 +95,7 @@ def test_the_stream_is_what_players_want(tiny: Tiny, tmp_path: Path) -> None:
     assert data.index(b"moov") < data.index(b"mdat")
 
 
-def test_the_video_says_how_it_was_made(tiny: Tiny, tmp_path: Path) -> None:
+def test_the_video_has_metadata(tiny: Tiny, tmp_path: Path) -> None:
     out = tmp_path / "x.mp4"
     prompt = 'a red boat; "calm" = #1 \\ \n 🚤'
     saved = run(tiny("wan2.2-a14b"), out, prompt=prompt)[-1]
@@ -130,9 +130,7 @@ def test_the_same_seed_gives_the_same_video(tiny: Tiny, tmp_path: Path) -> None:
         lambda event: isinstance(event, StageStarted) and event.stage == "save",
     ],
 )
-def test_cancelling_leaves_nothing_and_goes_no_further(
-    when: Callable[[Event], bool], tiny: Tiny, tmp_path: Path
-) -> None:
+def test_cancelling_stops_and_leaves_no_files(when: Callable[[Event], bool], tiny: Tiny, tmp_path: Path) -> None:
     out = tmp_path / "x.mp4"
     out.write_bytes(b"the old video")
     events = run(tiny("wan2.2-a14b"), out, stop=when)
@@ -143,7 +141,7 @@ def test_cancelling_leaves_nothing_and_goes_no_further(
     assert os.listdir(tmp_path) == ["x.mp4"]  # noqa: PTH208 - names, hidden ones too
 
 
-def test_unknown_words_and_a_cut_prompt_are_told(tiny: Tiny, tmp_path: Path) -> None:
+def test_unknown_words_and_a_cut_prompt_are_reported(tiny: Tiny, tmp_path: Path) -> None:
     events = run(tiny("wan2.1"), tmp_path / "x.mp4", prompt="a red zeppelin, at the Zeppelin", negative_prompt="moose")
     warnings = [event.fact for event in events if isinstance(event, Warned)]
     unknown = [fact.data for fact in warnings if fact.code == "pipeline.unknown_words"]
@@ -161,7 +159,7 @@ def test_unknown_words_and_a_cut_prompt_are_told(tiny: Tiny, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("part", "says"), [("transformer", "Step 1 of 4"), ("vae", "The VAE gave")])
-def test_values_that_are_not_numbers_are_no_success(part: str, says: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_nan_fails_the_job(part: str, says: str, tiny: Tiny, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny("wan2.1").directory, folder)
     weights = folder / part / "diffusion_pytorch_model.safetensors"
@@ -192,7 +190,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_disk_that_fills_up_is_told_and_left_clean(small_disk: Path, tiny: Tiny) -> None:
+def test_a_full_disk_is_reported_and_leaves_no_files(small_disk: Path, tiny: Tiny) -> None:
     out = small_disk / "x.mp4"
     out.write_bytes(b"the old video")
     end = run(tiny("wan2.1"), out, width=128, height=128, frames=49, steps=1)[-1]
@@ -203,7 +201,7 @@ def test_a_disk_that_fills_up_is_told_and_left_clean(small_disk: Path, tiny: Tin
 
 
 @pytest.mark.parametrize(("pause", "drawn"), [(0.0, [True, True, True]), (3600.0, [True, False, False])])
-def test_previews_keep_a_pause(
+def test_previews_have_a_minimum_interval(
     pause: float, drawn: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("runtime.pipeline.previews._SECONDS", pause)
@@ -213,7 +211,7 @@ def test_previews_keep_a_pause(
 
 
 @pytest.mark.parametrize("stop", [never, lambda event: isinstance(event, StepDone)], ids=["saved", "cancelled"])
-def test_what_a_job_held_is_let_go_of_at_once(stop: Choice, tiny: Tiny, tmp_path: Path) -> None:
+def test_a_jobs_tensors_are_freed_without_garbage_collection(stop: Choice, tiny: Tiny, tmp_path: Path) -> None:
     """Latents and texts lie on the GPU, and Python seldom looks for what holds itself."""
     gc.collect()
     gc.disable()
@@ -224,7 +222,7 @@ def test_what_a_job_held_is_let_go_of_at_once(stop: Choice, tiny: Tiny, tmp_path
         gc.enable()
 
 
-def test_a_defect_is_one_line_and_the_log(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_is_one_line(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise ZeroDivisionError("oops")
 
@@ -244,7 +242,7 @@ def test_a_defect_is_one_line_and_the_log(tiny: Tiny, tmp_path: Path, monkeypatc
         RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"),
     ],
 )
-def test_running_out_of_memory_says_which(
+def test_out_of_memory_names_the_memory(
     error: Exception, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -256,7 +254,7 @@ def test_running_out_of_memory_says_which(
     assert end == Failed(fact=Fact("pipeline.out_of_memory", data))
 
 
-def test_parts_are_loaded_once_and_freed_where_the_plan_says_so(tiny: Tiny, tmp_path: Path) -> None:
+def test_components_are_kept_or_freed_as_planned(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.2-a14b")
     loads: list[str | None] = []
 

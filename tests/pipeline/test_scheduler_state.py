@@ -1,4 +1,4 @@
-"""What schedulers remember: taken between two steps and put back, the rest is the same bit for bit."""
+"""Scheduler state, saved and restored between two steps, gives the remaining steps bit for bit."""
 
 import copy
 from typing import Any
@@ -39,7 +39,7 @@ def step(scheduler: Any, index: int, latents: torch.Tensor) -> torch.Tensor:
 # diffusers' own, in DPMSolverMultistepScheduler.
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 @pytest.mark.parametrize(("name", "config"), SCHEDULERS)
-def test_the_rest_is_the_same_from_any_step(name: str, config: dict[str, Any]) -> None:
+def test_a_restored_scheduler_gives_the_same_steps(name: str, config: dict[str, Any]) -> None:
     noise = torch.randn(1, 4, 3, 4, 4, generator=torch.Generator().manual_seed(1))
     scheduler = fresh(name, config)
     count = len(scheduler.timesteps)
@@ -59,7 +59,7 @@ def test_the_rest_is_the_same_from_any_step(name: str, config: dict[str, Any]) -
         assert str(states[index]) == str(copies[index])
 
 
-def test_what_cannot_be_kept_is_refused() -> None:
+def test_an_unsupported_attribute_is_refused() -> None:
     scheduler = fresh(*SCHEDULERS[0])
     scheduler.solver_p = fresh(*SCHEDULERS[3])
     with pytest.raises(CheckpointError) as refused:
@@ -68,7 +68,7 @@ def test_what_cannot_be_kept_is_refused() -> None:
     assert refused.value.data["attribute"] == "UniPCMultistepScheduler.solver_p"
 
 
-def test_another_schedulers_memory_is_refused() -> None:
+def test_the_state_of_another_scheduler_is_refused() -> None:
     with pytest.raises(CheckpointError) as refused:
         restore(fresh(*SCHEDULERS[3]), {"timesteps": torch.zeros(3)})
     assert refused.value.code == "checkpoint.other_scheduler"

@@ -1,4 +1,4 @@
-"""A step cache on tiny real models: what `WanPipeline` makes with the same hooks, and nothing of it stays."""
+"""A step cache on tiny real models equals `WanPipeline` with the same hooks, and leaves none behind."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_latents_equal_wan_pipelines_with_the_same_cache(tiny: Tiny) -> None:
     assert abs(ours - plain).max() > 1e-3
 
 
-def test_blocks_are_left_out_and_nothing_of_it_stays(tiny: Tiny) -> None:
+def test_blocks_are_skipped_and_the_hooks_removed(tiny: Tiny) -> None:
     spec = tiny("wan2.2-a14b")
     every = 2 * 2 * 8  # blocks, passes, steps
     with Residency() as residency:
@@ -59,7 +59,7 @@ def test_blocks_are_left_out_and_nothing_of_it_stays(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize(("architecture", "expected"), [("wan2.1", {0, 8, 16}), ("wan2.2-a14b", {0, 8, 16})])
-def test_a_cache_begins_anew_where_a_job_can_be_taken_up(architecture: str, expected: set[int], tiny: Tiny) -> None:
+def test_a_cache_is_reset_before_resumable_steps(architecture: str, expected: set[int], tiny: Tiny) -> None:
     spec = tiny(architecture)
     plan = planned(spec, "first-block", steps=20)
     steps = get_schedule(plan, load_scheduler(spec), spec.boundary_ratio)

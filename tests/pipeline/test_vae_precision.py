@@ -1,4 +1,4 @@
-"""Jobs that decode in 16 bits, tiny models: the clip stays the same, overflows end with their cause, old ones load."""
+"""Decoding in 16 bits on tiny models: same clip, overflows name their cause, old plans load."""
 
 import shutil
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def test_the_same_latents_are_decoded_in_any_precision(tiny: Tiny, tmp_path: Pat
         assert identity(stamps(spec), plan, half=half) == identity(stamps(spec), rounded, half=half)
 
 
-def test_an_overflow_fails_with_its_cause_and_float32_goes_on_from_there(tiny: Tiny, tmp_path: Path) -> None:
+def test_an_overflow_names_its_cause_and_float32_resumes(tiny: Tiny, tmp_path: Path) -> None:
     """A convolution whose weights float16 does not hold; what follows normalises, so float32 shows the same clip."""
     shutil.copytree(tiny("wan2.1").directory, tmp_path / "model")
     weights = tmp_path / "model" / "vae" / "diffusion_pytorch_model.safetensors"
@@ -67,7 +67,7 @@ def test_an_overflow_fails_with_its_cause_and_float32_goes_on_from_there(tiny: T
     assert isinstance(again[-1], VideoSaved)
 
 
-def test_a_second_half_may_be_decoded_in_another(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_rerun_may_use_another_vae_precision(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.2-a14b")
     made = tiny_plan(spec, tmp_path / "x.mp4")
     run(made, spec, tmp_path / "job")
@@ -78,6 +78,6 @@ def test_a_second_half_may_be_decoded_in_another(tiny: Tiny, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("architecture", ["wan2.1", "wan2.2-a14b"])
-def test_a_plan_is_read_as_it_was_stored(architecture: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_plans_stored_before_vae_precision_are_read(architecture: str, tiny: Tiny, tmp_path: Path) -> None:
     plan = tiny_plan(tiny(architecture), tmp_path / "x.mp4")
     assert ExecutionPlan.model_validate_json(plan.model_dump_json()) == plan

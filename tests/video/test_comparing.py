@@ -1,4 +1,4 @@
-"""Copies without metadata, likeness of two clips, and stills, on real files."""
+"""Copies without metadata, similarity of two clips, and stills, on real files."""
 
 import io
 import math
@@ -39,7 +39,7 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_likeness_is_what_the_pixels_say(clips: Path) -> None:
+def test_similarity_matches_the_pixels(clips: Path) -> None:
     found = similarity(clips / "one.mp4", clips / "brighter.mp4")
     one, other = (read(clips / name, SHAPE).astype(float) for name in ("one.mp4", "brighter.mp4"))
     assert found.psnr == pytest.approx(10 * math.log10(255**2 / np.square(one - other).mean()), abs=0.2)
@@ -47,12 +47,12 @@ def test_likeness_is_what_the_pixels_say(clips: Path) -> None:
     assert similarity(clips / "one.mp4", clips / "other.mp4").ssim < 0.7
 
 
-def test_the_same_clip_is_the_same(clips: Path) -> None:
+def test_a_clip_is_identical_to_itself(clips: Path) -> None:
     found = similarity(clips / "one.mp4", clips / "one.mp4")
     assert found.identical and found.ssim == 1
 
 
-def test_the_shorter_clip_says_how_many_frames_count(clips: Path, tmp_path: Path) -> None:
+def test_only_common_frames_are_compared(clips: Path, tmp_path: Path) -> None:
     # Another speed changes nothing: frames are compared by number.
     slow = tmp_path / "slow.mp4"
     command = [find_ffmpeg(), "-v", "error", "-itsscale", "2", "-i", str(clips / "short.mp4"), "-c", "copy", str(slow)]
@@ -61,13 +61,13 @@ def test_the_shorter_clip_says_how_many_frames_count(clips: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["wide.mp4", "missing.mp4", "notes.mp4"])
-def test_what_cannot_be_compared_is_said(clips: Path, name: str) -> None:
+def test_clips_that_cannot_be_compared_are_refused(clips: Path, name: str) -> None:
     (clips / "notes.mp4").write_text("no video")
     with pytest.raises(OutputError, match=r"cannot be compared"):
         similarity(clips / "one.mp4", clips / name)
 
 
-def test_a_bare_copy_says_nothing_and_shows_the_same(clips: Path) -> None:
+def test_a_copy_has_no_metadata_and_the_same_frames(clips: Path) -> None:
     with copy_without_metadata(clips / "one.mp4") as copy:
         data = copy.read_bytes()
         assert b"secret boat" not in data and b"Lavf" not in data and b"tandem" not in data
@@ -78,14 +78,14 @@ def test_a_bare_copy_says_nothing_and_shows_the_same(clips: Path) -> None:
     assert list(clips.glob(".*")) == []
 
 
-def test_a_copy_that_fails_leaves_nothing(clips: Path) -> None:
+def test_a_failed_copy_leaves_no_files(clips: Path) -> None:
     (clips / "notes.mp4").write_text("no video")
     with pytest.raises(OutputError), copy_without_metadata(clips / "notes.mp4"):
         pass
     assert list(clips.glob(".*")) == []
 
 
-def test_a_still_is_the_frame_in_the_middle() -> None:
+def test_a_still_is_the_middle_frame() -> None:
     frames = [np.full((16, 16, 3), shade, np.uint8) for shade in (10, 120, 240)]
     with Image.open(io.BytesIO(still(encode_frames(frames, 100)))) as image:
         assert getattr(image, "n_frames", 1) == 1
@@ -93,6 +93,6 @@ def test_a_still_is_the_frame_in_the_middle() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"RIFF", b"\x00" * 100, b"RIFF\x10\x00\x00\x00WEBPVP8 "])
-def test_what_is_no_picture_gives_no_still(data: bytes) -> None:
+def test_a_still_of_another_format_is_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match="WebP"):
         still(data)

@@ -1,4 +1,4 @@
-"""Clips that show nothing are known for it; dark, pale and quiet ones are not."""
+"""Degenerate clips are detected; dark, pale and quiet ones are not."""
 
 from collections.abc import Callable
 
@@ -52,7 +52,7 @@ def still(frame: np.ndarray, noise: float, chance: np.random.Generator) -> np.nd
     ],
 )
 @pytest.mark.parametrize("chunk", [1, 4, 17])
-def test_what_a_clip_shows(make: Make, fault: Fault | None, chunk: int) -> None:
+def test_degenerate_clips_are_detected(make: Make, fault: Fault | None, chunk: int) -> None:
     frames = make(np.random.default_rng(1)).round().astype(np.uint8)
     detector = Detector()
     for start in range(0, len(frames), chunk):
@@ -60,7 +60,7 @@ def test_what_a_clip_shows(make: Make, fault: Fault | None, chunk: int) -> None:
     assert detector.fault == fault
 
 
-def test_the_first_frames_may_settle() -> None:
+def test_differences_in_the_first_frames_are_ignored() -> None:
     frames = np.repeat(scene(128, 60)[None], SHAPE[0], axis=0).round().astype(np.uint8)
     frames[0] //= 2
     detector = Detector()
@@ -68,7 +68,7 @@ def test_the_first_frames_may_settle() -> None:
     assert detector.fault == "frozen"
 
 
-def test_short_clips_and_pictures_are_not_frozen() -> None:
+def test_short_clips_are_not_frozen() -> None:
     frame = scene(128, 60).round().astype(np.uint8)
     for count in (1, 5):
         detector = Detector()
@@ -77,7 +77,7 @@ def test_short_clips_and_pictures_are_not_frozen() -> None:
     assert Detector().fault is None
 
 
-def test_a_large_clip_is_looked_at_in_part() -> None:
+def test_large_clips_are_sampled() -> None:
     frames = np.zeros((2, 256, 512, 3), dtype=np.uint8)
     frames[:, 100:140, 100:140] = 200
     detector = Detector()

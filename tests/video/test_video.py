@@ -38,7 +38,7 @@ def read(video: Path, shape: tuple[int, ...]) -> np.ndarray:
     return np.frombuffer(data, np.uint8).reshape(shape)
 
 
-def test_colours_survive(tmp_path: Path) -> None:
+def test_colours_are_preserved(tmp_path: Path) -> None:
     colours = np.array([[200, 40, 40], [40, 200, 40], [40, 40, 200], [230, 230, 230], [20, 20, 20]], np.uint8)
     frames = np.broadcast_to(colours[:, None, None, :], (5, 32, 48, 3)).copy()
     write(tmp_path / "x.mp4", frames)
@@ -48,7 +48,7 @@ def test_colours_survive(tmp_path: Path) -> None:
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00"), max_size=60))
-def test_any_text_comes_back_from_the_metadata(video: Path, text: str) -> None:
+def test_metadata_round_trips_any_text(video: Path, text: str) -> None:
     notes, copy = video.with_name("notes.txt"), video.with_name("copy.mp4")
     notes.write_text(to_ffmetadata(text or "x", {"tandem": {"text": text}}), encoding="utf-8", newline="")
     command = [find_ffmpeg(), "-v", "error", "-y", "-i", str(video), "-i", str(notes), "-map_metadata", "1"]
@@ -64,7 +64,7 @@ def video(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_foreign_or_broken_video_says_nothing_of_itself(video: Path, tmp_path: Path) -> None:
+def test_a_foreign_or_damaged_video_has_no_metadata(video: Path, tmp_path: Path) -> None:
     assert read_metadata(video) == {"seed": 7}
     (tmp_path / "cut.mp4").write_bytes(video.read_bytes()[:200])
     (tmp_path / "text.mp4").write_text("not a video")
@@ -73,7 +73,7 @@ def test_a_foreign_or_broken_video_says_nothing_of_itself(video: Path, tmp_path:
             read_metadata(tmp_path / name)
 
 
-def test_leaving_early_removes_every_trace(tmp_path: Path) -> None:
+def test_leaving_early_leaves_no_files(tmp_path: Path) -> None:
     target = tmp_path / "x.mp4"
     target.write_bytes(b"old")
     with pytest.raises(ZeroDivisionError), VideoWriter(target, 32, 32, 16) as writer:
@@ -84,7 +84,7 @@ def test_leaving_early_removes_every_trace(tmp_path: Path) -> None:
     assert target.read_bytes() == b"old"
 
 
-def test_a_dead_ffmpeg_is_told(tmp_path: Path) -> None:
+def test_a_dead_ffmpeg_is_reported(tmp_path: Path) -> None:
     with (
         pytest.raises(OutputError, match="ffmpeg could not write"),
         VideoWriter(tmp_path / "x.mp4", 32, 32, 16) as writer,
@@ -95,7 +95,7 @@ def test_a_dead_ffmpeg_is_told(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_ffmpeg_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_ffmpeg_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", "/no/such/ffmpeg")
     with pytest.raises(MachineError, match="ffmpeg"):
         find_ffmpeg()
@@ -108,7 +108,7 @@ def test_a_preview_is_an_animation_of_the_clip() -> None:
         assert len(list(ImageSequence.Iterator(image))) == 9
 
 
-def test_what_a_killed_writer_left_is_swept_and_a_living_ones_is_not(tmp_path: Path) -> None:
+def test_sweep_removes_scratch_folders_of_killed_writers_only(tmp_path: Path) -> None:
     code = (
         "import sys, time, numpy as np; from pathlib import Path; from runtime.video.encode import VideoWriter\n"
         "with VideoWriter(Path(sys.argv[1]), 32, 32, 16) as writer:\n"
@@ -125,7 +125,7 @@ def test_what_a_killed_writer_left_is_swept_and_a_living_ones_is_not(tmp_path: P
     assert sorted(path.name for path in tmp_path.iterdir()) == ["after.mp4", "beside.mp4"]
 
 
-def test_what_a_writer_left_that_was_killed_before_its_lock_is_swept_once_it_is_old(tmp_path: Path) -> None:
+def test_sweep_removes_old_scratch_folders_without_a_lock(tmp_path: Path) -> None:
     (tmp_path / ".tandem-new").mkdir()
     (tmp_path / ".tandem-old").mkdir()
     (tmp_path / ".tandem-old" / "stream.mp4").write_bytes(b"half")
