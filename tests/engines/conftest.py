@@ -20,6 +20,9 @@ from runtime.planner.engine_index import EngineRecord
 from runtime.planner.shapes import ShapeProfile
 from tests.conftest import shared_folder
 
+# An engine whose build compiles C++ for up to a minute.
+INDUCTOR = pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.compiler])
+
 # What the tiny models are small enough for, and small enough for tests.
 PROFILES = {
     "text_encoder": ShapeProfile.fixed((1, 1, 1)),
@@ -56,7 +59,7 @@ Build = Callable[..., Built]
 
 @pytest.fixture(scope="session")
 def built(tiny: Callable[[str], ModelSpec], tmp_path_factory: pytest.TempPathFactory) -> Build:
-    """Return a function that builds an engine once and gives it to whoever asks again."""
+    """Return a function that builds an engine once for all tests."""
     root, machine = shared_folder(tmp_path_factory, "engines"), probe()
 
     def build(

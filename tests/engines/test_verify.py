@@ -9,6 +9,8 @@ from runtime.engines.sessions.inductor import InductorSession
 from runtime.engines.verify import TOLERANCES, verify
 from tests.engines.conftest import PROFILES, Build
 
+pytestmark = [pytest.mark.slow, pytest.mark.compiler]
+
 NAME = "blocks.1.ffn.net.2.bias"
 
 

@@ -39,6 +39,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
 
 
+@pytest.mark.compiler
 def test_inductor_compiles_and_keeps_it_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     places = {"TORCHINDUCTOR_CACHE_DIR": tmp_path / "compiled", "TRITON_CACHE_DIR": tmp_path / "compiled" / "triton"}
     for name in places:

@@ -21,7 +21,7 @@ from runtime.machine.probe import Machine, probe
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import SWAPPED, EngineKey, differences
 from runtime.planner.shapes import ShapeProfile
-from tests.engines.conftest import PROFILES, Build
+from tests.engines.conftest import INDUCTOR, PROFILES, Build
 
 SMALL = ShapeProfile.fixed((1, 2, 2))
 
@@ -75,7 +75,8 @@ def test_every_backend_has_its_builders() -> None:
 
 
 def test_what_is_missing_is_said(machine: Machine) -> None:
-    assert InductorBuilder().unavailable(machine) is None
+    equipped = replace(machine, compiler="g++")
+    assert InductorBuilder().unavailable(equipped) is None
     assert OnnxRuntimeBuilder().unavailable(machine) is None
     bare = replace(machine, compiler=None, packages=(("onnx", "1"),))
     why, remedy = InductorBuilder().unavailable(bare) or ("", "")
@@ -105,7 +106,7 @@ def test_the_vae_in_bfloat16_is_near(built: Build, program: str) -> None:
     assert result.error > 1e-5
 
 
-@pytest.mark.parametrize("builder", ["inductor", "openvino"])
+@pytest.mark.parametrize("builder", [INDUCTOR, "openvino"])
 def test_the_text_encoder_is_right(built: Build, builder: str) -> None:
     engine = built(builder, "wan2.1", "text_encoder", "text_encoder")
     with engine.session() as session:
@@ -125,6 +126,8 @@ def test_only_a_recent_gcc_is_trusted(
     assert inductor_module._knows_vector_instructions() is trusted
 
 
+@pytest.mark.slow
+@pytest.mark.compiler
 def test_a_space_in_the_path_does_not_matter_nor_do_half_precisions(
     tiny: Callable[[str], ModelSpec], machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,10 +17,10 @@ from runtime.engines.sessions.onnxruntime import OnnxRuntimeSession
 from runtime.engines.verify import verify
 from runtime.planner.engine_index import SWAPPED
 from runtime.planner.shapes import ShapeProfile
-from tests.engines.conftest import PROFILES, Build, Built, relative
+from tests.engines.conftest import INDUCTOR, PROFILES, Build, Built, relative
 
 ROOT = Path(__file__).parents[3]
-ENGINES = ["inductor", "cpu", "openvino"]
+ENGINES = [INDUCTOR, "cpu", "openvino"]
 
 
 @pytest.fixture(params=ENGINES)
@@ -101,6 +101,8 @@ def test_a_closed_session_is_of_no_use(transformer: Built) -> None:
         session.infer(**transformer.program().inputs((3, 6, 8)))
 
 
+@pytest.mark.slow
+@pytest.mark.compiler
 def test_both_experts_run_on_one_package(built: Build) -> None:
     high = built("inductor", "wan2.2-a14b", "transformer", "transformer")
     low = built("inductor", "wan2.2-a14b", "transformer_2", "transformer")
@@ -114,6 +116,8 @@ def test_both_experts_run_on_one_package(built: Build) -> None:
         assert not verify(session, high.program("transformer"), PROFILES["transformer"], "float32").passed
 
 
+@pytest.mark.slow
+@pytest.mark.compiler
 def test_handed_weights_are_used_where_they_are_and_freed(built: Build) -> None:
     engine = built("inductor", "wan2.2-a14b", "transformer", "transformer")
     weights = engine.program().module.state_dict()
@@ -132,6 +136,8 @@ def test_handed_weights_are_used_where_they_are_and_freed(built: Build) -> None:
     assert held.expired()
 
 
+@pytest.mark.slow
+@pytest.mark.compiler
 def test_opening_again_and_again_takes_no_memory(built: Build) -> None:
     engine = built("inductor", "wan2.2-a14b", "transformer", "transformer")
     inputs = engine.program().inputs((3, 6, 8))
@@ -144,6 +150,8 @@ def test_opening_again_and_again_takes_no_memory(built: Build) -> None:
     assert len(set(held[1:])) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.compiler
 def test_experts_take_turns(built: Build) -> None:
     engine = built("inductor", "wan2.2-a14b", "transformer", "transformer")
     parts = ("transformer", "transformer_2")
@@ -156,6 +164,8 @@ def test_experts_take_turns(built: Build) -> None:
                 assert relative(given, programs[part].run(**inputs)["velocity"]) < 1e-5
 
 
+@pytest.mark.slow
+@pytest.mark.compiler
 def test_weights_of_another_model_are_refused(built: Build) -> None:
     engine = built("inductor", "wan2.2-a14b", "transformer", "transformer")
     with pytest.raises(EngineError, match="which the model has not"):
@@ -201,7 +211,7 @@ for damaged in (b"", os.urandom(5000), whole[: len(whole) // 2], Path("README.md
 """
 
 
-@pytest.mark.parametrize("backend", ["inductor", "cpu"])
+@pytest.mark.parametrize("backend", [INDUCTOR, "cpu"])
 def test_a_damaged_file_with_a_right_hash_is_an_error_and_no_crash(built: Build, tmp_path: Path, backend: str) -> None:
     engine = built(backend, "wan2.2-a14b", "transformer", "transformer")
     folder = shutil.copytree(engine.folder, tmp_path / "engine")
