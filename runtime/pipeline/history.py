@@ -4,25 +4,34 @@ A damaged or missing file is an empty history, and a folder that cannot be writt
 after the other.
 """
 
-import json
 import logging
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
+from pydantic import ValidationError
+
+from runtime.core.frozen import FrozenModel
 from runtime.core.locks import held
 from runtime.core.plan import ExecutionPlan
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
 from runtime.planner.history import History, Run, compiling, runs_of
 
-_VERSION = 1
+_VERSION: Literal[1] = 1
 # Only the newest runs are kept, a few hundred bytes each.
 _MOST = 400
 _WAIT_SECONDS = 5.0
 
 logger = logging.getLogger(__name__)
+
+
+class _Document(FrozenModel):
+    """The file."""
+
+    version: Literal[1]
+    runs: tuple[Run, ...]
 
 
 class HistoryFile:
@@ -49,9 +58,8 @@ class HistoryFile:
 
     def _parsed(self) -> History:
         try:
-            values = json.loads(self._path.read_text(encoding="utf-8"))
-            return tuple(Run.from_json(run) for run in values["runs"]) if values["version"] == _VERSION else ()
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
+            return _Document.model_validate_json(self._path.read_bytes()).runs
+        except (OSError, ValidationError):
             return ()
 
     def add(self, new: Iterable[Run]) -> None:
@@ -66,8 +74,8 @@ class HistoryFile:
                 before = {(run.kind, run.flops): run for run in self.read()}
                 kept = [run for key, run in before.items() if key not in runs]
                 now = [_with_memory_of(before.get(key), run) for key, run in runs.items()]
-                values = {"version": _VERSION, "runs": [run.to_json() for run in (*kept, *now)[-_MOST:]]}
-                written.write_text(json.dumps(values), encoding="utf-8")
+                document = _Document(version=_VERSION, runs=(*kept, *now)[-_MOST:])
+                written.write_text(document.model_dump_json(), encoding="utf-8")
                 written.replace(target)
         except OSError as error:  # includes a timeout of the lock
             logger.warning("%s could not be written: %s", target.name, error.strerror or error)
@@ -95,4 +103,4 @@ class HistoryFile:
 def _with_memory_of(before: Run | None, run: Run) -> Run:
     if before is None or run.excess_bytes is not None:
         return run
-    return replace(run, working_bytes=before.working_bytes, excess_bytes=before.excess_bytes)
+    return run.replace(working_bytes=before.working_bytes, excess_bytes=before.excess_bytes)

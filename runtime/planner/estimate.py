@@ -102,7 +102,7 @@ def call(case: Case, strategy: MemoryStrategy, name: str, computed: Speed) -> Se
     at_hand = strategy.replace(offload="none")
     for like in dict.fromkeys((computed, computed.replace(compiled=False), EAGER)):
         # A step cache is reckoned with by whoever asks.
-        kind = replace(_kind(case, at_hand, name, like), step_cache="")
+        kind = _kind(case, at_hand, name, like).replace(step_cache="")
         found = history.seconds_per_call(case.history, kind, operations)
         if found is not None:
             break

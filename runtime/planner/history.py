@@ -4,12 +4,12 @@ Pure: `pipeline.history` keeps the file.
 """
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+
+from pydantic import Field
 
 from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory
+from runtime.core.frozen import FrozenModel
 from runtime.core.plan import ExecutionPlan
 from runtime.core.step_cache import NONE
 from runtime.machine.probe import Machine
@@ -27,8 +27,7 @@ ATTENTION = "attention"
 _ANY_SIZE = 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kind:
+class Kind(FrozenModel):
     """What two runs must share for one to tell of the other; the names are those of `ComponentPlan`.
 
     `model` is the architecture's digest, `component` stands for both experts with "transformer". `tile` is the side
@@ -48,8 +47,7 @@ class Kind:
     speed: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(FrozenModel):
     """One stage of a job that ended well.
 
     Attributes:
@@ -60,36 +58,10 @@ class Run:
     """
 
     kind: Kind
-    flops: float
-    seconds: float
-    working_bytes: int
+    flops: float = Field(gt=0, allow_inf_nan=False)
+    seconds: float = Field(ge=0, allow_inf_nan=False)
+    working_bytes: int = Field(gt=0)
     excess_bytes: int | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON types."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Run":
-        """Read `to_json` back.
-
-        Raises:
-            TypeError, ValueError, KeyError, AttributeError: if it is anything else.
-        """
-        # Runs from before there were step caches, and more than one speed, say nothing of them.
-        told = {"step_cache": "", "speed": "", **values["kind"]}
-        kind = Kind(**{field.name: str(told[field.name]) for field in fields(Kind)})
-        excess = values["excess_bytes"]
-        run = cls(
-            kind=kind,
-            flops=float(values["flops"]),
-            seconds=float(values["seconds"]),
-            working_bytes=int(values["working_bytes"]),
-            excess_bytes=None if excess is None else int(excess),
-        )
-        if not (0 < run.flops < math.inf and 0 <= run.seconds < math.inf and run.working_bytes > 0):
-            raise ValueError("a run with impossible figures")
-        return run
 
 
 History = Sequence[Run]

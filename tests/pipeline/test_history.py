@@ -33,7 +33,7 @@ def history(tmp_path: Path) -> HistoryFile:
 
 def sized(count: int) -> list[Run]:
     """Return so many runs of different sizes."""
-    return [replace(RUN, flops=1e9 * (1 + number)) for number in range(count)]
+    return [RUN.replace(flops=1e9 * (1 + number)) for number in range(count)]
 
 
 def run(spec: ModelSpec, history: HistoryFile, plan: ExecutionPlan, stop_at: str = "") -> list[Event]:
@@ -102,7 +102,7 @@ def test_a_cancelled_job_is_not_recorded(tiny: Tiny, tmp_path: Path, history: Hi
         '{"version": 1, "runs": 7}',
         '{"version": 1, "runs": [{}]}',
         '{"version": 1, "runs": [null]}',
-        '{"version": 1, "runs": [' + json.dumps(RUN.to_json() | {"flops": 0}) + "]}",
+        '{"version": 1, "runs": [' + json.dumps(RUN.model_dump(mode="json") | {"flops": 0}) + "]}",
     ],
 )
 def test_a_damaged_history_is_empty_and_is_replaced(text: str, tmp_path: Path, history: HistoryFile) -> None:
@@ -119,7 +119,7 @@ def test_a_binary_history_is_empty(tmp_path: Path, history: HistoryFile) -> None
 
 def test_a_run_replaces_the_previous_one_of_its_kind(history: HistoryFile) -> None:
     history.add(sized(3))
-    again = replace(sized(1)[0], seconds=9.0)
+    again = sized(1)[0].replace(seconds=9.0)
     history.add([again])
     assert history.read() == (*sized(3)[1:], again)
 
@@ -139,11 +139,11 @@ def test_an_unwritable_history_is_no_error(tmp_path: Path) -> None:
 
 def test_concurrent_processes_lose_no_runs(tmp_path: Path, history: HistoryFile) -> None:
     code = (
-        "import sys; from pathlib import Path; from dataclasses import replace\n"
+        "import sys; from pathlib import Path\n"
         "from runtime.pipeline.history import HistoryFile; from runtime.machine.probe import probe\n"
         "from tests.planner.test_history import RUN\n"
         "history = HistoryFile(Path(sys.argv[1]), probe())\n"
-        "for number in range(20): history.add([replace(RUN, flops=float(sys.argv[2]) + number)])\n"
+        "for number in range(20): history.add([RUN.replace(flops=float(sys.argv[2]) + number)])\n"
     )
     writers = [
         subprocess.Popen([sys.executable, "-c", code, str(tmp_path), start], cwd=ROOT) for start in ("1000", "2000")

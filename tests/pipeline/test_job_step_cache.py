@@ -106,6 +106,6 @@ def test_a_forecast_uses_runs_with_the_same_cache(tiny: Tiny, tmp_path: Path) ->
         found = seconds_per_call(history, one.kind, one.flops)
         assert found is not None and found.likely == pytest.approx(expected)  # four steps of two passes
     # Runs that were noted before there were step caches still tell.
-    old = kinds[0].to_json()
+    old = kinds[0].model_dump(mode="json")
     del old["kind"]["step_cache"]
-    assert Run.from_json(old) == kinds[0]
+    assert Run.model_validate(old) == kinds[0]

@@ -206,7 +206,7 @@ def test_what_compiled_calls_took_here_counts() -> None:
     # Compiled calls that are slower than what eager ones are expected to take are not asked for again.
     slow = Run(kind=kind, flops=flops, seconds=30.0, working_bytes=1, excess_bytes=None)
     assert not plan(history=[slow]).speed.compiled
-    fast = replace(slow, seconds=1.0)
+    fast = slow.replace(seconds=1.0)
     again = plan(history=[fast])
     assert again.speed.compiled
     assert again.seconds["denoise"].likely == pytest.approx(80.0)
@@ -297,12 +297,12 @@ def test_runs_of_another_speed_are_told_apart() -> None:
     runs = {run.kind.component: run for run in runs_of(planned, planned, A14B, here, timings, {})}
     assert runs["transformer"].kind.speed == "compiled cudnn"
     assert runs["vae"].kind.speed == "compiled channels last"
-    assert Run.from_json(runs["vae"].to_json()) == runs["vae"]
+    assert Run.model_validate_json(runs["vae"].model_dump_json()) == runs["vae"]
     fell = planned.replace(speed=planned.speed.replace(compiled=False))
     components = [run.kind.component for run in runs_of(planned, fell, A14B, here, timings, {})]
     assert components == ["text_encoder"]
     # What an earlier version wrote says nothing of it.
-    old = runs["transformer"].to_json()
+    old = runs["transformer"].model_dump(mode="json")
     del old["kind"]["speed"]
-    assert Run.from_json(old).kind.speed == ""
+    assert Run.model_validate(old).kind.speed == ""
     assert device_name(here, "cuda:0") == "NVIDIA H200"

@@ -1,9 +1,7 @@
 """What an earlier run tells of the next."""
 
-import json
-from dataclasses import replace
-
 import pytest
+from pydantic import ValidationError
 
 from runtime.core.estimates import StageMemory
 from runtime.planner.history import Kind, Run, remembered, seconds_per_call
@@ -34,7 +32,7 @@ def test_seconds_grow_with_the_operations(flops: float, seconds: float, low: flo
 
 @pytest.mark.parametrize("changed", list(vars(KIND)))
 def test_a_run_of_another_kind_tells_nothing(changed: str) -> None:
-    other = replace(KIND, **{changed: "other"})
+    other = KIND.replace(**{changed: "other"})
     assert seconds_per_call([RUN], other, 1e12) is None
     assert remembered([RUN], other, 1e12, STAGE) == STAGE
 
@@ -44,7 +42,7 @@ def test_a_run_of_quite_another_size_tells_nothing() -> None:
 
 
 def test_the_nearest_run_counts() -> None:
-    found = seconds_per_call([RUN, replace(RUN, flops=4e12, seconds=10.0)], KIND, 3e12)
+    found = seconds_per_call([RUN, RUN.replace(flops=4e12, seconds=10.0)], KIND, 3e12)
     assert found is not None
     assert found.likely == pytest.approx(7.5)
 
@@ -54,27 +52,27 @@ def test_the_nearest_run_counts() -> None:
     [(100, 2200, 300), (0, 2000, 300), (-100, 2000, 200), (-400, 2000, 0)],
 )
 def test_memory_beyond_the_forecast_grows_with_the_working_set(excess: int, working: int, beside: int) -> None:
-    found = remembered([replace(RUN, excess_bytes=excess)], KIND, 1e12, STAGE)
+    found = remembered([RUN.replace(excess_bytes=excess)], KIND, 1e12, STAGE)
     assert (found.working_bytes, found.overhead_bytes, found.weights_bytes) == (working, beside, 500)
     assert found.measured
 
 
 def test_a_run_without_a_peak_or_without_seconds_tells_only_the_other() -> None:
-    assert remembered([replace(RUN, excess_bytes=None)], KIND, 1e12, STAGE) == STAGE
-    assert seconds_per_call([replace(RUN, seconds=0.0)], KIND, 1e12) is None
+    assert remembered([RUN.replace(excess_bytes=None)], KIND, 1e12, STAGE) == STAGE
+    assert seconds_per_call([RUN.replace(seconds=0.0)], KIND, 1e12) is None
 
 
 def test_a_run_survives_json() -> None:
-    for run in (RUN, replace(RUN, excess_bytes=None)):
-        assert Run.from_json(json.loads(json.dumps(run.to_json()))) == run
+    for run in (RUN, RUN.replace(excess_bytes=None)):
+        assert Run.model_validate_json(run.model_dump_json()) == run
 
 
 @pytest.mark.parametrize("field", ["flops", "seconds", "working_bytes", "excess_bytes", "kind"])
 @pytest.mark.parametrize("value", ["x", {}, float("nan"), float("inf"), -1e300])
 def test_damaged_runs_are_refused_or_harmless(field: str, value: object) -> None:
     try:
-        run = Run.from_json(RUN.to_json() | {field: value})
-    except (TypeError, ValueError, KeyError, AttributeError, OverflowError):
+        run = Run.model_validate(RUN.model_dump(mode="json") | {field: value})
+    except ValidationError:
         return
     assert field == "excess_bytes"
     assert isinstance(run.excess_bytes, int)
