@@ -8,8 +8,14 @@ from runtime.cli.engines import engine_row, progress
 from runtime.cli.interrupts import cancel_on_signals
 from runtime.core import settings
 from runtime.core.errors import InvalidRequestError
-from runtime.engines.imported.importing import device_here, import_engine
-from runtime.engines.imported.source import WARNING, check_library, check_room, look
+from runtime.engines.imported.importing import (
+    WARNING,
+    check_disk_space,
+    check_library,
+    device_here,
+    import_engine,
+    read_source,
+)
 from runtime.engines.service import EngineService
 from runtime.machine.probe import probe
 from runtime.models.catalogue import find
@@ -30,16 +36,16 @@ def import_file(file: str, component: str | None, model: str | None, *, trusted:
         raise InvalidRequestError(
             "component", f"{spec.title} has no {component[:40]!r}.", f"Take one of {', '.join(spec.component_names)}."
         )
-    source = look(_path(file))
+    source = read_source(_path(file))
     check_library(source, machine)
-    check_room(source, service.store.folder)
-    terminal.warning(WARNING)
+    check_disk_space(source, service.store.folder)
+    terminal.warning(str(WARNING))
     if not trusted:
         _ask(source.path)
     with cancel_on_signals() as cancel:
         done = import_engine(source.path, spec, component, service, device_here(machine), progress(), cancel)
-    for line in done.lines():
-        terminal.line(line)
+    for fact in done.describe():
+        terminal.line(str(fact))
     record = done.engine
     if done.compared:
         terminal.line(f"Imported as {record.id}: {record.detail}")
@@ -51,9 +57,9 @@ def import_file(file: str, component: str | None, model: str | None, *, trusted:
     return {
         "engine": engine_row(record),
         "contract": done.contract.to_json(),
-        "serves": done.serves,
-        "exact": done.fitting.exact,
-        "adapters": done.fitting.lines(),
+        "serves": str(done.serves),
+        "exact": done.match.exact,
+        "adapters": list(map(str, done.match.describe())),
         "compared": done.compared,
     }
 

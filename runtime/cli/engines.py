@@ -11,12 +11,12 @@ from runtime.cli import terminal
 from runtime.cli.interrupts import cancel_on_signals
 from runtime.core import settings
 from runtime.core.errors import EngineError, InvalidRequestError, TandemError
+from runtime.core.facts import Fact, render
 from runtime.core.plan import BACKEND_TITLES
 from runtime.core.request import GenerationRequest
 from runtime.core.units import UNITS, byte_size
 from runtime.engines import library
 from runtime.engines.service import EngineService
-from runtime.engines.staleness import why_stale
 from runtime.machine.probe import probe
 from runtime.models.catalogue import find, folders
 from runtime.models.loras import model_for
@@ -66,11 +66,11 @@ def listing() -> dict[str, Any]:
     service = _service()
     found = library.listing(service.store)
     models = _models()
-    stale = {record.id: why_stale(record, models, service.machine, service.notes) for record in found.engines}
+    stale = {record.id: library.why_stale(record, models, service.machine, service.notes) for record in found.engines}
     _table(found.engines, stale)
     terminal.line(f"{byte_size(found.total_bytes)} of at most {byte_size(found.max_bytes)}, in {service.store.folder}")
     return {
-        "engines": [{**engine_row(record), "stale": stale[record.id]} for record in found.engines],
+        "engines": [{**engine_row(record), "stale": list(map(str, stale[record.id]))} for record in found.engines],
         "total_bytes": found.total_bytes,
         "max_bytes": found.max_bytes,
         "folder": str(service.store.folder),
@@ -92,11 +92,11 @@ def verify(ids: Sequence[str]) -> dict[str, Any]:
         ):
             record = found.engine
             if found.skipped is not None:
-                said = f"not verified. {found.skipped} {found.remedy}"
+                said = f"not verified. {render(found.skipped).what} {render(found.skipped).remedy}"
             else:
                 said = f"{'right' if record.usable else 'WRONG'}: {record.problem or record.detail}"
             terminal.line(f"{record.id} {_title(record)}: {said}")
-            rows.append({**engine_row(record), "skipped": found.skipped})
+            rows.append({**engine_row(record), "skipped": found.skipped and str(found.skipped)})
     bad = sum(1 for row in rows if row["skipped"] is None and not row["usable"])
     return {"ok": bad == 0, "engines": rows}
 
@@ -138,7 +138,7 @@ def pin(ids: Sequence[str], *, pinned: bool) -> dict[str, Any]:
 
 def export(component: str, request: GenerationRequest, out: str) -> dict[str, Any]:
     """Write one component as ONNX into the folder `out`, and compare it with PyTorch through ONNX Runtime."""
-    from runtime.engines.export import export_component
+    from runtime.engines.onnx_export import export_component
 
     spec = find(request.model, settings.load().weights_dir)
     if component not in spec.component_names:
@@ -148,7 +148,7 @@ def export(component: str, request: GenerationRequest, out: str) -> dict[str, An
     plan = resolve(request, spec, probe(), Path("none.mp4"))
     files = []
     for exported in export_component(spec, component, plan.latent_size, _folder(out)):
-        terminal.line(f"{exported.path} ({byte_size(exported.bytes)}): {exported.detail}")
+        terminal.line(f"{exported.path} ({byte_size(exported.bytes)}): {exported.describe()}")
         files.append(exported.to_json())
     return {"component": component, "model": spec.name, "files": files}
 
@@ -197,8 +197,8 @@ def progress() -> Any:
     """Return what prints a build's progress, a line whenever it changes."""
     said = [""]
 
-    def tell(line: str, share: float | None) -> None:
-        text = line if share in {None, 0.0, 1.0} else f"{line} ({share:.0%})"
+    def tell(fact: Fact, share: float | None) -> None:
+        text = str(fact) if share in {None, 0.0, 1.0} else f"{fact} ({share:.0%})"
         if text != said[0]:
             said[0] = text
             terminal.line(text)
@@ -206,7 +206,7 @@ def progress() -> Any:
     return tell
 
 
-def _table(records: Sequence[EngineRecord], stale: Mapping[str, Sequence[str]]) -> None:
+def _table(records: Sequence[EngineRecord], stale: Mapping[str, Sequence[Fact]]) -> None:
     if not records:
         terminal.line("No engines.")
         return
@@ -251,8 +251,8 @@ def engine_row(record: EngineRecord) -> dict[str, Any]:
         "tolerance": record.tolerance,
         "verified": record.verified,
         "usable": record.usable,
-        "problem": record.problem,
-        "detail": record.detail,
+        "problem": record.problem and str(record.problem),
+        "detail": str(record.detail),
         "built_at": record.built_at,
         "last_used": record.last_used,
         "pinned": record.pinned,
@@ -269,12 +269,13 @@ def _speed(record: EngineRecord) -> str:
     return f"{record.pytorch_seconds_per_call / record.seconds_per_call:.1f}x"
 
 
-def _state(record: EngineRecord, stale: Sequence[str]) -> str:
+def _state(record: EngineRecord, stale: Sequence[Fact]) -> str:
     if record.problem is not None:
-        return record.problem
+        return str(record.problem)
     if not record.verified:
-        return record.detail if math.isnan(record.error) else f"not right: error {record.error:.0e}"
-    return ", ".join([*(["pinned"] if record.pinned else []), *([f"stale: {', '.join(stale)}"] if stale else [])])
+        return str(record.detail) if math.isnan(record.error) else f"not right: error {record.error:.0e}"
+    reasons = f"stale: {' '.join(map(str, stale))}" if stale else ""
+    return ", ".join(filter(None, ("pinned" if record.pinned else "", reasons)))
 
 
 def _count(count: int) -> str:

@@ -142,7 +142,7 @@ def progress_text(progress: Progress) -> str:
     """Return the progress line: bar, stage, step, seconds per step, time left."""
     parts = [f"{bar(progress.fraction)} {progress.title}"]
     if progress.building is not None:
-        parts.append(progress.building.line)
+        parts.append(str(progress.building.progress))
     if progress.stage == "denoise":
         parts.append(f"step {progress.step}/{progress.steps}")
         if progress.seconds_per_step is not None:

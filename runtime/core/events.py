@@ -83,11 +83,11 @@ class Resumed(_Event):
 
 
 class EngineProgress(_Event):
-    """The engine of `component` is being built: the builder's latest line, and the share done (0 to 1) if known."""
+    """The engine of `component` is being built: what the build does, and the share done (0 to 1) if known."""
 
     event: Literal["EngineProgress"] = "EngineProgress"
     component: str
-    line: str
+    progress: Fact
     share: float | None = None
 
 

@@ -99,8 +99,9 @@ class _Template(Formatter):
         """Format one value; a fact among the data is rendered first."""
         if isinstance(value, Fact):
             text = render(value, self._words)
-            value = f"{text.what} {text.remedy}".strip() if format_spec == "advice" else text.what
-            format_spec = "" if format_spec == "advice" else format_spec
+            if format_spec == "advice":
+                return f"{text.what} {text.remedy}".strip()
+            value = text.remedy if format_spec == "remedy" else text.what
         words = self._words
         conversions: Mapping[str, Callable[[], str]] = {
             "memory": lambda: memory_size(value),
@@ -108,10 +109,13 @@ class _Template(Formatter):
             "duration": lambda: duration(value),
             "component": lambda: words.component(value),
             "lower_component": lambda: _lowered(words.component(value)),
+            "lower_components": lambda: " or ".join(_lowered(words.component(one)) for one in value),
             "setting": lambda: words.setting(*value),  # [name, value]
             "list": lambda: ", ".join(self.format_field(one, "") for one in value),
             "quoted": lambda: ", ".join(f"“{one}”" for one in ([value] if isinstance(value, str) else value)),
             "sentence": lambda: str(value).rstrip("."),  # a sentence that goes on
+            "sentences": lambda: " ".join(self.format_field(one, "") for one in value),
+            "remedy": lambda: str(value),  # what to do about the cause
             "clause": lambda: _lowered(str(value).rstrip(".")),  # a sentence inside another one
             "clauses": lambda: ", ".join(self.format_field(one, "clause") for one in value),
             "settings": lambda: " ".join(words.setting(name, one) for name, one in value.items()),  # by name
@@ -126,8 +130,9 @@ class _Template(Formatter):
 
 
 def _lowered(text: str) -> str:
-    """Return text with a lower-case first letter, unless it starts with an abbreviation."""
-    return text if text[1:2].isupper() else text[:1].lower() + text[1:]
+    """Return text with a lower-case first letter, unless its first word has other capitals: GPU, PyTorch."""
+    rest = text.partition(" ")[0][1:]
+    return text[:1].lower() + text[1:] if rest == rest.lower() else text
 
 
 def render(fact: Fact, words: Words | None = None) -> Text:
@@ -149,7 +154,9 @@ def render(fact: Fact, words: Words | None = None) -> Text:
 
 def _plain(value: Any) -> Any:
     """Return a value as JSON holds it: paths as text, tuples as lists. Facts stay."""
-    if value is None or isinstance(value, bool | int | float | str | Fact):
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()  # paths may hold what UTF-8 cannot
+    if value is None or isinstance(value, bool | int | float | Fact):
         return value
     if isinstance(value, Mapping):
         if value.keys() == {"code", "data"}:  # a fact that was read back from JSON

@@ -1,34 +1,32 @@
-"""Builds an engine in a child process and puts it into the store: the parent's side.
+"""Builds and verifies engines in a child process and stores the result.
 
-Nothing of a build that failed, was cancelled or killed is left, and it can be tried again at once.
+Nothing remains of a build that failed, was cancelled or was killed, and it can be retried at once.
 """
 
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError, ModelError
-from runtime.core.units import byte_size, duration
-from runtime.engines import manifest
+from runtime.core.facts import Fact
+from runtime.engines import build_child, manifest
+from runtime.engines.build_child import BuildJob, Job, VerifyJob
 from runtime.engines.builders import BUILDERS, BuildNeeds
-from runtime.engines.child import COMMAND, Outcome, run_child
+from runtime.engines.child import Entry, Outcome, Report, run_child
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import Machine, free_disk_bytes, gpu_index, probe
 from runtime.models.loras import read_lora
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import EngineKey, EngineRecord
 
-EmitProgress = Callable[[str, float | None], None]
-
 logger = logging.getLogger(__name__)
 
 _SIGKILL = 9
-_DISK_WORDS = ("No space left on device", "Disk quota exceeded", "File too large")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +35,10 @@ class BuildRequest:
 
     Attributes:
         spec: the model.
-        component: whose weights are built in, or measured with: "text_encoder", "transformer", "transformer_2", "vae".
-        key: what to build.
-        device: where, in PyTorch's words: "cpu" or "cuda:0".
-        again: build also where the engine is there already.
+        component: whose weights become part of it, or are used to measure it.
+        key: of the engine.
+        device: a torch device: "cpu" or "cuda:0".
+        again: build it even if it exists.
     """
 
     spec: ModelSpec
@@ -50,62 +48,70 @@ class BuildRequest:
     again: bool = False
 
     @property
-    def title(self) -> str:
-        """The engine in words."""
-        return f"{self.key.program} of {self.spec.title} ({self.key.builder}, {self.key.precision})"
+    def title(self) -> Fact:
+        """The engine's program, model, builder and precision, as a phrase."""
+        names = {"program": self.key.program, "model": self.spec.title}
+        return Fact("engine.title", {**names, "builder": self.key.builder, "precision": self.key.precision})
 
 
 def build_engine(
     request: BuildRequest,
     store: EngineStore,
-    emit_progress: EmitProgress,
+    emit_progress: Report,
     cancel: Cancel,
-    command: Sequence[str] = COMMAND,
+    entry: Entry[Job] = build_child.run_job,
 ) -> EngineRecord:
-    """Return the engine that is asked for, built now unless it is there.
+    """Return an engine; build it unless it exists.
 
-    Two callers who want the same engine build it once: the second waits for the first.
+    If two callers request the same engine, it is built once: the second waits for the first.
 
     Args:
-        emit_progress: called with lines for people and the share done, where that is known; on this thread.
+        emit_progress: called with progress and the fraction done, where known; on this thread.
         cancel: checked about ten times a second.
-        command: starts the child process.
+        entry: the function that the child process runs.
 
     Raises:
-        EngineError: if it cannot be built here, building failed (`log` has the log's last lines), or it was built
-            but differs from PyTorch by more than the tolerance. Such an engine stays in the store, not usable, so that
-            it is not built in vain each time; `again` builds it nonetheless.
-        CancelledError: if that was asked for; nothing of the build is left.
+        EngineError: if it cannot be built on this machine, building failed (`log` has the log's last lines), or the
+            engine differs from PyTorch by more than the tolerance. Such an engine stays in the store as unusable, so
+            that it is not built again each time; `again` builds it nevertheless.
+        CancelledError: if cancelled; nothing of the build remains.
     """
-    asked_at = time.time()
+    requested_at = time.time()
     engine_id = request.key.digest()
-    told = False
+    waiting = False
 
     def wait() -> None:
-        nonlocal told
+        nonlocal waiting
         cancel.check()
-        if not told:
-            emit_progress(f"Waiting for another build of the {request.title}", None)
-            told = True
+        if not waiting:
+            emit_progress(Fact("engine.waiting", {"engine": request.title}), None)
+            waiting = True
 
     cancel.check()
     with store.building(engine_id, wait):
-        there = store.get(request.key)
-        if there is not None and there.problem is not None:
-            emit_progress(f"The engine that is there cannot be used: {there.problem}", None)
-        elif there is not None and (not request.again or there.built_at >= asked_at):
-            return _proven(request, there)
-        _check_room(request, store)
-        with store.workspace(engine_id) as room:
-            emit_progress(f"Building the {request.title}", 0.0)
-            job = _job(request, "build", room.folder, room.engine)
-            log = room.engine / manifest.LOG_NAME
-            outcome = _run(request, job, room.scratch, log, emit_progress, cancel, command)
-            if outcome.done is None:
-                raise failure(request.title, "built", outcome)
-            record = store.insert(room.engine, engine_id)
-    emit_progress(f"Built the {request.title} in {duration(record.build_seconds)}", 1.0)
-    return _proven(request, record)
+        existing = store.get(request.key)
+        if existing is not None and existing.problem is not None:
+            emit_progress(Fact("engine.replacing_damaged", {"cause": existing.problem}), None)
+        elif existing is not None and (not request.again or existing.built_at >= requested_at):
+            return _if_verified(request, existing)
+        _check_space(request, store)
+        with store.workspace(engine_id) as work:
+            emit_progress(Fact("engine.building", {"engine": request.title}), 0.0)
+            job = BuildJob(
+                workspace=work.folder,
+                engine=work.engine,
+                spec=request.spec,
+                component=request.component,
+                key=request.key,
+                device=request.device,
+            )
+            log = work.engine / manifest.LOG_NAME
+            outcome = start_child(entry, job, request.title, work.scratch, log, emit_progress, cancel)
+            if outcome.result is None:
+                raise failure(Fact("engine.not_built", {"engine": request.title}), outcome)
+            record = store.insert(work.engine, engine_id)
+    emit_progress(Fact("engine.built", {"engine": request.title, "seconds": record.build_seconds}), 1.0)
+    return _if_verified(request, record)
 
 
 def verify_engine(
@@ -114,21 +120,21 @@ def verify_engine(
     record: EngineRecord,
     store: EngineStore,
     device: str,
-    emit_progress: EmitProgress,
+    emit_progress: Report,
     cancel: Cancel,
-    command: Sequence[str] = COMMAND,
+    entry: Entry[Job] = build_child.run_job,
 ) -> EngineRecord:
-    """Prove an engine against PyTorch once more and write down what was found, a problem too.
+    """Compare an engine with PyTorch again, and store the result or the problem.
 
     Args:
-        spec, component: whose weights it was built from, or is to run with.
-        device, emit_progress, cancel, command: as for `build_engine`.
+        spec, component: whose weights it was built from, or runs with.
+        device, emit_progress, cancel, entry: see `build_engine`.
 
     Raises:
-        EngineError: if it is gone, the store cannot be written, or verifying itself failed.
-        CancelledError: if that was asked for; what was written of it before stays.
+        EngineError: if the engine is gone, the store cannot be written, or verification itself failed.
+        CancelledError: if cancelled; the record stays as it was.
     """
-    # Those that it was built with, whatever the model is used with now.
+    # The engine's own LoRAs, whatever the model is used with now.
     spec = replace(spec, loras=record.loras)
     _check_loras(record)
     request = BuildRequest(spec=spec, component=component, key=record.key, device=device)
@@ -136,93 +142,63 @@ def verify_engine(
         problem = store.verify_hash(record)
         if problem is not None:
             return replace(record, problem=problem, verified=False)
-        with store.workspace(record.id) as room:
-            job = _job(request, "verify", room.folder, folder)
-            log = room.folder / "verify.log"
-            outcome = _run(request, job, room.scratch, log, emit_progress, cancel, command)
-        if outcome.done is not None:
-            return store.record_verification(record, **found_by(outcome.done), problem=None)
-        error = failure(request.title, "verified", outcome)
-        if outcome.kind in {"memory", "disk"}:  # which says nothing about the engine
+        with store.workspace(record.id) as work:
+            job = VerifyJob(
+                workspace=work.folder, engine=folder, spec=spec, component=component, key=record.key, device=device
+            )
+            log = work.folder / "verify.log"
+            outcome = start_child(entry, job, request.title, work.scratch, log, emit_progress, cancel)
+        if outcome.result is not None:
+            return store.record_verification(record, **verified_fields(outcome.result), problem=None)
+        error = failure(Fact("engine.not_verified", {"engine": request.title}), outcome)
+        if outcome.kind in {"memory", "disk"}:  # says nothing about the engine
             raise error
-        return store.record_verification(record, problem=error.what, verified=False)
+        return store.record_verification(record, problem=error.fact, verified=False)
 
 
 def _check_loras(record: EngineRecord) -> None:
-    """Refuse to compare with weights that cannot be had, which says nothing about the engine."""
+    """Raise if the weights to compare with are not available, which says nothing about the engine."""
     for use in record.loras:
         try:
-            there = read_lora(use.path).digest
+            digest = read_lora(use.path).digest
         except ModelError as error:
-            raise EngineError(f"The engine {record.id} has a LoRA inside: {error.what}", error.remedy) from error
-        if there != use.digest:
-            raise EngineError(
-                f"The engine {record.id} has the LoRA {use.name} inside, and its file is another now.",
-                "Put the file back, or delete the engine.",
-            )
+            raise EngineError("engine.lora_unreadable", engine=record.id, cause=error.fact) from error
+        if digest != use.digest:
+            raise EngineError("engine.lora_changed", engine=record.id, lora=use.name)
 
 
-def _proven(request: BuildRequest, record: EngineRecord) -> EngineRecord:
+def _if_verified(request: BuildRequest, record: EngineRecord) -> EngineRecord:
     if record.verified:
         return record
-    raise EngineError(
-        f"The engine for the {request.title} was built, but is not what PyTorch computes: {record.detail}.",
-        f"PyTorch runs it instead. To build it anew, delete the engine {record.id} first.",
-    )
+    raise EngineError("engine.built_wrong", engine=request.title, id=record.id, cause=record.detail)
 
 
-def _job(request: BuildRequest, task: str, workspace: Path, engine: Path) -> dict[str, Any]:
-    return {
-        "task": task,
-        "workspace": str(workspace),
-        "engine": str(engine),
-        "model": {
-            "directory": str(request.spec.directory),
-            "name": request.spec.name,
-            "loras": [use.to_json() for use in request.spec.loras],
-        },
-        "component": request.component,
-        "key": request.key.to_json(),
-        "device": request.device,
-    }
-
-
-def _run(
-    request: BuildRequest,
-    job: Mapping[str, Any],
-    scratch: Path,
-    log: Path,
-    emit_progress: EmitProgress,
-    cancel: Cancel,
-    command: Sequence[str],
+def start_child(
+    entry: Entry[Job], job: Job, title: Fact, scratch: Path, log: Path, emit_progress: Report, cancel: Cancel
 ) -> Outcome:
+    """Run a job in a child process; see `child.run_child`.
+
+    Raises:
+        EngineError: if no process can be started.
+        CancelledError: if cancelled.
+    """
     try:
-        return run_child(job, scratch, log, emit_progress, cancel.check, command)
+        return run_child(entry, job, scratch, log, emit_progress, cancel.check)
     except OSError as error:
-        raise EngineError(
-            f"The process for the {request.title} could not be started: {error.strerror or error}.",
-            "Close other programs and try again.",
-        ) from error
+        raise EngineError("engine.child_not_started", engine=title, error=error.strerror or str(error)) from error
 
 
-def _check_room(request: BuildRequest, store: EngineStore) -> None:
-    """Refuse what would end in a full disk or a killed process minutes later."""
+def _check_space(request: BuildRequest, store: EngineStore) -> None:
+    """Raise if memory or disk space is too small, instead of failing minutes later."""
     machine, needs = probe(), _needs(request)
-    for what, needed, free, remedy in (
-        ("memory", needs.ram_bytes, machine.ram_free_bytes, "Close other programs, or take a smaller model or size."),
-        ("video memory", needs.vram_bytes, _free_vram(machine, request.device), "Close other programs on the GPU."),
-        (
-            "disk",
-            needs.disk_bytes,
-            free_disk_bytes(store.folder),
-            f"Free some space in {store.folder}, or set TENSORRT_CACHE_DIR to a folder on a larger disk.",
-        ),
-    ):
+    checks = (
+        ("engine.needs_memory", needs.ram_bytes, machine.ram_free_bytes),
+        ("engine.needs_video_memory", needs.vram_bytes, _free_vram(machine, request.device)),
+        ("engine.needs_disk", needs.disk_bytes, free_disk_bytes(store.folder)),
+    )
+    for code, needed, free in checks:
         if needed > free:
-            raise EngineError(
-                f"Building the {request.title} needs about {byte_size(needed)} of {what}; {byte_size(free)} are free.",
-                remedy,
-            )
+            raise EngineError(code, engine=request.title, needed=needed, free=free, folder=store.folder)
 
 
 def _needs(request: BuildRequest) -> BuildNeeds:
@@ -235,34 +211,29 @@ def _free_vram(machine: Machine, device: str) -> int:
     return machine.gpus[index].free_bytes if index < len(machine.gpus) else 0
 
 
-def failure(title: str, verb: str, outcome: Outcome) -> EngineError:
-    """Say in two lines why the child has nothing to show; the log's end goes along, and into Tandem's own log."""
-    logger.warning("The %s was not %s. The end of the log:\n%s", title, verb, outcome.log)
-    what = f"The engine for the {title} could not be {verb}"
-    again = "PyTorch runs it instead; the log's last lines say more."
-    if outcome.kind == "disk" or any(words in outcome.log for words in _DISK_WORDS):
-        return EngineError(
-            f"{what}: the disk is full.",
-            "Free some space, or set TENSORRT_CACHE_DIR to a folder on a larger disk.",
-            log=outcome.log,
-        )
+def failure(action: Fact, outcome: Outcome) -> EngineError:
+    """Return the error for a child without a result; the end of its log goes into Tandem's log too.
+
+    Args:
+        action: what failed, such as "engine.not_built".
+    """
+    logger.warning("%s. The end of the log:\n%s", action, outcome.log)
+    data: dict[str, Any] = {"action": action}
+    if outcome.kind == "disk":
+        return EngineError("engine.child_disk_full", log=outcome.log, **data)
     if outcome.kind == "memory":
-        return EngineError(
-            f"{what}: memory ran out.", "Close other programs, or take a smaller model or size.", log=outcome.log
-        )
-    if outcome.failed:
-        return EngineError(f"{what}: {outcome.failed.rstrip('.')}.", outcome.remedy or again, log=outcome.log)
+        return EngineError("engine.child_out_of_memory", log=outcome.log, **data)
+    if outcome.failure is not None:
+        code = "engine.child_refused" if outcome.kind == "user" else "engine.child_failed"
+        return EngineError(code, log=outcome.log, cause=outcome.failure, **data)
     if outcome.signal == _SIGKILL:
-        return EngineError(
-            f"{what}: its process was killed.",
-            "Most often the system does that when memory runs out: close other programs, or take a smaller size.",
-            log=outcome.log,
-        )
-    died = f"crashed (signal {outcome.signal})" if outcome.signal else f"ended with exit code {outcome.exit_code}"
-    return EngineError(f"{what}: its process {died}.", again, log=outcome.log)
+        return EngineError("engine.child_killed", log=outcome.log, **data)
+    if outcome.signal:
+        return EngineError("engine.child_crashed", log=outcome.log, signal=outcome.signal, **data)
+    return EngineError("engine.child_ended", log=outcome.log, exit_code=outcome.exit_code, **data)
 
 
-def found_by(done: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of an `EngineRecord` that the child found."""
-    names = ("verified", "tolerance", "detail", "seconds_per_call", "pytorch_seconds_per_call")
-    return {"error": math.nan if done["error"] is None else done["error"], **{name: done[name] for name in names}}
+def verified_fields(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of an `EngineRecord` that verification in a child found."""
+    detail = Fact(result["detail"]["code"], result["detail"]["data"])
+    return {**result, "error": math.nan if result["error"] is None else result["error"], "detail": detail}

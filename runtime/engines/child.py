@@ -1,259 +1,254 @@
-"""A child process that works on a job, told in JSON: a crash there is an error here, never the end of the app.
+"""Runs a job in a child process, so that a crash of a library is an error here and its memory is freed.
 
-The job goes in on standard input, which then stays open: its end tells the child that its parent is gone. Back come
-JSON lines, {"line", "share"}, then {"done"} or {"failed", "remedy", "kind"}. Whatever else is written, on standard
-error or by libraries on standard output, is the log. The child leads its own process group: Ctrl-C does not reach it,
-and it goes together with the compilers that it started.
+The child is started by `multiprocessing` and returns JSON messages through a pipe. Its standard output and standard
+error go to a file, which becomes the log. It leads its own process group, is killed together with everything that it
+started, and ends when this process does.
 """
 
 import contextlib
-import json
+import errno
+import multiprocessing
 import os
-import queue
 import re
-import signal
-import subprocess
 import sys
-import threading
+import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, Literal, TypeVar
 
-import psutil
+from pydantic import BaseModel, TypeAdapter
 
-ROOT = Path(__file__).parents[2]
-COMMAND = (sys.executable, "-m", "runtime.engines.build_child")
+from runtime.core.errors import TandemError, first_line
+from runtime.core.facts import Fact
+from runtime.core.processes import end_with_parent, kill_tree, lead_own_group
+
+Job = TypeVar("Job")
+# Receives progress, and the fraction that is done, where it is known.
+Report = Callable[[Fact, float | None], None]
+# Runs in the child: receives the job and a function for progress, and returns JSON values.
+Entry = Callable[[Job, Report], dict[str, Any]]
+FailureKind = Literal["user", "memory", "disk", "internal"]
+
 _POLL_SECONDS = 0.1
 _ENDING_SECONDS = 5.0
-_READING_SECONDS = 2.0
-_LINES_KEPT = 30
+_TAIL_LINES = 30
+_TAIL_BYTES = 1 << 16
 _LINE_LENGTH = 500
 _LOG_BYTES = 8 << 20
-_READ_BYTES = 1 << 16
+# A compiler in an endless loop must not fill the disk: beyond this the output starts over.
+_MOST_OUTPUT_BYTES = 1 << 30
+_FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+# How a compiler or linker, whose errno is unknown, reports a full disk.
+_FULL_DISK_TEXT = re.compile("|".join(os.strerror(number) for number in sorted(_FULL_DISK)))
+_CONTROL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[\x00-\x08\x0b-\x1f]")
+
+
+class _Progress(BaseModel):
+    type: Literal["progress"] = "progress"
+    fact: Fact
+    fraction: float | None
+
+
+class _Done(BaseModel):
+    type: Literal["done"] = "done"
+    result: dict[str, Any]
+
+
+class _Failed(BaseModel):
+    type: Literal["failed"] = "failed"
+    fact: Fact
+    kind: FailureKind
+    details: str
+
+
+_Message = _Progress | _Done | _Failed
+_MESSAGE: TypeAdapter[_Message] = TypeAdapter(_Message)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the child ended.
+    """How a child ended.
 
     Attributes:
-        done: what it found, or `None`.
-        failed, remedy: what went wrong in its own words; empty if it died without any.
-        kind: of failure: "told" (an error of ours with a remedy), "memory", "disk" or "defect".
-        signal: what killed it, if something did.
-        exit_code: if nothing did.
+        result: what the entry returned; None if it failed.
+        failure: what went wrong; None if the child died without reporting an error.
+        kind: "user" (a `TandemError`), "memory", "disk" or "internal".
+        signal: the signal that killed it, if any.
+        exit_code: its exit code, if it was not killed.
         log: the last lines of its log.
     """
 
-    done: Mapping[str, Any] | None
-    failed: str
-    remedy: str
-    kind: str
+    result: dict[str, Any] | None
+    failure: Fact | None
+    kind: FailureKind
     signal: int | None
     exit_code: int | None
     log: str
 
 
-class BuildLog:
-    """The log of one build: the last lines in memory, the first megabytes in a file, as long as the disk takes them."""
-
-    def __init__(self, path: Path) -> None:
-        self._started = time.monotonic()
-        self._tail: deque[str] = deque(maxlen=_LINES_KEPT)
-        self._lock = threading.Lock()
-        self._room = _LOG_BYTES
-        self._file: IO[str] | None = None
-        with contextlib.suppress(OSError):
-            self._file = path.open("w", encoding="utf-8", errors="backslashreplace")
-
-    def add(self, line: str) -> None:
-        """Add a line; safe between threads."""
-        # Escape sequences are for terminals.
-        line = re.sub(r"\x1b\[[0-9;]*[A-Za-z]|[\x00-\x08\x0b-\x1f]", "", line)[:_LINE_LENGTH].rstrip()
-        if not line:
-            return
-        with self._lock:
-            self._tail.append(line)
-            if self._file is not None and self._room > 0:
-                text = f"{time.monotonic() - self._started:8.1f} s  {line}\n"
-                self._room -= len(text)
-                with contextlib.suppress(OSError, ValueError):  # the disk is full, or the file closed
-                    self._file.write(text)
-                    self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        with self._lock, contextlib.suppress(OSError):
-            if self._file is not None:
-                self._file.close()
-
-    def tail(self) -> str:
-        """Return the last lines."""
-        with self._lock:
-            return "\n".join(self._tail)
-
-
 def run_child(
-    job: Mapping[str, Any],
+    entry: Entry[Job],
+    job: Job,
     scratch: Path,
     log: Path,
-    report: Callable[[str, float | None], None],
+    report: Report,
     check: Callable[[], None],
-    command: Sequence[str] = COMMAND,
 ) -> Outcome:
-    """Run a job in a child process and wait for it.
+    """Run `entry(job, report)` in a child process and wait for it.
 
     Args:
-        job: JSON values.
-        scratch: where it works and keeps temporary files.
-        log: the file that its log goes to.
-        report: called with each line of progress and the share done, where that is known; on this thread.
-        check: called about ten times a second; what it raises ends the child and everything that the child started.
+        entry: a function that a new process can import.
+        job: its argument; must be picklable.
+        scratch: the child's folder for temporary files.
+        log: the file for the child's log.
+        report: called with progress and the fraction done, where known; on this thread.
+        check: called about ten times a second; an exception that it raises ends the child and all that it started.
 
     Raises:
         OSError: if no process can be started.
     """
-    with contextlib.closing(BuildLog(log)) as lines:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            cwd=scratch,
-            env=_environment(scratch),
-            start_new_session=True,
-        )
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    output = scratch / "output.log"
+    output.touch()
+    with receiver, sender:
+        process = context.Process(target=_main, args=(entry, job, scratch, output, sender), name="tandem-child")
+        process.start()
+        assert process.pid is not None
+        sender.close()  # so that the pipe ends with the child
         try:
-            last = _work_with(process, job, lines, report, check) or {}
+            last = _follow(process, receiver, output, report, check)
+            _await_end(process, check, seconds=_ENDING_SECONDS if last is not None else 2 * _POLL_SECONDS)
         finally:
-            _kill(process)
-            for pipe in (process.stdin, process.stdout, process.stderr):
-                with contextlib.suppress(OSError):
-                    assert pipe is not None
-                    pipe.close()
+            kill_tree(process.pid)
+            process.join()
+    tail = _write_log(output, log, last.details if isinstance(last, _Failed) else "")
+    kind: FailureKind = last.kind if isinstance(last, _Failed) else "internal"
+    code = process.exitcode or 0
     return Outcome(
-        done=last.get("done"),
-        failed=str(last.get("failed", "")),
-        remedy=str(last.get("remedy", "")),
-        kind=str(last.get("kind", "defect")),
-        signal=-process.returncode if process.returncode < 0 else None,
-        exit_code=process.returncode if process.returncode >= 0 else None,
-        log=lines.tail(),
+        result=last.result if isinstance(last, _Done) else None,
+        failure=last.fact if isinstance(last, _Failed) else None,
+        kind="disk" if _FULL_DISK_TEXT.search(tail) else kind,
+        signal=-code if code < 0 else None,
+        exit_code=code if code >= 0 else None,
+        log=tail,
     )
 
 
-def _work_with(
-    process: subprocess.Popen[bytes],
-    job: Mapping[str, Any],
-    lines: BuildLog,
-    report: Callable[[str, float | None], None],
-    check: Callable[[], None],
-) -> dict[str, Any] | None:
-    """Hand over the job, follow the child to its end and return its last message."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    said: queue.Queue[dict[str, Any] | None] = queue.Queue()
-    readers = [
-        threading.Thread(target=_read_messages, args=(process.stdout, said, lines), daemon=True),
-        threading.Thread(target=_read_lines, args=(process.stderr, lines), daemon=True),
-    ]
-    for reader in readers:
-        reader.start()
-    with contextlib.suppress(OSError):  # it died at once: the log says why
-        process.stdin.write(json.dumps(job).encode() + b"\n")
-        process.stdin.flush()
-    last = _follow(process, said, lines, report, check)
-    _end_well(process, check, patient=last is not None)
-    _kill(process)
-    for reader in readers:
-        # Somebody who left the group may hold the pipes open: the log is then taken as it is.
-        reader.join(_READING_SECONDS)
-    return last
-
-
-def _environment(scratch: Path) -> dict[str, str]:
-    temporary = {name: str(scratch) for name in ("TMPDIR", "TEMP", "TMP")}
-    caches = {"TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"), "TRITON_CACHE_DIR": str(scratch / "triton")}
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return {**os.environ, **temporary, **caches, "PYTHONPATH": path}
-
-
 def _follow(
-    process: subprocess.Popen[bytes],
-    said: "queue.Queue[dict[str, Any] | None]",
-    lines: BuildLog,
-    report: Callable[[str, float | None], None],
-    check: Callable[[], None],
-) -> dict[str, Any] | None:
-    """Pass on the child's progress until its last message, or until it is gone."""
-    gone = False
+    process: SpawnProcess, receiver: "Connection[Any, Any]", output: Path, report: Report, check: Callable[[], None]
+) -> _Done | _Failed | None:
+    """Report the child's progress until its last message; return None if it ended without one."""
     while True:
         check()
-        try:
-            message = said.get(timeout=_POLL_SECONDS)
-        except queue.Empty:
-            # What the child started may hold its pipe open, so its end is looked for too.
-            if gone:
-                return None
-            gone = process.poll() is not None
-            continue
-        if message is None or "done" in message or "failed" in message:
-            return message
-        line, share = str(message.get("line", "")), message.get("share")
-        lines.add(line)
-        report(line, float(share) if isinstance(share, int | float) else None)
-
-
-def _end_well(process: subprocess.Popen[bytes], check: Callable[[], None], *, patient: bool) -> None:
-    """Give the child a moment to end by itself, for its exit code and the end of its log."""
-    end = time.monotonic() + (_ENDING_SECONDS if patient else 2 * _POLL_SECONDS)
-    while process.poll() is None and time.monotonic() < end:
-        check()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_POLL_SECONDS)
-
-
-def _read_messages(pipe: IO[bytes], said: "queue.Queue[dict[str, Any] | None]", lines: BuildLog) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        for line in pipe:
+        if output.stat().st_size > _MOST_OUTPUT_BYTES:
+            os.truncate(output, 0)
+        # A process that the child started may hold the pipe open, so the child's end is watched too.
+        ready = wait([receiver, process.sentinel], _POLL_SECONDS)
+        if receiver in ready or (ready and receiver.poll()):
             try:
-                message = json.loads(line)
-            except (ValueError, RecursionError):
-                message = None
-            if isinstance(message, dict):
-                said.put(message)
-            else:  # from before the child took its standard output for itself
-                lines.add(line.decode("utf-8", "replace"))
-    said.put(None)
+                message = _MESSAGE.validate_json(receiver.recv_bytes())
+            except (EOFError, OSError, ValueError):
+                return None
+            if not isinstance(message, _Progress):
+                return message
+            report(message.fact, message.fraction)
+        elif ready:
+            return None
 
 
-def _read_lines(pipe: IO[bytes], lines: BuildLog) -> None:
-    rest = b""
-    with contextlib.suppress(OSError, ValueError):
-        # Not line by line: what is written may have no line's end for gigabytes.
-        while data := os.read(pipe.fileno(), _READ_BYTES):
-            *whole, rest = re.split(rb"[\r\n]", rest + data)
-            rest = rest[-_READ_BYTES:]
-            for line in whole:
-                lines.add(line.decode("utf-8", "replace"))
-    lines.add(rest.decode("utf-8", "replace"))
+def _await_end(process: SpawnProcess, check: Callable[[], None], *, seconds: float) -> None:
+    """Give the child time to end by itself, for its exit code and the end of its log."""
+    end = time.monotonic() + seconds
+    while process.is_alive() and time.monotonic() < end:
+        check()
+        process.join(_POLL_SECONDS)
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End the child and all that it started, also what left its process group."""
-    started: list[psutil.Process] = []
-    with contextlib.suppress(psutil.Error):
-        started = psutil.Process(process.pid).children(recursive=True)
-    if sys.platform != "win32":
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-    for other in started:
-        with contextlib.suppress(psutil.Error):
-            other.kill()
-    if process.poll() is None:
-        process.kill()
-        process.wait()
+def _write_log(output: Path, log: Path, details: str) -> str:
+    """Write a readable copy of the child's output, limited in length, and return its last lines."""
+    with output.open("rb") as file:
+        head = _lines(file.read(_LOG_BYTES))
+        rest = file.tell() < output.stat().st_size
+        file.seek(max(0, output.stat().st_size - _TAIL_BYTES))
+        tail = _lines(file.read()) if rest else head
+    added = _lines(details.encode())
+    with contextlib.suppress(OSError):  # the disk is full
+        log.write_text("\n".join([*head, *added, ""]), encoding="utf-8", errors="backslashreplace")
+    return "\n".join([*tail, *added][-_TAIL_LINES:])
+
+
+def _lines(data: bytes) -> list[str]:
+    """Return the lines of terminal output without control characters, each limited in length."""
+    found = (
+        _CONTROL.sub("", line.decode("utf-8", "replace"))[:_LINE_LENGTH].rstrip() for line in re.split(rb"[\r\n]", data)
+    )
+    return [line for line in found if line]
+
+
+def _main(entry: Entry[Job], job: Job, scratch: Path, output: Path, sender: "Connection[Any, Any]") -> None:
+    """Run in the child: prepare the process, call the entry, and send what it returned or raised."""
+    lead_own_group()
+    end_with_parent()
+    _redirect(output)
+    _use_scratch(scratch)
+    started = time.monotonic()
+
+    def send(message: _Message) -> None:
+        sender.send_bytes(message.model_dump_json().encode())
+
+    def report(fact: Fact, fraction: float | None = None) -> None:
+        os.write(2, f"{time.monotonic() - started:8.1f} s  {fact}\n".encode())
+        send(_Progress(fact=fact, fraction=fraction))
+
+    try:
+        send(_Done(result=entry(job, report)))
+        code = 0
+    except BaseException as error:
+        send(_failure(error))
+        code = 1
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    # Libraries may crash while they are torn down; the result is complete.
+    os._exit(code)
+
+
+def _redirect(output: Path) -> None:
+    """Send standard output and standard error, of Python and of libraries, to a file."""
+    file = os.open(output, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.close(file)
+
+
+def _use_scratch(scratch: Path) -> None:
+    """Put the temporary files of this process and of compilers into a folder."""
+    os.chdir(scratch)
+    tempfile.tempdir = str(scratch)
+    os.environ.update({name: str(scratch) for name in ("TMPDIR", "TEMP", "TMP")})
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(scratch / "inductor")
+    os.environ["TRITON_CACHE_DIR"] = str(scratch / "triton")
+
+
+def _failure(error: BaseException) -> _Failed:
+    details = "".join(traceback.format_exception(error))
+    if isinstance(error, TandemError):
+        return _Failed(fact=error.fact, kind="user", details=details)
+    name = type(error).__name__
+    kind: FailureKind = "internal"
+    if isinstance(error, MemoryError) or name == "OutOfMemoryError":
+        kind = "memory"
+    elif isinstance(error, OSError) and error.errno in _FULL_DISK:
+        kind = "disk"
+    text = first_line(error)
+    return _Failed(
+        fact=Fact("engine.child_exception", {"error": name if text == name else f"{name}: {text}"}),
+        kind=kind,
+        details=details,
+    )

@@ -1,33 +1,64 @@
-"""What a program is made from, without loading it: architecture and weights by their digests, device and versions.
+"""The parts of an engine's key: digests of architecture and weights, the device, and library versions.
 
-Imports no torch: the key of a wanted engine is known in milliseconds, once a model's weights have been read through.
+Imports no torch. Keys are known in milliseconds once a model's weights have been hashed.
 """
 
+import ast
 import functools
 import hashlib
 import json
 import platform
 import re
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from runtime.core.errors import EngineError, ModelError
+from runtime.engines.manifest import sha256
 from runtime.machine.probe import Machine, gpu_index
+from runtime.models.registry import FAMILIES
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import is_of_gpu
 
-# Raised whenever a form or the way it is exported changes, so that older engines are built anew.
-EXPORT_REVISION = 1
-# What a model whose weights are not here has for digests: no engine has them.
+# `EngineKey.export_revision` of imported engines, whose program was not exported here.
+NOT_EXPORTED = 1
+# The digest of a model that is not downloaded: no engine has it.
 _NOT_HERE = "not here"
 # Decodes a whole clip in one call.
 CLIP_PROGRAM = "vae_clip"
-_READ_BYTES = 1 << 22
 _NOT_ARCHITECTURE = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version"})
 _DIGESTS = "weights.json"
-# What compilers and kernels choose by.
+_REVISION_LENGTH = 16
+# The CPU features by which compilers and libraries choose kernels.
 _INSTRUCTIONS = re.compile(r"(avx|amx|fma|f16c|bmi|sse4|asimd|sve|bf16|i8mm)\w*")
+
+
+@functools.cache
+def export_revision(family: str) -> str:
+    """Return a digest of the code that exports a family's programs: other code may compute something else.
+
+    Comments, docstrings and formatting do not count.
+    """
+    package = find_spec(FAMILIES[family].package)
+    assert package is not None
+    assert package.origin is not None
+    folder = Path(package.origin).parent
+    # A small family may define its programs in components.py.
+    own = next(path for path in (folder / "programs.py", folder / "components.py") if path.is_file())
+    digest = hashlib.sha256()
+    for path in (own, Path(__file__).with_name("programs.py")):
+        digest.update(_code(path.read_text(encoding="utf-8")).encode())
+    return digest.hexdigest()[:_REVISION_LENGTH]
+
+
+def _code(source: str) -> str:
+    """Return source code in a standard format, without comments and docstrings."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)
 
 
 def runnable_programs(spec: ModelSpec, component: str) -> tuple[str, ...]:
@@ -37,15 +68,15 @@ def runnable_programs(spec: ModelSpec, component: str) -> tuple[str, ...]:
 
 
 def program_key_parts(spec: ModelSpec, component: str, name: str, notes: Path | None = None) -> tuple[str, str]:
-    """Return the sha256 of the architecture and of the weights of a program, which no engine equals if it is not here.
+    """Return the SHA-256 of a program's architecture and of its weights, with the spec's LoRAs.
 
-    The weights are those with the spec's LoRAs.
+    For a model that is not downloaded both are values that no engine has.
 
     Args:
         component: whose weights.
         name: one of `runnable_programs`.
-        notes: a folder in which the weights' digests are noted, so that a file that has not changed (by path, size
-            and time) is read through once.
+        notes: a folder that stores the weights' digests, so that a file is read once as long as its path, size and
+            time do not change.
 
     Raises:
         ModelError: if a file cannot be read.
@@ -65,7 +96,7 @@ def program_key_parts(spec: ModelSpec, component: str, name: str, notes: Path | 
 
 
 def device_text(machine: Machine, device: str) -> str:
-    """Return what an engine built for `device` ("cpu", "cuda", "cuda:1") depends on there.
+    """Return the properties of a device ("cpu", "cuda", "cuda:1") that an engine depends on.
 
     Raises:
         EngineError: if the machine has no such GPU.
@@ -74,19 +105,19 @@ def device_text(machine: Machine, device: str) -> str:
         return " ".join([platform.machine(), *cpu_instructions()])
     index = gpu_index(device)
     if index >= len(machine.gpus):
-        raise EngineError(f"There is no GPU {device} here.", "Choose a device that `doctor` lists.")
+        raise EngineError("engine.no_such_gpu", device=device)
     gpu = machine.gpus[index]
     major, minor = gpu.capability
     return f"{gpu.name} sm{major}{minor} CUDA {machine.torch_cuda or 'none'}"
 
 
 def device_like(there: str, machine: Machine) -> str:
-    """Return the device here that is of the kind of a key's `device`: "cuda:0" or "cpu"."""
+    """Return this machine's device of the kind of a key's `device`: "cuda:0" or "cpu"."""
     return "cuda:0" if is_of_gpu(there) and machine.gpus else "cpu"
 
 
 def cpu_instructions() -> list[str]:
-    """Return the CPU's instruction sets that matter for arithmetic, sorted; empty where the system does not say."""
+    """Return the CPU's instruction sets that matter for arithmetic, sorted; empty where the system lists none."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.is_file():
         return []
@@ -95,19 +126,19 @@ def cpu_instructions() -> list[str]:
 
 
 def cpu_has_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 in hardware; without, it is slower than float32."""
+    """Return whether the CPU has bfloat16 instructions; without them, bfloat16 is slower than float32."""
     return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(cpu_instructions())
 
 
 def versions_of(*packages: str) -> tuple[tuple[str, str], ...]:
-    """Return (package, version) of those that are installed, without what names a build ("+cpu")."""
+    """Return (package, version) of the installed packages, without local version labels ("+cpu")."""
     found = ((package, _version(package)) for package in packages)
     return tuple(sorted((package, number) for package, number in found if number is not None))
 
 
 @functools.cache
 def _version(package: str) -> str | None:
-    # Reading metadata takes milliseconds, and a plan asks for tens of versions.
+    # Reading metadata takes milliseconds, and a plan reads tens of versions.
     try:
         return version(package).partition("+")[0]
     except PackageNotFoundError:
@@ -123,22 +154,12 @@ def _weights_digest(folder: Path, notes: Path | None) -> str:
         for name, stamp in stamps.items():
             noted = known.get(name)
             if not (isinstance(noted, list) and noted[:2] == stamp and len(noted) == 3 and isinstance(noted[2], str)):  # noqa: PLR2004 - size, time, digest
-                known[name] = noted = [*stamp, _sha256(Path(name))]
+                known[name] = noted = [*stamp, sha256(Path(name))]
             digests.append(noted[2])
         _write_notes(notes, known)
     except OSError as error:
-        raise ModelError(
-            f"The weights in {folder} cannot be read: {error.strerror}.", "Check the folder and its permissions."
-        ) from error
+        raise ModelError("engine.weights_unreadable", folder=folder, error=error.strerror or str(error)) from error
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _read_notes(folder: Path | None) -> dict[str, Any]:
@@ -158,5 +179,5 @@ def _write_notes(folder: Path | None, known: dict[str, Any]) -> None:
         new.write_text(json.dumps(known), encoding="utf-8")
         new.replace(folder / _DIGESTS)
     except OSError:
-        # Notes save time, nothing else.
+        # Stored digests only save time.
         return

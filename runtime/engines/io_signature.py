@@ -1,6 +1,6 @@
-"""Which tensors an engine takes and gives: written into the engine file when it is built, held to when it runs.
+"""The input and output tensors of an engine: stored in the engine file when it is built, checked on every call.
 
-Inductor's libraries read memory without looking at sizes, so a tensor of another shape must never reach one.
+Inductor's libraries read memory without checking sizes, so a tensor of another shape must never reach one.
 """
 
 import json
@@ -13,17 +13,16 @@ from runtime.core.errors import EngineError
 if TYPE_CHECKING:
     import torch
 
-# A size: fixed, or a multiple of a named one.
+# The size of an axis: fixed, or (name, factor) for a multiple of a named size.
 Size = int | tuple[str, int]
 METADATA_KEY = "tandem.edges"
-# Beside it: the weights that are handed over, as {name: [dtype, shape]}.
+# The metadata entry with the weights that a session must supply, as {name: [dtype, shape]}.
 WEIGHTS_KEY = "tandem.weights"
-_REMEDY = "Build an engine for this size; PyTorch runs meanwhile."
 
 
 @dataclass(frozen=True)
-class Edge:
-    """One input or output: its name, torch dtype's name and sizes."""
+class TensorSignature:
+    """Name, torch dtype (by name) and sizes of one input or output."""
 
     name: str
     dtype: str
@@ -37,84 +36,81 @@ class Edge:
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
-    def shape(self, known: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape once the named sizes are known."""
-        return tuple(size if isinstance(size, int) else known[size[0]] * size[1] for size in self.sizes)
+    def shape(self, named_sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the shape for given values of the named sizes."""
+        return tuple(size if isinstance(size, int) else named_sizes[size[0]] * size[1] for size in self.sizes)
 
 
 @dataclass(frozen=True)
-class Edges:
+class IOSignature:
     """All inputs in the order of the program's arguments, all outputs, and the range of each named size."""
 
-    inputs: tuple[Edge, ...]
-    outputs: tuple[Edge, ...]
+    inputs: tuple[TensorSignature, ...]
+    outputs: tuple[TensorSignature, ...]
     ranges: Mapping[str, tuple[int, int]]
 
     @property
     def names(self) -> frozenset[str]:
         """The inputs' names."""
-        return frozenset(edge.name for edge in self.inputs)
+        return frozenset(tensor.name for tensor in self.inputs)
 
     def to_text(self) -> str:
-        """Return what `from_text` reads."""
+        """Return the signature as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_text(cls, text: str) -> "Edges":
-        """Read what `to_text` wrote.
+    def from_text(cls, text: str) -> "IOSignature":
+        """Parse the result of `to_text`.
 
         Raises:
             ValueError, KeyError, TypeError: if it is anything else.
         """
         value: Any = json.loads(text)
         return cls(
-            tuple(_edge(edge) for edge in value["inputs"]),
-            tuple(_edge(edge) for edge in value["outputs"]),
+            tuple(_tensor(tensor) for tensor in value["inputs"]),
+            tuple(_tensor(tensor) for tensor in value["outputs"]),
             {str(name): (int(low), int(high)) for name, (low, high) in value["ranges"].items()},
         )
 
-    def fit(
+    def convert(
         self, inputs: "Mapping[str, torch.Tensor]", device: "torch.device"
     ) -> "tuple[list[torch.Tensor], dict[str, int]]":
-        """Return the inputs in order, contiguous, of the engine's dtypes and on its device, and the named sizes.
+        """Return the inputs in order, contiguous, with the engine's dtypes and on its device; and the named sizes.
 
         Raises:
-            EngineError: if one is missing, too many or of a size that the engine was not built for.
+            EngineError: if the names differ, or a shape is one that the engine was not built for.
         """
         if set(inputs) != self.names:
-            wanted, given = ", ".join(sorted(self.names)), ", ".join(sorted(inputs))
-            raise EngineError(f"The engine takes {wanted}; it was given {given}.", "Build the engine anew.")
-        known: dict[str, int] = {}
-        for edge in self.inputs:
-            self._look(edge, tuple(inputs[edge.name].shape), known)
-        tensors = [inputs[edge.name].to(device=device, dtype=edge.torch_dtype).contiguous() for edge in self.inputs]
-        return tensors, known
+            raise EngineError("engine.other_inputs", expected=sorted(self.names), given=sorted(inputs))
+        named_sizes: dict[str, int] = {}
+        for tensor in self.inputs:
+            self._check(tensor, tuple(inputs[tensor.name].shape), named_sizes)
+        converted = [inputs[one.name].to(device=device, dtype=one.torch_dtype).contiguous() for one in self.inputs]
+        return converted, named_sizes
 
-    def _look(self, edge: Edge, shape: tuple[int, ...], known: dict[str, int]) -> None:
-        if len(shape) != len(edge.sizes):
-            raise self._wrong(edge, shape)
-        for size, given in zip(edge.sizes, shape, strict=True):
+    def _check(self, tensor: TensorSignature, shape: tuple[int, ...], named_sizes: dict[str, int]) -> None:
+        """Raise if a shape does not match; collect the values of named sizes."""
+        matches = len(shape) == len(tensor.sizes)
+        for size, given in zip(tensor.sizes, shape, strict=False):
             if isinstance(size, int):
-                fits = given == size
+                matches &= given == size
             else:
-                name, multiple = size
+                name, factor = size
                 low, high = self.ranges[name]
-                count, rest = divmod(given, multiple)
-                fits = not rest and low <= count <= high and known.setdefault(name, count) == count
-            if not fits:
-                raise self._wrong(edge, shape)
+                count, rest = divmod(given, factor)
+                matches &= not rest and low <= count <= high and named_sizes.setdefault(name, count) == count
+        if not matches:
+            expected = "×".join(self._size_text(size) for size in tensor.sizes)
+            given_text = "×".join(map(str, shape))
+            raise EngineError("engine.other_shape", tensor=tensor.name, expected=expected, given=given_text)
 
-    def _wrong(self, edge: Edge, shape: tuple[int, ...]) -> EngineError:
-        wanted = "×".join(self._words(size) for size in edge.sizes)
-        return EngineError(f"The engine takes {edge.name} of {wanted}, not {'×'.join(map(str, shape))}.", _REMEDY)
-
-    def _words(self, size: Size) -> str:
+    def _size_text(self, size: Size) -> str:
         if isinstance(size, int):
             return str(size)
         low, high = self.ranges[size[0]]
         return f"({low * size[1]} to {high * size[1]})"
 
 
-def _edge(value: Any) -> Edge:
+def _tensor(value: Any) -> TensorSignature:
     sizes = tuple(size if isinstance(size, int) else (str(size[0]), int(size[1])) for size in value["sizes"])
-    return Edge(str(value["name"]), str(value["dtype"]), sizes)
+    return TensorSignature(str(value["name"]), str(value["dtype"]), sizes)

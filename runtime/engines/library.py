@@ -1,23 +1,35 @@
-"""What `engines list|verify|delete|prune` do, without printing anything."""
+"""The engine library: `engines list|verify|delete|prune`, and why an engine is stale. Prints nothing."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError, TandemError
+from runtime.core.facts import Fact
 from runtime.engines import manifest
-from runtime.engines.build import EmitProgress, verify_engine
+from runtime.engines.build import verify_engine
+from runtime.engines.builders import BUILDERS
+from runtime.engines.child import Report
 from runtime.engines.identity import device_like, device_text, program_key_parts, runnable_programs
+from runtime.engines.imported.offering import key_here
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import SWAPPED, UNREADABLE_KEY, EngineRecord, device_words
+from runtime.planner.engine_index import (
+    IMPORTED,
+    SWAPPED,
+    UNREADABLE_KEY,
+    EngineKey,
+    EngineRecord,
+    device_difference,
+    differences,
+)
 
 
 @dataclass(frozen=True)
 class Listing:
-    """All engines, the last used first, what they take on disk together, and what they may."""
+    """All engines, the most recently used first, their total size on disk, and the limit."""
 
     engines: tuple[EngineRecord, ...]
     total_bytes: int
@@ -29,19 +41,17 @@ class Verified:
     """One engine after verification.
 
     Attributes:
-        engine: with what was found; `usable` says whether it passed.
-        skipped: why it could not be verified here, which says nothing about the engine.
-        remedy: what to do about that.
+        engine: with the result; `usable` tells whether it passed.
+        skipped: why it could not be verified on this machine, which says nothing about the engine.
     """
 
     engine: EngineRecord
-    skipped: str | None = None
-    remedy: str | None = None
+    skipped: Fact | None = None
 
 
 @dataclass(frozen=True)
 class Pruned:
-    """What was deleted, what is left, and whether that is as little as asked: pinned and used engines stay."""
+    """The deleted engines, the size of the rest, and the requested limit. Pinned and used engines stay."""
 
     deleted: tuple[EngineRecord, ...]
     total_bytes: int
@@ -49,40 +59,39 @@ class Pruned:
 
     @property
     def enough(self) -> bool:
-        """Whether the rest takes at most what was asked."""
+        """Whether the rest is within the limit."""
         return self.total_bytes <= self.max_bytes
 
 
 def listing(store: EngineStore) -> Listing:
-    """Return what is in the store."""
+    """Return the engines in the store."""
     engines = sorted(store.index(), key=lambda record: (-record.last_used, record.id))
     return Listing(tuple(engines), _total(store), store.max_bytes)
 
 
 def choose(store: EngineStore, wanted: Sequence[str]) -> list[EngineRecord]:
-    """Return the engines that ids, or their beginnings, mean; all engines where none is given.
+    """Return the engines with the given ids or prefixes of ids; all engines if none is given.
 
     Raises:
-        EngineError: where one means no engine or several.
+        EngineError: if a prefix matches no engine, or several.
     """
     engines = store.index()
     chosen: dict[str, EngineRecord] = {}
     for text in wanted:
         found = [record for record in engines if text and record.id.startswith(text.lower())]
         if not found:
-            raise EngineError(f"There is no engine {text[:40]!r}.", "See which there are: engines list.")
+            raise EngineError("engine.not_found", engine=text[:40])
         if len(found) > 1:
-            ids = ", ".join(record.id for record in found)
-            raise EngineError(f"{text[:40]!r} is the beginning of several engines: {ids}.", "Give more of the id.")
+            raise EngineError("engine.id_ambiguous", engine=text[:40], matches=[record.id for record in found])
         chosen[found[0].id] = found[0]
     return list(chosen.values()) if wanted else engines
 
 
 def delete(store: EngineStore, engines: Iterable[EngineRecord]) -> int:
-    """Delete engines, pinned ones too, and return the bytes that this freed.
+    """Delete engines, including pinned ones, and return the freed bytes.
 
     Raises:
-        EngineError: for the first that cannot be deleted; those before it are.
+        EngineError: for the first that cannot be deleted; those before it are deleted.
     """
     freed = 0
     for record in engines:
@@ -93,10 +102,10 @@ def delete(store: EngineStore, engines: Iterable[EngineRecord]) -> int:
 
 
 def prune(store: EngineStore, max_bytes: int | None = None) -> Pruned:
-    """Delete broken engines, then the least recently used, until the rest takes at most `max_bytes`.
+    """Delete damaged engines, then the least recently used, until the rest takes at most `max_bytes`.
 
     Args:
-        max_bytes: `None` stands for the store's own limit.
+        max_bytes: by default the store's own limit.
 
     Raises:
         EngineError: if the folder cannot be written.
@@ -111,21 +120,20 @@ def verify(
     engines: Iterable[EngineRecord],
     models: Sequence[ModelSpec],
     machine: Machine,
-    emit_progress: EmitProgress,
+    emit_progress: Report,
     cancel: Cancel,
     notes: Path | None = None,
 ) -> Iterator[Verified]:
-    """Prove engines against PyTorch, one after the other, and write down what is found.
+    """Compare engines with PyTorch one after the other, and store the results.
 
     Args:
-        models: where their weights are looked for.
+        models: the models whose weights they may have.
         machine: where they run.
-        emit_progress: called with lines for people and the share done, where that is known.
-        cancel: checked about ten times a second.
-        notes: the folder of the noted weights' digests, see `identity.program_key_parts`.
+        emit_progress, cancel: see `build.build_engine`.
+        notes: see `identity.program_key_parts`.
 
     Raises:
-        CancelledError: if that was asked for.
+        CancelledError: if cancelled.
     """
     for record in engines:
         cancel.check()
@@ -137,11 +145,11 @@ def verify(
             device = _device(record, machine)
             yield Verified(verify_engine(spec, component, record, store, device, emit_progress, cancel))
         except TandemError as error:
-            yield Verified(record, error.what, error.remedy)
+            yield Verified(record, error.fact)
 
 
 def owner(record: EngineRecord, models: Sequence[ModelSpec], notes: Path | None = None) -> tuple[ModelSpec, str]:
-    """Return the model and component that an engine was built from, or, where weights are swapped, can run.
+    """Return the model and component that an engine was built from, or can run if it has no weights.
 
     Args:
         notes: see `identity.program_key_parts`.
@@ -150,20 +158,17 @@ def owner(record: EngineRecord, models: Sequence[ModelSpec], notes: Path | None 
         EngineError: if none of the models has its weights.
     """
     name = record.key.program
-    # The one that it was built from is the first to look at.
+    # The model that it was built from comes first.
     for spec in sorted(models, key=lambda spec: spec.name != record.model):
         components = [part for part in spec.component_names if name in runnable_programs(spec, part)]
         for component in sorted(components, key=lambda part: part != record.component):
             try:
                 architecture, weights = program_key_parts(spec, component, name, notes)
-            except (TandemError, OSError, ValueError):  # a damaged model has nobody's weights
+            except (TandemError, OSError, ValueError):  # a damaged model matches no engine
                 continue
             if architecture == record.key.architecture and record.key.weights in {weights, SWAPPED}:
                 return spec, component
-    raise EngineError(
-        f"No model here has the weights of the engine {record.id}, built from {record.model or 'an unknown one'}.",
-        "Put the model back, or delete the engine.",
-    )
+    raise EngineError("engine.no_model_with_weights", engine=record.id, model=record.model)
 
 
 def _device(record: EngineRecord, machine: Machine) -> str:
@@ -171,9 +176,54 @@ def _device(record: EngineRecord, machine: Machine) -> str:
     for device in devices:
         if device_text(machine, device) == record.key.device and record.key.system == machine.system:
             return device
-    there = device_words(record.key.device, device_text(machine, device_like(record.key.device, machine)))
-    raise EngineError(f"The engine {record.id} was built on {there}.", "Build it here, and delete that.")
+    here = device_text(machine, device_like(record.key.device, machine))
+    cause = device_difference(record.key.device, here)
+    raise EngineError("engine.other_device", engine=record.id, cause=cause)
 
 
 def _total(store: EngineStore) -> int:
     return sum(manifest.folder_bytes(store.path(record.id)) for record in store.index())
+
+
+def why_stale(
+    record: EngineRecord, models: Sequence[ModelSpec], machine: Machine, notes: Path | None = None
+) -> list[Fact]:
+    """Return how an engine differs from the one that this machine would build now; empty for a usable engine.
+
+    Sizes and precision are not compared: other ones make another engine.
+
+    Args:
+        models: all models of this machine.
+        notes: see `identity.program_key_parts`.
+    """
+    key = record.key
+    if key == UNREADABLE_KEY:
+        return []
+    spec = next((spec for spec in models if spec.name == record.model), None)
+    if spec is None or record.component not in spec.component_names:
+        return [Fact("engine.stale_without_model", {"model": record.model})]
+    if key.builder != IMPORTED and key.builder not in BUILDERS:
+        return [Fact("engine.stale_without_builder", {"builder": key.builder})]
+    spec = replace(spec, loras=record.loras)
+    try:
+        wanted = _wanted_key(record, spec, machine, device_like(key.device, machine), notes)
+    except TandemError as error:
+        return [error.fact]
+    return differences(wanted, key, spec.vae.scale_factor_spatial)
+
+
+def _wanted_key(record: EngineRecord, spec: ModelSpec, machine: Machine, device: str, notes: Path | None) -> EngineKey:
+    """Return the key that building, or importing, an engine again would give now."""
+    key = record.key
+    if key.builder == IMPORTED:
+        return key_here(key, spec, record.component, machine, device, notes)
+    return BUILDERS[key.builder].key(
+        spec,
+        record.component,
+        key.program,
+        key.profiles,
+        precision=key.precision,
+        machine=machine,
+        device=device,
+        notes=notes,
+    )

@@ -1,31 +1,59 @@
-"""Writes a program as ONNX: opset 18, external data where protobuf's 2 GB would not hold the weights."""
+"""Writes programs as ONNX files for builders, and components as ONNX files for other programs.
+
+The opset is 18. Weights go into a separate file if protobuf's limit of 2 GiB would be exceeded.
+"""
 
 import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import onnx
 import torch
 
+from runtime.core.errors import EngineError
+from runtime.core.facts import Fact
+from runtime.core.plan import LatentSize
 from runtime.engines.io_signature import METADATA_KEY
-from runtime.engines.programs import CACHE, Program
+from runtime.engines.programs import CACHE, Program, load_program
+from runtime.models.spec import ModelSpec
 from runtime.planner.shapes import ShapeProfile
 
 OPSET = 18
-# A protobuf message ends at 2 GiB; the graph needs room beside the weights.
+# A protobuf message is limited to 2 GiB, of which the graph needs a part.
 _MAX_INLINE_BYTES = 1_900_000_000
-# In a graph every name is given once, so caches that go out are not called what those that come in are.
+# Names are unique within a graph: the caches among the outputs need other names than those among the inputs.
 _NEW = "new_"
-_MORE_THAN_ANY = 100
-TENSOR_NAMES = {f"{_NEW}{CACHE}{index}": f"{CACHE}{index}" for index in range(_MORE_THAN_ANY)}
+_MOST_CACHES = 100
+TENSOR_NAMES = {f"{_NEW}{CACHE}{index}": f"{CACHE}{index}" for index in range(_MOST_CACHES)}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """One ONNX file and its relative error against PyTorch."""
+
+    program: str
+    path: Path
+    bytes: int
+    error: float
+    tolerance: float
+
+    def describe(self) -> Fact:
+        """Return the result of the comparison."""
+        return Fact("engine.export_compared", {"error": self.error, "tolerance": self.tolerance})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return {**vars(self), "path": str(self.path)}
 
 
 def export_onnx(program: Program, profile: ShapeProfile, path: Path, *, cut: bool = False) -> None:
-    """Write `path`, and the weights beside it as `path` + ".data" where they are large.
+    """Write `path`, and its weights as `path` + ".data" if they are large.
 
-    The file's tensors have the program's names, but for those in `TENSOR_NAMES`.
+    The file's tensors have the program's names, except those in `TENSOR_NAMES`.
 
     Args:
         program: of any dtype and device; its tensors are the file's.
@@ -33,22 +61,22 @@ def export_onnx(program: Program, profile: ShapeProfile, path: Path, *, cut: boo
         cut: whether the transformer's text is cut (`programs.cut_text`).
 
     Raises:
-        torch.onnx.errors.OnnxExporterError: if torch has no translation for an operator.
+        torch.onnx.errors.OnnxExporterError: if torch cannot translate an operator.
     """
-    edges = program.edges(profile, program.example(profile, cut=cut))
+    signature = program.signature(profile, program.example(profile, cut=cut))
     large = sum(tensor.nbytes for tensor in program.module.state_dict().values()) > _MAX_INLINE_BYTES
     with _quiet():
         exported = torch.onnx.export(
             program.export(profile, cut=cut),
             dynamo=True,
             opset_version=OPSET,
-            input_names=[edge.name for edge in edges.inputs],
+            input_names=[tensor.name for tensor in signature.inputs],
             output_names=[_NEW + name if name.startswith(CACHE) else name for name in program.output_names],
             external_data=large,
             verbose=False,
         )
     assert exported is not None
-    exported.model.metadata_props[METADATA_KEY] = edges.to_text()
+    exported.model.metadata_props[METADATA_KEY] = signature.to_text()
     exported.save(path, external_data=large)
 
 
@@ -56,14 +84,55 @@ def check_structure(path: Path) -> None:
     """Check a file against the ONNX standard.
 
     Raises:
-        onnx.checker.ValidationError: if it breaks it.
+        onnx.checker.ValidationError: if it violates the standard.
     """
     onnx.checker.check_model(str(path), full_check=True)
 
 
+def export_component(spec: ModelSpec, component: str, latent: LatentSize, folder: Path) -> Iterator[Exported]:
+    """Write a component's programs in float32 with dynamic sizes, and compare each with PyTorch in ONNX Runtime.
+
+    Args:
+        latent: (frames, height, width); the files serve any size up to it.
+
+    Raises:
+        EngineError: if a file cannot be written, or differs from PyTorch; that file is removed.
+    """
+    from runtime.engines.sessions.onnxruntime import OnnxRuntimeSession
+    from runtime.engines.verify import verify
+
+    for name in spec.programs[component]:
+        path = folder / f"{component if name == 'transformer' else name}.onnx"
+        profile = _export_profile(name, spec, latent)
+        program = load_program(spec, component, name, device="cpu", dtype="float32")
+        try:
+            export_onnx(program, profile, path)
+            check_structure(path)
+        except OSError as error:
+            raise EngineError("engine.export_not_written", file=path, error=error.strerror or str(error)) from error
+        with OnnxRuntimeSession(path, provider="cpu", precision="float32", device="cpu") as session:
+            found = verify(session, program, profile, "float32")
+        files = [file for file in (path, path.with_name(f"{path.name}.data")) if file.exists()]
+        if not found.passed:
+            for file in files:
+                file.unlink()
+            raise EngineError("engine.export_wrong", file=path.name, cause=found.detail)
+        yield Exported(name, path, sum(file.stat().st_size for file in files), found.error, found.tolerance)
+
+
+def _export_profile(program: str, spec: ModelSpec, latent: LatentSize) -> ShapeProfile:
+    """Return the profile from the smallest useful size to `latent`; an axis of size 1 would become static."""
+    if program == "text_encoder":
+        return ShapeProfile.fixed((1, 1, 1))
+    frames, height, width = (1, *latent[1:]) if program in {"vae_first", "vae_next"} else latent
+    _, patch_h, patch_w = spec.transformer.patch_size
+    low = (min(2, frames), min(2 * patch_h, height), min(2 * patch_w, width))
+    return ShapeProfile(low, (frames, height, width), (frames, height, width))
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the exporter's remarks about packages that are not installed, and torch's about its own code, to itself."""
+    """Suppress the exporter's messages about optional packages, and torch's warnings about its own code."""
     exporter = logging.getLogger("torch.onnx")
     level = exporter.level
     exporter.setLevel(logging.ERROR)

@@ -23,7 +23,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from runtime.core.plan import ComponentPlan
-from runtime.engines.io_signature import Edge, Edges, Size
+from runtime.engines.io_signature import IOSignature, Size, TensorSignature
 from runtime.models.registry import components_of
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
@@ -160,15 +160,15 @@ class Program:
             cut: whether the transformer takes its text as `cut_text` gives it, of any length.
         """
         example = self.example(profile, cut=cut)
-        edges = self.edges(profile, example)
-        dims = {name: torch.export.Dim(name, min=low, max=high) for name, (low, high) in edges.ranges.items()}
+        signature = self.signature(profile, example)
+        dims = {name: torch.export.Dim(name, min=low, max=high) for name, (low, high) in signature.ranges.items()}
         shapes: list[Any] = [
             {
                 axis: dims[size[0]] if size[1] == 1 else size[1] * dims[size[0]]
                 for axis, size in enumerate(edge.sizes)
                 if not isinstance(size, int)
             }
-            for edge in edges.inputs
+            for edge in signature.inputs
         ]
         if self.name == "vae_next":
             # The caches are one variadic argument.
@@ -176,7 +176,7 @@ class Program:
         with torch.no_grad():
             return torch.export.export(self.module, tuple(example.values()), dynamic_shapes=tuple(shapes), strict=False)
 
-    def edges(self, profile: ShapeProfile, example: dict[str, torch.Tensor]) -> Edges:
+    def signature(self, profile: ShapeProfile, example: dict[str, torch.Tensor]) -> IOSignature:
         """Return which tensors an engine for `profile` takes and gives.
 
         Args:
@@ -193,20 +193,20 @@ class Program:
             dynamic["text"] = example["text_embeds"].shape[1]
             ranges["text"] = _SMALLEST_DYNAMIC, self.spec.max_sequence_length
 
-        def edge(name: str, tensor: torch.Tensor) -> Edge:
+        def edge(name: str, tensor: torch.Tensor) -> TensorSignature:
             named = _DYNAMIC_AXES.get(CACHE if name.startswith(CACHE) else name, {})
             sizes: list[Size] = list(tensor.shape)
             for axis, size in named.items():
                 # Everything grows with the latents: pixels and caches are multiples of them.
                 if size in dynamic:
                     sizes[axis] = size, tensor.shape[axis] // dynamic[size]
-            return Edge(name, str(tensor.dtype).removeprefix("torch."), tuple(sizes))
+            return TensorSignature(name, str(tensor.dtype).removeprefix("torch."), tuple(sizes))
 
         # Shapes are known without computing anything.
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
             outputs = self.module(*(mode.from_tensor(tensor) for tensor in example.values()))
         given = zip(self.output_names, outputs if isinstance(outputs, tuple) else (outputs,), strict=True)
-        return Edges(
+        return IOSignature(
             tuple(edge(name, tensor) for name, tensor in example.items()),
             tuple(edge(name, tensor) for name, tensor in given),
             ranges,

@@ -1,4 +1,4 @@
-"""The engines of this machine, as a job needs them: what they offer the planner, building one, opening one."""
+"""The engines of this machine for jobs: what they offer the planner, building one, and opening those of a component."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError
+from runtime.core.facts import Fact
 from runtime.core.loras import LoraUse
 from runtime.core.plan import EngineUse, LatentSize
 from runtime.core.settings import Settings
-from runtime.engines.build import BuildRequest, EmitProgress, build_engine
+from runtime.engines.build import BuildRequest, build_engine
 from runtime.engines.builders import BUILDERS, Builder, BuildNeeds
-from runtime.engines.closeable import Closing
+from runtime.engines.child import Report
 from runtime.engines.imported.offering import imported_engines, offers_with
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import Machine, free_disk_bytes
@@ -31,17 +32,16 @@ if TYPE_CHECKING:
 
     from runtime.engines.sessions import Session
 
-# What runs a component fastest as a rule; what is measured here counts for more.
+# The builders by the speed of their engines as a rule; measurements on this machine take precedence.
 _PREFERRED = {
     "cpu": ("onnxruntime", "inductor"),
     "cuda": ("onnx_tensorrt", "torch_tensorrt", "inductor", "onnxruntime"),
 }
-_NONE_YET = "there is none yet"
 _BYTES_PER_GB = 1e9
 
 
-class OpenEngines(Closing):
-    """The sessions of one component, by program. Close it, or use it as a context manager."""
+class OpenEngines:
+    """The sessions of one component by program, and a context manager that closes them."""
 
     def __init__(self, sessions: Mapping[str, "Session"], stack: ExitStack) -> None:
         self._sessions = sessions
@@ -52,17 +52,25 @@ class OpenEngines(Closing):
         return self._sessions[program].infer(**inputs)
 
     def runs(self, program: str) -> bool:
-        """Whether one of the engines is for a program."""
+        """Return whether one of the engines runs a program."""
         return program in self._sessions
 
     def close(self) -> None:
-        """Free everything; the engines may be deleted from then on."""
+        """Free the engines, which may be deleted from then on."""
         self._stack.close()
+
+    def __enter__(self) -> "OpenEngines":
+        """Return the engines; leaving the block closes them."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Free the engines."""
+        self.close()
 
 
 @dataclass(frozen=True)
 class EngineService:
-    """Engines kept in `store`; `notes` is the folder that remembers the weights' digests."""
+    """The engines in `store`; `notes` is the folder with the weights' digests."""
 
     store: EngineStore
     machine: Machine
@@ -70,12 +78,12 @@ class EngineService:
 
     @classmethod
     def from_settings(cls, settings: Settings, machine: Machine) -> "EngineService":
-        """Return the engines that the settings point at."""
+        """Return the service for the engine folder in the settings."""
         store = EngineStore(settings.engines_dir, int(settings.engine_cache_gb * _BYTES_PER_GB))
         return cls(store, machine, settings.cache_dir)
 
     def offers(self, spec: ModelSpec) -> Offers:
-        """Return what `planner.resolve.resolve` asks, for one model; the library is read once."""
+        """Return the function that tells `planner.resolve.resolve` the engines of one model; reads the library once."""
         index: list[EngineRecord] = []
 
         def of(component: str, latent: LatentSize, device: str) -> list[EngineOffer]:
@@ -97,38 +105,35 @@ class EngineService:
         component: str,
         use: EngineUse,
         device: str,
-        emit_progress: EmitProgress,
+        emit_progress: Report,
         cancel: Cancel,
         *,
         again: bool = False,
     ) -> EngineRecord:
-        """Build one engine, or return it where it is there; see `build.build_engine` for arguments and errors.
+        """Build one engine, or return it if it exists; see `build.build_engine` for arguments and errors.
 
         Raises:
-            EngineError: too if what is here is not what the plan was made for.
+            EngineError: also if weights or library versions are not those of the plan.
         """
         if use.builder == IMPORTED:
-            raise EngineError(f"The engine {use.id} was imported, so it cannot be built here.", "Import it again.")
+            raise EngineError("engine.imported_not_built", engine=use.id)
         key = self._key(BUILDERS[use.builder], spec, component, use.program, use.profile, use.precision, device)
         if key.digest() != use.id:
-            raise EngineError(
-                f"The engine {use.id} was planned for other weights or other versions of libraries than are here now.",
-                "Start again: the plan is made anew then.",
-            )
+            raise EngineError("engine.planned_for_others", engine=use.id)
         request = BuildRequest(spec=spec, component=component, key=key, device=device, again=again)
         return build_engine(request, self.store, emit_progress, cancel)
 
-    def problem(self, engine_id: str) -> str | None:
-        """Read an engine's files and say what is wrong with them, `None` if nothing is."""
+    def problem(self, engine_id: str) -> Fact | None:
+        """Read an engine's files and return what is wrong with them; None if nothing is."""
         record = self._record(engine_id)
-        return _NONE_YET if record is None else record.problem or self.store.verify_hash(record)
+        return Fact("engine.none_yet") if record is None else record.problem or self.store.verify_hash(record)
 
     def open(self, spec: ModelSpec, component: str, uses: Iterable[EngineUse], device: str) -> OpenEngines:
-        """Load a component's engines; they are neither deleted nor evicted while they are open.
+        """Load a component's engines; they are not deleted or evicted while they are open.
 
         Raises:
-            EngineError: if one is gone, damaged or cannot be loaded; it is kept out from then on.
-            MemoryError, torch.OutOfMemoryError: if memory does not suffice.
+            EngineError: if one is gone, damaged or cannot be loaded; it is not used from then on.
+            MemoryError, torch.OutOfMemoryError: if memory runs out.
         """
         from runtime.engines.sessions import open_session
 
@@ -136,15 +141,16 @@ class EngineService:
             sessions = {}
             for use in uses:
                 record = self._record(use.id)
-                if record is None or record.problem is not None:
-                    why = "gone" if record is None else f"of no use: {record.problem}"
-                    raise EngineError(f"The engine {use.id} is {why}.", "Build it anew.")
+                if record is None:
+                    raise EngineError("engine.gone", engine=use.id)
+                if record.problem is not None:
+                    raise EngineError("engine.unusable", engine=use.id, cause=record.problem)
                 folder = stack.enter_context(self.store.using(use.id))
                 weights = _weights(spec, component, use, device)
                 try:
                     session = open_session(folder, record, device=device, weights=weights)
                 except EngineError as error:
-                    self.store.report_problem(record, error.what)
+                    self.store.report_problem(record, error.fact)
                     raise
                 stack.callback(session.close)
                 sessions[use.program] = session
@@ -165,7 +171,8 @@ class EngineService:
         problem = builder.unavailable(self.machine)
         uses: list[EngineUse] = []
         needs: list[BuildNeeds] = []
-        missing = misfit = ""
+        missing: Fact | None = None
+        misfit: Fact | None = None
         build_time = 0.0
         seconds = pytorch_seconds = 0.0
         file_bytes = 0
@@ -187,7 +194,7 @@ class EngineService:
             if found is None:
                 needs.append(builder.needs(spec, program, profile))
                 build_time += build_seconds(spec, component, program, builder.name, profile.opt, index)
-                if not missing:
+                if missing is None:
                     missing, misfit = self._why(key, spec, component)
             else:
                 use = use.replace(id=found.id)
@@ -203,8 +210,8 @@ class EngineService:
             backend=builder.backend,
             builder=builder.name,
             uses=tuple(uses),
-            missing=missing,
-            misfit=misfit,
+            missing=str(missing or ""),
+            misfit=str(misfit or ""),
             problem=problem and problem[0],
             remedy=problem[1] if problem else "",
             badge=room.badge if room else "",
@@ -215,12 +222,12 @@ class EngineService:
         )
 
     def _refusal(self, builder: Builder) -> EngineOffer:
-        """Return an offer that says why a builder is not for a device."""
+        """Return an offer that states why a builder does not support a device."""
         why, remedy = builder.unavailable(self.machine) or ("it needs an NVIDIA GPU", "Take another backend.")
         return EngineOffer(backend=builder.backend, builder=builder.name, uses=(), problem=why, remedy=remedy)
 
     def _no_room(self, needs: list[BuildNeeds]) -> Conflict | None:
-        """Say why there can be no room here to build what is missing, `None` if there may be."""
+        """Return why this machine is too small to build what is missing; None if it is not."""
         machine = self.machine
         if machine.disk_free_bytes is None:
             machine = replace(machine, disk_free_bytes=free_disk_bytes(self.store.folder))
@@ -231,21 +238,21 @@ class EngineService:
             machine,
         )
 
-    def _why(self, key: EngineKey, spec: ModelSpec, component: str) -> tuple[str, str]:
-        """Say why there is no engine for `key`: none was built, it is broken, or another differs in something.
+    def _why(self, key: EngineKey, spec: ModelSpec, component: str) -> tuple[Fact, Fact | None]:
+        """Return why there is no engine for `key`: none was built, it is damaged, or the most similar one differs.
 
-        The second is for what else the nearest was built, in a few words.
+        The second fact names the most important difference in a few words.
         """
-        there = self.store.get(key)
-        if there is not None:
-            return f"the one that is there is of no use: {there.problem or there.detail}", ""
+        existing = self.store.get(key)
+        if existing is not None:
+            return Fact("engine.existing_unusable", {"cause": existing.problem or existing.detail}), None
         for record, differing in self.store.near(key, spec.vae.scale_factor_spatial):
-            alike = (record.key.architecture, record.key.builder) == (key.architecture, key.builder)
-            # The other expert's engine says nothing about this one's, unless both run on one.
-            if alike and (record.component == component or key.weights == SWAPPED):
-                told = _with_loras(differing, record, spec.loras_of(component))
-                return f"the nearest was {_listed(told)}", engine_misfit(key, record.key)
-        return _NONE_YET, ""
+            similar = (record.key.architecture, record.key.builder) == (key.architecture, key.builder)
+            # The other expert's engine is relevant only if both experts run on one engine.
+            if similar and (record.component == component or key.weights == SWAPPED):
+                reasons = _with_loras(differing, record, spec.loras_of(component))
+                return Fact("engine.nearest_differs", {"differences": reasons}), engine_misfit(key, record.key)
+        return Fact("engine.none_yet"), None
 
     def _key(
         self,
@@ -282,17 +289,17 @@ def _weights(
 
 
 def _size(program: str, latent: LatentSize) -> LatentSize:
-    """Return the size that a program is called with for a clip of `latent`."""
+    """Return the latent size that a program is called with for a clip."""
     if program == "text_encoder":
         return (1, 1, 1)
     return (1, *latent[1:]) if program in {"vae_first", "vae_next"} else latent
 
 
 def _profile(builder: str, program: str, spec: ModelSpec, size: LatentSize, device: str) -> ShapeProfile:
-    """Return the sizes that an engine is built for: all of the model's where that costs neither speed nor truth.
+    """Return the sizes that an engine is built for: all of the model's if that costs neither speed nor accuracy.
 
-    OpenVINO is a fifth slower with dynamic sizes (measured), TensorRT tunes for one, and Inductor on a CPU is fast with
-    the VAE only where it lays its convolutions out for one size.
+    OpenVINO is 20 % slower with dynamic sizes (measured), TensorRT optimizes for one size, and Inductor on a CPU runs
+    the VAE fast only if it changes the layout of the convolutions' weights for one size.
     """
     if (builder, program, device) != ("inductor", "transformer", "cpu"):
         return ShapeProfile.fixed(size)
@@ -305,15 +312,11 @@ def _profile(builder: str, program: str, spec: ModelSpec, size: LatentSize, devi
     return ShapeProfile((low[0], low[1], low[2]), best, (high[0], high[1], high[2]))
 
 
-def _with_loras(differing: list[str], record: EngineRecord, wanted: tuple[LoraUse, ...]) -> list[str]:
-    """Say of an engine of other weights with which LoRAs it was built, where that is what differs."""
+def _with_loras(differing: list[Fact], record: EngineRecord, wanted: tuple[LoraUse, ...]) -> list[Fact]:
+    """Replace the difference in weights with the difference in LoRAs, if that is the cause."""
     there, here = ([use.identity for use in uses] for uses in (record.loras, wanted))
-    if there == here or OTHER_WEIGHTS not in differing:
+    if there == here:
         return differing
-    names = " and ".join(f"{use.name} ×{use.weight:g}" for use in record.loras)
-    told = f"built with the LoRA {names}" if there else "built without this LoRA"
-    return [told if said == OTHER_WEIGHTS else said for said in differing]
-
-
-def _listed(parts: list[str]) -> str:
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+    names = [f"{use.name} ×{use.weight:g}" for use in record.loras]
+    reason = Fact("engine.differs_loras", {"loras": names}) if there else Fact("engine.differs_no_lora")
+    return [reason if fact.code == OTHER_WEIGHTS else fact for fact in differing]

@@ -1,12 +1,12 @@
-"""The engine folder: one folder per engine, safe between processes, whole after any crash.
+"""The engine folder: one folder per engine, safe for concurrent processes, consistent after a crash.
 
-    <engine's id>/     engine.json, build.log, the engine file and what lies beside it
-    .building-…/       an engine being built (`workspace`)
-    .trash-…/          an engine being deleted
-    .locks/            the store's, one per engine being built, one per use
+    <engine's id>/     engine.json, build.log, the engine file and its data files
+    .building-…/       an engine that is being built (`workspace`)
+    .trash-…/          an engine that is being deleted
+    .locks/            one lock for the store, one per engine that is being built, one per use
 
-An engine comes by one rename and goes by one rename. Everything that changes the store happens under its lock;
-reading needs none, and works in a folder that cannot be written. Folders of other names are left alone.
+An engine appears by one rename and disappears by one rename. All changes happen under the store's lock; reading needs
+no lock and works in a read-only folder. Folders with other names are not touched.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ from stat import S_ISDIR, S_ISLNK
 from typing import Any
 
 from runtime.core.errors import EngineError
+from runtime.core.facts import Fact
 from runtime.core.locks import held, is_held
 from runtime.engines import manifest
 from runtime.engines.workspace import Workspace, entries, sweep, workspace
@@ -38,33 +39,33 @@ class EngineStore:
     """The engines in one folder.
 
     Args:
-        folder: need not exist; it is made when the first engine comes.
-        max_bytes: what all engines may take together; beyond, the least recently used go when a new one comes.
+        folder: created with the first engine.
+        max_bytes: limit for all engines together. When a new engine exceeds it, the least recently used are deleted.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self.folder = folder
         self.max_bytes = max_bytes
         self._read: dict[str, tuple[tuple[int, int, int], EngineRecord]] = {}
-        # Problems that could not be written down, by engine and when it was built.
-        self._problems: dict[tuple[str, float], str] = {}
+        # Problems that could not be stored, by engine and build time.
+        self._problems: dict[tuple[str, float], Fact] = {}
 
     def path(self, engine_id: str) -> Path:
         """Return the folder of an engine."""
         return self.folder / engine_id
 
     def index(self) -> list[EngineRecord]:
-        """Return all engines, the oldest first, those with a problem too. Reads no engine file, only their sizes."""
+        """Return all engines, the oldest first, including unusable ones. Checks sizes, reads no engine file."""
         self._sweep()
         return sorted(self._records(), key=lambda record: (record.built_at, record.id))
 
     def get(self, key: EngineKey) -> EngineRecord | None:
-        """Return the engine of exactly this key. Look at `usable`: it may have a problem."""
+        """Return the engine with this key, which may have a problem: see `usable`."""
         record = self._record(self.path(key.digest()))
         return record if record is not None and record.key == key else None
 
-    def near(self, key: EngineKey, scale: int = 1) -> list[tuple[EngineRecord, list[str]]]:
-        """Return the engines of the same program that differ, with what differs, the most alike first.
+    def near(self, key: EngineKey, scale: int = 1) -> list[tuple[EngineRecord, list[Fact]]]:
+        """Return the other engines of the same program with their differences, the most similar first.
 
         Args:
             scale: see `engine_index.differences`.
@@ -76,22 +77,22 @@ class EngineStore:
         ]
         return sorted(found, key=lambda pair: (len(pair[1]), -pair[0].last_used, pair[0].id))
 
-    def verify_hash(self, record: EngineRecord) -> str | None:
-        """Read all files of an engine and say what is wrong with them; it is kept out from then on."""
+    def verify_hash(self, record: EngineRecord) -> Fact | None:
+        """Read all files of an engine and return what is wrong; such an engine is not used from then on."""
         unreadable = record.problem if record.key == UNREADABLE_KEY else None
         problem = unreadable or manifest.check_hashes(self.path(record.id), record)
         if problem is not None:
             self.report_problem(record, problem)
         return problem
 
-    def report_problem(self, record: EngineRecord, problem: str) -> None:
-        """Keep an engine out from now on, and remember why; works in a folder that cannot be written too."""
+    def report_problem(self, record: EngineRecord, problem: Fact) -> None:
+        """Stop using an engine, and remember why; works in a read-only folder too."""
         self._problems[record.id, record.built_at] = problem
         with contextlib.suppress(EngineError):
             self._rewrite(record.id, problem=problem)
 
     def record_verification(self, record: EngineRecord, **found: Any) -> EngineRecord:
-        """Write down what verifying found: `verified`, `error`, `tolerance`, `detail`, `problem`, the seconds.
+        """Store what verification found: `verified`, `error`, `tolerance`, `detail`, `problem`, seconds per call.
 
         Raises:
             EngineError: if the engine is gone or cannot be written.
@@ -100,7 +101,7 @@ class EngineStore:
         return self._rewrite(record.id, **found)
 
     def pin(self, engine_id: str) -> EngineRecord:
-        """Keep an engine from being evicted.
+        """Exclude an engine from eviction.
 
         Raises:
             EngineError: if the engine is gone or cannot be written.
@@ -108,7 +109,7 @@ class EngineStore:
         return self._rewrite(engine_id, pinned=True)
 
     def unpin(self, engine_id: str) -> EngineRecord:
-        """Let an engine be evicted again.
+        """Allow an engine to be evicted again.
 
         Raises:
             EngineError: if the engine is gone or cannot be written.
@@ -116,7 +117,7 @@ class EngineStore:
         return self._rewrite(engine_id, pinned=False)
 
     def touch(self, engine_id: str) -> None:
-        """Note that an engine is used now; where that cannot be written, nothing happens."""
+        """Store the time of use of an engine; does nothing in a read-only folder."""
         if not S_ISDIR(_kind(self.path(engine_id))):
             return
         with contextlib.suppress(EngineError), self._changing():
@@ -124,9 +125,9 @@ class EngineStore:
 
     @contextlib.contextmanager
     def using(self, engine_id: str) -> Iterator[Path]:
-        """Use an engine for as long as the context lasts: it is neither deleted nor evicted.
+        """Protect an engine from deletion and eviction within the block; yields its folder.
 
-        Gives its folder. Where the store cannot be written, nobody can delete from it either, and there is no lock.
+        In a read-only folder there is no lock, and nobody can delete from it either.
 
         Raises:
             EngineError: if the engine is gone.
@@ -144,7 +145,7 @@ class EngineStore:
 
     @contextlib.contextmanager
     def building(self, engine_id: str, wait: Callable[[], None]) -> Iterator[None]:
-        """Be the only one who builds this engine; waits for another, calling `wait` while it does.
+        """Hold the lock for building an engine; call `wait` repeatedly while another process holds it.
 
         Raises:
             EngineError: if the folder cannot be written.
@@ -159,20 +160,20 @@ class EngineStore:
 
     @contextlib.contextmanager
     def workspace(self, engine_id: str) -> Iterator[Workspace]:
-        """Make room to build an engine in; only within `building`.
+        """Create a folder to build an engine in; only within `building`.
 
         Raises:
             EngineError: if the folder cannot be written.
         """
         with contextlib.ExitStack() as stack:
             try:
-                made = stack.enter_context(workspace(self.folder, engine_id))
+                work = stack.enter_context(workspace(self.folder, engine_id))
             except OSError as error:
                 raise self._cannot_write(error) from error
-            yield made
+            yield work
 
     def insert(self, folder: Path, engine_id: str) -> EngineRecord:
-        """Move a finished engine from its workspace into the store, in place of one that may be there (a pin stays).
+        """Move a finished engine from its workspace into the store; it replaces an existing one and keeps its pin.
 
         Raises:
             EngineError: if it is not finished, or the folder cannot be written.
@@ -180,14 +181,14 @@ class EngineStore:
         record = manifest.read(folder, engine_id)
         problem = record.problem or manifest.check_sizes(folder, record)
         if problem is not None:
-            raise EngineError(f"The engine {engine_id} was not finished: {problem}.", "Build it again.")
+            raise EngineError("engine.not_finished", engine=engine_id, cause=problem)
         with self._changing():
             before = self._record(self.path(engine_id))
             pinned = before is not None and before.pinned
             self._discard(self.path(engine_id))
             folder.rename(self.path(engine_id))
-            self._problems = {known: said for known, said in self._problems.items() if known[0] != engine_id}
-            with contextlib.suppress(OSError):  # a full disk: the engine is there, and that counts
+            self._problems = {known: problem for known, problem in self._problems.items() if known[0] != engine_id}
+            with contextlib.suppress(OSError):  # the disk is full, but the engine is complete
                 record = self._write(engine_id, last_used=self._now(), pinned=pinned)
             self._evict(self.max_bytes, keep=engine_id)
         self._empty_trash()
@@ -203,19 +204,17 @@ class EngineStore:
             raise _gone(engine_id)
         with self._changing():
             if self._in_use(engine_id):
-                raise EngineError(
-                    f"The engine {engine_id} is in use.", "Let the job that uses it end, or stop it; then try again."
-                )
+                raise EngineError("engine.in_use", engine=engine_id)
             self._discard(self.path(engine_id))
         self._empty_trash()
 
     def prune(self, max_bytes: int) -> list[EngineRecord]:
-        """Delete broken engines, then the least recently used, until the rest take at most `max_bytes`.
+        """Delete damaged engines, then the least recently used, until the rest take at most `max_bytes`.
 
-        Pinned ones and those in use stay. Nothing is deleted from a store that is small enough.
+        Pinned engines and those in use stay. Nothing is deleted if the store is small enough.
 
         Returns:
-            What was deleted.
+            The deleted engines.
 
         Raises:
             EngineError: if the folder cannot be written.
@@ -236,10 +235,10 @@ class EngineStore:
         return [record for record in found if record is not None]
 
     def _record(self, folder: Path) -> EngineRecord | None:
-        """Return what is known of the engine in a folder; None if there is no such folder."""
+        """Return the record of the engine in a folder; None if the folder does not exist."""
         kind = _kind(folder)
         if S_ISLNK(kind):
-            return manifest.unreadable(folder, "its folder is a link out of the store")
+            return manifest.unreadable(folder, Fact("engine.folder_is_link"))
         if not S_ISDIR(kind):
             return None
         try:
@@ -264,14 +263,14 @@ class EngineStore:
             return self._write(engine_id, **changes)
 
     def _write(self, engine_id: str, **changes: Any) -> EngineRecord:
-        """Change what is written of an engine; under the store's lock, so that no change is lost."""
+        """Change the stored record of an engine; only under the store's lock."""
         folder = self.path(engine_id)
         record = self._record(folder)
         if record is None:
             raise _gone(engine_id)
         if record.key == UNREADABLE_KEY:
-            raise EngineError(f"The engine {engine_id} is damaged: {record.problem}.", "Delete it, or build it again.")
-        # Problems that are seen anew each time are not written down.
+            raise EngineError("engine.damaged", engine=engine_id, cause=record.problem)
+        # Problems that every reader finds are not stored.
         record = replace(manifest.read(folder), **changes)
         manifest.write(folder, record)
         self._read.pop(engine_id, None)
@@ -279,7 +278,7 @@ class EngineStore:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """Hold the store's lock; what cannot be written is told."""
+        """Hold the store's lock; an `OSError` within becomes an `EngineError`."""
         with contextlib.ExitStack() as stack:
             try:
                 self._locks.mkdir(exist_ok=True)
@@ -289,7 +288,7 @@ class EngineStore:
                 raise self._cannot_write(error) from error
 
     def _now(self) -> float:
-        """Return the time, or later than any use so far: the order holds though the clock was moved back."""
+        """Return the time, but later than any use so far: the order stays even if the clock is set back."""
         newest = max((record.last_used for record in self._records()), default=0.0)
         return max(time.time(), newest + 1e-3)
 
@@ -297,8 +296,8 @@ class EngineStore:
         return any(is_held(path) for path in entries(self._locks) if path.name.startswith(f"{engine_id}.use-"))
 
     def _evict(self, max_bytes: int, keep: str | None) -> list[EngineRecord]:
-        # Without an engine.json it may be anything: somebody points TENSORRT_CACHE_DIR at a folder of theirs.
-        records = [record for record in self._records() if _is_ours(self.path(record.id))]
+        # A folder without engine.json may not be an engine: TENSORRT_CACHE_DIR may point to a folder with other data.
+        records = [record for record in self._records() if _has_manifest(self.path(record.id))]
         records.sort(key=lambda record: (record.problem is None, record.last_used, record.id))
         sizes = {record.id: manifest.folder_bytes(self.path(record.id)) for record in records}
         total = sum(sizes.values())
@@ -313,7 +312,7 @@ class EngineStore:
         return evicted
 
     def _discard(self, folder: Path) -> None:
-        """Take an engine out of sight at once: nobody ever sees half of one. A link goes, not what it leads to."""
+        """Remove an engine by a rename, so that nobody sees a part of it. Of a link, only the link is removed."""
         with contextlib.suppress(FileNotFoundError):
             folder.rename(self.folder / f"{_TRASH}{folder.name}-{secrets.token_hex(4)}")
         self._read.pop(folder.name, None)
@@ -329,7 +328,7 @@ class EngineStore:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _sweep(self) -> None:
-        """Remove what processes that were killed left behind."""
+        """Remove the remains of killed processes."""
         self._empty_trash()
         sweep(self.folder, self._locks)
         for path in entries(self._locks):
@@ -337,27 +336,18 @@ class EngineStore:
 
     def _cannot_write(self, error: OSError) -> EngineError:
         if isinstance(error, TimeoutError):
-            return EngineError(
-                f"Another program has kept the engine folder {self.folder} to itself for {_LOCK_SECONDS:.0f} s.",
-                "Wait for it, or end it.",
-            )
+            return EngineError("engine.store_locked", folder=self.folder, seconds=_LOCK_SECONDS)
         if errno.errorcode.get(error.errno or 0) in _FULL:
-            return EngineError(
-                f"The disk is full: nothing can be written to {self.folder}.",
-                "Free some space, or set TENSORRT_CACHE_DIR to a folder on a larger disk.",
-            )
-        return EngineError(
-            f"The engine folder {self.folder} cannot be written: {error.strerror or error}.",
-            "Set TENSORRT_CACHE_DIR to a folder that you can write to.",
-        )
+            return EngineError("engine.store_disk_full", folder=self.folder)
+        return EngineError("engine.store_read_only", folder=self.folder, error=error.strerror or str(error))
 
 
-def _is_ours(folder: Path) -> bool:
+def _has_manifest(folder: Path) -> bool:
     return S_ISDIR(_kind(folder)) and _kind(folder / manifest.NAME) != 0
 
 
 def _kind(path: Path) -> int:
-    """Return the mode of what is at a path, links not followed; 0 if nothing can be seen there."""
+    """Return the mode of a path without following links; 0 if nothing is visible there."""
     try:
         return path.lstat().st_mode
     except OSError:
@@ -365,4 +355,4 @@ def _kind(path: Path) -> int:
 
 
 def _gone(engine_id: str) -> EngineError:
-    return EngineError(f"There is no engine {engine_id}.", "See which there are: engines list.")
+    return EngineError("engine.not_found", engine=engine_id)

@@ -1,7 +1,7 @@
-"""TensorRT as a library: imported late, its log listened to, its failures told. Versions 8.6, 10 and 11.
+"""TensorRT as a library: late import, one process-wide logger, errors as facts, and the differences between versions.
 
-Importing this module imports no TensorRT, so that the app runs on machines without it. What its versions do
-differently is here, a small function each; everything else that we call is the same in all of them.
+Supports TensorRT 8.6, 10 and 11. Importing this module does not import TensorRT, so that machines without it can run
+Tandem. Each difference between versions is one small function here.
 """
 
 import functools
@@ -15,11 +15,10 @@ from typing import Any
 import torch
 
 from runtime.core.errors import EngineError
+from runtime.core.facts import Fact
 
-REMEDY = "The part runs in PyTorch meanwhile; building the engine again mends most of these."
-_INSTALL = "Run install.sh (install.bat on Windows) again: it installs requirements-gpu.txt where there is a GPU."
 _OUT_OF_MEMORY = re.compile(r"out ?of ?memory|insufficient memory|memory allocation|\bbad_alloc\b", re.IGNORECASE)
-_KEPT_ERRORS = 20
+_KEPT_MESSAGES = 20
 _LONGEST_LINE = 400
 _TORCH_DTYPES = {
     "FLOAT": torch.float32,
@@ -32,59 +31,60 @@ _TORCH_DTYPES = {
     "BOOL": torch.bool,
 }
 
-Report = Callable[[str, float | None], None]
+# Receives a line of TensorRT's log, and the fraction of the build that is done, where it is known.
+ReportLine = Callable[[str, float | None], None]
 
 
 @dataclass
 class Messages:
-    """What TensorRT said while it was listened to: its last errors, and warnings for where there is no error."""
+    """The last errors and warnings that TensorRT logged."""
 
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
-    def failure(self, what: str, remedy: str = REMEDY) -> Exception:
-        """Return the exception for something that failed: out of memory is told apart, so that a job can free some.
+    def failure(self, code: str, **data: Any) -> Exception:
+        """Return the exception for a failed call: `torch.OutOfMemoryError` if memory ran out, else an `EngineError`.
 
         Args:
-            what: a clause without a full stop; TensorRT's own words follow it.
+            code: of the fact; its data gets TensorRT's last message as `detail`.
         """
-        said = (self.errors or self.warnings)[-1:]
-        text = f"{what}: {one_line(said[0])}" if said else f"{what}; TensorRT did not say why."
+        last = (self.errors or self.warnings)[-1:]
+        error = EngineError(code, detail=one_line(last[0]) if last else Fact("engine.tensorrt_silent"), **data)
         if any(_OUT_OF_MEMORY.search(line) for line in self.errors):
-            return torch.OutOfMemoryError(text)
-        return EngineError(text, remedy)
+            return torch.OutOfMemoryError(error.what)
+        return error
 
 
 def one_line(text: str) -> str:
-    """Return TensorRT's words, which may be pages, as one line that can be read."""
-    words = " ".join(text.split())
-    return words if len(words) <= _LONGEST_LINE else f"{words[:_LONGEST_LINE]}…"
+    """Return a message of TensorRT, which may span pages, as one line of limited length."""
+    joined = " ".join(text.split())
+    return joined if len(joined) <= _LONGEST_LINE else f"{joined[:_LONGEST_LINE]}…"
 
 
 def load() -> Any:
     """Import TensorRT.
 
     Raises:
-        EngineError: if it is not installed, cannot be loaded, or there is no GPU that answers.
+        EngineError: if it is not installed, cannot be loaded, or there is no usable GPU.
     """
-    # Without one, `tensorrt.Runtime(...)` is an object around nothing, and its first use ends the process.
+    # Without a GPU `tensorrt.Runtime(...)` wraps a null pointer, and using it ends the process.
     if not torch.cuda.is_available():
-        raise EngineError("TensorRT needs an NVIDIA GPU, and PyTorch sees none.", "Choose another backend.")
+        raise EngineError("engine.tensorrt_without_gpu")
     try:
         import tensorrt
     except (ImportError, OSError) as error:
-        raise EngineError(f"TensorRT cannot be loaded: {error}.", _INSTALL) from error
+        raise EngineError("engine.tensorrt_not_loadable", error=str(error)) from error
     return tensorrt
 
 
-# TensorRT keeps the first logger that it is given for the whole process, so there is one, and listeners come and go.
+# TensorRT keeps the first logger that it is given for the whole process: there is one logger, and listeners register.
 _listeners: list[Callable[[str, str], None]] = []
 _lock = threading.Lock()
 
 
 @functools.cache
 def logger() -> Any:
-    """Return the process's one TensorRT logger."""
+    """Return the TensorRT logger of this process."""
     trt = load()
     levels = {
         trt.ILogger.INTERNAL_ERROR: "error",
@@ -93,7 +93,7 @@ def logger() -> Any:
         trt.ILogger.INFO: "info",
     }
 
-    class Logger(trt.ILogger):  # type: ignore[name-defined,misc] # its base is known at run time only
+    class Logger(trt.ILogger):  # type: ignore[name-defined,misc] # the base class is known at run time only
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
 
@@ -110,45 +110,45 @@ def logger() -> Any:
 
 
 @contextmanager
-def listen(report: Report | None = None) -> Iterator[Messages]:
-    """Collect what TensorRT says inside the block; `report` gets each line too."""
+def listen(report: ReportLine | None = None) -> Iterator[Messages]:
+    """Collect TensorRT's log messages within the block, and pass each line to `report`."""
     messages = Messages()
 
-    def hear(level: str, text: str) -> None:
+    def receive(level: str, text: str) -> None:
         if level == "error":
-            messages.errors = [*messages.errors, text][-_KEPT_ERRORS:]
+            messages.errors = [*messages.errors, text][-_KEPT_MESSAGES:]
         elif level == "warning":
-            messages.warnings = [*messages.warnings, text][-_KEPT_ERRORS:]
+            messages.warnings = [*messages.warnings, text][-_KEPT_MESSAGES:]
         if report is not None:
             report(f"TensorRT: {text}" if level == "info" else f"TensorRT {level}: {text}", None)
 
     with _lock:
-        _listeners.append(hear)
+        _listeners.append(receive)
     try:
         yield messages
     finally:
         with _lock:
-            _listeners.remove(hear)
+            _listeners.remove(receive)
 
 
 def torch_dtype(trt_dtype: Any) -> torch.dtype:
-    """Return torch's name of a `tensorrt.DataType`.
+    """Return the torch dtype of a `tensorrt.DataType`.
 
     Raises:
-        EngineError: for one that torch has not.
+        EngineError: if torch has no such dtype.
     """
     if trt_dtype.name not in _TORCH_DTYPES:
-        raise EngineError(f"The engine has tensors of type {trt_dtype.name}, which PyTorch has not.", REMEDY)
+        raise EngineError("engine.tensorrt_unknown_dtype", dtype=trt_dtype.name)
     return _TORCH_DTYPES[trt_dtype.name]
 
 
 def create_context(trt: Any, engine: Any, device: torch.device) -> tuple[Any, torch.Tensor] | None:
-    """Return an execution context and its working memory, or None if TensorRT made none.
+    """Return an execution context and its working memory, or None if TensorRT cannot create one.
 
-    The memory is torch's, so that both draw on one pool.
+    The memory is a torch tensor, so that PyTorch and TensorRT share one memory pool.
 
     Raises:
-        torch.OutOfMemoryError: if there is not enough.
+        torch.OutOfMemoryError: if the GPU's memory is too small.
     """
     since_10 = hasattr(trt, "ExecutionContextAllocationStrategy")
     if since_10:

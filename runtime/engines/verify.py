@@ -1,4 +1,4 @@
-"""Proves an engine against PyTorch: the same seeded inputs through both, and how far the outputs are apart."""
+"""Verifies an engine: runs it and PyTorch on the same seeded inputs, and measures the difference and both speeds."""
 
 import math
 import statistics
@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
+from runtime.core.facts import Fact
 from runtime.engines.programs import Program, full_float32
 from runtime.engines.sessions import Session
 from runtime.planner.shapes import LatentSize, ShapeProfile
 
-# Relative. Sums in another order give 1e-6 in float32, and TensorFloat-32, which may not be used, 1e-3. Rounding to
-# eleven or eight bits, layer after layer, gives 1e-3 and 1e-2; a wrong engine gives 0.1 and more.
+# Relative errors. In float32 another order of summation gives 1e-6, and TF32, which must not be used, 1e-3. Rounding
+# to 11 or 8 bits in every layer gives 1e-3 or 1e-2; a wrong engine gives 0.1 and more.
 TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
 _TIMED_SECONDS = 1.0
 _FEWEST_CALLS = 3
@@ -22,14 +23,14 @@ _MOST_CALLS = 20
 
 @dataclass(frozen=True)
 class Verification:
-    """What comparing found.
+    """The result of a comparison.
 
     Attributes:
-        error: ‖out − ref‖/‖ref‖, the worst of all outputs and sizes; NaN if an output held NaN or Inf.
-        tolerance: what it may be.
-        passed: whether it is not more.
-        seconds_per_call, pytorch_seconds_per_call: medians at the profile's best size.
-        detail: in words.
+        error: ‖out − ref‖/‖ref‖, the largest of all outputs and sizes; NaN if an output has NaN or Inf.
+        tolerance: the largest error allowed.
+        passed: whether the error is within the tolerance.
+        seconds_per_call, pytorch_seconds_per_call: medians at the profile's optimal size.
+        detail: the result for people.
     """
 
     error: float
@@ -37,16 +38,16 @@ class Verification:
     passed: bool
     seconds_per_call: float
     pytorch_seconds_per_call: float
-    detail: str
+    detail: Fact
 
 
 def verify(session: Session, program: Program, profile: ShapeProfile, precision: str) -> Verification:
-    """Compare an engine with its program at the smallest, the best and the largest size.
+    """Compare an engine with its program at the minimum, optimal and maximum size.
 
     Args:
-        session: the engine, opened.
-        program: the reference: in float32 where memory allows.
-        precision: of the arithmetic in the engine; it sets the tolerance.
+        session: the open engine.
+        program: the reference, in float32 if memory allows.
+        precision: of the engine's arithmetic; it sets the tolerance.
 
     Raises:
         EngineError: if the engine does not run at one of the sizes.
@@ -58,13 +59,13 @@ def verify(session: Session, program: Program, profile: ShapeProfile, precision:
         try:
             error, name = _compare(session, program, size)
         except (torch.OutOfMemoryError, MemoryError):
-            # The engine may fit where the float32 reference does not; its best size must.
+            # The float32 reference may need more memory than the engine; the optimal size must be compared.
             if size == profile.opt:
                 raise
-            skipped.append(_words(size))
+            skipped.append(_size_text(size))
             continue
         if not error <= worst:
-            worst, where = error, f"{name} at {_words(size)}"
+            worst, where = error, f"{name} at {_size_text(size)}"
         if math.isnan(error):
             break
     tolerance = TOLERANCES[precision]
@@ -81,7 +82,7 @@ def verify(session: Session, program: Program, profile: ShapeProfile, precision:
 
 
 def _compare(session: Session, program: Program, size: LatentSize) -> tuple[float, str]:
-    """Return the worst output's error and name; NaN for one that is not finite."""
+    """Return the largest error of all outputs and the output's name; NaN if an output is not finite."""
     inputs = program.inputs(size)
     with full_float32(program.device):
         expected = program.run(**inputs)
@@ -100,35 +101,37 @@ def _relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:
     if output.shape != reference.shape or not torch.isfinite(output).all().item():
         return math.nan
     length = float(torch.linalg.vector_norm(reference.float()))
-    # Where zeros are expected (the caches of time's first doubling), only zeros will do.
+    # Where zeros are expected (the caches of the first temporal upsampling), only zeros are right.
     return float(torch.linalg.vector_norm(output.float() - reference.float())) / (length or 1.0)
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Return the median of some calls after a first, in seconds."""
-    taken: list[float] = []
+    """Return the median duration of several calls after a warm-up call, in seconds."""
+    durations: list[float] = []
     call()
-    while len(taken) < _FEWEST_CALLS or (sum(taken) < _TIMED_SECONDS and len(taken) < _MOST_CALLS):
-        _wait_for(device)
+    while len(durations) < _FEWEST_CALLS or (sum(durations) < _TIMED_SECONDS and len(durations) < _MOST_CALLS):
+        _synchronize(device)
         started = time.perf_counter()
         call()
-        _wait_for(device)
-        taken.append(time.perf_counter() - started)
-    return statistics.median(taken)
+        _synchronize(device)
+        durations.append(time.perf_counter() - started)
+    return statistics.median(durations)
 
 
-def _wait_for(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _detail(error: float, where: str, tolerance: float, skipped: list[str]) -> str:
+def _detail(error: float, where: str, tolerance: float, skipped: list[str]) -> Fact:
     if math.isnan(error):
-        found = f"{where} holds NaN or Inf, or has another shape"
+        found = Fact("engine.compared_not_finite", {"where": where})
+    elif where:
+        found = Fact("engine.compared", {"error": error, "where": where, "tolerance": tolerance})
     else:
-        found = f"relative error {error:.1e} ({where or 'everywhere'}), allowed {tolerance:.0e}"
-    return f"{found}; not compared for want of memory: {', '.join(skipped)}" if skipped else found
+        found = Fact("engine.compared_equal")
+    return Fact("engine.compared_partly", {"compared": found, "skipped": skipped}) if skipped else found
 
 
-def _words(size: LatentSize) -> str:
+def _size_text(size: LatentSize) -> str:
     return "×".join(map(str, size))

@@ -8,7 +8,7 @@ from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError, MachineError
 from runtime.core.plan import PYTORCH, EngineUse, ExecutionPlan
 from runtime.core.request import ALL, AUTO, GenerationRequest
-from runtime.engines.build import EmitProgress
+from runtime.engines.child import Report
 from runtime.engines.service import EngineService
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import EngineRecord
@@ -59,7 +59,7 @@ def build_all(
     wanted: list[Wanted],
     spec: ModelSpec,
     engines: EngineService,
-    emit_progress: EmitProgress,
+    emit_progress: Report,
     cancel: Cancel,
     *,
     again: bool,

@@ -282,8 +282,8 @@ class RunContext:
         # Building the next one may evict engines from the library, but not this one.
         self._engines_in_use.enter_context(engines.store.using(use.id))
 
-    def _report_build(self, name: str, line: str, share: float | None) -> None:
-        self.emit(EngineProgress(component=name, line=line, share=share))
+    def _report_build(self, name: str, progress: Fact, share: float | None) -> None:
+        self.emit(EngineProgress(component=name, progress=progress, share=share))
 
 
 def wants_guidance(plan: ExecutionPlan) -> bool:

@@ -1,6 +1,6 @@
-"""What an engine is (its key), what is known of one (its record), and whether one fits what is wanted.
+"""The identity of an engine (its key), what is known of one (its record), and how two keys differ.
 
-Pure: no torch, no disk. The planner is handed a list of records; `engines.store` makes it.
+Pure: no torch, no disk. The planner gets a list of records; `engines.store` reads them.
 """
 
 import hashlib
@@ -8,20 +8,23 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from math import inf, nan
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import ConfigDict, Field, TypeAdapter
+
+from runtime.core.facts import Fact
 from runtime.core.loras import LoraUse
 from runtime.planner.shapes import LatentSize, ShapeProfile
 
-# What `EngineKey.weights` says when one engine serves several weights, handed over as it is loaded.
+# `EngineKey.weights` of an engine without weights: they are supplied when it is loaded.
 SWAPPED = "swapped"
-# What `EngineKey.builder` says of one that was made elsewhere: its weights are those that it was compared with.
+# `EngineKey.builder` of an engine that was made elsewhere: its weights are those that it was compared with.
 IMPORTED = "imported"
-# How `differences` says that the weights are others.
-OTHER_WEIGHTS = "built from other weights"
+# The code of the difference between engines of other weights.
+OTHER_WEIGHTS = "engine.differs_weights"
 _DIGEST_LENGTH = 16
-# So many of a CPU's instruction sets are named where they differ.
-_NAMED = 3
+# At most this many of a CPU's instruction sets are named where they differ.
+_MOST_NAMED = 3
 _TITLES: Mapping[str, str] = {
     "cuda": "CUDA",
     "inductor": "Inductor",
@@ -34,44 +37,48 @@ _TITLES: Mapping[str, str] = {
     "torch": "PyTorch",
     "torch_tensorrt": "torch-tensorrt",
 }
-# Fields of a key in the order in which `misfit` names them.
+# The fields of a key in the order in which `misfit` names them.
 _MISFITS: Mapping[str, str] = {
-    "device": "of another GPU or processor",
-    "system": "of another system",
-    "versions": "of other library versions",
-    "architecture": "of another model",
-    "weights": "of other weights",
-    "export_revision": "of another Tandem",
-    "precision": "in another precision",
-    "options": "with other options",
-    "profiles": "for other sizes",
+    "device": "engine.misfit_device",
+    "system": "engine.misfit_system",
+    "versions": "engine.misfit_versions",
+    "architecture": "engine.misfit_architecture",
+    "weights": "engine.misfit_weights",
+    "export_revision": "engine.misfit_export",
+    "precision": "engine.misfit_precision",
+    "options": "engine.misfit_options",
+    "profiles": "engine.misfit_sizes",
 }
+_Positive = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineKey:
-    """The whole identity of an engine: two engines with equal keys are interchangeable, and doubt is a miss.
+    """The complete identity of an engine. Engines with equal keys are interchangeable; in doubt keys differ.
 
     Attributes:
         program: "text_encoder", "transformer", "vae_first" or "vae_next".
-        family: of the model, as in "wan".
-        architecture: sha256 of the configurations that shape the program.
-        weights: sha256 of the weights, or `SWAPPED`.
-        export_revision: raised whenever the exported form changes.
-        profiles: the sizes it serves.
+        family: of the model, such as "wan".
+        architecture: SHA-256 of the configuration values that shape the program.
+        weights: SHA-256 of the weights, or `SWAPPED`.
+        export_revision: digest of the source code of the exported program; 1 for imported engines, and for engines
+            of versions that did not hash it.
+        profiles: the sizes that it serves.
         precision: of the arithmetic inside: "float32", "bfloat16" or "float16".
         backend, builder: what runs it and what made it.
         options: the builder's, as (name, value), sorted.
         versions: of the libraries that made it, as (package, version), sorted.
-        device: GPU with compute capability and CUDA, or the CPU's instruction set.
+        device: GPU with compute capability and CUDA version, or the CPU's instruction sets.
         system: operating system and processor architecture.
     """
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
     program: str
     family: str
     architecture: str
     weights: str
-    export_revision: int
+    export_revision: int | str
     profiles: tuple[ShapeProfile, ...]
     precision: str
     backend: str
@@ -96,27 +103,15 @@ class EngineKey:
 
     @classmethod
     def from_json(cls, value: object) -> "EngineKey":
-        """Read what `to_json` wrote.
+        """Parse the result of `to_json`.
 
         Raises:
-            ValueError: if anything is missing, too many or of another type.
+            ValueError: if a value is missing, unknown or of another type.
         """
-        names = {field.name for field in fields(cls)}
-        if not isinstance(value, dict) or set(value) != names:
-            raise ValueError("its key is not an engine's key")
-        plain = names - {"export_revision", "profiles", "options", "versions"}
-        if not all(isinstance(value[name], str) for name in plain) or type(value["export_revision"]) is not int:
-            raise ValueError("its key has values of the wrong type")
-        return cls(
-            **{name: value[name] for name in plain},
-            export_revision=value["export_revision"],
-            profiles=tuple(_profile(entry) for entry in _list(value["profiles"])),
-            options=_pairs(value["options"]),
-            versions=_pairs(value["versions"]),
-        )
+        return TypeAdapter(cls).validate_json(json.dumps(value))
 
 
-# The key of an engine whose manifest cannot be read: it equals none that could be wanted.
+# The key of an engine whose manifest cannot be read: equal to no key that is ever wanted.
 UNREADABLE_KEY = EngineKey(
     program="unknown",
     family="",
@@ -136,68 +131,72 @@ UNREADABLE_KEY = EngineKey(
 
 @dataclass(frozen=True)
 class EngineFile:
-    """One file of an engine: its name in the engine's folder, its size, its sha256 in hexadecimal."""
+    """One file of an engine: its name in the engine's folder, its size, and its SHA-256 in hexadecimal."""
 
-    name: str
-    bytes: int
-    sha256: str
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+
+    name: Annotated[str, Field(pattern=r"^[^./\\:\x00][^/\\:\x00]*$")]
+    bytes: Annotated[int, Field(ge=0)]
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRecord:
-    """What is known of one engine on disk; one that was not proven yet has the defaults.
+    """What is known of one engine on disk. The defaults are those of an engine that was not verified.
 
     Attributes:
         id: the name of its folder.
-        key: `UNREADABLE_KEY` where the manifest cannot be read.
-        model, component: what it was built from, for people.
-        files: the engine file first, then the data files beside it.
+        key: `UNREADABLE_KEY` if the manifest cannot be read.
+        model, component: what it was built from.
+        files: the engine file first, then the data files that belong to it.
         file_bytes: of all its files.
         build_seconds: how long building took.
-        seconds_per_call, pytorch_seconds_per_call: medians measured at the optimal size; 0 if not measured.
-        error: relative, ‖out − ref‖/‖ref‖, the worst of all outputs and sizes; NaN if an output was not finite.
-        tolerance: what `error` may be at most for the precision.
-        verified: whether it was.
-        detail: what verification found, in words.
-        built_at, last_used: seconds since the epoch. `last_used` orders the store's engines by use; where the clock
-            was moved back it runs ahead of it.
+        seconds_per_call, pytorch_seconds_per_call: medians at the optimal size; 0 if not measured.
+        error: relative, ‖out − ref‖/‖ref‖, the largest of all outputs and sizes; NaN if an output was not finite.
+        tolerance: the largest `error` allowed for the precision.
+        verified: whether the error was within the tolerance.
+        detail: the result of verification for people.
+        built_at, last_used: seconds since the epoch. `last_used` orders engines by use; after the clock was set back
+            it runs ahead of it.
         pinned: never evicted.
-        problem: what is wrong with the files, None if nothing is known to be.
-        loras: what was added to the weights that are inside.
+        problem: what is wrong with the engine; None if nothing is known.
+        loras: the LoRAs in its weights.
     """
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
     id: str
     key: EngineKey
     model: str
     component: str
-    files: tuple[EngineFile, ...]
+    files: Annotated[tuple[EngineFile, ...], Field(min_length=1)]
     file_bytes: int
-    build_seconds: float = 0.0
-    seconds_per_call: float = 0.0
-    pytorch_seconds_per_call: float = 0.0
-    error: float = nan
-    tolerance: float = 0.0
+    build_seconds: _Positive = 0.0
+    seconds_per_call: _Positive = 0.0
+    pytorch_seconds_per_call: _Positive = 0.0
+    error: _Positive = nan
+    tolerance: _Positive = 0.0
     verified: bool = False
-    detail: str = ""
-    built_at: float = 0.0
-    last_used: float = 0.0
+    detail: Fact = Fact("engine.not_compared_yet")  # noqa: RUF009 - facts are frozen
+    built_at: _Positive = 0.0
+    last_used: _Positive = 0.0
     pinned: bool = False
-    problem: str | None = None
+    problem: Fact | None = None
     loras: tuple[LoraUse, ...] = ()
 
     @property
     def usable(self) -> bool:
-        """Whether nothing speaks against loading it."""
+        """Whether it was verified and has no known problem."""
         return self.verified and self.problem is None
 
 
 def find(index: Iterable[EngineRecord], wanted: EngineKey, latent: LatentSize) -> EngineRecord | None:
-    """Return the usable engine for `wanted`, or one that differs only in that it serves more sizes, if any.
+    """Return the usable engine for `wanted`, or one that differs only by serving more sizes, if there is one.
 
     Args:
-        latent: the size it will be called with. The exact key wins, then the fastest.
+        latent: the size that it will be called with. The exact key comes first, then the fastest.
     """
-    fitting = [
+    matching = [
         record
         for record in index
         if record.usable
@@ -205,15 +204,15 @@ def find(index: Iterable[EngineRecord], wanted: EngineKey, latent: LatentSize) -
         and any(profile.serves(latent) for profile in record.key.profiles)
     ]
     return min(
-        fitting, key=lambda record: (record.key != wanted, record.seconds_per_call or inf, record.id), default=None
+        matching, key=lambda record: (record.key != wanted, record.seconds_per_call or inf, record.id), default=None
     )
 
 
-def differences(wanted: EngineKey, found: EngineKey, scale: int = 1) -> list[str]:
-    """Say how an engine that exists differs from the one that is wanted, a sentence per difference.
+def differences(wanted: EngineKey, found: EngineKey, scale: int = 1) -> list[Fact]:
+    """Return how an engine that exists differs from the one that is wanted, a fact per difference.
 
     Args:
-        scale: pixels per latent, to speak of heights and widths in pixels.
+        scale: pixels per latent, to state heights and widths in pixels.
     """
     return [
         *_differing_identity(wanted, found),
@@ -222,71 +221,85 @@ def differences(wanted: EngineKey, found: EngineKey, scale: int = 1) -> list[str
     ]
 
 
-def misfit(wanted: EngineKey, found: EngineKey) -> str:
-    """Say in a few words for what else an engine was built; empty where nothing differs.
+def misfit(wanted: EngineKey, found: EngineKey) -> Fact | None:
+    """Return the most important difference in a few words; None if there is none.
 
-    What takes longest to mend is named first: another GPU, then other libraries, weights, sizes.
+    What is hardest to change comes first: another GPU, then other libraries, weights, sizes.
     """
-    for name, words in _MISFITS.items():
+    for name, code in _MISFITS.items():
         if getattr(wanted, name) != getattr(found, name):
-            return f"engine {words}"
-    return ""
+            return Fact(code)
+    return None
 
 
-def _differing_identity(wanted: EngineKey, found: EngineKey) -> Iterator[str]:
-    for name, title in (("program", "program"), ("family", "model family")):
-        if getattr(wanted, name) != getattr(found, name):
-            yield f"it is for the {title} {getattr(found, name)}, asked {getattr(wanted, name)}"
-    for name in ("architecture", "weights"):
-        if getattr(wanted, name) != getattr(found, name):
-            yield OTHER_WEIGHTS if name == "weights" else "built from another architecture"
+def _differing_identity(wanted: EngineKey, found: EngineKey) -> Iterator[Fact]:
+    if wanted.program != found.program:
+        yield Fact("engine.differs_program", {"found": found.program, "wanted": wanted.program})
+    if wanted.family != found.family:
+        yield Fact("engine.differs_family", {"found": found.family, "wanted": wanted.family})
+    if wanted.architecture != found.architecture:
+        yield Fact("engine.differs_architecture")
+    if wanted.weights != found.weights:
+        yield Fact(OTHER_WEIGHTS)
     if wanted.export_revision != found.export_revision:
-        yield f"exported by {'an older' if found.export_revision < wanted.export_revision else 'a newer'} Tandem"
+        yield Fact("engine.differs_export")
 
 
-def _differing_build(wanted: EngineKey, found: EngineKey, scale: int) -> Iterator[str]:
+def _differing_build(wanted: EngineKey, found: EngineKey, scale: int) -> Iterator[Fact]:
     if wanted.profiles != found.profiles:
-        yield f"built for {_sizes(found.profiles, scale)}, asked {_sizes(wanted.profiles, scale)}"
+        sizes = {"found": _sizes(found.profiles, scale), "wanted": _sizes(wanted.profiles, scale)}
+        yield Fact("engine.differs_sizes", sizes)
     if wanted.precision != found.precision:
-        yield f"built in {found.precision}, asked {wanted.precision}"
+        yield Fact("engine.differs_precision", {"found": found.precision, "wanted": wanted.precision})
     if (wanted.backend, wanted.builder) != (found.backend, found.builder):
-        yield f"built by {found.builder} for {_title(found.backend)}, asked {wanted.builder}"
-    for name, asked, there in _changed(wanted.options, found.options):
-        yield f"built with {name.replace('_', ' ')} {there or 'unset'}, asked {asked or 'unset'}"
+        names = {"found": found.builder, "backend": _title(found.backend), "wanted": wanted.builder}
+        yield Fact("engine.differs_builder", names)
+    for name, here, there in _changed(wanted.options, found.options):
+        unset = Fact("engine.option_unset")
+        data = {"option": name.replace("_", " "), "found": there or unset, "wanted": here or unset}
+        yield Fact("engine.differs_option", data)
 
 
-def _differing_machine(wanted: EngineKey, found: EngineKey) -> Iterator[str]:
+def _differing_machine(wanted: EngineKey, found: EngineKey) -> Iterator[Fact]:
     for name, here, there in _changed(wanted.versions, found.versions):
+        package = _title(name)
         if there is None:
-            yield f"built without {_title(name)}, here {here}"
+            yield Fact("engine.differs_new_package", {"package": package, "here": here})
+        elif here is None:
+            yield Fact("engine.differs_missing_package", {"package": package, "found": there})
         else:
-            yield f"built with {_title(name)} {there}, here {here or 'there is none'}"
+            yield Fact("engine.differs_version", {"package": package, "found": there, "here": here})
     if wanted.device != found.device:
-        yield f"built on {device_words(found.device, wanted.device)}"
+        yield device_difference(found.device, wanted.device)
     if wanted.system != found.system:
-        yield f"built on {found.system}, here {wanted.system}"
+        yield Fact("engine.differs_system", {"found": found.system, "here": wanted.system})
 
 
 def is_of_gpu(device: str) -> bool:
-    """Whether a key's `device` is a GPU; a CPU is its architecture and instruction sets."""
+    """Return whether a key's `device` is a GPU; that of a CPU is its architecture and instruction sets."""
     return " sm" in device
 
 
-def device_words(there: str, here: str) -> str:
-    """Say of a key's `device` how it differs from the one here: two CPUs by their instruction sets alone."""
+def device_difference(there: str, here: str) -> Fact:
+    """Return how a key's `device` differs from the one here: two CPUs by their instruction sets."""
     (kind, *instructions), (kind_here, *instructions_here) = there.split() or [""], here.split() or [""]
     more = [name for name in instructions if name not in instructions_here]
     fewer = [name for name in instructions_here if name not in instructions]
     if is_of_gpu(there) or is_of_gpu(here) or kind != kind_here or not (more or fewer):
         there, here = (device if is_of_gpu(device) else device.partition(" ")[0] for device in (there, here))
-        return f"{there}, here {here}"
-    told = [f"{word} {_some(names)}" for word, names in (("with", more), ("without", fewer)) if names]
-    return f"a processor {' and '.join(told)}, unlike this one"
+        return Fact("engine.differs_device", {"found": there, "here": here})
+    if not fewer:
+        return Fact("engine.differs_more_instructions", {"more": _some(more)})
+    if not more:
+        return Fact("engine.differs_fewer_instructions", {"fewer": _some(fewer)})
+    return Fact("engine.differs_instructions", {"more": _some(more), "fewer": _some(fewer)})
 
 
-def _some(names: list[str]) -> str:
-    left = len(names) - _NAMED
-    return f"{', '.join(names[:_NAMED])}{f' and {left} more' if left > 0 else ''}"
+def _some(names: list[str]) -> Fact:
+    left = len(names) - _MOST_NAMED
+    if left > 0:
+        return Fact("engine.names_and_more", {"names": names[:_MOST_NAMED], "more": left})
+    return Fact("engine.names", {"names": names})
 
 
 def _without_profiles(key: EngineKey) -> tuple[object, ...]:
@@ -306,45 +319,15 @@ def _title(name: str) -> str:
     return _TITLES.get(name, name)
 
 
-def _sizes(profiles: tuple[ShapeProfile, ...], scale: int) -> str:
-    return " or ".join(_size(profile, scale) for profile in profiles) or "no size"
+def _sizes(profiles: tuple[ShapeProfile, ...], scale: int) -> list[Fact]:
+    return [_size(profile, scale) for profile in profiles] or [Fact("engine.no_size")]
 
 
-def _size(profile: ShapeProfile, scale: int) -> str:
-    def words(latent: LatentSize) -> str:
+def _size(profile: ShapeProfile, scale: int) -> Fact:
+    def size(latent: LatentSize) -> Fact:
         frames, height, width = latent
-        return f"{frames} latent frame{'s' * (frames > 1)} of {height * scale}×{width * scale}"
+        return Fact("engine.size", {"frames": frames, "height": height * scale, "width": width * scale})
 
     if profile.min == profile.max:
-        return words(profile.min)
-    return f"{words(profile.min)} to {words(profile.max)}"
-
-
-def _list(value: object) -> list[object]:
-    if not isinstance(value, list | tuple):
-        raise ValueError("its key has values of the wrong type")
-    return list(value)
-
-
-def _profile(value: object) -> ShapeProfile:
-    if not isinstance(value, dict) or set(value) != {"min", "opt", "max"}:
-        raise ValueError("its key has a shape profile of the wrong type")
-    return ShapeProfile(*(_latent(value[name]) for name in ("min", "opt", "max")))
-
-
-def _latent(value: object) -> LatentSize:
-    match value:
-        case [int(frames), int(height), int(width)] if not any(isinstance(n, bool) for n in value):
-            return frames, height, width
-    raise ValueError("its key has a shape profile of the wrong type")
-
-
-def _pairs(value: object) -> tuple[tuple[str, str], ...]:
-    pairs = []
-    for pair in _list(value):
-        match pair:
-            case [str(name), str(text)]:
-                pairs.append((name, text))
-            case _:
-                raise ValueError("its key has values of the wrong type")
-    return tuple(pairs)
+        return size(profile.min)
+    return Fact("engine.size_range", {"low": size(profile.min), "high": size(profile.max)})

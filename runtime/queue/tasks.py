@@ -12,11 +12,12 @@ from typing import Literal
 
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError
+from runtime.core.facts import Fact
 from runtime.core.request import GenerationRequest
 from runtime.core.units import byte_size
 from runtime.engines import library
-from runtime.engines.imported.importing import device_here, import_engine, inspect, prospects
-from runtime.engines.imported.matching import fittings
+from runtime.engines.imported.importing import describe_matches, device_here, import_engine, inspect_engine
+from runtime.engines.imported.matching import find_matches
 from runtime.engines.service import EngineService
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.build_engines import build_all, wanted_engines
@@ -77,6 +78,10 @@ class Task:
             self.write(line)
         self.line, self.share = line, share
 
+    def report(self, fact: Fact, share: float | None) -> None:
+        """Say how far an engine's build is."""
+        self.tell(str(fact), share)
+
     def write(self, text: str) -> None:
         """Add to the log; the oldest lines go where it grows long."""
         self.log = [*self.log, *text.splitlines()][-_LOG_LINES:]
@@ -106,9 +111,9 @@ def building(
         failed: list[EngineError] = []
         made: list[str] = []
 
-        def tell(line: str, share: float | None) -> None:
+        def tell(fact: Fact, share: float | None) -> None:
             done = len(made) + len(failed)
-            task.tell(line, (done + (share or 0.0)) / len(wanted))
+            task.report(fact, (done + (share or 0.0)) / len(wanted))
 
         for one in build_all(wanted, spec, engines, tell, task.cancel, again=request.build == "always"):
             if one.error is None:
@@ -135,10 +140,10 @@ def looking(path: Path, spec: ModelSpec, component: str | None, engines: EngineS
         task.tell(f"Opening {path.name}", None)
         # A plan that is opened lies in the GPU's memory.
         free()
-        contract = inspect(path, device_here(engines.machine), task.tell, task.cancel)
-        task.found = tuple(contract.lines())
-        found = fittings(contract, spec, component)
-        task.found += tuple(prospects(found, spec))
+        contract = inspect_engine(path, device_here(engines.machine), task.report, task.cancel)
+        task.found = tuple(map(str, contract.describe()))
+        matches = find_matches(contract, spec, component)
+        task.found += tuple(map(str, describe_matches(matches, spec)))
         return "It can be imported, if it holds the model's own weights."
 
     return Task("look", f"Look into {path.name}", work)
@@ -155,10 +160,10 @@ def importing(path: Path, spec: ModelSpec, component: str | None, engines: Engin
         # It is compared with the model's own weights, and both want memory.
         free()
         device = device_here(engines.machine)
-        done = import_engine(path, spec, component, engines, device, task.tell, task.cancel)
-        task.found = tuple(done.lines())
+        done = import_engine(path, spec, component, engines, device, task.report, task.cancel)
+        task.found = tuple(map(str, done.describe()))
         if done.compared:
-            return f"Imported as {done.engine.id}: {done.engine.detail}."
+            return f"Imported as {done.engine.id}: {done.engine.detail}"
         return (
             f"Imported as {done.engine.id}. Memory did not allow to compare it with PyTorch, and before that it is not "
             "used: close other programs, then press Verify."
@@ -173,15 +178,14 @@ def verifying(engine_id: str, models: Sequence[ModelSpec], engines: EngineServic
     def work(task: Task, free: Free) -> str:
         chosen = library.choose(engines.store, [engine_id])
         free()
-        (found,) = library.verify(engines.store, chosen, models, engines.machine, task.tell, task.cancel, engines.notes)
+        store, machine = engines.store, engines.machine
+        (found,) = library.verify(store, chosen, models, machine, task.report, task.cancel, engines.notes)
         if found.skipped is not None:
-            raise EngineError(f"Not verified. {found.skipped}", found.remedy or "")
+            raise EngineError(found.skipped.code, **found.skipped.data)
         record = found.engine
         if not record.usable:
-            raise EngineError(
-                f"The engine is not right: {record.problem or record.detail}.", "It is not used. Build it anew."
-            )
-        return f"Right: {record.detail}."
+            raise EngineError("engine.verified_wrong", cause=record.problem or record.detail)
+        return f"Right: {record.detail}"
 
     return Task("verify", f"Verify {engine_id}", work)
 

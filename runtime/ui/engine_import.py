@@ -15,7 +15,7 @@ import gradio as gr
 
 from runtime.core.errors import EngineError, InvalidRequestError
 from runtime.core.request import AUTO, COMPONENTS
-from runtime.engines.imported.source import BACKENDS, WARNING
+from runtime.engines.imported.importing import BACKENDS, WARNING
 from runtime.models.spec import ModelSpec
 from runtime.ui import acceleration, engine_views
 
@@ -59,7 +59,7 @@ def block() -> Block:
             info="A part of the model that is chosen under Make. Automatic compares it with those it can stand for.",
             elem_id="import-part",
         )
-        gr.HTML(f'<p class="trouble" id="import-warning">{escape(WARNING)}</p>', apply_default_css=False)
+        gr.HTML(f'<p class="trouble" id="import-warning">{escape(str(WARNING))}</p>', apply_default_css=False)
         trusted = gr.Checkbox(
             value=False, label="I made this file myself, or trust who made it", elem_id="import-trusted"
         )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from html import escape
 
+from runtime.core.facts import Fact
 from runtime.core.plan import BACKEND_TITLES
 from runtime.core.units import byte_size
 from runtime.models.spec import ModelSpec
@@ -32,7 +33,7 @@ class Entry:
 
     record: EngineRecord
     spec: ModelSpec | None
-    stale: Sequence[str]
+    stale: Sequence[Fact]
     payoff: Payoff | None
 
 
@@ -176,11 +177,11 @@ def _row(entry: Entry) -> str:
 def _state(entry: Entry) -> tuple[str, str]:
     record = entry.record
     if record.problem is not None:
-        return "broken", f"Not used: {record.problem}."
+        return "broken", f"Not used: {record.problem}"
     if not record.verified:
-        return "broken", f"Not used: {record.detail or 'not verified'}."
+        return "broken", f"Not used: {record.detail}"
     if entry.stale:
-        return "stale", f"Stale: {', '.join(entry.stale)}."
+        return "stale", f"Stale: {' '.join(map(str, entry.stale))}"
     return "ready", ""
 
 
@@ -239,7 +240,7 @@ def _speed(record: EngineRecord) -> str:
 
 
 def _error(record: EngineRecord) -> str:
-    if not record.verified and not record.detail:
+    if not record.verified and record.detail.code == "engine.not_compared_yet":
         return ""
     return "not finite" if math.isnan(record.error) else f"{record.error:.0e} of {record.tolerance:.0e}"
 

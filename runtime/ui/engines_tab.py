@@ -16,9 +16,8 @@ from runtime.core.request import AUTO
 from runtime.core.units import about
 from runtime.engines import library as engine_library
 from runtime.engines import manifest
-from runtime.engines.imported.source import check_library, check_room, look
+from runtime.engines.imported.importing import check_disk_space, check_library, read_source
 from runtime.engines.service import EngineService
-from runtime.engines.staleness import why_stale
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import EngineRecord
 from runtime.planner.engine_offers import EngineOffer
@@ -83,9 +82,9 @@ class Library:
         """Queue work on a file, once its first bytes say that it may be an engine and somebody that it is trusted."""
         spec = form.read_model(values, self._models)
         component = engine_import.read_part(part, spec)
-        source = look(engine_import.read_path(file))
+        source = read_source(engine_import.read_path(file))
         check_library(source, self._engines.machine)
-        check_room(source, self._engines.store.folder)
+        check_disk_space(source, self._engines.store.folder)
         engine_import.check_trusted(trusted, source.path)
         return self._add(task(source.path, spec, component, self._engines))
 
@@ -185,7 +184,7 @@ class Library:
         entries = []
         for record in sorted(records, key=lambda record: (-record.last_used, record.id)):
             spec = next((spec for spec in models if spec.name == record.model), None)
-            stale = why_stale(record, models, self._engines.machine, self._engines.notes)
+            stale = engine_library.why_stale(record, models, self._engines.machine, self._engines.notes)
             entries.append(engine_views.Entry(record, spec, stale, _payoff_of(record, foreseen)))
         return entries
 

@@ -114,7 +114,7 @@ def running(progress: Progress) -> Line:
         # The step that is being made, not the last one made: 1 of 20 while the first one runs.
         detail = f"step {min(progress.step + 1, progress.steps)} of {progress.steps}"
     elif progress.building is not None:
-        detail = progress.building.line
+        detail = str(progress.building.progress)
     elif progress.stage == "decode":
         detail = f"{progress.frames} of {progress.frame_count} frames"
     return Line("running", progress.title, detail, formatting.time_left(progress.seconds_left), progress.fraction)

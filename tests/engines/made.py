@@ -1,10 +1,16 @@
 """Keys and engines for tests of the store: real folders with real manifests, and a few bytes for an engine."""
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from runtime.core.errors import EngineError
+from runtime.core.facts import Fact
 from runtime.engines import manifest
 from runtime.engines.store import EngineStore
 from runtime.planner.engine_index import EngineKey, EngineRecord
@@ -49,7 +55,7 @@ def put(folder: Path, key: EngineKey, content: bytes = b"engine" * 100, **change
         error=1e-6,
         tolerance=1e-4,
         verified=True,
-        detail="",
+        detail=Fact("engine.compared", {"error": 1e-6, "where": "velocity at 9×14×24", "tolerance": 1e-4}),
         built_at=1000.0,
         last_used=1000.0,
     )
@@ -65,6 +71,14 @@ def add(store: EngineStore, key: EngineKey, content: bytes = b"engine" * 100, **
         (room.engine / manifest.LOG_NAME).write_text("built\n")
         put(room.engine, key, content, **changes)
         return store.insert(room.engine, key.digest())
+
+
+@contextlib.contextmanager
+def refusal(*codes: str) -> Iterator[pytest.ExceptionInfo[EngineError]]:
+    """Expect an `EngineError` with one of some codes."""
+    with pytest.raises(EngineError) as refused:
+        yield refused
+    assert refused.value.code in codes
 
 
 def same(one: EngineRecord, other: EngineRecord) -> bool:

@@ -1,6 +1,6 @@
-"""The child process with other tasks in place of a build: what a builder may do to it. Run as the real one is."""
+"""Entries of the child process that fail in unusual ways, in place of a build."""
 
-# ruff: noqa: T201  # printing is what is tried
+# ruff: noqa: T201  # printing is under test
 
 import ctypes
 import json
@@ -9,56 +9,54 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from runtime.core.errors import EngineError
-from runtime.engines import build_child
-from runtime.engines.build_child import Report
-from runtime.planner.engine_index import EngineKey
+from runtime.core.facts import Fact
+from runtime.engines.build_child import BuildJob as Job
+from runtime.engines.child import Report
 from tests.engines.made import put
-
-Job = Mapping[str, Any]
 
 
 def make(job: Job, report: Report) -> dict[str, Any]:
-    """Make an engine at once, with a line in a file per time it was made."""
-    with Path(job["engine"]).parents[1].joinpath("made").open("a") as file:
+    """Make an engine at once, with a line in a file for each time it was made."""
+    with job.engine.parents[1].joinpath("made").open("a") as file:
         file.write("made\n")
-    report("half", 0.5)
+    report(Fact("engine.compiling"), 0.5)
     time.sleep(0.3)
-    put(Path(job["engine"]), EngineKey.from_json(job["key"]), built_at=time.time())
+    put(job.engine, job.key, built_at=time.time())
     return {}
 
 
 def make_wrong(job: Job, report: Report) -> dict[str, Any]:
-    """Make an engine that does not do what PyTorch does."""
-    key = EngineKey.from_json(job["key"])
-    put(Path(job["engine"]), key, verified=False, detail="NaN in velocity", error=float("nan"))
+    """Make an engine that differs from PyTorch."""
+    detail = Fact("engine.compared_not_finite", {"where": "velocity"})
+    put(job.engine, job.key, verified=False, detail=detail, error=float("nan"))
     return {}
 
 
-def prove(job: Job, report: Report) -> dict[str, Any]:
-    """Find that an engine holds NaN now."""
-    found = {"error": None, "tolerance": 1e-4, "verified": False, "detail": "velocity holds NaN or Inf"}
+def find_nan(job: Job, report: Report) -> dict[str, Any]:
+    """Find NaN while verifying."""
+    detail = Fact("engine.compared_not_finite", {"where": "velocity"})
+    found = {"error": None, "tolerance": 1e-4, "verified": False, "detail": detail}
     return {**found, "seconds_per_call": 0.0, "pytorch_seconds_per_call": 0.0}
 
 
 def forget(job: Job, report: Report) -> dict[str, Any]:
-    """Say that all is done, with nothing made."""
+    """Return without making anything."""
     return {}
 
 
 def raise_(job: Job, report: Report) -> dict[str, Any]:
-    """Raise what a defect raises."""
+    """Raise an internal error."""
     print("about to fail")
     raise ValueError("the shape is odd\nand more")
 
 
 def refuse(job: Job, report: Report) -> dict[str, Any]:
-    """Raise what the user can mend."""
-    raise EngineError("The operator Foo is unknown.", "Take another builder.")
+    """Raise a user error."""
+    raise EngineError("engine.tensorrt_parse_failed", version="10", detail="Foo is unknown")
 
 
 def exhaust(job: Job, report: Report) -> dict[str, Any]:
@@ -67,12 +65,12 @@ def exhaust(job: Job, report: Report) -> dict[str, Any]:
 
 
 def babble(job: Job, report: Report) -> dict[str, Any]:
-    """Print all sorts of things wherever one can, then do it."""
-    print(json.dumps({"done": {}}))
-    print(json.dumps({"line": "no progress", "share": 0.9}), file=sys.__stdout__)
-    ctypes.CDLL(None).puts(b'{"failed": "from C"}')
+    """Print all sorts of things to all streams, then make an engine."""
+    print(json.dumps({"type": "done", "result": {}}))
+    print("no progress", file=sys.__stdout__)
+    ctypes.CDLL(None).puts(b"from C")
     ctypes.CDLL(None).fflush(None)
-    os.write(1, b'{"done": {}}\n\xff\xfe\x00 \x1b[31mred\x1b[0m\r50%\r100%\n')
+    os.write(1, b'{"type": "done"}\n\xff\xfe\x00 \x1b[31mred\x1b[0m\r50%\r100%\n')
     os.write(2, b"x" * 3_000_000 + b"\n")
     print("[" * 100_000)
     return make(job, report)
@@ -85,35 +83,35 @@ def die(job: Job, report: Report) -> dict[str, Any]:
     return {}
 
 
+def abort(job: object, report: Report) -> dict[str, Any]:
+    """Crash whatever the job is."""
+    os.abort()
+
+
 def exit_(job: Job, report: Report) -> dict[str, Any]:
-    """End the process as if all were well."""
+    """End the process with the exit code of success."""
     os.write(2, b"bye\n")
     os._exit(0)
 
 
 def fill(job: Job, report: Report) -> dict[str, Any]:
     """Write until the disk is full."""
-    with Path(job["engine"], "engine.pt2").open("wb") as file:
+    with (job.engine / "engine.pt2").open("wb") as file:
         while True:
             file.write(b"x" * (1 << 16))
 
 
+def never(job: object, report: Report) -> dict[str, Any]:
+    """Stand for a child that must not be started."""
+    raise AssertionError("a child was started")
+
+
 def hang(job: Job, report: Report) -> dict[str, Any]:
-    """Never end, with a child of its own that never ends and left the group, and one that is deaf to signals."""
+    """Never end, with a child in another process group, and one that ignores signals."""
     code = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; time.sleep(600)"
     others = [subprocess.Popen([sys.executable, "-c", code], start_new_session=own) for own in (True, False)]
-    Path(job["engine"], "engine.pt2").write_bytes(b"half")
-    report(f"pids {os.getpid()} {others[0].pid} {others[1].pid}")
+    Path(job.engine, "engine.pt2").write_bytes(b"half")
+    report(Fact("engine.builder_output", {"line": f"pids {os.getpid()} {others[0].pid} {others[1].pid}"}), None)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(600)
     return {}
-
-
-ODD: Mapping[str, Callable[[Job, Report], dict[str, Any]]] = {
-    function.__name__: function
-    for function in (make, make_wrong, prove, forget, raise_, refuse, exhaust, babble, die, exit_, fill, hang)
-}
-
-if __name__ == "__main__":
-    build_child.TASKS = dict.fromkeys(build_child.TASKS, ODD[sys.argv[1]])
-    build_child.main()

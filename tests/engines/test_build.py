@@ -1,6 +1,7 @@
-"""Building in a child process: whatever becomes of it, an error in words, no debris, and the next try works."""
+"""Building in a child process: every failure is an error with a code, leaves nothing, and can be retried."""
 
 import contextlib
+import errno
 import os
 import resource
 import signal
@@ -9,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import psutil
@@ -16,13 +18,17 @@ import pytest
 
 from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.errors import EngineError
+from runtime.core.facts import Fact
 from runtime.engines import build as build_module
 from runtime.engines.build import BuildRequest, build_engine
+from runtime.engines.build_child import Job
 from runtime.engines.builders import BuildNeeds
+from runtime.engines.child import Entry
 from runtime.engines.store import EngineStore
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import EngineRecord
-from tests.engines.made import add, key, visible
+from tests.engines import odd_child
+from tests.engines.made import add, key, refusal, visible
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -41,13 +47,14 @@ def request_(tiny: Callable[[str], ModelSpec]) -> BuildRequest:
     return BuildRequest(spec=tiny("wan2.1"), component="transformer", key=key(), device="cpu")
 
 
-def odd(task: str) -> list[str]:
-    """Return what starts a child that does something odd."""
-    return [sys.executable, "-m", "tests.engines.odd_child", task]
+def odd(task: str) -> Entry[Job]:
+    """Return an entry of the child that does something unusual."""
+    entry: Entry[Job] = getattr(odd_child, task)
+    return entry
 
 
-def ignore(line: str, share: float | None) -> None:
-    """Watch no progress."""
+def ignore(fact: Fact, fraction: float | None) -> None:
+    """Ignore progress."""
 
 
 def attempt(request: BuildRequest, store: EngineStore, task: str) -> EngineRecord:
@@ -56,14 +63,14 @@ def attempt(request: BuildRequest, store: EngineStore, task: str) -> EngineRecor
 
 
 def test_an_engine_is_built_once_with_progress_and_log(request_: BuildRequest, store: EngineStore) -> None:
-    said: list[tuple[str, float | None]] = []
-    record = build_engine(request_, store, lambda *line: said.append(line), Cancel(), odd("make"))
-    assert ("half", 0.5) in said
+    said: list[tuple[Fact, float | None]] = []
+    record = build_engine(request_, store, lambda *progress: said.append(progress), Cancel(), odd("make"))
+    assert (Fact("engine.compiling"), 0.5) in said
     assert said[-1][1] == 1.0
     assert store.index() == [record]
-    assert "half" in (store.path(record.id) / "build.log").read_text()
+    assert "s  Compiling." in (store.path(record.id) / "build.log").read_text()
     # The second time nothing is started.
-    assert build_engine(request_, store, ignore, Cancel(), ["/no/such/program"]) == record
+    assert build_engine(request_, store, ignore, Cancel(), odd_child.never) == record
     again = attempt(replace(request_, again=True), store, "make")
     assert again.built_at > record.built_at
     assert (store.folder / "made").read_text() == "made\n" * 2
@@ -73,40 +80,53 @@ def test_an_engine_is_built_once_with_progress_and_log(request_: BuildRequest, s
 def test_a_damaged_engine_is_built_anew_and_what_was_wrong_is_said(request_: BuildRequest, store: EngineStore) -> None:
     add(store, key())
     (store.path(ENGINE) / "engine.pt2").write_bytes(b"")
-    said: list[str] = []
-    record = build_engine(request_, store, lambda line, share: said.append(line), Cancel(), odd("make"))
-    assert said[0] == "The engine that is there cannot be used: engine.pt2 is cut short: 0 of 600 bytes"
+    said: list[Fact] = []
+    record = build_engine(request_, store, lambda fact, _: said.append(fact), Cancel(), odd("make"))
+    cause = Fact("engine.file_other_size", {"file": "engine.pt2", "size": 0, "expected": 600})
+    assert said[0] == Fact("engine.replacing_damaged", {"cause": cause})
     assert record.usable
 
 
 def test_an_engine_that_is_wrong_is_kept_out_and_not_built_in_vain_again(
     request_: BuildRequest, store: EngineStore
 ) -> None:
-    with pytest.raises(EngineError, match="not what PyTorch computes: NaN in velocity"):
+    with pytest.raises(EngineError) as wrong:
         attempt(request_, store, "make_wrong")
+    cause = Fact("engine.compared_not_finite", {"where": "velocity"})
+    assert (wrong.value.code, wrong.value.data["cause"]) == ("engine.built_wrong", cause)
     assert [record.usable for record in store.index()] == [False]
-    with pytest.raises(EngineError, match="not what PyTorch computes"):
+    with pytest.raises(EngineError) as still_wrong:
         attempt(request_, store, "make")
+    assert still_wrong.value.fact == wrong.value.fact
     assert attempt(replace(request_, again=True), store, "make").usable
 
 
+def exception(text: str) -> Fact:
+    """Return the fact for an internal error in the child."""
+    return Fact("engine.child_exception", {"error": text})
+
+
+REFUSED = Fact("engine.tensorrt_parse_failed", {"version": "10", "detail": "Foo is unknown"})
 FAILURES = [
-    ("raise_", "could not be built: ValueError: the shape is odd", "about to fail"),
-    ("refuse", "could not be built: The operator Foo is unknown", "EngineError"),
-    ("exhaust", "memory ran out", "MemoryError"),
-    ("die", "its process crashed (signal 11)", "last words"),
-    ("exit_", "its process ended with exit code 0", "bye"),
-    ("forget", "was not finished: engine.json is missing", ""),
+    ("raise_", "child_failed", {"cause": exception("ValueError: the shape is odd")}, "about to fail"),
+    ("refuse", "child_refused", {"cause": REFUSED}, "EngineError"),
+    ("exhaust", "child_out_of_memory", {}, "MemoryError"),
+    ("die", "child_crashed", {"signal": 11}, "last words"),
+    ("exit_", "child_ended", {"exit_code": 0}, "bye"),
+    ("forget", "not_finished", {"cause": Fact("engine.file_missing", {"file": "engine.json"})}, ""),
 ]
 
 
-@pytest.mark.parametrize(("task", "what", "log"), FAILURES, ids=[failure[0] for failure in FAILURES])
-def test_a_failure_is_told_with_the_logs_end(
-    request_: BuildRequest, store: EngineStore, task: str, what: str, log: str
+@pytest.mark.parametrize(("task", "code", "data", "log"), FAILURES, ids=[failure[0] for failure in FAILURES])
+def test_a_failure_is_reported_with_the_end_of_the_log(
+    request_: BuildRequest, store: EngineStore, task: str, code: str, data: dict[str, object], log: str
 ) -> None:
     with pytest.raises(EngineError) as failed:
         attempt(request_, store, task)
-    assert what in failed.value.what
+    assert failed.value.code == f"engine.{code}"
+    assert failed.value.data.items() >= data.items()
+    if code != "not_finished":
+        assert failed.value.data["action"] == Fact("engine.not_built", {"engine": request_.title})
     assert "\n" not in failed.value.what + failed.value.remedy
     assert log in failed.value.log
     assert visible(store) == []
@@ -114,19 +134,23 @@ def test_a_failure_is_told_with_the_logs_end(
 
 
 def test_rubbish_on_standard_output_is_log_and_nothing_else(request_: BuildRequest, store: EngineStore) -> None:
-    said: list[str] = []
-    build_engine(request_, store, lambda line, share: said.append(line), Cancel(), odd("babble"))
-    assert said[1:-1] == ["half"]
+    said: list[Fact] = []
+    build_engine(request_, store, lambda fact, _: said.append(fact), Cancel(), odd("babble"))
+    assert said[1:-1] == [Fact("engine.compiling")]
     log = (store.path(ENGINE) / "build.log").read_text()
-    for words in ('{"done": {}}', "no progress", "from C", "red\n", "100%\n", "xxx"):
+    for words in ('{"type": "done"}', "no progress", "from C", "red\n", "100%\n", "xxx"):
         assert words in log
     assert "\x1b" not in log
     assert len(log) < 20_000
 
 
-def test_no_child_can_be_started(request_: BuildRequest, store: EngineStore) -> None:
-    with pytest.raises(EngineError, match="could not be started"):
-        build_engine(request_, store, ignore, Cancel(), ["/no/such/program"])
+def test_no_child_can_be_started(request_: BuildRequest, store: EngineStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(process: SpawnProcess) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(SpawnProcess, "start", start)
+    with refusal("engine.child_not_started"):
+        build_engine(request_, store, ignore, Cancel(), odd("make"))
     assert visible(store) == []
 
 
@@ -134,7 +158,7 @@ def test_a_full_disk_is_told(request_: BuildRequest, store: EngineStore) -> None
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 22, limits[1]))
     try:
-        with pytest.raises(EngineError, match="the disk is full"):
+        with refusal("engine.child_disk_full"):
             attempt(request_, store, "fill")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -152,7 +176,7 @@ def test_a_really_full_disk_is_told(request_: BuildRequest, tmp_path: Path) -> N
         store = EngineStore(disk / "engines", 1 << 40)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(build_module, "free_disk_bytes", lambda folder: 1 << 60)
-            with pytest.raises(EngineError, match="the disk is full"):
+            with refusal("engine.child_disk_full"):
                 attempt(request_, store, "fill")
             assert visible(store) == []
             assert attempt(request_, store, "make").usable
@@ -160,7 +184,7 @@ def test_a_really_full_disk_is_told(request_: BuildRequest, tmp_path: Path) -> N
             with contextlib.suppress(OSError), (disk / "more").open("wb") as file:
                 while file.write(b"x" * 4096):
                     file.flush()
-            with pytest.raises(EngineError, match="disk is full"):
+            with refusal("engine.store_disk_full", "engine.child_disk_full"):
                 attempt(replace(request_, again=True), store, "make")
         assert store.index()[0].usable
         assert store.verify_hash(store.index()[0]) is None
@@ -175,8 +199,10 @@ def test_what_does_not_fit_is_refused_before_the_start(
     field = {"memory": "ram_bytes", "disk": "disk_bytes", "video memory": "vram_bytes"}[lack]
     needs = replace(BuildNeeds(ram_bytes=0, disk_bytes=0, vram_bytes=0), **{field: 1 << 60})
     monkeypatch.setattr(build_module, "_needs", lambda request: needs)
-    with pytest.raises(EngineError, match=rf"needs about 1152921\.5 TB of {lack}; [\d.]+ [KMGT]?B are free"):
-        build_engine(request_, store, ignore, Cancel(), ["/no/such/program"])
+    with refusal(f"engine.needs_{lack.replace(' ', '_')}") as failed:
+        build_engine(request_, store, ignore, Cancel(), odd_child.never)
+    assert failed.value.data["needed"] == 1 << 60
+    assert 0 <= failed.value.data["free"] < 1 << 60
     assert visible(store) == []
 
 
@@ -187,10 +213,10 @@ class Hanging:
         self.pids: list[int] = []
         self.begun = threading.Event()
 
-    def __call__(self, line: str, share: float | None) -> None:
+    def __call__(self, fact: Fact, fraction: float | None) -> None:
         """Take the process ids from the child's progress."""
-        if line.startswith("pids "):
-            self.pids = [int(word) for word in line.split()[1:]]
+        if fact.code == "engine.builder_output":
+            self.pids = [int(word) for word in fact.data["line"].split()[1:]]
             self.begun.set()
 
     def then(self, act: Callable[[], None]) -> None:
@@ -220,14 +246,14 @@ def test_cancelling_ends_all_processes_at_once(request_: BuildRequest, store: En
     await_end(hanging.pids)
     assert visible(store) == []
     with pytest.raises(CancelledError):
-        build_engine(request_, store, ignore, cancel, ["/no/such/program"])
+        build_engine(request_, store, ignore, cancel, odd_child.never)
     assert attempt(request_, store, "make").usable
 
 
 def test_a_killed_child_is_told(request_: BuildRequest, store: EngineStore) -> None:
     hanging = Hanging()
     threading.Thread(target=hanging.then, args=(lambda: os.kill(hanging.pids[0], signal.SIGKILL),)).start()
-    with pytest.raises(EngineError, match="its process was killed") as failed:
+    with refusal("engine.child_killed") as failed:
         build_engine(request_, store, hanging, Cancel(), odd("hang"))
     assert "memory" in failed.value.remedy
     await_end(hanging.pids[:1] + hanging.pids[2:])
@@ -244,14 +270,14 @@ from runtime.engines.build import BuildRequest, build_engine
 from runtime.engines.builders import BuildNeeds
 from runtime.engines.store import EngineStore
 from runtime.models.registry import read_spec
+from tests.engines import odd_child
 from tests.engines.made import key
 _, model, folder, task = sys.argv
 # Where the tests were started in the background, SIGINT is ignored by all they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 request = BuildRequest(spec=read_spec(Path(model), "wan2.1"), component="transformer", key=key(), device="cpu")
-say = lambda line, share: print(line, flush=True)
-record = build_engine(request, EngineStore(Path(folder), 1 << 40), say, Cancel(),
-                      [sys.executable, "-m", "tests.engines.odd_child", task])
+say = lambda fact, fraction: print(fact, flush=True)
+record = build_engine(request, EngineStore(Path(folder), 1 << 40), say, Cancel(), getattr(odd_child, task))
 print("built", record.id, record.built_at, flush=True)
 """
 

@@ -9,6 +9,7 @@ import torch
 
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError
+from runtime.core.facts import Fact
 from runtime.engines import library
 from runtime.engines.build import BuildRequest, build_engine
 from runtime.engines.builders import BUILDERS
@@ -22,8 +23,8 @@ from runtime.planner.shapes import ShapeProfile
 from tests.engines.made import visible
 
 
-def ignore(line: str, share: float | None) -> None:
-    """Watch no progress."""
+def ignore(fact: Fact, fraction: float | None) -> None:
+    """Ignore progress."""
 
 
 @pytest.mark.slow
@@ -43,9 +44,9 @@ def test_a_real_engine_from_build_to_deletion(
     )
     store = EngineStore(tmp_path / "with a space" / "engines", 1 << 40)
     request = BuildRequest(spec=spec, component="transformer", key=key, device="cpu")
-    said: list[str] = []
-    record = build_engine(request, store, lambda line, share: said.append(line), Cancel())
-    assert "Comparing with PyTorch" in said
+    reported: list[Fact] = []
+    record = build_engine(request, store, lambda fact, _: reported.append(fact), Cancel())
+    assert Fact("engine.comparing") in reported
     assert record.usable
     assert record.error <= record.tolerance == 1e-4
     assert min(record.build_seconds, record.seconds_per_call, record.pytorch_seconds_per_call) > 0
@@ -65,9 +66,11 @@ def test_a_real_engine_from_build_to_deletion(
     data = bytearray(engine.read_bytes())
     data[len(data) // 2] ^= 1
     engine.write_bytes(data)
-    with pytest.raises(EngineError, match="was changed"):
+    changed = Fact("engine.file_changed", {"file": "engine.onnx"})
+    with pytest.raises(EngineError) as refused:
         open_session(store.path(record.id), record, device="cpu", weights=dict)
+    assert refused.value.fact == Fact("engine.unusable", {"engine": record.id, "cause": changed})
     [verified] = library.verify(store, store.index(), [spec], machine, ignore, Cancel())
-    assert verified.engine.problem == "engine.onnx was changed since it was built"
+    assert verified.engine.problem == changed
     library.delete(store, store.index())
     assert visible(store) == []

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from runtime.core.errors import EngineError
-from runtime.engines.identity import cpu_instructions, device_text, program_key_parts, versions_of
+from runtime.engines.identity import cpu_instructions, device_text, export_revision, program_key_parts, versions_of
 from runtime.machine.probe import probe
-from runtime.models.registry import read_spec
+from runtime.models.registry import FAMILIES, Entry, read_spec
 from runtime.models.spec import ModelSpec
 
 
@@ -84,3 +85,20 @@ def test_the_cpu_is_told_by_its_instructions() -> None:
 def test_versions_are_of_what_is_installed() -> None:
     assert [name for name, _ in versions_of("torch", "no-such-package")] == ["torch"]
     assert "+" not in versions_of("torch")[0][1]
+
+
+def test_the_revision_of_an_export_is_that_of_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def revision(name: str, source: str) -> str:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "__init__.py").touch()
+        (folder / "programs.py").write_text(source, encoding="utf-8")
+        monkeypatch.setitem(FAMILIES, name, Entry("Pipeline", name))
+        return export_revision(name)
+
+    monkeypatch.syspath_prepend(tmp_path)
+    first = revision("family_one", 'def form(x: int) -> int:\n    """Add one."""\n    return x + 1\n')
+    assert re.fullmatch("[0-9a-f]{16}", first)
+    assert revision("family_two", "def form( x: int ) -> int: # other words\n    return (x + 1)\n") == first
+    assert revision("family_three", "def form(x: int) -> int:\n    return x + 2\n") != first
+    assert export_revision("wan") not in {first, "1"}

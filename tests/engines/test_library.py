@@ -1,6 +1,5 @@
 """What the commands on the engine library do."""
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 
 from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.errors import EngineError
+from runtime.core.facts import Fact
 from runtime.engines import library, manifest
 from runtime.engines.build import verify_engine
 from runtime.engines.identity import device_text, program_key_parts
@@ -16,6 +16,7 @@ from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import EngineRecord
+from tests.engines import odd_child
 from tests.engines.made import add, key, visible
 
 
@@ -25,8 +26,8 @@ def store(tmp_path: Path) -> EngineStore:
     return EngineStore(tmp_path / "engines", 25_000)
 
 
-def ignore(line: str, share: float | None) -> None:
-    """Watch no progress."""
+def ignore(fact: Fact, fraction: float | None) -> None:
+    """Ignore progress."""
 
 
 def three(store: EngineStore) -> list[EngineRecord]:
@@ -87,8 +88,9 @@ def test_the_model_of_an_engine_is_found(tiny: Callable[[str], ModelSpec], store
     assert library.owner(second, models, notes) == (both, "transformer_2")
     shared = add(store, key(architecture=architecture, weights="swapped"), b"x", model=both.name)
     assert library.owner(shared, models, notes) == (both, "transformer")
-    with pytest.raises(EngineError, match="No model here has the weights"):
+    with pytest.raises(EngineError) as unowned:
         library.owner(second, models[2:], notes)
+    assert unowned.value.fact == Fact("engine.no_model_with_weights", {"engine": second.id, "model": "renamed"})
 
 
 def test_what_cannot_be_verified_here_is_skipped_and_said(tiny: Callable[[str], ModelSpec], store: EngineStore) -> None:
@@ -100,9 +102,10 @@ def test_what_cannot_be_verified_here_is_skipped_and_said(tiny: Callable[[str], 
     (store.path(damaged.id) / manifest.NAME).write_text("{")
     engines = library.choose(store, [of_nobody.id, elsewhere.id, damaged.id])
     found = list(library.verify(store, engines, [spec], machine, ignore, Cancel()))
-    assert "No model here" in str(found[0].skipped)
-    assert "was built on a processor with avx512" in str(found[1].skipped)
-    assert found[1].remedy == "Build it here, and delete that."
+    assert found[0].skipped == Fact("engine.no_model_with_weights", {"engine": of_nobody.id, "model": "diorama"})
+    assert found[1].skipped is not None
+    assert (found[1].skipped.code, found[1].skipped.data["engine"]) == ("engine.other_device", elsewhere.id)
+    assert "processor with avx512" in str(found[1].skipped)
     assert found[2] == library.Verified(engines[2])
     assert {record.id for record in store.index() if record.usable} == {of_nobody.id, elsewhere.id}
     cancel = Cancel()
@@ -113,29 +116,32 @@ def test_what_cannot_be_verified_here_is_skipped_and_said(tiny: Callable[[str], 
 
 def verify(spec: ModelSpec, record: EngineRecord, store: EngineStore, task: str) -> EngineRecord:
     """Verify with an odd child."""
-    command = [sys.executable, "-m", "tests.engines.odd_child", task]
-    return verify_engine(spec, "transformer", record, store, "cpu", ignore, Cancel(), command)
+    return verify_engine(spec, "transformer", record, store, "cpu", ignore, Cancel(), getattr(odd_child, task))
 
 
 def test_what_verifying_finds_is_written_down(tiny: Callable[[str], ModelSpec], store: EngineStore) -> None:
     spec, record = tiny("wan2.1"), add(store, key(device=device_text(probe(), "cpu")))
     engine = store.path(record.id) / "engine.pt2"
-    found = verify(spec, record, store, "prove")
-    assert (found.verified, found.detail) == (False, "velocity holds NaN or Inf")
+    found = verify(spec, record, store, "find_nan")
+    assert (found.verified, found.detail) == (False, Fact("engine.compared_not_finite", {"where": "velocity"}))
     assert not store.index()[0].usable
     found = verify(spec, record, store, "die")
-    assert "could not be verified: its process crashed (signal 11)" in str(found.problem)
-    with pytest.raises(EngineError, match="memory ran out"):
+    assert found.problem is not None
+    assert (found.problem.code, found.problem.data["signal"]) == ("engine.child_crashed", 11)
+    assert found.problem.data["action"].code == "engine.not_verified"
+    with pytest.raises(EngineError) as exhausted:
         verify(spec, record, store, "exhaust")
+    assert exhausted.value.code == "engine.child_out_of_memory"
     whole = engine.read_bytes()
     engine.write_bytes(b"y" * len(whole))
     found = verify(spec, replace(record, problem=None), store, "make")
-    assert found.problem == "engine.pt2 was changed since it was built"
+    assert found.problem == Fact("engine.file_changed", {"file": "engine.pt2"})
     assert store.index()[0].problem == found.problem
     # A problem that is gone is forgotten once a verification has found none.
     engine.write_bytes(whole)
-    assert verify(spec, store.index()[0], store, "prove").problem is None
+    assert verify(spec, store.index()[0], store, "find_nan").problem is None
     store.delete(record.id)
-    with pytest.raises(EngineError, match="no engine"):
-        verify(spec, record, store, "prove")
+    with pytest.raises(EngineError) as gone:
+        verify(spec, record, store, "find_nan")
+    assert gone.value.fact == Fact("engine.not_found", {"engine": record.id})
     assert visible(store) == []

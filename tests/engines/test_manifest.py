@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from runtime.core.facts import Fact
 from runtime.engines import manifest
 from runtime.planner.engine_index import UNREADABLE_KEY, EngineRecord
 from tests.engines.made import key, put, same
@@ -23,9 +24,13 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
+DETAIL = Fact("engine.stored_text", {"text": "“ü” \ud800 \x1b[31m"})
+PROBLEM = Fact("engine.file_changed", {"file": "engine.pt2"})
+
+
 @pytest.mark.parametrize("error", [0.0, 1e-6, math.inf, math.nan])
 def test_what_is_written_is_read(folder: Path, error: float) -> None:
-    record = put(folder, key(), error=error, detail="“ü” \ud800 \x1b[31m", pinned=True, problem="it is odd")
+    record = put(folder, key(), error=error, detail=DETAIL, pinned=True, problem=PROBLEM)
     read = manifest.read(folder)
     # What is not finite has no number.
     assert same(read, replace(record, error=error if math.isfinite(error) else math.nan))
@@ -50,7 +55,7 @@ def test_wrong_types_are_a_problem_and_never_an_exception(folder: Path, name: st
     record = spoil(folder, **{name: value})
     if same(record, before) or record.problem is None:
         # Some of the values are right for some of the fields.
-        assert type(getattr(record, name)) in {bool, str, float, type(None)} or record.loras == ()
+        assert type(getattr(record, name)) in {bool, str, float, Fact, type(None)} or record.loras == ()
         assert record.key == key()
     elif name == "problem":
         assert record.problem
@@ -63,10 +68,10 @@ def test_wrong_types_are_a_problem_and_never_an_exception(folder: Path, name: st
 def test_another_engines_key_is_a_problem(folder: Path) -> None:
     other = key(versions=(("torch", "2.14.0"),))
     record = spoil(folder, key=other.to_json())
-    assert record.problem == "engine.json was changed, or is another engine's"
+    assert record.problem == Fact("engine.manifest_changed")
     assert record.key == UNREADABLE_KEY
     record = spoil(folder, key=other.to_json(), id=other.digest())
-    assert record.problem == "engine.json was changed, or is another engine's"
+    assert record.problem == Fact("engine.manifest_changed")
 
 
 FILE = {"name": "engine.pt2", "bytes": 600, "sha256": "0" * 64}
@@ -89,30 +94,35 @@ FILE = {"name": "engine.pt2", "bytes": 600, "sha256": "0" * 64}
     ],
 )
 def test_files_that_cannot_be_are_a_problem(folder: Path, files: list[Any]) -> None:
-    assert "file" in str(spoil(folder, files=files).problem)
+    problem = spoil(folder, files=files).problem
+    assert problem is not None
+    assert problem.code == "engine.manifest_invalid"
+    assert problem.data["field"].startswith("files.")
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "problem"),
     [
-        (b"", "cut short or not JSON"),
-        (b"{", "cut short or not JSON"),
-        (b"\xff\xfe\x00", "cut short or not JSON"),
-        (b"[" * 100_000, "cut short or not JSON"),
-        (b"null", "not an engine's"),
-        (b"[]", "not an engine's"),
-        (b"{}", "not an engine's"),
-        (b'{"format": 2}', "its format is 2, not 1"),
-        (b'{"format": NaN}', "holds NaN"),
-        (b'{"format": ' + b"1" * 5000 + b"}", "cannot be used"),
-        (b" " * (2 << 20), "too large"),
+        (b"", Fact("engine.manifest_damaged")),
+        (b"{", Fact("engine.manifest_damaged")),
+        (b"\xff\xfe\x00", Fact("engine.manifest_damaged")),
+        (b"[" * 100_000, Fact("engine.manifest_damaged")),
+        (b"null", Fact("engine.manifest_foreign")),
+        (b"[]", Fact("engine.manifest_foreign")),
+        (b"{}", Fact("engine.manifest_foreign")),
+        (b'{"format": 3}', Fact("engine.manifest_format", {"format": "3", "expected": 2})),
+        (b'{"format": true}', Fact("engine.manifest_format", {"format": "True", "expected": 2})),
+        (b'{"format": NaN}', Fact("engine.manifest_damaged")),
+        (b'{"format": ' + b"1" * 5000 + b"}", Fact("engine.manifest_damaged")),
+        (b'{"format": 2}', Fact("engine.manifest_invalid", {"field": "id", "error": "Field required"})),
+        (b" " * (2 << 20), Fact("engine.manifest_too_large")),
     ],
-    ids=range(11),
+    ids=range(13),
 )
-def test_what_is_no_manifest_is_a_problem(folder: Path, content: bytes, said: str) -> None:
+def test_what_is_no_manifest_is_a_problem(folder: Path, content: bytes, problem: Fact) -> None:
     (folder / manifest.NAME).write_bytes(content)
     record = manifest.read(folder)
-    assert said in str(record.problem)
+    assert record.problem == problem
     assert record.key == UNREADABLE_KEY
 
 
@@ -126,16 +136,21 @@ def test_any_cut_is_a_problem(folder: Path) -> None:
 def test_a_manifest_that_is_no_file_is_a_problem(folder: Path) -> None:
     path = folder / manifest.NAME
     path.rename(folder / "aside")
-    assert manifest.read(folder).problem == "engine.json is missing"
+    assert manifest.read(folder).problem == Fact("engine.file_missing", {"file": "engine.json"})
     path.mkdir()
-    assert manifest.read(folder).problem == "engine.json is not a file"
+    assert manifest.read(folder).problem == Fact("engine.file_not_regular", {"file": "engine.json"})
     path.rmdir()
     path.symlink_to(folder / "aside")
-    assert manifest.read(folder).problem == "engine.json is not a file"
+    assert manifest.read(folder).problem == Fact("engine.file_not_regular", {"file": "engine.json"})
     path.unlink()
     os.mkfifo(path)
-    assert manifest.read(folder).problem == "engine.json is not a file"
-    assert manifest.read(folder / "gone").problem == "engine.json is missing"
+    assert manifest.read(folder).problem == Fact("engine.file_not_regular", {"file": "engine.json"})
+    assert manifest.read(folder / "gone").problem == Fact("engine.file_missing", {"file": "engine.json"})
+
+
+def other_size(size: int) -> Fact:
+    """Return the problem of an engine file that should have 600 bytes."""
+    return Fact("engine.file_other_size", {"file": "engine.pt2", "size": size, "expected": 600})
 
 
 def test_damaged_engine_files_are_named(folder: Path, tmp_path: Path) -> None:
@@ -145,20 +160,26 @@ def test_damaged_engine_files_are_named(folder: Path, tmp_path: Path) -> None:
     flipped[300] ^= 1
     engine.write_bytes(flipped)
     assert manifest.check_sizes(folder, record) is None
-    assert manifest.check_hashes(folder, record) == "engine.pt2 was changed since it was built"
+    assert manifest.check_hashes(folder, record) == Fact("engine.file_changed", {"file": "engine.pt2"})
     engine.write_bytes(whole[:-1])
-    assert manifest.check_sizes(folder, record) == "engine.pt2 is cut short: 599 of 600 bytes"
+    assert manifest.check_sizes(folder, record) == Fact(
+        "engine.file_other_size", {"file": "engine.pt2", "size": 599, "expected": 600}
+    )
     engine.write_bytes(b"")
-    assert manifest.check_hashes(folder, record) == "engine.pt2 is cut short: 0 of 600 bytes"
+    assert manifest.check_hashes(folder, record) == Fact(
+        "engine.file_other_size", {"file": "engine.pt2", "size": 0, "expected": 600}
+    )
     engine.write_bytes(whole + b"x")
-    assert manifest.check_sizes(folder, record) == "engine.pt2 is too long: 601 bytes, not 600"
+    assert manifest.check_sizes(folder, record) == Fact(
+        "engine.file_other_size", {"file": "engine.pt2", "size": 601, "expected": 600}
+    )
     engine.rename(tmp_path / "outside")
-    assert manifest.check_sizes(folder, record) == "engine.pt2 is missing"
+    assert manifest.check_sizes(folder, record) == Fact("engine.file_missing", {"file": "engine.pt2"})
     engine.symlink_to(tmp_path / "outside")
-    assert manifest.check_sizes(folder, record) == "engine.pt2 is not a file"
+    assert manifest.check_sizes(folder, record) == Fact("engine.file_not_regular", {"file": "engine.pt2"})
     engine.unlink()
     engine.mkdir()
-    assert manifest.check_hashes(folder, record) == "engine.pt2 is not a file"
+    assert manifest.check_hashes(folder, record) == Fact("engine.file_not_regular", {"file": "engine.pt2"})
 
 
 def test_files_beside_the_engine_count(folder: Path) -> None:
@@ -167,4 +188,19 @@ def test_files_beside_the_engine_count(folder: Path) -> None:
     assert [(file.name, file.bytes) for file in files] == [("engine.pt2", 600), ("engine.onnx.data", 7)]
     record = replace(manifest.read(folder), files=files)
     (folder / "engine.onnx.data").write_bytes(b"weighty")
-    assert manifest.check_hashes(folder, record) == "engine.onnx.data was changed since it was built"
+    assert manifest.check_hashes(folder, record) == Fact("engine.file_changed", {"file": "engine.onnx.data"})
+
+
+def test_format_1_is_migrated(folder: Path) -> None:
+    path = folder / manifest.NAME
+    values = json.loads(path.read_text()) | {"format": 1, "detail": "right", "problem": "odd", "error": None}
+    del values["loras"]
+    path.write_text(json.dumps(values))
+    record = manifest.read(folder)
+    assert (record.id, record.key) == (folder.name, key())
+    assert record.detail == Fact("engine.stored_text", {"text": "right"})
+    assert record.problem == Fact("engine.stored_text", {"text": "odd"})
+    assert math.isnan(record.error)
+    assert record.loras == ()
+    manifest.write(folder, record)
+    assert same(manifest.read(folder), record)

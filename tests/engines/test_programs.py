@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from runtime.core.errors import EngineError
-from runtime.engines.io_signature import Edges
+from runtime.engines.io_signature import IOSignature
 from runtime.engines.programs import TEXT_PADDING, Program, cut_text, load_program
 from runtime.models.spec import ModelSpec
 from runtime.planner.shapes import ShapeProfile
@@ -51,13 +51,13 @@ def test_exports_hold_at_every_size(program: Program) -> None:
             torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_edges_know_every_output(program: Program) -> None:
+def test_the_signature_has_every_output(program: Program) -> None:
     profile = PROFILES[program.name]
-    edges = Edges.from_text(program.edges(profile, program.example(profile)).to_text())
+    signature = IOSignature.from_text(program.signature(profile, program.example(profile)).to_text())
     for size in (profile.min, profile.opt, profile.max):
         inputs = program.inputs(size)
-        _, known = edges.fit(inputs, torch.device("cpu"))
-        assert [(edge.name, edge.torch_dtype, edge.shape(known)) for edge in edges.outputs] == [
+        _, sizes = signature.convert(inputs, torch.device("cpu"))
+        assert [(tensor.name, tensor.torch_dtype, tensor.shape(sizes)) for tensor in signature.outputs] == [
             (name, output.dtype, tuple(output.shape)) for name, output in program.run(**inputs).items()
         ]
 
@@ -65,9 +65,9 @@ def test_edges_know_every_output(program: Program) -> None:
 def test_a_fixed_profile_fixes_every_size(tiny: Callable[[str], ModelSpec]) -> None:
     program = load_program(tiny("wan2.1"), "transformer", "transformer", device="cpu", dtype="float32")
     profile = ShapeProfile.fixed((2, 4, 6))
-    edges = program.edges(profile, program.example(profile))
-    assert edges.ranges == {}
-    cut = program.edges(profile, program.example(profile, cut=True))
+    signature = program.signature(profile, program.example(profile))
+    assert signature.ranges == {}
+    cut = program.signature(profile, program.example(profile, cut=True))
     assert cut.ranges == {"text": (2, 512)}
 
 
@@ -82,12 +82,12 @@ def test_an_export_with_cut_text_takes_any_text(tiny: Callable[[str], ModelSpec]
         assert relative(given, program.run(**inputs)["velocity"]) < 1e-5
 
 
-def _edges(tiny: Callable[[str], ModelSpec], name: str) -> tuple[Edges, dict[str, torch.Tensor]]:
+def _signature(tiny: Callable[[str], ModelSpec], name: str) -> tuple[IOSignature, dict[str, torch.Tensor]]:
     program = load_program(
         tiny("wan2.1"), "vae" if name != "transformer" else name, name, device="cpu", dtype="float32"
     )
     profile = PROFILES[name]
-    return program.edges(profile, program.example(profile)), program.inputs(profile.opt)
+    return program.signature(profile, program.example(profile)), program.inputs(profile.opt)
 
 
 @pytest.mark.parametrize(
@@ -100,24 +100,24 @@ def _edges(tiny: Callable[[str], ModelSpec], name: str) -> tuple[Edges, dict[str
     ],
 )
 def test_another_size_is_refused(tiny: Callable[[str], ModelSpec], shape: tuple[int, ...], what: str) -> None:
-    edges, inputs = _edges(tiny, "transformer")
+    signature, inputs = _signature(tiny, "transformer")
     with pytest.raises(EngineError, match=what):
-        edges.fit(inputs | {"latents": torch.zeros(shape)}, torch.device("cpu"))
+        signature.convert(inputs | {"latents": torch.zeros(shape)}, torch.device("cpu"))
 
 
 def test_caches_of_another_size_are_refused(tiny: Callable[[str], ModelSpec]) -> None:
-    edges, inputs = _edges(tiny, "vae_next")
+    signature, inputs = _signature(tiny, "vae_next")
     with pytest.raises(EngineError, match="takes cache_3"):
-        edges.fit(inputs | {"cache_3": inputs["cache_3"][..., :-1]}, torch.device("cpu"))
+        signature.convert(inputs | {"cache_3": inputs["cache_3"][..., :-1]}, torch.device("cpu"))
     del inputs["cache_3"]
     with pytest.raises(EngineError, match="it was given"):
-        edges.fit(inputs, torch.device("cpu"))
+        signature.convert(inputs, torch.device("cpu"))
 
 
 def test_inputs_are_brought_to_the_engines_type(tiny: Callable[[str], ModelSpec]) -> None:
-    edges, inputs = _edges(tiny, "transformer")
+    signature, inputs = _signature(tiny, "transformer")
     strided = inputs["latents"].double().transpose(3, 4).contiguous().transpose(3, 4)
-    tensors, _ = edges.fit(inputs | {"latents": strided}, torch.device("cpu"))
+    tensors, _ = signature.convert(inputs | {"latents": strided}, torch.device("cpu"))
     assert tensors[0].dtype is torch.float32
     assert tensors[0].is_contiguous()
     assert torch.equal(tensors[0], inputs["latents"])

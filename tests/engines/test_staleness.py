@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from runtime.core.facts import Fact
 from runtime.engines.builders import BUILDERS
-from runtime.engines.identity import CLIP_PROGRAM, EXPORT_REVISION, device_text, program_key_parts, versions_of
+from runtime.engines.identity import CLIP_PROGRAM, NOT_EXPORTED, device_text, program_key_parts, versions_of
 from runtime.engines.imported.offering import imported_engines
-from runtime.engines.staleness import why_stale
+from runtime.engines.library import why_stale
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import IMPORTED, UNREADABLE_KEY, EngineKey, EngineRecord
@@ -17,6 +18,8 @@ from runtime.planner.shapes import ShapeProfile
 from tests.ui.records import record
 
 HERE = probe()
+
+GPU = "NVIDIA H200 sm90 CUDA 13.0"
 
 
 @pytest.fixture
@@ -39,19 +42,21 @@ def test_one_that_would_be_built_now_is_not_stale(fresh: EngineRecord, spec: Mod
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "code", "data"),
     [
-        ({"weights": "0" * 64}, "built from other weights"),
-        ({"versions": (("torch", "1.0"),)}, "built with PyTorch 1.0, here "),
-        ({"export_revision": 0}, "exported by an older Tandem"),
-        ({"system": "Plan9 vax"}, "built on Plan9 vax, here "),
-        ({"device": "NVIDIA H200 sm90 CUDA 13.0"}, "built on NVIDIA H200 sm90 CUDA 13.0, here "),
-        ({"builder": "forge"}, "there is no builder forge any more"),
+        ({"weights": "0" * 64}, "engine.differs_weights", {}),
+        ({"versions": (("torch", "1.0"),)}, "engine.differs_version", {"package": "PyTorch", "found": "1.0"}),
+        ({"export_revision": 1}, "engine.differs_export", {}),
+        ({"system": "Plan9 vax"}, "engine.differs_system", {"found": "Plan9 vax"}),
+        ({"device": GPU}, "engine.differs_device", {"found": GPU}),
+        ({"builder": "forge"}, "engine.stale_without_builder", {"builder": "forge"}),
     ],
 )
-def test_what_differs_is_named(fresh: EngineRecord, spec: ModelSpec, changes: dict[str, Any], words: str) -> None:
+def test_what_differs_is_named(
+    fresh: EngineRecord, spec: ModelSpec, changes: dict[str, Any], code: str, data: dict[str, Any]
+) -> None:
     stale = why_stale(replace(fresh, key=replace(fresh.key, **changes)), [spec], HERE)
-    assert any(words in phrase for phrase in stale), stale
+    assert any(fact.code == code and fact.data.items() >= data.items() for fact in stale), stale
 
 
 @pytest.fixture(params=[("transformer_2", "transformer"), ("vae", CLIP_PROGRAM)], ids=["transformer", "clip"])
@@ -64,7 +69,7 @@ def imported(spec: ModelSpec, request: pytest.FixtureRequest) -> EngineRecord:
         family="wan",
         architecture=architecture,
         weights=weights,
-        export_revision=EXPORT_REVISION,
+        export_revision=NOT_EXPORTED,
         profiles=(ShapeProfile.fixed((3, 4, 8)),),
         precision="float16",
         backend="onnxruntime",
@@ -82,31 +87,38 @@ def test_an_imported_one_is_judged_by_what_it_runs_on(imported: EngineRecord, sp
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "code", "data"),
     [
-        ({"weights": "0" * 64}, "built from other weights"),
-        ({"architecture": "0" * 64}, "built from another architecture"),
-        ({"versions": (("onnxruntime", "1.2.3"),)}, "built with ONNX Runtime 1.2.3, here "),
-        ({"versions": (("tensorrt", "8.6.1"),)}, "built with TensorRT 8.6.1, here "),
-        ({"system": "Plan9 vax"}, "built on Plan9 vax, here "),
-        ({"device": "NVIDIA H200 sm90 CUDA 13.0"}, "built on NVIDIA H200 sm90 CUDA 13.0, here "),
-        ({"device": f"{device_text(HERE, 'cpu')} avx9999"}, "built on a processor with avx9999, unlike this one"),
+        ({"weights": "0" * 64}, "engine.differs_weights", {}),
+        ({"architecture": "0" * 64}, "engine.differs_architecture", {}),
+        ({"versions": (("onnxruntime", "1.2.3"),)}, "engine.differs_missing_package", {"found": "1.2.3"}),
+        ({"versions": (("tensorrt", "8.6.1"),)}, "engine.differs_missing_package", {"package": "TensorRT"}),
+        ({"system": "Plan9 vax"}, "engine.differs_system", {"found": "Plan9 vax"}),
+        ({"device": GPU}, "engine.differs_device", {"found": GPU}),
+        (
+            {"device": f"{device_text(HERE, 'cpu')} avx9999"},
+            "engine.differs_more_instructions",
+            {"more": Fact("engine.names", {"names": ["avx9999"]})},
+        ),
     ],
 )
 def test_an_imported_one_is_stale_where_no_job_would_take_it(
-    imported: EngineRecord, spec: ModelSpec, changes: dict[str, Any], words: str
+    imported: EngineRecord, spec: ModelSpec, changes: dict[str, Any], code: str, data: dict[str, Any]
 ) -> None:
     changed = replace(imported, key=replace(imported.key, **changes))
-    (phrase,) = why_stale(changed, [spec], HERE)
-    assert words in phrase
+    (fact,) = why_stale(changed, [spec], HERE)
+    assert fact.code == code
+    assert fact.data.items() >= data.items()
     for one, wanted in ((imported, [imported]), (changed, [])):
         assert imported_engines([one], spec, imported.component, HERE, "cpu", None) == wanted
 
 
 def test_a_model_that_is_gone_is_named(fresh: EngineRecord, spec: ModelSpec) -> None:
-    assert why_stale(fresh, [], HERE) == [f"the model {spec.name} is not here"]
-    assert why_stale(replace(fresh, component="eyes"), [spec], HERE) == [f"the model {spec.name} is not here"]
+    assert why_stale(fresh, [], HERE) == [Fact("engine.stale_without_model", {"model": spec.name})]
+    assert why_stale(replace(fresh, component="eyes"), [spec], HERE) == [
+        Fact("engine.stale_without_model", {"model": spec.name})
+    ]
 
 
 def test_of_an_unreadable_one_nothing_is_said(fresh: EngineRecord, spec: ModelSpec) -> None:
-    assert why_stale(replace(fresh, key=UNREADABLE_KEY, problem="broken"), [spec], HERE) == []
+    assert why_stale(replace(fresh, key=UNREADABLE_KEY, problem=Fact("engine.manifest_damaged")), [spec], HERE) == []

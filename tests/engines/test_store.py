@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 
 from runtime.core.errors import EngineError
+from runtime.core.facts import Fact
 from runtime.engines import manifest
 from runtime.engines.store import EngineStore
-from tests.engines.made import add, key, put, visible
+from tests.engines.made import add, key, put, refusal, visible
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +56,10 @@ def test_near_misses_come_with_what_differs(store: EngineStore) -> None:
     add(store, key(program="vae_next"))
     add(store, key())
     found = store.near(key())
-    assert found[0] == (near, ["built with PyTorch 2.11.0, here 2.13.0"])
+    assert found[0] == (
+        near,
+        [Fact("engine.differs_version", {"package": "PyTorch", "found": "2.11.0", "here": "2.13.0"})],
+    )
     assert len(found) == 2
 
 
@@ -73,15 +77,18 @@ def test_an_unfinished_engine_is_refused(store: EngineStore) -> None:
     store.folder.mkdir()
     engine_id = key().digest()
     with store.building(engine_id, wait=lambda: None), store.workspace(engine_id) as room:
-        with pytest.raises(EngineError, match=r"engine\.json is missing"):
+        with refusal("engine.not_finished") as refused:
             store.insert(room.engine, engine_id)
+        assert refused.value.data["cause"].code == "engine.file_missing"
         put(room.engine, key(precision="float16"))
-        with pytest.raises(EngineError, match="another engine's"):
+        with refusal("engine.not_finished") as refused:
             store.insert(room.engine, engine_id)
+        assert refused.value.data["cause"].code == "engine.manifest_changed"
         put(room.engine, key())
         (room.engine / "engine.pt2").write_bytes(b"")
-        with pytest.raises(EngineError, match="cut short"):
+        with refusal("engine.not_finished") as refused:
             store.insert(room.engine, engine_id)
+        assert refused.value.data["cause"].code == "engine.file_other_size"
     assert visible(store) == []
 
 
@@ -96,10 +103,10 @@ def test_pinning_and_deleting(store: EngineStore) -> None:
     store.delete(record.id)
     assert other.index() == []
     for act in (store.delete, store.pin, store.unpin):
-        with pytest.raises(EngineError, match=f"no engine {record.id}"):
+        with refusal("engine.not_found"):
             act(record.id)
     store.touch(record.id)
-    with pytest.raises(EngineError, match="no engine"), store.using(record.id):
+    with refusal("engine.not_found"), store.using(record.id):
         pass
     assert visible(store) == []
 
@@ -151,7 +158,7 @@ def test_one_in_use_is_not_deleted(store: EngineStore) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as user:
         assert user.stdout is not None
         user.stdout.readline()
-        with pytest.raises(EngineError, match="in use"):
+        with refusal("engine.in_use"):
             store.delete(record.id)
         assert store.prune(0) == []
         assert [found.id for found in store.index()] == [record.id]
@@ -167,9 +174,9 @@ def test_a_damaged_engine_is_kept_out_and_remembered(store: EngineStore) -> None
     engine = store.path(record.id) / "engine.pt2"
     engine.write_bytes(engine.read_bytes().replace(b"e", b"E", 1))
     assert store.index()[0].usable
-    assert store.verify_hash(record) == "engine.pt2 was changed since it was built"
+    assert store.verify_hash(record) == Fact("engine.file_changed", {"file": "engine.pt2"})
     for each in (store, EngineStore(store.folder, LARGE)):
-        assert each.index()[0].problem == "engine.pt2 was changed since it was built"
+        assert each.index()[0].problem == Fact("engine.file_changed", {"file": "engine.pt2"})
     add(store, key())
     assert store.index()[0].usable
 
@@ -185,7 +192,10 @@ def test_an_engine_file_that_is_none(store: EngineStore, tmp_path: Path, what: s
         engine.mkdir()
     elif what == "link":
         engine.symlink_to(tmp_path / "outside")
-    assert "engine.pt2 is" in str(store.index()[0].problem)
+    problem = store.index()[0].problem
+    assert problem is not None
+    codes = {"emptied": "engine.file_other_size", "gone": "engine.file_missing"}
+    assert (problem.code, problem.data["file"]) == (codes.get(what, "engine.file_not_regular"), "engine.pt2")
     # Broken ones go first, however recently they were used.
     store.touch(record.id)
     whole = add(store, key(precision="float16"))
@@ -197,10 +207,10 @@ def test_an_engine_file_that_is_none(store: EngineStore, tmp_path: Path, what: s
 def test_a_damaged_manifest_is_listed_deleted_and_replaced(store: EngineStore) -> None:
     record = add(store, key())
     (store.path(record.id) / manifest.NAME).write_text("{")
-    assert store.index()[0].problem == "engine.json is cut short or not JSON"
+    assert store.index()[0].problem == Fact("engine.manifest_damaged")
     assert store.get(key()) is None
     assert store.near(key()) == []
-    with pytest.raises(EngineError, match="damaged"):
+    with refusal("engine.damaged"):
         store.pin(record.id)
     store.touch(record.id)
     assert add(store, key()) == store.get(key())
@@ -222,8 +232,8 @@ def test_what_is_not_an_engine_is_left_alone(store: EngineStore, tmp_path: Path)
     problems = {found.id: found.problem for found in store.index()}
     assert problems == {
         record.id: None,
-        "0123456789abcdef": "engine.json is missing",
-        "aaaaaaaaaaaaaaaa": "its folder is a link out of the store",
+        "0123456789abcdef": Fact("engine.file_missing", {"file": "engine.json"}),
+        "aaaaaaaaaaaaaaaa": Fact("engine.folder_is_link"),
     }
     assert [found.id for found in store.prune(0)] == [record.id]
     assert len(visible(store)) == 7
@@ -259,14 +269,14 @@ def test_a_folder_that_cannot_be_written(store: EngineStore, tmp_path: Path) -> 
             assert path == store.path(record.id)
         store.touch(record.id)
         for act in (store.pin, store.unpin, store.delete):
-            with pytest.raises(EngineError, match="cannot be written: Permission denied"):
+            with refusal("engine.store_read_only"):
                 act(record.id)
-        with pytest.raises(EngineError, match="cannot be written"), store.building(record.id, wait=lambda: None):
+        with refusal("engine.store_read_only"), store.building(record.id, wait=lambda: None):
             pass
-        with pytest.raises(EngineError, match="cannot be written"):
+        with refusal("engine.store_read_only"):
             store.prune(0)
-        store.report_problem(record, "it does not load")
-        assert store.index()[0].problem == "it does not load"
+        store.report_problem(record, Fact("engine.failed", {"error": "it does not load"}))
+        assert store.index()[0].problem == Fact("engine.failed", {"error": "it does not load"})
     store.folder.chmod(0o000)
     with not_root():
         assert store.index() == []
@@ -280,7 +290,7 @@ def test_a_folder_that_cannot_be(tmp_path: Path, place: str) -> None:
     assert store.index() == []
     assert store.get(key()) is None
     assert store.prune(0) == []
-    with pytest.raises(EngineError, match="cannot be written"), store.building(key().digest(), wait=lambda: None):
+    with refusal("engine.store_read_only"), store.building(key().digest(), wait=lambda: None):
         pass
 
 
@@ -289,12 +299,12 @@ def test_a_folder_that_vanishes(store: EngineStore) -> None:
     with store.using(record.id):
         shutil.rmtree(store.folder)
         store.touch(record.id)
-        store.report_problem(record, "gone")
+        store.report_problem(record, Fact("engine.file_missing", {"file": "engine.pt2"}))
     assert store.index() == []
     with store.building(record.id, wait=lambda: None), store.workspace(record.id) as room:
         put(room.engine, key())
         shutil.rmtree(store.folder)
-        with pytest.raises(EngineError, match="not finished"):
+        with refusal("engine.not_finished"):
             store.insert(room.engine, record.id)
     assert not store.folder.exists()
     add(store, key())
@@ -308,14 +318,15 @@ def test_a_disk_that_is_full(store: EngineStore) -> None:
     # What the process may write to one file: a write beyond it fails as on a full disk.
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     try:
-        with pytest.raises(EngineError, match="The disk is full"):
+        with pytest.raises(EngineError) as refused:
             store.pin(record.id)
+        assert refused.value.fact == Fact("engine.store_disk_full", {"folder": store.folder})
         store.touch(record.id)
-        store.report_problem(record, "it does not load")
+        store.report_problem(record, Fact("engine.failed", {"error": "it does not load"}))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (store.path(record.id) / manifest.NAME).read_bytes() == before
-    assert store.index()[0].problem == "it does not load"
+    assert store.index()[0].problem == Fact("engine.failed", {"error": "it does not load"})
     assert sorted(path.name for path in store.path(record.id).iterdir()) == ["build.log", "engine.json", "engine.pt2"]
     store.delete(record.id)
     assert visible(store) == []
@@ -346,9 +357,9 @@ def work(folder: Path, seed: int, seconds: float) -> None:
                     store.touch(engine_id)
                 case 7:
                     for record in store.index():
-                        assert record.problem in {None, "engine.json is missing", "engine.pt2 is missing"}, record
+                        assert record.problem is None or record.problem.code == "engine.file_missing", record
         except EngineError as error:
-            assert "no engine" in error.what or "in use" in error.what, error.what
+            assert error.code in {"engine.not_found", "engine.in_use"}, error.what
 
 
 def test_several_processes_do_everything_at_once(store: EngineStore) -> None:

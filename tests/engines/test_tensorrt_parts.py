@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from runtime.core.errors import EngineError
-from runtime.engines import tensorrt_library, timing_cache
+from runtime.core.facts import Fact
+from runtime.engines import tensorrt_library
 from runtime.engines.builders import BUILDERS, tensorrt_common
+from runtime.engines.builders.onnx_tensorrt import BuildPhases
 from runtime.engines.programs import load_program
-from runtime.engines.sessions.tensorrt import TensorRTSession
-from runtime.engines.sessions.torch_tensorrt import read_names
-from runtime.engines.tensorrt_progress import Phases
+from runtime.engines.sessions.tensorrt import TensorRTSession, read_names
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
 from runtime.planner import constraints
@@ -145,7 +145,7 @@ def test_shapes_are_those_of_the_inputs(component: str, name: str, tiny: Callabl
 
 def test_phases_are_one_rising_share() -> None:
     told: list[tuple[str, float | None]] = []
-    phases = Phases(lambda line, share: told.append((line, share)))
+    phases = BuildPhases(lambda line, share: told.append((line, share)))
     phases.start("Building", None, 4)
     phases.step("Building", 0)
     phases.start("Timing", "Building", 100)
@@ -167,21 +167,23 @@ def test_phases_are_one_rising_share() -> None:
 
 
 def test_the_timing_cache_is_whole_or_empty(tmp_path: Path) -> None:
-    path = timing_cache.path_for(tmp_path / "0123456789abcdef", "H200 sm90", "8.6.0")
+    path = tensorrt_common.timing_cache_path(tmp_path / "0123456789abcdef", "H200 sm90", "8.6.0")
     assert path.parent == tmp_path
-    assert path == timing_cache.path_for(tmp_path / ".building-0123456789abcdef-00" / "engine", "H200 sm90", "8.6.0")
-    assert path != timing_cache.path_for(tmp_path / "x", "H200 sm90", "11.0")
-    assert timing_cache.read(path) == b""
-    timing_cache.write(path, b"measured")
-    assert timing_cache.read(path) == b"measured"
+    assert path == tensorrt_common.timing_cache_path(
+        tmp_path / ".building-0123456789abcdef-00" / "engine", "H200 sm90", "8.6.0"
+    )
+    assert path != tensorrt_common.timing_cache_path(tmp_path / "x", "H200 sm90", "11.0")
+    assert tensorrt_common.read_timing_cache(path) == b""
+    tensorrt_common.write_timing_cache(path, b"measured")
+    assert tensorrt_common.read_timing_cache(path) == b"measured"
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    assert timing_cache.read(path) == b""
+    assert tensorrt_common.read_timing_cache(path) == b""
     path.write_bytes(data[:10])
-    assert timing_cache.read(path) == b""
-    timing_cache.write(tmp_path / "no such folder" / "timing", b"measured")
+    assert tensorrt_common.read_timing_cache(path) == b""
+    tensorrt_common.write_timing_cache(tmp_path / "no such folder" / "timing", b"measured")
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", '{"z": 1}', "\xff"])
@@ -190,9 +192,9 @@ def test_names_that_cannot_be_read(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         path.write_text(text, encoding="latin-1")
     with pytest.raises(EngineError, match=r"tensors\.json"):
-        read_names(path)
+        read_names(tmp_path)
     path.write_text(json.dumps({"given_0": "cache_0"}), encoding="utf-8")
-    assert read_names(path) == {"given_0": "cache_0"}
+    assert read_names(tmp_path) == {"given_0": "cache_0"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -203,13 +205,16 @@ def test_without_a_gpu_a_session_is_an_error_not_a_crash(tmp_path: Path) -> None
 
 
 def test_out_of_memory_is_told_apart() -> None:
-    said = tensorrt_library.Messages(errors=["Error Code 2: OutOfMemory (no further information)"])
-    assert isinstance(said.failure("It failed"), torch.OutOfMemoryError)
-    said = tensorrt_library.Messages(errors=["Version tag does not match"], warnings=["slow"])
-    error = said.failure("It failed")
+    code = "engine.tensorrt_not_run"
+    messages = tensorrt_library.Messages(errors=["Error Code 2: OutOfMemory (no further information)"])
+    assert isinstance(messages.failure(code), torch.OutOfMemoryError)
+    messages = tensorrt_library.Messages(errors=["Version tag does not match"], warnings=["slow"])
+    error = messages.failure(code)
     assert isinstance(error, EngineError)
-    assert error.what == "It failed: Version tag does not match"
-    long = str(tensorrt_library.Messages(errors=["In node 3:\n" + "word " * 200]).failure("It failed"))
+    assert (error.code, error.data) == (code, {"detail": "Version tag does not match"})
+    long = str(tensorrt_library.Messages(errors=["In node 3:\n" + "word " * 200]).failure(code))
     assert "\n" not in long
     assert len(long) < 500
-    assert "did not say" in str(tensorrt_library.Messages().failure("It failed"))
+    silent = tensorrt_library.Messages().failure(code)
+    assert isinstance(silent, EngineError)
+    assert silent.data == {"detail": Fact("engine.tensorrt_silent")}

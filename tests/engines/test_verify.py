@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from runtime.core.facts import Fact
 from runtime.engines.sessions.inductor import InductorSession
 from runtime.engines.verify import TOLERANCES, verify
 from tests.engines.conftest import PROFILES, Build
@@ -24,7 +25,7 @@ def test_what_is_not_a_number_never_passes(built: Build, value: float) -> None:
         result = verify(session, program, PROFILES["transformer"], "bfloat16")
     assert math.isnan(result.error)
     assert not result.passed
-    assert result.detail == "velocity at 1×4×4 holds NaN or Inf, or has another shape"
+    assert result.detail == Fact("engine.compared_not_finite", {"where": "velocity at 1×4×4"})
 
 
 def test_what_is_a_little_wrong_fails_in_float32_and_says_where(built: Build) -> None:
@@ -35,6 +36,8 @@ def test_what_is_a_little_wrong_fails_in_float32_and_says_where(built: Build) ->
         result = verify(session, engine.program(), PROFILES["transformer"], "float32")
         assert TOLERANCES["float32"] < result.error < 0.1
         assert not result.passed
-        assert "(velocity at" in result.detail
+        assert result.detail.code == "engine.compared"
+        assert result.detail.data["where"].startswith("velocity at ")
+        assert result.detail.data["error"] == result.error
         assert verify(session, engine.program(), PROFILES["transformer"], "bfloat16").passed
     torch.testing.assert_close(result.tolerance, 1e-4)

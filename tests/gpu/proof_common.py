@@ -18,6 +18,7 @@ import torch
 
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError
+from runtime.core.facts import Fact
 from runtime.engines.build import BuildRequest, build_engine
 from runtime.engines.builders import BUILDERS
 from runtime.engines.programs import load_program
@@ -28,7 +29,7 @@ from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import EngineKey, EngineRecord
 from runtime.planner.shapes import LatentSize, ShapeProfile
-from tests.gpu import proof_models
+from tests.gpu import proof_build_child, proof_models
 
 HOME = Path(os.environ.get("TANDEM_PROOF", "/tmp/tandem-proof"))
 COMPONENTS = (
@@ -42,7 +43,6 @@ CLIP: LatentSize = (9, 14, 24)
 CHUNK = 4
 # 480p: 5 latent frames of 60×104, 7,800 tokens; TensorRT 8.6 keeps the whole matrix of an attention.
 LARGE: LatentSize = (5, 60, 104)
-CHILD = (sys.executable, "-m", "tests.gpu.proof_build_child")
 
 
 @dataclass(frozen=True)
@@ -107,12 +107,12 @@ class Proof:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("a", encoding="utf-8") as file:
 
-            def progress(line: str, share: float | None) -> None:
-                file.write(f"{'' if share is None else f'{share:.0%} '}{line}\n")
+            def progress(fact: Fact, share: float | None) -> None:
+                file.write(f"{'' if share is None else f'{share:.0%} '}{fact}\n")
                 file.flush()
 
             try:
-                return build_engine(request, self.store, progress, Cancel(), CHILD)
+                return build_engine(request, self.store, progress, Cancel(), proof_build_child.run_job)
             except EngineError:
                 record = self.store.get(key)
                 if record is None:

@@ -25,9 +25,10 @@ from torch import nn
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError
 from runtime.core.events import Event, FellBack, VideoSaved
+from runtime.core.facts import Fact
 from runtime.core.request import GenerationRequest
 from runtime.engines.builders import onnx_tensorrt
-from runtime.engines.imported.importing import Imported, import_engine, inspect
+from runtime.engines.imported.importing import Imported, import_engine, inspect_engine
 from runtime.engines.imported.session import AdaptedSession
 from runtime.engines.onnx_export import OPSET
 from runtime.engines.programs import load_program
@@ -41,10 +42,10 @@ from runtime.models.spec import ModelSpec
 from runtime.pipeline.run import run_job
 from runtime.planner.resolve import resolve
 from runtime.planner.shapes import ShapeProfile
-from tests.gpu import tensorrt_8_6
+from tests.gpu import proof_build_child, tensorrt_8_6
 from tests.gpu.opset17 import to_opset_17
 from tests.gpu.proof_clip import PROMPT
-from tests.gpu.proof_common import CHILD, HOME, Proof, psnr, relative_error, ssim
+from tests.gpu.proof_common import HOME, Proof, psnr, relative_error, ssim
 from tests.pipeline.test_run import frames_of
 
 TEXT_TOKENS = 4096
@@ -135,17 +136,24 @@ def build_plan(proof: Proof, model_file: Path, shapes: Any, key: Any, plan: Path
 
 def take(proof: Proof, service: EngineService, spec: ModelSpec, path: Path, component: str | None = None) -> Imported:
     """Import a file."""
-    log: list[str] = []
+    log: list[Fact] = []
     return import_engine(
-        path, spec, component, service, proof.device, lambda line, _: log.append(line), Cancel(), CHILD
+        path,
+        spec,
+        component,
+        service,
+        proof.device,
+        lambda line, _: log.append(line),
+        Cancel(),
+        proof_build_child.run_job,
     )
 
 
 def carried(proof: Proof, service: EngineService, spec: ModelSpec, path: Path) -> Imported:
     """Import the plan, and say what it is, what bridges it and how right it is."""
     started = time.perf_counter()
-    contract = inspect(path, proof.device, lambda line, share: None, Cancel(), CHILD)
-    proof.say("contract", lines=contract.lines(), seconds=round(time.perf_counter() - started, 1))
+    contract = inspect_engine(path, proof.device, lambda line, share: None, Cancel(), proof_build_child.run_job)
+    proof.say("contract", lines=list(map(str, contract.describe())), seconds=round(time.perf_counter() - started, 1))
     started = time.perf_counter()
     done = take(proof, service, spec, path)
     record = done.engine
@@ -153,12 +161,12 @@ def carried(proof: Proof, service: EngineService, spec: ModelSpec, path: Path) -
         "imported",
         id=record.id,
         component=record.component,
-        serves=done.serves,
-        lines=done.lines(),
+        serves=str(done.serves),
+        lines=list(map(str, done.describe())),
         error=record.error,
         tolerance=record.tolerance,
         usable=record.usable,
-        detail=record.detail,
+        detail=str(record.detail),
         ms=1000 * record.seconds_per_call,
         pytorch_ms=1000 * record.pytorch_seconds_per_call,
         seconds=round(time.perf_counter() - started, 1),
@@ -210,12 +218,12 @@ def errors(proof: Proof, service: EngineService, spec: ModelSpec, done: Imported
 
 def done_rows(done: Imported) -> int:
     """Return how many rows the engine takes and does not read."""
-    return next((getattr(adapter, "rows", 0) for adapter in done.fitting.adapters if hasattr(adapter, "rows")), 0)
+    return next((getattr(adapter, "rows", 0) for adapter in done.match.adapters if hasattr(adapter, "rows")), 0)
 
 
 def done_columns(done: Imported) -> int:
     """Return how many columns the engine takes and does not read."""
-    return next((getattr(adapter, "columns", 0) for adapter in done.fitting.adapters if hasattr(adapter, "columns")), 0)
+    return next((getattr(adapter, "columns", 0) for adapter in done.match.adapters if hasattr(adapter, "columns")), 0)
 
 
 def clip(proof: Proof, service: EngineService, spec: ModelSpec, done: Imported) -> None:

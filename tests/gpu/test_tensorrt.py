@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from runtime.core.errors import EngineError
+from runtime.core.facts import Fact
 from runtime.engines import manifest
 from runtime.engines.builders import BUILDERS
 from runtime.engines.builders.onnx_tensorrt import OnnxTensorRT
@@ -94,7 +95,7 @@ def make(tiny: Callable[[str], ModelSpec], tmp_path_factory: pytest.TempPathFact
 def record(key: EngineKey, folder: Path, file_name: str) -> EngineRecord:
     """Return an engine's record as the build writes it, not verified."""
     files = manifest.hashed_files(folder, file_name)
-    blank = manifest.unreadable(folder, "")
+    blank = manifest.unreadable(folder, Fact("engine.file_missing", {"file": "engine.json"}))
     size = sum(file.bytes for file in files)
     return replace(blank, key=key, id=key.digest(), files=files, file_bytes=size, problem=None)
 

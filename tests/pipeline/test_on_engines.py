@@ -26,9 +26,9 @@ from runtime.core.loras import Lora
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.engines.build import verify_engine
+from runtime.engines.library import why_stale
 from runtime.engines.service import EngineService
 from runtime.engines.sessions.onnxruntime import OnnxRuntimeSession
-from runtime.engines.staleness import why_stale
 from runtime.engines.store import EngineStore
 from runtime.execution.residency import Residency
 from runtime.machine.probe import probe

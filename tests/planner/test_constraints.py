@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from runtime.core.facts import Fact
 from runtime.core.request import BACKENDS, OFFLOADS, QUANTIZATIONS
 from runtime.machine.probe import Machine
 from runtime.models.catalogue import look_up
@@ -312,15 +313,15 @@ def test_memory_to_load() -> None:
 
 @pytest.mark.parametrize(("name", "value"), CHANGES.items())
 def test_what_else_an_engine_is_for_is_said_in_few_words(name: str, value: object) -> None:
-    said = misfit(key(), key(**{name: value}))
-    # An engine of another program, family or builder is never called the nearest.
-    assert bool(said) == (name not in {"program", "family", "backend", "builder"}), name
-    assert len(said) < 40
-    assert misfit(key(), key()) == ""
+    found = misfit(key(), key(**{name: value}))
+    # An engine of another program, family or builder is never the most similar one.
+    assert (found is not None) == (name not in {"program", "family", "backend", "builder"}), name
+    assert found is None or len(str(found)) < 40
+    assert misfit(key(), key()) is None
 
 
 def test_another_gpu_is_said_before_other_sizes() -> None:
-    assert misfit(key(), key(device="NVIDIA L4", profiles=())) == "engine of another GPU or processor"
+    assert misfit(key(), key(device="NVIDIA L4", profiles=())) == Fact("engine.misfit_device")
 
 
 def built(folder: Path, **changes: Any) -> EngineRecord:

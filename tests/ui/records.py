@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from runtime.core.facts import Fact
 from runtime.planner.engine_index import EngineFile, EngineKey, EngineRecord
 
 
@@ -21,7 +22,7 @@ def record(key: EngineKey, **values: Any) -> EngineRecord:
         error=1e-6,
         tolerance=1e-4,
         verified=True,
-        detail="relative error 1.0e-06",
+        detail=Fact("engine.compared", {"error": 1e-6, "where": "velocity", "tolerance": 1e-4}),
         built_at=1.0,
         last_used=1.0,
     )

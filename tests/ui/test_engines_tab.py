@@ -14,6 +14,7 @@ from typing import Any
 import gradio as gr
 import pytest
 
+from runtime.core.facts import Fact
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
@@ -323,7 +324,14 @@ def test_a_row_says_it_all(tiny: Callable[[str], ModelSpec]) -> None:
         file_bytes=14_500_000,
     )
     html = engine_views.table(
-        [engine_views.Entry(made, tiny("wan2.1"), ["built with PyTorch 2.0, here 2.1"], Payoff(60, 2))]
+        [
+            engine_views.Entry(
+                made,
+                tiny("wan2.1"),
+                [Fact("engine.differs_version", {"package": "PyTorch", "found": "2.0", "here": "2.1"})],
+                Payoff(60, 2),
+            )
+        ]
     )
     for expected in (
         "64 × 32, 9 frames",
@@ -369,10 +377,10 @@ def test_an_imported_one_says_where_it_was_made(tiny: Callable[[str], ModelSpec]
 
 
 def test_a_broken_engine_says_why() -> None:
-    broken = record(key(), problem="engine.pt2 is cut short", verified=False)
-    unreadable = record(UNREADABLE_KEY, id="0" * 16, problem="engine.json is missing")
+    broken = record(key(), problem=Fact("engine.file_changed", {"file": "engine.pt2"}), verified=False)
+    unreadable = record(UNREADABLE_KEY, id="0" * 16, problem=Fact("engine.file_missing", {"file": "engine.json"}))
     html = engine_views.table([engine_views.Entry(one, None, [], None) for one in (broken, unreadable)])
-    assert "Not used: engine.pt2 is cut short." in html
+    assert "Not used: engine.pt2 has changed since it was built." in html
     assert "Unreadable" in html and "Not used: engine.json is missing." in html
 
 

@@ -1,10 +1,14 @@
-"""What every builder shares: the identity of what it makes, and how large a program's weights are."""
+"""The interface of engine builders, and what they share: keys and availability."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from runtime.engines.identity import EXPORT_REVISION, device_text, program_key_parts, versions_of
+from runtime.core.facts import Fact
+from runtime.engines.child import Report
+from runtime.engines.identity import device_text, export_revision, program_key_parts, versions_of
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
 from runtime.planner.constraints import lacking
@@ -12,18 +16,37 @@ from runtime.planner.engine_index import SWAPPED, EngineKey
 from runtime.planner.memory_model import DTYPE_BYTES
 from runtime.planner.shapes import ShapeProfile
 
+if TYPE_CHECKING:
+    from runtime.engines.programs import Program
 
-class KeyedBuilder(ABC):
-    """`Builder.key` and `Builder.unavailable`, from what a builder says of itself."""
+
+@dataclass(frozen=True)
+class BuildNeeds:
+    """Upper estimates of what a build takes at its peak, in bytes."""
+
+    ram_bytes: int
+    disk_bytes: int
+    vram_bytes: int = 0
+
+
+class Builder(ABC):
+    """Turns a program into an engine.
+
+    Attributes:
+        name: the value of `EngineKey.builder`.
+        backend: what runs its engines: "tensorrt", "inductor" or "onnxruntime".
+        file_name: of the engine: "engine.plan", "engine.pt2" or "engine.onnx".
+        requires: the entry of `constraints.NEEDS` that it needs, if that is not its backend's.
+    """
 
     name: ClassVar[str]
     backend: ClassVar[str]
-    # What it needs of the machine, in `compat.NEEDS`, if not what its backend does.
-    needed: ClassVar[str] = ""
+    file_name: ClassVar[str]
+    requires: ClassVar[str] = ""
 
     def unavailable(self, machine: Machine) -> tuple[str, str] | None:
-        """See `Builder`."""
-        found = lacking(self.needed or self.backend, machine)
+        """Return why it cannot build on a machine and what to do about it, or None. Imports nothing heavy."""
+        found = lacking(self.requires or self.backend, machine)
         return None if found is None else (found.reason, found.remedy)
 
     def key(
@@ -38,27 +61,37 @@ class KeyedBuilder(ABC):
         device: str,
         notes: Path | None = None,
     ) -> EngineKey:
-        """See `Builder`."""
+        """Return the key of the engine that `build` creates on this machine. Imports no torch.
+
+        Args:
+            component: whose weights.
+            profiles: the latent sizes that the engine serves.
+            device: "cpu" or "cuda:0".
+            notes: see `identity.program_key_parts`.
+
+        Raises:
+            ModelError: if the weights cannot be read.
+            EngineError: if the device does not exist.
+        """
         architecture, weights = program_key_parts(spec, component, program, notes)
-        where = device_text(machine, device)
         return EngineKey(
             program=program,
             family=spec.family,
             architecture=architecture,
             weights=weights if self.keeps_weights(program, profiles, device) else SWAPPED,
-            export_revision=EXPORT_REVISION,
+            export_revision=export_revision(spec.family),
             profiles=profiles,
             precision=precision,
             backend=self.backend,
             builder=self.name,
             options=self.options(machine, device),
             versions=versions_of(*self.packages(device)),
-            device=where,
+            device=device_text(machine, device),
             system=machine.system,
         )
 
     def keeps_weights(self, program: str, profiles: tuple[ShapeProfile, ...], device: str) -> bool:
-        """Whether the engine holds its weights; they are handed over as it is loaded if not."""
+        """Whether the engine contains its weights; otherwise they are supplied when it is loaded."""
         return True
 
     def options(self, machine: Machine, device: str) -> tuple[tuple[str, str], ...]:
@@ -67,10 +100,35 @@ class KeyedBuilder(ABC):
 
     @abstractmethod
     def packages(self, device: str) -> tuple[str, ...]:
-        """Return the libraries whose versions make a difference."""
+        """Return the libraries whose versions are part of the key."""
+
+    @abstractmethod
+    def default_precision(self, program: str, machine: Machine, device: str) -> str:
+        """Return the fastest precision in which a program keeps its quality."""
+
+    @abstractmethod
+    def needs(self, spec: ModelSpec, program: str, profile: ShapeProfile) -> BuildNeeds:
+        """Estimate what building takes."""
+
+    @abstractmethod
+    def build(self, program: "Program", key: EngineKey, folder: Path, report: Report) -> None:
+        """Write `folder / file_name`, and the data files that belong to it.
+
+        Args:
+            program: loaded in the key's precision; it cannot be used afterwards.
+            report: called with progress.
+
+        Raises:
+            EngineError: if the engine cannot be built.
+        """
+
+
+def output_reporter(report: Report) -> Callable[[str, float | None], None]:
+    """Return a function that reports lines of a library's own log."""
+    return lambda line, fraction: report(Fact("engine.builder_output", {"line": line}), fraction)
 
 
 def weights_bytes(spec: ModelSpec, program: str, precision: str) -> int:
-    """Return the bytes of a program's weights; each of the VAE's two steps holds all of the VAE's."""
+    """Return the bytes of a program's weights; each of the VAE's two programs holds all of the VAE's weights."""
     component = "vae" if program.startswith("vae") else program
     return DTYPE_BYTES[precision] * spec.parameters[component]

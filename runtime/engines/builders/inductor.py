@@ -1,12 +1,12 @@
-"""Builds Inductor packages: C++ (CPU) or Triton kernels (CUDA), compiled ahead of time into a library.
+"""Builds Inductor packages: C++ (CPU) or Triton kernels (CUDA), compiled ahead of time into a shared library.
 
-On a CPU the library names its weights but does not hold them: they are handed over when it is loaded, so both experts
-run on one package, at the same speed. The exception is the VAE's recurrent step for one size: Inductor lays its
-convolutions' weights out anew ("freezing"), which makes it a tenth faster in bfloat16 and a sixth in float32, and keeps
-them. With dynamic sizes, or 2D convolutions, that gives wrong results in bfloat16 (torch 2.13).
+On a CPU the library does not contain its weights; they are supplied when it is loaded, so that both experts run on one
+package at the same speed. The exception is the VAE's recurrent step for one size: there Inductor changes the layout of
+the convolutions' weights ("freezing"), which makes it 10 % faster in bfloat16 and 17 % faster in float32, and stores
+them. With dynamic sizes, or 2D convolutions, freezing gives wrong results in bfloat16 (torch 2.13).
 
-On a GPU every library holds its own weights: one whose weights were exchanged for the other expert's gave wrong latents
-(torch 2.11 on an H200: right for the first expert, 50 % off after ten steps of the second).
+On a GPU every library contains its weights: a library whose weights were replaced with the other expert's gave wrong
+latents (torch 2.11 on an H200: correct for the first expert, 50 % off after ten steps of the second).
 """
 
 import contextlib
@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import mock
 
 from runtime.core.errors import EngineError
-from runtime.engines.builders import BuildNeeds, Report
-from runtime.engines.builders.base import KeyedBuilder, weights_bytes
+from runtime.core.facts import Fact
+from runtime.engines.builders.base import Builder, BuildNeeds, weights_bytes
+from runtime.engines.child import Report
 from runtime.engines.identity import cpu_has_bfloat16
 from runtime.engines.io_signature import METADATA_KEY, WEIGHTS_KEY
 from runtime.machine.probe import Machine, cpp_compiler
@@ -38,14 +39,14 @@ if TYPE_CHECKING:
     from runtime.engines.programs import Program
 
 _GIB = 1 << 30
-# torch, the compiler's processes.
+# torch and the compiler's processes.
 _BASE_RAM = 2 * _GIB
 _BASE_DISK = _GIB // 2
 _GCC = 12
 
 
 @dataclass(frozen=True)
-class InductorBuilder(KeyedBuilder):
+class InductorBuilder(Builder):
     """See `Builder`."""
 
     name: ClassVar[str] = "inductor"
@@ -53,31 +54,31 @@ class InductorBuilder(KeyedBuilder):
     file_name: ClassVar[str] = "engine.pt2"
 
     def default_precision(self, program: str, machine: Machine, device: str) -> str:
-        """Return the fastest precision in which a program keeps its quality.
+        """See `Builder`.
 
-        On a CPU the VAE runs in bfloat16 where the CPU multiplies it, which changes frames by less than what 8-bit
-        colour does (57 dB), and everything else in float32: twenty steps add up what a transformer's rounding changes
-        (41 dB in bfloat16, measured on the shipped model). On a GPU the same holds but for models that are trained
-        in bfloat16 and would not fit otherwise.
+        On a CPU with bfloat16 instructions the VAE runs in bfloat16, which changes frames by less than 8-bit color
+        does (57 dB). Everything else runs in float32, because a transformer's rounding errors accumulate over the
+        steps (41 dB in bfloat16, measured on the shipped model). On a GPU the transformer and the text encoder run in
+        bfloat16, in which large models are trained; they would not fit otherwise.
         """
         if device == "cpu":
             return "bfloat16" if program.startswith("vae") and cpu_has_bfloat16() else "float32"
         return "float32" if program.startswith("vae") else "bfloat16"
 
     def keeps_weights(self, program: str, profiles: tuple[ShapeProfile, ...], device: str) -> bool:
-        """See `KeyedBuilder`."""
+        """See `Builder`."""
         frozen = program == "vae_next" and all(profile.min == profile.max for profile in profiles)
         return frozen or device != "cpu"
 
     def packages(self, device: str) -> tuple[str, ...]:
-        """See `KeyedBuilder`."""
+        """See `Builder`."""
         return ("torch",) if device == "cpu" else ("torch", "triton")
 
     def needs(self, spec: ModelSpec, program: str, profile: ShapeProfile) -> BuildNeeds:
         """See `Builder`."""
         weights = weights_bytes(spec, program, "float32")
-        # Tracing copies nothing; freezing lays the VAE's weights out anew, and the package holds them twice while it
-        # is linked.
+        # Tracing copies nothing. Freezing copies the VAE's weights, and the package holds them twice while it is
+        # linked.
         copies = 3 if program.startswith("vae") else 1
         return BuildNeeds(ram_bytes=_BASE_RAM + copies * weights, disk_bytes=_BASE_DISK + copies * weights)
 
@@ -92,32 +93,29 @@ class InductorBuilder(KeyedBuilder):
 
         (profile,) = key.profiles
         on_cpu = program.device.type == "cpu"
-        report("Exporting", 0.0)
+        report(Fact("engine.exporting"), 0.0)
         exported = program.export(profile, cut=on_cpu)
-        edges = program.edges(profile, program.example(profile, cut=on_cpu))
+        signature = program.signature(profile, program.example(profile, cut=on_cpu))
         weights = {} if key.weights != SWAPPED else _described(exported)
         options: dict[str, Any] = {
-            "aot_inductor.metadata": {METADATA_KEY: edges.to_text(), WEIGHTS_KEY: json.dumps(weights)},
+            "aot_inductor.metadata": {METADATA_KEY: signature.to_text(), WEIGHTS_KEY: json.dumps(weights)},
             "aot_inductor.package_constants_in_so": key.weights != SWAPPED,
             "freezing": on_cpu and key.weights != SWAPPED,
-            # As many threads as the process has when it runs, not as it had here.
+            # Use the number of threads of the process that runs it, not of this one.
             "cpp.dynamic_threads": True,
-            # Inductor tries each set of vector instructions out, for every package: half of the time of a small one.
-            "cpp.vec_isa_ok": True if _knows_vector_instructions() else None,
+            # Inductor compiles a test for each vector instruction set: half of the build time of a small package.
+            "cpp.vec_isa_ok": True if _supports_all_vector_instructions() else None,
         }
-        report("Compiling", 0.1)
+        report(Fact("engine.compiling"), 0.1)
         with _paths_without_spaces(), torch.no_grad(), warnings.catch_warnings():
-            # torch's own: it still uses what it has deprecated.
+            # torch uses features that it has deprecated.
             warnings.simplefilter("ignore", FutureWarning)
             try:
                 torch._inductor.aoti_compile_and_package(
                     exported, package_path=str(folder / self.file_name), inductor_configs=options
                 )
             except (CppCompileError, InductorError) as error:
-                raise EngineError(
-                    f"The C++ compiler failed: {str(error).strip().splitlines()[-1]}.",
-                    "The log has its messages. PyTorch runs meanwhile.",
-                ) from error
+                raise EngineError("engine.compiler_failed", error=str(error).strip().splitlines()[-1]) from error
 
 
 def _described(exported: "torch.export.ExportedProgram") -> dict[str, tuple[str, list[int]]]:
@@ -128,19 +126,19 @@ def _described(exported: "torch.export.ExportedProgram") -> dict[str, tuple[str,
     return {name: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def _knows_vector_instructions() -> bool:
-    """Whether the compiler is a GCC that knows all that Inductor asks for where the processor has it (AMX: GCC 11)."""
+def _supports_all_vector_instructions() -> bool:
+    """Whether the compiler is a GCC that supports every instruction set that Inductor may use (AMX needs GCC 11)."""
     compiler = cpp_compiler()
     if compiler is None or platform.system() != "Linux":
         return False
-    asked = subprocess.run([compiler, "-dumpfullversion"], capture_output=True, text=True, check=False)
-    major = asked.stdout.partition(".")[0]
+    version = subprocess.run([compiler, "-dumpfullversion"], capture_output=True, text=True, check=False)
+    major = version.stdout.partition(".")[0]
     return major.isdecimal() and int(major) >= _GCC
 
 
 @contextlib.contextmanager
 def _paths_without_spaces() -> Iterator[None]:
-    """Show Inductor its cache and torch under paths without spaces: its compiler commands would fall apart."""
+    """Give Inductor paths without spaces to its cache and to torch: it does not quote paths in compiler commands."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
     from torch.utils import cpp_extension
 

@@ -1,12 +1,13 @@
-"""Builds engines for ONNX Runtime: the exported ONNX file. Which execution provider runs it is part of the key."""
+"""Builds engines for ONNX Runtime: the exported ONNX file. The execution provider is part of the key."""
 
 import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from runtime.engines.builders import BuildNeeds, Report
-from runtime.engines.builders.base import KeyedBuilder, weights_bytes
+from runtime.core.facts import Fact
+from runtime.engines.builders.base import Builder, BuildNeeds, weights_bytes
+from runtime.engines.child import Report
 from runtime.engines.identity import cpu_has_bfloat16, versions_of
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
@@ -18,17 +19,17 @@ if TYPE_CHECKING:
 
 _GIB = 1 << 30
 _BASE_RAM = 2 * _GIB
-# A release of ONNX Runtime comes under one name per provider; only one of them may be installed.
+# ONNX Runtime has one package name per provider; only one of them may be installed.
 PACKAGES = ("onnxruntime-openvino", "onnxruntime-gpu", "onnxruntime-directml", "onnxruntime")
 
 
 @dataclass(frozen=True)
-class OnnxRuntimeBuilder(KeyedBuilder):
+class OnnxRuntimeBuilder(Builder):
     """See `Builder`.
 
     Args:
-        provider: "cpu", "openvino", "cuda", "tensorrt", "coreml" or "directml"; by default the best that the installed
-            package has for the device.
+        provider: "cpu", "openvino", "cuda", "tensorrt", "coreml" or "directml"; by default the best one of the
+            installed package for the device.
     """
 
     provider: str | None = None
@@ -37,27 +38,24 @@ class OnnxRuntimeBuilder(KeyedBuilder):
     file_name: ClassVar[str] = "engine.onnx"
 
     def default_precision(self, program: str, machine: Machine, device: str) -> str:
-        """Return the fastest precision in which a program keeps its quality.
-
-        As for Inductor: on a CPU only the VAE in bfloat16 (59 dB), and only OpenVINO computes in it.
-        """
+        """See `Builder`. As for Inductor, on a CPU only the VAE runs in bfloat16 (59 dB), which needs OpenVINO."""
         if device == "cpu":
             fast = self._provider(device) == "openvino" and cpu_has_bfloat16()
             return "bfloat16" if program.startswith("vae") and fast else "float32"
         return "float16" if program == "transformer" else "float32"
 
     def options(self, machine: Machine, device: str) -> tuple[tuple[str, str], ...]:
-        """See `KeyedBuilder`."""
+        """See `Builder`."""
         return (("provider", self._provider(device)),)
 
     def packages(self, device: str) -> tuple[str, ...]:
-        """See `KeyedBuilder`."""
+        """See `Builder`."""
         return ("torch", "onnxscript", *PACKAGES)
 
     def needs(self, spec: ModelSpec, program: str, profile: ShapeProfile) -> BuildNeeds:
         """See `Builder`."""
         weights = weights_bytes(spec, program, "float32")
-        # RAM: the module, the exporter's copy, the file as it is written.
+        # RAM: the module, the exporter's copy, and the file while it is written.
         return BuildNeeds(ram_bytes=_BASE_RAM + 3 * weights, disk_bytes=2 * weights)
 
     def build(self, program: "Program", key: EngineKey, folder: Path, report: Report) -> None:
@@ -69,9 +67,9 @@ class OnnxRuntimeBuilder(KeyedBuilder):
         from runtime.engines.onnx_export import export_onnx
 
         (profile,) = key.profiles
-        report("Exporting to ONNX", 0.0)
+        report(Fact("engine.exporting_onnx"), 0.0)
         if key.precision == "bfloat16":
-            # Providers that compute in bfloat16 take a float32 graph and round as they go.
+            # Providers that compute in bfloat16 take a float32 graph and round internally.
             program.module.float()
         export_onnx(program, profile, folder / self.file_name, cut=program.device.type == "cpu")
 

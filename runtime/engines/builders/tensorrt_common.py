@@ -1,13 +1,22 @@
-"""What both builders of TensorRT plans share: when they can work, keys, what they ask of the machine, shapes."""
+"""Common parts of the two builders of TensorRT plans: availability, keys, requirements, shapes and the timing cache.
 
+The timing cache holds TensorRT's kernel measurements, which shorten the next build. There is one file per GPU and
+TensorRT version in the engine folder. It is replaced by a rename: concurrent builds lose at most each other's
+measurements. It begins with the SHA-256 of the rest, because TensorRT does not check its input.
+"""
+
+import contextlib
+import hashlib
+import os
+import secrets
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from runtime.core.errors import EngineError
-from runtime.engines.builders import BuildNeeds
-from runtime.engines.builders.base import KeyedBuilder, weights_bytes
+from runtime.engines.builders.base import Builder, BuildNeeds, weights_bytes
 from runtime.machine.probe import Machine, gpu_index
 from runtime.models.spec import ModelSpec
 from runtime.planner import constraints
@@ -23,36 +32,38 @@ Shape = tuple[int, ...]
 # The shapes of all inputs by name, at a profile's smallest, best and largest size.
 Shapes = tuple[Mapping[str, Shape], Mapping[str, Shape], Mapping[str, Shape]]
 
-# One release has several names: "tensorrt" asks for the one that fits CUDA.
+# "tensorrt" is a package that depends on the one for the installed CUDA.
 PACKAGES = ("tensorrt", "tensorrt-cu13", "tensorrt-cu12")
 _FIRST_WITH_BFLOAT16 = 10
 _GIB = 1 << 30
 _MIB = 1 << 20
-# Of the GPU's memory: a kernel that wants more for itself leaves too little for the rest of the job.
+# The workspace is at most a quarter of the GPU's memory, so that enough is left for the rest of a job.
 _WORKSPACE_SHARE = 4
 _LARGEST_WORKSPACE = 16 * _GIB
-# TensorRT's own default: beyond, building takes much longer for little.
+# TensorRT's default; higher levels take much longer to build for little gain.
 _OPTIMIZATION_LEVEL = 3
-# TensorRT's libraries and torch, before any weight is loaded.
+# TensorRT's libraries and torch, before weights are loaded.
 _BASE_RAM = 4 * _GIB
+_HASH_BYTES = 32
+_MAX_CACHE_BYTES = 1 << 30
+_WORKSPACE_PREFIX = ".building-"
 
 
-class TensorRTBuilder(KeyedBuilder):
-    """What `Builder` asks for beside `build`."""
+class TensorRTBuilder(Builder):
+    """A `Builder` without `build`."""
 
-    name: ClassVar[str]
     backend: ClassVar[str] = "tensorrt"
     file_name: ClassVar[str] = "engine.plan"
 
     def default_precision(self, program: str, machine: Machine, device: str) -> str:
-        """Return the fastest precision in which a program keeps its quality.
+        """See `Builder`.
 
-        - transformer: float16. Its sums and norms stay in float32 (see `forms`), its activations are far below
-          float16's limit, and float16's eleven bits lie nearer to the weights than bfloat16's eight.
-        - text_encoder: bfloat16, which UMT5 was trained in; in float16 its feed-forward layers overflow. It runs
-          twice a clip, so float32 where bfloat16 is missing costs little time.
-        - VAE: float32. Its frames are what is seen: in bfloat16 smooth surfaces show bands, and float16 leaves its
-          activations little room. diffusers, too, runs it in float32.
+        - transformer: float16. Its sums and norms stay in float32, its activations are far below float16's limit, and
+          float16's eleven bits are closer to the weights than bfloat16's eight.
+        - text_encoder: bfloat16, in which UMT5 was trained; its feed-forward layers overflow in float16. It runs
+          twice per clip, so float32 costs little time where bfloat16 is not available.
+        - VAE: float32, as in diffusers. In bfloat16 smooth surfaces show bands, and float16 leaves little range for
+          its activations.
         """
         usual = _usual_precision(program)
         if usual == "bfloat16" and machine.gpus[_gpu_index(machine, device)].capability < constraints.BF16_CAPABILITY:
@@ -60,7 +71,7 @@ class TensorRTBuilder(KeyedBuilder):
         return usual
 
     def options(self, machine: Machine, device: str) -> tuple[tuple[str, str], ...]:
-        """Return what `EngineKey.options` says unless somebody asks otherwise; a session looks at cuda_graphs."""
+        """See `Builder`. Sessions read cuda_graphs."""
         workspace = _workspace_bytes(machine, device) // _MIB
         return (
             ("cuda_graphs", "on"),
@@ -69,14 +80,14 @@ class TensorRTBuilder(KeyedBuilder):
         )
 
     def packages(self, device: str) -> tuple[str, ...]:
-        """See `KeyedBuilder`."""
+        """See `Builder`."""
         return (*PACKAGES, "torch")
 
     def needs(self, spec: ModelSpec, program: str, profile: ShapeProfile) -> BuildNeeds:
         """See `Builder`."""
         weights = weights_bytes(spec, program, _usual_precision(program))
-        # RAM: the exported weights, the parser's and builder's copies, the plan. Disk: the exported file and the plan.
-        # The GPU: the module, the builder's copy and the engine; kernels are measured on the largest size.
+        # RAM: the exported weights, the parser's and builder's copies, and the plan. Disk: the ONNX file and the plan.
+        # GPU: the module, the builder's copy and the engine; kernels are measured at the largest size.
         return BuildNeeds(
             ram_bytes=_BASE_RAM + 3 * weights,
             disk_bytes=2 * weights,
@@ -95,7 +106,7 @@ def installed_version() -> str | None:
 
 
 def enclosing(profiles: Sequence[ShapeProfile]) -> ShapeProfile:
-    """Return one profile that serves all that the given ones do; its best size is the first's."""
+    """Return one profile that serves all sizes of the given ones; its optimal size is the first one's."""
     low, high = profiles[0].min, profiles[0].max
     for profile in profiles[1:]:
         low = (min(low[0], profile.min[0]), min(low[1], profile.min[1]), min(low[2], profile.min[2]))
@@ -143,9 +154,43 @@ def _activation_bytes(spec: ModelSpec, program: str, profile: ShapeProfile) -> i
 def _gpu_index(machine: Machine, device: str) -> int:
     index = gpu_index(device)
     if not device.startswith("cuda") or index >= len(machine.gpus):
-        raise EngineError(f"TensorRT needs an NVIDIA GPU, and {device} is none.", constraints.OTHER_BACKEND)
+        raise EngineError("engine.tensorrt_needs_gpu", device=device)
     return index
 
 
 def _workspace_bytes(machine: Machine, device: str) -> int:
     return min(machine.gpus[_gpu_index(machine, device)].total_bytes // _WORKSPACE_SHARE, _LARGEST_WORKSPACE)
+
+
+def timing_cache_path(engine: Path, device: str, version: str) -> Path:
+    """Return the timing cache of a GPU and TensorRT version.
+
+    Args:
+        engine: the engine's folder in the store, or in a workspace of the store.
+    """
+    store = engine.parent.parent if engine.parent.name.startswith(_WORKSPACE_PREFIX) else engine.parent
+    digest = hashlib.sha256(f"{device}\n{version}".encode()).hexdigest()[:16]
+    return store / f".timing-{digest}"
+
+
+def read_timing_cache(path: Path) -> bytes:
+    """Return a timing cache; empty if it is missing or damaged."""
+    try:
+        if path.stat().st_size > _MAX_CACHE_BYTES:
+            return b""
+        data = path.read_bytes()
+    except OSError:
+        return b""
+    cache = data[_HASH_BYTES:]
+    return cache if hashlib.sha256(cache).digest() == data[:_HASH_BYTES] else b""
+
+
+def write_timing_cache(path: Path, cache: bytes) -> None:
+    """Replace a timing cache. Errors are ignored: the next build only takes longer."""
+    new = path.with_name(f"{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
+    with contextlib.suppress(OSError):
+        try:
+            new.write_bytes(hashlib.sha256(cache).digest() + cache)
+            new.replace(path)
+        finally:
+            new.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""Builds TensorRT plans straight from the exported program, by torch-tensorrt's converters.
+"""Builds TensorRT plans from the exported program with torch-tensorrt's converters.
 
-torch-tensorrt's own files hold a pickled or TorchScript module around the plan. We take the plan alone: it runs in
-the same session as one built from ONNX, and nothing is unpickled. The names that torch-tensorrt gave the plan's
-tensors lie beside it, in `tensors.json`.
+torch-tensorrt's own files contain a pickled or TorchScript module around the plan. Only the plan is kept: it runs in
+the same session as one built from ONNX, and nothing is unpickled. torch-tensorrt's names of the plan's tensors are
+stored in `tensors.json`.
 """
 
 import json
@@ -13,11 +13,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runtime.core.errors import EngineError
-from runtime.engines import timing_cache
-from runtime.engines.builders import Report
-from runtime.engines.builders.tensorrt_common import Shapes, TensorRTBuilder, enclosing, gpu_of, shapes
-from runtime.planner.constraints import OTHER_BACKEND
+from runtime.core.errors import EngineError, first_line
+from runtime.core.facts import Fact
+from runtime.engines.builders.base import output_reporter
+from runtime.engines.builders.tensorrt_common import (
+    Shapes,
+    TensorRTBuilder,
+    enclosing,
+    gpu_of,
+    read_timing_cache,
+    shapes,
+    timing_cache_path,
+    write_timing_cache,
+)
+from runtime.engines.child import Report
 from runtime.planner.engine_index import EngineKey
 
 if TYPE_CHECKING:
@@ -25,15 +34,14 @@ if TYPE_CHECKING:
 
     from runtime.engines.programs import Program
 
-NAMES_FILE = "tensors.json"
-# What torch-tensorrt says, and what TensorRT says to it.
+# The loggers of torch-tensorrt, and of TensorRT within it.
 _LOGGERS = ("torch_tensorrt", "torch_tensorrt [TensorRT Conversion Context]")
 
 
-def arguments(key: EngineKey, device: "torch.device", timing_cache_path: Path) -> dict[str, Any]:
+def arguments(key: EngineKey, device: "torch.device", timing_cache: Path) -> dict[str, Any]:
     """Return the keywords for `torch_tensorrt.dynamo.convert_exported_program_to_serialized_trt_engine`.
 
-    An operation without a converter is an error there: the engine is one plan, without ways back into PyTorch.
+    An operation without a converter is an error: the engine is one plan and cannot fall back to PyTorch.
     """
     options = dict(key.options)
     return {
@@ -41,11 +49,11 @@ def arguments(key: EngineKey, device: "torch.device", timing_cache_path: Path) -
         "disable_tf32": True,
         "workspace_size": int(options["workspace_mib"]) << 20,
         "optimization_level": int(options["optimization_level"]),
-        "timing_cache_path": str(timing_cache_path),
+        "timing_cache_path": str(timing_cache),
         "assume_dynamic_shape_support": any(profile.min != profile.max for profile in key.profiles),
-        # The weights are in the key: see `onnx_tensorrt`.
+        # The weights are part of the key: see `onnx_tensorrt`.
         "immutable_weights": True,
-        # Its default takes every attention with a bias for a causal one, and the text encoder's is not.
+        # The default treats every attention with a bias as causal; the text encoder's is not.
         "attn_bias_is_causal": False,
     }
 
@@ -59,13 +67,13 @@ def input_arguments(sizes: Shapes, name: str, dtype: "torch.dtype") -> dict[str,
 
 
 class TorchTensorRT(TensorRTBuilder):
-    """See `Builder`. Several profiles become one that encloses them: torch-tensorrt builds with one."""
+    """See `Builder`. torch-tensorrt supports one profile, so several are replaced with one that encloses them."""
 
     name = "torch_tensorrt"
-    needed = "torch_tensorrt"
+    requires = "torch_tensorrt"
 
     def packages(self, device: str) -> tuple[str, ...]:
-        """See `KeyedBuilder`."""
+        """See `Builder`."""
         return (*super().packages(device), "torch-tensorrt")
 
     def build(self, program: "Program", key: EngineKey, folder: Path, report: Report) -> None:
@@ -73,26 +81,27 @@ class TorchTensorRT(TensorRTBuilder):
 
         Raises:
             EngineError: if torch-tensorrt cannot build it.
-            torch.OutOfMemoryError: if the GPU's memory does not suffice.
+            torch.OutOfMemoryError: if the GPU's memory is too small.
         """
         from torch.utils import _pytree as pytree
 
         from runtime.engines import tensorrt_library
+        from runtime.engines.sessions.tensorrt import NAMES_FILE
 
         trt = tensorrt_library.load()
         import torch_tensorrt
 
         profile = enclosing(key.profiles)
         sizes = shapes(program, profile)
-        report("Exporting", None)
+        report(Fact("engine.exporting"), None)
         exported = program.export(profile)
         example, structure = pytree.tree_flatten(exported.example_inputs)
         inputs = [
             torch_tensorrt.Input(**input_arguments(sizes, name, tensor.dtype))
             for name, tensor in zip(program.input_names, example, strict=True)
         ]
-        report("Building with torch-tensorrt", None)
-        cache = timing_cache.path_for(folder, key.device, trt.__version__)
+        report(Fact("engine.building_torch_tensorrt"), None)
+        cache = timing_cache_path(folder, key.device, trt.__version__)
         with _log_to(report):
             plan = _convert(exported, pytree.tree_unflatten(inputs, structure), key, gpu_of(program), cache)
         (folder / self.file_name).write_bytes(plan)
@@ -113,9 +122,9 @@ def _convert(
 
     positional, keywords = inputs
     with tempfile.TemporaryDirectory() as scratch, torch.cuda.device(device):
-        # torch-tensorrt writes its cache in place, so it gets a copy.
+        # torch-tensorrt writes its cache in place, so it works on a copy.
         copy = Path(scratch) / "timing"
-        copy.write_bytes(timing_cache.read(cache))
+        copy.write_bytes(read_timing_cache(cache))
         try:
             plan = torch_tensorrt.dynamo.convert_exported_program_to_serialized_trt_engine(
                 exported, arg_inputs=positional, kwarg_inputs=keywords, **arguments(key, device, copy)
@@ -123,19 +132,19 @@ def _convert(
         except (RuntimeError, AssertionError, ValueError, TypeError, NotImplementedError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            reason = (str(error).splitlines() or [repr(error)])[0]
-            raise EngineError(f"torch-tensorrt could not build the engine: {reason}", OTHER_BACKEND) from error
-        timing_cache.write(cache, copy.read_bytes())
+            raise EngineError("engine.torch_tensorrt_failed", error=first_line(error)) from error
+        write_timing_cache(cache, copy.read_bytes())
     return bytes(plan)
 
 
 @contextmanager
 def _log_to(report: Report) -> Iterator[None]:
-    """Pass on what torch-tensorrt logs."""
+    """Report torch-tensorrt's log lines."""
+    report_line = output_reporter(report)
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            report(f"torch-tensorrt: {record.getMessage()}", None)
+            report_line(f"torch-tensorrt: {record.getMessage()}", None)
 
     handler, loggers = Handler(logging.INFO), [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]

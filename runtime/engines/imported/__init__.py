@@ -1,1 +1,1 @@
-"""Engines made elsewhere: read, matched with a component, bridged by declared adapters, proven, and only then used."""
+"""Engines made elsewhere: read, matched with a component, adapted, verified against PyTorch, and only then used."""

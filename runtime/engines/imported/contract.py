@@ -1,19 +1,39 @@
-"""What an engine file says of itself: the tensors that it takes and gives. Pure: no torch, no disk."""
+"""The contract of an engine file: the tensors that it takes and returns, read from the file in a child process.
 
+Opening an engine file executes it. The types at the top need no torch.
+"""
+
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter
+
+from runtime.core.errors import EngineError, first_line
+from runtime.core.facts import Fact
 from runtime.core.plan import BACKEND_TITLES
-from runtime.core.units import byte_size
 
-# A size that varies.
+if TYPE_CHECKING:
+    import torch
+
+# The size of a dynamic axis.
 FREE = -1
-# What a free size may be where the file does not say.
+# The upper limit of a dynamic size that the file does not limit.
 MOST = 1 << 30
 Sizes = tuple[int, ...]
-# The least, best and largest value of one size; a best of 0 means that the file names none.
+# Minimum, optimum and maximum of one size; the optimum is 0 if the file does not state one.
 Span = tuple[int, int, int]
+
+# Fragments of TensorRT's own messages, and what they mean.
+_PLAN_MISMATCHES: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("incompatible device", "expecting compute"), "engine.plan_of_another_gpu"),
+    (("latform specific tag", "latformTag"), "engine.plan_of_another_system"),
+    (("version", "Version"), "engine.plan_of_another_tensorrt"),
+)
+_MOST_WEIGHT_FILES = 100
+_ONNX_PRECISIONS = {"FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -22,9 +42,9 @@ class Port:
 
     Attributes:
         name: the engine's own.
-        dtype: torch's name of its type.
-        sizes: one number per axis, `FREE` where it varies.
-        ranges: the least, best and largest sizes of each profile; none where the file does not say.
+        dtype: torch's name of its dtype.
+        sizes: one number per axis, `FREE` if dynamic.
+        ranges: minimum, optimal and maximum sizes of each profile; empty if the file does not state them.
     """
 
     name: str
@@ -33,7 +53,7 @@ class Port:
     ranges: tuple[tuple[Sizes, Sizes, Sizes], ...] = ()
 
     def span(self, axis: int, profile: int) -> Span:
-        """Return what the size of an axis may be in a profile."""
+        """Return the possible sizes of an axis in a profile."""
         size = self.sizes[axis]
         if size != FREE:
             return size, size, size
@@ -50,14 +70,14 @@ class Port:
 
 @dataclass(frozen=True, kw_only=True)
 class Contract:
-    """All that is known of an engine file without running it.
+    """What is known of an engine file without running it.
 
     Attributes:
         backend: what runs it: "tensorrt" or "onnxruntime".
-        made_by: what wrote the file, as far as it says so.
+        made_by: the program that wrote the file; empty if unknown.
         inputs, outputs: in the file's order.
-        precision: of the arithmetic inside, as far as it can be told: it sets the tolerance of the comparison.
-        working_bytes: memory that it needs while it runs, beside its weights; 0 if the file does not say.
+        precision: of the arithmetic inside, as far as the file shows it: it sets the tolerance of verification.
+        working_bytes: memory that it needs in addition to its weights while it runs; 0 if unknown.
         beside: names of the files with weights that belong to it.
     """
 
@@ -71,16 +91,17 @@ class Contract:
 
     @property
     def profiles(self) -> int:
-        """How many shape profiles it has; one where it does not say."""
+        """The number of shape profiles; 1 if the file has none."""
         return max((len(port.ranges) for port in self.inputs), default=0) or 1
 
-    def lines(self) -> list[str]:
-        """Return the contract in words, a line each."""
-        memory = f", {byte_size(self.working_bytes)} of memory while it runs" if self.working_bytes else ""
+    def describe(self) -> list[Fact]:
+        """Return the contract for people, a fact per line."""
+        made_by = self.made_by or Fact("engine.unknown_maker")
+        data = {"backend": BACKEND_TITLES[self.backend], "made_by": made_by, "memory": self.working_bytes}
         return [
-            f"For {BACKEND_TITLES[self.backend]}, made by {self.made_by or 'an unknown program'}{memory}.",
-            *(f"takes {port}" for port in self.inputs),
-            *(f"gives {port}" for port in self.outputs),
+            Fact("engine.contract_with_memory" if self.working_bytes else "engine.contract", data),
+            *(Fact("engine.contract_input", {"tensor": str(port)}) for port in self.inputs),
+            *(Fact("engine.contract_output", {"tensor": str(port)}) for port in self.outputs),
         ]
 
     def to_json(self) -> dict[str, Any]:
@@ -88,29 +109,143 @@ class Contract:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Contract":
-        """Read what `to_json` wrote.
+    def from_json(cls, value: object) -> "Contract":
+        """Parse the result of `to_json`.
 
         Raises:
-            KeyError, TypeError, ValueError: if it is anything else.
+            ValueError: if it is anything else.
         """
-        return cls(
-            backend=str(value["backend"]),
-            made_by=str(value["made_by"]),
-            inputs=tuple(_port(port) for port in value["inputs"]),
-            outputs=tuple(_port(port) for port in value["outputs"]),
-            precision=str(value["precision"]),
-            working_bytes=int(value["working_bytes"]),
-            beside=tuple(str(name) for name in value["beside"]),
-        )
+        return TypeAdapter(cls).validate_python(value)
 
 
-def _port(value: Mapping[str, Any]) -> Port:
-    ranges = []
-    for low, best, high in value["ranges"]:
-        ranges.append((_sizes(low), _sizes(best), _sizes(high)))
-    return Port(str(value["name"]), str(value["dtype"]), _sizes(value["sizes"]), tuple(ranges))
+def read_contract(path: Path, backend: str, device: str) -> Contract:
+    """Open an engine file and return its contract.
+
+    Raises:
+        EngineError: if it cannot be opened on this machine.
+    """
+    import torch
+
+    return _read_plan(path, torch.device(device)) if backend == "tensorrt" else _read_onnx(path)
 
 
-def _sizes(value: Any) -> Sizes:
-    return tuple(int(size) for size in value)
+def _read_plan(path: Path, device: "torch.device") -> Contract:
+    import torch
+
+    from runtime.engines import tensorrt_library
+    from runtime.engines.sessions.tensorrt import deserialize
+
+    trt = tensorrt_library.load()
+    with torch.cuda.device(device), tensorrt_library.listen() as messages:
+        runtime = trt.Runtime(tensorrt_library.logger())
+        try:
+            engine = deserialize(runtime, path, messages)
+        except EngineError as error:
+            said = " ".join(messages.errors)
+            code = next((code for marks, code in _PLAN_MISMATCHES if any(mark in said for mark in marks)), None)
+            raise EngineError(code or "engine.plan_damaged", cause=error.fact) from error
+        ports = {
+            name: _plan_port(trt, engine, name)
+            for name in (engine.get_tensor_name(index) for index in range(engine.num_io_tensors))
+        }
+        inputs = tuple(port for name, port in ports.items() if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT)
+        outputs = tuple(port for port in ports.values() if port not in inputs)
+        memory = getattr(engine, "device_memory_size_v2", None) or engine.device_memory_size
+    types = {port.dtype for port in (*inputs, *outputs)}
+    return Contract(
+        backend="tensorrt",
+        made_by=f"TensorRT {trt.__version__}",
+        inputs=inputs,
+        outputs=outputs,
+        # A plan does not state its arithmetic. Most plans are float16, and a wrong one is far outside any tolerance.
+        precision="bfloat16" if "bfloat16" in types else "float16",
+        working_bytes=int(memory),
+    )
+
+
+def _plan_port(trt: Any, engine: Any, name: str) -> Port:
+    from runtime.engines import tensorrt_library
+
+    if engine.get_tensor_location(name) != trt.TensorLocation.DEVICE:
+        raise EngineError("engine.tensorrt_host_tensor", tensor=name)
+    sizes = tuple(int(size) for size in engine.get_tensor_shape(name))
+    ranges: list[tuple[Sizes, Sizes, Sizes]] = []
+    if FREE in sizes and engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT:
+        for profile in range(engine.num_optimization_profiles):
+            low, best, high = (tuple(map(int, shape)) for shape in engine.get_tensor_profile_shape(name, profile))
+            ranges.append((low, best, high))
+    dtype = str(tensorrt_library.torch_dtype(engine.get_tensor_dtype(name))).removeprefix("torch.")
+    return Port(name=name, dtype=dtype, sizes=sizes, ranges=tuple(ranges))
+
+
+def _read_onnx(path: Path) -> Contract:
+    import onnx
+
+    try:
+        model = onnx.load(str(path), load_external_data=False)
+        if not model.graph.output:
+            raise EngineError("engine.onnx_without_outputs")
+        return _onnx_contract(model)
+    except EngineError:
+        raise
+    except Exception as error:  # protobuf's errors have no common base, and the content may be anything
+        raise EngineError("engine.onnx_damaged", error=first_line(error)) from error
+
+
+def _onnx_contract(model: Any) -> Contract:
+    weights = {tensor.name for tensor in model.graph.initializer}
+    opset = max((entry.version for entry in model.opset_import if entry.domain in {"", "ai.onnx"}), default=0)
+    maker = f"{model.producer_name} {model.producer_version}".strip() or "an unknown program"
+    inputs = tuple(_onnx_port(value) for value in model.graph.input if value.name not in weights)
+    outputs = tuple(_onnx_port(value) for value in model.graph.output)
+    types = {port.dtype for port in (*inputs, *outputs)} | {_weights_precision(model)}
+    return Contract(
+        backend="onnxruntime",
+        made_by=f"{maker} (ONNX, opset {opset})",
+        inputs=inputs,
+        outputs=outputs,
+        # The coarsest dtype: inputs and outputs are rounded too.
+        precision=next((name for name in ("bfloat16", "float16") if name in types), "float32"),
+        beside=_weight_files(model),
+    )
+
+
+def _onnx_port(value: Any) -> Port:
+    import onnx
+
+    tensor = value.type.tensor_type
+    sizes = tuple(size.dim_value if size.HasField("dim_value") else FREE for size in tensor.shape.dim)
+    try:
+        dtype = str(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+    except KeyError:
+        dtype = onnx.TensorProto.DataType.Name(tensor.elem_type).lower()
+    return Port(name=value.name, dtype=dtype, sizes=sizes)
+
+
+def _weights_precision(model: Any) -> str:
+    """Return the dtype of most of the weights."""
+    import onnx
+
+    counts: dict[str, int] = {}
+    for tensor in model.graph.initializer:
+        name = onnx.TensorProto.DataType.Name(tensor.data_type)
+        counts[name] = counts.get(name, 0) + math.prod(tensor.dims)
+    most = max((name for name in counts if name in _ONNX_PRECISIONS), key=lambda name: counts[name], default="FLOAT")
+    return _ONNX_PRECISIONS[most]
+
+
+def _weight_files(model: Any) -> tuple[str, ...]:
+    """Return the names of the files with a model's weights, which must be in the same folder.
+
+    Raises:
+        EngineError: if one is in another folder.
+    """
+    names: list[str] = []
+    for tensor in model.graph.initializer:
+        place: Mapping[str, str] = {entry.key: entry.value for entry in tensor.external_data}
+        if "location" in place and place["location"] not in names:
+            names.append(place["location"])
+    for name in names:
+        if Path(name).name != name or "\\" in name or name.startswith(".") or len(names) > _MOST_WEIGHT_FILES:
+            raise EngineError("engine.onnx_weights_outside", file=name[:80])
+    return tuple(sorted(names))

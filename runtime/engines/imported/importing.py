@@ -1,12 +1,13 @@
-"""`engines import`: a file that was made elsewhere becomes an engine of the library, if it proves to be one.
+"""`engines import`: turns a file that was made elsewhere into an engine of the library.
 
-The file is copied, never linked. What opens it is a child process, so that a crash there is a message here. It stays
-only if it computes what the model's own weights compute: which weights a file holds is written nowhere in it.
+The file is copied, never linked. Its first bytes are checked, then a child process opens it, so that a crash there is
+an error here. It is kept only if it computes what the model's own weights compute: no file states its weights' origin.
 """
 
 import json
 import math
 import os
+import struct
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -14,105 +15,217 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
+from stat import S_ISDIR, S_ISLNK, S_ISREG
 
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError
-from runtime.core.units import byte_size
+from runtime.core.facts import Fact
 from runtime.engines import manifest
-from runtime.engines.build import BuildRequest, EmitProgress, failure, found_by
-from runtime.engines.child import COMMAND, run_child
-from runtime.engines.identity import EXPORT_REVISION, device_text, program_key_parts, versions_of
+from runtime.engines.build import failure, start_child, verified_fields
+from runtime.engines.build_child import InspectJob, Job, VerifyJob, run_job
+from runtime.engines.builders import BUILDERS
+from runtime.engines.builders.tensorrt_common import installed_version
+from runtime.engines.child import Entry, Report
+from runtime.engines.identity import NOT_EXPORTED, device_text, program_key_parts, versions_of
 from runtime.engines.imported.contract import Contract
-from runtime.engines.imported.matching import ADAPTERS_FILE, Fitting, fittings
-from runtime.engines.imported.offering import EXACT, served
-from runtime.engines.imported.source import FILE_NAMES, Source, check_library, check_room, look
+from runtime.engines.imported.matching import ADAPTERS_FILE, Match, find_matches
+from runtime.engines.imported.offering import EXACT, served_sizes
 from runtime.engines.service import EngineService
-from runtime.machine.probe import Machine, probe
+from runtime.machine.probe import Machine, free_disk_bytes, probe
 from runtime.models.spec import ModelSpec
 from runtime.planner.constraints import cuda_problem
 from runtime.planner.engine_index import IMPORTED, EngineKey, EngineRecord
 
-_BLOCK = 1 << 22
+BACKENDS = {".trt": "tensorrt", ".plan": "tensorrt", ".engine": "tensorrt", ".onnx": "onnxruntime"}
+# Shown before anything in the file is executed.
+WARNING = Fact("engine.import_executes_code")
+_FILE_NAMES = {"tensorrt": "engine.plan", "onnxruntime": "engine.onnx"}
+_BUILDER_OF = {"tensorrt": "onnx_tensorrt", "onnxruntime": "onnxruntime"}
 _PACKAGES: Mapping[str, tuple[str, ...]] = {
     "tensorrt": ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"),
     "onnxruntime": ("onnxruntime-openvino", "onnxruntime-gpu", "onnxruntime-directml", "onnxruntime"),
 }
+_BLOCK = 1 << 22
 _ID_LENGTH = 16
+_HEAD_BYTES = 4096
+# The head of a plan since TensorRT 8.6, as `trtexec --getPlanVersionOnly` reads it: tag, layout, number of parts, file
+# size, and the version in four bytes. Earlier versions have another head.
+_HEAD = struct.Struct("<4sIQQ4B")
+_TAG = b"ftrt"
+_MOST_BYTES = 1 << 46
+# Major versions that may have this head; any other number is not a version.
+_FIRST, _LAST = 8, 30
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file that may be an engine.
+
+    Attributes:
+        path: absolute.
+        backend: what would run it.
+        bytes: its size.
+        version: the TensorRT that made it; empty if the file does not state it.
+    """
+
+    path: Path
+    backend: str
+    bytes: int
+    version: str = ""
 
 
 @dataclass(frozen=True)
 class Imported:
-    """What became of a file.
+    """The result of an import.
 
     Attributes:
         engine: in the library.
         spec: the model that it was compared with.
-        contract: what the file said of itself.
-        fitting: what it stands for, and through which adapters.
-        compared: whether it was compared with PyTorch; if memory did not suffice it waits for `engines verify`.
+        contract: of the file.
+        match: the component that it replaces, and the adapters.
+        compared: whether it was compared with PyTorch; if memory ran out, `engines verify` can do so later.
     """
 
     engine: EngineRecord
     spec: ModelSpec
     contract: Contract
-    fitting: Fitting
+    match: Match
     compared: bool
 
     @property
-    def serves(self) -> str:
-        """The sizes it serves, in pixels and frames."""
-        return served(self.engine.key.program, self.engine.key.profiles, self.spec)
+    def serves(self) -> Fact:
+        """The sizes that it serves, in pixels and frames."""
+        return served_sizes(self.engine.key.program, self.engine.key.profiles, self.spec)
 
-    def lines(self) -> list[str]:
-        """Return it in words, a line each."""
-        return [
-            *self.contract.lines(),
-            f"Stands for the {self.fitting.component} of {self.engine.model}: {self.serves}.",
-            *_costs(self.fitting),
-        ]
+    def describe(self) -> list[Fact]:
+        """Return the result for people, a fact per line."""
+        data = {"component": self.match.component, "model": self.engine.model, "sizes": self.serves}
+        return [*self.contract.describe(), Fact("engine.import_serves", data), *_adapter_facts(self.match)]
 
 
-def prospects(found: Sequence[Fitting], spec: ModelSpec) -> list[str]:
-    """Return in words, a line each, what an engine could stand for and what bridging the rest would cost."""
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for fitting in found:
-        said = (served(fitting.program, fitting.profiles, spec), *_costs(fitting))
-        alike.setdefault(said, []).append(fitting.component)
-    lines = []
-    for (sizes, *costs), components in alike.items():
-        lines += [f"Could stand for the {' or the '.join(dict.fromkeys(components))} of {spec.title}: {sizes}.", *costs]
-    if len(found) > 1:
-        lines.append("Which of these it is shows when it is compared with the model, as it is imported.")
+def describe_matches(matches: Sequence[Match], spec: ModelSpec) -> list[Fact]:
+    """Return for people what an engine could replace, and what its adapters cost."""
+    alike: dict[tuple[Fact, ...], list[str]] = {}
+    for match in matches:
+        facts = (served_sizes(match.program, match.profiles, spec), *_adapter_facts(match))
+        alike.setdefault(facts, []).append(match.component)
+    lines: list[Fact] = []
+    for (sizes, *adapters), components in alike.items():
+        data = {"components": list(dict.fromkeys(components)), "model": spec.title, "sizes": sizes}
+        lines += [Fact("engine.import_could_serve", data), *adapters]
+    if len(matches) > 1:
+        lines.append(Fact("engine.import_compared_later"))
     return lines
 
 
-def _costs(fitting: Fitting) -> list[str]:
-    lossy = "Something is lost, so it is used only where its backend is asked for."
-    return [*fitting.lines(), *(() if fitting.exact else (lossy,))]
+def _adapter_facts(match: Match) -> list[Fact]:
+    return [*match.describe(), *(() if match.exact else (Fact("engine.import_lossy"),))]
+
+
+def read_source(path: Path) -> Source:
+    """Return what the first bytes of a file show.
+
+    Raises:
+        EngineError: if it cannot be an engine.
+    """
+    name = path.name
+    try:
+        mode = path.lstat().st_mode
+        if S_ISLNK(mode):
+            raise EngineError("engine.import_link", file=name, target=path.resolve())
+        if S_ISDIR(mode):
+            raise EngineError("engine.import_folder", file=name)
+        if not S_ISREG(mode):
+            raise EngineError("engine.import_not_a_file", file=name)
+        backend = BACKENDS.get(path.suffix.lower())
+        if backend is None:
+            raise EngineError("engine.import_unknown_suffix", file=name)
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+            size = os.fstat(file.fileno()).st_size
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise EngineError("engine.import_unreadable", file=name or path, error=reason) from error
+    if not head:
+        raise EngineError("engine.import_empty", file=name)
+    if _is_text(head):
+        raise EngineError("engine.import_text", file=name)
+    version = _plan_version(name, head, size) if backend == "tensorrt" else ""
+    return Source(path.absolute(), backend, size, version)
+
+
+def check_library(source: Source, machine: Machine) -> None:
+    """Refuse a file that nothing on this machine can run.
+
+    Raises:
+        EngineError: if the library that runs it is missing, or of another version.
+    """
+    missing = BUILDERS[_BUILDER_OF[source.backend]].unavailable(machine)
+    if missing is not None:
+        reason, remedy = missing
+        raise EngineError("engine.import_no_library", file=source.path.name, cause=reason, remedy=remedy)
+    here = installed_version() or ""
+    if source.version and source.version.split(".")[:2] != here.split(".")[:2]:
+        raise EngineError("engine.import_other_tensorrt", file=source.path.name, version=source.version, installed=here)
+
+
+def check_disk_space(source: Source, store: Path) -> None:
+    """Refuse a file that does not fit into the engine folder.
+
+    Raises:
+        EngineError: if too little disk space is free.
+    """
+    free = free_disk_bytes(store)
+    if source.bytes > free:
+        raise EngineError("engine.import_disk_full", file=source.path.name, size=source.bytes, free=free, folder=store)
+
+
+def _plan_version(name: str, head: bytes, size: int) -> str:
+    if not head.startswith(_TAG):
+        raise EngineError("engine.import_not_a_plan", file=name)
+    if len(head) < _HEAD.size:
+        raise EngineError("engine.import_truncated", file=name, size=size)
+    _, layout, _, whole, *version = _HEAD.unpack_from(head)
+    if layout != 0:
+        return ""
+    if size < whole < _MOST_BYTES:
+        raise EngineError("engine.import_incomplete", file=name, size=size, whole=whole)
+    return ".".join(map(str, version[:3])) if _FIRST <= version[0] <= _LAST else ""
+
+
+def _is_text(head: bytes) -> bool:
+    """Whether the first bytes are UTF-8 without control characters; the last character may be incomplete."""
+    try:
+        text = head.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if error.start < len(head) - 3 or error.end != len(head):
+            return False
+        text = head[: error.start].decode("utf-8")
+    return all(character.isprintable() or character in "\n\r\t\f" for character in text)
 
 
 def device_here(machine: Machine) -> str:
-    """Return the device that an imported engine is to run on: the GPU where there is one that can be used."""
+    """Return the device that an imported engine runs on: the GPU if there is a usable one."""
     return "cpu" if cuda_problem(machine) else "cuda:0"
 
 
-def inspect(
-    path: Path, device: str, emit_progress: EmitProgress, cancel: Cancel, command: Sequence[str] = COMMAND
+def inspect_engine(
+    path: Path, device: str, emit_progress: Report, cancel: Cancel, entry: Entry[Job] = run_job
 ) -> Contract:
-    """Open a file in a child process and return its contract. This runs what is in it: ask before.
+    """Open a file in a child process and return its contract. This executes the file: ask before.
 
     Args:
         device: "cpu" or "cuda:0".
-        emit_progress, cancel, command: as for `build.build_engine`.
+        emit_progress, cancel, entry: see `build.build_engine`.
 
     Raises:
-        EngineError: if it cannot be an engine, or cannot be opened here.
-        CancelledError: if that was asked for.
+        EngineError: if it cannot be an engine, or cannot be opened on this machine.
+        CancelledError: if cancelled.
     """
-    source = look(path)
+    source = read_source(path)
     with tempfile.TemporaryDirectory() as folder:
         check_library(source, probe())
-        return _contract(source, Path(folder), Path(folder), device, emit_progress, cancel, command)
+        return _read_in_child(source, Path(folder), Path(folder), device, emit_progress, cancel, entry)
 
 
 def import_engine(
@@ -121,114 +234,95 @@ def import_engine(
     component: str | None,
     service: EngineService,
     device: str,
-    emit_progress: EmitProgress,
+    emit_progress: Report,
     cancel: Cancel,
-    command: Sequence[str] = COMMAND,
+    entry: Entry[Job] = run_job,
 ) -> Imported:
-    """Copy a file into the library and prove it against a model. This runs what is in it: ask before.
+    """Copy a file into the library and verify it against a model. This executes the file: ask before.
 
     Args:
-        component: whose place it is to take; `None` looks for the one whose weights it holds.
-        device: where it is to run: "cpu" or "cuda:0".
-        emit_progress, cancel, command: as for `build.build_engine`.
+        component: the component to replace; None finds the one whose weights the file contains.
+        device: a torch device: "cpu" or "cuda:0".
+        emit_progress, cancel, entry: see `build.build_engine`.
 
     Raises:
-        EngineError: if it cannot be an engine, cannot be opened here, fits no component, or computes something else.
-        CancelledError: if that was asked for; nothing is left of it.
+        EngineError: if it cannot be an engine, cannot be opened on this machine, matches no component, or computes
+            something else.
+        CancelledError: if cancelled; nothing of it remains.
     """
-    source = look(path)
+    source = read_source(path)
     store = service.store
     check_library(source, service.machine)
-    check_room(source, store.folder)
+    check_disk_space(source, store.folder)
     temporary = sha256(f"{source.path}\0{os.getpid()}\0{time.time_ns()}".encode()).hexdigest()[:_ID_LENGTH]
     with ExitStack() as stack:
         stack.enter_context(store.building(temporary, cancel.check))
-        room = stack.enter_context(store.workspace(temporary))
-        emit_progress(f"Copying {source.path.name} ({byte_size(source.bytes)})", 0.0)
-        digest = _copy(source.path, room.engine / FILE_NAMES[source.backend], cancel)
-        copied = replace(source, path=room.engine / FILE_NAMES[source.backend])
-        contract = _contract(copied, room.folder, room.scratch, device, emit_progress, cancel, command)
+        work = stack.enter_context(store.workspace(temporary))
+        emit_progress(Fact("engine.copying", {"file": source.path.name, "size": source.bytes}), 0.0)
+        digest = _copy(source.path, work.engine / _FILE_NAMES[source.backend], cancel)
+        copied = replace(source, path=work.engine / _FILE_NAMES[source.backend])
+        contract = _read_in_child(copied, work.folder, work.scratch, device, emit_progress, cancel, entry)
         for name in contract.beside:
-            look_beside(source.path.with_name(name))
-            _copy(source.path.with_name(name), room.engine / name, cancel)
+            weights = source.path.with_name(name)
+            if weights.is_symlink() or not weights.is_file():
+                raise EngineError("engine.import_weights_missing", file=name)
+            _copy(weights, work.engine / name, cancel)
         refused: list[tuple[float, EngineError]] = []
-        for fitting in fittings(contract, spec, component):
-            record = _record(fitting, contract, spec, service, device, digest, room.engine)
-            there = store.get(record.key)
-            if there is not None and there.usable:
-                return Imported(there, spec, contract, fitting, compared=True)
-            request = BuildRequest(spec=spec, component=fitting.component, key=record.key, device=device)
-            emit_progress(f"Comparing with the {fitting.component} of {spec.title}", None)
-            outcome = run_child(
-                {
-                    "task": "verify",
-                    "workspace": str(room.folder),
-                    "engine": str(room.engine),
-                    "model": {"directory": str(spec.directory), "name": spec.name},
-                    "component": fitting.component,
-                    "key": record.key.to_json(),
-                    "device": device,
-                },
-                room.scratch,
-                room.engine / manifest.LOG_NAME,
-                emit_progress,
-                cancel.check,
-                command,
+        for match in find_matches(contract, spec, component):
+            record = _record(match, contract, spec, service, device, digest, work.engine)
+            existing = store.get(record.key)
+            if existing is not None and existing.usable:
+                return Imported(existing, spec, contract, match, compared=True)
+            names = {"component": match.component, "model": spec.title}
+            emit_progress(Fact("engine.comparing_with", names), None)
+            job = VerifyJob(
+                workspace=work.folder,
+                engine=work.engine,
+                spec=spec,
+                component=match.component,
+                key=record.key,
+                device=device,
             )
-            if outcome.done is None and outcome.kind not in {"memory", "disk"}:
-                refused.append((math.inf, failure(request.title, "compared with PyTorch", outcome)))
+            log = work.engine / manifest.LOG_NAME
+            title = Fact("engine.imported_file", {"file": source.path.name})
+            outcome = start_child(entry, job, title, work.scratch, log, emit_progress, cancel)
+            if outcome.result is None and outcome.kind not in {"memory", "disk"}:
+                refused.append((math.inf, failure(Fact("engine.not_compared", {"engine": title}), outcome)))
                 continue
-            if outcome.done is not None:
-                record = replace(record, **found_by(outcome.done))
+            if outcome.result is not None:
+                record = replace(record, **verified_fields(outcome.result))
                 if not record.verified:
-                    far = math.inf if math.isnan(record.error) else record.error
-                    refused.append((far, _other_weights(spec, fitting, record)))
+                    distance = math.inf if math.isnan(record.error) else record.error
+                    refused.append((distance, EngineError("engine.import_other_weights", cause=record.detail, **names)))
                     continue
-            manifest.write(room.engine, record)
-            inserted = store.insert(room.engine, record.id)
-            return Imported(inserted, spec, contract, fitting, compared=outcome.done is not None)
+            manifest.write(work.engine, record)
+            inserted = store.insert(work.engine, record.id)
+            return Imported(inserted, spec, contract, match, compared=outcome.result is not None)
     raise min(refused, key=lambda pair: pair[0])[1]
 
 
-def look_beside(path: Path) -> None:
-    """Refuse a file with weights that is not there, or is a link.
-
-    Raises:
-        EngineError: if it cannot be copied.
-    """
-    if path.is_symlink() or not path.is_file():
-        raise EngineError(
-            f"The weights in {path.name} are not beside the ONNX file.", "Copy both files into one folder."
-        )
-
-
-def _contract(
+def _read_in_child(
     source: Source,
     workspace: Path,
     scratch: Path,
     device: str,
-    emit_progress: EmitProgress,
+    emit_progress: Report,
     cancel: Cancel,
-    command: Sequence[str],
+    entry: Entry[Job],
 ) -> Contract:
-    job = {
-        "task": "inspect",
-        "workspace": str(workspace),
-        "file": str(source.path),
-        "backend": source.backend,
-        "device": device,
-    }
-    outcome = run_child(job, scratch, scratch / "inspect.log", emit_progress, cancel.check, command)
-    if outcome.done is not None:
-        return Contract.from_json(outcome.done)
-    if outcome.kind == "told":
-        # It says what is wrong with the file: what else is in the log is of no use.
-        raise EngineError(outcome.failed, outcome.remedy)
-    raise failure("imported file", "opened", outcome)
+    job = InspectJob(workspace=workspace, file=source.path, backend=source.backend, device=device)
+    title = Fact("engine.imported_file", {"file": source.path.name})
+    outcome = start_child(entry, job, title, scratch, scratch / "inspect.log", emit_progress, cancel)
+    if outcome.result is not None:
+        return Contract.from_json(outcome.result)
+    if outcome.kind == "user" and outcome.failure is not None:
+        # States what is wrong with the file; the rest of the log does not help.
+        raise EngineError(outcome.failure.code, **outcome.failure.data)
+    raise failure(Fact("engine.not_opened", {"engine": title}), outcome)
 
 
 def _record(
-    fitting: Fitting,
+    match: Match,
     contract: Contract,
     spec: ModelSpec,
     service: EngineService,
@@ -236,13 +330,13 @@ def _record(
     digest: str,
     folder: Path,
 ) -> EngineRecord:
-    """Return what is known of an engine before it is compared; what it is used with is written beside it."""
-    text = json.dumps({"contract": contract.to_json(), **fitting.to_json()}, indent=1)
+    """Write contract, adapters and engine.json of an engine before it is compared, and return its record."""
+    text = json.dumps({"contract": contract.to_json(), **match.to_json()}, indent=1)
     (folder / ADAPTERS_FILE).write_text(text + "\n", encoding="utf-8")
-    architecture, weights = program_key_parts(spec, fitting.component, fitting.program, service.notes)
+    architecture, weights = program_key_parts(spec, match.component, match.program, service.notes)
     options = {
         "contract": sha256(text.encode()).hexdigest(),
-        EXACT: "yes" if fitting.exact else "no",
+        EXACT: "yes" if match.exact else "no",
         "made_by": contract.made_by,
         "sha256": digest,
         "weights": "unknown to the file; those of the model as far as they were compared",
@@ -252,12 +346,12 @@ def _record(
     else:
         options["cuda_graphs"] = "on"
     key = EngineKey(
-        program=fitting.program,
+        program=match.program,
         family=spec.family,
         architecture=architecture,
         weights=weights,
-        export_revision=EXPORT_REVISION,
-        profiles=fitting.profiles,
+        export_revision=NOT_EXPORTED,
+        profiles=match.profiles,
         precision=contract.precision,
         backend=contract.backend,
         builder=IMPORTED,
@@ -266,17 +360,17 @@ def _record(
         device=device_text(service.machine, device),
         system=service.machine.system,
     )
-    # The log is opened anew for each comparison, and is no file of the engine's.
-    files = manifest.hashed_files(folder, FILE_NAMES[contract.backend])
+    # The log is written again for each comparison and does not belong to the engine.
+    files = manifest.hashed_files(folder, _FILE_NAMES[contract.backend])
     now = time.time()
     record = EngineRecord(
         id=key.digest(),
         key=key,
         model=spec.name,
-        component=fitting.component,
+        component=match.component,
         files=files,
         file_bytes=sum(file.bytes for file in files),
-        detail="not compared with PyTorch yet",
+        detail=Fact("engine.not_compared_yet"),
         built_at=now,
         last_used=now,
     )
@@ -284,16 +378,8 @@ def _record(
     return record
 
 
-def _other_weights(spec: ModelSpec, fitting: Fitting, record: EngineRecord) -> EngineError:
-    return EngineError(
-        f"The engine does not compute what the {fitting.component} of {spec.title} does: {record.detail}. "
-        "It holds other weights, or was exported otherwise.",
-        "Give the model that it was made from with --model, or build an engine here with `build`.",
-    )
-
-
 def _copy(source: Path, target: Path, cancel: Cancel) -> str:
-    """Copy a file and return the sha256 of what was copied."""
+    """Copy a file and return the SHA-256 of its content."""
     digest = sha256()
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
     try:
@@ -303,8 +389,6 @@ def _copy(source: Path, target: Path, cancel: Cancel) -> str:
                 digest.update(block)
                 copy.write(block)
     except OSError as error:
-        raise EngineError(
-            f"{source.name} cannot be copied: {error.strerror or error}.",
-            "Check its permissions, and the space in the engine folder (TENSORRT_CACHE_DIR).",
-        ) from error
+        reason = error.strerror or str(error)
+        raise EngineError("engine.import_not_copied", file=source.name, error=reason) from error
     return digest.hexdigest()

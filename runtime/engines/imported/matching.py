@@ -1,7 +1,7 @@
-"""Which component an engine made elsewhere can stand for, for which sizes, and through which adapters. Pure: no torch.
+"""Matches an engine that was made elsewhere with a component: for which sizes, and through which adapters. No torch.
 
-A file says names, types and sizes, not meanings. What that leaves open gives several fittings; comparing with PyTorch
-decides between them.
+A file states names, dtypes and sizes, but not their meaning. Where that is ambiguous there are several matches, and
+comparing the engine with PyTorch decides between them.
 """
 
 import json
@@ -10,39 +10,52 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.core.errors import EngineError
+from runtime.core.facts import Fact
 from runtime.engines.identity import CLIP_PROGRAM
-from runtime.engines.imported import adapters as bridges
-from runtime.engines.imported.adapters import Adapter, Batch, Names, Types
+from runtime.engines.imported.adapters import (
+    TEXT_MASK,
+    Adapter,
+    Batch,
+    ClipFrames,
+    Denormalised,
+    MaskedText,
+    Names,
+    PaddedIds,
+    RepeatedText,
+    RestoredRows,
+    Timestep,
+    Types,
+    UnreadRows,
+    adapters_to_json,
+)
 from runtime.engines.imported.contract import Contract, Port, Span
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner.shapes import LatentSize, ShapeProfile
 
-# What an engine is used with, beside it in its folder.
+# The file with contract and adapters in an imported engine's folder.
 ADAPTERS_FILE = "adapters.json"
 _CLIP_AXES, _TEXT_AXES = 5, 3
 _FRAMES, _HEIGHT, _WIDTH = 2, 3, 4
-_COLOURS = 3
-_TIMES = ("timestep", "timesteps", "t", "time", "time_step")
+_COLORS = 3
 _ROLES: Mapping[str, tuple[str, ...]] = {
     "latents": ("sample", "hidden_states", "latents", "latent", "latent_model_input", "noisy_latents", "x", "input"),
-    "timestep": _TIMES,
+    "timestep": ("timestep", "timesteps", "t", "time", "time_step"),
     "text_embeds": ("encoder_hidden_states", "context", "text_embeds", "prompt_embeds", "text", "txt", "cond"),
-    bridges.TEXT_MASK: ("encoder_attention_mask", "text_mask", "context_mask", "attention_mask", "mask"),
+    TEXT_MASK: ("encoder_attention_mask", "text_mask", "context_mask", "attention_mask", "mask"),
 }
 _FLOATS = frozenset({"float32", "float16", "bfloat16"})
-_WHOLE = frozenset({"int64", "int32", "int8", "uint8", "bool"})
-_OTHER = "Build an engine here with `build`, or import one that was exported for this model."
+_INTEGERS = frozenset({"int64", "int32", "int8", "uint8", "bool"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fitting:
+class Match:
     """One way to use an engine.
 
     Attributes:
-        component: of the model.
-        program: what it computes, as `programs` names it.
-        profiles: the latent sizes it serves.
-        batch: clips a call.
+        component: the component that it replaces.
+        program: what it computes; see `programs`.
+        profiles: the latent sizes that it serves.
+        batch: clips per call.
         adapters: in the order in which inputs pass them.
     """
 
@@ -57,37 +70,41 @@ class Fitting:
         """Whether all adapters keep what PyTorch computes, up to rounding."""
         return all(adapter.exact for adapter in self.adapters)
 
-    def lines(self) -> list[str]:
-        """Return the adapters in words, a line each: what they do and cost."""
+    def describe(self) -> list[Fact]:
+        """Return what each adapter does and costs."""
         guided = self.program == "transformer" or self.batch.size > 1
-        shown = (self.batch, *self.adapters) if guided else self.adapters
-        return [f"{adapter.title[0].upper()}{adapter.title[1:]}. {adapter.cost}" for adapter in shown]
+        batch = [self.batch.describe()] if guided else []
+        return [*batch, *(adapter.describe() for adapter in self.adapters)]
 
     def to_json(self) -> dict[str, Any]:
         """Return the adapters as JSON values."""
-        return {"batch": self.batch.size, "adapters": bridges.to_json(self.adapters)}
+        return {"batch": self.batch.size, "adapters": adapters_to_json(self.adapters)}
 
 
-def fittings(contract: Contract, spec: ModelSpec, component: str | None = None) -> list[Fitting]:
-    """Return the ways to use an engine with a model, the likeliest first.
+def find_matches(contract: Contract, spec: ModelSpec, component: str | None = None) -> list[Match]:
+    """Return the ways to use an engine with a model, the most likely first.
 
     Args:
-        component: whose place it is to take; `None` looks for it.
+        component: the component to replace; None tries all.
 
     Raises:
-        EngineError: if there is none; says what differs.
+        EngineError: if there is none; its cause is the first difference.
     """
-    types = _FLOATS | _WHOLE if contract.backend == "tensorrt" else (_FLOATS | _WHOLE) - {"bfloat16"}
+    types = _FLOATS | _INTEGERS if contract.backend == "tensorrt" else (_FLOATS | _INTEGERS) - {"bfloat16"}
     for port in (*contract.inputs, *contract.outputs):
         if port.dtype not in types:
-            raise EngineError(f"The engine cannot be used: {port} is of a type that cannot be handed over.", _OTHER)
+            raise EngineError("engine.import_dtype_unsupported", tensor=str(port))
     kind = _kind(contract)
     wanted = component or kind
     if wanted not in spec.component_names:
-        known = ", ".join(spec.component_names)
-        raise EngineError(f"{spec.title} has no component {str(wanted)[:40]!r}.", f"Take one of {known}.")
+        raise EngineError(
+            "engine.component_unknown",
+            model=spec.title,
+            component=str(wanted)[:40],
+            components=list(spec.component_names),
+        )
     if wanted.partition("_2")[0] != kind:
-        raise _unlike(spec, wanted, f"by its inputs and outputs it is a {kind.replace('_', ' ')}")
+        raise _mismatch(spec, wanted, Fact("engine.mismatch_kind", {"kind": kind}))
     if kind == "vae":
         return _decoders(contract, spec)
     if kind == "text_encoder":
@@ -97,36 +114,35 @@ def fittings(contract: Contract, spec: ModelSpec, component: str | None = None) 
 
 
 def _kind(contract: Contract) -> str:
-    """Return the component that an engine looks like, by the number of axes of what goes in."""
+    """Return the component that an engine looks like, by the number of axes of its inputs."""
     axes = [len(port.sizes) for port in contract.inputs]
     clips = axes.count(_CLIP_AXES)
     if clips == 1 and axes.count(_TEXT_AXES) >= 1:
         return "transformer"
     if clips == 1 and len(axes) == 1:
         return "vae"
-    if not clips and contract.inputs and all(port.dtype in _WHOLE for port in contract.inputs):
+    if not clips and contract.inputs and all(port.dtype in _INTEGERS for port in contract.inputs):
         return "text_encoder"
-    taken = "; ".join(map(str, contract.inputs)) or "nothing"
-    raise EngineError(f"The engine is of no kind that is known here: it takes {taken}.", _OTHER)
+    raise EngineError("engine.import_kind_unknown", inputs=[str(port) for port in contract.inputs])
 
 
-def _transformer(contract: Contract, spec: ModelSpec, component: str) -> Fitting:
+def _transformer(contract: Contract, spec: ModelSpec, component: str) -> Match:
     roles = _roles(contract, spec, component)
     latents, text, time = roles["latents"], roles["text_embeds"], roles["timestep"]
     out = _only_output(contract, spec, component, _CLIP_AXES)
-    _want(spec, component, latents, 1, spec.transformer.in_channels, "channels")
-    _want(spec, component, out, 1, spec.vae.z_dim, "channels")
-    _want(spec, component, text, 2, spec.transformer.text_dim, "text values per token")
+    _check_size(spec, component, latents, 1, spec.transformer.in_channels)
+    _check_size(spec, component, out, 1, spec.vae.z_dim)
+    _check_size(spec, component, text, 2, spec.transformer.text_dim)
     batch = _batch(contract)
-    chain: list[Adapter] = list(_text(spec, component, text, roles.get(bridges.TEXT_MASK)))
+    chain: list[Adapter] = list(_text_adapters(spec, component, text, roles.get(TEXT_MASK)))
     patch = spec.transformer.patch_size
-    unread, missing = _grid(spec, component, latents, out)
+    unread, missing = _uncovered_rows(spec, component, latents, out)
     if any(missing):
-        chain.append(bridges.RestoredRows(*missing))
+        chain.append(RestoredRows(*missing))
     if any(unread):
-        chain.append(bridges.UnreadRows(*unread))
-    # After the rows: a timestep per token counts the clip's tokens.
-    chain.insert(0, bridges.Timestep(len(time.sizes), time.dtype in _WHOLE, patch, batch.size))
+        chain.append(UnreadRows(*unread))
+    # Before the rows change: one timestep per token counts the clip's tokens.
+    chain.insert(0, Timestep(len(time.sizes), time.dtype in _INTEGERS, patch, batch.size))
     profiles = []
     for profile in range(contract.profiles):
         frames = _frames(latents.span(_FRAMES, profile), spec)
@@ -134,71 +150,67 @@ def _transformer(contract: Contract, spec: ModelSpec, component: str) -> Fitting
         width = _side(latents.span(_WIDTH, profile), patch[2], unread[1], _sides(spec, 0))
         if frames and height and width:
             profiles.append(_profile(frames, height, width))
-    names = {role: port for role, port in roles.items() if port is not None}
-    return _fitting(spec, component, "transformer", contract, profiles, batch, chain, names, {"velocity": out})
+    return _match(spec, component, "transformer", profiles, batch, chain, roles, {"velocity": out})
 
 
-def _decoders(contract: Contract, spec: ModelSpec) -> list[Fitting]:
-    """Return a decoder that puts the model's mean and deviation back by itself, and one that does not."""
+def _decoders(contract: Contract, spec: ModelSpec) -> list[Match]:
+    """Return a match with a decoder that needs denormalized latents, and one with a decoder that does not."""
     (z,) = contract.inputs
     out = _only_output(contract, spec, "vae", _CLIP_AXES)
-    _want(spec, "vae", z, 1, spec.vae.z_dim, "channels")
+    _check_size(spec, "vae", z, 1, spec.vae.z_dim)
     orders = {1: "bcfhw", 2: "bfchw", 4: "bfhwc"}
-    order = next((orders[axis] for axis in orders if out.sizes[axis] == _COLOURS), None)
+    order = next((orders[axis] for axis in orders if out.sizes[axis] == _COLORS), None)
     if order is None:
-        raise _unlike(spec, "vae", f"none of the axes of its output {out} is three colours")
+        raise _mismatch(spec, "vae", Fact("engine.mismatch_colors", {"output": str(out)}))
     profiles = []
     for profile in range(contract.profiles):
         frames = _frames(z.span(_FRAMES, profile), spec)
         height = _side(z.span(_HEIGHT, profile), 1, 0, _sides(spec, 1))
         width = _side(z.span(_WIDTH, profile), 1, 0, _sides(spec, 0))
         if frames and height and width:
-            # A shorter clip is filled up.
+            # A shorter clip is padded.
             profiles.append(_profile((1, frames[1], frames[2]), height, width))
     least = max(z.span(_FRAMES, profile)[0] for profile in range(contract.profiles))
     config = json.loads((spec.directory / "vae" / "config.json").read_text(encoding="utf-8"))
-    frames_adapter = bridges.ClipFrames(order, least, spec.vae.scale_factor_temporal)
-    plain = bridges.Denormalised(tuple(config["latents_mean"]), tuple(config["latents_std"]))
-    chains: list[list[Adapter]] = [[frames_adapter, plain], [frames_adapter]]
+    frames_adapter = ClipFrames(order, least, spec.vae.scale_factor_temporal)
+    denormalized = Denormalised(tuple(config["latents_mean"]), tuple(config["latents_std"]))
+    chains: list[list[Adapter]] = [[frames_adapter, denormalized], [frames_adapter]]
     return [
-        _fitting(spec, "vae", CLIP_PROGRAM, contract, profiles, _batch(contract), chain, {"z": z}, {"frames": out})
+        _match(spec, "vae", CLIP_PROGRAM, profiles, _batch(contract), chain, {"z": z}, {"frames": out})
         for chain in chains
     ]
 
 
-def _text_encoder(contract: Contract, spec: ModelSpec) -> Fitting:
+def _text_encoder(contract: Contract, spec: ModelSpec) -> Match:
     component = "text_encoder"
     masks = [port for port in contract.inputs if "mask" in port.name.lower()]
     ids = [port for port in contract.inputs if port not in masks]
     if len(ids) != 1 or len(masks) != 1:
-        taken = ", ".join(port.name for port in contract.inputs)
-        raise _unlike(
-            spec, component, f"it takes {taken}, and wanted are ids and a mask, without which padding is read"
-        )
+        inputs = [port.name for port in contract.inputs]
+        raise _mismatch(spec, component, Fact("engine.mismatch_ids_and_mask", {"inputs": inputs}))
     out = _only_output(contract, spec, component, _TEXT_AXES)
-    _want(spec, component, out, 2, spec.transformer.text_dim, "values per token")
+    _check_size(spec, component, out, 2, spec.transformer.text_dim)
     length, wanted = ids[0].span(1, 0), spec.max_sequence_length
     if not length[0] <= wanted <= length[2] and length[0] < wanted:
-        raise _unlike(spec, component, f"it reads {length[2]} tokens, and the model {wanted}")
-    chain = [bridges.PaddedIds(length[0] if length[0] > wanted else 0)]
+        raise _mismatch(spec, component, Fact("engine.mismatch_short_text", {"tokens": length[2], "wanted": wanted}))
+    chain = [PaddedIds(length[0] if length[0] > wanted else 0)]
     names = {"input_ids": ids[0], "attention_mask": masks[0]}
     profiles = [ShapeProfile.fixed((1, 1, 1))]
-    return _fitting(spec, component, component, contract, profiles, _batch(contract), chain, names, {"embeds": out})
+    return _match(spec, component, component, profiles, _batch(contract), chain, names, {"embeds": out})
 
 
-def _fitting(
+def _match(
     spec: ModelSpec,
     component: str,
     program: str,
-    contract: Contract,
     profiles: Sequence[ShapeProfile],
     batch: Batch,
     chain: Sequence[Adapter],
     inputs: Mapping[str, Port],
     outputs: Mapping[str, Port],
-) -> Fitting:
+) -> Match:
     if not profiles:
-        raise _unlike(spec, component, "it serves no size that the model makes")
+        raise _mismatch(spec, component, Fact("engine.mismatch_sizes"))
     given = {"input_ids": "int64", "attention_mask": "int64"}
     types = Types(
         tuple((role, port.dtype) for role, port in inputs.items() if port.dtype != given.get(role, "float32")),
@@ -209,7 +221,7 @@ def _fitting(
         tuple((role, port.name) for role, port in outputs.items()),
     )
     last: list[Adapter] = [types] if types.inputs or types.outputs else []
-    return Fitting(
+    return Match(
         component=component,
         program=program,
         profiles=tuple(dict.fromkeys(profiles)),
@@ -219,7 +231,7 @@ def _fitting(
 
 
 def _roles(contract: Contract, spec: ModelSpec, component: str) -> dict[str, Port]:
-    """Say which input is what: by name, and by the number of axes where a name is not known."""
+    """Assign the inputs to roles: by name, then by the number of axes."""
     roles: dict[str, Port] = {}
     left: list[Port] = []
     for port in contract.inputs:
@@ -234,68 +246,67 @@ def _roles(contract: Contract, spec: ModelSpec, component: str) -> dict[str, Por
             roles[role] = port
             left.remove(port)
     if left:
-        raise _unlike(spec, component, f"it takes {left[0]} too, which a text-to-video model has nothing for")
-    for role, words in (("latents", "latents"), ("timestep", "a timestep"), ("text_embeds", "text embeddings")):
+        raise _mismatch(spec, component, Fact("engine.mismatch_extra_input", {"input": str(left[0])}))
+    for role in ("latents", "timestep", "text_embeds"):
         if role not in roles:
-            raise _unlike(spec, component, f"none of its inputs is {words}")
+            raise _mismatch(spec, component, Fact("engine.mismatch_missing_input", {"input": role}))
     return roles
 
 
 def _fits_role(port: Port, role: str) -> bool:
-    axes = {"latents": (5,), "timestep": (0, 1, 2), "text_embeds": (3,), bridges.TEXT_MASK: (2,)}
-    whole_or_not = role in {"timestep", bridges.TEXT_MASK} or port.dtype in _FLOATS
-    return len(port.sizes) in axes[role] and whole_or_not
+    axes = {"latents": (5,), "timestep": (0, 1, 2), "text_embeds": (3,), TEXT_MASK: (2,)}
+    any_dtype = role in {"timestep", TEXT_MASK}
+    return len(port.sizes) in axes[role] and (any_dtype or port.dtype in _FLOATS)
 
 
 def _looks_like(port: Port, role: str) -> bool:
-    # Two axes may be anything, so only a known name makes a mask of them.
-    return role != bridges.TEXT_MASK and _fits_role(port, role) and len(port.sizes) != len(("batch", "tokens"))
+    # A tensor of two axes may be anything: only a known name makes it a mask or a timestep.
+    return role != TEXT_MASK and _fits_role(port, role) and len(port.sizes) != len(("batch", "tokens"))
 
 
-def _text(spec: ModelSpec, component: str, text: Port, mask: Port | None) -> list[Adapter]:
-    """Bridge the lengths of the text: nothing, repeats, a mask, or a refusal."""
+def _text_adapters(spec: ModelSpec, component: str, text: Port, mask: Port | None) -> list[Adapter]:
+    """Return the adapters for the text's length: none, repetitions, or padding under a mask."""
     own = spec.max_sequence_length
     low, _, high = text.span(1, 0)
-    if mask is not None and mask.dtype not in _WHOLE:
-        raise _unlike(spec, component, f"its mask {mask} may be factors or summands: nothing in the file says which")
+    if mask is not None and mask.dtype not in _INTEGERS:
+        raise _mismatch(spec, component, Fact("engine.mismatch_mask", {"mask": str(mask)}))
     if low <= own <= high:
-        return [] if mask is None else [bridges.MaskedText(0)]
+        return [] if mask is None else [MaskedText(0)]
     if mask is not None and low > own:
-        return [bridges.MaskedText(low)]
+        return [MaskedText(low)]
     times = -(-low // own)
     if low > own and times * own <= high:
-        return [bridges.RepeatedText(times)]
+        return [RepeatedText(times)]
     if high < own:
-        raise _unlike(spec, component, f"it reads {high} text tokens, and the model attends to {own}, padding included")
-    raise _unlike(
-        spec,
-        component,
-        f"it reads {low} text tokens, no multiple of the model's {own}, and has no mask: the model was not trained to "
-        "attend to more padding",
-    )
+        raise _mismatch(spec, component, Fact("engine.mismatch_short_text", {"tokens": high, "wanted": own}))
+    raise _mismatch(spec, component, Fact("engine.mismatch_long_text", {"tokens": low, "wanted": own}))
 
 
-def _grid(spec: ModelSpec, component: str, latents: Port, out: Port) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the rows and columns that the engine does not read, and those that it reads and does not give."""
+def _uncovered_rows(
+    spec: ModelSpec, component: str, latents: Port, out: Port
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the (rows, columns) that the engine does not read, and those that it reads but does not output."""
     unread, missing = [0, 0], [0, 0]
     for index, (axis, patch) in enumerate(zip((_HEIGHT, _WIDTH), spec.transformer.patch_size[1:], strict=True)):
         low, _, high = latents.span(axis, 0)
         if low != high:
-            continue  # its size is a multiple of the patch: nothing is left over
+            continue  # a dynamic size is used in multiples of the patch
         unread[index] = low % patch
         read = low - unread[index]
         given = out.sizes[axis]
-        # A decoder of patches may give what it was given, or what it read.
+        # The output may have the size of the input, or of what was read.
         if given in {low, read} or given < 0:
             continue
         if given > low or unread[index] or not read:
-            raise _unlike(spec, component, f"of {latents} it makes {out}")
+            raise _mismatch(
+                spec, component, Fact("engine.mismatch_output", {"input": str(latents), "output": str(out)})
+            )
         missing[index] = low - given
     return (unread[0], unread[1]), (missing[0], missing[1])
 
 
 def _frames(span: Span, spec: ModelSpec) -> Span | None:
-    """Return latent frames that are in a span and that the model was made for."""
+    """Return the latent frames that both a span and the model allow."""
     stride = spec.vae.scale_factor_temporal
     most = (max(*spec.frame_counts, spec.defaults.frames) - 1) // stride + 1
     best = span[1] or (spec.defaults.frames - 1) // stride + 1
@@ -304,11 +315,11 @@ def _frames(span: Span, spec: ModelSpec) -> Span | None:
 
 
 def _side(span: Span, patch: int, unread: int, usual: Span) -> Span | None:
-    """Return heights or widths in latents that are in a span and a multiple of the patch: there nothing is lost.
+    """Return the heights or widths, in latents, that a span allows and that are multiples of the patch.
 
     Args:
-        unread: what is left over where the size is fixed.
-        usual: the model's own, for a file that names none.
+        unread: rows or columns that remain where the size is fixed.
+        usual: the model's own range, for a file that states none.
     """
     if span[0] == span[2]:
         read = span[0] - unread
@@ -320,7 +331,7 @@ def _side(span: Span, patch: int, unread: int, usual: Span) -> Span | None:
 
 
 def _sides(spec: ModelSpec, index: int) -> Span:
-    """Return the least, usual and largest width (index 0) or height (1) that the model was made for, in latents."""
+    """Return the minimum, default and maximum width (index 0) or height (1) of the model's sizes, in latents."""
     usual = (spec.defaults.width, spec.defaults.height)[index]
     made_for = [size[index] for size in spec.sizes] + [usual]
     low, best, high = (side // spec.vae.scale_factor_spatial for side in (min(made_for), usual, max(made_for)))
@@ -341,16 +352,18 @@ def _batch(contract: Contract) -> Batch:
 def _only_output(contract: Contract, spec: ModelSpec, component: str, axes: int) -> Port:
     found = [port for port in contract.outputs if len(port.sizes) == axes]
     if len(found) != 1:
-        given = "; ".join(map(str, contract.outputs)) or "nothing"
-        raise _unlike(spec, component, f"it gives {given}, and wanted is one tensor of {axes} axes")
+        outputs = [str(port) for port in contract.outputs]
+        raise _mismatch(spec, component, Fact("engine.mismatch_outputs", {"outputs": outputs, "axes": axes}))
     return found[0]
 
 
-def _want(spec: ModelSpec, component: str, port: Port, axis: int, size: int, words: str) -> None:
+def _check_size(spec: ModelSpec, component: str, port: Port, axis: int, size: int) -> None:
     low, _, high = port.span(axis, 0)
     if not low <= size <= high:
-        raise _unlike(spec, component, f"{port} has {low} {words}, and the model {size}")
+        raise _mismatch(
+            spec, component, Fact("engine.mismatch_size", {"tensor": str(port), "axis": axis, "size": low, "own": size})
+        )
 
 
-def _unlike(spec: ModelSpec, component: str, why: str) -> EngineError:
-    return EngineError(f"The engine cannot stand for the {component} of {spec.title}: {why}.", _OTHER)
+def _mismatch(spec: ModelSpec, component: str, cause: Fact) -> EngineError:
+    return EngineError("engine.import_mismatch", component=component, model=spec.title, cause=cause)

@@ -1,13 +1,14 @@
-"""Which imported engines a job may take. Pure but for the weights' digests: no torch.
+"""The imported engines that a job may use. No torch.
 
-One that was not found equal to the model's own weights on this machine is never offered, whether it was asked for or
-not: nothing in a file says whose weights it holds, and others give another picture or noise.
+An engine that was not found equal to the model's own weights on this machine is never offered: a file does not state
+whose weights it holds, and others give another picture or noise.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from runtime.core.facts import Fact
 from runtime.core.plan import EngineUse, LatentSize
 from runtime.engines.identity import device_text, program_key_parts, runnable_programs, versions_of
 from runtime.machine.probe import Machine
@@ -16,7 +17,7 @@ from runtime.planner.engine_index import IMPORTED, EngineKey, EngineRecord
 from runtime.planner.engine_offers import EngineOffer
 from runtime.planner.shapes import ShapeProfile
 
-# What an engine's `options` say of adapters that lose something.
+# The entry of `EngineKey.options` that states whether the adapters are exact.
 EXACT = "exact"
 _NOT_BUILT = "it was made elsewhere, so it is not built here"
 _REMEDY = "Import it again where it is gone."
@@ -30,9 +31,9 @@ def imported_engines(
     device: str,
     notes: Path | None,
 ) -> list[EngineRecord]:
-    """Return the imported engines that hold a component's weights, as was proven, and run here.
+    """Return the imported engines that are verified to hold a component's weights and run on this machine.
 
-    Those that lose nothing come first, then the fastest.
+    Exact ones come first, then the fastest.
 
     Args:
         notes: see `identity.program_key_parts`.
@@ -51,9 +52,9 @@ def imported_engines(
 def key_here(
     key: EngineKey, spec: ModelSpec, component: str, machine: Machine, device: str, notes: Path | None
 ) -> EngineKey:
-    """Return the key that an imported engine must have to run here now, in the place of a component.
+    """Return the key that an imported engine must have to replace a component on this machine now.
 
-    What the file itself fixed stays: sizes, precision, adapters. Weights are those that it was compared with.
+    Sizes, precision and adapters are those of the file. The weights are those that it was compared with.
 
     Raises:
         TandemError: if the model's files or the device cannot be read.
@@ -69,28 +70,35 @@ def key_here(
     )
 
 
-def served(program: str, profiles: Sequence[ShapeProfile], spec: ModelSpec) -> str:
+def served_sizes(program: str, profiles: Sequence[ShapeProfile], spec: ModelSpec) -> Fact:
     """Return the sizes that an engine serves, in pixels and frames."""
     if program == "text_encoder":
-        return "clips of any size"
+        return Fact("engine.any_clip")
     scale, temporal = spec.vae.scale_factor_spatial, spec.vae.scale_factor_temporal
-    words = []
+
+    def clip(latent: LatentSize) -> Fact:
+        frames, height, width = latent
+        size = {"width": width * scale, "height": height * scale}
+        return Fact("engine.clip", {**size, "frames": temporal * (frames - 1) + 1})
+
+    sizes = []
     for profile in profiles:
-        (fewest, *small), (most, *large) = profile.min, profile.max
-        # As people ask for a size: width first.
-        low, high = (f"{width * scale}x{height * scale}" for height, width in (small, large))
-        frames = [temporal * (latent - 1) + 1 for latent in (fewest, most)]
-        count = f"{frames[0]} to {frames[1]} frames" if fewest != most else f"{frames[0]} frames"
-        words.append(f"{low if low == high else f'{low} to {high}'}, {count}")
-    return "; or ".join(words)
+        low, high = clip(profile.min), clip(profile.max)
+        if low == high:
+            sizes.append(low)
+        elif profile.min[1:] == profile.max[1:]:
+            sizes.append(Fact("engine.clip_lengths", {**high.data, "fewest": low.data["frames"]}))
+        else:
+            sizes.append(Fact("engine.clip_range", {"low": low, "high": high}))
+    return Fact("engine.served_sizes", {"sizes": sizes})
 
 
 def offers_with(
     built: Sequence[EngineOffer], records: Sequence[EngineRecord], spec: ModelSpec, latent: LatentSize
 ) -> list[EngineOffer]:
-    """Return all offers: those of the builders first, which were made for the size that is asked for.
+    """Return all offers: first those of the builders, which are for the requested size.
 
-    An imported engine of another size is named where its backend has nothing that is ready.
+    An imported engine of another size is mentioned in the offers of its backend that have no engine yet.
     """
     offers = list(built)
     for record in records:
@@ -98,9 +106,9 @@ def offers_with(
         if profile is not None:
             offers.append(_offer(record, profile))
             continue
-        aside = f"the imported one serves {served(record.key.program, record.key.profiles, spec)}"
+        sizes = served_sizes(record.key.program, record.key.profiles, spec)
         offers = [
-            replace(offer, missing=f"{offer.missing}; {aside}")
+            replace(offer, missing=str(Fact("engine.missing_but_imported", {"missing": offer.missing, "sizes": sizes})))
             if offer.backend == record.key.backend and offer.missing
             else offer
             for offer in offers
@@ -109,7 +117,7 @@ def offers_with(
 
 
 def serves(record: EngineRecord, profile: ShapeProfile, latent: LatentSize) -> bool:
-    """Whether an engine takes clips of a size; a text encoder sees none."""
+    """Return whether an engine takes clips of a size; a text encoder does not depend on it."""
     return record.key.program == "text_encoder" or profile.serves(latent)
 
 
@@ -126,14 +134,14 @@ def _offer(record: EngineRecord, profile: ShapeProfile) -> EngineOffer:
         precision=key.precision,
         profile=(profile.min, profile.opt, profile.max),
     )
-    # Without a speed it is taken only where its backend is asked for.
-    unasked = _exact(record)
+    # Without a speed it is used only if its backend is requested.
+    exact = _exact(record)
     return EngineOffer(
         backend=key.backend,
         builder=IMPORTED,
         uses=(use,),
         problem=_NOT_BUILT,
         remedy=_REMEDY,
-        seconds=record.seconds_per_call if unasked else 0.0,
-        pytorch_seconds=record.pytorch_seconds_per_call if unasked else 0.0,
+        seconds=record.seconds_per_call if exact else 0.0,
+        pytorch_seconds=record.pytorch_seconds_per_call if exact else 0.0,
     )

@@ -1,4 +1,4 @@
-"""Runs an engine made elsewhere under the names, sizes and types of the program that it stands for."""
+"""Runs an engine that was made elsewhere with the names, sizes and dtypes of the program that it replaces."""
 
 import json
 from dataclasses import dataclass, replace
@@ -7,50 +7,47 @@ from typing import Any
 
 import torch
 
-from runtime.core.errors import EngineError
-from runtime.engines.closeable import Closing
-from runtime.engines.imported import adapters as bridges
-from runtime.engines.imported.adapters import Adapter, Batch, RestoredRows
-from runtime.engines.imported.adapters.transformer import TRAINING_STEPS
+from runtime.core.errors import EngineError, first_line
+from runtime.core.facts import Fact
+from runtime.engines.imported.adapters import TRAINING_STEPS, Adapter, Batch, RestoredRows, adapters_from_json
 from runtime.engines.imported.contract import Contract
 from runtime.engines.imported.matching import ADAPTERS_FILE
 from runtime.engines.programs import Program
 from runtime.engines.sessions import Session
-from runtime.engines.sessions.onnxruntime import OUT_OF_MEMORY, start
+from runtime.engines.sessions.onnxruntime import OUT_OF_MEMORY, load_session
 from runtime.engines.verify import Verification, verify
 from runtime.planner.engine_index import EngineRecord
 from runtime.planner.shapes import LatentSize, ShapeProfile
 
-# A smooth picture has this many latents from one value to the next.
+# Test latents as smooth as a picture's have one random value per this many latents.
 _COARSE = 4
-_IMPORT_AGAIN = "Import it again."
 
 
-class AdaptedSession(Closing):
-    """An engine behind its adapters; see `Session`. Batches of any size are run in as many calls as they take.
+class AdaptedSession(Session):
+    """An engine with its adapters. A larger batch is run in several calls.
 
     Args:
-        inner: takes and gives the engine's own tensors.
-        batch: how many clips it computes a call.
+        inner: the engine with its own tensors.
+        batch: the engine's batch size.
         adapters: in the order in which inputs pass them.
     """
 
-    def __init__(self, inner: Any, batch: Batch, adapters: tuple[Adapter, ...]) -> None:
+    def __init__(self, inner: Session, batch: Batch, adapters: tuple[Adapter, ...]) -> None:
         self._inner = inner
         self._batch = batch
         self._adapters = adapters
 
     def close(self) -> None:
-        """Free the engine."""
+        """See `Session`."""
         self._inner.close()
 
     @property
     def restored(self) -> RestoredRows | None:
-        """The adapter that makes up what the engine leaves out, if it does."""
+        """The adapter that reconstructs what the engine does not output, if there is one."""
         return next((adapter for adapter in self._adapters if isinstance(adapter, RestoredRows)), None)
 
     def unrestored(self) -> "AdaptedSession":
-        """Return the same engine without what is made up, to compare what it computes; not to be closed."""
+        """Return a session on the same engine without that adapter, to compare what it computes. Do not close it."""
         kept = tuple(adapter for adapter in self._adapters if adapter is not self.restored)
         return AdaptedSession(self._inner, self._batch, kept)
 
@@ -60,59 +57,53 @@ class AdaptedSession(Closing):
         count = max(len(tensor) for tensor in inputs.values())
         calls = self._batch.split(inputs)
         if len(calls) == 1:
-            outputs = self._one(calls[0])
+            outputs = self._call(calls[0])
             return outputs if count == self._batch.size else self._batch.join([outputs], count)
-        # An engine's buffers come round: what a call gave is kept apart from them.
-        kept = [{name: tensor.clone() for name, tensor in self._one(call).items()} for call in calls]
-        return self._batch.join(kept, count)
+        # The engine reuses its buffers, so each call's outputs are copied.
+        results = [{name: tensor.clone() for name, tensor in self._call(call).items()} for call in calls]
+        return self._batch.join(results, count)
 
-    def _one(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        entered = []
+    def _call(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        original = []
         for adapter in self._adapters:
-            entered.append(inputs)
-            inputs = adapter.enter(inputs)
+            original.append(inputs)
+            inputs = adapter.preprocess(inputs)
         outputs: dict[str, torch.Tensor] = self._inner.infer(**inputs)
-        for adapter, given in zip(reversed(self._adapters), reversed(entered), strict=True):
-            outputs = adapter.leave(outputs, given)
+        for adapter, before in zip(reversed(self._adapters), reversed(original), strict=True):
+            outputs = adapter.postprocess(outputs, before)
         return outputs
 
 
-class OnnxFile:
-    """An ONNX file with tensors of its own names and types, copied through the host's memory."""
+class OnnxFileSession(Session):
+    """An ONNX file with its own tensor names and dtypes; tensors pass through host memory."""
 
     def __init__(self, model: Path, contract: Contract, *, provider: str, precision: str, device: str) -> None:
-        self._session: Any = start(model, provider=provider, precision=precision, device=torch.device(device))
+        self._session: Any = load_session(model, provider=provider, precision=precision, device=torch.device(device))
         self._types = {port.name: getattr(torch, port.dtype) for port in contract.inputs}
         self._names = [port.name for port in contract.outputs]
         self._device = torch.device(device)
 
     def close(self) -> None:
-        """Free the model."""
+        """See `Session`."""
         self._session = None
 
     def infer(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Run the model once.
-
-        Raises:
-            EngineError: if it does not take these inputs or fails.
-            MemoryError: if memory does not suffice.
-        """
+        """See `Session`."""
         given = {name: tensor.to("cpu", self._types[name]).contiguous().numpy() for name, tensor in inputs.items()}
         try:
             outputs = self._session.run(self._names, given)
-        except Exception as error:  # ONNX Runtime's own errors derive from Exception alone
+        except Exception as error:  # ONNX Runtime's errors derive from Exception
             if OUT_OF_MEMORY in str(error):
                 raise MemoryError(str(error)) from error
-            said = " ".join(str(error).split())[:300]
-            raise EngineError(f"The imported engine failed: {said}", "PyTorch takes over.") from error
+            raise EngineError("engine.failed", error=first_line(error)[:300]) from error
         return {
             name: torch.from_numpy(output).to(self._device) for name, output in zip(self._names, outputs, strict=True)
         }
 
 
 @dataclass(frozen=True)
-class ReadPart(Program):
-    """A program without the rows and columns that an engine leaves out: what the rest is compared with."""
+class CroppedProgram(Program):
+    """A program without the rows and columns that an engine does not output: the reference for the rest."""
 
     missing: RestoredRows
 
@@ -125,56 +116,58 @@ class ReadPart(Program):
 
 
 def open_imported(folder: Path, record: EngineRecord, *, device: str) -> AdaptedSession:
-    """Load an imported engine; its files were compared with their hashes.
+    """Load an imported engine whose hashes were checked.
 
     Raises:
-        EngineError: if it cannot be loaded, or what lies beside it is not what was written at import.
-        MemoryError, torch.OutOfMemoryError: if memory does not suffice.
+        EngineError: if it cannot be loaded, or its adapters file is damaged.
+        MemoryError, torch.OutOfMemoryError: if memory runs out.
     """
     contract, batch, chain = read_adapters(folder)
     engine, options = folder / record.files[0].name, dict(record.key.options)
-    inner: Any
+    inner: Session
     if contract.backend == "tensorrt":
         from runtime.engines.sessions.tensorrt import TensorRTSession
 
         inner = TensorRTSession(engine, device=device, cuda_graphs=options.get("cuda_graphs", "on") == "on")
     else:
         provider = options.get("provider", "cpu")
-        inner = OnnxFile(engine, contract, provider=provider, precision=record.key.precision, device=device)
+        inner = OnnxFileSession(engine, contract, provider=provider, precision=record.key.precision, device=device)
     return AdaptedSession(inner, batch, chain)
 
 
 def read_adapters(folder: Path) -> tuple[Contract, Batch, tuple[Adapter, ...]]:
-    """Return what was decided at import.
+    """Return the contract, batch and adapters that were chosen at import.
 
     Raises:
-        EngineError: if the file is missing or not what was written.
+        EngineError: if the file is missing or damaged.
     """
     try:
         value = json.loads((folder / ADAPTERS_FILE).read_text(encoding="utf-8"))
-        chain = bridges.from_json(value["adapters"])
+        chain = adapters_from_json(value["adapters"])
         return Contract.from_json(value["contract"]), Batch(int(value["batch"])), chain
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise EngineError(f"{ADAPTERS_FILE} is not what was written at import: {error}.", _IMPORT_AGAIN) from error
+        raise EngineError("engine.adapters_damaged", file=ADAPTERS_FILE, error=first_line(error)) from error
 
 
-def prove_imported(session: Session, program: Program, profile: ShapeProfile, precision: str) -> Verification:
+def verify_imported(session: Session, program: Program, profile: ShapeProfile, precision: str) -> Verification:
     """Compare an imported engine with PyTorch; see `verify.verify`.
 
-    What an engine leaves out and an adapter makes up has no tolerance: how far it is off is said beside the result.
+    Rows that an adapter reconstructs have no tolerance; the result states how far they are off.
     """
     restored = session.restored if isinstance(session, AdaptedSession) else None
     if restored is None or not isinstance(session, AdaptedSession):
         return verify(session, program, profile, precision)
-    part = ReadPart(program.name, program.module, program.spec, restored)
+    part = CroppedProgram(program.name, program.module, program.spec, restored)
     found = verify(session.unrestored(), part, profile, precision)
+    error = _restored_error(session, part, profile.opt)
     return replace(
-        found, detail=f"{found.detail}; {restored.title}, {_restored_error(session, part, profile.opt):.0%} off"
+        found,
+        detail=Fact("engine.compared_restored", {"compared": found.detail, "edge": restored.edge, "error": error}),
     )
 
 
-def _restored_error(session: AdaptedSession, part: ReadPart, latent: LatentSize) -> float:
-    """Return the relative error of the rows and columns that are made up, on latents as smooth as a picture's."""
+def _restored_error(session: AdaptedSession, part: CroppedProgram, latent: LatentSize) -> float:
+    """Return the relative error of the reconstructed rows and columns, on latents as smooth as a picture's."""
     inputs = part.inputs(latent)
     noise, sigma = inputs["latents"], inputs["timestep"].item() / TRAINING_STEPS
     coarse = [latent[0], *(-(-side // _COARSE) for side in latent[1:])]
@@ -183,7 +176,7 @@ def _restored_error(session: AdaptedSession, part: ReadPart, latent: LatentSize)
     whole = Program.run(part, **inputs)["velocity"]
     height, width = whole.shape[-2] - part.missing.rows, whole.shape[-1] - part.missing.columns
     difference = session.infer(**inputs)["velocity"].to(whole) - whole
-    # Zero where the engine computes.
+    # Only the reconstructed part counts.
     difference[..., :height, :width] = 0.0
     strip = whole.clone()
     strip[..., :height, :width] = 0.0

@@ -1,9 +1,9 @@
-"""Runs an Inductor package. It is a zip that holds a library: loading it runs its code, and unpickles nothing.
+"""Runs an Inductor package: a zip file with a shared library. Loading it runs its code and unpickles nothing.
 
-`open_session` hands over only files whose sha256 is the one that was noted when they were built here.
+`open_session` passes only files whose SHA-256 is the one recorded at build time.
 
-torch never unloads a library and never gives back the weights that one was handed. So a library is loaded once in a
-process, whoever opens its package how often, and closing a session takes the weights' memory away by itself.
+torch never unloads such a library and never releases the weights that it was given. A library is therefore loaded
+once per process, and closing a session frees the memory of the weights itself.
 """
 
 import json
@@ -17,38 +17,35 @@ from typing import Any
 import torch
 
 from runtime.core.errors import EngineError, first_line
-from runtime.engines.closeable import Closing
-from runtime.engines.io_signature import METADATA_KEY, WEIGHTS_KEY, Edges
+from runtime.engines.io_signature import METADATA_KEY, WEIGHTS_KEY, IOSignature
 from runtime.engines.programs import TEXT_PADDING, cut_text, full_float32
+from runtime.engines.sessions import Session
 
-_REMEDY = "Build it anew."
 _METADATA = "_metadata.json"
 
 
-class InductorSession(Closing):
-    """One package with its weights. Not safe between threads.
-
-    Outputs are new tensors in each call.
+class InductorSession(Session):
+    """One package with its weights. Every call returns new tensors.
 
     Args:
         package: the engine file.
-        device: where it runs.
-        weights: the state dict of the program's form where the package has none; they are used where they are, not
-            copied, and let go with the session.
+        device: a torch device.
+        weights: the state dict of the program's module, for a package without weights. They are used in place, not
+            copied, and released with the session.
 
     Raises:
-        EngineError: if the package cannot be loaded, or the weights are not what it needs.
+        EngineError: if the package cannot be loaded, or the weights do not match it.
     """
 
     def __init__(self, package: Path, *, device: str, weights: Mapping[str, torch.Tensor] | None) -> None:
         self._device = torch.device(device)
         self._library: _Library | None = _load(package, self._device)
-        self._weights = None if weights is None else self._library.fit(weights, self._device)
+        self._weights = None if weights is None else self._library.convert_weights(weights, self._device)
 
     def close(self) -> None:
-        """Let the weights go. Outputs that are still held stay."""
+        """See `Session`."""
         if self._library is not None and self._weights is not None:
-            self._library.take_away(self._weights)
+            self._library.free(self._weights)
         self._library = None
         self._weights = None
 
@@ -57,21 +54,21 @@ class InductorSession(Closing):
         """See `Session`."""
         if self._library is None:
             raise RuntimeError("the session is closed")
-        edges = self._library.edges
-        if TEXT_PADDING in edges.names:
+        signature = self._library.signature
+        if TEXT_PADDING in signature.names:
             inputs = cut_text(inputs)
-        tensors, _ = edges.fit(inputs, self._device)
-        # A library calls cuDNN as torch does.
+        tensors, _ = signature.convert(inputs, self._device)
+        # The library calls cuDNN with torch's settings.
         with full_float32(self._device):
             outputs = self._library.run(tensors, self._weights)
-        return {edge.name: output for edge, output in zip(edges.outputs, outputs, strict=True)}
+        return {one.name: output for one, output in zip(signature.outputs, outputs, strict=True)}
 
 
 class _Library:
-    """One loaded library; several sessions with weights of their own may take turns."""
+    """One loaded library, which may be used by several sessions with different weights in turn."""
 
     def __init__(self, package: Path, device: torch.device) -> None:
-        # Read by the library's code as it starts, so it lies in the open until then.
+        # The library's code reads these files when it starts.
         self._folder = tempfile.TemporaryDirectory(prefix="tandem-", ignore_cleanup_errors=True)
         folder = Path(self._folder.name)
         metadata: dict[str, str] = {}
@@ -82,63 +79,63 @@ class _Library:
                     path.write_bytes(archive.read(member))
                 if path.name.endswith(_METADATA):
                     metadata |= json.loads(archive.read(member))
-        self.edges = Edges.from_text(metadata[METADATA_KEY])
+        self.signature = IOSignature.from_text(metadata[METADATA_KEY])
         described: dict[str, tuple[str, list[int]]] = json.loads(metadata[WEIGHTS_KEY])
         (code,) = (path for path in folder.iterdir() if path.suffix not in {".json", ".cubin"})
         runners: Any = torch._C._aoti
         if device.type == "cpu":
             self._runner = runners.AOTIModelContainerRunnerCpu(str(code), 1)
             if os.name == "posix":
-                # What is mapped needs no name; so nothing is left behind, however the process ends.
+                # A mapped file needs no name: nothing remains on disk, however the process ends.
                 self._folder.cleanup()
         else:
             self._runner = runners.AOTIModelContainerRunnerCuda(str(code), 1, str(device), str(folder))
         self._names: dict[str, str] = {
             original: name for name, original in self._runner.get_constant_names_to_original_fqns().items()
         }
-        self._wanted = {name: described[name] for name in self._names} if described else {}
-        self._held: Mapping[str, torch.Tensor] | None = None
+        self._expected = {name: described[name] for name in self._names} if described else {}
+        self._current: Mapping[str, torch.Tensor] | None = None
 
-    def fit(self, weights: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-        """Return the weights that the library needs, as it needs them.
+    def convert_weights(self, weights: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+        """Return the weights that the library needs, with its dtypes and on its device.
 
         Raises:
-            EngineError: if one is missing or of another shape.
+            EngineError: if one is missing or has another shape.
         """
-        found = {}
-        for name, (dtype, shape) in self._wanted.items():
+        converted = {}
+        for name, (dtype, shape) in self._expected.items():
             tensor = weights.get(name)
             if tensor is None or list(tensor.shape) != shape:
-                raise EngineError(f"The engine needs {name}, {shape}, which the model has not.", _REMEDY)
-            # Detached, so that emptying it leaves the giver's alone.
-            found[name] = tensor.detach().to(device=device, dtype=getattr(torch, dtype)).contiguous()
-        return found
+                raise EngineError("engine.weight_missing", weight=name, shape=list(shape))
+            # Detached, so that freeing it does not affect the caller's tensor.
+            converted[name] = tensor.detach().to(device=device, dtype=getattr(torch, dtype)).contiguous()
+        return converted
 
     def run(self, tensors: list[torch.Tensor], weights: Mapping[str, torch.Tensor] | None) -> list[torch.Tensor]:
-        """Run the library on a session's weights.
+        """Run the library with a session's weights.
 
         Raises:
             EngineError: if it fails.
         """
         try:
-            if weights is not None and weights is not self._held:
+            if weights is not None and weights is not self._current:
                 given = {self._names[name]: tensor for name, tensor in weights.items()}
                 self._runner.update_constant_buffer(given, False, True, True)
-                self._held = weights
+                self._current = weights
             outputs: list[torch.Tensor] = self._runner.run(tensors)
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            raise EngineError(f"The engine failed: {first_line(error)}.", "PyTorch takes over.") from error
+            raise EngineError("engine.failed", error=first_line(error)) from error
         return outputs
 
-    def take_away(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Free a session's weights, of which the library keeps references for ever."""
-        if self._held is weights:
-            self._held = None
+    def free(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Free the memory of a session's weights; the library keeps references to them for the process's lifetime."""
+        if self._current is weights:
+            self._current = None
         with torch.no_grad():
             for tensor in weights.values():
-                tensor.set_()  # type: ignore[call-overload] # its stub knows no form without arguments
+                tensor.set_()  # type: ignore[call-overload] # the stub lacks the form without arguments
 
 
 _LIBRARIES: dict[tuple[Path, int, int, torch.device], _Library] = {}
@@ -152,4 +149,4 @@ def _load(package: Path, device: torch.device) -> _Library:
             _LIBRARIES[key] = _Library(package, device)
         return _LIBRARIES[key]
     except (OSError, RuntimeError, KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
-        raise EngineError(f"The package cannot be loaded: {first_line(error)}.", _REMEDY) from error
+        raise EngineError("engine.package_not_loaded", error=first_line(error)) from error

@@ -1,4 +1,4 @@
-"""Runs an ONNX file in ONNX Runtime, with one of its execution providers."""
+"""Runs an ONNX file in ONNX Runtime with one of its execution providers."""
 
 import json
 from pathlib import Path
@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from runtime.core.errors import EngineError, first_line
-from runtime.engines.closeable import Closing
-from runtime.engines.io_signature import METADATA_KEY, Edges
+from runtime.engines.io_signature import METADATA_KEY, IOSignature
 from runtime.engines.programs import TEXT_PADDING, cut_text
+from runtime.engines.sessions import Session
 
 _PROVIDERS = {
     "cpu": "CPUExecutionProvider",
@@ -22,37 +22,36 @@ _PROVIDERS = {
 _OPENVINO_PRECISIONS = {"float32": "f32", "bfloat16": "bf16"}
 _FATAL = 4
 OUT_OF_MEMORY = "Failed to allocate memory"
-_REMEDY = "Build it anew."
 
 
-class OnnxRuntimeSession(Closing):
-    """One loaded ONNX file. Not safe between threads.
+class OnnxRuntimeSession(Session):
+    """One loaded ONNX file.
 
-    Outputs are written into two sets of buffers in turn, which are kept while sizes stay the same.
+    Outputs alternate between two sets of buffers, which are kept as long as sizes stay the same.
 
     Args:
         model: the ONNX file.
         provider: a name from `builders.onnxruntime`.
-        precision: of the arithmetic, where the provider is told.
-        device: where inputs and outputs are.
+        precision: of the arithmetic, for providers that have this option.
+        device: of the inputs and outputs.
 
     Raises:
-        EngineError: if the file cannot be loaded, or the provider is not there.
+        EngineError: if the file cannot be loaded, or the provider is not available.
     """
 
     def __init__(self, model: Path, *, provider: str, precision: str, device: str) -> None:
         self._device = torch.device(device)
-        self._session: Any = start(model, provider=provider, precision=precision, device=self._device)
+        self._session: Any = load_session(model, provider=provider, precision=precision, device=self._device)
         try:
-            self._edges = Edges.from_text(self._session.get_modelmeta().custom_metadata_map[METADATA_KEY])
+            self._signature = IOSignature.from_text(self._session.get_modelmeta().custom_metadata_map[METADATA_KEY])
         except (KeyError, TypeError, ValueError) as error:
-            raise EngineError(f"The ONNX file cannot be loaded: {first_line(error)}.", _REMEDY) from error
+            raise EngineError("engine.onnx_not_loaded", error=first_line(error)) from error
         self._names = [output.name for output in self._session.get_outputs()]
         self._buffers: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         self._turn = 0
 
     def close(self) -> None:
-        """Free model and buffers. Outputs that are still held stay."""
+        """See `Session`."""
         self._session = None
         self._buffers = ([], [])
 
@@ -61,38 +60,38 @@ class OnnxRuntimeSession(Closing):
         """See `Session`."""
         if self._session is None:
             raise RuntimeError("the session is closed")
-        if TEXT_PADDING in self._edges.names:
+        if TEXT_PADDING in self._signature.names:
             inputs = cut_text(inputs)
-        tensors, known = self._edges.fit(inputs, self._device)
-        outputs = self._next_buffers([edge.shape(known) for edge in self._edges.outputs])
+        tensors, named_sizes = self._signature.convert(inputs, self._device)
+        outputs = self._next_buffers([output.shape(named_sizes) for output in self._signature.outputs])
         binding = self._session.io_binding()
-        for edge, tensor in zip(self._edges.inputs, tensors, strict=True):
-            binding.bind_input(edge.name, *self._where(tensor))
+        for one, tensor in zip(self._signature.inputs, tensors, strict=True):
+            binding.bind_input(one.name, *self._placement(tensor))
         for name, tensor in zip(self._names, outputs, strict=True):
-            binding.bind_output(name, *self._where(tensor))
+            binding.bind_output(name, *self._placement(tensor))
         try:
             binding.synchronize_inputs()
             self._session.run_with_iobinding(binding)
             binding.synchronize_outputs()
-        except Exception as error:  # ONNX Runtime's own errors derive from Exception alone
+        except Exception as error:  # ONNX Runtime's errors derive from Exception
             if OUT_OF_MEMORY in str(error):
                 raise MemoryError(str(error)) from error
-            raise EngineError(f"The engine failed: {first_line(error)}.", "PyTorch takes over.") from error
-        return {edge.name: output for edge, output in zip(self._edges.outputs, outputs, strict=True)}
+            raise EngineError("engine.failed", error=first_line(error)) from error
+        return {one.name: output for one, output in zip(self._signature.outputs, outputs, strict=True)}
 
     def _next_buffers(self, shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
-        """Return the set of buffers that was not used last, made anew where sizes have changed."""
+        """Return the set of buffers that the last call did not use, reallocated if sizes changed."""
         self._turn = 1 - self._turn
         buffers = self._buffers[self._turn]
         if [tuple(buffer.shape) for buffer in buffers] != shapes:
             buffers[:] = [
-                torch.empty(shape, dtype=edge.torch_dtype, device=self._device)
-                for shape, edge in zip(shapes, self._edges.outputs, strict=True)
+                torch.empty(shape, dtype=one.torch_dtype, device=self._device)
+                for shape, one in zip(shapes, self._signature.outputs, strict=True)
             ]
         return buffers
 
-    def _where(self, tensor: torch.Tensor) -> tuple[str, int, Any, tuple[int, ...], int]:
-        """Return what a binding wants to know of a tensor."""
+    def _placement(self, tensor: torch.Tensor) -> tuple[str, int, Any, tuple[int, ...], int]:
+        """Return the arguments of `IOBinding.bind_input` and `bind_output` for a tensor, after its name."""
         return (
             self._device.type,
             self._device.index or 0,
@@ -102,37 +101,35 @@ class OnnxRuntimeSession(Closing):
         )
 
 
-def start(model: Path, *, provider: str, precision: str, device: torch.device) -> Any:
-    """Load an ONNX file; arguments as for `OnnxRuntimeSession`.
+def load_session(model: Path, *, provider: str, precision: str, device: torch.device) -> Any:
+    """Return an `onnxruntime.InferenceSession`; arguments are those of `OnnxRuntimeSession`.
 
     Raises:
-        EngineError: if the file cannot be loaded, or the provider is not there.
+        EngineError: if the file cannot be loaded, or the provider is not available.
     """
     import onnxruntime
 
     wanted = _PROVIDERS.get(provider, provider)
     if wanted not in onnxruntime.get_available_providers():
-        raise EngineError(
-            f"This ONNX Runtime has no {provider} provider.", "Install the package that has it, or build anew."
-        )
+        raise EngineError("engine.provider_missing", provider=provider)
     options = onnxruntime.SessionOptions()
-    # What goes wrong is raised; nothing needs to be printed as well.
+    # Errors are raised; they need not be printed too.
     options.log_severity_level = _FATAL
     options.intra_op_num_threads = torch.get_num_threads()
-    # Threads that wait sleep: between calls the cores belong to PyTorch.
+    # Idle threads sleep instead of spinning: between calls PyTorch uses the cores.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if provider == "openvino":
-        # It optimises for itself, and does not know ONNX Runtime's fused operators.
+        # OpenVINO optimizes the graph itself, and does not support ONNX Runtime's fused operators.
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
         session: Any = onnxruntime.InferenceSession(
             str(model), options, providers=[(wanted, _provider_options(provider, precision, device))]
         )
-    except Exception as error:  # ONNX Runtime's own errors derive from Exception alone
-        raise EngineError(f"The ONNX file cannot be loaded: {first_line(error)}.", _REMEDY) from error
-    # ONNX Runtime falls back to the CPU in silence; that is for us to decide.
+    except Exception as error:  # ONNX Runtime's errors derive from Exception
+        raise EngineError("engine.onnx_not_loaded", error=first_line(error)) from error
+    # ONNX Runtime silently falls back to its CPU provider.
     if session.get_providers()[0] != wanted:
-        raise EngineError(f"The {provider} provider does not start here.", "Choose another backend.")
+        raise EngineError("engine.provider_not_started", provider=provider)
     return session
 
 
@@ -145,7 +142,7 @@ def _provider_options(provider: str, precision: str, device: torch.device) -> di
         }
         return {"device_type": "CPU", "load_config": json.dumps({"CPU": plugin})}
     if device.type == "cuda":
-        # float32 is float32: by default factors are rounded to 10 bits.
+        # By default float32 factors are rounded to 10 bits (TF32).
         return {"device_id": str(device.index or 0), "use_tf32": "0"}
     return {}
 
@@ -154,6 +151,6 @@ def _element_type(dtype: torch.dtype) -> Any:
     import numpy as np
     import onnx
 
-    if dtype is torch.bfloat16:  # which numpy has not
+    if dtype is torch.bfloat16:  # numpy has no bfloat16
         return int(onnx.TensorProto.BFLOAT16)
     return np.dtype(str(dtype).removeprefix("torch.")).type

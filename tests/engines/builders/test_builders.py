@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils import cpp_extension
 
+from runtime.core.facts import Fact
 from runtime.engines.builders import BUILDERS, builders_of
 from runtime.engines.builders import inductor as inductor_module
 from runtime.engines.builders import onnxruntime as onnxruntime_module
@@ -43,7 +44,7 @@ def test_experts_share_what_can_be_shared(tiny: Callable[[str], ModelSpec], mach
     assert one == two
     assert one.weights == SWAPPED
     one, two = (key("onnxruntime", spec, machine, part, "transformer") for part in ("transformer", "transformer_2"))
-    assert differences(one, two) == ["built from other weights"]
+    assert differences(one, two) == [Fact("engine.differs_weights")]
 
 
 @pytest.mark.parametrize("program", PROFILES)
@@ -59,7 +60,9 @@ def test_a_key_names_what_runs_it(tiny: Callable[[str], ModelSpec], machine: Mac
     plain = OnnxRuntimeBuilder("cpu").key(
         spec, "vae", "vae_next", (SMALL,), precision="float32", machine=machine, device="cpu"
     )
-    assert differences(plain, openvino) == ["built with provider openvino, asked cpu"]
+    assert differences(plain, openvino) == [
+        Fact("engine.differs_option", {"option": "provider", "found": "openvino", "wanted": "cpu"})
+    ]
     assert key("inductor", spec, machine, "vae", "vae_next").weights != SWAPPED
     assert key("inductor", spec, machine, "vae", "vae_first").weights == SWAPPED
 
@@ -123,7 +126,7 @@ def test_only_a_recent_gcc_is_trusted(
     compiler.write_text(f"#!/bin/sh\necho '{prints}'\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    assert inductor_module._knows_vector_instructions() is trusted
+    assert inductor_module._supports_all_vector_instructions() is trusted
 
 
 @pytest.mark.slow
@@ -142,10 +145,10 @@ def test_a_space_in_the_path_does_not_matter_nor_do_half_precisions(
     names, profile = ("text_encoder", "text_encoder"), PROFILES["text_encoder"]
     wanted = InductorBuilder().key(spec, *names, (profile,), precision="bfloat16", machine=machine, device="cpu")
     program = load_program(spec, *names, device="cpu", dtype="bfloat16")
-    said: list[str] = []
-    InductorBuilder().build(program, wanted, folder, lambda line, share: said.append(line))
+    reported: list[str] = []
+    InductorBuilder().build(program, wanted, folder, lambda fact, _: reported.append(fact.code))
     assert list((folder / "inductor cache").iterdir())
-    assert said == ["Exporting", "Compiling"]
+    assert reported == ["engine.exporting", "engine.compiling"]
     reference = load_program(spec, *names, device="cpu", dtype="float32")
     weights = load_program(spec, *names, device="cpu", dtype="bfloat16").module.state_dict()
     with InductorSession(folder / "engine.pt2", device="cpu", weights=weights) as session:

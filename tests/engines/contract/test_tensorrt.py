@@ -16,9 +16,9 @@ ENGINES = wheels.ROOT / "runtime" / "engines"
 SESSION = (
     ENGINES / "sessions" / "tensorrt.py",
     ENGINES / "tensorrt_library.py",
-    ENGINES / "imported" / "reading.py",
+    ENGINES / "imported" / "contract.py",
 )
-BUILDER = (ENGINES / "builders" / "onnx_tensorrt.py", ENGINES / "tensorrt_progress.py")
+BUILDER = (ENGINES / "builders" / "onnx_tensorrt.py",)
 # What our variables hold; each function that handles one names it so.
 VARIABLES = {
     "_context": "IExecutionContext",

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from runtime.core.messages import MESSAGES
 from runtime.engines.imported.adapters import (
     TEXT_MASK,
     Adapter,
@@ -18,8 +19,8 @@ from runtime.engines.imported.adapters import (
     Timestep,
     Types,
     UnreadRows,
-    from_json,
-    to_json,
+    adapters_from_json,
+    adapters_to_json,
 )
 
 ALL: tuple[Adapter, ...] = (
@@ -28,7 +29,6 @@ ALL: tuple[Adapter, ...] = (
     MaskedText(700),
     UnreadRows(1, 2),
     RestoredRows(1, 0),
-    Batch(2),
     Denormalised((0.5, -1.0), (2.0, 3.0)),
     ClipFrames("bcfhw", 3, 4),
     PaddedIds(600),
@@ -43,28 +43,28 @@ def noise(*shape: int) -> torch.Tensor:
 
 
 def test_they_are_written_and_read_back_whole() -> None:
-    assert from_json(to_json(ALL)) == ALL
+    assert adapters_from_json(adapters_to_json(ALL)) == ALL
 
 
 @pytest.mark.parametrize("adapter", ALL, ids=lambda adapter: type(adapter).__name__)
 def test_each_says_what_it_does_and_costs(adapter: Adapter) -> None:
-    assert adapter.title
-    assert adapter.cost.endswith(".")
+    assert adapter.describe().code in MESSAGES
+    assert str(adapter.describe()).endswith(".")
     assert adapter.exact is not isinstance(adapter, RestoredRows)
 
 
 def test_names_go_there_and_back() -> None:
     names = Names((("latents", "sample"), ("timestep", "t")), (("velocity", "out"),))
     x, t = noise(2), noise(1)
-    assert names.enter({"latents": x, "timestep": t}) == {"sample": x, "t": t}
-    assert names.leave({"out": x}, {}) == {"velocity": x}
+    assert names.preprocess({"latents": x, "timestep": t}) == {"sample": x, "t": t}
+    assert names.postprocess({"out": x}, {}) == {"velocity": x}
 
 
 def test_types_are_cast_at_the_edge_and_back() -> None:
     types = Types((("latents", "float16"), ("timestep", "int64")), (("velocity", "float16"),))
-    given = types.enter({"latents": noise(3), "timestep": torch.tensor([700.0])})
+    given = types.preprocess({"latents": noise(3), "timestep": torch.tensor([700.0])})
     assert (given["latents"].dtype, given["timestep"].dtype) == (torch.float16, torch.int64)
-    assert types.leave({"velocity": noise(3).half()}, given)["velocity"].dtype == torch.float32
+    assert types.postprocess({"velocity": noise(3).half()}, given)["velocity"].dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -72,10 +72,10 @@ def test_types_are_cast_at_the_edge_and_back() -> None:
 )
 def test_the_timestep_gets_its_shape(axes: int, count: int, shape: tuple[int, ...]) -> None:
     inputs = {"timestep": torch.tensor([699.9]), "latents": noise(1, 16, 3, 4, 4)}
-    given = Timestep(axes, True, (1, 2, 2), count).enter(inputs)["timestep"]
+    given = Timestep(axes, True, (1, 2, 2), count).preprocess(inputs)["timestep"]
     assert tuple(given.shape) == shape
     assert given.eq(700.0).all()
-    assert Timestep(axes, False, (1, 2, 2), count).enter(inputs)["timestep"].ne(700.0).all()
+    assert Timestep(axes, False, (1, 2, 2), count).preprocess(inputs)["timestep"].ne(700.0).all()
 
 
 def attention(query: torch.Tensor, text: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -88,27 +88,27 @@ def test_repeated_text_is_attended_to_like_once_and_zeros_are_not() -> None:
     query, text = noise(1, 7, 16), noise(1, 12, 16)
     text[:, 5:] = 0.0
     once = attention(query, text)
-    torch.testing.assert_close(attention(query, RepeatedText(8).enter({"text_embeds": text})["text_embeds"]), once)
+    torch.testing.assert_close(attention(query, RepeatedText(8).preprocess({"text_embeds": text})["text_embeds"]), once)
     zeros = attention(query, F.pad(text, (0, 0, 0, 7 * 12)))
     assert (zeros - once).norm() / once.norm() > 0.1
 
 
 def test_masked_text_is_attended_to_like_once() -> None:
     query, text = noise(1, 7, 16), noise(1, 12, 16)
-    given = MaskedText(20).enter({"text_embeds": text})
+    given = MaskedText(20).preprocess({"text_embeds": text})
     assert tuple(given["text_embeds"].shape) == (1, 20, 16)
     torch.testing.assert_close(attention(query, given["text_embeds"], given[TEXT_MASK]), attention(query, text))
-    assert MaskedText(0).enter({"text_embeds": text})[TEXT_MASK].all()
+    assert MaskedText(0).preprocess({"text_embeds": text})[TEXT_MASK].all()
 
 
 def test_unread_rows_are_added_and_taken_off() -> None:
     inputs = {"latents": noise(1, 2, 3, 4, 6)}
-    given = UnreadRows(1, 2).enter(inputs)["latents"]
+    given = UnreadRows(1, 2).preprocess(inputs)["latents"]
     assert tuple(given.shape) == (1, 2, 3, 5, 8)
     assert given[..., :4, :6].equal(inputs["latents"])
     for height, width in ((4, 6), (5, 8)):
         velocity = noise(1, 2, 3, height, width)
-        left = UnreadRows(1, 2).leave({"velocity": velocity}, inputs)["velocity"]
+        left = UnreadRows(1, 2).postprocess({"velocity": velocity}, inputs)["velocity"]
         assert left.equal(velocity[..., :4, :6])
 
 
@@ -122,7 +122,7 @@ def test_restored_rows_repeat_the_clean_picture_and_not_the_noise(rows: int, col
     latents, velocity = (1 - sigma) * clean + sigma * other, other - clean
     inputs = {"latents": latents, "timestep": torch.tensor([1000 * sigma])}
     cut = velocity[..., : 6 - rows, : 8 - columns]
-    restored = RestoredRows(rows, columns).leave({"velocity": cut}, inputs)["velocity"]
+    restored = RestoredRows(rows, columns).postprocess({"velocity": cut}, inputs)["velocity"]
     torch.testing.assert_close(restored, velocity, atol=1e-4, rtol=1e-4)
     assert restored[..., : 6 - rows, : 8 - columns].equal(cut)
 
@@ -138,7 +138,7 @@ def test_batches_are_split_and_joined(size: int, count: int, calls: int) -> None
 
 def test_latents_are_put_back_where_the_vae_has_them() -> None:
     z = noise(1, 2, 1, 2, 2)
-    given = Denormalised((0.5, -1.0), (2.0, 3.0)).enter({"z": z})["z"]
+    given = Denormalised((0.5, -1.0), (2.0, 3.0)).preprocess({"z": z})["z"]
     torch.testing.assert_close(given[:, 1], z[:, 1] * 3.0 - 1.0)
 
 
@@ -147,19 +147,19 @@ def test_latents_are_put_back_where_the_vae_has_them() -> None:
 def test_frames_are_cut_by_the_rule(order: str, latent_frames: int, decoded: int, frames: int) -> None:
     adapter = ClipFrames(order, 3, 4)
     inputs = {"z": noise(1, 2, latent_frames, 2, 2)}
-    assert adapter.enter(inputs)["z"].shape[2] == 3
+    assert adapter.preprocess(inputs)["z"].shape[2] == 3
     whole = noise(1, decoded, 4, 6, 3)
     given = whole.permute(["bfhwc".index(axis) for axis in order])
-    left = adapter.leave({"frames": given}, inputs)["frames"]
+    left = adapter.postprocess({"frames": given}, inputs)["frames"]
     assert left.equal(whole[0, :frames].clamp(-1, 1))
 
 
 def test_ids_are_padded_and_their_padding_is_zero() -> None:
     mask = torch.tensor([[1, 1, 0, 0]])
     inputs = {"input_ids": torch.tensor([[5, 6, 0, 0]]), "attention_mask": mask}
-    given = PaddedIds(6).enter(inputs)
+    given = PaddedIds(6).preprocess(inputs)
     assert given["attention_mask"].tolist() == [[1, 1, 0, 0, 0, 0]]
-    left = PaddedIds(6).leave({"embeds": noise(1, 6, 3)}, inputs)["embeds"]
+    left = PaddedIds(6).postprocess({"embeds": noise(1, 6, 3)}, inputs)["embeds"]
     assert tuple(left.shape) == (1, 4, 3)
     assert not left[:, 2:].any()
     assert left[:, :2].all()

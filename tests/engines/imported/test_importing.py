@@ -13,11 +13,11 @@ import torch
 from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.errors import EngineError
 from runtime.core.events import Event, FellBack, VideoSaved
-from runtime.core.facts import render
+from runtime.core.facts import Fact, render
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.engines import library
-from runtime.engines.imported.importing import Imported, import_engine, inspect
+from runtime.engines.imported.importing import Imported, import_engine, inspect_engine
 from runtime.engines.programs import load_program
 from runtime.engines.service import EngineService
 from runtime.engines.sessions import open_session
@@ -27,7 +27,7 @@ from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.run import run_job
 from runtime.planner.resolve import resolve
-from tests.engines import foreign
+from tests.engines import foreign, odd_child
 from tests.engines.conftest import relative
 from tests.engines.made import visible
 from tests.plans import machine
@@ -36,8 +36,13 @@ pytestmark = pytest.mark.slow
 CLIP = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 9, "steps": 4, "seed": 3, "fps": 8}
 
 
-def ignore(line: str, share: float | None) -> None:
+def ignore(fact: Fact, share: float | None) -> None:
     """Watch no progress."""
+
+
+def sizes(*clips: Fact) -> Fact:
+    """Return the fact for the sizes that an engine serves."""
+    return Fact("engine.served_sizes", {"sizes": clips})
 
 
 @dataclass(frozen=True)
@@ -127,8 +132,8 @@ def test_the_foreign_contract_by_all_its_adapters(shelf: Shelf, files: dict[str,
     assert record.usable
     assert 0 < record.error < record.tolerance == 1e-2
     assert (record.key.builder, record.component) == ("imported", "transformer")
-    assert done.serves == "64x32, 9 frames"
-    kinds = [type(adapter).__name__ for adapter in done.fitting.adapters]
+    assert done.serves == sizes(Fact("engine.clip", {"width": 64, "height": 32, "frames": 9}))
+    kinds = [type(adapter).__name__ for adapter in done.match.adapters]
     assert kinds == ["Timestep", "RepeatedText", "UnreadRows", "Types", "Names"]
     assert visible(shelf.service.store) == [record.id]
     assert not (shelf.service.store.path(record.id) / "engine.onnx").is_symlink()
@@ -174,7 +179,7 @@ def test_a_job_on_imported_engines(full: Shelf, taken: dict[str, Imported]) -> N
     # A size that it does not serve is named with the one that it does.
     part = full.plan(width=96, backends={"transformer": "onnxruntime"}).components["transformer"]
     assert part.backend == "pytorch"
-    assert "the imported one serves 64x32, 9 frames" in part.reason
+    assert "The imported one serves 64x32 with 9 frames." in str(part.reason)
 
     # Damaged, it is not built here: PyTorch takes its place.
     engine = full.service.store.path(plan.components["vae"].engines[0].id) / "engine.onnx"
@@ -186,7 +191,8 @@ def test_a_job_on_imported_engines(full: Shelf, taken: dict[str, Imported]) -> N
 
 def test_a_decoder_of_whole_clips_serves_shorter_ones(full: Shelf, taken: dict[str, Imported]) -> None:
     done = taken["decoder"]
-    assert done.serves == "64x32, 1 to 13 frames"
+    lengths = {"width": 64, "height": 32, "frames": 13, "fewest": 1}
+    assert done.serves == sizes(Fact("engine.clip_lengths", lengths))
     assert done.engine.error < 1e-5
     latents = torch.randn(1, 16, 2, 4, 8, generator=torch.Generator().manual_seed(0))
     program = load_program(full.spec, "vae", "vae_clip", device="cpu", dtype="float32")
@@ -198,17 +204,18 @@ def test_a_decoder_of_whole_clips_serves_shorter_ones(full: Shelf, taken: dict[s
 
 def test_a_longer_text_encoder(full: Shelf, taken: dict[str, Imported]) -> None:
     done = taken["text"]
-    assert (done.engine.component, done.serves) == ("text_encoder", "clips of any size")
+    assert (done.engine.component, done.serves) == ("text_encoder", Fact("engine.any_clip"))
     assert done.engine.error < 1e-4
 
 
 def test_what_loses_something_is_taken_only_by_name(full: Shelf, taken: dict[str, Imported]) -> None:
     done = taken["cut"]
-    assert not done.fitting.exact
+    assert not done.match.exact
     # What it computes is right; what is made up is told.
     assert done.engine.error < 1e-2
-    assert "1 row left out by the engine" in done.engine.detail
-    assert done.engine.detail.endswith("% off")
+    assert done.engine.detail.code == "engine.compared_restored"
+    assert done.engine.detail.data["edge"] == Fact("engine.edge_rows", {"rows": 1})
+    assert 0 < done.engine.detail.data["error"] < 1
     library.delete(full.service.store, [taken["carried"].engine])
     [offer] = [offer for offer in full.service.offers(full.spec)("transformer", (3, 4, 8), "cpu") if offer.ready]
     assert offer.speed_up == 0
@@ -220,12 +227,14 @@ def test_what_loses_something_is_taken_only_by_name(full: Shelf, taken: dict[str
 
 
 def test_other_weights_are_refused_and_leave_nothing(shelf: Shelf, files: dict[str, Path]) -> None:
-    with pytest.raises(EngineError, match="does not compute what the transformer_2"):
+    with pytest.raises(EngineError) as refused:
         shelf.take(files["carried"], "transformer_2")
+    assert (refused.value.code, refused.value.data["component"]) == ("engine.import_other_weights", "transformer_2")
     module = foreign.other_transformer(shelf.spec)
     path = foreign.transformer(shelf.spec, shelf.folder / "other.onnx", module=module)
-    with pytest.raises(EngineError, match="It holds other weights"):
+    with pytest.raises(EngineError) as refused:
         shelf.take(path)
+    assert refused.value.code == "engine.import_other_weights"
     assert visible(shelf.service.store) == []
 
 
@@ -241,23 +250,24 @@ def test_an_engine_of_weights_that_changed_is_not_offered(shelf: Shelf, files: d
 
 
 @pytest.mark.parametrize(
-    ("damage", "says"),
+    ("damage", "code"),
     [
-        (lambda data: data[: len(data) // 2], "damaged or none"),
-        (lambda _: bytes(range(256)) * 20, "damaged or none"),
-        (lambda _: b"\x08\x08", "has no outputs"),
-        (lambda data: data.replace(b"Softmax", b"Softmix").replace(b"MatMul", b"MatMil"), "could not be compared"),
+        (lambda data: data[: len(data) // 2], "engine.onnx_damaged"),
+        (lambda _: bytes(range(256)) * 20, "engine.onnx_damaged"),
+        (lambda _: b"\x08\x08", "engine.onnx_without_outputs"),
+        (lambda data: data.replace(b"Softmax", b"Softmix").replace(b"MatMul", b"MatMil"), "engine.child_refused"),
     ],
     ids=["cut", "random", "an empty model", "unknown operators"],
 )
 def test_damaged_files(
-    damage: Callable[[bytes], bytes], says: str, shelf: Shelf, files: dict[str, Path], tmp_path: Path
+    damage: Callable[[bytes], bytes], code: str, shelf: Shelf, files: dict[str, Path], tmp_path: Path
 ) -> None:
     path = tmp_path / "damaged.onnx"
     path.write_bytes(damage(files["carried"].read_bytes()))
-    with pytest.raises(EngineError, match=says) as told:
+    with pytest.raises(EngineError) as refused:
         shelf.take(path)
-    assert "\n" not in told.value.what
+    assert refused.value.code == code
+    assert "\n" not in refused.value.what
     assert visible(shelf.service.store) == []
 
 
@@ -284,23 +294,25 @@ def test_weights_beside_the_file_come_along(shelf: Shelf, files: dict[str, Path]
 @pytest.mark.parametrize("location", ["../weights.data", "/etc/passwd", "sub/weights.data", "engine.onnx", "gone.data"])
 def test_weights_outside_are_refused(location: str, shelf: Shelf, files: dict[str, Path], tmp_path: Path) -> None:
     path = outside(files["carried"], tmp_path / "outside.onnx", location)
-    with pytest.raises(EngineError, match=r"outside of its folder|not beside the ONNX file"):
+    with pytest.raises(EngineError) as refused:
         shelf.take(path)
+    assert refused.value.code in {"engine.onnx_weights_outside", "engine.import_weights_missing"}
     assert visible(shelf.service.store) == []
 
 
 def test_a_crash_while_opening_is_a_message(shelf: Shelf, files: dict[str, Path]) -> None:
-    crash = ("python", "-c", "import os; os.abort()")
-    with pytest.raises(EngineError, match=r"its process crashed \(signal 6\)"):
-        import_engine(files["carried"], shelf.spec, None, shelf.service, "cpu", ignore, Cancel(), crash)
+    with pytest.raises(EngineError) as failed:
+        import_engine(files["carried"], shelf.spec, None, shelf.service, "cpu", ignore, Cancel(), odd_child.abort)
+    assert (failed.value.code, failed.value.data["signal"]) == ("engine.child_crashed", 6)
+    assert failed.value.data["action"].code == "engine.not_opened"
     assert visible(shelf.service.store) == []
 
 
 def test_cancelling_leaves_nothing(shelf: Shelf, files: dict[str, Path]) -> None:
     cancel = Cancel()
 
-    def stop(line: str, share: float | None) -> None:
-        if line.startswith("Comparing"):
+    def stop(fact: Fact, share: float | None) -> None:
+        if fact.code == "engine.comparing_with":
             cancel.request()
 
     with pytest.raises(CancelledError):
@@ -309,7 +321,7 @@ def test_cancelling_leaves_nothing(shelf: Shelf, files: dict[str, Path]) -> None
 
 
 def test_inspecting_imports_nothing(shelf: Shelf, files: dict[str, Path]) -> None:
-    contract = inspect(files["carried"], "cpu", ignore, Cancel())
+    contract = inspect_engine(files["carried"], "cpu", ignore, Cancel())
     assert [port.name for port in contract.inputs] == ["sample", "timestep", "encoder_hidden_states"]
     assert contract.precision == "float16"
     assert contract.made_by.startswith("pytorch")
@@ -321,5 +333,6 @@ def test_adapters_that_were_changed_are_not_used(full: Shelf, taken: dict[str, I
     path = full.service.store.path(record.id) / "adapters.json"
     value = json.loads(path.read_text())
     path.write_text(json.dumps(value | {"batch": 2}))
-    with pytest.raises(EngineError, match=r"adapters\.json"):
+    with pytest.raises(EngineError) as refused:
         open_session(path.parent, record, device="cpu", weights=dict)
+    assert refused.value.data["cause"] == Fact("engine.file_changed", {"file": "adapters.json"})
