@@ -1,4 +1,4 @@
-"""Many videos asked for at once: every prompt with every seed."""
+"""Batches: every prompt with every seed."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,16 +15,14 @@ def combined(
     """Return the request once for each prompt and seed, seed by seed within a prompt.
 
     Args:
-        prompts: empty ones are passed over; without any it is the request's own.
-        seeds: without any it is the request's own.
+        prompts: empty ones are skipped; the request's own if there is none.
+        seeds: the request's own if there is none.
 
     Raises:
-        InvalidRequestError: for a prompt or seed that cannot be, or more than a thousand videos.
+        InvalidRequestError: for an invalid prompt or seed, or more than a thousand videos.
     """
     given = [prompt for prompt in prompts if prompt.strip()] or [request.prompt]
     chosen = list(seeds) or [request.seed]
     if len(given) * len(chosen) > MOST:
-        raise InvalidRequestError(
-            "prompt", f"These are {len(given) * len(chosen):,} videos.", f"Ask for at most {MOST:,} at once."
-        )
+        raise InvalidRequestError("prompt", "queue.batch_too_large", videos=len(given) * len(chosen), maximum=MOST)
     return [replace(request, prompt=prompt, seed=seed) for prompt in given for seed in chosen]

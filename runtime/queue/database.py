@@ -1,7 +1,7 @@
-"""The file behind the job store: SQLite, opened so that neither a killed process nor a second one can harm it.
+"""The SQLite file of the job store, safe against killed processes and concurrent writers.
 
-Write-ahead logging, one short transaction per change. What SQLite raises becomes a `StoreError` that says what to do. A
-damaged file is set aside, and what can still be read of it is carried over. Knows nothing about what jobs are.
+Write-ahead logging, one short transaction per change. SQLite's errors become `StoreError`s with a remedy. A damaged
+file is renamed to a backup and a new one is started. This module knows nothing about jobs.
 """
 
 import contextlib
@@ -25,16 +25,16 @@ logger = logging.getLogger(__name__)
 
 
 class Database:
-    """One file of jobs, or none: then all is kept in memory and gone with the process. Safe between threads.
+    """An SQLite file, or an in-memory database that is lost with the process. Safe between threads.
 
     Args:
-        path: of the file; it is made if it is not there.
+        path: of the file, which is made if it is missing; `None` for a database in memory.
 
     Attributes:
-        notice: what was found wrong with the file and mended, as a sentence to be told once.
+        notice: what was found wrong with the file, to be reported once.
 
     Raises:
-        StoreError: if it cannot be opened or written, or a newer Tandem made it.
+        StoreError: if it cannot be opened or written, or a newer Tandem wrote it.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -46,13 +46,13 @@ class Database:
         self._open()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         with self._lock:
             self._connection.close()
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """Lend the connection for reading; what is read in one `with` is of one moment.
+        """Yield the connection for reading; all reads inside see the same state.
 
         Raises:
             StoreError: if the file cannot be read.
@@ -62,10 +62,10 @@ class Database:
 
     @contextlib.contextmanager
     def writing(self, *, durable: bool = True) -> Iterator[sqlite3.Connection]:
-        """Lend the connection for one change, which happens as a whole or not at all.
+        """Yield the connection for one atomic change.
 
         Args:
-            durable: whether it outlasts a power cut too; without, it outlasts whatever happens to this process.
+            durable: whether it also survives a power failure; it survives a killed process in any case.
 
         Raises:
             StoreError: if the file cannot be written; nothing has changed then.
@@ -88,7 +88,7 @@ class Database:
                 yield connection
                 connection.execute("COMMIT")
             except BaseException:
-                # Where the disk is full, SQLite has taken all back already.
+                # If the disk is full, SQLite has rolled back already.
                 if connection.in_transaction:
                     with contextlib.suppress(sqlite3.Error):
                         connection.execute("ROLLBACK")
@@ -101,13 +101,13 @@ class Database:
             return
         with _explained(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # One after the other: whoever finds damage must be alone while mending it.
+            # One process at a time, because it may set a damaged file aside.
             with held(self.path.with_suffix(".opening"), seconds=_OPENING_SECONDS):
                 connection = self._sound()
                 try:
                     _migrate(connection, self.path)
                     connection.execute("PRAGMA synchronous = FULL")
-                    # A file that can be read only is of no use: found out now, not in the middle of a job.
+                    # Detect a read-only file now and not while a job runs.
                     connection.execute("BEGIN IMMEDIATE")
                     connection.execute("ROLLBACK")
                 except BaseException:
@@ -116,7 +116,7 @@ class Database:
         self._connection, self._durable, self._identity = connection, True, self._on_disk()
 
     def _sound(self) -> sqlite3.Connection:
-        """Return a connection to the file, mended first if it is damaged."""
+        """Return a connection to the file, after setting a damaged one aside."""
         assert self.path is not None
         connection: sqlite3.Connection | None = None
         try:
@@ -149,12 +149,12 @@ class Database:
         return None if found is None else (found.st_dev, found.st_ino)
 
     def _replaced(self) -> bool:
-        """Whether another file took the place of the one that is open: it was mended, or deleted."""
+        """Whether the open file was replaced by another one, or deleted."""
         return self.path is not None and self._on_disk() != self._identity
 
 
 def _connect(name: str) -> sqlite3.Connection:
-    # The lock of `Database` sees to it that one thread at a time uses it.
+    # `Database` has a lock, so one thread at a time uses it.
     connection = sqlite3.connect(name, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
     connection.row_factory = sqlite3.Row
     connection.execute("PRAGMA foreign_keys = ON")
@@ -194,7 +194,7 @@ def _is_damage(message: str) -> bool:
 
 
 def _is_full(folder: Path) -> bool:
-    """Whether SQLite's own files beside the database have no room: it calls that an I/O error."""
+    """Whether the disk is full: SQLite reports a full disk for its journals as an I/O error."""
     try:
         return shutil.disk_usage(folder).free < _SMALL_FILES
     except OSError:

@@ -1,4 +1,4 @@
-"""How much room videos and checkpoints take, and what may go."""
+"""Disk usage of videos and checkpoints, and what can be removed."""
 
 import contextlib
 import time
@@ -15,47 +15,47 @@ _FINISHED: tuple[State, ...] = ("done",)
 
 
 @dataclass(frozen=True)
-class Room:
-    """What the jobs of somebody take on disk, in bytes.
+class DiskUsage:
+    """Disk usage of an owner's jobs, in bytes.
 
     Attributes:
-        videos, video_bytes: those that are there.
-        checkpoint_bytes: of all jobs.
-        spare_bytes: of those, of finished videos: only redoing second halves needs them.
-        deleted, deleted_bytes: jobs that were deleted and can be had back, with all their files.
+        videos, video_bytes: existing videos.
+        checkpoint_bytes: checkpoints of all jobs.
+        finished_bytes: of these, checkpoints of finished videos, which only reruns need.
+        deleted, deleted_bytes: deleted jobs that can be restored, with all their files.
     """
 
     videos: int
     video_bytes: int
     checkpoint_bytes: int
-    allocator_slack_bytes: int
+    finished_bytes: int
     deleted: int
     deleted_bytes: int
 
 
-def measure(store: JobStore, owner: str | None) -> Room:
-    """Look at every file of somebody's jobs."""
+def measure(store: JobStore, owner: str | None) -> DiskUsage:
+    """Measure every file of an owner's jobs."""
     there = store.list(owner=owner)
     videos = [size for size in (video_bytes(job) for job in there) if size]
     kept = {job.id: checkpoint_bytes(store, job.id) for job in there}
     gone = store.list(owner=owner, deleted=True)
-    return Room(
+    return DiskUsage(
         videos=len(videos),
         video_bytes=sum(videos),
         checkpoint_bytes=sum(kept.values()),
-        allocator_slack_bytes=sum(kept[job.id] for job in there if job.state == "done"),
+        finished_bytes=sum(kept[job.id] for job in there if job.state == "done"),
         deleted=len(gone),
         deleted_bytes=sum(video_bytes(job) + checkpoint_bytes(store, job.id) for job in gone),
     )
 
 
 def video_bytes(job: JobRecord) -> int:
-    """Return the size of a job's video; 0 if it is not there."""
+    """Return the size of a job's video; 0 if there is none."""
     return _size(job.output) if job.state == "done" else 0
 
 
 def checkpoint_bytes(store: JobStore, job_id: str) -> int:
-    """Return what a job's checkpoints take; one file under two names counts once."""
+    """Return the size of a job's checkpoints; hard links count once."""
     sizes = {}
     for path in _checkpoints(store, job_id):
         with contextlib.suppress(OSError):
@@ -64,8 +64,8 @@ def checkpoint_bytes(store: JobStore, job_id: str) -> int:
     return sum(sizes.values())
 
 
-def remove_spare_checkpoints(store: JobStore, owner: str | None) -> int:
-    """Remove the checkpoints of finished videos; return how many bytes that freed."""
+def remove_finished_checkpoints(store: JobStore, owner: str | None) -> int:
+    """Remove the checkpoints of finished videos; return the freed bytes."""
     freed = 0
     for job in store.list(owner=owner, states=_FINISHED):
         freed += checkpoint_bytes(store, job.id)
@@ -76,7 +76,7 @@ def remove_spare_checkpoints(store: JobStore, owner: str | None) -> int:
 
 
 def older_than(store: JobStore, owner: str | None, days: float, now: float | None = None) -> Sequence[JobRecord]:
-    """Return the jobs that ended at least so many days ago, by the clock as it was then."""
+    """Return the jobs that ended at least `days` days ago."""
     then = (time.time() if now is None else now) - days * _DAY
     return [job for job in store.list(owner=owner) if not job.open and (job.ended or job.created) < then]
 

@@ -1,4 +1,4 @@
-"""Rows of the job store: read into records, changed and ended inside a transaction of `store`."""
+"""SQL of the job store: reads and changes rows inside a transaction of `store`."""
 
 import json
 import sqlite3
@@ -14,7 +14,7 @@ from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.queue.records import RESUMABLE, JobRecord, Kind, State, complete
 
-# What runs comes first.
+# Running jobs first.
 QUEUE = "SELECT * FROM jobs WHERE state IN ('running', 'queued') ORDER BY state = 'queued', position"
 NEXT = (
     "SELECT id FROM jobs WHERE state = 'queued' AND NOT held AND (instance IS NULL OR instance = ?) AND kind IN ({}) "
@@ -31,7 +31,7 @@ def listing(
     kinds: Collection[Kind],
     deleted: bool,
 ) -> tuple[str, list[Any]]:
-    """Return the query for `JobStore.list`, and its values but for limit and offset."""
+    """Return the query for `JobStore.list` and its values, without limit and offset."""
     where = [f"kind IN ({places(kinds)})", f"deleted IS {'NOT ' if deleted else ''}NULL"]
     values: list[Any] = [*kinds]
     if states is not None:
@@ -50,7 +50,7 @@ def listing(
 
 
 def begins(text: str) -> str:
-    """Return the pattern of LIKE for what begins with `text`."""
+    """Return the LIKE pattern for values that start with `text`."""
     return f"{text.lower().translate(_LIKE_SPECIAL)}%"
 
 
@@ -83,7 +83,7 @@ def record(row: sqlite3.Row) -> JobRecord:
 
 
 def start(connection: sqlite3.Connection, job_id: str, instance: str) -> JobRecord:
-    """Let a job run in the process `instance`."""
+    """Mark a job as running in the process `instance`."""
     change(
         connection,
         job_id,
@@ -99,7 +99,7 @@ def start(connection: sqlite3.Connection, job_id: str, instance: str) -> JobReco
 
 
 def video(request: GenerationRequest, plan: ExecutionPlan) -> dict[str, str]:
-    """Return the columns that say what a video will be."""
+    """Return the columns that define a video."""
     return {
         "prompt": request.prompt,
         "request": json.dumps(complete(request, plan)),
@@ -109,7 +109,7 @@ def video(request: GenerationRequest, plan: ExecutionPlan) -> dict[str, str]:
 
 
 def insert(connection: sqlite3.Connection, values: dict[str, Any], *, runs: bool = False) -> JobRecord:
-    """Add a job to the end of the queue, or one that its instance runs already."""
+    """Add a job to the end of the queue, or one that its instance is already running."""
     now = time.time()
     values |= {"state": "running" if runs else "queued", "created": now, "started": now if runs else None}
     values["position"] = next_position(connection)
@@ -118,14 +118,14 @@ def insert(connection: sqlite3.Connection, values: dict[str, Any], *, runs: bool
 
 
 def edit(connection: sqlite3.Connection, job_id: str, request: GenerationRequest, plan: ExecutionPlan) -> JobRecord:
-    """Change what a video will be; it begins anew."""
+    """Change a queued video; it starts over."""
     note(connection, job_id, {"event": "Edited"})
     change(connection, job_id, **video(request, plan), begun=0)
     return record(find(connection, job_id))
 
 
 def queue_again(connection: sqlite3.Connection, job_id: str) -> JobRecord:
-    """Let a job that ended wait once more, behind all others."""
+    """Put an ended job at the end of the queue."""
     change(
         connection,
         job_id,
@@ -148,7 +148,7 @@ def deleted(older_than: float, ids: Collection[str] | None) -> tuple[str, tuple[
 
 
 def end(connection: sqlite3.Connection, job_id: str, event: TerminalEvent) -> None:
-    """Let a job end as the event says."""
+    """End a job with its terminal event."""
     state: State = "cancelled"
     result = failure = None
     if isinstance(event, VideoSaved):
@@ -164,57 +164,55 @@ def note(connection: sqlite3.Connection, job_id: str, event: Mapping[str, Any]) 
 
 
 def change(connection: sqlite3.Connection, job_id: str, **values: Any) -> None:
-    """Set columns of a job; their names come from this package only."""
+    """Set columns of a job. Names are not escaped: they come from this package only."""
     columns = ", ".join(f"{name} = ?" for name in values)
     connection.execute(f"UPDATE jobs SET {columns} WHERE id = ?", (*values.values(), job_id))
 
 
 def next_position(connection: sqlite3.Connection) -> int:
-    """Return the place behind all there ever were."""
+    """Return the position after all others."""
     (last,) = connection.execute("SELECT coalesce(max(position), 0) FROM jobs").fetchone()
     return int(last) + 1
 
 
 def places(values: Collection[Any]) -> str:
-    """Return a question mark for each value."""
+    """Return a placeholder for each value."""
     return ", ".join("?" * len(values))
 
 
 def failure_text(failed: Failed) -> str:
-    """Return a failure as the store keeps it."""
+    """Return a failure as JSON."""
     return failed.model_dump_json()
 
 
 def check_resumable(job: JobRecord, *others: State) -> None:
-    """Check that a job can be taken up.
+    """Check that a job can be resumed.
 
     Args:
-        others: states in which that is so as well.
+        others: further states in which it may be.
 
     Raises:
         StoreError: if it cannot.
     """
-    if job.kind == "video" and job.deleted is None and job.state in (*RESUMABLE, *others):
-        return
-    said = {
-        "queued": ("waits for its turn already", "Let it come, or cancel it."),
-        "running": ("runs already", "Watch it in the web app, or wait for its end."),
-        "done": ("is done", f"Its video is {job.output}."),
-    }
-    what, remedy = said.get(job.state, ("was deleted", f"Have it back first: jobs undelete {job.id}"))
     if job.deleted is not None:
-        what, remedy = "was deleted", f"Have it back first: jobs undelete {job.id}"
-    raise StoreError(f"Job {job.id} {what}.", remedy)
+        raise StoreError("queue.job_deleted", job=job.id)
+    if job.kind == "video" and job.state in (*RESUMABLE, *others):
+        return
+    if job.state == "queued":
+        raise StoreError("queue.job_queued", job=job.id)
+    if job.state == "running":
+        raise StoreError("queue.job_running", job=job.id)
+    raise StoreError("queue.job_done", job=job.id, video=job.output)
 
 
 def unknown(job_id: str) -> StoreError:
-    """Return the error for an id that no job has."""
-    return StoreError(f"There is no job {job_id[:40]!r}.", "See which there are: jobs list")
+    """Return the error for an unknown job id."""
+    return StoreError("queue.no_such_job", job=job_id[:40])
 
 
 def not_waiting(job_id: str) -> StoreError:
-    """Return the error for a job that was to be changed while it waits."""
-    return StoreError(f"Job {job_id} does not wait any more.", "Look at the queue again.")
+    """Return the error for a job that is no longer queued."""
+    return StoreError("queue.job_not_queued", job=job_id)
 
 
 def _loaded(text: str | None) -> Any:

@@ -1,8 +1,8 @@
-"""Every job there is or was: one row each, its events beside it, written as it happens.
+"""The job store: one row per job, and its events, in SQLite.
 
-All changes are short transactions, so that any number of processes may share the store and be killed at any instant.
-Order comes from numbers that only rise, never from the clock. Who runs jobs is `worker`'s and the command line's
-business, what became of those whose process died is `recovery`'s.
+All changes are short transactions, so that any number of processes may share the store and be killed at any time. The
+order of jobs comes from increasing numbers, never from the clock. Workers and the command line run jobs; `recovery`
+handles jobs whose process died.
 """
 
 import json
@@ -47,11 +47,11 @@ class JobStore:
         return self._database.notice
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._database.close()
 
     def folder(self, job_id: str) -> Path | None:
-        """Return where a job's checkpoints and poster are, made when they are written; `None` without a file."""
+        """Return the folder of a job's checkpoints and poster, made when they are written; `None` without a file."""
         return None if self.path is None else self.path.parent / "jobs" / job_id
 
     def add(
@@ -68,8 +68,8 @@ class JobStore:
         """Add a video to the end of the queue.
 
         Args:
-            instance: runs it at once, without a place in the queue.
-            job_id: a new one, where something is prepared in the job's folder already.
+            instance: the process that runs it at once, without a place in the queue.
+            job_id: if the job's folder already exists.
         """
         values = {
             "id": job_id or secrets.token_hex(4),
@@ -86,7 +86,7 @@ class JobStore:
     def add_all(
         self, planned: Sequence[tuple[GenerationRequest, ExecutionPlan]], *, owner: str | None = None
     ) -> list[JobRecord]:
-        """Add videos to the end of the queue, all or none; they are one batch if there are several."""
+        """Add videos to the end of the queue, all or none; several are one batch."""
         batch = secrets.token_hex(4) if len(planned) > 1 else None
         with self._database.writing() as connection:
             return [
@@ -136,7 +136,7 @@ class JobStore:
             return rows.record(rows.find(connection, job_id))
 
     def find(self, beginning: str) -> JobRecord:
-        """Return the job whose id begins so; deleted ones are found too.
+        """Return the job whose id starts with `beginning`, deleted jobs included.
 
         Raises:
             StoreError: if there is none, or more than one.
@@ -149,11 +149,11 @@ class JobStore:
         if not found or not beginning:
             raise rows.unknown(beginning)
         if len(found) > 1:
-            raise StoreError(f"Several jobs begin with {beginning!r}.", "Give more of the id: `jobs list` shows them.")
+            raise StoreError("queue.ambiguous_job", beginning=beginning)
         return rows.record(found[0])
 
     def known(self, ids: Collection[str]) -> set[str]:
-        """Return which of these ids are a job's."""
+        """Return the ids that belong to a job."""
         with self._database.reading() as connection:
             query = f"SELECT id FROM jobs WHERE id IN ({rows.places(ids)})"
             return {row["id"] for row in connection.execute(query, tuple(ids))}
@@ -169,26 +169,26 @@ class JobStore:
         limit: int = -1,
         offset: int = 0,
     ) -> Sequence[JobRecord]:
-        """Return jobs, the newest first.
+        """Return jobs, newest first.
 
         Args:
-            states: only those in one of them.
-            search: only those whose prompt holds every one of these words, or whose id begins with it.
-            owner: only whose they are; left out, everybody's.
-            deleted: those that were deleted and can still be had back, instead of the others.
-            limit: at most so many, after `offset`; below 0 all.
+            states: only jobs in one of these states.
+            search: only jobs whose prompt contains all of these words, or whose id starts with the text.
+            owner: only jobs of this owner; `...` for all owners.
+            deleted: deleted jobs that can be restored, instead of the others.
+            limit: maximum number, after `offset`; negative for all.
         """
         query, values = rows.listing(states, search, owner, kinds, deleted)
         with self._database.reading() as connection:
             return [rows.record(row) for row in connection.execute(query, (*values, limit, offset))]
 
     def queue(self) -> Sequence[JobRecord]:
-        """Return what runs, then what waits, in order; videos and work on the engine library."""
+        """Return running and then queued jobs in order: videos, builds and tasks."""
         with self._database.reading() as connection:
             return [rows.record(row) for row in connection.execute(rows.QUEUE)]
 
     def events(self, job_id: str, after: int = 0) -> Sequence[tuple[int, float, Mapping[str, Any]]]:
-        """Return a job's events after number `after`: each one's number, time, and content."""
+        """Return a job's events after number `after`: number, time and JSON."""
         with self._database.reading() as connection:
             told = connection.execute(
                 "SELECT n, at, event FROM events WHERE job = ? AND n > ? ORDER BY n", (job_id, after)
@@ -196,12 +196,12 @@ class JobStore:
             return [(row["n"], row["at"], json.loads(row["event"])) for row in told]
 
     def record(self, job_id: str, event: Event) -> bool:
-        """Note an event of a running job; the plan it begins by and its end move the job as well.
+        """Store an event of a running job; `Planned` and terminal events also update the job.
 
         Returns:
-            False, and nothing is noted, if the job does not run: it has ended already.
+            False, and nothing is stored, if the job is not running.
         """
-        # Steps come often and nothing is lost with one: only a power cut could take it.
+        # Steps are frequent and cheap to lose, so they are not synced: only a power failure could lose one.
         with self._database.writing(durable=not isinstance(event, StepDone | FramesDecoded)) as connection:
             if rows.find(connection, job_id)["state"] != "running":
                 return False
@@ -221,9 +221,9 @@ class JobStore:
                 rows.change(connection, job_id, state=state, failure=failure, asked="", ended=time.time())
 
     def claim(self, instance: str, kinds: Collection[Kind] = KINDS) -> JobRecord | None:
-        """Take the next job that waits, and nobody else gets it; `None` if none of these kinds waits."""
+        """Claim the next queued job for exactly one process; `None` if no job of these kinds is queued."""
         wanted = (instance, *kinds)
-        # Whoever finds nothing, several times a second, keeps nobody from writing.
+        # Polled several times a second: a read does not block writers.
         with self._database.reading() as connection:
             if connection.execute(rows.NEXT.format(rows.places(kinds)), wanted).fetchone() is None:
                 return None
@@ -232,10 +232,10 @@ class JobStore:
             return None if row is None else rows.start(connection, row["id"], instance)
 
     def take(self, job_id: str, instance: str) -> JobRecord:
-        """Take up this job again, or out of its turn, past the queue.
+        """Start this job now, whether it is queued or resumable.
 
         Raises:
-            StoreError: if it runs or is done.
+            StoreError: if it is running or done.
         """
         with self._database.writing() as connection:
             rows.check_resumable(rows.record(rows.find(connection, job_id)), "queued")
@@ -245,10 +245,10 @@ class JobStore:
         """Put a job that ended without a video at the end of the queue.
 
         Args:
-            changed: what it is from then on; by default, what it was.
+            changed: its new request and plan; unchanged by default.
 
         Raises:
-            StoreError: if it waits, runs or is done.
+            StoreError: if it is queued, running or done.
         """
         with self._database.writing() as connection:
             rows.check_resumable(rows.record(rows.find(connection, job_id)))
@@ -257,7 +257,7 @@ class JobStore:
             return again if changed is None else rows.edit(connection, job_id, *changed)
 
     def put_back(self, job_id: str) -> None:
-        """Let a running job wait again in its old place: held if it was asked to pause, else its process ends."""
+        """Put a running job back in its place in the queue; held if a pause was requested."""
         with self._database.writing() as connection:
             row = rows.find(connection, job_id)
             if row["state"] == "running":
@@ -266,10 +266,10 @@ class JobStore:
                 rows.change(connection, job_id, state="queued", held=int(held), asked="", instance=None)
 
     def interrupt(self, job_id: str, instance: str, saved: VideoSaved | None) -> State | None:
-        """Note what became of a job whose process `instance` died: it is done if its video is there.
+        """Update a job whose process `instance` died: done if its video is complete, otherwise interrupted.
 
         Returns:
-            The state it is in now; `None` if somebody else noted it, or took it up, before.
+            Its new state; `None` if another process was faster.
         """
         with self._database.writing() as connection:
             record = rows.record(rows.find(connection, job_id))
@@ -288,10 +288,10 @@ class JobStore:
             return "interrupted"
 
     def move(self, job_id: str, before: str | None) -> None:
-        """Give a waiting job the place before another one, or the last.
+        """Move a queued job before another one, or to the end.
 
         Raises:
-            StoreError: if one of them does not wait any more.
+            StoreError: if one of them is no longer queued.
         """
         with self._database.writing() as connection:
             waiting = connection.execute("SELECT id, position FROM jobs WHERE state = 'queued' ORDER BY position")
@@ -304,15 +304,15 @@ class JobStore:
                 return
             order = [one for one in places if one != job_id]
             order.insert(len(order) if before is None else order.index(before), job_id)
-            # The places stay the same ones, so that jobs which come back to theirs find it.
+            # The set of positions stays the same, so that jobs that are put back find theirs.
             for one, position in zip(order, sorted(places.values()), strict=True):
                 rows.change(connection, one, position=position)
 
     def edit(self, job_id: str, request: GenerationRequest, plan: ExecutionPlan) -> JobRecord:
-        """Change what a waiting video will be; it keeps its place, and begins anew if it had begun.
+        """Change a queued video; it keeps its place, and starts over if it had started.
 
         Raises:
-            StoreError: if it does not wait any more.
+            StoreError: if it is no longer queued.
         """
         with self._database.writing() as connection:
             record = rows.record(rows.find(connection, job_id))
@@ -321,7 +321,7 @@ class JobStore:
             return rows.edit(connection, job_id, request, plan)
 
     def hold(self, ids: Iterable[str], held: bool) -> None:
-        """Pause jobs, or let them go on: waiting ones are passed over, running ones are asked to stop and wait."""
+        """Pause or continue jobs: queued ones are skipped while held, running ones stop after their step."""
         with self._database.writing() as connection:
             for one in ids:
                 state = rows.find(connection, one)["state"]
@@ -333,7 +333,7 @@ class JobStore:
                     )
 
     def request_cancel(self, ids: Iterable[str]) -> None:
-        """Cancel jobs: waiting ones end at once, running ones are asked to; of those that ended nothing is heard."""
+        """Cancel jobs: queued ones end at once, running ones soon; ended ones are ignored."""
         with self._database.writing() as connection:
             for one in ids:
                 state = rows.find(connection, one)["state"]
@@ -344,21 +344,21 @@ class JobStore:
                     rows.change(connection, one, asked="cancel")
 
     def asked(self, ids: Collection[str]) -> dict[str, Wish]:
-        """Return what each of these running jobs was asked for."""
+        """Return the pending pause and cancel requests of these running jobs."""
         query = f"SELECT id, asked FROM jobs WHERE state = 'running' AND asked != '' AND id IN ({rows.places(ids)})"
         with self._database.reading() as connection:
             return {row["id"]: row["asked"] for row in connection.execute(query, tuple(ids))}
 
     def delete(self, job_id: str) -> None:
-        """Delete a job, so that it can be had back until it is purged; one that waits is cancelled.
+        """Delete a job; it can be restored until it is purged. A queued job is cancelled.
 
         Raises:
-            StoreError: if it runs.
+            StoreError: if it is running.
         """
         with self._database.writing() as connection:
             row = rows.find(connection, job_id)
             if row["state"] == "running":
-                raise StoreError(f"Job {job_id} runs.", "Cancel it first.")
+                raise StoreError("queue.job_running_delete", job=job_id)
             if row["state"] == "queued":
                 rows.note(connection, job_id, event_to_json(Cancelled()))
                 rows.end(connection, job_id, Cancelled())
@@ -366,16 +366,17 @@ class JobStore:
                 rows.change(connection, job_id, deleted=time.time())
 
     def undelete(self, job_id: str) -> None:
-        """Have a deleted job back."""
+        """Restore a deleted job."""
         with self._database.writing() as connection:
             rows.find(connection, job_id)
             rows.change(connection, job_id, deleted=None)
 
     def purge(self, older_than: float, ids: Collection[str] | None = None) -> Sequence[JobRecord]:
-        """Remove for good what was deleted more than so many seconds ago; return it, for its files to be removed.
+        """Remove deleted jobs permanently; return them, so that their files can be removed.
 
         Args:
-            ids: nothing but these, however long ago they were deleted.
+            older_than: seconds since their deletion.
+            ids: only these jobs, whenever they were deleted.
         """
         query, values = rows.deleted(older_than, ids)
         with self._database.writing() as connection:

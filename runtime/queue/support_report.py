@@ -1,6 +1,6 @@
-"""What is told of a job to somebody who is to help: versions, machine, plan, events, the log's end.
+"""Job diagnostics for support: versions, machine, plan, events, and the end of the log.
 
-Without prompts and paths, unless they are asked for.
+Prompts and paths are left out by default.
 """
 
 import os
@@ -29,13 +29,13 @@ _PRIVATE_DATA = frozenset({"words", "what"})
 def report(
     store: JobStore, job: JobRecord, machine: Machine, log_file: Path, cache_dir: Path, *, with_prompt: bool
 ) -> dict[str, Any]:
-    """Return all that is known of a job, as JSON types.
+    """Return the diagnostics of a job as JSON types.
 
     Args:
-        with_prompt: prompts and paths stay in.
+        with_prompt: whether to include prompts and paths.
     """
     events = [{"n": n, "at": at, **event} for n, at, event in store.events(job.id)]
-    told = {
+    report = {
         "id": job.id,
         "state": job.state,
         "held": job.held,
@@ -54,14 +54,14 @@ def report(
         "log": _tail(log_file),
     }
     if with_prompt:
-        return told
-    # A file that nobody named is named by the prompt's first words.
+        return report
+    # Default file names start with the prompt's first words.
     texts = [*(str(job.request.get(name) or "") for name in _PRIVATE), slug(job.prompt)]
     folders = [job.output.parent, cache_dir, ROOT, Path(sys.prefix), Path(sys.base_prefix), Path.home()]
     if job.plan is not None:
         texts += [job.plan.prompt, job.plan.negative_prompt]
         folders += [job.plan.model_directory, *(use.path.parent for use in job.plan.loras)]
-    scrubbed: dict[str, Any] = scrub(told, texts, [str(folder) for folder in folders])
+    scrubbed: dict[str, Any] = scrub(report, texts, [str(folder) for folder in folders])
     for place in (scrubbed["request"], (scrubbed["result"] or {}).get("request", {})):
         for name in _PRIVATE:
             place.pop(name, None)
@@ -69,7 +69,7 @@ def report(
 
 
 def scrub(value: Any, texts: Sequence[str], folders: Sequence[str]) -> Any:
-    """Return JSON types without some texts, data of facts that quotes the prompt, and paths below some folders.
+    """Remove private texts, data of facts that quotes the prompt, and paths from JSON types.
 
     Args:
         texts: removed from all strings.

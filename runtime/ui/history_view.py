@@ -9,7 +9,7 @@ from typing import Any
 
 from runtime.core.request import AUTO, BACKENDS
 from runtime.core.units import byte_size
-from runtime.queue.disk_usage import Room
+from runtime.queue.disk_usage import DiskUsage
 from runtime.ui import acceleration, result_view
 from runtime.ui.queue_view import button
 
@@ -113,7 +113,7 @@ def gallery(cards: Sequence[Card], page: int, more: bool, searched: bool) -> str
     )
 
 
-def room(taken: Room, old: Mapping[int, tuple[int, int]]) -> str:
+def room(taken: DiskUsage, old: Mapping[int, tuple[int, int]]) -> str:
     """Return how much room videos take, and what may go.
 
     Args:
@@ -121,8 +121,8 @@ def room(taken: Room, old: Mapping[int, tuple[int, int]]) -> str:
     """
     said = f"{_videos(taken.videos)}, {byte_size(taken.video_bytes)}. Checkpoints: {byte_size(taken.checkpoint_bytes)}."
     offers = []
-    if taken.allocator_slack_bytes:
-        size = byte_size(taken.allocator_slack_bytes)
+    if taken.finished_bytes:
+        size = byte_size(taken.finished_bytes)
         offers.append(
             button(
                 "clean",
@@ -155,7 +155,7 @@ def room(taken: Room, old: Mapping[int, tuple[int, int]]) -> str:
             )
         )
     return (
-        f'<section class="shelf" data-desk><h2>Room</h2><p class="aside">{said}</p>'
+        f'<section class="shelf" data-desk><h2>DiskUsage</h2><p class="aside">{said}</p>'
         f'<div class="acts offers">{"".join(offers)}</div></section>'
     )
 

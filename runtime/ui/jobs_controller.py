@@ -137,7 +137,7 @@ class JobsController:
         return {"said": f"Cancelled: {len(ids)}."}
 
     def _clean(self, _asked: Asked, _values: Sequence[Any]) -> Says:
-        freed = disk_usage.remove_spare_checkpoints(self._store, self._owner)
+        freed = disk_usage.remove_finished_checkpoints(self._store, self._owner)
         return {"said": f"Removed: {byte_size(freed)} of checkpoints."}
 
     def _delete_old(self, asked: Asked, values: Sequence[Any]) -> Says:

@@ -58,12 +58,12 @@ def test_room_is_measured_and_made(tmp_path: Path) -> None:
     spared.mkdir()
     (spared / "checkpoint.safetensors").write_bytes(b"x" * 500)
     found = disk_usage.measure(store, None)
-    assert (found.checkpoint_bytes, found.allocator_slack_bytes, found.deleted) == (3500, 3000, 0)
-    assert disk_usage.measure(store, "somebody") == disk_usage.Room(0, 0, 0, 0, 0, 0)
+    assert (found.checkpoint_bytes, found.finished_bytes, found.deleted) == (3500, 3000, 0)
+    assert disk_usage.measure(store, "somebody") == disk_usage.DiskUsage(0, 0, 0, 0, 0, 0)
     store.delete(ids[1])
     found = disk_usage.measure(store, None)
-    assert (found.allocator_slack_bytes, found.deleted, found.deleted_bytes) == (1000, 1, 2000)
-    assert disk_usage.remove_spare_checkpoints(store, None) == 1000
+    assert (found.finished_bytes, found.deleted, found.deleted_bytes) == (1000, 1, 2000)
+    assert disk_usage.remove_finished_checkpoints(store, None) == 1000
     assert disk_usage.measure(store, None).checkpoint_bytes == 500
     store.undelete(ids[1])
     assert disk_usage.checkpoint_bytes(store, ids[1]) == 2000

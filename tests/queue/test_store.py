@@ -304,35 +304,35 @@ def unknown(store: JobStore) -> JobRecord:
 
 
 @pytest.mark.parametrize(
-    ("state", "call", "said"),
+    ("state", "call", "code"),
     [
-        (unknown, JobStore.get, "There is no job 'ffffffff'"),
-        (unknown, JobStore.delete, "There is no job"),
-        (unknown, JobStore.resume, "There is no job"),
-        (unknown, lambda store, one: store.request_cancel([one]), "There is no job"),
-        (unknown, lambda store, one: store.move(one, None), "There is no job"),
-        (queued, lambda store, one: store.move(one, "ffffffff"), "There is no job"),
-        (running, JobStore.delete, "runs"),
-        (running, lambda store, one: store.move(one, None), "does not wait any more"),
-        (running, lambda store, one: store.edit(one, asked(), planned()), "does not wait any more"),
-        (running, JobStore.resume, "runs already"),
-        (queued, JobStore.resume, "waits for its turn already"),
-        (done, JobStore.resume, "is done"),
-        (done, lambda store, one: store.take(one, "a"), "is done"),
-        (deleted, JobStore.resume, "was deleted"),
-        (deleted, lambda store, one: store.take(one, "a"), "was deleted"),
-        (queued, lambda store, one: store.find(""), "There is no job"),
-        (queued, lambda store, one: store.find("%"), "There is no job"),
+        (unknown, JobStore.get, "queue.no_such_job"),
+        (unknown, JobStore.delete, "queue.no_such_job"),
+        (unknown, JobStore.resume, "queue.no_such_job"),
+        (unknown, lambda store, one: store.request_cancel([one]), "queue.no_such_job"),
+        (unknown, lambda store, one: store.move(one, None), "queue.no_such_job"),
+        (queued, lambda store, one: store.move(one, "ffffffff"), "queue.no_such_job"),
+        (running, JobStore.delete, "queue.job_running_delete"),
+        (running, lambda store, one: store.move(one, None), "queue.job_not_queued"),
+        (running, lambda store, one: store.edit(one, asked(), planned()), "queue.job_not_queued"),
+        (running, JobStore.resume, "queue.job_running"),
+        (queued, JobStore.resume, "queue.job_queued"),
+        (done, JobStore.resume, "queue.job_done"),
+        (done, lambda store, one: store.take(one, "a"), "queue.job_done"),
+        (deleted, JobStore.resume, "queue.job_deleted"),
+        (deleted, lambda store, one: store.take(one, "a"), "queue.job_deleted"),
+        (queued, lambda store, one: store.find(""), "queue.no_such_job"),
+        (queued, lambda store, one: store.find("%"), "queue.no_such_job"),
     ],
 )
 def test_refusals_change_nothing(
-    state: Callable[[JobStore], JobRecord], call: Callable[[JobStore, str], object], said: str, store: JobStore
+    state: Callable[[JobStore], JobRecord], call: Callable[[JobStore, str], object], code: str, store: JobStore
 ) -> None:
     job = state(store)
     before = store.list(), store.list(deleted=True)
     with pytest.raises(StoreError) as told:
         call(store, job.id)
-    assert said in told.value.what
+    assert told.value.code == code
     assert told.value.remedy
     assert (store.list(), store.list(deleted=True)) == before
 
@@ -342,8 +342,9 @@ def test_beginnings_of_ids(store: JobStore) -> None:
     assert store.find(made[0].id) == made[0]
     beginnings = [job.id[0] for job in made]
     shared = next(letter for letter in beginnings if beginnings.count(letter) > 1)
-    with pytest.raises(StoreError, match="Several jobs begin"):
+    with pytest.raises(StoreError) as told:
         store.find(shared)
+    assert told.value.code == "queue.ambiguous_job"
     assert store.find(made[7].id.upper()) == made[7]
 
 

@@ -155,7 +155,7 @@ def test_saving_keeps_the_place_and_the_seed(desk: JobsController, worker: JobQu
     assert worker.store.get(first).request["seed"] == 5
     worker.store.claim("here")
     _, says = act(desk, "save", first)
-    assert "does not wait any more" in says["said"] and "saved" not in says
+    assert "no longer queued" in says["said"] and "saved" not in says
 
 
 def test_all_are_paused_and_cancelled(desk: JobsController, worker: JobQueue) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from runtime.core.events import CheckpointSaved, Event, OutOfMemory, Planned, Resumed, StepDone
 from runtime.core.facts import Fact
-from runtime.queue.disk_usage import Room
+from runtime.queue.disk_usage import DiskUsage
 from runtime.ui import compare, history_view, queue_view
 from runtime.ui.queue_view import Ended, Row
 from runtime.ui.resume_status import standing
@@ -178,9 +178,9 @@ def test_loras_and_step_caches_are_told_as_they_are_given() -> None:
 
 
 def test_cleaning_is_offered_only_where_there_is_something() -> None:
-    nothing = history_view.room(Room(0, 0, 0, 0, 0, 0), {})
+    nothing = history_view.room(DiskUsage(0, 0, 0, 0, 0, 0), {})
     assert "data-act" not in nothing
-    offered = history_view.room(Room(3, 3_000_000, 500_000, 400_000, 1, 10), {30: (1, 1_000_000)})
+    offered = history_view.room(DiskUsage(3, 3_000_000, 500_000, 400_000, 1, 10), {30: (1, 1_000_000)})
     for said in ("3 videos, 3.0 MB", "finished videos: 400.0 KB", "1 job older than 30 days: 1.0 MB", "1 deleted job"):
         assert said in offered
     assert offered.count('data-confirm=""') == 0

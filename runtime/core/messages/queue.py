@@ -9,6 +9,17 @@ MESSAGES: Mapping[str, Message] = {
         "PyTorch or one of its libraries does not start: {error}.",
         "Run the installer again, then `doctor`; the log has the details.",
     ),
+    "queue.no_such_job": Message("There is no job '{job}'.", "List the jobs: jobs list"),
+    "queue.ambiguous_job": Message(
+        "Several jobs start with '{beginning}'.", "Give more digits of the id: `jobs list` shows them."
+    ),
+    "queue.job_queued": Message("Job {job} is queued already.", "Wait for it, or cancel it."),
+    "queue.job_running": Message("Job {job} is running already.", "Watch it in the web app, or wait until it ends."),
+    "queue.job_running_delete": Message("Job {job} is running.", "Cancel it first."),
+    "queue.job_done": Message("Job {job} is done.", "Its video is {video}."),
+    "queue.job_deleted": Message("Job {job} is deleted.", "Restore it first: jobs undelete {job}"),
+    "queue.job_not_queued": Message("Job {job} is no longer queued.", "Look at the queue again."),
+    "queue.batch_too_large": Message("The batch has {videos:,} videos.", "Ask for at most {maximum:,} at once."),
     "queue.store_damaged": Message("The list of jobs was damaged and starts empty; the damaged file is {backup}."),
     "queue.store_file_damaged": Message(
         "{file} is damaged.", "Start Tandem again: it keeps the damaged file as a backup and starts a new list of jobs."
