@@ -1,20 +1,19 @@
-"""Sets Tandem up in `.venv` and starts it. `install.sh` and `install.bat` find a Python and call this.
+"""Set Tandem up in `.venv` and start it. `install.sh` and `install.bat` find a Python and call this.
 
-    setup_env.py [ARGS...]             sets up where needed, then `python app.py ARGS...`
-    setup_env.py test [PYTEST ARGS]    sets up with the test tools, then `python -m pytest`, in the repository root;
+    setup_env.py [ARGS...]             set up if needed, then run `python app.py ARGS...`
+    setup_env.py test [PYTEST ARGS]    set up with the test tools, then run `python -m pytest` in the repository root;
                                        with --all also the tests that tests/conftest.py leaves out by default
 
-Runs on any Python from 3.10 with the standard library alone, before anything is installed. What it does:
+Runs on any Python from 3.10 with the standard library only, before anything is installed:
 
-1. The stamp in `.venv` names the requirement files, the GPU and the Python that `.venv` was made for. All as
-   before: start at once. The stamp is removed before a change and written last, so a set-up that was interrupted
+1. The stamp in `.venv` records the requirement files, the GPU and the Python that `.venv` was made for. If nothing
+   changed, the program starts at once. The stamp is removed before a change and written last, so an interrupted set-up
    is never mistaken for a finished one.
-2. Otherwise, under a lock: make `.venv` (again, if its Python does not run), install the PyTorch build that
-   suits the machine, then the requirement files.
+2. Otherwise, under a lock: make `.venv` (again, if its Python does not run), install the PyTorch build for the machine,
+   then the requirement files.
 
-Its own words go to standard error; standard input and output belong to the program it starts, which replaces
-this process (on Windows: whose exit code it returns). Exit codes of its own: 2 what went wrong and what to do
-about it, one line each; 130 stopped by Ctrl-C.
+Messages go to standard error; standard input and output belong to the program, which replaces this process (on Windows,
+its exit code is returned). Exit codes: 2 for errors, with one line for the problem and one for the fix; 130 for Ctrl-C.
 """
 
 import contextlib
@@ -60,7 +59,7 @@ NETWORK_WORDS = ("Retrying (", "ConnectionError", "ConnectTimeout", "ReadTimeout
 
 
 class SetupError(Exception):
-    """Set-up cannot go on: what went wrong, and what the user can do about it."""
+    """Set-up cannot continue: what went wrong, and what the user can do about it."""
 
     def __init__(self, what: str, remedy: str) -> None:
         super().__init__(what)
@@ -109,7 +108,7 @@ def start(command: list[str]) -> int:
 
 
 def read_stamp() -> dict[str, Any]:
-    """The stamp, or an empty one where there is none to be read."""
+    """Return the stamp, or an empty one if there is none or it cannot be read."""
     try:
         stamp = json.loads(STAMP.read_text("utf-8"))
     except (OSError, ValueError):
@@ -128,7 +127,7 @@ def digest(name: str) -> str:
 
 
 def is_current(testing: bool) -> bool:
-    """Whether `.venv` is as the requirement files, the GPU and TANDEM_PYTHON ask now. Takes milliseconds."""
+    """Return whether `.venv` matches the requirement files, the GPU and TANDEM_PYTHON. Takes milliseconds."""
     stamp = read_stamp()
     if not stamp:
         return False
@@ -148,7 +147,7 @@ def own_version() -> str:
 
 @contextlib.contextmanager
 def install_lock() -> Iterator[None]:
-    """One set-up at a time in this folder. The system frees the lock with its holder, so it cannot go stale."""
+    """Allow one set-up at a time in this folder. The system frees the lock with its holder, so it cannot go stale."""
     with LOCK.open("a") as file:
         os.set_inheritable(file.fileno(), True)  # pip holds it too, so that it counts when this process is killed
         if not try_lock(file.fileno()):
@@ -175,7 +174,7 @@ def try_lock(fd: int) -> bool:
 
 
 def gpu_evidence() -> str:
-    """What points to an NVIDIA GPU: "driver", the path of an nvidia-smi still to be asked, or nothing."""
+    """Return the evidence of an NVIDIA GPU: "driver", the path of an nvidia-smi to ask, or nothing."""
     if sys.platform == "darwin":
         return ""
     if any(Path("/proc/driver/nvidia/gpus").glob("*")) and any(Path("/dev").glob("nvidia[0-9]*")):
@@ -242,7 +241,7 @@ def install(testing: bool) -> None:
 
 
 def prepare_venv() -> None:
-    """Leaves a `.venv` without a stamp whose Python and pip run, and whose packages are whole."""
+    """Leave a `.venv` without a stamp whose Python and pip run and whose packages are complete."""
     base = base_python()  # asked now: it may be found through the .venv that goes
     if VENV.is_symlink() or VENV.exists():
         flaw = venv_flaw()

@@ -124,7 +124,7 @@ def test_package_with_missing_files_is_repaired(repo: Repo) -> None:
     assert report(repo.run())["tinydep"] == 1
 
 
-def test_killed_in_the_middle_leaves_no_stamp_and_goes_on(repo: Repo) -> None:
+def test_a_killed_install_leaves_no_stamp_and_resumes(repo: Repo) -> None:
     repo.require("tinydep==2.0")
     process = repo.start()
     assert process.stderr is not None
@@ -136,7 +136,7 @@ def test_killed_in_the_middle_leaves_no_stamp_and_goes_on(repo: Repo) -> None:
     assert report(repo.run())["tinydep"] == 2  # waits for the pip left behind, which holds the lock
 
 
-def test_ctrl_c_while_installing_is_told_and_the_next_run_goes_on(repo: Repo) -> None:
+def test_ctrl_c_while_installing_is_reported_and_the_next_run_resumes(repo: Repo) -> None:
     repo.require("tinydep==2.0")
     process = repo.start()
     assert process.stderr is not None
@@ -175,7 +175,7 @@ def test_half_made_environment_is_replaced(repo: Repo) -> None:
     assert "making .venv again: its pip does not run" in done.stderr
 
 
-def test_stamp_that_cannot_be_read_is_no_stamp(repo: Repo) -> None:
+def test_an_unreadable_stamp_is_ignored(repo: Repo) -> None:
     repo.stamp.write_text('{"files": {"requ', "utf-8")
     assert "ready after" in repo.run().stderr
 

@@ -83,7 +83,7 @@ def test_mac_takes_the_ordinary_package(setup_env: ModuleType, monkeypatch: pyte
     assert setup_env.choose_torch(nvidia)[:2] == ("torch==2.13.0", [])
 
 
-def test_no_index_at_all_is_said_before_a_download_is_announced(
+def test_an_unreachable_index_is_reported_before_a_download_is_announced(
     setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
@@ -113,7 +113,7 @@ def test_which_pytorch_that_is_there_will_do(
     assert setup_env.suits(version, nvidia) is suits
 
 
-def test_nvidia_smi_that_lists_no_gpu_is_no_gpu(setup_env: ModuleType, tmp_path: Path) -> None:
+def test_nvidia_smi_without_a_gpu_means_no_gpu(setup_env: ModuleType, tmp_path: Path) -> None:
     for name, script in {
         "none": "echo 'No devices were found'",
         "broken": "exit 9",
@@ -128,7 +128,7 @@ def test_nvidia_smi_that_lists_no_gpu_is_no_gpu(setup_env: ModuleType, tmp_path:
 
 
 @pytest.mark.parametrize(("nvidia", "needed"), [(False, "3 GB"), (True, "18 GB")])
-def test_disk_nearly_full_is_said_first(
+def test_a_nearly_full_disk_is_reported_first(
     monkeypatch: pytest.MonkeyPatch, setup_env: ModuleType, nvidia: bool, needed: str
 ) -> None:
     monkeypatch.undo()  # the real check_disk

@@ -140,7 +140,7 @@ def test_two_are_added_and_the_sum_is_rounded_once(spec: ModelSpec, tmp_path: Pa
     assert torch.equal(after[name], (before[name].float() + 0.3 * (u1 @ d1) + 0.7 * (u2 @ d2)).bfloat16())
 
 
-def test_an_expert_is_said_or_told_by_the_files_name(spec: ModelSpec, tmp_path: Path, tiny: Tiny) -> None:
+def test_the_request_or_the_files_name_selects_the_expert(spec: ModelSpec, tmp_path: Path, tiny: Tiny) -> None:
     tensors = made_loras.peft(factors(spec.transformer))
     high = made_loras.save(tmp_path / "x_high_noise_model.safetensors", tensors)
     plain_name = made_loras.save(tmp_path / "x.safetensors", tensors)
@@ -161,7 +161,7 @@ def test_an_expert_is_said_or_told_by_the_files_name(spec: ModelSpec, tmp_path: 
     assert with_loras(one, [Lora(str(plain_name))], tmp_path).loras_of("transformer")
 
 
-def test_one_that_has_changed_since_is_refused(spec: ModelSpec, tmp_path: Path) -> None:
+def test_a_lora_that_changed_since_planning_is_refused(spec: ModelSpec, tmp_path: Path) -> None:
     path = made_loras.save(tmp_path / "a.safetensors", made_loras.peft(factors(spec.transformer)))
     given = with_loras(spec, [Lora(str(path))], tmp_path)
     made_loras.save(path, made_loras.peft(factors(spec.transformer, seed=9)))
@@ -270,7 +270,7 @@ def test_a_damaged_file_is_refused(spoil: Callable[[bytes], bytes], spec: ModelS
     assert refused.value.data["lora"] == "a.safetensors"
 
 
-def test_names_are_those_of_the_caches_folder_and_lead_nowhere_else(spec: ModelSpec, tmp_path: Path) -> None:
+def test_names_resolve_only_inside_the_caches_folder(spec: ModelSpec, tmp_path: Path) -> None:
     tensors = made_loras.peft(factors(spec.transformer))
     folder = tmp_path / "weights" / "loras"
     made_loras.save(folder / "stil für boote.safetensors", tensors)
@@ -311,7 +311,7 @@ def test_names_are_those_of_the_caches_folder_and_lead_nowhere_else(spec: ModelS
         ("boat-epoch-4", None),
     ],
 )
-def test_step_distillation_is_told_by_the_name(name: str, steps: int | None) -> None:
+def test_the_name_identifies_step_distillation(name: str, steps: int | None) -> None:
     assert distilled_steps(Path("loras") / f"{name}.safetensors") == steps
 
 

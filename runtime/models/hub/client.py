@@ -340,7 +340,7 @@ def _in_thread(items: Generator[Item, None, None], cancel: Cancel) -> Iterator[I
         except Exception as error:
             put(error)
 
-    def taken() -> Iterator[Item]:
+    def received() -> Iterator[Item]:
         while True:
             cancel.check()
             try:
@@ -355,7 +355,7 @@ def _in_thread(items: Generator[Item, None, None], cancel: Cancel) -> Iterator[I
 
     threading.Thread(target=run, name="hub", daemon=True).start()
     try:
-        yield taken()
+        yield received()
     finally:
         left.set()
 
