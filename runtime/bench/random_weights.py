@@ -20,6 +20,7 @@ from runtime.models import quantization
 from runtime.models.known import known_models
 from runtime.models.registry import components_of
 from runtime.models.spec import ModelSpec, is_transformer
+from runtime.upstream.diffusers import kept_in_float32
 
 _BIAS = 0.02
 
@@ -87,7 +88,7 @@ def _config(spec: ModelSpec, name: str) -> Mapping[str, Any]:
 def _fill(module: torch.nn.Module, device: torch.device, dtype: torch.dtype, seed: int) -> None:
     """Give every weight its values, where they are to lie and as `from_pretrained` would leave them."""
     generator = torch.Generator(device).manual_seed(seed)
-    exact = set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    exact = kept_in_float32(module)
     for path, owner in module.named_modules():
         for name, parameter in owner._parameters.items():
             if parameter is None:
@@ -120,7 +121,7 @@ def _quantize(module: torch.nn.Module, part: ComponentPlan) -> None:
     config = quantization.config(part.quantization, torch.bfloat16)
     from torchao.quantization import quantize_
 
-    kept = {*(config.modules_to_not_convert or ()), *(getattr(module, "_keep_in_fp32_modules", None) or ())}
+    kept = {*(config.modules_to_not_convert or ()), *kept_in_float32(module)}
 
     def chosen(layer: torch.nn.Module, path: str) -> bool:
         return isinstance(layer, torch.nn.Linear) and not kept & set(path.split("."))

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from runtime.core.plan import ComponentPlan
 from runtime.engines.io_signature import IOSignature, Size, TensorSignature
@@ -28,6 +27,7 @@ from runtime.models.registry import components_of
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
 from runtime.planner.shapes import LatentSize, ShapeProfile
+from runtime.upstream.torch import without_computing
 
 _INPUTS = {
     "text_encoder": ("input_ids", "attention_mask"),
@@ -203,7 +203,7 @@ class Program:
             return TensorSignature(name, str(tensor.dtype).removeprefix("torch."), tuple(sizes))
 
         # Shapes are known without computing anything.
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        with without_computing(real_weights=True) as mode, torch.no_grad():
             outputs = self.module(*(mode.from_tensor(tensor) for tensor in example.values()))
         given = zip(self.output_names, outputs if isinstance(outputs, tuple) else (outputs,), strict=True)
         return IOSignature(

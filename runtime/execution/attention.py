@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from runtime.core.errors import first_line
 from runtime.execution.fp8_attention import attend_fp8
 from runtime.execution.memory import ran_out
+from runtime.upstream.torch import cudnn_attention, flash_attention
 
 _MODULES = {"flash3": "flash_attn_interface", "flash4": "flash_attn.cute", "sage": "sageattention"}
 _TRIED_TOKENS, _TRIED_ERROR = 2048, 0.1
@@ -83,16 +84,12 @@ def _torchs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return _heads_first(F.scaled_dot_product_attention, q, k, v)
 
 
-# Both by name: `sdpa_kernel` chooses for all threads, and each GPU's jobs have one.
 def _cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    run = torch.ops.aten._scaled_dot_product_cudnn_attention
-    return _heads_first(lambda q, k, v: run(q, k, v, None, False)[0], q, k, v)
+    return _heads_first(cudnn_attention, q, k, v)
 
 
 def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    aten, cpu = torch.ops.aten, q.device.type == "cpu"
-    run = aten._scaled_dot_product_flash_attention_for_cpu if cpu else aten._scaled_dot_product_flash_attention
-    return _heads_first(lambda q, k, v: run(q, k, v)[0], q, k, v)
+    return _heads_first(flash_attention, q, k, v)
 
 
 @torch.library.custom_op("tandem::attend", mutates_args=())

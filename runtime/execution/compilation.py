@@ -15,6 +15,7 @@ import torch
 from runtime.core.errors import first_line
 from runtime.core.facts import Fact
 from runtime.execution.memory import ran_out
+from runtime.upstream.torch import hit_recompile_limit, recompile_limit
 
 # Called with the reason why something runs uncompiled.
 OnDegraded = Callable[[Fact], None]
@@ -95,10 +96,10 @@ class CompiledStep(WithFallback):
 
     def _run(self, *arguments: Any) -> Any:
         try:
-            with torch._dynamo.config.patch(recompile_limit=_LIMIT):
+            with recompile_limit(_LIMIT):
                 return self._compiled(*arguments)
         except Exception as error:
-            if not _is_full(error):
+            if not hit_recompile_limit(error):
                 raise
         forget_all()
         return self._compiled(*arguments)
@@ -109,11 +110,6 @@ def forget_all() -> None:
     torch.compiler.reset()
     for kinds in _COMPILED.values():
         kinds.clear()
-
-
-def _is_full(error: Exception) -> bool:
-    """Whether PyTorch has compiled one function for as many different inputs as it does."""
-    return "RecompileLimit" in type(error).__name__
 
 
 def _kind(arguments: Any) -> Any:

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import torch
 from diffusers.hooks import FirstBlockCacheConfig
-from diffusers.hooks.first_block_cache import _FBC_LEADER_BLOCK_HOOK
+
+from runtime.upstream.diffusers import decide_first_block_cache
 
 
 class Sharing(Protocol):
@@ -37,13 +38,8 @@ def first_block_cached(module: Any, strength: float, sharing: Sharing | None = N
         sharing: those who compute it together; `None` where one has all tokens.
     """
 
-    def is_another(residual: torch.Tensor) -> bool:
-        before = hook.state_manager.get_state().head_block_residual
-        return before is None or changed(residual, before, strength, sharing)
-
     module.enable_cache(FirstBlockCacheConfig(threshold=strength))
-    hook = module.blocks[0]._diffusers_hook.get_hook(_FBC_LEADER_BLOCK_HOOK)
-    hook._should_compute_remaining_blocks = is_another
+    decide_first_block_cache(module, lambda residual, before: changed(residual, before, strength, sharing))
     try:
         yield
     finally:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from runtime.core.errors import ram_ran_out
+from runtime.upstream.torch import empty_host_cache
 
 # What CUDA and its libraries say in plain RuntimeErrors.
 _VRAM_WORDS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -36,10 +37,8 @@ def release_cached_memory(*, unreachable: bool = False) -> None:
             trim(0)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-        # Before PyTorch 2.12 or so, it has a private name only.
-        empty = getattr(torch.accelerator, "empty_host_cache", getattr(torch._C, "_host_emptyCache", None))
-        if unreachable and empty is not None:
-            empty()
+        if unreachable:
+            empty_host_cache()
 
 
 @cache

@@ -19,6 +19,7 @@ from runtime.execution.pinned_memory import pin
 from runtime.models.quantization import NONE
 from runtime.models.spec import is_transformer
 from runtime.planner import constraints
+from runtime.upstream.diffusers import offload_groups
 
 Placement = Literal["device", "whole", "blocks", "leaves"]
 
@@ -124,11 +125,7 @@ class _Hooked:
 
     def away(self) -> None:
         """Let go of what was brought for nothing."""
-        for module in self._module.modules():
-            registry = getattr(module, "_diffusers_hook", None)
-            hook = registry and registry.get_hook("group_offloading")
-            if hook is not None:
-                hook.group.offload_()
+        offload_groups(self._module)
 
 
 class _Whole:

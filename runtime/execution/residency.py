@@ -32,6 +32,7 @@ from runtime.execution.video_decoder import EngineVideoDecoder, VideoDecoder
 from runtime.models.quantization import NONE
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module, load_tokenizer
+from runtime.upstream.torch import clear_module
 
 Part = TypeVar("Part")
 # Model, component, how it is planned, and where its weights are put if not on its own device; see `load_module`.
@@ -69,9 +70,7 @@ class _Loaded:
 
     def close(self) -> None:
         """Let go of the weights, whoever still holds the part: one that it was lent to may for a while."""
-        for module in list(self.module.modules()):
-            for held in (module._parameters, module._buffers, module._modules):
-                held.clear()
+        clear_module(self.module)
 
 
 class Watch(Protocol):

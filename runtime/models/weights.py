@@ -16,9 +16,11 @@ from runtime.models import quantization
 from runtime.models.lora_fusing import fuse
 from runtime.models.registry import components_of, family_of
 from runtime.models.spec import ModelSpec, is_transformer
+from runtime.upstream.diffusers import import_submodules_only
 
 # Tandem shows its own progress.
 diffusers.utils.logging.disable_progress_bar()
+import_submodules_only()
 transformers.utils.logging.disable_progress_bar()
 
 # Held while modules are created: when loading, the libraries patch for all threads how parameters get memory.

@@ -121,7 +121,8 @@ def test_both_experts_are_compiled_once(tiny: Tiny, tmp_path: Path) -> None:
         tokens.count = 3
         for name in ("transformer", "transformer_2"):
             denoiser = PyTorchDenoiser(load_module(spec, name, PART))
-            module = install(denoiser._module, step=compiled)
+            module = denoiser._module
+            install(module, step=compiled)
             share_tokens(module, tokens)
             denoiser(latents_of(spec, (1, 2, 6)), torch.tensor(500), texts()[0])
             assert counter.frame_count == 1

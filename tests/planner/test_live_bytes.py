@@ -92,7 +92,8 @@ def forward_peak(name: str, size: tuple[int, int, int], *, fused: bool) -> int:
     for key, tensor in (*made.named_parameters(), *made.named_buffers()):
         if set(key.split(".")) & set(made._keep_in_fp32_modules):
             tensor.data = tensor.data.float()
-    made = install(made.requires_grad_(False))
+    made.requires_grad_(False)
+    install(made)
     for block in made.blocks:
         block.attend = block.attend_text = attend
     if fused:

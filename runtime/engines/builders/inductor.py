@@ -32,6 +32,7 @@ from runtime.machine.probe import Machine, cpp_compiler
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import SWAPPED, EngineKey
 from runtime.planner.shapes import ShapeProfile
+from runtime.upstream.torch import PackageError, compile_package, inductor_cache
 
 if TYPE_CHECKING:
     import torch
@@ -89,7 +90,6 @@ class InductorBuilder(Builder):
             EngineError: if the compiler fails.
         """
         import torch
-        from torch._inductor.exc import CppCompileError, InductorError
 
         (profile,) = key.profiles
         on_cpu = program.device.type == "cpu"
@@ -111,11 +111,9 @@ class InductorBuilder(Builder):
             # torch uses features that it has deprecated.
             warnings.simplefilter("ignore", FutureWarning)
             try:
-                torch._inductor.aoti_compile_and_package(
-                    exported, package_path=str(folder / self.file_name), inductor_configs=options
-                )
-            except (CppCompileError, InductorError) as error:
-                raise EngineError("engine.compiler_failed", error=str(error).strip().splitlines()[-1]) from error
+                compile_package(exported, folder / self.file_name, options)
+            except PackageError as error:
+                raise EngineError("engine.compiler_failed", error=str(error)) from error
 
 
 def _described(exported: "torch.export.ExportedProgram") -> dict[str, tuple[str, list[int]]]:
@@ -139,10 +137,9 @@ def _supports_all_vector_instructions() -> bool:
 @contextlib.contextmanager
 def _paths_without_spaces() -> Iterator[None]:
     """Give Inductor paths without spaces to its cache and to torch: it does not quote paths in compiler commands."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
     from torch.utils import cpp_extension
 
-    cache = Path(cache_dir())
+    cache = inductor_cache()
     torch_folder = Path(cpp_extension.TORCH_LIB_PATH).parent
     if os.name == "nt" or not any(" " in str(path) for path in (cache, torch_folder)):
         yield

@@ -22,6 +22,7 @@ from runtime.models.spec import ModelSpec
 from runtime.planner import constraints
 from runtime.planner.memory_model import DTYPE_BYTES, denoise_bytes
 from runtime.planner.shapes import LatentSize, ShapeProfile
+from runtime.upstream.torch import without_computing
 
 if TYPE_CHECKING:
     import torch
@@ -116,10 +117,9 @@ def enclosing(profiles: Sequence[ShapeProfile]) -> ShapeProfile:
 
 def shapes(program: "Program", profile: ShapeProfile) -> Shapes:
     """Return the shapes of a program's inputs at a profile's sizes. Allocates and computes nothing."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
     def at(latent: LatentSize) -> dict[str, Shape]:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with without_computing(real_weights=True):
             return {name: tuple(tensor.shape) for name, tensor in program.inputs(latent).items()}
 
     return at(profile.min), at(profile.opt), at(profile.max)

@@ -12,7 +12,6 @@ import tempfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import torch
 
@@ -20,6 +19,7 @@ from runtime.core.errors import EngineError, first_line
 from runtime.engines.io_signature import METADATA_KEY, WEIGHTS_KEY, IOSignature
 from runtime.engines.programs import TEXT_PADDING, cut_text, full_float32
 from runtime.engines.sessions import Session
+from runtime.upstream.torch import package_runner
 
 _METADATA = "_metadata.json"
 
@@ -82,14 +82,10 @@ class _Library:
         self.signature = IOSignature.from_text(metadata[METADATA_KEY])
         described: dict[str, tuple[str, list[int]]] = json.loads(metadata[WEIGHTS_KEY])
         (code,) = (path for path in folder.iterdir() if path.suffix not in {".json", ".cubin"})
-        runners: Any = torch._C._aoti
-        if device.type == "cpu":
-            self._runner = runners.AOTIModelContainerRunnerCpu(str(code), 1)
-            if os.name == "posix":
-                # A mapped file needs no name: nothing remains on disk, however the process ends.
-                self._folder.cleanup()
-        else:
-            self._runner = runners.AOTIModelContainerRunnerCuda(str(code), 1, str(device), str(folder))
+        self._runner = package_runner(code, device, folder)
+        if device.type == "cpu" and os.name == "posix":
+            # A mapped file needs no name: nothing remains on disk, however the process ends.
+            self._folder.cleanup()
         self._names: dict[str, str] = {
             original: name for name, original in self._runner.get_constant_names_to_original_fqns().items()
         }

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from runtime.families.wan.vae import CACHED_FRAMES
+from runtime.upstream.diffusers import causal_padding
+from runtime.upstream.transformers import relative_position_buckets
 
 
 class TextEncoderForm(nn.Module):
@@ -37,7 +39,7 @@ class TextEncoderForm(nn.Module):
         self.final_layer_norm = stack.final_layer_norm
         position = torch.arange(length, device=stack.embed_tokens.weight.device)
         first = stack.block[0].layer[0].SelfAttention
-        self.register_buffer("buckets", first._relative_position_bucket(position[None, :] - position[:, None]))
+        self.register_buffer("buckets", relative_position_buckets(first, position[None, :] - position[:, None]))
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         """Return embeddings (1, length, width), float32, zero in the padding; both inputs are (1, length) int64."""
@@ -283,7 +285,7 @@ class _NextConv(nn.Module):
     def __init__(self, conv: Any) -> None:
         super().__init__()
         self.weight, self.bias = conv.weight, conv.bias
-        self._padding = (0, conv._padding[2], conv._padding[0])
+        self._padding = (0, *causal_padding(conv)[1:])
 
     def forward(self, x: torch.Tensor, caches: _Caches) -> torch.Tensor:
         if self.weight.shape[2] > 1:
@@ -299,7 +301,7 @@ class _FirstConv(nn.Module):
         self.weight = nn.Parameter(conv.weight[:, :, -1].detach().clone(), requires_grad=False)
         self.bias = conv.bias
         self._cached = conv.weight.shape[2] > 1
-        self._padding = (conv._padding[2], conv._padding[0])
+        self._padding = causal_padding(conv)[1:]
 
     def forward(self, x: torch.Tensor, caches: _Caches) -> torch.Tensor:
         if self._cached:

@@ -8,16 +8,17 @@ Equal to `diffusers.WanTransformer3DModel` up to rounding (tests/families/wan/te
 - A text-to-video clip has one timestep for all its tokens: TI2V-5B's row per token is one row.
 - What lies between two matrix products stands together, so that a compiler makes one kernel of it.
 
-`install` changes the classes of a loaded module and its blocks. They are called as diffusers calls them, hooks
-included, so that offloading, caching, LoRA and quantized layers work as they do there.
+`install` replaces `forward` of a loaded module and of its blocks. They are called as diffusers calls them, hooks
+included, so that offloading, caching, LoRA and quantized layers work as they do there. Attention processors are not
+enough: what changes is the order of work in a whole block.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from types import MethodType
+from typing import Any
 
 import torch
-from diffusers.models.transformers.transformer_wan import WanTransformer3DModel, WanTransformerBlock
 from torch import nn
 
 from runtime.core.facts import Fact
@@ -31,6 +32,7 @@ from runtime.execution.first_block_cache import Sharing, first_block_cached
 from runtime.execution.memory import release_cached_memory
 from runtime.execution.parallel.ulysses import Tokens
 from runtime.models.weights import MAKING
+from runtime.upstream.diffusers import reset_step_cache
 
 # Keys and values of the text, each (batch, text tokens, heads, head width); or what they are made of, (batch, text
 # tokens, width).
@@ -113,24 +115,6 @@ def _feed_forward(ffn: Any, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-class FastBlock(WanTransformerBlock):
-    """A block of diffusers', called alike; `encoder_hidden_states` may be its text's keys and values."""
-
-    step: Step
-    attend: Attention
-    attend_text: Attention
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: BlockText,
-        temb: torch.Tensor,
-        rotary_emb: Rotation,
-    ) -> torch.Tensor:
-        """Return the hidden states after this block."""
-        return self.step(self, hidden_states, encoder_hidden_states, temb, rotary_emb)
-
-
 class TextState:
     """What a text is to one transformer: projected, and with every block's keys and values where they are kept."""
 
@@ -143,107 +127,106 @@ class TextState:
         return self._projected if self._kept is None else self._kept[block]
 
 
-class FastTransformer(WanTransformer3DModel):
-    """A transformer of diffusers' whose blocks are `FastBlock`s."""
-
-    def read(self, embeds: torch.Tensor, *, keep: bool) -> TextState:
-        """Return what text embeddings, (batch, text tokens, text width), are to this transformer.
-
-        Args:
-            keep: hold every block's keys and values too; the weights must all be at hand.
-        """
-        embedder: Any = self.condition_embedder
-        projected = embedder.text_embedder(embeds)
-        blocks: Any = self.blocks
-        kept = [keys_and_values(block.attn2, projected) for block in blocks] if keep else None
-        return TextState(projected, kept)
-
-    def modulate(self, timestep: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what a timestep, (batch,), is: its embedding, (batch, width), and (batch, 6, width) of it."""
-        embedder: Any = self.condition_embedder
-        sinusoids = embedder.timesteps_proj(timestep)
-        wanted = next(iter(embedder.time_embedder.parameters())).dtype
-        time = embedder.time_embedder(sinusoids.to(wanted)).to(dtype)
-        return time, embedder.time_proj(embedder.act_fn(time)).unflatten(1, (6, -1))
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        timestep: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | TextState | Callable[[], TextState],
-        encoder_hidden_states_image: torch.Tensor | None = None,
-        return_dict: bool = True,
-        attention_kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Return the prediction, shaped like `hidden_states`, in a tuple.
-
-        Args:
-            hidden_states: (batch, channels, frames, height, width).
-            timestep: (batch,): one for all tokens.
-            encoder_hidden_states: text embeddings, or what `read` made of them. A function is called here, where
-                weights that wait elsewhere are at hand.
-        """
-        assert encoder_hidden_states_image is None, "text to video"
-        batch, _, frames, height, width = hidden_states.shape
-        pt, ph, pw = self.config.patch_size
-        grid = (frames // pt, height // ph, width // pw)
-        rotation = self._rotation(hidden_states)
-        patches: Any = self.patch_embedding
-        x = patches(hidden_states).flatten(2).transpose(1, 2).contiguous()
-        time, modulation = self.modulate(timestep, x.dtype)
-        text = encoder_hidden_states
-        if isinstance(text, torch.Tensor):
-            text = self.read(text, keep=False)
-        elif not isinstance(text, TextState):
-            text = text()
-        blocks: Any = self.blocks
-        for index, block in enumerate(blocks):
-            x = block(x, text.of(index), modulation, rotation)
-        table: Any = self.scale_shift_table
-        shift, scale = (table + time.unsqueeze(1)).chunk(2, dim=1)
-        norm_out: Any = self.norm_out
-        project: Any = self.proj_out
-        x = project((norm_out(x.float()) * (1 + scale) + shift).to(x.dtype))
-        x = x.reshape(batch, *grid, pt, ph, pw, -1).permute(0, 7, 1, 4, 2, 5, 3, 6)
-        return (x.flatten(6, 7).flatten(4, 5).flatten(2, 3),)
-
-    def _rotation(self, latents: torch.Tensor) -> Rotation:
-        """Return the tables for a size; those of the last one are kept."""
-        key = (tuple(latents.shape[2:]), latents.device)
-        made: tuple[Any, Rotation] | None = self.__dict__.get("_tables")
-        if made is None or made[0] != key:
-            rope: Any = self.rope
-            made = (key, rotation_tables(*rope(latents)))
-            self.__dict__["_tables"] = made
-        return made[1]
-
-    def forget(self) -> None:
-        """Let go of what is kept for a size."""
-        self.__dict__.pop("_tables", None)
-
-
-# diffusers looks classes up by their names: for adapters, and for the blocks that are not to be split.
-FastBlock.__name__ = WanTransformerBlock.__name__
-FastTransformer.__name__ = WanTransformer3DModel.__name__
-
-
-def install(module: Any, kind: str = "native", step: Step = block_step) -> FastTransformer:
-    """Let a loaded transformer and its blocks compute as this file says, from the next call on.
+def read_text(module: Any, embeds: torch.Tensor, *, keep: bool) -> TextState:
+    """Return what text embeddings, (batch, text tokens, text width), are to a transformer.
 
     Args:
-        module: a `diffusers.WanTransformer3DModel` for text to video, without hooks yet.
-        kind: of the attention among the clip's tokens, see `attention`; that to the text is PyTorch's own choice.
-        step: what computes a block: `block_step`, or that compiled.
+        keep: hold every block's keys and values too; the weights must all be at hand.
+    """
+    projected = module.condition_embedder.text_embedder(embeds)
+    kept = [keys_and_values(block.attn2, projected) for block in module.blocks] if keep else None
+    return TextState(projected, kept)
+
+
+def forget_sizes(module: Any) -> None:
+    """Free the rotation tables that a transformer keeps for its last size."""
+    module.__dict__.pop("_tables", None)
+
+
+def install(module: Any, kind: str = "native", step: Step = block_step) -> None:
+    """Replace `forward` of a loaded transformer and its blocks by this module's, from the next call on.
+
+    Hooks that diffusers adds later wrap the new `forward` as they wrap its own.
+
+    Args:
+        module: a `diffusers.WanTransformer3DModel` for text to video, without hooks at the first call.
+        kind: of the attention among the clip's tokens, see `execution.attention`; text is attended to natively.
+        step: computes a block: `block_step`, or that compiled.
     """
     attend, attend_text = attention(kind), attention("native")
     for block in module.blocks:
-        _part_if_stale(block.attn1)
-        block.__class__ = FastBlock
+        _unfuse_if_stale(block.attn1)
+        if not hasattr(block, "step"):
+            block.forward = MethodType(_block_forward, block)
         block.step, block.attend, block.attend_text = step, attend, attend_text
-    module.__class__ = FastTransformer
-    _let_hooks_know()
-    made: FastTransformer = module
-    return made
+    if getattr(module, "is_fast", None) is None:
+        module.forward = MethodType(_forward, module)
+        module.is_fast = True
+
+
+def _block_forward(
+    self: Any,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: BlockText,
+    temb: torch.Tensor,
+    rotary_emb: Rotation,
+) -> torch.Tensor:
+    """Return the hidden states after a block, called as diffusers calls it; the text may be its keys and values."""
+    out: torch.Tensor = self.step(self, hidden_states, encoder_hidden_states, temb, rotary_emb)
+    return out
+
+
+def _forward(
+    self: Any,
+    hidden_states: torch.Tensor,
+    timestep: torch.Tensor,
+    encoder_hidden_states: torch.Tensor | TextState | Callable[[], TextState],
+    return_dict: bool = False,
+) -> tuple[torch.Tensor]:
+    """Return the prediction, shaped like `hidden_states`, in a tuple.
+
+    Args:
+        hidden_states: (batch, channels, frames, height, width).
+        timestep: (batch,): one for all tokens.
+        encoder_hidden_states: text embeddings, or their `read_text`. A function is called here, where weights that
+            wait elsewhere are at hand.
+    """
+    assert not return_dict
+    batch, _, frames, height, width = hidden_states.shape
+    pt, ph, pw = self.config.patch_size
+    grid = (frames // pt, height // ph, width // pw)
+    rotation = _rotation(self, hidden_states)
+    x = self.patch_embedding(hidden_states).flatten(2).transpose(1, 2).contiguous()
+    time, modulation = _modulate(self.condition_embedder, timestep, x.dtype)
+    text = encoder_hidden_states
+    if isinstance(text, torch.Tensor):
+        text = read_text(self, text, keep=False)
+    elif not isinstance(text, TextState):
+        text = text()
+    for index, block in enumerate(self.blocks):
+        x = block(x, text.of(index), modulation, rotation)
+    shift, scale = (self.scale_shift_table + time.unsqueeze(1)).chunk(2, dim=1)
+    x = self.proj_out((self.norm_out(x.float()) * (1 + scale) + shift).to(x.dtype))
+    x = x.reshape(batch, *grid, pt, ph, pw, -1).permute(0, 7, 1, 4, 2, 5, 3, 6)
+    return (x.flatten(6, 7).flatten(4, 5).flatten(2, 3),)
+
+
+def _modulate(embedder: Any, timestep: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a timestep's embedding, (batch, width), and the modulation from it, (batch, 6, width)."""
+    sinusoids = embedder.timesteps_proj(timestep)
+    linear_dtype = next(iter(embedder.time_embedder.parameters())).dtype
+    time = embedder.time_embedder(sinusoids.to(linear_dtype)).to(dtype)
+    return time, embedder.time_proj(embedder.act_fn(time)).unflatten(1, (6, -1))
+
+
+def _rotation(module: Any, latents: torch.Tensor) -> Rotation:
+    """Return the rotation tables for a size; those of the last one are kept."""
+    key = (tuple(latents.shape[2:]), latents.device)
+    made: tuple[Any, Rotation] | None = module.__dict__.get("_tables")
+    if made is None or made[0] != key:
+        made = (key, rotation_tables(*module.rope(latents)))
+        module.__dict__["_tables"] = made
+    return made[1]
 
 
 def fuse(module: Any) -> bool:
@@ -274,7 +257,7 @@ def fuse(module: Any) -> bool:
     return made
 
 
-def _part_if_stale(attn: Any) -> None:
+def _unfuse_if_stale(attn: Any) -> None:
     """Let go of a fused matrix whose parts have been given other weights or an adapter since."""
     if not getattr(attn, "fused_projections", False):
         return
@@ -285,21 +268,6 @@ def _part_if_stale(attn: Any) -> None:
             attn.fused_projections = False
             del attn.to_qkv
             return
-
-
-def _let_hooks_know() -> None:
-    """Register the block with diffusers' caching hooks, which look up a class."""
-    from diffusers.hooks._helpers import TransformerBlockMetadata, TransformerBlockRegistry
-
-    if FastBlock not in TransformerBlockRegistry._registry:
-        known = TransformerBlockRegistry.get(WanTransformerBlock)
-        TransformerBlockRegistry.register(
-            FastBlock,
-            TransformerBlockMetadata(
-                return_hidden_states_index=known.return_hidden_states_index,
-                return_encoder_hidden_states_index=known.return_encoder_hidden_states_index,
-            ),
-        )
 
 
 def share_tokens(module: Any, tokens: Tokens) -> None:
@@ -324,7 +292,7 @@ def share_tokens(module: Any, tokens: Tokens) -> None:
 
 
 class PyTorchDenoiser:
-    """A `diffusers.WanTransformer3DModel`, computed by `FastTransformer`.
+    """A `diffusers.WanTransformer3DModel`, computed by this module.
 
     What follows from a text alone is computed when it first comes, and kept for as long as the same tensor comes
     again, or until `forget`.
@@ -338,10 +306,10 @@ class PyTorchDenoiser:
         speed: how it is computed, until `compute` says otherwise.
     """
 
-    def __init__(self, module: torch.nn.Module, speed: Speed = EAGER) -> None:
+    def __init__(self, module: Any, speed: Speed = EAGER) -> None:
         # Norms stay in float32 whatever the model's dtype; the patch embedding does not.
-        self.dtype: torch.dtype = cast("Any", module).patch_embedding.weight.dtype
-        self._module: FastTransformer = install(module)
+        self._module = module
+        self.dtype: torch.dtype = module.patch_embedding.weight.dtype
         self._texts: list[tuple[tuple[torch.Tensor, ...], TextState]] = []
         self._graphed: CudaGraphRunner | None = None
         self._caches = False
@@ -389,7 +357,7 @@ class PyTorchDenoiser:
     def reset_cache(self) -> None:
         """See `Denoiser`."""
         if self._caches:
-            cast("Any", self._module)._reset_stateful_cache()
+            reset_step_cache(self._module)
 
     def __call__(
         self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str = PROMPTED
@@ -397,7 +365,7 @@ class PyTorchDenoiser:
         """See `Denoiser`."""
         if not self._caches:
             return self._run(latents, timestep, text_embeds)
-        with cast("Any", self._module).cache_context(which):
+        with self._module.cache_context(which):
             return self._run(latents, timestep, text_embeds)
 
     def pair(
@@ -415,7 +383,7 @@ class PyTorchDenoiser:
     def forget(self) -> None:
         """Let go of all that is kept for a text or a size."""
         self._texts.clear()
-        self._module.forget()
+        forget_sizes(self._module)
         if self._graphed is not None:
             self._graphed.forget()
 
@@ -438,7 +406,7 @@ class PyTorchDenoiser:
             for known, kept in self._texts:
                 if len(known) == len(texts) and all(a is b for a, b in zip(known, texts, strict=True)):
                     return kept
-            made = self._module.read(torch.cat(texts).to(self.dtype), keep=self._keep)
+            made = read_text(self._module, torch.cat(texts).to(self.dtype), keep=self._keep)
             self._texts = [*self._texts[1 - _TEXTS :], (texts, made)]
             return made
 

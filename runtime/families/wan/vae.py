@@ -28,6 +28,7 @@ from runtime.execution.compilation import OnDegraded, WithFallback
 from runtime.execution.tiling import shares
 from runtime.execution.video_decoder import longer_side
 from runtime.planner import constraints
+from runtime.upstream.diffusers import causal_padding
 
 CACHED_FRAMES = 2
 # Frames returned at a time once tiles are joined.
@@ -190,8 +191,7 @@ class _Call:
     def _convolve(self, conv: Any, padded: torch.Tensor, *, with_bias: bool = False) -> torch.Tensor:
         """Convolve what has its past before it, and keep its end for the next call."""
         self._keep(padded)
-        # diffusers' own padding: (left, right, top, bottom, before, after).
-        space = (0, conv._padding[2], conv._padding[0])
+        space = (0, *causal_padding(conv)[1:])
         return F.conv3d(padded, conv.weight, conv.bias if with_bias else None, padding=space)
 
     def _keep(self, entered: torch.Tensor) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 
 from runtime.core.plan import Speed
-from runtime.families.wan.transformer import FastBlock, PyTorchDenoiser, block_step, fuse, install
+from runtime.families.wan.transformer import PyTorchDenoiser, block_step, fuse, install
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from tests.tiny_models import ARCHITECTURES
@@ -155,7 +156,7 @@ def test_adapters_change_it_as_they_change_diffusers(tiny: Tiny) -> None:
             other.attn1.to_q.weight.data = merged
     denoiser.compute(Speed(fused=True))
     assert close(denoiser(case.latents, torch.tensor(500.0), case.texts[0]), case.wanted(case.texts[0], 500.0))
-    assert type(module).__name__ == "WanTransformer3DModel"
+    assert type(module) is WanTransformer3DModel
 
 
 def test_blocks_are_diffusers_to_caching_hooks(tiny: Tiny) -> None:
@@ -164,7 +165,7 @@ def test_blocks_are_diffusers_to_caching_hooks(tiny: Tiny) -> None:
     case = Case(tiny("wan2.1"))
     module = case.load()
     denoiser = PyTorchDenoiser(module)
-    assert all(isinstance(block, FastBlock) and block.step is block_step for block in module.blocks)
+    assert all(type(block) is WanTransformerBlock and block.step is block_step for block in module.blocks)
     module.enable_cache(FirstBlockCacheConfig(threshold=0.0))
     with module.cache_context("cond"), torch.no_grad():
         got = denoiser(case.latents, torch.tensor(500.0), case.texts[0])

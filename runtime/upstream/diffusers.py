@@ -1,0 +1,107 @@
+"""Private names of diffusers that Tandem uses, each with the reason.
+
+`tests/upstream/test_diffusers.py` names what broke when diffusers changes.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+# Packages whose `__init__` imports every model of its kind.
+_EAGER = ("diffusers.models.transformers", "diffusers.models.autoencoders")
+
+
+class _DeferredPackage(ModuleType):
+    """A package whose `__init__` runs when a name is looked up that no submodule import has set."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or self.__dict__.get("_initialized"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        self.__dict__["_initialized"] = True
+        assert self.__spec__ is not None
+        assert self.__spec__.loader is not None
+        self.__spec__.loader.exec_module(self)
+        return getattr(self, name)
+
+
+def import_submodules_only() -> None:
+    """Let `import diffusers.models.transformers.X` import X without every other transformer, likewise autoencoders.
+
+    Call before such an import. Everything else finds the packages as they are.
+
+    Reason: their `__init__` modules are not lazy, and import more than a hundred modules that no model here uses.
+    """
+    import diffusers.models
+
+    for name in _EAGER:
+        if name in sys.modules:
+            continue
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        package = _DeferredPackage(name)
+        package.__spec__, package.__file__, package.__loader__ = spec, spec.origin, spec.loader
+        package.__package__, package.__path__ = name, list(spec.submodule_search_locations or ())
+        sys.modules[name] = package
+        setattr(diffusers.models, name.rpartition(".")[2], package)
+
+
+def causal_padding(conv: Any) -> tuple[int, int, int]:
+    """Return a causal convolution's padding: (frames before, rows, columns).
+
+    Reason: `WanCausalConv3d` keeps its padding in `_padding`, as (left, right, top, bottom, before, after), and sets
+    the public `padding` to zero.
+    """
+    left, _, top, _, before, after = conv._padding
+    assert after == 0
+    return before, top, left
+
+
+def reset_step_cache(transformer: Any) -> None:
+    """Clear what a transformer's step cache holds of earlier steps.
+
+    Reason: `CacheMixin` has no public counterpart; pipelines call this method after a clip.
+    """
+    transformer._reset_stateful_cache()
+
+
+def decide_first_block_cache(transformer: Any, changed: Callable[[Any, Any], bool]) -> None:
+    """Replace the decision of first-block caching, after `enable_cache`.
+
+    Args:
+        changed: takes the first block's residual and that of the last computed step; returns whether to compute the
+            other blocks. Without an earlier step they are always computed.
+
+    Reason: `FirstBlockCacheConfig` has a threshold only. Processes that share a pass must decide alike.
+    """
+    from diffusers.hooks.first_block_cache import _FBC_LEADER_BLOCK_HOOK
+
+    hook = transformer.blocks[0]._diffusers_hook.get_hook(_FBC_LEADER_BLOCK_HOOK)
+
+    def compute(residual: Any) -> bool:
+        before = hook.state_manager.get_state().head_block_residual
+        return before is None or changed(residual, before)
+
+    hook._should_compute_remaining_blocks = compute
+
+
+def offload_groups(module: Any) -> None:
+    """Move the weights that group offloading loaded ahead back to memory (RAM).
+
+    Reason: hooks load a layer's weights as the layer before it runs in the first call; a layer that is called once
+    keeps them. There is no public way to end that.
+    """
+    for part in module.modules():
+        registry = getattr(part, "_diffusers_hook", None)
+        hook = registry and registry.get_hook("group_offloading")
+        if hook is not None:
+            hook.group.offload_()
+
+
+def kept_in_float32(module: Any) -> frozenset[str]:
+    """Return parts of parameter names that `from_pretrained` keeps in float32 whatever the dtype.
+
+    Reason: modules made without `from_pretrained` need the same dtypes.
+    """
+    return frozenset(getattr(module, "_keep_in_fp32_modules", None) or ())

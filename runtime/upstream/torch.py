@@ -1,0 +1,134 @@
+"""Private names of PyTorch that Tandem uses, each with the reason.
+
+`tests/upstream/test_torch.py` names what broke when PyTorch changes. Imports torch on use.
+"""
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+
+def recompile_limit(count: int) -> AbstractContextManager[None]:
+    """Set how many kinds of inputs one function is compiled for, while entered.
+
+    Reason: the limit has no public setting.
+    """
+    import torch
+
+    patched: AbstractContextManager[None] = torch._dynamo.config.patch(recompile_limit=count)
+    return patched
+
+
+def hit_recompile_limit(error: Exception) -> bool:
+    """Return whether a compiled function failed because it was compiled for too many kinds of inputs.
+
+    Reason: the exceptions are in `torch._dynamo.exc`, and have other names in other releases.
+    """
+    return "RecompileLimit" in type(error).__name__
+
+
+def empty_host_cache() -> None:
+    """Return page-locked memory that PyTorch keeps for reuse to the system.
+
+    Reason: `torch.accelerator.empty_host_cache` is public from PyTorch 2.12; before, the function has a private name.
+    """
+    import torch
+
+    empty: Any = getattr(torch.accelerator, "empty_host_cache", getattr(torch._C, "_host_emptyCache", None))
+    if empty is not None:
+        empty()
+
+
+def cudnn_attention(q: Any, k: Any, v: Any) -> Any:
+    """Attend with cuDNN; all tensors are (batch, heads, tokens, head width).
+
+    Reason: `torch.nn.attention.sdpa_kernel` selects a kernel for all threads of the process.
+    """
+    import torch
+
+    return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, False)[0]
+
+
+def flash_attention(q: Any, k: Any, v: Any) -> Any:
+    """Attend with FlashAttention 2; all tensors are (batch, heads, tokens, head width).
+
+    Reason: see `cudnn_attention`.
+    """
+    import torch
+
+    aten = torch.ops.aten
+    if q.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]
+    return aten._scaled_dot_product_flash_attention(q, k, v)[0]
+
+
+def clear_module(module: Any) -> None:
+    """Remove all parameters, buffers and submodules of a module and of its submodules.
+
+    Reason: weights are freed although hooks tie the module to itself; there is no public way to remove all at once.
+    """
+    for part in list(module.modules()):
+        for held in (part._parameters, part._buffers, part._modules):
+            held.clear()
+
+
+def without_computing(*, real_weights: bool = False) -> Any:
+    """Return a context manager in which operations yield shapes and dtypes and allocate nothing.
+
+    Args:
+        real_weights: whether modules with real weights may be called.
+
+    Reason: `FakeTensorMode` is in `torch._subclasses`.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=real_weights)
+
+
+class PackageError(Exception):
+    """Inductor or the C++ compiler failed; the message is the last line of theirs."""
+
+
+def compile_package(exported: Any, path: Path, options: dict[str, Any]) -> None:
+    """Compile an exported program into a package of Inductor.
+
+    Raises:
+        PackageError: if the C++ compiler or Inductor fails.
+
+    Reason: `torch._inductor.aoti_compile_and_package` is documented, but lies in a private package; so do its errors.
+    """
+    import torch
+    from torch._inductor.exc import CppCompileError, InductorError
+
+    try:
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=options)
+    except (CppCompileError, InductorError) as error:
+        raise PackageError(str(error).strip().splitlines()[-1]) from error
+
+
+def inductor_cache() -> Path:
+    """Return the folder in which Inductor keeps compiled code.
+
+    Reason: it is computed in a private function.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir())
+
+
+def package_runner(library: Path, device: Any, folder: Path) -> Any:
+    """Load a library that Inductor compiled.
+
+    Args:
+        device: a torch device.
+        folder: with the kernels' files, for a GPU.
+
+    Reason: the public `aoti_load_package` unpacks into a folder that it never removes, and has no way to set weights
+    by address.
+    """
+    import torch
+
+    runners: Any = torch._C._aoti
+    if device.type == "cpu":
+        return runners.AOTIModelContainerRunnerCpu(str(library), 1)
+    return runners.AOTIModelContainerRunnerCuda(str(library), 1, str(device), str(folder))

@@ -1,0 +1,106 @@
+"""diffusers' private names that `runtime.upstream.diffusers` uses: each test names what broke."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLWan, FirstBlockCacheConfig, WanTransformer3DModel
+from diffusers.hooks import apply_group_offloading
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
+
+from runtime.models.spec import ModelSpec
+from runtime.upstream import diffusers as private
+
+ROOT = Path(__file__).parents[2]
+
+
+def load(tiny: Callable[[str], ModelSpec]) -> Any:
+    return WanTransformer3DModel.from_pretrained(tiny("wan2.1").directory, subfolder="transformer").eval()
+
+
+def predict(module: Any, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    latents = torch.randn(1, 16, 2, 4, 4, generator=generator)
+    text = torch.randn(1, 4, 32, generator=generator)
+    with torch.no_grad(), module.cache_context("cond"):
+        output: torch.Tensor = module(latents, torch.tensor([500.0]), text, return_dict=False)[0]
+    return output
+
+
+def test_one_transformer_is_imported_without_the_others() -> None:
+    code = """
+import sys
+from runtime.upstream.diffusers import import_submodules_only
+import_submodules_only()
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
+loaded = set(sys.modules)
+assert "diffusers.models.transformers.transformer_allegro" not in loaded, "transformers"
+assert "diffusers.models.autoencoders.autoencoder_kl_allegro" not in loaded, "autoencoders"
+from diffusers.models.transformers import AllegroTransformer3DModel, WanTransformer3DModel as same
+from diffusers.models.autoencoders import AutoencoderKLAllegro
+import diffusers
+assert same is WanTransformer3DModel is diffusers.WanTransformer3DModel
+assert diffusers.AllegroTransformer3DModel is AllegroTransformer3DModel
+try:
+    from diffusers.models.transformers import NoSuchModel
+except ImportError:
+    pass
+else:
+    raise AssertionError("a name that is not there")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_causal_convolutions_keep_their_padding() -> None:
+    conv = WanCausalConv3d(2, 2, 3, padding=(1, 1, 1))
+    assert private.causal_padding(conv) == (2, 1, 1)
+    assert private.causal_padding(WanCausalConv3d(2, 2, (3, 1, 1), padding=(1, 0, 0))) == (2, 0, 0)
+
+
+def test_first_block_caching_asks_whether_to_compute_the_rest(tiny: Callable[[str], ModelSpec]) -> None:
+    module = load(tiny)
+    asked = []
+
+    def changed(now: torch.Tensor, before: torch.Tensor) -> bool:
+        asked.append((now.shape, before.shape))
+        return len(asked) == 1
+
+    calls = []
+    module.blocks[1].register_forward_hook(lambda *_: calls.append(1))
+    module.enable_cache(FirstBlockCacheConfig(threshold=0.0))
+    private.decide_first_block_cache(module, changed)
+    first = predict(module)
+    predict(module, seed=1)
+    predict(module, seed=2)
+    assert len(asked) == 2
+    assert all(now == before for now, before in asked)
+    assert predict(module).equal(predict(module))
+    private.reset_step_cache(module)
+    count = len(asked)
+    assert predict(module).equal(first)
+    assert len(asked) == count, "after a reset there is no earlier step to compare with"
+
+
+def test_offload_groups_are_found_on_hooked_modules(tiny: Callable[[str], ModelSpec]) -> None:
+    module = load(tiny)
+    apply_group_offloading(module, onload_device=torch.device("cpu"), offload_type="leaf_level")
+    hooks = [
+        part._diffusers_hook.get_hook("group_offloading")
+        for part in module.modules()
+        if hasattr(part, "_diffusers_hook")
+    ]
+    moved = []
+    for hook in filter(None, hooks):
+        hook.group.offload_ = lambda: moved.append(1)
+    private.offload_groups(module)
+    assert len(moved) == len([hook for hook in hooks if hook is not None]) > 0
+
+
+def test_models_name_what_stays_in_float32() -> None:
+    assert "norm2" in private.kept_in_float32(WanTransformer3DModel)
+    assert private.kept_in_float32(AutoencoderKLWan) == frozenset()
