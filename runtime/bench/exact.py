@@ -23,7 +23,7 @@ class _InFloat32(torch.nn.Module):
 def exact_velocity(
     module: Any, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor
 ) -> torch.Tensor:
-    """Return what a `diffusers.WanTransformer3DModel` gives in float32, one block lifted at a time.
+    """Return what a diffusers transformer gives in float32, one block lifted at a time.
 
     Args:
         module: in any precision, not quantized; it stays as it is.
@@ -50,7 +50,7 @@ def exact_velocity(
 
 @torch.no_grad()
 def exact_frames(module: Any, latents: torch.Tensor) -> torch.Tensor:
-    """Return what `diffusers.AutoencoderKLWan.decode` gives in float32: (frames, height, width, 3), in memory (RAM).
+    """Return what the VAE of diffusers gives in float32: (frames, height, width, 3), in memory (RAM).
 
     Args:
         module: in float32.

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-# As `AutoencoderKLWan.enable_tiling`: a quarter of a tile is its neighbour's too.
+# As in diffusers: a quarter of a tile is its neighbour's too.
 OVERLAP = 4
 
 

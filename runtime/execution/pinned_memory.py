@@ -8,7 +8,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-# PyTorch rounds a page-locked allocation up to a power of two: tensor by tensor, Wan2.2-A14B's 28.6 GB would take 41.
+# PyTorch rounds a page-locked allocation up to a power of two: tensor by tensor, 14 billion weights in 28.6 GB take 41.
 _SLAB_BYTES = 1 << 30
 _ALIGNMENT = 256
 # Memory that is page-locked cannot be swapped or lent out, so half of what is free is left alone.

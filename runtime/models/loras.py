@@ -6,7 +6,6 @@ Loading and engine keys read LoRAs from the spec. A file with a tensor that Tand
 import contextlib
 import functools
 import hashlib
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -29,19 +28,6 @@ _FLOATS = {"F32": (4, 0x7F800000), "F16": (2, 0x7C00), "BF16": (2, 0x7F80)}
 _READ_BYTES = 1 << 22
 _MATRIX = 2
 _MAX_NAME_LENGTH = 80
-# LoRAs from step distillation make a video in a few steps without guidance. Their names identify them.
-_DISTILLED = re.compile(
-    r"lightning|lightx2v|distill|causvid|accvid|turbo|fastwan|(?<!\d)\d{1,2}[\s_-]?steps?(?![a-z])", re.IGNORECASE
-)
-_STEPS = re.compile(r"(?<!\d)(\d{1,2})[\s_-]?steps?(?![a-z])", re.IGNORECASE)
-_LIGHTX2V = re.compile(r"lightning|lightx2v", re.IGNORECASE)
-# lightx2v's for its four-step LoRAs, of both generations of the model ("sample_shift" in
-# https://github.com/ModelTC/LightX2V, configs/wan22/wan_moe_t2v_distill_lora.json and
-# configs/distill/wan_t2v_distill_lora_4step_cfg.json). With it UniPC's four timesteps are 999, 937, 833 and 625; those
-# of the training were 1000, 937.5, 833.3 and 625: https://github.com/ModelTC/LightX2V-Wan2.2-Lightning/issues/3.
-LIGHTX2V_SHIFT = 5.0
-_DEFAULT_DISTILLED_STEPS = 4
-_MAX_DISTILLED_STEPS = 16
 
 
 @dataclass(frozen=True)
@@ -105,21 +91,6 @@ def with_loras(spec: ModelSpec, loras: Sequence[Lora], weights_dir: Path) -> Mod
     return replace(spec, loras=uses, defaults=distilled)
 
 
-def distilled_steps(path: Path) -> int | None:
-    """Return for how many steps a LoRA was distilled, by its or its folder's name; `None` if the name does not tell."""
-    for text in (path.stem, path.parent.name):
-        if _DISTILLED.search(text):
-            steps = _STEPS.search(text)
-            number = int(steps[1]) if steps else _DEFAULT_DISTILLED_STEPS
-            return number if 0 < number <= _MAX_DISTILLED_STEPS else None
-    return None
-
-
-def distilled_shift(path: Path) -> float | None:
-    """Return the shift with which a LoRA was distilled, if its or its folder's name tells who made it."""
-    return LIGHTX2V_SHIFT if any(_LIGHTX2V.search(text) for text in (path.stem, path.parent.name)) else None
-
-
 def read_lora(path: Path) -> LoraFile:
     """Read and validate a LoRA's file; the result is cached until the file changes.
 
@@ -145,7 +116,12 @@ def _use(spec: ModelSpec, lora: Lora, weights_dir: Path) -> LoraUse:
     file = read_lora(path)
     _check_fits(path.stem, file, spec)
     return LoraUse(
-        file=lora.file, path=path, digest=file.digest, weight=lora.weight, expert=expert, steps=distilled_steps(path)
+        file=lora.file,
+        path=path,
+        digest=file.digest,
+        weight=lora.weight,
+        expert=expert,
+        steps=family_of(spec.family).distilled_steps(path),
     )
 
 

@@ -138,6 +138,14 @@ class Family(Protocol):
         """Return the shape of the weight of a module that LoRAs change; `None` for an unknown axis or module."""
         ...
 
+    def distilled_steps(self, lora: Path) -> int | None:
+        """Return for how many steps a LoRA was distilled, by its file's or folder's name; `None` if it was not."""
+        ...
+
+    def distilled_shift(self, lora: Path) -> float | None:
+        """Return the shift with which a LoRA was distilled, by its file's or folder's name, if known."""
+        ...
+
 
 def family_of(name: str) -> Family:
     """Return a family's torch-free part by `ModelSpec.family`."""

@@ -1,6 +1,6 @@
 """Sampling: noise, the denoising loop with one or two transformers and guidance per transformer, and decoding.
 
-For the Wan family equal to `diffusers.WanPipeline.__call__` for the same seed with a CPU generator, which tests verify.
+Equal to the family's diffusers pipeline for the same seed with a CPU generator (tests/pipeline/test_parity.py).
 """
 
 import time

@@ -8,8 +8,8 @@ from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import EngineRecord
 
 # Seconds for a component of up to 100 million, 3 thousand million and more weights. Measured: TensorRT's builder on an
-# H200 with the shipped model and a slice of Wan2.1-1.3B, the others with the shipped model on 2 cores; the rest is a
-# guess.
+# H200 with the shipped model and a slice of one of 1.3 billion weights, the others with the shipped model on 2 cores;
+# the rest is a guess.
 _LARGEST = (100_000_000, 3_000_000_000)
 _GUESSES: Mapping[str, tuple[float, float, float]] = {
     "onnx_tensorrt": (40, 300, 900),

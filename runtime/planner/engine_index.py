@@ -58,7 +58,7 @@ class EngineKey:
 
     Attributes:
         program: "text_encoder", "transformer", "vae_first" or "vae_next".
-        family: of the model, such as "wan".
+        family: of the model, a key of `models.registry.FAMILIES`.
         architecture: SHA-256 of the configuration values that shape the program.
         weights: SHA-256 of the weights, or `SWAPPED`.
         export_revision: digest of the source code of the exported program; 1 for imported engines, and for engines

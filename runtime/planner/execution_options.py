@@ -27,15 +27,15 @@ _PAIRED_TOKENS = 4096
 # blocks takes 8 ms on an H200, most of it so.
 _KERNELS_OF_A_BLOCK, _START_SECONDS = 60, 5e-6
 _MEASURED_TIMES = 4.0
-# How much faster compiled blocks are, where nothing was measured. Wan2.2-A14B on an H200: 1.17 times diffusers' blocks
+# How much faster compiled blocks are, where nothing was measured. 14 billion weights on an H200: 1.17 times diffusers'
 # at 832x480 (3.22 and 2.74 s a pass) and 1.10 at 1280x720 (12.08 and 11.00 s). FP8 is brought to float32 and back in
 # steps of its own: uncompiled it took 1.1 to 1.25 times those 3.22 s, compiled 2.34 s.
 _TIMES_AS_FAST: Mapping[str, float] = {"none": 1.13, "fp8": 1.5}
 # How many times as fast as PyTorch's own an attention is: of A14B's at 832x480 on an H200, 39.0, 32.1 and 26.4 ms.
 _ATTENDS: Mapping[str, float] = {"flash4": 1.21, "fp8": 1.48}
-# How many times as fast the VAE decodes by Triton's kernels. On an H200 Wan2.1's took 1.47 and 0.69 s in bfloat16 at
-# 832x480, 3.44 and 1.63 s at 1280x720, with its largest convolutions theirs too; TI2V-5B's, whose are cuDNN's, 6.44 and
-# 4.28 s. In float32 2.37 and 1.74 s, and 9.95 and 7.88 s.
+# How many times as fast the VAE decodes by Triton's kernels. On an H200 one of 96 channels took 1.47 and 0.69 s in
+# bfloat16 at 832x480, 3.44 and 1.63 s at 1280x720, with its largest convolutions theirs too; one of 256, whose are
+# cuDNN's, 6.44 and 4.28 s. In float32 2.37 and 1.74 s, and 9.95 and 7.88 s.
 _DECODES_BY_KERNEL, _DECODES_BETWEEN, _DECODES_FLOAT32 = 2.1, 1.5, 1.3
 # What compiling takes where it was not measured. An H200's host with 16 cores took 2 to 9 s for a block, and 2 to 8 for
 # the VAE's kernels; the first step of A14B in FP8 took 11 to 13 s longer than the next. Fewer cores were not measured.

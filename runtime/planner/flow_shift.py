@@ -6,7 +6,7 @@ from runtime.core.errors import InvalidRequestError
 from runtime.core.loras import LoraUse
 from runtime.core.request import GenerationRequest
 from runtime.models.known import published
-from runtime.models.loras import distilled_shift
+from runtime.models.registry import family_of
 from runtime.models.spec import ModelSpec
 
 
@@ -38,7 +38,7 @@ def reason(shift: float | None, spec: ModelSpec) -> str:
     known = published(spec)
     others = [f"the model's own scheduler has {spec.noise.shift:g}"] if spec.here else []
     if known is not None and known.flow_shift not in {shift, spec.noise.shift}:
-        others.append(f"Wan's own code has {known.flow_shift:g}")
+        others.append(f"the model authors' code has {known.flow_shift:g}")
     return f"Shift {shift:g}, as asked{'; ' if others else ''}{', '.join(others)}."
 
 
@@ -64,7 +64,7 @@ def warnings(spec: ModelSpec, steps: int, shift: float | None, taken: Mapping[st
         taken: the steps of each transformer, as `expert_steps` returns them.
     """
     by = spec.noise.shift if shift is None else shift
-    said = [_other_than_made_for(use, by) for use in spec.loras] if spec.here and spec.noise.setting else []
+    said = [_other_than_made_for(spec, use, by) for use in spec.loras] if spec.here and spec.noise.setting else []
     if shift is not None and not all(taken.values()):
         which = "low" if taken["transformer"] else "high"
         counted = f"{steps} step{'' if steps == 1 else 's'}"
@@ -72,8 +72,8 @@ def warnings(spec: ModelSpec, steps: int, shift: float | None, taken: Mapping[st
     return [sentence for sentence in said if sentence]
 
 
-def _other_than_made_for(use: LoraUse, shift: float) -> str:
-    wanted = None if use.steps is None else distilled_shift(use.path)
+def _other_than_made_for(spec: ModelSpec, use: LoraUse, shift: float) -> str:
+    wanted = None if use.steps is None else family_of(spec.family).distilled_shift(use.path)
     if wanted in {None, shift}:
         return ""
     return (

@@ -367,7 +367,7 @@ def _second_guidance(request: GenerationRequest, spec: ModelSpec, guidance: floa
         return None
     if request.guidance_scale_2 != AUTO:
         return float(request.guidance_scale_2)
-    # Whoever sets one scale means both, as in WanPipeline; whoever sets none gets the model's pair.
+    # One requested scale applies to both experts; without a request the model's pair applies.
     if request.guidance_scale != AUTO or spec.defaults.guidance_scale_2 is None:
         return guidance
     return spec.defaults.guidance_scale_2

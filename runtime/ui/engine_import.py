@@ -47,7 +47,7 @@ def block() -> Block:
         file = gr.Textbox(
             label="Engine file",
             info=f"The whole path of a {_KINDS} file, on the machine that Tandem runs on. It is copied.",
-            placeholder="/home/you/wan-transformer.plan",
+            placeholder="/home/you/transformer.plan",
             max_lines=1,
             elem_id="import-file",
         )
@@ -87,7 +87,7 @@ def read_path(value: Any) -> Path:
         raise InvalidRequestError(
             "file",
             f"The path {text[:80]} is not whole.",
-            f"Give it from the top, as in {Path.home() / 'wan-transformer.plan'}.",
+            f"Give it from the top, as in {Path.home() / 'transformer.plan'}.",
         )
     return path
 

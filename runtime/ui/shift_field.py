@@ -23,7 +23,7 @@ def model_values(spec: ModelSpec) -> dict[str, Any]:
     known = published(spec)
     own = f" ({spec.noise.shift:g} here" if spec.here and spec.noise.setting is not None else ""
     if own and known is not None and known.flow_shift != spec.noise.shift:
-        own += f"; Wan's own code takes {known.flow_shift:g}"
+        own += f"; the model authors' code takes {known.flow_shift:g}"
     return {
         "value": "",
         "info": "How many steps go into layout and motion (higher) rather than detail (lower). "

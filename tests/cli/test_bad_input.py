@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from runtime.cli.main import run
+from runtime.cli.request_flags import PRESETS
+from runtime.families.wan.lora_names import LIGHTX2V_SHIFT, distilled_steps
 from runtime.models.spec import ModelSpec
 from tests import made_loras
 
@@ -400,3 +402,8 @@ def test_a_lora_of_few_steps_says_what_it_takes(
     assert [shift_of(*flags) for flags in ((), ("--shift", "6"), ("--shift", "auto"))] == [5.0, 6.0, None]
     assert planned("--lora", "style_low_noise", "--preset", "lightning-4", "--steps", "6")[0] == quick | {"steps": 6}
     assert planned("--lora", "style_low_noise")[0]["steps"] == 40
+
+
+def test_the_lightning_preset_has_the_shift_of_its_loras() -> None:
+    assert PRESETS["lightning-4"]["shift"] == LIGHTX2V_SHIFT
+    assert PRESETS["lightning-4"]["steps"] == distilled_steps(Path("lightning.safetensors"))

@@ -14,9 +14,9 @@ from runtime.core.errors import InvalidRequestError, ModelError
 from runtime.core.facts import Fact
 from runtime.core.loras import Lora
 from runtime.core.plan import ComponentPlan
-from runtime.families.wan.lora_names import change_of, weight_shape
+from runtime.families.wan.lora_names import change_of, distilled_steps, weight_shape
 from runtime.models import loras
-from runtime.models.loras import distilled_steps, named_loras, with_loras
+from runtime.models.loras import named_loras, with_loras
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
 from tests import made_loras

@@ -39,7 +39,7 @@ MESSAGES: Mapping[str, Message] = {
         "Choose a folder whose model_index.json says {supported:list}.",
     ),
     "model.dynamic_shifting": Message(
-        "The scheduler of {model} shifts by the clip's size (use_dynamic_shifting), which Wan models do not.",
+        "The scheduler of {model} shifts by the clip's size (use_dynamic_shifting), which is not supported.",
         "Set use_dynamic_shifting to false in scheduler/scheduler_config.json, or copy the model again.",
     ),
     "model.experts_differ": Message(

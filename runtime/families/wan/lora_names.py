@@ -11,6 +11,7 @@ Imports no torch.
 
 import re
 from math import prod
+from pathlib import Path
 
 from runtime.models.registry import LoraChange
 from runtime.models.spec import TransformerSpec
@@ -69,6 +70,19 @@ _AROUND = {
 _OURS = frozenset({*_IN_BLOCK.values()}), frozenset({*_AROUND.values()})
 # musubi-tuner writes underscores for dots.
 _UNDERSCORED = {name.replace(".", "_"): name for name in (*_IN_BLOCK, *_AROUND)}
+# LoRAs from step distillation make a video in a few steps without guidance. Their names identify them.
+_DISTILLED = re.compile(
+    r"lightning|lightx2v|distill|causvid|accvid|turbo|fastwan|(?<!\d)\d{1,2}[\s_-]?steps?(?![a-z])", re.IGNORECASE
+)
+_STEPS = re.compile(r"(?<!\d)(\d{1,2})[\s_-]?steps?(?![a-z])", re.IGNORECASE)
+_LIGHTX2V = re.compile(r"lightning|lightx2v", re.IGNORECASE)
+# lightx2v's for its four-step LoRAs, of both generations of the model ("sample_shift" in
+# https://github.com/ModelTC/LightX2V, configs/wan22/wan_moe_t2v_distill_lora.json and
+# configs/distill/wan_t2v_distill_lora_4step_cfg.json). With it UniPC's four timesteps are 999, 937, 833 and 625; those
+# of the training were 1000, 937.5, 833.3 and 625: https://github.com/ModelTC/LightX2V-Wan2.2-Lightning/issues/3.
+LIGHTX2V_SHIFT = 5.0
+_DEFAULT_DISTILLED_STEPS = 4
+_MAX_DISTILLED_STEPS = 16
 
 
 def change_of(tensor: str) -> LoraChange | None:
@@ -118,3 +132,18 @@ def _module(name: str) -> str | None:
     names, ours = (_IN_BLOCK, _OURS[0]) if block else (_AROUND, _OURS[1])
     found = names.get(rest, rest if rest in ours else None)
     return f"blocks.{block[1]}.{found}" if block and found else found
+
+
+def distilled_steps(path: Path) -> int | None:
+    """Return for how many steps a LoRA was distilled, by its or its folder's name; `None` if the name does not tell."""
+    for text in (path.stem, path.parent.name):
+        if _DISTILLED.search(text):
+            steps = _STEPS.search(text)
+            number = int(steps[1]) if steps else _DEFAULT_DISTILLED_STEPS
+            return number if 0 < number <= _MAX_DISTILLED_STEPS else None
+    return None
+
+
+def distilled_shift(path: Path) -> float | None:
+    """Return the shift with which a LoRA was distilled, if its or its folder's name tells who made it."""
+    return LIGHTX2V_SHIFT if any(_LIGHTX2V.search(text) for text in (path.stem, path.parent.name)) else None

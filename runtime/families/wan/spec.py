@@ -286,6 +286,14 @@ class WanFamily:
         """Return the shape of a module's weight."""
         return lora_names.weight_shape(spec.transformer, module)
 
+    def distilled_steps(self, lora: Path) -> int | None:
+        """Return for how many steps a LoRA was distilled."""
+        return lora_names.distilled_steps(lora)
+
+    def distilled_shift(self, lora: Path) -> float | None:
+        """Return the shift with which a LoRA was distilled."""
+        return lora_names.distilled_shift(lora)
+
 
 FAMILY: Family = WanFamily()
 

@@ -153,6 +153,16 @@ class LtxFamily:
         """No LoRA fits."""
         raise AssertionError(spec, module)
 
+    def distilled_steps(self, lora: Path) -> int | None:
+        """No LoRA fits."""
+        del lora
+        return None
+
+    def distilled_shift(self, lora: Path) -> float | None:
+        """No LoRA fits."""
+        del lora
+        return None
+
 
 FAMILY: Family = LtxFamily()
 
