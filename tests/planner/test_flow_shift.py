@@ -61,9 +61,9 @@ def test_the_reason_names_what_the_shift_is_not(tiny: Tiny) -> None:
     away = known.spec(Path("weights"))
     here = replace(away, here=True, noise=replace(spec.noise, shift=3.0))
     own = "the model's own scheduler has 3"
-    assert flow_shift.reason(5.0, here) == f"Shift 5, as asked; {own}, Wan's own code has 12."
+    assert flow_shift.reason(5.0, here) == f"Shift 5, as asked; {own}, the model authors' code has 12."
     assert flow_shift.reason(12.0, here) == f"Shift 12, as asked; {own}."
-    assert flow_shift.reason(5.0, away) == "Shift 5, as asked; Wan's own code has 12."
+    assert flow_shift.reason(5.0, away) == "Shift 5, as asked; the model authors' code has 12."
     assert flow_shift.reason(None, here) == ""
 
 

@@ -261,7 +261,7 @@ def test_the_field_says_what_the_models_own_shift_is(models: dict[str, ModelSpec
     known = known_as("wan2.2-t2v-a14b")
     assert known is not None
     here = replace(known.spec(Path("weights")), here=True, noise=spec.noise)
-    assert form.model_values(here)["shift"]["info"].endswith("own (3 here; Wan's own code takes 12).")
+    assert form.model_values(here)["shift"]["info"].endswith("own (3 here; the model authors' code takes 12).")
     same = replace(here, noise=replace(spec.noise, shift=12.0))
     assert form.model_values(same)["shift"]["info"].endswith("own (12 here).")
 
