@@ -61,7 +61,7 @@ def test_a_known_model_is_fetched_listed_planned_with_and_verified(
     assert models[KNOWN]["bytes"] == sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     assert models[KNOWN]["defaults"]["flow_shift"] == 3.0
     assert models["wan2.2-t2v-a14b"]["defaults"]["published_flow_shift"] == 12.0
-    assert "guidance 4 and 3, shift 12 in the model authors' code, negative prompt Wan's own" in text
+    assert "guidance 4 and 3, shift 12 in the model authors' code, negative prompt the model authors' own" in text
     assert run(["plan", "a boat", "--model", "wan2.1-1.3b", "--width", "64", "--height", "64", "--frames", "5"]) == 0
     capsys.readouterr()
 
@@ -200,7 +200,11 @@ def test_a_scheduler_that_differs_from_wans_own_code_is_told() -> None:
     assert known is not None
     spec = known.spec(Path("none"))
     need = needs(spec, machine())
-    for shift, says in ((3.0, "shift 3 (12 in the model authors' code), "), (12.0, "shift 12, "), (None, "shift 12 in Wan's")):
+    for shift, says in (
+        (3.0, "shift 3 (12 in the model authors' code), "),
+        (12.0, "shift 12, "),
+        (None, "shift 12 in the model authors'"),
+    ):
         assert says in describe(replace(spec, flow_shift=shift), need)[1]
     assert "shift 5, " in describe(replace(spec, experts=1, flow_shift=5.0), need)[1]
 
