@@ -2,11 +2,6 @@
 // switches light and dark, and notices when the server is gone. Fetches nothing but this server's own pages.
 (() => {
   "use strict";
-  const NAMES = ["prompt", "negative_prompt", "model", "width", "height", "frames", "fps", "steps",
-    "guidance_scale", "guidance_scale_2", "seed", "shift", "backend_text_encoder", "backend_transformer",
-    "backend_transformer_2", "backend_vae", "build", "offload", "quantization",
-    "on_out_of_memory", "gpus", "loras", "step_cache", "attention", "compile",
-    "vae_precision"];
   const WORDS = ["prompt", "negative_prompt", "seed"];   // which change nothing in what runs where
   const PARTS = ["text_encoder", "transformer", "transformer_2", "vae"];
   const FORM = "tandem.form", JOB = "tandem.job", THEME = "tandem.theme";
@@ -31,10 +26,11 @@
     // Before the stored form is back in place, the page's defaults must not overwrite it.
     save: (values) => {
       if (!tandem.restored) return;
-      const form = Object.fromEntries(NAMES.map((name, i) => [name, values[i]]));
+      const names = $("#top header").dataset.fields.split(" ");
+      const form = Object.fromEntries(names.map((name, i) => [name, values[i]]));
       // What the app was started with: under other flags, kept backends give way to those.
       keep("localStorage", FORM, JSON.stringify({ ...form, preset: $("#top header").dataset.preset }));
-      const settings = JSON.stringify(values.filter((_, i) => !WORDS.includes(NAMES[i])));
+      const settings = JSON.stringify(values.filter((_, i) => !WORDS.includes(names[i])));
       if (settings !== lookedAt) { lookedAt = settings; tandem.lookAhead(); }
     },
     // One question at a time: the next is asked once the last is answered, so an answer never overwrites a newer one.

@@ -15,6 +15,7 @@ from runtime.cli.main import (
     engines_import,
     engines_prune,
     export,
+    generate,
     jobs_app,
     jobs_delete,
     jobs_list,
@@ -22,7 +23,6 @@ from runtime.cli.main import (
     web,
 )
 from runtime.cli.models_app import models_app, models_download, models_verify
-from runtime.cli.request_flags import request_from_flags
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -66,7 +66,7 @@ def test_every_package_has_its_line_in_the_readme() -> None:
 @pytest.mark.parametrize(
     "function",
     [
-        request_from_flags,
+        generate,
         web,
         build,
         export,

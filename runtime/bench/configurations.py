@@ -1,7 +1,7 @@
 """Which configurations run side by side, and how: all held in memory at once, or one after the other. Pure."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from runtime.core.errors import InvalidRequestError
@@ -68,15 +68,15 @@ def standard(request: GenerationRequest, plan: ExecutionPlan, offers: Offers) ->
         plan: what PyTorch alone would do.
         offers: the engines there are or could be.
     """
-    in_pytorch = replace(request, backends={ALL: PYTORCH})
+    in_pytorch = request.replace(backends={ALL: PYTORCH})
     found = [Configuration(name=PYTORCH, flags=f"--backend {ALL}={PYTORCH}", request=in_pytorch)]
     if any(part.dtype != "float32" for part in plan.components.values()):
         found.insert(0, Configuration(name="float32", flags=found[0].flags, request=in_pytorch, float32=True))
     for backend in BACKEND_TITLES:
-        asked = replace(request, backends={ALL: backend})
+        asked = request.replace(backends={ALL: backend})
         if backend != PYTORCH and _runs_everywhere(backend, request, plan, offers):
             found.append(Configuration(name=backend, flags=f"--backend {ALL}={backend}", request=asked))
-    return [*found, Configuration(name="auto", flags="", request=replace(request, backends={}), only_if_new=True)]
+    return [*found, Configuration(name="auto", flags="", request=request.replace(backends={}), only_if_new=True)]
 
 
 def _runs_everywhere(backend: str, request: GenerationRequest, plan: ExecutionPlan, offers: Offers) -> bool:
@@ -152,7 +152,7 @@ def without_builds(plan: ExecutionPlan) -> ExecutionPlan:
         name: part.replace(engines=tuple(use.replace(build=False) for use in part.engines))
         for name, part in plan.components.items()
     }
-    asked = replace(plan.asked, build="missing") if plan.asked.build == "always" else plan.asked
+    asked = plan.asked.replace(build="missing") if plan.asked.build == "always" else plan.asked
     return plan.replace(components=parts, asked=asked)
 
 

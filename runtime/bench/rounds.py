@@ -152,7 +152,7 @@ class Bench:
         """Plan it as things are now: an engine may have been built for another one meanwhile."""
         setup, configuration = self.setup, entry.configuration
         # Where memory runs out, going on in another way would measure that one.
-        request = replace(configuration.request, on_out_of_memory="ask")
+        request = configuration.request.replace(on_out_of_memory="ask")
         spec = model_for(request, setup.weights_dir)
         plan = resolve(request, spec, setup.machine, setup.folder, setup.engines.offers(spec), setup.history.read())
         entry.spec, entry.plan = spec, in_float32(plan) if configuration.float32 else plan

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -182,9 +181,11 @@ def configured(common: Mapping[str, Any], configs: Sequence[str]) -> list[Config
     found = []
     for name, text in named:
         try:
-            request = request_from_flags(**(dict(common) | dict(flags_in(text))))
+            request = request_from_flags({**common, **flags_in(text)})
         except InvalidRequestError as error:
-            raise InvalidRequestError(error.field, f"Configuration {name!r}: {error.what}", error.remedy) from error
+            raise InvalidRequestError(
+                error.field, "bench.configuration_invalid", configuration=name, cause=error.fact
+            ) from error
         found.append(Configuration(name=name, flags=text, request=request))
     return found
 
@@ -194,14 +195,14 @@ def _configurations(
 ) -> list[Configuration]:
     if configs:
         return configured(common, configs)
-    request = request_from_flags(**common)
+    request = request_from_flags(common)
     if request.backends:
         raise SettingsError(
             "--backend alone says nothing to compare.",
             'Name configurations, as in --config "onnx: --backend all=onnxruntime".',
         )
     spec = model_for(request, loaded.weights_dir)
-    plan = resolve(replace(request, backends={ALL: PYTORCH}), spec, engines.machine, Path("none.mp4"))
+    plan = resolve(request.replace(backends={ALL: PYTORCH}), spec, engines.machine, Path("none.mp4"))
     return standard(request, plan, engines.offers(spec))
 
 

@@ -7,7 +7,7 @@ import typer
 from typer.core import TyperGroup
 
 from runtime.cli.exit_codes import emit_json
-from runtime.cli.request_flags import taking_flags
+from runtime.cli.request_flags import takes_flags
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="End standard output with one JSON object on its last line.")]
 ConfigFlag = Annotated[
@@ -37,7 +37,7 @@ bench_app = typer.Typer(help="Configurations side by side.", cls=PromptOrCommand
 
 
 @bench_app.command("run", hidden=True)
-@taking_flags
+@takes_flags
 def bench(
     flags: Mapping[str, Any],
     prompt: Annotated[
@@ -84,7 +84,7 @@ def bench_compare(
 
 
 @bench_app.command("forward")
-@taking_flags
+@takes_flags
 def bench_forward(
     flags: Mapping[str, Any],
     config: ConfigFlag = None,

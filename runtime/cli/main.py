@@ -17,7 +17,7 @@ from runtime.cli.bench_commands import bench_app
 from runtime.cli.common_flags import JsonFlag, take_offline
 from runtime.cli.exit_codes import CANCELLED, DEFECT, DONE, USER_ERROR, defect, emit_json, refuse
 from runtime.cli.models_app import models_app
-from runtime.cli.request_flags import taking_engines, taking_request, taking_size
+from runtime.cli.request_flags import takes_options, takes_request
 from runtime.core import log, settings
 from runtime.core.cancel import CancelledError
 from runtime.core.errors import MemoryShortError, SettingsError, TandemError
@@ -144,7 +144,7 @@ def web(
 
 
 @app.command()
-@taking_request
+@takes_request
 def generate(
     request: GenerationRequest,
     out: Annotated[
@@ -160,7 +160,7 @@ def generate(
 
 
 @app.command()
-@taking_request
+@takes_request
 def plan(request: GenerationRequest, as_json: JsonFlag = False) -> None:
     """Say what would run where, and why; run nothing."""
     from runtime.cli.plan_and_doctor import show_plan
@@ -171,7 +171,7 @@ def plan(request: GenerationRequest, as_json: JsonFlag = False) -> None:
 
 
 @app.command()
-@taking_engines
+@takes_options("model", "width", "height", "frames", "backend", "lora")
 def build(
     request: GenerationRequest,
     again: Annotated[bool, typer.Option("--again", help="Build also the engines that are there.")] = False,
@@ -187,7 +187,7 @@ def build(
 
 
 @app.command()
-@taking_size
+@takes_options("model", "width", "height", "frames")
 def export(
     request: GenerationRequest,
     component: Annotated[

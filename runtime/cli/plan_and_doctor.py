@@ -52,7 +52,7 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
     if plan.shift_reason:
         terminal.line(plan.shift_reason)
     if plan.loras:
-        terminal.line(f"LoRA: {', '.join(str(use.asked()) for use in plan.loras)}")
+        terminal.line(f"LoRA: {', '.join(str(use.requested()) for use in plan.loras)}")
     terminal.table(
         ("Component", "Runs on", "Weights", "Why"),
         [

@@ -66,7 +66,7 @@ class InvalidRequestError(TandemError):
     """A requested value that is not valid; `field` is its name in `GenerationRequest`."""
 
     def __init__(self, field: str, code: str, remedy: str | None = None, /, **data: Any) -> None:
-        super().__init__(code, remedy, **data)
+        super().__init__(code, remedy, **{"field": field, **data})
         self.field = field
 
 

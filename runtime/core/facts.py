@@ -17,6 +17,9 @@ from runtime.core.messages import MESSAGES
 from runtime.core.units import byte_size, duration, memory_size
 
 _BACKENDS = {"pytorch": "PyTorch", "inductor": "Inductor", "onnxruntime": "ONNX Runtime", "tensorrt": "TensorRT"}
+# The command line's option for each request field; `core.request` adds those of its fields.
+OPTIONS: dict[str, str] = {}
+_LONGEST_VALUE = 40
 
 
 class Fact(BaseModel):
@@ -66,7 +69,7 @@ class Words:
 
     def setting(self, name: str, value: str | None = None) -> str:
         """Return how a request field, or one of its values, is named: "--offload", "--offload group"."""
-        flag = f"--{name.replace('_', '-')}"
+        flag = OPTIONS.get(name, f"--{name.replace('_', '-')}")
         return flag if value is None else f"{flag} {value}"
 
     def component(self, name: str) -> str:
@@ -110,7 +113,7 @@ class _Template(Formatter):
             "component": lambda: words.component(value),
             "lower_component": lambda: _lowered(words.component(value)),
             "lower_components": lambda: " or ".join(_lowered(words.component(one)) for one in value),
-            "setting": lambda: words.setting(*value),  # [name, value]
+            "setting": lambda: words.setting(*([value] if isinstance(value, str) else value)),  # name, [name, value]
             "list": lambda: ", ".join(self.format_field(one, "") for one in value),
             "quoted": lambda: ", ".join(f"“{one}”" for one in ([value] if isinstance(value, str) else value)),
             "sentence": lambda: str(value).rstrip("."),  # a sentence that goes on
@@ -127,6 +130,12 @@ class _Template(Formatter):
         if format_spec.startswith("n "):  # {gpus:n GPU} is "1 GPU", "2 GPUs"
             return f"{value} {format_spec[2:]}{'' if value == 1 else 's'}"
         return format(value, format_spec) if value is not None else ""
+
+
+def shortened(value: object) -> str:
+    """Return a value that a user gave as it is quoted in a message: one line, at most about 40 characters."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
 
 
 def _lowered(text: str) -> str:

@@ -322,7 +322,7 @@ class ExecutionPlan(ResolvedRequest):
             "quantization": self.strategy.quantization,
             "on_out_of_memory": asked.on_out_of_memory,
             "gpus": self.gpus,
-            "loras": [vars(use.asked()) for use in self.loras],
+            "loras": [vars(use.requested()) for use in self.loras],
             "step_cache": self.step_cache,
             "attention": asked.attention,
             "compile": asked.compile,
@@ -357,7 +357,7 @@ class ExecutionPlan(ResolvedRequest):
             "split": None
             if self.split is None
             else {**self.split.model_dump(mode="json"), "reason": self.split.reason},
-            "loras": [use.told() for use in self.loras],
+            "loras": [use.summary() for use in self.loras],
             "step_cache": self.step_cache,
             "speed": self.speed.model_dump(mode="json"),
             "shift": self.shift,

@@ -1,36 +1,74 @@
-"""What was asked for.
+"""What was asked for: the declaration of every request field.
 
-A `GenerationRequest` is frozen and valid by itself: every value is of the right type and within bounds that hold for
-any model. What only a model can judge (strides, frame counts) is judged by `planner.resolve`. Knows nothing about
-models, machines or files.
+A `GenerationRequest` is frozen and valid by itself: every value has the right type and is within limits that hold for
+any model. `planner.resolve` checks what depends on the model, such as strides and frame counts. To add a field, declare
+it here; the command line, the web form, the HTTP API and the docs follow.
 """
 
-import dataclasses
-import math
-import unicodedata
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Annotated, Any, Final
 
+from pydantic import Field, model_validator
+
+from runtime.core import facts
 from runtime.core.errors import InvalidRequestError
-from runtime.core.loras import Lora, read_loras
-from runtime.core.step_cache import NONE, read_step_cache
+from runtime.core.frozen import FrozenModel
+from runtime.core.loras import Lora
+from runtime.core.request_fields import (
+    ALL,
+    AUTO,
+    Auto,
+    Backends,
+    Choice,
+    Loras,
+    Name,
+    Number,
+    Prompt,
+    RequestField,
+    StepCache,
+)
+from runtime.core.step_cache import DEFAULT_STRENGTH, FIRST_BLOCK, NONE
 
-AUTO: Literal["auto"] = "auto"
-Auto = Literal["auto"]
+__all__ = ["ALL", "AUTO", "Auto", "GenerationRequest"]  # the values of requests are exported with them
 
 COMPONENTS = ("text_encoder", "transformer", "transformer_2", "vae")
-ALL = "all"
-BACKENDS = (AUTO, "tensorrt", "inductor", "onnxruntime", "pytorch")
-BUILDS = (AUTO, "missing", "never", "always")
-OFFLOADS = (AUTO, "none", "model", "group", "sequential")
-QUANTIZATIONS = (AUTO, "none", "bnb-8bit", "bnb-4bit", "fp8")
+# The choices of each field: the value in JSON and flags, and its title in the web form. The default comes first.
+BACKENDS: Final = {
+    AUTO: "Automatic",
+    "tensorrt": "TensorRT",
+    "inductor": "Inductor",
+    "onnxruntime": "ONNX Runtime",
+    "pytorch": "PyTorch",
+}
+BUILDS: Final = {AUTO: "For selected backends", "missing": "Missing ones", "never": "Never", "always": "Rebuild all"}
+OFFLOADS: Final = {
+    AUTO: "Automatic",
+    "none": "None",
+    "model": "By component",
+    "group": "By block",
+    "sequential": "By layer",
+}
+QUANTIZATIONS: Final = {AUTO: "Automatic", "none": "None", "bnb-8bit": "8 bit", "bnb-4bit": "4 bit", "fp8": "FP8"}
 RETRY = "retry"
-MAX_GPUS = 16
-ON_OUT_OF_MEMORY = (RETRY, "any", "ask")
-ATTENTIONS = (AUTO, "native", "cudnn", "flash", "flash3", "flash4", "sage", "fp8")
-COMPILES = (AUTO, "never", "always")
-VAE_PRECISIONS = (AUTO, "float32", "bfloat16", "float16")
+ON_OUT_OF_MEMORY: Final = {
+    RETRY: "Retry, same video",
+    "any": "Retry, even if less exact",
+    "ask": "Stop and suggest",
+}
+ATTENTIONS: Final = {
+    AUTO: "Automatic",
+    "native": "PyTorch's own",
+    "cudnn": "cuDNN",
+    "flash": "FlashAttention 2",
+    "flash3": "FlashAttention 3",
+    "flash4": "FlashAttention 4",
+    "sage": "SageAttention, 8 bit",
+    "fp8": "cuDNN, FP8",
+}
+COMPILES: Final = {AUTO: "When it pays off", "never": "Never", "always": "Always"}
+VAE_PRECISIONS: Final = {AUTO: "Automatic", "float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
+STEP_CACHES: Final = {NONE: "None", FIRST_BLOCK: "First block"}
 
 MAX_PROMPT_CHARACTERS = 5_000
 MAX_SIDE = 8_192
@@ -38,218 +76,357 @@ MAX_FRAMES = 4_001
 MAX_FPS = 120
 MAX_STEPS = 1_000
 MAX_GUIDANCE = 100.0
-# Beyond these, with as many steps as there may be, neighbouring noise levels of diffusers' schedulers come to be one.
+MAX_GPUS = 16
+# Outside these, with the most steps, neighbouring timesteps of diffusers' schedulers become equal.
 MIN_SHIFT, MAX_SHIFT = 0.1, 100.0
 # JSON and browsers keep integers exact up to here.
 MAX_SEED = 2**53 - 1
 
-_WHITESPACE = "\t\n\r"
 
-
-@dataclass(frozen=True, kw_only=True)
-class GenerationRequest:
-    """One video, as asked for.
-
-    Attributes:
-        prompt: what the video shows.
-        negative_prompt: what it should not show; `None` takes the model's own default.
-        model: a catalogue name or a folder in diffusers' format.
-        width, height: pixels.
-        frames: number of frames in the clip.
-        fps: frames per second of the MP4; does not change what is generated.
-        steps: denoising steps.
-        guidance_scale: classifier-free guidance of the (high-noise) transformer; 1 or less turns it off.
-        guidance_scale_2: the same for the low-noise transformer, where the model has one.
-        seed: of the initial noise.
-        backends: what runs each component: one of `BACKENDS` by component, or by "all" for those not named.
-        build: whether engines are built first: those that are missing, never, or always anew. "auto" builds what is
-            missing for a backend that was asked for by name.
-        offload: where weights wait while they are not used: on the device ("none"), or in RAM, brought by whole part
-            ("model"), by group of blocks ("group") or by layer ("sequential").
-        quantization: of the transformers' weights in PyTorch: "none", "bnb-8bit", "bnb-4bit" or "fp8".
-        on_out_of_memory: what follows when memory runs out: the job goes on in the next more frugal way that gives the
-            same video ("retry"), or in any, which may quantize weights or decode in tiles ("any"), or it ends and says
-            which way there is ("ask").
-        gpus: how many GPUs share the job; "auto" takes all that are alike, where that is faster.
-        loras: what is added to the transformers' weights, see `core.loras.read_loras`.
-        step_cache: what is computed once for several denoising steps, see `core.step_cache.read_step_cache`.
-        attention: what computes the transformers' attention in PyTorch, one of `ATTENTIONS`; "sage" and "fp8" round to
-            8 bits, and are never taken unasked.
-        compile: whether the transformers' blocks are compiled in PyTorch: where it pays off for the clip ("auto"),
-            "never" or "always".
-        shift: how far the scheduler's noise levels are moved towards noise; `None` takes what the model's folder says.
-        vae_precision: in which the VAE decodes in PyTorch, one of `VAE_PRECISIONS`; "auto" takes bfloat16 where the
-            transformers do.
+class GenerationRequest(FrozenModel):
+    """One video, as asked for. "auto" leaves a value to the model's defaults or to the planner.
 
     Raises:
-        InvalidRequestError: for a value out of bounds, naming the field and what would do.
+        InvalidRequestError: for a value that is not valid, with the field's name and the nearest valid value.
     """
 
-    prompt: str
-    negative_prompt: str | None = None
-    model: str = "diorama"
-    width: int | Auto = AUTO
-    height: int | Auto = AUTO
-    frames: int | Auto = AUTO
-    fps: int | Auto = AUTO
-    steps: int | Auto = AUTO
-    guidance_scale: float | Auto = AUTO
-    guidance_scale_2: float | Auto = AUTO
-    seed: int | Auto = AUTO
-    backends: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    build: str = AUTO
-    offload: str = AUTO
-    quantization: str = AUTO
-    on_out_of_memory: str = RETRY
-    gpus: int | Auto = 1
-    loras: tuple[Lora, ...] = ()
-    step_cache: str = NONE
-    attention: str = AUTO
-    compile: str = AUTO
-    shift: float | None = None
-    vae_precision: str = AUTO
+    prompt: Annotated[
+        str,
+        Prompt(
+            label="Prompt",
+            help="Describe the video in a sentence: who or what, how it moves, where, when.",
+            group="prompt",
+            metavar="PROMPT",
+            unset="",
+            longest=MAX_PROMPT_CHARACTERS,
+        ),
+    ]
+    negative_prompt: Annotated[
+        str | None,
+        Prompt(
+            label="Negative prompt",
+            help="What the video should not show. May be empty.",
+            group="more",
+            flag="--negative-prompt",
+            metavar="TEXT",
+            longest=MAX_PROMPT_CHARACTERS,
+            optional=True,
+        ),
+    ] = None
+    model: Annotated[
+        str,
+        Name(
+            label="Model",
+            help="A name from `models list`, or a folder in diffusers' format.",
+            group="video",
+            flag="--model",
+            metavar="NAME|DIR",
+            unset="`TANDEM_MODEL`, else diorama",
+            docs="models.md",
+        ),
+    ] = "diorama"
+    width: Annotated[
+        int | Auto,
+        Number(
+            label="Width",
+            help="Width in pixels, a multiple of the model's stride.",
+            group="video",
+            flag="--width",
+            low=1,
+            high=MAX_SIDE,
+        ),
+    ] = AUTO
+    height: Annotated[
+        int | Auto,
+        Number(
+            label="Height",
+            help="Height in pixels, a multiple of the model's stride.",
+            group="video",
+            flag="--height",
+            low=1,
+            high=MAX_SIDE,
+        ),
+    ] = AUTO
+    frames: Annotated[
+        int | Auto,
+        Number(
+            label="Frames",
+            help="Number of frames, a multiple of the model's temporal stride plus 1. More frames take more time and "
+            "memory.",
+            group="video",
+            flag="--frames",
+            low=1,
+            high=MAX_FRAMES,
+        ),
+    ] = AUTO
+    fps: Annotated[
+        int | Auto,
+        Number(
+            label="Frames per second",
+            help="Playback speed of the video; does not change the frames.",
+            group="video",
+            flag="--fps",
+            low=1,
+            high=MAX_FPS,
+            step=1,
+        ),
+    ] = AUTO
+    steps: Annotated[
+        int | Auto,
+        Number(
+            label="Steps",
+            help="Denoising steps. More steps give finer detail and take proportionally longer.",
+            group="more",
+            flag="--steps",
+            low=1,
+            high=MAX_STEPS,
+            step=1,
+        ),
+    ] = AUTO
+    guidance_scale: Annotated[
+        float | Auto,
+        Number(
+            label="Guidance",
+            help="Classifier-free guidance scale: how closely the video follows the prompt. 1 turns it off and halves "
+            "the time. Models with two transformers take two values, for high and low noise.",
+            group="more",
+            flag="--guidance",
+            metavar="SCALE[,SCALE]",
+            low=0.0,
+            high=MAX_GUIDANCE,
+            whole=False,
+            step=0.5,
+        ),
+    ] = AUTO
+    guidance_scale_2: Annotated[
+        float | Auto,
+        Number(
+            label="Low-noise guidance",
+            help="Guidance scale of the low-noise transformer, where the model has one.",
+            group="more",
+            low=0.0,
+            high=MAX_GUIDANCE,
+            whole=False,
+            step=0.5,
+        ),
+    ] = AUTO
+    seed: Annotated[
+        int | Auto,
+        Number(
+            label="Seed",
+            help="Seed of the initial noise. The same seed and settings give the same video.",
+            group="video",
+            flag="--seed",
+            unset="random",
+            placeholder="random",
+            low=0,
+            high=MAX_SEED,
+        ),
+    ] = AUTO
+    backends: Annotated[
+        Mapping[str, str],
+        Backends(
+            label="Backend",
+            help="The backend that runs a component.",
+            group="acceleration",
+            flag="--backend",
+            metavar="COMPONENT=BACKEND",
+            unset=f"{ALL}={AUTO}",
+            docs="engines.md",
+            components=COMPONENTS,
+            choices=BACKENDS,
+        ),
+    ] = Field(default_factory=dict)
+    build: Annotated[
+        str,
+        Choice(
+            label="Build engines first",
+            help="Which engines are built before the video is generated. An engine is built once for a size.",
+            group="acceleration",
+            flag="--build",
+            unset="missing engines of the backends that were selected by name",
+            docs="engines.md",
+            choices=BUILDS,
+        ),
+    ] = AUTO
+    offload: Annotated[
+        str,
+        Choice(
+            label="Offload",
+            help="Keep weights in RAM while they are not used, by component, block or layer: less video memory, but "
+            "slower. Excludes engines for the transformers.",
+            group="acceleration",
+            flag="--offload",
+            unset="what fits",
+            docs="memory.md",
+            choices=OFFLOADS,
+        ),
+    ] = AUTO
+    quantization: Annotated[
+        str,
+        Choice(
+            label="Quantization",
+            help="Smaller transformer weights in PyTorch, slightly less exact. Excludes engines for the transformers.",
+            group="acceleration",
+            flag="--quantization",
+            unset="none if that fits",
+            docs="memory.md",
+            choices=QUANTIZATIONS,
+        ),
+    ] = AUTO
+    on_out_of_memory: Annotated[
+        str,
+        Choice(
+            label="If memory runs out",
+            help="Retry with the next lower-memory strategy that gives the same video, with any strategy, or stop and "
+            "suggest one.",
+            group="acceleration",
+            flag="--on-out-of-memory",
+            unset=RETRY,
+            docs="jobs.md#out-of-memory",
+            choices=ON_OUT_OF_MEMORY,
+        ),
+    ] = RETRY
+    gpus: Annotated[
+        int | Auto,
+        Number(
+            label="GPUs for one video",
+            help=f"How many GPUs share the job; {AUTO} uses all identical GPUs where that is faster. Excludes offload, "
+            "and engines for the transformers.",
+            group="acceleration",
+            flag="--gpus",
+            metavar=f"N|{AUTO}",
+            unset="1",
+            docs="speed.md#several-gpus",
+            low=1,
+            high=MAX_GPUS,
+        ),
+    ] = 1
+    loras: Annotated[
+        tuple[Lora, ...],
+        Loras(
+            label="LoRAs",
+            help="LoRAs to add to the transformers, or with high= or low= to one expert: .safetensors files, or names "
+            "in weights/loras in the cache folder, each with a weight.",
+            group="loras",
+            flag="--lora",
+            metavar="[high=|low=]FILE[:WEIGHT]",
+            unset="none; weight 1",
+            docs="models.md#lora",
+        ),
+    ] = ()
+    step_cache: Annotated[
+        str,
+        StepCache(
+            label="Step cache",
+            help="Reuse the output of the transformers' blocks across steps in PyTorch: faster, but not exactly the "
+            f"same video. A higher strength, as in {FIRST_BLOCK}:0.15, is faster. Excludes engines for the "
+            "transformers.",
+            group="acceleration",
+            flag="--step-cache",
+            metavar=f"{NONE}|{FIRST_BLOCK}[:STRENGTH]",
+            unset=f"{NONE}; strength {DEFAULT_STRENGTH:g}",
+            docs="speed.md#step-cache",
+            choices=STEP_CACHES,
+        ),
+    ] = NONE
+    attention: Annotated[
+        str,
+        Choice(
+            label="Attention",
+            help="The attention kernel of the transformers in PyTorch. The 8-bit kernels sage and fp8 are faster, less "
+            "exact, and never selected automatically.",
+            group="acceleration",
+            flag="--attention",
+            unset="the fastest exact one",
+            docs="speed.md",
+            choices=ATTENTIONS,
+        ),
+    ] = AUTO
+    compile: Annotated[
+        str,
+        Choice(
+            label="Compile",
+            help="Compile the transformers' blocks in PyTorch: takes half a minute, then each step is faster.",
+            group="acceleration",
+            flag="--compile",
+            unset="where it pays off",
+            docs="speed.md",
+            choices=COMPILES,
+        ),
+    ] = AUTO
+    shift: Annotated[
+        float | None,
+        Number(
+            label="Shift",
+            help="Shift of the noise schedule. Higher values spend more steps on layout and motion, lower values on "
+            "detail.",
+            group="more",
+            flag="--shift",
+            docs="models.md#shift",
+            placeholder=AUTO,
+            low=MIN_SHIFT,
+            high=MAX_SHIFT,
+            whole=False,
+            open=None,
+        ),
+    ] = None
+    vae_precision: Annotated[
+        str,
+        Choice(
+            label="VAE precision",
+            help="Precision of VAE decoding in PyTorch. 16 bits take half the memory.",
+            group="acceleration",
+            flag="--vae-precision",
+            unset="bfloat16 where the transformers use it, else float32",
+            docs="speed.md",
+            choices=VAE_PRECISIONS,
+        ),
+    ] = AUTO
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "prompt", _text("prompt", self.prompt))
-        if not self.prompt:
-            raise InvalidRequestError("prompt", "The prompt is empty.", "Say in a sentence what the video shows.")
-        if self.negative_prompt is not None:
-            object.__setattr__(self, "negative_prompt", _text("negative_prompt", self.negative_prompt))
-        if not isinstance(self.model, str) or not self.model.strip() or not self.model.isprintable():
-            raise InvalidRequestError(
-                "model", "The model's name is empty or unreadable.", "Give a name from `models list`, or a folder."
-            )
-        for name, low, high in (
-            ("width", 1, MAX_SIDE),
-            ("height", 1, MAX_SIDE),
-            ("frames", 1, MAX_FRAMES),
-            ("fps", 1, MAX_FPS),
-            ("steps", 1, MAX_STEPS),
-            ("seed", 0, MAX_SEED),
-            ("gpus", 1, MAX_GPUS),
-        ):
-            object.__setattr__(self, name, _integer(name, getattr(self, name), low, high))
-        for name in ("guidance_scale", "guidance_scale_2"):
-            object.__setattr__(self, name, _number(name, getattr(self, name), 0.0, MAX_GUIDANCE))
-        object.__setattr__(self, "shift", _or_none("shift", self.shift, MIN_SHIFT, MAX_SHIFT))
-        object.__setattr__(self, "backends", _backends(self.backends))
-        object.__setattr__(self, "loras", read_loras(self.loras))
-        object.__setattr__(self, "step_cache", read_step_cache(self.step_cache))
-        for name, known in (
-            ("build", BUILDS),
-            ("offload", OFFLOADS),
-            ("quantization", QUANTIZATIONS),
-            ("on_out_of_memory", ON_OUT_OF_MEMORY),
-            ("attention", ATTENTIONS),
-            ("compile", COMPILES),
-            ("vae_precision", VAE_PRECISIONS),
-        ):
-            if getattr(self, name) not in known:
-                raise InvalidRequestError(
-                    name, f"{name} is {_shown(getattr(self, name))}.", f"Take one of {', '.join(known)}."
-                )
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            raise InvalidRequestError("prompt", "request.not_an_object")
+        for name in values:
+            if name not in cls.model_fields:
+                unknown = facts.shortened(name)
+                raise InvalidRequestError(unknown, "request.unknown_field", name=unknown, known=list(cls.model_fields))
+        if "prompt" not in values:
+            raise InvalidRequestError("prompt", "request.prompt_missing")
+        return values
 
     def backend(self, component: str) -> str:
-        """Return the backend that was asked for, for one component."""
+        """Return the requested backend of one component."""
         return self.backends.get(component, self.backends.get(ALL, AUTO))
+
+    def replace(self, **changes: Any) -> "GenerationRequest":
+        """Return a copy with some fields changed, validated again."""
+        return GenerationRequest(**{**dict(self), **changes})
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "GenerationRequest":
-        """Build a request from a mapping such as JSON; unknown keys are refused."""
-        known = [field.name for field in fields(cls)]
-        for name in values:
-            if name not in known:
-                raise InvalidRequestError(name, f"There is no setting {name!r}.", f"Settings are: {', '.join(known)}.")
-        if "prompt" not in values:
-            raise InvalidRequestError("prompt", "There is no prompt.", "Say in a sentence what the video shows.")
-        return cls(**values)
+        """Return the request that a mapping such as JSON describes; unknown keys are an error."""
+        return cls.model_validate(values)
 
     def to_json(self) -> dict[str, Any]:
-        """Return every field by name, as JSON types."""
-        return asdict(self)
+        """Return every field by name, as JSON values."""
+        return self.model_dump(mode="json")
+
+
+def _declarations() -> dict[str, RequestField]:
+    found = {}
+    for name, info in GenerationRequest.model_fields.items():
+        (found[name],) = (one for one in info.metadata if isinstance(one, RequestField))
+    return found
+
+
+FIELDS: Mapping[str, RequestField] = MappingProxyType(_declarations())
+facts.OPTIONS.update({name: declared.flag for name, declared in FIELDS.items() if declared.flag})
+facts.OPTIONS["guidance_scale_2"] = FIELDS["guidance_scale"].flag
 
 
 def label(field: str) -> str:
-    """Return a field's name as people read it: `guidance_scale` is "guidance scale"."""
+    """Return a field's name in plain words: `guidance_scale` is "guidance scale"."""
     return field.replace("_", " ")
-
-
-def _backends(value: object) -> dict[str, str]:
-    if not isinstance(value, Mapping):
-        raise InvalidRequestError(
-            "backends", f"backends is {_shown(value)}.", 'Give a backend by component, as in {"vae": "pytorch"}.'
-        )
-    for component, backend in value.items():
-        if component not in (*COMPONENTS, ALL):
-            raise InvalidRequestError(
-                "backends",
-                f"There is no component {_shown(component)}.",
-                f"Components are {', '.join(COMPONENTS)}; {ALL} stands for every one.",
-            )
-        if backend not in BACKENDS:
-            raise InvalidRequestError(
-                "backends", f"There is no backend {_shown(backend)}.", f"Take one of {', '.join(BACKENDS)}."
-            )
-    return dict(value)
-
-
-def _text(field: str, value: object) -> str:
-    name = label(field)
-    if not isinstance(value, str):
-        raise InvalidRequestError(field, f"The {name} is not text.", "Write it as a sentence.")
-    if len(value) > MAX_PROMPT_CHARACTERS:
-        raise InvalidRequestError(
-            field,
-            f"The {name} has {len(value):,} characters; at most {MAX_PROMPT_CHARACTERS:,} are read.",
-            "Shorten it to what the video should show.",
-        )
-    for character in value:
-        if character not in _WHITESPACE and unicodedata.category(character) in {"Cc", "Cs"}:
-            raise InvalidRequestError(
-                field,
-                f"The {name} holds the control character U+{ord(character):04X}.",
-                "Remove it, or type the text again.",
-            )
-    return value.strip()
-
-
-def _integer(field: str, value: object, low: int, high: int) -> int | Auto:
-    if value == AUTO:
-        return AUTO
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequestError(
-            field, f"{label(field)} is {_shown(value)}, not a whole number.", f"Give one from {low} to {high}, or auto."
-        )
-    if not low <= value <= high:
-        raise InvalidRequestError(field, f"{label(field)} is {_shown(value)}.", f"Give one from {low} to {high}.")
-    return value
-
-
-def _number(field: str, value: object, low: float, high: float) -> float | Auto:
-    if value == AUTO:
-        return AUTO
-    # A whole number may be too large for a float.
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or (isinstance(value, float) and not math.isfinite(value))
-    ):
-        raise InvalidRequestError(
-            field, f"{label(field)} is {_shown(value)}, not a number.", f"Give one from {low:g} to {high:g}, or auto."
-        )
-    if not low <= value <= high:
-        raise InvalidRequestError(field, f"{label(field)} is {_shown(value)}.", f"Give one from {low:g} to {high:g}.")
-    return float(value)
-
-
-def _or_none(field: str, value: object, low: float, high: float) -> float | None:
-    number = AUTO if value is None else _number(field, value, low, high)
-    return None if isinstance(number, str) else number
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    limit = 40
-    return text if len(text) <= limit else text[:limit] + "…"

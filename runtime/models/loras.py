@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.core.errors import InvalidRequestError, ModelError
-from runtime.core.loras import BOTH, SUFFIX, Lora, LoraUse
+from runtime.core.loras import BOTH, SUFFIX, Expert, Lora, LoraUse
 from runtime.core.request import GenerationRequest
 from runtime.models.catalogue import find, look_up
 from runtime.models.registry import family_of
@@ -22,7 +22,12 @@ from runtime.models.spec import ModelSpec
 
 _FOLDER = "loras"
 # How files of two-expert LoRAs are named.
-_EXPERT_NAMES = {"high_noise": "high", "high-noise": "high", "low_noise": "low", "low-noise": "low"}
+_EXPERT_NAMES: Mapping[str, Expert] = {
+    "high_noise": "high",
+    "high-noise": "high",
+    "low_noise": "low",
+    "low-noise": "low",
+}
 # Bytes per element, and the exponent's bits: a number with all of them set is NaN or Inf.
 _FLOATS = {"F32": (4, 0x7F800000), "F16": (2, 0x7C00), "BF16": (2, 0x7F80)}
 _READ_BYTES = 1 << 22

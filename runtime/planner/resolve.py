@@ -12,7 +12,7 @@ from typing import TypeVar
 from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortError
 from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, LatentSize
 from runtime.core.request import ALL, AUTO, Auto, GenerationRequest
-from runtime.core.step_cache import NONE, as_used
+from runtime.core.step_cache import NONE, with_strength
 from runtime.machine.probe import Machine, seen_from
 from runtime.models.spec import ModelSpec, attention_flops, is_transformer
 from runtime.planner import constraints, execution_options, extras, memory_model, size_limits
@@ -66,7 +66,7 @@ def resolve(
         short = error
     # Several GPUs keep all weights, exact ones or not; for one they may wait in RAM.
     try:
-        alone = planned(replace(request, gpus=1))
+        alone = planned(request.replace(gpus=1))
     except MemoryShortError:
         if short is None:
             return plan
@@ -115,7 +115,7 @@ def _resolved(
     offload, more = _offload(request, machine)
     extras.check_step_cache(request, machine, offload)
     _check_quantization(request, machine)
-    step_cache = as_used(request.step_cache)
+    step_cache = with_strength(request.step_cache)
     execution_options.check_compile(request.compile, offload, request.quantization, machine)
     latent_shape = spec.latent_shape(frames, height, width)
     tokens = spec.tokens(frames, height, width)

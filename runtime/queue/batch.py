@@ -1,7 +1,6 @@
 """Batches: every prompt with every seed."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from runtime.core.errors import InvalidRequestError
 from runtime.core.request import Auto, GenerationRequest
@@ -25,4 +24,4 @@ def combined(
     chosen = list(seeds) or [request.seed]
     if len(given) * len(chosen) > MOST:
         raise InvalidRequestError("prompt", "queue.batch_too_large", videos=len(given) * len(chosen), maximum=MOST)
-    return [replace(request, prompt=prompt, seed=seed) for prompt in given for seed in chosen]
+    return [request.replace(prompt=prompt, seed=seed) for prompt in given for seed in chosen]

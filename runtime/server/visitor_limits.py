@@ -1,13 +1,12 @@
 """Limits for the visitors of a share link. Pure functions, without pages, connections or the worker."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.core.errors import InvalidRequestError, LimitError
-from runtime.core.request import AUTO, RETRY, GenerationRequest
+from runtime.core.request import AUTO, FIELDS, GenerationRequest
 from runtime.core.settings import Settings
-from runtime.core.step_cache import NONE
 from runtime.models.spec import ModelSpec
 
 HOUR = 3600.0
@@ -77,21 +76,12 @@ def filled_in(request: GenerationRequest, spec: ModelSpec, limits: Limits) -> Ge
     """Return the request with size, length and steps filled in, and defaults for what visitors may not choose."""
     own = defaults_within(spec, limits)
     filled = {name: value for name, value in own.items() if getattr(request, name) == AUTO}
-    return replace(
-        request,
-        **filled,  # type: ignore[arg-type]  # fields by name
-        backends={},
-        build="never",
-        offload=AUTO,
-        quantization=AUTO,
-        on_out_of_memory=RETRY,
-        gpus=1,
-        loras=(),
-        step_cache=NONE,
-        attention=AUTO,
-        compile=AUTO,
-        vae_precision=AUTO,
-    )
+    others = {
+        name: info.get_default(call_default_factory=True)
+        for name, info in GenerationRequest.model_fields.items()
+        if FIELDS[name].group in {"acceleration", "loras"}
+    }
+    return request.replace(**{**filled, **others, "build": "never"})
 
 
 def check_request(request: GenerationRequest, limits: Limits) -> None:

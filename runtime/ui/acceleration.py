@@ -8,84 +8,34 @@ from typing import Any
 
 import gradio as gr
 
-from runtime.core.errors import InvalidRequestError
 from runtime.core.request import (
     ATTENTIONS,
-    AUTO,
     BACKENDS,
-    BUILDS,
     COMPILES,
     COMPONENTS,
-    MAX_GPUS,
+    FIELDS,
     OFFLOADS,
-    ON_OUT_OF_MEMORY,
     QUANTIZATIONS,
-    VAE_PRECISIONS,
+    STEP_CACHES,
 )
-from runtime.core.step_cache import FIRST_BLOCK, NONE, read_step_cache
+from runtime.core.request_fields import AUTO
 from runtime.core.units import memory_size
 from runtime.engines.builders import builders_of
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
 from runtime.planner.parallelism import usable_gpus
 from runtime.planner.vae_precision import PSNR
+from runtime.ui import fields
 from runtime.ui.plan_summary import Chip, Memory, Outlook, Step
 
 TENSORRT = "tensorrt"
 LABEL = "Acceleration"
-_BACKENDS = (
-    ("Automatic", AUTO),
-    ("TensorRT", TENSORRT),
-    ("Inductor", "inductor"),
-    ("ONNX Runtime", "onnxruntime"),
-    ("PyTorch", "pytorch"),
-)
-_BUILDS = dict(zip(BUILDS, ("For chosen backends", "What is missing", "Never", "All anew"), strict=True))
-_OFFLOADS = dict(zip(OFFLOADS, ("Automatic", "None", "By part", "By block", "By layer"), strict=True))
-_QUANTIZATIONS = dict(zip(QUANTIZATIONS, ("Automatic", "None", "8 bit", "4 bit", "FP8"), strict=True))
-_ON_OUT_OF_MEMORY = dict(
-    zip(ON_OUT_OF_MEMORY, ("Go on, for the same video", "Go on, even if less exact", "Stop and say how"), strict=True)
-)
-# What the form says for `gpus`, the default first, then "auto".
-GPUS = ("1", AUTO, *map(str, range(2, MAX_GPUS + 1)))
-# What the form's choices may be, the default first, by their names there.
-CHOICES = {
-    **{f"backend_{name}": BACKENDS for name in COMPONENTS},
-    "build": BUILDS,
-    "offload": OFFLOADS,
-    "quantization": QUANTIZATIONS,
-    "on_out_of_memory": ON_OUT_OF_MEMORY,
-    "gpus": GPUS,
-    "attention": ATTENTIONS,
-    "compile": COMPILES,
-    "vae_precision": VAE_PRECISIONS,
-}
-_STEP_CACHES = (("None", NONE), ("First block", FIRST_BLOCK))
-_STEP_CACHE_TITLES = {value: title for title, value in _STEP_CACHES}
-_ATTENTIONS = dict(
-    zip(
-        ATTENTIONS,
-        (
-            "Automatic",
-            "PyTorch's own",
-            "cuDNN",
-            "FlashAttention 2",
-            "FlashAttention 3",
-            "FlashAttention 4",
-            "SageAttention, 8 bit",
-            "cuDNN, FP8",
-        ),
-        strict=True,
-    )
-)
-_COMPILES = dict(zip(COMPILES, ("Where it pays off", "Never", "Always"), strict=True))
-_VAE_PRECISIONS = dict(zip(VAE_PRECISIONS, ("Automatic", *VAE_PRECISIONS[1:]), strict=True))
 _TITLES: Mapping[str, Mapping[str, str]] = {
-    "Offload": _OFFLOADS,
-    "Quantization": _QUANTIZATIONS,
-    "Attention": _ATTENTIONS,
-    "Compile": _COMPILES,
-    "Step cache": _STEP_CACHE_TITLES,
+    "Offload": OFFLOADS,
+    "Quantization": QUANTIZATIONS,
+    "Attention": ATTENTIONS,
+    "Compile": COMPILES,
+    "Step cache": STEP_CACHES,
     "Shift": {},
     "VAE precision": {},
 }
@@ -146,7 +96,7 @@ def panel(spec: ModelSpec, machine: Machine, backends: Mapping[str, str]) -> tup
             chosen = backends.get(name, AUTO)
             with gr.Row(elem_classes="part", elem_id=f"part-{name}", **values[f"row_{name}"]) as rows[name]:
                 settings[f"backend_{name}"] = gr.Dropdown(
-                    choices=list(_BACKENDS),
+                    choices=[(title, value) for value, title in BACKENDS.items()],
                     value=chosen,
                     filterable=False,
                     elem_id=f"field-backend_{name}",
@@ -167,89 +117,26 @@ def panel(spec: ModelSpec, machine: Machine, backends: Mapping[str, str]) -> tup
                 f'<p class="aside" id="no-tensorrt">TensorRT cannot be used here: {escape(absent)}.</p>',
                 apply_default_css=False,
             )
-        settings["build"] = _choice(
-            "build", _BUILDS, "Build engines first", "Before the video is made. An engine is built once for a size."
-        )
-        settings["offload"] = _choice(
-            "offload",
-            _OFFLOADS,
-            "Offload",
-            "Weights wait in RAM: less video memory, slower. Excludes engines for the transformers.",
-        )
-        settings["quantization"] = _choice(
-            "quantization",
-            _QUANTIZATIONS,
-            "Quantization",
-            "Smaller weights in PyTorch, a little less exact. Excludes engines for the transformers.",
-        )
-        settings["on_out_of_memory"] = _choice(
-            "on_out_of_memory",
-            _ON_OUT_OF_MEMORY,
-            "If memory runs out",
-            "The job goes on from the last step in a more frugal way, or stops and says which there is.",
-        )
-        several = len(usable_gpus(machine))
-        titles = {"1": "One", AUTO: "All that are alike", **{str(n): str(n) for n in range(2, several + 1)}}
-        settings["gpus"] = _choice(
-            "gpus",
-            titles,
-            "GPUs for one video",
-            "Several are faster, and keep other videos waiting. Excludes offload, and engines for transformers.",
-            visible=several > 1,
-        )
-        # Other strengths may be typed.
-        settings["step_cache"] = gr.Dropdown(
-            choices=list(_STEP_CACHES),
-            value=NONE,
-            allow_custom_value=True,
-            label="Step cache",
-            info="Reuses across steps what the transformers' blocks add: faster, not quite the same video. Another "
-            "strength is typed, as in first-block:0.15. Excludes engines for the transformers.",
-            elem_id="field-step_cache",
-        )
-        settings["attention"] = _choice(
-            "attention",
-            _ATTENTIONS,
-            "Attention",
-            "What computes it in PyTorch. Those in 8 bits are faster and less exact, and never taken by themselves.",
-        )
-        settings["compile"] = _choice(
-            "compile",
-            _COMPILES,
-            "Compile",
-            "PyTorch's transformers: takes half a minute first, then each step is faster.",
-        )
-        settings["vae_precision"] = _choice(
-            "vae_precision",
-            _VAE_PRECISIONS,
-            "VAE precision",
-            "Of decoding in PyTorch. 16 bits take half the memory; bfloat16 and float16 stay about "
-            f"{PSNR['bfloat16']} and {PSNR['float16']} dB from float32.",
-        )
+        properties = {"gpus": _gpus(machine), "vae_precision": _vae_precision()}
+        for name, declared in FIELDS.items():
+            if declared.group == "acceleration" and name != "backends":
+                settings[name] = fields.control(name, **properties.get(name, {}))
         total = gr.HTML(sum_html(Outlook("")), elem_id="outlook", apply_default_css=False)
         choose_way = gr.Button("Choose a way", visible="hidden", elem_id="choose-way")
     return Panel(fold, rows, toggles, chips, total, choose_way), settings
 
 
-def step_cache_shown(stored: Any) -> str:
-    """Return a stored step cache as its field shows it; "none" for what is none."""
-    try:
-        return read_step_cache(stored)
-    except InvalidRequestError:
-        return NONE
+def _gpus(machine: Machine) -> dict[str, Any]:
+    """Return the properties of the choice of GPUs."""
+    count = len(usable_gpus(machine))
+    titles = {"1": "One", AUTO: "All identical ones", **{str(n): str(n) for n in range(2, count + 1)}}
+    return {"choices": [(title, value) for value, title in titles.items()], "value": "1", "visible": count > 1}
 
 
-def _choice(field: str, titles: Mapping[str, str], label: str, info: str, *, visible: bool = True) -> gr.Dropdown:
-    """Make the choice for one field of the request; `titles` are its values as people read them, the default first."""
-    return gr.Dropdown(
-        choices=[(title, name) for name, title in titles.items()],
-        value=next(iter(titles)),
-        filterable=False,
-        label=label,
-        info=info,
-        elem_id=f"field-{field}",
-        visible=visible,
-    )
+def _vae_precision() -> dict[str, Any]:
+    """Return the help text with the measured difference of each precision."""
+    measured = f"bfloat16 and float16 stay about {PSNR['bfloat16']} and {PSNR['float16']} dB from float32."
+    return {"info": f"{FIELDS['vae_precision'].help} {measured}"}
 
 
 def model_values(spec: ModelSpec) -> dict[str, dict[str, Any]]:
@@ -270,7 +157,7 @@ def in_form_words(sentence: str) -> str:
             title = setting.strip("-").replace("-", " ").capitalize().replace("Vae", "VAE")
             titles = _TITLES[title]
             return f"{title} “{titles[value]}”" if value in titles else f"{title} {value}"
-        chosen = next((title for title, name in _BACKENDS if name == backend), backend)
+        chosen = BACKENDS.get(backend, backend)
         part = TITLES.get(component, component)
         return f"{chosen} for the {part if part.startswith('VAE') else part.lower()}"
 
@@ -280,7 +167,7 @@ def in_form_words(sentence: str) -> str:
 
 def _offload_in_form_words(found: re.Match[str]) -> str:
     offload = "Offload" if found[1][0].isupper() else "offload"
-    return f"{offload} {_OFFLOADS[found[1].lower()].lower()}"
+    return f"{offload} {OFFLOADS[found[1].lower()].lower()}"
 
 
 def tensorrt_problem(machine: Machine) -> str | None:

@@ -1,101 +1,61 @@
 """The endpoint `/generate`, for programs: `gradio_client.Client(url).predict("a red boat", api_name="/generate")`.
 
-Visitors of a share link have one of their own, without what chooses engines and memory.
+Its parameters are the fields of `GenerationRequest`. Visitors of a share link have an endpoint of their own, without
+the fields that choose what runs where.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any, Literal
+import inspect
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import Any
 
 import gradio as gr
 
-from runtime.core.errors import InvalidRequestError, TandemError
+from runtime.core.errors import TandemError
 from runtime.core.events import Failed, VideoSaved, to_json
-from runtime.core.loras import read_loras
-from runtime.core.request import AUTO, RETRY, GenerationRequest
-from runtime.core.step_cache import NONE
+from runtime.core.facts import Fact, Words, render
+from runtime.core.request import FIELDS, GenerationRequest
 from runtime.models.spec import ModelSpec
 from runtime.queue.service import Job, JobQueue
 from runtime.server.model_choices import check_offered
 from runtime.server.visitors import Visitors
-from runtime.ui import job_stream
-from runtime.ui.lora_field import by_name
+from runtime.ui import form, job_stream
+from runtime.ui.fields import by_name
 
-Auto = Literal["auto"]
+# The types of lists and mappings in the endpoint's schema; JSON's null stands for the default.
+_TYPES: Mapping[str, Any] = {"backends": dict[str, str] | list[str] | None, "loras": list[str] | None}
+
+
+class ApiWords(Words):
+    """What programs call settings: the names of JSON."""
+
+    def setting(self, name: str, value: str | None = None) -> str:
+        """Return a field's name, and a value of it: "offload", "offload=group"."""
+        return name if value is None else f"{name}={value}"
 
 
 def endpoint(worker: JobQueue, models: dict[str, ModelSpec], default_model: str) -> Callable[..., Any]:
     """Return the function behind `/generate`."""
 
-    async def generate(
-        prompt: str,
-        negative_prompt: str | None = None,
-        model: str = default_model,
-        width: int | Auto = AUTO,
-        height: int | Auto = AUTO,
-        frames: int | Auto = AUTO,
-        fps: int | Auto = AUTO,
-        steps: int | Auto = AUTO,
-        guidance_scale: float | Auto = AUTO,
-        guidance_scale_2: float | Auto = AUTO,
-        seed: int | Auto = AUTO,
-        backends: dict[str, str] | list[str] | None = None,
-        build: str = AUTO,
-        offload: str = AUTO,
-        quantization: str = AUTO,
-        on_out_of_memory: str = RETRY,
-        gpus: int | Auto = 1,
-        loras: list[str] | None = None,
-        step_cache: str = NONE,
-        attention: str = AUTO,
-        compile: str = AUTO,
-        shift: float | None = None,
-        vae_precision: str = AUTO,
-    ) -> AsyncIterator[dict[str, Any]]:
-        """Make one video. Streams the job's events as they happen; the last is VideoSaved, whose "video" is the MP4.
+    async def generate(*values: Any) -> AsyncIterator[dict[str, Any]]:
+        """Generate one video. Streams the job's events; the last is VideoSaved, whose "video" is the MP4.
 
-        "auto" takes the model's own default, and a random seed; negative_prompt null takes the model's own. backends
-        says what runs a component, as {"vae": "pytorch"} or ["vae=pytorch"], "all" for every one; build, offload,
-        quantization, on_out_of_memory, gpus, step_cache, attention, compile, shift and vae_precision are as on the
-        command line; loras names those in the cache's weights/loras, as ["style:0.8"]. The job goes on when the stream
-        is closed.
+        The parameters are the fields of a request, as in docs/commands.md. "auto" uses the model's default, and a
+        random seed; negative_prompt null uses the model's own. backends selects what runs a component, as
+        {"vae": "pytorch"} or ["vae=pytorch"], with "all" for every component; loras names files in the cache's
+        weights/loras, as ["style:0.8"]. The job continues when the stream is closed.
         """
         try:
-            check_offered(model, models)
-            request = GenerationRequest(
-                prompt=prompt,
-                negative_prompt=negative_prompt,
-                model=model,
-                width=width,
-                height=height,
-                frames=frames,
-                fps=fps,
-                steps=steps,
-                guidance_scale=guidance_scale,
-                guidance_scale_2=guidance_scale_2,
-                seed=seed,
-                backends=_backends(backends),
-                build=build,
-                offload=offload,
-                quantization=quantization,
-                on_out_of_memory=on_out_of_memory,
-                gpus=gpus,
-                loras=by_name(read_loras(() if loras is None else loras)),
-                step_cache=step_cache,
-                attention=attention,
-                compile=compile,
-                shift=shift,
-                vae_precision=vae_precision,
-            )
+            request = _request(FIELDS, values)
+            check_offered(request.model, models)
+            by_name(request.loras)
             job = await asyncio.to_thread(worker.submit, request)
         except TandemError as error:
-            raise _refusal(error.what, error.remedy) from error
-        async for told in _told(job, lambda saved: {"path": str(saved.video), "meta": {"_type": "gradio.FileData"}}):
-            yield told
+            raise _error(_text(error.fact)) from error
+        async for event in _events(job, lambda saved: {"path": str(saved.video), "meta": {"_type": "gradio.FileData"}}):
+            yield event
 
-    # gradio reads the schema of what is yielded off the annotation of what is returned.
-    generate.__annotations__["return"] = dict[str, Any]
-    return generate
+    return _with_parameters(generate, FIELDS, default_model)
 
 
 def visitors_endpoint(
@@ -103,89 +63,80 @@ def visitors_endpoint(
 ) -> Callable[..., Any]:
     """Return the function behind `/generate` on the page of a share link's visitors."""
 
-    async def generate(
-        request: gr.Request,
-        prompt: str,
-        negative_prompt: str | None = None,
-        model: str = default_model,
-        width: int | Auto = AUTO,
-        height: int | Auto = AUTO,
-        frames: int | Auto = AUTO,
-        fps: int | Auto = AUTO,
-        steps: int | Auto = AUTO,
-        guidance_scale: float | Auto = AUTO,
-        guidance_scale_2: float | Auto = AUTO,
-        seed: int | Auto = AUTO,
-        shift: float | None = None,
-    ) -> AsyncIterator[dict[str, Any]]:
-        """Make one video within the limits. Streams the job's events as they happen; the last is VideoSaved.
+    async def generate(request: gr.Request, *values: Any) -> AsyncIterator[dict[str, Any]]:
+        """Generate one video within the limits. Streams the job's events; the last is VideoSaved.
 
-        Its "video" is where the MP4 is, below the link; it goes only to whoever logged in as you did. "auto" takes the
-        model's own default, or the limit, and a random seed. The job goes on when the stream is closed.
+        Its "video" is the MP4's address below the link, which needs your login. "auto" uses the model's default or the
+        limit, and a random seed. The job continues when the stream is closed.
         """
         try:
-            asked = GenerationRequest(
-                prompt=prompt,
-                negative_prompt=negative_prompt,
-                model=model,
-                width=width,
-                height=height,
-                frames=frames,
-                fps=fps,
-                steps=steps,
-                guidance_scale=guidance_scale,
-                guidance_scale_2=guidance_scale_2,
-                seed=seed,
-                shift=shift,
-            )
-            job = await asyncio.to_thread(visitors.submit, asked, visitor_of(request))
+            job = await asyncio.to_thread(visitors.submit, _request(form.BASIC, values), visitor_of(request))
         except TandemError as error:
-            raise _refusal(audience.redact(error.what), audience.redact(error.remedy)) from error
-        async for told in _told(job, lambda _: audience.address(job), audience.redact):
-            yield told
+            raise _error(audience.redact(_text(error.fact))) from error
+        async for event in _events(job, lambda _: audience.address(job), audience.redact):
+            yield event
 
-    generate.__annotations__["return"] = dict[str, Any]
-    return generate
+    visitor = inspect.Parameter("request", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=gr.Request)
+    return _with_parameters(generate, form.BASIC, default_model, visitor)
 
 
-async def _told(
+def _request(names: Iterable[str], values: Iterable[Any]) -> GenerationRequest:
+    """Return the request that an endpoint's arguments describe."""
+    given = dict(zip(names, values, strict=True))
+    return GenerationRequest(
+        **{name: value for name, value in given.items() if value is not None or name not in _TYPES}
+    )
+
+
+def _with_parameters(
+    function: Callable[..., Any], names: Iterable[str], default_model: str, *before: inspect.Parameter
+) -> Callable[..., Any]:
+    """Return an endpoint's function with request fields as parameters, from which gradio makes its schema."""
+    parameters = list(before)
+    for name in names:
+        info = GenerationRequest.model_fields[name]
+        default = inspect.Parameter.empty if info.is_required() else None if name in _TYPES else info.default
+        parameters.append(
+            inspect.Parameter(
+                name,
+                inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                default=default_model if name == "model" else default,
+                annotation=_TYPES.get(name, info.annotation),
+            )
+        )
+    function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # not in typeshed
+        parameters, return_annotation=dict[str, Any]
+    )
+    # gradio reads the schema of what is yielded from the annotation of the return value.
+    function.__annotations__ = {one.name: one.annotation for one in parameters} | {"return": dict[str, Any]}
+    return function
+
+
+async def _events(
     job: Job, video: Callable[[VideoSaved], Any], redact: Callable[[str], str] = str
 ) -> AsyncIterator[dict[str, Any]]:
-    """Yield a job's events as JSON, as `may_hear` lets them through; `video` says where the finished one is."""
+    """Yield a job's events as JSON, with every text redacted; `video` returns where the finished video is."""
     async for event in job_stream.follow_events(job):
         if isinstance(event, Failed):
-            raise _refusal(redact(event.what), redact(event.remedy))
-        told = to_json(event) | {"job": job.id}
+            raise _error(redact(f"{event.what} {event.remedy}"))
+        values = to_json(event) | {"job": job.id}
         if isinstance(event, VideoSaved):
-            told["video"] = video(event)
-        yield _heard(told, redact)
+            values["video"] = video(event)
+        yield _redacted(values, redact)
 
 
-def _heard(value: Any, redact: Callable[[str], str]) -> Any:
-    """Return JSON values with every text as it may be heard."""
+def _redacted(value: Any, redact: Callable[[str], str]) -> Any:
+    """Return JSON values with every text redacted."""
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, Mapping):
-        return {key: _heard(one, redact) for key, one in value.items()}
-    return [_heard(one, redact) for one in value] if isinstance(value, list | tuple) else value
+        return {key: _redacted(one, redact) for key, one in value.items()}
+    return [_redacted(one, redact) for one in value] if isinstance(value, list | tuple) else value
 
 
-def _backends(given: object) -> Any:
-    """Return a list of COMPONENT=BACKEND by component, and the rest as it is: `GenerationRequest` judges both."""
-    if given is None:
-        return {}
-    if not isinstance(given, list):
-        return given
-    backends: dict[str, str] = {}
-    for entry in given:
-        component, separator, backend = entry.partition("=") if isinstance(entry, str) else ("", "", "")
-        if not separator or backends.get(component, backend) != backend:
-            raise InvalidRequestError(
-                "backends", f"backends holds {str(entry)[:40]!r}.", 'Give each component once, as in ["vae=pytorch"].'
-            )
-        backends[component] = backend
-    return backends
+def _text(fact: Fact) -> str:
+    return " ".join(render(fact, ApiWords())).strip()
 
 
-def _refusal(what: str, remedy: str) -> gr.Error:
-    return gr.Error(f"{what} {remedy}", title="Tandem", print_exception=False)
+def _error(text: str) -> gr.Error:
+    return gr.Error(text, title="Tandem", print_exception=False)

@@ -6,7 +6,7 @@ from html import escape
 from typing import Any
 
 from runtime.core.request import AUTO, label
-from runtime.ui import formatting, lora_field
+from runtime.ui import fields, formatting
 from runtime.ui.queue_view import button
 from runtime.video.similarity import Similarity
 
@@ -118,7 +118,7 @@ def _over(one: Clip, other: Clip) -> str:
 def _value(request: Mapping[str, Any], name: str) -> str:
     value = request.get(name)
     if name == "loras":
-        return lora_field.shown(value).replace("\n", ", ") or "none"
+        return fields.loras_text(value).replace("\n", ", ") or "none"
     if name == "shift" and value is None:
         return "the model's own"
     if name == "vae_precision" and value is None:

@@ -1,90 +1,50 @@
-"""The form: every control with its explanation, and its reading into a request.
+"""The web form: the layout of its controls, and reading their values into a request.
 
-Values come as the browser sent them, of any type: `GenerationRequest` and the planner judge them, in words that name
-the field, so gradio's own checks are left out.
+Values come from a browser and can be of any type: `GenerationRequest` and the planner validate them and name the field,
+so gradio's own checks are left out.
 """
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import gradio as gr
 
 from runtime.core.errors import InvalidRequestError
-from runtime.core.request import ALL, AUTO, COMPONENTS, GenerationRequest, label
-from runtime.core.step_cache import NONE, read_step_cache
+from runtime.core.request import COMPONENTS, FIELDS, GenerationRequest
+from runtime.core.request_fields import AUTO, Number
 from runtime.machine.probe import Machine
+from runtime.models.known import published
 from runtime.models.spec import ModelSpec
 from runtime.server.model_choices import check_offered
-from runtime.ui import acceleration, formatting, lora_field, shift_field, theme
+from runtime.ui import acceleration, fields, formatting, theme
 
 CUSTOM = "custom"
 _WIDEST_STEPS = 100
 _MODEL_FRAMES_SHOWN = 2
 
 
-@dataclass
-class Form:
-    """The controls, by the names of `GenerationRequest`, in the order in which handlers get them.
-
-    A page chooses a backend for each component; together they are the request's `backends`.
-    """
-
-    prompt: gr.Textbox
-    negative_prompt: gr.Textbox
-    model: gr.Dropdown
-    width: gr.Number
-    height: gr.Number
-    frames: gr.Slider
-    fps: gr.Number
-    steps: gr.Slider
-    guidance_scale: gr.Number
-    guidance_scale_2: gr.Number
-    seed: gr.Textbox
-    shift: gr.Textbox
-    backend_text_encoder: gr.Dropdown
-    backend_transformer: gr.Dropdown
-    backend_transformer_2: gr.Dropdown
-    backend_vae: gr.Dropdown
-    build: gr.Dropdown
-    offload: gr.Dropdown
-    quantization: gr.Dropdown
-    on_out_of_memory: gr.Dropdown
-    gpus: gr.Dropdown
-    loras: gr.Textbox
-    step_cache: gr.Dropdown
-    attention: gr.Dropdown
-    compile: gr.Dropdown
-    vae_precision: gr.Dropdown
-
-    @property
-    def controls(self) -> list[Any]:
-        """The controls in order."""
-        return [getattr(self, field.name) for field in fields(self)]
-
-    @property
-    def following_model(self) -> list[Any]:
-        """The controls that a change of model sets to its defaults, in the order of `FOLLOWING_MODEL`."""
-        return [getattr(self, name) for name in FOLLOWING_MODEL]
-
-
+NAMES = tuple(
+    control
+    for name in FIELDS
+    for control in ([f"{fields.BACKEND}{one}" for one in COMPONENTS] if name == "backends" else [name])
+)
+# The controls that visitors of a share link have too: those that do not choose what runs where.
+BASIC = tuple(name for name, declared in FIELDS.items() if declared.group in {"prompt", "video", "more"})
+# The controls that a change of model sets to its defaults.
 FOLLOWING_MODEL = (
-    "width", "height", "frames", "fps", "negative_prompt", "steps", "guidance_scale", "guidance_scale_2",
-    "shift", "backend_text_encoder", "backend_transformer", "backend_transformer_2", "backend_vae",
+    "width", "height", "frames", "fps", "negative_prompt", "steps", "guidance_scale", "guidance_scale_2", "shift",
+    *(f"{fields.BACKEND}{name}" for name in COMPONENTS),
 )  # fmt: skip
-NAMES = tuple(field.name for field in fields(Form))
-# The prompt, and the settings that are not about what runs where.
-BASIC = NAMES[: NAMES.index("shift") + 1]
-# The rows of the acceleration panel, which come and go with the model; they are no settings.
+# The rows of the acceleration panel, which are visible where the model has the component.
 ROWS = tuple(f"row_{name}" for name in COMPONENTS)
 
 
 def compose() -> tuple[gr.Textbox, list[tuple[gr.Button, str]]]:
     """Make the prompt and the examples below it; return it and each example's button with its prompt."""
     prompt = gr.Textbox(
-        label="Prompt",
-        info="Say in a sentence what the video shows: who or what, how it moves, where, when.",
+        label=FIELDS["prompt"].label,
+        info=FIELDS["prompt"].help,
         placeholder="a red boat sails to the right on a calm sea at sunset",
         lines=3,
         max_lines=8,
@@ -100,7 +60,13 @@ def compose() -> tuple[gr.Textbox, list[tuple[gr.Button, str]]]:
 
 @dataclass
 class Basics:
-    """The settings that everybody has: their controls by name, the choice of sizes, the line that tells the length."""
+    """The settings that every page has.
+
+    Attributes:
+        controls: by the names of `BASIC`, in that order.
+        size: the choice of the model's sizes.
+        length: the line with the video's length in seconds.
+    """
 
     controls: dict[str, Any]
     size: gr.Radio
@@ -108,13 +74,15 @@ class Basics:
 
 
 @dataclass
-class Settings:
-    """The settings column: the form, the choice of sizes, the line that tells the length, the acceleration panel."""
+class Settings(Basics):
+    """All settings: `controls` by `NAMES`, in that order, and the acceleration panel."""
 
-    form: Form
-    size: gr.Radio
-    length: gr.HTML
     panel: acceleration.Panel
+
+    @property
+    def following_model(self) -> list[Any]:
+        """The controls that a change of model sets, in the order of `FOLLOWING_MODEL`."""
+        return [self.controls[name] for name in FOLLOWING_MODEL]
 
 
 def settings_group(
@@ -127,87 +95,46 @@ def settings_group(
     """Make the settings.
 
     Args:
-        backends: what is chosen at first, by component; "auto" for those not named.
+        backends: the initial backends by component; "auto" for those not named.
     """
-    basics = basic_settings(models, chosen, model_values(models[chosen]))
+    basics = basic_settings(models, chosen, prompt, model_values(models[chosen]))
     panel, choices = acceleration.panel(models[chosen], machine, backends)
-    form = Form(prompt, **basics.controls, **choices, loras=lora_field.control())
-    return Settings(form, basics.size, basics.length, panel)
+    with gr.Accordion(FIELDS["loras"].label, open=False, elem_id="loras", elem_classes="fold"):
+        info = "One a line: name:weight from weights/loras in the cache folder; high= or low= selects one expert."
+        loras = fields.control("loras", label="Names", info=info)
+    made = basics.controls | choices | {"loras": loras}
+    return Settings({name: made[name] for name in NAMES}, basics.size, basics.length, panel)
 
 
-def basic_settings(models: Mapping[str, ModelSpec], chosen: str, values: Mapping[str, Mapping[str, Any]]) -> Basics:
-    """Make the settings that are not about what runs where.
+def basic_settings(
+    models: Mapping[str, ModelSpec], chosen: str, prompt: gr.Textbox, values: Mapping[str, Mapping[str, Any]]
+) -> Basics:
+    """Make the settings that do not choose what runs where.
 
     Args:
-        values: the properties of the controls that follow the model, as `model_values` has them.
+        prompt: the prompt's control, made by `compose`.
+        values: the properties of the controls that follow the model, see `model_values`.
     """
-    model = gr.Dropdown(
-        choices=model_choices(models),
-        value=chosen,
-        label="Model",
-        info="Sizes, length and the settings below follow it.",
-        visible=len(models) > 1,
-        elem_id="field-model",
-    )
-    size = gr.Radio(**values["size"], label="Size", info="The model's own; or type another below.", elem_id="size")
+    made: dict[str, Any] = {"prompt": prompt}
+    info = "Sets the sizes, the length and the defaults below."
+    choices = model_choices(models)
+    made["model"] = fields.control("model", choices=choices, value=chosen, info=info, visible=len(models) > 1)
+    size = gr.Radio(**values["size"], label="Size", info="The model's sizes, or enter another one.", elem_id="size")
     with gr.Row(elem_classes="pair"):
-        width = gr.Number(**values["width"], label="Width", elem_id="field-width")
-        height = gr.Number(**values["height"], label="Height", elem_id="field-height")
-    frames = gr.Slider(
-        **values["frames"],
-        label="Frames",
-        info="More frames make a longer video, and take more time and memory.",
-        buttons=[],
-        elem_id="field-frames",
-    )
+        for name in ("width", "height"):
+            made[name] = fields.control(name, **values[name])
+    made["frames"] = fields.control("frames", **values["frames"])
     with gr.Row(elem_id="speed-row"):
-        fps = gr.Number(**values["fps"], label="Frames per second", info="Speed of the video.", elem_id="field-fps")
+        made["fps"] = fields.control("fps", **values["fps"])
         length = gr.HTML(length_line(values["frames"]["value"], values["fps"]["value"]), elem_id="length")
     with gr.Row(elem_id="seed-row"):
-        # Text, because gradio's number fields show 0 where nothing is given.
-        seed = gr.Textbox(
-            label="Seed",
-            placeholder="random",
-            info="Empty: a new one each time. The same seed and settings give the same video again.",
-            max_lines=1,
-            elem_id="field-seed",
-        )
+        made["seed"] = fields.control("seed")
         random = gr.Button("Random", elem_id="random-seed", min_width=90)
-    random.click(None, None, seed, js="() => ''", api_visibility="private", show_progress="hidden")
+    random.click(None, None, made["seed"], js="() => ''", api_visibility="private", show_progress="hidden")
     with gr.Accordion("More settings", open=False, elem_id="more", elem_classes="fold"):
-        negative = gr.Textbox(
-            **values["negative_prompt"],
-            label="Negative prompt",
-            info="What the video should not show. May be empty.",
-            lines=2,
-            max_lines=6,
-            elem_id="field-negative_prompt",
-        )
-        steps = gr.Slider(
-            **values["steps"],
-            label="Steps",
-            info="More steps: finer, and slower in proportion.",
-            buttons=[],
-            elem_id="field-steps",
-        )
-        with gr.Row(elem_classes="pair"):
-            guidance = gr.Number(
-                **values["guidance_scale"],
-                label="Guidance",
-                info="How closely the prompt is followed. 1 turns it off and halves the time.",
-                step=0.5,
-                elem_id="field-guidance_scale",
-            )
-            guidance_2 = gr.Number(
-                **values["guidance_scale_2"],
-                label="Low-noise guidance",
-                info="The same for the second transformer, which draws the detail.",
-                step=0.5,
-                elem_id="field-guidance_scale_2",
-            )
-        shift = shift_field.control(values["shift"])
-    controls = (negative, model, width, height, frames, fps, steps, guidance, guidance_2, seed, shift)
-    return Basics(dict(zip(BASIC[1:], controls, strict=True)), size, length)
+        for name in (name for name, declared in FIELDS.items() if declared.group == "more"):
+            made[name] = fields.control(name, **values.get(name, {}))
+    return Basics({name: made[name] for name in BASIC}, size, length)
 
 
 def model_choices(models: Mapping[str, ModelSpec]) -> list[tuple[str, str]]:
@@ -231,66 +158,71 @@ def model_values(spec: ModelSpec) -> dict[str, dict[str, Any]]:
             "maximum": _MODEL_FRAMES_SHOWN * max(*spec.frame_counts, defaults.frames) // stride * stride + 1,
             "step": stride,
         },
-        "fps": {"value": defaults.fps, "step": 1},
+        "fps": {"value": defaults.fps},
         "negative_prompt": {"value": defaults.negative_prompt},
         "steps": {"value": defaults.steps, "minimum": 1, "maximum": max(_WIDEST_STEPS, defaults.steps), "step": 1},
         "guidance_scale": {"value": defaults.guidance_scale},
         "guidance_scale_2": {"value": second, "visible": spec.experts > 1},
-        "shift": shift_field.model_values(spec),
+        "shift": {"value": "", "info": f"{FIELDS['shift'].help} Empty: the model's own{_own_shift(spec)}."},
         **acceleration.model_values(spec),
     }
+
+
+def _own_shift(spec: ModelSpec) -> str:
+    """Return what the form says of the model's own shift, in parentheses."""
+    known = published(spec)
+    if not spec.here or spec.noise.setting is None:
+        return ""
+    other = known is not None and known.flow_shift != spec.noise.shift
+    return f" ({spec.noise.shift:g}{f'; the authors use {known.flow_shift:g}' if known and other else ''})"
 
 
 def filled(
     stored: Mapping[str, Any], models: dict[str, ModelSpec], preset: str = "", gpus: int = 1
 ) -> dict[str, dict[str, Any]]:
-    """Return properties for the choice of sizes and every control that bring stored values back.
+    """Return properties for the choice of sizes and every control that restore stored values.
 
-    The stored values come from a browser: those that a control could not show are passed over, as is a model that is
-    no longer there, with all that belongs to it. Backends that were kept under another preset than this one give way
-    to it: whoever starts the app with other flags means them.
+    The stored values come from a browser. Values that a control cannot show are skipped, and so is a model that is not
+    offered any more, with everything that belongs to it. Backends that were stored under other launch flags are skipped
+    too: the launch flags take precedence.
 
     Args:
-        gpus: how many there are: more are not brought back.
+        preset: the launch flags' backends, see `preset_name`.
+        gpus: how many GPUs there are; larger numbers are not restored.
     """
     known = stored.get("model") in list(models)
     name = stored["model"] if known else next(iter(models))
-    values = model_values(models[name]) | {"model": {"value": name}}
-    for control in ("prompt", "seed"):
-        given = stored.get(control)
-        values[control] = {"value": str(given) if isinstance(given, str | int) else ""}
-    if known:
-        if isinstance(stored.get("negative_prompt"), str):
-            values["negative_prompt"]["value"] = stored["negative_prompt"]
-        for control in ("width", "height", "frames", "fps", "steps", "guidance_scale", "guidance_scale_2"):
-            given = stored.get(control)
-            if isinstance(given, int | float) and math.isfinite(given):
-                values[control]["value"] = given
-        values["shift"]["value"] = shift_field.shown(stored.get("shift"))
+    values = {control: dict[str, Any]() for control in NAMES} | model_values(models[name])
+    values["model"] = {"value": name}
+    for field, declared in FIELDS.items():
+        follows_model = declared.group in {"video", "more"} and field != "seed"
+        if field in {"model", "backends", "gpus"} or (follows_model and not known):
+            continue
+        value = fields.shown(field, stored.get(field))
+        if value is not None:
+            values[field]["value"] = value
+        elif field == "prompt":
+            values[field]["value"] = ""
+    if stored.get("gpus") in ("1", AUTO, *map(str, range(2, gpus + 1))):
+        values["gpus"]["value"] = stored["gpus"]
+    values |= _filled_backends(stored, values, preset)
     values["size"]["value"] = size_value(models[name], values["width"]["value"], values["height"]["value"])
-    chosen = _chosen(stored)
-    if "backends" not in stored and stored.get("preset", "") != preset:
-        chosen = {name: value for name, value in chosen.items() if not name.startswith("backend_")}
-    if chosen.get("gpus") not in acceleration.GPUS[: 1 + gpus]:
-        chosen.pop("gpus", None)
-    for control in acceleration.CHOICES:
-        values.setdefault(control, {}).update({"value": chosen[control]} if control in chosen else {})
-    return values | {
-        "loras": {"value": lora_field.shown(stored.get("loras"))},
-        "step_cache": {"value": acceleration.step_cache_shown(stored.get("step_cache"))},
-    }
+    return values
 
 
-def _chosen(stored: Mapping[str, Any]) -> dict[str, str]:
-    """Return the choices that stored values hold; a result says `backends`, by component or for all."""
-    backends = stored.get("backends")
-    given = dict(stored)
-    if isinstance(backends, Mapping):
-        given |= {f"backend_{name}": backends.get(name, backends.get(ALL, AUTO)) for name in COMPONENTS}
+def _filled_backends(
+    stored: Mapping[str, Any], values: Mapping[str, dict[str, Any]], preset: str
+) -> dict[str, dict[str, Any]]:
+    """Return the properties of the backends' controls; a result stores `backends`, by component or for all."""
+    controls = [f"{fields.BACKEND}{name}" for name in COMPONENTS]
+    chosen: Mapping[str, str | None] = {}
+    if "backends" in stored:
+        chosen = fields.shown_backends(stored["backends"])
+    elif stored.get("preset", "") == preset:
+        chosen = {control: fields.shown_backend(stored.get(control)) for control in controls}
     return {
-        name: given[name] if given[name] in known else known[0]
-        for name, known in acceleration.CHOICES.items()
-        if isinstance(given.get(name), str)
+        control: values[control] | ({} if chosen.get(control) is None else {"value": chosen[control]})
+        for control in controls
     }
 
 
@@ -313,33 +245,34 @@ def read(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationReque
     """Read the controls' values, in the order of `NAMES`.
 
     Raises:
-        TandemError: for a value that cannot be, naming it.
+        TandemError: for an invalid value, with its field.
     """
     given = _by_name(values)
     spec = check_offered(given["model"], models)
-    given["prompt"] = "" if given["prompt"] is None else given["prompt"]
-    given["seed"], given["gpus"] = _seed(given["seed"]), formatting.whole(given["gpus"])
-    given["loras"], given["shift"] = lora_field.read(given["loras"]), shift_field.read(given["shift"])
-    given["step_cache"] = read_step_cache(given["step_cache"])
+    backends = {name: given.pop(f"{fields.BACKEND}{name}") for name in COMPONENTS}
+    request = {name: fields.read(name, value) for name, value in given.items()}
+    request["prompt"] = "" if request["prompt"] is None else request["prompt"]
+    request["backends"] = {name: backends[name] for name in spec.component_names if backends[name] != AUTO}
     if spec.experts == 1:
-        given["guidance_scale_2"] = AUTO
-    chosen = {name: given.pop(f"backend_{name}") for name in COMPONENTS}
-    given["backends"] = {name: chosen[name] for name in spec.component_names if chosen[name] != AUTO}
-    for name, value in given.items():
-        if value is None and name not in {"negative_prompt", "shift", *acceleration.CHOICES}:
-            default = model_values(spec)[name]["value"]  # as the form shows it
-            raise InvalidRequestError(name, f"The {label(name)} is empty.", f"Give one, such as {default:g}.")
-    return GenerationRequest(**given)
+        request["guidance_scale_2"] = AUTO
+    for name, value in request.items():
+        if value is None and isinstance(FIELDS[name], Number) and name != "shift":
+            default = model_values(spec).get(name, {}).get("value", GenerationRequest.model_fields[name].default)
+            raise InvalidRequestError(name, "form.empty", default=default)
+    return GenerationRequest(**request)
 
 
 def read_basics(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationRequest:
-    """Read the values of a form that has no more than the controls of `BASIC`.
+    """Read the values of a form that has only the controls of `BASIC`.
 
     Raises:
-        TandemError: for a value that cannot be, naming it.
+        TandemError: for an invalid value, with its field.
     """
-    others = {name: known[0] for name, known in acceleration.CHOICES.items()} | {"loras": "", "step_cache": NONE}
-    return read([*values, *(others[name] for name in NAMES[len(BASIC) :])], models)
+    if len(values) != len(BASIC):
+        raise InvalidRequestError("form", "form.incomplete")
+    others = {name: str(info.default) for name, info in GenerationRequest.model_fields.items() if name not in BASIC}
+    given = dict.fromkeys(NAMES, AUTO) | others | {"loras": ""} | dict(zip(BASIC, values, strict=True))
+    return read([given[name] for name in NAMES], models)
 
 
 def read_settings(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationRequest:
@@ -368,11 +301,5 @@ def read_model(values: Sequence[Any], models: dict[str, ModelSpec]) -> ModelSpec
 
 def _by_name(values: Sequence[Any]) -> dict[str, Any]:
     if len(values) != len(NAMES):
-        raise InvalidRequestError("form", "The form is not whole.", "Load the page again.")
+        raise InvalidRequestError("form", "form.incomplete")
     return dict(zip(NAMES, values, strict=True))
-
-
-def _seed(value: Any) -> Any:
-    """Return the number in the field, "auto" for an empty one, and what is neither as it is, to be refused by name."""
-    given = value.strip() if isinstance(value, str) else value
-    return AUTO if given is None or given == "" else formatting.whole(given)

@@ -1,16 +1,11 @@
 """How numbers read on the page: durations, sizes, lengths. Plain functions."""
 
-import re
-from typing import Any
-
 from runtime.core.units import duration as whole_seconds
 
 _MINUTE = 60
 _HOUR = 3600
 # Below this a duration shows tenths.
 _FINE_SECONDS = 10
-_WHOLE = re.compile(r"[+-]?[0-9]{1,20}")
-_NUMBER = re.compile(r"[+-]?[0-9]{1,20}([.,][0-9]{0,20})?")
 
 
 def duration(seconds: float) -> str:
@@ -43,13 +38,3 @@ def size(width: int, height: int) -> str:
 def length(frames: int, fps: int) -> str:
     """Return "33 frames · 2.1 s at 16 fps"."""
     return f"{frames} frame{'' if frames == 1 else 's'} · {frames / fps:.1f} s at {fps} fps"
-
-
-def whole(value: Any) -> Any:
-    """Return the whole number that text spells, and what is none as it is."""
-    return int(value) if isinstance(value, str) and _WHOLE.fullmatch(value) else value
-
-
-def number(value: Any) -> Any:
-    """Return the number that text spells, with a decimal point or comma, and what is none as it is."""
-    return float(value.replace(",", ".")) if isinstance(value, str) and _NUMBER.fullmatch(value) else value

@@ -204,7 +204,7 @@ class JobsController:
         request = form.read(values, self._models)
         # An empty field means that the seed stays what it was.
         seed = job.request["seed"] if request.seed == AUTO else request.seed
-        self._worker.edit(job.id, replace(request, seed=seed))
+        self._worker.edit(job.id, request.replace(seed=seed))
         return {"said": "Saved. It keeps its place in the queue.", "saved": job.id}
 
     def _resume(self, job: JobRecord, _asked: Asked, _values: Sequence[Any]) -> Says:

@@ -4,7 +4,7 @@ Both pages have it, that of the person whose Tandem this is and that of visitors
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -167,10 +167,15 @@ def connect_basics(controls: dict[str, Any], size: gr.Radio, length: gr.HTML) ->
         control.change(**LOCAL, inputs=list(controls.values()), js="(...values) => window.tandem.save(values)")
 
 
-def header(icon: str, preset: str = "") -> str:
-    """Return the head of a page; `preset` tells one preset of backends from another."""
+def header(icon: str, fields: Iterable[str], preset: str = "") -> str:
+    """Return the head of a page.
+
+    Args:
+        fields: the names of the form's controls in order, for the script that stores their values.
+        preset: the launch flags' backends, see `form.preset_name`.
+    """
     return (
-        f'<header data-preset="{preset}">{icon}<h1>Tandem</h1><p>{_TAGLINE}</p>'
+        f'<header data-fields="{" ".join(fields)}" data-preset="{preset}">{icon}<h1>Tandem</h1><p>{_TAGLINE}</p>'
         '<button type="button" class="button" id="theme">Dark</button></header>'
         '<p id="offline" role="alert"></p>'
     )

@@ -64,7 +64,7 @@ def build(
     with gr.Blocks(title="Tandem", analytics_enabled=False, fill_width=True, delete_cache=_TIDY_SECONDS) as page:
         # First, so that the name is its own: gradio numbers later ones.
         gr.api(api.endpoint(worker, models, settings.model), api_name="generate", concurrency_limit=None)
-        gr.HTML(header(icon, preset), elem_id="top")
+        gr.HTML(header(icon, form.NAMES, preset), elem_id="top")
         if sharing is not None:
             sharing_status.make(page, sharing)
         with gr.Tabs(elem_id="tabs"):
@@ -76,18 +76,16 @@ def build(
                 parts = _shelf("parts")
                 bringing = engine_import.block()
                 shelves = [parts, *map(_shelf, ("work", "disk", "table"))]
-        inputs, size, rows = made.form, made.size, made.panel.rows.values()
-        controls = dict(zip(form.NAMES, inputs.controls, strict=True))
-        connect(
-            page, studio, handlers, controls, [size, *rows, *inputs.following_model], [size, *rows, *inputs.controls]
-        )
+        controls, size, rows = made.controls, made.size, made.panel.rows.values()
+        inputs = list(controls.values())
+        connect(page, studio, handlers, controls, [size, *rows, *made.following_model], [size, *rows, *inputs])
         connect_basics(controls, size, made.length)
         _connect_choices(made)
         _connect_panel(handlers, made)
         drawn = _connect_library(library, inputs, [*shelves, said], make_tab, engines_tab)
         _connect_import(library, inputs, bringing, [*shelves, bringing.said, drawn])
-        model_downloads.connect(page, more, offering, inputs.model)
-        jobs_tabs.connect(JobsController(worker, models, settings.outputs_dir), jobs_parts, inputs.controls, SERVED)
+        model_downloads.connect(page, more, offering, controls["model"])
+        jobs_tabs.connect(JobsController(worker, models, settings.outputs_dir), jobs_parts, inputs, SERVED)
     page.queue(default_concurrency_limit=None)
     return page
 
@@ -98,12 +96,14 @@ def _shelf(name: str) -> gr.HTML:
 
 def _connect_choices(made: form.Settings) -> None:
     """Keep toggles in step with the choices that they mirror, and take a way to hold the weights from its button."""
-    inputs, panel = made.form, made.panel
+    controls, panel = made.controls, made.panel
     for name, toggle in panel.toggles.items():
-        choice = getattr(inputs, f"backend_{name}")
+        choice = controls[f"backend_{name}"]
         toggle.input(**LOCAL, inputs=toggle, outputs=choice, js=f"(on) => on ? '{acceleration.TENSORRT}' : 'auto'")
         choice.change(**LOCAL, inputs=choice, outputs=toggle, js=f"(name) => name === '{acceleration.TENSORRT}'")
-    panel.choose_way.click(**LOCAL, outputs=[inputs.offload, inputs.quantization], js="() => window.tandem.way")
+    panel.choose_way.click(
+        **LOCAL, outputs=[controls["offload"], controls["quantization"]], js="() => window.tandem.way"
+    )
 
 
 def _connect_panel(handlers: Handlers, made: form.Settings) -> None:
@@ -112,7 +112,7 @@ def _connect_panel(handlers: Handlers, made: form.Settings) -> None:
     answered = gr.Textbox("", visible="hidden", elem_id="answered", label="Number of the question answered")
     gr.Button("Look ahead", visible="hidden", elem_id="look-ahead").click(
         handlers.look_ahead,
-        [question, *made.form.controls],
+        [question, *made.controls.values()],
         [*made.panel.shown, answered],
         js="(_, ...values) => [window.tandem.question(), ...values]",
         preprocess=False,
@@ -124,7 +124,7 @@ def _connect_panel(handlers: Handlers, made: form.Settings) -> None:
 
 
 def _connect_library(
-    library: Library, inputs: form.Form, shown: list[Any], make_tab: gr.Tab, engines_tab: gr.Tab
+    library: Library, inputs: list[Any], shown: list[Any], make_tab: gr.Tab, engines_tab: gr.Tab
 ) -> gr.Textbox:
     """Show the library while its tab is open, and do what its buttons say; return what views are compared with.
 
@@ -135,7 +135,7 @@ def _connect_library(
     asked = gr.Textbox("", visible="hidden", elem_id="asked", label="What a button of the library says")
     act = gr.Button("Act", visible="hidden", elem_id="act")
     tick = gr.Timer(_LOOK_SECONDS, active=False)
-    look: dict[str, Any] = {"inputs": [drawn, *inputs.controls], "outputs": [*shown, drawn], "preprocess": False}
+    look: dict[str, Any] = {"inputs": [drawn, *inputs], "outputs": [*shown, drawn], "preprocess": False}
     tick.tick(library.look, **look, trigger_mode="once", **SERVED)
     engines_tab.select(library.look, **look, **SERVED)
     engines_tab.select(lambda: gr.Timer(active=True), None, tick, **SERVED)
@@ -144,7 +144,7 @@ def _connect_library(
     make_tab.select(**LOCAL, js="() => window.tandem.lookAhead()")
     act.click(
         library.act,
-        [asked, *inputs.controls],
+        [asked, *inputs],
         [*shown, drawn],
         js="(_, ...values) => [window.tandem.asked(), ...values]",
         preprocess=False,
@@ -154,10 +154,10 @@ def _connect_library(
     return drawn
 
 
-def _connect_import(library: Library, inputs: form.Form, block: engine_import.Block, shown: list[Any]) -> None:
+def _connect_import(library: Library, inputs: list[Any], block: engine_import.Block, shown: list[Any]) -> None:
     """Look into files and import them; another file has to be trusted anew."""
     block.file.input(**LOCAL, outputs=block.trusted, js="() => false")
-    given: dict[str, Any] = {"inputs": [*block.inputs, *inputs.controls], "outputs": shown, "preprocess": False}
+    given: dict[str, Any] = {"inputs": [*block.inputs, *inputs], "outputs": shown, "preprocess": False}
     for handler, events in (
         (library.look_into, (block.look.click, block.file.submit)),
         (library.take, (block.take.click,)),

@@ -12,7 +12,7 @@ from runtime.core.facts import render
 from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
 from runtime.core.step_cache import NONE
 from runtime.core.units import memory_size
-from runtime.ui import formatting, lora_field
+from runtime.ui import fields, formatting
 
 _STAGES = {"encode": "reading the prompt", "denoise": "denoising", "decode": "decoding", "mux": "saving"}
 
@@ -80,7 +80,7 @@ def _guidance(request: Mapping[str, Any]) -> str:
 
 def _extras(request: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return what not every video has."""
-    loras, step_cache = lora_field.shown(request.get("loras")), request.get("step_cache", NONE)
+    loras, step_cache = fields.loras_text(request.get("loras")), request.get("step_cache", NONE)
     told = [("LoRA", line) for line in loras.splitlines()]
     told += [] if step_cache == NONE else [("Step cache", str(step_cache))]
     shift = request.get("shift")

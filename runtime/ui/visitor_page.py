@@ -48,18 +48,16 @@ def build(worker: JobQueue, settings: Settings, models: dict[str, ModelSpec], vi
             api_name="generate",
             concurrency_limit=None,
         )
-        gr.HTML(header(icon), elem_id="top")
+        gr.HTML(header(icon, form.BASIC), elem_id="top")
         limits = gr.HTML(handlers.limits(models[chosen]), elem_id="limits", apply_default_css=False)
-        studio, made = make(
-            icon, lambda _: form.basic_settings(models, chosen, handlers.values(models[chosen])), desk=False
-        )
-        controls = {"prompt": studio.prompt, **made.controls}
-        ordered = {name: controls[name] for name in form.BASIC}
+        values = handlers.values(models[chosen])
+        studio, made = make(icon, lambda prompt: form.basic_settings(models, chosen, prompt, values), desk=False)
+        controls = made.controls
         following = [controls[name] for name in form.FOLLOWING_MODEL if name in controls]
         connect(
-            page, studio, handlers, ordered, [limits, made.size, *following], [limits, made.size, *ordered.values()]
+            page, studio, handlers, controls, [limits, made.size, *following], [limits, made.size, *controls.values()]
         )
-        connect_basics(ordered, made.size, made.length)
+        connect_basics(controls, made.size, made.length)
     page.queue(default_concurrency_limit=None, max_size=_MOST_WAITING)
     return page
 

@@ -1,7 +1,6 @@
 """Which configurations there are, what they come to, and whether they are held at once."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -133,9 +132,9 @@ def test_held_together_only_if_all_fit() -> None:
 
 def test_what_two_plans_decide() -> None:
     plan = large()
-    assert decided(plan) == decided(plan.replace(asked=replace(plan.asked, backends={"all": "pytorch"}, build="never")))
+    assert decided(plan) == decided(plan.replace(asked=plan.asked.replace(backends={"all": "pytorch"}, build="never")))
     # What came of it is the VAE's dtype.
-    assert decided(plan) == decided(plan.replace(asked=replace(plan.asked, vae_precision="auto")))
+    assert decided(plan) == decided(plan.replace(asked=plan.asked.replace(vae_precision="auto")))
     assert decided(plan) != decided(plan.replace(steps=plan.steps + 1))
     assert decided(plan) != decided(plan.replace(shift=5.0))
     other = plan.components["vae"].replace(dtype="bfloat16")
@@ -157,19 +156,19 @@ def test_pytorch_in_anothers_place_is_told() -> None:
     plan = large()
     assert why_not(plan) is None
     plan = plan.with_component("vae", plan.components["vae"].replace(reason="There is none."))
-    said = why_not(plan.replace(asked=replace(plan.asked, backends={"vae": "inductor"})))
+    said = why_not(plan.replace(asked=plan.asked.replace(backends={"vae": "inductor"})))
     assert said == "VAE decoder: PyTorch instead of Inductor. There is none."
-    assert why_not(plan.replace(asked=replace(plan.asked, backends={"vae": "pytorch"}))) is None
+    assert why_not(plan.replace(asked=plan.asked.replace(backends={"vae": "pytorch"}))) is None
 
 
 def test_engines_are_built_once() -> None:
     plan = large()
-    plan = plan.replace(asked=replace(plan.asked, build="always"))
+    plan = plan.replace(asked=plan.asked.replace(build="always"))
     part = plan.components["vae"].replace(backend="inductor", engines=(use("vae", build=True),))
     again = without_builds(plan.with_component("vae", part))
     assert again.asked.build == "missing"
     assert not any(one.build for one in again.components["vae"].engines)
-    assert without_builds(plan.replace(asked=replace(plan.asked, build="never"))).asked.build == "never"
+    assert without_builds(plan.replace(asked=plan.asked.replace(build="never"))).asked.build == "never"
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_what_is_quantized_uses_the_whole_range() -> None:
     assert torch.isfinite(scale)
 
 
-@pytest.mark.parametrize("kind", ATTENTIONS[1:])
+@pytest.mark.parametrize("kind", list(ATTENTIONS)[1:])
 def test_every_kind_is_tried_before_it_is_trusted(kind: str) -> None:
     why = problem(kind, "cpu", torch.bfloat16, WIDTH)
     # On a CPU PyTorch has its own flash attention; FP8 is done step by step there.

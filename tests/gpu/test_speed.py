@@ -102,7 +102,7 @@ def test_nothing_falls_back_in_silence() -> None:
     assert not job.fallen
 
 
-@pytest.mark.parametrize("kind", ATTENTIONS[1:])
+@pytest.mark.parametrize("kind", list(ATTENTIONS)[1:])
 def test_attention(kind: str) -> None:
     why = problem(kind, "cuda:0", torch.bfloat16, 128)
     if why is not None:

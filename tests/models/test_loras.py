@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -327,10 +326,10 @@ def test_files_are_read_once_and_again_when_they_change(
 ) -> None:
     path = made_loras.save(tmp_path / "a.safetensors", made_loras.peft(factors(spec.transformer)))
     first = with_loras(spec, [Lora(str(path))], tmp_path).loras[0]
-    json.loads(json.dumps(first.to_json()))
-    assert type(first).from_json(first.to_json()) == first
+    json.loads(json.dumps(first.model_dump(mode="json")))
+    assert type(first).model_validate(first.model_dump(mode="json")) == first
     tensors = load_file(path)
     made_loras.save(path, {name: tensor * 2 for name, tensor in tensors.items()})
     assert with_loras(spec, [Lora(str(path))], tmp_path).loras[0].digest != first.digest
-    assert replace(first, weight=2.0).identity != first.identity
+    assert first.model_copy(update={"weight": 2.0}).identity != first.identity
     assert loras.loras_dir(tmp_path) == tmp_path / "loras"

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,7 +62,7 @@ def test_the_history_corrects_the_next_plan(tiny: Tiny, tmp_path: Path, history:
         assert after.seconds[stage].likely == pytest.approx(saved.timings[stage], abs=0.002)
     assert all(stage.measured for stage in after.memory)
     # Another length is nearer to what was measured than to the estimate.
-    longer = resolve(replace(request, frames=17), spec, machine(), tmp_path / "x.mp4", history=history.read())
+    longer = resolve(request.replace(frames=17), spec, machine(), tmp_path / "x.mp4", history=history.read())
     assert longer.seconds["decode"].measured
     assert longer.seconds["decode"].likely > after.seconds["decode"].likely
 

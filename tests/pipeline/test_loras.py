@@ -84,7 +84,9 @@ def test_a_lora_is_added_and_removed_in_one_residency(place: Place) -> None:
             frames.append(frames_of(video))
             facts = read_metadata(video)
             digests.append([(use["name"], use["digest"], use["weight"]) for use in facts["plan"]["loras"]])
-            assert GenerationRequest.from_mapping(facts["request"]).loras == tuple(use.asked() for use in plan.loras)
+            assert GenerationRequest.from_mapping(facts["request"]).loras == tuple(
+                use.requested() for use in plan.loras
+            )
             assert str(place.lora) not in str(facts["plan"])
     assert frames[0] == frames[4]
     assert len({bytes(one) for one in frames}) == 4

@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ Tiny = Callable[[str], ModelSpec]
 def decoding_in(plan: ExecutionPlan, dtype: str) -> ExecutionPlan:
     """Return a plan as a GPU would have it: on a CPU 16 bits are refused."""
     return plan.with_component("vae", plan.components["vae"].replace(dtype=dtype)).replace(
-        asked=replace(plan.asked, vae_precision=dtype)
+        asked=plan.asked.replace(vae_precision=dtype)
     )
 
 

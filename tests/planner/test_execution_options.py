@@ -143,7 +143,7 @@ def test_the_fastest_that_was_measured_is_taken_if_it_is_still_here() -> None:
     assert plan(on=both, history=runs, attention="fp8").speed.attention == "fp8"
 
 
-@pytest.mark.parametrize("kind", ATTENTIONS[2:])
+@pytest.mark.parametrize("kind", list(ATTENTIONS)[2:])
 def test_an_attention_that_cannot_be_had_is_refused_with_what_to_do(kind: str) -> None:
     with pytest.raises(MachineError) as refused:
         plan(true_size("wan2.1-1.3b"), machine(), attention=kind, frames=5)

@@ -48,7 +48,7 @@ def test_a_job_comes_back_as_it_was(store: JobStore, tmp_path: Path) -> None:
     made = store.add(request, plan, owner="guest", batch="b", parent="p")
     again = JobStore(tmp_path / "jobs.sqlite").get(made.id)
     assert again == made
-    assert again.asked_for() == replace(request, seed=11)
+    assert again.asked_for() == request.replace(seed=11)
     assert again.plan == plan
     assert (again.state, again.held, again.owner, again.batch, again.parent) == ("queued", False, "guest", "b", "p")
     assert (again.output, again.result, again.failure, again.begun) == (plan.output, None, None, False)

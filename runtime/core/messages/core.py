@@ -4,6 +4,8 @@ from collections.abc import Mapping
 
 from runtime.core.messages import Message
 
+_DESCRIBE = "Describe the video in a sentence."
+
 MESSAGES: Mapping[str, Message] = {
     # Transitional: text from code that does not state facts yet.
     "text": Message("{what}", "{remedy}"),
@@ -26,4 +28,65 @@ MESSAGES: Mapping[str, Message] = {
     ),
     "event.internal_error": Message("Internal error: {error}", "See the log for details."),
     "internal_error": Message("Internal error: {error}", "The details are in {log}."),
+    # Request fields.
+    "request.not_an_object": Message("The request is not an object.", "Give the fields by name."),
+    "request.unknown_field": Message("Unknown field {name}.", "The fields are: {known:list}."),
+    "request.prompt_missing": Message("The prompt is missing.", _DESCRIBE),
+    "request.prompt_empty": Message("The prompt is empty.", _DESCRIBE),
+    "request.not_text": Message("{field:setting} is not text.", "Write a sentence."),
+    "request.text_too_long": Message(
+        "{field:setting} has {characters:,} characters; the limit is {most:,}.", "Shorten the text."
+    ),
+    "request.control_character": Message(
+        "{field:setting} contains the control character {character}.", "Remove it, or type the text again."
+    ),
+    "request.model_name": Message(
+        "The model's name is empty or unreadable.", "Give a name from `models list`, or a folder."
+    ),
+    "request.not_whole": Message(
+        "{field:setting} is {value}, not a whole number.", "Give a number from {low:.16g} to {high:.16g}, or auto."
+    ),
+    "request.not_a_number": Message(
+        "{field:setting} is {value}, not a number.", "Give a number from {low:.16g} to {high:.16g}, or auto."
+    ),
+    "request.out_of_range": Message(
+        "{field:setting} is {value}.", "Give a number from {low:.16g} to {high:.16g}; the nearest is {nearest:.16g}."
+    ),
+    "request.not_a_choice": Message("{field:setting} is {value}.", "Select one of {choices:list}."),
+    "request.not_backends": Message(
+        "{field:setting} is {value}.", 'Give a backend for each component, as in {{"vae": "pytorch"}}.'
+    ),
+    "request.not_a_backend": Message(
+        "{field:setting} is {value}.", "Give COMPONENT=BACKEND, as in vae=inductor or all=pytorch."
+    ),
+    "request.backend_repeated": Message(
+        "{field:setting} names the component {component} twice.", "Give one backend for each component."
+    ),
+    "request.unknown_component": Message(
+        "Unknown component {component}.", "The components are {components:list}; all stands for every component."
+    ),
+    "request.unknown_backend": Message("Unknown backend {backend}.", "Select one of {choices:list}."),
+    # LoRAs and the step cache.
+    "lora.not_a_list": Message("{field:setting} is {value}.", 'Give a list, as in ["style", "high=fast:0.8"].'),
+    "lora.too_many": Message("{count} LoRAs are too many.", "Give at most {most}."),
+    "lora.repeated": Message("The LoRA {file} is given twice.", "Give it once, with the weight that you want."),
+    "lora.not_a_lora": Message("{field:setting} contains {value}.", "Give FILE, FILE:WEIGHT, high=FILE or low=FILE."),
+    "lora.bad_name": Message(
+        "The LoRA's name {file} is empty or unreadable.", "Give a name, or the path of a .safetensors file."
+    ),
+    "lora.weight_not_a_number": Message(
+        "The weight of the LoRA {file} is {weight}, not a number.", "Give a number above 0 and up to {most:g}."
+    ),
+    "lora.weight_out_of_range": Message(
+        "The weight of the LoRA {file} is {weight:g}.",
+        "Give a number above 0 and up to {most:g}; most LoRAs are made for 1.",
+    ),
+    "lora.unknown_expert": Message("The LoRA {file} is for the expert {expert}.", "Select one of {choices:list}."),
+    "step_cache.unknown": Message(
+        "{field:setting} is {value}.", "Select one of {choices:list}; {example} also sets the strength."
+    ),
+    "step_cache.strength_out_of_range": Message(
+        "The strength of {field:setting} is {strength}.",
+        "Give a number above 0 and up to {most:g}; the default is {default:g}.",
+    ),
 }

@@ -90,7 +90,7 @@ class GroupManager:
             group = self._group = Group(split, check, self._limits)
             self._texts = Texts()
         told = _PARTS.dump_python(part, mode="json")
-        loras = [use.to_json() for use in spec.loras_of(name)]
+        loras = [use.model_dump(mode="json") for use in spec.loras_of(name)]
         directory, model = str(spec.directory), spec.name
         how = asdict(speed or EAGER)
         answers = group.call(

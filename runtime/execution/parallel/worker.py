@@ -91,7 +91,7 @@ class Rank:
         """Load a component."""
         name = said["name"]
         spec = read_spec(Path(said["directory"]), said["model"])
-        spec = replace(spec, loras=tuple(map(LoraUse.from_json, said["loras"])))
+        spec = replace(spec, loras=tuple(map(LoraUse.model_validate, said["loras"])))
         part = TypeAdapter(ComponentPlan).validate_python({**said["part"], "device": str(self._device)})
         module: Any = load_module(spec, name, part)
         self._modules[name] = module

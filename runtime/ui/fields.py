@@ -1,0 +1,164 @@
+"""Request fields as controls of the web form, generated from their declarations in `core.request`.
+
+A control's value comes from a browser and can be anything: it is not checked here but by `GenerationRequest`, so
+gradio's own checks are left out.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import gradio as gr
+
+from runtime.core.errors import InvalidRequestError
+from runtime.core.facts import Words
+from runtime.core.loras import MAX_LORAS, Lora, parse_lora, read_loras
+from runtime.core.request import COMPONENTS, FIELDS, GenerationRequest
+from runtime.core.request_fields import AUTO, Backends, Choice, Loras, Number, Prompt, StepCache
+
+BACKEND = "backend_"
+_LONGEST_LORAS = 4_000
+_INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
+_DECIMAL = re.compile(r"[+-]?[0-9]{1,20}([.,][0-9]{0,20})?")
+
+
+def control(name: str, **properties: Any) -> gr.components.Component:
+    """Make the control of a field.
+
+    Args:
+        name: the field's name.
+        properties: arguments of the component that depend on the model or the machine.
+    """
+    declared = FIELDS[name]
+    shared: dict[str, Any] = {"label": declared.label, "info": declared.help, "elem_id": f"field-{name}", **properties}
+    if isinstance(declared, Choice | StepCache):
+        titles = [(title, value) for value, title in declared.choices.items()]
+        shared = {"choices": titles, "value": next(iter(declared.choices)), **shared}
+    if "choices" in shared:
+        typed = isinstance(declared, StepCache)  # a strength can be typed
+        return gr.Dropdown(filterable=typed, allow_custom_value=typed, **shared)
+    match declared:
+        case Prompt():
+            return gr.Textbox(lines=2, max_lines=6, **shared)
+        case Number(placeholder=str(placeholder)) if placeholder:
+            # A text field, because gradio's number fields show 0 where nothing is given.
+            return gr.Textbox(placeholder=placeholder, max_lines=1, **shared)
+        case Number() if "maximum" in properties:
+            return gr.Slider(buttons=[], **shared)
+        case Number():
+            return gr.Number(**({"step": declared.step} if declared.step else {}), **shared)
+        case Loras():
+            return gr.Textbox(placeholder="name:0.8", lines=2, max_lines=MAX_LORAS, **shared)
+    raise AssertionError(f"the field {name} has no control")
+
+
+def read(name: str, value: Any) -> Any:
+    """Return what a control's value stands for, for `GenerationRequest`.
+
+    Raises:
+        InvalidRequestError: for LoRAs that are not names.
+    """
+    match FIELDS[name]:
+        case Number(placeholder=str(placeholder), open=unset, whole=whole) if placeholder:
+            text = value.strip() if isinstance(value, str) else value
+            return unset if text is None or text == "" else _number(text, whole=whole)
+        case Number(whole=True):
+            return _number(value, whole=True)
+        case Loras():
+            return _read_loras(value)
+    return value
+
+
+def shown(name: str, stored: Any) -> Any:
+    """Return the control's value for a stored one, of a form or a request; `None` if the control cannot show it."""
+    declared = FIELDS[name]
+    if isinstance(declared, Prompt):
+        return stored if isinstance(stored, str) else None
+    if isinstance(declared, Choice):
+        return _choice(stored, tuple(declared.choices))
+    if isinstance(declared, Loras):
+        return loras_text(stored)
+    if isinstance(declared, Number) and not declared.placeholder:
+        return stored if isinstance(stored, int | float) and math.isfinite(stored) else None
+    try:
+        value = getattr(GenerationRequest(**{"prompt": "none", name: read(name, stored)}), name)
+    except InvalidRequestError:
+        value = GenerationRequest.model_fields[name].default
+    if isinstance(declared, StepCache):
+        return value
+    return "" if value in (None, AUTO) else f"{value:.17g}" if isinstance(value, int) else f"{value:.12g}"
+
+
+def shown_backends(stored: Any) -> dict[str, str]:
+    """Return the value of each backend's control for the stored backends of a request."""
+    try:
+        request = GenerationRequest(prompt="none", backends=stored)
+    except InvalidRequestError:
+        return {f"{BACKEND}{name}": AUTO for name in COMPONENTS}
+    return {f"{BACKEND}{name}": request.backend(name) for name in COMPONENTS}
+
+
+def shown_backend(stored: Any) -> str | None:
+    """Return the value of one backend's control for the stored value of that control."""
+    declared = FIELDS["backends"]
+    assert isinstance(declared, Backends)
+    return _choice(stored, tuple(declared.choices))
+
+
+def loras_text(stored: Any) -> str:
+    """Return stored LoRAs, of a form or a request, one a line; nothing for what is neither."""
+    if isinstance(stored, str):
+        return stored[:_LONGEST_LORAS]
+    try:
+        return "\n".join(str(lora) for lora in read_loras(stored)) if stored else ""
+    except InvalidRequestError:
+        return ""
+
+
+def by_name(loras: Sequence[Lora]) -> tuple[Lora, ...]:
+    """Return LoRAs that are all given by name: the web app opens no files of a page's choice.
+
+    Raises:
+        InvalidRequestError: for a path.
+    """
+    for lora in loras:
+        if not lora.is_name:
+            raise InvalidRequestError("loras", "form.lora_is_path", file=lora.file[:60])
+    return tuple(loras)
+
+
+class FormWords(Words):
+    """What the web form calls settings and components."""
+
+    def setting(self, name: str, value: str | None = None) -> str:
+        """Return a control's label, and the title of one of its choices: “Offload”, “Offload: By block”."""
+        declared = FIELDS.get(name)
+        label = name.replace("_", " ").capitalize() if declared is None else declared.label
+        if value is None:
+            return f"“{label}”"
+        choices = declared.choices if isinstance(declared, Choice | Backends | StepCache) else {}
+        return f"“{label}: {choices.get(value, value)}”"
+
+
+def _number(value: Any, *, whole: bool) -> Any:
+    """Return the number that text spells, with a decimal point or comma; other values as they are."""
+    if not isinstance(value, str):
+        return value
+    if whole:
+        return int(value) if _INTEGER.fullmatch(value) else value
+    return float(value.replace(",", ".")) if _DECIMAL.fullmatch(value) else value
+
+
+def _read_loras(value: Any) -> tuple[Lora, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, str) or len(value) > _LONGEST_LORAS:
+        raise InvalidRequestError("loras", "form.loras_not_text")
+    return by_name(read_loras([parse_lora(line.strip()) for line in value.splitlines() if line.strip()]))
+
+
+def _choice(stored: Any, choices: Sequence[str]) -> str | None:
+    if not isinstance(stored, str):
+        return None
+    return stored if stored in choices else choices[0]
