@@ -24,8 +24,7 @@ from runtime.pipeline.history import HistoryFile
 from runtime.pipeline.outputs import make_folder, output_path
 from runtime.planner.resolve import resolve
 from runtime.queue import recovery
-from runtime.queue.execution import ControlPoller, Planner, run
-from runtime.queue.job import Job
+from runtime.queue.execution import ControlPoller, JobRecorder, Planner, run
 from runtime.queue.opening import open_store
 from runtime.queue.process_lock import Instance
 from runtime.queue.records import JobRecord
@@ -74,7 +73,9 @@ def resume(beginning: str, *, as_json: bool) -> int:
         recovery.recover(store, own.id)
         job = store.take(store.find(beginning).id, own.id)
         try:
-            spec, plan = Planner(here.settings.weights_dir, here.engines, here.history).plan(job, here.machine)
+            spec, plan = Planner(here.settings.weights_dir, here.engines, here.history).plan(
+                job, here.machine, deaths=store.deaths(job.id)
+            )
         except TandemError as error:
             store.record(job.id, Failed.because_of(error))
             raise
@@ -111,37 +112,33 @@ def _run(
     here: _Here, store: JobStore, record: JobRecord, spec: ModelSpec, plan: ExecutionPlan, *, as_json: bool
 ) -> int:
     progress = terminal.ProgressLine()
-    job = Job(record, plan, spec.title, store)
-    job.begin(record)
     if store.notice:
         terminal.warning(str(store.notice))
 
-    def emit(event: Event) -> None:
-        seen = len(job.events)
-        job.record(event)
-        progress.event(event)
-        # The job may have more to say than was told: that it cannot be written down.
-        for told in job.events[seen:]:
-            if isinstance(told, Warned | FellBack) or (isinstance(told, OutOfMemory) and told.retried):
-                terminal.warning(str(told.fact))
+    poller = ControlPoller(store)
+    with cancel_on_signals() as cancel, poller.polling():
+        job = JobRecorder(record.id, store, cancel)
 
-    wishes = ControlPoller(store)
-    with cancel_on_signals() as cancel, wishes.listening(), wishes.heard(job):
-        # Not the job's own token: a signal's handler must not write to the store that it may have interrupted.
-        job.cancel = cancel
-        with Residency(here.engines) as residency, progress.shown():
-            run(job, plan, spec, emit, residency, here.history, store)
+        def emit(event: Event) -> None:
+            warnings = job.record(event)
+            progress.event(event)
+            for one in (event, *warnings):
+                if isinstance(one, Warned | FellBack) or (isinstance(one, OutOfMemory) and one.retried):
+                    terminal.warning(str(one.fact))
+
+        with poller.following(job), Residency(here.engines) as residency, progress.shown():
+            run(job, record, plan, spec, emit, residency, here.history, store)
     return _told(job, store, as_json=as_json)
 
 
-def _told(job: Job, store: JobStore, *, as_json: bool) -> int:
-    end = job.progress.end
+def _told(job: JobRecorder, store: JobStore, *, as_json: bool) -> int:
+    end = job.end
     if isinstance(end, VideoSaved):
         _report(end)
         if as_json:
             exit_codes.emit_json(end.result_json() | {"job": job.id})
         return exit_codes.DONE
-    again = "" if store.path is None else f" Go on later: jobs resume {job.id}"
+    again = "" if store.temporary else f" Go on later: jobs resume {job.id}"
     if isinstance(end, Failed):
         if end.internal:
             return exit_codes.defect(end.what, as_json=as_json)

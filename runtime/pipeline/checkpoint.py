@@ -28,7 +28,7 @@ from runtime.core.plan import ExecutionPlan
 from runtime.core.step_cache import NONE
 from runtime.execution.memory import ran_out
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.checkpoint_files import BOUNDARY, HEADER_KEY, LATEST, newest
+from runtime.pipeline.checkpoint_files import BOUNDARY, HEADER_KEY, HOW, LATEST, SECOND_HALF, newest
 from runtime.pipeline.sampling import Conditioning, Reached
 
 _VERSION = 1
@@ -41,21 +41,6 @@ _CHECKSUM = "checksum"
 _SHARE = 0.01
 # Estimate of a checkpoint's cost before the first one is written: opening and syncing a file, and a slow disk.
 _OPEN_SECONDS, _BYTES_PER_SECOND = 0.01, 100e6
-# Request fields that may differ between runs of one clip: how it is computed, and how fast it plays.
-HOW = (
-    "backends",
-    "build",
-    "offload",
-    "quantization",
-    "on_out_of_memory",
-    "attention",
-    "compile",
-    "vae_precision",
-    "fps",
-    "gpus",
-)
-# The field of the second transformer, which the first half of a clip does not depend on.
-SECOND_HALF = "guidance_scale_2"
 # The model and LoRAs are identified by their files.
 _NOT_THE_CLIP = {*HOW, "model", "loras"}
 
@@ -122,7 +107,7 @@ class CheckpointFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._stamps_of: dict[Path, Stamps] = {}
 
     def save(self, checkpoint: Checkpoint, spec: ModelSpec, *, boundary: bool = False) -> None:
@@ -134,21 +119,21 @@ class CheckpointFolder:
         Raises:
             CheckpointError: if the disk or memory is full, or the folder cannot be written.
         """
-        latest = self._path / LATEST
+        latest = self.path / LATEST
         try:
             data = _packed(checkpoint, self._stamps(spec))
-            self._path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True)
             if boundary:
                 # First, so that no run resumes after it without it. Files are replaced and never modified, so the two
                 # names may refer to one file.
-                _write(self._path / BOUNDARY, data)
-                _link(self._path / BOUNDARY, latest, data)
+                _write(self.path / BOUNDARY, data)
+                _link(self.path / BOUNDARY, latest, data)
             else:
                 _write(latest, data)
         except OSError as error:
             self._sweep()
             raise CheckpointError(
-                "checkpoint.not_writable", folder=self._path, reason=error.strerror or str(error)
+                "checkpoint.not_writable", folder=self.path, reason=error.strerror or str(error)
             ) from error
         except Exception as error:
             if ran_out(error) is None:
@@ -162,7 +147,7 @@ class CheckpointFolder:
             CheckpointError: if it cannot be used, with the reason.
         """
         self._sweep()
-        return _read(newest(self._path), self._stamps(spec), plan, half=False)
+        return _read(newest(self.path), self._stamps(spec), plan, half=False)
 
     def boundary(self, spec: ModelSpec, plan: ExecutionPlan) -> Checkpoint | None:
         """Return the checkpoint between the two transformers; `None` if there is none.
@@ -170,20 +155,20 @@ class CheckpointFolder:
         Raises:
             CheckpointError: if it cannot be used, with the reason.
         """
-        return _read(self._path / BOUNDARY, self._stamps(spec), plan, half=True)
+        return _read(self.path / BOUNDARY, self._stamps(spec), plan, half=True)
 
     def remove_latest(self) -> None:
         """Remove what a finished job no longer needs: everything but the checkpoint that a rerun starts from."""
         self._sweep()
         with contextlib.suppress(OSError):
-            (self._path / LATEST).unlink(missing_ok=True)
+            (self.path / LATEST).unlink(missing_ok=True)
 
     def clear(self) -> None:
         """Remove all checkpoints."""
         self._sweep()
         for name in (LATEST, BOUNDARY):
             with contextlib.suppress(OSError):
-                (self._path / name).unlink(missing_ok=True)
+                (self.path / name).unlink(missing_ok=True)
 
     def _stamps(self, spec: ModelSpec) -> Stamps:
         # Once per run: it loaded the files that were there when it started. A run has one model, LoRAs included.
@@ -193,7 +178,7 @@ class CheckpointFolder:
 
     def _sweep(self) -> None:
         """Remove partial files of killed processes."""
-        for left in self._path.glob(f"*{_PARTIAL}"):
+        for left in self.path.glob(f"*{_PARTIAL}"):
             with contextlib.suppress(OSError):
                 left.unlink()
 

@@ -7,16 +7,38 @@ from pathlib import Path
 from runtime.core.errors import ModelError
 from runtime.models.safetensors_header import read_header
 
-POSTER = "poster.webp"
+# The newest preview of a running job; once its video is saved, the poster.
+PREVIEW, POSTER = "preview.webp", "poster.webp"
 LATEST, BOUNDARY = "checkpoint.safetensors", "boundary.safetensors"
 CHECKPOINTS = "*.safetensors"
 # The key of a checkpoint's metadata that holds its JSON header.
 HEADER_KEY = "tandem"
+# Request fields that may differ between runs of one clip: how it is computed, and how fast it plays.
+HOW = (
+    "backends",
+    "build",
+    "offload",
+    "quantization",
+    "on_out_of_memory",
+    "attention",
+    "compile",
+    "vae_precision",
+    "fps",
+    "gpus",
+)
+# The field of the second transformer, which the first half of a clip does not depend on.
+SECOND_HALF = "guidance_scale_2"
 
 
-def checkpoint_step(folder: Path | None) -> int | None:
-    """Return the step that a job resumes after; `None` without a readable checkpoint."""
-    return None if folder is None else _newest(folder)[1]
+def checkpoint_step(folder: Path | None, name: str | None = None) -> int | None:
+    """Return the step that a job resumes after; `None` without a readable checkpoint.
+
+    Args:
+        name: of the checkpoint's file; by default, the newest.
+    """
+    if folder is None:
+        return None
+    return _newest(folder)[1] if name is None else _step(folder / name)
 
 
 def newest(folder: Path) -> Path:

@@ -1,19 +1,24 @@
 """Rerun the second half of a video: the low-noise transformer with other settings, from the end of the first half."""
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runtime.core.errors import CheckpointError, InvalidRequestError
+from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import AUTO, GenerationRequest
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.checkpoint import HOW, SECOND_HALF, CheckpointFolder
+from runtime.pipeline.checkpoint_files import BOUNDARY, HOW, LATEST, SECOND_HALF, checkpoint_step
 from runtime.planner.engine_offers import Offers, no_offers
 from runtime.planner.history import History
 from runtime.planner.resolve import resolve
+
+if TYPE_CHECKING:  # it imports torch
+    from runtime.pipeline.checkpoint import CheckpointFolder
 
 # Fields that the checkpoint between the two transformers does not depend on.
 CHANGEABLE = (SECOND_HALF, *HOW)
@@ -25,8 +30,8 @@ def redo_second_half(
     made: ExecutionPlan,
     changes: Mapping[str, Any],
     spec: ModelSpec,
-    source: CheckpointFolder,
-    target: CheckpointFolder,
+    source: Path,
+    target: Path,
     machine: Machine,
     output: Path,
     offers: Offers = no_offers,
@@ -34,12 +39,13 @@ def redo_second_half(
 ) -> ExecutionPlan:
     """Plan a job that runs the low-noise transformer and decodes, and copy the checkpoint it starts from.
 
-    `run_job` with this plan and `target` does the rest; it can be interrupted and resumed like any other job.
+    `prepare` and `run_job` with this plan and `target` do the rest; the job can be interrupted and resumed like any
+    other. Imports no torch.
 
     Args:
         made: the plan of the job to rerun; it ended, or was interrupted in its second half.
         changes: request fields by name, of those in `CHANGEABLE`; backends by component.
-        source: that job's checkpoints.
+        source: the folder of that job's checkpoints.
         target: the new job's.
         machine, output, offers, history: as for `planner.resolve.resolve`.
 
@@ -57,17 +63,40 @@ def redo_second_half(
     backends = changes.get("backends", {})
     values["backends"] = {**made.asked.backends, **backends} if isinstance(backends, Mapping) else backends
     plan = resolve(GenerationRequest.from_mapping(values), spec, machine, output, offers, history)
+    if not (source / BOUNDARY).is_file():
+        raise CheckpointError("checkpoint.boundary_missing")
+    if checkpoint_step(source, BOUNDARY) is None:
+        raise CheckpointError("checkpoint.boundary_unusable", cause=Fact("checkpoint.damaged"))
     try:
-        boundary = source.boundary(spec, plan)
+        target.mkdir(parents=True, exist_ok=True)
+        try:
+            (target / BOUNDARY).hardlink_to(source / BOUNDARY)
+        except OSError:  # a disk without links
+            shutil.copyfile(source / BOUNDARY, target / BOUNDARY)
+    except OSError as error:
+        cause = Fact("checkpoint.not_writable", {"folder": target, "reason": error.strerror or str(error)})
+        raise CheckpointError("checkpoint.boundary_not_copied", cause=cause) from error
+    return plan
+
+
+def prepare(checkpoints: "CheckpointFolder", plan: ExecutionPlan, spec: ModelSpec) -> None:
+    """Make the copied checkpoint the job's own, unless the job has a checkpoint already.
+
+    Raises:
+        CheckpointError: if it cannot be used or written.
+    """
+    if (checkpoints.path / LATEST).is_file():
+        return
+    try:
+        boundary = checkpoints.boundary(spec, plan)
     except CheckpointError as error:
         raise CheckpointError("checkpoint.boundary_unusable", cause=error.fact) from error
     if boundary is None:
-        raise CheckpointError("checkpoint.boundary_missing")
+        return
     try:
-        target.save(replace(boundary, planned=plan, plan=plan), spec, boundary=True)
+        checkpoints.save(replace(boundary, planned=plan, plan=plan), spec, boundary=True)
     except CheckpointError as error:
         raise CheckpointError("checkpoint.boundary_not_copied", cause=error.fact) from error
-    return plan
 
 
 def _check_changeable(changes: Mapping[str, Any]) -> None:

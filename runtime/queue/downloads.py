@@ -1,114 +1,128 @@
-"""Models that are fetched for the web app: one after the other, on a thread of their own.
+"""Model downloads of the web app: one at a time, on a thread of the web process.
 
-Beside the queue and not in it: a download takes no GPU, and an hour of it would hold up every video behind it.
+They are not in the job queue: a download needs no GPU, and for an hour it would hold up every video behind it.
 """
 
 import logging
 import queue
 import threading
+from dataclasses import dataclass, field
 
-from runtime.core.cancel import CancelledError
+from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.errors import DownloadError, TandemError
+from runtime.core.events import Failed
+from runtime.core.facts import Fact
 from runtime.core.settings import Settings
-from runtime.core.units import byte_size
 from runtime.models.hub.client import check_online, hub_of
 from runtime.models.hub.download import Download, source_of
 from runtime.models.hub.progress import Progress
 from runtime.models.registry import KnownModel
-from runtime.queue.tasks import Free, Task
-
-_REMEMBERED = 8
+from runtime.queue.tasks import TaskProgress
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass
+class ModelDownload(TaskProgress):
+    """One download.
+
+    Attributes:
+        model: what is downloaded.
+        cancel: stops it.
+    """
+
+    model: KnownModel = field(kw_only=True)
+    cancel: Cancel = field(default_factory=Cancel, repr=False)
+
+    @property
+    def cancelling(self) -> bool:
+        """Whether it runs and was asked to stop."""
+        return self.open and self.cancel.requested
+
+
 class Downloads:
-    """What is fetched, waits and ended, by model. Safe between threads.
+    """Queued, running and ended downloads, by model. Safe between threads.
 
     Args:
-        settings: say where models go, where they come from, and whether they may.
+        settings: where models go, where they come from, and whether downloads are allowed.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._tasks: dict[str, Task] = {}
-        self._waiting: queue.Queue[Task | None] = queue.Queue()
+        self._downloads: dict[str, ModelDownload] = {}
+        self._waiting: queue.Queue[ModelDownload | None] = queue.Queue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def add(self, known: KnownModel) -> Task:
-        """Fetch a known model once those before it are done. Its licence is taken to be agreed to.
+    def add(self, model: KnownModel) -> ModelDownload:
+        """Download a known model after those that were added before. The user has agreed to its licence.
 
         Raises:
-            DownloadError: if it is waited for already, or nothing may be fetched.
+            DownloadError: if it is queued or runs already, or downloads are not allowed.
         """
         check_online(self._settings)
         with self._lock:
-            before = self._tasks.get(known.name)
+            before = self._downloads.get(model.name)
             if before is not None and before.open:
-                raise DownloadError(f"{known.title} is being fetched already.", "Wait for it, or cancel it.")
-            task = self._tasks[known.name] = downloading(known, self._settings)
-            self._waiting.put(task)
+                raise DownloadError("download.already_queued", model=model.title)
+            download = self._downloads[model.name] = ModelDownload(model=model)
+            self._waiting.put(download)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="downloads", daemon=True)
                 self._thread.start()
-        return task
+        return download
 
-    def of(self, name: str) -> Task | None:
+    def of(self, name: str) -> ModelDownload | None:
         """Return the last download of a known model."""
         with self._lock:
-            return self._tasks.get(name)
+            return self._downloads.get(name)
 
     def cancel(self, name: str) -> None:
-        """Stop one: at once if it waits, within a tenth of a second if it runs; what came stays."""
+        """Stop a download: at once if it is queued, within a tenth of a second if it runs. Received data is kept."""
         with self._lock:
-            task = self._tasks.get(name)
-            if task is not None and task.open:
-                task.cancel.request()
-                if task.state == "queued":
-                    task.end("cancelled", "Cancelled before it began.")
+            download = self._downloads.get(name)
+            if download is not None and download.open:
+                download.cancel.request()
+                if download.state == "queued":
+                    download.result, download.state = Fact("download.cancelled"), "cancelled"
 
     def close(self) -> None:
-        """Stop all, and wait for that; what came stays, and goes on when it is asked for again."""
+        """Stop all downloads and wait for that. Received data is kept, and the next download continues from it."""
         with self._lock:
             thread, self._thread = self._thread, None
-            for task in self._tasks.values():
-                task.cancel.request()
+            for download in self._downloads.values():
+                download.cancel.request()
         if thread is not None:
             self._waiting.put(None)
             thread.join()
 
     def _run(self) -> None:
-        while (task := self._waiting.get()) is not None:
+        while (download := self._waiting.get()) is not None:
             with self._lock:
-                if not task.open:
+                if not download.open:
                     continue
-                task.start()
-            logger.info("%s %s begins", task.kind, task.id)
+                download.state = "running"
+            name = download.model.name
+            logger.info("download of %s starts", name)
             try:
-                task.end("done", task.work(task, lambda: None))
+                download.result = self._fetch(download)
+                download.state = "done"
             except CancelledError:
-                task.end("cancelled", "Cancelled. What came is kept, and goes on from there.")
+                download.result, download.state = Fact("download.cancelled"), "cancelled"
             except TandemError as error:
-                task.end("failed", error.what, error.remedy)
-            except Exception as error:  # a defect: told in one line, kept in the log
+                download.result, download.state = error.fact, "failed"
+            except Exception as error:  # internal error: one line for the user, the traceback in the log
                 logger.exception("A download failed")
-                task.end("failed", f"Something broke inside Tandem: {error!r}", "The log has the details.")
-            logger.info("%s %s: %s", task.kind, task.id, task.state)
+                download.result, download.state = Failed.because_of(error).fact, "failed"
+            logger.info("download of %s: %s", name, download.state)
 
+    def _fetch(self, download: ModelDownload) -> Fact:
+        def report(progress: Progress) -> None:
+            download.line, download.share = progress.line, progress.share
 
-def downloading(known: KnownModel, settings: Settings) -> Task:
-    """Return the chore of fetching a known model."""
-
-    def work(task: Task, _free: Free) -> str:
-        def tell(progress: Progress) -> None:
-            task.line, task.share = progress.line, progress.share
-
-        task.cancel.check()
-        hub = hub_of(settings)
-        with Download(source_of(known.name, None), settings.weights_dir, hub, tell) as download:
-            plan = download.plan(task.cancel)
-            download.run(plan, task.cancel)
-        return f"{known.title} is downloaded and verified: {byte_size(plan.listing.total_bytes)}."
-
-    return Task("download", f"Download {known.title}", work)
+        download.cancel.check()
+        source, hub = source_of(download.model.name, None), hub_of(self._settings)
+        with Download(source, self._settings.weights_dir, hub, report) as fetching:
+            plan = fetching.plan(download.cancel)
+            fetching.run(plan, download.cancel)
+        return Fact("download.done", {"model": download.model.title, "size": plan.listing.total_bytes})

@@ -1,44 +1,62 @@
-"""A job that was claimed: the plan as things are now, the run, and what somebody wishes meanwhile.
+"""Running one claimed job in this process: its plan for this moment, its events into the store, its control requests.
 
-The worker and the command line run jobs through this.
+The worker processes and the command line run jobs through this module.
 """
 
+import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runtime.core.errors import StoreError
+from runtime.core.cancel import Cancel
+from runtime.core.errors import CheckpointError, StoreError
+from runtime.core.events import (
+    EngineProgress,
+    Event,
+    Failed,
+    FramesDecoded,
+    Planned,
+    StepDone,
+    TerminalEvent,
+    VideoSaved,
+    Warned,
+)
+from runtime.core.facts import Fact
+from runtime.core.log import in_the_log
 from runtime.core.plan import ExecutionPlan
 from runtime.engines.service import EngineService
 from runtime.machine.probe import Machine
 from runtime.models.loras import model_for
 from runtime.models.spec import ModelSpec
+from runtime.pipeline.checkpoint_files import POSTER, PREVIEW
 from runtime.pipeline.history import HistoryFile
 from runtime.planner.parallelism import usable_gpus
 from runtime.planner.resolve import resolve
-from runtime.queue.job import Job
 from runtime.queue.records import JobRecord
 from runtime.queue.store import JobStore
 
-if TYPE_CHECKING:  # these bring torch
+if TYPE_CHECKING:  # these import torch
     from runtime.execution.residency import Residency
     from runtime.pipeline.run_context import Emit
 
-_LOOK_SECONDS = 0.25
+_POLL_SECONDS = 0.1
+# An engine's builder reports many times a second.
+_LIVE_SECONDS = 0.2
 
 logger = logging.getLogger(__name__)
 
 
 class Planner:
-    """Plans jobs as things are when they begin.
+    """Plans claimed jobs for the machine as it is when they start.
 
     Args:
-        weights_dir: where models are looked for, beside the shipped ones.
+        weights_dir: where models are looked for, besides the shipped ones.
         engines: what plans may use.
-        history: what jobs took here.
+        history: measured times of earlier jobs.
     """
 
     def __init__(self, weights_dir: Path, engines: EngineService, history: HistoryFile | None) -> None:
@@ -47,38 +65,42 @@ class Planner:
         self._history = history
 
     def plan(
-        self, record: JobRecord, machine: Machine, gpu: int = 0, beside: Sequence[int] | None = None
+        self,
+        record: JobRecord,
+        machine: Machine,
+        gpu: int = 0,
+        others: Sequence[int] | None = None,
+        deaths: Sequence[Mapping[str, object]] = (),
     ) -> tuple[ModelSpec, ExecutionPlan]:
-        """Return the model and the plan of a claimed job: one that had begun goes on by its own plan.
+        """Return the model and the plan of a claimed job; one that had started keeps its own plan.
 
         Args:
-            gpu, beside: see `planner.resolve.resolve`.
+            gpu, others: see `planner.resolve.resolve`.
+            deaths: the events "WorkerDied" of the job: components that ran on an engine then run in PyTorch.
 
         Raises:
-            TandemError: if it cannot be made as things are now.
+            TandemError: if the job cannot be made on this machine now.
         """
         spec = model_for(record.asked_for(), self._weights_dir)
         if record.begun and record.plan is not None and record.plan.loras == spec.loras:
-            moved = on_gpu(record.plan, gpu, machine, beside)
+            moved = on_gpu(record.plan, gpu, machine, others)
             if moved is not None:
-                return spec, moved
-            logger.info("job %s: what it began on is not here, so it is planned anew", record.id)
+                return spec, after_deaths(moved, deaths)
+            logger.info("job %s: the devices of its plan are not here, so it is planned again", record.id)
         history = () if self._history is None else self._history.read()
         offers = self._engines.offers(spec)
-        plan = resolve(record.asked_for(), spec, machine, record.output, offers, history, gpu, beside)
-        return spec, plan
+        plan = resolve(record.asked_for(), spec, machine, record.output, offers, history, gpu, others)
+        return spec, after_deaths(plan, deaths)
 
 
 def on_gpu(
-    plan: ExecutionPlan, gpu: int, machine: Machine, beside: Sequence[int] | None = None
+    plan: ExecutionPlan, gpu: int, machine: Machine, others: Sequence[int] | None = None
 ) -> ExecutionPlan | None:
-    """Return a plan with its parts on other GPUs of the machine; `None` if it needs more than there are.
-
-    Parts on the CPU stay there.
+    """Return a plan with its CUDA components on other GPUs; `None` if it needs more GPUs than there are.
 
     Args:
-        gpu: the one, or the first of several.
-        beside: what others it may have; if it is left out, all that are usable.
+        gpu: the only one, or the first of several.
+        others: further GPUs that it may use; by default, all usable ones.
     """
     on_cuda = [name for name, part in plan.components.items() if part.device.startswith("cuda")]
     if on_cuda and gpu >= len(machine.gpus):
@@ -86,15 +108,121 @@ def on_gpu(
     moved = {name: plan.components[name].replace(device=f"cuda:{gpu}") for name in on_cuda}
     split = plan.split
     if split is not None and on_cuda:
-        others = [other for other in (usable_gpus(machine) if beside is None else beside) if other != gpu]
-        if 1 + len(others) < plan.gpus:
+        further = [other for other in (usable_gpus(machine) if others is None else others) if other != gpu]
+        if 1 + len(further) < plan.gpus:
             return None
-        split = split.replace(devices=tuple(f"cuda:{index}" for index in [gpu, *others][: plan.gpus]))
+        split = split.replace(devices=tuple(f"cuda:{index}" for index in [gpu, *further][: plan.gpus]))
     return plan.replace(components={**plan.components, **moved}, split=split)
 
 
+def after_deaths(plan: ExecutionPlan, deaths: Sequence[Mapping[str, object]]) -> ExecutionPlan:
+    """Return a plan without the engines that ran when a worker died with the job, and with warnings that say so."""
+    for death in deaths:
+        how, name = {"how": death.get("how")}, str(death.get("part"))
+        warnings = [Fact("queue.worker_replaced", how)]
+        part = plan.components.get(name)
+        if part is not None and part.engines and death.get("stage") != "build":
+            reason = Fact("queue.engine_disabled", how)
+            plan = plan.with_component(name, part.in_pytorch(str(reason)))
+            if not plan.fell_back(name):  # otherwise the job reports it
+                warnings.append(Fact("event.fell_back", {"component": name, "backend": part.backend, "reason": reason}))
+        new = [str(warning) for warning in warnings if str(warning) not in plan.warnings]
+        plan = plan.replace(warnings=(*plan.warnings, *new))
+    return plan
+
+
+class JobRecorder:
+    """Writes the events of a job that this process runs to the store, its preview to the job's folder.
+
+    Where the store cannot be written, the job continues and the events are written as soon as it can be.
+
+    Attributes:
+        cancel: what the job checks; the poller sets it as the store says.
+        end: the terminal event, once the job has ended.
+    """
+
+    def __init__(self, job_id: str, store: JobStore, cancel: Cancel | None = None) -> None:
+        self.id = job_id
+        self.cancel = cancel or Cancel()
+        self.end: TerminalEvent | None = None
+        self._store = store
+        self._unwritten: list[Event] = []
+        self._failing = False
+        self._live_at = 0.0
+        self._lock = threading.RLock()
+
+    @property
+    def written(self) -> bool:
+        """Whether the store has all events."""
+        return not self._unwritten
+
+    def record(self, event: Event) -> list[Warned]:
+        """Write an event down; return warnings that the event led to, for whoever watches this process."""
+        if isinstance(event, EngineProgress):
+            self._show(event)
+            return []
+        logger.info("job %s: %s", self.id, in_the_log(event))
+        warnings = []
+        with self._lock:
+            before = self._failing
+            if isinstance(event, StepDone | FramesDecoded) and event.preview is not None:
+                self._keep_preview(event.preview)
+                event = event.model_copy(update={"preview": None})
+            if isinstance(event, VideoSaved):
+                self._keep_poster()
+            if isinstance(event, TerminalEvent):
+                self.end = event
+            self._unwritten.append(event)
+            if isinstance(event, Planned) and self._store.problem:
+                warnings.append(Warned(fact=Fact("queue.job_not_stored", {"cause": self._store.problem})))
+                self._unwritten += warnings
+            problem = self.write()
+        if problem is not None and not before and not isinstance(event, TerminalEvent):
+            warnings.append(Warned(fact=Fact("queue.job_not_stored_yet", {"cause": problem.fact})))
+        return warnings
+
+    def write(self) -> StoreError | None:
+        """Write what could not be written before; return the error, if it still cannot."""
+        with self._lock:
+            try:
+                while self._unwritten:
+                    self._store.record(self.id, self._unwritten[0])
+                    del self._unwritten[0]
+            except StoreError as error:
+                # It is tried again several times a second, but logged once.
+                if not self._failing:
+                    logger.warning("job %s: its events cannot be written yet", self.id)
+                self._failing = True
+                return error
+            self._failing = False
+        return None
+
+    def _show(self, event: EngineProgress) -> None:
+        now = time.monotonic()
+        if now - self._live_at >= _LIVE_SECONDS:
+            self._live_at = now
+            with contextlib.suppress(StoreError):  # the next one may be shown
+                self._store.show(self.id, event.model_dump(mode="json"))
+
+    def _keep_preview(self, preview: bytes) -> None:
+        folder = self._store.folder(self.id)
+        if folder is not None:
+            with contextlib.suppress(OSError):  # the page has no preview then
+                folder.mkdir(parents=True, exist_ok=True)
+                written = folder / f"{PREVIEW}.tmp"
+                written.write_bytes(preview)
+                written.replace(folder / PREVIEW)
+
+    def _keep_poster(self) -> None:
+        folder = self._store.folder(self.id)
+        if folder is not None:
+            with contextlib.suppress(OSError):  # the gallery has no poster then
+                (folder / PREVIEW).replace(folder / POSTER)
+
+
 def run(
-    job: Job,
+    recorder: JobRecorder,
+    record: JobRecord,
     plan: ExecutionPlan,
     spec: ModelSpec,
     emit: "Emit",
@@ -102,35 +230,43 @@ def run(
     history: HistoryFile | None,
     store: JobStore,
 ) -> None:
-    """Make the video, on this thread; the job has ended then, or was paused.
+    """Make the video of a claimed job in this thread; then it has ended, or it was paused and `recorder.end` is `None`.
 
     Args:
-        emit: called with each event; it is to hand it to `job.record`.
+        emit: called with each event; it has to call `recorder.record`.
     """
     from runtime.pipeline.checkpoint import CheckpointFolder
+    from runtime.pipeline.rerun_low_noise import prepare
     from runtime.pipeline.run import run_job
 
-    folder = store.folder(job.id)
+    folder = store.folder(record.id)
     checkpoints = None if folder is None else CheckpointFolder(folder)
-    run_job(plan, spec, emit, job.cancel, residency, history, checkpoints, job.id)
-    if checkpoints is not None and job.state == "done":
+    if record.parent is not None and checkpoints is not None:
+        try:
+            prepare(checkpoints, plan, spec)
+        except CheckpointError as error:
+            emit(Failed.because_of(error))
+            return
+    run_job(plan, spec, emit, recorder.cancel, residency, history, checkpoints, record.id)
+    if checkpoints is not None and isinstance(recorder.end, VideoSaved):
         checkpoints.remove_latest()
 
 
 class ControlPoller:
-    """Listens to what the store says that running jobs were asked for, by whichever process, and passes it on.
+    """Polls the store for requests to cancel or pause the jobs of this process, and passes them on.
 
-    Also writes down what could not be written before.
+    It also writes down what could not be written before.
     """
 
     def __init__(self, store: JobStore) -> None:
         self._store = store
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, JobRecorder] = {}
+        self._cancels: dict[str, Cancel] = {}
         self._lock = threading.Lock()
 
     @contextmanager
-    def heard(self, job: Job) -> Iterator[None]:
-        """Listen for one job while entered."""
+    def following(self, job: JobRecorder) -> Iterator[None]:
+        """Follow one job while entered, and after that until all its events are written."""
         with self._lock:
             self._jobs[job.id] = job
         try:
@@ -138,41 +274,52 @@ class ControlPoller:
         finally:
             with self._lock:
                 if job.written:
-                    self._jobs.pop(job.id, None)  # `look` may have been first
+                    self._jobs.pop(job.id, None)  # `poll` may have been first
 
-    def look(self) -> None:
-        """Look once."""
+    @contextmanager
+    def cancelling(self, task_id: str, cancel: Cancel) -> Iterator[None]:
+        """Follow one task while entered."""
+        with self._lock:
+            self._cancels[task_id] = cancel
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._cancels[task_id]
+
+    def poll(self) -> None:
+        """Poll once."""
         with self._lock:
             jobs = dict(self._jobs)
+            cancels = self._cancels | {job.id: job.cancel for job in jobs.values()}
         for job in jobs.values():
-            if not job.written and job.write() is None and not job.open:
+            if not job.written and job.write() is None and job.end is not None:
                 with self._lock:
                     self._jobs.pop(job.id, None)
         try:
-            asked = self._store.asked(jobs) if jobs else {}
-        except StoreError:  # heard at the next look
+            requests = self._store.asked(cancels) if cancels else {}
+        except StoreError:  # polled again soon
             return
-        for job_id, wish in asked.items():
-            cancel = jobs[job_id].cancel
-            if wish == "cancel" and not cancel.requested:
-                cancel.request()
-            elif wish == "pause":
-                cancel.pause()
+        for job_id, request in requests.items():
+            if request == "cancel":
+                cancels[job_id].request()
+            elif request == "pause":
+                cancels[job_id].pause()
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Look a few times a second while entered."""
+    def polling(self) -> Iterator[None]:
+        """Poll several times a second while entered."""
         end = threading.Event()
 
-        def listen() -> None:
-            while not end.wait(_LOOK_SECONDS):
-                self.look()
+        def poll() -> None:
+            while not end.wait(_POLL_SECONDS):
+                self.poll()
 
-        thread = threading.Thread(target=listen, name="wishes", daemon=True)
+        thread = threading.Thread(target=poll, name="control-poller", daemon=True)
         thread.start()
         try:
             yield
         finally:
             end.set()
             thread.join()
-            self.look()
+            self.poll()

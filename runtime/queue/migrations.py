@@ -101,5 +101,24 @@ def _text(what: str, remedy: str = "") -> Fact:
     return Fact("text", {"what": what, "remedy": remedy})
 
 
+def _worker_processes(connection: sqlite3.Connection) -> None:
+    """Version 3: worker processes, the GPUs that they lend each other, and progress that is not kept as events."""
+    connection.execute("ALTER TABLE jobs ADD COLUMN live TEXT")
+    connection.execute(
+        """
+        CREATE TABLE workers (
+            instance  TEXT PRIMARY KEY,
+            app       TEXT NOT NULL,
+            gpu       INTEGER NOT NULL,
+            pid       INTEGER NOT NULL,
+            held      TEXT NOT NULL DEFAULT '{}',
+            wanted    INTEGER NOT NULL DEFAULT 0,
+            since     REAL NOT NULL DEFAULT 0,
+            lent_to   TEXT
+        )
+        """
+    )
+
+
 # Each brings the file from the version of its place to the next one.
-MIGRATIONS: tuple[Migration, ...] = (_create, _sentences_to_facts)
+MIGRATIONS: tuple[Migration, ...] = (_create, _sentences_to_facts, _worker_processes)

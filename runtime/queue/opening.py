@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from runtime.core.errors import StoreError
 from runtime.queue.process_lock import Instance
@@ -26,4 +27,9 @@ def open_store(cache_dir: Path) -> JobStore:
             raise
     except StoreError as error:
         logger.error("%s cannot be used: %s", NAME, type(error.__cause__ or error).__name__)
-        return JobStore(None, problem=error.fact)
+        problem = error.fact
+        try:
+            folder = TemporaryDirectory(prefix="tandem-jobs-", ignore_cleanup_errors=True)
+            return JobStore(Path(folder.name) / NAME, problem, folder)
+        except (OSError, StoreError):
+            return JobStore(None, problem)

@@ -51,8 +51,8 @@ def folder(store_path: Path) -> Path:
 
 
 def lives(store_path: Path, instance: str) -> bool:
-    """Whether a process still runs."""
-    return is_held(_lock(folder(store_path), instance))
+    """Return whether a process still runs; a worker counts as running for as long as the app that supervises it."""
+    return is_held(_lock(folder(store_path), instance.partition(".")[0]))
 
 
 def _lock(where: Path, instance: str) -> Path:

@@ -51,6 +51,7 @@ class JobRecord:
         instance: the process that runs it, or ran it last.
         created, started, ended, deleted: seconds since 1970, by the clock as it then was.
         result: `VideoSaved` as JSON.
+        live: what it shows of this moment, an event as JSON that the next one replaces.
         failure: what went wrong and what to do about it.
     """
 
@@ -76,6 +77,7 @@ class JobRecord:
     deleted: float | None
     result: Mapping[str, Any] | None
     failure: Failed | None
+    live: str | None = None
 
     @property
     def open(self) -> bool:

@@ -9,10 +9,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from runtime.core.errors import TandemError
-from runtime.core.events import VideoSaved
+from runtime.core.errors import StoreError, TandemError
+from runtime.core.events import Failed, VideoSaved
 from runtime.queue import process_lock
 from runtime.queue.records import JobRecord
+from runtime.queue.registry import WorkerRegistry, app_of
 from runtime.queue.store import JobStore
 from runtime.video.encode import sweep
 from runtime.video.metadata import read_metadata
@@ -29,18 +30,23 @@ def recover(store: JobStore, own: str) -> Sequence[str]:
     A job whose video is whole and names it is done: its process died between the two. Others are interrupted.
 
     Args:
-        own: the process that asks.
+        own: the process that asks. Its workers, and those of other apps that run, are their supervisor's business.
     """
     if store.path is None:
         return []
     alive: dict[str, bool] = {own: True}
     found = []
+    registry = WorkerRegistry(store)
+    for app in registry.apps() - {own}:
+        if not process_lock.lives(store.path, app):
+            registry.remove_app(app)
     for job in store.queue():
         if job.instance is None:
             continue
-        if job.instance not in alive:
-            alive[job.instance] = process_lock.lives(store.path, job.instance)
-        if not alive[job.instance]:
+        app = app_of(job.instance)
+        if app not in alive:
+            alive[app] = process_lock.lives(store.path, app)
+        if not alive[app]:
             state = store.interrupt(job.id, job.instance, _finished(job))
             if state is not None:
                 logger.info("job %s: its process died; %s", job.id, state)
@@ -48,6 +54,45 @@ def recover(store: JobStore, own: str) -> Sequence[str]:
             for folder in {job.output.parent} if job.kind == "video" else ():
                 sweep(folder)
     return found
+
+
+def settle_worker(store: JobStore, worker: str, how: str) -> None:
+    """Decide what becomes of what a worker ran when it died.
+
+    A video or a build is queued again in its old place and resumes by itself, once. A second death fails it.
+
+    Args:
+        how: the worker ended, in a few words.
+
+    Raises:
+        StoreError: if the store cannot be written.
+    """
+    for job in store.running_on(worker):
+        saved = _finished(job)
+        if job.kind == "video":
+            sweep(job.output.parent)
+        if saved is not None or job.asked == "cancel":
+            store.interrupt(job.id, worker, saved)
+            continue
+        death = {"event": "WorkerDied", "how": how, **_at_work(store, job.id)}
+        if job.kind != "task" and store.restart(job.id, worker, death):
+            logger.warning("job %s: its worker died (%s); it is queued again", job.id, how)
+            continue
+        error = StoreError("queue.worker_died" if job.kind == "task" else "queue.worker_died_again", how=how)
+        if job.kind == "video":
+            store.record(job.id, Failed.because_of(error))
+        else:
+            store.finish(job.id, "failed", error.fact)
+
+
+def _at_work(store: JobStore, job_id: str) -> dict[str, str | None]:
+    """Return the stage of a running job, and its component at work."""
+    for _, _, values in reversed(store.events(job_id)):
+        if values["event"] == "StageStarted":
+            return {"stage": values["stage"], "part": values["part"]}
+        if values["event"] == "Planned":
+            break
+    return {"stage": None, "part": None}
 
 
 def purge(store: JobStore, outputs_dir: Path, older_than: float = KEPT_SECONDS) -> int:

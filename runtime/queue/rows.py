@@ -94,8 +94,22 @@ def start(connection: sqlite3.Connection, job_id: str, instance: str) -> JobReco
         started=time.time(),
         ended=None,
         failure=None,
+        live=None,
     )
     return record(find(connection, job_id))
+
+
+def deaths(connection: sqlite3.Connection, job_id: str) -> list[dict[str, Any]]:
+    """Return the events "WorkerDied" of a job since it was asked for, or asked for again."""
+    found = connection.execute("SELECT event FROM events WHERE job = ? ORDER BY n DESC", (job_id,))
+    died = []
+    for row in found:
+        event = json.loads(row["event"])
+        if event["event"] in {"QueuedAgain", "Edited"}:
+            break
+        if event["event"] == "WorkerDied":
+            died.append(event)
+    return died[::-1]
 
 
 def video(request: GenerationRequest, plan: ExecutionPlan) -> dict[str, str]:

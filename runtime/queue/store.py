@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import EllipsisType
 from typing import Any
 
@@ -22,12 +23,16 @@ from runtime.queue import rows
 from runtime.queue.database import Database
 from runtime.queue.records import KINDS, VIDEOS, JobRecord, Kind, State, Wish, event_to_json
 
+# State, hold, request, and live progress of a job.
+Seen = tuple[State, bool, Wish, str | None]
+
 
 class JobStore:
     """The jobs of one cache folder. Safe between threads and processes.
 
     Args:
-        path: of the file; `None` keeps all in memory, for a folder that cannot be written to.
+        path: of the file; `None` keeps all in memory, for this process alone.
+        temporary_folder: removed when the store is closed, for jobs that are not remembered.
 
     Attributes:
         problem: why jobs are lost with this process; `None` if they are stored.
@@ -36,10 +41,21 @@ class JobStore:
         StoreError: by any method, if the file cannot be read or written; nothing has changed then.
     """
 
-    def __init__(self, path: Path | None, problem: Fact | None = None) -> None:
-        self._database = Database(path)
+    def __init__(
+        self,
+        path: Path | None,
+        problem: Fact | None = None,
+        temporary_folder: "TemporaryDirectory[str] | None" = None,
+    ) -> None:
+        self.database = self._database = Database(path)
         self.path = path
         self.problem = problem
+        self._temporary_folder = temporary_folder
+
+    @property
+    def temporary(self) -> bool:
+        """Whether the jobs are not remembered after this app."""
+        return self.path is None or self.problem is not None
 
     @property
     def notice(self) -> Fact | None:
@@ -49,6 +65,8 @@ class JobStore:
     def close(self) -> None:
         """Close the file."""
         self._database.close()
+        if self._temporary_folder is not None:
+            self._temporary_folder.cleanup()
 
     def folder(self, job_id: str) -> Path | None:
         """Return the folder of a job's checkpoints and poster, made when they are written; `None` without a file."""
@@ -98,30 +116,21 @@ class JobStore:
             ]
 
     def add_work(
-        self,
-        kind: Kind,
-        title: str,
-        folder: Path,
-        *,
-        request: GenerationRequest | None = None,
-        part: str | None = None,
-        instance: str | None = None,
+        self, kind: Kind, title: str, folder: Path, request: Mapping[str, Any], *, part: str | None = None
     ) -> JobRecord:
         """Add work on the engine library in `folder` to the end of the queue.
 
         Args:
-            request: what a build is for; all it takes to do it later, or after a restart.
-            part: the one component that a build is for.
-            instance: the only process that can do it.
+            request: what to do, see `tasks.work_of`.
+            part: the only component that a build is for.
         """
         values = {
             "id": secrets.token_hex(4),
             "kind": kind,
             "title": title,
-            "request": json.dumps({} if request is None else request.to_json()),
+            "request": json.dumps(request),
             "part": part,
             "output": str(folder),
-            "instance": instance,
         }
         with self._database.writing() as connection:
             return rows.insert(connection, values)
@@ -212,8 +221,13 @@ class JobStore:
                 rows.end(connection, job_id, event)
             return True
 
+    def deaths(self, job_id: str) -> Sequence[Mapping[str, Any]]:
+        """Return the events "WorkerDied" of a job since it was last asked for."""
+        with self._database.reading() as connection:
+            return rows.deaths(connection, job_id)
+
     def finish(self, job_id: str, state: State, fact: Fact) -> None:
-        """Note how work on the engine library ended, once."""
+        """Note how a running task ended."""
         failure = rows.failure_text(Failed(fact=fact)) if state == "failed" else None
         with self._database.writing() as connection:
             if rows.find(connection, job_id)["state"] == "running":
@@ -264,6 +278,67 @@ class JobStore:
                 held = row["asked"] == "pause"
                 rows.note(connection, job_id, {"event": "PutBack", "held": held})
                 rows.change(connection, job_id, state="queued", held=int(held), asked="", instance=None)
+
+    def read(self, job_id: str, after: int = 0) -> tuple[JobRecord, Sequence[tuple[int, Mapping[str, Any]]]]:
+        """Return a job and its events after number `after`, both of one moment.
+
+        Raises:
+            StoreError: if there is no such job.
+        """
+        with self._database.reading() as connection:
+            record = rows.record(rows.find(connection, job_id))
+            told = connection.execute("SELECT n, event FROM events WHERE job = ? AND n > ? ORDER BY n", (job_id, after))
+            return record, [(row["n"], json.loads(row["event"])) for row in told]
+
+    def show(self, job_id: str, live: Mapping[str, Any]) -> None:
+        """Replace what a running job shows of this moment: progress that is too frequent to keep as events."""
+        with self._database.writing(durable=False) as connection:
+            rows.change(connection, job_id, live=json.dumps(live))
+
+    def note_task(self, task_id: str, event: Mapping[str, Any]) -> None:
+        """Add an event to a running task."""
+        with self._database.writing(durable=False) as connection:
+            rows.note(connection, task_id, event)
+
+    def changes(self, after: int) -> tuple[int, set[str]]:
+        """Return the number of the newest event, and the jobs that have events newer than number `after`."""
+        with self._database.reading() as connection:
+            (last,) = connection.execute("SELECT coalesce(max(n), 0) FROM events").fetchone()
+            found = connection.execute("SELECT DISTINCT job FROM events WHERE n > ?", (after,))
+            return int(last), {row["job"] for row in found}
+
+    def states(self, ids: Collection[str]) -> dict[str, Seen]:
+        """Return state, hold, request and live progress of each of these jobs that exists."""
+        query = f"SELECT id, state, held, asked, live FROM jobs WHERE id IN ({rows.places(ids)})"
+        with self._database.reading() as connection:
+            return {
+                row["id"]: (row["state"], bool(row["held"]), row["asked"], row["live"])
+                for row in connection.execute(query, tuple(ids))
+            }
+
+    def running_on(self, instance: str) -> Sequence[JobRecord]:
+        """Return what a worker runs."""
+        with self._database.reading() as connection:
+            query = "SELECT * FROM jobs WHERE state = 'running' AND instance = ?"
+            return [rows.record(row) for row in connection.execute(query, (instance,))]
+
+    def restart(self, job_id: str, instance: str, death: Mapping[str, Any]) -> bool:
+        """Put a job whose worker died back in its old place, once: held if it was asked to pause.
+
+        Args:
+            death: the event "WorkerDied".
+
+        Returns:
+            False, and nothing has changed, if a worker died with it before, or the worker does not run it any more.
+        """
+        with self._database.writing() as connection:
+            row = rows.find(connection, job_id)
+            if row["state"] != "running" or row["instance"] != instance or rows.deaths(connection, job_id):
+                return False
+            rows.note(connection, job_id, death)
+            held = int(row["asked"] == "pause")
+            rows.change(connection, job_id, state="queued", held=held, asked="", instance=None, live=None)
+            return True
 
     def interrupt(self, job_id: str, instance: str, saved: VideoSaved | None) -> State | None:
         """Update a job whose process `instance` died: done if its video is complete, otherwise interrupted.

@@ -1,229 +1,233 @@
-"""Work on the engine library that waits its turn among the videos: building, importing, verifying, deleting, pruning.
+"""Work on the engine library and downloads: what a task is, as data, and how far it is. Imports no torch.
 
-A chore says what it does while it does it; the worker's thread runs it, anybody may look or cancel.
+A worker process runs tasks (`task_runner`) in the order of the queue; front ends read `Task`.
 """
 
-import secrets
+import json
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from runtime.core.cancel import Cancel
-from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.core.request import GenerationRequest
-from runtime.core.units import byte_size
-from runtime.engines import library
-from runtime.engines.imported.importing import describe_matches, device_here, import_engine, inspect_engine
-from runtime.engines.imported.matching import find_matches
-from runtime.engines.service import EngineService
-from runtime.models.spec import ModelSpec
-from runtime.pipeline.build_engines import build_all, wanted_engines
+from runtime.queue.records import JobRecord
+from runtime.queue.store import JobStore, Seen
 
 TaskState = Literal["queued", "running", "done", "failed", "cancelled"]
-Kind = Literal["build", "look", "import", "verify", "delete", "prune", "download"]
-
-# Frees the models that are loaded.
-Free = Callable[[], None]
 
 _LOG_LINES = 200
+_LIVE_SECONDS = 0.2
+
+
+class _Work(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class BuildEngines(_Work):
+    """Build the engines that a request wants.
+
+    Attributes:
+        request: by the names of `GenerationRequest`; with `build="always"` existing engines are built again.
+        component: the only component to build for; `None` builds for all.
+    """
+
+    kind: Literal["build"] = "build"
+    request: dict[str, Any]
+    component: str | None = None
+
+    def asked_for(self) -> GenerationRequest:
+        """Return the request.
+
+        Raises:
+            InvalidRequestError: if this version does not understand it.
+        """
+        return GenerationRequest.from_mapping(self.request)
+
+
+class InspectEngine(_Work):
+    """Open an engine file and find out which component it could replace. This runs code of the file.
+
+    Attributes:
+        model: name or folder of the model.
+        component: the component to replace; `None` tries all.
+    """
+
+    kind: Literal["inspect"] = "inspect"
+    path: Path
+    model: str
+    component: str | None = None
+
+
+class ImportEngine(_Work):
+    """Import an engine file. This runs code of the file. Attributes as in `InspectEngine`."""
+
+    kind: Literal["import"] = "import"
+    path: Path
+    model: str
+    component: str | None = None
+
+
+class VerifyEngine(_Work):
+    """Compare an engine with PyTorch; `models` are the names or folders of the models that it may belong to."""
+
+    kind: Literal["verify"] = "verify"
+    engine: str
+    models: tuple[str, ...]
+
+
+class DeleteEngine(_Work):
+    """Delete an engine."""
+
+    kind: Literal["delete"] = "delete"
+    engine: str
+
+
+class PruneEngines(_Work):
+    """Delete the least recently used engines until the library is within `max_bytes`."""
+
+    kind: Literal["prune"] = "prune"
+    max_bytes: int
+
+
+Work = Annotated[
+    BuildEngines | InspectEngine | ImportEngine | VerifyEngine | DeleteEngine | PruneEngines,
+    Field(discriminator="kind"),
+]
+_WORK: TypeAdapter[Work] = TypeAdapter(Work)
+
+
+def work_of(record: JobRecord) -> Work:
+    """Return what a record of kind "build" or "task" is to do.
+
+    Raises:
+        ValueError: if another version wrote it.
+    """
+    if record.kind == "build":
+        return BuildEngines(request=dict(record.request), component=record.part)
+    return _WORK.validate_python(record.request)
 
 
 @dataclass
-class Task:
-    """One piece of work on its way. Read it from any thread; only the worker changes it.
+class TaskProgress:
+    """How far a task or download is. Safe to read from any thread.
 
     Attributes:
-        kind, title: what it is, for programs and for people.
-        work: does it; it is given the chore, to say how far it is, and what frees the loaded models, and returns what
-            came of it in a sentence.
-        line, share: what was said last, and how much is done, 0 to 1, where that is known.
-        log: what was said so far, and the end of a failed build's own log.
-        said, remedy: what came of it, and what to do about that.
-        found: what was found out about an imported file, a line each.
-        request, part: all that it takes to do a build later, in whichever process.
+        state: where it stands.
+        line, share: its last progress line, and the share done, 0 to 1, where it is known.
+        log: progress lines so far, and the end of a failed build's log.
+        result: how it ended.
+        found: lines about an inspected engine file.
     """
 
-    kind: Kind
-    title: str
-    work: Callable[["Task", Free], str] = field(repr=False)
-    id: str = field(default_factory=lambda: secrets.token_hex(4))
-    cancel: Cancel = field(default_factory=Cancel, repr=False)
     state: TaskState = "queued"
     line: str = ""
     share: float | None = None
     log: list[str] = field(default_factory=list, repr=False)
-    said: str = ""
-    remedy: str = ""
+    result: Fact | None = None
     found: tuple[str, ...] = ()
-    request: GenerationRequest | None = None
-    part: str | None = None
-    started_at: float = 0.0
-    ended_at: float = 0.0
 
     @property
     def open(self) -> bool:
-        """Whether it waits or runs."""
+        """Whether it is queued or runs."""
         return self.state in {"queued", "running"}
 
-    def start(self) -> None:
-        """Note that it runs."""
-        self.state, self.started_at = "running", time.time()
-
-    def tell(self, line: str, share: float | None) -> None:
-        """Say how far it is."""
-        if line != self.line:
-            self.write(line)
-        self.line, self.share = line, share
-
-    def report(self, fact: Fact, share: float | None) -> None:
-        """Say how far an engine's build is."""
-        self.tell(str(fact), share)
-
     def write(self, text: str) -> None:
-        """Add to the log; the oldest lines go where it grows long."""
+        """Append to the log, which keeps the newest lines."""
         self.log = [*self.log, *text.splitlines()][-_LOG_LINES:]
 
-    def end(self, state: TaskState, said: str, remedy: str = "") -> None:
-        """Note how it ended."""
-        self.said, self.remedy, self.ended_at = said, remedy, time.time()
-        self.state = state
 
+class Task(TaskProgress):
+    """A task in the job store, as a front end sees it; `refresh` reads what is new.
 
-def building(
-    request: GenerationRequest, spec: ModelSpec, engines: EngineService, part: str | None = None, title: str = ""
-) -> Task:
-    """Return the chore of building the engines that a request wants, for all parts or the component `part`.
-
-    Engines that are there are kept, unless the request says `build="always"`.
+    Attributes:
+        kind, title: what it is, for programs and for people.
+        cancelling: whether it runs and was asked to stop.
+        seen: see `Job`.
     """
 
-    def work(task: Task, free: Free) -> str:
-        task.tell("Looking for what is to be built", None)
-        narrowed = request if part is None else _only(request, part)
-        wanted = wanted_engines(narrowed, spec, engines)
-        if not wanted:
-            return "Nothing is to be built: PyTorch was chosen for every part."
-        # Builders measure: what is loaded for videos would be in their way.
-        free()
-        failed: list[EngineError] = []
-        made: list[str] = []
+    def __init__(self, record: JobRecord, store: JobStore) -> None:
+        super().__init__()
+        self.id = record.id
+        self.title = record.title
+        self.kind: str = record.request.get("kind", "build") if record.kind == "task" else "build"
+        self.cancelling = False
+        self.seen: Seen | None = None
+        self._store = store
+        self._read = 0
+        self._lock = threading.Lock()
 
-        def tell(fact: Fact, share: float | None) -> None:
-            done = len(made) + len(failed)
-            task.report(fact, (done + (share or 0.0)) / len(wanted))
+    def refresh(self) -> None:
+        """Read what the store has since the last time.
 
-        for one in build_all(wanted, spec, engines, tell, task.cancel, again=request.build == "always"):
-            if one.error is None:
-                made.append(one.wanted.use.id)
-            else:
-                failed.append(one.error)
-                task.write("\n".join(filter(None, (one.error.what, one.error.remedy, one.error.log))))
-        if failed and not made:
-            raise failed[0]
-        said = f"{len(made)} of {len(wanted)} ready."
-        return f"{said} {failed[0].what}" if failed else said
+        Raises:
+            StoreError: if the store cannot be read, or the task is not there any more.
+        """
+        with self._lock:
+            record, events = self._store.read(self.id, self._read)
+            for number, values in events:
+                self._read = number
+                self._follow(values)
+            if record.live is not None and record.state != "queued":
+                live = json.loads(record.live)
+                self.line, self.share = str(_fact(live["fact"])), live["share"]
+            self.cancelling = record.state == "running" and record.asked == "cancel"
+            # A build whose app was killed is not taken up by itself.
+            self.state = "cancelled" if record.state == "interrupted" else record.state
+            self.seen = (record.state, record.held, record.asked, record.live)
 
-    return Task("build", title or f"Engines for {spec.title}", work, request=request, part=part)
+    def _follow(self, values: Mapping[str, Any]) -> None:
+        match values:
+            case {"event": "TaskProgress", "fact": fact}:
+                self.write(str(_fact(fact)))
+            case {"event": "TaskLog", "text": text}:
+                self.write(text)
+            case {"event": "TaskFound", "lines": lines}:
+                self.found = tuple(lines)
+            case {"event": "Ended", "fact": fact}:
+                self.result = _fact(fact)
+            case {"event": "WorkerDied" | "PutBack"}:
+                self.line, self.share, self.log, self.found = "", None, [], ()
 
 
-def looking(path: Path, spec: ModelSpec, component: str | None, engines: EngineService) -> Task:
-    """Return the chore of opening an engine file and saying what it could stand for. It runs what is in it: ask before.
+def _fact(stored: Mapping[str, Any]) -> Fact:
+    return Fact(stored["code"], stored["data"])
 
-    Args:
-        component: whose place it is to take; `None` looks for it.
+
+class TaskRecorder:
+    """Writes the progress of a task that this process runs to the store.
+
+    Attributes:
+        cancel: what the task checks.
     """
 
-    def work(task: Task, free: Callable[[], None]) -> str:
-        task.tell(f"Opening {path.name}", None)
-        # A plan that is opened lies in the GPU's memory.
-        free()
-        contract = inspect_engine(path, device_here(engines.machine), task.report, task.cancel)
-        task.found = tuple(map(str, contract.describe()))
-        matches = find_matches(contract, spec, component)
-        task.found += tuple(map(str, describe_matches(matches, spec)))
-        return "It can be imported, if it holds the model's own weights."
+    def __init__(self, task_id: str, store: JobStore) -> None:
+        self.id = task_id
+        self.cancel = Cancel()
+        self._store = store
+        self._last: Fact | None = None
+        self._shown_at = 0.0
 
-    return Task("look", f"Look into {path.name}", work)
+    def report(self, fact: Fact, share: float | None) -> None:
+        """Note progress: what is done now, and the share done, 0 to 1, if known."""
+        now = time.monotonic()
+        if fact != self._last:
+            self._last = fact
+            self._store.note_task(self.id, {"event": "TaskProgress", "fact": fact.model_dump(mode="json")})
+        elif now - self._shown_at < _LIVE_SECONDS:
+            return
+        self._shown_at = now
+        self._store.show(self.id, {"fact": fact.model_dump(mode="json"), "share": share})
 
+    def write(self, text: str) -> None:
+        """Append to the log."""
+        self._store.note_task(self.id, {"event": "TaskLog", "text": text})
 
-def importing(path: Path, spec: ModelSpec, component: str | None, engines: EngineService) -> Task:
-    """Return the chore of importing an engine file. It runs what is in it: ask before.
-
-    Args:
-        component: whose place it is to take; `None` looks for the one whose weights it holds.
-    """
-
-    def work(task: Task, free: Callable[[], None]) -> str:
-        # It is compared with the model's own weights, and both want memory.
-        free()
-        device = device_here(engines.machine)
-        done = import_engine(path, spec, component, engines, device, task.report, task.cancel)
-        task.found = tuple(map(str, done.describe()))
-        if done.compared:
-            return f"Imported as {done.engine.id}: {done.engine.detail}"
-        return (
-            f"Imported as {done.engine.id}. Memory did not allow to compare it with PyTorch, and before that it is not "
-            "used: close other programs, then press Verify."
-        )
-
-    return Task("import", f"Import {path.name}", work)
-
-
-def verifying(engine_id: str, models: Sequence[ModelSpec], engines: EngineService) -> Task:
-    """Return the chore of proving one engine against PyTorch."""
-
-    def work(task: Task, free: Free) -> str:
-        chosen = library.choose(engines.store, [engine_id])
-        free()
-        store, machine = engines.store, engines.machine
-        (found,) = library.verify(store, chosen, models, machine, task.report, task.cancel, engines.notes)
-        if found.skipped is not None:
-            raise EngineError(found.skipped.code, **found.skipped.data)
-        record = found.engine
-        if not record.usable:
-            raise EngineError("engine.verified_wrong", cause=record.problem or record.detail)
-        return f"Right: {record.detail}"
-
-    return Task("verify", f"Verify {engine_id}", work)
-
-
-def deleting(engine_id: str, engines: EngineService) -> Task:
-    """Return the chore of deleting one engine."""
-
-    def work(_task: Task, free: Free) -> str:
-        chosen = library.choose(engines.store, [engine_id])
-        return f"Deleted, {byte_size(_freeing(lambda: library.delete(engines.store, chosen), free))} freed."
-
-    return Task("delete", f"Delete {engine_id}", work)
-
-
-def pruning(engines: EngineService) -> Task:
-    """Return the chore of deleting what is beyond the library's cap, the least recently used first."""
-
-    def work(_task: Task, free: Free) -> str:
-        # Engines that are only held for the next video may go too.
-        free()
-        done = library.prune(engines.store)
-        kept = "" if done.enough else " Pinned engines and those in use stay."
-        engines_gone = f"{len(done.deleted)} engine{'' if len(done.deleted) == 1 else 's'}"
-        return f"Deleted {engines_gone}; {byte_size(done.total_bytes)} are left.{kept}"
-
-    return Task("prune", "Delete what is beyond the limit", work)
-
-
-def _only(request: GenerationRequest, part: str) -> GenerationRequest:
-    """Return the request with a backend named for one part alone: the others then want nothing."""
-    values = request.to_json() | {"backends": {part: request.backend(part)}}
-    return GenerationRequest.from_mapping(values)
-
-
-def _freeing(delete: Callable[[], int], free: Free) -> int:
-    """Delete; an engine that is only held for the next video is let go of first."""
-    try:
-        return delete()
-    except EngineError:
-        free()
-        return delete()
+    def found(self, lines: tuple[str, ...]) -> None:
+        """Note what was found out about an inspected file."""
+        self._store.note_task(self.id, {"event": "TaskFound", "lines": list(lines)})

@@ -129,8 +129,7 @@ class Visitors:
     def stop_videos(self) -> int:
         """Cancel all queued and running videos of visitors; return their number."""
         jobs = self._jobs()
-        for job in jobs:
-            job.cancel.request()
+        self._worker.cancel([job.id for job in jobs])
         return len(jobs)
 
     def close(self) -> None:

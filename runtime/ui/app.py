@@ -117,6 +117,7 @@ def serve(settings: Settings, tell: Callable[[str], None] = logger.info) -> Iter
             raise _port_taken(settings.port) from error
         if sharing is not None:
             sharing.start()
+        worker.start_workers(settings.log_file)
         yield url
     finally:
         with contextlib.ExitStack() as closing:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from html import escape
 
-from runtime.core.facts import Fact
+from runtime.core.facts import Fact, render
 from runtime.core.plan import BACKEND_TITLES
 from runtime.core.units import byte_size
 from runtime.models.spec import ModelSpec
@@ -186,14 +186,14 @@ def _state(entry: Entry) -> tuple[str, str]:
 
 
 def _task(task: Task, ahead: int) -> str:
-    state = "stopping" if task.open and task.cancel.requested else task.state
+    state = "stopping" if task.cancelling else task.state
     title = "Stopping…" if state == "stopping" else _STATES[task.state]
     if task.state == "queued":
         line = f"{ahead} ahead in the queue." if ahead else "Starting."
     elif task.state == "running":
         line = task.line
     else:
-        line = f"{task.said} {task.remedy}".strip()
+        line = "" if task.result is None else " ".join(filter(None, render(task.result)))
     percent = None if task.share is None else round(100 * task.share)
     value = "" if percent is None else f' aria-valuenow="{percent}"'
     bar = (

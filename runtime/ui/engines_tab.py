@@ -5,7 +5,6 @@ import json
 import logging
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import gradio as gr
@@ -21,15 +20,21 @@ from runtime.engines.service import EngineService
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import EngineRecord
 from runtime.planner.engine_offers import EngineOffer
-from runtime.queue import tasks
 from runtime.queue.service import JobQueue
-from runtime.queue.tasks import Task
+from runtime.queue.tasks import (
+    BuildEngines,
+    DeleteEngine,
+    ImportEngine,
+    InspectEngine,
+    PruneEngines,
+    VerifyEngine,
+    Work,
+)
 from runtime.server.model_choices import check_offered
 from runtime.ui import acceleration, break_even, engine_import, engine_views, form, formatting, plan_summary
 from runtime.ui.plan_preview import Foreseen, Foresight
 
 Updates = tuple[Any, ...]
-_Foreign = Callable[[Path, ModelSpec, str | None, EngineService], Task]
 
 _ENGINE = re.compile(r"[0-9a-f]{16}")
 _CHORE = re.compile(r"[0-9a-f]{8}")
@@ -61,11 +66,11 @@ class Library:
 
     def look_into(self, file: Any, part: Any, trusted: Any, *values: Any) -> Updates:
         """Open an engine file and say what it could stand for, as a chore."""
-        return self._said(lambda: self._foreign(tasks.looking, file, part, trusted, values), values)
+        return self._said(lambda: self._foreign(InspectEngine, "Look into", file, part, trusted, values), values)
 
     def take(self, file: Any, part: Any, trusted: Any, *values: Any) -> Updates:
         """Import an engine file, as a chore."""
-        return self._said(lambda: self._foreign(tasks.importing, file, part, trusted, values), values)
+        return self._said(lambda: self._foreign(ImportEngine, "Import", file, part, trusted, values), values)
 
     def _said(self, do: Callable[[], str], values: Sequence[Any]) -> Updates:
         """Do something, and show what came of it."""
@@ -78,7 +83,15 @@ class Library:
             said = f"Something broke inside Tandem: {error!r} The log has the details."
         return self._view(None, values, engine_views.said(said))
 
-    def _foreign(self, task: _Foreign, file: Any, part: Any, trusted: Any, values: Sequence[Any]) -> str:
+    def _foreign(
+        self,
+        work: type[InspectEngine | ImportEngine],
+        verb: str,
+        file: Any,
+        part: Any,
+        trusted: Any,
+        values: Sequence[Any],
+    ) -> str:
         """Queue work on a file, once its first bytes say that it may be an engine and somebody that it is trusted."""
         spec = form.read_model(values, self._models)
         component = engine_import.read_part(part, spec)
@@ -86,19 +99,20 @@ class Library:
         check_library(source, self._engines.machine)
         check_disk_space(source, self._engines.store.folder)
         engine_import.check_trusted(trusted, source.path)
-        return self._add(task(source.path, spec, component, self._engines))
+        return self._add(work(path=source.path, model=spec.name, component=component), f"{verb} {source.path.name}")
 
     def _do(self, asked: Any, values: Sequence[Any]) -> str:
         act, of = _parsed(asked)
         match act:
             case "build":
-                return self._add(self._building(of, values))
+                return self._add(*self._building(of, values))
             case "prune":
-                return self._add(tasks.pruning(self._engines))
+                work = PruneEngines(max_bytes=self._engines.store.max_bytes)
+                return self._add(work, "Delete what is beyond the limit")
             case "cancel":
                 if not _CHORE.fullmatch(of):
                     raise _unknown()
-                self._worker.cancel_task(of)
+                self._worker.cancel([of])
                 return "Cancelled."
             case "verify" | "delete" | "pin" | "unpin":
                 return self._of_engine(act, self._engine(of))
@@ -108,17 +122,16 @@ class Library:
         title = engine_views.PROGRAM_TITLES.get(record.key.program, "engine").lower()
         match act:
             case "verify":
-                task = tasks.verifying(record.id, tuple(self._models.values()), self._engines)
+                work: Work = VerifyEngine(engine=record.id, models=tuple(self._models))
             case "delete":
-                task = tasks.deleting(record.id, self._engines)
+                work = DeleteEngine(engine=record.id)
             case _:
                 change = self._engines.store.pin if act == "pin" else self._engines.store.unpin
                 change(record.id)
                 return f"{'Pinned' if act == 'pin' else 'Unpinned'}: {title}."
-        task.title = f"{act.title()} {title} {record.id}"
-        return self._add(task)
+        return self._add(work, f"{act.title()} {title} {record.id}")
 
-    def _building(self, part: str, values: Sequence[Any]) -> Task:
+    def _building(self, part: str, values: Sequence[Any]) -> tuple[Work, str]:
         request = form.read_settings(values, self._models)
         spec = self._models[request.model]
         if part != _ALL and part not in spec.component_names:
@@ -131,15 +144,15 @@ class Library:
         size = f"{formatting.size(plan.width, plan.height)}, {plan.frames} frames"
         whose = "all parts" if part == _ALL else plan.title(part)
         title = f"Build engines for {whose} of {spec.title} at {size}"
-        return tasks.building(request, foreseen.spec, self._engines, None if part == _ALL else part, title)
+        return BuildEngines(request=request.to_json(), component=None if part == _ALL else part), title
 
-    def _add(self, task: Task) -> str:
+    def _add(self, work: Work, title: str) -> str:
         waiting = [one for one in self._worker.tasks() if one.open]
-        if any(one.title == task.title for one in waiting):
+        if any(one.title == title for one in waiting):
             raise EngineError("That is waiting or running already.", "See Work.")
         if len(waiting) >= _MOST_WAITING:
             raise EngineError("Too much work is waiting.", "Let some of it end, or cancel some.")
-        self._worker.add_task(task)
+        task = self._worker.add_task(work, title)
         return f"{task.title}: waiting for its turn." if self._worker.ahead(task) else f"{task.title}: begun."
 
     def _engine(self, engine_id: str) -> EngineRecord:

@@ -124,7 +124,7 @@ def cancelled(job: Job | None) -> Any:
     """Ask a job to stop; return what its button shows then."""
     if job is None or not job.open:
         return gr.skip()
-    job.cancel.request()
+    job.request_cancel()
     return gr.update(value="Stopping…", interactive=False)
 
 

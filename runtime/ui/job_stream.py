@@ -71,7 +71,7 @@ async def follow_views(job: Job, worker: JobQueue, audience: Audience, icon: str
     seen: object = None
     while True:
         now = time.monotonic()
-        key = (job.progress, job.state, job.held, job.cancel.requested)
+        key = (job.progress, job.state, job.held, job.cancelling)
         if key != seen or now - shown_at >= _TICK_SECONDS:
             current = await asyncio.to_thread(view, job, worker, audience, icon, now)
             seen, shown_at = key, now
@@ -128,7 +128,7 @@ def _line(job: Job, progress: Progress, worker: JobQueue, audience: Audience, no
         return _resumable(player.Line("failed", what=what, remedy=remedy), job)
     if job.state == "interrupted":
         return _resumable(player.Line("failed", what=_INTERRUPTED), job)
-    if job.cancel.requested:
+    if job.cancelling:
         return player.Line("stopping", "Stopping…", fraction=progress.fraction)
     if job.held:
         return player.Line("queued", "Paused", "It goes on when it is let.", fraction=progress.fraction)

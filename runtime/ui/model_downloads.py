@@ -16,6 +16,7 @@ from typing import Any
 import gradio as gr
 
 from runtime.core.errors import InvalidRequestError, TandemError
+from runtime.core.facts import render
 from runtime.core.settings import Settings
 from runtime.core.units import byte_size
 from runtime.machine.probe import free_disk_bytes
@@ -25,8 +26,7 @@ from runtime.models.known import download_bytes, known_models
 from runtime.models.registry import KnownModel
 from runtime.models.spec import ModelSpec
 from runtime.planner.requirements import smallest_card
-from runtime.queue.downloads import Downloads
-from runtime.queue.tasks import Task
+from runtime.queue.downloads import Downloads, ModelDownload
 from runtime.ui.form import model_choices
 from runtime.ui.make_tab import SERVED
 
@@ -104,7 +104,7 @@ class MoreModels:
         missing = not_here(self._settings.weights_dir)
         items = "".join(_item(spec, self._downloads.of(spec.name), online=not why_not) for spec in missing)
         came = [task for one in known_models() if (task := self._downloads.of(one.name)) and task.state == "done"]
-        items += "".join(f'<li data-state="done"><p class="said">{escape(task.said)}</p></li>' for task in came)
+        items += "".join(f'<li data-state="done"><p class="said">{escape(_result(task))}</p></li>' for task in came)
         lines = [why_not, said]
         if missing:
             lines.append(f"{byte_size(free_disk_bytes(self._settings.weights_dir))} are free on the disk.")
@@ -178,9 +178,9 @@ def _choices(models: dict[str, ModelSpec]) -> Any:
     return gr.update(choices=named, visible=len(named) > 1)
 
 
-def _item(spec: ModelSpec, task: Task | None, *, online: bool) -> str:
+def _item(spec: ModelSpec, task: ModelDownload | None, *, online: bool) -> str:
     state = "absent" if task is None else task.state
-    stopping = task is not None and task.open and task.cancel.requested
+    stopping = task is not None and task.cancelling
     size = byte_size(download_bytes(spec))
     title = "Stopping…" if stopping else _STATES.get(state, "")
     tag = f'<span class="tag">{title}</span>' if title else ""
@@ -191,7 +191,7 @@ def _item(spec: ModelSpec, task: Task | None, *, online: bool) -> str:
         button = _button("cancel", "Cancel", spec, "", off=stopping)
     else:
         button = _button("download", "Download", spec, confirm, off=not online)
-    said = "" if task is None else task.line if task.state == "running" else f"{task.said} {task.remedy}".strip()
+    said = "" if task is None else task.line if task.state == "running" else _result(task)
     percent = 0 if task is None or task.share is None else round(100 * task.share)
     bar = (
         f'<div class="bar" role="progressbar" aria-label="Download of {escape(spec.title, quote=True)}" '
@@ -203,6 +203,10 @@ def _item(spec: ModelSpec, task: Task | None, *, online: bool) -> str:
         f'<p class="row-end"><span><strong>{escape(spec.title)}</strong> {tag}</span>'
         f'{button}</p><p class="said">{escape(about)}</p>{bar}<p class="said">{escape(said)}</p></li>'
     )
+
+
+def _result(download: ModelDownload) -> str:
+    return "" if download.result is None else " ".join(filter(None, render(download.result)))
 
 
 @functools.cache

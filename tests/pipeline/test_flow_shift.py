@@ -15,7 +15,7 @@ from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_scheduler
 from runtime.pipeline.checkpoint import CheckpointFolder, identity, stamps
-from runtime.pipeline.rerun_low_noise import redo_second_half
+from runtime.pipeline.rerun_low_noise import prepare, redo_second_half
 from runtime.video.metadata import read_metadata
 from tests.pipeline.test_resume import run, steps_of, stream_of
 from tests.pipeline.test_run import frames_of
@@ -86,10 +86,12 @@ def test_a_rerun_has_the_shift_of_the_first_half(tiny: Tiny, tmp_path: Path) -> 
     spec = tiny("wan2.2-a14b")
     made = tiny_plan(spec, tmp_path / "x.mp4", shift=12.0)
     run(made, spec, tmp_path / "job")
-    source, target = CheckpointFolder(tmp_path / "job"), CheckpointFolder(tmp_path / "redone")
+    source, target = tmp_path / "job", tmp_path / "redone"
 
     def redo(plan: ExecutionPlan, **changes: object) -> ExecutionPlan:
-        return redo_second_half(plan, changes, spec, source, target, machine(), tmp_path / "new.mp4")
+        again = redo_second_half(plan, changes, spec, source, target, machine(), tmp_path / "new.mp4")
+        prepare(CheckpointFolder(target), again, spec)
+        return again
 
     with pytest.raises(InvalidRequestError) as refused:
         redo(made, shift=5.0)

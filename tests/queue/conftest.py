@@ -10,6 +10,7 @@ from runtime.models.spec import ModelSpec
 from runtime.queue.service import JobQueue
 from runtime.queue.store import JobStore
 from tests.plans import no_engines
+from tests.running import RunningQueue
 
 
 @pytest.fixture
@@ -17,6 +18,6 @@ def worker(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Iterator[JobQueu
     """A worker with one tiny model in its weights folder."""
     shutil.copytree(tiny("wan2.2-a14b").directory, tmp_path / "weights" / "tiny")
     store = JobStore(tmp_path / "jobs.sqlite")
-    made = JobQueue(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path), store=store)
+    made = RunningQueue(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path), store=store)
     yield made
     made.close()

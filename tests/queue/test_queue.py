@@ -20,20 +20,20 @@ from runtime.core.facts import Fact
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
-from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint_files import POSTER
-from runtime.queue import tasks
 from runtime.queue.batch import combined
+from runtime.queue.execution import JobRecorder
 from runtime.queue.process_lock import Instance
 from runtime.queue.records import JobRecord
 from runtime.queue.service import Job, JobQueue
 from runtime.queue.store import JobStore
-from runtime.queue.tasks import Task
+from runtime.queue.tasks import BuildEngines, PruneEngines
 from runtime.video.metadata import read_metadata
 from tests.cli.test_jobs import stream
 from tests.plans import no_engines
 from tests.queue.test_worker import small, stored
+from tests.running import RunningQueue
 from tests.waiting import until
 
 Make = Callable[[], JobQueue]
@@ -46,7 +46,9 @@ def start(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Iterator[Make]:
     made: list[JobQueue] = []
 
     def begin() -> JobQueue:
-        made.append(JobQueue(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path), store=stored(tmp_path)))
+        made.append(
+            RunningQueue(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path), store=stored(tmp_path))
+        )
         return made[-1]
 
     yield begin
@@ -125,7 +127,7 @@ def test_another_process_cancels(start: Make, tmp_path: Path) -> None:
 def test_a_job_of_another_process_is_seen_from_here(
     start: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runtime.queue.service._ROUND_SECONDS", 0.1)
+    monkeypatch.setattr("runtime.queue.service._RECOVERY_SECONDS", 0.1)
     worker = start()
     busy = worker.submit(small(steps=1000))
     until(lambda: steps(busy) > 2)
@@ -141,7 +143,7 @@ def test_a_job_of_another_process_is_seen_from_here(
         assert {job.id for job in worker.open_jobs()} == {busy.id, record.id}
     until(lambda: seen.state == "interrupted")
     assert worker.resume(record.id) is seen
-    busy.cancel.request()
+    busy.request_cancel()
     until(lambda: seen.state == "done")
 
 
@@ -151,8 +153,8 @@ def test_what_waits_is_planned_anew_when_it_begins(start: Make, monkeypatch: pyt
     planned = waiting.plan
     until(lambda: steps(busy) > 2)
     seen = replace(probe(), ram_free_bytes=3 << 30, ram_bytes=4 << 30)
-    monkeypatch.setattr("runtime.queue.service.probe", lambda: seen)
-    busy.cancel.request()
+    monkeypatch.setattr("runtime.queue.worker.probe", lambda: seen)
+    busy.request_cancel()
     until(lambda: not waiting.open)
     assert waiting.state == "done"
     assert waiting.plan.free_bytes != planned.free_bytes
@@ -166,7 +168,7 @@ def test_what_cannot_be_made_any_more_fails_and_the_next_goes_on(start: Make, tm
     until(lambda: steps(busy) > 2)
     worker.store.edit(gone.id, replace(small(), model="lost"), gone.plan.replace(model="lost"))
     after = worker.submit(small())
-    busy.cancel.request()
+    busy.request_cancel()
     until(lambda: not after.open)
     assert (gone.state, after.state) == ("failed", "done")
     assert "lost" in str(worker.store.get(gone.id).failure)
@@ -183,7 +185,7 @@ def test_editing_and_moving(start: Make) -> None:
         worker.edit(first.id, small(width=33))
     with pytest.raises(StoreError):
         worker.edit(busy.id, small())
-    busy.cancel.request()
+    busy.request_cancel()
     until(lambda: not edited.open)
     saved = edited.progress.end
     assert isinstance(saved, VideoSaved) and saved.request["prompt"] == "a kite"
@@ -232,21 +234,21 @@ def test_a_build_outlives_its_worker(tiny: Callable[[str], ModelSpec], tmp_path:
     shutil.copytree(tiny("wan2.1").directory, folder)
     engines = EngineService(EngineStore(tmp_path / "engines", 10**10), probe(), tmp_path)
     request = small(backends={"text_encoder": "onnxruntime"})
-    worker = JobQueue(tmp_path / "weights", tmp_path / "outputs", engines, store=stored(tmp_path))
+    worker = RunningQueue(tmp_path / "weights", tmp_path / "outputs", engines, store=stored(tmp_path))
     busy = worker.submit(small(steps=1000))
-    build = tasks.building(request, read_spec(folder, "tiny"), engines, title="Build it")
-    task = Task("prune", "Prune", lambda *_: "Done.")
-    for one in (build, task):
-        worker.add_task(one)
+    build = worker.add_task(BuildEngines(request=request.to_json()), "Build it")
+    task = worker.add_task(PruneEngines(max_bytes=10**10), "Prune")
     assert [(one.kind, one.title) for one in worker.store.queue()][1:] == [("build", "Build it"), ("task", "Prune")]
     worker.close()
-    assert (build.state, task.state) == ("cancelled", "cancelled")
-    worker = JobQueue(tmp_path / "weights", tmp_path / "outputs", engines, store=stored(tmp_path))
+    assert (build.state, task.state) == ("queued", "queued")
+    worker = RunningQueue(tmp_path / "weights", tmp_path / "outputs", engines, store=stored(tmp_path))
     (again,) = worker.tasks()
     worker.cancel([busy.id])
-    until(lambda: not again.open)
+    until(lambda: not again.open and not worker.store.queue())
     worker.close()
-    assert (again.title, again.state, again.said) == ("Build it", "done", "1 of 1 ready.")
+    assert (again.title, again.state) == ("Build it", "done")
+    assert again.result == Fact("task.built", {"built": 1, "wanted": 1})
+    assert worker.store.get(task.id).state == "done"
     assert len(engines.store.index()) == 1
 
 
@@ -261,33 +263,55 @@ def test_a_store_that_cannot_be_written_for_a_while_loses_nothing(
 
     def sometimes(store: JobStore, job_id: str, event: object) -> bool:
         if broken.is_set():
-            raise StoreError("The disk is full.", "Free some space.")
+            raise StoreError("queue.store_disk_full", file="jobs.sqlite")
         return record(store, job_id, event)  # type: ignore[arg-type]  # an event
 
     monkeypatch.setattr(JobStore, "record", sometimes)
     broken.set()
-    until(lambda: not job.open)
-    assert job.state == "done" and job.plan.output.is_file()
-    told = [warning for warning in job.progress.warnings if warning.code == "queue.job_not_stored_yet"]
-    assert len(told) == 1
+    until(job.plan.output.is_file)
     assert worker.store.get(job.id).state == "running"
     broken.clear()
     until(lambda: worker.store.get(job.id).state == "done")
     assert sum(values["event"] == "StepDone" for _, _, values in worker.store.events(job.id)) == 300
+    until(lambda: not job.open)
+    assert job.state == "done"
 
 
-def test_the_last_preview_is_kept_as_poster(tmp_path: Path) -> None:
+def test_a_store_that_cannot_be_written_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.queue.made import add
+
+    store = stored(tmp_path)
+    recorder = JobRecorder(add(store, instance="a").id, store)
+
+    def broken(*_: object) -> bool:
+        raise StoreError("queue.store_disk_full", file="jobs.sqlite")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(JobStore, "record", broken)
+        (warning,) = recorder.record(StepDone(step=1, of=4, seconds=0.1, part="transformer"))
+        assert warning.fact.code == "queue.job_not_stored_yet"
+        assert recorder.record(StepDone(step=2, of=4, seconds=0.1, part="transformer")) == []
+        assert not recorder.written
+    assert recorder.write() is None and recorder.written
+    assert len(store.events(recorder.id)) == 2
+
+
+def test_previews_cross_processes_and_the_last_is_kept_as_poster(tmp_path: Path) -> None:
     from tests.queue.made import add, planned, saved
 
     store = stored(tmp_path)
     record = add(store, instance="a")
     job = Job(record, planned(), "Diorama", store)
-    job.begin(record)
-    job.record(StepDone(step=1, of=4, seconds=0.1, part="transformer", preview=b"webp"))
-    job.record(saved())
+    recorder = JobRecorder(record.id, store)
+    recorder.record(StepDone(step=1, of=4, seconds=0.1, part="transformer", preview=b"webp"))
+    job.refresh()
+    assert job.progress.preview == b"webp"
+    recorder.record(saved())
     folder = store.folder(job.id)
     assert folder is not None
     assert (folder / POSTER).read_bytes() == b"webp"
+    job.refresh()
+    assert job.state == "done" and job.progress.preview == b"webp"
     assert all(event.preview is None for event in job.events if isinstance(event, StepDone))
 
 

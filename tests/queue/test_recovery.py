@@ -12,13 +12,19 @@ import pytest
 
 from runtime.core.cancel import Cancel
 from runtime.core.errors import StoreError
-from runtime.core.events import Event, VideoSaved
+from runtime.core.events import Event, Planned, StageStarted, VideoSaved
+from runtime.core.facts import Fact
+from runtime.core.plan import EngineUse
 from runtime.execution.residency import Residency
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.run import run_job
 from runtime.queue import process_lock, recovery
+from runtime.queue.execution import after_deaths
 from runtime.queue.process_lock import Instance
+from runtime.queue.records import JobRecord
+from runtime.queue.registry import WorkerRegistry
 from runtime.queue.store import JobStore
+from runtime.queue.tasks import PruneEngines
 from tests.plans import tiny_plan
 from tests.queue.made import add, asked, planned, saved
 
@@ -62,12 +68,79 @@ def test_a_living_process_keeps_its_job_and_a_killed_one_loses_it(store: JobStor
             assert [store.get(one).state for one in (job, waiting.id)] == ["interrupted", "queued"]
 
 
-def test_work_that_only_a_dead_process_could_do_is_cancelled(store: JobStore, tmp_path: Path) -> None:
-    task = store.add_work("task", "Delete it", tmp_path, instance="dead")
+def test_a_task_that_ran_in_an_app_that_died_is_cancelled(store: JobStore, tmp_path: Path) -> None:
+    prune = PruneEngines(max_bytes=0).model_dump(mode="json")
+    task, mine, waiting = (store.add_work("task", title, tmp_path, prune) for title in ("Prune", "Prune", "Prune"))
+    WorkerRegistry(store).register("deadbeef.0", 0)
+    assert store.claim("deadbeef.0")
     with Instance(store.path) as own:
-        mine = store.add_work("task", "Prune it", tmp_path, instance=own.id)
+        WorkerRegistry(store).register(f"{own.id}.0", 0)
+        assert store.claim(f"{own.id}.0")
         assert recovery.recover(store, own.id) == [task.id]
-    assert [store.get(one.id).state for one in (task, mine)] == ["cancelled", "queued"]
+        assert WorkerRegistry(store).apps() == {own.id}
+    assert [store.get(one.id).state for one in (task, mine, waiting)] == ["cancelled", "running", "queued"]
+
+
+def at_work(store: JobStore, tmp_path: Path, instance: str = "app.0", **changes: str) -> JobRecord:
+    """Return a job that a worker runs and denoises."""
+    plan = planned().replace(output=tmp_path / "x.mp4")
+    job = add(store, instance=instance)
+    store.record(job.id, Planned(plan=plan))
+    store.record(job.id, StageStarted(stage="denoise", part="transformer"))
+    return store.get(job.id)
+
+
+def test_a_job_whose_worker_died_is_queued_again_once(store: JobStore, tmp_path: Path) -> None:
+    job, other = at_work(store, tmp_path), at_work(store, tmp_path, "app.1")
+    recovery.settle_worker(store, "app.0", "signal 9, SIGKILL")
+    again = store.get(job.id)
+    assert (again.state, again.held, again.instance, again.begun) == ("queued", False, None, True)
+    assert store.get(other.id).state == "running"
+    death = {"event": "WorkerDied", "how": "signal 9, SIGKILL", "stage": "denoise", "part": "transformer"}
+    assert list(store.deaths(job.id)) == [death]
+    assert store.claim("app.0") is not None
+    recovery.settle_worker(store, "app.0", "CUDA error")
+    failed = store.get(job.id)
+    assert failed.state == "failed" and failed.failure is not None
+    assert failed.failure.fact == Fact("queue.worker_died_again", {"how": "CUDA error"})
+    # Whoever resumes it gives it another chance.
+    store.resume(job.id)
+    assert store.deaths(job.id) == []
+
+
+def test_what_was_requested_holds_after_a_death(store: JobStore, tmp_path: Path) -> None:
+    cancelled, paused = at_work(store, tmp_path), at_work(store, tmp_path)
+    store.request_cancel([cancelled.id])
+    store.hold([paused.id], True)
+    recovery.settle_worker(store, "app.0", "exit code 1")
+    assert store.get(cancelled.id).state == "cancelled"
+    assert (store.get(paused.id).state, store.get(paused.id).held) == ("queued", True)
+
+
+def test_a_build_is_started_again_and_another_task_fails(store: JobStore, tmp_path: Path) -> None:
+    build = store.add_work("build", "Build", tmp_path, {"prompt": "a boat"})
+    task = store.add_work("task", "Prune", tmp_path, PruneEngines(max_bytes=0).model_dump(mode="json"))
+    assert store.claim("app.0") and store.claim("app.0")
+    recovery.settle_worker(store, "app.0", "exit code 1")
+    assert store.get(build.id).state == "queued"
+    failed = store.get(task.id)
+    assert failed.state == "failed" and failed.failure is not None
+    assert failed.failure.fact.code == "queue.worker_died"
+
+
+@pytest.mark.parametrize(("stage", "disabled"), [("denoise", True), ("load", True), ("build", False)])
+def test_an_engine_that_ran_when_a_worker_died_is_not_used_again(stage: str, disabled: bool) -> None:
+    use = EngineUse(
+        id="0" * 16, program="transformer", builder="inductor", precision="float32", profile=((1, 1, 1),) * 3
+    )
+    part = planned().components["transformer"].replace(backend="inductor", engines=(use,))
+    plan = planned().with_component("transformer", part)
+    death = {"event": "WorkerDied", "how": "signal 9, SIGKILL", "stage": stage, "part": "transformer"}
+    found = after_deaths(plan, [death])
+    assert found.components["transformer"].engines == (() if disabled else (use,))
+    assert found.components["vae"] == plan.components["vae"]
+    assert len(found.warnings) == len(plan.warnings) + (2 if disabled else 1)
+    assert after_deaths(found, [death]) == found
 
 
 def test_a_video_that_is_whole_and_names_its_job_is_done(

@@ -22,7 +22,7 @@ def end(job: Job) -> object:
 def test_a_cancelled_job_goes_on_in_another_way(worker: JobQueue) -> None:
     job = worker.submit(small(seed=3, steps=60, width=64, height=64))
     until(lambda: job.progress.step >= 2, pause=0.005)
-    job.cancel.request()
+    job.request_cancel()
     assert isinstance(end(job), Cancelled)
     with pytest.raises(InvalidRequestError):
         worker.resume(job.id, {"offload": "somehow"})

@@ -30,6 +30,7 @@ from runtime.models.registry import read_spec
 from runtime.queue import records, rows
 from runtime.queue.records import JobRecord
 from runtime.queue.store import JobStore
+from runtime.queue.tasks import BuildEngines, DeleteEngine, work_of
 from tests.plans import gpu, machine, tiny_plan
 from tests.queue.made import add, asked, planned, saved
 
@@ -160,15 +161,22 @@ def test_many_claims_at_once_give_each_job_to_one(store: JobStore, tmp_path: Pat
     assert all(each == [one for one in ids(made) if one in each] for each in taken)
 
 
-def test_a_task_goes_to_its_own_process_only(store: JobStore, tmp_path: Path) -> None:
-    task = store.add_work("task", "Delete it", tmp_path, instance="b")
-    build = store.add_work("build", "Build it", tmp_path, request=asked(), part="vae")
+def test_a_task_goes_to_a_worker_that_takes_tasks(store: JobStore, tmp_path: Path) -> None:
+    work = DeleteEngine(engine="0" * 16)
+    task = store.add_work("task", "Delete it", tmp_path, work.model_dump(mode="json"))
+    build = store.add_work("build", "Build it", tmp_path, asked().to_json(), part="vae")
     video = add(store)
     assert ids(store.queue()) == [task.id, build.id, video.id]
-    assert [store.claim("a") and job.id for job in (build, video)] == [build.id, video.id]
-    assert store.claim("a") is None
-    claimed = store.claim("b")
-    assert claimed is not None and claimed.id == task.id
+    other = store.claim("a.1", records.VIDEOS)
+    assert other is not None and other.id == video.id
+    assert store.claim("a.1", records.VIDEOS) is None
+    claimed = [store.claim("a.0"), store.claim("a.0")]
+    assert [one and one.id for one in claimed] == [task.id, build.id]
+    assert store.claim("a.0") is None
+    assert work_of(task) == work
+    found = work_of(build)
+    assert isinstance(found, BuildEngines)
+    assert (found.asked_for(), found.component) == (asked(), "vae")
     assert (build.part, build.asked_for(), build.title) == ("vae", asked(), "Build it")
     missing = Fact("engine.no_compiler")
     store.finish(build.id, "failed", missing)

@@ -19,10 +19,10 @@ from runtime.core.errors import StoreError
 from runtime.core.events import Failed, FellBack, OutOfMemory, StepDone, Warned
 from runtime.core.facts import Fact
 from runtime.queue import database, migrations
-from runtime.queue.job import Job
+from runtime.queue.execution import JobRecorder
 from runtime.queue.records import event_from_json
 from runtime.queue.store import JobStore
-from tests.queue.made import add, planned, saved
+from tests.queue.made import add, saved
 
 ROOT = Path(__file__).parents[2]
 LINUX_ROOT = pytest.mark.skipif(
@@ -215,15 +215,15 @@ def test_a_job_whose_store_is_locked_says_so_once_and_is_written_down_later(
     monkeypatch.setattr(database, "_BUSY_SECONDS", 0.02)
     store = JobStore(path)
     record = add(store, instance="01234567")
-    job = Job(record, planned(), "Diorama", store)
-    job.begin(record)
+    job = JobRecorder(record.id, store)
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        for field in ("one", "two", "three"):
-            job.record(Warned(fact=Fact("pipeline.text_cut", {"field": field})))
-        assert not job.written and len(job.events) >= 3
+        fields = ("one", "two", "three")
+        warned = [job.record(Warned(fact=Fact("pipeline.text_cut", {"field": field}))) for field in fields]
+        assert not job.written
+        assert [[one.fact.code for one in each] for each in warned] == [["queue.job_not_stored_yet"], [], []]
         other.execute("ROLLBACK")
-    assert len([line for line in caplog.messages if "cannot be written down yet" in line]) == 1
+    assert len([line for line in caplog.messages if "events cannot be written yet" in line]) == 1
     assert job.write() is None and job.written
     told = [values["fact"]["data"]["field"] for _, _, values in store.events(job.id)]
     assert told == ["one", "two", "three"]

@@ -7,16 +7,26 @@ from pathlib import Path
 import pytest
 
 from runtime.core.events import TerminalEvent, VideoSaved
+from runtime.core.facts import Fact, render
 from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
-from runtime.queue import tasks
 from runtime.queue.service import Job, JobQueue
-from runtime.queue.tasks import Task
+from runtime.queue.tasks import (
+    BuildEngines,
+    DeleteEngine,
+    ImportEngine,
+    InspectEngine,
+    PruneEngines,
+    Task,
+    VerifyEngine,
+    Work,
+)
 from tests.engines import foreign
+from tests.running import RunningQueue
 from tests.waiting import until
 
 
@@ -36,7 +46,7 @@ def spec(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> ModelSpec:
 
 @pytest.fixture
 def worker(engines: EngineService, spec: ModelSpec, tmp_path: Path) -> Iterator[JobQueue]:
-    made = JobQueue(tmp_path / "weights", tmp_path / "outputs", engines)
+    made = RunningQueue(tmp_path / "weights", tmp_path / "outputs", engines)
     yield made
     made.close()
 
@@ -53,22 +63,34 @@ def wait_for(one: Job | Task) -> None:
     until(lambda: one.state not in {"queued", "running"})
 
 
-def add(worker: JobQueue, task: Task) -> Task:
-    """Queue a chore and wait until it has ended."""
-    worker.add_task(task)
+def add(worker: JobQueue, work: Work) -> Task:
+    """Queue a task and wait until it has ended."""
+    task = worker.add_task(work, "Test")
     wait_for(task)
     return task
+
+
+def build(component: str | None = None, **values: object) -> BuildEngines:
+    """Build the engines of a tiny clip."""
+    return BuildEngines(request=small(**values).to_json(), component=component)
+
+
+def code(task: Task) -> str:
+    """Return the code of how a task ended."""
+    assert task.result is not None
+    return task.result.code
 
 
 def test_an_engine_is_built_used_verified_and_deleted(
     worker: JobQueue, engines: EngineService, spec: ModelSpec, tmp_path: Path
 ) -> None:
-    built = add(worker, tasks.building(small(), spec, engines))
-    assert (built.state, built.said) == ("done", "1 of 1 ready.")
+    built = add(worker, build())
+    assert built.state == "done"
+    assert built.result == Fact("task.built", {"built": 1, "wanted": 1})
     assert built.share == 1.0
-    assert "Exporting to ONNX" in built.log
+    assert any("xporting" in line for line in built.log)
     (record,) = engines.store.index()
-    again = add(worker, tasks.building(small(), spec, engines))
+    again = add(worker, build())
     assert again.state == "done"
     assert [one.built_at for one in engines.store.index()] == [record.built_at]
 
@@ -77,50 +99,51 @@ def test_an_engine_is_built_used_verified_and_deleted(
     wait_for(job)
     assert isinstance(job.events[-1], VideoSaved)
     assert job.events[-1].plan["components"]["text_encoder"]["backend"] == "onnxruntime"
-    verified = add(worker, tasks.verifying(record.id, [spec], engines))
+    verified = add(worker, VerifyEngine(engine=record.id, models=("tiny",)))
     assert verified.state == "done", verified
-    assert verified.said.startswith("Right: relative error")
-    deleted = add(worker, tasks.deleting(record.id, engines))
+    assert verified.result is not None and verified.result.code == "task.verified"
+    assert "elative error" in render(verified.result).what
+    deleted = add(worker, DeleteEngine(engine=record.id))
     assert deleted.state == "done", deleted
     assert engines.store.index() == []
-    gone = add(worker, tasks.deleting(record.id, engines))
-    assert (gone.state, gone.said) == ("failed", f"There is no engine '{record.id}'.")
-    lost = add(worker, tasks.verifying(record.id, [spec], engines))
+    gone = add(worker, DeleteEngine(engine=record.id))
+    assert gone.state == "failed" and gone.result is not None
+    assert render(gone.result).what == f"There is no engine {record.id}."
+    lost = add(worker, VerifyEngine(engine=record.id, models=("tiny",)))
     assert lost.state == "failed"
 
 
 def test_a_damaged_engine_fails_verification_and_is_pruned(
     worker: JobQueue, engines: EngineService, spec: ModelSpec, tmp_path: Path
 ) -> None:
-    add(worker, tasks.building(small(), spec, engines))
+    add(worker, build())
     (record,) = engines.store.index()
     engine = engines.store.path(record.id) / "engine.onnx"
     data = bytearray(engine.read_bytes())
     data[len(data) // 2] ^= 1
     engine.write_bytes(data)
-    found = add(worker, tasks.verifying(record.id, [spec], engines))
+    found = add(worker, VerifyEngine(engine=record.id, models=("tiny",)))
     assert found.state == "failed"
-    assert "engine.onnx was changed since it was built" in found.said
-    small_store = EngineService(EngineStore(engines.store.folder, 0), engines.machine, engines.notes)
-    pruned = add(worker, tasks.pruning(small_store))
-    assert pruned.said == "Deleted 1 engine; 0 B are left."
+    assert found.result is not None and found.result.code == "engine.verified_wrong"
+    assert "engine.onnx" in render(found.result).what
+    pruned = add(worker, PruneEngines(max_bytes=0))
+    assert pruned.result == Fact("task.pruned", {"count": 1, "left": 0})
 
 
 def test_tasks_and_jobs_share_one_line(worker: JobQueue, engines: EngineService, spec: ModelSpec) -> None:
     running = worker.submit(small(steps=1000, backends={}))
-    build = tasks.building(small(), spec, engines)
-    worker.add_task(build)
+    built = worker.add_task(build(), "Build")
     waiting = worker.submit(small(backends={}))
-    assert [one.id for one in worker.ahead(waiting)] == [running.id, build.id]
+    assert [one.id for one in worker.ahead(waiting)] == [running.id, built.id]
     assert len(worker.ahead(waiting)) == 2
     assert worker.active() is running
     assert worker.latest() is waiting
-    assert worker.job(build.id) is None
+    assert worker.job(built.id) is None
     # One that waits is taken out at once, though the line stands.
-    worker.cancel_task(build.id)
-    assert (build.state, build.said) == ("cancelled", "Cancelled before it began.")
+    worker.cancel([built.id])
+    assert built.state == "cancelled"
     assert [one.id for one in worker.ahead(waiting)] == [running.id]
-    running.cancel.request()
+    running.request_cancel()
     wait_for(waiting)
     assert isinstance([event for event in waiting.events if isinstance(event, TerminalEvent)][-1], VideoSaved)
     assert engines.store.index() == []
@@ -129,12 +152,11 @@ def test_tasks_and_jobs_share_one_line(worker: JobQueue, engines: EngineService,
 def test_a_cancelled_build_leaves_nothing_and_the_worker_goes_on(
     worker: JobQueue, engines: EngineService, spec: ModelSpec
 ) -> None:
-    build = tasks.building(small(), spec, engines)
-    worker.add_task(build)
-    until(lambda: "Exporting to ONNX" in build.log, meanwhile=lambda: build.open)
-    worker.cancel_task(build.id)
-    wait_for(build)
-    assert build.state == "cancelled"
+    built = worker.add_task(build(), "Build")
+    until(lambda: any("xporting" in line for line in built.log), meanwhile=lambda: built.open)
+    worker.cancel([built.id])
+    wait_for(built)
+    assert (built.state, code(built)) == ("cancelled", "task.cancelled")
     assert engines.store.index() == []
     assert [path.name for path in engines.store.folder.iterdir() if path.name != ".locks"] == []
     after = worker.submit(small(backends={}))
@@ -143,44 +165,44 @@ def test_a_cancelled_build_leaves_nothing_and_the_worker_goes_on(
 
 
 def test_one_part_alone(worker: JobQueue, engines: EngineService, spec: ModelSpec) -> None:
-    request = small(backends={"all": "onnxruntime"})
-    built = add(worker, tasks.building(request, spec, engines, part="transformer"))
-    assert built.said == "1 of 1 ready."
+    built = add(worker, build("transformer", backends={"all": "onnxruntime"}))
+    assert built.result == Fact("task.built", {"built": 1, "wanted": 1})
     assert [record.key.program for record in engines.store.index()] == ["transformer"]
 
 
 def test_what_cannot_be_built_here_says_so(worker: JobQueue, engines: EngineService, spec: ModelSpec) -> None:
-    built = add(worker, tasks.building(small(backends={"vae": "tensorrt"}), spec, engines))
+    built = add(worker, build(backends={"vae": "tensorrt"}))
     assert built.state == "failed"
-    assert "TensorRT engines cannot be built here" in built.said
-    assert built.remedy
-    nothing = add(worker, tasks.building(small(backends={"vae": "pytorch"}), spec, engines))
-    assert (nothing.state, nothing.said) == ("done", "Nothing is to be built: PyTorch was chosen for every part.")
+    assert built.result is not None
+    what, remedy = render(built.result)
+    assert "TensorRT engines cannot be built here" in what and remedy
+    nothing = add(worker, build(backends={"vae": "pytorch"}))
+    assert (nothing.state, code(nothing)) == ("done", "task.nothing_to_build")
 
 
-def test_a_defect_ends_the_task_and_not_the_worker(worker: JobQueue) -> None:
-    def broken(_task: Task, _free: Callable[[], None]) -> str:
+def test_an_internal_error_ends_the_task_and_not_the_worker(worker: JobQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
         raise ZeroDivisionError("on purpose")
 
-    ended = add(worker, Task("build", "Broken", broken))
-    assert ended.state == "failed"
-    assert "on purpose" in ended.said
-    assert add(worker, Task("build", "Whole", lambda *_: "Done.")).said == "Done."
+    with monkeypatch.context() as patched:
+        patched.setattr("runtime.queue.task_runner.library.prune", broken)
+        ended = add(worker, PruneEngines(max_bytes=0))
+    assert (ended.state, code(ended)) == ("failed", "event.internal_error")
+    assert ended.result is not None and "on purpose" in ended.result.data["error"]
+    assert add(worker, PruneEngines(max_bytes=0)).state == "done"
 
 
 def test_old_tasks_are_forgotten_and_open_ones_are_not(worker: JobQueue) -> None:
     for _ in range(30):
-        last = add(worker, Task("prune", "Quick", lambda *_: "Done."))
+        last = add(worker, PruneEngines(max_bytes=0))
     kept = worker.tasks()
     assert kept[-1] is last
     assert len(kept) < 15
 
 
-def test_closing_cancels_tasks(engines: EngineService, spec: ModelSpec, tmp_path: Path) -> None:
-    worker = JobQueue(tmp_path / "weights", tmp_path / "outputs", engines)
-    built = [tasks.building(small(width=size), spec, engines) for size in (32, 48)]
-    for task in built:
-        worker.add_task(task)
+def test_without_a_file_closing_cancels_tasks(engines: EngineService, spec: ModelSpec, tmp_path: Path) -> None:
+    worker = RunningQueue(tmp_path / "weights", tmp_path / "outputs", engines)
+    built = [worker.add_task(build(width=size), "Build") for size in (32, 48)]
     worker.close()
     assert [task.state for task in built] == ["cancelled", "cancelled"]
     assert engines.store.index() == []
@@ -191,21 +213,25 @@ def test_a_file_made_elsewhere_is_looked_into_and_imported(
     worker: JobQueue, engines: EngineService, spec: ModelSpec, tmp_path: Path
 ) -> None:
     path = foreign.transformer(spec, tmp_path / "foreign.onnx")
-    looked = add(worker, tasks.looking(path, spec, None, engines))
-    assert (looked.state, looked.said) == ("done", "It can be imported, if it holds the model's own weights.")
+    looked = add(worker, InspectEngine(path=path, model="tiny"))
+    assert (looked.state, code(looked)) == ("done", "task.inspected")
     assert "takes sample (1, 16, 3, 5, 8) float16" in looked.found
     assert "Could stand for the transformer of tiny: 64x32, 9 frames." in looked.found
     assert any(line.startswith("Text: repeated 2 times") for line in looked.found)
     assert engines.store.index() == []
-    refused = add(worker, tasks.looking(path, spec, "vae", engines))
+    refused = add(worker, InspectEngine(path=path, model="tiny", component="vae"))
     assert refused.state == "failed"
-    assert "by its inputs and outputs it is a transformer" in refused.said and refused.remedy
+    assert refused.result is not None
+    what, remedy = render(refused.result)
+    assert "by its inputs and outputs it is a transformer" in what and remedy
     # What it is, is told all the same.
     assert "takes timestep (1) int64" in refused.found
-    taken = add(worker, tasks.importing(path, spec, None, engines))
+    taken = add(worker, ImportEngine(path=path, model="tiny"))
     assert taken.state == "done", taken
     (record,) = engines.store.index()
-    assert taken.said.startswith(f"Imported as {record.id}: relative error ")
+    assert taken.result is not None and taken.result.code == "task.imported"
+    assert taken.result.data["engine"] == record.id
+    assert "elative error" in render(taken.result).what
     assert "Stands for the transformer of tiny: 64x32, 9 frames." in taken.found
     assert any(line.startswith("Comparing with the transformer") for line in taken.log)
 
@@ -215,28 +241,30 @@ def test_an_import_that_is_cancelled_or_of_other_weights_leaves_nothing(
     worker: JobQueue, engines: EngineService, spec: ModelSpec, tmp_path: Path
 ) -> None:
     path = foreign.transformer(spec, tmp_path / "other.onnx", module=foreign.other_transformer(spec))
-    cancelled = tasks.importing(path, spec, None, engines)
-    worker.add_task(cancelled)
+    cancelled = worker.add_task(ImportEngine(path=path, model="tiny"), "Import")
     until(lambda: any(line.startswith("Comparing") for line in cancelled.log), meanwhile=lambda: cancelled.open)
-    worker.cancel_task(cancelled.id)
+    worker.cancel([cancelled.id])
     wait_for(cancelled)
     assert cancelled.state == "cancelled"
-    refused = add(worker, tasks.importing(path, spec, None, engines))
+    refused = add(worker, ImportEngine(path=path, model="tiny"))
     assert refused.state == "failed"
-    assert "does not compute what the transformer of tiny does" in refused.said
+    assert refused.result is not None
+    assert "does not compute what the transformer of tiny does" in render(refused.result).what
     assert engines.store.index() == []
     assert [one.name for one in engines.store.folder.iterdir() if one.name != ".locks"] == []
 
 
-@pytest.mark.parametrize("make", [tasks.looking, tasks.importing])
+@pytest.mark.parametrize("work", [InspectEngine, ImportEngine])
 def test_a_file_that_is_no_engine_is_refused(
-    make: Callable[..., Task], worker: JobQueue, engines: EngineService, spec: ModelSpec, tmp_path: Path
+    work: type[InspectEngine | ImportEngine], worker: JobQueue, engines: EngineService, spec: ModelSpec, tmp_path: Path
 ) -> None:
     path = tmp_path / "noise.onnx"
     path.write_bytes(bytes(range(256)) * 20)
-    refused = add(worker, make(path, spec, None, engines))
+    refused = add(worker, work(path=path, model="tiny"))
     assert refused.state == "failed"
-    assert refused.said.startswith("The ONNX file is damaged or none") and refused.remedy
+    assert refused.result is not None
+    what, remedy = render(refused.result)
+    assert what.startswith("The ONNX file is damaged or none") and remedy
     assert refused.found == ()
     # The file is at fault, not Tandem: nobody is shown where in its code that was found.
     assert not any("Traceback" in line for line in refused.log)

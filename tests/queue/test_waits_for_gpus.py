@@ -1,6 +1,7 @@
 """A job that takes several GPUs says that it waits for them, and how many are free; it can be cancelled meanwhile."""
 
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -16,27 +17,33 @@ from runtime.engines.store import EngineStore
 from runtime.models.catalogue import look_up
 from runtime.models.spec import ModelSpec
 from runtime.planner.resolve import resolve
-from runtime.queue.execution import ControlPoller, Planner
-from runtime.queue.gpu_pool import Pool
 from runtime.queue.job import Job
 from runtime.queue.opening import open_store
-from runtime.queue.records import VIDEOS, JobRecord
-from runtime.queue.runner import Runner, RunnerContext
+from runtime.queue.records import VIDEOS
+from runtime.queue.registry import WorkerRegistry
 from runtime.queue.service import JobQueue
 from runtime.queue.store import JobStore
+from runtime.queue.worker import Worker, WorkerConfig
 from runtime.ui import job_stream
 from runtime.ui.jobs_presenter import Shown
 from tests.planner.test_parallelism import FOUR
 from tests.ui.test_job_stream import AUDIENCE
 from tests.waiting import until
 
+APP = "00000000"
+
 
 class Waiting(NamedTuple):
-    """A job that one runner of four has taken, where it needs all of them."""
+    """A job that one worker of four has claimed, where it needs all of them."""
 
     store: JobStore
-    pool: Pool
+    registry: WorkerRegistry
     job: Job
+
+    def lend(self, gpu: int) -> None:
+        """Do what the idle worker of a GPU does."""
+        assert self.registry.waits_for(f"{APP}.{gpu}") == f"{APP}.0"
+        self.registry.lend(f"{APP}.{gpu}", f"{APP}.0")
 
 
 class OneJob:
@@ -60,48 +67,38 @@ def waiting(tiny: Callable[[str], ModelSpec], cache_dir: Path) -> Iterator[Waiti
     )
     engines = EngineService(EngineStore(cache_dir / "engines", 10**9), FOUR, cache_dir)
     store = open_store(cache_dir)
+    registry = WorkerRegistry(store)
+    for gpu in range(4):
+        registry.register(f"{APP}.{gpu}", gpu)
     plan = resolve(request, look_up("tiny", weights), FOUR, cache_dir / "x.mp4")
     assert plan.gpus == 4
     job = Job(store.add(request, plan), plan, "Tiny", store)
-    pool, wishes = Pool(range(4)), ControlPoller(store)
-
-    def no_task(record: JobRecord) -> None:
-        raise AssertionError(record)
-
-    desk = RunnerContext(
-        store,
-        "00000000",
-        Planner(weights, engines, None),
-        wishes,
-        engines,
-        None,
-        lambda _: job,
-        no_task,  # type: ignore[arg-type]  # there is none
-        lambda: FOUR,
-        pool,
-    )
-    runner = Runner(desk, 0, VIDEOS)
-    with wishes.listening():
-        runner.start()
-        yield Waiting(store, pool, job)
-        runner.stop()
-        runner.join()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("runtime.queue.worker.probe", lambda: FOUR)
+        patched.setattr(Worker, "_held_bytes", lambda _: {})
+        worker = Worker(store, WorkerConfig(app=APP, gpu=0, kinds=VIDEOS, weights_dir=weights, engines=engines))
+        thread = threading.Thread(target=worker.run)
+        thread.start()
+        yield Waiting(store, registry, job)
+        worker.stop()
+        thread.join()
 
 
 def waits(job: Job) -> list[Event]:
-    """Return what it told, once it waits for the others."""
+    """Return its events about waiting."""
+    job.refresh()
     return [event for event in job.events if isinstance(event, WaitsForGpus)]
 
 
 def test_it_says_how_many_are_free_and_can_be_cancelled(
     waiting: Waiting, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, pool, job = waiting
+    store, registry, job = waiting
     monkeypatch.setattr("runtime.queue.recovery.recover", lambda *_: None)  # it would call this test a dead process
-    until(lambda: pool.asked(1), meanwhile=lambda: job.open)
+    until(lambda: waits(job), meanwhile=lambda: job.open)
     assert waits(job) == [WaitsForGpus(wanted=4, free=1)]
-    pool.lend(1)
-    pool.lend(3)
+    waiting.lend(1)
+    waiting.lend(3)
     until(lambda: waits(job)[-1] == WaitsForGpus(wanted=4, free=3))
     assert job.state == "running"
     # The page: its line, and the queue's.
@@ -120,11 +117,11 @@ def test_it_says_how_many_are_free_and_can_be_cancelled(
     elsewhere.refresh()
     assert elsewhere.progress.title == "Waiting for 4 GPUs: 3 free"
 
-    job.cancel.request()
-    until(lambda: job.state == "cancelled")
+    job.request_cancel()
+    until(lambda: waits(job) and job.state == "cancelled")
     assert job.events[-1] == Cancelled()
     assert not any(isinstance(event, Planned) for event in job.events)
-    until(lambda: all(pool.has(gpu) for gpu in range(4)))
+    until(lambda: all(registry.gpus(f"{APP}.{gpu}") == [gpu] for gpu in range(4)))
     assert listing([], "")["jobs"][0]["waits"] is None
 
 
@@ -133,7 +130,8 @@ def test_paused_it_waits_in_the_queue_again(waiting: Waiting) -> None:
     until(lambda: waits(job), meanwhile=lambda: job.open)
     store.hold([job.id], True)
     until(lambda: store.get(job.id).state == "queued")
-    until(lambda: job.held and job.progress.waits is None)
+    job.refresh()
+    assert job.held and job.progress.waits is None
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from runtime.queue.store import JobStore
 from tests.plans import GIB, machine, no_engines
 from tests.plans import gpu as a_gpu
 from tests.queue.made import planned
+from tests.running import RunningQueue
 
 
 def stored(folder: Path) -> JobStore:
@@ -76,13 +77,13 @@ def test_what_cannot_be_made_is_refused_at_once(worker: JobQueue) -> None:
 def test_cancelling_ends_the_running_job_and_skips_waiting_ones(worker: JobQueue) -> None:
     running, waiting, last = (worker.submit(small(steps=steps)) for steps in (1000, 1000, 2))
     assert [one.id for one in worker.ahead(last)] == [running.id, waiting.id]
-    waiting.cancel.request()
+    waiting.request_cancel()
     assert list(watch(waiting)) == [Cancelled()]
     for event in watch(running):
         if isinstance(event, StepDone):
             assert worker.active() is running
             assert len(worker.ahead(last)) == 1
-            running.cancel.request()
+            running.request_cancel()
     assert isinstance(list(watch(last))[-1], VideoSaved)
     assert (running.state, waiting.state, last.state) == ("cancelled", "cancelled", "done")
     ends = [event for job in (running, waiting, last) for event in job.events if isinstance(event, TerminalEvent)]
@@ -91,7 +92,7 @@ def test_cancelling_ends_the_running_job_and_skips_waiting_ones(worker: JobQueue
 
 def test_what_is_not_remembered_is_cancelled_by_closing(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
     shutil.copytree(tiny("wan2.1").directory, tmp_path / "weights" / "tiny")
-    worker = JobQueue(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path))
+    worker = RunningQueue(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path))
     jobs = [worker.submit(small(steps=1000)) for _ in range(2)]
     worker.close()
     assert [job.state for job in jobs] == ["cancelled", "cancelled"]
@@ -103,7 +104,7 @@ def test_a_torch_that_does_not_start_ends_the_job_and_not_the_worker(
 ) -> None:
     shutil.copytree(tiny("wan2.1").directory, tmp_path / "weights" / "tiny")
     monkeypatch.setitem(sys.modules, "runtime.pipeline.run", None)
-    worker = JobQueue(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path))
+    worker = RunningQueue(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path))
     end = list(watch(worker.submit(small())))[-1]
     assert isinstance(end, Failed)
     assert "does not start" in end.what
@@ -129,7 +130,7 @@ def test_a_job_whose_plan_is_of_another_version_is_planned_anew(worker: JobQueue
         connection.execute("UPDATE jobs SET request = '{\"a\": 1}' WHERE id = ?", (broken.id,))
         connection.execute("UPDATE jobs SET state = 'cancelled' WHERE id = ?", (busy.id,))
     connection.close()
-    again = JobQueue(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path), store=stored(tmp_path))
+    again = RunningQueue(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path), store=stored(tmp_path))
     following = again.job(last.id)
     assert following is not None
     assert isinstance(list(watch(following))[-1], VideoSaved)

@@ -17,13 +17,14 @@ from runtime.queue.service import Job, JobQueue
 from runtime.queue.store import JobStore
 from runtime.server.visitors import Visitors, cancel_orphaned
 from tests.plans import no_engines, tiny_plan
+from tests.running import RunningQueue
 from tests.waiting import until
 
 
 @pytest.fixture
 def worker(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Iterator[JobQueue]:
     shutil.copytree(tiny("wan2.2-a14b").directory, tmp_path / "weights" / "tiny")
-    made = JobQueue(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path))
+    made = RunningQueue(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path))
     yield made
     made.close()
 

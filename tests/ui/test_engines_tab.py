@@ -14,26 +14,28 @@ from typing import Any
 import gradio as gr
 import pytest
 
-from runtime.core.facts import Fact
+from runtime.core.facts import Fact, render
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import UNREADABLE_KEY
 from runtime.planner.shapes import ShapeProfile
-from runtime.queue.service import JobQueue
-from runtime.queue.tasks import Task
+from runtime.queue.store import JobStore
+from runtime.queue.tasks import InspectEngine, PruneEngines, Task
 from runtime.ui import engine_views, form
 from runtime.ui.break_even import Payoff
 from runtime.ui.engines_tab import Library
 from runtime.ui.plan_preview import Foresight
 from tests.engines.made import key
+from tests.running import RunningQueue
 from tests.ui.records import record
 from tests.ui.test_form import GOOD
 from tests.ui.test_plan_preview import insert
 from tests.waiting import until
 
 VALUES = [GOOD[name] for name in form.NAMES]
+PRUNE = PruneEngines(max_bytes=10**9)
 NOWHERE = "There is no such action or engine. Load the page again."
 
 
@@ -42,7 +44,7 @@ class Tab:
     """The tab over a worker and a library of their own."""
 
     library: Library
-    worker: JobQueue
+    worker: RunningQueue
     store: EngineStore
 
     def press(self, act: object, of: object, values: list[Any] = VALUES) -> str:
@@ -61,7 +63,8 @@ class Tab:
         return unescape(said.partition(">")[2].removesuffix("</p>"))
 
     def settle(self) -> None:
-        """Wait until nothing waits or runs."""
+        """Run what is queued, and wait until it has ended."""
+        self.worker.start()
         until(lambda: not any(task.open for task in self.worker.tasks()))
 
 
@@ -69,7 +72,7 @@ class Tab:
 def tab(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Iterator[Tab]:
     store = EngineStore(tmp_path / "engines", 10**9)
     engines = EngineService(store, probe(), tmp_path)
-    worker = JobQueue(tmp_path / "weights", tmp_path / "outputs", engines)
+    worker = RunningQueue(tmp_path / "weights", tmp_path / "outputs", engines, start=False)
     models = {name: tiny(name) for name in ("wan2.2-a14b", "wan2.1")}
     yield Tab(Library(worker, engines, models, Foresight(engines, worker.machine, worker.history)), worker, store)
     worker.close()
@@ -130,8 +133,7 @@ def test_a_form_that_cannot_be_builds_nothing(tab: Tab) -> None:
 
 
 def test_a_build_is_shown_and_cancelled_and_not_asked_for_twice(tab: Tab) -> None:
-    hold = Task("prune", "Hold", lambda task, _free: wait_for_cancel(task))
-    tab.worker.add_task(hold)
+    hold = tab.worker.add_task(PRUNE, "Hold")
     chosen = [GOOD[name] if name != "backend_vae" else "onnxruntime" for name in form.NAMES]
     assert tab.press("build", "vae", chosen).endswith(": waiting for its turn.")
     assert tab.press("build", "vae", chosen) == "That is waiting or running already. See Work."
@@ -235,20 +237,18 @@ def test_it_stands_for_a_part_of_the_model(tab: Tab, part: object) -> None:
 def test_a_file_is_imported_once_at_a_time_and_shown(tab: Tab, tmp_path: Path) -> None:
     path = tmp_path / "noise.onnx"
     path.write_bytes(bytes(range(256)) * 20)
-    hold = Task("prune", "Hold", lambda task, _free: wait_for_cancel(task))
-    tab.worker.add_task(hold)
+    tab.worker.add_task(PRUNE, "Hold")
     # As a file manager gives it.
     assert tab.bring(f' "{path}" ') == "Import noise.onnx: waiting for its turn."
     assert tab.bring(str(path)) == "That is waiting or running already. See Work."
     assert tab.bring(str(path), take=False) == "Look into noise.onnx: waiting for its turn."
     drawn = tab.library.look("", *VALUES)[1]
-    assert 'data-kind="import" data-state="queued"' in drawn and 'data-kind="look"' in drawn
+    assert 'data-kind="import" data-state="queued"' in drawn and 'data-kind="inspect"' in drawn
     assert tab.press("cancel", tab.worker.tasks()[-1].id) == "Cancelled."
-    tab.press("cancel", hold.id)
     tab.settle()
     taken = tab.worker.tasks()[1]
     assert (taken.kind, taken.state) == ("import", "failed")
-    assert taken.said.startswith("The ONNX file is damaged or none")
+    assert taken.result is not None and render(taken.result).what.startswith("The ONNX file is damaged or none")
     assert tab.store.index() == []
 
 
@@ -260,25 +260,21 @@ def test_an_import_does_not_wait_for_the_form_to_be_mended(tab: Tab) -> None:
     assert "The form is not whole" in str(tab.library.take("/x.plan", "auto", True)[4])
 
 
-def test_what_was_found_is_shown_as_text() -> None:
-    task = Task("look", "Look into x", lambda *_: "", found=("takes <b>x</b> (1, 2)",))
-    task.end("done", "It can be imported.")
+def test_what_was_found_is_shown_as_text(tmp_path: Path) -> None:
+    store, work = JobStore(None), InspectEngine(path=Path("x"), model="tiny")
+    added = store.add_work("task", "Look into x", tmp_path, work.model_dump(mode="json"))
+    store.claim("00000000.0")
+    store.note_task(added.id, {"event": "TaskFound", "lines": ["takes <b>x</b> (1, 2)"]})
+    task = Task(added, store)
+    task.refresh()
     assert "<li>takes &lt;b&gt;x&lt;/b&gt; (1, 2)</li>" in engine_views.work([(task, 0)])
-    assert 'class="found" aria-label="What was found" hidden' in engine_views.work(
-        [(Task("prune", "P", lambda *_: ""), 0)]
-    )
-
-
-def wait_for_cancel(task: Task) -> str:
-    """Take as long as nobody cancels."""
-    while True:
-        task.cancel.check()
-        time.sleep(0.005)
+    other = store.add_work("task", "P", tmp_path, PRUNE.model_dump(mode="json"))
+    assert 'class="found" aria-label="What was found" hidden' in engine_views.work([(Task(other, store), 0)])
 
 
 def test_the_line_does_not_grow_without_end(tab: Tab) -> None:
     for number in range(40):
-        tab.worker.add_task(Task("prune", f"Hold {number}", lambda task, _free: wait_for_cancel(task)))
+        tab.worker.add_task(PRUNE, f"Hold {number}")
     assert tab.press("prune", "") == "Too much work is waiting. Let some of it end, or cancel some."
 
 
@@ -291,7 +287,7 @@ def test_a_look_at_what_is_shown_already_draws_nothing(tab: Tab) -> None:
         shown = drawn[5]
     assert drawn == (gr.skip(),) * 6
     # Work that moves on leaves the table alone.
-    tab.worker.add_task(Task("prune", "Quick", lambda *_: "Done."))
+    tab.worker.add_task(PRUNE, "Quick")
     tab.settle()
     parts, work, disk, table, _, shown_now = tab.library.look(shown, *VALUES)
     assert (parts, disk, table) == (gr.skip(),) * 3

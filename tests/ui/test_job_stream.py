@@ -13,6 +13,7 @@ from runtime.core.events import Cancelled, Event, Failed, FramesDecoded, Planned
 from runtime.core.facts import Fact
 from runtime.core.request import GenerationRequest
 from runtime.models.spec import ModelSpec
+from runtime.queue.execution import JobRecorder
 from runtime.queue.job import Job
 from runtime.queue.service import JobQueue
 from runtime.queue.store import JobStore
@@ -32,8 +33,8 @@ class NobodyAhead:
 
 
 @pytest.fixture
-def store() -> JobStore:
-    return JobStore(None)
+def store(tmp_path: Path) -> JobStore:
+    return JobStore(tmp_path / "jobs.sqlite")
 
 
 @pytest.fixture
@@ -57,21 +58,29 @@ def saved(job: Job) -> VideoSaved:
 
 
 def begin(job: Job, store: JobStore) -> None:
-    record = store.claim("here")
-    assert record is not None
-    job.begin(record)
+    assert store.claim("here") is not None
+    job.refresh()
 
 
-def show(job: Job, *events: Event) -> job_stream.View:
+def tell(job: Job, store: JobStore, *events: Event) -> None:
+    """Record events as the job's worker does."""
+    recorder = JobRecorder(job.id, store)
+    if events and store.get(job.id).state == "queued":
+        begin(job, store)
     for event in events:
-        job.record(event)
+        recorder.record(event)
+    job.refresh()
+
+
+def show(job: Job, store: JobStore, *events: Event) -> job_stream.View:
+    tell(job, store, *events)
     return job_stream.view(job, cast(JobQueue, NobodyAhead()), AUDIENCE, "<svg></svg>", job.progress.now)
 
 
 def test_a_running_job_tells_stage_step_and_time(job: Job, store: JobStore) -> None:
     begin(job, store)
     steps = [StepDone(step=n, of=4, seconds=2.0, part="transformer", preview=b"webp") for n in (1, 2)]
-    view = show(job, Planned(plan=job.plan), StageStarted(stage="denoise", part="transformer"), *steps)
+    view = show(job, store, Planned(plan=job.plan), StageStarted(stage="denoise", part="transformer"), *steps)
     assert 'data-state="running"' in view.status
     assert "step 3 of 4" in view.status
     assert re.search(r"about \d+ (s|min) left", view.status)
@@ -94,16 +103,16 @@ def test_a_job_that_waits_says_for_how_much(job: Job) -> None:
 def test_a_paused_job_says_so(job: Job, store: JobStore) -> None:
     store.hold([job.id], True)
     job.refresh()
-    view = show(job)
+    view = show(job, store)
     assert "Paused" in view.status and view.busy
 
 
 def test_an_interrupted_job_says_how_to_go_on(job: Job, store: JobStore) -> None:
     begin(job, store)
-    show(job, Planned(plan=job.plan), StageStarted(stage="encode"))
+    show(job, store, Planned(plan=job.plan), StageStarted(stage="encode"))
     store.interrupt(job.id, "here", None)
-    job.leave()
-    view = show(job)
+    job.refresh()
+    view = show(job, store)
     assert "Tandem ended while this video was made." in view.status
     assert 'data-act="resume"' in view.status and not view.busy
 
@@ -115,17 +124,17 @@ def test_an_interrupted_job_says_how_to_go_on(job: Job, store: JobStore) -> None
 
 def test_a_job_that_stops_says_so_at_once(job: Job, store: JobStore) -> None:
     begin(job, store)
-    view = show(job, Planned(plan=job.plan), StageStarted(stage="encode"))
+    view = show(job, store, Planned(plan=job.plan), StageStarted(stage="encode"))
     assert "Reading the prompt" in view.status
-    job.cancel.request()
-    assert "Stopping…" in show(job).status
-    assert show(job).stopping
-    ended = show(job, Cancelled())
+    job.request_cancel()
+    assert "Stopping…" in show(job, store).status
+    assert show(job, store).stopping
+    ended = show(job, store, Cancelled())
     assert "Nothing was saved." in ended.status and not ended.busy
 
 
-def test_a_finished_job_shows_video_and_facts(job: Job) -> None:
-    view = show(job, Planned(plan=job.plan), FramesDecoded(frames=9, of=9), saved(job))
+def test_a_finished_job_shows_video_and_facts(job: Job, store: JobStore) -> None:
+    view = show(job, store, Planned(plan=job.plan), FramesDecoded(frames=9, of=9), saved(job))
     assert f'src="{result_view.file_url(job.plan.output)}"' in view.picture
     assert "a%20video.mp4" in view.picture
     for expected in (
@@ -150,32 +159,32 @@ def test_what_a_finished_job_used_beside_the_model_is_told(job: Job) -> None:
     assert {("LoRA", "low=a:0.5"), ("Step cache", "first-block:0.2"), ("Shift", "5")} <= set(told)
 
 
-def test_an_error_is_what_and_what_to_do(job: Job) -> None:
+def test_an_error_is_what_and_what_to_do(job: Job, store: JobStore) -> None:
     assert (
         "<strong>No memory.</strong> <span>Close a program.</span>"
-        in show(job, Failed(fact=Fact("text", {"what": "no memory.", "remedy": "Close a program."}))).status
+        in show(job, store, Failed(fact=Fact("text", {"what": "no memory.", "remedy": "Close a program."}))).status
     )
 
 
-def test_a_defect_names_the_log(job: Job) -> None:
-    assert AUDIENCE.details in show(job, Failed.because_of(ZeroDivisionError())).status
+def test_a_defect_names_the_log(job: Job, store: JobStore) -> None:
+    assert AUDIENCE.details in show(job, store, Failed.because_of(ZeroDivisionError())).status
 
 
-def test_every_state_has_the_same_children(job: Job) -> None:
+def test_every_state_has_the_same_children(job: Job, store: JobStore) -> None:
     """gradio patches child by child: only with the same ones do live regions stay and the preview not flicker."""
 
     def tags(html: str) -> list[str]:
         return [part.split(">")[0].split(" ")[0] for part in html.split("<")[1:]]
 
     views = [
-        show(job),
-        show(job, Planned(plan=job.plan)),
-        show(job, Failed(fact=Fact("text", {"what": "a", "remedy": "b"}))),
+        show(job, store),
+        show(job, store, Planned(plan=job.plan)),
+        show(job, store, Failed(fact=Fact("text", {"what": "a", "remedy": "b"}))),
     ]
     assert len({tuple(tags(view.status)) for view in views} | {tuple(tags(player.status(player.IDLE)))}) == 1
 
 
-def test_following_ends_with_the_job(job: Job) -> None:
+def test_following_ends_with_the_job(job: Job, store: JobStore) -> None:
     async def collect() -> tuple[list[job_stream.View], list[Event]]:
         async def views() -> list[job_stream.View]:
             return [view async for view in job_stream.follow_views(job, cast(JobQueue, NobodyAhead()), AUDIENCE, "")]
@@ -186,7 +195,7 @@ def test_following_ends_with_the_job(job: Job) -> None:
         async def work() -> None:
             for event in (Planned(plan=job.plan), StageStarted(stage="encode"), Cancelled()):
                 await asyncio.sleep(0.01)
-                job.record(event)
+                tell(job, store, event)
 
         seen, heard, _ = await asyncio.gather(views(), events(), work())
         return seen, heard

@@ -18,6 +18,7 @@ from runtime.ui.jobs_request import read
 from tests.plans import no_engines
 from tests.queue.made import saved
 from tests.queue.test_worker import small
+from tests.running import RunningQueue
 from tests.ui.test_form import GOOD
 
 VIEW: dict[str, Any] = {
@@ -31,7 +32,7 @@ def worker(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Iterator[JobQueu
     """Return a worker that is closed: what is queued stays queued."""
     shutil.copytree(tiny("wan2.2-a14b").directory, tmp_path / "weights" / "tiny")
     store = JobStore(tmp_path / "jobs.sqlite")
-    made = JobQueue(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path), store=store)
+    made = RunningQueue(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path), store=store)
     made.close()
     yield made
     store.close()

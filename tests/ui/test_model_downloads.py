@@ -126,7 +126,7 @@ def test_one_after_the_other_and_what_waits_is_cancelled_at_once(shown: Shown) -
     shown.press("download", NAME)
     shown.press("download", "wan2.1-t2v-14b")
     waiting = shown.downloads.of("wan2.1-t2v-14b")
-    assert waiting is not None and waiting.open and not waiting.started_at
+    assert waiting is not None and waiting.open and waiting.result is None
     shown.press("cancel", "wan2.1-t2v-14b")
     assert waiting.state == "cancelled"
     began = time.monotonic()

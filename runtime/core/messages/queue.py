@@ -39,4 +39,36 @@ MESSAGES: Mapping[str, Message] = {
     ),
     "queue.job_not_stored": Message("This video will not be in the list of jobs: {cause:advice}"),
     "queue.job_not_stored_yet": Message("This video is not in the list of jobs yet: {cause:advice}"),
+    "queue.nothing_kept": Message("Nothing is kept of job {job}.", "Generate the video again."),
+    "queue.worker_died": Message("The worker process ended unexpectedly ({how}).", "Try again; the log has more."),
+    "queue.worker_died_again": Message(
+        "The worker process ended unexpectedly twice with this job (the last time: {how}).",
+        "Resume it with a smaller size, or run it in PyTorch; the log has more.",
+    ),
+    "queue.worker_replaced": Message("The worker process of this job ended unexpectedly ({how}); the job was resumed."),
+    "queue.engine_disabled": Message("Its engine ran when the worker process ended unexpectedly ({how})."),
+    # Tasks
+    "task.cancelled": Message("Cancelled. What was finished before is kept."),
+    "task.built": Message("{built} of {wanted} ready."),
+    "task.built_in_part": Message("{built} of {wanted} ready. {cause}"),
+    "task.nothing_to_build": Message("No engine to build: PyTorch was chosen for every component."),
+    "task.inspected": Message("It can be imported if it holds the model's own weights."),
+    "task.looking": Message("Looking for engines to build."),
+    "task.finished": Message("Done."),
+    "task.opening": Message("Opening {file}."),
+    "task.imported": Message("Imported as {engine}: {detail:sentence}."),
+    "task.imported_unverified": Message(
+        "Imported as {engine}. There was not enough memory to compare it with PyTorch, and it is not used before that.",
+        "Close other programs, then press Verify.",
+    ),
+    "task.verified": Message("Verified: {detail:sentence}."),
+    "task.deleted": Message("Deleted, {freed:bytes} freed."),
+    "task.pruned": Message("Deleted {count:n engine}; {left:bytes} are left."),
+    "task.pruned_in_part": Message(
+        "Deleted {count:n engine}; {left:bytes} are left. Pinned engines and those in use stay."
+    ),
+    # Downloads
+    "download.already_queued": Message("{model} is already being downloaded.", "Wait for it, or cancel it."),
+    "download.cancelled": Message("Cancelled. Received data is kept; the next download continues from it."),
+    "download.done": Message("{model} is downloaded and verified: {size:bytes}."),
 }

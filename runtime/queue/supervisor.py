@@ -1,0 +1,156 @@
+"""Starts one worker process per GPU, restarts those that die, and decides what becomes of their jobs."""
+
+import contextlib
+import logging
+import multiprocessing
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+
+from runtime.core.errors import StoreError
+from runtime.queue import recovery
+from runtime.queue.registry import WorkerRegistry
+from runtime.queue.store import JobStore
+from runtime.queue.worker import EXIT_DEVICE_LOST, WorkerConfig, main
+
+# A worker that ends sooner after its start is started again later and later.
+_SHORT_LIFE_SECONDS = 10.0
+_MOST_DELAY_SECONDS = 30.0
+_STORE_RETRY_SECONDS = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Slot:
+    """One GPU's worker, and when it is to be started again."""
+
+    config: WorkerConfig
+    process: SpawnProcess | None = None
+    connection: Connection | None = None
+    started: float = 0.0
+    delay: float = 0.0
+    start_at: float = 0.0
+
+
+class Supervisor:
+    """The worker processes of this app.
+
+    Args:
+        configs: one for each worker.
+        changed: called after a worker died and its job was dealt with.
+    """
+
+    def __init__(
+        self, store: JobStore, configs: Sequence[WorkerConfig], changed: Callable[[], None] = lambda: None
+    ) -> None:
+        self._store = store
+        self._registry = WorkerRegistry(store)
+        self._slots = [_Slot(config) for config in configs]
+        self._changed = changed
+        self._closing = threading.Event()
+        # A second connection end wakes the thread that waits for processes to end.
+        self._wake, self._woken = multiprocessing.Pipe()
+        self._thread = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
+
+    def start(self) -> None:
+        """Start the workers; returns at once."""
+        self._thread.start()
+
+    def pids(self) -> dict[int, int]:
+        """Return the process id of each living worker, by GPU."""
+        alive = [(slot.config.gpu, slot.process) for slot in self._slots]
+        return {gpu: process.pid for gpu, process in alive if process is not None and process.pid is not None}
+
+    def close(self) -> None:
+        """Stop the workers and wait for them: running jobs are paused after their step and resume at the next start."""
+        self._closing.set()
+        self._wake.send_bytes(b"")
+        self._thread.join()
+
+    def _supervise(self) -> None:
+        while not self._closing.is_set():
+            now = time.monotonic()
+            for slot in self._slots:
+                if slot.process is None and now >= slot.start_at:
+                    self._start(slot)
+            sentinels = [slot.process.sentinel for slot in self._slots if slot.process is not None]
+            due = [slot.start_at - now for slot in self._slots if slot.process is None]
+            wait([self._woken, *sentinels], timeout=max(min(due), 0.0) if due else None)
+            for slot in self._slots:
+                if slot.process is not None and slot.process.exitcode is not None and not self._closing.is_set():
+                    self._bury(slot, slot.process.exitcode)
+        self._stop_all()
+
+    def _start(self, slot: _Slot) -> None:
+        ours, theirs = multiprocessing.Pipe()
+        process = multiprocessing.get_context("spawn").Process(
+            target=main, args=(slot.config, theirs), name=f"worker-{slot.config.gpu}", daemon=False
+        )
+        slot.started = time.monotonic()
+        try:
+            process.start()
+        except OSError as error:
+            logger.error("A worker process cannot be started: %s", error.strerror or error)
+            ours.close()
+            self._delay(slot)
+            return
+        finally:
+            theirs.close()
+        slot.process, slot.connection = process, ours
+
+    def _bury(self, slot: _Slot, code: int) -> None:
+        assert slot.process is not None and slot.connection is not None
+        logger.error("worker %s ended: %s", slot.config.instance, describe_exit(code))
+        slot.process.join()
+        slot.process = None
+        slot.connection.close()
+        self._settle(slot.config.instance, code)
+        if time.monotonic() - slot.started < _SHORT_LIFE_SECONDS:
+            # It may be the import that crashes: then it does so with a job, which is told.
+            slot.config = replace(slot.config, preload=False)
+        self._delay(slot)
+        self._changed()
+
+    def _delay(self, slot: _Slot) -> None:
+        short = time.monotonic() - slot.started < _SHORT_LIFE_SECONDS
+        slot.delay = min(max(2 * slot.delay, 0.5), _MOST_DELAY_SECONDS) if short else 0.0
+        slot.start_at = time.monotonic() + slot.delay
+
+    def _settle(self, instance: str, code: int) -> None:
+        while True:
+            try:
+                self._registry.release(instance)
+                recovery.settle_worker(self._store, instance, describe_exit(code))
+            except StoreError as error:
+                logger.warning("The job of a dead worker cannot be noted: %s", type(error.__cause__ or error).__name__)
+                if self._closing.wait(_STORE_RETRY_SECONDS):
+                    return
+            else:
+                return
+
+    def _stop_all(self) -> None:
+        for slot in self._slots:
+            if slot.connection is not None and slot.process is not None:
+                with contextlib.suppress(OSError):
+                    slot.connection.send_bytes(b"stop")
+        for slot in self._slots:
+            if slot.process is not None:
+                slot.process.join()
+            if slot.connection is not None:
+                slot.connection.close()
+
+
+def describe_exit(code: int) -> str:
+    """Return how a process ended, in a few words."""
+    if code == EXIT_DEVICE_LOST:
+        return "CUDA error"
+    if code >= 0:
+        return f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"signal {-code}, {signal.Signals(-code).name}"
+    return f"signal {-code}"

@@ -1,0 +1,137 @@
+"""Runs tasks on the engine library in a worker process."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from runtime.core.errors import EngineError
+from runtime.core.facts import Fact
+from runtime.core.request import GenerationRequest
+from runtime.engines import library
+from runtime.engines.imported.importing import describe_matches, device_here, import_engine, inspect_engine
+from runtime.engines.imported.matching import find_matches
+from runtime.engines.service import EngineService
+from runtime.engines.store import EngineStore
+from runtime.models.catalogue import look_up
+from runtime.models.loras import model_for
+from runtime.pipeline.build_engines import build_all, wanted_engines
+from runtime.queue.tasks import (
+    BuildEngines,
+    DeleteEngine,
+    ImportEngine,
+    InspectEngine,
+    PruneEngines,
+    TaskRecorder,
+    VerifyEngine,
+    Work,
+)
+
+# Frees the loaded models: builders measure, and engines that are compared need memory.
+Free = Callable[[], None]
+
+
+def run_task(work: Work, recorder: TaskRecorder, engines: EngineService, weights_dir: Path, free: Free) -> Fact:
+    """Run one task and return its result.
+
+    Raises:
+        CancelledError: if it was cancelled; what was finished before stays.
+        TandemError: if it failed.
+    """
+    match work:
+        case BuildEngines():
+            return _build(work, recorder, engines, weights_dir, free)
+        case InspectEngine():
+            return _inspect(work, recorder, engines, weights_dir, free)
+        case ImportEngine():
+            return _import(work, recorder, engines, weights_dir, free)
+        case VerifyEngine():
+            return _verify(work, recorder, engines, weights_dir, free)
+        case DeleteEngine():
+            return _delete(work, engines, free)
+        case PruneEngines():
+            # Engines that stay loaded for the next video may be deleted too.
+            free()
+            pruned = library.prune(EngineStore(engines.store.folder, work.max_bytes))
+            code = "task.pruned" if pruned.enough else "task.pruned_in_part"
+            return Fact(code, {"count": len(pruned.deleted), "left": pruned.total_bytes})
+
+
+def _build(work: BuildEngines, recorder: TaskRecorder, engines: EngineService, weights_dir: Path, free: Free) -> Fact:
+    recorder.report(Fact("task.looking"), None)
+    request = work.asked_for()
+    spec = model_for(request, weights_dir)
+    wanted = wanted_engines(_narrowed(request, work.component), spec, engines)
+    if not wanted:
+        return Fact("task.nothing_to_build")
+    free()
+    failed: list[EngineError] = []
+    built = 0
+
+    def report(fact: Fact, share: float | None) -> None:
+        recorder.report(fact, (built + len(failed) + (share or 0.0)) / len(wanted))
+
+    for one in build_all(wanted, spec, engines, report, recorder.cancel, again=request.build == "always"):
+        if one.error is None:
+            built += 1
+        else:
+            failed.append(one.error)
+            recorder.write("\n".join(filter(None, (one.error.what, one.error.remedy, one.error.log))))
+    if failed and not built:
+        raise failed[0]
+    recorder.report(Fact("task.finished"), 1.0)
+    counts = {"built": built, "wanted": len(wanted)}
+    return Fact("task.built_in_part", {**counts, "cause": failed[0].fact}) if failed else Fact("task.built", counts)
+
+
+def _narrowed(request: GenerationRequest, component: str | None) -> GenerationRequest:
+    """Return the request with a backend for one component alone: the others then want no engine."""
+    if component is None:
+        return request
+    return GenerationRequest.from_mapping(request.to_json() | {"backends": {component: request.backend(component)}})
+
+
+def _inspect(
+    work: InspectEngine, recorder: TaskRecorder, engines: EngineService, weights_dir: Path, free: Free
+) -> Fact:
+    recorder.report(Fact("task.opening", {"file": work.path.name}), None)
+    spec = look_up(work.model, weights_dir)
+    free()
+    contract = inspect_engine(work.path, device_here(engines.machine), recorder.report, recorder.cancel)
+    found = tuple(map(str, contract.describe()))
+    recorder.found(found)
+    matches = find_matches(contract, spec, work.component)
+    recorder.found((*found, *map(str, describe_matches(matches, spec))))
+    return Fact("task.inspected")
+
+
+def _import(work: ImportEngine, recorder: TaskRecorder, engines: EngineService, weights_dir: Path, free: Free) -> Fact:
+    spec = look_up(work.model, weights_dir)
+    free()
+    device = device_here(engines.machine)
+    done = import_engine(work.path, spec, work.component, engines, device, recorder.report, recorder.cancel)
+    recorder.found(tuple(map(str, done.describe())))
+    code = "task.imported" if done.compared else "task.imported_unverified"
+    return Fact(code, {"engine": done.engine.id, "detail": done.engine.detail})
+
+
+def _verify(work: VerifyEngine, recorder: TaskRecorder, engines: EngineService, weights_dir: Path, free: Free) -> Fact:
+    chosen = library.choose(engines.store, [work.engine])
+    models = [look_up(name, weights_dir) for name in work.models]
+    free()
+    (found,) = library.verify(
+        engines.store, chosen, models, engines.machine, recorder.report, recorder.cancel, engines.notes
+    )
+    if found.skipped is not None:
+        raise EngineError(found.skipped.code, **found.skipped.data)
+    if not found.engine.usable:
+        raise EngineError("engine.verified_wrong", cause=found.engine.problem or found.engine.detail)
+    return Fact("task.verified", {"detail": found.engine.detail})
+
+
+def _delete(work: DeleteEngine, engines: EngineService, free: Free) -> Fact:
+    chosen = library.choose(engines.store, [work.engine])
+    try:
+        freed = library.delete(engines.store, chosen)
+    except EngineError:  # it may be loaded for the next video
+        free()
+        freed = library.delete(engines.store, chosen)
+    return Fact("task.deleted", {"freed": freed})

@@ -1,0 +1,400 @@
+"""A worker: claims jobs and tasks from the store and runs them one after the other, on one GPU or on the CPU.
+
+In the web app each worker is a process of its own, started by `supervisor`: `main`. Tests run `Worker` on a thread.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Collection, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from runtime.core import log
+from runtime.core.cancel import CancelledError, PausedError
+from runtime.core.errors import EngineError, StoreError, TandemError
+from runtime.core.events import Cancelled, Event, Failed, WaitsForGpus
+from runtime.core.facts import Fact
+from runtime.core.plan import ExecutionPlan
+from runtime.engines.service import EngineService
+from runtime.machine.probe import Machine, probe
+from runtime.models.spec import ModelSpec
+from runtime.pipeline.history import HistoryFile
+from runtime.queue import execution
+from runtime.queue.execution import ControlPoller, JobRecorder, Planner
+from runtime.queue.records import KINDS, JobRecord, Kind, State
+from runtime.queue.registry import WorkerEntry, WorkerRegistry, app_of
+from runtime.queue.store import JobStore
+from runtime.queue.tasks import TaskRecorder, work_of
+
+if TYPE_CHECKING:  # it imports torch
+    from runtime.execution.residency import Residency
+
+# How often the store is asked for work: other processes add jobs without a signal.
+_POLL_SECONDS = 0.1
+# After the store could not be read, so that the log does not fill up.
+_RETRY_SECONDS = 5.0
+# A process whose CUDA context is broken can only be replaced; see `device_is_lost`.
+EXIT_DEVICE_LOST = 75
+# The process that supervises this one is gone.
+EXIT_ORPHANED = 76
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig:
+    """What a worker needs; it is pickled on its way to the worker's process.
+
+    Attributes:
+        app: name of the process that supervises it.
+        gpu: index of its GPU; 0 on a machine without GPUs.
+        kinds: what it claims.
+        store_path: the job store.
+        store_problem: why jobs are not remembered, see `JobStore.problem`.
+        weights_dir: where models are looked for, besides the shipped ones.
+        engines: the engine library.
+        history: where measured times are kept.
+        log_file: of the application.
+        preload: whether PyTorch is imported before the first job. Otherwise a crash of the import counts as the job's.
+    """
+
+    app: str
+    weights_dir: Path
+    engines: EngineService
+    gpu: int = 0
+    kinds: Collection[Kind] = KINDS
+    store_path: Path | None = None
+    store_problem: Fact | None = None
+    history: HistoryFile | None = None
+    log_file: Path | None = None
+    preload: bool = True
+
+    @property
+    def instance(self) -> str:
+        """The worker's name in the store."""
+        return f"{self.app}.{self.gpu}"
+
+
+def main(config: WorkerConfig, supervisor: Connection) -> None:
+    """Run a worker in this process until the supervisor sends a message, or is gone."""
+    # Ctrl-C reaches all processes of a terminal; the supervisor decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if config.log_file is not None:
+        log.start(config.log_file)
+    worker = Worker(JobStore(config.store_path, config.store_problem), config)
+
+    def obey() -> None:
+        try:
+            supervisor.recv_bytes()
+        except (EOFError, OSError):
+            os._exit(EXIT_ORPHANED)
+        if not worker.stop():
+            os._exit(0)  # it may import PyTorch, which takes seconds
+
+    threading.Thread(target=obey, name="supervisor", daemon=True).start()
+    worker.run()
+    logging.shutdown()
+    # Nothing is left to clean up, and the interpreter takes seconds for it with PyTorch imported.
+    os._exit(0)
+
+
+class Worker:
+    """Claims and runs what is queued, from `run` to `stop`.
+
+    Args:
+        store: where jobs are claimed and their events go.
+        config: see there.
+    """
+
+    def __init__(self, store: JobStore, config: WorkerConfig) -> None:
+        self._store = store
+        self._config = config
+        self._registry = WorkerRegistry(store)
+        self._planner = Planner(config.weights_dir, config.engines, config.history)
+        self._poller = ControlPoller(store)
+        self._residency: Residency | None = None
+        self._stopping = threading.Event()
+        self._running: JobRecorder | TaskRecorder | None = None
+        self._busy = False
+        self._lock = threading.Lock()
+
+    def stop(self) -> bool:
+        """Claim nothing more; pause a running job, which resumes later, and cancel a running task.
+
+        Returns:
+            Whether something runs, for which `run` waits before it returns.
+        """
+        with self._lock:
+            self._stopping.set()
+            running, busy = self._running, self._busy
+        if isinstance(running, JobRecorder):
+            running.cancel.pause()
+        elif running is not None:
+            running.cancel.request()
+        return busy
+
+    def run(self) -> None:
+        """Claim and run, until `stop`."""
+        config = self._config
+        self._registry.register(config.instance, config.gpu)
+        with ExitStack() as stack:
+            stack.enter_context(self._poller.polling())
+            if config.preload:
+                with contextlib.suppress(Exception):  # reported when there is a job to report it for
+                    self._load_libraries(stack)
+            while not self._stopping.is_set():
+                try:
+                    record = None if self._lends() else self._claim()
+                except StoreError as error:
+                    logger.warning("No job can be claimed: %s", type(error.__cause__ or error).__name__)
+                    self._stopping.wait(_RETRY_SECONDS)
+                    continue
+                if record is None:
+                    self._stopping.wait(_POLL_SECONDS)
+                    continue
+                try:
+                    self._run_video(record, stack) if record.kind == "video" else self._run_task(record)
+                except Exception as error:
+                    self._give_up(record, error)
+                self._settle()
+                with self._lock:
+                    self._busy, self._running = False, None
+
+    def _claim(self) -> JobRecord | None:
+        with self._lock:
+            if self._stopping.is_set():
+                return None
+            record = self._store.claim(self._config.instance, self._config.kinds)
+            self._busy = record is not None
+            return record
+
+    def _lends(self) -> bool:
+        """Lend this GPU to a worker that waits for several; return whether it is lent."""
+        instance = self._config.instance
+        waiting = self._registry.waits_for(instance)
+        if waiting is not None and self._registry.gpus(instance):
+            self._free()
+            self._registry.lend(instance, waiting)
+        return not self._registry.gpus(instance)
+
+    def _settle(self) -> None:
+        """Publish the memory that stays in use; return lent GPUs unless processes are kept on them."""
+        residency, instance = self._residency, self._config.instance
+        with contextlib.suppress(StoreError):
+            self._registry.report(instance, self._held_bytes())
+            if residency is None or residency.group_manager.group is None:
+                self._registry.release(instance)
+
+    def _held_bytes(self) -> dict[int, int]:
+        if self._residency is None or not self._config.engines.machine.gpus:
+            return {}
+        import torch
+
+        held = self._residency.group_manager.taken_bytes()
+        own = self._config.gpu
+        return held | {own: torch.cuda.memory_reserved(own) + held.get(own, 0)}
+
+    def _machine(self) -> Machine:
+        instance = self._config.instance
+        self._registry.report(instance, self._held_bytes())
+        workers = self._registry.workers(app_of(instance))
+        return as_seen_by_a_new_job(probe(), workers, self._config.gpu)
+
+    def _run_video(self, record: JobRecord, stack: ExitStack) -> None:
+        recorder = JobRecorder(record.id, self._store)
+        with self._poller.following(recorder):
+            self._begin(recorder)
+            try:
+                self._load_libraries(stack)
+            except Exception as error:
+                logger.exception("job %s could not start", record.id)
+                recorder.record(Failed(fact=Fact("queue.pytorch_broken", {"error": str(error)})))
+            else:
+                self._run_job(recorder, record)
+        try:
+            if recorder.end is None and recorder.written:
+                self._store.put_back(record.id)
+        except StoreError as error:
+            logger.warning("job %s: %s", record.id, type(error.__cause__ or error).__name__)
+
+    def _run_job(self, recorder: JobRecorder, record: JobRecord) -> None:
+        assert self._residency is not None
+
+        def emit(event: Event) -> None:
+            if isinstance(event, Failed) and device_is_lost(self._config):
+                logger.error("job %s: the CUDA context is broken; this worker ends", record.id)
+                logging.shutdown()
+                os._exit(EXIT_DEVICE_LOST)
+            recorder.record(event)
+
+        try:
+            spec, plan = self._plan(recorder, record)
+        except CancelledError:
+            recorder.record(Cancelled())
+        except PausedError:
+            logger.info("job %s waits again", record.id)
+        except TandemError as error:
+            recorder.record(Failed.because_of(error))
+        except Exception as error:  # internal error: one line for the user, the traceback in the log
+            logger.exception("job %s could not be planned", record.id)
+            recorder.record(Failed.because_of(error))
+        else:
+            execution.run(recorder, record, plan, spec, emit, self._residency, self._config.history, self._store)
+
+    def _plan(self, recorder: JobRecorder, record: JobRecord) -> tuple[ModelSpec, ExecutionPlan]:
+        """Plan a job, and wait for the GPUs that it uses.
+
+        Raises:
+            CancelledError, PausedError: if that was requested meanwhile.
+            TandemError: if the job cannot be made on this machine now.
+        """
+        gpu, instance, registry = self._config.gpu, self._config.instance, self._registry
+        deaths = self._store.deaths(record.id)
+        spec, plan = self._planner.plan(record, self._machine(), gpu, deaths=deaths)
+        held = registry.gpus(instance)
+        if plan.gpus == 1:
+            if len(held) > 1:
+                self._free()
+                registry.release(instance)
+            return spec, plan
+        if len(held) < plan.gpus:
+            self._gather(recorder, plan.gpus)
+        others = registry.return_spare(instance, plan.gpus)[1:]
+        return self._planner.plan(record, self._machine(), gpu, others, deaths)
+
+    def _gather(self, recorder: JobRecorder, count: int) -> None:
+        """Wait until this worker has `count` GPUs, and report how many it has meanwhile."""
+        registry, instance, reported = self._registry, self._config.instance, -1
+        recorder.cancel.check_pause()
+        # While another worker gathers, it may need this GPU.
+        self._free()
+        registry.want(instance, count)
+        try:
+            while True:
+                first = registry.waits_for(instance)
+                if first is not None and registry.gpus(instance):
+                    registry.lend(instance, first, waits=True)
+                free = len(registry.gpus(instance))
+                if free >= count:
+                    return
+                if free != reported:
+                    reported = free
+                    recorder.record(WaitsForGpus(wanted=count, free=free))
+                self._stopping.wait(_POLL_SECONDS)
+                recorder.cancel.check_pause()
+        except BaseException:
+            registry.release(instance)
+            raise
+
+    def _run_task(self, record: JobRecord) -> None:
+        from runtime.queue.task_runner import run_task
+
+        config = self._config
+        if len(self._registry.gpus(config.instance)) > 1:
+            self._free()
+            self._settle()
+        recorder = TaskRecorder(record.id, self._store)
+        logger.info("task %s: %s starts", record.id, record.title)
+        with self._poller.cancelling(record.id, recorder.cancel):
+            self._begin(recorder)
+            try:
+                recorder.cancel.check()
+                result = run_task(work_of(record), recorder, config.engines, config.weights_dir, self._free)
+                state: State = "done"
+            except CancelledError:
+                state, result = "cancelled", Fact("task.cancelled")
+            except TandemError as error:
+                if isinstance(error, EngineError) and error.log:
+                    recorder.write(error.log)
+                state, result = "failed", error.fact
+            except Exception as error:  # internal error: one line for the user, the traceback in the log
+                logger.exception("Task %s failed", record.id)
+                state, result = "failed", Failed.because_of(error).fact
+        logger.info("task %s: %s", record.id, state)
+        if self._stopping.is_set() and state == "cancelled" and record.kind == "build":
+            self._store.put_back(record.id)
+        else:
+            self._store.finish(record.id, state, result)
+
+    def _give_up(self, record: JobRecord, error: Exception) -> None:
+        """End what could not even start, such as a job of another version: it must not come again and again."""
+        failed = Failed.because_of(error)
+        if failed.internal:
+            logger.error("job %s could not start", record.id, exc_info=error)
+        with contextlib.suppress(StoreError):
+            if record.kind == "video":
+                self._store.record(record.id, failed)
+            else:
+                self._store.finish(record.id, "failed", failed.fact)
+
+    def _begin(self, running: JobRecorder | TaskRecorder) -> None:
+        with self._lock:
+            self._running = running
+            stopping = self._stopping.is_set()
+        if stopping and isinstance(running, JobRecorder):
+            running.cancel.pause()
+        elif stopping:
+            running.cancel.request()
+
+    def _free(self) -> None:
+        if self._residency is not None:
+            self._residency.free()
+
+    def _load_libraries(self, stack: ExitStack) -> None:
+        """Import PyTorch and the pipeline, which takes seconds, and make the residency."""
+        if self._residency is not None:
+            return
+        import torch
+
+        import runtime.pipeline.run  # noqa: F401 - found out here if it does not import
+        from runtime.execution.residency import Residency
+
+        if self._config.gpu:
+            torch.cuda.set_device(self._config.gpu)
+        self._residency = stack.enter_context(Residency(self._config.engines))
+
+
+def as_seen_by_a_new_job(seen: Machine, workers: Iterable[WorkerEntry], gpu: int) -> Machine:
+    """Return the machine with the memory that a new job on a GPU gets: what its worker holds is reused or freed.
+
+    Args:
+        workers: of this app.
+    """
+    gpus, ram = list(seen.gpus), 0
+    for worker in workers:
+        if worker.gpu == gpu:
+            with contextlib.suppress(psutil.Error):  # it ended
+                ram = psutil.Process(worker.pid).memory_info().rss
+        for index, held in worker.held.items() if gpus else ():
+            free = min(gpus[index].free_bytes + held, gpus[index].total_bytes)
+            gpus[index] = replace(gpus[index], free_bytes=free)
+    return replace(seen, gpus=tuple(gpus), ram_free_bytes=min(seen.ram_free_bytes + ram, seen.ram_bytes))
+
+
+def device_is_lost(config: WorkerConfig) -> bool:
+    """Return whether CUDA does not work in this process any more, as after an illegal memory access.
+
+    Such an error stays: every later CUDA call in the process fails.
+    """
+    if not config.engines.machine.gpus:
+        return False
+    import torch
+
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no annotation
+        return False
+    try:
+        torch.cuda.synchronize(config.gpu)
+        torch.zeros(1, device=f"cuda:{config.gpu}").item()
+    except torch.OutOfMemoryError:
+        return False
+    except RuntimeError:
+        return True
+    return False

@@ -1,0 +1,153 @@
+"""Workers that lend each other GPUs: no worker waits forever, and no GPU is used by two jobs."""
+
+import threading
+import time
+from itertools import product
+
+import pytest
+
+from runtime.queue.registry import WorkerRegistry
+from runtime.queue.store import JobStore
+from tests.waiting import until
+
+
+class Workers:
+    """Threads that do what `Worker` does with the registry, and jobs that take no time but their turn."""
+
+    def __init__(self, gpus: int, jobs: list[int]) -> None:
+        self.registry = WorkerRegistry(JobStore(None))
+        self.done: list[tuple[int, list[int]]] = []
+        self.clashes: list[str] = []
+        self._busy: dict[int, int] = {}
+        self._jobs = jobs
+        self._lock = threading.Lock()
+        self._end = threading.Event()
+        for gpu in range(gpus):
+            self.registry.register(f"app.{gpu}", gpu)
+        self._threads = [threading.Thread(target=self._run, args=(gpu,), daemon=True) for gpu in range(gpus)]
+
+    def __enter__(self) -> "Workers":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        for thread in self._threads:
+            thread.join()
+
+    def wait(self, count: int) -> None:
+        """Wait until so many jobs are done."""
+        until(lambda: len(self.done) >= count)
+
+    def _run(self, gpu: int) -> None:
+        registry, me = self.registry, f"app.{gpu}"
+        while not self._end.is_set():
+            self._lend(me)
+            if not registry.gpus(me):
+                time.sleep(0.001)
+                continue
+            with self._lock:
+                wanted = self._jobs.pop(0) if self._jobs else None
+            if wanted is None:
+                time.sleep(0.001)
+                continue
+            if wanted == 1:
+                registry.release(me)
+                held = [gpu]
+            else:
+                if len(registry.gpus(me)) < wanted:
+                    registry.want(me, wanted)
+                    while len(registry.gpus(me)) < wanted:
+                        self._lend(me, waits=True)
+                        time.sleep(0.001)
+                held = registry.return_spare(me, wanted)
+            self._work(gpu, held)
+            if wanted % 2:  # after an even number the GPUs stay lent, as they do while processes are kept on them
+                registry.release(me)
+
+    def _lend(self, me: str, *, waits: bool = False) -> None:
+        waiting = self.registry.waits_for(me)
+        if waiting is not None and self.registry.gpus(me):
+            self.registry.lend(me, waiting, waits=waits)
+
+    def _work(self, gpu: int, held: list[int]) -> None:
+        with self._lock:
+            self.clashes += [f"{one} is {self._busy[one]}'s and {gpu}'s" for one in held if one in self._busy]
+            self._busy |= dict.fromkeys(held, gpu)
+        time.sleep(0.003)
+        with self._lock:
+            for one in held:
+                self._busy.pop(one, None)
+            self.done.append((gpu, held))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_all_jobs_are_done_and_no_gpu_has_two(seed: int) -> None:
+    sizes = [[1, 2, 4, 3, 1, 1, 2], [4, 4, 1, 2, 2, 3], [2, 2, 2, 1, 4, 1]][seed]
+    jobs = sizes * 4
+    with Workers(4, list(jobs)) as workers:
+        workers.wait(len(jobs))
+    assert workers.clashes == []
+    assert sorted(len(held) for _, held in workers.done) == sorted(jobs)
+
+
+@pytest.mark.parametrize("gpus", [2, 3, 4])
+def test_few_jobs_are_done_too(gpus: int) -> None:
+    """With many jobs, a later one would free a worker that waits."""
+    for jobs in product(range(1, gpus + 1), repeat=3):
+        with Workers(gpus, list(jobs)) as workers:
+            workers.wait(len(jobs))
+        assert workers.clashes == []
+
+
+def registry(gpus: int) -> WorkerRegistry:
+    made = WorkerRegistry(JobStore(None))
+    for gpu in range(gpus):
+        made.register(f"app.{gpu}", gpu)
+    made.register("other.0", 0)
+    return made
+
+
+def test_idle_workers_lend_until_there_are_enough() -> None:
+    workers = registry(3)
+    workers.want("app.2", 2)
+    assert [workers.waits_for(f"app.{gpu}") for gpu in range(3)] == ["app.2", "app.2", None]
+    assert workers.waits_for("other.0") is None
+    workers.lend("app.1", "app.2")
+    assert workers.gpus("app.2") == [2, 1] and workers.gpus("app.1") == []
+    # It lacks nothing any more.
+    assert workers.waits_for("app.0") is None
+    workers.release("app.2")
+    assert workers.gpus("app.1") == [1]
+
+
+def test_two_that_wait_gather_one_after_the_other() -> None:
+    workers = registry(2)
+    workers.want("app.0", 2)
+    workers.want("app.1", 2)
+    assert workers.waits_for("app.1") == "app.0" and workers.waits_for("app.0") is None
+    workers.lend("app.1", "app.0", waits=True)
+    assert workers.gpus("app.0") == [0, 1]
+    assert workers.waits_for("app.0") == "app.1"
+    workers.lend("app.0", "app.1")  # once it is idle
+    assert workers.gpus("app.1") == [1, 0] and workers.gpus("app.0") == []
+
+
+def test_a_worker_that_stops_waiting_returns_everything_and_is_lent_nothing() -> None:
+    workers = registry(3)
+    workers.want("app.0", 3)
+    workers.lend("app.1", "app.0")
+    workers.release("app.0")
+    workers.lend("app.2", "app.0")  # it had just been asked
+    assert [workers.gpus(f"app.{gpu}") for gpu in range(3)] == [[0], [1], [2]]
+
+
+def test_a_worker_that_is_replaced_keeps_its_gpu_lent() -> None:
+    workers = registry(2)
+    workers.want("app.0", 2)
+    workers.lend("app.1", "app.0")
+    workers.register("app.1", 1)
+    assert workers.gpus("app.0") == [0, 1] and workers.gpus("app.1") == []
+    assert workers.return_spare("app.0", 1) == [0]
+    assert workers.gpus("app.1") == [1]
