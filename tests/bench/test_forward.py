@@ -50,6 +50,7 @@ def part(dtype: str = "bfloat16", **changes: Any) -> ComponentPlan:
     return ComponentPlan(backend="pytorch", device="cpu", dtype=dtype, weights_bytes=0, reason="", **changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "random"), [("wan2.2-a14b", False), ("wan2.2-ti2v-5b", True)])
 def test_each_part_beside_diffusers_and_the_floor(architecture: str, random: bool, tiny: Tiny) -> None:
     spec = tiny(architecture)
@@ -70,6 +71,7 @@ def test_each_part_beside_diffusers_and_the_floor(architecture: str, random: boo
     assert (result["kind"], result["random"]) == ("forward", random)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("random", [False, True])
 def test_rounding_is_measured_against_the_same_weights(random: bool, tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.1")

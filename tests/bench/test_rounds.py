@@ -112,6 +112,7 @@ def done(hall: Hall, tmp_path_factory: pytest.TempPathFactory) -> Done:
     return hall.run(tmp_path_factory.mktemp("done"), configurations, keep_videos=True)
 
 
+@pytest.mark.slow
 def test_all_take_turns_after_their_warm_up(done: Done) -> None:
     measured = ["pytorch", "onnx text", "more steps"]
     warm = [line.partition(":")[0] for line in done.told if "warm-up" in line]

@@ -182,6 +182,7 @@ def test_a_model_without_the_part_leaves_nothing_to_measure(
     assert "Nothing was measured. The model has no such part." in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 def test_ctrl_c_ends_it_with_what_was_measured(tiny: Tiny, cache_dir: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"

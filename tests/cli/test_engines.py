@@ -70,6 +70,7 @@ def test_verifying_what_no_model_here_has(cache_dir: Path, capsys: pytest.Captur
     assert "No model here has the weights" in found["engines"][0]["skipped"]  # type: ignore[index]
 
 
+@pytest.mark.slow
 def test_export_is_compared_with_pytorch(
     tiny: Callable[[str], ModelSpec], cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

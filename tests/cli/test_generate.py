@@ -59,6 +59,7 @@ def test_json_on_standard_output_and_text_on_standard_error(tiny: Tiny, cache_di
     assert not list((cache_dir / "outputs").glob("*")) if (cache_dir / "outputs").exists() else True
 
 
+@pytest.mark.slow
 def test_without_out_the_video_goes_to_the_cache(tiny: Tiny, cache_dir: Path, tmp_path: Path) -> None:
     arguments = command(tiny("wan2.1"), tmp_path / "unused.mp4", "--steps", "1")
     position = arguments.index("--out")
@@ -90,6 +91,7 @@ def test_ctrl_c_stops_and_leaves_nothing(number: int, tiny: Tiny, cache_dir: Pat
     assert list(out.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_a_terminal_shows_a_live_line(tiny: Tiny, cache_dir: Path, tmp_path: Path) -> None:
     ours, theirs = pty.openpty()

@@ -17,7 +17,10 @@ from tests.pipeline.test_run import frames_of
 from tests.plans import tiny_plan
 from tests.queue.killing import Bench, Moment
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals, and a server that forks")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform == "win32", reason="signals, and a server that forks"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -229,6 +229,7 @@ def test_the_second_half_is_redone(start: Make) -> None:
     assert len(worker.store.list()) == 3
 
 
+@pytest.mark.slow
 def test_a_build_outlives_its_worker(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
     folder = tmp_path / "weights" / "tiny"
     shutil.copytree(tiny("wan2.1").directory, folder)

@@ -113,6 +113,7 @@ def test_an_engine_is_built_used_verified_and_deleted(
     assert lost.state == "failed"
 
 
+@pytest.mark.slow
 def test_a_damaged_engine_fails_verification_and_is_pruned(
     worker: JobQueue, engines: EngineService, spec: ModelSpec, tmp_path: Path
 ) -> None:
@@ -164,6 +165,7 @@ def test_a_cancelled_build_leaves_nothing_and_the_worker_goes_on(
     assert after.state == "done"
 
 
+@pytest.mark.slow
 def test_one_part_alone(worker: JobQueue, engines: EngineService, spec: ModelSpec) -> None:
     built = add(worker, build("transformer", backends={"all": "onnxruntime"}))
     assert built.result == Fact("task.built", {"built": 1, "wanted": 1})

@@ -99,6 +99,7 @@ def test_only_the_vae_runs_in_bfloat16_on_a_cpu(machine: Machine, monkeypatch: p
     assert OnnxRuntimeBuilder("cpu").default_precision("vae_next", machine, "cpu") == "float32"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["vae_first", "vae_next"])
 def test_the_vae_in_bfloat16_is_near(built: Build, program: str) -> None:
     profile = ShapeProfile.fixed((2 if program == "vae_next" else 1, 4, 6))
