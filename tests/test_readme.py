@@ -23,6 +23,7 @@ from runtime.cli.main import (
     web,
 )
 from runtime.cli.models_app import models_app, models_download, models_verify
+from tools import request_table
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -90,6 +91,12 @@ def test_every_flag_is_named(function: object) -> None:
         assert shown.get(name, f"--{name.replace('_', '-')}") in TEXT, name
 
 
+def test_the_table_of_options_is_up_to_date() -> None:
+    page = request_table.PAGE.read_text(encoding="utf-8")
+    assert "| `--width N` |" in page
+    assert page == request_table.updated(page), "run python -m tools.request_table"
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/commands.md"])
 def test_every_command_is_named(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
@@ -109,7 +116,7 @@ def test_the_exit_codes_are_named() -> None:
     meanings = {
         exit_codes.DONE: "done",
         exit_codes.USER_ERROR: "user error",
-        exit_codes.DEFECT: "internal error",
+        exit_codes.INTERNAL_ERROR: "internal error",
     }
     meanings[exit_codes.CANCELLED] = "cancelled"
     for code, meaning in meanings.items():

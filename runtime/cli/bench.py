@@ -16,6 +16,7 @@ from runtime.cli.interrupts import cancel_on_signals
 from runtime.cli.request_flags import flags_in, request_from_flags
 from runtime.core import settings
 from runtime.core.errors import InvalidRequestError, SettingsError
+from runtime.core.facts import Fact, shortened
 from runtime.core.plan import PYTORCH
 from runtime.core.request import ALL
 from runtime.core.settings import Settings
@@ -95,7 +96,7 @@ def forward(
     tera_operations = _rate(rate)
     unknown = next((part for part in parts if part not in PARTS), None)
     if unknown is not None:
-        raise InvalidRequestError("part", f"--part is {unknown[:40]!r}.", f"Take one of {', '.join(PARTS)}.")
+        raise InvalidRequestError("part", "request.not_a_choice", value=shortened(unknown), choices=list(PARTS))
     loaded, machine = settings.load(), probe()
     common = {"prompt": PROMPT, "seed": SEED} | dict(flags)
     setup = ForwardSetup(
@@ -129,7 +130,7 @@ def forward(
     if measured:
         return exit_codes.DONE
     why = next((one["why"] for one in result["configurations"] if one["why"]), "The model has no such part.")
-    return exit_codes.refuse(f"Nothing was measured. {why}", "Take another configuration or part.", as_json=as_json)
+    return exit_codes.report_error(Fact("bench.nothing_measured", {"why": why}), as_json=as_json)
 
 
 def compare(one: str, other: str) -> dict[str, Any]:
@@ -153,9 +154,7 @@ def count(name: str, text: str | None, default: int, least: int) -> int:
     if text is None:
         return default
     if not text.isdecimal() or not least <= int(text) <= MAX_RUNS:
-        raise InvalidRequestError(
-            name, f"--{name} is {text[:40]!r}.", f"Give a whole number from {least} to {MAX_RUNS}."
-        )
+        raise InvalidRequestError(name, "bench.count_invalid", value=shortened(text), low=least, high=MAX_RUNS)
     return int(text)
 
 
@@ -165,9 +164,7 @@ def _rate(text: str | None) -> float | None:
     with contextlib.suppress(ValueError):
         if 0 < float(text) <= MAX_RATE:
             return float(text)
-    raise InvalidRequestError(
-        "rate", f"--rate is {text[:40]!r}.", "Give what the device does in tera-operations a second, such as 790."
-    )
+    raise InvalidRequestError("rate", "bench.rate_invalid", value=shortened(text))
 
 
 def configured(common: Mapping[str, Any], configs: Sequence[str]) -> list[Configuration]:
@@ -197,10 +194,7 @@ def _configurations(
         return configured(common, configs)
     request = request_from_flags(common)
     if request.backends:
-        raise SettingsError(
-            "--backend alone says nothing to compare.",
-            'Name configurations, as in --config "onnx: --backend all=onnxruntime".',
-        )
+        raise SettingsError("bench.backend_without_configuration")
     spec = model_for(request, loaded.weights_dir)
     plan = resolve(request.replace(backends={ALL: PYTORCH}), spec, engines.machine, Path("none.mp4"))
     return standard(request, plan, engines.offers(spec))
@@ -233,4 +227,5 @@ def _exit_code(bench: Bench, *, as_json: bool) -> int:
     if any(entry.runs for entry in bench.entries):
         return exit_codes.DONE
     failed = bench.entries[0]
-    return exit_codes.refuse(f"Nothing was measured. {failed.name}: {failed.why}", failed.remedy, as_json=as_json)
+    why = f"{failed.name}: {failed.why} {failed.remedy}".strip()
+    return exit_codes.report_error(Fact("bench.nothing_measured", {"why": why}), as_json=as_json)

@@ -1,4 +1,4 @@
-"""How a command ends: an exit code, two lines for people, one JSON object for programs."""
+"""How a command ends: exit codes, errors as two lines of text, and one JSON object for programs."""
 
 import json
 import sys
@@ -8,8 +8,9 @@ from typing import Any
 from runtime.cli import terminal
 from runtime.core import settings
 from runtime.core.estimates import StrategyForecast
+from runtime.core.facts import Fact, Text, render
 
-DONE, DEFECT, USER_ERROR, CANCELLED = 0, 1, 2, 130
+DONE, INTERNAL_ERROR, USER_ERROR, CANCELLED = 0, 1, 2, 130
 
 
 def emit_json(value: dict[str, Any]) -> None:
@@ -18,19 +19,30 @@ def emit_json(value: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def refuse(what: str, remedy: str, *, as_json: bool, strategies: Sequence[StrategyForecast] = ()) -> int:
-    """Say what the user can mend, programs also the ways there are where memory is short; return the exit code."""
-    terminal.error(what, remedy)
+def report_error(fact: Fact, *, as_json: bool, strategies: Sequence[StrategyForecast] = ()) -> int:
+    """Report a user error and return the exit code.
+
+    Args:
+        strategies: those that there are, if memory is short.
+    """
+    text = render(fact)
+    terminal.error(text.what, text.remedy)
     if as_json:
-        ways = {"ladder": [strategy.to_json() for strategy in strategies]} if strategies else {}
-        emit_json({"error": {"what": what, "remedy": remedy, "defect": False}} | ways)
+        ladder = {"ladder": [strategy.to_json() for strategy in strategies]} if strategies else {}
+        emit_json({"error": _error_json(fact, text, internal=False), **ladder})
     return USER_ERROR
 
 
-def defect(what: str, *, as_json: bool) -> int:
-    """Say that the fault is ours, and where the details are; return the exit code."""
-    remedy = f"The details are in {settings.load().log_file}."
-    terminal.error(what, remedy)
+def report_internal_error(error: str, *, as_json: bool) -> int:
+    """Report an internal error with the log's path and return the exit code."""
+    fact = Fact("internal_error", {"error": error.rstrip("."), "log": settings.load().log_file})
+    text = render(fact)
+    terminal.error(text.what, text.remedy)
     if as_json:
-        emit_json({"error": {"what": what, "remedy": remedy, "defect": True}})
-    return DEFECT
+        emit_json({"error": _error_json(fact, text, internal=True)})
+    return INTERNAL_ERROR
+
+
+def _error_json(fact: Fact, text: Text, *, internal: bool) -> dict[str, Any]:
+    stated = fact.model_dump(mode="json")
+    return {"what": text.what, "remedy": text.remedy, "defect": internal, **stated}

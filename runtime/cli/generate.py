@@ -1,6 +1,6 @@
-"""`generate` and `jobs resume`: one job on this thread, with Ctrl-C as its cancel, in the store from its first moment.
+"""`generate` and `jobs resume`: run one job in this process; Ctrl-C cancels it.
 
-It does not wait for the web app's queue, and the web app does not take it: it is this process's from birth.
+The job is in the store from the start, claimed by this process: it does not wait in the web app's queue.
 """
 
 from contextlib import ExitStack
@@ -32,8 +32,8 @@ from runtime.queue.store import JobStore
 
 
 @dataclass(frozen=True)
-class _Here:
-    """What jobs run with here."""
+class _Machine:
+    """What jobs on this machine run with."""
 
     settings: Settings
     machine: Machine
@@ -41,8 +41,8 @@ class _Here:
     history: HistoryFile
 
     @classmethod
-    def found(cls) -> "_Here":
-        """Look around."""
+    def found(cls) -> "_Machine":
+        """Read the settings and probe the machine."""
         loaded, machine = settings.load(), probe()
         return cls(
             loaded, machine, EngineService.from_settings(loaded, machine), HistoryFile(loaded.cache_dir, machine)
@@ -50,25 +50,25 @@ class _Here:
 
 
 def generate(request: GenerationRequest, out: str | None, *, as_json: bool) -> int:
-    """Make one video and return the exit code."""
-    here = _Here.found()
+    """Generate one video and return the exit code."""
+    here = _Machine.found()
     spec = model_for(request, here.settings.weights_dir)
     output = _target(request, out, here.settings.outputs_dir)
     plan = resolve(request, spec, here.machine, output, here.engines.offers(spec), here.history.read())
     with ExitStack() as stack:
-        store, job = _remembered(here, stack, request, plan)
+        store, job = _stored(here, stack, request, plan)
         return _run(here, store, job, spec, plan, as_json=as_json)
 
 
 def resume(beginning: str, *, as_json: bool) -> int:
-    """Take a job up where it was left, and return the exit code.
+    """Resume a job and return the exit code.
 
     Raises:
-        StoreError: if there is no such job, or it waits for nobody.
+        StoreError: if there is no such job, or it cannot be resumed.
     """
-    here = _Here.found()
+    here = _Machine.found()
     store = open_store(here.settings.cache_dir)
-    check_remembered(store)
+    check_stored(store)
     with Instance(store.path) as own:
         recovery.recover(store, own.id)
         job = store.take(store.find(beginning).id, own.id)
@@ -82,11 +82,11 @@ def resume(beginning: str, *, as_json: bool) -> int:
         return _run(here, store, job, spec, plan, as_json=as_json)
 
 
-def check_remembered(store: JobStore) -> None:
-    """Check that a store is one on disk, and tell what was mended.
+def check_stored(store: JobStore) -> None:
+    """Check that a store is on disk, and warn if it was repaired.
 
     Raises:
-        StoreError: if it is not.
+        StoreError: if the jobs cannot be stored.
     """
     if store.problem:
         raise StoreError(store.problem.code, **store.problem.data)
@@ -94,10 +94,10 @@ def check_remembered(store: JobStore) -> None:
         terminal.warning(str(store.notice))
 
 
-def _remembered(
-    here: _Here, stack: ExitStack, request: GenerationRequest, plan: ExecutionPlan
+def _stored(
+    here: _Machine, stack: ExitStack, request: GenerationRequest, plan: ExecutionPlan
 ) -> tuple[JobStore, JobRecord]:
-    """Return the job in the store; in one in memory, which says why, where the cache folder's cannot be written."""
+    """Return the job in the store; in a store in memory, with the reason, if the cache folder's cannot be written."""
     store = open_store(here.settings.cache_dir)
     try:
         own = stack.enter_context(Instance(store.path))
@@ -109,7 +109,7 @@ def _remembered(
 
 
 def _run(
-    here: _Here, store: JobStore, record: JobRecord, spec: ModelSpec, plan: ExecutionPlan, *, as_json: bool
+    here: _Machine, store: JobStore, record: JobRecord, spec: ModelSpec, plan: ExecutionPlan, *, as_json: bool
 ) -> int:
     progress = terminal.ProgressLine()
     if store.notice:
@@ -128,21 +128,21 @@ def _run(
 
         with poller.following(job), Residency(here.engines) as residency, progress.shown():
             run(job, record, plan, spec, emit, residency, here.history, store)
-    return _told(job, store, as_json=as_json)
+    return _report_end(job, store, as_json=as_json)
 
 
-def _told(job: JobRecorder, store: JobStore, *, as_json: bool) -> int:
+def _report_end(job: JobRecorder, store: JobStore, *, as_json: bool) -> int:
     end = job.end
     if isinstance(end, VideoSaved):
         _report(end)
         if as_json:
             exit_codes.emit_json(end.result_json() | {"job": job.id})
         return exit_codes.DONE
-    again = "" if store.temporary else f" Go on later: jobs resume {job.id}"
+    again = "" if store.temporary else f" To resume it: jobs resume {job.id}"
     if isinstance(end, Failed):
         if end.internal:
-            return exit_codes.defect(end.what, as_json=as_json)
-        return exit_codes.refuse(end.what, end.remedy, as_json=as_json)
+            return exit_codes.report_internal_error(str(end.fact.data.get("error", end.fact)), as_json=as_json)
+        return exit_codes.report_error(end.fact, as_json=as_json)
     if not isinstance(end, Cancelled):
         store.put_back(job.id)
         terminal.line(f"Paused.{again}")
@@ -156,7 +156,7 @@ def _target(request: GenerationRequest, out: str | None, outputs_dir: Path) -> P
         make_folder(outputs_dir)
         return output_path(outputs_dir, request.prompt)
     if not out.isprintable() or not out.strip():
-        raise InvalidRequestError("out", "--out is empty or unreadable.", "Give a file name that ends in .mp4.")
+        raise InvalidRequestError("out", "cli.out_unreadable")
     return Path(out).expanduser().resolve()
 
 

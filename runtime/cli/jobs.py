@@ -5,7 +5,7 @@ from datetime import datetime
 from typing import Any
 
 from runtime.cli import terminal
-from runtime.cli.generate import check_remembered
+from runtime.cli.generate import check_stored
 from runtime.core import settings
 from runtime.core.errors import InvalidRequestError
 from runtime.core.events import WaitsForGpus
@@ -109,7 +109,7 @@ def job_row(job: JobRecord) -> dict[str, Any]:
 def _store(loaded: Settings) -> JobStore:
     """Open the store, and see to it that no job of a dead process is called running."""
     store = open_store(loaded.cache_dir)
-    check_remembered(store)
+    check_stored(store)
     recovery.recover(store, "")
     recovery.purge(store, loaded.outputs_dir)
     return store

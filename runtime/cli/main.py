@@ -1,6 +1,6 @@
-"""Parses the command line, and turns every ending into text for people, JSON for programs and an exit code.
+"""Parses the command line and ends every command with text for people, JSON for programs and an exit code.
 
-Exit codes: 0 done; 2 the user's to mend; 1 a defect of ours; 130 cancelled.
+Exit codes: 0 done; 2 user error; 1 internal error; 130 cancelled.
 """
 
 import logging
@@ -15,12 +15,21 @@ from runtime import __version__
 from runtime.cli import terminal, web_flags
 from runtime.cli.bench_commands import bench_app
 from runtime.cli.common_flags import JsonFlag, take_offline
-from runtime.cli.exit_codes import CANCELLED, DEFECT, DONE, USER_ERROR, defect, emit_json, refuse
+from runtime.cli.exit_codes import (
+    CANCELLED,
+    DONE,
+    INTERNAL_ERROR,
+    USER_ERROR,
+    emit_json,
+    report_error,
+    report_internal_error,
+)
 from runtime.cli.models_app import models_app
 from runtime.cli.request_flags import takes_options, takes_request
 from runtime.core import log, settings
 from runtime.core.cancel import CancelledError
 from runtime.core.errors import MemoryShortError, SettingsError, TandemError
+from runtime.core.facts import Fact
 from runtime.core.request import GenerationRequest
 
 logger = logging.getLogger(__name__)
@@ -34,7 +43,7 @@ app = typer.Typer(
 app.add_typer(models_app, name="models")
 engines_app = typer.Typer(help="The engine library.", no_args_is_help=True)
 app.add_typer(engines_app, name="engines")
-jobs_app = typer.Typer(help="What was made, is being made and was interrupted.", no_args_is_help=True)
+jobs_app = typer.Typer(help="Finished, running and interrupted jobs.", no_args_is_help=True)
 app.add_typer(jobs_app, name="jobs")
 app.add_typer(bench_app, name="bench")
 
@@ -55,30 +64,32 @@ def run(arguments: list[str]) -> int:
         return code if isinstance(code, int) else DONE
     except TandemError as error:
         strategies = error.strategies if isinstance(error, MemoryShortError) else ()
-        return refuse(error.what, error.remedy, as_json=wants_json, strategies=strategies)
+        return report_error(error.fact, as_json=wants_json, strategies=strategies)
     except TyperException as error:
-        what = error.format_message().strip()
-        return refuse(what if what.endswith(".") else f"{what}.", _usage(arguments), as_json=wants_json)
+        problem = error.format_message().strip().rstrip(".")
+        fact = Fact("cli.usage", {"problem": problem, "help": _help_of(_command(arguments))})
+        return report_error(fact, as_json=wants_json)
     except (KeyboardInterrupt, typer.Abort, CancelledError):
         terminal.line("Cancelled.")
         return CANCELLED
     except BrokenPipeError:
-        # Whoever read our output is gone; there is nobody to tell.
+        # The reader of standard output is gone.
         sys.stderr.close()
-        return DEFECT
-    except Exception as error:  # a defect: one line here, the rest in the log
+        return INTERNAL_ERROR
+    except Exception as error:  # the traceback is in the log
         logger.exception("A command failed")
-        return defect(f"Something broke inside Tandem: {error!r}", as_json=wants_json)
+        return report_internal_error(repr(error), as_json=wants_json)
 
 
-def _usage(arguments: list[str]) -> str:
+def _command(arguments: list[str]) -> str:
+    """Return the command among the arguments; empty if there is none."""
     known = {"generate", "plan", "build", "engines", "export", "models", "jobs", "bench", "doctor"}
-    return _help_of(next((word for word in arguments if word in known), ""))
+    return next((word for word in arguments if word in known), "")
 
 
 def _help_of(command: str) -> str:
     starter = "install.bat" if sys.platform == "win32" else "./install.sh"
-    return f"See: {' '.join(filter(None, (starter, command, '--help')))}"
+    return f"{' '.join(filter(None, (starter, command, '--help')))}"
 
 
 @app.callback(invoke_without_command=True)
@@ -102,7 +113,7 @@ def web(
     share_rate: web_flags.ShareRate = None,
     version: web_flags.Version = False,
 ) -> None:
-    """Tandem turns a sentence into a video. Without a command it starts the web app."""
+    """Generate a video from a sentence. Without a command, start the web app."""
     tensorrt = settings.tensorrt_from_flags(
         enable=enable_tensorrt, text_encoders=tensorrt_text_encoders, transformer=tensorrt_transformer
     )
@@ -125,15 +136,13 @@ def web(
     loaded = settings.load(flags)
     limit = next((name for name, value in flags.items() if name.startswith("share_") and value is not None), None)
     if limit and not loaded.share:
-        raise SettingsError(f"{settings.flag_of(limit)} was given, but nothing is shared.", "Add --share.")
+        raise SettingsError("cli.limit_without_share", flag=settings.flag_of(limit))
     log.start(loaded.log_file)
     if context.invoked_subcommand is not None:
         given = next((name for name, value in flags.items() if value is not None), None)
         if given:
-            raise SettingsError(
-                f"{settings.flag_of(given)} before a command is the web app's flag.",
-                f"Put the command's own flags after it. {_help_of(context.invoked_subcommand)}",
-            )
+            command_help = _help_of(context.invoked_subcommand)
+            raise SettingsError("cli.web_flag_before_command", flag=settings.flag_of(given), help=command_help)
         return
     if version:
         sys.stdout.write(f"{__version__}\n")
@@ -149,11 +158,13 @@ def generate(
     request: GenerationRequest,
     out: Annotated[
         str | None,
-        typer.Option(metavar="FILE.mp4", help="Where the video goes; replaced once the new one is whole."),
+        typer.Option(
+            metavar="FILE.mp4", help="The video's file; an existing one is replaced when the new one is complete."
+        ),
     ] = None,
     as_json: JsonFlag = False,
 ) -> int:
-    """Make one video."""
+    """Generate one video."""
     from runtime.cli.generate import generate as run_generate
 
     return run_generate(request, out, as_json=as_json)
@@ -162,7 +173,7 @@ def generate(
 @app.command()
 @takes_request
 def plan(request: GenerationRequest, as_json: JsonFlag = False) -> None:
-    """Say what would run where, and why; run nothing."""
+    """Show backends, reasons, memory and time without running anything."""
     from runtime.cli.plan_and_doctor import show_plan
 
     result = show_plan(request)
@@ -174,10 +185,10 @@ def plan(request: GenerationRequest, as_json: JsonFlag = False) -> None:
 @takes_options("model", "width", "height", "frames", "backend", "lora")
 def build(
     request: GenerationRequest,
-    again: Annotated[bool, typer.Option("--again", help="Build also the engines that are there.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Rebuild existing engines too.")] = False,
     as_json: JsonFlag = False,
 ) -> int:
-    """Build and measure the engines for a model and a size, without making a video."""
+    """Build and measure the engines for a model and a size."""
     from runtime.cli import engines
 
     result = engines.build(request, again=again)
@@ -193,10 +204,10 @@ def export(
     component: Annotated[
         str, typer.Option(metavar="NAME", help="text_encoder, transformer, transformer_2 or vae.")
     ] = "transformer",
-    out: Annotated[str, typer.Option(metavar="FOLDER", help="Where the ONNX files go.")] = "onnx",
+    out: Annotated[str, typer.Option(metavar="FOLDER", help="The folder for the ONNX files.")] = "onnx",
     as_json: JsonFlag = False,
 ) -> None:
-    """Write one component as ONNX, checked against PyTorch."""
+    """Export one component as ONNX and compare it with PyTorch."""
     from runtime.cli import engines
 
     result = engines.export(component, request, out)
@@ -206,7 +217,7 @@ def export(
 
 @engines_app.command("list")
 def engines_list(as_json: JsonFlag = False) -> None:
-    """List the engines, the last used first."""
+    """List the engines, most recently used first."""
     from runtime.cli import engines
 
     result = engines.listing()
@@ -222,7 +233,7 @@ def engines_verify(
     ] = None,
     as_json: JsonFlag = False,
 ) -> int:
-    """Prove engines against PyTorch once more."""
+    """Compare engines with PyTorch again."""
     from runtime.cli import engines
 
     result = engines.verify(ids or [])
@@ -245,11 +256,11 @@ def engines_delete(ids: EngineIds, as_json: JsonFlag = False) -> None:
 def engines_prune(
     max_size: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="What may stay, as in 500MB or 20GB. [default: TANDEM_ENGINE_CACHE_GB]"),
+        typer.Option(metavar="SIZE", help="The size to keep, as in 500MB or 20GB. [default: TANDEM_ENGINE_CACHE_GB]"),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Delete the engines that were not used for longest, until the rest keep to a size; pinned ones stay."""
+    """Delete the least recently used engines until the rest fit a size; pinned engines are kept."""
     from runtime.cli import engines
 
     result = engines.prune(max_size)
@@ -259,21 +270,23 @@ def engines_prune(
 
 @engines_app.command("import")
 def engines_import(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A .trt, .plan, .engine or .onnx file made elsewhere.")],
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="A .trt, .plan, .engine or .onnx file that was built elsewhere.")
+    ],
     component: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="transformer, transformer_2, vae or text_encoder. [default: the one whose weights it holds]",
+            help="transformer, transformer_2, vae or text_encoder. [default: by its weights]",
         ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(metavar="NAME|DIR", help="The model that it was made from. [default: TANDEM_MODEL]")
+        str | None, typer.Option(metavar="NAME|DIR", help="The model that it was built from. [default: TANDEM_MODEL]")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask: the file is trusted.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Copy an engine made elsewhere into the library, once it proves to compute what the model does."""
+    """Import an engine that was built elsewhere, after comparing it with PyTorch."""
     from runtime.cli.engine_import import import_file
 
     result = import_file(file, component, model, trusted=yes)
@@ -283,7 +296,7 @@ def engines_import(
 
 @engines_app.command("pin")
 def engines_pin(ids: EngineIds, as_json: JsonFlag = False) -> None:
-    """Keep engines from being deleted to make room."""
+    """Exclude engines from automatic deletion."""
     from runtime.cli import engines
 
     result = engines.pin(ids, pinned=True)
@@ -293,7 +306,7 @@ def engines_pin(ids: EngineIds, as_json: JsonFlag = False) -> None:
 
 @engines_app.command("unpin")
 def engines_unpin(ids: EngineIds, as_json: JsonFlag = False) -> None:
-    """Let engines be deleted to make room."""
+    """Allow automatic deletion of engines."""
     from runtime.cli import engines
 
     result = engines.pin(ids, pinned=False)
@@ -305,12 +318,12 @@ def engines_unpin(ids: EngineIds, as_json: JsonFlag = False) -> None:
 def jobs_list(
     state: Annotated[
         list[str] | None,
-        typer.Option(help="Only those that are queued, running, done, failed, cancelled or interrupted; repeatable."),
+        typer.Option(help="Only jobs that are queued, running, done, failed, cancelled or interrupted. Repeatable."),
     ] = None,
-    search: Annotated[str, typer.Option(metavar="TEXT", help="Only those whose prompt has these words.")] = "",
+    search: Annotated[str, typer.Option(metavar="TEXT", help="Only jobs whose prompt contains these words.")] = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """List the jobs, the newest first."""
+    """List the jobs, newest first."""
     from runtime.cli import jobs
 
     result = jobs.listing(state or [], search)
@@ -321,10 +334,10 @@ def jobs_list(
 @jobs_app.command("show")
 def jobs_show(
     job: Annotated[str, typer.Argument(metavar="ID", help="A job, by id or its first letters.")],
-    with_prompt: Annotated[bool, typer.Option("--with-prompt", help="With prompts and paths.")] = False,
+    with_prompt: Annotated[bool, typer.Option("--with-prompt", help="Include prompts and paths.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Say all that is known of a job, for whoever is to help; without prompts and paths."""
+    """Show job diagnostics for support, without prompts and paths."""
     from runtime.cli import jobs
 
     result = jobs.details(job, with_prompt=with_prompt)
@@ -337,7 +350,7 @@ def jobs_resume(
     job: Annotated[str, typer.Argument(metavar="ID", help="A job, by id or its first letters.")],
     as_json: JsonFlag = False,
 ) -> int:
-    """Take up a job that was interrupted, cancelled or failed where it was left."""
+    """Resume an interrupted, cancelled or failed job."""
     from runtime.cli.generate import resume
 
     return resume(job, as_json=as_json)
@@ -349,7 +362,7 @@ def jobs_delete(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Delete jobs and their videos; for some days they can be had back."""
+    """Delete jobs and their videos; they can be restored for 7 days."""
     from runtime.cli import jobs
 
     result = jobs.delete(ids, sure=yes)
@@ -359,7 +372,7 @@ def jobs_delete(
 
 @jobs_app.command("undelete")
 def jobs_undelete(ids: JobIds, as_json: JsonFlag = False) -> None:
-    """Have deleted jobs back."""
+    """Restore deleted jobs."""
     from runtime.cli import jobs
 
     result = jobs.undelete(ids)
@@ -369,7 +382,7 @@ def jobs_undelete(ids: JobIds, as_json: JsonFlag = False) -> None:
 
 @app.command()
 def doctor(as_json: JsonFlag = False) -> int:
-    """Say what this machine has, what is missing, and what to do about it."""
+    """Show what this machine has, what is missing, and how to fix it."""
     from runtime.cli.plan_and_doctor import show_doctor
 
     result = show_doctor()

@@ -23,7 +23,7 @@ _LIGHTNING_SHIFT = 5.0
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "lightning-4": {"steps": 4, "guidance_scale": 1.0, "shift": _LIGHTNING_SHIFT}
 }
-_PRESET_HELP = (
+PRESET_HELP = (
     f"For a step-distillation LoRA whose name does not tell: 4 steps, no guidance and shift {_LIGHTNING_SHIFT:g}, "
     "unless others are given."
 )
@@ -82,7 +82,7 @@ _PROMPT = inspect.Parameter(
 OPTIONS: Mapping[str, inspect.Parameter] = {
     **{name: _option(name, FIELDS[field]) for name, field in _FIELD_OF.items()},
     "preset": _parameter(
-        "preset", Annotated[str | None, typer.Option("--preset", metavar="|".join(PRESETS), help=_PRESET_HELP)]
+        "preset", Annotated[str | None, typer.Option("--preset", metavar="|".join(PRESETS), help=PRESET_HELP)]
     ),
 }
 

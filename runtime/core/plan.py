@@ -304,33 +304,12 @@ class ExecutionPlan(ResolvedRequest):
 
         Preferences that decisions rest on, such as backends and attention, are as asked for.
         """
-        asked = self.asked
-        used: dict[str, Any] = {
-            "prompt": self.prompt,
-            "negative_prompt": self.negative_prompt,
-            "model": self.model,
-            "width": self.width,
-            "height": self.height,
-            "frames": self.frames,
-            "fps": self.fps,
-            "steps": self.steps,
-            "guidance_scale": self.guidance_scale,
-            "seed": self.seed,
-            "backends": dict(asked.backends),
-            "build": asked.build,
-            "offload": self.strategy.offload,
-            "quantization": self.strategy.quantization,
-            "on_out_of_memory": asked.on_out_of_memory,
-            "gpus": self.gpus,
-            "loras": [vars(use.requested()) for use in self.loras],
-            "step_cache": self.step_cache,
-            "attention": asked.attention,
-            "compile": asked.compile,
-            "shift": self.shift,
-            "vae_precision": asked.vae_precision,
-        }
-        if self.guidance_scale_2 is not None:
-            used["guidance_scale_2"] = self.guidance_scale_2
+        resolved = {name: getattr(self, name) for name in ResolvedRequest.model_fields}
+        used = self.asked.to_json() | resolved
+        used |= {"offload": self.strategy.offload, "quantization": self.strategy.quantization, "gpus": self.gpus}
+        used["loras"] = [vars(use.requested()) for use in self.loras]
+        if self.guidance_scale_2 is None:
+            del used["guidance_scale_2"]
         return used
 
     def to_json(self) -> dict[str, Any]:

@@ -227,7 +227,8 @@ class GenerationRequest(FrozenModel):
         Mapping[str, str],
         Backends(
             label="Backend",
-            help="The backend that runs a component.",
+            help=f"The backend that runs a component ({', '.join(COMPONENTS)}, or {ALL} for every one): "
+            f"{', '.join(BACKENDS)}.",
             group="acceleration",
             flag="--backend",
             metavar="COMPONENT=BACKEND",

@@ -12,4 +12,19 @@ MESSAGES: Mapping[str, Message] = {
         "The preset {preset} is for a step-distillation LoRA, and none is given.",
         "Add {set[loras]} FILE, with both files for a model with two experts.",
     ),
+    "cli.limit_without_share": Message("{flag} has no effect without a share link.", "Add --share."),
+    "cli.out_unreadable": Message("{field:setting} is empty or unreadable.", "Give a file name that ends in .mp4."),
+    "cli.usage": Message("{problem}.", "See: {help}"),
+    "cli.web_flag_before_command": Message(
+        "{flag} before a command is an option of the web app.", "Put the command's own options after it. See: {help}"
+    ),
+    "bench.backend_without_configuration": Message(
+        "{set[backends]} alone leaves nothing to compare.",
+        'Name configurations, as in --config "onnx: --backend all=onnxruntime".',
+    ),
+    "bench.count_invalid": Message("{field:setting} is {value}.", "Give a whole number from {low} to {high}."),
+    "bench.nothing_measured": Message("Nothing was measured: {why}", "Choose another configuration."),
+    "bench.rate_invalid": Message(
+        "{field:setting} is {value}.", "Give the device's tera-operations per second, such as 790."
+    ),
 }
