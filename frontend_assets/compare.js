@@ -1,8 +1,7 @@
-// Two clips in step: frame n of one beside frame n of the other, however fast each was made to play. The one that is
-// shorter waits on its last frame.
+// Plays two videos frame by frame, whatever their frame rates. The shorter one stops on its last frame.
 (() => {
   "use strict";
-  const SLACK = 1.5;  // frames that a clip may be off while it plays, before it is put right
+  const SLACK = 1.5;  // frames that a video may be off while it plays, before it is corrected
   let frame = 0, playing = false, began = 0, from = 0, shown = "";
 
   const root = () => document.querySelector("[data-compare]");
@@ -10,7 +9,7 @@
     video, fps: Number(video.dataset.fps), frames: Number(video.dataset.frames),
   }));
   const total = (all) => Math.max(...all.map((clip) => clip.frames));
-  // The middle of a frame, so that rounding never shows its neighbour.
+  // The middle of a frame, so that rounding never shows a neighbouring frame.
   const timeOf = (clip, n) => (Math.min(n, clip.frames - 1) + 0.5) / clip.fps;
 
   const draw = (all) => {
@@ -93,7 +92,7 @@
       step(event.key === "ArrowLeft" ? -1 : 1);
     }
   });
-  // Another pair begins at its first frame.
+  // Another pair starts at its first frame.
   new MutationObserver(() => {
     const now = root()?.dataset.compare ?? "";
     if (now === shown) return;

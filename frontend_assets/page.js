@@ -1,63 +1,44 @@
-// What the page does in the browser alone: it remembers the form and this tab's job, keeps size and length in step,
-// switches light and dark, and notices when the server is gone. Fetches nothing but this server's own pages.
+// What the page does without the server: stores the form and this tab's job, synchronises size and length, switches
+// between light and dark, and reports a lost connection. Requests only this server's own pages.
 (() => {
   "use strict";
-  const WORDS = ["prompt", "negative_prompt", "seed"];   // which change nothing in what runs where
+  const WORDS = ["prompt", "negative_prompt", "seed"];   // fields that do not affect the plan
   const PARTS = ["text_encoder", "transformer", "transformer_2", "vae"];
   const FORM = "tandem.form", JOB = "tandem.job", THEME = "tandem.theme";
-  const LOOK_MS = 4000;      // how often the server is asked whether it is there
-  const REST_MS = 30;        // for so long the form rests before it is asked what Generate would do
-  const AGAIN_MS = 700;      // until that is asked again where engines were not known yet
-  const PATIENCE_MS = 8000;  // a question without an answer for so long is lost
-  const SILENCE_MS = 6000;   // a running job says something every second or so; longer is a lost connection
+  const LOOK_MS = 4000;      // how often the connection is checked
+  const REST_MS = 30;        // delay from a change of the form to the plan preview
+  const SILENCE_MS = 6000;   // a running job sends something every second; longer is a lost connection
 
-  // Storage may be forbidden (private windows): then nothing is remembered, and that is all.
+  // Storage may be forbidden (private windows); then nothing is stored.
   const recall = (store, key) => { try { return window[store].getItem(key); } catch { return null; } };
-  const keep = (store, key, value) => { try { window[store].setItem(key, value); } catch { /* not remembered */ } };
+  const keep = (store, key, value) => { try { window[store].setItem(key, value); } catch { /* not stored */ } };
   const $ = (selector) => document.querySelector(selector);
 
-  let lookedAt = "", resting = 0, question = 0, askedAt = 0, wanted = {};
+  let previewed = "", resting = 0;
   const tandem = window.tandem = {
     used: {},
-    way: ["auto", "auto"],
+    strategy: ["auto", "auto"],
+    values: [],   // of the form, in the order of the server's form
     restored: false,
     job: () => recall("sessionStorage", JOB) || "",
     remember: (id) => { if (id) keep("sessionStorage", JOB, id); },
-    // Before the stored form is back in place, the page's defaults must not overwrite it.
+    // Until the stored form is filled in, the page's defaults must not overwrite it.
     save: (values) => {
+      tandem.values = values;
       if (!tandem.restored) return;
       const names = $("#top header").dataset.fields.split(" ");
       const form = Object.fromEntries(names.map((name, i) => [name, values[i]]));
-      // What the app was started with: under other flags, kept backends give way to those.
+      // With other flags at the start of the app, stored backends give way to those.
       keep("localStorage", FORM, JSON.stringify({ ...form, preset: $("#top header").dataset.preset }));
       const settings = JSON.stringify(values.filter((_, i) => !WORDS.includes(names[i])));
-      if (settings !== lookedAt) { lookedAt = settings; tandem.lookAhead(); }
+      if (settings !== previewed) { previewed = settings; previewSoon(); }
     },
-    // One question at a time: the next is asked once the last is answered, so an answer never overwrites a newer one.
-    lookAhead: (rest = REST_MS) => {
-      clearTimeout(resting);
-      resting = setTimeout(() => {
-        if (!$("#look-ahead")) return;   // visitors choose nothing of what runs where
-        if (askedAt && Date.now() - askedAt < PATIENCE_MS) { tandem.lookAhead(); return; }
-        askedAt = Date.now();
-        $("#look-ahead").click();
-      }, rest);
-    },
-    question: () => String(++question),
-    answered: (answer) => {
-      const [number, more] = answer.split(" ");
-      if (Number(number) !== question) { tandem.lookAhead(); return; }
-      askedAt = 0;
-      if (more) tandem.lookAhead(AGAIN_MS);
-    },
-    asked: () => JSON.stringify(wanted),
     stored: () => recall("localStorage", FORM) || "",
-    startKeeping: () => { tandem.restored = true; tandem.lookAhead(); },
+    startKeeping: (values) => { tandem.values = values; tandem.restored = true; previewSoon(); },
     use: (request) => { tandem.used = JSON.parse(request); },
-    notice: null,   // stands in the tab's title until somebody looks
-    percent: null,  // of a job that the stage does not show
-    retitle: () => observe(),
-    ask: (question, title, then) => ask(question, title, then),
+    notice: null,   // shown in the browser tab's title until the page is visible
+    percent: null,  // of a job that Make does not show
+    tidy: () => observe(),
     sizeChosen: (size, width, height) => {
       const match = /^(\d+)x(\d+)$/.exec(size);
       return match ? [Number(match[1]), Number(match[2])] : [width, height];
@@ -72,6 +53,11 @@
       const seconds = known ? ` · ${(frames / fps).toFixed(1)} s at ${fps} fps` : "";
       return `<p class="length">${known ? `${frames} frame${frames === 1 ? "" : "s"}${seconds}` : "&nbsp;"}</p>`;
     },
+  };
+
+  const previewSoon = () => {
+    clearTimeout(resting);
+    resting = setTimeout(() => tandem.preview?.(), REST_MS);
   };
 
   // Light and dark: the system's choice until the button is pressed, then the button's.
@@ -104,61 +90,32 @@
     if (button && button.offsetParent) { event.preventDefault(); button.click(); }
   });
 
-  // The library's buttons. What cannot be taken back is asked for first, and Escape or Keep leaves all as it is.
-  const ask = (question, title, then) => {
-    const dialog = document.createElement("dialog");
-    dialog.className = "ask";
-    dialog.setAttribute("aria-labelledby", "ask-question");
-    dialog.innerHTML = '<p id="ask-question"></p><div><button type="button" class="button">Keep</button>'
-      + '<button type="button" class="button strong"></button></div>';
-    dialog.querySelector("p").textContent = question;
-    const [no, yes] = dialog.querySelectorAll("button");
-    yes.textContent = title;
-    no.addEventListener("click", () => dialog.close());
-    yes.addEventListener("click", () => { dialog.close(); then(); });
-    dialog.addEventListener("close", () => dialog.remove());
-    document.body.append(dialog);
-    dialog.showModal();
-    no.focus();
-  };
+  // Strategies, if memory is short: each sets two choices of the form.
   document.addEventListener("click", (event) => {
-    const button = event.target.closest("[data-act]");
-    if (!button || button.disabled || button.getAttribute("aria-disabled") === "true") return;
-    const { act, of, confirm } = button.dataset;
-    const go = () => {
-      if (button.closest("[data-desk]")) { tandem.jobs.press(act, of, button); return; }
-      wanted = { act, of };
-      $(button.closest("[data-models]") ? "#models-act" : "#act")?.click();
-    };
-    if (confirm) ask(confirm, button.textContent, go); else go();
-  });
-
-  // The ways to hold the weights, where memory is short: each sets two choices of the form.
-  document.addEventListener("click", (event) => {
-    const button = event.target.closest(".ways button");
+    const button = event.target.closest(".strategies button");
     if (!button || button.disabled) return;
-    tandem.way = [button.dataset.offload, button.dataset.quantization];
-    $("#choose-way")?.click();
+    tandem.strategy = [button.dataset.offload, button.dataset.quantization];
+    $("#choose-strategy")?.click();
   });
 
-  // Generate and Cancel stand in one place: the focus stays there when one makes way for the other. A button of the
-  // library that is gone with its engine leaves the focus at the library's heading.
-  const purpose = (button) => button && `${button.dataset.act.replace("unpin", "pin")} ${button.dataset.of}`;
+  // Generate and Cancel have the same place, and the focus stays there. If a button of a panel disappears with its item,
+  // the panel's heading gets the focus.
+  const purpose = (button) => button && `${button.dataset.action.replace(/^un/, "")} ${button.dataset.target}`;
   let inActions = false, pressed = null;
   document.addEventListener("focusin", (event) => {
     inActions = Boolean(event.target.closest("#actions"));
-    if (!event.target.closest("dialog")) pressed = purpose(event.target.closest("[data-act]"));
+    if (!event.target.closest("dialog")) pressed = purpose(event.target.closest("[data-action]"));
   });
-  // Who presses elsewhere has left the library's buttons, though nothing there takes the focus.
+  // A press elsewhere leaves the panel's buttons, even if nothing there takes the focus.
   document.addEventListener("pointerdown", (event) => {
-    if (!event.target.closest("[data-act], dialog")) pressed = null;
+    if (!event.target.closest("[data-action], dialog")) pressed = null;
   });
   const keepFocus = () => {
-    // gradio fills rows anew from the top: the focused button may have become another engine's.
+    // A moved or rewritten row may have lost the focus, or its button may now belong to another item.
     const now = document.activeElement;
-    if (pressed && (now === document.body || (now.dataset.act && purpose(now) !== pressed))) {
-      const same = [...document.querySelectorAll("[data-act]")].find((b) => !b.disabled && purpose(b) === pressed);
-      const heading = [...document.querySelectorAll("#library-heading, [data-heading]")].find((h) => h.offsetParent);
+    if (pressed && (now === document.body || (now.dataset.action && purpose(now) !== pressed))) {
+      const same = [...document.querySelectorAll("[data-action]")].find((b) => b.offsetParent && purpose(b) === pressed);
+      const heading = [...document.querySelectorAll("[data-heading]")].find((h) => h.offsetParent);
       (same ?? heading)?.focus({ preventScroll: true });
     }
     if (inActions && document.activeElement === document.body) {
@@ -181,8 +138,8 @@
   };
   document.addEventListener("input", (event) => { if (event.target === marked) unmark(); });
 
-  // What gradio leaves out for screen readers and keyboards: explanations belong to their field, one group of choices
-  // is one stop with arrow keys inside, and a fold says whether it is open.
+  // Attributes for screen readers and keyboards that Gradio leaves out: descriptions of fields, radio groups as one tab
+  // stop, and whether an accordion is open.
   const set = (node, name, value) => { if (node.getAttribute(name) !== value) node.setAttribute(name, value); };
   const describe = () => {
     for (const info of document.querySelectorAll(".block[id] .info-text")) {
@@ -198,7 +155,7 @@
         for (const radio of block.querySelectorAll("input[type=radio]")) set(radio, "name", block.id);
       }
     }
-    for (const fold of document.querySelectorAll(".fold")) {
+    for (const fold of document.querySelectorAll(".fold:not(details)")) {
       const button = fold.querySelector(":scope > button");
       const content = fold.querySelector("[data-testid=accordion-content]");
       if (button) set(button, "aria-expanded", String(Boolean(content) && content.style.display !== "none"));
@@ -212,8 +169,6 @@
         set(toggle, "aria-describedby", toggle.disabled ? "no-tensorrt" : `why-${part}`);
       }
     }
-    const trusted = $("#import-trusted input");
-    if (trusted) set(trusted, "aria-describedby", "import-warning");
   };
 
   let heardAt = Date.now(), said = "", ended = "";
@@ -229,12 +184,12 @@
     if (status && status.textContent !== said) { said = status.textContent; heardAt = Date.now(); mark(); }
     // A job may have built engines.
     const state = status?.dataset.state;
-    if (state !== ended && ["done", "failed", "cancelled"].includes(state) && tandem.restored) tandem.lookAhead();
+    if (state !== ended && ["done", "failed", "cancelled"].includes(state) && tandem.restored) previewSoon();
     ended = state;
     const bar = $("#status .bar:not([hidden])"), percent = bar?.getAttribute("aria-valuenow") ?? tandem.percent;
     const title = tandem.notice ?? (percent ? `${percent}% · Tandem` : "Tandem");
     if (document.title !== title) document.title = title;
-    // Who asked for less motion starts the video by hand.
+    // With reduced motion, the video is started by hand.
     const video = $("#picture video[autoplay]");
     if (video && still.matches) { video.removeAttribute("autoplay"); video.pause(); }
     keepFocus();
@@ -242,7 +197,7 @@
     describe();
   };
 
-  // The server is asked now and then. Without an answer the page says so instead of showing a job as if it ran on.
+  // The connection is checked regularly. Without it, the page says so instead of showing a job as if it still ran.
   let identity = null;
   const tell = (message) => {
     const line = $("#offline");
@@ -255,12 +210,12 @@
       answer = await fetch("gradio_api/app_id", { cache: "no-store" });
     } catch {
       tell("Tandem does not answer: it was stopped, or the connection is lost. "
-        + "This page goes on by itself once it is back.");
+        + "This page reconnects by itself.");
       return;
     }
     if (!answer.ok) {
-      // A share link that was taken back is answered too, by the server in between.
-      tell([403, 404, 502, 503].includes(answer.status) ? "Tandem is not here any more, or no longer shared." : "");
+      // The share server answers for a link that was closed.
+      tell([403, 404, 502, 503].includes(answer.status) ? "Tandem was stopped, or is no longer shared." : "");
       return;
     }
     const { app_id: now } = await answer.json();
@@ -268,7 +223,7 @@
     identity = now;
     tell("");
     const busy = ["queued", "running", "stopping"].includes($("#status .status")?.dataset.state);
-    // Gradio has one stream of answers. Where it ends just as something is asked, that is answered with the next one.
+    // Gradio has one stream of answers. If it ends just as something is requested, the next request gets that answer.
     const waits = busy || !tandem.restored;
     if (waits && Date.now() - heardAt > SILENCE_MS) { heardAt = Date.now(); $("#attach")?.click(); }
   };

@@ -1,8 +1,8 @@
-// Settings from a video: an MP4 of Tandem says in its comment how it was made. It is read here, in the browser, a few
-// bytes at a time; nothing is uploaded.
+// Settings from a video: an MP4 of Tandem has its request as JSON in the comment. The browser reads it, a few bytes at
+// a time; nothing is uploaded.
 (() => {
   "use strict";
-  const MOST_BYTES = 32 * 1024 * 1024;  // of a file's index, which holds the comment
+  const MAX_BYTES = 32 * 1024 * 1024;  // of a file's index, which holds the comment
   const $ = (selector) => document.querySelector(selector);
   class Damaged extends Error {}
 
@@ -33,7 +33,7 @@
       if (size === 0) size = file.size - at;
       if (size < 8 || at + size > file.size) throw new Damaged();
       if (name(data, 0) === "moov") {
-        if (size > MOST_BYTES) throw new Damaged();
+        if (size > MAX_BYTES) throw new Damaged();
         return new DataView(await file.slice(at, at + size).arrayBuffer());
       }
       at += size;
@@ -52,7 +52,7 @@
     return new TextDecoder().decode(new Uint8Array(data.buffer, data.byteOffset + place[0] + 8, place[1] - place[0] - 8));
   };
 
-  // Returns the request that a video was made by, and `null` for one that does not say.
+  // Returns the request of a video, `null` if it has none.
   const requestOf = async (file) => {
     let text;
     try {
@@ -68,17 +68,17 @@
   };
 
   const restore = async (file) => {
-    let told;
+    let text;
     try {
       const request = await requestOf(file);
       if (request) window.tandem.fill(request);
-      told = request ? `These are the settings of “${file.name}”.`
-        : `“${file.name}” does not say how it was made. Take an MP4 that Tandem made.`;
+      text = request ? `Settings of “${file.name}” are filled in.`
+        : `“${file.name}” has no settings. Choose an MP4 that Tandem generated.`;
     } catch {
-      told = `“${file.name}” is damaged, or no MP4. Take an MP4 that Tandem made.`;
+      text = `“${file.name}” is damaged or not an MP4. Choose an MP4 that Tandem generated.`;
     }
     const line = $("#restored");
-    if (line) line.textContent = told;
+    if (line) line.textContent = text;
     line?.scrollIntoView({ block: "nearest" });
   };
 
@@ -87,7 +87,7 @@
     restore(event.target.files[0]);
     event.target.value = "";
   });
-  // A video may be dropped anywhere on the page; without this the browser would leave the page and show it.
+  // A video may be dropped anywhere on the page; by default the browser would leave the page and play it.
   const carries = (event) => [...(event.dataTransfer?.types ?? [])].includes("Files");
   const hover = (on) => document.body.classList.toggle("dropping", on);
   document.addEventListener("dragover", (event) => {

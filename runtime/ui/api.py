@@ -19,7 +19,7 @@ from runtime.models.spec import ModelSpec
 from runtime.queue.service import Job, JobQueue
 from runtime.server.model_choices import check_offered
 from runtime.server.visitors import Visitors
-from runtime.ui import form, job_stream
+from runtime.ui import form, job_view
 from runtime.ui.fields import by_name
 
 # The types of lists and mappings in the endpoint's schema; JSON's null stands for the default.
@@ -59,7 +59,7 @@ def endpoint(worker: JobQueue, models: dict[str, ModelSpec], default_model: str)
 
 
 def visitors_endpoint(
-    visitors: Visitors, visitor_of: Callable[[gr.Request], str], audience: job_stream.Audience, default_model: str
+    visitors: Visitors, visitor_of: Callable[[gr.Request], str], audience: job_view.Audience, default_model: str
 ) -> Callable[..., Any]:
     """Return the function behind `/generate` on the page of a share link's visitors."""
 
@@ -116,7 +116,7 @@ async def _events(
     job: Job, video: Callable[[VideoSaved], Any], redact: Callable[[str], str] = str
 ) -> AsyncIterator[dict[str, Any]]:
     """Yield a job's events as JSON, with every text redacted; `video` returns where the finished video is."""
-    async for event in job_stream.follow_events(job):
+    async for event in job_view.follow_events(job):
         if isinstance(event, Failed):
             raise _error(redact(f"{event.what} {event.remedy}"))
         values = to_json(event) | {"job": job.id}

@@ -101,7 +101,7 @@ def serve(settings: Settings, tell: Callable[[str], None] = logger.info) -> Iter
         # Else gradio would make a copy of each video that it tells a program of.
         gr.set_static_paths([settings.outputs_dir])
         sharing = Sharing(worker, settings, tell) if settings.share else None
-        page = build(worker, engines, settings, sharing, downloads)
+        page, panel_routes = build(worker, engines, settings, sharing, downloads)
         names = LOOPBACK if settings.host in LOOPBACK else None
         try:
             url = server.start(
@@ -111,7 +111,7 @@ def serve(settings: Settings, tell: Callable[[str], None] = logger.info) -> Iter
                 lambda: names,
                 settings.auth,
                 _PASSWORD_ASKED,
-                routes=job_files.routes(worker, settings),
+                routes=[*job_files.routes(worker, settings), *panel_routes],
             )
         except OSError as error:
             raise _port_taken(settings.port) from error

@@ -1,4 +1,4 @@
-"""When building engines pays off, from what was measured of them on this machine. Pure arithmetic."""
+"""After how many videos an engine saves more time than its build took, from measurements on this machine."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from runtime.ui import formatting
 
 
 @dataclass(frozen=True)
-class Payoff:
-    """What building engines costs once, and saves with each clip, in seconds; imported ones cost nothing."""
+class BreakEven:
+    """Build time of engines and time saved per video, in seconds; imported engines have no build time."""
 
     build_seconds: float
     saved_seconds: float
 
     def __str__(self) -> str:
         """Return "18 min 0 s to build, saves 40 s a video: after 27 videos"."""
-        saved = f"saves {_fine(self.saved_seconds)} a video" if self.saved_seconds > 0 else "saves no time"
+        saved = f"saves {_short(self.saved_seconds)} a video" if self.saved_seconds > 0 else "saves no time"
         if not self.build_seconds:
             return saved
         built = f"{formatting.duration(self.build_seconds)} to build"
@@ -32,20 +32,22 @@ class Payoff:
 
 
 def calls(plan: ExecutionPlan) -> Mapping[str, float]:
-    """Return how often a clip uses what an `EngineOffer` has measured of each component."""
+    """Return how often one video calls each component that an `EngineOffer` measured."""
     return calls_of(plan.steps, plan.guidance_scale, plan.guidance_scale_2, plan.expert_steps)
 
 
-def payoff(plan: ExecutionPlan, component: str, offer: EngineOffer, records: Sequence[EngineRecord]) -> Payoff | None:
-    """Return what an offer's engines cost and save for one component; `None` if they are not built and measured."""
+def of_offer(
+    plan: ExecutionPlan, component: str, offer: EngineOffer, records: Sequence[EngineRecord]
+) -> BreakEven | None:
+    """Return cost and savings of an offer's engines for one component; `None` if they are not built and measured."""
     if not offer.speed_up:
         return None
     ids = {use.id for use in offer.uses}
     built = sum(record.build_seconds for record in records if record.id in ids)
-    return Payoff(built, calls(plan)[component] * (offer.pytorch_seconds - offer.seconds))
+    return BreakEven(built, calls(plan)[component] * (offer.pytorch_seconds - offer.seconds))
 
 
-def _fine(seconds: float) -> str:
+def _short(seconds: float) -> str:
     milliseconds = 1000 * seconds
     if milliseconds < 1:
         return "less than 1 ms"

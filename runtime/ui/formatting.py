@@ -1,4 +1,6 @@
-"""How numbers read on the page: durations, sizes, lengths. Plain functions."""
+"""How the page writes numbers: durations, sizes, lengths, counts."""
+
+from datetime import datetime
 
 from runtime.core.units import duration as whole_seconds
 
@@ -16,7 +18,7 @@ def duration(seconds: float) -> str:
 
 
 def time_left(seconds: float | None) -> str:
-    """Return a forecast, no finer than it deserves: "about 40 s left", "about 3 min left"."""
+    """Return an estimate, coarser for longer times: "about 40 s left", "about 3 min left"."""
     if seconds is None:
         return ""
     if seconds < 1:
@@ -30,6 +32,16 @@ def time_left(seconds: float | None) -> str:
     return f"about {seconds / _HOUR:.1f} h left"
 
 
+def count(number: int, noun: str) -> str:
+    """Return "1 video", "2 videos"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def clock_time(seconds: float | None) -> str:
+    """Return a time in seconds since the epoch as local time, "2026-11-20 18:05"; empty for none."""
+    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M") if seconds else ""
+
+
 def size(width: int, height: int) -> str:
     """Return "192 × 112"."""
     return f"{width} × {height}"
@@ -37,4 +49,4 @@ def size(width: int, height: int) -> str:
 
 def length(frames: int, fps: int) -> str:
     """Return "33 frames · 2.1 s at 16 fps"."""
-    return f"{frames} frame{'' if frames == 1 else 's'} · {frames / fps:.1f} s at {fps} fps"
+    return f"{count(frames, 'frame')} · {frames / fps:.1f} s at {fps} fps"

@@ -1,9 +1,8 @@
-"""What the page's buttons do: submit, watch, cancel. They answer raw HTTP too, so none trusts what it is sent."""
+"""The handlers of Make: submit, watch, cancel, fill the form. Programs can call them too; every value is validated."""
 
 import asyncio
 import json
 import logging
-import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -12,25 +11,23 @@ import gradio as gr
 
 from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.events import VideoSaved
-from runtime.core.request import COMPONENTS
 from runtime.models.spec import ModelSpec
 from runtime.planner.parallelism import usable_gpus
 from runtime.queue.service import Job, JobQueue
 from runtime.server.model_choices import check_offered
-from runtime.ui import acceleration, form, job_stream, plan_summary, player
-from runtime.ui.job_stream import Audience
-from runtime.ui.plan_preview import Foresight
+from runtime.ui import form, job_view
+from runtime.ui.job_view import Audience
+from runtime.ui.plan_preview import PlanPreview
 from runtime.ui.result_view import file_url
+from runtime.ui.words import page_text
 
 Updates = tuple[Any, ...]
-
-_NUMBER = re.compile(r"[0-9]{1,12}")
 
 logger = logging.getLogger(__name__)
 
 
 class Handlers:
-    """The page's handlers. Each view goes to: picture, status, facts, Generate, Cancel, the job watched, its id."""
+    """The handlers. A view updates: picture, status, facts, Generate, Cancel, the watched job, its id."""
 
     def __init__(
         self,
@@ -38,33 +35,33 @@ class Handlers:
         models: dict[str, ModelSpec],
         log_file: Path,
         icon: str,
-        foresight: Foresight,
+        preview: PlanPreview,
         preset: str,
     ) -> None:
         self._worker = worker
         self._models = models
         self._audience = Audience(f"The log has the details: {log_file}", _address)
         self._icon = icon
-        self._foresight = foresight
+        self._preview = preview
         self._preset = preset
 
     async def generate(self, *values: Any) -> AsyncIterator[Updates]:
-        """Submit the form as a job and show it until it ends; a form that cannot be is answered beside the stage."""
+        """Submit the form as a job and show it until it ends; errors are shown next to the picture."""
         try:
             job = await asyncio.to_thread(self._worker.submit, form.read(values, self._models))
         except TandemError as error:
             field = error.field if isinstance(error, InvalidRequestError) else ""
-            yield alert(error.what, error.remedy, field)
+            yield alert(*page_text(error.fact), field)
             return
-        except Exception as error:  # a defect: told in one line, kept in the log
+        except Exception as error:  # an internal error: one line on the page, the traceback in the log
             logger.exception("The form could not be submitted")
-            yield alert(f"Something broke inside Tandem: {error!r}", self._audience.details)
+            yield alert(f"Internal error: {error!r}", self._audience.details)
             return
         async for updates in updates_of(job, self._worker, self._audience, self._icon):
             yield updates
 
     async def attach(self, remembered: Any) -> AsyncIterator[Updates]:
-        """Show the job of this tab while it runs, else one that runs, else the last result of this server."""
+        """Show the job of this browser tab while it runs, else another that runs, else the last result."""
 
         def own() -> Job | None:
             return self._worker.job(remembered) if isinstance(remembered, str) and remembered else None
@@ -73,7 +70,7 @@ class Handlers:
             yield updates
 
     def cancel(self, watched: Any) -> Any:
-        """Ask the job that this page watches to stop; watching shows the rest."""
+        """Cancel the job that this page watches."""
         return cancelled(self._worker.job(watched) if isinstance(watched, str) else None)
 
     def choose_model(self, name: Any) -> Updates:
@@ -85,34 +82,17 @@ class Handlers:
         return tuple(gr.update(**values[control]) for control in ("size", *form.ROWS, *form.FOLLOWING_MODEL))
 
     def fill(self, stored: Any) -> Updates:
-        """Bring a form back that the browser kept, or the settings of a result: JSON by the names of the request."""
+        """Fill the form with stored values or the settings of a result: JSON by field of the request."""
         values = stored_values(stored)
         if values is None:
             return (gr.skip(),) * (1 + len(form.ROWS) + len(form.NAMES))
-        gpus = len(usable_gpus(self._foresight.machine()))
+        gpus = len(usable_gpus(self._preview.machine()))
         filled = form.filled(values, self._models, self._preset, gpus)
         return tuple(gr.update(**filled[control]) for control in ("size", *form.ROWS, *form.NAMES))
 
-    def look_ahead(self, question: Any, *values: Any) -> Updates:
-        """Say what Generate would do now, at the chips, and which question that answers.
-
-        A form that cannot be is an answer too. "more" after the number says that it is worth asking again.
-        """
-        number = question if isinstance(question, str) and _NUMBER.fullmatch(question) else ""
-        try:
-            request = form.read_settings(values, self._models)
-            spec = check_offered(request.model, self._models)
-            seen = plan_summary.outlook(self._foresight.foresee(request, spec), spec.component_names)
-        except TandemError as error:
-            seen = plan_summary.stopped(error, COMPONENTS)
-        except Exception as error:  # a defect: told in one line, kept in the log
-            logger.exception("It could not be said what would happen")
-            seen = plan_summary.stopped(error, COMPONENTS)
-        return *acceleration.show(seen), f"{number}{'' if seen.complete else ' more'}"
-
 
 def stored_values(stored: Any) -> dict[str, Any] | None:
-    """Return what a stored form holds, `None` for what is none."""
+    """Return the values of a stored form, `None` if it is not one."""
     try:
         values = json.loads(stored)
     except (TypeError, ValueError, RecursionError):
@@ -121,7 +101,7 @@ def stored_values(stored: Any) -> dict[str, Any] | None:
 
 
 def cancelled(job: Job | None) -> Any:
-    """Ask a job to stop; return what its button shows then."""
+    """Cancel a job; return the update of its button."""
     if job is None or not job.open:
         return gr.skip()
     job.request_cancel()
@@ -129,9 +109,9 @@ def cancelled(job: Job | None) -> Any:
 
 
 async def updates_of(job: Job, worker: JobQueue, audience: Audience, icon: str) -> AsyncIterator[Updates]:
-    """Yield what to change on a page that shows a job, until the job ends."""
-    before: job_stream.View | None = None
-    async for view in job_stream.follow_views(job, worker, audience, icon):
+    """Yield the updates of a page that shows a job, until the job ends."""
+    before: job_view.View | None = None
+    async for view in job_view.follow_views(job, worker, audience, icon):
         yield _updates(view, before)
         before = view
 
@@ -139,10 +119,11 @@ async def updates_of(job: Job, worker: JobQueue, audience: Audience, icon: str) 
 async def attached(
     own: Callable[[], Job | None], worker: JobQueue, audience: Audience, icon: str, visitor: str | None = None
 ) -> AsyncIterator[Updates]:
-    """Show a page's own job while it runs, else another that runs, else the last: a visitor's, or of this server's.
+    """Show a page's own job while it runs, else another that runs, else the last one.
 
     Args:
-        own: finds the page's job; it and all else is looked up where that may take its time.
+        own: finds the page's job; called in a thread because the job store may be slow.
+        visitor: whose jobs are shown; `None` for the owner's.
     """
 
     def shown() -> Job | None:
@@ -152,10 +133,11 @@ async def attached(
     try:
         job = await asyncio.to_thread(shown)
     except TandemError as error:
-        yield alert(audience.redact(error.what), audience.redact(error.remedy), desk=visitor is None)
+        what, remedy = map(audience.redact, page_text(error.fact))
+        yield alert(what, remedy, panels=visitor is None)
         return
     if job is None:
-        # A generator that yields nothing would empty the page.
+        # A generator that yields nothing would clear the outputs.
         yield (gr.skip(),) * 7
         return
     async for updates in updates_of(job, worker, audience, icon):
@@ -167,8 +149,8 @@ def _address(job: Job) -> str:
     return file_url(saved.video) if isinstance(saved, VideoSaved) else ""
 
 
-def _updates(view: job_stream.View, before: job_stream.View | None) -> Updates:
-    """Return what differs from the view before; the rest is left as it is."""
+def _updates(view: job_view.View, before: job_view.View | None) -> Updates:
+    """Return the updates from one view to the next."""
 
     def changed(name: str) -> Any:
         value = getattr(view, name)
@@ -185,12 +167,11 @@ def _updates(view: job_stream.View, before: job_stream.View | None) -> Updates:
     return (changed("picture"), changed("status"), changed("facts"), *buttons, changed("job_id"), changed("job_id"))
 
 
-def alert(what: str, remedy: str, field: str = "", *, desk: bool = True) -> Updates:
-    """Return updates that show an error and leave everything else, the form first of all, as it was.
+def alert(what: str, remedy: str, field: str = "", *, panels: bool = True) -> Updates:
+    """Return updates that show an error and leave everything else unchanged.
 
     Args:
-        desk: see `stage.status`.
+        panels: see `job_view.status_html`.
     """
-    said = acceleration.in_form_words
-    line = player.Line("failed", what=said(what), remedy=said(remedy), field=field)
-    return (gr.skip(), player.status(line, desk=desk), *(gr.skip(),) * 5)
+    line = job_view.Line("failed", what=what, remedy=remedy, field=field)
+    return (gr.skip(), job_view.status_html(line, panels=panels), *(gr.skip(),) * 5)

@@ -1,7 +1,4 @@
-"""The part of a page where videos are made: prompt, stage and settings, and how they are connected.
-
-Both pages have it, that of the person whose Tandem this is and that of visitors; each with handlers of its own.
-"""
+"""Make: prompt, player and settings, and their events. The owner's and the visitors' page both have it."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +7,8 @@ from typing import Any, Protocol, TypeVar
 
 import gradio as gr
 
-from runtime.ui import form, player, queue_view
+from runtime.ui import form, job_view
+from runtime.ui.templating import render
 
 _FACTS_SCRIPT = """
 element.addEventListener('click', (event) => {
@@ -21,52 +19,46 @@ element.addEventListener('click', (event) => {
   }
 });
 """
-_TAGLINE = "A sentence becomes a video, on this machine."
 
 # Events that the browser handles alone.
 LOCAL: dict[str, Any] = {"fn": None, "show_progress": "hidden", "api_visibility": "private", "queue": False}
 # Events that the server handles. Any number of pages may watch at once.
 SERVED: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_limit": None}
 
-Made = TypeVar("Made")
+Created = TypeVar("Created")
 
 
-class Makes(Protocol):
-    """Handlers of a page where videos are made; see `handlers.Handlers`.
-
-    Each takes what the page sends, a visitors' page the request before it, and returns updates for what it is connected
-    with below.
-    """
+class MakeHandlers(Protocol):
+    """Handlers of Make; see `handlers.Handlers`. Those of the visitors' page take the request first."""
 
     @property
     def generate(self) -> Callable[..., Any]:
-        """Submit the form as a job, and show it."""
+        """Submit the form as a job and show it."""
 
     @property
     def attach(self) -> Callable[..., Any]:
-        """Show the job of this tab."""
+        """Show the job of this browser tab."""
 
     @property
     def cancel(self) -> Callable[..., Any]:
-        """Stop the job that is watched."""
+        """Cancel the watched job."""
 
     @property
     def choose_model(self) -> Callable[..., Any]:
-        """Set what follows the model."""
+        """Set the controls that depend on the model."""
 
     @property
     def fill(self) -> Callable[..., Any]:
-        """Bring a form back."""
+        """Fill the form."""
 
 
 @dataclass
-class Studio:
-    """What is on the page beside the settings.
+class MakeControls:
+    """The controls other than settings.
 
     Attributes:
-        examples: each button with its prompt.
-        watched, remembered: the job that this page watches, on the server for Cancel and in the browser's tab for the
-            next reload.
+        examples: buttons with their prompts.
+        watched, remembered: the job that this page shows: on the server for Cancel, and in the browser tab for reloads.
     """
 
     prompt: gr.Textbox
@@ -82,18 +74,18 @@ class Studio:
 
     @property
     def shown(self) -> list[Any]:
-        """What a view of a job goes to, in the order of the handlers' updates."""
+        """The outputs of a view of a job, in the order of the handlers' updates."""
         return [
             self.picture, self.status, self.facts, self.generate, self.cancel, self.watched, self.remembered,
         ]  # fmt: skip
 
 
-def make(icon: str, settings: Callable[[gr.Textbox], Made], *, desk: bool = True) -> tuple[Studio, Made]:
-    """Make it in columns.
+def make(icon: str, settings: Callable[[gr.Textbox], Created], *, panels: bool = True) -> tuple[MakeControls, Created]:
+    """Create the controls in columns.
 
     Args:
-        settings: makes the settings, and is given the prompt.
-        desk: whether the page has one, which adds to the queue and takes up jobs again.
+        settings: creates the settings; it is given the prompt.
+        panels: whether the page has the panels, which add to the queue and resume jobs.
     """
     with gr.Row(elem_id="columns"):
         with gr.Column(elem_id="compose"):
@@ -101,57 +93,57 @@ def make(icon: str, settings: Callable[[gr.Textbox], Made], *, desk: bool = True
             with gr.Row(elem_id="actions"):
                 generate = gr.Button("Generate", variant="primary", size="lg", elem_id="generate")
                 cancel = gr.Button("Cancel", size="lg", elem_id="cancel", visible=False)
-            gr.HTML(queue_view.beside(desk=desk), elem_id="beside", apply_default_css=False)
+            gr.HTML(render("make_actions.html", panels=panels), elem_id="actions-more", apply_default_css=False)
         with gr.Column(elem_id="stage"):
-            picture = gr.HTML(player.picture(None, "idle", icon), elem_id="picture")
-            status = gr.HTML(player.status(player.IDLE, desk=desk), elem_id="status")
+            picture = gr.HTML(job_view.picture_html(None, "idle", icon), elem_id="picture")
+            status = gr.HTML(job_view.status_html(job_view.IDLE, panels=panels), elem_id="status")
             facts = gr.HTML("", elem_id="facts", js_on_load=_FACTS_SCRIPT)
         with gr.Column(elem_id="settings"):
-            made = settings(prompt)
+            created = settings(prompt)
     watched = gr.State(None)
     remembered = gr.Textbox("", visible="hidden", elem_id="remembered", label="Job of this tab")
     attach_again = gr.Button("Watch again", visible="hidden", elem_id="attach")
     return (
-        Studio(prompt, examples, generate, cancel, picture, status, facts, watched, remembered, attach_again),
-        made,
+        MakeControls(prompt, examples, generate, cancel, picture, status, facts, watched, remembered, attach_again),
+        created,
     )
 
 
 def connect(
     page: gr.Blocks,
-    studio: Studio,
-    handlers: Makes,
+    make: MakeControls,
+    handlers: MakeHandlers,
     controls: dict[str, Any],
     following_model: Sequence[Any],
     whole: Sequence[Any],
 ) -> None:
-    """Connect it with its handlers.
+    """Connect the controls with the handlers.
 
     Args:
         controls: of the form, by name.
-        following_model, whole: what `choose_model` and `fill` set, in their order.
+        following_model, whole: outputs of `choose_model` and `fill`, in their order.
     """
-    inputs, shown = list(controls.values()), studio.shown
-    # Values go to the handler as they come (preprocess=False): it answers for bad ones in its own words.
-    studio.generate.click(handlers.generate, inputs, shown, preprocess=False, trigger_mode="once", **SERVED)
-    studio.cancel.click(handlers.cancel, studio.watched, studio.cancel, **SERVED)
-    page.load(handlers.attach, studio.remembered, shown, js="() => window.tandem.job()", **SERVED)
-    studio.attach_again.click(handlers.attach, studio.remembered, shown, js="() => window.tandem.job()", **SERVED)
-    studio.remembered.change(**LOCAL, inputs=studio.remembered, js="(id) => window.tandem.remember(id)")
+    inputs, shown = list(controls.values()), make.shown
+    # The handler validates the values as the browser sent them (preprocess=False).
+    make.generate.click(handlers.generate, inputs, shown, preprocess=False, trigger_mode="once", **SERVED)
+    make.cancel.click(handlers.cancel, make.watched, make.cancel, **SERVED)
+    page.load(handlers.attach, make.remembered, shown, js="() => window.tandem.job()", **SERVED)
+    make.attach_again.click(handlers.attach, make.remembered, shown, js="() => window.tandem.job()", **SERVED)
+    make.remembered.change(**LOCAL, inputs=make.remembered, js="(id) => window.tandem.remember(id)")
     controls["model"].input(handlers.choose_model, controls["model"], list(following_model), preprocess=False, **SERVED)
-    for button, example in studio.examples:
-        button.click(**LOCAL, outputs=studio.prompt, js=f"() => {json.dumps(example)}")
-    studio.facts.select(**LOCAL, outputs=controls["seed"], js="() => String(window.tandem.used.seed)")
-    # Both bring a whole form back, and the model's own sizes and limits with it.
-    back: dict[str, Any] = {"inputs": studio.remembered, "outputs": list(whole), "preprocess": False}
-    studio.facts.submit(handlers.fill, **back, js="() => JSON.stringify(window.tandem.used)", **SERVED)
+    for button, example in make.examples:
+        button.click(**LOCAL, outputs=make.prompt, js=f"() => {json.dumps(example)}")
+    make.facts.select(**LOCAL, outputs=controls["seed"], js="() => String(window.tandem.used.seed)")
+    # Both fill the whole form, including the model's sizes and limits.
+    back: dict[str, Any] = {"inputs": make.remembered, "outputs": list(whole), "preprocess": False}
+    make.facts.submit(handlers.fill, **back, js="() => JSON.stringify(window.tandem.used)", **SERVED)
     page.load(handlers.fill, **back, js="() => window.tandem.stored()", **SERVED).then(
-        **LOCAL, js="() => window.tandem.startKeeping()"
+        **LOCAL, inputs=inputs, js="(...values) => window.tandem.startKeeping(values)"
     )
 
 
 def connect_basics(controls: dict[str, Any], size: gr.Radio, length: gr.HTML) -> None:
-    """Keep size, length and the browser's memory of the form in step, without asking the server.
+    """Synchronise size, length and the stored form in the browser, without the server.
 
     Args:
         controls: of the form, by name.
@@ -168,14 +160,10 @@ def connect_basics(controls: dict[str, Any], size: gr.Radio, length: gr.HTML) ->
 
 
 def header(icon: str, fields: Iterable[str], preset: str = "") -> str:
-    """Return the head of a page.
+    """Return the page's header.
 
     Args:
         fields: the names of the form's controls in order, for the script that stores their values.
         preset: the launch flags' backends, see `form.preset_name`.
     """
-    return (
-        f'<header data-fields="{" ".join(fields)}" data-preset="{preset}">{icon}<h1>Tandem</h1><p>{_TAGLINE}</p>'
-        '<button type="button" class="button" id="theme">Dark</button></header>'
-        '<p id="offline" role="alert"></p>'
-    )
+    return render("header.html", icon=icon, fields=" ".join(fields), preset=preset)

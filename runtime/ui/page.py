@@ -1,65 +1,50 @@
-"""The page: its parts, and how they are connected. What the connections do is in `handlers`."""
+"""The owner's page: its parts and how they are connected, and the routes of its panels."""
 
 from typing import Any
 
 import gradio as gr
+from starlette.routing import BaseRoute
 
 from runtime.core.settings import Settings
+from runtime.engines.imported.importing import WARNING
 from runtime.engines.service import EngineService
 from runtime.queue.downloads import Downloads
 from runtime.queue.service import JobQueue
 from runtime.server.model_choices import offered
-from runtime.ui import (
-    acceleration,
-    api,
-    engine_import,
-    engine_views,
-    form,
-    jobs_tabs,
-    model_downloads,
-    sharing_status,
-    theme,
-)
-from runtime.ui.engines_tab import Library
+from runtime.ui import acceleration, api, form, panels, sharing_status, theme
+from runtime.ui.engines_panel import FILE_KINDS, EnginesPanel
 from runtime.ui.handlers import Handlers
-from runtime.ui.jobs_controller import JobsController
+from runtime.ui.history_panel import FILTERS, HistoryPanel
 from runtime.ui.make_tab import LOCAL, SERVED, connect, connect_basics, header, make
-from runtime.ui.plan_preview import Foresight
+from runtime.ui.models_panel import ModelsPanel
+from runtime.ui.plan_preview import PlanPreview
+from runtime.ui.preview_panel import PreviewPanel
+from runtime.ui.queue_panel import MAX_VARIATIONS, QueuePanel
 from runtime.ui.sharing import Sharing
+from runtime.ui.templating import render
+from runtime.ui.words import text
 
-# gradio's own temporary files are looked at hourly and kept a day; videos are not among them.
+# Gradio checks its own temporary files hourly and keeps them a day; videos are not among them.
 _TIDY_SECONDS = (3600, 86_400)
-# How often the Engines tab looks while it is shown; it draws only what has changed.
-_LOOK_SECONDS = 1.0
 
 
 def build(
-    worker: JobQueue,
-    engines: EngineService,
-    settings: Settings,
-    sharing: Sharing | None = None,
-    downloads: Downloads | None = None,
-) -> gr.Blocks:
-    """Return the page, with `/generate` for programs.
+    worker: JobQueue, engines: EngineService, settings: Settings, sharing: Sharing | None, downloads: Downloads
+) -> tuple[gr.Blocks, list[BaseRoute]]:
+    """Return the page, with `/generate` for programs, and the routes of its panels.
 
     Args:
-        sharing: the share link, where there is one; the page says how it is and stops it.
-        downloads: fetches models.
+        sharing: the share link, if there is one.
 
     Raises:
         ModelError: if the model that Tandem was started with cannot be used.
     """
     models = offered(settings)
     icon = theme.icon_svg()
-    foresight = Foresight(engines, worker.machine, worker.history, settings.weights_dir)
+    preview = PlanPreview(engines, worker.machine, worker.history, settings.weights_dir)
     preset = form.preset_name(settings.backends)
-    handlers = Handlers(worker, models, settings.log_file, icon, foresight, preset)
-    library = Library(worker, engines, models, foresight)
-    more = model_downloads.MoreModels(downloads or Downloads(settings), models, settings)
-
-    def settings_column(prompt: gr.Textbox) -> tuple[form.Settings, model_downloads.Block]:
-        column = form.settings_group(models, settings.model, prompt, foresight.machine(), settings.backends)
-        return column, model_downloads.block()
+    handlers = Handlers(worker, models, settings.log_file, icon, preview, preset)
+    models_panel = ModelsPanel(downloads, models, settings)
 
     with gr.Blocks(title="Tandem", analytics_enabled=False, fill_width=True, delete_cache=_TIDY_SECONDS) as page:
         # First, so that the name is its own: gradio numbers later ones.
@@ -67,100 +52,66 @@ def build(
         gr.HTML(header(icon, form.NAMES, preset), elem_id="top")
         if sharing is not None:
             sharing_status.make(page, sharing)
+
+        def settings_column(prompt: gr.Textbox) -> form.Settings:
+            column = form.settings_group(models, settings.model, prompt, preview.machine(), settings.backends)
+            with gr.Accordion("More models", open=False, elem_id="more-models", elem_classes="fold"):
+                _panel("models", count=len(models))
+            return column
+
         with gr.Tabs(elem_id="tabs"):
-            with gr.Tab("Make", id="make", elem_id="tab-make") as make_tab:
-                studio, (made, offering) = make(icon, settings_column)
-            jobs_parts = jobs_tabs.make()
-            with gr.Tab("Engines", id="engines", elem_id="tab-engines") as engines_tab:
-                said = gr.HTML(engine_views.said(""), elem_id="library-said", apply_default_css=False)
-                parts = _shelf("parts")
-                bringing = engine_import.block()
-                shelves = [parts, *map(_shelf, ("work", "disk", "table"))]
-        controls, size, rows = made.controls, made.size, made.panel.rows.values()
-        inputs = list(controls.values())
-        connect(page, studio, handlers, controls, [size, *rows, *made.following_model], [size, *rows, *inputs])
-        connect_basics(controls, size, made.length)
-        _connect_choices(made)
-        _connect_panel(handlers, made)
-        drawn = _connect_library(library, inputs, [*shelves, said], make_tab, engines_tab)
-        _connect_import(library, inputs, bringing, [*shelves, bringing.said, drawn])
-        model_downloads.connect(page, more, offering, controls["model"])
-        jobs_tabs.connect(JobsController(worker, models, settings.outputs_dir), jobs_parts, inputs, SERVED)
+            with gr.Tab("Make", id="make", elem_id="tab-make"):
+                controls, column = make(icon, settings_column)
+            with gr.Tab("Queue", id="queue", elem_id="tab-queue"):
+                _panel("queue", max_variations=MAX_VARIATIONS)
+            with gr.Tab("History", id="history", elem_id="tab-history"):
+                _panel("history", filters=FILTERS)
+            with gr.Tab("Engines", id="engines", elem_id="tab-engines"):
+                _panel("engines", kinds=FILE_KINDS, components=acceleration.TITLES, warning=text(WARNING))
+        fields, size, rows = column.controls, column.size, column.panel.rows.values()
+        inputs = list(fields.values())
+        connect(page, controls, handlers, fields, [size, *rows, *column.following_model], [size, *rows, *inputs])
+        connect_basics(fields, size, column.length)
+        _connect_choices(column)
+        # The panels' script reads the form with this button; see `formValues` in panels.js.
+        gr.Button("Read the form", visible="hidden", elem_id="read-form").click(
+            **LOCAL, inputs=inputs, js="(...values) => window.tandem.formRead(values)"
+        )
+
+        def model_choices() -> Any:
+            models_panel.add_new_models()
+            named = form.model_choices(models)
+            return gr.update(choices=named, visible=len(named) > 1)
+
+        # Pressed by the script when a model was downloaded; a new page lists models that were added since the start.
+        refresh = gr.Button("List the models", visible="hidden", elem_id="refresh-models")
+        refresh.click(model_choices, None, fields["model"], **SERVED)
+        page.load(model_choices, None, fields["model"], **SERVED)
     page.queue(default_concurrency_limit=None)
-    return page
+    routes = panels.routes(
+        {
+            "preview": PreviewPanel(preview, models),
+            "queue": QueuePanel(worker, models, settings.outputs_dir),
+            "history": HistoryPanel(worker, models, settings.outputs_dir),
+            "engines": EnginesPanel(worker, engines, models, preview),
+            "models": models_panel,
+        }
+    )
+    return page, routes
 
 
-def _shelf(name: str) -> gr.HTML:
-    return gr.HTML("", elem_id=f"library-{name}", apply_default_css=False)
+def _panel(name: str, **values: Any) -> None:
+    """Add the element that the script fills with a panel."""
+    gr.HTML(render(f"{name}.html", **values), elem_id=f"panel-{name}", apply_default_css=False)
 
 
-def _connect_choices(made: form.Settings) -> None:
-    """Keep toggles in step with the choices that they mirror, and take a way to hold the weights from its button."""
-    controls, panel = made.controls, made.panel
+def _connect_choices(column: form.Settings) -> None:
+    """Keep toggles equal to the choices that they mirror, and set a strategy when its button is pressed."""
+    controls, panel = column.controls, column.panel
     for name, toggle in panel.toggles.items():
         choice = controls[f"backend_{name}"]
         toggle.input(**LOCAL, inputs=toggle, outputs=choice, js=f"(on) => on ? '{acceleration.TENSORRT}' : 'auto'")
         choice.change(**LOCAL, inputs=choice, outputs=toggle, js=f"(name) => name === '{acceleration.TENSORRT}'")
-    panel.choose_way.click(
-        **LOCAL, outputs=[controls["offload"], controls["quantization"]], js="() => window.tandem.way"
+    panel.choose_strategy.click(
+        **LOCAL, outputs=[controls["offload"], controls["quantization"]], js="() => window.tandem.strategy"
     )
-
-
-def _connect_panel(handlers: Handlers, made: form.Settings) -> None:
-    """Say what Generate would do, when the script asks: once the form has rested, one question after the other."""
-    question = gr.Textbox("", visible="hidden", elem_id="question", label="Number of the question")
-    answered = gr.Textbox("", visible="hidden", elem_id="answered", label="Number of the question answered")
-    gr.Button("Look ahead", visible="hidden", elem_id="look-ahead").click(
-        handlers.look_ahead,
-        [question, *made.controls.values()],
-        [*made.panel.shown, answered],
-        js="(_, ...values) => [window.tandem.question(), ...values]",
-        preprocess=False,
-        trigger_mode="multiple",
-        queue=False,
-        **SERVED,
-    )
-    answered.change(**LOCAL, inputs=answered, js="(answer) => window.tandem.answered(answer)")
-
-
-def _connect_library(
-    library: Library, inputs: list[Any], shown: list[Any], make_tab: gr.Tab, engines_tab: gr.Tab
-) -> gr.Textbox:
-    """Show the library while its tab is open, and do what its buttons say; return what views are compared with.
-
-    Args:
-        shown: where a view goes, but for what it is compared with the next time.
-    """
-    drawn = gr.Textbox("", visible="hidden", elem_id="drawn", label="What the library shows")
-    asked = gr.Textbox("", visible="hidden", elem_id="asked", label="What a button of the library says")
-    act = gr.Button("Act", visible="hidden", elem_id="act")
-    tick = gr.Timer(_LOOK_SECONDS, active=False)
-    look: dict[str, Any] = {"inputs": [drawn, *inputs], "outputs": [*shown, drawn], "preprocess": False}
-    tick.tick(library.look, **look, trigger_mode="once", **SERVED)
-    engines_tab.select(library.look, **look, **SERVED)
-    engines_tab.select(lambda: gr.Timer(active=True), None, tick, **SERVED)
-    make_tab.select(lambda: gr.Timer(active=False), None, tick, **SERVED)
-    # Engines may have come or gone meanwhile.
-    make_tab.select(**LOCAL, js="() => window.tandem.lookAhead()")
-    act.click(
-        library.act,
-        [asked, *inputs],
-        [*shown, drawn],
-        js="(_, ...values) => [window.tandem.asked(), ...values]",
-        preprocess=False,
-        trigger_mode="multiple",
-        **SERVED,
-    )
-    return drawn
-
-
-def _connect_import(library: Library, inputs: list[Any], block: engine_import.Block, shown: list[Any]) -> None:
-    """Look into files and import them; another file has to be trusted anew."""
-    block.file.input(**LOCAL, outputs=block.trusted, js="() => false")
-    given: dict[str, Any] = {"inputs": [*block.inputs, *inputs], "outputs": shown, "preprocess": False}
-    for handler, events in (
-        (library.look_into, (block.look.click, block.file.submit)),
-        (library.take, (block.take.click,)),
-    ):
-        for event in events:
-            event(handler, **given, trigger_mode="once", **SERVED)

@@ -1,7 +1,7 @@
-"""What Generate would do now, known in milliseconds: plans made of what is remembered of the machine and the library.
+"""What Generate would do now, in milliseconds: plans from cached facts about the machine and the engine library.
 
-Nothing is loaded. The engine library is read when it has changed, this machine every few seconds, and a model's weights
-are told apart once, on a thread of their own: until that is done, plans know of no engines and say so.
+Nothing is loaded. The engine library is read again when it changes, the machine every few seconds, and a model's
+weights are identified once in a thread; until that is done, plans consider no engines and are marked incomplete.
 """
 
 import logging
@@ -23,10 +23,10 @@ from runtime.planner.engine_offers import EngineOffer, Offers, no_offers
 from runtime.planner.history import History
 from runtime.planner.resolve import resolve
 
-# Free memory changes slowly; asking a GPU's driver takes longer than a plan.
+# Free memory changes slowly; a query of the GPU driver takes longer than a plan.
 _MACHINE_SECONDS = 3.0
-# As long as a page waits for a model that is seen for the first time.
-_PATIENCE_SECONDS = 0.05
+# How long a page waits for the identification of a model's weights.
+_WAIT_SECONDS = 0.05
 _NOWHERE = Path("none.mp4")
 
 Stamp = tuple[tuple[str, int], ...]
@@ -35,16 +35,16 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Foreseen:
-    """What would happen.
+class Preview:
+    """The plan for the form as it is now.
 
     Attributes:
-        plan: `None` where the request cannot be carried out.
+        plan: `None` if the request cannot be carried out.
         error: why not.
-        offers: the engines that a component could run on, the one to prefer first; those that the plan chose from.
+        offers: the engines that the plan chose from, by component, preferred first.
         records: the engine library.
-        complete: whether engines are known yet.
-        spec: the model, with the request's LoRAs.
+        complete: whether the model's engines are known.
+        spec: the model with the request's LoRAs.
     """
 
     plan: ExecutionPlan | None
@@ -55,13 +55,13 @@ class Foreseen:
     spec: ModelSpec
 
 
-class Foresight:
-    """Plans from memory, for any number of pages. Safe between threads.
+class PlanPreview:
+    """Plans for any number of pages. Thread-safe.
 
     Args:
-        probe: tells what the machine has, as a new job would find it.
-        history: tells what jobs took here.
-        weights_dir: in which LoRAs are known by name.
+        probe: returns the machine as a new job would find it.
+        history: returns the measured durations of earlier jobs.
+        weights_dir: folder in which LoRAs are found by name.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class Foresight:
         self._reading: dict[Path, threading.Thread] = {}
 
     def machine(self) -> Machine:
-        """Return this machine as it was a few seconds ago at most."""
+        """Return this machine as probed a few seconds ago at most."""
         with self._lock:
             if time.monotonic() - self._machine_at > _MACHINE_SECONDS:
                 self._machine, self._machine_at = self._probe(), time.monotonic()
             return self._machine
 
     def library(self) -> tuple[Stamp, Sequence[EngineRecord]]:
-        """Return the engines, and what changes whenever one comes, goes or is written to."""
+        """Return the engines, and a stamp that changes whenever one is added, removed or written to."""
         stamp = _stamp(self._engines.store.folder)
         with self._lock:
             if self._records is None or stamp != self._stamp:
@@ -100,8 +100,8 @@ class Foresight:
                 self._known.clear()
             return self._stamp, self._records
 
-    def foresee(self, request: GenerationRequest, spec: ModelSpec) -> Foreseen:
-        """Return what would happen to a request; what cannot be is an answer too, not an exception."""
+    def preview(self, request: GenerationRequest, spec: ModelSpec) -> Preview:
+        """Return the plan for a request, or the error why there is none."""
         _, records = self.library()
         machine = self.machine()
         complete = self._is_read(spec)
@@ -111,36 +111,36 @@ class Foresight:
             offers = self._offers(spec) if complete else no_offers
             plan = resolve(request, spec, machine, _NOWHERE, offers, self._history())
         except TandemError as error:
-            return Foreseen(None, error, offers, records, complete, spec)
-        return Foreseen(plan, None, offers, records, complete, spec)
+            return Preview(None, error, offers, records, complete, spec)
+        return Preview(plan, None, offers, records, complete, spec)
 
     def _offers(self, spec: ModelSpec) -> Offers:
-        """Return what the service offers, each answer remembered until the library or the model changes."""
+        """Return the engine service's offers, cached until the library or the model changes."""
         key = (spec.name, _changed(spec), tuple((use.identity, use.expert) for use in spec.loras))
         with self._lock:
             if key in self._known:
                 return self._known[key]
-        ask = self._engines.offers(spec)
+        service = self._engines.offers(spec)
         answers: dict[tuple[str, LatentSize, str], Sequence[EngineOffer]] = {}
 
         def offers(component: str, latent: LatentSize, device: str) -> Sequence[EngineOffer]:
-            asked = (component, latent, device)
-            if asked not in answers:
-                answers[asked] = ask(component, latent, device)
-            return answers[asked]
+            key = (component, latent, device)
+            if key not in answers:
+                answers[key] = service(component, latent, device)
+            return answers[key]
 
         with self._lock:
             return self._known.setdefault(key, offers)
 
     def _is_read(self, spec: ModelSpec) -> bool:
-        """Whether the model's weights are told apart; begins to read them if not, and waits a moment."""
+        """Return whether the model's weights are identified; if not, start a thread that does it and wait briefly."""
         with self._lock:
             reading = self._reading.get(spec.directory)
             if reading is None:
-                reading = threading.Thread(target=self._read, args=(spec,), name="foresight", daemon=True)
+                reading = threading.Thread(target=self._read, args=(spec,), name="plan-preview", daemon=True)
                 self._reading[spec.directory] = reading
                 reading.start()
-        reading.join(_PATIENCE_SECONDS)
+        reading.join(_WAIT_SECONDS)
         return not reading.is_alive()
 
     def _read(self, spec: ModelSpec) -> None:
@@ -149,14 +149,14 @@ class Foresight:
         try:
             for component in spec.component_names:
                 self._offers(spec)(component, latent, "cpu")
-        except TandemError:  # the plan meets it too, and says it
+        except TandemError:  # the plan fails with it too
             return
         except Exception:
             logger.exception("The engines of %s could not be looked up", spec.name)
 
 
 def _stamp(folder: Path) -> Stamp:
-    """Return the engines' folders with the time of their last change: names come and go, `engine.json` is renamed."""
+    """Return the names of the engines' folders with their modification times."""
     try:
         found = [path for path in folder.iterdir() if not path.name.startswith(".")]
         return tuple(sorted((path.name, path.lstat().st_mtime_ns) for path in found))

@@ -1,33 +1,32 @@
-"""What the acceleration panel says of a plan: a chip per part, the sum in a line, memory and time.
-
-A pure function of what is foreseen. Knows nothing about gradio or HTML.
-"""
+"""The acceleration panel's summary of a plan: a badge per component, one line, memory, time, strategies. Pure."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortError
+from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortError, TandemError
 from runtime.core.estimates import MemoryStrategy, StrategyForecast
 from runtime.core.plan import BACKEND_TITLES, PYTORCH, ComponentPlan, ExecutionPlan
 from runtime.core.units import memory_size
 from runtime.models.spec import is_transformer
 from runtime.ui import formatting
-from runtime.ui.plan_preview import Foreseen
+from runtime.ui.plan_preview import Preview
+from runtime.ui.templating import render
+from runtime.ui.words import explain, text
 
 _LOOKING = "Looking for engines…"
-# Forecasts are no finer than they are shown.
+# Estimates are shown in tenths of a second.
 _FINEST_SECONDS = 0.1
-# Ways that differ less in time are as fast as each other.
+# Strategies whose times differ less count as equally fast.
 _SLOWER = 1.05
 
 
 @dataclass(frozen=True)
-class Chip:
-    """What will happen to one part: in a few words, in full, and of which kind.
+class Badge:
+    """What will run one component, in short and in full.
 
-    `kind` is "ready" (an engine that is there), "build" (one that is built first), "plain" (PyTorch), "instead"
-    (PyTorch, though another was asked for) or "stopped" (the form cannot be carried out).
+    `kind` is "ready" (an engine that exists), "build" (an engine that is built first), "plain" (PyTorch), "instead"
+    (PyTorch although another backend was requested) or "stopped" (the form cannot be carried out).
     """
 
     text: str
@@ -37,7 +36,7 @@ class Chip:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes at the peak: of weights, of what is worked on beside them, and what is free before; and where."""
+    """Bytes at the peak: weights, working set, and free memory before; `where` is "video memory" or "memory"."""
 
     weights: int
     working: int
@@ -46,10 +45,10 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Step:
-    """One way to hold the weights: what is done, what it takes, and whether it is taken or why it cannot be.
+class StrategyRow:
+    """One strategy for the weights: what it does and needs, and whether it is used or why not.
 
-    `offload` and `quantization` are what the form says for it; `offered` says whether they take it.
+    `offload` and `quantization` are the form's values that select it; `offered` tells whether they can.
     """
 
     title: str
@@ -62,69 +61,91 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class PlanSummary:
     """Everything that the panel shows.
 
     Attributes:
-        line: the sum, for the closed panel.
-        chips: by component.
-        memory: `None` where there is no plan.
-        time: the forecast in words.
-        ways: how the weights could be held, fastest first, where memory is short for the fastest, or for any.
-        notes: what there is to say beside it.
-        problem, remedy: why the form cannot be carried out.
-        complete: whether engines are known yet; if not, it is worth asking again.
+        line: one line, for the closed panel.
+        badges: by component.
+        memory: `None` if there is no plan.
+        time: the estimate.
+        strategies: fastest first, if the fastest does not fit into memory.
+        notes: warnings, and the reason for the shift.
+        problem: why the form cannot be carried out, and what to do about it.
+        complete: whether engines are known; if not, the page asks again.
     """
 
     line: str
-    chips: Mapping[str, Chip] = field(default_factory=dict)
+    badges: Mapping[str, Badge] = field(default_factory=dict)
     memory: Memory | None = None
     time: str = ""
-    ways: tuple[Step, ...] = ()
+    strategies: tuple[StrategyRow, ...] = ()
     notes: str = ""
     problem: str = ""
-    remedy: str = ""
     complete: bool = True
 
 
-def outlook(foreseen: Foreseen, components: tuple[str, ...]) -> Outlook:
-    """Return what to say of what is foreseen, for a model of these components."""
-    plan = foreseen.plan
+def summarize(preview: Preview, components: tuple[str, ...]) -> PlanSummary:
+    """Return the summary of a plan preview for a model with these components."""
+    plan = preview.plan
     if plan is None:
-        error = foreseen.error
+        error = preview.error
         assert error is not None, "neither a plan nor an error"
         return stopped(error, components)
     memory = _memory(plan)
-    ways, notes = (
-        _ways(plan.strategies, memory.where, plan.strategy),
-        " ".join(filter(None, (plan.shift_reason, *plan.warnings))),
-    )
-    if not foreseen.complete:
-        badge = Chip(_LOOKING, "The model's files are read once; then its engines are known.", "plain")
-        return Outlook(_LOOKING, dict.fromkeys(plan.components, badge), memory, "", ways, notes, complete=False)
-    chips = {
-        name: Chip(part.badge, _why(plan, name, part), _kind(plan, name, part))
+    strategies = _strategies(plan.strategies, memory.where, plan.strategy)
+    notes = " ".join(text(note) for note in (plan.shift_reason, *plan.warnings) if note)
+    if not preview.complete:
+        badge = Badge(_LOOKING, "Engines are known once the model's files have been read.", "plain")
+        return PlanSummary(
+            _LOOKING, dict.fromkeys(plan.components, badge), memory, "", strategies, notes, complete=False
+        )
+    badges = {
+        name: Badge(text(part.badge), _why(plan, name, part), _kind(plan, name, part))
         for name, part in plan.components.items()
     }
-    return Outlook(_sum(plan), chips, memory, _time(plan), ways, notes)
+    return PlanSummary(_sum(plan), badges, memory, _time(plan), strategies, notes)
 
 
-def stopped(error: Exception, components: tuple[str, ...]) -> Outlook:
-    """Return what to say where a form cannot be carried out."""
-    what, remedy = str(getattr(error, "what", error)), str(getattr(error, "remedy", ""))
-    what = what[:1].upper() + what[1:]
-    title = "Does not fit" if isinstance(error, MachineError) else "Cannot be made"
+def stopped(error: Exception, components: tuple[str, ...]) -> PlanSummary:
+    """Return the summary for a form that cannot be carried out."""
+    problem = (
+        explain(error) if isinstance(error, TandemError) else f"Internal error: {error!r} The log has the details."
+    )
+    problem = f"{problem[:1].upper()}{problem[1:]}"
+    title = "Does not fit" if isinstance(error, MachineError) else "Cannot be generated"
     if isinstance(error, InvalidRequestError):
-        title = "Waiting for a setting to be mended"
-    badge = Chip(f"{title}.", f"{what} {remedy}", "stopped")
-    ways = _ways(error.strategies, error.where) if isinstance(error, MemoryShortError) else ()
-    return Outlook(title, dict.fromkeys(components, badge), ways=ways, problem=what, remedy=remedy)
+        title = "Invalid setting"
+    badge = Badge(f"{title}.", problem, "stopped")
+    strategies = _strategies(error.strategies, error.where) if isinstance(error, MemoryShortError) else ()
+    return PlanSummary(title, dict.fromkeys(components, badge), strategies=strategies, problem=problem)
+
+
+def panel_html(summary: PlanSummary) -> str:
+    """Return memory, time, problem, strategies and notes."""
+    # Without a plan the bar is hidden; its elements stay the same for screen readers.
+    memory = summary.memory or Memory(0, 0, 0, "memory")
+    left = max(memory.free - memory.weights - memory.working, 0)
+    total = max(memory.weights + memory.working + left, 1)
+    sizes = (
+        ("weights", "Weights", memory.weights),
+        ("working", "Working set", memory.working),
+        ("free", "Free", left),
+    )
+    shares = [(name, title, size, f"{100 * size / total:.1f}") for name, title, size in sizes]
+    return render("plan_summary.html", summary=summary, where=memory.where, shares=shares)
+
+
+def badge_html(component: str, badge: Badge | None = None) -> str:
+    """Return a component's badge; its reason describes the component's choice to screen readers."""
+    return render("plan_badge_content.html", component=component, badge=badge or Badge("", "", "plain"))
 
 
 def _why(plan: ExecutionPlan, name: str, part: ComponentPlan) -> str:
     # On a CPU there is nothing to choose.
-    told = plan.speed.description if part.device.startswith("cuda") or plan.asked.compile == "always" else ""
-    return f"{part.reason} {told}".strip() if part.backend == PYTORCH and is_transformer(name) else part.reason
+    speed = text(plan.speed.description) if part.device.startswith("cuda") or plan.asked.compile == "always" else ""
+    reason = text(part.reason)
+    return f"{reason} {speed}".strip() if part.backend == PYTORCH and is_transformer(name) else reason
 
 
 def _kind(plan: ExecutionPlan, name: str, part: ComponentPlan) -> str:
@@ -139,14 +160,14 @@ def _sum(plan: ExecutionPlan) -> str:
     how = "Auto" if all(plan.asked.backend(name) == "auto" for name in parts) else "As chosen"
     if counted:
         shares = " and ".join(f"{title} for {count}" for title, count in counted.most_common())
-        said = f"{how}: {shares} of {len(parts)} parts"
+        line = f"{how}: {shares} of {len(parts)} components"
     else:
-        said = f"{how}: PyTorch"
+        line = f"{how}: PyTorch"
     if plan.gpus > 1:
-        said = f"{said} on {plan.gpus} GPUs"
+        line = f"{line} on {plan.gpus} GPUs"
     builds = sum(use.build for part in parts.values() for use in part.engines)
     about = f"about {_words(plan.seconds['total'].likely)}"
-    return f"{said}, {builds} to build first, then {about}" if builds else f"{said}, {about}"
+    return f"{line}, {builds} to build first, then {about}" if builds else f"{line}, {about}"
 
 
 def _time(plan: ExecutionPlan) -> str:
@@ -169,16 +190,18 @@ def _memory(plan: ExecutionPlan) -> Memory:
     return Memory(peak.weights_bytes, working, plan.free_bytes, "video memory" if on_gpu else "memory")
 
 
-def _ways(strategies: Sequence[StrategyForecast], where: str, taken: MemoryStrategy | None = None) -> tuple[Step, ...]:
+def _strategies(
+    strategies: Sequence[StrategyForecast], where: str, taken: MemoryStrategy | None = None
+) -> tuple[StrategyRow, ...]:
     """Return all strategies if the fastest does not fit."""
     fastest = strategies[0]
     if fastest.strategy == taken or (fastest.fits and fastest.fits_ram and not fastest.lacks):
         return ()
     return tuple(
-        Step(
-            title=one.title,
+        StrategyRow(
+            title=text(one.title),
             takes=_takes(one, fastest),
-            verdict=one.verdict(where, taken=one.strategy == taken),
+            verdict=text(one.verdict(where, taken=one.strategy == taken)),
             taken=one.strategy == taken,
             offered=one.offered,
             offload=one.strategy.offload,

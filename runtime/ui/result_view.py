@@ -1,56 +1,60 @@
-"""What is shown beside a finished video: download, seed, and how, where and how fast it was made. HTML as text."""
+"""What is shown below a finished video: download, seed, settings, times, memory, and what ran where."""
 
-import json
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from runtime.core.events import VideoSaved
-from runtime.core.facts import render
+from runtime.core.facts import Fact
 from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
 from runtime.core.step_cache import NONE
 from runtime.core.units import memory_size
 from runtime.ui import fields, formatting
+from runtime.ui.templating import render
+from runtime.ui.words import lowered, page_text, text
 
 _STAGES = {"encode": "reading the prompt", "denoise": "denoising", "decode": "decoding", "mux": "saving"}
 
 
 def file_url(path: Path) -> str:
-    """Return the address of a served file, relative to the page so that it holds behind a proxy too."""
+    """Return the address of a video in the outputs folder, relative to the page so that it works behind a proxy."""
     return f"gradio_api/file={quote(path.as_posix())}"
 
 
-def facts(saved: VideoSaved, plan: ExecutionPlan, model: str, address: str) -> str:
-    """Return the block under the video; what ran where is from the result, names are from the plan.
+def result_html(saved: VideoSaved, plan: ExecutionPlan, model: str, address: str) -> str:
+    """Return the block below a finished video.
 
     Args:
+        model: the model's title.
         address: where the video is served.
     """
-    request = saved.request
-    name = escape(saved.video.name, quote=True)
-    settings = escape(json.dumps(dict(request)), quote=True)
-    components: Mapping[str, Mapping[str, Any]] = saved.plan["components"]
-    reasons = dict.fromkeys(choice["reason"] for choice in components.values())
-    return (
-        f'<p class="caption">{escape(request["prompt"])}</p>'
-        f"{notes([render(fact).what for fact in saved.warnings])}"
-        '<div class="actions">'
-        f'<a class="button strong" href="{address}" download="{name}">Download video</a>'
-        f'<button type="button" class="button" data-use="seed" data-request="{settings}">Use this seed</button>'
-        f'<button type="button" class="button" data-use="all" data-request="{settings}">Use all its settings</button>'
-        "</div>"
-        f"{listed(rows(saved, plan, model))}"
-        f'<p class="why">{escape(" ".join(reasons))}</p>'
+    return render(
+        "result.html",
+        request=dict(saved.request),
+        name=saved.video.name,
+        address=address,
+        warning_lines=[page_text(fact).what for fact in saved.warnings],
+        rows=rows(saved, plan, model),
+        reasons=reasons(saved),
     )
 
 
+def warnings_html(warnings: Sequence[Fact]) -> str:
+    """Return warnings as a list."""
+    return render("warnings.html", lines=[page_text(fact).what for fact in warnings])
+
+
+def reasons(saved: VideoSaved) -> str:
+    """Return why each component ran where it did, equal reasons once."""
+    return " ".join(dict.fromkeys(text(part["reason"]) for part in saved.plan["components"].values()))
+
+
 def rows(saved: VideoSaved, plan: ExecutionPlan, model: str) -> list[tuple[str, str]]:
-    """Return what there is to know of a video, each with its name."""
+    """Return names and values that describe a video."""
     request = saved.request
     size = formatting.size(request["width"], request["height"])
-    told = [
+    found = [
         ("Seed", str(request["seed"])),
         ("Video", f"{size}, {formatting.length(request['frames'], request['fps'])}"),
         ("Model", f"{model}, {request['steps']} steps, {_guidance(request)}"),
@@ -58,19 +62,7 @@ def rows(saved: VideoSaved, plan: ExecutionPlan, model: str) -> list[tuple[str, 
         ("Time", _time(saved)),
         ("Memory", f"{memory_size(saved.peak_memory_bytes)} at most"),
     ]
-    return told + [("Ran on", place) for place in _places(saved.plan["components"], plan)]
-
-
-def listed(told: Sequence[tuple[str, str]]) -> str:
-    """Return names and what they stand for as a list."""
-    items = "".join(f"<div><dt>{escape(term)}</dt><dd>{escape(value)}</dd></div>" for term, value in told)
-    return f"<dl>{items}</dl>"
-
-
-def notes(warnings: Sequence[str]) -> str:
-    """Return the warnings as a list."""
-    items = "".join(f"<li>{escape(warning)}</li>" for warning in warnings)
-    return f'<ul class="notes" aria-label="Notes on this video">{items}</ul>'
+    return found + [("Ran on", place) for place in _places(saved.plan["components"], plan)]
 
 
 def _guidance(request: Mapping[str, Any]) -> str:
@@ -79,12 +71,12 @@ def _guidance(request: Mapping[str, Any]) -> str:
 
 
 def _extras(request: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return what not every video has."""
+    """Return settings that differ from their defaults."""
     loras, step_cache = fields.loras_text(request.get("loras")), request.get("step_cache", NONE)
-    told = [("LoRA", line) for line in loras.splitlines()]
-    told += [] if step_cache == NONE else [("Step cache", str(step_cache))]
+    found = [("LoRA", line) for line in loras.splitlines()]
+    found += [] if step_cache == NONE else [("Step cache", str(step_cache))]
     shift = request.get("shift")
-    return told if shift is None else [*told, ("Shift", f"{shift:g}")]
+    return found if shift is None else [*found, ("Shift", f"{shift:g}")]
 
 
 def _time(saved: VideoSaved) -> str:
@@ -98,11 +90,11 @@ def _time(saved: VideoSaved) -> str:
 
 
 def _places(components: Mapping[str, Mapping[str, Any]], plan: ExecutionPlan) -> list[str]:
-    """Return each place with the parts that ran there."""
+    """Return each place with the components that ran there."""
     parts: dict[str, list[str]] = {}
     for name, choice in components.items():
         title = plan.title(name)
-        parts.setdefault(_where(choice), []).append(title if title.startswith("VAE") else title.lower())
+        parts.setdefault(_where(choice), []).append(lowered(title))
     return [f"{place}: {', '.join(names)}" for place, names in parts.items()]
 
 

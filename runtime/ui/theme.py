@@ -10,8 +10,8 @@ import gradio as gr
 ASSETS = Path(__file__).parents[2] / "frontend_assets"
 ICON = ASSETS / "icon.svg"
 # In this order: the later ones use the first.
-_SCRIPTS = ("page.js", "jobs.js", "restore.js", "compare.js")
-_STYLES = ("style.css", "jobs.css")
+_SCRIPTS = ("page.js", "panels.js", "restore.js", "compare.js")
+_STYLES = ("style.css", "panels.css")
 
 _SANS = ("ui-sans-serif", "system-ui", "-apple-system", "Segoe UI", "Roboto", "Noto Sans", "sans-serif")
 _MONO = ("ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace")

@@ -1,13 +1,12 @@
-"""The page of a share link's visitors: making videos within limits, each seeing only their own.
+"""The visitors' page of a share link: Make within limits; visitors see only their own videos.
 
-It is another page than that of the person whose Tandem this is, behind another port: what visitors may not do is not
-there to be called. Its handlers answer raw HTTP too, so none trusts what it is sent.
+It is a page of its own on another port: actions that visitors may not use do not exist there. Programs can call its
+handlers too; every value is validated.
 """
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,12 @@ from runtime.server.model_choices import check_offered
 from runtime.server.visitors import Visitors
 from runtime.ui import api, form, theme
 from runtime.ui.handlers import Updates, alert, attached, cancelled, stored_values, updates_of
-from runtime.ui.job_stream import Audience
+from runtime.ui.job_view import Audience
 from runtime.ui.make_tab import connect, connect_basics, header, make
+from runtime.ui.templating import render
+from runtime.ui.words import page_text
 
-_DETAILS = "Tell whoever shares this; their log has the details."
+_DETAILS = "Tell the person who shares this page; their log has the details."
 _TIDY_SECONDS = (3600, 86_400)
 _MOST_WAITING = 200
 
@@ -51,19 +52,26 @@ def build(worker: JobQueue, settings: Settings, models: dict[str, ModelSpec], vi
         gr.HTML(header(icon, form.BASIC), elem_id="top")
         limits = gr.HTML(handlers.limits(models[chosen]), elem_id="limits", apply_default_css=False)
         values = handlers.values(models[chosen])
-        studio, made = make(icon, lambda prompt: form.basic_settings(models, chosen, prompt, values), desk=False)
-        controls = made.controls
+        make_controls, basics = make(
+            icon, lambda prompt: form.basic_settings(models, chosen, prompt, values), panels=False
+        )
+        controls = basics.controls
         following = [controls[name] for name in form.FOLLOWING_MODEL if name in controls]
         connect(
-            page, studio, handlers, controls, [limits, made.size, *following], [limits, made.size, *controls.values()]
+            page,
+            make_controls,
+            handlers,
+            controls,
+            [limits, basics.size, *following],
+            [limits, basics.size, *controls.values()],
         )
-        connect_basics(controls, made.size, made.length)
+        connect_basics(controls, basics.size, basics.length)
     page.queue(default_concurrency_limit=None, max_size=_MOST_WAITING)
     return page
 
 
 class VisitorHandlers:
-    """What the page's buttons do; see `handlers.Handlers`. The request tells whose page it is."""
+    """The handlers of Make; see `handlers.Handlers`. The request identifies the visitor."""
 
     def __init__(
         self, worker: JobQueue, settings: Settings, models: dict[str, ModelSpec], visitors: Visitors, icon: str
@@ -77,28 +85,29 @@ class VisitorHandlers:
         folders |= {"the folder of models": settings.weights_dir, "the folder of engines": settings.engines_dir}
         folders |= {"Tandem's folder": ROOT, "the home folder": Path.home()}
         self.audience = Audience(
-            _DETAILS, _address, lambda message: visitor_limits.without_paths(message, folders), desk=False
+            _DETAILS, _address, lambda message: visitor_limits.without_paths(message, folders), panels=False
         )
 
     async def generate(self, request: gr.Request, *values: Any) -> AsyncIterator[Updates]:
-        """Submit the form as the visitor's job and show it; a form that cannot be is answered beside the stage."""
+        """Submit the form as the visitor's job and show it; errors are shown next to the picture."""
         try:
             job = await asyncio.to_thread(
                 self._visitors.submit, form.read_basics(values, self._models), visitor_of(request)
             )
         except TandemError as error:
             field = error.field if isinstance(error, InvalidRequestError) else ""
-            yield alert(self.audience.redact(error.what), self.audience.redact(error.remedy), field, desk=False)
+            what, remedy = map(self.audience.redact, page_text(error.fact))
+            yield alert(what, remedy, field, panels=False)
             return
-        except Exception:  # a defect: told in one line, kept in the log
+        except Exception:  # an internal error: one line on the page, the traceback in the log
             logger.exception("A visitor's form could not be submitted")
-            yield alert("Something broke inside Tandem.", _DETAILS, desk=False)
+            yield alert("Internal error.", _DETAILS, panels=False)
             return
         async for updates in updates_of(job, self._worker, self.audience, self._icon):
             yield updates
 
     async def attach(self, request: gr.Request, remembered: Any) -> AsyncIterator[Updates]:
-        """Show the visitor's job of this tab while it runs, else another of theirs that runs, else their last."""
+        """Show the visitor's job of this browser tab while it runs, else another that runs, else the last one."""
         visitor = visitor_of(request)
 
         def own() -> Job | None:
@@ -108,11 +117,11 @@ class VisitorHandlers:
             yield updates
 
     def cancel(self, request: gr.Request, watched: Any) -> Any:
-        """Ask the visitor's job that this page watches to stop; watching shows the rest."""
+        """Cancel the visitor's job that this page watches."""
         return cancelled(self._visitors.job(watched, visitor_of(request)))
 
     def choose_model(self, name: Any) -> Updates:
-        """Set limits, size, length and the rest to what goes with another model."""
+        """Set the limits and all controls that depend on the model."""
         names = ("size", *(name for name in form.FOLLOWING_MODEL if name in form.BASIC))
         try:
             spec = check_offered(name, self._models)
@@ -122,7 +131,7 @@ class VisitorHandlers:
         return self.limits(spec), *(gr.update(**values[control]) for control in names)
 
     def fill(self, stored: Any) -> Updates:
-        """Bring a form back that the browser kept, or the settings of a result, within the limits."""
+        """Fill the form with stored values or the settings of a result, within the limits."""
         values = stored_values(stored)
         if values is None:
             return (gr.skip(),) * (2 + len(form.BASIC))
@@ -132,15 +141,12 @@ class VisitorHandlers:
         return self.limits(spec), *(gr.update(**filled[control]) for control in ("size", *form.BASIC))
 
     def limits(self, spec: ModelSpec) -> str:
-        """Return what the page says of the limits, as HTML."""
-        told = escape(visitor_limits.describe(visitor_limits.limits_of(self._settings, spec)))
-        return (
-            '<p id="limits-told"><strong>You are a visitor on somebody\'s computer.</strong> '
-            f"{told} Other visitors do not see your videos; whoever shares this can.</p>"
-        )
+        """Return the limits as HTML."""
+        limits = visitor_limits.describe(visitor_limits.limits_of(self._settings, spec))
+        return render("visitor_limits.html", limits=limits)
 
     def values(self, spec: ModelSpec) -> dict[str, dict[str, Any]]:
-        """Return the properties of the controls that follow the model, within the limits."""
+        """Return the properties of the controls that depend on the model, within the limits."""
         return self._within(spec, form.model_values(spec))
 
     def _within(self, spec: ModelSpec, values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -18,7 +18,7 @@ def unfold(page: Any) -> None:
     """Open the panel and wait until its chips are there."""
     page.wait_for_function("() => /Auto|As chosen/.test(document.querySelector('#acceleration > button').innerText)")
     page.click("#acceleration > button")
-    page.wait_for_selector("#part-vae .chip:has-text(':')")
+    page.wait_for_selector("#part-vae .badge:has-text(':')")
 
 
 def choose(page: Any, field: str, title: str) -> None:
@@ -29,7 +29,7 @@ def choose(page: Any, field: str, title: str) -> None:
 
 def wait_for_chip(page: Any, part: str, words: str) -> None:
     """Wait until a chip says something."""
-    page.wait_for_selector(f"#part-{part} .chip:has-text('{words}')")
+    page.wait_for_selector(f"#part-{part} .badge:has-text('{words}')")
 
 
 def test_the_closed_line_tells_the_sum(open_page: OpenPage) -> None:
@@ -45,7 +45,7 @@ def test_a_choice_changes_its_chip_and_no_other(open_page: OpenPage) -> None:
     wait_for_chip(page, "vae", "PyTorch: as asked")
     choose(page, "backend_vae", "ONNX Runtime")
     wait_for_chip(page, "vae", "ONNX Runtime: builds first")
-    assert "as asked" not in page.inner_text("#part-text_encoder .chip")
+    assert "as asked" not in page.inner_text("#part-text_encoder .badge")
     assert "1 of 4 parts" in page.inner_text("#acceleration > button")
     choose(page, "build", "Never")
     wait_for_chip(page, "vae", "PyTorch: no ONNX Runtime engine, and none is to be built")
@@ -56,15 +56,15 @@ def test_every_quick_change_ends_in_the_last_ones_answer(open_page: OpenPage) ->
     unfold(page)
     for width in ("32", "33", "48", "49", "65", "64"):
         page.fill("#field-width input", width)
-    page.wait_for_function("() => !document.querySelector('#part-vae .chip').innerText.includes('mended')")
+    page.wait_for_function("() => !document.querySelector('#part-vae .badge').innerText.includes('mended')")
     page.fill("#field-width input", "65")
-    wait_for_chip(page, "vae", "Waiting for a setting to be mended")
-    assert "multiples of 16" in page.inner_text("#outlook .trouble")
-    assert page.is_hidden("#outlook .memory")
+    wait_for_chip(page, "vae", "Invalid setting")
+    assert "multiples of 16" in page.inner_text("#plan-summary .trouble")
+    assert page.is_hidden("#plan-summary .memory")
     # Nothing else of the page complains.
     assert page.get_attribute("#status .status", "data-state") != "failed"
     page.fill("#field-width input", "64")
-    page.wait_for_selector("#outlook .memory", state="visible")
+    page.wait_for_selector("#plan-summary .memory", state="visible")
 
 
 def test_without_a_gpu_tensorrt_is_out_of_reach_and_says_why(open_page: OpenPage) -> None:
@@ -111,7 +111,7 @@ def test_it_fits_and_can_be_heard(open_page: OpenPage, viewport: dict[str, int],
     assert page.evaluate(UNNAMED_INPUTS) == []
     assert page.get_attribute("#field-backend_vae input", "aria-describedby") == "why-vae"
     assert "NVIDIA" in str(page.text_content("#why-vae"))
-    assert page.locator("#outlook [aria-live]").count() == 1
+    assert page.locator("#plan-summary [aria-live]").count() == 1
     assert page.locator("#part-vae [aria-live]").count() == 0
     assert page.complaints == []
 
@@ -161,7 +161,7 @@ def ask_for_much(page: Any) -> None:
     page.fill("#field-height input", "128")
     page.fill("#field-frames input[type=number]", "17")
     page.press("#field-frames input[type=number]", "Tab")
-    page.wait_for_selector(".ways .way[aria-pressed=true]")
+    page.wait_for_selector(".strategies .strategy[aria-pressed=true]")
 
 
 @pytest.mark.parametrize(("viewport", "scheme"), [(PHONE, "light"), (DESKTOP, "dark")], ids=["phone", "desktop"])
@@ -171,31 +171,31 @@ def test_where_memory_is_short_a_way_is_chosen(
     page = open_page(viewport, short_of_memory.url, color_scheme=scheme)
     unfold(page)
     ask_for_much(page)
-    assert page.inner_text(".way[aria-pressed=true] span") == "One part at a time"
-    assert "too little video memory" in page.inner_text(".ways li:first-child .way:disabled")
-    assert "bitsandbytes is not installed" in page.inner_text(".way[data-quantization='bnb-4bit']:disabled")
+    assert page.inner_text(".strategy[aria-pressed=true] span") == "One part at a time"
+    assert "too little video memory" in page.inner_text(".strategies li:first-child .strategy:disabled")
+    assert "bitsandbytes is not installed" in page.inner_text(".strategy[data-quantization='bnb-4bit']:disabled")
     place = """() => {
-      const box = document.querySelector('.ways').getBoundingClientRect();
+      const box = document.querySelector('.strategies').getBoundingClientRect();
       return [box.y + scrollY, box.height];
     }"""
     before = page.evaluate(place)
     # By keyboard: the next that can be chosen.
-    page.focus(".way[aria-pressed=true]")
+    page.focus(".strategy[aria-pressed=true]")
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
-    page.wait_for_selector(".way[data-offload=model][aria-pressed=true]")
+    page.wait_for_selector(".strategy[data-offload=model][aria-pressed=true]")
     assert page.input_value("#field-offload input") == "By part"
     assert page.input_value("#field-quantization input") == "None"
-    assert page.evaluate("() => document.activeElement.dataset.offload") == "model"
-    assert page.locator(".way[aria-pressed=true]").count() == 1
+    assert page.evaluate("() => document.activeElement.dataset.targetfload") == "model"
+    assert page.locator(".strategy[aria-pressed=true]").count() == 1
     assert page.evaluate(place) == before
     wait_for_chip(page, "transformer", "offload by part excludes TensorRT")
-    page.click(".way[data-offload=sequential]")
-    page.wait_for_selector(".way[data-offload=sequential][aria-pressed=true]")
+    page.click(".strategy[data-offload=sequential]")
+    page.wait_for_selector(".strategy[data-offload=sequential][aria-pressed=true]")
     assert page.evaluate(place) == before
-    page.click(".ways button:has-text('Choose automatically')")
+    page.click(".strategies button:has-text('Choose automatically')")
     page.wait_for_function("() => document.querySelector('#field-offload input').value === 'Automatic'")
-    page.wait_for_selector(".way[data-offload=none][aria-pressed=true]")
+    page.wait_for_selector(".strategy[data-offload=none][aria-pressed=true]")
     assert page.evaluate("() => document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     assert page.complaints == []
 
@@ -207,21 +207,21 @@ def test_a_form_refused_for_memory_shows_every_way(open_page: OpenPage, short_of
     page.fill("#field-height input", "1024")
     # As it is typed: once the field is left, it goes down to the most that the model is for.
     page.fill("#field-frames input[type=number]", "253")
-    page.wait_for_selector(".ways:has-text('Memory is short for every way')")
-    assert "video memory" in page.inner_text("#outlook .trouble")
-    assert page.locator(".way:enabled").count() == 0
-    assert page.locator(".way").count() == 9
+    page.wait_for_selector(".strategies:has-text('No strategy fits into memory')")
+    assert "video memory" in page.inner_text("#plan-summary .trouble")
+    assert page.locator(".strategy:enabled").count() == 0
+    assert page.locator(".strategy").count() == 9
 
 
 def test_each_chip_follows_its_toggle(open_page: OpenPage, short_of_memory: Server) -> None:
     page = open_page(url=short_of_memory.url)
     unfold(page)
     for part in ROWS:
-        before = page.inner_text(f"#part-{part} .chip")
+        before = page.inner_text(f"#part-{part} .badge")
         for _ in range(2):
-            said = page.inner_text(f"#part-{part} .chip")
+            said = page.inner_text(f"#part-{part} .badge")
             page.click(f"#tensorrt-{part} input")
             page.wait_for_function(
-                "([part, said]) => document.querySelector(`#part-${part} .chip`).innerText !== said", arg=[part, said]
+                "([part, said]) => document.querySelector(`#part-${part} .badge`).innerText !== said", arg=[part, said]
             )
-        assert page.inner_text(f"#part-{part} .chip") == before
+        assert page.inner_text(f"#part-{part} .badge") == before

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.browser
 def go(page: Any) -> None:
     """Open the tab and wait until the library is there."""
     page.click("[role=tab]:has-text('Engines')")
-    page.wait_for_selector("#library-disk .meter")
+    page.wait_for_selector("#engines-storage .meter")
 
 
 def stock(server: Server, number: int) -> str:
@@ -32,7 +32,7 @@ def test_an_engine_is_deleted_by_keyboard_after_asking(open_page: OpenPage, serv
     kept, gone = stock(server, 1), stock(server, 2)
     page = open_page()
     go(page)
-    delete = f"[data-act=delete][data-of='{gone}']"
+    delete = f"[data-action=delete][data-target='{gone}']"
     page.wait_for_selector(delete)
     page.focus(delete)
     page.keyboard.press("Enter")
@@ -40,14 +40,14 @@ def test_an_engine_is_deleted_by_keyboard_after_asking(open_page: OpenPage, serv
     assert page.evaluate("() => document.activeElement.textContent") == "Keep"
     page.keyboard.press("Escape")
     page.wait_for_selector("dialog", state="detached")
-    assert page.evaluate("() => document.activeElement.dataset.of") == gone
+    assert page.evaluate("() => document.activeElement.dataset.target") == gone
     page.keyboard.press("Enter")
     page.wait_for_selector("dialog[open]")
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
     page.wait_for_selector(f"[data-engine='{gone}']", state="detached")
     assert page.is_visible(f"[data-engine='{kept}']")
-    page.wait_for_function("() => document.activeElement.id === 'library-heading'")
+    page.wait_for_function("() => document.activeElement.textContent === 'Library'")
 
 
 def test_pinning_is_seen_by_another_tab(open_page: OpenPage, server: Server) -> None:
@@ -55,10 +55,10 @@ def test_pinning_is_seen_by_another_tab(open_page: OpenPage, server: Server) -> 
     page, other = open_page(), open_page()
     go(page)
     go(other)
-    page.click(f"[data-act=pin][data-of='{engine}']")
-    page.wait_for_selector(f"[data-act=unpin][data-of='{engine}']")
-    other.wait_for_selector(f"[data-act=unpin][data-of='{engine}']")
-    assert "Pinned: transformer." in page.inner_text("#library-said")
+    page.click(f"[data-action=pin][data-target='{engine}']")
+    page.wait_for_selector(f"[data-action=unpin][data-target='{engine}']")
+    other.wait_for_selector(f"[data-action=unpin][data-target='{engine}']")
+    assert "Pinned: transformer." in page.inner_text("#message")
 
 
 def test_a_build_is_watched_outlives_a_reload_and_is_cancelled(open_page: OpenPage) -> None:
@@ -66,18 +66,18 @@ def test_a_build_is_watched_outlives_a_reload_and_is_cancelled(open_page: OpenPa
     unfold(page)
     choose(page, "backend_text_encoder", "ONNX Runtime")
     go(page)
-    page.click("#library-parts [data-act=build][data-of=text_encoder]")
-    page.wait_for_selector("#library-work li[data-kind=build][data-state=running]")
+    page.click("#engines-components [data-action=build][data-target=text_encoder]")
+    page.wait_for_selector("#engines-tasks li[data-kind=build][data-state=running]")
     page.reload()
     ready(page)
     go(page)
     other = open_page()
     go(other)
     for watching in (page, other):
-        watching.wait_for_selector("#library-work li[data-kind=build][data-state=running] pre:has-text('Building')")
-    other.click("#library-work li[data-kind=build] [data-act=cancel]")
-    page.wait_for_selector("#library-work li[data-kind=build][data-state=cancelled]")
-    assert "Cancelled." in page.inner_text("#library-work")
+        watching.wait_for_selector("#engines-tasks li[data-kind=build][data-state=running] pre:has-text('Building')")
+    other.click("#engines-tasks li[data-kind=build] [data-action=cancel]")
+    page.wait_for_selector("#engines-tasks li[data-kind=build][data-state=cancelled]")
+    assert "Cancelled." in page.inner_text("#engines-tasks")
 
 
 def test_a_build_makes_an_engine_and_its_chip_ready(open_page: OpenPage) -> None:
@@ -85,11 +85,11 @@ def test_a_build_makes_an_engine_and_its_chip_ready(open_page: OpenPage) -> None
     unfold(page)
     choose(page, "backend_text_encoder", "ONNX Runtime")
     go(page)
-    page.click("#library-parts [data-act=build][data-of=text_encoder]")
-    page.wait_for_selector("#library-table tr[data-state=ready]:has-text('Text encoder')")
-    assert "any size" in page.inner_text("#library-table tr[data-state=ready]")
+    page.click("#engines-components [data-action=build][data-target=text_encoder]")
+    page.wait_for_selector("#engines-table tr[data-state=ready]:has-text('Text encoder')")
+    assert "any size" in page.inner_text("#engines-table tr[data-state=ready]")
     page.click("[role=tab]:has-text('Make')")
-    page.wait_for_selector("#part-text_encoder .chip[data-kind=ready]")
+    page.wait_for_selector("#part-text_encoder .badge[data-kind=ready]")
 
 
 def test_a_file_made_elsewhere_is_looked_into_trusted_and_imported(
@@ -100,20 +100,20 @@ def test_a_file_made_elsewhere_is_looked_into_trusted_and_imported(
     text.write_text("hello", encoding="utf-8")
     page = open_page()
     go(page)
-    page.focus("#import > button")
+    page.focus("#import > summary")
     page.keyboard.press("Enter")
-    file = page.get_by_label("Engine file")
+    file = page.get_by_label("Engine file", exact=True)
     file.fill(str(text))
     page.keyboard.press("Enter")
-    page.wait_for_selector("#import-said:has-text('text.plan is a text file, not an engine. Give a TensorRT plan')")
+    page.wait_for_selector("#message:has-text('text.plan is a text file, not an engine. Give a TensorRT plan')")
     file.fill(str(path))
-    page.click("#import-take")
-    page.wait_for_selector("#import-said:has-text('Opening foreign.onnx runs what it holds.')")
-    assert page.locator("#library-work li[data-kind=look], #library-work li[data-kind=import]").count() == 0
+    page.click("#import [data-action=import]")
+    page.wait_for_selector("#message:has-text('foreign.onnx holds executable code')")
+    assert page.locator("#engines-tasks li[data-kind=look], #engines-tasks li[data-kind=import]").count() == 0
     assert "executable content" in page.inner_text("#import-warning")
-    page.get_by_label("I made this file myself").check()
-    page.click("#import-look")
-    looked = "#library-work li[data-kind=look][data-state=done] .found"
+    page.get_by_label("I trust the source").check()
+    page.click("#import [data-action=inspect]")
+    looked = "#engines-tasks li[data-kind=look][data-state=done] .found"
     page.wait_for_selector(looked)
     found = page.inner_text(looked)
     for expected in (
@@ -122,17 +122,17 @@ def test_a_file_made_elsewhere_is_looked_into_trusted_and_imported(
         "Cross-attention works on 2 times as many tokens; nothing is lost.",
     ):
         assert expected in found, expected
-    page.click("#import-take")
-    page.wait_for_selector("#library-work li[data-kind=import][data-state=done]")
-    assert "Imported as " in page.inner_text("#library-work li[data-kind=import] .said")
-    row = "#library-table tr[data-state=ready]:has-text('elsewhere')"
+    page.click("#import [data-action=import]")
+    page.wait_for_selector("#engines-tasks li[data-kind=import][data-state=done]")
+    assert "Imported as " in page.inner_text("#engines-tasks li[data-kind=import] .line")
+    row = "#engines-table tr[data-state=ready]:has-text('imported')"
     page.wait_for_selector(row)
     assert "Stale" not in page.inner_text(row)
     # Another file has to be trusted anew.
     file.press_sequentially("x")
-    page.wait_for_function("() => !document.querySelector('#import-trusted input').checked")
+    page.wait_for_function("() => !document.querySelector('#import-trusted').checked")
     # It goes again: other tests share the library.
-    page.click(f"{row} [data-act=delete]")
+    page.click(f"{row} [data-action=delete]")
     assert "It can be imported again from its file." in page.inner_text("dialog")
     page.click("dialog .strong")
     page.wait_for_selector(row, state="detached")
@@ -144,11 +144,11 @@ def test_it_fits_and_can_be_heard(open_page: OpenPage, server: Server, viewport:
     stock(server, 4)
     page = open_page(viewport, color_scheme=scheme)
     go(page)
-    page.wait_for_selector("#library-table [data-act=delete]")
-    page.click("#import > button")
-    page.wait_for_selector("#import-take", state="visible")
-    assert page.get_attribute("#import-trusted input", "aria-describedby") == "import-warning"
-    assert page.get_attribute("#import > button", "aria-expanded") == "true"
+    page.wait_for_selector("#engines-table [data-action=delete]")
+    page.click("#import > summary")
+    page.wait_for_selector("#import [data-action=import]", state="visible")
+    assert page.get_attribute("#import-trusted", "aria-describedby") == "import-warning"
+    assert page.get_attribute("#import", "open") is not None
     assert page.evaluate("() => document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     assert page.evaluate(UNNAMED_INPUTS) == []
     assert page.complaints == []

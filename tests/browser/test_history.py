@@ -40,7 +40,7 @@ def make(page: Any, prompt: str, **values: int) -> str:
 def search(page: Any, words: str, count: int) -> None:
     """Look for words, and wait until so many are found."""
     page.fill("#history-search", words)
-    page.wait_for_function(f"() => document.querySelectorAll('#jobs-gallery li').length === {count}")
+    page.wait_for_function(f"() => document.querySelectorAll('#history-gallery li').length === {count}")
 
 
 def test_a_video_is_found_shown_used_again_deleted_and_had_back(open_page: OpenPage, server: Server) -> None:
@@ -48,8 +48,8 @@ def test_a_video_is_found_shown_used_again_deleted_and_had_back(open_page: OpenP
     job = make(page, "a red ball sails at night", seed=11, fps=5)
     go(page, "History")
     search(page, "NIGHT sails ball", 1)
-    page.wait_for_function("() => document.querySelector('#jobs-gallery img').naturalWidth > 10")
-    page.focus("#jobs-gallery .poster")
+    page.wait_for_function("() => document.querySelector('#history-gallery img').naturalWidth > 10")
+    page.focus("#history-gallery .poster")
     page.keyboard.press("Enter")
     page.wait_for_selector("[data-detail]")
     page.wait_for_function("() => document.activeElement.tagName === 'H2'")
@@ -67,15 +67,15 @@ def test_a_video_is_found_shown_used_again_deleted_and_had_back(open_page: OpenP
     with pytest.raises(OutputError):
         read_metadata(copy)
     assert [path for path in saved_videos(server) if path.name.startswith(".")] == []
-    page.click("[data-detail] [data-act=delete]")
+    page.click("[data-detail] [data-action=delete]")
     search(page, "NIGHT sails ball", 0)
-    page.click("#told [data-act=undelete]")
+    page.click("#message [data-action=restore]")
     search(page, "NIGHT sails ball", 1)
     # It is there under “Deleted” as well, for as long as it can be had back.
-    page.click(f"#jobs-gallery [data-act=open][data-of='{job}']")
-    page.click("[data-detail] [data-act=delete]")
+    page.click(f"#history-gallery [data-action=open][data-target='{job}']")
+    page.click("[data-detail] [data-action=delete]")
     page.select_option("#history-state", "deleted")
-    page.click(f"#jobs-gallery li[data-job='{job}'] [data-act=undelete]")
+    page.click(f"#history-gallery li[data-job='{job}'] [data-action=restore]")
     page.select_option("#history-state", "all")
     search(page, job[:6], 1)
     assert page.complaints == []
@@ -86,15 +86,15 @@ def test_a_report_holds_the_words_only_where_they_are_asked_for(open_page: OpenP
     job = make(page, "a calm blue boat at night")
     go(page, "History")
     search(page, job, 1)
-    page.click("#jobs-gallery .poster")
+    page.click("#history-gallery .poster")
     page.click("[data-report]")
-    page.wait_for_selector("#told:has-text('without prompts and paths')")
+    page.wait_for_selector("#message:has-text('without prompts and paths')")
     told = page.evaluate("() => navigator.clipboard.readText()")
     assert json.loads(told)["id"] == job
     assert "blue" not in told and str(server.cache_dir) not in told
     page.check(".with-prompts")
     page.click("[data-report]")
-    page.wait_for_selector("#told:text-is('The report is copied.'), #told:has-text('The report is copied.')")
+    page.wait_for_selector("#message:text-is('The report is copied.'), #message:has-text('The report is copied.')")
     page.wait_for_function("async () => (await navigator.clipboard.readText()).includes('a calm blue boat at night')")
 
 
@@ -103,13 +103,13 @@ def test_two_clips_play_in_step_and_are_measured(open_page: OpenPage) -> None:
     ids = [make(page, "a boat sails left", seed=1, fps=8), make(page, "a boat sails left", seed=2, fps=4)]
     go(page, "History")
     search(page, "sails left", 2)
-    assert page.get_attribute("#jobs-finder [data-act=compare]", "aria-disabled") == "true"
+    assert page.get_attribute("#history-finder [data-action=compare]", "aria-disabled") == "true"
     for job in reversed(ids):
         page.check(f"[data-pick='{job}']")
-    page.click("#jobs-finder [data-act=compare]")
+    page.click("#history-finder [data-action=compare]")
     page.wait_for_selector(".numbers:has-text('PSNR')")
     assert "over 9 frames" in page.inner_text(".numbers") and "SSIM 0." in page.inner_text(".numbers")
-    differing = page.locator("#jobs-settings tr.differs th").all_inner_texts()
+    differing = page.locator("#history-settings tr.differs th").all_inner_texts()
     assert {"Seed", "Fps"} <= set(differing) and "Steps" not in differing
     page.wait_for_function("() => document.activeElement.tagName === 'H2'")
     page.keyboard.press("ArrowRight")
@@ -131,7 +131,7 @@ def test_two_clips_play_in_step_and_are_measured(open_page: OpenPage) -> None:
     page.click("[data-wipe]")
     boxes = [page.locator("[data-compare] video").nth(n).bounding_box() for n in (0, 1)]
     assert boxes[0]["x"] == boxes[1]["x"] and boxes[0]["y"] < boxes[1]["y"]
-    page.click("[data-act=close-compare]")
+    page.click("[data-action=close-compare]")
     page.wait_for_selector("[data-compare]", state="detached")
     assert page.complaints == []
 
@@ -147,14 +147,14 @@ def test_a_video_that_is_dropped_brings_its_settings_back(open_page: OpenPage, s
         page.wait_for_selector(f"#restored:has-text('{answer}')")
 
     ask(page, "something else")
-    drop(data[:600], "torn.mp4", "“torn.mp4” is damaged, or no MP4.")
-    drop(b"a letter to a friend", "letter.mp4", "“letter.mp4” is damaged, or no MP4.")
-    drop(b"", "empty.mp4", "“empty.mp4” is damaged, or no MP4.")
+    drop(data[:600], "torn.mp4", "“torn.mp4” is damaged or not an MP4.")
+    drop(b"a letter to a friend", "letter.mp4", "“letter.mp4” is damaged or not an MP4.")
+    drop(b"", "empty.mp4", "“empty.mp4” is damaged or not an MP4.")
     foreign = data.replace(b'"tandem"', b'"random"')
-    drop(foreign, "foreign.mp4", "“foreign.mp4” does not say how it was made.")
+    drop(foreign, "foreign.mp4", "“foreign.mp4” has no settings.")
     assert page.input_value("#field-prompt textarea") == "something else"
     sent = len(page.requests)
-    drop(data, "mine.mp4", "These are the settings of “mine.mp4”.")
+    drop(data, "mine.mp4", "Settings of “mine.mp4” are filled in.")
     page.wait_for_function("() => document.querySelector('#field-prompt textarea').value.startsWith('a red boat')")
     assert page.input_value("#field-prompt textarea") == "a red boat “at” night\n🚤"
     assert page.input_value("#field-seed :is(input, textarea)") == "77"
@@ -171,23 +171,23 @@ def test_checkpoints_go_after_asking(open_page: OpenPage) -> None:
     page = open_page()
     job = make(page, "a blue ball on the sea")
     go(page, "History")
-    page.click(f"#jobs-gallery [data-of='{job}']")
-    page.wait_for_selector("[data-detail] .again")
-    page.click("#jobs-room [data-act=clean]")
+    page.click(f"#history-gallery [data-target='{job}']")
+    page.wait_for_selector("[data-detail] .rerun")
+    page.click("#history-storage [data-action=remove-checkpoints]")
     page.click("dialog[open] .strong")
-    page.wait_for_selector("[data-detail] .again", state="detached")
-    page.wait_for_selector("#jobs-room [data-act=clean]", state="detached")
+    page.wait_for_selector("[data-detail] .rerun", state="detached")
+    page.wait_for_selector("#history-storage [data-action=remove-checkpoints]", state="detached")
 
 
 def test_a_second_half_is_made_anew(open_page: OpenPage) -> None:
     page = open_page()
     job = make(page, "a boat on the calm sea", seed=5)
     go(page, "History")
-    page.click(f"#jobs-gallery [data-of='{job}']")
-    page.click("[data-detail] .again summary")
+    page.click(f"#history-gallery [data-target='{job}']")
+    page.click("[data-detail] .rerun summary")
     page.fill("[name=guidance_scale_2]", "7.5")
-    page.click("[data-act=redo]")
-    page.wait_for_selector("#told:has-text('The second half is made anew.')")
+    page.click("[data-action=rerun]")
+    page.wait_for_selector("#message:has-text('The low-noise steps run again.')")
     page.click("[role=tab]:has-text('Make')")
     page.wait_for_function(f"() => document.querySelector('#status .status').dataset.job !== '{job}'")
     wait_for_state(page, "done")
@@ -198,11 +198,11 @@ def test_a_second_half_is_made_anew(open_page: OpenPage) -> None:
 def test_it_fits_and_can_be_heard(open_page: OpenPage, viewport: dict[str, int], scheme: str) -> None:
     page = open_page(viewport, color_scheme=scheme)
     go(page, "History")
-    if not page.locator("#jobs-gallery .poster").count():
+    if not page.locator("#history-gallery .poster").count():
         page.click("[role=tab]:has-text('Make')")
         make(page, "a red boat on the sea")
         go(page, "History")
-    page.click("#jobs-gallery .poster >> nth=0")
+    page.click("#history-gallery .poster >> nth=0")
     page.wait_for_selector("[data-detail]")
     assert page.evaluate("() => document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     assert page.evaluate(UNNAMED_INPUTS) == []

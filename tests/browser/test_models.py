@@ -17,17 +17,17 @@ def test_a_model_is_downloaded_after_asking_and_can_be_cancelled(
 ) -> None:
     hub.repositories[f"Wan-AI/{FOLDER}"] = of_folder(server.cache_dir / "weights" / MODEL)
     hub.faults[LAST] = Fault("stall", after=1000)
-    item = f"#models-view [data-model='{NAME}']"
+    item = f"#models-list [data-model='{NAME}']"
     page = open_page()
     page.click("#more-models > button")
     page.wait_for_selector(f"{item}[data-state=absent]")
     assert "Licence Apache-2.0, about 137.5 GB at most. Needs at least a 6 GB card" in page.inner_text(item)
 
-    page.click(f"{item} [data-act=download]")
+    page.click(f"{item} [data-action=download]")
     assert "Its licence is Apache-2.0" in page.inner_text("dialog[open]")
     page.keyboard.press("Escape")
     assert not hub.asked
-    page.click(f"{item} [data-act=download]")
+    page.click(f"{item} [data-action=download]")
     page.click("dialog[open] .strong")
     # It goes on without its page.
     page.wait_for_selector(f"{item}[data-state=running] :text('vae/')")
@@ -35,7 +35,7 @@ def test_a_model_is_downloaded_after_asking_and_can_be_cancelled(
     ready(page)
     page.click("#more-models > button")
     page.wait_for_selector(f"{item}[data-state=running] .bar[aria-valuenow]:not([hidden])")
-    page.click(f"{item} [data-act=cancel]")
+    page.click(f"{item} [data-action=cancel]")
     page.wait_for_selector(f"{item}[data-state=cancelled]")
     assert "What came is kept" in page.inner_text(item)
     assert not (server.cache_dir / "weights" / FOLDER).exists()

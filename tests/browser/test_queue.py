@@ -11,13 +11,13 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.browser
 
-TITLES = "() => [...document.querySelectorAll('#jobs-line .title strong')].map((node) => node.textContent)"
+TITLES = "() => [...document.querySelectorAll('#queue-list .title strong')].map((node) => node.textContent)"
 
 
 def go(page: Any, tab: str = "Queue") -> None:
     """Open a tab and wait until it shows something."""
     page.click(f"[role=tab]:has-text('{tab}')")
-    page.wait_for_selector("#jobs-line section" if tab == "Queue" else "#jobs-gallery section")
+    page.wait_for_selector("#queue-list section" if tab == "Queue" else "#history-gallery section")
 
 
 def titles(page: Any, *expected: str) -> None:
@@ -29,18 +29,18 @@ def add(page: Any, *prompts: str, variations: int = 1) -> None:
     """Add several, with the settings of Make."""
     page.fill("#several-prompts", "\n".join(prompts))
     page.fill("#several-count", str(variations))
-    page.click("#jobs-several [data-act=add]")
-    page.wait_for_selector("#told:has-text('Added to the queue')")
+    page.click("#queue-add [data-action=add]")
+    page.wait_for_selector("#message:has-text('Added to the queue')")
 
 
 def act(page: Any, prompt: str, name: str) -> str:
     """Return what finds a button of a job."""
-    return f"#jobs-line li:has(strong:text-is('{prompt}')) [data-act='{name}']"
+    return f"#queue-list li:has(strong:text-is('{prompt}')) [data-action='{name}']"
 
 
 def cancel_all(page: Any) -> None:
     """Cancel what runs and waits, after being asked."""
-    page.click("#jobs-line [data-act=cancel-all]")
+    page.click("#queue-list [data-action=cancel-all]")
     page.click("dialog[open] .strong")
     titles(page)
 
@@ -51,8 +51,8 @@ def test_several_are_moved_changed_and_cancelled(open_page: OpenPage) -> None:
     go(page)
     add(page, "a red boat", "a blue ball", "a calm sea", "a boat at night")
     titles(page, "a red boat", "a blue ball", "a calm sea", "a boat at night")
-    page.click("#jobs-line [data-act=pause-all]")
-    page.wait_for_selector("#jobs-line [data-act=go-on-all]")
+    page.click("#queue-list [data-action=pause-all]")
+    page.wait_for_selector("#queue-list [data-action=unpause-all]")
     # Another tab sees the same, and what changes there.
     go(other)
     page.focus(act(page, "a boat at night", "up"))
@@ -66,8 +66,8 @@ def test_several_are_moved_changed_and_cancelled(open_page: OpenPage) -> None:
     page.click(act(page, "a blue ball", "edit"))
     page.wait_for_function("() => document.querySelector('#field-prompt textarea').value === 'a blue ball'")
     page.fill("#field-prompt textarea", "a blue ball rolls")
-    page.click("#editing [data-act=save]")
-    page.wait_for_selector("#told:has-text('Saved')")
+    page.click("#editing [data-action=save]")
+    page.wait_for_selector("#message:has-text('Saved')")
     go(page)
     titles(page, "a red boat", "a boat at night", "a blue ball rolls", "a calm sea")
     page.click(act(page, "a calm sea", "cancel"))
@@ -82,19 +82,19 @@ def test_variations_have_seeds_of_their_own(open_page: OpenPage) -> None:
     ask(page, "a red ball", long=True)
     page.fill("#field-seed textarea, #field-seed input", "7")
     go(page)
-    page.click("#jobs-line h2")
+    page.click("#queue-list h2")
     add(page, variations=3)
     titles(page, *["a red ball"] * 3)
     page.wait_for_selector("[role=tab][data-count='3']")
-    page.click("#jobs-line li:last-child [data-act=edit]")
+    page.click("#queue-list li:last-child [data-action=edit]")
     page.wait_for_function("() => document.querySelector('#field-seed :is(input, textarea)').value === '9'")
-    page.click("#editing [data-act=leave]")
+    page.click("#editing [data-action=leave]")
     go(page)
     cancel_all(page)
     add(page, variations=1)
     page.fill("#several-count", "1000")
-    page.click("#jobs-several [data-act=add]")
-    page.wait_for_selector("#told.wrong:has-text('Give a number from 1 to 100.')")
+    page.click("#queue-add [data-action=add]")
+    page.wait_for_selector("#message.error:has-text('Enter a whole number from 1 to 100.')")
     cancel_all(page)
 
 
@@ -110,13 +110,13 @@ def test_one_more_is_added_while_another_runs_and_a_sound_tells_the_end(open_pag
     wait_for_state(page, "running")
     page.wait_for_function("() => /^[0-9]+% · Tandem$/.test(document.title)")
     page.fill("#field-prompt textarea", "a blue boat")
-    page.click("#beside [data-act=add]")
-    page.wait_for_selector("#told:has-text('1 video')")
+    page.click("#actions-more [data-action=add]")
+    page.wait_for_selector("#message:has-text('1 video')")
     wait_for_state(page, "done")
     page.wait_for_function("() => window.tandem.chimes >= 1")
     page.wait_for_function("() => document.title === 'Tandem'")
     go(page, "History")
-    page.wait_for_selector("#jobs-gallery .title:has-text('a blue boat')")
+    page.wait_for_selector("#history-gallery .title:has-text('a blue boat')")
 
 
 @pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=["phone", "desktop"])
@@ -125,10 +125,10 @@ def test_it_fits_and_can_be_heard(open_page: OpenPage, viewport: dict[str, int])
     ask(page, "a red boat on the sea", long=True)
     go(page)
     add(page, "a red boat on the calm sea at night", "a blue ball rolls right")
-    page.wait_for_selector("#jobs-line li >> nth=1")
+    page.wait_for_selector("#queue-list li >> nth=1")
     assert page.evaluate("() => document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     assert page.evaluate(UNNAMED_INPUTS) == []
-    assert page.get_attribute("#jobs-line .bar", "aria-label") == "Progress of “a red boat on the calm sea at night”"
+    assert page.get_attribute("#queue-list .bar", "aria-label") == "Progress of “a red boat on the calm sea at night”"
     cancel_all(page)
 
 
@@ -146,12 +146,12 @@ def test_a_killed_app_leaves_a_job_that_goes_on(open_page: OpenPage, tmp_path_fa
     with serving(cache) as second:
         page = open_page(url=second.url)
         page.wait_for_selector("#status .next:has-text('It stopped at step')")
-        assert "Tandem ended while this video was made." in page.inner_text("#status .alert")
+        assert "Tandem ended while this video was generated." in page.inner_text("#status .alert")
         go(page)
-        page.wait_for_selector("#jobs-ended li[data-state=interrupted]")
-        assert "goes on" in page.inner_text("#jobs-ended li")
-        page.click("#jobs-ended [data-act=resume]")
-        page.wait_for_selector("#jobs-ended li", state="detached")
+        page.wait_for_selector("#queue-resumable li[data-state=interrupted]")
+        assert "continues" in page.inner_text("#queue-resumable li")
+        page.click("#queue-resumable [data-action=resume]")
+        page.wait_for_selector("#queue-resumable li", state="detached")
         page.click("[role=tab]:has-text('Make')")
         wait_for_state(page, "done")
         assert page.get_attribute("#status .status", "data-job") == job

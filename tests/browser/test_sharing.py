@@ -76,10 +76,10 @@ def test_a_stranger_makes_a_video_within_limits_that_are_said(visit: Visit, view
     told = page.inner_text("#limits")
     for word in ("visitor", "At most 9 frames, 192×192 and 400 steps", "one video at a time, 20 an hour"):
         assert word in told
-    for absent in ("#tab-engines", "#acceleration", "#sharing", "#look-ahead", "[data-act]"):
+    for absent in ("#tab-engines", "#acceleration", "#sharing", "#plan-summary", "[data-action]"):
         assert page.query_selector(absent) is None, absent
     assert "Engines" not in page.inner_text("body")
-    assert page.is_visible("#beside label:has-text('Settings from a video')")
+    assert page.is_visible("#actions-more label:has-text('Settings from a video')")
     assert page.get_attribute("#field-frames input[type=range]", "max") == "9"
     ask(page, "a red boat")
     wait_for_state(page, "done")

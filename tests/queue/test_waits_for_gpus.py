@@ -24,10 +24,10 @@ from runtime.queue.registry import WorkerRegistry
 from runtime.queue.service import JobQueue
 from runtime.queue.store import JobStore
 from runtime.queue.worker import Worker, WorkerConfig
-from runtime.ui import job_stream
-from runtime.ui.jobs_presenter import Shown
+from runtime.ui import job_view
+from runtime.ui.queue_panel import QueuePanel
 from tests.planner.test_parallelism import FOUR
-from tests.ui.test_job_stream import AUDIENCE
+from tests.ui.test_job_view import AUDIENCE
 from tests.waiting import until
 
 APP = "00000000"
@@ -103,9 +103,9 @@ def test_it_says_how_many_are_free_and_can_be_cancelled(
     assert job.state == "running"
     # The page: its line, and the queue's.
     worker = cast(JobQueue, OneJob(job, store))
-    line = job_stream.view(job, worker, AUDIENCE, "<svg></svg>", job.progress.now).status
+    line = job_view.view(job, worker, AUDIENCE, "<svg></svg>", job.progress.now).status
     assert "<strong>Waiting for 4 GPUs: 3 free</strong>" in line
-    queue = Shown(worker, Path())._line()
+    queue = QueuePanel(worker, {}, Path())._list()
     assert "Waiting for 4 GPUs: 3 free" in queue
     assert ">Waiting<" in queue and ">Running<" not in queue
     # The command line, and another process.

@@ -13,7 +13,7 @@ from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
 from runtime.planner.history import runs_of
-from runtime.ui.plan_preview import Foreseen, Foresight
+from runtime.ui.plan_preview import PlanPreview, Preview
 from tests.engines.made import key, put
 
 REQUEST = GenerationRequest(prompt="x", width=64, height=32, frames=9)
@@ -25,8 +25,8 @@ def store(tmp_path: Path) -> EngineStore:
 
 
 @pytest.fixture
-def foresight(store: EngineStore, tmp_path: Path) -> Foresight:
-    return Foresight(EngineService(store, probe(), tmp_path), probe, lambda: ())
+def plan_preview(store: EngineStore, tmp_path: Path) -> PlanPreview:
+    return PlanPreview(EngineService(store, probe(), tmp_path), probe, lambda: ())
 
 
 @pytest.fixture
@@ -41,32 +41,32 @@ def insert(store: EngineStore, number: int) -> str:
         return store.insert(room.engine, wanted.digest()).id
 
 
-def settled(foresight: Foresight, spec: ModelSpec, request: GenerationRequest = REQUEST) -> Foreseen:
-    """Foresee until the model is read."""
+def settled(plan_preview: PlanPreview, spec: ModelSpec, request: GenerationRequest = REQUEST) -> Preview:
+    """Preview until the model is read."""
     end = time.monotonic() + 60
-    while not (seen := foresight.foresee(request, spec)).complete:
+    while not (seen := plan_preview.preview(request, spec)).complete:
         assert time.monotonic() < end
     return seen
 
 
-def test_a_plan_comes_with_its_offers(foresight: Foresight, spec: ModelSpec) -> None:
-    seen = settled(foresight, spec)
+def test_a_plan_comes_with_its_offers(plan_preview: PlanPreview, spec: ModelSpec) -> None:
+    seen = settled(plan_preview, spec)
     assert seen.plan is not None and seen.error is None
     assert set(seen.plan.components) == set(spec.component_names)
     offered = seen.offers("vae", seen.plan.latent_size, "cpu")
     assert "onnxruntime" in {offer.backend for offer in offered}
     # Asked again, it is the very same answer.
-    assert settled(foresight, spec).offers("vae", seen.plan.latent_size, "cpu") is offered
+    assert settled(plan_preview, spec).offers("vae", seen.plan.latent_size, "cpu") is offered
 
 
-def test_what_cannot_be_is_an_answer(foresight: Foresight, spec: ModelSpec) -> None:
-    seen = foresight.foresee(GenerationRequest(prompt="x", width=65), spec)
+def test_what_cannot_be_is_an_answer(plan_preview: PlanPreview, spec: ModelSpec) -> None:
+    seen = plan_preview.preview(GenerationRequest(prompt="x", width=65), spec)
     assert seen.plan is None
     assert isinstance(seen.error, InvalidRequestError)
 
 
 def test_the_library_is_read_again_only_when_it_changes(
-    foresight: Foresight, store: EngineStore, monkeypatch: pytest.MonkeyPatch
+    plan_preview: PlanPreview, store: EngineStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = insert(store, 1)
     read = 0
@@ -78,35 +78,37 @@ def test_the_library_is_read_again_only_when_it_changes(
         return index()
 
     monkeypatch.setattr(store, "index", counted)
-    before, records = foresight.library()
+    before, records = plan_preview.library()
     assert [record.id for record in records] == [first]
     for _ in range(5):
-        assert foresight.library() == (before, records)
+        assert plan_preview.library() == (before, records)
     assert read == 1
     second = insert(store, 2)
-    assert {record.id for record in foresight.library()[1]} == {first, second}
+    assert {record.id for record in plan_preview.library()[1]} == {first, second}
     store.pin(first)
-    assert [record.pinned for record in foresight.library()[1] if record.id == first] == [True]
+    assert [record.pinned for record in plan_preview.library()[1] if record.id == first] == [True]
     store.delete(second)
-    assert [record.id for record in foresight.library()[1]] == [first]
+    assert [record.id for record in plan_preview.library()[1]] == [first]
     assert read == 4
 
 
-def test_a_change_of_the_library_changes_the_offers(foresight: Foresight, store: EngineStore, spec: ModelSpec) -> None:
-    before = settled(foresight, spec)
+def test_a_change_of_the_library_changes_the_offers(
+    plan_preview: PlanPreview, store: EngineStore, spec: ModelSpec
+) -> None:
+    before = settled(plan_preview, spec)
     assert before.plan is not None
     offered = before.offers("vae", before.plan.latent_size, "cpu")
     insert(store, 1)
-    assert settled(foresight, spec).offers("vae", before.plan.latent_size, "cpu") is not offered
+    assert settled(plan_preview, spec).offers("vae", before.plan.latent_size, "cpu") is not offered
 
 
 def test_what_jobs_took_corrects_the_forecast(store: EngineStore, tmp_path: Path, spec: ModelSpec) -> None:
     engines = EngineService(store, probe(), tmp_path)
-    estimated = settled(Foresight(engines, probe, lambda: ()), spec).plan
+    estimated = settled(PlanPreview(engines, probe, lambda: ()), spec).plan
     assert estimated is not None and not estimated.seconds["decode"].measured
     timings = {"encode": 1.0, "denoise": 8.0, "decode": 5.0}
     runs = runs_of(estimated, estimated, spec, probe(), timings, {})
-    measured = settled(Foresight(engines, probe, lambda: runs), spec).plan
+    measured = settled(PlanPreview(engines, probe, lambda: runs), spec).plan
     assert measured is not None
     assert measured.seconds["decode"].likely == pytest.approx(5.0)
     assert measured.seconds["total"].measured

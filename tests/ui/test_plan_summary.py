@@ -17,9 +17,9 @@ from runtime.models.spec import ModelSpec
 from runtime.planner.engine_offers import EngineOffer, Offers, no_offers
 from runtime.planner.resolve import resolve
 from runtime.ui import acceleration
-from runtime.ui.break_even import Payoff
-from runtime.ui.plan_preview import Foreseen
-from runtime.ui.plan_summary import Outlook, outlook
+from runtime.ui.break_even import BreakEven
+from runtime.ui.plan_preview import Preview
+from runtime.ui.plan_summary import PlanSummary, badge_html, panel_html, summarize
 from tests.plans import GIB, GPU_PACKAGES, gpu, machine
 
 GPU = machine(gpu=gpu(), torch_cuda="13.0", packages=GPU_PACKAGES)
@@ -50,21 +50,21 @@ def offering(*offers: EngineOffer) -> Offers:
     return of
 
 
-def foresee(
+def preview(
     spec: ModelSpec, here: Machine = GPU, offers: Offers = no_offers, *, complete: bool = True, **values: Any
-) -> Foreseen:
+) -> Preview:
     """Foresee a tiny clip."""
     wanted = {"prompt": "x", "width": 64, "height": 32, "frames": 9, "steps": 10, "guidance_scale": 4.0} | values
     try:
         plan = resolve(GenerationRequest.from_mapping(wanted), spec, here, Path("x.mp4"), offers)
     except TandemError as error:
-        return Foreseen(None, error, offers, (), complete, spec)
-    return Foreseen(plan, None, offers, (), complete, spec)
+        return Preview(None, error, offers, (), complete, spec)
+    return Preview(plan, None, offers, (), complete, spec)
 
 
-def look(spec: ModelSpec, **values: Any) -> Outlook:
+def look(spec: ModelSpec, **values: Any) -> PlanSummary:
     """Return what the panel says."""
-    return outlook(foresee(spec, **values), spec.component_names)
+    return summarize(preview(spec, **values), spec.component_names)
 
 
 @pytest.fixture
@@ -99,9 +99,9 @@ def spec(tiny: Callable[[str], ModelSpec]) -> ModelSpec:
 )
 def test_a_chip_says_what_will_happen(spec: ModelSpec, values: dict[str, Any], text: str, kind: str) -> None:
     seen = look(spec, **values)
-    badge = seen.chips["vae"]
+    badge = seen.badges["vae"]
     assert (badge.text, badge.kind) == (text, kind)
-    plan = foresee(spec, **values).plan
+    plan = preview(spec, **values).plan
     assert plan is not None
     assert badge.reason == plan.components["vae"].reason
 
@@ -110,17 +110,19 @@ def test_the_sum_tells_shares_builds_and_time(spec: ModelSpec) -> None:
     every = [offer(name) for name in spec.component_names]
     assert look(spec).line == "Auto: PyTorch, about 0.1 s"
     # The text encoder twice, each expert 5 steps of two calls, the VAE once, a second each.
-    assert look(spec, offers=offering(*every)).line == "Auto: TensorRT for 4 of 4 parts, about 23 s"
+    assert look(spec, offers=offering(*every)).line == "Auto: TensorRT for 4 of 4 components, about 23 s"
     half = look(spec, offers=offering(*every), backends={"vae": "pytorch", "text_encoder": "pytorch"})
-    assert half.line == "As chosen: TensorRT for 2 of 4 parts, about 20 s"
+    assert half.line == "As chosen: TensorRT for 2 of 4 components, about 20 s"
     mixed = offering(*every[:3], offer("vae", "inductor", build=True, seconds=0.0))
     wanted = look(spec, offers=mixed, backends={"vae": "inductor"})
-    assert wanted.line == "As chosen: TensorRT for 3 and Inductor for 1 of 4 parts, 1 to build first, then about 22 s"
+    assert (
+        wanted.line == "As chosen: TensorRT for 3 and Inductor for 1 of 4 components, 1 to build first, then about 22 s"
+    )
 
 
 def test_time_is_told_with_its_bounds_and_what_it_rests_on(spec: ModelSpec) -> None:
     every = offering(*(offer(name) for name in spec.component_names))
-    plan = foresee(spec, offers=every).plan
+    plan = preview(spec, offers=every).plan
     assert plan is not None
     total = plan.seconds["total"]
     measured = look(spec, offers=every).time
@@ -130,7 +132,7 @@ def test_time_is_told_with_its_bounds_and_what_it_rests_on(spec: ModelSpec) -> N
 
 
 def test_memory_is_of_the_stage_that_takes_most(spec: ModelSpec) -> None:
-    seen, plan = look(spec).memory, foresee(spec).plan
+    seen, plan = look(spec).memory, preview(spec).plan
     assert seen is not None and plan is not None
     assert seen.weights + seen.working == plan.memory_bytes
     assert seen.weights == max(plan.memory, key=lambda stage: stage.peak_bytes).weights_bytes
@@ -144,75 +146,76 @@ def test_where_memory_is_short_the_ways_are_told() -> None:
     a14b = look_up("wan2.2-t2v-a14b", Path("none"))
     size = {"width": 832, "height": 480, "frames": 81}
 
-    def on(free_gib: float, **values: Any) -> Outlook:
+    def on(free_gib: float, **values: Any) -> PlanSummary:
         here = replace(GPU, gpus=(gpu(free_gib=free_gib),), ram_bytes=256 * GIB, ram_free_bytes=256 * GIB)
         return look(a14b, here=here, **size, **values)
 
     short = on(48)
-    assert [way.title for way in short.ways if way.taken] == ["One part at a time"]
-    assert short.ways[0].verdict == "too little video memory"
-    assert short.ways[-1].verdict == "fits" and short.ways[-1].takes.endswith("times as long")
-    html = acceleration.sum_html(short)
+    assert [way.title for way in short.strategies if way.taken] == ["One part at a time"]
+    assert short.strategies[0].verdict == "too little video memory"
+    assert short.strategies[-1].verdict == "fits" and short.strategies[-1].takes.endswith("times as long")
+    html = panel_html(short)
     assert html.count('aria-pressed="true"') == 1
     assert 'aria-pressed="true" data-offload="none" data-quantization="none"><span>One part at a time</span>' in html
-    assert html.count(" disabled>") == sum(not way.offered for way in short.ways) == 5
+    assert html.count(" disabled>") == sum(not way.offered for way in short.strategies) == 5
     assert '<button type="button" class="button" data-offload="auto" data-quantization="auto">' in html
-    assert on(120).ways == ()
+    assert on(120).strategies == ()
     # Whoever asks for a slower way has memory enough all the same.
-    assert on(120, offload="model").ways == ()
-    assert on(48, offload="group").ways[4].taken
+    assert on(120, offload="model").strategies == ()
+    assert on(48, offload="group").strategies[4].taken
     refused = on(2)
     assert refused.line == "Does not fit"
-    assert "video memory; 2.0 GiB are free" in refused.problem and refused.remedy
-    assert len(refused.ways) == len(short.ways)
-    assert not any(way.taken or way.offered for way in refused.ways)
-    assert "too little video memory" in refused.ways[-1].verdict
-    html = acceleration.sum_html(refused)
-    assert "Memory is short for every way:" in html and html.count(" disabled>") == len(refused.ways)
+    assert "video memory; 2.0 GiB are free" in refused.problem
+    assert len(refused.strategies) == len(short.strategies)
+    assert not any(way.taken or way.offered for way in refused.strategies)
+    assert "too little video memory" in refused.strategies[-1].verdict
+    html = panel_html(refused)
+    assert "No strategy fits into memory:" in html and html.count(" disabled>") == len(refused.strategies)
     # What was asked for does not fit; something else does, and can be chosen.
     other = on(24, offload="model")
     assert other.line == "Does not fit"
-    assert [way.offload for way in other.ways if way.offered] == ["group", "sequential"]
+    assert [way.offload for way in other.strategies if way.offered] == ["group", "sequential"]
 
 
 def test_what_a_plan_warns_of_is_told(spec: ModelSpec) -> None:
     seen = look(spec, here=machine(), offload="group")
     assert "changes nothing on the CPU" in seen.notes
-    assert escape(acceleration.in_form_words(seen.notes)) in acceleration.sum_html(seen)
+    assert escape(seen.notes) in panel_html(seen)
 
 
 def test_a_form_that_cannot_be_is_said_at_every_chip(spec: ModelSpec) -> None:
     seen = look(spec, width=65)
-    assert isinstance(foresee(spec, width=65).error, InvalidRequestError)
-    assert set(seen.chips) == set(spec.component_names)
-    assert {badge.kind for badge in seen.chips.values()} == {"stopped"}
-    assert "multiples of 16" in seen.problem and seen.remedy == "Take 64 or 80."
+    assert isinstance(preview(spec, width=65).error, InvalidRequestError)
+    assert set(seen.badges) == set(spec.component_names)
+    assert {badge.kind for badge in seen.badges.values()} == {"stopped"}
+    assert "multiples of 16" in seen.problem and seen.problem.endswith("Take 64 or 80.")
     assert seen.memory is None
     full = look(spec, here=machine(ram_free_gib=0.1))
-    assert isinstance(foresee(spec, here=machine(ram_free_gib=0.1)).error, MachineError)
+    assert isinstance(preview(spec, here=machine(ram_free_gib=0.1)).error, MachineError)
     assert full.line == "Does not fit"
 
 
 def test_what_is_not_known_yet_is_not_guessed(spec: ModelSpec) -> None:
     seen = look(spec, complete=False)
     assert not seen.complete
-    assert {badge.text for badge in seen.chips.values()} == {"Looking for engines…"}
+    assert {badge.text for badge in seen.badges.values()} == {"Looking for engines…"}
 
 
-def test_every_outlook_has_the_same_children(spec: ModelSpec) -> None:
-    """gradio patches child by child: only with the same ones nothing jumps and live regions stay."""
+def test_every_summary_has_the_same_elements(spec: ModelSpec) -> None:
+    """Nothing moves and live regions stay only if the elements are the same."""
 
     def tags(html: str) -> list[str]:
         return [part.split(">")[0].split(" ")[0] for part in html.split("<")[1:]]
 
-    views = [Outlook(""), look(spec), look(spec, width=65)]
-    assert len({tuple(tags(acceleration.sum_html(view))) for view in views}) == 1
-    assert len({tuple(tags(acceleration.chip_html("vae", badge))) for badge in look(spec).chips.values()}) == 1
+    views = [PlanSummary(""), look(spec), look(spec, width=65)]
+    assert len({tuple(tags(panel_html(view))) for view in views}) == 1
+    assert len({tuple(tags(badge_html("vae", badge))) for badge in look(spec).badges.values()}) == 1
 
 
 def test_reasons_are_shown_as_text(spec: ModelSpec) -> None:
     hostile = machine(gpu=replace(gpu(), name='<img src=x onerror="hit()">'), torch_cuda="13.0")
-    html = "".join(map(str, acceleration.show(look(spec, here=hostile))))
+    seen = look(spec, here=hostile)
+    html = panel_html(seen) + "".join(badge_html(name, badge) for name, badge in seen.badges.items())
     assert "<img" not in html
     assert "&lt;img" in html
 
@@ -231,7 +234,7 @@ def test_reasons_are_shown_as_text(spec: ModelSpec) -> None:
     ],
 )
 def test_when_building_pays_off(build: float, saved: float, words: str) -> None:
-    assert str(Payoff(build, saved)) == words
+    assert str(BreakEven(build, saved)) == words
 
 
 def test_tensorrt_is_out_of_question_without_a_gpu() -> None:
@@ -250,7 +253,7 @@ def test_tensorrt_is_out_of_question_without_a_gpu() -> None:
         ),
         ("Take --backend vae=onnxruntime.", "Take ONNX Runtime for the VAE decoder."),
         ("Offload 'group' changes nothing here.", "Offload “By block” changes nothing here."),
-        ("Model offload excludes TensorRT.", "Offload by part excludes TensorRT."),
+        ("Model offload excludes TensorRT.", "Offload by component excludes TensorRT."),
         ("PyTorch: sequential offload excludes TensorRT", "PyTorch: offload by layer excludes TensorRT"),
         ("Nothing of the kind.", "Nothing of the kind."),
     ],
@@ -261,6 +264,6 @@ def test_the_page_speaks_of_its_own_controls(sentence: str, words: str) -> None:
 
 def test_a_refusal_names_what_the_page_has(spec: ModelSpec) -> None:
     seen = look(spec, offload="group", backends={"transformer": "tensorrt"})
-    assert seen.line == "Waiting for a setting to be mended"
-    html = acceleration.sum_html(seen) + acceleration.chip_html("vae", seen.chips["vae"])
+    assert seen.line == "Invalid setting"
+    html = panel_html(seen) + badge_html("vae", seen.badges["vae"])
     assert "Offload “None”" in html and "--offload" not in html

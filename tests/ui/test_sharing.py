@@ -169,7 +169,7 @@ def test_no_folder_of_this_machine_is_told(server: Server, visitor: Visitor) -> 
 
 def test_what_is_not_a_visitors_is_not_there(visitor: Visitor) -> None:
     page = visitor.get("/config").body.decode()
-    for part in ("library-", "models-", "Engines", "field-backend", "acceleration", "Stop sharing", "Offload"):
+    for part in ("panel-", "Engines", "field-backend", "acceleration", "Stop sharing", "Offload"):
         assert part not in page, part
     with pytest.raises(TypeError, match="not a valid key-word"):
         visitor.client.predict("a red boat", backends={"all": "inductor"}, api_name="/generate")

@@ -5,8 +5,30 @@ from collections.abc import Mapping
 from runtime.core.messages import Message
 
 MESSAGES: Mapping[str, Message] = {
-    "ui.interrupted": Message("Tandem ended while this video was made.", "Resume it: ./install.sh jobs resume {job}"),
-    "ui.visitor_interrupted": Message("Tandem ended while this video was made.", "Ask for it again."),
+    "ui.interrupted": Message(
+        "Tandem ended while this video was generated.", "Resume it: ./install.sh jobs resume {job}"
+    ),
+    "ui.visitor_interrupted": Message("Tandem ended while this video was generated.", "Generate it again."),
+    "ui.unknown_action": Message("There is no such action or item.", "Reload the page."),
+    "ui.variations": Message("The number of variations is “{given}”.", "Enter a whole number from 1 to {maximum}."),
+    "ui.video_missing": Message("One of the two videos does not exist any more.", "Select another one."),
+    "ui.task_exists": Message("This task is already queued or running.", "See Tasks."),
+    "ui.too_many_tasks": Message(
+        "{maximum} tasks are already queued or running.", "Wait until one is done, or cancel one."
+    ),
+    "ui.engine_file_missing": Message("No engine file is given.", "Enter the absolute path of a {kinds} file."),
+    "ui.engine_file_relative": Message(
+        "The path {path} is not absolute.", "Enter the absolute path, such as {example}."
+    ),
+    "ui.engine_file_untrusted": Message(
+        "The file {file} holds executable code and is not opened before you confirm that you trust it.",
+        "Tick the box if you trust the source of the file.",
+    ),
+    "ui.engine_file_of_another_user": Message(
+        "{file} belongs to another user of this machine.",
+        "Copy the file, or import it with `engines import` on the command line.",
+    ),
+    "ui.no_such_component": Message("{model} has no {component}.", "Choose another component, or Automatic."),
     # The form.
     "form.empty": Message("{field:setting} is empty.", "Give a value such as {default:g}."),
     "form.incomplete": Message("The form is incomplete.", "Reload the page."),

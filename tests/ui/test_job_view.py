@@ -17,10 +17,10 @@ from runtime.queue.execution import JobRecorder
 from runtime.queue.job import Job
 from runtime.queue.service import JobQueue
 from runtime.queue.store import JobStore
-from runtime.ui import job_stream, player, result_view
+from runtime.ui import job_view, result_view
 from tests.plans import tiny_plan
 
-AUDIENCE = job_stream.Audience(
+AUDIENCE = job_view.Audience(
     "The log has the details: logs/tandem.log", lambda job: result_view.file_url(job.plan.output)
 )
 
@@ -72,9 +72,9 @@ def tell(job: Job, store: JobStore, *events: Event) -> None:
     job.refresh()
 
 
-def show(job: Job, store: JobStore, *events: Event) -> job_stream.View:
+def show(job: Job, store: JobStore, *events: Event) -> job_view.View:
     tell(job, store, *events)
-    return job_stream.view(job, cast(JobQueue, NobodyAhead()), AUDIENCE, "<svg></svg>", job.progress.now)
+    return job_view.view(job, cast(JobQueue, NobodyAhead()), AUDIENCE, "<svg></svg>", job.progress.now)
 
 
 def test_a_running_job_tells_stage_step_and_time(job: Job, store: JobStore) -> None:
@@ -92,7 +92,7 @@ def test_a_running_job_tells_stage_step_and_time(job: Job, store: JobStore) -> N
 def test_a_job_that_waits_says_for_how_much(job: Job) -> None:
     def shown(*ahead: str) -> str:
         line = cast(JobQueue, SimpleNamespace(ahead=lambda _job: [SimpleNamespace(kind=kind) for kind in ahead]))
-        return job_stream.view(job, line, AUDIENCE, "", 0.0).status
+        return job_view.view(job, line, AUDIENCE, "", 0.0).status
 
     assert "Starting." in shown()
     assert "1 video is ahead." in shown("video")
@@ -113,11 +113,11 @@ def test_an_interrupted_job_says_how_to_go_on(job: Job, store: JobStore) -> None
     store.interrupt(job.id, "here", None)
     job.refresh()
     view = show(job, store)
-    assert "Tandem ended while this video was made." in view.status
-    assert 'data-act="resume"' in view.status and not view.busy
+    assert "Tandem ended while this video was generated." in view.status
+    assert 'data-action="resume"' in view.status and not view.busy
 
     async def heard() -> list[Event]:
-        return [event async for event in job_stream.follow_events(job)]
+        return [event async for event in job_view.follow_events(job)]
 
     assert isinstance(asyncio.run(heard())[-1], Failed)
 
@@ -181,16 +181,16 @@ def test_every_state_has_the_same_children(job: Job, store: JobStore) -> None:
         show(job, store, Planned(plan=job.plan)),
         show(job, store, Failed(fact=Fact("text", {"what": "a", "remedy": "b"}))),
     ]
-    assert len({tuple(tags(view.status)) for view in views} | {tuple(tags(player.status(player.IDLE)))}) == 1
+    assert len({tuple(tags(view.status)) for view in views} | {tuple(tags(job_view.status_html(job_view.IDLE)))}) == 1
 
 
 def test_following_ends_with_the_job(job: Job, store: JobStore) -> None:
-    async def collect() -> tuple[list[job_stream.View], list[Event]]:
-        async def views() -> list[job_stream.View]:
-            return [view async for view in job_stream.follow_views(job, cast(JobQueue, NobodyAhead()), AUDIENCE, "")]
+    async def collect() -> tuple[list[job_view.View], list[Event]]:
+        async def views() -> list[job_view.View]:
+            return [view async for view in job_view.follow_views(job, cast(JobQueue, NobodyAhead()), AUDIENCE, "")]
 
         async def events() -> list[Event]:
-            return [event async for event in job_stream.follow_events(job)]
+            return [event async for event in job_view.follow_events(job)]
 
         async def work() -> None:
             for event in (Planned(plan=job.plan), StageStarted(stage="encode"), Cancelled()):

@@ -1,8 +1,9 @@
-"""What the tabs Queue and History do, on a real worker that runs nothing, and whose jobs they may touch."""
+"""The panels Queue and History on a real job queue that runs nothing: actions, and whose jobs they may touch."""
 
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,31 @@ from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.queue.service import JobQueue
 from runtime.queue.store import JobStore
+from runtime.server.gradio_requests import RefusedError
 from runtime.ui import form
-from runtime.ui.jobs_controller import PARTS, JobsController
-from runtime.ui.jobs_request import read
+from runtime.ui.history_panel import HistoryPanel, read_view
+from runtime.ui.panels import Call, read_call, respond
+from runtime.ui.queue_panel import QueuePanel
 from tests.plans import no_engines
 from tests.queue.made import saved
 from tests.queue.test_worker import small
 from tests.running import RunningQueue
 from tests.ui.test_form import GOOD
 
-VIEW: dict[str, Any] = {
-    "act": "look", "of": "", "values": {}, "tab": "queue", "search": "", "state": "all", "page": 0, "open": "",
-    "pair": [], "marks": {}, "number": 1,
-}  # fmt: skip
+UNKNOWN = "There is no such action or item. Reload the page."
+VIEW: dict[str, Any] = {"search": "", "state": "all", "page": 0, "open": "", "pair": []}
+
+
+@dataclass(frozen=True)
+class Panels:
+    """Both panels over one worker."""
+
+    queue: QueuePanel
+    history: HistoryPanel
+
+    @classmethod
+    def over(cls, worker: JobQueue, models: dict[str, ModelSpec], folder: Path, owner: str | None = None) -> "Panels":
+        return cls(QueuePanel(worker, models, folder, owner), HistoryPanel(worker, models, folder, owner))
 
 
 @pytest.fixture
@@ -44,8 +57,8 @@ def models(worker: JobQueue, tmp_path: Path) -> dict[str, ModelSpec]:
 
 
 @pytest.fixture
-def desk(worker: JobQueue, models: dict[str, ModelSpec], tmp_path: Path) -> JobsController:
-    return JobsController(worker, models, tmp_path / "outputs")
+def desk(worker: JobQueue, models: dict[str, ModelSpec], tmp_path: Path) -> Panels:
+    return Panels.over(worker, models, tmp_path / "outputs")
 
 
 def values(**changes: Any) -> list[Any]:
@@ -55,11 +68,12 @@ def values(**changes: Any) -> list[Any]:
     return [given[name] for name in form.NAMES]
 
 
-def act(desk: JobsController, name: str, of: str = "", **changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Press a button; return what was drawn, by part, and what was said."""
-    shown = changes.pop("form", values())
-    *drawn, says = desk.act(json.dumps(VIEW | {"act": name, "of": of} | changes), *shown)
-    return dict(zip(PARTS, drawn, strict=True)), json.loads(says)
+def act(desk: Panels, name: str, of: str = "", **changes: Any) -> tuple[dict[str, str], dict[str, Any]]:
+    """Press a button; return the parts that were drawn, and the reply."""
+    shown, given, drawn = changes.pop("form", values()), changes.pop("values", {}), changes.pop("drawn", {})
+    panel = getattr(desk, changes.pop("tab", "queue"))
+    reply = respond(panel, Call(name, of, given, VIEW | changes, shown, drawn))
+    return reply["parts"], reply
 
 
 def add(worker: JobQueue, prompt: str, owner: str | None = None) -> str:
@@ -79,34 +93,52 @@ def prompts(worker: JobQueue) -> list[str]:
     return [job.prompt for job in worker.store.queue()]
 
 
+CALL: dict[str, Any] = {"action": "look", "target": "", "values": {}, "view": VIEW, "form": [], "drawn": {}}
+
+
 @pytest.mark.parametrize(
-    "message",
+    "body",
     [
-        None, 5, "", "[]", "{}", "nonsense", json.dumps({"act": "look"}), "[" * 5000, "x" * 300_000,
-        json.dumps(VIEW | {"tab": "engines"}), json.dumps(VIEW | {"page": -1}), json.dumps(VIEW | {"state": "running"}),
-        json.dumps(VIEW | {"act": "explode"}), json.dumps(VIEW | {"act": "cancel", "of": "../../etc"}),
-        json.dumps(VIEW | {"act": "delete", "of": ""}), json.dumps(VIEW | {"act": "delete-old", "of": "0"}),
-        json.dumps(VIEW | {"act": "open", "of": "01234567"}), json.dumps(VIEW | {"search": "x" * 201}),
-        json.dumps(VIEW | {"values": []}), json.dumps(VIEW | {"number": "1"}),
+        b"", b"[]", b"{}", b"nonsense", b'{"action": "look"}', b"[" * 5000,
+        *(json.dumps(CALL | {name: 5}).encode() for name in CALL),
+        json.dumps(CALL | {"form": json.loads("[" * 30 + "]" * 30)}).encode(),
+        json.dumps(CALL | {"values": {"url": "http://127.0.0.1"}}).encode(),
     ],
 )  # fmt: skip
-def test_what_no_page_sends_is_refused_in_a_line(desk: JobsController, worker: JobQueue, message: Any) -> None:
+def test_a_body_that_no_page_sends_is_refused(body: bytes) -> None:
+    with pytest.raises(RefusedError):
+        read_call(body)
+
+
+@pytest.mark.parametrize(
+    ("panel", "changes"),
+    [
+        ("history", {"view": {}}), ("history", {"view": VIEW | {"page": -1}}),
+        ("history", {"view": VIEW | {"state": "running"}}), ("history", {"view": VIEW | {"search": "x" * 201}}),
+        ("queue", {"action": "explode"}), ("queue", {"action": "cancel", "target": "../../etc"}),
+        ("queue", {"action": "delete"}), ("history", {"action": "delete-old", "target": "0"}),
+        ("queue", {"action": "open", "target": "01234567"}), ("history", {"action": "add"}),
+    ],
+)  # fmt: skip
+def test_an_action_that_no_page_offers_is_refused(
+    desk: Panels, worker: JobQueue, panel: str, changes: dict[str, Any]
+) -> None:
     add(worker, "a red boat")
-    says = json.loads(desk.act(message, *values())[-1])
-    assert says["wrong"] and "There is no" in says["said"] and "\n" not in says["said"]
+    reply = respond(getattr(desk, panel), read_call(json.dumps(CALL | changes).encode()))
+    assert reply["error"] and reply["message"] == UNKNOWN
     assert prompts(worker) == ["a red boat"]
 
 
-def test_ids_that_cannot_be_are_passed_over() -> None:
-    asked = read(json.dumps(VIEW | {"open": "../x", "pair": ["01234567", 5], "page": 3}))
-    assert (asked.open, asked.pair, asked.page) == ("", (), 3)
+def test_ids_that_cannot_be_are_ignored() -> None:
+    view = read_view(VIEW | {"open": "../x", "pair": ["01234567", 5], "page": 3})
+    assert (view.open, view.pair, view.page) == ("", (), 3)
 
 
-def test_several_prompts_and_variations_are_added_together(desk: JobsController, worker: JobQueue) -> None:
+def test_several_prompts_and_variations_are_added_together(desk: Panels, worker: JobQueue) -> None:
     drawn, says = act(desk, "add", values={"prompts": "a red boat\n\n  a blue ball ", "variations": "2"})
-    assert says["said"] == "Added to the queue: 4 videos." and len(says["added"]) == 4
+    assert says["message"] == "Added to the queue: 4 videos." and len(says["added"]) == 4
     assert prompts(worker) == ["a red boat"] * 2 + ["a blue ball"] * 2
-    assert drawn["line"].count("<li") == 4
+    assert drawn["list"].count("<li") == 4
     assert len({job.batch for job in worker.store.queue()}) == 1
     act(desk, "add", values={"variations": "3"}, form=values(prompt="a calm sea", seed="40"))
     assert [job.request["seed"] for job in worker.store.queue()][4:] == [40, 41, 42]
@@ -115,20 +147,20 @@ def test_several_prompts_and_variations_are_added_together(desk: JobsController,
 @pytest.mark.parametrize(
     ("given", "shown", "said"),
     [
-        ({"variations": "0"}, {}, "Give a number from 1 to 100."),
-        ({"variations": "1e9"}, {}, "Give a number from 1 to 100."),
-        ({"variations": "٣"}, {}, "Give a number from 1 to 100."),
-        ({"variations": None}, {}, "Give a number from 1 to 100."),
+        ({"variations": "0"}, {}, "Enter a whole number from 1 to 100."),
+        ({"variations": "1e9"}, {}, "Enter a whole number from 1 to 100."),
+        ({"variations": "٣"}, {}, "Enter a whole number from 1 to 100."),
+        ({"variations": None}, {}, "Enter a whole number from 1 to 100."),
         ({"prompts": "x\n" * 11, "variations": "100"}, {}, "at most 1,000 at once"),
         ({"prompts": ["x"]}, {"prompt": ""}, "The prompt is empty."),
         ({"prompts": "a boat"}, {"width": 33}, "multiples of 16"),
     ],
 )
 def test_what_cannot_be_added_adds_nothing(
-    desk: JobsController, worker: JobQueue, given: dict[str, Any], shown: dict[str, Any], said: str
+    desk: Panels, worker: JobQueue, given: dict[str, Any], shown: dict[str, Any], said: str
 ) -> None:
     _, says = act(desk, "add", values=given, form=values(**shown))
-    assert said in says["said"] and says["wrong"]
+    assert said in says["message"] and says["error"]
     assert prompts(worker) == []
 
 
@@ -139,13 +171,13 @@ def test_what_cannot_be_added_adds_nothing(
         ("down", "a", "bacd"), ("down", "c", "abdc"), ("down", "d", "abcd"),
     ],
 )  # fmt: skip
-def test_a_move_is_past_one_neighbour(desk: JobsController, worker: JobQueue, move: str, of: str, order: str) -> None:
+def test_a_move_is_past_one_neighbour(desk: Panels, worker: JobQueue, move: str, of: str, order: str) -> None:
     ids = {prompt: add(worker, prompt) for prompt in "abcd"}
     act(desk, move, ids[of])
     assert "".join(prompts(worker)) == order
 
 
-def test_saving_keeps_the_place_and_the_seed(desk: JobsController, worker: JobQueue) -> None:
+def test_saving_keeps_the_place_and_the_seed(desk: Panels, worker: JobQueue) -> None:
     first, _ = add(worker, "a red boat"), add(worker, "a blue ball")
     _, says = act(desk, "edit", first)
     assert says["edit"]["request"]["prompt"] == "a red boat"
@@ -156,69 +188,69 @@ def test_saving_keeps_the_place_and_the_seed(desk: JobsController, worker: JobQu
     assert worker.store.get(first).request["seed"] == 5
     worker.store.claim("here")
     _, says = act(desk, "save", first)
-    assert "no longer queued" in says["said"] and "saved" not in says
+    assert "no longer queued" in says["message"] and "saved" not in says
 
 
-def test_all_are_paused_and_cancelled(desk: JobsController, worker: JobQueue) -> None:
+def test_all_are_paused_and_cancelled(desk: Panels, worker: JobQueue) -> None:
     for prompt in "abc":
         add(worker, prompt)
     drawn, _ = act(desk, "pause-all")
-    assert all(job.held for job in worker.store.queue()) and "Go on with all" in drawn["line"]
-    act(desk, "go-on-all")
+    assert all(job.held for job in worker.store.queue()) and "Resume all" in drawn["list"]
+    act(desk, "unpause-all")
     assert not any(job.held for job in worker.store.queue())
     drawn, says = act(desk, "cancel-all")
-    assert says["said"] == "Cancelled: 3." and "Nothing waits or runs." in drawn["line"]
+    assert says["message"] == "Cancelled: 3." and "The queue is empty." in drawn["list"]
 
 
-def test_what_is_drawn_already_is_not_sent_again(desk: JobsController, worker: JobQueue) -> None:
+def test_what_is_drawn_already_is_not_sent_again(desk: Panels, worker: JobQueue) -> None:
     add(worker, "a red boat")
     drawn, says = act(desk, "look")
-    assert "a red boat" in drawn["line"]
-    again, _ = act(desk, "look", marks=says["marks"])
-    assert not any(isinstance(part, str) for part in again.values())
+    assert "a red boat" in drawn["list"]
+    again, _ = act(desk, "look", drawn=says["digests"])
+    assert again == {}
     add(worker, "a blue ball")
-    again, _ = act(desk, "look", marks=says["marks"])
-    assert isinstance(again["line"], str) and not isinstance(again["ended"], str)
+    again, _ = act(desk, "look", drawn=says["digests"])
+    assert set(again) == {"list"}
 
 
-def test_deleted_jobs_come_back_until_they_are_removed_for_good(desk: JobsController, worker: JobQueue) -> None:
+def test_deleted_jobs_come_back_until_they_are_removed_for_good(desk: Panels, worker: JobQueue) -> None:
     job = add(worker, "a red boat")
     finish(worker, job)
     output = worker.store.get(job).output
     drawn, says = act(desk, "delete", job, tab="history", open=job)
     assert says["undo"] == [job] and says["open"] == "" and drawn["detail"] == ""
     assert "No videos yet" in drawn["gallery"] and output.is_file()
-    drawn, _ = act(desk, "undelete", job, tab="history")
-    assert "a red boat" in drawn["gallery"] and "1 video, 1.0 KB" in drawn["room"]
+    drawn, _ = act(desk, "restore", job, tab="history")
+    assert "a red boat" in drawn["gallery"] and "1 video, 1.0 KB" in drawn["storage"]
     act(desk, "delete", job, tab="history")
     drawn, says = act(desk, "purge", tab="history", state="deleted")
-    assert says["said"] == "Removed for good: “a red boat”." and not output.exists()
+    assert says["message"] == "Removed permanently: “a red boat”." and not output.exists()
     assert worker.store.list(deleted=True) == []
 
 
 def test_nobody_touches_what_is_anothers(
-    desk: JobsController, worker: JobQueue, models: dict[str, ModelSpec], tmp_path: Path
+    desk: Panels, worker: JobQueue, models: dict[str, ModelSpec], tmp_path: Path
 ) -> None:
-    visitor = JobsController(worker, models, tmp_path / "outputs", owner="visitor")
+    visitor = Panels.over(worker, models, tmp_path / "outputs", owner="visitor")
     mine, theirs = add(worker, "a red boat"), add(worker, "a blue ball", "visitor")
     drawn, _ = act(visitor, "look")
-    assert "a blue ball" in drawn["line"] and "a red boat" not in drawn["line"]
-    for name in ("cancel", "up", "edit", "save", "open", "delete", "resume", "redo"):
-        _, says = act(visitor, name, mine)
-        assert says["said"] == "There is no such action or job. Load the page again.", name
+    assert "a blue ball" in drawn["list"] and "a red boat" not in drawn["list"]
+    for name in ("cancel", "up", "edit", "save", "open", "delete", "resume", "rerun"):
+        _, says = act(visitor, name, mine, tab="history" if name in {"open", "rerun"} else "queue")
+        assert says["message"] == UNKNOWN, name
     act(visitor, "cancel-all")
     assert prompts(worker) == ["a red boat"]
     # Whose machine it is may stop what waits on it, and sees no more of it.
     other = add(worker, "a calm sea", "visitor")
-    assert "visitor" in act(desk, "look")[0]["line"]
+    assert "visitor" in act(desk, "look")[0]["list"]
     act(desk, "cancel", other)
     assert prompts(worker) == ["a red boat"]
     drawn, _ = act(desk, "look", tab="history")
     assert "a calm sea" not in drawn["gallery"]
-    assert act(desk, "open", theirs, tab="history")[1]["wrong"]
+    assert act(desk, "open", theirs, tab="history")[1]["error"]
 
 
-def test_history_is_searched_and_paged(desk: JobsController, worker: JobQueue) -> None:
+def test_history_is_searched_and_paged(desk: Panels, worker: JobQueue) -> None:
     for number in range(26):
         worker.cancel([add(worker, f"boat {number}")])
     drawn, _ = act(desk, "look", tab="history")
@@ -230,10 +262,10 @@ def test_history_is_searched_and_paged(desk: JobsController, worker: JobQueue) -
     assert "Nothing found." in act(desk, "look", tab="history", state="done")[0]["gallery"]
 
 
-def test_a_video_that_is_gone_or_elsewhere_is_said(desk: JobsController, worker: JobQueue) -> None:
+def test_a_video_that_is_gone_or_elsewhere_is_said(desk: Panels, worker: JobQueue) -> None:
     job = add(worker, "a red boat")
     finish(worker, job)
     worker.store.get(job).output.unlink()
     drawn, _ = act(desk, "open", job, tab="history")
-    assert "Its file is not there any more." in drawn["detail"] and "<video" not in drawn["detail"]
-    assert "not there" in act(desk, "measure", tab="history", pair=[job, job])[1]["said"]
+    assert "The video file is missing." in drawn["detail"] and "<video" not in drawn["detail"]
+    assert "does not exist" in act(desk, "measure", tab="history", pair=[job, job])[1]["message"]

@@ -1,0 +1,399 @@
+// The panels Queue, History, Engines, Models and the plan preview: requests to the server, and the HTML of its answers;
+// messages at the foot of the page; the sound and the title when a job ends.
+(() => {
+  "use strict";
+  const tandem = window.tandem;
+  const PICKS = "tandem.picks", SOUND = "tandem.sound";
+  const POLL_MS = 1000;       // visible panels with data-poll
+  const STATES_MS = 2000;     // states of the jobs, whatever is visible
+  const AGAIN_MS = 700;       // until the preview is asked for again while engines are not known
+  const MESSAGE_MS = 8000;    // how long messages stay that need no answer
+  const FORM_MS = 2000;       // Gradio gives the form's values within this time
+  const OPEN = ["queued", "running"];
+  const $ = (selector) => document.querySelector(selector);
+  const recall = (store, key) => { try { return window[store].getItem(key); } catch { return null; } };
+  const keep = (store, key, value) => { try { window[store].setItem(key, value); } catch { /* not stored */ } };
+  const parse = (text, otherwise) => { try { return JSON.parse(text) ?? otherwise; } catch { return otherwise; } };
+
+  const view = { search: "", state: "all", page: 0, open: "", pair: [] };  // of the history
+  let picks = parse(recall("sessionStorage", PICKS), []);
+
+  // The form's values, in the order of the server's form. Only Gradio has them: a hidden button hands them over.
+  let readers = [];
+  tandem.formRead = (values) => { for (const resolve of readers.splice(0)) resolve(values); };
+  const formValues = () => new Promise((resolve) => {
+    readers.push(resolve);
+    setTimeout(() => resolve(tandem.values), FORM_MS);
+    $("#read-form").click();
+  });
+
+  // Requests: one at a time for each panel. A request for changes is dropped if another one waits.
+  const queues = {};
+  const request = (panel, action = "look", target = "", values = {}) => {
+    const queue = queues[panel] ??= { calls: [], busy: false };
+    if (action === "look" && queue.calls.some((call) => call.action === "look")) return;
+    queue.calls.push({ action, target, values });
+    run(panel, queue);
+  };
+  const run = async (panel, queue) => {
+    if (queue.busy || !queue.calls.length) return;
+    queue.busy = true;
+    try {
+      const form = panel === "models" || panel === "history" ? [] : await formValues();
+      const call = queue.calls.shift();
+      const answer = await fetch(`tandem/panels/${panel}`, {
+        method: "POST", headers: { "Content-Type": "application/json" }, cache: "no-store",
+        body: JSON.stringify({ ...call, view, form, drawn: drawnParts(panel) }),
+      });
+      if (answer.ok) receive(panel, await answer.json());
+      else if (call.action !== "look") tell(await answer.text(), null, true);
+    } catch { /* the page says that Tandem does not answer */ }
+    queue.busy = false;
+    run(panel, queue);
+  };
+
+  const parts = (panel) => [...document.querySelectorAll(
+    `[data-panel="${panel}"] [data-part], [data-panel="${panel}"][data-part]`)];
+  const drawnParts = (panel) => Object.fromEntries(
+    parts(panel).filter((part) => part.dataset.digest).map((part) => [part.dataset.part, part.dataset.digest]));
+
+  const receive = (panel, reply) => {
+    for (const part of parts(panel)) {
+      const name = part.dataset.part;
+      if (!(name in reply.parts)) continue;
+      const template = document.createElement("template");
+      template.innerHTML = reply.parts[name];
+      patch(part, template.content);
+      part.dataset.digest = reply.digests[name];
+    }
+    if (panel === "preview") preview(reply);
+    if ("open" in reply) { view.open = reply.open; if (reply.open) show("[data-detail] h2"); }
+    if (reply.message) tell(reply.message, reply.undo, reply.error);
+    if (reply.edit) edit(reply.edit);
+    if (reply.saved) leave();
+    if (reply.watch) watch(reply.watch);
+    if (reply.added) { $("#queue-add form")?.reset(); watch(reply.added[0]); }
+    if (reply.compare) { show("[data-compare] h2"); request("history", "measure"); }
+    if (reply.models) models(reply.models);
+    mark();
+    tandem.tidy();
+    if (panel !== "preview" && panel !== "models") setTimeout(states, 0);
+  };
+
+  // Patches new HTML into an element: nodes with the same data-key or place stay the same nodes, so that focus, typed
+  // text, open details and scroll positions stay as they are.
+  const keyOf = (node) => node.nodeType === Node.ELEMENT_NODE ? node.dataset.key : undefined;
+  const patch = (old, fresh) => {
+    const keyed = new Map([...old.children].filter(keyOf).map((node) => [keyOf(node), node]));
+    let place = old.firstChild;
+    for (const next of [...fresh.childNodes]) {
+      const key = keyOf(next);
+      let same = key ? keyed.get(key) : place;
+      if (same && (same.nodeName !== next.nodeName || keyOf(same) !== key)) same = null;
+      if (!same) { old.insertBefore(next, place); continue; }
+      if (same === place) place = place.nextSibling; else old.insertBefore(same, place);
+      if (same.nodeType !== Node.ELEMENT_NODE) {
+        if (same.nodeValue !== next.nodeValue) same.nodeValue = next.nodeValue;
+        continue;
+      }
+      for (const { name } of [...same.attributes]) {
+        if (!next.hasAttribute(name) && !(name === "open" && same.nodeName === "DETAILS")) same.removeAttribute(name);
+      }
+      for (const { name, value } of next.attributes) if (same.getAttribute(name) !== value) same.setAttribute(name, value);
+      patch(same, next);
+    }
+    while (place) { const gone = place; place = place.nextSibling; gone.remove(); }
+  };
+
+  const preview = ({ line, complete }) => {
+    const label = $("#acceleration > button > span");
+    if (line && label) label.textContent = `Acceleration · ${line}`;
+    if (complete === false) setTimeout(() => request("preview"), AGAIN_MS);
+  };
+  tandem.preview = () => { if ($("#acceleration")) request("preview"); };
+
+  const models = (count) => {
+    const panel = $('[data-panel="models"]');
+    if (Number(panel.dataset.models) === count) return;
+    panel.dataset.models = count;
+    $("#refresh-models").click();
+  };
+
+  // Buttons. Actions that cannot be undone are confirmed first; Escape or Keep cancels them.
+  const LOCAL = {
+    dismiss: () => tell(""),
+    leave: () => leave(),
+    page: (target) => { view.page = Number(target); request("history"); },
+    close: () => { view.open = ""; request("history"); },
+    "close-compare": () => { view.pair = []; request("history"); },
+  };
+  const ask = (question, title, then) => {
+    const dialog = document.createElement("dialog");
+    dialog.className = "ask";
+    dialog.setAttribute("aria-labelledby", "ask-question");
+    dialog.innerHTML = '<p id="ask-question"></p><div><button type="button" class="button">Keep</button>'
+      + '<button type="button" class="button strong"></button></div>';
+    dialog.querySelector("p").textContent = question;
+    const [no, yes] = dialog.querySelectorAll("button");
+    yes.textContent = title;
+    no.addEventListener("click", () => dialog.close());
+    yes.addEventListener("click", () => { dialog.close(); then(); });
+    dialog.addEventListener("close", () => dialog.remove());
+    document.body.append(dialog);
+    dialog.showModal();
+    no.focus();
+  };
+  const press = (button) => {
+    const { action, target, confirm } = button.dataset;
+    const panel = button.closest("[data-panel]").dataset.panel, form = button.closest("form");
+    const values = form ? Object.fromEntries(new FormData(form)) : {};
+    const act = () => {
+      if (action in LOCAL) { LOCAL[action](target); return; }
+      if (action === "compare") view.pair = [...picks];
+      request(panel, action, target, values);
+    };
+    if (confirm) ask(confirm, button.textContent, act); else act();
+  };
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest("[data-action]");
+    if (button && button.getAttribute("aria-disabled") !== "true") press(button);
+    const reuse = event.target.closest("[data-reuse]");
+    if (reuse) { fill(parse(reuse.dataset.reuse, {})); goTo("Make"); }
+    const report = event.target.closest("[data-report]");
+    if (report) copyReport(report.dataset.report, report.closest(".report").querySelector(".with-prompts").checked);
+    if (event.target.closest(".fold > button")) setTimeout(() => look(), 60);
+    const tab = event.target.closest("#tabs [role=tab]");
+    if (tab) setTimeout(() => { look(true); if (tab.textContent.trim() === "Make") tandem.preview(); }, 60);
+  });
+  // Enter in a form presses its first button.
+  document.addEventListener("submit", (event) => {
+    if (!event.target.closest("[data-panel]")) return;
+    event.preventDefault();
+    const button = event.target.querySelector("[data-action]");
+    if (button) press(button);
+  });
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && event.target.matches("[data-panel] form input:not([type=checkbox])")) {
+      event.preventDefault();
+      event.target.form.requestSubmit();
+    }
+  });
+
+  const TITLES = { make: "Make", queue: "Queue", history: "History", engines: "Engines" };
+  const tab = () => $("#tabs [role=tab][aria-selected=true]")?.textContent.trim() ?? TITLES.make;
+  const goTo = (title) => {
+    [...document.querySelectorAll("#tabs [role=tab]")].find((one) => one.textContent.trim() === title)?.click();
+  };
+  const isVisible = (element) => element.offsetParent !== null;
+  // Asks visible panels for changes; those without data-poll only when they are opened or a job has ended.
+  const look = (all = false) => {
+    // Gradio creates the content of an accordion when it is opened.
+    if ($('[data-panel="preview"]:not([data-digest])')) tandem.preview();
+    for (const panel of document.querySelectorAll(".gradio-container [data-panel]:not([data-part])")) {
+      const polled = "poll" in panel.dataset || (all && panel.dataset.panel === "history");
+      if (polled && isVisible(panel)) request(panel.dataset.panel);
+    }
+  };
+
+  // Scrolls to a heading and focuses it, once it is there.
+  const show = (selector, tries = 20) => {
+    const heading = $(selector);
+    if (!heading) { if (tries) setTimeout(() => show(selector, tries - 1), 50); return; }
+    heading.scrollIntoView({ block: "start" });
+    heading.focus({ preventScroll: true });
+  };
+
+  // A resumed or added job is shown in Make, unless another one runs there.
+  const watch = (id) => {
+    if (OPEN.concat("stopping").includes($("#status .status")?.dataset.state)) return;
+    tandem.remember(id);
+    $("#attach")?.click();
+  };
+
+  // Fills the form as the buttons below a video do.
+  const fill = tandem.fill = (request) => {
+    const carrier = document.createElement("button");
+    carrier.dataset.use = "all";
+    carrier.dataset.request = JSON.stringify(request);
+    carrier.hidden = true;
+    $("#facts .prose").append(carrier);
+    carrier.click();
+    carrier.remove();
+  };
+
+  // Messages at the foot of the page.
+  const foot = document.createElement("div");
+  foot.id = "foot";
+  foot.dataset.panel = "queue";
+  foot.innerHTML = '<div id="editing" hidden><p></p><span class="acts"></span></div>'
+    + '<div id="message" hidden><p role="status" aria-live="polite"></p><span class="acts"></span></div>';
+  const button = (title, action, target = "", strong = false) => {
+    const made = document.createElement("button");
+    made.type = "button";
+    made.className = `button${strong ? " strong" : ""}`;
+    made.textContent = title;
+    Object.assign(made.dataset, { action, target, confirm: "" });
+    return made;
+  };
+  let hiding = 0;
+  const tell = (text, undo = null, error = false) => {
+    const message = foot.querySelector("#message");
+    clearTimeout(hiding);
+    message.hidden = !text;
+    message.classList.toggle("error", Boolean(error));
+    message.querySelector("p").textContent = text;
+    const acts = undo ? [button("Undo", "restore", undo.join(" "), true)] : [];
+    message.querySelector(".acts").replaceChildren(...acts, button("Dismiss", "dismiss"));
+    if (text && !undo && !error) hiding = setTimeout(() => tell(""), MESSAGE_MS);
+  };
+  const edit = ({ id, title, request }) => {
+    const bar = foot.querySelector("#editing");
+    bar.hidden = false;
+    bar.querySelector("p").textContent = `Editing ${title} in the queue.`;
+    bar.querySelector(".acts").replaceChildren(button("Save", "save", id, true), button("Discard", "leave"));
+    fill(request);
+    goTo(TITLES.make);
+    setTimeout(() => $("#field-prompt textarea")?.focus(), 100);
+  };
+  const leave = () => { foot.querySelector("#editing").hidden = true; };
+
+  // Two videos are selected for comparison.
+  const mark = () => {
+    for (const box of document.querySelectorAll("[data-pick]")) box.checked = picks.includes(box.dataset.pick);
+    const compare = $("#history-finder [data-action=compare]"), picked = $("#picked");
+    if (!compare) return;
+    compare.setAttribute("aria-disabled", String(picks.length !== 2));
+    const words = ["Select two videos to compare.", "One video is selected: select another.", "Two videos are selected."];
+    if (picked.textContent !== words[picks.length]) picked.textContent = words[picks.length];
+  };
+  document.addEventListener("change", (event) => {
+    const box = event.target.closest("[data-pick]");
+    if (box) {
+      picks = picks.filter((id) => id !== box.dataset.pick);
+      if (box.checked) picks = [...picks, box.dataset.pick].slice(-2);
+      keep("sessionStorage", PICKS, JSON.stringify(picks));
+      mark();
+    }
+    if (event.target.id === "history-state") {
+      Object.assign(view, { state: event.target.value, page: 0 });
+      request("history");
+    }
+  });
+  let typing = 0;
+  document.addEventListener("input", (event) => {
+    // The confirmation is for one file only.
+    if (event.target.id === "import-file") $("#import-trusted").checked = false;
+    if (event.target.id !== "history-search") return;
+    clearTimeout(typing);
+    typing = setTimeout(() => { Object.assign(view, { search: event.target.value, page: 0 }); request("history"); }, 200);
+  });
+
+  const copyReport = async (id, prompts) => {
+    try {
+      const answer = await fetch(`tandem/report/${prompts ? "whole/" : ""}${id}.json`, { cache: "no-store" });
+      if (!answer.ok) throw new Error(answer.status);
+      const text = await answer.text();
+      try {
+        await navigator.clipboard.writeText(text);
+        tell(`The report is copied${prompts ? "" : ", without prompts and paths"}.`);
+      } catch { // no access to the clipboard: save a file instead
+        const link = document.createElement("a");
+        link.href = URL.createObjectURL(new Blob([text], { type: "application/json" }));
+        link.download = `tandem-${id}.json`;
+        link.click();
+        URL.revokeObjectURL(link.href);
+        tell("The report is saved as a file because this page cannot access the clipboard.");
+      }
+    } catch {
+      tell("There is no report: Tandem does not answer, or the job does not exist any more.", null, true);
+    }
+  };
+
+  // States of the jobs, for the count at the tab, the title and the sound.
+  let known = null;
+  const states = async () => {
+    if (!$("#read-form")) return;
+    let now;
+    try {
+      const answer = await fetch("tandem/now", { cache: "no-store" });
+      if (!answer.ok) return;
+      now = await answer.json();
+    } catch { return; }
+    const before = known ?? now;
+    known = now;
+    const ended = Object.entries(now.jobs).filter(([id, state]) => OPEN.includes(before.jobs[id])
+      && !OPEN.includes(state));
+    const queue = [...document.querySelectorAll("#tabs [role=tab]")].find((one) => one.textContent.trim() === "Queue");
+    if (queue) { if (now.queue) queue.dataset.count = now.queue; else delete queue.dataset.count; }
+    tandem.percent = now.percent === null ? null : String(now.percent);
+    const last = ended.map(([, state]) => state).find((state) => ["done", "failed", "interrupted"].includes(state));
+    if (last) {
+      chime(last === "done");
+      if (document.hidden) tandem.notice = last === "done" ? "✓ Done · Tandem" : "✗ Failed · Tandem";
+    }
+    if (ended.length && tab() !== TITLES.make) look(true);
+    tandem.tidy();
+  };
+  document.addEventListener("visibilitychange", () => {
+    if (!document.hidden) { tandem.notice = null; tandem.tidy(); }
+  });
+
+  // A soft sound, off by default. Browsers allow sound only after the page was touched.
+  let audio = null;
+  const sounding = () => recall("localStorage", SOUND) === "on";
+  const wake = () => {
+    if (!sounding()) return;
+    audio ??= new AudioContext();
+    audio.resume();
+  };
+  const chime = (good) => {
+    if (!sounding()) return;
+    wake();
+    (good ? [523.25, 783.99] : [392, 311.13]).forEach((pitch, place) => {
+      const tone = audio.createOscillator(), loud = audio.createGain();
+      const at = audio.currentTime + 0.16 * place;
+      tone.frequency.value = pitch;
+      loud.gain.setValueAtTime(0, at);
+      loud.gain.linearRampToValueAtTime(0.08, at + 0.03);
+      loud.gain.exponentialRampToValueAtTime(0.0001, at + 0.7);
+      tone.connect(loud).connect(audio.destination);
+      tone.start(at);
+      tone.stop(at + 0.75);
+    });
+    tandem.chimes = (tandem.chimes ?? 0) + 1;
+  };
+  for (const touch of ["pointerdown", "keydown"]) document.addEventListener(touch, wake, { once: true });
+  const sound = () => {
+    const theme = $("#theme");
+    if (!theme) return;
+    let made = $("#sound");
+    if (!made) {
+      made = document.createElement("button");
+      made.type = "button";
+      made.id = "sound";
+      made.className = "button";
+      made.title = "Plays a soft sound when a video is done";
+      made.addEventListener("click", () => {
+        keep("localStorage", SOUND, sounding() ? "off" : "on");
+        if (sounding()) chime(true);
+        sound();
+      });
+      theme.before(made);
+    }
+    made.textContent = sounding() ? "Sound on" : "Sound off";
+  };
+
+  const begin = () => {
+    document.body.append(foot);
+    const ready = setInterval(() => {
+      if (!$("#theme") || !$("#tabs, #generate")) return;
+      clearInterval(ready);
+      sound();
+      mark();
+      states();
+    }, 100);
+    setInterval(() => { if (!document.hidden) look(); }, POLL_MS);
+    setInterval(states, STATES_MS);
+  };
+  if (document.body) begin(); else document.addEventListener("DOMContentLoaded", begin);
+})();

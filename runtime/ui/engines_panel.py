@@ -1,0 +1,441 @@
+"""The panel Engines: the components at the current settings, tasks, the engine library, importing engines."""
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runtime.core.errors import EngineError, InvalidRequestError, TandemError
+from runtime.core.facts import Fact
+from runtime.core.plan import BACKEND_TITLES, PYTORCH
+from runtime.core.request_fields import AUTO
+from runtime.core.units import about, byte_size
+from runtime.engines import library, manifest
+from runtime.engines.imported.importing import BACKENDS, check_disk_space, check_library, read_source
+from runtime.engines.service import EngineService
+from runtime.models.spec import ModelSpec
+from runtime.planner.engine_index import IMPORTED, UNREADABLE_KEY, EngineRecord
+from runtime.planner.engine_offers import EngineOffer
+from runtime.planner.shapes import LatentSize, ShapeProfile
+from runtime.queue.service import JobQueue
+from runtime.queue.tasks import (
+    BuildEngines,
+    DeleteEngine,
+    ImportEngine,
+    InspectEngine,
+    PruneEngines,
+    Task,
+    VerifyEngine,
+    Work,
+)
+from runtime.server.model_choices import check_offered
+from runtime.ui import acceleration, break_even, form, formatting, plan_summary
+from runtime.ui.break_even import BreakEven
+from runtime.ui.panels import Call, Reply, drawn, unknown_action
+from runtime.ui.plan_preview import PlanPreview, Preview
+from runtime.ui.templating import render
+from runtime.ui.words import explain, lowered, text
+
+PROGRAM_TITLES: Mapping[str, str] = {
+    "text_encoder": "Text encoder",
+    "transformer": "Transformer",
+    "vae_first": "VAE decoder, first step",
+    "vae_next": "VAE decoder, further steps",
+    "vae_clip": "VAE decoder, whole clips",
+}
+# Suffixes of engine files that can be imported, as words.
+FILE_KINDS = f"{', '.join(list(BACKENDS)[:-1])} or {list(BACKENDS)[-1]}"
+_ENGINE_ID = re.compile(r"[0-9a-f]{16}")
+_TASK_ID = re.compile(r"[0-9a-f]{8}")
+_MAX_OPEN_TASKS = 20
+_MAX_PATH = 4096
+_ROOT_USER = 0
+_ALL = "all"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One engine, why it is stale, and when it pays off where that is known."""
+
+    record: EngineRecord
+    spec: ModelSpec | None
+    stale: Sequence[Fact]
+    break_even: BreakEven | None
+
+
+@dataclass(frozen=True)
+class ComponentRow:
+    """One component at the current settings: what will run it, and what its engines cost and save."""
+
+    component: str
+    title: str
+    now: str
+    engines: str
+
+
+@dataclass(frozen=True)
+class EngineRow:
+    """One engine as text."""
+
+    id: str
+    title: str
+    model: str
+    state: str
+    problem: str
+    pinned: bool
+    imported: bool
+    size: str
+    cells: Sequence[tuple[str, str]]
+
+
+class EnginesPanel:
+    """The panel; see `panels.Panel`."""
+
+    def __init__(
+        self, worker: JobQueue, engines: EngineService, models: dict[str, ModelSpec], preview: PlanPreview
+    ) -> None:
+        self._worker = worker
+        self._engines = engines
+        self._models = models
+        self._preview = preview
+
+    def act(self, call: Call) -> Reply:
+        """Carry out an action."""
+        match call.action:
+            case "look":
+                return {}
+            case "build":
+                return self._add(*self._build(call.target, call.form))
+            case "prune":
+                return self._add(PruneEngines(max_bytes=self._engines.store.max_bytes), "Prune to the limit")
+            case "inspect" | "import":
+                return self._add(*self._import(call))
+            case "cancel" if _TASK_ID.fullmatch(call.target):
+                self._worker.cancel([call.target])
+                return {"message": "Cancelled."}
+            case "verify" | "delete" | "pin" | "unpin":
+                return self._on_engine(call.action, self._engine(call.target))
+        raise unknown_action()
+
+    def draw(self, call: Call, _reply: Reply) -> dict[str, str]:
+        """Return the components, tasks, storage and engines."""
+        _, records = self._preview.library()
+        preview, problem = self._previewed(call.form)
+        return drawn(
+            {
+                "components": lambda: _components(preview, problem),
+                "tasks": lambda: tasks_html([(one, len(self._worker.ahead(one))) for one in self._worker.tasks()]),
+                "storage": lambda: self._storage(records),
+                "table": lambda: table_html(self._entries(records, preview)),
+            }
+        )
+
+    def _on_engine(self, action: str, record: EngineRecord) -> Reply:
+        title = PROGRAM_TITLES.get(record.key.program, "engine").lower()
+        match action:
+            case "verify":
+                work: Work = VerifyEngine(engine=record.id, models=tuple(self._models))
+            case "delete":
+                work = DeleteEngine(engine=record.id)
+            case _:
+                change = self._engines.store.pin if action == "pin" else self._engines.store.unpin
+                change(record.id)
+                return {"message": f"{'Pinned' if action == 'pin' else 'Unpinned'}: {title}."}
+        return self._add(work, f"{action.title()} {title} {record.id}")
+
+    def _build(self, component: str, values: Sequence[Any]) -> tuple[Work, str]:
+        request = form.read_settings(values, self._models)
+        spec = self._models[request.model]
+        if component != _ALL and component not in spec.component_names:
+            raise unknown_action()
+        preview = self._preview.preview(request, spec)
+        if preview.error is not None:
+            raise preview.error
+        plan = preview.plan
+        assert plan is not None, "neither a plan nor an error"
+        size = f"{formatting.size(plan.width, plan.height)}, {plan.frames} frames"
+        whose = "all components" if component == _ALL else plan.title(component)
+        title = f"Build engines for {whose} of {spec.title} at {size}"
+        return BuildEngines(request=request.to_json(), component=None if component == _ALL else component), title
+
+    def _import(self, call: Call) -> tuple[Work, str]:
+        """Return the task for an engine file whose first bytes are valid and which the user trusts."""
+        spec = form.read_model(call.form, self._models)
+        component = read_component(call.values.get("component"), spec)
+        source = read_source(read_path(call.values.get("file")))
+        check_library(source, self._engines.machine)
+        check_disk_space(source, self._engines.store.folder)
+        check_trusted(call.values.get("trusted"), source.path)
+        kind = ImportEngine if call.action == "import" else InspectEngine
+        return kind(path=source.path, model=spec.name, component=component), f"{call.action.title()} {source.path.name}"
+
+    def _add(self, work: Work, title: str) -> Reply:
+        open_tasks = [one for one in self._worker.tasks() if one.open]
+        if any(one.title == title for one in open_tasks):
+            raise EngineError("ui.task_exists")
+        if len(open_tasks) >= _MAX_OPEN_TASKS:
+            raise EngineError("ui.too_many_tasks", maximum=_MAX_OPEN_TASKS)
+        task = self._worker.add_task(work, title)
+        return {"message": f"{task.title}: {'queued' if self._worker.ahead(task) else 'started'}."}
+
+    def _engine(self, engine_id: str) -> EngineRecord:
+        """Return the engine with exactly this id; only the command line accepts prefixes."""
+        if not _ENGINE_ID.fullmatch(engine_id):
+            raise unknown_action()
+        (record,) = library.choose(self._engines.store, [engine_id])
+        return record
+
+    def _storage(self, records: Sequence[EngineRecord]) -> str:
+        total = sum(manifest.folder_bytes(self._engines.store.path(record.id)) for record in records)
+        return storage_html(total, self._engines.store.max_bytes, len(records))
+
+    def _previewed(self, values: Sequence[Any]) -> tuple[Preview | None, str]:
+        """Return the plan preview for the form, and why there is no plan."""
+        try:
+            request = form.read_settings(values, self._models)
+            preview = self._preview.preview(request, check_offered(request.model, self._models))
+        except TandemError as error:
+            return None, explain(error)
+        return preview, "" if preview.error is None else explain(preview.error)
+
+    def _entries(self, records: Sequence[EngineRecord], preview: Preview | None) -> list[Entry]:
+        models = tuple(self._models.values())
+        entries = []
+        for record in sorted(records, key=lambda record: (-record.last_used, record.id)):
+            spec = next((spec for spec in models if spec.name == record.model), None)
+            stale = library.why_stale(record, models, self._engines.machine, self._engines.notes)
+            entries.append(Entry(record, spec, stale, _break_even(record, preview)))
+        return entries
+
+
+def read_path(value: object) -> Path:
+    """Read the path of an engine file, as a file manager may quote it.
+
+    Raises:
+        InvalidRequestError: if it is not an absolute path.
+    """
+    given = value.strip().strip("\"'") if isinstance(value, str) else ""
+    if not given or not given.isprintable() or len(given) > _MAX_PATH:
+        raise InvalidRequestError("file", "ui.engine_file_missing", kinds=FILE_KINDS)
+    try:
+        path = Path(given).expanduser()
+    except RuntimeError:  # "~name" of an unknown user
+        path = Path(given)
+    if not path.is_absolute():
+        example = Path.home() / "transformer.plan"
+        raise InvalidRequestError("file", "ui.engine_file_relative", path=given[:80], example=example)
+    return path
+
+
+def read_component(value: object, spec: ModelSpec) -> str | None:
+    """Read which component an engine file is for; `None` means any.
+
+    Raises:
+        InvalidRequestError: if the model does not have it.
+    """
+    if value == AUTO:
+        return None
+    if not isinstance(value, str) or value not in spec.component_names:
+        title = acceleration.TITLES.get(value, "such component") if isinstance(value, str) else "such component"
+        raise InvalidRequestError("component", "ui.no_such_component", model=spec.title, component=lowered(title))
+    return value
+
+
+def check_trusted(value: object, path: Path) -> None:
+    """Check that the user trusts a file and that no other user of this machine owns it: engines hold executable code.
+
+    Raises:
+        InvalidRequestError: if the user did not confirm it.
+        EngineError: if the file belongs to another user.
+    """
+    if value != "on":
+        raise InvalidRequestError("trusted", "ui.engine_file_untrusted", file=path.name)
+    if os.name == "posix" and path.stat().st_uid not in {os.getuid(), _ROOT_USER}:
+        raise EngineError("ui.engine_file_of_another_user", file=path.name)
+
+
+def components_html(rows: Sequence[ComponentRow], what: str, total: str, problem: str) -> str:
+    """Return the components at the current settings.
+
+    Args:
+        what: the settings as a sentence.
+        total: what all engines cost and save.
+        problem: why there is no plan; empty if there is one.
+    """
+    return render("engines_components.html", rows=rows, what=what, total=total, problem=problem)
+
+
+def tasks_html(entries: Sequence[tuple[Task, int]]) -> str:
+    """Return tasks, newest first, each with the number of jobs ahead of it."""
+    return render("engines_tasks.html", tasks=[_task(task, ahead) for task, ahead in reversed(entries)])
+
+
+def storage_html(total_bytes: int, max_bytes: int, count: int) -> str:
+    """Return how much disk space engines use, and the limit."""
+    share = min(total_bytes / max_bytes, 1.0) if max_bytes else float(total_bytes > 0)
+    return render(
+        "engines_storage.html", total=total_bytes, maximum=max_bytes, count=count, percent=f"{100 * share:.1f}"
+    )
+
+
+def table_html(entries: Sequence[Entry]) -> str:
+    """Return the engines, one row each."""
+    return render("engines_table.html", rows=[_row(entry) for entry in entries])
+
+
+def serves(record: EngineRecord, spec: ModelSpec | None) -> str:
+    """Return the sizes that an engine serves: in pixels and frames, or in latent units without its model."""
+    if record.key.program == "text_encoder":
+        return "any size"
+    return ", ".join(_profile(record.key.program, profile, spec) for profile in record.key.profiles)
+
+
+def _profile(program: str, profile: ShapeProfile, spec: ModelSpec | None) -> str:
+    low, high = (_size(program, latent, spec) for latent in (profile.min, profile.max))
+    return low if low == high else f"{low} to {high}"
+
+
+def _size(program: str, latent: LatentSize, spec: ModelSpec | None) -> str:
+    frames, height, width = latent
+    if spec is None:
+        return f"{frames} × {height} × {width} latent"
+    pixels = formatting.size(width * spec.vae.scale_factor_spatial, height * spec.vae.scale_factor_spatial)
+    if program not in {"transformer", "vae_clip"}:
+        return f"{pixels}, any length"
+    return f"{pixels}, {formatting.count((frames - 1) * spec.vae.scale_factor_temporal + 1, 'frame')}"
+
+
+def _row(entry: Entry) -> EngineRow:
+    record = entry.record
+    key = record.key
+    known = key != UNREADABLE_KEY
+    state, problem = _state(entry)
+    backend = BACKEND_TITLES.get(key.backend, key.backend)
+    size = byte_size(record.file_bytes)
+    return EngineRow(
+        id=record.id,
+        title=PROGRAM_TITLES.get(key.program, key.program) if known else "Unreadable",
+        model=record.model,
+        state=state,
+        problem=problem,
+        pinned=record.pinned,
+        imported=key.builder == IMPORTED,
+        size=size,
+        cells=(
+            ("Serves", serves(record, entry.spec)),
+            ("Backend", f"{backend}, {key.precision}" if known else ""),
+            ("On disk", size),
+            ("Speed", _speed(record)),
+            ("Error", _error(record)),
+            ("Build", _built(record)),
+            ("Pays off", str(entry.break_even) if entry.break_even else ""),
+            ("Last used", formatting.clock_time(record.last_used)),
+        ),
+    )
+
+
+def _state(entry: Entry) -> tuple[str, str]:
+    record = entry.record
+    if record.problem is not None:
+        return "broken", f"Not used: {text(record.problem)}"
+    if not record.verified:
+        return "broken", f"Not used: {text(record.detail)}"
+    if entry.stale:
+        return "stale", f"Stale: {' '.join(map(text, entry.stale))}"
+    return "ready", ""
+
+
+def _speed(record: EngineRecord) -> str:
+    if not record.seconds_per_call:
+        return "not measured"
+    return f"{record.pytorch_seconds_per_call / record.seconds_per_call:.1f} times PyTorch"
+
+
+def _error(record: EngineRecord) -> str:
+    if not record.verified and record.detail.code == "engine.not_compared_yet":
+        return ""
+    return "not finite" if math.isnan(record.error) else f"{record.error:.0e} of {record.tolerance:.0e}"
+
+
+def _built(record: EngineRecord) -> str:
+    if record.key.builder == IMPORTED:
+        return "imported"
+    return f"in {formatting.duration(record.build_seconds)}" if record.build_seconds else ""
+
+
+def _task(task: Task, ahead: int) -> dict[str, Any]:
+    if task.state == "queued":
+        line = f"{ahead} ahead in the queue." if ahead else "Starting."
+    elif task.state == "running":
+        line = task.line
+    else:
+        line = "" if task.result is None else text(task.result)
+    return {
+        "task": task,
+        "state": "stopping" if task.cancelling else task.state,
+        "line": line,
+        "percent": None if task.share is None else round(100 * task.share),
+        # The log helps while a task runs and after it failed.
+        "log": "\n".join(task.log) if task.state in {"running", "failed"} else "",
+    }
+
+
+def _components(preview: Preview | None, problem: str) -> str:
+    if preview is None or preview.plan is None:
+        return components_html([], "", "", problem)
+    plan = preview.plan
+    badges = plan_summary.summarize(preview, tuple(plan.components)).badges
+    rows: list[ComponentRow] = []
+    known: list[BreakEven] = []
+    used: set[str] = set()
+    for name, part in plan.components.items():
+        offered = preview.offers(name, plan.latent_size, part.device)
+        fastest = max((offer for offer in offered if offer.speed_up), key=lambda offer: offer.speed_up, default=None)
+        pays = None if fastest is None else break_even.of_offer(plan, name, fastest, preview.records)
+        if fastest is not None and pays is not None:
+            known.append(pays)
+            used |= {use.id for use in fastest.uses}
+        unbuilt = _unbuilt(plan.asked.backend(name), offered) if preview.complete else ""
+        rows.append(ComponentRow(name, plan.title(name), badges[name].text, str(pays or unbuilt)))
+    size = f"{formatting.size(plan.width, plan.height)}, {plan.frames} frames, {plan.steps} steps"
+    total = ""
+    if known:
+        # Both experts may use one engine, which was built once.
+        built = sum(record.build_seconds for record in preview.records if record.id in used)
+        both = BreakEven(built, sum(max(pays.saved_seconds, 0.0) for pays in known))
+        total = f"{'In total' if len(known) == len(rows) else 'Engines that are built'}: {both}."
+    elif preview.complete:
+        total = "Savings are known once engines are built and measured."
+    what = f"{plan.model}, {size}. Builds missing engines of the chosen backends, or of all backends if automatic."
+    return components_html(rows, what, total, problem)
+
+
+def _unbuilt(asked: str, offered: Sequence[EngineOffer]) -> str:
+    """Return how long the preferred engines of the requested backend would take to build."""
+    if asked == PYTORCH:
+        return "none needed"
+    wanted = [offer for offer in offered if asked in {AUTO, offer.backend}]
+    first = next((offer for offer in wanted if offer.problem is None and not offer.ready), None)
+    if first is None:
+        return "not measured" if any(offer.ready for offer in wanted) else "none can be built on this machine"
+    duration = f", {about(first.build_seconds)} to build with {BACKEND_TITLES[first.backend]}"
+    return f"not built yet{duration if first.build_seconds else ''}"
+
+
+def _break_even(record: EngineRecord, preview: Preview | None) -> BreakEven | None:
+    """Return when an engine pays off at the form's settings, if they use it."""
+    if preview is None or preview.plan is None or not record.seconds_per_call:
+        return None
+    plan = preview.plan
+    calls = 0.0
+    for name, part in plan.components.items():
+        offered = preview.offers(name, plan.latent_size, part.device)
+        if any(use.id == record.id and not use.build for offer in offered for use in offer.uses):
+            calls += break_even.calls(plan)[name]
+    if record.key.program == "vae_next":
+        calls *= plan.latent_size[0] - 1
+    saved = calls * (record.pytorch_seconds_per_call - record.seconds_per_call)
+    return BreakEven(record.build_seconds, saved) if calls else None

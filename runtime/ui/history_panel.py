@@ -1,0 +1,436 @@
+"""The panel History: finished jobs with details, storage, and the comparison of two videos."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from runtime.core.errors import InvalidRequestError, TandemError
+from runtime.core.request import BACKENDS, label
+from runtime.core.request_fields import AUTO
+from runtime.core.units import byte_size
+from runtime.pipeline.checkpoint_files import POSTER
+from runtime.queue import disk_usage
+from runtime.queue.records import RESUMABLE, JobRecord, State
+from runtime.ui import fields, formatting, result_view
+from runtime.ui.jobs_panel import JobsPanel, failure, is_job_id, named
+from runtime.ui.panels import Call, Reply, drawn, unknown_action
+from runtime.ui.templating import render
+from runtime.ui.words import text
+from runtime.video.similarity import Similarity
+from runtime.video.similarity import similarity as measured_similarity
+
+ALL, DELETED = "all", "deleted"
+# The states that can be filtered for, with their titles.
+FILTERS: Mapping[str, str] = {
+    ALL: "All", "done": "Done", "failed": "Failed", "cancelled": "Cancelled", "interrupted": "Interrupted",
+    DELETED: "Deleted",
+}  # fmt: skip
+# Ages in days of which jobs can be deleted together.
+AGES = (7, 30, 90, 365)
+_ENDED: tuple[State, ...] = ("done", *RESUMABLE)
+_PAGE = 24
+_MAX_SEARCH, _MAX_PAGE = 200, 1_000_000
+_PAIR = 2
+
+
+@dataclass(frozen=True)
+class View:
+    """What the panel shows.
+
+    Attributes:
+        search, state, page: filters of the gallery; pages count from 0.
+        open: the job whose details are shown.
+        pair: the two jobs whose videos are compared, or none.
+    """
+
+    search: str = ""
+    state: str = ALL
+    page: int = 0
+    open: str = ""
+    pair: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Card:
+    """One job in the gallery.
+
+    Attributes:
+        when: when it ended, as text.
+        poster: address of a still image; empty if there is none.
+        size: of its file, as text.
+        deleted: whether it was deleted and can be restored.
+    """
+
+    id: str
+    prompt: str
+    state: str
+    when: str
+    poster: str = ""
+    size: str = ""
+    deleted: bool = False
+
+
+@dataclass(frozen=True)
+class Detail:
+    """One job's details.
+
+    Attributes:
+        request: as resolved if known, else as submitted.
+        rows: names and values.
+        video: its address; empty if there is none.
+        name: of its file.
+        reasons: why its components ran where they did.
+        problem: of a failed job: what went wrong, and what to do about it.
+        kept: from where a job without a video continues.
+        rerun: settings of the low-noise steps, if they can be run again.
+    """
+
+    id: str
+    prompt: str
+    state: str
+    request: Mapping[str, Any]
+    rows: Sequence[tuple[str, str]]
+    video: str = ""
+    name: str = ""
+    warnings: Sequence[str] = ()
+    reasons: str = ""
+    problem: str = ""
+    kept: str = ""
+    resumable: bool = False
+    deleted: bool = False
+    rerun: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Clip:
+    """One of two compared videos.
+
+    Attributes:
+        video: its address.
+        request: every value as used.
+        seconds: that generating it took.
+        places: what ran where, as one line.
+    """
+
+    id: str
+    video: str
+    request: Mapping[str, Any]
+    seconds: float
+    places: str
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height."""
+        return self.request["width"], self.request["height"]
+
+
+class HistoryPanel(JobsPanel):
+    """The panel; see `panels.Panel`."""
+
+    def draw(self, call: Call, reply: Reply) -> dict[str, str]:
+        """Return gallery, storage, details and comparison; the similarity only after it was measured."""
+        try:
+            view = read_view(call.view)
+        except TandemError:  # `act` has reported it
+            view = View()
+        view = replace(view, open=reply.get("open", view.open))
+        parts: dict[str, Callable[[], str]] = {
+            "comparison": lambda: self._compare(view.pair, "history_comparison.html"),
+            "settings": lambda: self._compare(view.pair, "history_settings.html"),
+            "detail": lambda: self._detail(view.open),
+            "gallery": lambda: self._gallery(view),
+            "storage": self._storage,
+        }
+        if "similarity" in reply:
+            similarity = reply.pop("similarity")
+            parts["similarity"] = lambda: similarity_html(similarity)
+        elif not view.pair:
+            parts["similarity"] = lambda: ""
+        return drawn(parts)
+
+    def act(self, call: Call) -> Reply:
+        """Carry out an action."""
+        read_view(call.view)
+        return super().act(call)
+
+    def _actions(self) -> Mapping[str, Callable[[Call], Reply]]:
+        return {
+            **super()._actions(),
+            "compare": self._start_comparison,
+            "measure": self._measure,
+            "remove-checkpoints": self._remove_checkpoints,
+            "delete-old": self._delete_old,
+            "purge": self._purge_deleted,
+        }
+
+    def _job_actions(self) -> Mapping[str, Callable[[JobRecord, Call], Reply]]:
+        return {
+            **super()._job_actions(),
+            "open": lambda job, _: {"open": job.id},
+            "rerun": self._rerun,
+        }
+
+    def _start_comparison(self, call: Call) -> Reply:
+        return {"compare": True, "similarity": "Measuring the similarity…"} if read_view(call.view).pair else {}
+
+    def _measure(self, call: Call) -> Reply:
+        """Measure how similar two videos are.
+
+        Raises:
+            TandemError: if one of them does not exist.
+        """
+        jobs = [self._job(one) for one in read_view(call.view).pair]
+        if not jobs:
+            return {"similarity": ""}
+        one, other = (self._clip(job) for job in jobs)
+        found = None
+        if one.size == other.size:
+            try:
+                found = _similarity(*((job.output, job.output.stat().st_mtime_ns) for job in jobs))
+            except OSError as error:  # deleted since
+                raise _video_missing() from error
+        return {"similarity": similarity(one, other, found)}
+
+    def _remove_checkpoints(self, _call: Call) -> Reply:
+        freed = disk_usage.remove_finished_checkpoints(self._store, self._owner)
+        return {"message": f"Removed: {byte_size(freed)} of checkpoints."}
+
+    def _delete_old(self, call: Call) -> Reply:
+        if call.target not in map(str, AGES):
+            raise unknown_action()
+        old = disk_usage.older_than(self._store, self._owner, int(call.target))
+        return self._delete(replace(call, target=" ".join(job.id for job in old))) if old else {}
+
+    def _purge_deleted(self, _call: Call) -> Reply:
+        jobs = self._store.list(owner=self._owner, deleted=True)
+        self._purge(jobs)
+        return {"message": f"Removed permanently: {named(jobs)}."}
+
+    def _rerun(self, job: JobRecord, call: Call) -> Reply:
+        changes = rerun_changes(call.values, self._rerun_settings(job))
+        new = self._worker.redo_second_half(job.id, changes, self._owner)
+        return {"message": "The low-noise steps run again.", "watch": new.id}
+
+    def _gallery(self, view: View) -> str:
+        found = self._store.list(
+            states=tuple(state for state in _ENDED if view.state in {state, ALL, DELETED}),
+            search=view.search,
+            owner=self._owner,
+            deleted=view.state == DELETED,
+            limit=_PAGE + 1,
+            offset=_PAGE * view.page,
+        )
+        cards = [self._card(job) for job in found[:_PAGE]]
+        filtered = bool(view.search.strip() or view.page) or view.state != ALL
+        return gallery_html(cards, view.page, more=len(found) > _PAGE, filtered=filtered)
+
+    def _card(self, job: JobRecord) -> Card:
+        folder = self._store.folder(job.id)
+        size = disk_usage.video_bytes(job)
+        return Card(
+            id=job.id,
+            prompt=job.prompt,
+            state=job.state,
+            when=formatting.clock_time(job.ended or job.created),
+            poster=f"tandem/poster/{job.id}.webp" if folder is not None and (folder / POSTER).is_file() else "",
+            size=byte_size(size) if size else "",
+            deleted=job.deleted is not None,
+        )
+
+    def _storage(self) -> str:
+        old = []
+        for days in AGES:
+            jobs = disk_usage.older_than(self._store, self._owner, days)
+            if jobs:
+                old.append((days, len(jobs), sum(disk_usage.video_bytes(job) for job in jobs)))
+        return render("history_storage.html", usage=disk_usage.measure(self._store, self._owner), old=old)
+
+    def _detail(self, job_id: str) -> str:
+        try:
+            return detail_html(self._details(self._job(job_id))) if job_id else ""
+        except TandemError:  # the job does not exist any more
+            return ""
+
+    def _details(self, job: JobRecord) -> Detail:
+        saved, live = job.saved, self._worker.job(job.id)
+        rows: list[tuple[str, str]] = []
+        if saved is not None and job.plan is not None and live is not None:
+            rows = result_view.rows(saved, job.plan, live.model_title)
+        size, checkpoints = disk_usage.video_bytes(job), disk_usage.checkpoint_bytes(self._store, job.id)
+        rows += [("Ended", formatting.clock_time(job.ended or job.created)), ("Job", job.id)]
+        rows += [("Video on disk", byte_size(size))] if size else []
+        rows += [("Checkpoints", byte_size(checkpoints))] if checkpoints else []
+        rows += [("Low-noise steps of", job.parent)] if job.parent else []
+        plays = self._plays(job)
+        problem = failure(job)
+        if job.state == "done" and not plays:
+            problem = f"The video is outside the outputs folder: {job.output}" if size else "The video file is missing."
+        status = self._resume_status(job) if job.resumable else None
+        return Detail(
+            id=job.id,
+            prompt=job.prompt,
+            state=job.state,
+            request=job.request if saved is None else saved.request,
+            rows=rows,
+            video=result_view.file_url(job.output) if plays else "",
+            name=job.output.name,
+            warnings=() if saved is None else [text(one) for one in saved.warnings],
+            reasons="" if saved is None else result_view.reasons(saved),
+            problem=problem,
+            kept="" if status is None else f"{status.memory} {status.kept}".strip(),
+            resumable=job.resumable,
+            deleted=job.deleted is not None,
+            rerun=self._rerun_settings(job) if checkpoints and job.state == "done" and job.deleted is None else {},
+        )
+
+    def _rerun_settings(self, job: JobRecord) -> dict[str, Any]:
+        """Return the settings of a finished video's low-noise steps; none if they cannot be run again."""
+        folder, plan = self._store.folder(job.id), job.plan
+        if folder is None or plan is None or plan.guidance_scale_2 is None:
+            return {}
+        if not (folder / "boundary.safetensors").is_file():
+            return {}
+        backend = plan.asked.backend("transformer_2")
+        return {"guidance_scale_2": plan.guidance_scale_2, "fps": plan.fps, "backend": backend}
+
+    def _compare(self, pair: Sequence[str], template: str) -> str:
+        try:
+            clips = [self._clip(self._job(one)) for one in pair]
+        except TandemError:  # one was deleted
+            return ""
+        return comparison_html(template, *clips) if clips else ""
+
+    def _clip(self, job: JobRecord) -> Clip:
+        saved = job.saved
+        if saved is None or not self._plays(job) or job.plan is None:
+            raise _video_missing()
+        places = "; ".join(value for name, value in result_view.rows(saved, job.plan, "") if name == "Ran on")
+        return Clip(job.id, result_view.file_url(job.output), saved.request, saved.timings["total"], places)
+
+
+def read_view(view: Mapping[str, Any]) -> View:
+    """Read what the panel shows; ids that cannot be are ignored.
+
+    Raises:
+        InvalidRequestError: if the page's script does not send such a view.
+    """
+    match view:
+        case {"search": str(search), "state": str(state), "page": int(page), "open": opened, "pair": [*pair]} if (
+            state in FILTERS and 0 <= page <= _MAX_PAGE and len(search) <= _MAX_SEARCH
+        ):
+            ids = tuple(one for one in pair if is_job_id(one))
+            return View(search, state, page, opened if is_job_id(opened) else "", ids if len(ids) == _PAIR else ())
+    raise unknown_action()
+
+
+def gallery_html(cards: Sequence[Card], page: int, *, more: bool, filtered: bool) -> str:
+    """Return one page of the gallery.
+
+    Args:
+        more: whether there is another page.
+        filtered: whether only some jobs were asked for.
+    """
+    return render("history_gallery.html", cards=cards, page=page, more=more, filtered=filtered, titles=FILTERS)
+
+
+def detail_html(detail: Detail) -> str:
+    """Return a job's details and actions."""
+    return render("history_detail.html", job=detail, titles=FILTERS, backends=BACKENDS)
+
+
+def comparison_html(template: str, one: Clip, other: Clip) -> str:
+    """Return two videos with shared controls, or their settings."""
+    frames = max(one.request["frames"], other.request["frames"])
+    clips = [("A", one), ("B", other)]
+    return render(template, clips=clips, frames=frames, timing=timing(one, other), rows=compared_settings(one, other))
+
+
+def similarity_html(line: str) -> str:
+    """Return the line with the similarity."""
+    return render("history_similarity.html", line=line)
+
+
+def similarity(one: Clip, other: Clip, found: Similarity | None) -> str:
+    """Return how similar two videos are as a sentence.
+
+    Args:
+        found: the measurement; `None` if the sizes differ.
+    """
+    if found is None:
+        sizes = f"{formatting.size(*one.size)} and {formatting.size(*other.size)}"
+        return f"{sizes}: videos of different sizes cannot be measured."
+    first, second = one.request["frames"], other.request["frames"]
+    over = f"over {first} frames" if first == second else f"over the first {min(first, second)} frames"
+    if found.identical:
+        return f"All pixels are equal, {over}."
+    return f"PSNR {found.psnr:.1f} dB, SSIM {found.ssim:.3f}, {over}."
+
+
+def compared_settings(one: Clip, other: Clip) -> list[tuple[str, str, str]]:
+    """Return each setting with its two values; those that differ come first."""
+    names = dict.fromkeys((*one.request, *other.request))
+    rows = [(label(name).capitalize(), _value(one.request, name), _value(other.request, name)) for name in names]
+    rows += [
+        ("Ran on", one.places, other.places),
+        ("Time", formatting.duration(one.seconds), formatting.duration(other.seconds)),
+    ]
+    return sorted(rows, key=lambda row: row[1] == row[2])
+
+
+def timing(one: Clip, other: Clip) -> str:
+    """Return how videos with different frame rates or lengths are synchronised."""
+    words = "Videos play frame by frame; the arrow keys step."
+    (a, b), (m, n) = ((clip.request["fps"] for clip in (one, other)), (clip.request["frames"] for clip in (one, other)))
+    if a != b:
+        words += f" B was made for {b} fps and plays at A's {a} fps."
+    if m != n:
+        words += f" {'A' if m < n else 'B'} is shorter and stops on its last frame."
+    return words
+
+
+def rerun_changes(values: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a form changes of the low-noise steps' settings; a browser sends numbers as text.
+
+    Args:
+        current: as in `Detail.rerun`.
+    """
+    if not current:
+        return {}
+    changes: dict[str, Any] = {}
+    for name, kind in (("guidance_scale_2", float), ("fps", int)):
+        given = values.get(name)
+        try:
+            changes[name] = kind(given) if isinstance(given, str | int | float) else given
+        except ValueError:
+            changes[name] = given
+    backend = values.get("backend", AUTO)
+    if backend != current["backend"]:
+        changes["backends"] = {"transformer_2": backend}
+    return {name: value for name, value in changes.items() if name == "backends" or value != current[name]}
+
+
+def _value(request: Mapping[str, Any], name: str) -> str:
+    value = request.get(name)
+    if name == "loras":
+        return fields.loras_text(value).replace("\n", ", ") or "none"
+    if name == "shift" and value is None:
+        return "the model's default"
+    if name == "vae_precision" and value is None:
+        return AUTO
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {item}" for key, item in value.items()) or AUTO
+    if value is None or value == "":
+        return "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@lru_cache(maxsize=64)
+def _similarity(one: tuple[Path, int], other: tuple[Path, int]) -> Similarity:
+    """Compare two files, given with their modification times."""
+    return measured_similarity(one[0], other[0])
+
+
+def _video_missing() -> InvalidRequestError:
+    return InvalidRequestError("pair", "ui.video_missing")

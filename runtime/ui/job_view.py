@@ -1,0 +1,243 @@
+"""What a page shows of a job: picture, status line, result; and how pages and programs follow it.
+
+Following changes nothing: closing a page leaves its job running. Gradio patches changed attributes and texts into the
+page, child by child. Every state therefore has the same elements in the same order: nothing moves, the preview does
+not flicker, and screen readers keep their live regions.
+"""
+
+import asyncio
+import base64
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+
+from runtime.core.events import Cancelled, Event, Failed, TerminalEvent, VideoSaved
+from runtime.core.facts import Fact
+from runtime.core.progress import Progress
+from runtime.queue.service import Job, JobQueue
+from runtime.ui import formatting, result_view
+from runtime.ui.resume_status import resume_status
+from runtime.ui.templating import render
+from runtime.ui.words import page_text
+
+# Jobs are polled: no thread waits, however many pages watch.
+_POLL_SECONDS = 0.2
+_API_POLL_SECONDS = 0.05
+# The time left counts down at this rate; the page takes a longer silence for a lost connection.
+_TICK_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Audience:
+    """For whom jobs are shown.
+
+    Attributes:
+        details: where the details of an internal error are, as a sentence.
+        address: returns where the video of a finished job is served.
+        redact: returns a text without what the audience must not see.
+        panels: whether their page has the panels, which add to the queue and resume jobs.
+    """
+
+    details: str
+    address: Callable[[Job], str]
+    redact: Callable[[str], str] = str
+    panels: bool = True
+
+
+@dataclass(frozen=True)
+class Line:
+    """The status line.
+
+    Attributes:
+        state: idle, queued, running, stopping, done, failed or cancelled.
+        title: the stage.
+        detail: step or frame.
+        left: the estimated time left.
+        fraction: share that is done, 0 to 1; `None` while it is unknown.
+        what, remedy: of an error.
+        field: whose value the error is about.
+        kept: from where a job that ended without a video continues.
+        resumable: whether it can be resumed.
+        alternative: the lower-memory strategy that it can be resumed with.
+    """
+
+    state: str
+    title: str = ""
+    detail: str = ""
+    left: str = ""
+    fraction: float | None = None
+    what: str = ""
+    remedy: str = ""
+    field: str = ""
+    kept: str = ""
+    resumable: bool = False
+    alternative: str = ""
+
+
+IDLE = Line("idle", "Ready", "Describe a scene, then press Generate or Ctrl + Enter.")
+
+
+@dataclass(frozen=True)
+class View:
+    """The HTML that a page shows of a job, and the state of its buttons."""
+
+    picture: str
+    status: str
+    facts: str
+    busy: bool
+    stopping: bool
+    job_id: str
+
+
+def view(job: Job, worker: JobQueue, audience: Audience, icon: str, now: float) -> View:
+    """Return what to show of a job at `now`, in seconds of the monotonic clock."""
+    progress = job.progress
+    line = status_line(job, progress, worker, audience, now)
+    address = audience.address(job) if line.state == "done" else ""
+    return View(
+        picture=picture_html(progress, line.state, icon, address),
+        status=status_html(line, job.id, panels=audience.panels),
+        facts=_facts(job, progress, address, audience),
+        busy=progress.end is None and job.state != "interrupted",
+        stopping=line.state == "stopping",
+        job_id=job.id,
+    )
+
+
+async def follow_views(job: Job, worker: JobQueue, audience: Audience, icon: str) -> AsyncIterator[View]:
+    """Yield views of a job as it changes, at least one a second while it runs, up to the last one."""
+    shown, shown_at = None, 0.0
+    seen: object = None
+    while True:
+        now = time.monotonic()
+        key = (job.progress, job.state, job.held, job.cancelling)
+        if key != seen or now - shown_at >= _TICK_SECONDS:
+            current = await asyncio.to_thread(view, job, worker, audience, icon, now)
+            seen, shown_at = key, now
+            if current != shown:
+                shown = current
+                yield current
+            if not current.busy:
+                return
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+async def follow_events(job: Job) -> AsyncIterator[Event]:
+    """Yield every event of a job, up to and including the terminal one."""
+    seen = 0
+    while True:
+        interrupted, events = job.state == "interrupted", job.events
+        seen = min(seen, len(events))  # a resumed job starts a new list
+        for event in events[seen:]:
+            seen += 1
+            yield event
+            if isinstance(event, TerminalEvent):
+                return
+        if interrupted:
+            yield Failed(fact=_interrupted(job))
+            return
+        await asyncio.sleep(_API_POLL_SECONDS)
+
+
+def status_line(job: Job, progress: Progress, worker: JobQueue, audience: Audience, now: float) -> Line:
+    """Return the status line of a job."""
+    end = progress.end
+    if isinstance(end, VideoSaved):
+        return Line("done", "Done", f"The video is ready. Seed {end.request['seed']}.", fraction=1.0)
+    if isinstance(end, Cancelled):
+        return _resumable(Line("cancelled", "Cancelled.", "Nothing was saved."), job)
+    if isinstance(end, Failed):
+        text = page_text(end.fact)
+        remedy = audience.details if end.internal else audience.redact(text.remedy)
+        return _resumable(Line("failed", what=audience.redact(text.what), remedy=remedy), job)
+    if job.state == "interrupted":
+        return _resumable(Line("failed", what=page_text(_interrupted(job)).what), job)
+    if job.cancelling:
+        return Line("stopping", "Stopping…", fraction=progress.fraction)
+    if job.held:
+        return Line("queued", "Paused", "Paused until you resume it.", fraction=progress.fraction)
+    if job.state == "queued":
+        ahead = worker.ahead(job)
+        noun = "video" if all(one.kind == "video" for one in ahead) else "task"
+        verb = "is" if len(ahead) == 1 else "are"
+        return Line(
+            "queued", "Waiting", f"{formatting.count(len(ahead), noun)} {verb} ahead." if ahead else "Starting."
+        )
+    return _running(progress.at(now))
+
+
+def picture_html(progress: Progress | None, state: str, icon: str, address: str = "") -> str:
+    """Return the frame with the preview and, once it is saved, the video.
+
+    Args:
+        address: where the video is served.
+    """
+    preview = progress.preview if progress and state not in {"failed", "cancelled"} else None
+    saved = progress.end if progress and state == "done" else None
+    words = {
+        "idle": "Your video will appear here.",
+        "queued": "Waiting.",
+        "failed": "No video.",
+        "cancelled": "Cancelled.",
+    }
+    return render(
+        "player_picture.html",
+        state=state,
+        preview=base64.b64encode(preview).decode() if preview else "",
+        address=address,
+        prompt=saved.request["prompt"] if isinstance(saved, VideoSaved) else None,
+        icon=icon,
+        text="" if preview or saved else words.get(state, "The first preview will appear soon."),
+    )
+
+
+def status_html(line: Line, job_id: str = "", *, panels: bool = True) -> str:
+    """Return the status line with its bar, live regions, error and buttons to resume.
+
+    Args:
+        panels: whether the page can resume jobs.
+    """
+    busy = line.state in {"queued", "running", "stopping"}
+    # Stages are announced to screen readers, steps are not.
+    announced = {"idle": "", "running": line.title}.get(line.state, f"{line.title} {line.detail}".strip())
+    return render(
+        "player_status.html",
+        line=line,
+        what=f"{line.what[:1].upper()}{line.what[1:]}",
+        job=job_id,
+        percent=None if line.fraction is None else round(100 * line.fraction),
+        busy=busy,
+        spoken=", ".join(part for part in (line.title, line.detail, line.left) if part),
+        announced=announced,
+        panels=panels,
+    )
+
+
+def _facts(job: Job, progress: Progress, address: str, audience: Audience) -> str:
+    if isinstance(progress.end, VideoSaved):
+        return audience.redact(result_view.result_html(progress.end, job.plan, job.model_title, address))
+    # Warnings matter most while the job can still be stopped.
+    return audience.redact(result_view.warnings_html(progress.warnings)) if job.open and progress.warnings else ""
+
+
+def _interrupted(job: Job) -> Fact:
+    # A visitor has no command line.
+    return Fact("ui.interrupted" if job.owner is None else "ui.visitor_interrupted", {"job": job.id})
+
+
+def _running(progress: Progress) -> Line:
+    detail = ""
+    if progress.stage == "denoise" and progress.steps:
+        # The step that runs, not the last one that is done: 1 of 20 during the first.
+        detail = f"step {min(progress.step + 1, progress.steps)} of {progress.steps}"
+    elif progress.building is not None:
+        detail = page_text(progress.building.progress).what
+    elif progress.stage == "decode":
+        detail = f"{progress.frames} of {progress.frame_count} frames"
+    return Line("running", progress.title, detail, formatting.time_left(progress.seconds_left), progress.fraction)
+
+
+def _resumable(line: Line, job: Job) -> Line:
+    """Return the line of a job that ended without a video, with how it can be resumed."""
+    status = resume_status(job.events, job.kept)
+    return replace(line, kept=status.kept, resumable=True, alternative=status.alternative)

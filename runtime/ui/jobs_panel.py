@@ -1,0 +1,126 @@
+"""What the panels Queue and History share: which jobs may be touched, and the actions on a job of either."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from runtime.models.spec import ModelSpec
+from runtime.queue import recovery
+from runtime.queue.records import JobRecord
+from runtime.queue.service import JobQueue
+from runtime.server.job_files import find_output
+from runtime.ui.panels import Call, Reply, unknown_action
+from runtime.ui.resume_status import ResumeStatus, resume_status
+from runtime.ui.words import text
+
+_ID_LENGTH = 8
+_TITLE_LENGTH = 60
+
+
+class JobsPanel:
+    """Base of both panels.
+
+    Args:
+        outputs_dir: folder of the videos that can be played and are removed with their jobs.
+        owner: whose jobs the panel shows; `None` is the owner of this Tandem, who also controls the whole queue.
+    """
+
+    def __init__(
+        self, worker: JobQueue, models: dict[str, ModelSpec], outputs_dir: Path, owner: str | None = None
+    ) -> None:
+        self._worker = worker
+        self._store = worker.store
+        self._models = models
+        self._outputs_dir = outputs_dir
+        self._owner = owner
+
+    def act(self, call: Call) -> Reply:
+        """Carry out an action."""
+        actions, job_actions = self._actions(), self._job_actions()
+        if call.action in actions:
+            return actions[call.action](call)
+        if call.action in job_actions:
+            return job_actions[call.action](self._job(call.target), call)
+        raise unknown_action()
+
+    def _actions(self) -> Mapping[str, Callable[[Call], Reply]]:
+        """Return the actions by name."""
+        return {"look": lambda _: {}, "delete": self._delete, "restore": self._restore}
+
+    def _job_actions(self) -> Mapping[str, Callable[[JobRecord, Call], Reply]]:
+        """Return the actions on one job by name."""
+        return {"resume": self._resume, "resume-alternative": self._resume_alternative}
+
+    def _job(self, job_id: object) -> JobRecord:
+        """Return a job that this panel may touch: an own one; for the owner also any that is queued or runs.
+
+        Raises:
+            TandemError: for any other.
+        """
+        if not is_job_id(job_id):
+            raise unknown_action()
+        job = self._store.get(str(job_id))
+        if job.owner != self._owner and not (self._owner is None and job.open):
+            raise unknown_action()
+        return job
+
+    def _jobs(self, ids: str) -> list[JobRecord]:
+        jobs = [self._job(one) for one in ids.split()]
+        if not jobs:
+            raise unknown_action()
+        return jobs
+
+    def _delete(self, call: Call) -> Reply:
+        jobs = self._jobs(call.target)
+        for job in jobs:
+            self._store.delete(job.id)
+        return {"message": f"Deleted: {named(jobs)}.", "undo": [job.id for job in jobs], "open": ""}
+
+    def _restore(self, call: Call) -> Reply:
+        jobs = self._jobs(call.target)
+        for job in jobs:
+            self._store.undelete(job.id)
+        return {"message": f"Restored: {named(jobs)}."}
+
+    def _purge(self, jobs: Sequence[JobRecord]) -> None:
+        for job in self._store.purge(0, [job.id for job in jobs]):
+            recovery.remove_files(self._store, job, self._outputs_dir)
+
+    def _resume(self, job: JobRecord, _call: Call) -> Reply:
+        self._worker.resume(job.id)
+        return {"message": f"Resumed: {title(job)}.", "watch": job.id}
+
+    def _resume_alternative(self, job: JobRecord, _call: Call) -> Reply:
+        self._worker.resume(job.id, self._resume_status(job).changes)
+        return {"message": f"Resumed: {title(job)}.", "watch": job.id}
+
+    def _resume_status(self, record: JobRecord) -> ResumeStatus:
+        """Return from where a job that ended without a video can be resumed."""
+        job = self._worker.job(record.id)
+        return resume_status((), None) if job is None else resume_status(job.events, job.kept)
+
+    def _plays(self, job: JobRecord) -> bool:
+        """Return whether a job's video exists and is served."""
+        return job.state == "done" and find_output(str(job.output), self._outputs_dir) is not None
+
+
+def is_job_id(value: object) -> bool:
+    """Return whether a value can be the id of a job."""
+    return isinstance(value, str) and len(value) == _ID_LENGTH and set(value) <= set("0123456789abcdef")
+
+
+def title(job: JobRecord) -> str:
+    """Return a job's prompt or task in quotation marks, shortened."""
+    words = job.prompt or job.title
+    return f"“{words if len(words) <= _TITLE_LENGTH else f'{words[: _TITLE_LENGTH - 1]}…'}”"
+
+
+def named(jobs: Sequence[JobRecord]) -> str:
+    """Return one job's title, or the number of several jobs."""
+    return title(jobs[0]) if len(jobs) == 1 else f"{len(jobs)} jobs"
+
+
+def failure(job: JobRecord) -> str:
+    """Return why a job ended without a video; empty if it did not fail."""
+    if job.state == "interrupted":
+        return "Tandem ended while this video was generated."
+    return "" if job.failure is None else text(job.failure.fact)
