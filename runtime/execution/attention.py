@@ -1,6 +1,6 @@
-"""Attention of queries, keys and values by one of several kernels, alike to call.
+"""Attention kernels with one signature.
 
-    native   PyTorch's own choice
+    native   PyTorch's choice
     cudnn    cuDNN's, through PyTorch
     flash    FlashAttention 2, as PyTorch has it
     flash3   FlashAttention 3, package `flash_attn_interface`
@@ -8,7 +8,7 @@
     sage     SageAttention: products in 8 bits
     fp8      cuDNN's in FP8, through `nvidia-cudnn-frontend`: every factor in 8 bits, see `fp8_attention`
 
-Those that PyTorch does not know are operators of their own, so that a compiled block holds them as one call.
+Kernels of other packages are custom operators, so that a compiled block calls them without a graph break.
 """
 
 import threading
@@ -36,13 +36,13 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def attention(kind: str) -> Attention:
-    """Return an attention by its name above."""
+    """Return an attention kernel by its name above."""
     return _KINDS[kind]
 
 
 @lru_cache(maxsize=32)
 def problem(kind: str, device: str, dtype: torch.dtype, width: int) -> str | None:
-    """Return why a kind of attention does not run here, a clause, `None` if it does: it is tried on a small case.
+    """Try a kernel on a small input; return why it does not run here, a clause, or `None` if it does.
 
     Args:
         width: of a head.
@@ -50,7 +50,7 @@ def problem(kind: str, device: str, dtype: torch.dtype, width: int) -> str | Non
     try:
         q = torch.ones((1, _TRIED_TOKENS, 1, width), device=device, dtype=dtype)
         found = attention(kind)(q, q, q)
-        # Ones attend to ones.
+        # Attention over ones is ones.
         return None if torch.allclose(found.float(), q.float(), atol=_TRIED_ERROR) else "it gives other values"
     except Exception as error:  # packages fail in ways of their own
         if ran_out(error) is not None:
@@ -76,11 +76,11 @@ def seconds_of(kind: str, tokens: int, heads: int, width: int, dtype: str, devic
 
 
 def _heads_first(attend: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """PyTorch wants heads before tokens; only in name, for no kernel needs a copy."""
+    """Call a kernel that takes heads before tokens; no kernel needs a copy for that."""
     return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
 
 
-def _torchs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _native(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return _heads_first(F.scaled_dot_product_attention, q, k, v)
 
 
@@ -115,7 +115,7 @@ def _by_package(kind: str) -> Attention:
 
 
 _KINDS: dict[str, Attention] = {
-    "native": _torchs,
+    "native": _native,
     "cudnn": _cudnn,
     "flash": _flash,
     "flash3": _by_package("flash3"),

@@ -23,7 +23,7 @@ OnDegraded = Callable[[Fact], None]
 _INDUCTOR, _TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 # So many kinds of inputs are compiled for before all is forgotten: sizes, and tensors that lie otherwise in memory.
 _LIMIT = 32
-# What was compiled already, by function: that is kept with it, whoever compiled it.
+# Kinds of inputs that were compiled for, by function: PyTorch keeps compiled code per function.
 _COMPILED: dict[Callable[..., Any], set[Any]] = {}
 
 logger = logging.getLogger(__name__)

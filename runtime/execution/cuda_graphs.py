@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 class CudaGraphRunner:
     """A function of latents, a timestep and a text, as a CUDA graph per text and size.
 
-    What it returns is written over by the next call with the same text.
+    The next call with the same text overwrites the returned tensor.
 
     Args:
         function: takes latents, a timestep, and a function that gives a text's state, the same object for the same
@@ -67,18 +67,18 @@ class CudaGraphRunner:
         return recorded.replay(latents, timestep)
 
     def forget(self) -> None:
-        """Let go of all graphs and their memory."""
+        """Free all graphs and their memory."""
         self._recorded.clear()
 
 
 @cache
 def _aside(device: torch.device) -> Any:
-    """Return a GPU's stream for recording, always the same: its libraries keep a workspace for each that they see."""
+    """Return a GPU's stream for recording, always the same: libraries keep a workspace per stream."""
     return torch.cuda.Stream(device)
 
 
 class _Recorded:
-    """One graph with the tensors that it reads and writes."""
+    """One graph with its input and output tensors."""
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ import torch
 
 from runtime.core.facts import Fact
 from runtime.engines.service import OpenEngines
-from runtime.execution.engine_fallback import Guarded
+from runtime.execution.engine_fallback import EngineWithFallback
 
 # The passes of a step with guidance.
 PROMPTED, UNPROMPTED = "cond", "uncond"
@@ -57,7 +57,7 @@ class EngineDenoiser:
     pairs = False
 
     def __init__(self, engines: OpenEngines, fall_back: Callable[[Fact], Denoiser]) -> None:
-        self._guarded = Guarded(engines, fall_back)
+        self._engines = EngineWithFallback(engines, fall_back)
 
     def reset_cache(self) -> None:
         """See `Denoiser`; an engine caches nothing, nor does what takes over from it."""
@@ -67,7 +67,7 @@ class EngineDenoiser:
     ) -> torch.Tensor:
         """See `Denoiser`; the result stays as it is until the call after the next."""
         inputs = {"latents": latents, "timestep": timestep.expand(1).float(), "text_embeds": text_embeds.float()}
-        return self._guarded.call(
+        return self._engines.call(
             lambda engines: engines.infer("transformer", **inputs)["velocity"],
             lambda denoiser: denoiser(latents, timestep, text_embeds),
         )

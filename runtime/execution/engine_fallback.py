@@ -15,11 +15,11 @@ Result = TypeVar("Result", bound=torch.Tensor | Mapping[str, torch.Tensor] | Non
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 
-class Guarded(Generic[Part]):
+class EngineWithFallback(Generic[Part]):
     """Engines until one fails, runs out of memory or gives values that are not numbers; then `fall_back`'s part.
 
     Args:
-        engines: loaded; whoever lends them closes them.
+        engines: loaded; the caller closes them.
         fall_back: called once, with the reason; closes the engines and returns the same component in PyTorch.
     """
 
@@ -48,7 +48,7 @@ class Guarded(Generic[Part]):
         """Whether an engine for a program is there and none has failed."""
         return self._instead is None and self._engines.runs(program)
 
-    def instead(self) -> Part:
+    def fallback(self) -> Part:
         """Return the component in PyTorch, after an engine has failed."""
         assert self._instead is not None
         return self._instead

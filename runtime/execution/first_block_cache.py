@@ -1,9 +1,8 @@
-"""First-block caching through diffusers' hooks, decided alike by all who share a pass.
+"""First-block caching through diffusers' hooks, with the same decision in all processes that share a pass.
 
-What diffusers' hook measures is a mean over the tokens at hand. Where several processes share them each has a part: one
-that computes the other blocks and one that does not would wait for each other forever. So each sums up what it has, and
-all decide by the same sums of sums. One process alone sums up in the same way: diffusers rounds its means to the
-model's dtype, so that in bfloat16 the two would not agree.
+diffusers' hook compares means over a process's own tokens. If processes that share a pass decided differently, they
+would wait for each other forever. So each process sums over its tokens, and all decide by the total. A single process
+sums in the same way, because diffusers rounds its means to the model's dtype and would decide differently in bfloat16.
 """
 
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from runtime.upstream.diffusers import decide_first_block_cache
 
 
 class Sharing(Protocol):
-    """Those who share the tokens of a pass."""
+    """The processes that share the tokens of a pass."""
 
     def real(self, x: torch.Tensor) -> torch.Tensor:
         """Return those of this process's tokens, (batch, tokens, …), that are not filled up."""

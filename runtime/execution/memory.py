@@ -1,4 +1,4 @@
-"""Which memory ran out, and giving back what libraries keep for later."""
+"""Out-of-memory errors, and memory that libraries keep for reuse."""
 
 import ctypes
 import gc
@@ -11,7 +11,7 @@ import torch
 from runtime.core.errors import ram_ran_out
 from runtime.upstream.torch import empty_host_cache
 
-# What CUDA and its libraries say in plain RuntimeErrors.
+# Texts of plain RuntimeErrors of CUDA and its libraries, which have no type of their own.
 _VRAM_WORDS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
@@ -25,10 +25,10 @@ def ran_out(error: BaseException) -> Literal["VRAM", "RAM"] | None:
 
 
 def release_cached_memory(*, unreachable: bool = False) -> None:
-    """Return what PyTorch's allocators keep for later to the driver and the system.
+    """Return memory that PyTorch's allocators keep for reuse to the driver and the system.
 
     Args:
-        unreachable: also what only cycles of references hold, as diffusers' hooks do.
+        unreachable: also free reference cycles, such as those of diffusers' hooks.
     """
     if unreachable:
         gc.collect()

@@ -1,11 +1,11 @@
-"""Where a part's weights wait, and what brings them to the device. Knows nothing about plans beyond one part's.
+"""Offloading: where a component's weights are between uses, and how they get to the device.
 
-    device   they stay there
-    whole    in memory (RAM), brought before the part's stage and gone after it
-    blocks   in memory, each block brought as it is computed, the next one meanwhile (diffusers' group offloading)
+    device   on the device, always
+    whole    in memory (RAM); copied to the device before the component's stage, freed after it
+    blocks   in memory; each block is copied while the one before it runs (diffusers' group offloading)
     leaves   the same, layer by layer
 
-On a CPU all of these are the same place, and nothing is copied.
+On a CPU all are the same, and nothing is copied.
 """
 
 from typing import Any, Literal, Protocol
@@ -25,11 +25,11 @@ Placement = Literal["device", "whole", "blocks", "leaves"]
 
 
 class Placed(Protocol):
-    """A module whose weights wait somewhere."""
+    """A module with managed weights."""
 
     @property
     def waits_elsewhere(self) -> bool:
-        """Whether `bring` has something to do."""
+        """Whether `bring` has to copy weights."""
         ...
 
     def bring(self) -> None:
@@ -37,15 +37,15 @@ class Placed(Protocol):
         ...
 
     def away(self) -> None:
-        """Give the device's memory back until the next `bring`."""
+        """Free the device's memory until the next `bring`."""
         ...
 
 
 def placement(name: str, part: ComponentPlan, offload: str) -> Placement:
-    """Return how a component's weights are kept.
+    """Return the placement of a component's weights.
 
-    The VAE is small, so it is moved as a whole. The text encoder has no list of blocks where diffusers looks for
-    one, so it goes by layer where transformers go by block.
+    The VAE is small and moves as a whole. Text encoders have no list of blocks that diffusers finds, so they move layer
+    by layer where transformers move block by block.
 
     Args:
         offload: of the plan: "none", "model", "group" or "sequential"; "auto" is "none".
@@ -65,7 +65,7 @@ def placement(name: str, part: ComponentPlan, offload: str) -> Placement:
 
 
 def place(module: torch.nn.Module, how: Placement, part: ComponentPlan) -> Placed:
-    """Take charge of where a module's weights are.
+    """Manage where a module's weights are.
 
     Args:
         module: with its weights in memory (RAM), or on the device where `how` is "device" or it is quantized.
@@ -98,21 +98,22 @@ def place(module: torch.nn.Module, how: Placement, part: ComponentPlan) -> Place
 
 
 class _Stays:
-    """Nothing is to be done between stages: the weights are there."""
+    """Weights that stay on the device."""
 
     waits_elsewhere = False
 
     def bring(self) -> None:
-        """It is ready."""
+        """Nothing to do."""
 
     def away(self) -> None:
-        """It stays."""
+        """Nothing to do."""
 
 
 class _Hooked:
-    """Hooks bring the weights while the module runs, and take them back but for those that were not called in the end.
+    """Weights that diffusers' hooks copy while the module runs.
 
-    A layer is brought ahead as soon as the one before it in the first call runs; what reads the text is called once.
+    Hooks copy a layer as soon as the one before it in the first call runs. Layers that read the text are called once,
+    and would stay on the device.
     """
 
     waits_elsewhere = False
@@ -121,18 +122,17 @@ class _Hooked:
         self._module = module
 
     def bring(self) -> None:
-        """Hooks do."""
+        """Nothing to do."""
 
     def away(self) -> None:
-        """Let go of what was brought for nothing."""
+        """Free layers that were copied and not called."""
         offload_groups(self._module)
 
 
 class _Whole:
-    """Copied to the device; the originals stay in memory, so that going away is letting go of the copies.
+    """Weights copied to the device as a whole; the originals stay in memory, so that only copies are freed.
 
-    Both experts of a model never lie on the device together, so the second is not brought ahead of its time. The
-    originals are not page-locked: a part crosses the bus once a stage, and locking would take longer than it saves.
+    The originals are not page-locked: a component is copied once a stage, and locking would take longer than it saves.
     """
 
     def __init__(self, module: torch.nn.Module, device: torch.device) -> None:
@@ -146,7 +146,7 @@ class _Whole:
         return not self._originals
 
     def bring(self) -> None:
-        """Copy all weights to the device, or none where it has no room."""
+        """Copy all weights to the device; if they do not fit, none."""
         if self._originals:
             return
         try:
@@ -159,14 +159,14 @@ class _Whole:
             raise
 
     def away(self) -> None:
-        """Take the originals again."""
+        """Use the originals again."""
         for tensor, original in self._originals:
             tensor.data = original
         self._originals.clear()
 
 
 class _QuantizedWhole:
-    """Moved by the library that quantized it; it was loaded onto the device, for it is quantized there."""
+    """Quantized weights, moved by the quantization library; they are loaded onto the device to be quantized there."""
 
     def __init__(self, module: Any, device: torch.device) -> None:
         self._module = module

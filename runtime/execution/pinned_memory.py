@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 # PyTorch rounds a page-locked allocation up to a power of two: tensor by tensor, 14 billion weights in 28.6 GB take 41.
 _SLAB_BYTES = 1 << 30
 _ALIGNMENT = 256
-# Memory that is page-locked cannot be swapped or lent out, so half of what is free is left alone.
+# Page-locked memory cannot be swapped out, so at most half of the free memory is locked.
 _SHARE = 0.5
 
 

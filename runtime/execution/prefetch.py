@@ -12,7 +12,7 @@ from runtime.core.plan import ExecutionPlan
 from runtime.models.spec import ModelSpec
 
 _PIECE_BYTES = 8 << 20
-# What is read must fit beside what is there, and leave as much again.
+# Files are read ahead only if they fit into free memory twice.
 _ROOM = 2.0
 
 
@@ -55,7 +55,7 @@ def reading(files: Sequence[Path], free_bytes: int | None = None) -> Iterator[No
 
 def _read(files: Sequence[Path], stop: threading.Event) -> None:
     piece = bytearray(_PIECE_BYTES)
-    with contextlib.suppress(OSError):  # whoever loads the file says what is wrong with it
+    with contextlib.suppress(OSError):  # loading the file reports the error
         for path in files:
             with path.open("rb", buffering=0) as file:
                 while not stop.is_set() and file.readinto(piece):

@@ -1,7 +1,7 @@
-"""Prompts that were read before: what a text encoder made of them, in memory and on disk.
+"""Text embeddings of earlier prompts, in memory and on disk.
 
-An entry is known by the text, by the encoder's and tokenizer's files (names, sizes, times) and by how it was computed.
-Doubt is a miss. Files are safetensors, named by digests; a damaged one is removed.
+The key of an entry is the text, the files of encoder and tokenizer (names, sizes, times) and how it was computed. Files
+are safetensors, named by digests; a damaged one is removed.
 """
 
 import contextlib
@@ -28,10 +28,10 @@ _METADATA = "tandem"
 
 
 class PromptCache:
-    """The prompts that one process, and others through the folder, have read.
+    """A cache of text embeddings that processes share through a folder.
 
     Args:
-        folder: made when something is kept; `None` keeps nothing beyond this process.
+        folder: created with the first entry; `None` caches in this process only.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -39,7 +39,7 @@ class PromptCache:
         self._known: OrderedDict[str, TextEncoding] = OrderedDict()
 
     def find(self, spec: ModelSpec, part: ComponentPlan, text: str) -> TextEncoding | None:
-        """Return what was made of a text, on the CPU, or `None`.
+        """Return the cached embeddings of a text, on the CPU, or `None`.
 
         Args:
             part: how the text encoder runs.
@@ -51,18 +51,18 @@ class PromptCache:
         return found
 
     def keep(self, spec: ModelSpec, part: ComponentPlan, text: str, encoding: TextEncoding) -> None:
-        """Keep what was made of a text; a folder that cannot be written to is no error."""
+        """Cache the embeddings of a text; a folder that cannot be written to is not an error."""
         key = _key(spec, part, text)
         here = TextEncoding(encoding.embeds.detach().cpu().contiguous(), encoding.unknown_words, encoding.cut)
         self._remember(key, here)
         if self._folder is None:
             return
-        told = json.dumps({"version": _VERSION, "unknown_words": here.unknown_words, "cut": here.cut})
+        metadata_json = json.dumps({"version": _VERSION, "unknown_words": here.unknown_words, "cut": here.cut})
         target = self._path(key)
         written = target.with_suffix(f".{os.getpid()}.tmp")
         with contextlib.suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
-            written.write_bytes(safetensors.torch.save({"embeds": here.embeds}, metadata={_METADATA: told}))
+            written.write_bytes(safetensors.torch.save({"embeds": here.embeds}, metadata={_METADATA: metadata_json}))
             written.replace(target)
             self._sweep()
 
@@ -78,13 +78,13 @@ class PromptCache:
         path = self._path(key)
         try:
             with safe_open(path, framework="pt") as file:
-                told = json.loads((file.metadata() or {})[_METADATA])
+                metadata_json = json.loads((file.metadata() or {})[_METADATA])
                 # A copy, for what lies in the file is at any address: arithmetic may round otherwise there.
                 embeds = file.get_tensor("embeds").clone()
-            if told["version"] != _VERSION:
+            if metadata_json["version"] != _VERSION:
                 return None
             path.touch()
-            return TextEncoding(embeds, tuple(map(str, told["unknown_words"])), bool(told["cut"]))
+            return TextEncoding(embeds, tuple(map(str, metadata_json["unknown_words"])), bool(metadata_json["cut"]))
         except FileNotFoundError:
             return None
         except (OSError, SafetensorError, ValueError, KeyError, TypeError):

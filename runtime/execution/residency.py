@@ -1,6 +1,6 @@
-"""Which components are in memory: loaded when first used, kept or freed as the plan says. One lifetime, one `with`.
+"""Loaded components: loaded on first use, kept or freed as the plan says, freed at the end of one `with`.
 
-Where a kept component's weights wait, on the device or in memory (RAM), is the plan's `offload`.
+The plan's `offload` decides whether a kept component's weights are on the device or in memory (RAM) between uses.
 """
 
 import time
@@ -35,17 +35,17 @@ from runtime.models.weights import load_module, load_tokenizer
 from runtime.upstream.torch import clear_module
 
 Part = TypeVar("Part")
-# Model, component, how it is planned, and where its weights are put if not on its own device; see `load_module`.
+# Model, component, its plan, and the device for its weights if it is not the plan's; see `load_module`.
 Loader = Callable[[ModelSpec, str, ComponentPlan, str | None], torch.nn.Module]
 
 # In the cache folder.
 _PROMPTS, _COMPILED = "prompts", "compiled"
-# With these, hooks tie a module to itself, as bitsandbytes' layers are: only the garbage collector frees it.
+# With these placements hooks reference the module, as in bitsandbytes' layers: only the garbage collector frees it.
 _HOOKED: tuple[Placement, ...] = ("blocks", "leaves")
 
 
 class _Key(NamedTuple):
-    """What makes a loaded component the one that a plan wants."""
+    """Identity of a loaded component: a plan can use it if all fields are equal."""
 
     directory: Path
     name: str
@@ -62,32 +62,32 @@ class _Key(NamedTuple):
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A component in PyTorch, and who knows where its weights are."""
+    """A component in PyTorch and the placement of its weights."""
 
     part: Any
     placed: Placed
     module: torch.nn.Module
 
     def close(self) -> None:
-        """Let go of the weights, whoever still holds the part: one that it was lent to may for a while."""
+        """Free the weights, even if a user of the part still references it."""
         clear_module(self.module)
 
 
 class Watch(Protocol):
-    """The job that components are lent to."""
+    """The job that uses components."""
 
     @property
     def plan(self) -> ExecutionPlan:
-        """What runs where."""
+        """The job's plan."""
         ...
 
     @property
     def cancel(self) -> Cancel:
-        """Whether somebody wants it to stop."""
+        """Whether the job is to stop."""
         ...
 
     def loading(self, name: str) -> None:
-        """Hear that a component is loaded."""
+        """Called before a component is loaded."""
         ...
 
     def fell_back(self, name: str, reason: Fact) -> None:
@@ -149,22 +149,22 @@ class Residency:
         return self._service
 
     def holds(self, spec: ModelSpec, plan: ExecutionPlan, name: str) -> bool:
-        """Whether a component is loaded as the plan wants it."""
+        """Whether a component is loaded in the form that the plan uses."""
         return _key(spec, name, plan, plan.components[name]) in self._held
 
     @contextmanager
     def text_encoder(self, spec: ModelSpec, job: Watch) -> Iterator[TextEncoder]:
-        """Lend the text encoder."""
+        """Yield the text encoder, loaded."""
 
         def build(module: torch.nn.Module, part: ComponentPlan) -> TextModel:
             return PyTorchTextModel(module, part.device)
 
-        with self._lend(spec, job, "text_encoder", build, EngineTextModel) as model:
+        with self._use(spec, job, "text_encoder", build, EngineTextModel) as model:
             yield components_of(spec).text_encoder(spec, load_tokenizer(spec), model)
 
     @contextmanager
     def denoiser(self, spec: ModelSpec, job: Watch, name: str) -> Iterator[Denoiser]:
-        """Lend the transformer called `name`."""
+        """Yield the transformer called `name`, loaded."""
 
         def build(module: torch.nn.Module, _: ComponentPlan) -> Denoiser:
             return components_of(spec).denoiser(module)
@@ -176,7 +176,7 @@ class Residency:
             compute_as_planned(denoiser, part, spec, job, name)
             used.append(denoiser)
 
-        with self._lend(spec, job, name, build, EngineDenoiser, prepare) as denoiser, ExitStack() as stack:
+        with self._use(spec, job, name, build, EngineDenoiser, prepare) as denoiser, ExitStack() as stack:
             if not isinstance(denoiser, EngineDenoiser):
                 stack.enter_context(denoiser.caching(job.plan.step_cache))
             try:
@@ -189,7 +189,7 @@ class Residency:
 
     @contextmanager
     def video_decoder(self, spec: ModelSpec, job: Watch) -> Iterator[VideoDecoder]:
-        """Lend the VAE's decoder."""
+        """Yield the VAE decoder, loaded."""
 
         def build(module: Any, part: ComponentPlan) -> PyTorchVideoDecoder:
             return components_of(spec).video_decoder(module, part.device)
@@ -201,7 +201,7 @@ class Residency:
             decoder.compute(job.plan.speed, partial(job.on_degraded, "vae"))
             used.append(decoder)
 
-        with self._lend(spec, job, "vae", build, EngineVideoDecoder, prepare) as decoder:
+        with self._use(spec, job, "vae", build, EngineVideoDecoder, prepare) as decoder:
             try:
                 yield decoder
             finally:
@@ -214,7 +214,7 @@ class Residency:
             keep_in(self._compiled)
 
     @contextmanager
-    def _lend(
+    def _use(
         self,
         spec: ModelSpec,
         job: Watch,
@@ -223,9 +223,9 @@ class Residency:
         on_engines: Callable[[OpenEngines, Callable[[Fact], Part]], Any],
         prepare: Callable[[Any, ComponentPlan], None] = lambda *_: None,
     ) -> Iterator[Any]:
-        """Lend a component: `build` makes it in PyTorch, `on_engines` of its engines and what it falls back to.
+        """Yield a component, loaded: `build` makes it in PyTorch, `on_engines` of engines and a fallback to PyTorch.
 
-        `prepare` readies the one in PyTorch for the job at hand.
+        `prepare` applies the job's plan to the component in PyTorch.
         """
         part = job.plan.components[name]
         used = [_key(spec, name, job.plan, part)]
@@ -256,10 +256,10 @@ class Residency:
 
         def fall_back(reason: Fact) -> Part:
             self._drop(used.pop())
-            instead = part.in_pytorch(str(reason))
-            used.append(_key(spec, name, job.plan, instead))
+            replacement = part.in_pytorch(str(reason))
+            used.append(_key(spec, name, job.plan, replacement))
             job.fell_back(name, reason)
-            return pytorch(instead)
+            return pytorch(replacement)
 
         try:
             if part.engines:
@@ -304,7 +304,7 @@ class Residency:
         return fall_back(reason)
 
     def _free_all_but(self, spec: ModelSpec, plan: ExecutionPlan) -> None:
-        """Free what an earlier job left that this plan has no use for: another model, another place or precision."""
+        """Free components of earlier jobs that this plan does not use."""
         wanted = {_key(spec, name, plan, part) for name, part in plan.components.items()}
         fit = self.group_manager.fits(plan.split)
         for key in [key for key in self._held if key not in wanted or not (fit or key.split is None)]:
@@ -321,7 +321,7 @@ class Residency:
 
 
 def compute_as_planned(denoiser: PyTorchDenoiser, part: ComponentPlan, spec: ModelSpec, job: Watch, name: str) -> None:
-    """Let a denoiser compute as the job's plan says; an attention that does not run here is told of and left out."""
+    """Apply the plan's `Speed` to a denoiser; an attention kernel that does not run here is reported and not used."""
     speed = job.plan.speed
     if speed.attention != EAGER.attention:
         against = problem(speed.attention, part.device, denoiser.dtype, spec.transformer.attention_head_dim)
@@ -340,7 +340,7 @@ def _load(
     build: Callable[[torch.nn.Module, ComponentPlan], Any],
     load: Loader,
 ) -> _Loaded:
-    """Load a component in PyTorch to where its weights wait."""
+    """Load a component in PyTorch, with its weights where they are between uses."""
     module = load(spec, name, part, None if how == "device" else "cpu")
     made = build(module, part)
     return _Loaded(made, place(module, how, part), module)
@@ -352,7 +352,7 @@ def _key(spec: ModelSpec, name: str, plan: ExecutionPlan, part: ComponentPlan) -
     stamp = _stamp(spec.directory / name)
     split = plan.split if plan.split is not None and plan.split.shares(name) and not engines else None
     computed = None if split is None else shared_speed(plan.speed, name)
-    # Their order counts: sums are rounded.
+    # The order counts: sums are rounded.
     loras = tuple(use.identity for use in spec.loras_of(name))
     return _Key(
         spec.directory, name, part.device, part.dtype, part.quantization, where, stamp, engines, loras, split, computed
@@ -360,5 +360,5 @@ def _key(spec: ModelSpec, name: str, plan: ExecutionPlan, part: ComponentPlan) -
 
 
 def _stamp(folder: Path) -> int:
-    """Return the newest change of a component's files: weights replaced on disk are loaded again."""
+    """Return the newest modification time of a component's files, so that replaced weights are loaded again."""
     return max(path.stat().st_mtime_ns for path in folder.iterdir())

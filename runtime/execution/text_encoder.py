@@ -1,4 +1,4 @@
-"""Prompt to embeddings. Knows nothing about guidance or the loop."""
+"""Prompts to text embeddings, in PyTorch and on engines. Knows nothing about guidance or the sampling loop."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ import torch
 
 from runtime.core.facts import Fact
 from runtime.engines.service import OpenEngines
-from runtime.execution.engine_fallback import Guarded
+from runtime.execution.engine_fallback import EngineWithFallback
 
 _WORD = regex.compile(r"[\p{L}\p{N}]")
 
 
 @dataclass(frozen=True)
 class TextEncoding:
-    """A prompt, read.
+    """A prompt's embeddings.
 
     Attributes:
         embeds: (1, max_sequence_length, text width), zero beyond the prompt's end.
-        unknown_words: words that the model has no token for, in the prompt's order.
-        cut: whether the prompt was longer than the model reads.
+        unknown_words: words without a token, in the prompt's order.
+        cut: whether the prompt was longer than `max_sequence_length` tokens.
     """
 
     embeds: torch.Tensor
@@ -90,7 +90,7 @@ class PyTorchTextModel:
         self._module = module
         self._device = torch.device(device)
 
-    # Not in inference mode: what brings weights to the device changes them while the module runs.
+    # Not in inference mode: offloading hooks change weights while the module runs.
     @torch.no_grad()
     def __call__(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """See `TextModel`; the result has the module's dtype."""
@@ -103,11 +103,11 @@ class EngineTextModel:
     """An engine, and PyTorch once it fails."""
 
     def __init__(self, engines: OpenEngines, fall_back: Callable[[Fact], TextModel]) -> None:
-        self._guarded = Guarded(engines, fall_back)
+        self._engines = EngineWithFallback(engines, fall_back)
 
     def __call__(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """See `TextModel`."""
-        return self._guarded.call(
+        return self._engines.call(
             lambda engines: engines.infer("text_encoder", input_ids=ids, attention_mask=mask)["embeds"].clone(),
             lambda model: model(ids, mask),
         )

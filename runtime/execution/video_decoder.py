@@ -1,4 +1,4 @@
-"""Latents to frames, a few latent frames at a time. Knows nothing about files."""
+"""Latents to frames, a few latent frames per call, on engines; the parts that all decoders share."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
@@ -10,7 +10,7 @@ from runtime.core.facts import Fact
 from runtime.core.plan import ComponentPlan
 from runtime.engines.identity import CLIP_PROGRAM
 from runtime.engines.service import OpenEngines
-from runtime.execution.engine_fallback import Guarded
+from runtime.execution.engine_fallback import EngineWithFallback
 from runtime.planner import vae_precision
 
 
@@ -28,8 +28,7 @@ class VideoDecoder(Protocol):
 
         Yields:
             (frames, height, width, 3), float32 in -1 to 1: on the decoder's device, or on the CPU if tiled; or uint8,
-            rounded from that. Tiles come together at the very end: until then, a batch of 0 frames comes after each
-            call.
+            rounded from that. Tiled frames are complete at the end only: until then, each call yields 0 frames.
         """
         ...
 
@@ -67,7 +66,7 @@ def as_bytes(frames: torch.Tensor, part: ComponentPlan | None) -> torch.Tensor:
 def fetch(frames: torch.Tensor, part: ComponentPlan | None) -> Callable[[], torch.Tensor]:
     """Start decoded frames on their way to the CPU, in 8 bits; what is returned waits until they are there.
 
-    A GPU copies into page-locked memory while it goes on with what is started next.
+    A GPU copies into page-locked memory while it runs the next kernels.
 
     Args:
         frames, part: see `as_bytes`; what is uint8 already is only copied.
@@ -118,11 +117,11 @@ class EngineVideoDecoder:
     """
 
     def __init__(self, engines: OpenEngines, fall_back: Callable[[Fact], ResumableDecoder]) -> None:
-        self._guarded = Guarded(engines, fall_back)
+        self._engines = EngineWithFallback(engines, fall_back)
 
     def frames(self, latents: torch.Tensor, chunk: int, tile: int | None = None) -> Iterator[torch.Tensor]:
         """See `VideoDecoder`."""
-        if self._guarded.runs(CLIP_PROGRAM):
+        if self._engines.runs(CLIP_PROGRAM):
             yield from self._clip(latents, chunk)
             return
         caches: dict[str, torch.Tensor] = {}
@@ -131,23 +130,23 @@ class EngineVideoDecoder:
             end = min(start + chunk, latents.shape[2]) if start else 1
             program, given = ("vae_next", caches) if start else ("vae_first", {})
             z = latents[:, :, start:end]
-            outputs = self._guarded.call(
+            outputs = self._engines.call(
                 lambda engines: engines.infer(program, z=z, **given),  # noqa: B023 - called at once
                 lambda _: None,
             )
             if outputs is None and not start:
-                yield from self._guarded.instead().frames(latents, chunk, tile)
+                yield from self._engines.fallback().frames(latents, chunk, tile)
                 return
             if outputs is None:
-                yield from self._guarded.instead().decode_from(latents, chunk, start, list(caches.values()))
+                yield from self._engines.fallback().decode_from(latents, chunk, start, list(caches.values()))
                 return
             yield outputs.pop("frames")
             caches = outputs
             start = end
 
     def _clip(self, latents: torch.Tensor, chunk: int) -> Iterator[torch.Tensor]:
-        outputs = self._guarded.call(lambda engines: engines.infer(CLIP_PROGRAM, z=latents), lambda _: None)
+        outputs = self._engines.call(lambda engines: engines.infer(CLIP_PROGRAM, z=latents), lambda _: None)
         if outputs is None:
-            yield from self._guarded.instead().frames(latents, chunk)
+            yield from self._engines.fallback().frames(latents, chunk)
         else:
             yield outputs["frames"]

@@ -41,8 +41,8 @@ _BLOCK = re.compile(r"blocks[._](\d+)[._](.+)")
 # Within a block.
 _IN_BLOCK = {
     **{
-        f"{theirs}.{one}": f"{ours}.{other}"
-        for theirs, ours in (("self_attn", "attn1"), ("cross_attn", "attn2"))
+        f"{original}.{one}": f"{diffusers}.{other}"
+        for original, diffusers in (("self_attn", "attn1"), ("cross_attn", "attn2"))
         for one, other in (
             ("q", "to_q"),
             ("k", "to_k"),
@@ -67,7 +67,7 @@ _AROUND = {
     "head.head": "proj_out",
     "head.modulation": "scale_shift_table",
 }
-_OURS = frozenset({*_IN_BLOCK.values()}), frozenset({*_AROUND.values()})
+_DIFFUSERS = frozenset({*_IN_BLOCK.values()}), frozenset({*_AROUND.values()})
 # musubi-tuner writes underscores for dots.
 _UNDERSCORED = {name.replace(".", "_"): name for name in (*_IN_BLOCK, *_AROUND)}
 # LoRAs from step distillation make a video in a few steps without guidance. Their names identify them.
@@ -129,8 +129,8 @@ def _module(name: str) -> str | None:
     block = _BLOCK.fullmatch(name)
     rest = block[2] if block else name
     rest = _UNDERSCORED.get(rest, rest)
-    names, ours = (_IN_BLOCK, _OURS[0]) if block else (_AROUND, _OURS[1])
-    found = names.get(rest, rest if rest in ours else None)
+    names, known = (_IN_BLOCK, _DIFFUSERS[0]) if block else (_AROUND, _DIFFUSERS[1])
+    found = names.get(rest, rest if rest in known else None)
     return f"blocks.{block[1]}.{found}" if block and found else found
 
 

@@ -72,11 +72,11 @@ class TransformerSpec:
         return float(self.num_layers * (self_attention + cross_attention + feed_forward))
 
     def forward_bytes(self, tokens: int, element_bytes: int, *, time_per_token: bool) -> int:
-        """Return what one forward pass takes at its peak, beside the weights; attention has no matrix.
+        """Return the peak memory of one forward pass in bytes, weights excluded; attention stores no matrix.
 
         The peak is in a block, at one of four moments. In units of tokens × width: the feed-forward's activation
         (input, stream, cross-attention's output, norm, and the inner layer twice), the gated sum after it (five of
-        these, beside product, sum and, where the model is not in float32, the stream once more, all in float32), the
+        these, and product, sum and, unless the model is in float32, the stream once more, all in float32), the
         rotary embedding in float32 within self-attention, and with a timestep per token (`time_per_token`) the start,
         where the modulation's six vectors are cast and summed in float32. They stay to the block's end.
 
@@ -138,7 +138,7 @@ class VaeSpec:
     def decode_bytes(
         self, latent_frames: int, height: int, width: int, element_bytes: int, *, cpu: bool = False
     ) -> int:
-        """Return what decoding `latent_frames` in one call takes at its peak, beside the weights.
+        """Return the peak memory of decoding `latent_frames` in one call in bytes, weights excluded.
 
         The peak is a convolution of a residual block, mostly of the last level. At that moment there are the block's
         and the level's inputs, the shortcut, the convolution's input as it is and padded (by two frames of cache), its
@@ -147,7 +147,7 @@ class VaeSpec:
         is the norm between two convolutions, which is computed in float32.
 
         On a CPU it is the same, in oneDNN's layout, but for convolutions with a small input, which PyTorch computes by
-        itself: it lays each output's 27 inputs out beside each other. The clip's first latent frame, which is decoded
+        itself: it unfolds the 27 inputs of each output. The clip's first latent frame, which is decoded
         alone, may then take more than the calls after it.
 
         Source: diffusers' `autoencoder_kl_wan`, within 1 % of what that took on an H200 in float32
@@ -372,7 +372,7 @@ def vae_spec(config: dict[str, Any]) -> VaeSpec:
 
 
 def card_defaults(vae: VaeSpec, experts: int) -> dict[str, Any]:
-    """Return the model cards' settings: TI2V-5B, Wan2.2-A14B, Wan2.1, told apart by VAE and experts."""
+    """Return the model cards' settings for TI2V-5B, Wan2.2-A14B or Wan2.1, by VAE and number of experts."""
     if vae.scale_factor_spatial == 16:  # noqa: PLR2004 - TI2V-5B's VAE
         width, height, frames, fps, steps, guidance, guidance_2 = 1280, 704, 121, 24, 50, 5.0, None
         sizes: tuple[tuple[int, int], ...] = ((1280, 704), (704, 1280))

@@ -1,12 +1,12 @@
-"""Wan's transformer computed so that little is done twice: diffusers' modules and weights, another order of work.
+"""Wan's transformer in a faster order of operations, on diffusers' modules and weights.
 
 Equal to `diffusers.WanTransformer3DModel` up to rounding (tests/families/wan/test_transformer.py). What differs:
 
 - The rotary embedding's tables are made once for a size, signed, so that a rotation is two products and a sum.
-- What the text becomes does not depend on the step: it is projected once a clip, and where `TextState` holds them, so
-  are every block's keys and values of it.
+- The text does not depend on the step: it is projected once a clip, and if `TextState` holds them, so are every block's
+  keys and values.
 - A text-to-video clip has one timestep for all its tokens: TI2V-5B's row per token is one row.
-- What lies between two matrix products stands together, so that a compiler makes one kernel of it.
+- Operations between two matrix products are adjacent, so that a compiler fuses them into one kernel.
 
 `install` replaces `forward` of a loaded module and of its blocks. They are called as diffusers calls them, hooks
 included, so that offloading, caching, LoRA and quantized layers work as they do there. Attention processors are not
@@ -116,7 +116,7 @@ def _feed_forward(ffn: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 class TextState:
-    """What a text is to one transformer: projected, and with every block's keys and values where they are kept."""
+    """A text in one transformer: projected, and with every block's keys and values if they are kept."""
 
     def __init__(self, projected: torch.Tensor, kept: list[tuple[torch.Tensor, torch.Tensor]] | None) -> None:
         self._projected = projected
@@ -131,7 +131,7 @@ def read_text(module: Any, embeds: torch.Tensor, *, keep: bool) -> TextState:
     """Return what text embeddings, (batch, text tokens, text width), are to a transformer.
 
     Args:
-        keep: hold every block's keys and values too; the weights must all be at hand.
+        keep: also hold every block's keys and values; all weights must be on the device.
     """
     projected = module.condition_embedder.text_embedder(embeds)
     kept = [keys_and_values(block.attn2, projected) for block in module.blocks] if keep else None
@@ -188,8 +188,8 @@ def _forward(
     Args:
         hidden_states: (batch, channels, frames, height, width).
         timestep: (batch,): one for all tokens.
-        encoder_hidden_states: text embeddings, or their `read_text`. A function is called here, where weights that
-            wait elsewhere are at hand.
+        encoder_hidden_states: text embeddings, or their `read_text`. A function is called here, when
+            offloaded weights are on the device.
     """
     assert not return_dict
     batch, _, frames, height, width = hidden_states.shape
@@ -230,12 +230,12 @@ def _rotation(module: Any, latents: torch.Tensor) -> Rotation:
 
 
 def fuse(module: Any) -> bool:
-    """Make one matrix of each block's projections to queries, keys and values; its parts stay, as views of it.
+    """Fuse each block's projections to queries, keys and values into one matrix; the parts become views of it.
 
-    Left out where a layer is not a plain one: quantized, or with an adapter.
+    Skips layers that are quantized or have an adapter.
 
     Returns:
-        Whether any was made: PyTorch's allocator then keeps what the parts took, as large once more.
+        Whether any was fused: PyTorch's allocator then keeps the parts' memory for reuse.
     """
     made = False
     for block in module.blocks:
@@ -258,7 +258,7 @@ def fuse(module: Any) -> bool:
 
 
 def _unfuse_if_stale(attn: Any) -> None:
-    """Let go of a fused matrix whose parts have been given other weights or an adapter since."""
+    """Remove a fused matrix whose parts have got other weights or an adapter since."""
     if not getattr(attn, "fused_projections", False):
         return
     whole, layers = attn.to_qkv, (attn.to_q, attn.to_k, attn.to_v)
@@ -271,9 +271,9 @@ def _unfuse_if_stale(attn: Any) -> None:
 
 
 def share_tokens(module: Any, tokens: Tokens) -> None:
-    """Have a transformer be computed together.
+    """Let several processes compute a transformer together.
 
-    Tokens and their rotations are shared before the first block, and brought together behind the last projection.
+    Tokens and rotations are divided before the first block and gathered after the last projection.
     """
 
     def share_first(_: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -294,16 +294,16 @@ def share_tokens(module: Any, tokens: Tokens) -> None:
 class PyTorchDenoiser:
     """A `diffusers.WanTransformer3DModel`, computed by this module.
 
-    What follows from a text alone is computed when it first comes, and kept for as long as the same tensor comes
-    again, or until `forget`.
+    Values that depend on the text only are computed at its first call, and kept while the same tensor is passed or
+    until `forget`.
 
     Attributes:
         dtype: of its arithmetic.
         pairs: see `Denoiser`.
 
     Args:
-        module: its weights may lie elsewhere until it is called.
-        speed: how it is computed, until `compute` says otherwise.
+        module: its weights may be elsewhere until it is called.
+        speed: until `compute` changes it.
     """
 
     def __init__(self, module: Any, speed: Speed = EAGER) -> None:
@@ -316,37 +316,37 @@ class PyTorchDenoiser:
         self.compute(speed)
 
     def compute(self, speed: Speed, on_degraded: Callable[[str, Fact], None] | None = None) -> None:
-        """Compute so from now on.
+        """Apply a plan's `Speed` from the next call on.
 
         Args:
             on_degraded: called with each field of `Speed` that cannot be applied, and the reason.
         """
 
-        def told(field: str) -> OnDegraded:
+        def report(field: str) -> OnDegraded:
             return lambda reason: None if on_degraded is None else on_degraded(field, reason)
 
         self.forget()
-        self._step = CompiledStep(block_step, told("compiled")) if speed.compiled else None
+        self._step = CompiledStep(block_step, report("compiled")) if speed.compiled else None
         install(self._module, speed.attention, self._step or block_step)
         if speed.fused and fuse(self._module):
             release_cached_memory()
         self._keep = speed.text_kept
         self.pairs = speed.paired
-        self._graphed = CudaGraphRunner(self._predict, told("graphed")) if speed.graphed else None
+        self._graphed = CudaGraphRunner(self._predict, report("graphed")) if speed.graphed else None
 
     @contextmanager
     def caching(self, step_cache: str, sharing: Sharing | None = None) -> Iterator[None]:
-        """Reuse across steps, while entered, what `step_cache` says; nothing of it stays.
+        """Reuse values across steps, as `step_cache` says, while entered.
 
         Args:
-            sharing: those who share the tokens of a pass, where there are others.
+            sharing: the processes that share the tokens of a pass, if several do.
         """
         strength = strength_of(step_cache)
         if strength is None:
             yield
             return
         assert not self.pairs, "each pass has a cache of its own"
-        assert self._graphed is None, "what is computed is decided anew at each call"
+        assert self._graphed is None, "each call decides what is computed"
         with first_block_cached(self._module, strength, sharing):
             self._caches = True
             try:
@@ -381,13 +381,13 @@ class PyTorchDenoiser:
         return 0.0 if self._step is None else self._step.seconds
 
     def forget(self) -> None:
-        """Let go of all that is kept for a text or a size."""
+        """Free what is kept for a text or a size."""
         self._texts.clear()
         forget_sizes(self._module)
         if self._graphed is not None:
             self._graphed.forget()
 
-    # Not in inference mode: what brings weights to the device changes them while the module runs.
+    # Not in inference mode: offloading hooks change weights while the module runs.
     @torch.no_grad()
     def _run(self, latents: torch.Tensor, timestep: torch.Tensor, *texts: torch.Tensor) -> torch.Tensor:
         text = self._read(texts)
@@ -400,7 +400,7 @@ class PyTorchDenoiser:
         return output
 
     def _read(self, texts: tuple[torch.Tensor, ...]) -> Callable[[], TextState]:
-        """Return what gives the texts' state; it is called where the weights are at hand."""
+        """Return a function that makes the texts' state; it is called when the weights are on the device."""
 
         def state() -> TextState:
             for known, kept in self._texts:

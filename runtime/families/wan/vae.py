@@ -1,12 +1,12 @@
-"""Wan's VAE decoder a few latent frames at a time, on diffusers' modules, with few passes over memory.
+"""Wan's VAE decoder: several latent frames per call, on diffusers' modules, with few passes over memory.
 
 Equal to `AutoencoderKLWan._decode` up to rounding. What differs:
 
-- What a convolution continues from is put before its input as that is computed, and kept from there: two frames.
-- Padding in space is the convolution's own, not a copy. Its bias is added by what comes next.
-- With `channels_last` values lie pixel by pixel, as cuDNN's convolutions want them.
-- What lies between two convolutions is one function. Triton's kernels (`vae_kernels`) compute it where they can, and
-  some convolutions, whose input is padded in space too.
+- The two frames that a causal convolution continues from are joined with its input as that is computed, not later.
+- The convolution pads in space itself, without a copy. The next operation adds its bias.
+- With `channels_last` memory is in the layout that cuDNN's convolutions are fastest with.
+- The operations between two convolutions are one function. Triton's kernels (`vae_kernels`) compute it where they can,
+  and some convolutions, whose input is padded in space too.
 
 Caches are as engines have them (`programs.VaeForm`): two frames each, zeros where there was nothing.
 """
@@ -319,12 +319,12 @@ class PyTorchVideoDecoder:
     def compute(self, speed: Speed, on_degraded: Callable[[str, Fact], None] | None = None) -> None:
         """Compute so from now on; see `PyTorchDenoiser.compute`."""
 
-        def told(reason: Fact) -> None:
+        def report(reason: Fact) -> None:
             if on_degraded is not None:
                 on_degraded("compiled", reason)
 
         fast = speed.compiled and speed.channels_last and can_run(self._mean.device)
-        between = Fast(self._mean.device, self._dtype, told) if fast else None
+        between = Fast(self._mean.device, self._dtype, report) if fast else None
         self._steps = DecoderSteps(self._vae.decoder, channels_last=speed.channels_last, between=between)
 
     @property
@@ -342,9 +342,8 @@ class PyTorchVideoDecoder:
     def _tiled(self, latents: torch.Tensor, chunk: int, tile: int) -> Iterator[torch.Tensor]:
         """Decode tile by tile, each through the whole clip, so that the caches of one tile are all that is held.
 
-        Tiles are blended as `AutoencoderKLWan.tiled_decode` does it, with its overlap, a quarter of a tile; ours are
-        all of one size. The clip comes together in memory (RAM), in float16: 2 bytes a colour and pixel, whose
-        rounding is a sixteenth of what 8 bits tell apart.
+        Tiles are blended as in `AutoencoderKLWan.tiled_decode`, overlap by a quarter, and all have one size.
+        The clip is collected in memory (RAM) in float16, whose rounding is a sixteenth of a step of 8 bits.
         """
         scale = self._vae.config.scale_factor_spatial
         rows, columns = spans(latents.shape[3], tile), spans(latents.shape[4], tile)
@@ -382,7 +381,7 @@ class PyTorchVideoDecoder:
         """Decode from latent frame `start` on, with an engine's caches of the frames before it.
 
         They hold two frames each, zeros where there was nothing: the convolutions pad with zeros, so that is the same.
-        `trim` cuts off on the way what is not wanted of each frame.
+        `trim` cuts off parts of each frame that are not needed.
         """
         vae = self._vae
         z = latents.to(self._mean.device, self._mean.dtype) * self._std + self._mean
@@ -455,15 +454,15 @@ def _cuts(blocks: list[Any], length: int, strip: Span) -> list[Span]:
     kept = Span(strip.start * scale, strip.end * scale)
     needed = _wider(kept, 1, lengths[-1])  # the last convolution
     # In positions of the whole frame, from the end.
-    wanted = [kept, needed]
+    spans_needed = [kept, needed]
     for block, doubles, size in zip(reversed(blocks), reversed(doubling), reversed(lengths[:-1]), strict=True):
         if doubles:
             # The convolution behind the doubling looks one further, where two positions come from one.
             needed = Span((needed.start - 1) // 2, (needed.end + 2) // 2)
         needed = _wider(needed, 2 * len(block.resnets), size)
-        wanted.append(needed)
+        spans_needed.append(needed)
     cuts, first = [], 0
-    for span, doubles in zip(reversed(wanted), [*doubling, False, False], strict=True):
+    for span, doubles in zip(reversed(spans_needed), [*doubling, False, False], strict=True):
         cuts.append(Span(span.start - first, span.end - first))
         first = 2 * span.start if doubles else span.start
     return cuts
