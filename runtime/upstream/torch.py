@@ -3,9 +3,11 @@
 `tests/upstream/test_torch.py` names what broke when PyTorch changes. Imports torch on use.
 """
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 
 def recompile_limit(count: int) -> AbstractContextManager[None]:
@@ -114,6 +116,32 @@ def inductor_cache() -> Path:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return Path(cache_dir())
+
+
+@contextmanager
+def torch_found_in(folder: Path) -> Iterator[None]:
+    """Give Inductor's compiler commands another path to torch's folder while entered.
+
+    Reason: Inductor does not quote paths, so torch must be found under a path without spaces.
+    """
+    from torch.utils import cpp_extension
+
+    with (
+        mock.patch.object(cpp_extension, "_TORCH_PATH", str(folder)),
+        mock.patch.object(cpp_extension, "TORCH_LIB_PATH", str(folder / "lib")),
+    ):
+        yield
+
+
+def flattened(nested: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Return the leaves of nested tuples, lists and dictionaries, and a function that nests other leaves the same way.
+
+    Reason: `torch.utils._pytree` is the only implementation that agrees with the order of an exported program's inputs.
+    """
+    from torch.utils import _pytree
+
+    leaves, structure = _pytree.tree_flatten(nested)
+    return leaves, lambda others: _pytree.tree_unflatten(others, structure)
 
 
 def package_runner(library: Path, device: Any, folder: Path) -> Any:

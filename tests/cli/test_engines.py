@@ -49,7 +49,7 @@ def test_list_pin_prune_delete(cache_dir: Path, capsys: pytest.CaptureFixture[st
     listed = printed(["engines", "list"], capsys)
     assert [row["id"] for row in listed["engines"]] == [third, second, first]  # type: ignore[attr-defined]
     # Built from other weights, on another machine.
-    assert all("built from other weights" in row["stale"] for row in listed["engines"])  # type: ignore[attr-defined]
+    assert all("It was built from other weights." in row["stale"] for row in listed["engines"])  # type: ignore[attr-defined]
     total = listed["total_bytes"]
     assert isinstance(total, int)
     printed(["engines", "pin", first[:8]], capsys)
@@ -67,7 +67,7 @@ def test_list_pin_prune_delete(cache_dir: Path, capsys: pytest.CaptureFixture[st
 def test_verifying_what_no_model_here_has(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (engine,) = stock(cache_dir, 1)
     found = printed(["engines", "verify", engine], capsys)
-    assert "No model here has the weights" in found["engines"][0]["skipped"]  # type: ignore[index]
+    assert "No installed model has the weights" in found["engines"][0]["skipped"]  # type: ignore[index]
 
 
 @pytest.mark.slow

@@ -44,7 +44,7 @@ def test_it_says_what_opening_means_and_asks(
     path.write_bytes(bytes(100))
     assert run(["engines", "import", str(path)]) == 2
     said = capsys.readouterr().err
-    assert "executable content" in said
+    assert "executable code" in said
     assert "there is no terminal" in said
     assert "--yes" in said
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
@@ -54,7 +54,7 @@ def test_it_says_what_opening_means_and_asks(
         assert "[y/N]" in capsys.readouterr().err
     monkeypatch.setattr("builtins.input", lambda: "Y")
     assert run(["engines", "import", str(path)]) == 2
-    assert "damaged or none" in capsys.readouterr().err
+    assert "not a valid ONNX file" in capsys.readouterr().err
     engines = cache_dir / "engines"
     assert [entry.name for entry in engines.iterdir()] == [".locks"]
 

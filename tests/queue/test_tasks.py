@@ -108,7 +108,7 @@ def test_an_engine_is_built_used_verified_and_deleted(
     assert engines.store.index() == []
     gone = add(worker, DeleteEngine(engine=record.id))
     assert gone.state == "failed" and gone.result is not None
-    assert render(gone.result).what == f"There is no engine {record.id}."
+    assert gone.result == Fact("engine.not_found", {"engine": record.id})
     lost = add(worker, VerifyEngine(engine=record.id, models=("tiny",)))
     assert lost.state == "failed"
 
@@ -217,24 +217,23 @@ def test_a_file_made_elsewhere_is_looked_into_and_imported(
     path = foreign.transformer(spec, tmp_path / "foreign.onnx")
     looked = add(worker, InspectEngine(path=path, model="tiny"))
     assert (looked.state, code(looked)) == ("done", "task.inspected")
-    assert "takes sample (1, 16, 3, 5, 8) float16" in looked.found
-    assert "Could stand for the transformer of tiny: 64x32, 9 frames." in looked.found
+    assert "Input sample (1, 16, 3, 5, 8) float16" in looked.found
+    assert "Could replace the transformer of tiny for 64x32, 9 frames." in looked.found
     assert any(line.startswith("Text: repeated 2 times") for line in looked.found)
     assert engines.store.index() == []
     refused = add(worker, InspectEngine(path=path, model="tiny", component="vae"))
     assert refused.state == "failed"
     assert refused.result is not None
-    what, remedy = render(refused.result)
-    assert "by its inputs and outputs it is a transformer" in what and remedy
-    # What it is, is told all the same.
-    assert "takes timestep (1) int64" in refused.found
+    assert refused.result.data["cause"] == Fact("engine.mismatch_kind", {"kind": "transformer"})
+    # The contract is shown nevertheless.
+    assert "Input timestep (1) int64" in refused.found
     taken = add(worker, ImportEngine(path=path, model="tiny"))
     assert taken.state == "done", taken
     (record,) = engines.store.index()
     assert taken.result is not None and taken.result.code == "task.imported"
     assert taken.result.data["engine"] == record.id
     assert "elative error" in render(taken.result).what
-    assert "Stands for the transformer of tiny: 64x32, 9 frames." in taken.found
+    assert "Replaces the transformer of tiny for 64x32, 9 frames." in taken.found
     assert any(line.startswith("Comparing with the transformer") for line in taken.log)
 
 
@@ -265,8 +264,7 @@ def test_a_file_that_is_no_engine_is_refused(
     refused = add(worker, work(path=path, model="tiny"))
     assert refused.state == "failed"
     assert refused.result is not None
-    what, remedy = render(refused.result)
-    assert what.startswith("The ONNX file is damaged or none") and remedy
+    assert refused.result.code == "engine.onnx_damaged"
     assert refused.found == ()
     # The file is at fault, not Tandem: nobody is shown where in its code that was found.
     assert not any("Traceback" in line for line in refused.log)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils import cpp_extension
 
 from runtime.upstream import torch as private
 
@@ -63,6 +64,15 @@ def test_inductor_compiles_packages_and_loads_their_libraries() -> None:
     for name in ("run", "get_constant_names_to_original_fqns", "update_constant_buffer"):
         assert hasattr(runner, name), name
     assert isinstance(private.inductor_cache(), Path)
+    with private.torch_found_in(Path("/elsewhere")):
+        assert cpp_extension.TORCH_LIB_PATH == "/elsewhere/lib"
+        assert all(path.startswith("/elsewhere/") for path in cpp_extension.include_paths("cpu"))
     from torch._inductor.exc import CppCompileError, InductorError
 
     assert issubclass(CppCompileError, Exception) and issubclass(InductorError, Exception)
+
+
+def test_nested_inputs_are_flattened_and_nested_again() -> None:
+    leaves, unflatten = private.flattened(((1, [2]), {"a": 3}))
+    assert leaves == [1, 2, 3]
+    assert unflatten([4, 5, 6]) == ((4, [5]), {"a": 6})

@@ -102,7 +102,7 @@ MESSAGES: Mapping[str, Message] = {
     "engine.manifest_invalid": Message("engine.json is invalid at {field}: {error}."),
     "engine.manifest_changed": Message("engine.json was changed, or belongs to another engine."),
     # The engine folder.
-    "engine.not_found": Message("There is no engine {engine}.", _LIST),
+    "engine.not_found": Message("There is no engine {engine!r}.", _LIST),
     "engine.id_ambiguous": Message("{engine} matches several engines: {matches:list}.", "Give more of the id."),
     "engine.in_use": Message("The engine {engine} is in use.", "Wait for the job that uses it, or cancel that job."),
     "engine.damaged": Message("The engine {engine} is damaged: {cause}", "Delete it, or build it again."),
@@ -277,8 +277,8 @@ MESSAGES: Mapping[str, Message] = {
     "engine.import_lossy": Message("Something is lost, so it is used only if its backend is requested."),
     "engine.any_clip": Message("clips of any size"),
     "engine.served_sizes": Message("{sizes:list}"),
-    "engine.clip": Message("{width}x{height} with {frames:n frame}"),
-    "engine.clip_lengths": Message("{width}x{height} with {fewest} to {frames:n frame}"),
+    "engine.clip": Message("{width}x{height}, {frames:n frame}"),
+    "engine.clip_lengths": Message("{width}x{height}, {fewest} to {frames:n frame}"),
     "engine.clip_range": Message("{low} to {high}"),
     "engine.import_other_weights": Message(
         "The engine does not compute what the {component:lower_component} of {model} computes: {cause} "

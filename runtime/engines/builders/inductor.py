@@ -32,7 +32,7 @@ from runtime.machine.probe import Machine, cpp_compiler
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import SWAPPED, EngineKey
 from runtime.planner.shapes import ShapeProfile
-from runtime.upstream.torch import PackageError, compile_package, inductor_cache
+from runtime.upstream.torch import PackageError, compile_package, inductor_cache, torch_found_in
 
 if TYPE_CHECKING:
     import torch
@@ -152,7 +152,6 @@ def _paths_without_spaces() -> Iterator[None]:
             links[name].symlink_to(folder)
         with (
             mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": str(links["cache"])}),
-            mock.patch.object(cpp_extension, "_TORCH_PATH", str(links["torch"])),
-            mock.patch.object(cpp_extension, "TORCH_LIB_PATH", str(links["torch"] / "lib")),
+            torch_found_in(links["torch"]),
         ):
             yield

@@ -28,6 +28,7 @@ from runtime.engines.builders.tensorrt_common import (
 )
 from runtime.engines.child import Report
 from runtime.planner.engine_index import EngineKey
+from runtime.upstream.torch import flattened
 
 if TYPE_CHECKING:
     import torch
@@ -83,8 +84,6 @@ class TorchTensorRT(TensorRTBuilder):
             EngineError: if torch-tensorrt cannot build it.
             torch.OutOfMemoryError: if the GPU's memory is too small.
         """
-        from torch.utils import _pytree as pytree
-
         from runtime.engines import tensorrt_library
         from runtime.engines.sessions.tensorrt import NAMES_FILE
 
@@ -95,7 +94,7 @@ class TorchTensorRT(TensorRTBuilder):
         sizes = shapes(program, profile)
         report(Fact("engine.exporting"), None)
         exported = program.export(profile)
-        example, structure = pytree.tree_flatten(exported.example_inputs)
+        example, unflatten = flattened(exported.example_inputs)
         inputs = [
             torch_tensorrt.Input(**input_arguments(sizes, name, tensor.dtype))
             for name, tensor in zip(program.input_names, example, strict=True)
@@ -103,7 +102,7 @@ class TorchTensorRT(TensorRTBuilder):
         report(Fact("engine.building_torch_tensorrt"), None)
         cache = timing_cache_path(folder, key.device, trt.__version__)
         with _log_to(report):
-            plan = _convert(exported, pytree.tree_unflatten(inputs, structure), key, gpu_of(program), cache)
+            plan = _convert(exported, unflatten(inputs), key, gpu_of(program), cache)
         (folder / self.file_name).write_bytes(plan)
         names = dict(zip(exported.graph_signature.user_inputs, program.input_names, strict=True))
         names |= {f"output{index}": name for index, name in enumerate(program.output_names)}

@@ -179,7 +179,7 @@ def test_a_job_on_imported_engines(full: Shelf, taken: dict[str, Imported]) -> N
     # A size that it does not serve is named with the one that it does.
     part = full.plan(width=96, backends={"transformer": "onnxruntime"}).components["transformer"]
     assert part.backend == "pytorch"
-    assert "The imported one serves 64x32 with 9 frames." in str(part.reason)
+    assert "The imported one serves 64x32, 9 frames." in str(part.reason)
 
     # Damaged, it is not built here: PyTorch takes its place.
     engine = full.service.store.path(plan.components["vae"].engines[0].id) / "engine.onnx"
