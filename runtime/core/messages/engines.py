@@ -240,7 +240,10 @@ MESSAGES: Mapping[str, Message] = {
     "engine.import_not_a_plan": Message("{file} is not a plan of TensorRT 8.6 or later.", _ENGINE_FILE),
     "engine.import_truncated": Message("{file} is truncated: {size:,} bytes.", _COPY_AGAIN),
     "engine.import_incomplete": Message("{file} is truncated: {size:,} of {whole:,} bytes.", _COPY_AGAIN),
-    "engine.import_no_library": Message("{file} cannot run on this machine: {cause}.", "{remedy}"),
+    "engine.import_no_library": Message(
+        "{file} cannot run on this machine: {cause}.",
+        "Install what is missing, or import it on a machine that can run it.",
+    ),
     "engine.import_other_tensorrt": Message(
         "{file} was made by TensorRT {version}; {installed} is installed.", _BUILD_AGAIN_ELSEWHERE
     ),
