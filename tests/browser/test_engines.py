@@ -110,16 +110,16 @@ def test_a_file_made_elsewhere_is_looked_into_trusted_and_imported(
     page.click("#import [data-action=import]")
     page.wait_for_selector("#message:has-text('foreign.onnx holds executable code')")
     assert page.locator("#engines-tasks li[data-kind=look], #engines-tasks li[data-kind=import]").count() == 0
-    assert "executable content" in page.inner_text("#import-warning")
+    assert "executable code" in page.inner_text("#import-warning")
     page.get_by_label("I trust the source").check()
     page.click("#import [data-action=inspect]")
     looked = "#engines-tasks li[data-kind=look][data-state=done] .found"
     page.wait_for_selector(looked)
     found = page.inner_text(looked)
     for expected in (
-        "takes sample (1, 16, 3, 5, 8) float16",
-        "Could stand for the transformer or the transformer_2 of Tiny: 64x32, 9 frames.",
-        "Cross-attention works on 2 times as many tokens; nothing is lost.",
+        "Input sample (1, 16, 3, 5, 8) float16",
+        "Could replace the transformer or transformer 2 of Tiny for 64x32, 9 frames.",
+        "Cross-attention processes 2 times as many tokens.",
     ):
         assert expected in found, expected
     page.click("#import [data-action=import]")
