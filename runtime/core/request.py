@@ -223,6 +223,19 @@ class GenerationRequest(FrozenModel):
             high=MAX_SEED,
         ),
     ] = AUTO
+    crf: Annotated[
+        int | Auto,
+        Number(
+            label="Video quality",
+            help="H.264 constant rate factor: lower values give better quality and larger files; 0 is lossless.",
+            group="more",
+            flag="--crf",
+            unset="17; 10 for small videos",
+            placeholder=AUTO,
+            low=0,
+            high=51,
+        ),
+    ] = AUTO
     backends: Annotated[
         Mapping[str, str],
         Backends(

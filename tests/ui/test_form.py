@@ -28,6 +28,7 @@ GOOD: dict[str, Any] = {
     "guidance_scale": 4.0,
     "guidance_scale_2": 3.0,
     "seed": "",
+    "crf": "",
     "shift": "",
     "backend_text_encoder": "auto",
     "backend_transformer": "auto",
@@ -69,7 +70,7 @@ def test_an_empty_number_names_the_one_that_the_form_shows(models: dict[str, Mod
 def test_values_become_a_request(models: dict[str, ModelSpec]) -> None:
     request = read(models)
     plain = {name: value for name, value in GOOD.items() if name not in BACKENDS}
-    assert request == GenerationRequest(**(plain | {"seed": AUTO, "gpus": 1, "loras": (), "shift": None}))
+    assert request == GenerationRequest(**(plain | {"seed": AUTO, "gpus": 1, "loras": (), "shift": None, "crf": AUTO}))
     assert [read(models, gpus=given).gpus for given in ("2", "auto")] == [2, AUTO]
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageSequence
 
 from runtime.core.errors import MachineError, OutputError
+from runtime.core.request import AUTO, Auto
 from runtime.video.encode import VideoWriter, sweep
 from runtime.video.ffmpeg import find_ffmpeg
 from runtime.video.metadata import read_metadata, to_ffmetadata
@@ -22,9 +23,9 @@ from runtime.video.preview import encode_preview
 ROOT = Path(__file__).parents[2]
 
 
-def write(target: Path, frames: np.ndarray, facts: dict[str, object] | None = None) -> None:
+def write(target: Path, frames: np.ndarray, facts: dict[str, object] | None = None, crf: int | Auto = AUTO) -> None:
     """Write frames as one video."""
-    with VideoWriter(target, frames.shape[2], frames.shape[1], 16) as writer:
+    with VideoWriter(target, frames.shape[2], frames.shape[1], 16, crf) as writer:
         for start in range(0, len(frames), 4):
             writer.write(frames[start : start + 4])
         writer.close_stream()
@@ -44,6 +45,16 @@ def test_colours_are_preserved(tmp_path: Path) -> None:
     write(tmp_path / "x.mp4", frames)
     got = read(tmp_path / "x.mp4", frames.shape)
     assert np.abs(got.astype(int) - frames.astype(int)).max() <= 4
+
+
+@pytest.mark.parametrize(("side", "default"), [(64, 10), (320, 17)])
+def test_the_default_crf_depends_on_the_size(tmp_path: Path, side: int, default: int) -> None:
+    frames = np.random.default_rng(0).integers(0, 256, (5, side, side, 3), np.uint8)
+    for name, crf in (("auto", AUTO), ("default", default), ("low", 40)):
+        write(tmp_path / f"{name}.mp4", frames, crf=crf)
+    auto, same, low = ((tmp_path / f"{name}.mp4").read_bytes() for name in ("auto", "default", "low"))
+    assert auto == same
+    assert len(low) < len(auto) / 2
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
