@@ -1,7 +1,6 @@
 """Which processes of several GPUs there are, and what they hold: started when first needed, kept between jobs."""
 
 from collections.abc import Callable
-from dataclasses import asdict
 
 import torch
 from pydantic import TypeAdapter
@@ -92,7 +91,7 @@ class GroupManager:
         told = _PARTS.dump_python(part, mode="json")
         loras = [use.model_dump(mode="json") for use in spec.loras_of(name)]
         directory, model = str(spec.directory), spec.name
-        how = asdict(speed or EAGER)
+        how = (speed or EAGER).model_dump(mode="json")
         answers = group.call(
             "load", check, name=name, part=told, directory=directory, model=model, loras=loras, speed=how
         )
