@@ -99,6 +99,10 @@ class JobQueue:
         self._supervisor = Supervisor(self.store, self.worker_configs(log_file))
         self._supervisor.start()
 
+    def worker_pids(self) -> dict[int, int]:
+        """Return the process ids of the workers that run, by GPU."""
+        return {} if self._supervisor is None else self._supervisor.pids()
+
     def worker_configs(self, log_file: Path | None = None) -> list[WorkerConfig]:
         """Return what the workers of this app are started with."""
         return [

@@ -10,10 +10,10 @@ from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
+from runtime.queue.service import JobQueue
 from runtime.queue.store import JobStore
 from tests.pipeline.test_resume import stream_of
 from tests.queue.test_worker import watch
-from tests.running import RunningQueue
 
 GPUS = torch.cuda.device_count()
 
@@ -25,7 +25,8 @@ pytestmark = [
 
 def test_each_gpu_has_its_worker(tmp_path: Path) -> None:
     engines = EngineService(EngineStore(tmp_path / "engines", 10**9), probe(), tmp_path)
-    worker = RunningQueue(tmp_path, tmp_path / "outputs", engines, store=JobStore(tmp_path / "jobs.sqlite"))
+    worker = JobQueue(tmp_path, tmp_path / "outputs", engines, None, JobStore(tmp_path / "jobs.sqlite"))
+    worker.start_workers(tmp_path / "log.txt")
     request = GenerationRequest.from_mapping({"prompt": "a red boat sails left", "seed": 7, "frames": 9, "steps": 20})
     try:
         jobs = worker.submit_all([request] * 3 * GPUS)
@@ -46,7 +47,8 @@ def test_each_gpu_has_its_worker(tmp_path: Path) -> None:
 
 def test_a_job_may_have_several(tmp_path: Path) -> None:
     engines = EngineService(EngineStore(tmp_path / "engines", 10**9), probe(), tmp_path)
-    worker = RunningQueue(tmp_path, tmp_path / "outputs", engines, store=JobStore(tmp_path / "jobs.sqlite"))
+    worker = JobQueue(tmp_path, tmp_path / "outputs", engines, None, JobStore(tmp_path / "jobs.sqlite"))
+    worker.start_workers(tmp_path / "log.txt")
     wanted = {"prompt": "a red boat sails left", "seed": 7, "frames": 9, "steps": 4}
     requests = [GenerationRequest.from_mapping(wanted | {"gpus": gpus}) for gpus in (1, 2, 1, GPUS, 2, 1)]
     try:
