@@ -25,10 +25,9 @@ from runtime.pipeline.outputs import make_folder, output_path
 from runtime.planner.resolve import resolve
 from runtime.queue import recovery
 from runtime.queue.execution import ControlPoller, JobRecorder, Planner, run
-from runtime.queue.opening import open_store
 from runtime.queue.process_lock import Instance
 from runtime.queue.records import JobRecord
-from runtime.queue.store import JobStore
+from runtime.queue.store import JobStore, open_store
 
 
 @dataclass(frozen=True)

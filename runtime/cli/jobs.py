@@ -12,9 +12,8 @@ from runtime.core.events import WaitsForGpus
 from runtime.core.settings import Settings
 from runtime.machine.probe import probe
 from runtime.queue import recovery
-from runtime.queue.opening import open_store
 from runtime.queue.records import STATES, JobRecord, State, event_from_json
-from runtime.queue.store import JobStore
+from runtime.queue.store import JobStore, open_store
 from runtime.queue.support_report import report
 
 _PROMPT_SHOWN = 60

@@ -15,4 +15,7 @@ class FrozenModel(BaseModel):
         """Return a copy with other values for some fields, as `dataclasses.replace` does; they are not validated."""
         unknown = changes.keys() - type(self).model_fields.keys()
         assert not unknown, f"{type(self).__name__} has no {', '.join(unknown)}"
-        return self.model_copy(update=changes)
+        copy = self.model_copy(update=changes)
+        for cached in copy.__dict__.keys() - type(self).model_fields.keys():  # `cached_property`: of the old values
+            del copy.__dict__[cached]
+        return copy

@@ -81,7 +81,7 @@ class Planner:
         Raises:
             TandemError: if the job cannot be made on this machine now.
         """
-        spec = model_for(record.asked_for(), self._weights_dir)
+        spec = model_for(record.generation_request(), self._weights_dir)
         if record.begun and record.plan is not None and record.plan.loras == spec.loras:
             moved = on_gpu(record.plan, gpu, machine, others)
             if moved is not None:
@@ -89,7 +89,7 @@ class Planner:
             logger.info("job %s: the devices of its plan are not here, so it is planned again", record.id)
         history = () if self._history is None else self._history.read()
         offers = self._engines.offers(spec)
-        plan = resolve(record.asked_for(), spec, machine, record.output, offers, history, gpu, others)
+        plan = resolve(record.generation_request(), spec, machine, record.output, offers, history, gpu, others)
         return spec, after_deaths(plan, deaths)
 
 
@@ -297,7 +297,7 @@ class ControlPoller:
                 with self._lock:
                     self._jobs.pop(job.id, None)
         try:
-            requests = self._store.asked(cancels) if cancels else {}
+            requests = self._store.pending(cancels) if cancels else {}
         except StoreError:  # polled again soon
             return
         for job_id, request in requests.items():

@@ -96,9 +96,9 @@ class Job:
             preview = self._new_preview() if record.state == "running" else None
             if preview is not None:
                 self.progress = replace(self.progress, preview=preview)
-            self.cancelling = record.state == "running" and record.asked == "cancel"
+            self.cancelling = record.state == "running" and record.pending == "cancel"
             self.state, self.held = record.state, record.held
-            self.seen = (record.state, record.held, record.asked, record.live)
+            self.seen = (record.state, record.held, record.pending, record.live)
 
     def _follow(self, values: Mapping[str, Any], record: JobRecord) -> None:
         event = event_from_json(values, record)

@@ -1,59 +1,58 @@
-"""A job as the store keeps it: what was asked for, what was decided, how it stands. Plain data, read by every page."""
+"""Records of jobs: what the job store holds of a job, and events as the store holds them."""
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import ValidationError
+from pydantic import ConfigDict, Field, Json, ValidationError
 
 from runtime.core import events
 from runtime.core.errors import first_line
 from runtime.core.events import Event, Failed, Planned, VideoSaved
+from runtime.core.frozen import FrozenModel
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 
 logger = logging.getLogger(__name__)
 
-# "task" is work on the engine library that only the process that was asked for it can do.
 Kind = Literal["video", "build", "task"]
 State = Literal["queued", "running", "done", "failed", "cancelled", "interrupted"]
-Wish = Literal["", "cancel", "pause"]
+Control = Literal["", "cancel", "pause"]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 VIDEOS: tuple[Kind, ...] = ("video",)
 STATES: tuple[State, ...] = get_args(State)
-# From here a job can be taken up again.
 RESUMABLE: tuple[State, ...] = ("failed", "cancelled", "interrupted")
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobRecord:
-    """One job.
+class JobRecord(FrozenModel):
+    """One job: a row of the table, whose columns have the same names or those in the aliases.
 
     Attributes:
-        number: rises with each job; the order of history, whatever the clock says.
+        number: increases with each job and orders the history, independent of the clock.
         id: 8 hexadecimal digits.
-        kind: "video", or work on the engine library that waits in the same line.
-        title: of that work; a video has none.
-        part: the one component that a build is for, if it is not for all.
-        state: where it stands; one that is `held` waits for somebody to let it go on.
-        asked: what a running job was asked for and has not done yet.
-        request: by the names of `GenerationRequest`, the seed fixed.
-        plan_json: the plan as text, see `plan`.
-        begun: whether it ran: then the plan is what it ran by, and it goes on by it.
+        kind: "video", "build" (of engines) or "task" (other work on the engine library).
+        title: of a build or task; empty for videos.
+        part: the only component that a build is for; `None` for all.
+        state: see `State`; a queued job that is `held` is paused.
+        pending: the pause or cancel request that a running job has not followed yet.
+        request: fields of `GenerationRequest`, with the seed fixed.
+        plan_json: the plan as JSON, see `plan`.
+        begun: whether the job has run: then it continues with its plan.
         output: the MP4 to write.
-        owner: the visitor whose it is; `None` is the person at this machine.
-        batch: what jobs that were asked for together have in common.
-        parent: the job that this one redoes in part.
+        owner: the visitor that the job belongs to; `None` for the user of this machine.
+        batch: shared by the jobs of a batch.
+        parent: the job that this one reruns.
         instance: the process that runs it, or ran it last.
-        created, started, ended, deleted: seconds since 1970, by the clock as it then was.
-        result: `VideoSaved` as JSON.
-        live: what it shows of this moment, an event as JSON that the next one replaces.
-        failure: what went wrong and what to do about it.
+        created, started, ended, deleted: seconds since 1970.
+        result: `VideoSaved` as JSON, see `saved`.
+        live: the latest of its frequent events, as JSON.
+        failure: the error of a failed job.
     """
+
+    model_config = ConfigDict(extra="ignore")
 
     number: int
     id: str
@@ -62,9 +61,9 @@ class JobRecord:
     part: str | None
     state: State
     held: bool
-    asked: Wish
-    request: Mapping[str, Any]
-    plan_json: str | None
+    pending: Control = Field(alias="asked")
+    request: Json[dict[str, Any]]
+    plan_json: str | None = Field(alias="plan")
     begun: bool
     output: Path
     owner: str | None
@@ -75,28 +74,28 @@ class JobRecord:
     started: float | None
     ended: float | None
     deleted: float | None
-    result: Mapping[str, Any] | None
-    failure: Failed | None
+    result: Json[dict[str, Any]] | None
+    failure: Json[Failed] | None
     live: str | None = None
 
     @property
     def open(self) -> bool:
-        """Whether it waits or runs."""
+        """Whether it is queued or running."""
         return self.state in {"queued", "running"}
 
     @property
     def resumable(self) -> bool:
-        """Whether it can be taken up again."""
+        """Whether it can be resumed."""
         return self.kind == "video" and self.state in RESUMABLE and self.deleted is None
 
     @property
     def prompt(self) -> str:
-        """What the video shows; empty for work on the engine library."""
+        """The prompt; empty for builds and tasks."""
         return str(self.request.get("prompt", ""))
 
     @cached_property
     def plan(self) -> ExecutionPlan | None:
-        """What was decided; `None` where nothing was, or an older Tandem decided what this one cannot read."""
+        """The plan; `None` if there is none, or this version cannot read it."""
         if self.plan_json is None:
             return None
         try:
@@ -107,22 +106,20 @@ class JobRecord:
 
     @cached_property
     def saved(self) -> VideoSaved | None:
-        """The result as the event that told it."""
-        if self.result is None:
-            return None
-        return VideoSaved.model_validate(self.result)
+        """The result of a finished job."""
+        return None if self.result is None else VideoSaved.model_validate(self.result)
 
-    def asked_for(self) -> GenerationRequest:
+    def generation_request(self) -> GenerationRequest:
         """Return the request.
 
         Raises:
-            InvalidRequestError: if it is not one that this Tandem understands.
+            InvalidRequestError: if this version does not understand it.
         """
         return GenerationRequest.from_mapping(self.request)
 
 
 def event_to_json(event: Event) -> dict[str, Any]:
-    """Return an event as the store keeps it: without plan and result, which the record has."""
+    """Return an event as the store holds it: without plan and result, which the record has."""
     if isinstance(event, VideoSaved):
         return {"event": event.event}
     return event.model_dump(mode="json")
@@ -138,8 +135,8 @@ def event_from_json(values: Mapping[str, Any], record: JobRecord) -> Event | Non
     return events.from_json(values)
 
 
-def complete(request: GenerationRequest, plan: ExecutionPlan) -> dict[str, Any]:
-    """Return the request as the store keeps it: what is open stays open, but for the seed; folders are whole paths."""
+def stored_request(request: GenerationRequest, plan: ExecutionPlan) -> dict[str, Any]:
+    """Return the request as the store holds it: "auto" stays, the seed is fixed, and folders are absolute."""
     assert request.model == plan.model, "a plan for another request"
     by_path = Path(plan.model).expanduser().resolve() == plan.model_directory
     model = str(plan.model_directory) if by_path else plan.model

@@ -1,11 +1,10 @@
-"""After a process died: what became of its jobs, and what it left lying about."""
+"""Recovery after a process died: the state of its jobs, and its partial files."""
 
 import contextlib
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -18,16 +17,16 @@ from runtime.queue.store import JobStore
 from runtime.video.encode import sweep
 from runtime.video.metadata import read_metadata
 
-# How long what was deleted can be had back.
+# Deleted jobs can be restored for this long.
 KEPT_SECONDS = 7 * 24 * 3600.0
 
 logger = logging.getLogger(__name__)
 
 
 def recover(store: JobStore, own: str) -> Sequence[str]:
-    """Find the jobs whose process died, note what became of them, and return their ids.
+    """Find the jobs whose process died, update their state, and return their ids.
 
-    A job whose video is whole and names it is done: its process died between the two. Others are interrupted.
+    A job whose video is complete is done: its process died just before it could say so. Others are interrupted.
 
     Args:
         own: the process that asks. Its workers, and those of other apps that run, are their supervisor's business.
@@ -71,7 +70,7 @@ def settle_worker(store: JobStore, worker: str, how: str) -> None:
         saved = _finished(job)
         if job.kind == "video":
             sweep(job.output.parent)
-        if saved is not None or job.asked == "cancel":
+        if saved is not None or job.pending == "cancel":
             store.interrupt(job.id, worker, saved)
             continue
         death = {"event": "WorkerDied", "how": how, **_at_work(store, job.id)}
@@ -96,18 +95,18 @@ def _at_work(store: JobStore, job_id: str) -> dict[str, str | None]:
 
 
 def purge(store: JobStore, outputs_dir: Path, older_than: float = KEPT_SECONDS) -> int:
-    """Remove for good what was deleted more than so many seconds ago, and its files; return how many jobs that were.
+    """Remove jobs permanently that were deleted more than `older_than` seconds ago; return their number.
 
-    A video that lies elsewhere than in `outputs_dir` was put there by somebody for a purpose, and stays.
+    Their files are removed too, except for videos outside `outputs_dir`: the user chose that place.
     """
-    gone = store.purge(older_than)
-    for job in gone:
+    removed = store.purge(older_than)
+    for job in removed:
         remove_files(store, job, outputs_dir)
-    return len(gone)
+    return len(removed)
 
 
 def remove_files(store: JobStore, job: JobRecord, outputs_dir: Path) -> None:
-    """Remove a job's folder, and its video if it lies in `outputs_dir`."""
+    """Remove a job's folder, and its video if that is in `outputs_dir`."""
     folder = store.folder(job.id)
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -117,14 +116,14 @@ def remove_files(store: JobStore, job: JobRecord, outputs_dir: Path) -> None:
 
 
 def tidy(store: JobStore, outputs_dir: Path) -> None:
-    """Remove what killed processes left behind: half videos, and folders of jobs that are in no store.
+    """Remove leftovers of killed processes: partial videos, and folders of jobs that are not in the store.
 
     Raises:
         StoreError: if the store cannot be read; no folder is removed then.
     """
     if outputs_dir.is_dir():
         sweep(outputs_dir)
-    # What could not be read of a damaged store may be mended by hand: its jobs' folders stay.
+    # The user may repair the backup of a damaged store, so the folders of its jobs stay.
     if store.path is None or store.notice or any(store.path.parent.glob(f"{store.path.name}.damaged-*")):
         return
     folders = {folder.name: folder for folder in (store.path.parent / "jobs").glob("[0-9a-f]" * 8)}
@@ -133,18 +132,12 @@ def tidy(store: JobStore, outputs_dir: Path) -> None:
 
 
 def _finished(job: JobRecord) -> VideoSaved | None:
-    """Return what the video of a job says of itself, if it is whole and that job's."""
+    """Return the result of a job from its video's metadata; `None` if the video is missing or another job's."""
     if job.kind != "video" or not job.output.is_file():
         return None
     try:
-        facts = read_metadata(job.output)
-    except TandemError:
+        metadata = read_metadata(job.output)
+        saved = VideoSaved.model_validate({**metadata, "video": job.output})
+    except (TandemError, ValidationError):
         return None
-    return _saved(facts, job) if facts.get("job") == job.id else None
-
-
-def _saved(facts: Mapping[str, Any], job: JobRecord) -> VideoSaved | None:
-    try:
-        return VideoSaved.model_validate({**facts, "video": job.output})
-    except ValidationError:
-        return None
+    return saved if metadata.get("job") == job.id else None

@@ -4,7 +4,6 @@ import json
 import sqlite3
 import time
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from types import EllipsisType
 from typing import Any
 
@@ -12,7 +11,7 @@ from runtime.core.errors import StoreError
 from runtime.core.events import Failed, TerminalEvent, VideoSaved
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
-from runtime.queue.records import RESUMABLE, JobRecord, Kind, State, complete
+from runtime.queue.records import RESUMABLE, JobRecord, Kind, State, stored_request
 
 # Running jobs first.
 QUEUE = "SELECT * FROM jobs WHERE state IN ('running', 'queued') ORDER BY state = 'queued', position"
@@ -68,18 +67,7 @@ def find(connection: sqlite3.Connection, job_id: str) -> sqlite3.Row:
 
 def record(row: sqlite3.Row) -> JobRecord:
     """Return a row as a record."""
-    values = dict(row)
-    del values["position"], values["prompt"]
-    made: dict[str, Any] = {
-        "held": bool(values["held"]),
-        "begun": bool(values["begun"]),
-        "plan_json": values.pop("plan"),
-        "output": Path(values["output"]),
-        "request": json.loads(values["request"]),
-        "result": _loaded(values["result"]),
-        "failure": None if values["failure"] is None else Failed.model_validate_json(values["failure"]),
-    }
-    return JobRecord(**values | made)
+    return JobRecord.model_validate(dict(row))
 
 
 def start(connection: sqlite3.Connection, job_id: str, instance: str) -> JobRecord:
@@ -116,7 +104,7 @@ def video(request: GenerationRequest, plan: ExecutionPlan) -> dict[str, str]:
     """Return the columns that define a video."""
     return {
         "prompt": request.prompt,
-        "request": json.dumps(complete(request, plan)),
+        "request": json.dumps(stored_request(request, plan)),
         "plan": plan.model_dump_json(),
         "output": str(plan.output),
     }
@@ -227,7 +215,3 @@ def unknown(job_id: str) -> StoreError:
 def not_waiting(job_id: str) -> StoreError:
     """Return the error for a job that is no longer queued."""
     return StoreError("queue.job_not_queued", job=job_id)
-
-
-def _loaded(text: str | None) -> Any:
-    return None if text is None else json.loads(text)

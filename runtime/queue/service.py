@@ -14,9 +14,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from runtime.core.errors import StoreError, TandemError
+from runtime.core.errors import InvalidRequestError, StoreError, TandemError
 from runtime.core.plan import ExecutionPlan
-from runtime.core.request import GenerationRequest
+from runtime.core.request import Auto, GenerationRequest
 from runtime.engines.service import EngineService
 from runtime.machine.probe import Machine, probe, seen_from
 from runtime.models.catalogue import look_up
@@ -50,6 +50,8 @@ _CLEANUP_SECONDS = 3600.0
 
 _BUILDS: tuple[Kind, ...] = ("build",)
 _OPEN: tuple[State, ...] = ("queued", "running")
+
+MAX_BATCH = 1000
 
 logger = logging.getLogger(__name__)
 
@@ -308,7 +310,7 @@ class JobQueue:
             job = self._jobs.get(record.id)
             if job is None:
                 # This version may not read an older version's plan.
-                plan = record.plan or self._plan(record.asked_for())
+                plan = record.plan or self._plan(record.generation_request())
                 job = self._jobs[record.id] = Job(record, plan, self._title(plan.model), self.store)
                 job.refresh()
                 self._forget_old()
@@ -376,3 +378,22 @@ class JobQueue:
             ended = [one for one in kept.values() if not one.open]
             for one in ended[: max(len(ended) - most, 0)]:
                 del kept[one.id]
+
+
+def combined(
+    request: GenerationRequest, prompts: Sequence[str], seeds: Sequence[int | Auto]
+) -> list[GenerationRequest]:
+    """Return the request once for each prompt and seed, seed by seed within a prompt.
+
+    Args:
+        prompts: empty ones are skipped; the request's own if there is none.
+        seeds: the request's own if there is none.
+
+    Raises:
+        InvalidRequestError: for an invalid prompt or seed, or more than a thousand videos.
+    """
+    given = [prompt for prompt in prompts if prompt.strip()] or [request.prompt]
+    chosen = list(seeds) or [request.seed]
+    if len(given) * len(chosen) > MAX_BATCH:
+        raise InvalidRequestError("prompt", "queue.batch_too_large", videos=len(given) * len(chosen), maximum=MAX_BATCH)
+    return [request.replace(prompt=prompt, seed=seed) for prompt in given for seed in chosen]

@@ -6,11 +6,14 @@ handles jobs whose process died.
 """
 
 import json
+import logging
 import secrets
+import shutil
+import tempfile
 import time
+import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import EllipsisType
 from typing import Any
 
@@ -21,10 +24,15 @@ from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.queue import rows
 from runtime.queue.database import Database
-from runtime.queue.records import KINDS, VIDEOS, JobRecord, Kind, State, Wish, event_to_json
+from runtime.queue.process_lock import Instance
+from runtime.queue.records import KINDS, VIDEOS, Control, JobRecord, Kind, State, event_to_json
 
-# State, hold, request, and live progress of a job.
-Seen = tuple[State, bool, Wish, str | None]
+NAME = "jobs.sqlite"
+
+logger = logging.getLogger(__name__)
+
+# State, hold, pending request, and live progress of a job.
+Seen = tuple[State, bool, Control, str | None]
 
 
 class JobStore:
@@ -45,12 +53,16 @@ class JobStore:
         self,
         path: Path | None,
         problem: Fact | None = None,
-        temporary_folder: "TemporaryDirectory[str] | None" = None,
+        temporary_folder: Path | None = None,
     ) -> None:
         self.database = self._database = Database(path)
         self.path = path
         self.problem = problem
-        self._temporary_folder = temporary_folder
+        self._remove_folder = (
+            None
+            if temporary_folder is None
+            else weakref.finalize(self, shutil.rmtree, temporary_folder, ignore_errors=True)
+        )
 
     @property
     def temporary(self) -> bool:
@@ -65,8 +77,8 @@ class JobStore:
     def close(self) -> None:
         """Close the file."""
         self._database.close()
-        if self._temporary_folder is not None:
-            self._temporary_folder.cleanup()
+        if self._remove_folder is not None:
+            self._remove_folder()
 
     def folder(self, job_id: str) -> Path | None:
         """Return the folder of a job's checkpoints and poster, made when they are written; `None` without a file."""
@@ -354,7 +366,7 @@ class JobStore:
                 rows.note(connection, job_id, event_to_json(saved))
                 rows.end(connection, job_id, saved)
                 return "done"
-            if record.asked == "cancel" or record.kind == "task":
+            if record.pending == "cancel" or record.kind == "task":
                 rows.note(connection, job_id, event_to_json(Cancelled()))
                 rows.end(connection, job_id, Cancelled())
                 return "cancelled"
@@ -418,7 +430,7 @@ class JobStore:
                 elif state == "running":
                     rows.change(connection, one, asked="cancel")
 
-    def asked(self, ids: Collection[str]) -> dict[str, Wish]:
+    def pending(self, ids: Collection[str]) -> dict[str, Control]:
         """Return the pending pause and cancel requests of these running jobs."""
         query = f"SELECT id, asked FROM jobs WHERE state = 'running' AND asked != '' AND id IN ({rows.places(ids)})"
         with self._database.reading() as connection:
@@ -458,3 +470,25 @@ class JobStore:
             old = connection.execute(query, values).fetchall()
             connection.executemany("DELETE FROM jobs WHERE id = ?", [(row["id"],) for row in old])
         return [rows.record(row) for row in old]
+
+
+def open_store(cache_dir: Path) -> JobStore:
+    """Return the job store of a cache folder; a temporary one with its `problem` if that cannot be used."""
+    path = cache_dir / NAME
+    try:
+        store = JobStore(path)
+        try:
+            # Without its lock, this process would be taken for a dead one.
+            with Instance(path):
+                return store
+        except StoreError:
+            store.close()
+            raise
+    except StoreError as error:
+        logger.error("%s cannot be used: %s", NAME, type(error.__cause__ or error).__name__)
+        problem = error.fact
+        try:
+            folder = Path(tempfile.mkdtemp(prefix="tandem-jobs-"))
+            return JobStore(folder / NAME, problem, folder)
+        except (OSError, StoreError):
+            return JobStore(None, problem)

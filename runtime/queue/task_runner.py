@@ -57,7 +57,7 @@ def run_task(work: Work, recorder: TaskRecorder, engines: EngineService, weights
 
 def _build(work: BuildEngines, recorder: TaskRecorder, engines: EngineService, weights_dir: Path, free: Free) -> Fact:
     recorder.report(Fact("task.looking"), None)
-    request = work.asked_for()
+    request = work.generation_request()
     spec = model_for(request, weights_dir)
     wanted = wanted_engines(_narrowed(request, work.component), spec, engines)
     if not wanted:

@@ -41,7 +41,7 @@ class BuildEngines(_Work):
     request: dict[str, Any]
     component: str | None = None
 
-    def asked_for(self) -> GenerationRequest:
+    def generation_request(self) -> GenerationRequest:
         """Return the request.
 
         Raises:
@@ -176,10 +176,10 @@ class Task(TaskProgress):
             if record.live is not None and record.state != "queued":
                 live = json.loads(record.live)
                 self.line, self.share = str(_fact(live["fact"])), live["share"]
-            self.cancelling = record.state == "running" and record.asked == "cancel"
+            self.cancelling = record.state == "running" and record.pending == "cancel"
             # A build whose app was killed is not taken up by itself.
             self.state = "cancelled" if record.state == "interrupted" else record.state
-            self.seen = (record.state, record.held, record.asked, record.live)
+            self.seen = (record.state, record.held, record.pending, record.live)
 
     def _follow(self, values: Mapping[str, Any]) -> None:
         match values:

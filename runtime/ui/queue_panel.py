@@ -8,8 +8,8 @@ from typing import Any
 from runtime.core.errors import InvalidRequestError
 from runtime.core.events import OutOfMemory
 from runtime.core.request import AUTO, Auto
-from runtime.queue import batch
 from runtime.queue.records import JobRecord, State
+from runtime.queue.service import combined
 from runtime.ui import form, formatting
 from runtime.ui.jobs_panel import JobsPanel, failure, title
 from runtime.ui.panels import Call, Reply, drawn
@@ -108,7 +108,7 @@ class QueuePanel(JobsPanel):
         values = form.with_prompt(call.form, prompts[0]) if prompts else call.form
         request = form.read(values, self._models)
         seeds: list[int | Auto] = [AUTO if request.seed == AUTO else int(request.seed) + n for n in range(count)]
-        jobs = self._worker.submit_all(batch.combined(request, prompts, seeds), self._owner)
+        jobs = self._worker.submit_all(combined(request, prompts, seeds), self._owner)
         return {
             "message": f"Added to the queue: {formatting.count(len(jobs), 'video')}.",
             "added": [job.id for job in jobs],
@@ -156,7 +156,7 @@ class QueuePanel(JobsPanel):
         return queue_html([self._row(job) for job in self.jobs()], "" if problem is None else text(problem))
 
     def _row(self, record: JobRecord) -> Row:
-        state = {"cancel": "stopping", "pause": "pausing"}.get(record.asked, "running")
+        state = {"cancel": "stopping", "pause": "pausing"}.get(record.pending, "running")
         line, percent, needs_gpus = "", None, False
         if record.state == "queued":
             state = "paused" if record.held else "waiting"

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from runtime.queue.opening import NAME
-from runtime.queue.store import JobStore
+from runtime.queue.store import NAME, JobStore
 from tests.models.hub import LoopbackHub, served
 from tests.served import Server, make_cache, serving
 

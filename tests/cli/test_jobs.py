@@ -15,7 +15,7 @@ from runtime.cli.main import run
 from runtime.core.events import Failed, Planned, Warned
 from runtime.core.facts import Fact
 from runtime.models.spec import ModelSpec
-from runtime.queue.opening import open_store
+from runtime.queue.store import open_store
 from runtime.video.ffmpeg import find_ffmpeg
 from runtime.video.metadata import read_metadata
 from tests.cli.test_generate import command

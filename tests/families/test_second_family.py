@@ -13,7 +13,7 @@ import pytest
 
 from runtime.cli.main import run
 from runtime.models import registry
-from runtime.queue.opening import open_store
+from runtime.queue.store import open_store
 from runtime.video.ffmpeg import find_ffmpeg
 from tests.families.ltx.build import build
 from tests.waiting import until

@@ -135,7 +135,7 @@ def test_resuming_with_another_lora_file_replans(place: Place) -> None:
     planner = Planner(place.weights, no_engines(place.folder), None)
     store = JobStore(None)
     record = replace(store.add(request, plan, instance="here"), begun=True)
-    assert record.asked_for() == request
+    assert record.generation_request() == request
     _, same = planner.plan(record, machine())
     assert same == plan
     made_loras.save(place.lora, made_loras.wan(factors(place.spec.transformer, seed=5)))

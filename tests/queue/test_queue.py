@@ -22,11 +22,10 @@ from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint_files import POSTER
-from runtime.queue.batch import combined
 from runtime.queue.execution import JobRecorder
 from runtime.queue.process_lock import Instance
 from runtime.queue.records import JobRecord
-from runtime.queue.service import Job, JobQueue
+from runtime.queue.service import Job, JobQueue, combined
 from runtime.queue.store import JobStore
 from runtime.queue.tasks import BuildEngines, PruneEngines
 from runtime.video.metadata import read_metadata

@@ -4,7 +4,6 @@ import sqlite3
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,7 +48,7 @@ def test_a_job_comes_back_as_it_was(store: JobStore, tmp_path: Path) -> None:
     made = store.add(request, plan, owner="guest", batch="b", parent="p")
     again = JobStore(tmp_path / "jobs.sqlite").get(made.id)
     assert again == made
-    assert again.asked_for() == request.replace(seed=11)
+    assert again.generation_request() == request.replace(seed=11)
     assert again.plan == plan
     assert (again.state, again.held, again.owner, again.batch, again.parent) == ("queued", False, "guest", "b", "p")
     assert (again.output, again.result, again.failure, again.begun) == (plan.output, None, None, False)
@@ -69,7 +68,7 @@ def test_plans_come_back_equal(on_gpu: bool, tmp_path: Path) -> None:
 def test_a_plan_of_another_version_is_none(text: str, store: JobStore) -> None:
     record = store.add(asked(), planned())
     assert record.plan == planned()
-    assert replace(record, plan_json=text).plan is None
+    assert record.replace(plan_json=text).plan is None
 
 
 EVENTS: list[Event] = [
@@ -176,8 +175,8 @@ def test_a_task_goes_to_a_worker_that_takes_tasks(store: JobStore, tmp_path: Pat
     assert work_of(task) == work
     found = work_of(build)
     assert isinstance(found, BuildEngines)
-    assert (found.asked_for(), found.component) == (asked(), "vae")
-    assert (build.part, build.asked_for(), build.title) == ("vae", asked(), "Build it")
+    assert (found.generation_request(), found.component) == (asked(), "vae")
+    assert (build.part, build.generation_request(), build.title) == ("vae", asked(), "Build it")
     missing = Fact("engine.no_compiler")
     store.finish(build.id, "failed", missing)
     store.finish(build.id, "done", Fact("engine.built"))
@@ -216,11 +215,11 @@ def test_a_paused_job_comes_back_to_its_place(store: JobStore) -> None:
     claimed = store.claim("a")
     assert claimed is not None
     store.hold([claimed.id], True)
-    assert store.asked([claimed.id]) == {claimed.id: "pause"}
+    assert store.pending([claimed.id]) == {claimed.id: "pause"}
     store.move(jobs[2].id, jobs[1].id)
     store.put_back(claimed.id)
     assert ids(store.queue()) == [jobs[0].id, jobs[2].id, jobs[1].id]
-    assert (store.get(claimed.id).held, store.asked([claimed.id])) == (True, {})
+    assert (store.get(claimed.id).held, store.pending([claimed.id])) == (True, {})
     following = store.claim("a")
     assert following is not None and following.id == jobs[2].id
 
@@ -229,10 +228,10 @@ def test_a_pause_is_taken_back_and_never_outdoes_a_cancel(store: JobStore) -> No
     job = add(store, instance="a")
     store.hold([job.id], True)
     store.hold([job.id], False)
-    assert store.asked([job.id]) == {}
+    assert store.pending([job.id]) == {}
     store.request_cancel([job.id])
     store.hold([job.id], True)
-    assert store.asked([job.id]) == {job.id: "cancel"}
+    assert store.pending([job.id]) == {job.id: "cancel"}
 
 
 def test_cancelling(store: JobStore) -> None:
@@ -241,7 +240,7 @@ def test_cancelling(store: JobStore) -> None:
     store.request_cancel([waiting.id, running.id, done.id])
     store.request_cancel([waiting.id])
     assert [store.get(one.id).state for one in (waiting, running, done)] == ["cancelled", "running", "done"]
-    assert store.asked([running.id, done.id]) == {running.id: "cancel"}
+    assert store.pending([running.id, done.id]) == {running.id: "cancel"}
     assert [values["event"] for _, _, values in store.events(waiting.id)] == ["Cancelled"]
 
 
@@ -308,7 +307,7 @@ def deleted(store: JobStore) -> JobRecord:
 
 
 def unknown(store: JobStore) -> JobRecord:
-    return replace(queued(store), id="ffffffff")
+    return queued(store).replace(id="ffffffff")
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ class TwoStores(RuleBasedStateMachine):
         if job and self.state[job] == "running":
             if held:
                 self.stores[1 - at].hold([job], True)
-            wish = self.stores[at].asked([job]).get(job)
+            wish = self.stores[at].pending([job]).get(job)
             held = wish == "pause"
             self.stores[at].put_back(job)
             self.state[job] = "queued"
@@ -91,7 +91,7 @@ class TwoStores(RuleBasedStateMachine):
         if job and self.state[job] == "running":
             instance = self.stores[at].get(job).instance
             assert instance is not None
-            wished = self.stores[at].asked([job])
+            wished = self.stores[at].pending([job])
             self._ended(job, "cancelled" if wished else "interrupted")
             assert self.stores[at].interrupt(job, instance, None) == self.state[job]
             assert self.stores[1 - at].interrupt(job, instance, None) is None

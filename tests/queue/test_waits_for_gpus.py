@@ -18,11 +18,10 @@ from runtime.models.catalogue import look_up
 from runtime.models.spec import ModelSpec
 from runtime.planner.resolve import resolve
 from runtime.queue.job import Job
-from runtime.queue.opening import open_store
 from runtime.queue.records import VIDEOS
 from runtime.queue.registry import WorkerRegistry
 from runtime.queue.service import JobQueue
-from runtime.queue.store import JobStore
+from runtime.queue.store import JobStore, open_store
 from runtime.queue.worker import Worker, WorkerConfig
 from runtime.ui import job_view
 from runtime.ui.queue_panel import QueuePanel
