@@ -4,7 +4,7 @@ from pathlib import Path
 
 from runtime.core.cancel import Cancel
 from runtime.core.facts import Fact
-from runtime.core.plan import ExecutionPlan
+from runtime.core.plan import ComponentPlan, ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
@@ -62,6 +62,11 @@ def with_strategy(plan: ExecutionPlan, **changes: object) -> ExecutionPlan:
     return plan.replace(strategy=plan.strategy.replace(**changes))
 
 
+def why(part: ComponentPlan) -> str:
+    """Return the reasons for where a component runs, as the command line words them."""
+    return " ".join(map(str, part.reasons))
+
+
 def no_engines(folder: Path) -> EngineService:
     """Return engines kept in an empty folder."""
     return EngineService(EngineStore(folder / "engines", 10**9), machine(), folder)
@@ -84,5 +89,5 @@ class Alone:
 
     def fell_back(self, name: str, reason: Fact) -> None:
         """Note it, and go on in PyTorch."""
-        self.plan = self.plan.with_component(name, self.plan.components[name].in_pytorch(str(reason)))
+        self.plan = self.plan.with_component(name, self.plan.components[name].in_pytorch(reason))
         self.fallen.append((name, reason))

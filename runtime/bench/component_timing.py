@@ -38,7 +38,7 @@ class Lent:
     def fell_back(self, name: str, reason: Fact) -> None:
         """See `residency.Watch`: note it, and go on in PyTorch."""
         self.fallen[name] = f"PyTorch took over. {reason}"
-        self._plan = self._plan.with_component(name, self._plan.components[name].in_pytorch(str(reason)))
+        self._plan = self._plan.with_component(name, self._plan.components[name].in_pytorch(reason))
 
     def on_degraded(self, name: str, field: str, reason: Fact) -> None:
         """See `residency.Watch`: note it, and go on without."""

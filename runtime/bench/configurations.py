@@ -143,7 +143,8 @@ def why_not(plan: ExecutionPlan) -> str | None:
     if not fallen:
         return None
     name, part = fallen[0]
-    return f"{plan.title(name)}: PyTorch instead of {BACKEND_TITLES[plan.asked.backend(name)]}. {part.reason}"
+    reasons = " ".join(map(str, part.reasons))
+    return f"{plan.title(name)}: PyTorch instead of {BACKEND_TITLES[plan.asked.backend(name)]}. {reasons}"
 
 
 def without_builds(plan: ExecutionPlan) -> ExecutionPlan:

@@ -49,8 +49,8 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
     if len(plan.expert_steps) > 1:
         taken = ", ".join(f"{plan.title(name)} {count}" for name, count in plan.expert_steps.items())
         terminal.line(f"Steps of each expert: {taken}")
-    if plan.shift_reason:
-        terminal.line(plan.shift_reason)
+    if plan.shift_reason is not None:
+        terminal.line(str(plan.shift_reason))
     if plan.loras:
         terminal.line(f"LoRA: {', '.join(str(use.requested()) for use in plan.loras)}")
     terminal.table(
@@ -60,20 +60,20 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
                 plan.title(name),
                 f"{BACKEND_TITLES[part.backend]}, {part.device}",
                 memory_size(part.weights_bytes),
-                part.reason,
+                " ".join(map(str, part.reasons)),
             )
             for name, part in plan.components.items()
         ],
     )
     if plan.split is not None:
         terminal.line(f"{plan.gpus} GPUs ({', '.join(plan.split.devices)}): {plan.split.reason}")
-    if plan.speed.description:
-        terminal.line(f"How PyTorch computes: {plan.speed.description}")
+    if plan.speed.reasons:
+        terminal.line(f"How PyTorch computes: {' '.join(map(str, plan.speed.reasons))}")
     _show_memory(plan)
     _show_time(plan)
     for message in plan.warnings:
-        terminal.warning(message)
-    return {"request": plan.request_json(), "plan": plan.to_json(), "warnings": list(plan.warnings)}
+        terminal.warning(str(message))
+    return {"request": plan.request_json(), "plan": plan.to_json(), "warnings": list(map(str, plan.warnings))}
 
 
 def _show_memory(plan: ExecutionPlan) -> None:
@@ -85,7 +85,7 @@ def _show_memory(plan: ExecutionPlan) -> None:
         rows.append((plan.title(stage.component), *map(memory_size, sizes), how))
     terminal.table(("While it runs", "Weights", "Working set", "Beside", "Peak", ""), rows)
     peak, free = memory_size(plan.memory_bytes), memory_size(plan.free_bytes)
-    terminal.line(f"Memory at the peak: about {peak} of {free} of {where} that are free. {plan.forecast.title}.")
+    terminal.line(f"Memory at the peak: about {peak} of {free} of {where} that are free. {plan.forecast.title}")
     if plan.strategy == plan.strategies[0].strategy:
         return
     terminal.line("Memory is short for the fastest way. The ways there are:")
@@ -98,8 +98,8 @@ def _show_strategies(strategies: Sequence[StrategyForecast], where: str, taken: 
     for one in strategies:
         ram = memory_size(one.ram_bytes) if one.ram_bytes else ""
         times = f"{one.seconds.likely / fastest:.1f} times"
-        verdict = one.verdict(where, taken=one.strategy == taken)
-        rows.append((one.title, one.strategy.flags, memory_size(one.peak_bytes), ram, times, verdict))
+        verdict = str(one.verdict(where, taken=one.strategy == taken))
+        rows.append((str(one.title).rstrip("."), one.strategy.flags, memory_size(one.peak_bytes), ram, times, verdict))
     terminal.table(("Way", "Asked for by", "Peak", "RAM", "As long", ""), rows)
 
 

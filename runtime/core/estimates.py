@@ -6,6 +6,7 @@ Plain data: `planner.strategies` fills it in. Bytes and seconds throughout.
 from dataclasses import dataclass
 from typing import Any
 
+from runtime.core.facts import Fact, short
 from runtime.core.frozen import FrozenModel
 
 
@@ -118,36 +119,39 @@ class StrategyForecast(FrozenModel):
         ram_bytes: in system memory, where that is another.
         seconds: of the whole video, without loading.
         fits: whether it fits the device's free memory, `fits_ram` the free system memory.
-        lacks: why it cannot be used, however much memory is free, in a few words; empty where it can.
+        lacks: why it cannot be used, however much memory is free; `None` if it can.
         offered: whether a request with its offload and quantization gets it.
     """
 
     strategy: MemoryStrategy
-    title: str
+    title: Fact
     peak_bytes: int
     ram_bytes: int
     seconds: Seconds
     fits: bool
     fits_ram: bool
-    lacks: str = ""
+    lacks: Fact | None = None
     offered: bool = False
 
-    def verdict(self, where: str, *, taken: bool = False) -> str:
+    def verdict(self, where: str, *, taken: bool = False) -> Fact:
         """Return in a few words whether it can be used; `where` names the device's memory."""
         if taken:
-            return "taken"
-        if self.lacks:
-            return f"cannot be: {self.lacks}"
-        short = [what for what, fits in ((where, self.fits), ("RAM", self.fits_ram)) if not fits]
-        if short:
-            return f"too little {' and '.join(short)}"
-        return "fits" if self.offered else "fits, not needed"
+            return Fact("strategy.used")
+        if self.lacks is not None:
+            return Fact("strategy.unavailable", {"cause": self.lacks})
+        if not self.fits and not self.fits_ram:
+            return Fact("strategy.too_little_of_both", {"memory": where})
+        if not (self.fits and self.fits_ram):
+            return Fact("strategy.too_little", {"memory": "RAM" if self.fits else where})
+        return Fact("strategy.fits" if self.offered else "strategy.not_needed")
 
     def to_json(self, *, taken: bool = False) -> dict[str, Any]:
         """Return the fields and the strategy's as one object of JSON types; `taken` is whether a plan uses it."""
-        own = self.model_dump(exclude={"strategy", "seconds"})
+        own = self.model_dump(include={"peak_bytes", "ram_bytes", "fits", "fits_ram", "offered"})
         strategy = self.strategy
         return {
+            "title": str(self.title).rstrip("."),
+            "lacks": "" if self.lacks is None else short(self.lacks),
             **own,
             **strategy.model_dump(mode="json"),
             "flags": strategy.flags,

@@ -14,8 +14,18 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from runtime.core.messages import MESSAGES
-from runtime.core.units import byte_size, duration, memory_size
+from runtime.core.units import about, byte_size, duration, memory_size
 
+_ATTENTIONS = {
+    "native": "PyTorch's own attention",
+    "cudnn": "cuDNN's attention",
+    "flash": "FlashAttention 2",
+    "flash3": "FlashAttention 3",
+    "flash4": "FlashAttention 4",
+    "sage": "SageAttention",
+    "fp8": "cuDNN's attention in FP8",
+}
+_QUANTIZATIONS = {"fp8": "FP8 weights", "bnb-8bit": "8-bit weights", "bnb-4bit": "4-bit weights"}
 _BACKENDS = {"pytorch": "PyTorch", "inductor": "Inductor", "onnxruntime": "ONNX Runtime", "tensorrt": "TensorRT"}
 # The command line's option for each request field; `core.request` adds those of its fields.
 OPTIONS: dict[str, str] = {}
@@ -80,6 +90,14 @@ class Words:
         """Return a backend's title."""
         return _BACKENDS.get(name, name)
 
+    def attention(self, name: str) -> str:
+        """Return the title of an attention kernel."""
+        return _ATTENTIONS.get(name, name)
+
+    def quantization(self, name: str) -> str:
+        """Return what quantized weights are called."""
+        return _QUANTIZATIONS.get(name, name)
+
 
 class _Settings:
     """`{set[offload]}` and `{set[offload=group]}` in a template."""
@@ -104,12 +122,20 @@ class _Template(Formatter):
             text = render(value, self._words)
             if format_spec == "advice":
                 return f"{text.what} {text.remedy}".strip()
+            if format_spec == "badge":
+                return short(value, self._words)
             value = text.remedy if format_spec == "remedy" else text.what
         words = self._words
         conversions: Mapping[str, Callable[[], str]] = {
             "memory": lambda: memory_size(value),
             "bytes": lambda: byte_size(value),
             "duration": lambda: duration(value),
+            "about": lambda: about(value),
+            "gib": lambda: f"{value / (1 << 30):.1f} GiB",
+            "or": lambda: " or ".join(map(str, value)),
+            "kernel": lambda: words.attention(value),
+            "weights": lambda: words.quantization(value),
+            "milliseconds": lambda: ", ".join(f"{name} {1000 * one:.3g} ms" for name, one in sorted(value.items())),
             "component": lambda: words.component(value),
             "lower_component": lambda: _lowered(words.component(value)),
             "lower_components": lambda: " or ".join(_lowered(words.component(one)) for one in value),
@@ -119,6 +145,8 @@ class _Template(Formatter):
             "sentence": lambda: str(value).rstrip("."),  # a sentence that goes on
             "sentences": lambda: " ".join(self.format_field(one, "") for one in value),
             "remedy": lambda: str(value),  # what to do about the cause
+            "appended": lambda: "".join(f"; {self.format_field(one, 'clause')}" for one in value),
+            "measured": lambda: "measured here" if value else "estimated",
             "clause": lambda: _lowered(str(value).rstrip(".")),  # a sentence inside another one
             "clauses": lambda: ", ".join(self.format_field(one, "clause") for one in value),
             "settings": lambda: " ".join(words.setting(name, one) for name, one in value.items()),  # by name
@@ -159,6 +187,18 @@ def render(fact: Fact, words: Words | None = None) -> Text:
         return Text(template.vformat(message.what, (), values), template.vformat(message.remedy, (), values))
     except (KeyError, TypeError, ValueError, AttributeError):  # stored by another version, with other data
         return Text(f"{fact.code} {fact.data or ''}".strip())
+
+
+def short(fact: Fact, words: Words | None = None) -> str:
+    """Return a fact in a few words, lower case, without a full stop: its `badge`, else its text up to a colon."""
+    words = words or Words()
+    message = MESSAGES.get(fact.code)
+    if message is None or not message.badge:
+        return _lowered(render(fact, words).what.partition(":")[0].rstrip("."))
+    try:
+        return _Template(words).vformat(message.badge, (), {"set": _Settings(words), **fact.data})
+    except (KeyError, TypeError, ValueError, AttributeError):  # stored by another version, with other data
+        return fact.code
 
 
 def _plain(value: Any) -> Any:

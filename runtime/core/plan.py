@@ -14,10 +14,10 @@ from pydantic import field_validator, model_validator
 
 from runtime.core.errors import InvalidRequestError
 from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory, StrategyForecast
+from runtime.core.facts import Fact, short
 from runtime.core.frozen import FrozenModel
 from runtime.core.loras import LoraUse
 from runtime.core.request import AUTO, GenerationRequest
-from runtime.core.units import memory_size
 
 PYTORCH = "pytorch"
 BACKEND_TITLES: Mapping[str, str] = {
@@ -59,24 +59,24 @@ class ComponentPlan(FrozenModel):
         device: a torch device, such as "cpu" or "cuda:0".
         dtype: a torch dtype's name, such as "float32", for PyTorch; also used if PyTorch takes over from an engine.
         weights_bytes: size of its weights in that dtype and quantization, or of its engines' files.
-        reason: one sentence.
+        reasons: why it runs there, and what else was decided for it.
         engines: what it runs on, in the order of use; none in PyTorch.
         quantization: of its weights in PyTorch: "none", "bnb-8bit", "bnb-4bit" or "fp8".
-        badge: what will happen, in a few words: "TensorRT: engine ready", "PyTorch: no engine yet".
+        badge: what will happen, in a few words after the backend's title: "engine ready", "no engine yet".
     """
 
     backend: str
     device: str
     dtype: str
     weights_bytes: int
-    reason: str
+    reasons: tuple[Fact, ...]
     engines: tuple[EngineUse, ...] = ()
     quantization: str = "none"
-    badge: str = ""
+    badge: Fact | None = None
 
-    def in_pytorch(self, reason: str) -> "ComponentPlan":
+    def in_pytorch(self, reason: Fact) -> "ComponentPlan":
         """Return the same component in PyTorch."""
-        return self.replace(backend=PYTORCH, engines=(), reason=reason, badge="PyTorch: took over from its engine")
+        return self.replace(backend=PYTORCH, engines=(), reasons=(reason,), badge=Fact("planner.took_over"))
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON types; `engine` is the id of the engine that does most of the work."""
@@ -86,8 +86,8 @@ class ComponentPlan(FrozenModel):
             "dtype": self.engines[-1].precision if self.engines else self.dtype,
             "weights_bytes": self.weights_bytes,
             "quantization": self.quantization,
-            "reason": self.reason,
-            "chip": self.badge,
+            "reason": " ".join(map(str, self.reasons)),
+            "chip": "" if self.badge is None else f"{BACKEND_TITLES[self.backend]}: {short(self.badge)}",
             "engine": self.engines[-1].id if self.engines else None,
             "engines": [use.id for use in self.engines],
         }
@@ -109,16 +109,13 @@ class Split(FrozenModel):
     decode: bool
 
     @property
-    def reason(self) -> str:
-        """How the GPUs share the transformers, a sentence."""
+    def reason(self) -> Fact:
+        """How the GPUs share the transformers."""
         if self.guidance == 1:
-            return f"The tokens and heads of a pass on {self.sequence} GPUs, each pass by all."
+            return Fact("planner.tokens_shared", {"sequence": self.sequence})
         if self.sequence == 1:
-            return "The pass with the prompt on one GPU, the one without on the other."
-        return (
-            f"The pass with the prompt and the one without on {self.sequence} GPUs each, the tokens and heads of a "
-            f"pass on {self.sequence}."
-        )
+            return Fact("planner.guidance_shared")
+        return Fact("planner.guidance_and_tokens_shared", {"sequence": self.sequence})
 
     def shares(self, component: str) -> bool:
         """Return whether all of them run a component together."""
@@ -130,7 +127,7 @@ class Speed(FrozenModel):
 
     Attributes:
         attention: the transformers', one of `request.ATTENTIONS` but "auto".
-        attention_reason, compiled_reason: a sentence each.
+        attention_reason, compiled_reason: why; `None` in `EAGER`.
         compiled: whether the transformers' blocks, and what is between the VAE's convolutions, are compiled.
         text_kept: whether every block's keys and values of the text are kept from step to step.
         text_bytes: size of these.
@@ -141,9 +138,9 @@ class Speed(FrozenModel):
     """
 
     attention: str = "native"
-    attention_reason: str = ""
+    attention_reason: Fact | None = None
     compiled: bool = False
-    compiled_reason: str = ""
+    compiled_reason: Fact | None = None
     text_kept: bool = False
     text_bytes: int = 0
     paired: bool = False
@@ -151,21 +148,22 @@ class Speed(FrozenModel):
     fused: bool = False
     channels_last: bool = False
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON types, with the reasons as text."""
+        reasons = {"attention_reason": self.attention_reason, "compiled_reason": self.compiled_reason}
+        return self.model_dump(mode="json") | {name: str(fact or "") for name, fact in reasons.items()}
+
     @property
-    def description(self) -> str:
-        """All of it in sentences."""
-        sentences = [
+    def reasons(self) -> tuple[Fact, ...]:
+        """All of it, with the reasons."""
+        facts = (
             self.attention_reason,
             self.compiled_reason,
-            f"The text's keys and values are computed once a clip ({memory_size(self.text_bytes)})."
-            if self.text_kept
-            else "",
-            "Both guidance passes are one call, because one does not fill the GPU." if self.paired else "",
-            "Calls are recorded and replayed, because starting kernels takes longer than running them."
-            if self.graphed
-            else "",
-        ]
-        return " ".join(filter(None, sentences))
+            Fact("planner.text_kept", {"bytes": self.text_bytes}) if self.text_kept else None,
+            Fact("planner.paired") if self.paired else None,
+            Fact("planner.graphed") if self.graphed else None,
+        )
+        return tuple(fact for fact in facts if fact is not None)
 
 
 EAGER = Speed()
@@ -218,13 +216,13 @@ class ExecutionPlan(ResolvedRequest):
         split: how several GPUs share the job; `None` if one does it.
         speed: how PyTorch computes.
         expert_steps: how many of the steps each transformer takes, by component; empty if that is not known.
-        shift_reason: why the shift is not the model's own, a sentence; empty if it is.
+        shift_reason: why the shift is not the model's own; `None` if it is.
         step_flops, decode_flops: operations of one denoising step (guidance included) and of the whole decode.
         free_bytes: free memory of the device.
         memory: what each component takes while it runs, in order.
         seconds: the forecast for "encode", "denoise", "decode", their "total", and "load", which comes on top.
         strategies: those that there are on this device, fastest first, each with its forecast.
-        warnings: sentences to show with the result.
+        warnings: what the user should know about the result.
     """
 
     asked: GenerationRequest
@@ -237,14 +235,14 @@ class ExecutionPlan(ResolvedRequest):
     split: Split | None
     speed: Speed
     expert_steps: Mapping[str, int]
-    shift_reason: str
+    shift_reason: Fact | None
     step_flops: float
     decode_flops: float
     free_bytes: int
     memory: tuple[StageMemory, ...]
     seconds: Mapping[str, Seconds]
     strategies: tuple[StrategyForecast, ...]
-    warnings: tuple[str, ...]
+    warnings: tuple[Fact, ...]
 
     @field_validator("asked", mode="wrap")
     @classmethod
@@ -335,12 +333,12 @@ class ExecutionPlan(ResolvedRequest):
             "ladder": [one.to_json(taken=one.strategy == self.strategy) for one in self.strategies],
             "split": None
             if self.split is None
-            else {**self.split.model_dump(mode="json"), "reason": self.split.reason},
+            else {**self.split.model_dump(mode="json"), "reason": str(self.split.reason)},
             "loras": [use.summary() for use in self.loras],
             "step_cache": self.step_cache,
-            "speed": self.speed.model_dump(mode="json"),
+            "speed": self.speed.to_json(),
             "shift": self.shift,
-            "shift_reason": self.shift_reason,
+            "shift_reason": str(self.shift_reason or ""),
             "expert_steps": dict(self.expert_steps),
         }
 
@@ -354,7 +352,13 @@ def _from_flat(values: dict[str, Any]) -> dict[str, Any]:
     asked = {name: plan.pop(name) for name in _PREFERENCES if name in plan}
     strategy = {name: plan.pop(name) for name in MemoryStrategy.model_fields if name in plan}
     plan.pop("memory_bytes", None)
-    absent: dict[str, Any] = {"shift": None, "shift_reason": "", "step_cache": "none", "loras": [], "expert_steps": {}}
+    absent: dict[str, Any] = {
+        "shift": None,
+        "shift_reason": None,
+        "step_cache": "none",
+        "loras": [],
+        "expert_steps": {},
+    }
     try:
         plan = {"speed": {}} | absent | plan
         split = plan.pop("split")
@@ -367,10 +371,11 @@ def _from_flat(values: dict[str, Any]) -> dict[str, Any]:
         }
         decided = {
             "split": {name: split[name] for name in Split.model_fields} if split else None,
-            "components": {
-                name: {("badge" if key == "chip" else key): value for key, value in part.items() if key != "asked"}
-                for name, part in plan["components"].items()
-            },
+            "components": {name: _component_from_flat(part) for name, part in plan["components"].items()},
+            "speed": plan["speed"]
+            | {name: _stored_text(plan["speed"].get(name)) for name in ("attention_reason", "compiled_reason")},
+            "shift_reason": _stored_text(plan["shift_reason"]),
+            "warnings": list(map(_stored_text, plan["warnings"])),
             "memory": [
                 {_MEMORY_NAMES.get(key, key): value for key, value in stage.items()} for stage in plan["memory"]
             ],
@@ -386,4 +391,20 @@ _MEMORY_NAMES = {"beside_bytes": "overhead_bytes", "spare_bytes": "allocator_sla
 
 def _forecast_from_flat(rung: dict[str, Any]) -> dict[str, Any]:
     strategy = {name: rung[name] for name in MemoryStrategy.model_fields}
-    return {"strategy": strategy} | {name: rung[name] for name in StrategyForecast.model_fields if name in rung}
+    forecast = {name: rung[name] for name in StrategyForecast.model_fields if name in rung}
+    return forecast | {
+        "strategy": strategy,
+        "title": _stored_text(rung["title"]),
+        "lacks": _stored_text(rung["lacks"]),
+    }
+
+
+def _component_from_flat(part: dict[str, Any]) -> dict[str, Any]:
+    decided = {name: value for name, value in part.items() if name not in {"asked", "chip", "reason"}}
+    badge = part["chip"].partition(": ")[2]  # after the backend's title
+    return decided | {"badge": _stored_text(badge), "reasons": [_stored_text(part["reason"])]}
+
+
+def _stored_text(text: str | None) -> Fact | None:
+    """Return text of the previous version, which stored sentences instead of facts."""
+    return Fact("text", {"what": text, "remedy": ""}) if text else None

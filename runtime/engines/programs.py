@@ -225,7 +225,7 @@ def load_program(spec: ModelSpec, component: str, name: str, *, device: str, dty
     Raises:
         ModelError: if the weights do not fit the configuration.
     """
-    part = ComponentPlan(backend="pytorch", device=device, dtype=dtype, weights_bytes=0, reason="")
+    part = ComponentPlan(backend="pytorch", device=device, dtype=dtype, weights_bytes=0, reasons=())
     make_form: MakeForm = components_of(spec.family).make_form
     return Program(name, make_form(spec, name, lambda: load_module(spec, component, part)).eval(), spec)
 

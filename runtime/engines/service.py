@@ -19,9 +19,8 @@ from runtime.engines.imported.offering import imported_engines, offers_with
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import Machine, free_disk_bytes
 from runtime.models.spec import ModelSpec
-from runtime.planner.build_limits import no_room
 from runtime.planner.build_time import build_seconds
-from runtime.planner.constraints import Conflict
+from runtime.planner.constraints import build_conflict
 from runtime.planner.engine_index import IMPORTED, OTHER_WEIGHTS, SWAPPED, EngineKey, EngineRecord, find
 from runtime.planner.engine_index import misfit as engine_misfit
 from runtime.planner.engine_offers import EngineOffer, Offers
@@ -205,16 +204,14 @@ class EngineService:
             uses.append(use)
         room = self._no_room(needs) if problem is None and needs else None
         if room is not None:
-            problem = room.reason, room.remedy
+            problem = room
         return EngineOffer(
             backend=builder.backend,
             builder=builder.name,
             uses=tuple(uses),
-            missing=str(missing or ""),
-            misfit=str(misfit or ""),
-            problem=problem and problem[0],
-            remedy=problem[1] if problem else "",
-            badge=room.badge if room else "",
+            missing=missing,
+            misfit=misfit,
+            problem=problem,
             build_seconds=build_time,
             seconds=seconds,
             pytorch_seconds=pytorch_seconds,
@@ -223,20 +220,21 @@ class EngineService:
 
     def _refusal(self, builder: Builder) -> EngineOffer:
         """Return an offer that states why a builder does not support a device."""
-        why, remedy = builder.unavailable(self.machine) or ("it needs an NVIDIA GPU", "Take another backend.")
-        return EngineOffer(backend=builder.backend, builder=builder.name, uses=(), problem=why, remedy=remedy)
+        problem = builder.unavailable(self.machine) or Fact("planner.needs_gpu")
+        return EngineOffer(backend=builder.backend, builder=builder.name, uses=(), problem=problem)
 
-    def _no_room(self, needs: list[BuildNeeds]) -> Conflict | None:
+    def _no_room(self, needs: list[BuildNeeds]) -> Fact | None:
         """Return why this machine is too small to build what is missing; None if it is not."""
         machine = self.machine
         if machine.disk_free_bytes is None:
             machine = replace(machine, disk_free_bytes=free_disk_bytes(self.store.folder))
-        return no_room(
+        conflict = build_conflict(
             max(need.ram_bytes for need in needs),
             max(need.vram_bytes for need in needs),
             max(need.disk_bytes for need in needs),
             machine,
         )
+        return None if conflict is None else conflict.fact
 
     def _why(self, key: EngineKey, spec: ModelSpec, component: str) -> tuple[Fact, Fact | None]:
         """Return why there is no engine for `key`: none was built, it is damaged, or the most similar one differs.

@@ -58,7 +58,7 @@ def placement(name: str, part: ComponentPlan, offload: str) -> Placement:
     case = constraints.Case(component=name, backend=part.backend, offload=offload, quantization=part.quantization)
     against = constraints.cannot_wait(case)
     if against is not None:
-        raise MachineError(against.what, against.remedy)
+        raise against.refusal
     if offload == "model" or name == "vae":
         return "whole"
     return "blocks" if offload == "group" and is_transformer(name) else "leaves"

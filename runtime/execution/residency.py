@@ -256,7 +256,7 @@ class Residency:
 
         def fall_back(reason: Fact) -> Part:
             self._drop(used.pop())
-            replacement = part.in_pytorch(str(reason))
+            replacement = part.in_pytorch(reason)
             used.append(_key(spec, name, job.plan, replacement))
             job.fell_back(name, reason)
             return pytorch(replacement)

@@ -11,7 +11,7 @@ from runtime.core.plan import ComponentPlan
 from runtime.engines.identity import CLIP_PROGRAM
 from runtime.engines.service import OpenEngines
 from runtime.execution.engine_fallback import EngineWithFallback
-from runtime.planner import vae_precision
+from runtime.planner.placement import may_overflow
 
 
 class VideoDecoder(Protocol):
@@ -105,7 +105,7 @@ def not_finite(part: ComponentPlan | None) -> BadResultError:
     Args:
         part: how the VAE is planned.
     """
-    if part is not None and vae_precision.doubtful(part):
+    if part is not None and may_overflow(part):
         return BadResultError("execution.vae_overflow", dtype=part.dtype)
     return BadResultError("execution.vae_not_finite")
 

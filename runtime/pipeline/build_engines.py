@@ -91,8 +91,7 @@ def _of_component(name: str, backend: str, plan: ExecutionPlan, offers: Offers) 
         if not able:
             if not offered:
                 raise MachineError("pipeline.backend_unsupported", backend=backend, component=name, device=device)
-            offer = offered[0]
-            raise MachineError("pipeline.not_buildable", backend=backend, problem=offer.problem, fix=offer.remedy)
+            raise MachineError("pipeline.not_buildable", backend=backend, cause=offered[0].problem)
         able = able[:1]
     for offer in able:
         for use in offer.uses:

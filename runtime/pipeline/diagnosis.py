@@ -4,7 +4,7 @@ from runtime.core.errors import BadResultError
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, ExecutionPlan
 from runtime.models.spec import is_transformer
-from runtime.planner import vae_precision
+from runtime.planner.placement import may_overflow
 from runtime.video.degenerate_clip import Fault
 
 _CODES: dict[Fault, str] = {
@@ -36,7 +36,7 @@ def likely_cause(fault: Fault, plan: ExecutionPlan) -> Fact:
             return Fact("cause.transformer_engine", {"component": name, "backend": part.backend})
         if is_transformer(name) and part.quantization != "none":
             return Fact("cause.quantization", {"quantization": part.quantization})
-    imprecise = fault != "frozen" and vae_precision.doubtful(vae)
+    imprecise = fault != "frozen" and may_overflow(vae)
     if "float16" in {part.dtype for part in plan.components.values()}:
         if imprecise and vae.dtype == "float16":
             return Fact("cause.vae_precision", {"dtype": vae.dtype})

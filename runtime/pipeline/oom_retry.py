@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 from runtime.core.errors import MachineError
 from runtime.core.events import OutOfMemory
-from runtime.core.facts import Fact
 from runtime.execution.memory import ran_out, release_cached_memory
 from runtime.pipeline.run_context import RunContext
 from runtime.planner.fallback_strategy import FallbackStrategy, Memory, next_strategy
@@ -55,7 +54,7 @@ def _apply_next_strategy(context: RunContext, memory: Memory) -> None:
     if found is not None:
         event = event.model_copy(
             update={
-                "strategy": Fact("text", {"what": found.forecast.title, "remedy": ""}),
+                "strategy": found.forecast.title,
                 "changes": _changes(found),
                 "slowdown": round(found.slowdown, 2),
                 "lossless": found.forecast.strategy.lossless,

@@ -91,8 +91,8 @@ def run_job(
 def _generate(context: RunContext, peak: PeakMemory, job_id: str | None, history: HistoryFile | None) -> VideoSaved:
     check_target(context.plan.output)
     sweep(context.plan.output.parent)
-    for message in context.plan.warnings:
-        context.warn(Fact("text", {"what": message, "remedy": ""}))
+    for warning in context.plan.warnings:
+        context.warn(warning)
     context.resume()
     context.build_engines(_remaining_components(context))
     if context.conditioning is None:

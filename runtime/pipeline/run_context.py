@@ -138,7 +138,7 @@ class RunContext:
         part = self.plan.components[name]
         backend = part.backend if part.engines else self.plan.asked.backend(name)
         event = FellBack(component=name, backend=backend, reason=reason)
-        self.plan = self.plan.with_component(name, part.in_pytorch(str(reason)))
+        self.plan = self.plan.with_component(name, part.in_pytorch(reason))
         if event.fact not in self.warnings:
             self.warnings.append(event.fact)
             self.emit(event)
@@ -258,7 +258,7 @@ class RunContext:
                 continue
             self.cancel.check_pause()
             if self.plan.fell_back(name):
-                self.fell_back(name, Fact("text", {"what": part.reason, "remedy": ""}))
+                self.fell_back(name, part.reasons[0])
             elif part.engines and not self.residency.holds(self.spec, self.plan, name):
                 try:
                     for use in part.engines:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from runtime.core.errors import TandemError
+from runtime.core.facts import Fact, render
 from runtime.machine.packages import PACKAGES, Package, import_problem, installed_as
 from runtime.machine.probe import Machine, free_disk_bytes
 from runtime.models.catalogue import folders
@@ -55,6 +56,11 @@ def examine(machine: Machine, cache_dir: Path, weights_dir: Path, engines_dir: P
     ]
 
 
+def _finding(name: str, state: State, fact: Fact) -> Finding:
+    what, remedy = render(fact)
+    return Finding(name, state, what, remedy)
+
+
 def _python() -> Finding:
     first, last = (".".join(map(str, bound)) for bound in _PYTHONS)
     if _PYTHONS[0] <= sys.version_info[:2] <= _PYTHONS[1]:
@@ -77,7 +83,7 @@ def _torch(machine: Machine) -> Finding:
 def _graphics(machine: Machine) -> Iterator[Finding]:
     problem = constraints.cuda_problem(machine)
     if machine.gpu_problem:
-        yield Finding("GPU", "problem", machine.gpu_problem, constraints.cuda_remedy(machine))
+        yield _finding("GPU", "problem", Fact("machine.gpu_unreadable", {"problem": machine.gpu_problem}))
     elif not machine.gpus:
         shared = ", whose memory it would share anyway" if machine.unified_memory else ""
         yield Finding("GPU", "note", f"no NVIDIA GPU: everything runs on the CPU{shared}")
@@ -87,7 +93,8 @@ def _graphics(machine: Machine) -> Iterator[Finding]:
         runs = f" (CUDA {'.'.join(map(str, machine.driver_cuda))})" if machine.driver_cuda else ""
         detail = f"{gpu.name}, compute capability {capability}, {memory}, driver {gpu.driver}{runs}"
         if machine.torch_version is not None and problem is not None:
-            yield Finding("GPU", "problem", f"{detail}; {problem}", constraints.cuda_remedy(machine))
+            what, remedy = render(problem)
+            yield Finding("GPU", "problem", f"{detail}. {what}", remedy)
         else:
             yield Finding("GPU", "ok", detail)
 
@@ -134,8 +141,9 @@ def _engines_folder(cache_dir: Path, engines_dir: Path) -> Iterator[Finding]:
 def _compiler(machine: Machine) -> Finding:
     if machine.compiler:
         return Finding("C++ compiler", "ok", machine.compiler)
-    lacking = constraints.lacking("inductor", machine)
-    return Finding("C++ compiler", "note", "none: Inductor builds no engines", lacking.remedy if lacking else "")
+    fact = constraints.no_compiler(machine)
+    remedy = "" if fact is None else render(fact).remedy
+    return Finding("C++ compiler", "note", "none: Inductor engines and compiled blocks on a CPU need one", remedy)
 
 
 def _packages(machine: Machine) -> Iterator[Finding]:
@@ -155,14 +163,14 @@ def _installed(package: Package, number: str, machine: Machine) -> Finding:
         return Finding(package.title, "note", f"{number}, but it cannot be used: {problem}", again)
     unfit = constraints.unfit_torch_tensorrt(machine) if package.name == "torch-tensorrt" else None
     if unfit is not None:
-        return Finding(package.title, "note", unfit, constraints.INSTALL)
+        return _finding(package.title, "note", unfit)
     return Finding(package.title, "ok", number)
 
 
 def _absent(package: Package) -> Finding:
     fix = f"If you want it: {sys.executable} -m pip install {package.distributions[0]}"
     if package.installed_by_us:
-        fix = constraints.INSTALL
+        fix = render(Fact("machine.run_installer")).what
     return Finding(package.title, "note", f"not installed: no {package.use}", fix)
 
 

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 
 from runtime.core.errors import InvalidRequestError, MachineError
 from runtime.core.estimates import MemoryStrategy, Seconds
+from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, Speed
 from runtime.core.request import AUTO
-from runtime.core.units import duration
 from runtime.machine.probe import Gpu, Machine
 from runtime.models.spec import ModelSpec, attention_flops
-from runtime.planner import attention_kernels, constraints
-from runtime.planner.attention_kernels import ATTENTIONS
-from runtime.planner.constraints import Conflict
+from runtime.planner import constraints
+from runtime.planner.constraints import ATTENTION_KERNELS, Conflict
 from runtime.planner.memory_model import DTYPE_BYTES, Load
 
 # Of the free memory, for keys and values of the text: they save a thousandth of the time at true size, and a tenth of a
@@ -88,7 +87,7 @@ def held(case: Case) -> Speed:
         InvalidRequestError, MachineError: if what was asked for cannot be.
     """
     if not case.in_pytorch:
-        reason = "The transformers run on engines, which have their own."
+        reason = Fact("planner.engines_compute")
         return Speed(attention_reason=reason, compiled_reason=reason)
     load = case.load
     attention, reason = choose_attention(case)
@@ -135,7 +134,7 @@ def for_strategy(
     return base.replace(compiled=compiled, compiled_reason=reason), takes if compiled else _NOTHING, against
 
 
-def choose_attention(case: Case) -> tuple[str, str]:
+def choose_attention(case: Case) -> tuple[str, Fact]:
     """Return the attention and why.
 
     Raises:
@@ -143,29 +142,27 @@ def choose_attention(case: Case) -> tuple[str, str]:
     """
     asked, dtype = case.asked.attention, case.load.dtypes["transformer"]
     if asked == "native":
-        return asked, "PyTorch chooses, as asked for."
+        return asked, Fact("planner.attention_native_asked")
     if asked != AUTO:
-        title = ATTENTIONS[asked].title
-        against = attention_kernels.no_attention(asked, case.machine)
+        against = constraints.attention_conflict(asked, case.machine)
         if against is not None:
-            raise MachineError(f"{title} cannot be had here: {against.reason}.", against.remedy)
+            usable = against.fact.code != "machine.no_gpu"
+            code = "planner.attention_unavailable" if usable else "planner.attention_needs_gpu"
+            raise MachineError(code, attention=asked, cause=against.fact)
         if DTYPE_BYTES[dtype] > DTYPE_BYTES["float16"]:
             raise InvalidRequestError(
-                "attention",
-                f"{title} takes values of 16 bits, and {case.load.spec.title} runs in {dtype} here.",
-                "Take --attention native.",
+                "attention", "planner.attention_needs_16bit", attention=asked, model=case.load.spec.title, dtype=dtype
             )
-        return asked, f"{title}, as asked for."
+        return asked, Fact("planner.attention_asked", {"attention": asked})
     if not case.load.cuda:
-        return "native", "PyTorch's own, on the CPU."
+        return "native", Fact("planner.attention_on_cpu")
     if DTYPE_BYTES[dtype] > DTYPE_BYTES["float16"]:
-        return "native", f"PyTorch's own: others do not take {dtype}."
+        return "native", Fact("planner.attention_dtype", {"dtype": dtype})
     able = exact_attentions(case.machine)
     measured = {kind: taken for kind, taken in case.attention_seconds.items() if kind in able}
     if measured:
         best = min(measured, key=lambda kind: measured[kind])
-        beside = ", ".join(f"{kind} {1000 * taken:.3g} ms" for kind, taken in sorted(measured.items()))
-        return best, f"{ATTENTIONS[best].title}, the fastest measured here: {beside}."
+        return best, Fact("planner.attention_measured", {"attention": best, "seconds": measured})
     return _by_rule(case.machine.gpus[0], able)
 
 
@@ -173,20 +170,22 @@ def exact_attentions(machine: Machine) -> list[str]:
     """Return the kinds of attention that may be taken unasked on this machine's GPU: what is worth measuring."""
     return [
         name
-        for name, kind in ATTENTIONS.items()
-        if kind.exact and attention_kernels.no_attention(name, machine) is None
+        for name, kernel in ATTENTION_KERNELS.items()
+        if kernel.exact and constraints.attention_conflict(name, machine) is None
     ]
 
 
-def _by_rule(gpu: Gpu, able: Sequence[str]) -> tuple[str, str]:
+def _by_rule(gpu: Gpu, able: Sequence[str]) -> tuple[str, Fact]:
     # Of newer ones than Hopper nothing was measured.
     if gpu.capability[:1] == constraints.HOPPER[:1] and "flash4" in able:
-        return "flash4", f"FlashAttention 4: by rule the fastest on {gpu.name}, until it is measured here."
-    if gpu.capability >= constraints.HOPPER:
-        return "cudnn", f"cuDNN's attention: by rule the fastest on {gpu.name}, until it is measured here."
-    if gpu.capability >= constraints.BF16_CAPABILITY:
-        return "flash", f"FlashAttention 2: by rule the fastest on {gpu.name}, until it is measured here."
-    return "native", f"PyTorch's own: {gpu.name} is older than the others want."
+        chosen = "flash4"
+    elif gpu.capability >= constraints.HOPPER:
+        chosen = "cudnn"
+    elif gpu.capability >= constraints.BF16_CAPABILITY:
+        chosen = "flash"
+    else:
+        return "native", Fact("planner.attention_old_gpu", {"gpu": gpu.name})
+    return chosen, Fact("planner.attention_by_rule", {"attention": chosen, "gpu": gpu.name})
 
 
 def _launch_bound(case: Case, call: Seconds) -> bool:
@@ -198,31 +197,30 @@ def _launch_bound(case: Case, call: Seconds) -> bool:
 
 def _compiled(
     case: Case, strategy: MemoryStrategy, base: Speed, seconds: CallSeconds
-) -> tuple[bool, str, Seconds, Conflict | None]:
+) -> tuple[bool, Fact, Seconds, Conflict | None]:
     took = case.compile_seconds(strategy.quantization)
     likely = COMPILE_SECONDS if took is None else took
     takes = Seconds(likely, likely / 4, likely * 2, measured=took is not None)
     asked = case.asked.compile
     if asked == "never":
-        return False, "Not compiled, as asked for.", takes, None
+        return False, Fact("planner.not_compiled_asked"), takes, None
     part = constraints.Case(
         component="transformer", backend=PYTORCH, offload=strategy.offload, quantization=strategy.quantization
     )
-    against = attention_kernels.no_compiling(part, case.machine)
+    against = constraints.compile_conflict(part, case.machine)
     if asked == "always":
-        return against is None, "Compiled, as asked for.", takes, against
+        return against is None, Fact("planner.compiled_asked"), takes, against
     if against is not None:
-        return False, f"Not compiled: {against.reason}.", takes, None
+        return False, Fact("planner.not_compiled", {"cause": against.fact}), takes, None
     if not case.load.cuda:
-        return False, "Not compiled: on a CPU an engine of Inductor does that once for all clips.", takes, None
+        return False, Fact("planner.not_compiled_on_cpu"), takes, None
     before, after = seconds(base), seconds(base.replace(compiled=True))
     faster = after.likely if after.measured else before.likely / faster_when_compiled(strategy.quantization)
     saved = (before.likely - faster) * case.calls
-    how = "measured here" if took is not None else "estimated"
-    words = f"compiling takes about {duration(likely)} ({how}) and saves about {duration(max(saved, 0.0))} of this clip"
+    data = {"seconds": likely, "saved": max(saved, 0.0), "measured": took is not None}
     if saved > likely:
-        return True, f"Compiled: {words}.", takes, None
-    return False, f"Not compiled: {words}.", takes, None
+        return True, Fact("planner.compiled_pays_off", data), takes, None
+    return False, Fact("planner.not_compiled_pays_off", data), takes, None
 
 
 def relieved(speed: Speed, offload: str, quantization: str) -> Speed:
@@ -248,11 +246,11 @@ def check_compile(asked: str, offload: str, quantization: str, machine: Machine)
     if asked != "always":
         return
     part = constraints.Case(component="transformer", backend=PYTORCH, offload=offload, quantization=quantization)
-    against = attention_kernels.no_compiling(part, machine)
+    against = constraints.compile_conflict(part, machine)
     if against is not None and against.setting:
         raise against.refusal
     if against is not None:
-        raise MachineError(f"Blocks cannot be compiled here: {against.reason}.", against.remedy)
+        raise MachineError("planner.compile_unavailable", cause=against.fact)
 
 
 def faster_when_compiled(quantization: str) -> float:

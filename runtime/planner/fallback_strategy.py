@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from runtime.core.estimates import MemoryStrategy, StrategyForecast
+from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, ExecutionPlan
 from runtime.core.tiles import times_decoded
 from runtime.models.spec import ModelSpec, is_transformer
@@ -78,16 +79,18 @@ def _smaller_decodes(plan: ExecutionPlan, load: Load, component: str) -> list[St
         return []
     found = []
     current, strategy = plan.forecast, plan.strategy
-    title, _, _ = current.title.partition(", decoding")
+    title = current.title
+    if title.code in {"strategy.tiles", "strategy.frame_by_frame"}:
+        title = title.data["how"]
     if strategy.decode_chunk > 1:
         single = strategy.replace(decode_chunk=1)
-        found.append(current.replace(strategy=single, title=f"{title}, decoding frame by frame"))
+        found.append(current.replace(strategy=single, title=Fact("strategy.frame_by_frame", {"how": title})))
     scale = load.spec.vae.scale_factor_spatial
     for tile in memory_model.tile_sides(load):
         if strategy.decode_tile is None or tile < strategy.decode_tile:
             tiled = strategy.replace(decode_chunk=1, decode_tile=tile)
-            side = f"{tile * scale}x{tile * scale}"
-            found.append(current.replace(strategy=tiled, title=f"{title}, decoding in tiles of {side}"))
+            tiled_title = Fact("strategy.tiles", {"how": title, "side": tile * scale})
+            found.append(current.replace(strategy=tiled, title=tiled_title))
     return found
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from runtime.core.errors import InvalidRequestError, MachineError
 from runtime.core.estimates import Seconds
+from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, Split
 from runtime.core.request import AUTO, GenerationRequest
 from runtime.machine.probe import Machine, seen_from
@@ -24,23 +25,17 @@ _GUIDANCE_EFFICIENCY = 0.99
 _STRIPS_SPEED: Mapping[int, float] = {1: 1.0, 2: 1.9, 3: 2.4, 4: 2.75, 8: 4.0}
 _QUICK, _SLOW = 1.1, 0.6
 
-# What several GPUs exclude, beside what `compat.RULES` says of engines.
+# What several GPUs exclude, besides `constraints.RULES`.
 RULES = (
     constraints.Rule(
-        name="several GPUs, weights that wait",
-        excludes=lambda case, _: case.gpus > 1 and case.offload in {"model", "group", "sequential"},
-        badge="{gpus} GPUs exclude {offload} offload",
-        reason="{gpus} GPUs exclude {offload} offload: each would wait for weights longer than the others save",
-        remedy="Take --gpus 1, or --offload none.",
-        setting="gpus",
+        "planner.gpus_offloaded",
+        lambda case, _: case.gpus > 1 and case.offload in {"model", "group", "sequential"},
+        "gpus",
     ),
     constraints.Rule(
-        name="several GPUs, bitsandbytes",
-        excludes=lambda case, _: case.gpus > 1 and case.quantization in {"bnb-8bit", "bnb-4bit"},
-        badge="{gpus} GPUs exclude {weights}",
-        reason="{gpus} GPUs exclude {weights}: they were not tried together",
-        remedy="Take --gpus 1, or --quantization fp8 or none.",
-        setting="gpus",
+        "planner.gpus_quantized",
+        lambda case, _: case.gpus > 1 and case.quantization in {"bnb-8bit", "bnb-4bit"},
+        "gpus",
     ),
 )
 
@@ -58,7 +53,7 @@ def decide(
     beside: Sequence[int] | None = None,
     *,
     guided: bool,
-) -> tuple[Split | None, list[str]]:
+) -> tuple[Split | None, list[Fact]]:
     """Return how the job is shared, `None` if one GPU does it, and what to say about it.
 
     Args:
@@ -80,19 +75,16 @@ def decide(
         return _most(request, spec, machine, gpu, alike, guided=guided)
     wanted, there = int(request.gpus), 1 + len(beside) if usable else 0
     if there < wanted:
-        raise InvalidRequestError(
-            "gpus", f"{wanted} GPUs were asked for; {_there(there, machine)}.", f"Take --gpus {max(there, 1)}."
-        )
-    against = together_problem(machine)
-    if against is not None:
-        raise MachineError(f"Several GPUs cannot work together here: {against}.", "Take --gpus 1.")
+        if there == 0:
+            raise InvalidRequestError("gpus", "planner.no_usable_gpus", wanted=wanted, cause=_unusable(machine))
+        raise InvalidRequestError("gpus", "planner.too_few_gpus", wanted=wanted, usable=there)
+    if not _has_nccl(machine):
+        raise MachineError("planner.gpus_need_linux")
     able = counts(spec, there, guided=guided)
     if wanted not in able:
         heads = spec.transformer.num_attention_heads
         raise InvalidRequestError(
-            "gpus",
-            f"{wanted} GPUs cannot share {spec.title}: its {heads} heads of attention cannot be shared evenly.",
-            f"Take --gpus {' or '.join(map(str, able))}.",
+            "gpus", "planner.heads_not_divisible", wanted=wanted, model=spec.title, heads=heads, able=able
         )
     against_it = excluded(request, spec, machine, wanted)
     if against_it is not None:
@@ -116,7 +108,7 @@ def excluded(request: GenerationRequest, spec: ModelSpec, machine: Machine, gpus
         )
         for rule in (*RULES, *constraints.RULES):
             if rule.setting == "gpus" and rule.excludes(case, machine):
-                return rule.against(case)
+                return rule.conflict(case)
     return None
 
 
@@ -131,11 +123,9 @@ def counts(spec: ModelSpec, most: int, *, guided: bool) -> list[int]:
     return [count for count in range(1, most + 1) if count == 1 or _degrees(spec, count, guided=guided) is not None]
 
 
-def together_problem(machine: Machine) -> str | None:
-    """Return why GPUs of this machine cannot work on one job, a clause, or `None` if they can."""
-    if not machine.system.startswith("Linux"):
-        return "PyTorch lets them exchange what they have (NCCL) only on Linux"
-    return None
+def _has_nccl(machine: Machine) -> bool:
+    """Whether PyTorch's GPUs can exchange data here: NCCL is for Linux."""
+    return machine.system.startswith("Linux")
 
 
 def faster(seconds: Seconds, split: Split | None, component: str) -> Seconds:
@@ -150,12 +140,12 @@ def faster(seconds: Seconds, split: Split | None, component: str) -> Seconds:
     return Seconds(seconds.likely / times, seconds.low / (times * _QUICK), seconds.high / max(times * _SLOW, 1.0))
 
 
-def reason_of(reason: str, split: Split | None, component: str) -> str:
-    """Return why a component runs as it does, with how several GPUs share it."""
+def reasons(split: Split | None, component: str) -> tuple[Fact, ...]:
+    """Return how several GPUs share a component; nothing if one runs it."""
     if split is None or not split.shares(component):
-        return reason
-    how = "Each decodes a strip of every frame." if component == "vae" else split.reason
-    return f"{reason} On {len(split.devices)} GPUs. {how}"
+        return ()
+    how = Fact("planner.strips_shared") if component == "vae" else split.reason
+    return Fact("planner.on_gpus", {"gpus": len(split.devices)}), how
 
 
 def name_of(device: str, split: Split | None, component: str) -> str:
@@ -168,15 +158,15 @@ def name_of(device: str, split: Split | None, component: str) -> str:
 
 def _most(
     request: GenerationRequest, spec: ModelSpec, machine: Machine, gpu: int, beside: Sequence[int], *, guided: bool
-) -> tuple[Split | None, list[str]]:
+) -> tuple[Split | None, list[Fact]]:
     """Return the split with the most GPUs; none where it gains nothing or excludes what was asked for."""
-    if not beside or together_problem(machine) is not None:
+    if not beside or not _has_nccl(machine):
         return None, []
     if 4 * spec.total_parameters <= SMALL_MODEL_BYTES:
-        return None, ["One GPU makes it: the model is so small that several would wait for each other."]
+        return None, [Fact("planner.one_gpu_small_model")]
     against = excluded(request, spec, machine, 2)
     if against is not None:
-        return None, [f"One GPU makes it: {against.reason}."]
+        return None, [Fact("planner.one_gpu", {"cause": against.fact})]
     count = counts(spec, 1 + len(beside), guided=guided)[-1]
     return (_split(spec, machine, [gpu, *beside[: count - 1]], guided=guided) if count > 1 else None), []
 
@@ -202,22 +192,20 @@ def _check_alike(machine: Machine, gpus: Sequence[int]) -> None:
     first, *others = (machine.gpus[index] for index in gpus)
     for other in others:
         if first.capability >= constraints.BF16_CAPABILITY > other.capability:
-            raise MachineError(
-                f"{first.name} and {other.name} cannot share a job: the second has no bfloat16.", "Take --gpus 1."
-            )
+            raise MachineError("planner.gpus_without_bfloat16", first=first.name, second=other.name)
 
 
-def _unlike(machine: Machine, gpus: Sequence[int]) -> list[str]:
+def _unlike(machine: Machine, gpus: Sequence[int]) -> list[Fact]:
     names = dict.fromkeys(machine.gpus[index].name for index in gpus)
     if len(names) == 1:
         return []
-    return [f"The GPUs are not alike ({', '.join(names)}): the slowest sets the pace."]
+    return [Fact("planner.gpus_differ", {"names": list(names)})]
 
 
-def _there(count: int, machine: Machine) -> str:
-    if count == 0:
-        return f"here are none ({constraints.cuda_problem(machine)})"
-    return f"here is {count} that can be used" if count == 1 else f"here are {count} that can be used"
+def _unusable(machine: Machine) -> Fact:
+    problem = constraints.cuda_problem(machine)
+    assert problem is not None, "no usable GPU without a reason"
+    return problem
 
 
 def _nearest(values: Mapping[int, float], count: int) -> float:

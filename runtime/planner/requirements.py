@@ -80,7 +80,7 @@ def needs(spec: ModelSpec, machine: Machine, history: History = ()) -> Needs:
     except TandemError as error:
         return Needs(least=least, resident=resident, here=error.what, runs_here=False, peak_bytes=0)
     where = "video memory" if plan.components["transformer"].device.startswith("cuda") else "memory"
-    here = f"{memory_size(plan.memory_bytes)} of {memory_size(plan.free_bytes)} of {where}. {plan.forecast.title}."
+    here = f"{memory_size(plan.memory_bytes)} of {memory_size(plan.free_bytes)} of {where}. {plan.forecast.title}"
     return Needs(least=least, resident=resident, here=here, runs_here=True, peak_bytes=plan.memory_bytes)
 
 
@@ -94,7 +94,12 @@ def _on(spec: ModelSpec, gib: int, *, resident: bool) -> Card | None:
     plan = _planned(spec, gib, resident=resident)
     if plan is None or (resident and not plan.strategy.keep_loaded):
         return None
-    return Card(gib=gib, peak_bytes=plan.memory_bytes, ram_bytes=plan.forecast.ram_bytes, way=plan.forecast.title)
+    return Card(
+        gib=gib,
+        peak_bytes=plan.memory_bytes,
+        ram_bytes=plan.forecast.ram_bytes,
+        way=str(plan.forecast.title).rstrip("."),
+    )
 
 
 def _planned(spec: ModelSpec, gib: int, *, resident: bool) -> ExecutionPlan | None:

@@ -10,19 +10,18 @@ from pathlib import Path
 from typing import TypeVar
 
 from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortError
+from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, LatentSize
 from runtime.core.request import ALL, AUTO, Auto, GenerationRequest
 from runtime.core.step_cache import NONE, with_strength
 from runtime.machine.probe import Machine, seen_from
 from runtime.models.spec import ModelSpec, attention_flops, is_transformer
-from runtime.planner import constraints, execution_options, extras, memory_model, size_limits
-from runtime.planner import flow_shift as moved
-from runtime.planner import parallelism as shared
+from runtime.planner import clip, constraints, execution_options, memory_model, parallelism
 from runtime.planner.engine_offers import Choice, EngineOffer, Offers, admit, choose, no_offers
 from runtime.planner.estimate import Case
 from runtime.planner.history import History, attention_seconds, calls_of, compile_seconds, device_name
 from runtime.planner.latency_model import Work, flops
-from runtime.planner.placement import placement
+from runtime.planner.placement import place
 from runtime.planner.strategies import decide
 
 Number = TypeVar("Number", int, float)
@@ -72,14 +71,15 @@ def resolve(
             return plan
         raise short from None
     if request.gpus == AUTO:
-        return alone.replace(warnings=(*alone.warnings, "One GPU makes it: several have too little memory."))
+        return alone.replace(warnings=(*alone.warnings, Fact("planner.one_gpu_memory")))
     assert short is not None
-    remedy = f"Take --gpus 1: {_clause(alone.forecast.title)}."
-    raise MemoryShortError(short.what, remedy, strategies=short.strategies, where=short.where)
-
-
-def _clause(title: str) -> str:
-    return f"{title[0].lower()}{title[1:]}"
+    raise MemoryShortError(
+        "planner.use_one_gpu",
+        cause=short.fact,
+        title=alone.forecast.title,
+        strategies=short.strategies,
+        where=short.where,
+    )
 
 
 def _resolved(
@@ -98,22 +98,22 @@ def _resolved(
     width = _or(request.width, defaults.width)
     height = _or(request.height, defaults.height)
     frames = _or(request.frames, defaults.frames)
-    size_limits.check(spec, width, height, frames)
+    clip.check_size(spec, width, height, frames)
     steps = _or(request.steps, defaults.steps)
     guidance = _or(request.guidance_scale, defaults.guidance_scale)
     guidance_2 = _second_guidance(request, spec, guidance)
     seed = secrets.randbelow(1 << 32) if request.seed == AUTO else request.seed
-    moved.check(request, spec)
-    shift = moved.as_used(request, spec)
-    expert_steps = moved.expert_steps(spec, steps, shift)
+    clip.check_shift(request, spec)
+    shift = clip.used_shift(request, spec)
+    expert_steps = clip.expert_steps(spec, steps, shift)
     calls = calls_of(steps, guidance, guidance_2, expert_steps)
 
-    device, dtypes, reason, free = placement(spec, machine, gpu, request.vae_precision)
+    device, dtypes, reason, free = place(spec, machine, gpu, request.vae_precision)
     guided = guidance > 1 and (guidance_2 is None or guidance_2 > 1)
-    split, notes = shared.decide(request, spec, everything, gpu, beside, guided=guided)
-    free = shared.least_free(split, everything, free)
+    split, notes = parallelism.decide(request, spec, everything, gpu, beside, guided=guided)
+    free = parallelism.least_free(split, everything, free)
     offload, more = _offload(request, machine)
-    extras.check_step_cache(request, machine, offload)
+    _check_step_cache(request, machine, offload)
     _check_quantization(request, machine)
     step_cache = with_strength(request.step_cache)
     execution_options.check_compile(request.compile, offload, request.quantization, machine)
@@ -156,8 +156,8 @@ def _resolved(
         speed=computed,
         base=base,
     )
-    clip = f"{spec.title} at {width}x{height}, {frames} frames"
-    decision = decide(case, offload, request.quantization, clip)
+    described = Fact("planner.clip", {"model": spec.title, "width": width, "height": height, "frames": frames})
+    decision = decide(case, offload, request.quantization, described)
     chosen, strategy = decision.chosen, decision.chosen.strategy
     weights = memory_model.weights_bytes(spec, dtypes, strategy.quantization) | dict(load.engine_bytes)
     if split is not None and strategy.decode_tile is not None:
@@ -190,7 +190,7 @@ def _resolved(
                 device=device,
                 dtype=dtypes[name],
                 weights_bytes=weights[name],
-                reason=shared.reason_of(extras.reason(choices[name].reason, name, step_cache), split, name),
+                reasons=(*choices[name].reasons, *_cache_reason(name, step_cache), *parallelism.reasons(split, name)),
                 engines=choices[name].uses,
                 badge=choices[name].badge,
                 quantization=strategy.quantization if is_transformer(name) and not choices[name].uses else "none",
@@ -201,7 +201,7 @@ def _resolved(
         split=split,
         speed=chosen.speed,
         expert_steps=expert_steps,
-        shift_reason=moved.reason(shift, spec),
+        shift_reason=clip.shift_reason(shift, spec),
         step_flops=forward * passes / steps,
         decode_flops=flops(load, case.work, "vae", strategy.decode_tile),
         free_bytes=free,
@@ -209,9 +209,9 @@ def _resolved(
         seconds=chosen.seconds,
         strategies=decision.forecasts,
         warnings=(
-            *size_limits.warnings(spec, width, height, frames),
-            *extras.warnings(request, spec, steps, max(guidance, guidance_2 or 0)),
-            *moved.warnings(spec, steps, shift, expert_steps),
+            *clip.size_warnings(spec, width, height, frames),
+            *clip.lora_warnings(request, spec, steps, max(guidance, guidance_2 or 0)),
+            *clip.shift_warnings(spec, steps, shift, expert_steps),
             *notes,
             *more,
             *decision.warnings,
@@ -313,15 +313,13 @@ def _choices(
     latent: tuple[int, int, int],
     machine: Machine,
     surroundings: constraints.Case,
-    in_pytorch: str,
+    in_pytorch: Fact,
     offers: Offers,
 ) -> dict[str, Choice]:
     for name in request.backends:
         if name != ALL and name not in spec.component_names:
             raise InvalidRequestError(
-                "backends",
-                f"{spec.title} has no {name}.",
-                f"Its components are {', '.join(spec.component_names)}; {ALL} stands for every one.",
+                "backends", "planner.no_such_component", model=spec.title, component=name, known=spec.component_names
             )
     chosen = {}
     for name in spec.component_names:
@@ -339,31 +337,40 @@ def _choices(
     return chosen
 
 
-def _offload(request: GenerationRequest, machine: Machine) -> tuple[str, list[str]]:
-    """Return how weights wait, and what to say about it: on the CPU they are where they are used already."""
+def _offload(request: GenerationRequest, machine: Machine) -> tuple[str, list[Fact]]:
+    """Return the offload and a warning: on the CPU the weights are where they are used already."""
     against = constraints.lacking(request.offload, machine)
     if against is None:
         return request.offload, []
-    return "none", [f"Offload {request.offload!r} changes nothing on the CPU: {against.reason}."]
+    return "none", [Fact("planner.offload_on_cpu", {"chosen": {"offload": request.offload}, "cause": against.fact})]
 
 
 def _check_quantization(request: GenerationRequest, machine: Machine) -> None:
-    """Refuse weights that this machine cannot quantize: whoever asks for them counts on their size."""
+    """Refuse weights that this machine cannot quantize: the request relies on their size."""
     against = constraints.lacking(request.quantization, machine)
     if against is not None:
-        wants = constraints.WEIGHTS_TITLES[request.quantization]
-        remedy = "Take --quantization none." if against.remedy == constraints.OTHER_BACKEND else against.remedy
-        raise MachineError(f"{wants} cannot be had here: {against.reason}.", remedy)
+        usable = against.fact.code != "machine.no_gpu"
+        code = "planner.quantization_unavailable" if usable else "planner.quantization_needs_gpu"
+        raise MachineError(code, quantization=request.quantization, cause=against.fact)
+
+
+def _check_step_cache(request: GenerationRequest, machine: Machine, offload: str) -> None:
+    """Refuse an offload that a step cache excludes: the cache is never dropped silently."""
+    against = constraints.excluded_by_step_cache(request.step_cache, offload, machine)
+    if against is not None:
+        raise against.refusal
+
+
+def _cache_reason(component: str, step_cache: str) -> tuple[Fact, ...]:
+    if step_cache == NONE or not is_transformer(component):
+        return ()
+    return (Fact("planner.step_cached", {"step_cache": step_cache}),)
 
 
 def _second_guidance(request: GenerationRequest, spec: ModelSpec, guidance: float) -> float | None:
     if spec.experts == 1:
         if request.guidance_scale_2 != AUTO:
-            raise InvalidRequestError(
-                "guidance_scale_2",
-                f"{spec.title} has one transformer, so there is no second guidance scale.",
-                "Give one guidance scale.",
-            )
+            raise InvalidRequestError("guidance_scale_2", "planner.no_second_guidance", model=spec.title)
         return None
     if request.guidance_scale_2 != AUTO:
         return float(request.guidance_scale_2)

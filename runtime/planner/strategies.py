@@ -9,25 +9,22 @@ from dataclasses import dataclass
 
 from runtime.core.errors import InvalidRequestError, MemoryShortError
 from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory, StrategyForecast
+from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, Speed
 from runtime.core.request import AUTO
 from runtime.models.spec import is_transformer
 from runtime.planner import constraints, estimate, execution_options, memory_model
-from runtime.planner.build_limits import no_ram
 from runtime.planner.estimate import Case
 
-_GIB = 1 << 30
-_SMALLER = "Ask for a smaller size or fewer frames, or take a smaller model."
-_MORE_RAM = "Close other programs, add memory (RAM), or take a smaller model."
 # What stays loaded stays for hours: so much of the free memory at most.
 _KEEP_SHARE = {"cpu": 0.6, "cuda": 0.9}
 
-_KEEP = ("Everything stays loaded", MemoryStrategy(keep_loaded=True))
-_FREE_TEXT = ("Text encoder freed after the prompt", MemoryStrategy(keep_loaded=True, freed=("text_encoder",)))
-_ONE = ("One part at a time", MemoryStrategy())
-_MODEL = ("Parts wait in RAM", MemoryStrategy(offload="model"))
-_GROUP = ("Blocks wait in RAM", MemoryStrategy(offload="group"))
-_SEQUENTIAL = ("Layers wait in RAM", MemoryStrategy(offload="sequential"))
+_KEEP = ("strategy.keep", MemoryStrategy(keep_loaded=True))
+_FREE_TEXT = ("strategy.free_text_encoder", MemoryStrategy(keep_loaded=True, freed=("text_encoder",)))
+_ONE = ("strategy.one_at_a_time", MemoryStrategy())
+_MODEL = ("strategy.offload_model", MemoryStrategy(offload="model"))
+_GROUP = ("strategy.offload_group", MemoryStrategy(offload="group"))
+_SEQUENTIAL = ("strategy.offload_sequential", MemoryStrategy(offload="sequential"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,28 +62,28 @@ class Decision:
 
     chosen: Option
     forecasts: tuple[StrategyForecast, ...]
-    warnings: tuple[str, ...]
+    warnings: tuple[Fact, ...]
 
 
 def options(case: Case) -> list[Option]:
     """Return every strategy for such a device, fastest first; what this machine lacks for one is in its forecast."""
     if not case.load.cuda:
-        return [_option(case, *named) for named in (_KEEP, _ONE)]
+        return [_option(case, Fact(code), strategy) for code, strategy in (_KEEP, _ONE)]
     if case.load.split is not None:
         # Each of several GPUs keeps what it runs.
-        plain = [_option(case, *named) for named in (_KEEP, _FREE_TEXT, _ONE)]
+        plain = [_option(case, Fact(code), strategy) for code, strategy in (_KEEP, _FREE_TEXT, _ONE)]
         return [*plain, _first_that_fits(_quantized(case, "fp8"))]
-    plain = [_option(case, *named) for named in (_KEEP, _FREE_TEXT, _ONE, _MODEL, _GROUP)]
-    quantized = [_first_that_fits(_quantized(case, kind)[:3]) for kind in constraints.WEIGHTS_TITLES]
-    return [*plain, *quantized, _option(case, *_SEQUENTIAL)]
+    plain = [_option(case, Fact(code), strategy) for code, strategy in (_KEEP, _FREE_TEXT, _ONE, _MODEL, _GROUP)]
+    quantized = [_first_that_fits(_quantized(case, kind)[:3]) for kind in constraints.QUANTIZATIONS]
+    return [*plain, *quantized, _option(case, Fact(_SEQUENTIAL[0]), _SEQUENTIAL[1])]
 
 
-def decide(case: Case, offload: str, quantization: str, clip: str) -> Decision:
+def decide(case: Case, offload: str, quantization: str, clip: Fact) -> Decision:
     """Choose a strategy.
 
     Args:
         offload, quantization: as asked for, or "auto".
-        clip: what is to be made, as a sentence's subject.
+        clip: what is to be made.
 
     Raises:
         InvalidRequestError: if offload and quantization exclude each other.
@@ -103,16 +100,11 @@ def decide(case: Case, offload: str, quantization: str, clip: str) -> Decision:
         every = [*every[:place], chosen, *every[place:]]
     warnings = []
     if chosen.strategy.decode_tile is not None:
-        side = _tile_pixels(case, chosen.strategy.decode_tile)
-        warnings.append(f"Memory is short: frames are decoded in tiles of {side} and differ a little where these meet.")
+        warnings.append(Fact("planner.decoded_in_tiles", {"side": _tile_pixels(case, chosen.strategy.decode_tile)}))
     if quantization == AUTO and _is_quantized(chosen):
-        title = constraints.WEIGHTS_TITLES[chosen.strategy.quantization]
-        warnings.append(f"Memory is short: the transformers run with {title}, and the video is a little less exact.")
+        warnings.append(Fact("planner.quantized", {"quantization": chosen.strategy.quantization}))
     if chosen.tight:
-        warnings.append(
-            f"Memory is tight: about {_gib(chosen.forecast.peak_bytes)} of the {_gib(case.free_bytes)} that are free. "
-            "It may run out; a smaller size or fewer frames are safer."
-        )
+        warnings.append(Fact("planner.memory_tight", {"peak": chosen.forecast.peak_bytes, "free": case.free_bytes}))
     return Decision(chosen, _forecasts(case, every, chosen), tuple(warnings))
 
 
@@ -132,21 +124,21 @@ def _forecasts(case: Case, every: list[Option], chosen: Option | None) -> tuple[
         forecasts.append(
             option.forecast.replace(
                 offered=option == first and not excluded,
-                lacks="" if option == chosen else option.forecast.lacks or excluded,
+                lacks=None if option == chosen else option.forecast.lacks or excluded,
             )
         )
     return tuple(forecasts)
 
 
-def _excluded(case: Case, offload: str, quantization: str) -> str:
-    """Return why a strategy excludes a backend that was asked for, in a few words; empty if it does not."""
+def _excluded(case: Case, offload: str, quantization: str) -> Fact | None:
+    """Return why a strategy excludes a backend that was asked for, `None` if it does not."""
     for name, backend in case.asked.items():
         if backend not in {AUTO, PYTORCH} and is_transformer(name):
             asked = constraints.Case(component=name, backend=backend, offload=offload, quantization=quantization)
             against = constraints.conflict(asked, case.machine)
             if against is not None and against.setting:
-                return against.badge
-    return ""
+                return against.fact
+    return None
 
 
 def _asked(case: Case, every: list[Option], offload: str, quantization: str) -> list[Option]:
@@ -167,20 +159,20 @@ def _asked(case: Case, every: list[Option], offload: str, quantization: str) -> 
         if against is not None:
             raise against.refusal
         raise InvalidRequestError(
-            "offload",
-            f"Quantized transformers are not brought in parts: --quantization {quantization} excludes "
-            f"--offload {offload}.",
-            "Take --offload model or none with it, or leave --quantization out.",
+            "offload", "planner.quantized_offload", chosen={"quantization": quantization, "offload": offload}
         )
     return asked
 
 
 def _quantized(case: Case, kind: str) -> list[Option]:
     """Return the strategies with quantized transformers, the one that takes most memory first."""
-    title = f"Transformers with {constraints.WEIGHTS_TITLES[kind]}"
     return [
-        _option(case, f"{title}, {name[0].lower()}{name[1:]}", strategy.replace(quantization=kind))
-        for name, strategy in (_KEEP, _FREE_TEXT, _ONE, _MODEL)[: 4 if case.load.split is None else 3]
+        _option(
+            case,
+            Fact("strategy.quantized", {"quantization": kind, "how": Fact(code)}),
+            strategy.replace(quantization=kind),
+        )
+        for code, strategy in (_KEEP, _FREE_TEXT, _ONE, _MODEL)[: 4 if case.load.split is None else 3]
         if constraints.cannot_wait(_in_pytorch(kind, strategy.offload)) is None
     ]
 
@@ -205,7 +197,7 @@ def _fits(option: Option) -> bool:
     return _has_room(option) and option.against is None
 
 
-def _option(case: Case, title: str, strategy: MemoryStrategy) -> Option:
+def _option(case: Case, title: Fact, strategy: MemoryStrategy) -> Option:
     usable = case.free_bytes * (_KEEP_SHARE["cuda" if case.load.cuda else "cpu"] if strategy.keep_loaded else 1.0)
     strategy = strategy.replace(decode_chunk=case.chunk)
     computed, compiling, excluded = execution_options.for_strategy(
@@ -222,9 +214,9 @@ def _option(case: Case, title: str, strategy: MemoryStrategy) -> Option:
         fitted = strategy.replace(decode_chunk=1, decode_tile=tile)
         memory = estimate.memory(case, fitted, computed)
     if fitted.decode_tile is not None:
-        title = f"{title}, decoding in tiles of {_tile_pixels(case, fitted.decode_tile)}"
+        title = Fact("strategy.tiles", {"how": title, "side": _tile_pixels(case, fitted.decode_tile)})
     elif fitted.decode_chunk != case.chunk:
-        title = f"{title}, decoding frame by frame"
+        title = Fact("strategy.frame_by_frame", {"how": title})
     peak = max(stage.peak_bytes for stage in memory)
     ram = memory_model.ram_bytes(case.load, fitted) if case.load.cuda else 0
     seconds = estimate.seconds(case, fitted, computed)
@@ -245,7 +237,7 @@ def _option(case: Case, title: str, strategy: MemoryStrategy) -> Option:
         # What stays for hours leaves room for others: keeping everything loaded is never a tight fit.
         fits=roomy or (not fitted.keep_loaded and peak <= case.free_bytes),
         fits_ram=ram <= case.ram_free_bytes,
-        lacks=against.badge if against else "",
+        lacks=against.fact if against else None,
     )
     return Option(forecast=forecast, memory=memory, seconds=seconds, tight=not roomy, against=against, speed=computed)
 
@@ -254,47 +246,43 @@ def _unloadable(case: Case, strategy: MemoryStrategy) -> constraints.Conflict | 
     # Weights are quantized one by one as they are read.
     quantized = strategy.quantization != "none"
     whole = {name: size for name, size in case.whole.items() if not (quantized and is_transformer(name))}
-    return no_ram(case.load.spec, whole, case.machine)
+    return constraints.load_conflict(case.load.spec, whole, case.machine)
 
 
-def _tile_pixels(case: Case, tile: int) -> str:
-    side = tile * case.load.spec.vae.scale_factor_spatial
-    return f"{side}x{side}"
+def _tile_pixels(case: Case, tile: int) -> int:
+    return tile * case.load.spec.vae.scale_factor_spatial
 
 
 def _needs(memory: tuple[StageMemory, ...]) -> int:
     return max(stage.peak_bytes + stage.allocator_slack_bytes for stage in memory)
 
 
-def _refusal(case: Case, every: list[Option], asked: list[Option], clip: str) -> MemoryShortError:
+def _refusal(case: Case, every: list[Option], asked: list[Option], clip: Fact) -> MemoryShortError:
     where = "video memory" if case.load.cuda else "memory"
+    forecasts = _forecasts(case, every, None)
     other = next((option for option in every if _fits(option)), None)
-    remedy = "" if other is None else _instead(every[0], other)
     able = [option for option in asked if option.against is None]
     unable = next((option.against for option in asked if option.against), None)
     if not able and unable is not None:
-        return MemoryShortError(
-            unable.what, remedy or unable.remedy, strategies=_forecasts(case, every, None), where=where
-        )
-    least = min(able, key=lambda option: (not option.forecast.fits_ram, option.forecast.peak_bytes))
-    needs, free = f"{_gib(least.forecast.peak_bytes)} of {where}", _gib(case.free_bytes)
-    waiting = min((o.forecast for o in able if o.forecast.fits), key=lambda forecast: forecast.ram_bytes, default=None)
-    if waiting is not None:
-        ram, ram_free = f"{_gib(waiting.ram_bytes)} of system memory (RAM)", _gib(case.ram_free_bytes)
-        if least.forecast.fits_ram:
-            needs, free = f"{needs}, or {ram} for weights that wait", f"{free} and {ram_free}"
-        else:
-            needs, free = f"{ram} for weights that wait", ram_free
-    what = f"{clip} needs about {needs}; {free} are free."
-    remedy = remedy or (_SMALLER if waiting is None else _MORE_RAM)
-    return MemoryShortError(what, remedy, strategies=_forecasts(case, every, None), where=where)
+        code = "planner.strategy_unavailable" if other is None else "planner.strategy_unavailable_other"
+        remedy = None if other is None else _instead(every[0], other)
+        return MemoryShortError(code, cause=unable.fact, remedy=remedy, strategies=forecasts, where=where)
+    least = min(able, key=lambda option: (not option.forecast.fits_ram, option.forecast.peak_bytes)).forecast
+    offloaded = min((o.forecast for o in able if o.forecast.fits), key=lambda one: one.ram_bytes, default=None)
+    needs = {"clip": clip, "peak": least.peak_bytes, "free": case.free_bytes, "ram_free": case.ram_free_bytes}
+    if offloaded is None:
+        code, remedy = "planner.memory_short", Fact("planner.ask_for_less")
+    else:
+        needs["ram"] = offloaded.ram_bytes
+        code = "planner.memory_and_ram_short" if least.fits_ram else "planner.ram_short"
+        remedy = Fact("planner.more_ram")
+    remedy = remedy if other is None else _instead(every[0], other)
+    return MemoryShortError(code, **needs, remedy=remedy, strategies=forecasts, where=where)
 
 
-def _instead(fastest: Option, other: Option) -> str:
-    slower = other.forecast.seconds.likely / fastest.forecast.seconds.likely
-    flags = other.strategy.flags or "--offload none"
-    return f"Take {flags}: {_gib(other.forecast.peak_bytes)}, about {slower:.1f} times as long."
-
-
-def _gib(count: int) -> str:
-    return f"{count / _GIB:.1f} GiB"
+def _instead(fastest: Option, other: Option) -> Fact:
+    strategy, forecast = other.strategy, other.forecast
+    changes = {"offload": strategy.offload, "quantization": strategy.quantization}
+    changes = {name: value for name, value in changes.items() if value != "none"} or {"offload": "none"}
+    times = forecast.seconds.likely / fastest.forecast.seconds.likely
+    return Fact("planner.use_strategy", {"changes": changes, "peak": forecast.peak_bytes, "times": times})

@@ -123,10 +123,10 @@ def after_deaths(plan: ExecutionPlan, deaths: Sequence[Mapping[str, object]]) ->
         part = plan.components.get(name)
         if part is not None and part.engines and death.get("stage") != "build":
             reason = Fact("queue.engine_disabled", how)
-            plan = plan.with_component(name, part.in_pytorch(str(reason)))
+            plan = plan.with_component(name, part.in_pytorch(reason))
             if not plan.fell_back(name):  # otherwise the job reports it
                 warnings.append(Fact("event.fell_back", {"component": name, "backend": part.backend, "reason": reason}))
-        new = [str(warning) for warning in warnings if str(warning) not in plan.warnings]
+        new = [warning for warning in warnings if warning not in plan.warnings]
         plan = plan.replace(warnings=(*plan.warnings, *new))
     return plan
 

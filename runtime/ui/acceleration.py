@@ -23,7 +23,7 @@ from runtime.engines.builders import builders_of
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
 from runtime.planner.parallelism import usable_gpus
-from runtime.planner.vae_precision import PSNR
+from runtime.planner.placement import VAE_PSNR as PSNR
 from runtime.ui import fields
 from runtime.ui.templating import render
 
@@ -158,4 +158,4 @@ def _offload_in_form_words(found: re.Match[str]) -> str:
 def tensorrt_problem(machine: Machine) -> str | None:
     """Return why TensorRT engines cannot be built or run on this machine, `None` if they can."""
     problems = [builder.unavailable(machine) for builder in builders_of(TENSORRT)]
-    return None if None in problems else next(problem[0] for problem in problems if problem is not None)
+    return None if None in problems else next(str(problem) for problem in problems if problem is not None)

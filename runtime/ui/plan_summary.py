@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 
 from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortError, TandemError
 from runtime.core.estimates import MemoryStrategy, StrategyForecast
+from runtime.core.facts import Fact, short
 from runtime.core.plan import BACKEND_TITLES, PYTORCH, ComponentPlan, ExecutionPlan
 from runtime.core.units import memory_size
 from runtime.models.spec import is_transformer
 from runtime.ui import formatting
 from runtime.ui.plan_preview import Preview
 from runtime.ui.templating import render
-from runtime.ui.words import explain, text
+from runtime.ui.words import WORDS, explain, page_text, text
 
 _LOOKING = "Looking for engines…"
 # Estimates are shown in tenths of a second.
@@ -101,7 +102,7 @@ def summarize(preview: Preview, components: tuple[str, ...]) -> PlanSummary:
             _LOOKING, dict.fromkeys(plan.components, badge), memory, "", strategies, notes, complete=False
         )
     badges = {
-        name: Badge(text(part.badge), _why(plan, name, part), _kind(plan, name, part))
+        name: Badge(_badge(part), _why(plan, name, part), _kind(plan, name, part))
         for name, part in plan.components.items()
     }
     return PlanSummary(_sum(plan), badges, memory, _time(plan), strategies, notes)
@@ -143,9 +144,18 @@ def badge_html(component: str, badge: Badge | None = None) -> str:
 
 def _why(plan: ExecutionPlan, name: str, part: ComponentPlan) -> str:
     # On a CPU there is nothing to choose.
-    speed = text(plan.speed.description) if part.device.startswith("cuda") or plan.asked.compile == "always" else ""
-    reason = text(part.reason)
+    speed = _sentences(plan.speed.reasons) if part.device.startswith("cuda") or plan.asked.compile == "always" else ""
+    reason = _sentences(part.reasons)
     return f"{reason} {speed}".strip() if part.backend == PYTORCH and is_transformer(name) else reason
+
+
+def _sentences(facts: Sequence[Fact]) -> str:
+    return " ".join(page_text(fact).what for fact in facts)
+
+
+def _badge(part: ComponentPlan) -> str:
+    title = BACKEND_TITLES[part.backend]
+    return title if part.badge is None else f"{title}: {short(part.badge, WORDS)}"
 
 
 def _kind(plan: ExecutionPlan, name: str, part: ComponentPlan) -> str:
@@ -199,7 +209,7 @@ def _strategies(
         return ()
     return tuple(
         StrategyRow(
-            title=text(one.title),
+            title=page_text(one.title).what.rstrip("."),
             takes=_takes(one, fastest),
             verdict=text(one.verdict(where, taken=one.strategy == taken)),
             taken=one.strategy == taken,

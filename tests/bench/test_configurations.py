@@ -19,6 +19,7 @@ from runtime.bench.configurations import (
 )
 from runtime.core.errors import InvalidRequestError
 from runtime.core.estimates import MemoryStrategy
+from runtime.core.facts import Fact
 from runtime.core.plan import EngineUse, ExecutionPlan, LatentSize
 from runtime.core.request import GenerationRequest
 from runtime.models.spec import ModelSpec
@@ -37,7 +38,7 @@ def use(name: str, *, build: bool) -> EngineUse:
     )
 
 
-def offer(backend: str, *, build: bool, problem: str | None = None) -> EngineOffer:
+def offer(backend: str, *, build: bool, problem: Fact | None = None) -> EngineOffer:
     """Offer an engine that is there, or could be."""
     return EngineOffer(backend=backend, builder=backend, uses=(use("e", build=build),), problem=problem)
 
@@ -85,7 +86,7 @@ def test_names_are_there_once() -> None:
         ([offer("inductor", build=True)], "auto", ["pytorch", "inductor", "auto"]),
         ([offer("inductor", build=True)], "never", ["pytorch", "auto"]),
         ([offer("inductor", build=False)], "never", ["pytorch", "inductor", "auto"]),
-        ([offer("tensorrt", build=True, problem="no GPU")], "auto", ["pytorch", "auto"]),
+        ([offer("tensorrt", build=True, problem=Fact("machine.no_gpu"))], "auto", ["pytorch", "auto"]),
     ],
 )
 def test_what_is_measured_where_nobody_says(
@@ -155,7 +156,7 @@ def test_in_words() -> None:
 def test_pytorch_in_anothers_place_is_told() -> None:
     plan = large()
     assert why_not(plan) is None
-    plan = plan.with_component("vae", plan.components["vae"].replace(reason="There is none."))
+    plan = plan.with_component("vae", plan.components["vae"].replace(reasons=(Fact("engine.none_yet"),)))
     said = why_not(plan.replace(asked=plan.asked.replace(backends={"vae": "inductor"})))
     assert said == "VAE decoder: PyTorch instead of Inductor. There is none."
     assert why_not(plan.replace(asked=plan.asked.replace(backends={"vae": "pytorch"}))) is None

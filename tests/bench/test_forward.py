@@ -47,7 +47,7 @@ def measured(configurations: Sequence[Configuration], **changes: Any) -> dict[st
 
 def part(dtype: str = "bfloat16", **changes: Any) -> ComponentPlan:
     """Plan a part on the CPU."""
-    return ComponentPlan(backend="pytorch", device="cpu", dtype=dtype, weights_bytes=0, reason="", **changes)
+    return ComponentPlan(backend="pytorch", device="cpu", dtype=dtype, weights_bytes=0, reasons=(), **changes)
 
 
 @pytest.mark.slow

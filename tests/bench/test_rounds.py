@@ -15,6 +15,7 @@ from runtime.bench.recorder import Recorder, UnwrittenHistory, unlike
 from runtime.bench.rounds import Bench, Setup
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError, InvalidRequestError
+from runtime.core.facts import Fact
 from runtime.core.plan import EngineUse
 from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
@@ -235,7 +236,7 @@ def test_a_clip_that_is_not_made_as_planned_is_found_out(hall: Hall, tmp_path: P
     assert unlike(plan.with_component("vae", to_build), plan.with_component("vae", built)) == []
     other = plan.replace(strategy=plan.strategy.replace(decode_tile=8, offload="model"), free_bytes=1)
     assert unlike(plan, other) == ["strategy", "free_bytes"]
-    assert unlike(plan, plan.with_component("vae", part.in_pytorch("It failed."))) == ["vae"]
+    assert unlike(plan, plan.with_component("vae", part.in_pytorch(Fact("planner.took_over")))) == ["vae"]
     recorder = Recorder("cpu")
     with recorder.watching():
         recorder.emit(saved())

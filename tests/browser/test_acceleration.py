@@ -171,7 +171,7 @@ def test_where_memory_is_short_a_way_is_chosen(
     page = open_page(viewport, short_of_memory.url, color_scheme=scheme)
     unfold(page)
     ask_for_much(page)
-    assert page.inner_text(".strategy[aria-pressed=true] span") == "One part at a time"
+    assert page.inner_text(".strategy[aria-pressed=true] span") == "One component at a time"
     assert "too little video memory" in page.inner_text(".strategies li:first-child .strategy:disabled")
     assert "bitsandbytes is not installed" in page.inner_text(".strategy[data-quantization='bnb-4bit']:disabled")
     place = """() => {

@@ -45,7 +45,7 @@ def test_fields_that_older_versions_lacked_have_defaults() -> None:
     for name in ("speed", "attention", "compile", "shift", "shift_reason", "expert_steps", "vae_precision", "loras"):
         del stored[name]
     plan = ExecutionPlan.model_validate_json(json.dumps(stored))
-    assert (plan.speed, plan.shift, plan.shift_reason, plan.expert_steps, plan.loras) == (EAGER, None, "", {}, ())
+    assert (plan.speed, plan.shift, plan.shift_reason, plan.expert_steps, plan.loras) == (EAGER, None, None, {}, ())
     assert (plan.asked.attention, plan.asked.compile, plan.asked.vae_precision) == ("auto", "auto", "auto")
     assert plan.request_json() == STORED["request"]
 

@@ -18,7 +18,6 @@ from runtime.engines.programs import load_program
 from runtime.engines.sessions.tensorrt import TensorRTSession, read_names
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
-from runtime.planner import constraints
 from runtime.planner.shapes import ShapeProfile
 from tests.plans import GPU_PACKAGES, gpu, machine
 
@@ -58,20 +57,19 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_it_says_why_it_cannot_build(name: str, where: Machine, why: str) -> None:
     reason = BUILDERS[name].unavailable(where)
     assert reason is not None
-    assert reason[0] == why
+    assert str(reason) == f"{why}."
     assert BUILDERS[name].unavailable(WITH_GPU) is None
 
 
 def test_a_missing_or_unfit_package_is_named() -> None:
     without = replace(WITH_GPU, packages=())
-    assert BUILDERS["onnx_tensorrt"].unavailable(without) == ("TensorRT is not installed", constraints.INSTALL)
+    assert BUILDERS["onnx_tensorrt"].unavailable(without) == Fact("machine.no_tensorrt")
     with_one = replace(WITH_GPU, packages=(("tensorrt", "11.0.0.114"),))
     assert BUILDERS["onnx_tensorrt"].unavailable(with_one) is None
-    assert BUILDERS["torch_tensorrt"].unavailable(with_one) == ("torch-tensorrt is not installed", constraints.INSTALL)
+    assert BUILDERS["torch_tensorrt"].unavailable(with_one) == Fact("machine.no_torch_tensorrt")
     unfit = replace(with_one, packages=(*with_one.packages, ("torch-tensorrt", "2.11.0")))
-    assert BUILDERS["torch_tensorrt"].unavailable(unfit) == (
-        "torch-tensorrt 2.11.0 does not fit PyTorch 2.13.0",
-        constraints.INSTALL,
+    assert BUILDERS["torch_tensorrt"].unavailable(unfit) == Fact(
+        "machine.torch_tensorrt_unfit", {"installed": "2.11.0", "torch": "2.13.0"}
     )
 
 

@@ -36,7 +36,7 @@ def part(device: str = "cuda:0", quantization: str = "none", engines: tuple[Engi
         device=device,
         dtype="bfloat16",
         weights_bytes=0,
-        reason="",
+        reasons=(),
         quantization=quantization,
         engines=engines,
     )

@@ -28,7 +28,7 @@ from runtime.models.weights import load_module
 from tests.tiny_models import ARCHITECTURES
 
 Tiny = Callable[[str], ModelSpec]
-PART = ComponentPlan(backend="pytorch", device="cpu", dtype="float32", weights_bytes=0, reason="")
+PART = ComponentPlan(backend="pytorch", device="cpu", dtype="float32", weights_bytes=0, reasons=())
 FOUR = Split(devices=("cpu",) * 4, guidance=2, sequence=2, decode=True)
 TWO = Split(devices=("cpu",) * 2, guidance=1, sequence=2, decode=True)
 SILENCE = 4.0

@@ -17,8 +17,8 @@ from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.run import run_job
 from runtime.pipeline.sampling import decode
+from runtime.planner.placement import VAE_PSNR as PSNR
 from runtime.planner.resolve import resolve
-from runtime.planner.vae_precision import PSNR
 from tests.pipeline.test_parity import sample
 from tests.plans import Alone, machine, tiny_plan
 from tests.tiny_models import ARCHITECTURES

@@ -69,7 +69,7 @@ def make(tiny: Callable[[str], ModelSpec], tmp_path_factory: pytest.TempPathFact
             builder = OnnxTensorRT(prepare=to_opset_17)
         reason = BUILDERS[builder_name].unavailable(probe())
         if reason is not None:
-            pytest.skip(reason[0])
+            pytest.skip(str(reason))
         key = builder.key(
             spec,
             component,

@@ -46,7 +46,7 @@ def main(kind: str, folder: Path) -> None:
     }
     wanted = run(load(folder), inputs)
     part = ComponentPlan(
-        backend="pytorch", device="cpu", dtype="bfloat16", weights_bytes=0, reason="", quantization=kind
+        backend="pytorch", device="cpu", dtype="bfloat16", weights_bytes=0, reasons=(), quantization=kind
     )
     placements: tuple[Placement, ...] = ("device",) if kind == "bnb-8bit" else ("device", "whole", "blocks", "leaves")
     errors = {}

@@ -25,7 +25,7 @@ Tiny = Callable[[str], ModelSpec]
 
 
 def part(dtype: str = "float32") -> ComponentPlan:
-    return ComponentPlan(backend="pytorch", device="cpu", dtype=dtype, weights_bytes=0, reason="")
+    return ComponentPlan(backend="pytorch", device="cpu", dtype=dtype, weights_bytes=0, reasons=())
 
 
 def loaded(spec: ModelSpec, name: str = "transformer", dtype: str = "float32") -> dict[str, torch.Tensor]:

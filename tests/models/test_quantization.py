@@ -22,7 +22,7 @@ ERRORS = {"bnb-8bit": 0.02, "bnb-4bit": 0.06, "fp8": 0.03}
 def part(quantization: str, dtype: str = "bfloat16", device: str = "cpu") -> ComponentPlan:
     """Return a transformer's plan."""
     return ComponentPlan(
-        backend="pytorch", device=device, dtype=dtype, weights_bytes=0, reason="", quantization=quantization
+        backend="pytorch", device=device, dtype=dtype, weights_bytes=0, reasons=(), quantization=quantization
     )
 
 

@@ -28,7 +28,8 @@ def test_measurements_serve_the_next_plan(tmp_path: Path) -> None:
     assert asked[0][1:] == (first.tokens, 40, 128, "bfloat16", "cuda:0")
     second = plan(on=here, history=history.read())
     assert second.speed.attention == "cudnn"
-    assert "measured here" in second.speed.attention_reason
+    assert second.speed.attention_reason is not None
+    assert second.speed.attention_reason.code == "planner.attention_measured"
     # Neither the same size nor one of its class is measured again; a much smaller one is.
     measure_attention(second, A14B, history, here, measure)
     measure_attention(plan(on=here, frames=61), A14B, history, here, measure)

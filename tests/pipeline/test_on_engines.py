@@ -42,7 +42,7 @@ from tests.made_loras import factors
 from tests.pipeline.runs import Choice, events_of, never
 from tests.pipeline.test_parity import sample
 from tests.pipeline.test_run import frames_of
-from tests.plans import Alone, machine, tiny_plan
+from tests.plans import Alone, machine, tiny_plan, why
 
 ON_ENGINES = {"backends": {"all": "onnxruntime"}}
 # Random weights make noise of every frame, in which bfloat16 and H.264 differ more than in a picture; wrong caches or
@@ -201,7 +201,7 @@ def test_auto_chooses_the_faster_measurement(bench: Bench) -> None:
         offer = next(o for o in bench.engines.offers(bench.spec)(name, (3, 4, 8), "cpu") if o.backend == "onnxruntime")
         assert offer.ready
         assert offer.speed_up > 0
-        assert part.backend == ("onnxruntime" if offer.speed_up >= 1.03 else "pytorch"), part.reason
+        assert part.backend == ("onnxruntime" if offer.speed_up >= 1.03 else "pytorch"), why(part)
         assert {use.id for use in part.engines} <= set(index)
 
 
@@ -355,12 +355,12 @@ def test_an_engine_of_other_weights_is_never_taken(bench: Bench, stocked: tuple[
     asked = {"loras": [f"high={path}:0.8"]}
     with_lora = with_lora_of(bench, path, 0.8)
     never = with_lora.plan(**asked, build="never").components
-    assert never["transformer"].backend == "pytorch" and "built without this LoRA" in never["transformer"].reason
+    assert never["transformer"].backend == "pytorch" and "built without this LoRA" in why(never["transformer"])
     assert never["transformer_2"].engines == bare.components["transformer_2"].engines
     plan = with_lora.plan(**asked)
     (use,) = plan.components["transformer"].engines
     assert use.build and use.id != bare.components["transformer"].engines[0].id
-    assert "built without this LoRA" in plan.components["transformer"].reason
+    assert "built without this LoRA" in why(plan.components["transformer"])
     events = with_lora.run(plan)
     assert built(events) == ["transformer"] and backends(events) == dict.fromkeys(COMPONENTS, "onnxruntime")
     in_pytorch = with_lora.run(with_lora.plan(**asked, backends={"all": "pytorch"}))

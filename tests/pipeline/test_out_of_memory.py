@@ -111,7 +111,11 @@ def test_out_of_memory_is_retried_with_the_same_video(
     events = run(plan, spec, tmp_path / "job")
     (out,) = outs(events)
     assert (out.stage, out.component, out.memory, out.retried) == (stage, component, "RAM", True)
-    assert (str(out.strategy), out.lossless, out.changes) == ("One part at a time", True, {"on_out_of_memory": "retry"})
+    assert (str(out.strategy), out.lossless, out.changes) == (
+        "One component at a time.",
+        True,
+        {"on_out_of_memory": "retry"},
+    )
     assert out.fact.code in {"event.out_of_memory_retried", "event.out_of_memory_repeated"}
     assert sum(isinstance(event, StepDone) for event in events[: events.index(out)]) == step
     assert steps_of(events) == [1, 2, 3, 4], "no step is done twice"
@@ -119,7 +123,7 @@ def test_out_of_memory_is_retried_with_the_same_video(
     assert isinstance(saved, VideoSaved)
     assert out.fact in saved.warnings
     assert saved.plan["keep_loaded"] is False
-    assert [strategy["title"] for strategy in saved.plan["ladder"] if strategy["taken"]] == ["One part at a time"]
+    assert [strategy["title"] for strategy in saved.plan["ladder"] if strategy["taken"]] == ["One component at a time."]
     assert stream_of(tmp_path / "x.mp4") == stream_of(tmp_path / "wanted.mp4")
 
 
@@ -172,7 +176,7 @@ def test_ask_fails_with_the_next_strategy_and_a_checkpoint(
         Starving(patched, FULL[0]).at("PyTorchDenoiser", lambda calls: calls == 6)
         events = run(plan, spec, tmp_path / "job")
     (out,) = outs(events)
-    assert (out.retried, str(out.strategy)) == (False, "One part at a time")
+    assert (out.retried, str(out.strategy)) == (False, "One component at a time.")
     end = events[-1]
     assert isinstance(end, Failed)
     assert end.fact == Fact(
@@ -275,6 +279,6 @@ def test_real_out_of_memory_while_decoding(tiny: Tiny, tmp_path: Path, monkeypat
     process.join(20)
     assert final == "VideoSaved", (what, told)
     assert [(stage, memory, taken) for stage, memory, _, taken in told] == [("decode", "RAM", True)] * len(told)
-    assert "One part at a time, decoding in tiles of" in told[-1][2]
+    assert "One component at a time, decoding in tiles of" in told[-1][2]
     assert any("slightly less exact" in warning for warning in warnings)
     assert len(frames_of(tmp_path / "x.mp4")) == 5 * 512 * 768 * 3

@@ -6,14 +6,23 @@ from typing import Any
 
 import pytest
 
-from runtime.core.facts import Fact
+from runtime.core.facts import Fact, render, short
 from runtime.core.request import BACKENDS, OFFLOADS, QUANTIZATIONS
 from runtime.machine.probe import Machine
 from runtime.models.catalogue import look_up
 from runtime.models.spec import ModelSpec
-from runtime.planner.build_limits import no_ram, no_room
 from runtime.planner.build_time import build_seconds
-from runtime.planner.constraints import NEEDS, RULES, Case, Conflict, cannot_wait, conflict, cuda_problem, lacking
+from runtime.planner.constraints import (
+    NEEDS,
+    RULES,
+    Case,
+    build_conflict,
+    cannot_wait,
+    conflict,
+    cuda_problem,
+    lacking,
+    load_conflict,
+)
 from runtime.planner.engine_index import EngineRecord, misfit
 from runtime.planner.shapes import ShapeProfile
 from tests.engines.made import key, put
@@ -41,10 +50,24 @@ def known(name: str) -> ModelSpec:
 
 
 EXCLUDED: list[tuple[str, dict[str, Any], Machine, str, str, str]] = [
-    ("quantized weights", {"quantization": "bnb-4bit"}, H200, "4-bit weights exclude TensorRT", "own weights", "none"),
-    ("quantized weights", {"quantization": "bnb-8bit"}, H200, "8-bit weights exclude TensorRT", "own", "=pytorch"),
     (
-        "quantized weights",
+        "planner.quantized_on_engine",
+        {"quantization": "bnb-4bit"},
+        H200,
+        "4-bit weights exclude TensorRT",
+        "own weights",
+        "none",
+    ),
+    (
+        "planner.quantized_on_engine",
+        {"quantization": "bnb-8bit"},
+        H200,
+        "8-bit weights exclude TensorRT",
+        "own",
+        "=pytorch",
+    ),
+    (
+        "planner.quantized_on_engine",
         {"quantization": "fp8", "backend": "inductor"},
         H200,
         "FP8 weights exclude Inductor",
@@ -52,89 +75,103 @@ EXCLUDED: list[tuple[str, dict[str, Any], Machine, str, str, str]] = [
         "--quantization none",
     ),
     (
-        "quantized weights",
+        "planner.quantized_on_engine",
         {"component": "text_encoder", "quantization": "bnb-4bit"},
         H200,
         "4-bit weights exclude TensorRT",
         "own weights",
         "text_encoder=pytorch",
     ),
-    ("offloaded transformer", {"offload": "model"}, H200, "model offload excludes TensorRT", "on the GPU", "none"),
+    ("planner.offload_on_engine", {"offload": "model"}, H200, "offload model excludes TensorRT", "on the GPU", "none"),
     (
-        "offloaded transformer",
+        "planner.offload_on_engine",
         {"component": "transformer_2", "offload": "group", "backend": "onnxruntime"},
         replace(H200, packages=(*H200.packages, ("onnxruntime-gpu", "1.24"))),
-        "group offload excludes ONNX Runtime",
-        "low-noise transformer",
-        "transformer_2=pytorch; other parts",
+        "offload group excludes ONNX Runtime",
+        "transformer 2",
+        "transformer_2=pytorch; other components",
     ),
-    ("offloaded transformer", {"offload": "sequential"}, H200, "sequential offload", "keeps its weights", "none"),
+    ("planner.offload_on_engine", {"offload": "sequential"}, H200, "offload sequential", "keeps its weights", "none"),
     *(
         (
-            "8-bit weights that wait",
+            "planner.8bit_offloaded",
             {"backend": "pytorch", "quantization": "bnb-8bit", "offload": offload},
             H200,
-            f"8-bit weights exclude {offload} offload",
-            "cannot wait in memory (RAM)",
-            "Take --offload none",
+            f"8-bit weights exclude offload {offload}",
+            "cannot be moved to memory (RAM)",
+            "Use --offload none",
         )
         for offload in ("model", "group", "sequential")
     ),
-    ("several GPUs", {"gpus": 4}, H200, "4 GPUs exclude TensorRT", "runs whole on one", "one GPU"),
+    ("planner.gpus_on_engine", {"gpus": 4}, H200, "4 GPUs exclude TensorRT", "runs on one GPU", "one GPU"),
     (
-        "several GPUs",
+        "planner.gpus_on_engine",
         {"gpus": 2, "backend": "inductor", "component": "transformer_2"},
         H200,
         "2 GPUs exclude Inductor",
-        "a low-noise transformer shared by 2 GPUs",
+        "A transformer 2 shared by 2 GPUs",
         "transformer_2=pytorch",
     ),
     (
-        "several GPUs",
+        "planner.gpus_on_engine",
         {"gpus": 4, "backend": "onnxruntime", "device": "cpu"},
         H200,
         "4 GPUs exclude ONNX Runtime",
-        "an engine runs whole on one",
+        "an engine runs on one GPU",
         "transformer=pytorch",
     ),
     (
-        "step cache on engines",
+        "planner.step_cache_on_engine",
         {"step_cache": "first-block", "component": "transformer_2"},
         H200,
         "a step cache excludes TensorRT",
-        "for the low-noise transformer: an engine computes all of its blocks",
+        "for the transformer 2: an engine computes all of its blocks",
         "--backend transformer_2=pytorch",
     ),
     (
-        "step cache and streamed blocks",
+        "planner.step_cache_offloaded",
         {"step_cache": "first-block:0.2", "backend": "pytorch", "offload": "group"},
         H200,
-        "a step cache excludes group offload",
-        "each block brings the next one",
+        "a step cache excludes offload group",
+        "each block prefetches the next one",
         "--offload model",
     ),
-    ("bfloat16", {"backend": "inductor", "precision": "bfloat16"}, TURING, "no bfloat16", "Test GPU does not", "other"),
     (
-        "VAE in bfloat16",
+        "planner.bfloat16",
+        {"backend": "inductor", "precision": "bfloat16"},
+        TURING,
+        "no bfloat16",
+        "Test GPU does not",
+        "other",
+    ),
+    (
+        "planner.vae_bfloat16",
         {"component": "vae", "backend": "pytorch", "precision": "bfloat16"},
         TURING,
         "no bfloat16",
         "Test GPU does not decode in bfloat16",
-        "Take --vae-precision float32, or float16.",
+        "Use --vae-precision float32, or float16.",
     ),
     *(
         (
-            "VAE in 16 bits on a CPU",
+            "planner.vae_16bit_on_cpu",
             {"component": "vae", "backend": "pytorch", "device": "cpu", "precision": precision},
             on,
             "no 16 bits for the VAE on a CPU",
-            f"the VAE in {precision} takes more than ten times as long on a CPU",
-            "Take --vae-precision float32.",
+            f"The VAE in {precision} takes more than ten times as long on a CPU",
+            "Use --vae-precision float32.",
         )
         for precision in ("bfloat16", "float16")
         for on in (CPU, TURING)
     ),
-    ("ONNX Runtime on a GPU", {"backend": "onnxruntime"}, H200, "has no CUDA", "has no CUDA", "another backend"),
+    (
+        "planner.onnxruntime_without_cuda",
+        {"backend": "onnxruntime"},
+        H200,
+        "has no CUDA",
+        "has no CUDA",
+        "another backend",
+    ),
 ]
 
 
@@ -143,15 +180,17 @@ def test_what_is_excluded(
     rule: str, changes: dict[str, Any], on: Machine, badge: str, reason: str, remedy: str
 ) -> None:
     case = replace(CASE, **changes)
-    assert [one.name for one in RULES if one.excludes(case, on)] == [rule]
+    assert [one.code for one in RULES if one.excludes(case, on)] == [rule]
     found = conflict(case, on)
     assert found is not None
-    assert badge in found.badge
-    assert reason in found.reason
-    assert remedy in found.remedy
-    assert len(found.badge) <= 45
-    assert found.what[0] == found.what[0].upper()
-    assert found.what.endswith(".")
+    assert found.fact.code == rule
+    assert badge in short(found.fact)
+    what, advice = render(found.fact)
+    assert reason in what
+    assert remedy in advice
+    assert len(short(found.fact)) <= 45
+    assert what[0] == what[0].upper()
+    assert what.endswith(".")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -163,11 +202,12 @@ def test_what_cannot_wait_is_a_rule_of_every_machine(backend: str, offload: str,
     waits = offload in {"model", "group", "sequential"}
     assert (against is not None) == (backend == "pytorch" and quantization == "bnb-8bit" and waits)
     if against is not None:
-        assert conflict(case, H200) == conflict(case, CPU) == against
+        found = [one for one in (conflict(case, H200), conflict(case, CPU)) if one is not None]
+        assert [(one.fact.code, one.setting) for one in found] == [(against.fact.code, "offload")] * 2
 
 
 def test_every_rule_has_its_case() -> None:
-    assert {rule.name for rule in RULES} == {row[0] for row in EXCLUDED}
+    assert {rule.code for rule in RULES} == {row[0] for row in EXCLUDED}
 
 
 @pytest.mark.parametrize(
@@ -254,10 +294,11 @@ LACKING: list[tuple[str, Machine, str, str]] = [
 def test_what_a_machine_lacks(feature: str, on: Machine, reason: str, remedy: str) -> None:
     found = lacking(feature, on)
     assert found is not None
-    assert reason in found.reason
-    assert remedy in found.remedy
+    what, advice = render(found.fact)
+    assert reason.lower() in what.lower()
+    assert remedy in advice
     assert not found.setting
-    assert found.badge in found.reason
+    assert short(found.fact).lower() in what.lower()
 
 
 def test_every_need_has_its_case_and_can_be_met() -> None:
@@ -288,27 +329,36 @@ def test_which_gpu_a_pytorch_has_kernels_for(capability: tuple[int, int], cuda: 
     [
         (GIB, GIB, GIB, replace(H200, disk_free_bytes=10 * GIB), None),
         (0, 0, 10**12, H200, None),
-        (0, 0, 58 * 10**9, replace(H200, disk_free_bytes=10 * 10**9), "58.0 GB of disk and 10.0 GB are free"),
-        (60 * GIB, 0, 0, H200, "64.4 GB of memory and 60.1 GB are there"),
-        (0, 100 * GIB, 0, H200, "107.4 GB of video memory and 85.9 GB are there"),
-        (0, GIB, 0, CPU, "1.1 GB of video memory and 0 B are there"),
+        (
+            0,
+            0,
+            58 * 10**9,
+            replace(H200, disk_free_bytes=10 * 10**9),
+            Fact("planner.build_disk", {"needs": 58 * 10**9, "free": 10 * 10**9}),
+        ),
+        (60 * GIB, 0, 0, H200, Fact("planner.build_ram", {"needs": 60 * GIB, "total": 56 * GIB})),
+        (0, 100 * GIB, 0, H200, Fact("planner.build_vram", {"needs": 100 * GIB, "total": 80 * GIB})),
+        (0, GIB, 0, CPU, Fact("planner.build_vram", {"needs": GIB, "total": 0})),
     ],
 )
-def test_room_to_build(ram: int, vram: int, disk: int, on: Machine, reason: str | None) -> None:
-    found = no_room(ram, vram, disk, on)
-    assert (None if found is None else found.reason) == (reason and f"building needs about {reason}")
-    assert found is None or found.remedy.endswith(".")
+def test_room_to_build(ram: int, vram: int, disk: int, on: Machine, reason: Fact | None) -> None:
+    found = build_conflict(ram, vram, disk, on)
+    assert (None if found is None else found.fact) == reason
+    assert found is None or render(found.fact).remedy.endswith(".")
 
 
 def test_memory_to_load() -> None:
     spec = known("wan2.2-t2v-a14b")
     weights = {name: 2 * spec.parameters[name] for name in spec.component_names}
     small = replace(H200, ram_bytes=16 * GIB, swap_bytes=0)
-    found = no_ram(spec, weights, small)
-    assert isinstance(found, Conflict)
-    assert "transformer of Wan2.2 T2V-A14B needs 28.6 GB of memory, and there are 17.2 GB with swap" in found.reason
-    assert no_ram(spec, {}, small) is None
-    assert no_ram(spec, weights, replace(small, swap_bytes=16 * GIB)) is None
+    found = load_conflict(spec, weights, small)
+    assert found is not None
+    assert found.fact == Fact(
+        "planner.load_ram",
+        {"component": "transformer", "model": spec.title, "needs": weights["transformer"], "total": 16 * GIB},
+    )
+    assert load_conflict(spec, {}, small) is None
+    assert load_conflict(spec, weights, replace(small, swap_bytes=16 * GIB)) is None
 
 
 @pytest.mark.parametrize(("name", "value"), CHANGES.items())

@@ -4,13 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from runtime.core.plan import EngineUse
+from runtime.core.facts import Fact, short
+from runtime.core.plan import BACKEND_TITLES, EngineUse
 from runtime.core.units import about
 from runtime.planner.constraints import Case, Conflict
 from runtime.planner.engine_offers import EngineOffer, admit, choose
 from tests.plans import GPU_PACKAGES, gpu, machine
 
-HERE = "PyTorch in float32 on the CPU."
+HERE = Fact("planner.on_cpu", {"cause": Fact("machine.no_gpu")})
+NONE_YET = Fact("text", {"what": "There is none yet.", "remedy": ""})
+OTHER_SIZES = Fact("text", {"what": "engine for other sizes", "remedy": ""})
+NEAREST = Fact("text", {"what": "The nearest was built for 64x64.", "remedy": ""})
 
 
 def use(*, build: bool = False) -> EngineUse:
@@ -28,14 +32,14 @@ def ready(backend: str, speed_up: float = 2.0) -> EngineOffer:
 
 def buildable(backend: str) -> EngineOffer:
     """Return one that could be built."""
-    return EngineOffer(
-        backend=backend, builder=backend, uses=(use(build=True),), missing="there is none yet", build_seconds=240
-    )
+    return EngineOffer(backend=backend, builder=backend, uses=(use(build=True),), missing=NONE_YET, build_seconds=240)
 
 
 def misfit(backend: str) -> EngineOffer:
     """Return one that could be built, where there is one for another size."""
-    return replace(buildable(backend), missing="the nearest was built for 64x64", misfit="engine for other sizes")
+    return replace(
+        buildable(backend), missing=NEAREST, misfit=Fact("text", {"what": "engine for other sizes", "remedy": ""})
+    )
 
 
 def impossible(backend: str) -> EngineOffer:
@@ -44,9 +48,8 @@ def impossible(backend: str) -> EngineOffer:
         backend=backend,
         builder=backend,
         uses=(use(build=True),),
-        missing="there is none yet",
-        problem="it is not installed",
-        remedy="Install it.",
+        missing=NONE_YET,
+        problem=Fact("machine.no_tensorrt"),
     )
 
 
@@ -61,44 +64,59 @@ ORT, IND, TRT = "onnxruntime", "inductor", "tensorrt"
 @pytest.mark.parametrize(
     ("asked", "build", "offers", "backend", "builds", "says"),
     [
-        ("auto", "auto", [], "pytorch", False, HERE),
-        ("auto", "auto", [buildable(ORT)], "pytorch", False, HERE),
+        ("auto", "auto", [], "pytorch", False, str(HERE)),
+        ("auto", "auto", [buildable(ORT)], "pytorch", False, str(HERE)),
         ("auto", "auto", [ready(ORT), ready(IND, 3.0)], IND, False, "the fastest measured here: float32, 3.0 times"),
         ("auto", "auto", [ready(ORT)], ORT, False, "ONNX Runtime is faster here"),
         ("auto", "auto", [ready(ORT, 0.9)], "pytorch", False, "No engine measured here is faster."),
         ("auto", "auto", [ready(ORT, 1.02)], "pytorch", False, "No engine measured here is faster."),
-        ("auto", "auto", [unmeasured(ORT)], "pytorch", False, HERE),
+        ("auto", "auto", [unmeasured(ORT)], "pytorch", False, str(HERE)),
         ("auto", "auto", [misfit(ORT)], "pytorch", False, f"{HERE} No engine fits: the nearest was built for 64x64."),
         ("auto", "never", [ready(ORT)], ORT, False, "faster here"),
         ("auto", "missing", [ready(ORT), buildable(IND)], ORT, False, "faster here"),
         ("auto", "missing", [buildable(ORT), buildable(IND)], ORT, True, "most likely the fastest here: built first"),
         ("auto", "missing", [impossible(ORT), buildable(IND)], IND, True, "first, about 4 min (there is none yet)"),
-        ("auto", "missing", [impossible(ORT)], "pytorch", False, HERE),
-        ("auto", "always", [ready(ORT)], ORT, True, "built anew"),
-        ("pytorch", "auto", [ready(ORT)], "pytorch", False, "It was asked for."),
-        (ORT, "auto", [buildable(ORT)], ORT, True, "Runtime, as asked: built first, about 4 min (there is none yet)."),
+        ("auto", "missing", [impossible(ORT)], "pytorch", False, str(HERE)),
+        ("auto", "always", [ready(ORT)], ORT, True, "built again"),
+        ("pytorch", "auto", [ready(ORT)], "pytorch", False, "As requested."),
+        (
+            ORT,
+            "auto",
+            [buildable(ORT)],
+            ORT,
+            True,
+            "as requested: built first, about 4 min (there is none yet).",
+        ),
         (ORT, "missing", [buildable(ORT)], ORT, True, "built first"),
         (ORT, "missing", [ready(ORT, 0.5)], ORT, False, "0.5 times as fast as PyTorch"),
         (ORT, "missing", [unmeasured(ORT)], ORT, False, "not measured"),
-        (ORT, "always", [ready(ORT)], ORT, True, "built anew, as asked"),
-        (ORT, "never", [ready(ORT)], ORT, False, "as asked"),
+        (ORT, "always", [ready(ORT)], ORT, True, "built again, as requested"),
+        (ORT, "never", [ready(ORT)], ORT, False, "as requested"),
         (ORT, "never", [buildable(ORT)], "pytorch", False, "has no engine (there is none yet)"),
         (ORT, "missing", [ready(IND)], "pytorch", False, "does not run this component"),
-        (TRT, "missing", [impossible(TRT)], "pytorch", False, "TensorRT was asked for, but it is not installed. Ins"),
-        (TRT, "never", [impossible(TRT)], "pytorch", False, "it is not installed"),
-        (TRT, "missing", [impossible(TRT), ready(TRT)], TRT, False, "as asked"),
+        (
+            TRT,
+            "missing",
+            [impossible(TRT)],
+            "pytorch",
+            False,
+            "requested, but TensorRT is not installed. Run",
+        ),
+        (TRT, "never", [impossible(TRT)], "pytorch", False, "TensorRT is not installed"),
+        (TRT, "missing", [impossible(TRT), ready(TRT)], TRT, False, "as requested"),
         (TRT, "missing", [impossible(TRT), buildable(TRT)], TRT, True, "built first"),
     ],
 )
 def test_choices(asked: str, build: str, offers: list[EngineOffer], backend: str, builds: bool, says: str) -> None:
     choice = choose(asked, build, offers, HERE)
     assert choice.backend == backend
-    assert says in choice.reason
+    assert says in " ".join(map(str, choice.reasons))
     assert any(one.build for one in choice.uses) == builds
     assert bool(choice.uses) == (backend != "pytorch")
 
 
-EXCLUDED = Conflict("4-bit weights exclude TensorRT", "4-bit weights exclude it", "Take none.", "quantization")
+_DATA = {"quantization": "bnb-4bit", "backend": TRT, "in_pytorch": ["backend", "vae=pytorch"]}
+EXCLUDED = Conflict(Fact("planner.quantized_on_engine", _DATA), "quantization")
 
 
 @pytest.mark.parametrize(
@@ -107,26 +125,33 @@ EXCLUDED = Conflict("4-bit weights exclude TensorRT", "4-bit weights exclude it"
         ("auto", "auto", [], None, "PyTorch: no engine yet"),
         ("auto", "auto", [buildable(ORT)], None, "PyTorch: no engine yet"),
         ("auto", "auto", [misfit(ORT)], None, "PyTorch: engine for other sizes"),
-        ("auto", "auto", [impossible(ORT)], None, "PyTorch: it is not installed"),
+        ("auto", "auto", [impossible(ORT)], None, "PyTorch: TensorRT is not installed"),
         ("auto", "auto", [unmeasured(ORT)], None, "PyTorch: its engine is not measured"),
         ("auto", "auto", [ready(ORT, 0.9)], None, "PyTorch: no engine is faster"),
         ("auto", "auto", [ready(IND)], EXCLUDED, "Inductor: engine ready"),
         ("auto", "auto", [], EXCLUDED, "PyTorch: 4-bit weights exclude TensorRT"),
         ("auto", "missing", [buildable(IND)], EXCLUDED, "Inductor: builds first, about 4 min"),
         ("auto", "always", [ready(IND)], None, "Inductor: builds first"),
-        ("pytorch", "auto", [ready(ORT)], None, "PyTorch: as asked"),
+        ("pytorch", "auto", [ready(ORT)], None, "PyTorch: as requested"),
         (TRT, "auto", [ready(TRT)], None, "TensorRT: engine ready"),
         (TRT, "auto", [buildable(TRT)], None, "TensorRT: builds first, about 4 min"),
         (TRT, "always", [ready(TRT)], None, "TensorRT: builds first"),
         (TRT, "never", [buildable(TRT)], None, "PyTorch: no TensorRT engine, and none is to be built"),
         (TRT, "never", [misfit(TRT)], None, "PyTorch: engine for other sizes"),
-        (TRT, "auto", [impossible(TRT)], None, "PyTorch: it is not installed"),
-        (TRT, "auto", [replace(impossible(TRT), badge="no TensorRT")], None, "PyTorch: no TensorRT"),
-        (TRT, "auto", [ready(ORT)], None, "PyTorch: TensorRT does not run this part"),
+        (TRT, "auto", [impossible(TRT)], None, "PyTorch: TensorRT is not installed"),
+        (
+            TRT,
+            "auto",
+            [replace(impossible(TRT), problem=Fact("planner.bfloat16", {"gpu": "x"}))],
+            None,
+            "PyTorch: no bfloat16 on this GPU",
+        ),
+        (TRT, "auto", [ready(ORT)], None, "PyTorch: TensorRT does not run this component"),
     ],
 )
 def test_chips(asked: str, build: str, offers: list[EngineOffer], excluded: Conflict | None, badge: str) -> None:
-    assert choose(asked, build, offers, HERE, excluded).badge == badge
+    choice = choose(asked, build, offers, HERE, excluded)
+    assert f"{BACKEND_TITLES[choice.backend]}: {short(choice.badge)}" == badge
 
 
 def test_other_settings_keep_engines_out_and_the_machine_says_why() -> None:
@@ -135,11 +160,11 @@ def test_other_settings_keep_engines_out_and_the_machine_says_why() -> None:
     admitted, excluded = admit([impossible(ORT), buildable(TRT)], case, on)
     assert admitted == []
     assert excluded is not None
-    assert excluded.badge == "4-bit weights exclude TensorRT"
+    assert excluded.fact.code == "planner.quantized_on_engine"
     bfloat16 = replace(buildable(IND), uses=(use(build=True).replace(precision="bfloat16"),))
     (barred,), excluded = admit([bfloat16], replace(case, quantization="none"), on)
     assert excluded is None
-    assert (barred.problem, barred.badge) == ("Test GPU does not compute in bfloat16", "no bfloat16 on this GPU")
+    assert barred.problem is not None and barred.problem.code == "planner.bfloat16"
     # One that is there was proven here.
     there = replace(ready(IND), uses=(use().replace(precision="bfloat16"),))
     assert admit([there], replace(case, quantization="none"), on) == ([there], None)
@@ -154,4 +179,4 @@ def test_guessed_durations_are_round(seconds: float, words: str) -> None:
 
 
 def test_an_offer_without_engines_is_not_ready() -> None:
-    assert not EngineOffer(backend=TRT, builder=TRT, uses=(), problem="it needs an NVIDIA GPU").ready
+    assert not EngineOffer(backend=TRT, builder=TRT, uses=(), problem=Fact("planner.needs_gpu")).ready

@@ -15,7 +15,7 @@ from runtime.core.request import GenerationRequest
 from runtime.models.known import known_as
 from runtime.models.spec import ModelSpec
 from runtime.models.timesteps import NoiseLevels, noise_levels
-from runtime.planner import flow_shift
+from runtime.planner import clip
 from runtime.planner.history import Kind, Run, architecture, calls_of, runs_of
 from runtime.planner.resolve import resolve
 from tests.plans import machine, tiny_plan
@@ -49,31 +49,31 @@ def test_a_shift_says_how_many_steps_each_expert_takes(
     assert made.shift == made.request_json()["shift"] == made.to_json()["shift"] == used
     assert made.expert_steps == dict(zip(("transformer", "transformer_2"), taken, strict=True))
     assert made.to_json()["expert_steps"] == made.expert_steps
-    assert (made.shift_reason == "") == (used is None)
-    assert any("takes none" in said for said in made.warnings) == (0 in taken)
+    assert (made.shift_reason is None) == (used is None)
+    assert ("planner.expert_without_steps" in {one.code for one in made.warnings}) == (0 in taken)
 
 
 def test_the_reason_names_what_the_shift_is_not(tiny: Tiny) -> None:
     spec = tiny("wan2.2-a14b")
-    assert plan(spec, shift=5).shift_reason == "Shift 5, as asked; the model's own scheduler has 3."
+    assert str(plan(spec, shift=5).shift_reason) == "Shift 5, as requested; the model's own scheduler has 3."
     known = known_as("wan2.2-t2v-a14b")
     assert known is not None
     away = known.spec(Path("weights"))
     here = replace(away, here=True, noise=replace(spec.noise, shift=3.0))
     own = "the model's own scheduler has 3"
-    assert flow_shift.reason(5.0, here) == f"Shift 5, as asked; {own}, the model authors' code has 12."
-    assert flow_shift.reason(12.0, here) == f"Shift 12, as asked; {own}."
-    assert flow_shift.reason(5.0, away) == "Shift 5, as asked; the model authors' code has 12."
-    assert flow_shift.reason(None, here) == ""
+    assert str(clip.shift_reason(5.0, here)) == f"Shift 5, as requested; {own}; the model authors' code has 12."
+    assert str(clip.shift_reason(12.0, here)) == f"Shift 12, as requested; {own}."
+    assert str(clip.shift_reason(5.0, away)) == "Shift 5, as requested; the model authors' code has 12."
+    assert clip.shift_reason(None, here) is None
 
 
 def test_of_a_model_that_is_not_here_the_folder_is_yet_to_say() -> None:
     known = known_as("wan2.2-t2v-a14b")
     assert known is not None
     spec = known.spec(Path("weights"))
-    assert flow_shift.expert_steps(spec, 40, None) == {}
-    assert flow_shift.expert_steps(spec, 4, 5.0) == {"transformer": 2, "transformer_2": 2}
-    assert flow_shift.as_used(GenerationRequest(prompt="x", shift=5), spec) == 5.0
+    assert clip.expert_steps(spec, 40, None) == {}
+    assert clip.expert_steps(spec, 4, 5.0) == {"transformer": 2, "transformer_2": 2}
+    assert clip.used_shift(GenerationRequest(prompt="x", shift=5), spec) == 5.0
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_lora_that_was_distilled_with_another_shift_says_so(
     use = LoraUse(file=name, path=Path("loras") / f"{name}.safetensors", digest="0", weight=1.0, steps=4)
     spec = replace(tiny("wan2.2-a14b"), loras=(use,))
     taken = {"transformer": 2, "transformer_2": 2}
-    told = flow_shift.warnings(spec, 4, asked, taken)
+    told = clip.shift_warnings(spec, 4, asked, taken)
     assert bool(told) == said
-    assert not said or ("with shift 5" in told[0] and "--shift 5" in told[0])
-    assert flow_shift.warnings(replace(spec, noise=NoiseLevels()), 4, None, taken) == []
+    assert not said or (told[0].code, told[0].data["wanted"]) == ("planner.lora_shift", 5.0)
+    assert clip.shift_warnings(replace(spec, noise=NoiseLevels()), 4, None, taken) == []

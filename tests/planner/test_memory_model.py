@@ -235,7 +235,7 @@ def test_decoding_on_a_cpu_takes_what_was_measured(row: dict[str, Any]) -> None:
     assert 0.85 * peak <= stage.peak_bytes <= 1.15 * peak + KEPT
 
 
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="reads the peak memory of a process from Linux")
 def test_small_convolutions_on_a_cpu_are_unfolded_where_pytorch_does_it() -> None:
     for channels, frames, rows in ((32, 3, 213), (32, 3, 214), (4, 6, 853), (4, 6, 854), (64, 4, 80), (64, 4, 81)):
         x, kernel = torch.empty(1, channels, frames, rows, 4), torch.empty(4, channels, 3, 3, 3)
@@ -257,7 +257,7 @@ def test_weights_lie_where_the_offload_puts_them(model: str, offload: str) -> No
     sizes = memory_model.weights_bytes(made, BF16)
     for stage in memory_model.stages(held, MemoryStrategy(offload=offload)):
         name = stage.component
-        part = ComponentPlan(backend="pytorch", device="cuda:0", dtype=BF16[name], weights_bytes=0, reason="")
+        part = ComponentPlan(backend="pytorch", device="cuda:0", dtype=BF16[name], weights_bytes=0, reasons=())
         share = stage.weights_bytes / sizes[name]
         where = placement(name, part, offload)
         assert (share == 1) == (where in {"device", "whole"})

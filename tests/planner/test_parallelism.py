@@ -8,6 +8,7 @@ import pytest
 
 from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortError, TandemError
 from runtime.core.estimates import Seconds
+from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan, Split
 from runtime.core.request import GenerationRequest
 from runtime.machine.probe import Gpu, Machine
@@ -73,10 +74,10 @@ def test_who_shares_what(model: str, values: dict[str, Any], degrees: tuple[int,
     if made.split is not None:
         assert made.split.devices == tuple(f"cuda:{index}" for index in range(made.gpus))
         assert made.split.decode
-        assert f"On {made.gpus} GPUs." in made.components["transformer"].reason
+        assert Fact("planner.on_gpus", {"gpus": made.gpus}) in made.components["transformer"].reasons
         assert (
-            made.components["text_encoder"].reason
-            == plan(model, FOUR, **values | {"gpus": 1}).components["text_encoder"].reason
+            made.components["text_encoder"].reasons
+            == plan(model, FOUR, **values | {"gpus": 1}).components["text_encoder"].reasons
         )
     assert made.request_json()["gpus"] == made.gpus
     assert ExecutionPlan.model_validate_json(made.model_dump_json()) == made
@@ -85,12 +86,19 @@ def test_who_shares_what(model: str, values: dict[str, Any], degrees: tuple[int,
 @pytest.mark.parametrize(
     ("model", "where", "values", "kind", "what", "remedy"),
     [
-        (A14B, FOUR, {"gpus": 5}, InvalidRequestError, "here are 4 that can be used", "Take --gpus 4."),
-        (A14B, on(H200), {"gpus": 2}, InvalidRequestError, "here is 1 that can be used", "Take --gpus 1."),
-        (A14B, machine(), {"gpus": 2}, InvalidRequestError, "no NVIDIA GPU was found", "Take --gpus 1."),
-        (A14B, FOUR, {"gpus": 3}, InvalidRequestError, "40 heads", "Take --gpus 1 or 2 or 4."),
-        (SMALL, on(*[H200] * 5), {"gpus": 5}, InvalidRequestError, "12 heads", "Take --gpus 1 or 2 or 3 or 4."),
-        (A14B, FOUR, {"gpus": 2, "offload": "model"}, InvalidRequestError, "2 GPUs exclude model offload", "--gpus 1"),
+        (A14B, FOUR, {"gpus": 5}, InvalidRequestError, "4 can be used here", "Use --gpus 4."),
+        (A14B, on(H200), {"gpus": 2}, InvalidRequestError, "1 can be used here", "Use --gpus 1."),
+        (A14B, machine(), {"gpus": 2}, InvalidRequestError, "no NVIDIA GPU was found", "Use --gpus 1."),
+        (A14B, FOUR, {"gpus": 3}, InvalidRequestError, "40 attention heads", "Use --gpus 1 or 2 or 4."),
+        (
+            SMALL,
+            on(*[H200] * 5),
+            {"gpus": 5},
+            InvalidRequestError,
+            "12 attention heads",
+            "--gpus 1 or 2 or 3 or 4.",
+        ),
+        (A14B, FOUR, {"gpus": 2, "offload": "model"}, InvalidRequestError, "2 GPUs exclude offload model", "--gpus 1"),
         (A14B, FOUR, {"gpus": 2, "quantization": "bnb-8bit"}, InvalidRequestError, "2 GPUs exclude 8-bit", "--gpus 1"),
         (
             A14B,
@@ -135,12 +143,12 @@ def test_auto_takes_those_that_are_alike_and_leaves_small_models_alone() -> None
     assert made.split is not None
     assert made.split.devices == ("cuda:0", "cuda:2")
     asked = plan(A14B, mixed, gpus=2)
-    assert any("not alike" in warning and "H100" in warning for warning in asked.warnings)
+    assert Fact("planner.gpus_differ", {"names": [H200.name, H100.name]}) in asked.warnings
     assert plan(A14B, on(H200, H100), gpus="auto").split is None
     tight = on(*[replace(H200, free_bytes=30 * GIB)] * 2)
     alone = plan(A14B, tight, gpus="auto")
     assert alone.split is None
-    assert any("too little memory" in warning for warning in alone.warnings)
+    assert Fact("planner.one_gpu_memory") in alone.warnings
     assert alone.strategy.offload == "group"
 
 
@@ -149,7 +157,7 @@ def test_others_are_those_that_it_may_have() -> None:
     assert made.split is not None
     assert made.split.devices == ("cuda:2", "cuda:3")
     assert made.components["vae"].device == "cuda:2"
-    with pytest.raises(InvalidRequestError, match="here are 2"):
+    with pytest.raises(InvalidRequestError, match="2 can be used here"):
         plan(A14B, FOUR, gpu=2, beside=[3], gpus=4)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortError
+from runtime.core.facts import Fact
 from runtime.core.loras import LoraUse
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
@@ -106,14 +107,14 @@ def test_the_way_that_is_taken(
 
 def test_quantizing_unasked_is_said() -> None:
     (said,) = plan(A14B, on(24, 32)).warnings
-    assert "transformers run with 8-bit weights" in said
+    assert said == Fact("planner.quantized", {"quantization": "bnb-8bit"})
     assert plan(A14B, on(24, 32), quantization="bnb-8bit").warnings == ()
 
 
 def test_a_tight_fit_is_the_last_resort_and_is_said() -> None:
     made = plan(A14B, on(32, 32, quantizers=()))
     (said,) = made.warnings
-    assert "Memory is tight" in said
+    assert said == Fact("planner.memory_tight", {"peak": made.memory_bytes, "free": made.free_bytes})
     assert made.memory_bytes < made.free_bytes
     # With room in RAM there is a way that fits well.
     roomy = plan(A14B, on(32, 96, quantizers=()))
@@ -123,21 +124,21 @@ def test_a_tight_fit_is_the_last_resort_and_is_said() -> None:
 @pytest.mark.parametrize(
     ("model", "where", "values", "what", "remedy"),
     [
-        (A14B, on(24, 96), {"offload": "none", "quantization": "none"}, "video memory", "Take --offload group: "),
-        (A14B, on(24, 96), {"offload": "model"}, "30.7 GiB of video memory", "Take --offload group: "),
-        (A14B, on(24, 32), {"offload": "group"}, "67.1 GiB of system memory (RAM)", "Take --quantization fp8: "),
-        (A14B, on(140, 16), {"offload": "model"}, "system memory (RAM)", "Take --offload none: "),
-        (A14B, on(15, 96), {"quantization": "fp8"}, "video memory", "Take --offload group: "),
+        (A14B, on(24, 96), {"offload": "none", "quantization": "none"}, "video memory", "Use --offload group: "),
+        (A14B, on(24, 96), {"offload": "model"}, "30.7 GiB of video memory", "Use --offload group: "),
+        (A14B, on(24, 32), {"offload": "group"}, "67.1 GiB of system memory (RAM)", "Use --quantization fp8: "),
+        (A14B, on(140, 16), {"offload": "model"}, "system memory (RAM)", "Use --offload none: "),
+        (A14B, on(15, 96), {"quantization": "fp8"}, "video memory", "Use --offload group: "),
         (A14B, on(8, 32), {}, "67.3 GiB of system memory (RAM)", "add memory (RAM)"),
         (A14B, on(8, 32), {"offload": "sequential"}, "67.3 GiB of system memory (RAM)", "add memory (RAM)"),
         (A14B, on(24, 32, quantizers=()), {}, "30.7 GiB of video memory, or 67.1 GiB", "add memory (RAM)"),
         (SMALL, on(8, 16), {}, "16.7 GiB of system memory (RAM)", "Close other programs"),
-        (SMALL, on(8, 16), {"width": 1920, "height": 1088}, "GiB of video memory", "Ask for a smaller size"),
-        (SMALL, on(8, 32), {"offload": "none"}, "11.4 GiB of video memory", "Take --offload group: "),
-        (SMALL, on(8, 32), {"offload": "model"}, "11.4 GiB of video memory", "Take --offload group: "),
-        (A14B, on(24, 32, (8, 6)), {"quantization": "fp8"}, "does not compute in FP8", "Take --quantization bnb-8bit."),
-        (A14B, machine(ram_free_gib=500), {"quantization": "bnb-4bit"}, "no NVIDIA GPU", "Take --quantization none."),
-        (A14B, machine(ram_free_gib=16), {}, "GiB of memory; 16.0 GiB are free", "Ask for a smaller size"),
+        (SMALL, on(8, 16), {"width": 1920, "height": 1088}, "GiB of video memory", "Use a smaller size"),
+        (SMALL, on(8, 32), {"offload": "none"}, "11.4 GiB of video memory", "Use --offload group: "),
+        (SMALL, on(8, 32), {"offload": "model"}, "11.4 GiB of video memory", "Use --offload group: "),
+        (A14B, on(24, 32, (8, 6)), {"quantization": "fp8"}, "does not compute in FP8", "Use --quantization bnb-8bit."),
+        (A14B, machine(ram_free_gib=500), {"quantization": "bnb-4bit"}, "no NVIDIA GPU", "Use --quantization none."),
+        (A14B, machine(ram_free_gib=16), {}, "GiB of memory; 16.0 GiB are free", "Use a smaller size"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_does(
@@ -153,17 +154,17 @@ def test_what_does_not_fit_is_refused_with_what_does(
 def test_on_a_cpu_offload_changes_nothing_and_says_so() -> None:
     made = plan(A14B, machine(ram_free_gib=500), offload="group")
     assert made.strategy.offload == "none"
-    assert "changes nothing on the CPU" in made.warnings[0]
+    assert made.warnings[0].code == "planner.offload_on_cpu"
 
 
 def test_quantized_transformers_are_not_brought_in_parts() -> None:
-    with pytest.raises(InvalidRequestError, match="excludes --offload group"):
+    with pytest.raises(InvalidRequestError, match="--offload group exclude each other"):
         plan(A14B, on(140, 500), offload="group", quantization="bnb-4bit")
 
 
 def test_on_a_cpu_parts_are_kept_or_come_one_at_a_time() -> None:
     roomy, short = (plan(SMALL, machine(ram_free_gib=gib)) for gib in (96, 32))
-    assert [one.title for one in roomy.strategies] == ["Everything stays loaded", "One part at a time"]
+    assert [one.title.code for one in roomy.strategies] == ["strategy.keep", "strategy.one_at_a_time"]
     assert (roomy.strategy.keep_loaded, short.strategy.keep_loaded) == (True, False)
     assert {one.ram_bytes for one in roomy.strategies} == {0}
 
@@ -183,9 +184,9 @@ def test_on_a_cpu_too_frames_are_decoded_in_tiles_where_memory_is_short() -> Non
 def test_decoding_in_tiles_is_said() -> None:
     made = plan(SMALL, on(8, 32))
     (said,) = made.warnings
-    assert "decoded in tiles of 256x256" in said
+    assert said == Fact("planner.decoded_in_tiles", {"side": 256})
     (taken,) = [one for one in made.strategies if one.strategy == made.strategy]
-    assert taken.title == "Blocks wait in RAM, decoding in tiles of 256x256"
+    assert str(taken.title) == "Blocks wait in RAM, decoding in tiles of 256x256."
     assert made.to_json()["decode_tile"] == 32
 
 
@@ -208,13 +209,17 @@ def test_every_tile_is_one_that_the_decoder_takes() -> None:
 
 def test_what_this_machine_lacks_is_shown_and_never_offered() -> None:
     made = plan(A14B, on(32, 96, (8, 6), ("bitsandbytes",)))
-    lacks = {one.strategy.quantization: one.lacks for one in made.strategies if one.strategy.quantization != "none"}
-    assert lacks == {"fp8": "Some GPU does not compute in FP8", "bnb-8bit": "", "bnb-4bit": ""}
+    lacks = {
+        one.strategy.quantization: one.lacks and one.lacks.code
+        for one in made.strategies
+        if one.strategy.quantization != "none"
+    }
+    assert lacks == {"fp8": "machine.gpu_without_fp8", "bnb-8bit": None, "bnb-4bit": None}
     bare = plan(A14B, on(32, 96, quantizers=()))
-    assert {one.strategy.flags: one.lacks for one in bare.strategies if one.lacks} == {
-        "--quantization fp8": "torchao is not installed",
-        "--quantization bnb-8bit": "bitsandbytes is not installed",
-        "--quantization bnb-4bit": "bitsandbytes is not installed",
+    assert {one.strategy.flags: one.lacks.code for one in bare.strategies if one.lacks} == {
+        "--quantization fp8": "machine.no_torchao",
+        "--quantization bnb-8bit": "machine.no_bitsandbytes",
+        "--quantization bnb-4bit": "machine.no_bitsandbytes",
     }
     # It would fit, and is not offered.
     assert all(one.fits and one.fits_ram for one in bare.strategies if one.strategy.quantization == "bnb-4bit")
@@ -250,7 +255,7 @@ def test_the_ladder_is_from_fast_to_frugal() -> None:
 def test_what_a_rung_offers_is_taken_when_it_is_asked_for(model: str, where: Machine) -> None:
     for one in plan(model, where).strategies:
         if not one.offered:
-            assert one.verdict("video memory") != "fits"
+            assert one.verdict("video memory").code != "strategy.fits"
             continue
         made = plan(model, where, offload=one.strategy.offload, quantization=one.strategy.quantization)
         (taken,) = [other for other in made.strategies if other.strategy == made.strategy]
@@ -263,8 +268,8 @@ def test_what_the_chosen_backends_exclude_is_not_offered() -> None:
     made = plan(A14B, with_tensorrt, backends={"transformer": "tensorrt"})
     group = next(one for one in made.strategies if one.strategy.flags == "--offload model")
     assert not group.offered
-    assert group.verdict("video memory") == "cannot be: model offload excludes TensorRT"
-    with pytest.raises(InvalidRequestError, match="Model offload excludes TensorRT"):
+    assert str(group.verdict("video memory")) == "unavailable: offload model excludes TensorRT"
+    with pytest.raises(InvalidRequestError, match="Offload model excludes TensorRT"):
         plan(A14B, with_tensorrt, backends={"transformer": "tensorrt"}, offload="model")
 
 
@@ -292,9 +297,9 @@ def test_a_way_beyond_the_ladder_has_its_place_on_it() -> None:
             replace(on(140, 12, quantizers=()), ram_bytes=12 * GIB, swap_bytes=0),
             {},
             {
-                "cannot be: too little memory to load",
-                "cannot be: torchao is not installed",
-                "cannot be: bitsandbytes is not installed",
+                "unavailable: too little memory to load",
+                "unavailable: torchao is not installed",
+                "unavailable: bitsandbytes is not installed",
             },
         ),
     ],
@@ -304,7 +309,7 @@ def test_a_refusal_carries_the_ladder(model: str, where: Machine, values: dict[s
         plan(model, where, **values)
     strategies = caught.value.strategies
     assert len(strategies) == (9 if where.gpus else 2)
-    assert {one.verdict(caught.value.where) for one in strategies} == verdicts
+    assert {str(one.verdict(caught.value.where)) for one in strategies} == verdicts
 
 
 def test_the_plan_says_it_all_as_json() -> None:

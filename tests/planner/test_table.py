@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from runtime.core.errors import InvalidRequestError, MachineError, TandemError
-from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
+from runtime.core.plan import ComponentPlan, ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.engines.builders import BUILDERS
 from runtime.engines.service import EngineService
@@ -20,7 +20,7 @@ from runtime.models.catalogue import look_up
 from runtime.planner.resolve import resolve
 from runtime.planner.shapes import ShapeProfile
 from tests.engines.made import add
-from tests.plans import GIB, GPU_PACKAGES, PACKAGES
+from tests.plans import GIB, GPU_PACKAGES, PACKAGES, why
 
 ALL_PACKAGES = (*GPU_PACKAGES, ("bitsandbytes", "0.48.1"), ("torchao", "0.14.1"), ("triton", "3.5.0"))
 A14B, TI2V, SMALL, SHIPPED = "wan2.2-t2v-a14b", "wan2.2-ti2v-5b", "wan2.1-t2v-1.3b", "diorama"
@@ -77,6 +77,7 @@ OLD_TORCH = replace(BLACKWELL, torch_cuda="12.6")
 TORCH_CPU = replace(H100, torch_cuda=None)
 NO_COMPILER = replace(CPU_16, compiler=None)
 NO_TENSORRT = replace(H100, packages=PACKAGES)
+EXPERTS = ("transformer", "transformer_2")
 NO_BNB = replace(H100, packages=GPU_PACKAGES)
 SMALL_DISK = replace(H200, disk_free_bytes=20 * GIB)
 BARE = here(ram=16, packages=(), compiler=None)
@@ -119,7 +120,7 @@ ROWS = [
     Row(TURING, SHIPPED, {}, "PPPP", "PyTorch in float32 on RTX 2080 Ti: the model is small."),
     Row(H200, A14B, {}, "PPPP", "PyTorch on H200: bfloat16; the VAE in bfloat16: 56 dB from float32 in 8 bits"),
     Row(FOUR, A14B, {}, "PPPP", "PyTorch on H200: bfloat16; the VAE in bfloat16: 56 dB from float32 in 8 bits"),
-    Row(H100, TI2V, {}, "PPP", "The weights of Wan2.2 TI2V-5B are not here"),
+    Row(H100, TI2V, {}, "PPP", "The weights of Wan2.2 TI2V-5B are not downloaded"),
     Row(L40, SMALL, {}, "PPP", "PyTorch: no engine yet"),
     Row(CPU_8, SHIPPED, {}, "PPPP", "PyTorch in float32 on the CPU: no NVIDIA GPU was found."),
     Row(CPU_64, SHIPPED, {}, "PPPP", "PyTorch: no engine yet"),
@@ -129,7 +130,7 @@ ROWS = [
     Row(OLD_TORCH, SHIPPED, {}, "PPPP", "this PyTorch (CUDA 12.6) has no kernels for RTX 5090"),
     Row(TORCH_CPU, SHIPPED, {}, "PPPP", "this PyTorch (2.13.0) is built without CUDA"),
     Row(BARE, SHIPPED, {}, "PPPP", "PyTorch: ONNX Runtime is not installed"),
-    Row(H200, A14B, PYTORCH, "PPPP", "PyTorch: as asked"),
+    Row(H200, A14B, PYTORCH, "PPPP", "PyTorch: as requested"),
     # Missing engines may be built: the backend that is fastest as a rule.
     Row(LAPTOP, SHIPPED, {"build": "missing"}, "TTTT", "TensorRT: builds first, about 40 s"),
     Row(TURING, SHIPPED, {"build": "missing"}, "TTTT", "most likely the fastest here"),
@@ -142,20 +143,20 @@ ROWS = [
     Row(NO_TENSORRT, SHIPPED, {"build": "missing"}, "IIII", "Inductor: builds first, about 40 s"),
     Row(H200, A14B, {"build": "never"}, "PPPP", "PyTorch: no engine yet"),
     # TensorRT asked for.
-    Row(LAPTOP, SHIPPED, TENSORRT, "TTTT", "TensorRT, as asked: built first, about 40 s (there is none yet)."),
+    Row(LAPTOP, SHIPPED, TENSORRT, "TTTT", "TensorRT, as requested: built first, about 40 s (there is none yet)."),
     Row(TURING, SHIPPED, TENSORRT, "TTTT", "TensorRT: builds first"),
     Row(H100, SMALL, TENSORRT, "TTT", "TensorRT: builds first, about 5 min"),
     Row(H200, TI2V, TENSORRT, "TTT", "TensorRT: builds first, about 15 min"),
     Row(FOUR, A14B, TENSORRT, "TTTT", "TensorRT: builds first, about 15 min"),
     Row(H200, A14B, {"backends": {"transformer": "tensorrt"}}, "PTPP", "TensorRT: builds first"),
     Row(H200, A14B, TENSORRT | {"build": "never"}, "PPPP", "PyTorch: no TensorRT engine, and none is to be built"),
-    Row(CPU_16, SHIPPED, TENSORRT, "PPPP", "TensorRT was asked for, but no NVIDIA GPU was found."),
+    Row(CPU_16, SHIPPED, TENSORRT, "PPPP", "TensorRT was requested, but no NVIDIA GPU was found."),
     Row(APPLE, SHIPPED, TENSORRT, "PPPP", "PyTorch: no NVIDIA GPU was found"),
     Row(BROKEN, SHIPPED, TENSORRT, "PPPP", "Install or update the NVIDIA driver, then restart."),
     Row(OLD_DRIVER, SHIPPED, TENSORRT, "PPPP", "PyTorch: the NVIDIA driver 550.54 is too old"),
     Row(OLD_DRIVER, SHIPPED, TENSORRT, "PPPP", "Update the NVIDIA driver to 580 or later"),
     Row(OLD_TORCH, SHIPPED, TENSORRT, "PPPP", "Install PyTorch built for CUDA 12.8 or later."),
-    Row(TORCH_CPU, SHIPPED, TENSORRT, "PPPP", "it installs requirements-gpu.txt where there is a GPU"),
+    Row(TORCH_CPU, SHIPPED, TENSORRT, "PPPP", "it installs requirements-gpu.txt if there is a GPU"),
     Row(NO_TENSORRT, SMALL, TENSORRT, "PPP", "PyTorch: TensorRT is not installed"),
     Row(SMALL_DISK, A14B, TENSORRT, "PPPT", "PyTorch: too little disk to build"),
     Row(SMALL_DISK, A14B, TENSORRT, "PPPT", "set TENSORRT_CACHE_DIR to a folder on a larger disk"),
@@ -166,18 +167,18 @@ ROWS = [
     Row(NO_COMPILER, SHIPPED, INDUCTOR, "PPPP", "PyTorch: there is no C++ compiler"),
     Row(replace(APPLE, compiler=None), SHIPPED, INDUCTOR, "PPPP", "xcode-select"),
     Row(here("RTX 2080 Ti", (7, 5), 48), SMALL, INDUCTOR, "PPI", "PyTorch: no bfloat16 on this GPU"),
-    Row(H100, SMALL, INDUCTOR, "III", "Inductor, as asked"),
-    Row(CPU_8, SHIPPED, ONNX, "OOOO", "ONNX Runtime, as asked"),
+    Row(H100, SMALL, INDUCTOR, "III", "Inductor, as requested"),
+    Row(CPU_8, SHIPPED, ONNX, "OOOO", "ONNX Runtime, as requested"),
     Row(BARE, SHIPPED, ONNX, "PPPP", "PyTorch: ONNX Runtime is not installed"),
     Row(H100, SMALL, ONNX, "PPP", "PyTorch: this ONNX Runtime has no CUDA"),
-    Row(CPU_16, SHIPPED, {"backends": {"all": "inductor", "vae": "onnxruntime"}}, "IIIO", "Inductor, as asked"),
+    Row(CPU_16, SHIPPED, {"backends": {"all": "inductor", "vae": "onnxruntime"}}, "IIIO", "Inductor, as requested"),
     # Quantized weights.
     Row(H200, A14B, {"quantization": "bnb-4bit"}, "PPPP", "PyTorch: 4-bit weights exclude TensorRT"),
     Row(H200, A14B, {"quantization": "bnb-8bit", "build": "missing"}, "TPPT", "8-bit weights exclude TensorRT: an"),
-    Row(replace(H100, packages=PACKAGES), SMALL, {"offload": "group"}, "PPP", "group offload excludes Inductor"),
+    Row(replace(H100, packages=PACKAGES), SMALL, {"offload": "group"}, "PPP", "offload group excludes Inductor"),
     Row(H200, A14B, {"quantization": "fp8", "build": "missing"}, "TPPT", "PyTorch: FP8 weights exclude TensorRT"),
     Row(H200, A14B, TENSORRT | {"quantization": "bnb-4bit"}, InvalidRequestError, "4-bit weights exclude TensorRT"),
-    Row(H200, A14B, TENSORRT | {"quantization": "fp8"}, InvalidRequestError, "Take --quantization none, or --backend"),
+    Row(H200, A14B, TENSORRT | {"quantization": "fp8"}, InvalidRequestError, "Use --quantization none, or --backend"),
     Row(LAPTOP, A14B, TENSORRT | {"quantization": "bnb-8bit"}, InvalidRequestError, "8-bit weights exclude TensorRT"),
     Row(ADA, A14B, INDUCTOR | {"quantization": "bnb-4bit"}, InvalidRequestError, "4-bit weights exclude Inductor"),
     Row(
@@ -185,86 +186,86 @@ ROWS = [
         A14B,
         {"backends": {"all": "tensorrt"} | IN_PYTORCH, "quantization": "bnb-4bit"},
         "TPPT",
-        "PyTorch: as asked",
+        "PyTorch: as requested",
         {"quantization": "bnb-4bit"},
     ),
-    Row(H200, A14B, {"quantization": "none"} | TENSORRT, "TTTT", "as asked", {"quantization": "none"}),
+    Row(H200, A14B, {"quantization": "none"} | TENSORRT, "TTTT", "as requested", {"quantization": "none"}),
     Row(NO_BNB, A14B, {"quantization": "bnb-4bit"}, MachineError, "bitsandbytes is not installed"),
     Row(NO_BNB, A14B, {"quantization": "fp8"}, MachineError, "torchao is not installed"),
     Row(AMPERE, SHIPPED, {"quantization": "fp8"}, MachineError, "RTX A4000 does not compute in FP8"),
-    Row(TURING, SHIPPED, {"quantization": "fp8"}, MachineError, "Take --quantization bnb-8bit."),
-    Row(CPU_64, SMALL, {"quantization": "bnb-8bit"}, MachineError, "8-bit weights cannot be had here: no NVIDIA GPU"),
-    Row(APPLE, SHIPPED, {"quantization": "fp8"}, MachineError, "Take --quantization none."),
+    Row(TURING, SHIPPED, {"quantization": "fp8"}, MachineError, "Use --quantization bnb-8bit."),
+    Row(CPU_64, SMALL, {"quantization": "bnb-8bit"}, MachineError, "weights are not available here: no NVIDIA GPU"),
+    Row(APPLE, SHIPPED, {"quantization": "fp8"}, MachineError, "Use --quantization none."),
     Row(TORCH_CPU, SHIPPED, {"quantization": "bnb-4bit"}, MachineError, "built without CUDA"),
     # Those in 8 bits do not wait in RAM; no others are brought in parts.
-    Row(H200, A14B, IN_8_BITS | {"offload": "model"}, InvalidRequestError, "8-bit weights exclude model offload"),
-    Row(H200, A14B, IN_8_BITS | {"offload": "group"}, InvalidRequestError, "they cannot wait in memory (RAM)"),
-    Row(LAPTOP, A14B, IN_8_BITS | {"offload": "sequential"}, InvalidRequestError, "goes with --offload model."),
+    Row(H200, A14B, IN_8_BITS | {"offload": "model"}, InvalidRequestError, "8-bit weights exclude offload model"),
+    Row(H200, A14B, IN_8_BITS | {"offload": "group"}, InvalidRequestError, "cannot be moved to memory (RAM)"),
+    Row(LAPTOP, A14B, IN_8_BITS | {"offload": "sequential"}, InvalidRequestError, "works with --offload model."),
     Row(H200, A14B, IN_8_BITS | {"offload": "none"}, "PPPP", "bfloat16", {"quantization": "bnb-8bit"}),
     Row(H200, A14B, {"quantization": "bnb-4bit", "offload": "model"}, "PPPP", "bfloat16", {"offload": "model"}),
     Row(H200, A14B, {"quantization": "fp8", "offload": "model"}, "PPPP", "bfloat16", {"quantization": "fp8"}),
-    Row(H200, A14B, {"quantization": "fp8", "offload": "group"}, InvalidRequestError, "not brought in parts"),
+    Row(H200, A14B, {"quantization": "fp8", "offload": "group"}, InvalidRequestError, "not brought by block or layer"),
     # A step cache runs in PyTorch, and streams no blocks.
-    Row(CPU_8, SHIPPED, CACHE, "PPPP", "first-block:0.08), as asked", {"step_cache": "first-block:0.08"}),
+    Row(CPU_8, SHIPPED, CACHE, "PPPP", "first-block:0.08), as requested", {"step_cache": "first-block:0.08"}),
     Row(CPU_16, SHIPPED, CACHE | {"build": "missing"}, "OPPO", "PyTorch: a step cache excludes ONNX Runtime"),
     Row(H200, A14B, CACHE | TENSORRT, InvalidRequestError, "A step cache excludes TensorRT for the transformer"),
-    Row(H200, A14B, CACHE | {"offload": "group"}, InvalidRequestError, "A step cache excludes group offload"),
+    Row(H200, A14B, CACHE | {"offload": "group"}, InvalidRequestError, "A step cache excludes offload group"),
     Row(H200, A14B, CACHE | {"offload": "model"}, "PPPP", "reused across steps", {"offload": "model"}),
     Row(H200, A14B, CACHE | {"quantization": "fp8"}, "PPPP", "reused across steps", {"quantization": "fp8"}),
     Row(TWELVE_96, A14B, CACHE, MachineError, "memory"),
     # The VAE's precision in PyTorch: with the transformers where they run in bfloat16, else float32.
-    Row(H200, A14B, IN_FULL, "PPPP", "PyTorch on H200: bfloat16; the VAE in float32, as asked.", IN_FULL),
-    Row(H200, A14B, IN_BFLOAT16, "PPPP", "the VAE in bfloat16, as asked: 56 dB from float32 in 8 bits with"),
-    Row(H200, A14B, IN_FLOAT16, "PPPP", "the VAE in float16, as asked: 67 dB from float32 in 8 bits with"),
+    Row(H200, A14B, IN_FULL, "PPPP", "PyTorch on H200: bfloat16; the VAE in float32, as requested.", IN_FULL),
+    Row(H200, A14B, IN_BFLOAT16, "PPPP", "the VAE in bfloat16, as requested: 56 dB from float32 in 8 bits for"),
+    Row(H200, A14B, IN_FLOAT16, "PPPP", "the VAE in float16, as requested: 67 dB from float32 in 8 bits for"),
     Row(H200, SHIPPED, {}, "PPPP", "PyTorch in float32 on H200: the model is small."),
-    Row(H200, SHIPPED, IN_BFLOAT16, "PPPP", "float32 on H200: the model is small; the VAE in bfloat16, as asked"),
+    Row(H200, SHIPPED, IN_BFLOAT16, "PPPP", "float32 on H200: the model is small; the VAE in bfloat16, as requested"),
     Row(H200, A14B, TENSORRT | IN_FLOAT16, "TTTT", "TensorRT: builds first", IN_FLOAT16),
     Row(TURING, SMALL, {}, "PPP", "no bfloat16: float16, the text encoder in float32; the VAE in float32."),
-    Row(TURING, SMALL, IN_FLOAT16, "PPP", "the VAE in float16, as asked: 67 dB from float32", IN_FLOAT16),
-    Row(TURING, SMALL, IN_BFLOAT16, InvalidRequestError, "RTX 2080 Ti does not decode in bfloat16. Take --vae-"),
-    Row(TURING, SHIPPED, TENSORRT | IN_BFLOAT16, InvalidRequestError, "Take --vae-precision float32, or float16."),
+    Row(TURING, SMALL, IN_FLOAT16, "PPP", "the VAE in float16, as requested: 67 dB from float32", IN_FLOAT16),
+    Row(TURING, SMALL, IN_BFLOAT16, InvalidRequestError, "RTX 2080 Ti does not decode in bfloat16. Use --vae-"),
+    Row(TURING, SHIPPED, TENSORRT | IN_BFLOAT16, InvalidRequestError, "Use --vae-precision float32, or float16."),
     Row(CPU_8, SHIPPED, IN_FULL, "PPPP", "PyTorch in float32 on the CPU: no NVIDIA GPU was found.", IN_FULL),
-    Row(CPU_8, SHIPPED, IN_BFLOAT16, InvalidRequestError, "ten times as long on a CPU. Take --vae-precision float32."),
+    Row(CPU_8, SHIPPED, IN_BFLOAT16, InvalidRequestError, "ten times as long on a CPU. Use --vae-precision float32."),
     Row(APPLE, SHIPPED, IN_FLOAT16, InvalidRequestError, "The VAE in float16 takes more than ten times as long"),
-    Row(OLD_DRIVER, SMALL, IN_BFLOAT16, InvalidRequestError, "Take --vae-precision float32."),
+    Row(OLD_DRIVER, SMALL, IN_BFLOAT16, InvalidRequestError, "Use --vae-precision float32."),
     # Offload.
-    Row(H200, A14B, TENSORRT | {"offload": "model"}, InvalidRequestError, "Model offload excludes TensorRT"),
+    Row(H200, A14B, TENSORRT | {"offload": "model"}, InvalidRequestError, "Offload model excludes TensorRT"),
     Row(H200, A14B, TENSORRT | {"offload": "group"}, InvalidRequestError, "keeps its weights on the GPU"),
-    Row(LAPTOP, A14B, INDUCTOR | {"offload": "sequential"}, InvalidRequestError, "Take --offload none"),
+    Row(LAPTOP, A14B, INDUCTOR | {"offload": "sequential"}, InvalidRequestError, "Use --offload none"),
     Row(
         H200,
         A14B,
         {"backends": {"all": "tensorrt"} | IN_PYTORCH, "offload": "group"},
         "TPPT",
-        "PyTorch: as asked",
+        "PyTorch: as requested",
         {"offload": "group"},
     ),
-    Row(H200, A14B, {"offload": "model", "build": "missing"}, "TPPT", "model offload excludes", {"offload": "model"}),
-    Row(H200, A14B, {"offload": "none"} | TENSORRT, "TTTT", "as asked", {"offload": "none"}),
-    Row(CPU_16, SHIPPED, {"offload": "model"}, "PPPP", "Offload 'model' changes nothing", {"offload": "none"}),
-    Row(CPU_16, SHIPPED, {"offload": "group"} | ONNX, "OOOO", "changes nothing on the CPU", {"offload": "none"}),
+    Row(H200, A14B, {"offload": "model", "build": "missing"}, "TPPT", "offload model excludes", {"offload": "model"}),
+    Row(H200, A14B, {"offload": "none"} | TENSORRT, "TTTT", "as requested", {"offload": "none"}),
+    Row(CPU_16, SHIPPED, {"offload": "model"}, "PPPP", "--offload model has no effect on the CPU", {"offload": "none"}),
+    Row(CPU_16, SHIPPED, {"offload": "group"} | ONNX, "OOOO", "has no effect on the CPU", {"offload": "none"}),
     Row(OLD_DRIVER, SHIPPED, {"offload": "sequential"}, "PPPP", "is too old", {"offload": "none"}),
     # Memory that no setting makes up for, and requests that no machine can serve.
     Row(LITTLE_RAM, A14B, {"quantization": "none"}, MachineError, "Loading the transformer of Wan2.2 T2V-A14B needs"),
     Row(replace(LITTLE_RAM, packages=GPU_PACKAGES), A14B, {}, MachineError, "or add memory or swap."),
-    Row(LITTLE_RAM, A14B, {"offload": "group"}, MachineError, "Take --quantization fp8: "),
+    Row(LITTLE_RAM, A14B, {"offload": "group"}, MachineError, "Use --quantization fp8: "),
     Row(here("H200", (9, 0), 141, ram=8), A14B, {}, MachineError, "Loading the transformer of Wan2.2 T2V-A14B needs"),
     Row(H200, SMALL, {"backends": {"transformer_2": "tensorrt"}}, InvalidRequestError, "has no transformer_2"),
-    Row(H200, TI2V, {"width": 720}, InvalidRequestError, "Take 704 or 736."),
+    Row(H200, TI2V, {"width": 720}, InvalidRequestError, "Use 704 or 736."),
 ]
 
 # What is planned where memory is short.
 MEMORY_ROWS = [
     # 8 GiB: the text encoder goes by layer, frames in tiles; with 16 GiB of RAM there is no place for it to wait in.
-    Row(LAPTOP, SMALL, {}, MachineError, "(RAM) for weights that wait; 7.6 GiB and 15.2 GiB are free."),
-    Row(LAPTOP, TI2V, {}, MachineError, "Close other programs, add memory (RAM), or take a smaller model."),
+    Row(LAPTOP, SMALL, {}, MachineError, "(RAM) for offloaded weights; 7.6 GiB and 15.2 GiB are free."),
+    Row(LAPTOP, TI2V, {}, MachineError, "Close other programs, add memory (RAM), or use a smaller model."),
     Row(LAPTOP_32, SMALL, {}, "PPP", "tiles of 512x512", {"offload": "group", "decode_tile": 64, "decode_chunk": 1}),
-    Row(LAPTOP_32, SMALL, AT_480P, "PPP", "differ a little where these meet", {"offload": "group", "decode_tile": 64}),
+    Row(LAPTOP_32, SMALL, AT_480P, "PPP", "at the tiles' edges", {"offload": "group", "decode_tile": 64}),
     Row(LAPTOP_32, SMALL, AT_480P | IN_FULL, "PPP", "tiles of 256x256", {"offload": "group", "decode_tile": 32}),
     Row(LAPTOP_32, TI2V, {}, "PPP", "Memory is tight", {"offload": "sequential", "decode_tile": 32}),
     Row(LAPTOP_32, TI2V, IN_FULL, "PPP", "Memory is tight", {"offload": "sequential", "decode_tile": 16}),
     Row(LAPTOP_32, TI2V, AT_480P, "PPP", "tiles of 512x512", {"offload": "group", "decode_tile": 32}),
-    Row(LAPTOP_32, SMALL, {"offload": "model"}, MachineError, "Take --offload group"),
+    Row(LAPTOP_32, SMALL, {"offload": "model"}, MachineError, "Use --offload group"),
     Row(LAPTOP_32, A14B, {}, MachineError, "system memory (RAM)"),
     Row(TURING, SMALL, {}, "PPP", "tiles of 512x512", {"offload": "group", "decode_tile": 64}),
     Row(TURING, TI2V, {}, MachineError, "system memory (RAM)"),
@@ -282,7 +283,7 @@ MEMORY_ROWS = [
     # What is not quantized does not pass through so little RAM.
     Row(LITTLE_RAM, A14B, {}, "PPPP", "with FP8 weights", {"quantization": "fp8", "keep_loaded": True}),
     # Only parts that wait would fit, and those in 8 bits do not.
-    Row(TWELVE_96, A14B, IN_8_BITS, MachineError, "Take --offload group"),
+    Row(TWELVE_96, A14B, IN_8_BITS, MachineError, "Use --offload group"),
     Row(TWELVE_96, A14B, {}, "PPPP", "bfloat16", {"offload": "group", "quantization": "none", "decode_tile": None}),
     Row(TWELVE_96, A14B, IN_FULL, "PPPP", "tiles of", {"offload": "group", "quantization": "none"}),
     Row(L40, A14B, {}, "PPPP", "bfloat16", {"keep_loaded": False}),
@@ -304,6 +305,11 @@ def planned(row: Row, folder: Path) -> ExecutionPlan:
     return resolve(request, spec, row.on, folder / "x.mp4", engines.offers(spec))
 
 
+def badge_of(part: ComponentPlan) -> str:
+    """Return a component's badge as JSON has it."""
+    return str(part.to_json()["chip"])
+
+
 def named(row: Row) -> str:
     """Return a row's name in the report."""
     gpu = row.on.gpus[0].name if row.on.gpus else row.on.system
@@ -320,37 +326,28 @@ def test_the_plan_and_its_reasons(row: Row, tmp_path: Path) -> None:
     plan = planned(row, tmp_path)
     parts = plan.components.values()
     assert "".join(LETTERS[part.backend] for part in parts) == row.plan
-    said = [*plan.warnings, *(text for part in parts for text in (part.badge, part.reason))]
+    said = [*map(str, plan.warnings), *(text for part in parts for text in (badge_of(part), why(part)))]
     assert any(row.says in text for text in said), said
     assert row.also.items() <= (plan.request_json() | plan.strategy.model_dump()).items()
     for part in parts:
-        assert part.badge.startswith(f"{BACKEND_TITLES[part.backend]}: ")
         assert bool(part.engines) == (part.backend != "pytorch")
-        assert not part.reason.endswith("..")
+        assert not why(part).endswith("..")
 
 
 @pytest.mark.parametrize(
     ("differs", "badge", "reason"),
     [
-        ({}, "TensorRT: engine ready", "TensorRT is faster here: float16, 2.0 times as fast"),
-        (
-            {"profiles": (ShapeProfile.fixed((9, 16, 16)),)},
-            "PyTorch: engine for other sizes",
-            "the nearest was built for 9 latent frames of 128×128, asked 9 latent frames of 112×192.",
-        ),
-        (
-            {"device": "NVIDIA L4 sm89 CUDA 12.8"},
-            "PyTorch: engine of another GPU or processor",
-            "the nearest was built on NVIDIA L4 sm89 CUDA 12.8, here H200 sm90 CUDA 13.0.",
-        ),
+        ({}, "planner.badge_ready", "planner.faster_measured"),
+        ({"profiles": (ShapeProfile.fixed((9, 16, 16)),)}, "engine.misfit_sizes", "engine.differs_sizes"),
+        ({"device": "NVIDIA L4 sm89 CUDA 12.8"}, "engine.misfit_device", "engine.differs_device"),
         (
             {"versions": (("tensorrt", "10.16"), ("torch", "2.13.0"))},
-            "PyTorch: engine of other library versions",
-            "built with TensorRT 10.16",
+            "engine.misfit_versions",
+            "engine.differs_version",
         ),
-        ({"precision": "float32"}, "PyTorch: engine in another precision", "built in float32, asked float16"),
-        ({"weights": "f" * 64}, "PyTorch: engine of other weights", "built from other weights"),
-        ({"architecture": "f" * 64}, "PyTorch: no engine yet", "the model is small."),
+        ({"precision": "float32"}, "engine.misfit_precision", "engine.differs_precision"),
+        ({"weights": "f" * 64}, "engine.misfit_weights", "engine.differs_weights"),
+        ({"architecture": "f" * 64}, "planner.badge_no_engine", "planner.small_on_gpu"),
     ],
 )
 def test_an_engine_that_is_there(differs: dict[str, Any], badge: str, reason: str, tmp_path: Path) -> None:
@@ -366,11 +363,17 @@ def test_an_engine_that_is_there(differs: dict[str, Any], badge: str, reason: st
         device="cuda:0",
     )
     add(store, replace(wanted, **differs))
-    part = planned(Row(H200, SHIPPED, {}, "", ""), tmp_path).components
-    assert part["transformer"].badge == badge
-    assert reason in part["transformer"].reason
+    high, low = (planned(Row(H200, SHIPPED, {}, "", ""), tmp_path).components[name] for name in EXPERTS)
+    assert high.badge is not None and low.badge is not None
+    assert high.badge.code == badge
+    last = high.reasons[-1]
+    if last.code == "planner.no_engine_fits":
+        assert last.data["cause"].code == "engine.nearest_differs"
+        assert reason in {fact.code for fact in last.data["cause"].data["differences"]}
+    else:
+        assert last.code == reason
     # The other expert's weights are not in it.
-    assert part["transformer_2"].badge == "PyTorch: no engine yet"
+    assert low.badge.code == "planner.badge_no_engine"
 
 
 def test_the_table_is_as_large_as_it_should_be() -> None:

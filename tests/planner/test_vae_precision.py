@@ -99,4 +99,4 @@ def test_what_the_device_cannot_do_is_refused_by_name(asked: str) -> None:
         resolve(request, LARGE, machine(ram_free_gib=200), Path("x.mp4"))
     assert refused.value.field == "vae_precision"
     assert refused.value.what == f"The VAE in {asked} takes more than ten times as long on a CPU."
-    assert refused.value.remedy == "Take --vae-precision float32."
+    assert refused.value.remedy == "Use --vae-precision float32."

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from runtime.core.errors import InvalidRequestError, MachineError, TandemError
+from runtime.core.facts import Fact
 from runtime.core.plan import EngineUse, LatentSize
 from runtime.core.request import GenerationRequest
 from runtime.machine.probe import Machine
@@ -20,7 +21,7 @@ from runtime.ui import acceleration
 from runtime.ui.break_even import BreakEven
 from runtime.ui.plan_preview import Preview
 from runtime.ui.plan_summary import PlanSummary, badge_html, panel_html, summarize
-from tests.plans import GIB, GPU_PACKAGES, gpu, machine
+from tests.plans import GIB, GPU_PACKAGES, gpu, machine, why
 
 GPU = machine(gpu=gpu(), torch_cuda="13.0", packages=GPU_PACKAGES)
 
@@ -77,7 +78,7 @@ def spec(tiny: Callable[[str], ModelSpec]) -> ModelSpec:
     [
         ({}, "PyTorch: no engine yet", "plain"),
         ({"here": machine()}, "PyTorch: no engine yet", "plain"),
-        ({"backends": {"vae": "pytorch"}}, "PyTorch: as asked", "plain"),
+        ({"backends": {"vae": "pytorch"}}, "PyTorch: as requested", "plain"),
         ({"offers": offering(offer("vae"))}, "TensorRT: engine ready", "ready"),
         (
             {"offers": offering(offer("vae", build=True, build_seconds=240.0)), "backends": {"vae": "tensorrt"}},
@@ -90,7 +91,7 @@ def spec(tiny: Callable[[str], ModelSpec]) -> ModelSpec:
             "instead",
         ),
         (
-            {"offers": offering(offer("vae", problem="TensorRT is not installed", build=True, remedy="Install it."))}
+            {"offers": offering(offer("vae", problem=Fact("machine.no_tensorrt"), build=True))}
             | {"backends": {"vae": "tensorrt"}},
             "PyTorch: TensorRT is not installed",
             "instead",
@@ -103,7 +104,7 @@ def test_a_chip_says_what_will_happen(spec: ModelSpec, values: dict[str, Any], t
     assert (badge.text, badge.kind) == (text, kind)
     plan = preview(spec, **values).plan
     assert plan is not None
-    assert badge.reason == plan.components["vae"].reason
+    assert badge.reason == why(plan.components["vae"])
 
 
 def test_the_sum_tells_shares_builds_and_time(spec: ModelSpec) -> None:
@@ -151,12 +152,12 @@ def test_where_memory_is_short_the_ways_are_told() -> None:
         return look(a14b, here=here, **size, **values)
 
     short = on(48)
-    assert [way.title for way in short.strategies if way.taken] == ["One part at a time"]
+    assert [way.title for way in short.strategies if way.taken] == ["One component at a time"]
     assert short.strategies[0].verdict == "too little video memory"
     assert short.strategies[-1].verdict == "fits" and short.strategies[-1].takes.endswith("times as long")
     html = panel_html(short)
     assert html.count('aria-pressed="true"') == 1
-    assert 'aria-pressed="true" data-offload="none" data-quantization="none"><span>One part at a time</span>' in html
+    assert 'data-offload="none" data-quantization="none"><span>One component at a time</span>' in html
     assert html.count(" disabled>") == sum(not way.offered for way in short.strategies) == 5
     assert '<button type="button" class="button" data-offload="auto" data-quantization="auto">' in html
     assert on(120).strategies == ()
@@ -179,7 +180,7 @@ def test_where_memory_is_short_the_ways_are_told() -> None:
 
 def test_what_a_plan_warns_of_is_told(spec: ModelSpec) -> None:
     seen = look(spec, here=machine(), offload="group")
-    assert "changes nothing on the CPU" in seen.notes
+    assert "“Offload: By block” has no effect on the CPU" in seen.notes
     assert escape(seen.notes) in panel_html(seen)
 
 
@@ -188,7 +189,7 @@ def test_a_form_that_cannot_be_is_said_at_every_chip(spec: ModelSpec) -> None:
     assert isinstance(preview(spec, width=65).error, InvalidRequestError)
     assert set(seen.badges) == set(spec.component_names)
     assert {badge.kind for badge in seen.badges.values()} == {"stopped"}
-    assert "multiples of 16" in seen.problem and seen.problem.endswith("Take 64 or 80.")
+    assert "multiples of 16" in seen.problem and seen.problem.endswith("Use 64 or 80.")
     assert seen.memory is None
     full = look(spec, here=machine(ram_free_gib=0.1))
     assert isinstance(preview(spec, here=machine(ram_free_gib=0.1)).error, MachineError)
@@ -238,7 +239,7 @@ def test_when_building_pays_off(build: float, saved: float, words: str) -> None:
 
 
 def test_tensorrt_is_out_of_question_without_a_gpu() -> None:
-    assert acceleration.tensorrt_problem(machine()) == "no NVIDIA GPU was found"
+    assert acceleration.tensorrt_problem(machine()) == "No NVIDIA GPU was found."
 
 
 @pytest.mark.parametrize(
@@ -266,4 +267,4 @@ def test_a_refusal_names_what_the_page_has(spec: ModelSpec) -> None:
     seen = look(spec, offload="group", backends={"transformer": "tensorrt"})
     assert seen.line == "Invalid setting"
     html = panel_html(seen) + badge_html("vae", seen.badges["vae"])
-    assert "Offload “None”" in html and "--offload" not in html
+    assert "“Offload: None”" in html and "--offload" not in html

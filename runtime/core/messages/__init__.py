@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 
 class Message(NamedTuple):
-    """The templates of one code."""
+    """The templates of one code; `badge` says `what` in a few words, for where there is little space."""
 
     what: str
     remedy: str = ""
+    badge: str = ""
 
 
 def _merged(*tables: Mapping[str, Message]) -> dict[str, Message]:

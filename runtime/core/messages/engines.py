@@ -50,6 +50,9 @@ MESSAGES: Mapping[str, Message] = {
     "engine.existing_unusable": Message("The existing engine cannot be used: {cause}"),
     "engine.nearest_differs": Message("The most similar engine differs: {differences:sentences}"),
     "engine.missing_but_imported": Message("{missing} The imported one serves {sizes}."),
+    "engine.import_not_rebuilt": Message(
+        "It was made elsewhere, so it is not built here.", "Import it again if it was deleted."
+    ),
     "engine.misfit_device": Message("engine for another GPU or processor"),
     "engine.misfit_system": Message("engine for another operating system"),
     "engine.misfit_versions": Message("engine for other library versions"),
@@ -241,7 +244,7 @@ MESSAGES: Mapping[str, Message] = {
     "engine.import_truncated": Message("{file} is truncated: {size:,} bytes.", _COPY_AGAIN),
     "engine.import_incomplete": Message("{file} is truncated: {size:,} of {whole:,} bytes.", _COPY_AGAIN),
     "engine.import_no_library": Message(
-        "{file} cannot run on this machine: {cause}.",
+        "{file} cannot run on this machine: {cause:clause}.",
         "Install what is missing, or import it on a machine that can run it.",
     ),
     "engine.import_other_tensorrt": Message(

@@ -60,7 +60,9 @@ MESSAGES: Mapping[str, Message] = {
         "which {backend:backend} does not support.",
         "Use another backend.",
     ),
-    "pipeline.not_buildable": Message("{backend:backend} engines cannot be built here: {problem:clause}.", "{fix}"),
+    "pipeline.not_buildable": Message(
+        "{backend:backend} engines cannot be built here: {cause:clause}.", "{cause:remedy}"
+    ),
     "pipeline.outputs_folder": Message(
         "The folder {folder} cannot be made: {reason}.", "Set TANDEM_CACHE_DIR to a folder that you can write to."
     ),

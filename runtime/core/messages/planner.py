@@ -1,7 +1,323 @@
-"""Messages of `runtime.planner`."""
+"""Messages of `runtime.planner`: reasons, warnings and refusals of a plan."""
 
 from collections.abc import Mapping
 
 from runtime.core.messages import Message
 
-MESSAGES: Mapping[str, Message] = {}
+_LOWER_QUALITY = "expect lower quality"
+
+_RULES: Mapping[str, Message] = {
+    "planner.8bit_offloaded": Message(
+        "{quantization:weights} exclude offload {offload}: bitsandbytes keeps copies of them that cannot be moved to "
+        "memory (RAM).",
+        "Use {set[offload=none]} with them; {set[quantization=bnb-4bit]} works with {set[offload=model]}.",
+    ),
+    "planner.quantized_on_engine": Message(
+        "{quantization:weights} exclude {backend:backend}: an engine keeps its own weights, in its own precision.",
+        "Use {set[quantization=none]}, or {in_pytorch:setting}.",
+    ),
+    "planner.offload_on_engine": Message(
+        "Offload {offload} excludes {backend:backend} for the {component:lower_component}: an engine keeps its weights "
+        "on the GPU.",
+        "Use {set[offload=none]}, or {in_pytorch:setting}; other components may still run on engines.",
+        "offload {offload} excludes {backend:backend}",
+    ),
+    "planner.gpus_on_engine": Message(
+        "A {component:lower_component} shared by {gpus} GPUs excludes {backend:backend}: an engine runs on one GPU.",
+        "Use one GPU, or {in_pytorch:setting}.",
+        "{gpus} GPUs exclude {backend:backend}",
+    ),
+    "planner.step_cache_on_engine": Message(
+        "A step cache excludes {backend:backend} for the {component:lower_component}: an engine computes all of its "
+        "blocks.",
+        "Use {set[step_cache=none]}, or {in_pytorch:setting}.",
+        "a step cache excludes {backend:backend}",
+    ),
+    "planner.step_cache_offloaded": Message(
+        "A step cache excludes offload {offload}: each block prefetches the next one, and the cache skips blocks.",
+        "Use {set[step_cache=none]}, or {set[offload=model]} or none.",
+        "a step cache excludes offload {offload}",
+    ),
+    "planner.needs_gpu": Message("It needs an NVIDIA GPU.", "Use another backend."),
+    "planner.onnxruntime_without_cuda": Message(
+        "This ONNX Runtime has no CUDA.", "Choose another backend; the component runs in PyTorch until then."
+    ),
+    "planner.vae_bfloat16": Message(
+        "The {gpu} does not decode in bfloat16.",
+        "Use {set[vae_precision=float32]}, or float16.",
+        "no bfloat16 on this GPU",
+    ),
+    "planner.vae_16bit_on_cpu": Message(
+        "The VAE in {precision} takes more than ten times as long on a CPU.",
+        "Use {set[vae_precision=float32]}.",
+        "no 16 bits for the VAE on a CPU",
+    ),
+    "planner.bfloat16": Message(
+        "The {gpu} does not compute in bfloat16.",
+        "Choose another backend; the component runs in PyTorch until then.",
+        "no bfloat16 on this GPU",
+    ),
+    "planner.gpus_offloaded": Message(
+        "{gpus} GPUs exclude offload {offload}: each would wait for weights longer than the others save.",
+        "Use {set[gpus=1]}, or {set[offload=none]}.",
+    ),
+    "planner.gpus_quantized": Message(
+        "{gpus} GPUs exclude {quantization:weights}: the combination is not tested.",
+        "Use {set[gpus=1]}, or {set[quantization=fp8]} or none.",
+    ),
+    "planner.attention_gpu_too_old": Message(
+        "The {gpu} is too old for it.", "Use {set[attention=auto]}.", "not on this GPU"
+    ),
+    "planner.attention_not_installed": Message(
+        "{package} is not installed.", "Install {package}, or use {set[attention=auto]}.", "no {package}"
+    ),
+    "planner.compile_offloaded": Message(
+        "Offload {offload} brings weights while a block runs, which compiled code does not support.",
+        "Use {set[offload=none]} or model with {set[compile=always]}, or omit {set[compile]}.",
+        "offload {offload} excludes compiling",
+    ),
+    "planner.compile_quantized": Message(
+        "{quantization:weights} are computed by bitsandbytes in calls that cannot be compiled.",
+        "Use {set[quantization=fp8]} or none with {set[compile=always]}, or omit {set[compile]}.",
+        "{quantization:weights} exclude compiling",
+    ),
+    "planner.build_disk": Message(
+        "Building needs about {needs:bytes} of disk and {free:bytes} are free.",
+        "Free some space, or set TENSORRT_CACHE_DIR to a folder on a larger disk.",
+        "too little disk to build",
+    ),
+    "planner.build_ram": Message(
+        "Building needs about {needs:bytes} of memory and there are {total:bytes}.",
+        "Use a smaller model or size.",
+        "too little memory to build",
+    ),
+    "planner.build_vram": Message(
+        "Building needs about {needs:bytes} of video memory and there are {total:bytes}.",
+        "Use a smaller model or size.",
+        "too little video memory to build",
+    ),
+    "planner.load_ram": Message(
+        "Loading the {component:lower_component} of {model} needs {needs:bytes} of memory, and there are {total:bytes} "
+        "with swap.",
+        "Use a smaller model, or add memory or swap.",
+        "too little memory to load",
+    ),
+}
+
+_REFUSALS: Mapping[str, Message] = {
+    "planner.attention_unavailable": Message(
+        "{attention:kernel} is not available here: {cause:clause}.", "{cause:remedy}"
+    ),
+    "planner.attention_needs_16bit": Message(
+        "{attention:kernel} needs 16-bit values, and {model} runs in {dtype} here.", "Use {set[attention=native]}."
+    ),
+    "planner.compile_unavailable": Message("Blocks cannot be compiled here: {cause:clause}.", "{cause:remedy}"),
+    "planner.quantization_unavailable": Message(
+        "{quantization:weights} are not available here: {cause:clause}.",
+        "{cause:remedy}",
+    ),
+    "planner.quantization_needs_gpu": Message(
+        "{quantization:weights} are not available here: {cause:clause}.", "Use {set[quantization=none]}."
+    ),
+    "planner.attention_needs_gpu": Message(
+        "{attention:kernel} is not available here: {cause:clause}.", "Use {set[attention=auto]}."
+    ),
+    "planner.quantized_offload": Message(
+        "Quantized transformers are not brought by block or layer: {chosen:settings} exclude each other.",
+        "Use {set[offload=model]} or none with it, or omit {set[quantization]}.",
+    ),
+    "planner.no_such_component": Message(
+        "{model} has no {component}.", "Its components are {known:list}; all stands for every one."
+    ),
+    "planner.no_second_guidance": Message(
+        "{model} has one transformer, so there is no second guidance scale.", "Give one guidance scale."
+    ),
+    "planner.not_a_multiple": Message("{field} is {value}; {model} makes multiples of {stride}.", "Use {able:or}."),
+    "planner.frame_count": Message("frames is {value}; {model} makes {stride}n+1 of them.", "Use {able:or}."),
+    "planner.too_large": Message("{field} is {value}; {model} makes at most {most}.", "Use {most}."),
+    "planner.no_usable_gpus": Message(
+        "{wanted} GPUs were asked for; none can be used: {cause:clause}.", "Use {set[gpus=1]}."
+    ),
+    "planner.too_few_gpus": Message(
+        "{wanted} GPUs were asked for; {usable} can be used here.", "Use {set[gpus]} {usable}."
+    ),
+    "planner.gpus_need_linux": Message(
+        "Several GPUs cannot work together here: PyTorch's NCCL is only on Linux.", "Use {set[gpus=1]}."
+    ),
+    "planner.heads_not_divisible": Message(
+        "{wanted} GPUs cannot share {model}: its {heads} attention heads cannot be divided evenly.",
+        "Use {set[gpus]} {able:or}.",
+    ),
+    "planner.gpus_without_bfloat16": Message(
+        "{first} and {second} cannot share a job: the second has no bfloat16.", "Use {set[gpus=1]}."
+    ),
+    "planner.clip": Message("{model} at {width}x{height}, {frames} frames"),
+    "planner.memory_short": Message("{clip} needs about {peak:gib} of {where}; {free:gib} are free.", "{remedy}"),
+    "planner.memory_and_ram_short": Message(
+        "{clip} needs about {peak:gib} of {where}, or {ram:gib} of system memory (RAM) for offloaded weights; "
+        "{free:gib} and {ram_free:gib} are free.",
+        "{remedy}",
+    ),
+    "planner.ram_short": Message(
+        "{clip} needs about {ram:gib} of system memory (RAM) for offloaded weights; {ram_free:gib} are free.",
+        "{remedy}",
+    ),
+    "planner.strategy_unavailable": Message("{cause}", "{cause:remedy}"),
+    "planner.strategy_unavailable_other": Message("{cause}", "{remedy}"),
+    "planner.ask_for_less": Message("Use a smaller size or fewer frames, or a smaller model."),
+    "planner.more_ram": Message("Close other programs, add memory (RAM), or use a smaller model."),
+    "planner.use_strategy": Message("Use {changes:settings}: {peak:gib}, about {times:.1f} times as long."),
+    "planner.use_one_gpu": Message("{cause}", "Use {set[gpus=1]}: {title:clause}."),
+}
+
+_REASONS: Mapping[str, Message] = {
+    "planner.on_cpu": Message("PyTorch in float32 on the CPU: {cause:clause}."),
+    "planner.small_on_gpu": Message("PyTorch in float32 on {gpu}: the model is small{details:appended}."),
+    "planner.bfloat16_on_gpu": Message("PyTorch on {gpu}: bfloat16{details:appended}."),
+    "planner.float16_on_gpu": Message(
+        "PyTorch on {gpu}, which has no bfloat16: float16, the text encoder in float32{details:appended}."
+    ),
+    "planner.vae_exact": Message("The VAE in {dtype}."),
+    "planner.vae_exact_asked": Message("The VAE in {dtype}, as requested."),
+    "planner.vae_rounded": Message("The VAE in {dtype}: {psnr} dB from float32 in 8 bits for the shipped model."),
+    "planner.vae_rounded_asked": Message(
+        "The VAE in {dtype}, as requested: {psnr} dB from float32 in 8 bits for the shipped model."
+    ),
+    "planner.as_asked": Message("As requested."),
+    "planner.likely_fastest": Message("{backend:backend}, most likely the fastest here: {how:clause}."),
+    "planner.fastest_measured": Message("{backend:backend} is the fastest measured here: {how:clause}."),
+    "planner.faster_measured": Message("{backend:backend} is faster here: {how:clause}."),
+    "planner.no_engine_fits": Message("No engine fits: {cause:clause}."),
+    "planner.none_faster": Message("No engine measured here is faster."),
+    "planner.asked_engine": Message("{backend:backend}, as requested: {how:clause}."),
+    "planner.asked_unavailable": Message("{backend:backend} was requested, but {cause:clause}. {cause:remedy}"),
+    "planner.asked_not_built": Message(
+        "{backend:backend} was requested, but has no engine ({cause:clause}), and none is to be built."
+    ),
+    "planner.not_supported": Message(
+        "{backend:backend} was requested, but does not run this component.",
+        badge="{backend:backend} does not run this component",
+    ),
+    "planner.built_again": Message("Built again, as requested."),
+    "planner.built_first": Message("Built first, {seconds:about} ({cause:clause})."),
+    "planner.built_first_unknown": Message("Built first ({cause:clause})."),
+    "planner.speed": Message("{precision}, {times:.1f} times as fast as PyTorch when it was measured."),
+    "planner.speed_unknown": Message("{precision}, not measured."),
+    "planner.badge_as_asked": Message("As requested.", badge="as requested"),
+    "planner.badge_ready": Message("The engine is ready.", badge="engine ready"),
+    "planner.badge_builds": Message(
+        "The engine is built first, {seconds:about}.", badge="builds first, {seconds:about}"
+    ),
+    "planner.badge_builds_unknown": Message("The engine is built first.", badge="builds first"),
+    "planner.badge_none_faster": Message("No engine is faster.", badge="no engine is faster"),
+    "planner.badge_not_measured": Message("Its engine is not measured.", badge="its engine is not measured"),
+    "planner.badge_no_engine": Message("There is no engine yet.", badge="no engine yet"),
+    "planner.badge_not_built": Message(
+        "There is no {backend:backend} engine, and none is to be built.",
+        badge="no {backend:backend} engine, and none is to be built",
+    ),
+    "planner.took_over": Message("PyTorch took over from its engine.", badge="took over from its engine"),
+    "planner.step_cached": Message("Block residuals are reused across steps ({step_cache}), as requested."),
+    "planner.on_gpus": Message("On {gpus} GPUs."),
+    "planner.strips_shared": Message("Each decodes a strip of every frame."),
+    "planner.tokens_shared": Message("The tokens and heads of a pass on {sequence} GPUs, each pass by all."),
+    "planner.guidance_shared": Message("The pass with the prompt on one GPU, the one without on the other."),
+    "planner.guidance_and_tokens_shared": Message(
+        "The pass with the prompt and the one without on {sequence} GPUs each, which share its tokens and heads."
+    ),
+    "planner.engines_compute": Message("The transformers run on engines."),
+    "planner.attention_native_asked": Message("PyTorch's own attention, as requested."),
+    "planner.attention_asked": Message("{attention:kernel}, as requested."),
+    "planner.attention_on_cpu": Message("PyTorch's own attention, on the CPU."),
+    "planner.attention_dtype": Message("PyTorch's own attention: others do not support {dtype}."),
+    "planner.attention_measured": Message("{attention:kernel}, the fastest measured here: {seconds:milliseconds}."),
+    "planner.attention_by_rule": Message(
+        "{attention:kernel}: by rule the fastest on {gpu}, until it is measured here."
+    ),
+    "planner.attention_old_gpu": Message("PyTorch's own attention: {gpu} is too old for the others."),
+    "planner.not_compiled_asked": Message("Not compiled, as requested."),
+    "planner.compiled_asked": Message("Compiled, as requested."),
+    "planner.not_compiled": Message("Not compiled: {cause:clause}."),
+    "planner.not_compiled_on_cpu": Message("Not compiled: on a CPU an Inductor engine does that once for all clips."),
+    "planner.compiled_pays_off": Message(
+        "Compiled: compiling takes about {seconds:duration} ({measured:measured}) and saves about {saved:duration} of "
+        "this clip."
+    ),
+    "planner.not_compiled_pays_off": Message(
+        "Not compiled: compiling takes about {seconds:duration} ({measured:measured}) and saves about {saved:duration} "
+        "of this clip."
+    ),
+    "planner.text_kept": Message("The text's keys and values are computed once per clip ({bytes:memory})."),
+    "planner.paired": Message("Both guidance passes are one call, because one does not fill the GPU."),
+    "planner.graphed": Message("Calls are CUDA graphs, because starting kernels takes longer than running them."),
+    "planner.shift_asked": Message("Shift {shift:g}, as requested{others:appended}."),
+    "planner.shift_of_scheduler": Message("The model's own scheduler has {shift:g}."),
+    "planner.shift_published": Message("The model authors' code has {shift:g}."),
+}
+
+_WARNINGS: Mapping[str, Message] = {
+    "planner.weights_not_here": Message(
+        "The weights of {model} are not downloaded: this is the plan for when they are."
+    ),
+    "planner.unusual_size": Message(
+        f"{{model}} was not made for {{size}}: {_LOWER_QUALITY}. Its sizes: {{sizes:list}}."
+    ),
+    "planner.unusual_length": Message(
+        f"{{model}} was made for at most {{most}} frames: {_LOWER_QUALITY} with {{frames}}."
+    ),
+    "planner.expert_without_steps": Message(
+        f"With {{steps:n step}} and shift {{shift:g}} the {{component:lower_component}} runs no step: {_LOWER_QUALITY}."
+    ),
+    "planner.lora_shift": Message(
+        "The LoRA {lora} was distilled with shift {wanted:g}, and this video uses {shift:g}. Use {set[shift]} "
+        "{wanted:g}."
+    ),
+    "planner.lora_other_steps": Message(
+        "The LoRA {lora} was distilled for {wanted} steps without guidance, and this video uses {steps:n step}. Use "
+        "{set[steps]} {wanted} {set[guidance]} 1."
+    ),
+    "planner.lora_other_guidance": Message(
+        "The LoRA {lora} was distilled for {wanted} steps without guidance, and this video uses {steps:n step} with "
+        "guidance {guidance:g}. Use {set[steps]} {wanted} {set[guidance]} 1."
+    ),
+    "planner.lora_steps_used": Message(
+        "The LoRA {lora} was distilled for {wanted} steps without guidance: these are used here."
+    ),
+    "planner.offload_on_cpu": Message("{chosen:settings} has no effect on the CPU: {cause:clause}."),
+    "planner.one_gpu_memory": Message("One GPU is used: several have too little memory."),
+    "planner.one_gpu_small_model": Message(
+        "One GPU is used: the model is so small that several would wait for each other."
+    ),
+    "planner.one_gpu": Message("One GPU is used: {cause:clause}."),
+    "planner.gpus_differ": Message("The GPUs differ ({names:list}): the slowest sets the pace."),
+    "planner.decoded_in_tiles": Message(
+        "Memory is short: frames are decoded in tiles of {side}x{side} and differ a little at the tiles' edges."
+    ),
+    "planner.quantized": Message(
+        "Memory is short: the transformers run with {quantization:weights}, and the video is slightly less exact."
+    ),
+    "planner.memory_tight": Message(
+        "Memory is tight: about {peak:gib} of the {free:gib} that are free. It may run out; a smaller size or fewer "
+        "frames are safer."
+    ),
+}
+
+_STRATEGIES: Mapping[str, Message] = {
+    "strategy.keep": Message("Everything stays loaded."),
+    "strategy.free_text_encoder": Message("Text encoder freed after the prompt."),
+    "strategy.one_at_a_time": Message("One component at a time."),
+    "strategy.offload_model": Message("Components wait in RAM."),
+    "strategy.offload_group": Message("Blocks wait in RAM."),
+    "strategy.offload_sequential": Message("Layers wait in RAM."),
+    "strategy.quantized": Message("Transformers with {quantization:weights}, {how:clause}."),
+    "strategy.tiles": Message("{how:sentence}, decoding in tiles of {side}x{side}."),
+    "strategy.frame_by_frame": Message("{how:sentence}, decoding frame by frame."),
+    "strategy.used": Message("used"),
+    "strategy.unavailable": Message("unavailable: {cause:badge}"),
+    "strategy.too_little": Message("too little {memory}"),
+    "strategy.too_little_of_both": Message("too little {memory} and RAM"),
+    "strategy.fits": Message("fits"),
+    "strategy.not_needed": Message("fits, not needed"),
+}
+
+MESSAGES: Mapping[str, Message] = {**_RULES, **_REFUSALS, **_REASONS, **_WARNINGS, **_STRATEGIES}

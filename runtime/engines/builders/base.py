@@ -44,10 +44,10 @@ class Builder(ABC):
     file_name: ClassVar[str]
     requires: ClassVar[str] = ""
 
-    def unavailable(self, machine: Machine) -> tuple[str, str] | None:
+    def unavailable(self, machine: Machine) -> Fact | None:
         """Return why it cannot build on a machine and what to do about it, or None. Imports nothing heavy."""
         found = lacking(self.requires or self.backend, machine)
-        return None if found is None else (found.reason, found.remedy)
+        return None if found is None else found.fact
 
     def key(
         self,

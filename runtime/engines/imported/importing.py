@@ -162,7 +162,7 @@ def check_library(source: Source, machine: Machine) -> None:
     """
     missing = BUILDERS[_BUILDER_OF[source.backend]].unavailable(machine)
     if missing is not None:
-        raise EngineError("engine.import_no_library", file=source.path.name, cause=missing[0])
+        raise EngineError("engine.import_no_library", file=source.path.name, cause=missing)
     here = installed_version() or ""
     if source.version and source.version.split(".")[:2] != here.split(".")[:2]:
         raise EngineError("engine.import_other_tensorrt", file=source.path.name, version=source.version, installed=here)

@@ -19,8 +19,6 @@ from runtime.planner.shapes import ShapeProfile
 
 # The entry of `EngineKey.options` that states whether the adapters are exact.
 EXACT = "exact"
-_NOT_BUILT = "it was made elsewhere, so it is not built here"
-_REMEDY = "Import it again where it is gone."
 
 
 def imported_engines(
@@ -108,7 +106,7 @@ def offers_with(
             continue
         sizes = served_sizes(record.key.program, record.key.profiles, spec)
         offers = [
-            replace(offer, missing=str(Fact("engine.missing_but_imported", {"missing": offer.missing, "sizes": sizes})))
+            replace(offer, missing=Fact("engine.missing_but_imported", {"missing": offer.missing, "sizes": sizes}))
             if offer.backend == record.key.backend and offer.missing
             else offer
             for offer in offers
@@ -140,8 +138,7 @@ def _offer(record: EngineRecord, profile: ShapeProfile) -> EngineOffer:
         backend=key.backend,
         builder=IMPORTED,
         uses=(use,),
-        problem=_NOT_BUILT,
-        remedy=_REMEDY,
+        problem=Fact("engine.import_not_rebuilt"),
         seconds=record.seconds_per_call if exact else 0.0,
         pytorch_seconds=record.pytorch_seconds_per_call if exact else 0.0,
     )

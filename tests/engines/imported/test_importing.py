@@ -30,7 +30,7 @@ from runtime.planner.resolve import resolve
 from tests.engines import foreign, odd_child
 from tests.engines.conftest import relative
 from tests.engines.made import visible
-from tests.plans import machine
+from tests.plans import machine, why
 
 pytestmark = pytest.mark.slow
 CLIP = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 9, "steps": 4, "seed": 3, "fps": 8}
@@ -179,7 +179,7 @@ def test_a_job_on_imported_engines(full: Shelf, taken: dict[str, Imported]) -> N
     # A size that it does not serve is named with the one that it does.
     part = full.plan(width=96, backends={"transformer": "onnxruntime"}).components["transformer"]
     assert part.backend == "pytorch"
-    assert "The imported one serves 64x32, 9 frames." in str(part.reason)
+    assert "The imported one serves 64x32, 9 frames." in why(part)
 
     # Damaged, it is not built here: PyTorch takes its place.
     engine = full.service.store.path(plan.components["vae"].engines[0].id) / "engine.onnx"

@@ -22,7 +22,7 @@ LEAST_DB = 40.0
 
 def part(dtype: str) -> ComponentPlan:
     """Return the plan of a VAE on the CPU."""
-    return ComponentPlan(backend="pytorch", device="cpu", dtype=dtype, weights_bytes=1, reason="for a test")
+    return ComponentPlan(backend="pytorch", device="cpu", dtype=dtype, weights_bytes=1, reasons=())
 
 
 def latents_of(spec: ModelSpec) -> torch.Tensor:

@@ -1,0 +1,146 @@
+"""The clip's size, length, shift and steps: what a model can make, what it was made for, and the warnings. Pure."""
+
+from collections.abc import Mapping
+
+from runtime.core.errors import InvalidRequestError
+from runtime.core.facts import Fact
+from runtime.core.loras import LoraUse
+from runtime.core.request import AUTO, MAX_FRAMES, MAX_SIDE, GenerationRequest
+from runtime.models.known import published
+from runtime.models.registry import family_of
+from runtime.models.spec import ModelSpec
+
+
+def check_size(spec: ModelSpec, width: int, height: int, frames: int) -> None:
+    """Check that a model can make clips of a size and length.
+
+    Raises:
+        InvalidRequestError: if it cannot, with the nearest that it can.
+    """
+    _check_positions(spec, {"frames": frames, "height": height, "width": width})
+    for field, value, stride in (("width", width, spec.strides[0]), ("height", height, spec.strides[1])):
+        if value % stride:
+            able = nearest(value, stride, 0, stride, MAX_SIDE)
+            raise InvalidRequestError(
+                field, "planner.not_a_multiple", field=field, value=value, model=spec.title, stride=stride, able=able
+            )
+    stride = spec.vae.scale_factor_temporal
+    if frames % stride != 1:
+        able = nearest(frames, stride, 1, 1, MAX_FRAMES)
+        raise InvalidRequestError(
+            "frames", "planner.frame_count", value=frames, model=spec.title, stride=stride, able=able
+        )
+
+
+def nearest(value: int, stride: int, offset: int, low: int, high: int) -> list[int]:
+    """Return the one or two numbers of the form stride·k + offset, within low..high, that are nearest to `value`."""
+    below = (min(max(value, low), high) - offset) // stride * stride + offset
+    return [n for n in (below, below + stride) if low <= n <= high and n > 0]
+
+
+def _check_positions(spec: ModelSpec, asked: Mapping[str, int]) -> None:
+    """Check that the transformer has positions for a clip of these frames, height and width."""
+    positions = [spec.transformer.rope_max_seq_len * patch for patch in spec.transformer.patch_size]
+    scale = spec.vae.scale_factor_spatial
+    most = {
+        "frames": (positions[0] - 1) * spec.vae.scale_factor_temporal + 1,
+        "height": positions[1] * scale,
+        "width": positions[2] * scale,
+    }
+    for field, value in asked.items():
+        if value > most[field]:
+            raise InvalidRequestError(
+                field, "planner.too_large", field=field, value=value, model=spec.title, most=most[field]
+            )
+
+
+def size_warnings(spec: ModelSpec, width: int, height: int, frames: int) -> list[Fact]:
+    """Return the warnings about a size and length that the model can make."""
+    facts = [] if spec.here else [Fact("planner.weights_not_here", {"model": spec.title})]
+    if (width, height) not in spec.sizes:
+        sizes = [f"{w}x{h}" for w, h in spec.sizes]
+        facts.append(Fact("planner.unusual_size", {"model": spec.title, "size": f"{width}x{height}", "sizes": sizes}))
+    if frames > max(spec.frame_counts):
+        data = {"model": spec.title, "most": max(spec.frame_counts), "frames": frames}
+        facts.append(Fact("planner.unusual_length", data))
+    return facts
+
+
+def check_shift(request: GenerationRequest, spec: ModelSpec) -> None:
+    """Refuse a shift that the model's scheduler would not follow.
+
+    Raises:
+        InvalidRequestError: if one is asked for, with the reason.
+    """
+    if request.shift is not None and spec.noise.setting is None:
+        raise InvalidRequestError(
+            "shift", "scheduler.shift_fixed", model=spec.title, scheduler=spec.scheduler, cause=spec.noise.fixed
+        )
+
+
+def used_shift(request: GenerationRequest, spec: ModelSpec) -> float | None:
+    """Return the shift that replaces the model's own; `None` if its own is used, or is the same."""
+    return None if request.shift == spec.noise.shift else request.shift
+
+
+def shift_reason(shift: float | None, spec: ModelSpec) -> Fact | None:
+    """Return why the shift is not the model's own; `None` if it is."""
+    if shift is None:
+        return None
+    known = published(spec)
+    others = [Fact("planner.shift_of_scheduler", {"shift": spec.noise.shift})] if spec.here else []
+    if known is not None and known.flow_shift not in {shift, spec.noise.shift}:
+        others.append(Fact("planner.shift_published", {"shift": known.flow_shift}))
+    return Fact("planner.shift_asked", {"shift": shift, "others": others})
+
+
+def expert_steps(spec: ModelSpec, steps: int, shift: float | None) -> dict[str, int]:
+    """Return how many of the steps each transformer takes, by component; empty if that is not known.
+
+    The boundary between both experts is a timestep, so the shift decides how many steps are on either side of it.
+    """
+    if spec.boundary_ratio is None or spec.experts == 1:
+        return {"transformer": steps}
+    timesteps = spec.noise.timesteps(steps, shift)
+    if timesteps is None:
+        return {}
+    boundary = spec.boundary_ratio * spec.noise.training_steps
+    low = sum(timestep < boundary for timestep in timesteps)
+    return {"transformer": len(timesteps) - low, "transformer_2": low}
+
+
+def shift_warnings(spec: ModelSpec, steps: int, shift: float | None, taken: Mapping[str, int]) -> list[Fact]:
+    """Return the warnings about the distribution of the steps.
+
+    Args:
+        taken: the steps of each transformer, as `expert_steps` returns them.
+    """
+    by = spec.noise.shift if shift is None else shift
+    facts = (
+        [_distilled_with_other_shift(spec, use, by) for use in spec.loras] if spec.here and spec.noise.setting else []
+    )
+    if shift is not None and not all(taken.values()):
+        without = "transformer_2" if taken["transformer"] else "transformer"
+        facts.append(Fact("planner.expert_without_steps", {"steps": steps, "shift": by, "component": without}))
+    return [fact for fact in facts if fact is not None]
+
+
+def _distilled_with_other_shift(spec: ModelSpec, use: LoraUse, shift: float) -> Fact | None:
+    wanted = None if use.steps is None else family_of(spec.family).distilled_shift(use.path)
+    if wanted in {None, shift}:
+        return None
+    return Fact("planner.lora_shift", {"lora": use.name, "wanted": wanted, "shift": shift})
+
+
+def lora_warnings(request: GenerationRequest, spec: ModelSpec, steps: int, guidance: float) -> list[Fact]:
+    """Return what LoRAs that were distilled for few steps change, or need."""
+    facts = []
+    for use in spec.loras:
+        if use.steps is None:
+            continue
+        data = {"lora": use.name, "wanted": use.steps, "steps": steps, "guidance": guidance}
+        if steps > use.steps or guidance > 1:
+            facts.append(Fact("planner.lora_other_guidance" if guidance > 1 else "planner.lora_other_steps", data))
+        elif AUTO in {request.steps, request.guidance_scale}:
+            facts.append(Fact("planner.lora_steps_used", data))
+    return facts
