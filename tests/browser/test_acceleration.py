@@ -46,7 +46,7 @@ def test_a_choice_changes_its_chip_and_no_other(open_page: OpenPage) -> None:
     choose(page, "backend_vae", "ONNX Runtime")
     wait_for_chip(page, "vae", "ONNX Runtime: builds first")
     assert "as asked" not in page.inner_text("#part-text_encoder .badge")
-    assert "1 of 4 parts" in page.inner_text("#acceleration > button")
+    assert "1 of 4 components" in page.inner_text("#acceleration > button")
     choose(page, "build", "Never")
     wait_for_chip(page, "vae", "PyTorch: no ONNX Runtime engine, and none is to be built")
 
@@ -56,7 +56,7 @@ def test_every_quick_change_ends_in_the_last_ones_answer(open_page: OpenPage) ->
     unfold(page)
     for width in ("32", "33", "48", "49", "65", "64"):
         page.fill("#field-width input", width)
-    page.wait_for_function("() => !document.querySelector('#part-vae .badge').innerText.includes('mended')")
+    page.wait_for_function("() => !document.querySelector('#part-vae .badge').innerText.includes('Invalid')")
     page.fill("#field-width input", "65")
     wait_for_chip(page, "vae", "Invalid setting")
     assert "multiples of 16" in page.inner_text("#plan-summary .trouble")

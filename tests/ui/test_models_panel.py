@@ -94,7 +94,7 @@ def test_progress_is_shown_and_it_can_be_cancelled_and_goes_on(shown: Shown) -> 
         return "valuenow" in view and 'data-state="running"' in view
 
     until(under_way)
-    assert f"{KNOWN[2].title} is being fetched already." in view
+    assert f"{KNOWN[2].title} is already being downloaded." in view
     until(lambda: shown.hub.sent[VAE] >= 20_000)
     view = shown.view()
     assert "10/10 vae/" in view
