@@ -11,6 +11,7 @@ from runtime.bench.environment import differing_machines, differing_versions
 from runtime.bench.statistics import Spread, ratio
 from runtime.bench.table import number, spread_text
 from runtime.core.errors import InvalidRequestError
+from runtime.core.facts import shortened
 
 HEADINGS = ("Configuration", "Figure", "Before", "Now", "Times as long", "By the runs' spread", "")
 _KINDS = ("bench", "forward")
@@ -92,16 +93,15 @@ def check_result(values: Any, schema: int, called: str) -> Mapping[str, Any]:
     Raises:
         InvalidRequestError: if it is none.
     """
-    again = "Give a file that `bench` wrote."
     if not isinstance(values, dict) or values.get("kind") not in _KINDS:
-        raise InvalidRequestError("file", f"{called} is no result of a benchmark.", again)
+        raise InvalidRequestError("file", "bench.not_a_result", file=called)
     if values.get("schema") != schema:
         raise InvalidRequestError(
-            "file", f"{called} has schema {values.get('schema')!r}, this Tandem reads {schema}.", "Measure anew."
+            "file", "bench.other_schema", file=called, schema=shortened(values.get("schema")), readable=schema
         )
     needed = {"machine", "tandem", "versions", "configurations"}
     if not all(isinstance(values.get(name), dict | list) for name in needed):
-        raise InvalidRequestError("file", f"{called} is not whole.", again)
+        raise InvalidRequestError("file", "bench.incomplete", file=called)
     return values
 
 
@@ -112,14 +112,10 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Comparison:
         InvalidRequestError: if nothing in them can be compared.
     """
     if before["kind"] != after["kind"]:
-        raise InvalidRequestError(
-            "file", "One result is of whole clips, the other of forward passes.", "Give two of one kind."
-        )
+        raise InvalidRequestError("file", "bench.two_kinds")
     machines = differing_machines(before, after)
     if machines:
-        raise InvalidRequestError(
-            "file", f"The results are of two machines: {'; '.join(machines)}.", "Measure both on one machine."
-        )
+        raise InvalidRequestError("file", "bench.two_machines", machines=machines)
     found: list[Difference] = []
     left_out: list[str] = []
     try:
@@ -133,13 +129,9 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Comparison:
             found += _differences(one, other)
         left_out += [f"{name}: only in the second." for name in others]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InvalidRequestError("file", "A result is not whole.", "Give files that `bench` wrote.") from error
+        raise InvalidRequestError("file", "bench.incomplete", file="A result") from error
     if not found:
-        raise InvalidRequestError(
-            "file",
-            f"Nothing in these results can be compared: {' '.join(left_out) or 'they are empty.'}",
-            "Measure the same configurations, with the same request.",
-        )
+        raise InvalidRequestError("file", "bench.nothing_to_compare", why=" ".join(left_out) or "they are empty.")
     return Comparison(tuple(found), tuple(left_out), tuple(differing_versions(before, after)))
 
 

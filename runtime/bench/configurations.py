@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.core.errors import InvalidRequestError
+from runtime.core.facts import shortened
 from runtime.core.plan import BACKEND_TITLES, PYTORCH, ExecutionPlan
 from runtime.core.request import ALL, GenerationRequest
 from runtime.planner.engine_offers import EngineOffer, Offers
@@ -42,11 +43,7 @@ def named_flags(text: str) -> tuple[str, str]:
     name, colon, flags = text.partition(":")
     name = name.strip()
     if not colon or not name or len(name) > _LONGEST_NAME or not name.isprintable():
-        raise InvalidRequestError(
-            "config",
-            f"--config is {text[:60]!r}, which has no name of 1 to {_LONGEST_NAME} characters before a colon.",
-            'Give it as in --config "onnx: --backend all=onnxruntime".',
-        )
+        raise InvalidRequestError("config", "bench.configuration_unnamed", value=shortened(text), longest=_LONGEST_NAME)
     return name, flags.strip()
 
 
@@ -58,7 +55,7 @@ def check_names(names: Sequence[str]) -> None:
     """
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise InvalidRequestError("config", f"Two configurations are called {twice!r}.", "Give each its own name.")
+        raise InvalidRequestError("config", "bench.configuration_repeated", configuration=twice)
 
 
 def standard(request: GenerationRequest, plan: ExecutionPlan, offers: Offers) -> list[Configuration]:

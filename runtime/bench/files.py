@@ -21,17 +21,15 @@ def new_folder(cache_dir: Path, out: str | None) -> Path:
         now = datetime.now(timezone.utc).astimezone()
         folder = cache_dir / "bench" / f"{now:%Y%m%d-%H%M%S}-{os.getpid()}"
     elif not out.isprintable() or not out.strip():
-        raise InvalidRequestError("out", "--out is empty or unreadable.", "Give the name of a folder.")
+        raise InvalidRequestError("out", "cli.folder_unreadable")
     else:
         folder = Path(out).expanduser().absolute()
     if folder.exists() and not folder.is_dir():
-        raise InvalidRequestError("out", f"--out is {folder}, which is a file.", "Give the name of a folder.")
+        raise InvalidRequestError("out", "bench.folder_is_file", folder=folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OutputError(
-            f"The folder {folder} cannot be made: {error.strerror}.", "Give a folder that you can write to by --out."
-        ) from error
+        raise OutputError("cli.folder_not_created", folder=folder, error=error.strerror or str(error)) from error
     return folder
 
 
@@ -46,9 +44,7 @@ def write(path: Path, text: str) -> None:
         beside.write_text(text, encoding="utf-8")
         beside.replace(path)
     except OSError as error:
-        raise OutputError(
-            f"{path} cannot be written: {error.strerror}.", "Free some space, or give another folder by --out."
-        ) from error
+        raise OutputError("bench.not_written", file=path, error=error.strerror or str(error)) from error
     finally:
         beside.unlink(missing_ok=True)
 

@@ -8,6 +8,7 @@ from runtime.cli.engines import engine_row, progress
 from runtime.cli.interrupts import cancel_on_signals
 from runtime.core import settings
 from runtime.core.errors import InvalidRequestError
+from runtime.core.facts import shortened
 from runtime.engines.imported.importing import (
     WARNING,
     check_disk_space,
@@ -34,7 +35,11 @@ def import_file(file: str, component: str | None, model: str | None, *, trusted:
     spec = find(loaded.model if model is None else model, loaded.weights_dir)
     if component is not None and component not in spec.component_names:
         raise InvalidRequestError(
-            "component", f"{spec.title} has no {component[:40]!r}.", f"Take one of {', '.join(spec.component_names)}."
+            "component",
+            "cli.no_such_component",
+            model=spec.title,
+            component=shortened(component),
+            choices=spec.component_names,
         )
     source = read_source(_path(file))
     check_library(source, machine)
@@ -66,12 +71,10 @@ def import_file(file: str, component: str | None, model: str | None, *, trusted:
 
 def _path(text: str) -> Path:
     if not text.strip() or not text.isprintable():
-        raise InvalidRequestError("file", "FILE is empty or unreadable.", "Give the path of an engine file.")
+        raise InvalidRequestError("file", "cli.file_unreadable")
     return Path(text).expanduser()
 
 
 def _ask(path: Path) -> None:
-    cannot = InvalidRequestError(
-        "yes", f"Whether {path.name} is trusted cannot be asked: there is no terminal.", "Add --yes if it is."
-    )
+    cannot = InvalidRequestError("yes", "cli.trust_not_confirmed", file=path.name)
     terminal.ask(f"Open {path}?", cannot)

@@ -11,7 +11,7 @@ from runtime.cli import terminal
 from runtime.cli.interrupts import cancel_on_signals
 from runtime.core import settings
 from runtime.core.errors import EngineError, InvalidRequestError, TandemError
-from runtime.core.facts import Fact, render
+from runtime.core.facts import Fact, render, shortened
 from runtime.core.plan import BACKEND_TITLES
 from runtime.core.request import GenerationRequest
 from runtime.core.units import UNITS, byte_size
@@ -143,7 +143,11 @@ def export(component: str, request: GenerationRequest, out: str) -> dict[str, An
     spec = find(request.model, settings.load().weights_dir)
     if component not in spec.component_names:
         raise InvalidRequestError(
-            "component", f"{spec.title} has no {component[:40]!r}.", f"Take one of {', '.join(spec.component_names)}."
+            "component",
+            "cli.no_such_component",
+            model=spec.title,
+            component=shortened(component),
+            choices=spec.component_names,
         )
     plan = resolve(request, spec, probe(), Path("none.mp4"))
     files = []
@@ -162,7 +166,7 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([KMGT]?B)?\s*", text.upper())
     size = float(match[1]) * UNITS[match[2] or "GB"] if match else math.nan
     if not math.isfinite(size):
-        raise InvalidRequestError("max_size", f"--max-size is {text[:40]!r}.", "Give a size, as in 500MB or 20GB.")
+        raise InvalidRequestError("max_size", "cli.size_invalid", value=shortened(text))
     return int(size)
 
 
@@ -182,14 +186,12 @@ def _models() -> list[ModelSpec]:
 
 def _folder(text: str) -> Path:
     if not text.strip() or not text.isprintable():
-        raise InvalidRequestError("out", "--out is empty or unreadable.", "Give a folder for the ONNX files.")
+        raise InvalidRequestError("out", "cli.folder_unreadable")
     folder = Path(text).expanduser().resolve()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise EngineError(
-            f"{folder} cannot be made: {error.strerror}.", "Give a folder that you can write to."
-        ) from error
+        raise EngineError("cli.folder_not_created", folder=folder, error=error.strerror or str(error)) from error
     return folder
 
 

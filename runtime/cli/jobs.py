@@ -9,6 +9,7 @@ from runtime.cli.generate import check_stored
 from runtime.core import settings
 from runtime.core.errors import InvalidRequestError
 from runtime.core.events import WaitsForGpus
+from runtime.core.facts import shortened
 from runtime.core.settings import Settings
 from runtime.machine.probe import probe
 from runtime.queue import recovery
@@ -118,15 +119,13 @@ def _states(texts: Sequence[str]) -> list[State]:
     chosen: list[State] = [state for state in STATES if state in texts]
     for text in texts:
         if text not in STATES:
-            raise InvalidRequestError("state", f"--state is {text[:40]!r}.", f"Take one of {', '.join(STATES)}.")
+            raise InvalidRequestError("state", "request.not_a_choice", value=shortened(text), choices=list(STATES))
     return chosen
 
 
 def _ask(jobs: Sequence[JobRecord]) -> None:
     named = [f"{job.id} {_state(job)}: {_shortened(job.prompt)}" for job in jobs]
-    cannot = InvalidRequestError(
-        "yes", "Whether to delete cannot be asked: there is no terminal.", "Add --yes to delete all the same."
-    )
+    cannot = InvalidRequestError("yes", "cli.delete_not_confirmed")
     terminal.ask("\n".join([*named, "Delete?"]), cannot)
 
 

@@ -28,7 +28,7 @@ def download(name: str, revision: str | None, mirror: str | None, *, agreed: boo
     loaded = settings.load()
     hub = hub_of(loaded, mirror)
     if revision is not None and not (revision.strip() and revision.isprintable()):
-        raise InvalidRequestError("revision", "--revision is empty or unreadable.", "Give a branch, tag or commit.")
+        raise InvalidRequestError("revision", "cli.revision_unreadable")
     line = _Line()
     with Download(source_of(name, revision), loaded.weights_dir, hub, line.take) as fetching:
         with cancel_on_signals() as cancel, line.shown():
@@ -140,9 +140,7 @@ def _licensed(plan: DownloadPlan, address: str) -> str:
 
 
 def _ask(plan: DownloadPlan) -> None:
-    cannot = InvalidRequestError(
-        "yes", "Whether the licence is agreed to cannot be asked: there is no terminal.", "Add --yes if it is."
-    )
+    cannot = InvalidRequestError("yes", "cli.license_not_confirmed")
     terminal.ask(f"Fetch {plan.listing.repository}?", cannot)
 
 

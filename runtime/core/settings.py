@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from runtime.core.errors import SettingsError
+from runtime.core.facts import shortened
 from runtime.core.request import MAX_FRAMES, MAX_STEPS
 
 ROOT = Path(__file__).parents[2]
@@ -148,20 +149,12 @@ def load(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os
             values[name] = (value, flag_of(name))
     settings = Settings(cache_dir=cache_dir, **{name: _parsed(name, *given) for name, given in values.items()})
     if settings.host not in _LOOPBACK and settings.auth is None:
-        raise SettingsError(
-            f"The host {settings.host} can be reached from other machines, and no password is set.",
-            "Add --auth USER:PASSWORD, or listen on 127.0.0.1.",
-        )
+        raise SettingsError("settings.host_without_password", host=settings.host)
     if settings.share and settings.host not in _LOOPBACK:
-        raise SettingsError(
-            f"--share and the host {settings.host} do not go together: visitors could open your own page by that host.",
-            "Leave --host out: the link needs no other host.",
-        )
+        raise SettingsError("settings.share_with_host", host=settings.host)
     # HF_HUB_OFFLINE is about models alone.
     if settings.share and settings.offline and settings.offline != _SHARED_VARIABLES["offline"]:
-        raise SettingsError(
-            f"--share and {settings.offline} do not go together: a link needs the internet.", "Leave one of them out."
-        )
+        raise SettingsError("settings.share_offline", offline=settings.offline)
     return settings
 
 
@@ -186,9 +179,7 @@ def tensorrt_from_flags(*, enable: bool, text_encoders: bool, transformer: bool)
     flags = {"text-encoders": text_encoders, "transformer": transformer}
     named = [part for part, given in flags.items() if given]
     if named and not enable:
-        raise SettingsError(
-            f"--tensorrt-{named[0]} was given, but TensorRT is not enabled.", "Add --enable-tensorrt, or leave it out."
-        )
+        raise SettingsError("settings.tensorrt_not_enabled", flag=f"--tensorrt-{named[0]}")
     return (",".join(named) or "all") if enable else None
 
 
@@ -199,8 +190,10 @@ def _cache_dir(environ: Mapping[str, str]) -> Path:
         path.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         raise SettingsError(
-            f"The cache folder {path} cannot be made: {getattr(error, 'strerror', None) or error}.",
-            f"Set {CACHE_VARIABLE} to a folder that you can write to.",
+            "settings.no_cache_folder",
+            folder=path,
+            error=getattr(error, "strerror", None) or str(error),
+            variable=CACHE_VARIABLE,
         ) from error
     return path.resolve()
 
@@ -211,12 +204,10 @@ def _from_file(path: Path) -> dict[str, tuple[Any, str]]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise SettingsError(f"{path} cannot be read as JSON.", "Mend it, or delete it to start afresh.") from error
+        raise SettingsError("settings.file_invalid", file=path) from error
     unknown = sorted(set(values) - set(VARIABLES)) if isinstance(values, dict) else ["(not an object)"]
     if unknown:
-        raise SettingsError(
-            f"{path} holds unknown settings: {', '.join(unknown)}.", f"It may hold: {', '.join(VARIABLES)}."
-        )
+        raise SettingsError("settings.unknown", file=path, unknown=unknown, known=list(VARIABLES))
     return {name: (value, str(path)) for name, value in values.items()}
 
 
@@ -227,14 +218,14 @@ def _parsed(name: str, value: Any, source: str) -> Any:
     if name in _COUNTS:
         return _count(value, source, _COUNTS[name])
     if not isinstance(value, str) or not value.strip() or not value.isprintable():
-        raise SettingsError(f"{source} is empty or unreadable.", f"Give a {name.replace('_', ' ')}.")
+        raise SettingsError("settings.empty", source=source, name=name.replace("_", " "))
     return _folder(value.strip(), source) if name == "engine_cache_dir" else value.strip()
 
 
 def _auth(value: Any, source: str) -> tuple[str, str]:
     user, separator, password = value.partition(":") if isinstance(value, str) else ("", "", "")
     if not (user and separator and password):
-        raise SettingsError(f"{source} is not of the form USER:PASSWORD.", "Give both, with a colon between.")
+        raise SettingsError("settings.auth_invalid", source=source)
     return user, password
 
 
@@ -245,7 +236,7 @@ def _folder(value: str, source: str) -> Path:
     except (OSError, RuntimeError):  # no such user's home, a name too long, a folder that may not be entered
         usable = False
     if not usable:
-        raise SettingsError(f"{source} is {value[:200]}, not a folder.", "Name a folder; it is made when needed.")
+        raise SettingsError("settings.not_a_folder", source=source, value=value[:200])
     return path
 
 
@@ -255,7 +246,7 @@ def _gigabytes(value: Any, source: str) -> float:
     except (TypeError, ValueError, OverflowError):
         size = math.nan
     if not (math.isfinite(size) and size >= 0):
-        raise SettingsError(f"{source} is {str(value)[:40]!r}, not a size.", "Give a number of gigabytes, as in 50.")
+        raise SettingsError("settings.not_gigabytes", source=source, value=shortened(str(value)))
     return size
 
 
@@ -266,8 +257,8 @@ def _tensorrt(value: Any, source: str) -> tuple[str, ...]:
     if words == ["none"]:
         return ()
     if not set(words) <= set(TENSORRT_PARTS):
-        known = ", ".join(TENSORRT_PARTS)
-        raise SettingsError(f"{source} is {str(value)[:40]!r}.", f"Give all, none, or some of {known}, with commas.")
+        known = list(TENSORRT_PARTS)
+        raise SettingsError("settings.tensorrt_invalid", source=source, value=shortened(str(value)), known=known)
     return tuple(part for part in TENSORRT_PARTS if part in words)
 
 
@@ -277,14 +268,14 @@ def _count(value: Any, source: str, most: int) -> int:
     except (TypeError, ValueError, OverflowError):
         count = 0
     if not 1 <= count <= most:
-        raise SettingsError(f"{source} is {str(value)[:40]!r}.", f"Give a whole number from 1 to {most}.")
+        raise SettingsError("settings.not_a_count", source=source, value=shortened(str(value)), most=most)
     return count
 
 
 def _size(value: Any, source: str) -> tuple[int, int]:
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None:
-        raise SettingsError(f"{source} is {str(value)[:40]!r}, not a size.", "Give WIDTHxHEIGHT, as in 832x480.")
+        raise SettingsError("settings.not_a_size", source=source, value=shortened(str(value)))
     return int(match[1]), int(match[2])
 
 
@@ -294,7 +285,7 @@ def _port(value: Any, source: str) -> int:
     except (TypeError, ValueError):
         port = 0
     if not 1 <= port <= _LAST_PORT:
-        raise SettingsError(f"{source} is {str(value)[:40]!r}, not a port.", f"Give a number from 1 to {_LAST_PORT}.")
+        raise SettingsError("settings.not_a_port", source=source, value=shortened(str(value)), most=_LAST_PORT)
     return port
 
 
@@ -313,16 +304,11 @@ def check_hub(value: Any, source: str) -> str:
     except ValueError:
         parts, host = urlsplit(""), None
     if not host or parts.scheme not in {"http", "https"} or parts.query or parts.fragment:
-        raise SettingsError(f"{source} is {str(value)[:80]!r}, not a hub's address.", f"Give one such as {HUB}.")
+        raise SettingsError("settings.not_a_hub", source=source, value=shortened(str(value)), hub=HUB)
     if parts.username is not None or parts.password is not None:
-        raise SettingsError(
-            f"{source} holds a user or a password.", "Leave it out: a token is taken from HF_TOKEN, for its own hub."
-        )
+        raise SettingsError("settings.hub_with_password", source=source)
     if parts.scheme == "http" and host not in _LOOPBACK:
-        raise SettingsError(
-            f"{source} is {text[:80]!r}: without https, models and hashes could be exchanged on the way.",
-            f"Give an address that begins with https://, such as {HUB}.",
-        )
+        raise SettingsError("settings.hub_without_https", source=source, value=shortened(text), hub=HUB)
     return text
 
 
@@ -330,7 +316,7 @@ def _switch(value: Any, source: str) -> bool:
     text = str(value).strip().lower()
     if text in _TRUE or text in _FALSE:
         return text in _TRUE
-    raise SettingsError(f"{source} is {str(value)[:40]!r}.", "Give true or false.")
+    raise SettingsError("settings.not_a_switch", source=source, value=shortened(str(value)))
 
 
 def _offline(value: Any, source: str) -> str:

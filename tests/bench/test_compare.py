@@ -97,12 +97,12 @@ def test_other_versions_are_what_it_is_for_and_are_named() -> None:
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ([], "no result"),
-        ({}, "no result"),
-        ({"kind": "video"}, "no result"),
-        (result(schema=2), "schema 2, this Tandem reads 1"),
-        ({name: value for name, value in result().items() if name != "machine"}, "not whole"),
-        (result() | {"configurations": 3}, "not whole"),
+        ([], "not a benchmark result"),
+        ({}, "not a benchmark result"),
+        ({"kind": "video"}, "not a benchmark result"),
+        (result(schema=2), "schema 2; this version reads 1"),
+        ({name: value for name, value in result().items() if name != "machine"}, "incomplete"),
+        (result() | {"configurations": 3}, "incomplete"),
     ],
 )
 def test_other_files_are_refused(values: Any, says: str) -> None:
@@ -121,5 +121,5 @@ def test_other_files_are_refused(values: Any, says: str) -> None:
     ],
 )
 def test_damaged_results_are_refused(damaged: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="not whole"):
+    with pytest.raises(InvalidRequestError, match="incomplete"):
         compare(result(configuration("a")), result() | {"configurations": [damaged]})

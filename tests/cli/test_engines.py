@@ -119,7 +119,7 @@ def test_what_is_no_size(text: str) -> None:
         (["build", "--backend", "vae"], "'vae'", "COMPONENT=BACKEND"),
         (["export", "--component", "eyes"], "no 'eyes'", "text_encoder"),
         (["export", "--out", " "], "--out is empty", "folder"),
-        (["export", "--out", "/proc/none/x"], "cannot be made", "write to"),
+        (["export", "--out", "/proc/none/x"], "cannot be created", "writable"),
     ],
 )
 def test_bad_input(

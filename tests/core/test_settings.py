@@ -57,7 +57,7 @@ def test_a_limit_that_cannot_be_is_refused(tmp_path: Path, name: str, value: str
 
 def test_a_link_and_another_host_do_not_go_together(tmp_path: Path) -> None:
     environ = {"TANDEM_CACHE_DIR": str(tmp_path), "TANDEM_HOST": "0.0.0.0", "TANDEM_AUTH": "me:secret"}
-    with pytest.raises(SettingsError, match="do not go together"):
+    with pytest.raises(SettingsError, match="exclude each other"):
         settings.load({"share": True}, environ)
 
 
@@ -70,7 +70,7 @@ def test_nothing_is_fetched_if_tandem_or_all_programs_are_told_so(tmp_path: Path
     assert settings.load({}, environ | {"HF_HUB_OFFLINE": "1", "TANDEM_OFFLINE": "0"}).offline == ""
     (tmp_path / "settings.json").write_text('{"offline": true}')
     assert settings.load({}, environ | {"HF_HUB_OFFLINE": "0"}).offline.endswith("settings.json")
-    with pytest.raises(SettingsError, match="do not go together"):
+    with pytest.raises(SettingsError, match="exclude each other"):
         settings.load({"share": True}, environ)
     assert settings.load({"share": True, "offline": False}, environ | {"HF_HUB_OFFLINE": "1"}).share
 

@@ -27,4 +27,38 @@ MESSAGES: Mapping[str, Message] = {
     "bench.rate_invalid": Message(
         "{field:setting} is {value}.", "Give the device's tera-operations per second, such as 790."
     ),
+    "cli.delete_not_confirmed": Message("Deletion needs a confirmation, and there is no terminal.", "Add --yes."),
+    "cli.file_unreadable": Message("FILE is empty or unreadable.", "Give the path of an engine file."),
+    "cli.folder_not_created": Message("The folder {folder} cannot be created: {error}.", "Give a writable folder."),
+    "cli.folder_unreadable": Message("{field:setting} is empty or unreadable.", "Give the name of a folder."),
+    "cli.license_not_confirmed": Message(
+        "The license needs a confirmation, and there is no terminal.", "Add --yes if you agree to it."
+    ),
+    "cli.no_such_component": Message("{model} has no component {component}.", "Select one of {choices:list}."),
+    "cli.revision_unreadable": Message("{field:setting} is empty or unreadable.", "Give a branch, tag or commit."),
+    "cli.size_invalid": Message("{field:setting} is {value}.", "Give a size, as in 500MB or 20GB."),
+    "cli.trust_not_confirmed": Message(
+        "Opening {file} needs a confirmation, and there is no terminal.", "Add --yes if you trust the file."
+    ),
+    "bench.configuration_repeated": Message(
+        "Two configurations are named “{configuration}”.", "Give each its own name."
+    ),
+    "bench.configuration_unnamed": Message(
+        "--config is {value}, without a name of 1 to {longest} characters before a colon.",
+        'Give it as in --config "onnx: --backend all=onnxruntime".',
+    ),
+    "bench.folder_is_file": Message("{field:setting} is {folder}, which is a file.", "Give the name of a folder."),
+    "bench.incomplete": Message("{file} is incomplete.", "Give a bench.json that `bench` wrote."),
+    "bench.not_a_result": Message("{file} is not a benchmark result.", "Give a bench.json that `bench` wrote."),
+    "bench.not_written": Message(
+        "{file} cannot be written: {error}.", "Free some space, or give another folder by --out."
+    ),
+    "bench.nothing_to_compare": Message(
+        "Nothing in these results can be compared: {why}", "Measure the same configurations, with the same request."
+    ),
+    "bench.other_schema": Message("{file} has schema {schema}; this version reads {readable}.", "Measure again."),
+    "bench.two_kinds": Message(
+        "One result is of whole clips, the other of forward passes.", "Give two of the same kind."
+    ),
+    "bench.two_machines": Message("The results are of two machines: {machines:list}.", "Measure both on one machine."),
 }

@@ -89,4 +89,43 @@ MESSAGES: Mapping[str, Message] = {
         "The strength of {field:setting} is {strength}.",
         "Give a number above 0 and up to {most:g}; the default is {default:g}.",
     ),
+    # Settings; `source` is a flag, an environment variable or a file.
+    "settings.auth_invalid": Message("{source} is not of the form USER:PASSWORD.", "Give both, separated by a colon."),
+    "settings.empty": Message("{source} is empty or unreadable.", "Give a {name}."),
+    "settings.file_invalid": Message("{file} cannot be read as JSON.", "Repair it, or delete it to use the defaults."),
+    "settings.host_without_password": Message(
+        "The host {host} can be reached from other machines, and no password is set.",
+        "Add --auth USER:PASSWORD, or listen on 127.0.0.1.",
+    ),
+    "settings.hub_with_password": Message(
+        "{source} contains a user or a password.", "Remove it: HF_TOKEN sets the token of its hub."
+    ),
+    "settings.hub_without_https": Message(
+        "{source} is {value}: without https, models and hashes could be replaced in transit.",
+        "Give an address that begins with https://, such as {hub}.",
+    ),
+    "settings.no_cache_folder": Message(
+        "The cache folder {folder} cannot be created: {error}.", "Set {variable} to a writable folder."
+    ),
+    "settings.not_a_count": Message("{source} is {value}.", "Give a whole number from 1 to {most}."),
+    "settings.not_a_folder": Message("{source} is {value}, not a folder.", "Give a folder; it is created when needed."),
+    "settings.not_a_hub": Message("{source} is {value}, not a hub's address.", "Give an address such as {hub}."),
+    "settings.not_a_port": Message("{source} is {value}, not a port.", "Give a number from 1 to {most}."),
+    "settings.not_a_size": Message("{source} is {value}, not a size.", "Give WIDTHxHEIGHT, as in 832x480."),
+    "settings.not_a_switch": Message("{source} is {value}.", "Give true or false."),
+    "settings.not_gigabytes": Message("{source} is {value}, not a size.", "Give a number of gigabytes, as in 50."),
+    "settings.share_offline": Message(
+        "--share and {offline} exclude each other: a link needs the internet.", "Remove one of them."
+    ),
+    "settings.share_with_host": Message(
+        "--share and the host {host} exclude each other: visitors could open your own page by that host.",
+        "Remove --host: the link needs no other host.",
+    ),
+    "settings.tensorrt_invalid": Message(
+        "{source} is {value}.", "Give all, none, or some of {known:list}, separated by commas."
+    ),
+    "settings.tensorrt_not_enabled": Message(
+        "{flag} was given, but TensorRT is not enabled.", "Add --enable-tensorrt, or remove it."
+    ),
+    "settings.unknown": Message("{file} contains unknown settings: {unknown:list}.", "The settings are: {known:list}."),
 }
