@@ -122,8 +122,8 @@ class Database:
         try:
             connection = _connect(str(self.path))
             connection.execute("PRAGMA journal_mode = WAL")
-            (said,) = connection.execute("PRAGMA quick_check(1)").fetchone()
-            damage = None if said == "ok" else str(said)
+            (check,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+            damage = None if check == "ok" else str(check)
         except sqlite3.DatabaseError as error:
             damage = str(error)
             if not _is_damage(damage):

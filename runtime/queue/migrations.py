@@ -120,5 +120,5 @@ def _worker_processes(connection: sqlite3.Connection) -> None:
     )
 
 
-# Each brings the file from the version of its place to the next one.
+# Migration n upgrades a file from version n to n + 1.
 MIGRATIONS: tuple[Migration, ...] = (_create, _sentences_to_facts, _worker_processes)

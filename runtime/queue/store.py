@@ -211,10 +211,10 @@ class JobStore:
     def events(self, job_id: str, after: int = 0) -> Sequence[tuple[int, float, Mapping[str, Any]]]:
         """Return a job's events after number `after`: number, time and JSON."""
         with self._database.reading() as connection:
-            told = connection.execute(
+            found = connection.execute(
                 "SELECT n, at, event FROM events WHERE job = ? AND n > ? ORDER BY n", (job_id, after)
             )
-            return [(row["n"], row["at"], json.loads(row["event"])) for row in told]
+            return [(row["n"], row["at"], json.loads(row["event"])) for row in found]
 
     def record(self, job_id: str, event: Event) -> bool:
         """Store an event of a running job; `Planned` and terminal events also update the job.
@@ -299,8 +299,10 @@ class JobStore:
         """
         with self._database.reading() as connection:
             record = rows.record(rows.find(connection, job_id))
-            told = connection.execute("SELECT n, event FROM events WHERE job = ? AND n > ? ORDER BY n", (job_id, after))
-            return record, [(row["n"], json.loads(row["event"])) for row in told]
+            found = connection.execute(
+                "SELECT n, event FROM events WHERE job = ? AND n > ? ORDER BY n", (job_id, after)
+            )
+            return record, [(row["n"], json.loads(row["event"])) for row in found]
 
     def show(self, job_id: str, live: Mapping[str, Any]) -> None:
         """Replace what a running job shows of this moment: progress that is too frequent to keep as events."""
