@@ -180,6 +180,7 @@ class ModelSpec:
         sizes, frame_counts: what the model was made for, (width, height) and frames.
         here: whether `directory` is there; a known model can be planned with before its weights are.
         flow_shift: how far the scheduler's noise levels are moved towards noise, where it says so.
+        unsupported: request fields that the family does not support: "gpus", "step_cache".
         loras: what is added to its transformers' weights when they are loaded, see `models.loras.with_loras`.
         noise: where the scheduler puts the steps.
     """
@@ -204,6 +205,7 @@ class ModelSpec:
     frame_counts: tuple[int, ...]
     here: bool = True
     flow_shift: float | None = None
+    unsupported: frozenset[str] = frozenset()
     loras: tuple[LoraUse, ...] = ()
     noise: NoiseLevels = UNTOLD
 

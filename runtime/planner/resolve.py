@@ -51,6 +51,10 @@ def resolve(
         MemoryShortError: if memory does not suffice, or not for the way that was asked for.
     """
 
+    _check_supported(request, spec)
+    if "gpus" in spec.unsupported:
+        beside = ()
+
     def planned(wanted: GenerationRequest) -> ExecutionPlan:
         return _resolved(wanted, spec, machine, output, offers, history, gpu, beside)
 
@@ -80,6 +84,17 @@ def resolve(
         strategies=short.strategies,
         where=short.where,
     )
+
+
+def _check_supported(request: GenerationRequest, spec: ModelSpec) -> None:
+    """Check that a request has no option that the model's family does not support.
+
+    Raises:
+        InvalidRequestError: naming the first such field.
+    """
+    for field, off in (("gpus", 1), ("step_cache", NONE)):
+        if field in spec.unsupported and getattr(request, field) not in {AUTO, off}:
+            raise InvalidRequestError(field, "family.option_unsupported", option=[field], model=spec.title)
 
 
 def _resolved(

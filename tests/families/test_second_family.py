@@ -83,6 +83,15 @@ def test_limits_are_the_familys(model: Path, capsys: pytest.CaptureFixture[str])
     capsys.readouterr()
 
 
+@pytest.mark.parametrize("option", [("--gpus", "2"), ("--step-cache", "first-block:0.1")])
+def test_options_that_the_family_does_not_support_are_refused(
+    option: tuple[str, str], model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["plan", "a red boat", "--model", str(model), *option, "--json"]) == 2
+    error = json.loads(capsys.readouterr().out.splitlines()[-1])["error"]
+    assert error["what"] == f"tiny-ltx does not support {option[0]}."
+
+
 def test_engines_give_the_same_clip_as_pytorch(generate: Generate) -> None:
     plain = generate("--backend", "all=pytorch")
     pixels = frames(plain["video"])

@@ -50,5 +50,8 @@ MESSAGES: Mapping[str, Message] = {
         "model.",
         _TEXT_TO_VIDEO,
     ),
+    "family.option_unsupported": Message(
+        "{model} does not support {option:setting}.", "Leave out {option:setting}, or choose another model."
+    ),
     "model.image_to_video": Message("The transformer expects an image.", _TEXT_TO_VIDEO),
 }

@@ -128,6 +128,7 @@ class LtxFamily:
                     "vae": ("vae_clip",),
                 },
                 noise=noise_levels(scheduler),
+                unsupported=frozenset({"gpus", "step_cache"}),
                 **sidecar,
             )
         except (KeyError, TypeError, ValueError) as error:
