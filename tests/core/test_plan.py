@@ -27,7 +27,7 @@ def test_json_round_trip(tmp_path: Path) -> None:
 
 def test_the_previous_versions_plan_is_migrated() -> None:
     plan, stored = read(), STORED["plan"]
-    assert plan.request_json() == STORED["request"]
+    assert STORED["request"].items() <= plan.request_json().items()  # later versions have more fields
     for name in ("backend", "device", "dtype", "weights_bytes", "quantization"):
         assert {key: getattr(part, name) for key, part in plan.components.items()} == {
             key: part[name] for key, part in stored["components"].items()
@@ -47,7 +47,7 @@ def test_fields_that_older_versions_lacked_have_defaults() -> None:
     plan = ExecutionPlan.model_validate_json(json.dumps(stored))
     assert (plan.speed, plan.shift, plan.shift_reason, plan.expert_steps, plan.loras) == (EAGER, None, None, {}, ())
     assert (plan.asked.attention, plan.asked.compile, plan.asked.vae_precision) == ("auto", "auto", "auto")
-    assert plan.request_json() == STORED["request"]
+    assert STORED["request"].items() <= plan.request_json().items()  # later versions have more fields
 
 
 @pytest.mark.parametrize(

@@ -343,7 +343,7 @@ def test_the_plan_and_its_reasons(row: Row, tmp_path: Path) -> None:
         (
             {"versions": (("tensorrt", "10.16"), ("torch", "2.13.0"))},
             "engine.misfit_versions",
-            "engine.differs_version",
+            "engine.differs_missing_package",
         ),
         ({"precision": "float32"}, "engine.misfit_precision", "engine.differs_precision"),
         ({"weights": "f" * 64}, "engine.misfit_weights", "engine.differs_weights"),
