@@ -11,7 +11,6 @@
 Kernels of other packages are custom operators, so that a compiled block calls them without a graph break.
 """
 
-import threading
 from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
@@ -28,8 +27,6 @@ from runtime.upstream.torch import cudnn_attention, flash_attention
 _MODULES = {"flash3": "flash_attn_interface", "flash4": "flash_attn.cute", "sage": "sageattention"}
 _TRIED_TOKENS, _TRIED_ERROR = 2048, 0.1
 _TIMES_MEASURED = 2
-# Packages compile at their first call for a kind of input, and each GPU's jobs have a thread of their own.
-_CALLING = threading.Lock()
 
 # Queries, keys and values, each (batch, tokens, heads, head width), to the same.
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -94,9 +91,8 @@ def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("tandem::attend", mutates_args=())
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: str) -> torch.Tensor:
-    with _CALLING:
-        package: Any = import_module(_MODULES[kind])
-        out = package.sageattn(q, k, v, tensor_layout="NHD") if kind == "sage" else package.flash_attn_func(q, k, v)
+    package: Any = import_module(_MODULES[kind])
+    out = package.sageattn(q, k, v, tensor_layout="NHD") if kind == "sage" else package.flash_attn_func(q, k, v)
     attended: torch.Tensor = out[0] if isinstance(out, tuple) else out
     return attended.contiguous()
 

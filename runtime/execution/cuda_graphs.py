@@ -1,7 +1,6 @@
 """CUDA graphs: a call recorded once and replayed, where starting its kernels takes longer than running them."""
 
 import logging
-import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -17,8 +16,6 @@ from runtime.execution.memory import ran_out
 _WARM_UP_CALLS = 2
 # A prompt, a negative prompt.
 _RECORDED = 2
-# PyTorch records one at a time in a process; each GPU has a thread of its own.
-_RECORDING = threading.Lock()
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +96,7 @@ class _Recorded:
             self._graph = torch.cuda.CUDAGraph()
             # On a stream of this GPU: PyTorch's default is one of the GPU that recorded first in this process, and on
             # any other would record nothing. Other threads may use other GPUs meanwhile.
-            with _RECORDING, torch.cuda.graph(self._graph, stream=aside, capture_error_mode="thread_local"):
+            with torch.cuda.graph(self._graph, stream=aside, capture_error_mode="thread_local"):
                 self._output = function(self._latents, self._timestep, text)
 
     def replay(self, latents: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:

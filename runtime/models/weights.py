@@ -3,7 +3,6 @@
 Nothing is downloaded: `registry.read_spec` refuses incomplete folders.
 """
 
-import threading
 from typing import Any, cast
 
 import diffusers
@@ -22,11 +21,6 @@ from runtime.upstream.diffusers import import_submodules_only
 diffusers.utils.logging.disable_progress_bar()
 import_submodules_only()
 transformers.utils.logging.disable_progress_bar()
-
-# Held while modules are created: when loading, the libraries patch for all threads how parameters get memory.
-MAKING = threading.Lock()
-# PyTorch loads its GPU solver on first use, which is not thread-safe; schedulers use it.
-_SOLVER = threading.Lock()
 
 
 def load_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | None = None) -> torch.nn.Module:
@@ -58,8 +52,7 @@ def load_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | N
         # Load tensor by tensor onto the GPU; otherwise all converted weights would be in RAM first.
         arguments["device_map"] = {"": target}
     try:
-        with MAKING:
-            module, loading = components_of(spec.family).MODULES[name].from_pretrained(str(spec.directory), **arguments)
+        module, loading = components_of(spec.family).MODULES[name].from_pretrained(str(spec.directory), **arguments)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
@@ -76,8 +69,7 @@ def load_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | N
     else:
         module = module.to(target)
     if spec.loras_of(name):
-        with MAKING:
-            fuse(module, spec.loras_of(name), spec.directory / name, arguments[dtype_argument], family_of(spec.family))
+        fuse(module, spec.loras_of(name), spec.directory / name, arguments[dtype_argument], family_of(spec.family))
     return cast("torch.nn.Module", module.eval().requires_grad_(requires_grad=False))
 
 
@@ -93,12 +85,11 @@ def load_tokenizer(spec: ModelSpec) -> Any:
         raise ModelError("model.tokenizer_unloadable", model=spec.title) from error
 
 
-def load_scheduler(spec: ModelSpec, shift: float | None = None, device: str = "cpu") -> Any:
+def load_scheduler(spec: ModelSpec, shift: float | None = None) -> Any:
     """Load the model's scheduler.
 
     Args:
         shift: of the timesteps, instead of the configuration's.
-        device: of the latents.
 
     Raises:
         ModelError: if diffusers has no such scheduler.
@@ -108,10 +99,6 @@ def load_scheduler(spec: ModelSpec, shift: float | None = None, device: str = "c
         raise ModelError(
             "model.scheduler_unknown", model=spec.title, scheduler=spec.scheduler, version=diffusers.__version__
         )
-    if device.startswith("cuda"):
-        with _SOLVER:
-            one = torch.ones(1, 1, device=device, dtype=torch.float32)
-            torch.linalg.solve(one, one)
     changed: dict[str, Any] = {}
     if shift is not None:
         assert spec.noise.setting is not None, "the planner refuses a shift otherwise"

@@ -160,7 +160,7 @@ class RunContext:
 
     @cached_property
     def _scheduler(self) -> Any:
-        return load_scheduler(self.spec, self.plan.shift, self.plan.components["transformer"].device)
+        return load_scheduler(self.spec, self.plan.shift)
 
     def record_conditioning(self, conditioning: Conditioning) -> None:
         """Note that the prompt is encoded, and save a checkpoint."""

@@ -19,6 +19,16 @@ MESSAGES: Mapping[str, Message] = {
     "execution.vae_not_finite": Message(
         "The VAE returned NaN or Inf.", "Its weights are damaged: copy or download the model again."
     ),
+    "parallel.not_started": Message(
+        "The processes of {count:n GPU} cannot be started: {reason}.", "Make the video with {set[gpus=1]}."
+    ),
+    "parallel.failed": Message(
+        "{gpu} {why}.", "Resume the job, with {set[gpus=1]} if it happens again; the log has more."
+    ),
+    "parallel.failed_with_log": Message(
+        "{gpu} {why}. The last line of its log: “{last}”.",
+        "Resume the job, with {set[gpus=1]} if it happens again; the log has more.",
+    ),
     "execution.engine_not_finite": Message("Its engine returned NaN or Inf."),
     "execution.engine_out_of_memory": Message("Its engine ran out of memory."),
     "execution.engine_load_out_of_memory": Message("Memory ran out while its engine was loaded."),

@@ -92,10 +92,8 @@ class Group:
             self._launcher = self._launch([theirs.fileno() for _, theirs in pairs])
         except OSError as error:
             shutil.rmtree(self._folder, ignore_errors=True)
-            raise GroupError(
-                f"The processes of {len(split.devices)} GPUs cannot be started: {error.strerror or error}.",
-                "Make the video with --gpus 1.",
-            ) from error
+            reason = error.strerror or str(error)
+            raise GroupError("parallel.not_started", count=len(split.devices), reason=reason) from error
         finally:
             for _, theirs in pairs:
                 theirs.close()
@@ -259,7 +257,7 @@ class Group:
         self.taken_bytes[number] = int(said.get("taken", 0))
 
     def _fail_as_told(self, number: int, said: dict[str, Any]) -> NoReturn:
-        kind, what, remedy = str(said["failed"]), str(said["what"]), str(said["remedy"])
+        kind, what = str(said["failed"]), str(said["what"])
         if kind in {"VRAM", "RAM"}:
             logger.error("%s: out of memory\n%s", self._title(number), self._tail(number))
             self.close()
@@ -267,8 +265,8 @@ class Group:
         error: Any = getattr(errors, kind, None)
         if isinstance(error, type) and issubclass(error, TandemError):
             self.close()
-            raise error(what, remedy)
-        self._fail(number, f"broke: {_first_line(what)}")
+            raise error(said["fact"]["code"], **said["fact"]["data"])
+        self._fail(number, f"failed: {_first_line(what)}")
 
     def _fail(self, number: int, why: str, gone: int | None = None) -> NoReturn:
         """End all of them because of one."""
@@ -276,12 +274,14 @@ class Group:
             number, code = self._first_end(number)
             why = why if code is None else f"{why} {_said_of(code)}"
         tail = self._tail(number)
-        what = f"{self._title(number)} {why}."
-        logger.error("%s Its last words:\n%s", what, tail)
+        title = self._title(number)
+        logger.error("%s %s. The end of its log:\n%s", title, why, tail)
         self.close()
-        last = tail.strip().splitlines()[-1:] if tail.strip() else []
-        said = f" It said last: “{_first_line(last[0])}”." if last else ""
-        raise GroupError(f"{what}{said}", "Resume the job, with --gpus 1 if it happens again; the log has more.")
+        last = tail.strip().splitlines()[-1:]
+        data = {"gpu": title, "why": why}
+        if not last:
+            raise GroupError("parallel.failed", **data)
+        raise GroupError("parallel.failed_with_log", **data, last=_first_line(last[0]))
 
     def _first_end(self, number: int) -> tuple[int, int | None]:
         """Return whose end was the first, and how it ended: others may have gone because of it."""

@@ -197,7 +197,7 @@ def serve(number: int, job: Mapping[str, Any]) -> None:
             said, tensors = does[message.said["do"]](message.said, message.tensors)
         except Exception as error:
             traceback.print_exc()
-            wire.send({"failed": _kind(error), **_words(error)})
+            wire.send({"failed": _kind(error), **_described(error)})
         else:
             wire.send({"done": said, **rank.memory(anew=message.said["anew"])}, tensors)
 
@@ -208,10 +208,11 @@ def _kind(error: Exception) -> str:
     return ran_out(error) or "defect"
 
 
-def _words(error: Exception) -> dict[str, str]:
+def _described(error: Exception) -> dict[str, Any]:
+    described: dict[str, Any] = {"what": str(error) or type(error).__name__}
     if isinstance(error, TandemError):
-        return {"what": error.what, "remedy": error.remedy}
-    return {"what": str(error) or type(error).__name__, "remedy": ""}
+        described["fact"] = error.fact.model_dump(mode="json")
+    return described
 
 
 def _listen(wire: Wire, heard: "queue.Queue[Message]") -> None:

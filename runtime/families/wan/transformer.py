@@ -31,7 +31,6 @@ from runtime.execution.denoiser import PROMPTED
 from runtime.execution.first_block_cache import Sharing, first_block_cached
 from runtime.execution.memory import release_cached_memory
 from runtime.execution.parallel.ulysses import Tokens
-from runtime.models.weights import MAKING
 from runtime.upstream.diffusers import reset_step_cache
 
 # Keys and values of the text, each (batch, text tokens, heads, head width); or what they are made of, (batch, text
@@ -244,14 +243,13 @@ def fuse(module: Any) -> bool:
         plain = all(type(layer) is nn.Linear and type(layer.weight) is nn.Parameter for layer in layers)
         if not plain or getattr(attn, "fused_projections", False):
             continue
-        with MAKING:
-            whole = nn.Linear(layers[0].in_features, sum(layer.out_features for layer in layers), device="meta")
-            for name in ("weight", "bias"):
-                parts = [getattr(layer, name) for layer in layers]
-                joined = torch.cat([part.data for part in parts])
-                setattr(whole, name, nn.Parameter(joined, requires_grad=False))
-                for part, view in zip(parts, joined.split([len(part) for part in parts]), strict=True):
-                    part.data = view
+        whole = nn.Linear(layers[0].in_features, sum(layer.out_features for layer in layers), device="meta")
+        for name in ("weight", "bias"):
+            parts = [getattr(layer, name) for layer in layers]
+            joined = torch.cat([part.data for part in parts])
+            setattr(whole, name, nn.Parameter(joined, requires_grad=False))
+            for part, view in zip(parts, joined.split([len(part) for part in parts]), strict=True):
+                part.data = view
         attn.to_qkv = whole
         attn.fused_projections = made = True
     return made

@@ -1,93 +1,25 @@
-"""While one thread loads a model, the libraries change PyTorch for all: what another one computes must not show it."""
+"""What libraries change in PyTorch for the whole process does not show in what is computed."""
 
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.core.cancel import Cancel
-from runtime.core.plan import ExecutionPlan, Speed
+from runtime.core.plan import ExecutionPlan
 from runtime.core.tiles import spans
 from runtime.execution.attention import attention
 from runtime.execution.residency import Residency
 from runtime.execution.tiling import shares
-from runtime.families.wan.transformer import fuse
 from runtime.models.spec import ModelSpec
-from runtime.models.weights import load_module
 from runtime.pipeline.sampling import decode
 from tests.pipeline.test_parity import sample
 from tests.plans import Alone, tiny_plan
-from tests.waiting import PATIENCE
 
 Tiny = Callable[[str], ModelSpec]
-# So many that each of the three threads loads while another one computes.
-_JOBS = 24
-
-
-@contextmanager
-def making(loading: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Load in another thread, which waits for what is done here while it makes a transformer without memory."""
-    made, go_on = threading.Event(), threading.Event()
-    make = WanTransformer3DModel.from_config
-
-    def slowly(*arguments: Any, **named: Any) -> Any:
-        made.set()
-        go_on.wait(PATIENCE)
-        return make(*arguments, **named)
-
-    monkeypatch.setattr(WanTransformer3DModel, "from_config", slowly)
-    thread = threading.Thread(target=loading)
-    thread.start()
-    try:
-        assert made.wait(PATIENCE)
-        yield
-    finally:
-        go_on.set()
-        thread.join(PATIENCE)
-    assert not thread.is_alive()
-
-
-def test_matrices_are_joined_while_another_model_loads(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec = tiny("wan2.1")
-    part = tiny_plan(spec, tmp_path / "x.mp4").components["transformer"]
-    module: Any = load_module(spec, "transformer", part)
-    fusing = threading.Thread(target=fuse, args=(module,))
-    with making(lambda: load_module(spec, "transformer", part), monkeypatch):
-        fusing.start()
-        fusing.join(0.5)
-    fusing.join(PATIENCE)
-    assert module.blocks[0].attn1.fused_projections
-    assert {parameter.device.type for parameter in module.parameters()} == {"cpu"}
-
-
-@pytest.mark.parametrize("attention", ["native", "flash"])
-def test_jobs_at_once_give_what_each_gives_alone(attention: str, tiny: Tiny, tmp_path: Path) -> None:
-    speeds = [Speed(attention=attention, fused=True, text_kept=True, paired=paired) for paired in (False, True)]
-    plans = [
-        (spec, tiny_plan(spec, tmp_path / "x.mp4").replace(speed=speed))
-        for spec in map(tiny, ("wan2.2-a14b", "wan2.2-ti2v-5b"))
-        for speed in speeds
-    ]
-
-    def alone(number: int) -> list[torch.Tensor]:
-        spec, plan = plans[number % len(plans)]
-        with Residency() as residency:  # which loads, and lets go
-            return made(spec, plan, residency)
-
-    wanted = [alone(number) for number in range(len(plans))]
-    with ThreadPoolExecutor(3) as threads:
-        found = list(threads.map(alone, range(_JOBS)))
-    for number, frames in enumerate(found):
-        assert all(torch.equal(*both) for both in zip(frames, wanted[number % len(plans)], strict=True)), number
 
 
 @pytest.fixture
