@@ -147,6 +147,17 @@ def test_another_site_cannot_press_the_librarys_buttons(server: Server) -> None:
         for site in ("cross-site", "same-site"):
             assert status(server, path, method="POST", headers={"Sec-Fetch-Site": site}) == 403
         assert status(server, path, method="POST", headers={"Sec-Fetch-Site": "same-origin"}) == 422
+    for header in (
+        {"Origin": "https://evil.example"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+    ):
+        assert status(server, "tandem/panels/queue", method="POST", headers=header) == 403
+    # A form of another page can only send other content types.
+    assert status(server, "tandem/panels/queue", method="POST") == 415
+    json_type = {"Content-Type": "application/json"}
+    assert status(server, "tandem/panels/queue", method="POST", headers=json_type) == 422
+    assert status(server, "tandem/panels/none", method="POST", headers=json_type) == 404
     assert status(server, "", headers={"Sec-Fetch-Site": "cross-site"}) == 200
 
 
