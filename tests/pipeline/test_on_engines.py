@@ -44,6 +44,8 @@ from tests.pipeline.test_parity import sample
 from tests.pipeline.test_run import frames_of
 from tests.plans import Alone, machine, tiny_plan, why
 
+pytestmark = pytest.mark.slow
+
 ON_ENGINES = {"backends": {"all": "onnxruntime"}}
 # Random weights make noise of every frame, in which bfloat16 and H.264 differ more than in a picture; wrong caches or
 # another step's latents give less than 20 dB.
