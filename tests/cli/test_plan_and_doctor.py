@@ -85,7 +85,7 @@ def test_plan_shows_the_ladder_where_memory_is_short(
     assert [strategy["taken"] for strategy in result["plan"]["ladder"]].count(True) == 1
     lacks = {strategy["lacks"] for strategy in result["plan"]["ladder"] if strategy["quantization"] == "bnb-4bit"}
     assert lacks == {"bitsandbytes is not installed"}
-    assert "cannot be: bitsandbytes is not" in text
+    assert "unavailable: bitsandbytes is not" in text
 
 
 @pytest.mark.parametrize("with_gpu", [True, False], ids=["gpu", "cpu"])
@@ -103,7 +103,7 @@ def test_a_plan_refused_for_memory_shows_the_ways_there_are(
     for strategy in result["ladder"]:
         assert not strategy["taken"] and strategy["peak_bytes"] > 0
         assert strategy["title"] in text
-    assert text.count("too little") + text.count("cannot be: ") == len(result["ladder"])
+    assert text.count("too little") + text.count("unavailable: ") == len(result["ladder"])
     assert ("too little memory" in text) != with_gpu
     assert run([*arguments, "--width", "833", "--json"]) == 2
     assert "ladder" not in json.loads(capsys.readouterr().out)
