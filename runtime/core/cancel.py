@@ -1,4 +1,4 @@
-"""Stopping: a token that is set from anywhere and checked at each stage, step and decoded chunk."""
+"""Cancellation: a token that any thread may set, checked at each stage, step and decoded chunk."""
 
 from threading import Event
 
@@ -8,11 +8,11 @@ class CancelledError(Exception):
 
 
 class PausedError(Exception):
-    """Raised by `Cancel.check_pause`. Not an error: the run ends with the `Paused` event, and the job can go on."""
+    """Raised by `Cancel.check_pause`. Not an error: the run ends with the `Paused` event and the job is resumable."""
 
 
 class Cancel:
-    """A one-way switch, safe between threads. Whoever asks for both is taken to want the job cancelled."""
+    """A thread-safe token to cancel or pause a job, which cannot be reset; cancelling takes precedence over pausing."""
 
     def __init__(self) -> None:
         self._event = Event()
@@ -23,26 +23,26 @@ class Cancel:
         self._event.set()
 
     def pause(self) -> None:
-        """Ask the job to stop once the step that runs is done and kept."""
+        """Ask the job to stop after the current step, with a checkpoint."""
         self._pause.set()
 
     @property
     def requested(self) -> bool:
-        """Whether somebody asked to cancel."""
+        """Whether `request` was called."""
         return self._event.is_set()
 
     @property
     def pausing(self) -> bool:
-        """Whether somebody asked to pause."""
+        """Whether `pause` was called."""
         return self._pause.is_set()
 
     def check(self) -> None:
-        """Raise `CancelledError` if somebody asked to cancel."""
+        """Raise `CancelledError` if `request` was called."""
         if self._event.is_set():
             raise CancelledError
 
     def check_pause(self) -> None:
-        """Raise `CancelledError` or `PausedError` if somebody asked: called where nothing is lost by it."""
+        """Raise `CancelledError` or `PausedError` if requested; called where no work is lost."""
         self.check()
         if self._pause.is_set():
             raise PausedError

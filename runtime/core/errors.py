@@ -6,14 +6,14 @@
     ├── OutputError             a file or folder that cannot be written, a disk that is full
     ├── SettingsError           a flag, environment variable or settings file
     ├── MachineError            something this machine lacks: memory, ffmpeg, a free port
-    │   ├── MemoryShortError    no way to hold the weights fits; `ladder` tells of each what it takes
-    │   └── GroupError          of several GPUs one does not do its part any more
+    │   ├── MemoryShortError    no memory strategy fits; `strategies` has the forecast of each
+    │   └── GroupError          the process of one of several GPUs failed
     ├── EngineError             an engine that cannot be built, is damaged or does not run
-    ├── LimitError              what a visitor of a share link may not do now
-    ├── CheckpointError         a checkpoint that cannot be written, or not be used
-    ├── DownloadError           a model that a hub does not give, gives wrong, or that cannot be kept
-    ├── BadResultError          the model gave NaN or Inf, or a clip that shows nothing
-    └── StoreError              a job that is not there, or a job store that cannot be read or written
+    ├── LimitError              an action that visitors of a share link may not take, or not now
+    ├── CheckpointError         a checkpoint that cannot be written or used
+    ├── DownloadError           a model that cannot be downloaded, verified or stored
+    ├── BadResultError          the model returned NaN or Inf, or the clip is degenerate
+    └── StoreError              a job that does not exist, or a job store that cannot be read or written
 
 Every TandemError is a user error and ends with exit code 2. Any other exception is an internal error and ends with exit
 code 1. Cancellation is neither: see `cancel.CancelledError`.
@@ -39,26 +39,26 @@ class TandemError(Exception):
 
     @property
     def code(self) -> str:
-        """What is wrong, such as "model.folder_missing"."""
+        """Code of the fact, such as "model.folder_missing"."""
         return self.fact.code
 
     @property
     def data(self) -> dict[str, Any]:
-        """The values that belong to the code."""
+        """Data of the fact."""
         return self.fact.data
 
     @property
     def what(self) -> str:
-        """One line that says what is wrong, in the words of the command line."""
+        """One line that describes the error, in the words of the command line."""
         return render(self.fact).what
 
     @property
     def remedy(self) -> str:
-        """One line that says what to do about it, in the words of the command line."""
+        """One line that describes the remedy, in the words of the command line."""
         return render(self.fact).remedy
 
     def __str__(self) -> str:
-        """Return what is wrong, for logs."""
+        """Return the description, for logs."""
         return self.what
 
 
@@ -79,19 +79,19 @@ class OutputError(TandemError):
 
 
 class SettingsError(TandemError):
-    """A flag, environment variable or settings file that cannot be."""
+    """An invalid flag, environment variable or settings file."""
 
 
 class MachineError(TandemError):
-    """Something this machine lacks."""
+    """Something that this machine lacks."""
 
 
 class MemoryShortError(MachineError):
-    """No way to hold the weights fits, or none of those that were asked for.
+    """No memory strategy fits, or none of those that the request allows.
 
     Args:
-        ladder: every way there is, fastest first, none of them taken.
-        where: which memory a model's parts run in: "video memory" or "memory".
+        strategies: the forecast of every strategy, fastest first.
+        where: the memory that components run in: "video memory" or "memory".
     """
 
     def __init__(
@@ -110,13 +110,13 @@ class MemoryShortError(MachineError):
 
 
 class GroupError(MachineError):
-    """Of several GPUs that work on one job, the process of one died, broke or does not answer any more."""
+    """A job runs on several GPUs and the process of one of them ended, failed or stopped answering."""
 
 
 class EngineError(TandemError):
     """An engine that cannot be built, is damaged or does not run; PyTorch can take over.
 
-    `log` holds the last lines of its build's log, where there was one.
+    `log` holds the last lines of the build log, if there is one.
     """
 
     def __init__(self, code: str, remedy: str | None = None, /, *, log: str = "", **data: Any) -> None:
@@ -125,7 +125,7 @@ class EngineError(TandemError):
 
 
 class LimitError(TandemError):
-    """What a visitor of a share link may not do, or not now."""
+    """An action that visitors of a share link may not take, or not now."""
 
 
 class CheckpointError(TandemError):
@@ -133,27 +133,27 @@ class CheckpointError(TandemError):
 
 
 class DownloadError(TandemError):
-    """A model that a hub does not give or gives wrong, or a connection that breaks; what came whole is kept."""
+    """A model that cannot be downloaded, verified or stored; complete files are kept."""
 
 
 class BadResultError(TandemError):
-    """The model's own output is unusable: NaN, Inf, or a clip that shows nothing."""
+    """The model's output is unusable: NaN, Inf, or a degenerate clip."""
 
 
 class StoreError(TandemError):
-    """A job that is not there or not in the state for it, or a job store that cannot be read or written."""
+    """A job that does not exist or is in another state, or a job store that cannot be read or written."""
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a library's error, without its full stop; the error's name where it says nothing."""
+    """Return the first line of a library's error, without its full stop; the name of its type if it has no text."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 def ram_ran_out(error: BaseException) -> bool:
-    """Return whether an error says that this machine's memory (RAM) is full.
+    """Return whether an error means that this machine's memory (RAM) is full.
 
-    PyTorch's allocator says so in a RuntimeError, mapping a file in an OSError.
+    PyTorch's allocator raises a RuntimeError, mapping a file an OSError.
     """
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM

@@ -1,4 +1,4 @@
-"""What a plan is expected to take: memory per stage, seconds with their uncertainty, and the strategies to choose from.
+"""Estimates of a plan: memory per stage, seconds with their uncertainty, and the strategies to choose from.
 
 Plain data: `planner.strategies` fills it in. Bytes and seconds throughout.
 """
@@ -37,7 +37,7 @@ class MemoryStrategy(FrozenModel):
 
     @property
     def flags(self) -> str:
-        """What asks for it on the command line; empty where only "auto" does."""
+        """Options that select it on the command line; empty if only "auto" selects it."""
         flags = [f"--offload {self.offload}"] if self.offload != "none" else []
         flags += [f"--quantization {self.quantization}"] if self.quantization != "none" else []
         return " ".join(flags)
@@ -48,15 +48,15 @@ class MemoryStrategy(FrozenModel):
 
 
 class StageMemory(FrozenModel):
-    """What one component takes on its device while it runs.
+    """Memory on the device while one component runs.
 
     Attributes:
         stage: "encode", "denoise" or "decode".
         component: the component that runs.
-        weights_bytes: all weights on the device meanwhile, of this component and others.
+        weights_bytes: all weights on the device, of this component and others.
         working_bytes: activations, and for the VAE its caches.
-        overhead_bytes: latents, and what the libraries take.
-        allocator_slack_bytes: what PyTorch's allocator takes on top if it is free; a plan that fits leaves it free.
+        overhead_bytes: latents and the libraries' own memory.
+        allocator_slack_bytes: memory that PyTorch's allocator may use on top; a plan that fits leaves it free.
         measured: whether the peak was measured on this machine.
     """
 
@@ -111,16 +111,16 @@ class Seconds:
 
 
 class StrategyForecast(FrozenModel):
-    """What a clip takes by one strategy.
+    """The forecast of one strategy for a clip.
 
     Attributes:
-        title: the strategy, as people read it.
+        title: the strategy in words.
         peak_bytes: on the device.
-        ram_bytes: in system memory, where that is another.
+        ram_bytes: in system memory, if the device has its own.
         seconds: of the whole video, without loading.
         fits: whether it fits the device's free memory, `fits_ram` the free system memory.
         lacks: why it cannot be used, however much memory is free; `None` if it can.
-        offered: whether a request with its offload and quantization gets it.
+        offered: whether a request with its offload and quantization selects it.
     """
 
     strategy: MemoryStrategy

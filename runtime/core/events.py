@@ -1,4 +1,4 @@
-"""Events of a job while it runs: frozen pydantic models that tell what happened, as data.
+"""Events of a job while it runs: frozen pydantic models.
 
     WaitsForGpus        first, if the job needs several GPUs and not all of them are free
     Planned             then, always

@@ -1,4 +1,4 @@
-"""Facts: what happened, as a code and data. Front ends render them in their own words.
+"""Facts: what happened, as a code and data. Each front end renders them with its own names for settings.
 
     fact = Fact("engine.stale", {"component": "transformer", "differs": ["torch"]})
     render(fact, words).what     "High-noise transformer: the engine was built with another torch."
@@ -68,14 +68,14 @@ Warnings = Annotated[tuple[Fact, ...], BeforeValidator(_read_sentences)]
 
 
 class Text(NamedTuple):
-    """A rendered fact: one line that says what happened and, for errors, one line that says what to do."""
+    """A rendered fact: one line that describes it and, for errors, one line with the remedy."""
 
     what: str
     remedy: str = ""
 
 
 class Words:
-    """What a front end calls settings and components; this class speaks as the command line does."""
+    """Names of settings and components in a front end; this class has those of the command line."""
 
     def setting(self, name: str, value: str | None = None) -> str:
         """Return how a request field, or one of its values, is named: "--offload", "--offload group"."""
@@ -95,7 +95,7 @@ class Words:
         return _ATTENTIONS.get(name, name)
 
     def quantization(self, name: str) -> str:
-        """Return what quantized weights are called."""
+        """Return the name of quantized weights."""
         return _QUANTIZATIONS.get(name, name)
 
 
@@ -111,7 +111,7 @@ class _Settings:
 
 
 class _Template(Formatter):
-    """`str.format` with conversions of its own, as in `{free:memory}`: see `format_field`."""
+    """`str.format` with more conversions, such as `{free:memory}`: see `format_field`."""
 
     def __init__(self, words: Words) -> None:
         self._words = words
@@ -142,9 +142,9 @@ class _Template(Formatter):
             "setting": lambda: words.setting(*([value] if isinstance(value, str) else value)),  # name, [name, value]
             "list": lambda: ", ".join(self.format_field(one, "") for one in value),
             "quoted": lambda: ", ".join(f"“{one}”" for one in ([value] if isinstance(value, str) else value)),
-            "sentence": lambda: str(value).rstrip("."),  # a sentence that goes on
+            "sentence": lambda: str(value).rstrip("."),  # without the full stop, to be continued
             "sentences": lambda: " ".join(self.format_field(one, "") for one in value),
-            "remedy": lambda: str(value),  # what to do about the cause
+            "remedy": lambda: str(value),
             "appended": lambda: "".join(f"; {self.format_field(one, 'clause')}" for one in value),
             "measured": lambda: "measured here" if value else "estimated",
             "clause": lambda: _lowered(str(value).rstrip(".")),  # a sentence inside another one
@@ -161,7 +161,7 @@ class _Template(Formatter):
 
 
 def shortened(value: object) -> str:
-    """Return a value that a user gave as it is quoted in a message: one line, at most about 40 characters."""
+    """Return a user's value for a message: one line, at most about 40 characters."""
     text = repr(value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
 
@@ -173,7 +173,7 @@ def _lowered(text: str) -> str:
 
 
 def render(fact: Fact, words: Words | None = None) -> Text:
-    """Return a fact as text, in the words of a front end; without one, of the command line.
+    """Return a fact as text, in the words of a front end, by default the command line.
 
     A code that has no template, for instance from a newer Tandem's job store, is rendered as the code and its data.
     """

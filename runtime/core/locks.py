@@ -1,6 +1,6 @@
-"""Locks between processes that leave nothing behind: the operating system frees them when a process ends, however.
+"""Locks between processes. The operating system releases them when a process ends, even after a crash.
 
-A lock's file is removed while it is still held; whoever waited on it sees that and takes a new one (filelock's doing).
+A lock's file is removed while it is still held; filelock notices that in waiting processes and locks a new file.
 """
 
 import contextlib
@@ -18,14 +18,14 @@ def held(path: Path, *, seconds: float | None = None, wait: Callable[[], None] |
     """Hold the lock `path`.
 
     Args:
-        seconds: how long to wait for it; `None` waits for ever.
-        wait: called about ten times a second while waiting; what it raises ends the waiting.
+        seconds: how long to wait for it; `None` waits without limit.
+        wait: called about ten times a second while waiting; an exception that it raises ends the wait.
 
     Raises:
-        TimeoutError: if somebody else holds it for that long.
-        OSError: if the lock's file cannot be made.
+        TimeoutError: if another process holds it for that long.
+        OSError: if the lock's file cannot be created.
     """
-    # Not per thread: what one thread takes, another may give back.
+    # Not per thread: one thread may acquire it and another one release it.
     lock = FileLock(path, thread_local=False)
     end = None if seconds is None else time.monotonic() + seconds
     while True:
@@ -40,17 +40,17 @@ def held(path: Path, *, seconds: float | None = None, wait: Callable[[], None] |
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):  # Windows removes no open file: there it stays
+        with contextlib.suppress(OSError):  # Windows does not remove open files
             path.unlink()
         lock.release()
 
 
 def is_held(path: Path) -> bool:
-    """Whether somebody holds the lock `path`; the file of one that nobody holds is removed."""
+    """Return whether a process holds the lock `path`; the file of a free lock is removed."""
     try:
         if path.exists():
             with held(path, seconds=0):
                 pass
-    except OSError:  # Timeout is one; a lock that cannot be opened is not ours to break
+    except OSError:  # Timeout is one; a lock that cannot be opened counts as held
         return True
     return False

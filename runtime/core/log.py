@@ -1,4 +1,4 @@
-"""The log file: rotating, one line per event of a job, tracebacks of defects; no prompts, no paths of videos."""
+"""The log file: rotating, one line per event of a job, tracebacks of internal errors; no prompts or video paths."""
 
 import contextlib
 import logging
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from runtime.core.events import Event, FellBack, Planned
 
-# Where `logging` sends them.
+# The logger of Python's warnings.
 _WARNINGS = "py.warnings"
 _MAX_BYTES = 1_000_000
 _BACKUPS = 3
@@ -21,17 +21,17 @@ _WORDS = frozenset({"stage", "part", "component", "backend", "memory"})
 class SharedRotatingHandler(RotatingFileHandler):
     """A rotating file that several processes write: one rotates at a time, the others notice and follow.
 
-    A disk that is full costs lines and nothing else. Where a file that somebody has open cannot be renamed (Windows),
-    it grows until nobody else has.
+    If the disk is full, lines are dropped. Windows does not rename open files: there the file grows until no other
+    process has it open.
     """
 
     def shouldRollover(self, record: logging.LogRecord) -> bool:  # noqa: N802 - logging's own name
-        """Whether this record would make the file too large; looks for the file of now first."""
+        """Whether this record would make the file too large; reopens the current file first."""
         self._follow()
         return bool(super().shouldRollover(record))
 
     def doRollover(self) -> None:  # noqa: N802 - logging's own name
-        """Begin a new file; while another process does, go on with the one there is."""
+        """Begin a new file; keep the current one while another process rotates."""
         mark = Path(f"{self.baseFilename}.rotating")
         try:
             mark.touch(exist_ok=False)
@@ -49,10 +49,10 @@ class SharedRotatingHandler(RotatingFileHandler):
             mark.unlink(missing_ok=True)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's own name
-        """Go without this line: there is nobody to tell."""
+        """Drop the line: an error of the log cannot be reported anywhere."""
 
     def _follow(self) -> bool:
-        """Open the file anew if another one, or none, is in its place; return whether that was so."""
+        """Reopen the file if it was replaced or removed; return whether it was."""
         with contextlib.suppress(OSError):
             if self.stream is not None:
                 there, ours = Path(self.baseFilename).stat(), os.fstat(self.stream.fileno())
@@ -61,13 +61,13 @@ class SharedRotatingHandler(RotatingFileHandler):
         before = self.stream
         self.stream = self._open()
         if before is not None:
-            with contextlib.suppress(OSError):  # what it still held does not fit on the disk
+            with contextlib.suppress(OSError):  # buffered lines do not fit on the disk
                 before.close()
         return True
 
 
 def in_the_log(event: Event) -> str:
-    """Return an event as its line says it: name, numbers, and which part it is about."""
+    """Return an event as a line of the log: its name, numbers and component."""
     if isinstance(event, Planned):
         plan = event.plan
         return f"Planned {plan.width}x{plan.height} frames={plan.frames} steps={plan.steps} seed={plan.seed}"
@@ -82,14 +82,14 @@ def in_the_log(event: Event) -> str:
 
 
 def start(path: Path) -> None:
-    """Send the log of `runtime` and Python's warnings to `path`; without a writable file there is none."""
+    """Send the log of `runtime` and Python's warnings to `path`; without a writable file nothing is logged."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handler: logging.Handler = SharedRotatingHandler(
             path, maxBytes=_MAX_BYTES, backupCount=_BACKUPS, encoding="utf-8", delay=False
         )
     except OSError:
-        handler = logging.NullHandler()  # with none at all, Python would write warnings between what people read
+        handler = logging.NullHandler()  # without a handler, Python would print warnings to stderr
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in ("runtime", _WARNINGS):
         root = logging.getLogger(name)

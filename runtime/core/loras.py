@@ -32,7 +32,7 @@ class Lora:
     Attributes:
         file: a name in the folder `loras` of the cache's weights, without suffix, or the path of a .safetensors file.
         weight: the factor of its change.
-        expert: the expert that it changes, "high" or "low" noise; with "both", the file's name can tell.
+        expert: the expert that it changes, "high" or "low" noise; with "both", the file's name may determine it.
     """
 
     file: str
@@ -90,7 +90,7 @@ class LoraUse(FrozenModel):
         return Lora(self.file, self.weight, self.expert)
 
     def summary(self) -> dict[str, Any]:
-        """Return what a result says of it, as JSON values: its name and digest, not its path."""
+        """Return what results record of it, as JSON values: its name and digest, not its path."""
         return {"name": self.name, **self.model_dump(mode="json", exclude={"file", "path"})}
 
 

@@ -1,4 +1,4 @@
-"""What will run: the request with nothing left open, and every decision with its reason.
+"""The execution plan: the request without "auto" values, and every decision with its reason.
 
     ExecutionPlan = ResolvedRequest + decisions
 
@@ -36,10 +36,10 @@ class EngineUse(FrozenModel):
 
     Attributes:
         id: its name in the engine library.
-        program: what it computes: "text_encoder", "transformer", "vae_first" or "vae_next".
-        builder: what makes it.
-        precision: of its arithmetic.
-        profile: the smallest, best and largest latent size it is built for.
+        program: the exported computation: "text_encoder", "transformer", "vae_first" or "vae_next".
+        builder: the name of its builder.
+        precision: the dtype of its arithmetic.
+        profile: the smallest, optimal and largest latent size that it supports.
         build: whether it is built before the job starts.
     """
 
@@ -59,10 +59,10 @@ class ComponentPlan(FrozenModel):
         device: a torch device, such as "cpu" or "cuda:0".
         dtype: a torch dtype's name, such as "float32", for PyTorch; also used if PyTorch takes over from an engine.
         weights_bytes: size of its weights in that dtype and quantization, or of its engines' files.
-        reasons: why it runs there, and what else was decided for it.
-        engines: what it runs on, in the order of use; none in PyTorch.
+        reasons: why it runs there, and other decisions about it.
+        engines: its engines in the order of use; empty in PyTorch.
         quantization: of its weights in PyTorch: "none", "bnb-8bit", "bnb-4bit" or "fp8".
-        badge: what will happen, in a few words after the backend's title: "engine ready", "no engine yet".
+        badge: the status shown after the backend's title, such as "engine ready" or "no engine yet".
     """
 
     backend: str
@@ -97,10 +97,10 @@ class Split(FrozenModel):
     """How several GPUs share one job.
 
     Attributes:
-        devices: torch devices, one for each process; the first alone runs what is not shared.
+        devices: torch devices, one for each process; only the first runs components that are not shared.
         guidance: 2 if the passes with the prompt and without it run on different GPUs, else 1.
         sequence: GPUs that share the tokens of one pass; there are `guidance` times as many devices.
-        decode: whether each decodes a strip of every frame.
+        decode: whether each GPU decodes a strip of every frame.
     """
 
     devices: tuple[str, ...]
@@ -118,19 +118,19 @@ class Split(FrozenModel):
         return Fact("planner.guidance_and_tokens_shared", {"sequence": self.sequence})
 
     def shares(self, component: str) -> bool:
-        """Return whether all of them run a component together."""
+        """Return whether all GPUs run a component together."""
         return self.decode if component == "vae" else component != "text_encoder"
 
 
 class Speed(FrozenModel):
-    """How the components that run in PyTorch are computed, and why.
+    """Execution options of the components that run in PyTorch, with reasons.
 
     Attributes:
-        attention: the transformers', one of `request.ATTENTIONS` but "auto".
+        attention: the attention kernel of the transformers, one of `request.ATTENTIONS` except "auto".
         attention_reason, compiled_reason: why; `None` in `EAGER`.
-        compiled: whether the transformers' blocks, and what is between the VAE's convolutions, are compiled.
-        text_kept: whether every block's keys and values of the text are kept from step to step.
-        text_bytes: size of these.
+        compiled: whether the transformers' blocks, and the VAE's operations between convolutions, are compiled.
+        text_kept: whether every block's keys and values of the text are cached across steps.
+        text_bytes: size of that cache.
         paired: whether both guidance passes are one call.
         graphed: whether a transformer's call is recorded as a CUDA graph and replayed.
         fused: whether queries, keys and values come from one matrix.
@@ -155,7 +155,7 @@ class Speed(FrozenModel):
 
     @property
     def reasons(self) -> tuple[Fact, ...]:
-        """All of it, with the reasons."""
+        """The options in use, as facts."""
         facts = (
             self.attention_reason,
             self.compiled_reason,
@@ -170,15 +170,15 @@ EAGER = Speed()
 
 
 class ResolvedRequest(FrozenModel):
-    """What a video shows and how it is sampled: the fields of `GenerationRequest` of that name, none of them "auto".
+    """Content and sampling of a video: fields of `GenerationRequest` without "auto" values.
 
     Attributes:
         guidance_scale: of the (high-noise) transformer.
         guidance_scale_2: of the low-noise transformer; `None` if the model has only one.
-        model: the catalogue's name for it.
+        model: its name in the catalogue.
         shift: of the noise levels towards noise; `None` for the value in the model's scheduler configuration.
-        step_cache: what is computed once for several denoising steps, with its strength, or "none".
-        loras: what is added to the transformers' weights; their files were found and checked.
+        step_cache: the kind of step cache with its strength, or "none".
+        loras: LoRAs of the transformers; their files exist and are valid.
     """
 
     prompt: str
@@ -203,26 +203,26 @@ class ResolvedRequest(FrozenModel):
 
 
 class ExecutionPlan(ResolvedRequest):
-    """One video, decided. `model_validate_json` reads what `model_dump_json` writes, and the previous version's plans.
+    """The plan of one video. `model_validate_json` also reads plans of the previous version.
 
     Attributes:
-        asked: the request as it was made, for decisions that are made again: after a fallback, or when memory runs out.
+        asked: the original request, for planning again after a fallback or when memory runs out.
         model_directory: the model's folder.
         output: the MP4 to write.
         latent_shape: (batch, channels, latent frames, latent height, latent width).
         tokens: length of the transformer's sequence.
         components: by name, in the order they run.
         strategy: how the clip fits into memory.
-        split: how several GPUs share the job; `None` if one does it.
-        speed: how PyTorch computes.
-        expert_steps: how many of the steps each transformer takes, by component; empty if that is not known.
+        split: how several GPUs share the job; `None` on one GPU.
+        speed: execution options of PyTorch.
+        expert_steps: steps of each transformer, by component; empty if unknown.
         shift_reason: why the shift is not the model's own; `None` if it is.
         step_flops, decode_flops: operations of one denoising step (guidance included) and of the whole decode.
         free_bytes: free memory of the device.
-        memory: what each component takes while it runs, in order.
+        memory: the memory of each stage, in order.
         seconds: the forecast for "encode", "denoise", "decode", their "total", and "load", which comes on top.
-        strategies: those that there are on this device, fastest first, each with its forecast.
-        warnings: what the user should know about the result.
+        strategies: forecasts of all strategies on this device, fastest first.
+        warnings: warnings about the result.
     """
 
     asked: GenerationRequest
@@ -279,11 +279,11 @@ class ExecutionPlan(ResolvedRequest):
         return next(one for one in self.strategies if one.strategy == self.strategy)
 
     def fell_back(self, component: str) -> bool:
-        """Return whether PyTorch runs a component for which another backend was asked."""
+        """Return whether PyTorch runs a component for which another backend was requested."""
         return self.asked.backend(component) not in {AUTO, self.components[component].backend}
 
     def title(self, component: str) -> str:
-        """Return a component's name as people read it."""
+        """Return the title of a component."""
         if component == "transformer" and "transformer_2" not in self.components:
             return "Transformer"
         return {
@@ -300,7 +300,7 @@ class ExecutionPlan(ResolvedRequest):
     def request_json(self) -> dict[str, Any]:
         """Return the request with every value as used; `GenerationRequest.from_mapping` reads it back.
 
-        Preferences that decisions rest on, such as backends and attention, are as asked for.
+        Preferences such as backends and attention are as requested.
         """
         resolved = {name: getattr(self, name) for name in ResolvedRequest.model_fields}
         used = self.asked.to_json() | resolved
@@ -311,7 +311,7 @@ class ExecutionPlan(ResolvedRequest):
         return used
 
     def to_json(self) -> dict[str, Any]:
-        """Return what was decided, as JSON types, in the words of the command line."""
+        """Return the decisions as JSON types, in the words of the command line."""
         return {
             "components": {name: part.to_json() for name, part in self.components.items()},
             "latent_shape": list(self.latent_shape),
@@ -347,7 +347,7 @@ _PREFERENCES = ("backends", "build", "on_out_of_memory", "attention", "compile",
 
 
 def _from_flat(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a plan of the previous version, which had the strategy's fields and the preferences beside the others."""
+    """Convert a plan of the previous version, which stored strategy and preferences as top-level fields."""
     plan = dict(values)
     asked = {name: plan.pop(name) for name in _PREFERENCES if name in plan}
     strategy = {name: plan.pop(name) for name in MemoryStrategy.model_fields if name in plan}
@@ -406,5 +406,5 @@ def _component_from_flat(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stored_text(text: str | None) -> Fact | None:
-    """Return text of the previous version, which stored sentences instead of facts."""
+    """Return text of the previous version as a fact; it stored sentences."""
     return Fact("text", {"what": text, "remedy": ""}) if text else None

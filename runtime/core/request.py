@@ -1,4 +1,4 @@
-"""What was asked for: the declaration of every request field.
+"""Declaration of every request field.
 
 A `GenerationRequest` is frozen and valid by itself: every value has the right type and is within limits that hold for
 any model. `planner.resolve` checks what depends on the model, such as strides and frame counts. To add a field, declare

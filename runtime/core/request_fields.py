@@ -38,7 +38,7 @@ class RequestField:
         group: where the web form shows it: "prompt", "video", "more", "acceleration" or "loras".
         flag: the command line's option, such as "--width"; empty for one that another option sets, or an argument.
         metavar: how the option's value is written in help texts.
-        unset: what applies where no value is given, as help texts say it.
+        unset: the default as help texts state it.
         docs: the page below docs/ that explains it.
         placeholder: what an empty text field of the web form stands for; fields without one always have a value.
     """

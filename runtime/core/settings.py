@@ -44,7 +44,7 @@ VARIABLES: Mapping[str, str] = {
     "offline": "TANDEM_OFFLINE",
     "hub": "TANDEM_HUB",
 }
-# What other programs that fetch models go by, where Tandem's own variable says nothing.
+# Variables of other programs, used if Tandem's own variable is not set.
 _SHARED_VARIABLES: Mapping[str, str] = {"offline": "HF_HUB_OFFLINE", "hub": "HF_ENDPOINT"}
 HUB = "https://huggingface.co"
 # What `tensorrt` may name: the components behind each word.
@@ -67,24 +67,24 @@ _SIZE = re.compile(r"([1-9][0-9]{0,3})[x×]([1-9][0-9]{0,3})")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How Tandem runs here.
+    """Settings of this installation.
 
     Attributes:
         cache_dir: holds weights, outputs and logs.
         host, port: where the web app listens.
-        auth: (user, password) that the web app asks for.
-        model: what is generated with unless a request says otherwise.
+        auth: (user, password) of the web app.
+        model: the model of requests that name none.
         browser: whether the web app opens a browser.
         engine_cache_dir: where engines are kept, if not in the cache folder.
-        engine_cache_gb: how much they may take together, in units of 10^9 bytes.
+        engine_cache_gb: the limit for all engines together, in units of 10^9 bytes.
         tensorrt: which parts the web app starts with on TensorRT, of `TENSORRT_PARTS`.
-        share: whether a link is made by which others may visit.
+        share: whether to create a public link.
         share_frames, share_steps: the most that a visitor's video may have; `None` allows the model's own.
-        share_size: (width, height) of the largest one, turned either way; `None` allows the model's own sizes.
-        share_queue, share_queue_all: how many videos one visitor, and all together, may have waiting or running.
-        share_rate: how many videos one visitor may ask for in an hour.
-        offline: who said that nothing is to be fetched: a flag, a variable or a file; empty where nobody did.
-        hub: the address that models are fetched from; not checked yet where it is HF_ENDPOINT's.
+        share_size: (width, height) of the largest one, in either orientation; `None` allows the model's own sizes.
+        share_queue, share_queue_all: how many videos one visitor, and all together, may have queued or running.
+        share_rate: how many videos one visitor may request per hour.
+        offline: the flag, variable or file that disables downloads; empty if they are enabled.
+        hub: the address that models are downloaded from; one from HF_ENDPOINT is not validated yet.
     """
 
     cache_dir: Path
@@ -118,12 +118,12 @@ class Settings:
 
     @property
     def outputs_dir(self) -> Path:
-        """Where videos go unless `--out` says otherwise."""
+        """The default folder of videos."""
         return self.cache_dir / "outputs"
 
     @property
     def weights_dir(self) -> Path:
-        """Where models are looked for, beside the shipped ones."""
+        """Where downloaded models are, apart from the shipped ones."""
         return self.cache_dir / "weights"
 
     @property
@@ -292,10 +292,10 @@ def _port(value: Any, source: str) -> int:
 def check_hub(value: Any, source: str) -> str:
     """Read a hub's address; return it without a slash at its end.
 
-    http is taken from this machine alone: elsewhere whoever sits between could exchange models and their hashes alike.
+    http is allowed for this machine only: in transit, models and their hashes could both be replaced.
 
     Raises:
-        SettingsError: if it is none, naming `source`, where it came from.
+        SettingsError: if it is not valid, naming its `source`.
     """
     text = value.strip().rstrip("/") if isinstance(value, str) else ""
     try:
@@ -324,7 +324,7 @@ def _offline(value: Any, source: str) -> str:
 
 
 def _hub(value: Any, source: str) -> str:
-    # What is meant for other programs stops nothing but a download, which checks it.
+    # A variable of other programs is validated only when a download uses it.
     return str(value) if source == _SHARED_VARIABLES["hub"] else check_hub(value, source)
 
 

@@ -1,4 +1,4 @@
-"""How a frame is cut into overlapping tiles: where they lie, and how much is decoded twice. Plain arithmetic."""
+"""How a frame is cut into overlapping tiles: their positions, and how much is decoded twice."""
 
 from dataclasses import dataclass
 

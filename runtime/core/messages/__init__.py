@@ -1,7 +1,7 @@
 """The English text of every fact: one module per package that states them.
 
-A template is a `str.format` string over the fact's data, with the conversions of `core.facts`. `what` says in one line
-what happened, `remedy` in one line what to do about it; warnings and reasons have no remedy.
+A template is a `str.format` string over the fact's data, with the conversions of `core.facts`. `what` describes the
+fact in one line and `remedy` the solution in another; warnings and reasons have no remedy.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Message(NamedTuple):
-    """The templates of one code; `badge` says `what` in a few words, for where there is little space."""
+    """The templates of one code; `badge` is a short form of `what` for badges and tables."""
 
     what: str
     remedy: str = ""

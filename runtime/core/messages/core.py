@@ -7,7 +7,7 @@ from runtime.core.messages import Message
 _DESCRIBE = "Describe the video in a sentence."
 
 MESSAGES: Mapping[str, Message] = {
-    # Transitional: text from code that does not state facts yet.
+    # Text that earlier versions stored, and messages of other programs.
     "text": Message("{what}", "{remedy}"),
     "event.waits_for_gpus": Message("Waiting for {wanted} GPUs: {free} free."),
     "event.fell_back": Message("{component:component}: PyTorch instead of {backend:backend}. {reason:advice}"),
