@@ -51,7 +51,7 @@ def placement(name: str, part: ComponentPlan, offload: str) -> Placement:
         offload: of the plan: "none", "model", "group" or "sequential"; "auto" is "none".
 
     Raises:
-        MachineError: for weights that cannot leave the device.
+        InvalidRequestError: for weights that cannot leave the device.
     """
     if part.engines or offload in {"none", "auto"}:
         return "device"

@@ -38,7 +38,8 @@ def registered(cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """Register the family here and in child processes, with an empty cache."""
     monkeypatch.setitem(registry.FAMILIES, "ltx", registry.Entry("LTXPipeline", "tests.families.ltx"))
     (tmp_path / "sitecustomize.py").write_text(REGISTRATION, encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    before = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT), *before]))
     return cache_dir
 
 

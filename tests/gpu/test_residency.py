@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from runtime.core.cancel import Cancel
-from runtime.core.errors import MachineError
+from runtime.core.errors import InvalidRequestError
 from runtime.core.events import Event, VideoSaved
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
@@ -134,8 +134,12 @@ def test_quantized_velocity_is_near(kind: str, offload: str, diorama: tuple[Mode
             wanted = denoiser(latents, timestep, text).float().cpu()
         plan = offloaded(plan, offload, kind)
         if kind == "bnb-8bit" and offload != "none":
-            with pytest.raises(MachineError, match="cannot wait in memory"), residency.text_encoder(spec, Alone(plan)):
+            with (
+                pytest.raises(InvalidRequestError) as refused,
+                residency.denoiser(spec, Alone(plan), "transformer"),
+            ):
                 pass
+            assert (refused.value.code, refused.value.field) == ("planner.8bit_offloaded", "offload")
             return
         for _ in range(2):
             with residency.denoiser(spec, Alone(plan), "transformer") as denoiser:

@@ -156,7 +156,8 @@ def test_the_web_process_imports_no_torch(tmp_path: Path) -> None:
     script = tmp_path / "web.py"
     script.write_text(WEB)
     values = {"TANDEM_CACHE_DIR": str(tmp_path / "cache"), "TANDEM_BROWSER": "0", "TANDEM_PORT": str(free_port())}
-    environment = {**os.environ, **values, "PYTHONPATH": str(Path(__file__).parents[2])}
+    path = [str(Path(__file__).parents[2]), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    environment = {**os.environ, **values, "PYTHONPATH": os.pathsep.join(path)}
     done = subprocess.run(
         [sys.executable, str(script)],
         env=environment,
