@@ -168,6 +168,15 @@ class Speed(FrozenModel):
 
 EAGER = Speed()
 
+# Small videos are shown enlarged, where compression artifacts show; higher quality costs little there.
+_CRF, _SMALL_CRF = 17, 10
+_SMALL_PIXELS = 320 * 240
+
+
+def default_crf(width: int, height: int) -> int:
+    """Return the H.264 constant rate factor for a frame of this size in pixels."""
+    return _SMALL_CRF if width * height <= _SMALL_PIXELS else _CRF
+
 
 class ResolvedRequest(FrozenModel):
     """Content and sampling of a video: fields of `GenerationRequest` without "auto" values.
@@ -179,6 +188,7 @@ class ResolvedRequest(FrozenModel):
         shift: of the noise levels towards noise; `None` for the value in the model's scheduler configuration.
         step_cache: the kind of step cache with its strength, or "none".
         loras: LoRAs of the transformers; their files exist and are valid.
+        crf: H.264 constant rate factor, 0 to 51.
     """
 
     prompt: str
@@ -195,6 +205,7 @@ class ResolvedRequest(FrozenModel):
     shift: float | None
     step_cache: str
     loras: tuple[LoraUse, ...]
+    crf: int
 
     @property
     def seconds_of_video(self) -> float:
@@ -255,7 +266,11 @@ class ExecutionPlan(ResolvedRequest):
     @model_validator(mode="before")
     @classmethod
     def _migrate(cls, values: Any) -> Any:
-        return _from_flat(values) if isinstance(values, dict) and "asked" not in values else values
+        if not isinstance(values, dict):
+            return values
+        if "asked" not in values:
+            return _from_flat(values)
+        return values if "crf" in values else _with_crf(values)
 
     @property
     def gpus(self) -> int:
@@ -346,6 +361,15 @@ class ExecutionPlan(ResolvedRequest):
 _PREFERENCES = ("backends", "build", "on_out_of_memory", "attention", "compile", "vae_precision")
 
 
+def _with_crf(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a plan that was stored before plans had a constant rate factor, with the one that it used."""
+    try:
+        crf = values["asked"].get("crf", AUTO)
+        return values | {"crf": default_crf(values["width"], values["height"]) if crf == AUTO else crf}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError("not a plan of this or the previous version") from error
+
+
 def _from_flat(values: dict[str, Any]) -> dict[str, Any]:
     """Convert a plan of the previous version, which stored strategy and preferences as top-level fields."""
     plan = dict(values)
@@ -360,6 +384,7 @@ def _from_flat(values: dict[str, Any]) -> dict[str, Any]:
         "expert_steps": {},
     }
     try:
+        absent["crf"] = default_crf(plan["width"], plan["height"])
         plan = {"speed": {}} | absent | plan
         split = plan.pop("split")
         clip = {name: plan[name] for name in ResolvedRequest.model_fields if plan[name] is not None}

@@ -176,7 +176,7 @@ def _decode_and_save(context: RunContext, previews: Previews, peak: PeakMemory, 
     plan, detector = context.plan, Detector()
     context.current = ("load", "vae")
     previews.forget_frames()
-    with VideoWriter(plan.output, plan.width, plan.height, plan.fps, plan.asked.crf) as writer:
+    with VideoWriter(plan.output, plan.width, plan.height, plan.fps, plan.crf) as writer:
         with context.residency.video_decoder(context.spec, context) as decoder, context.clock.stage("decode"):
             context.begin_stage("decode", "vae")
             written = 0

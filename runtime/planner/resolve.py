@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortError
 from runtime.core.facts import Fact
-from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, LatentSize
+from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, LatentSize, default_crf
 from runtime.core.request import ALL, AUTO, Auto, GenerationRequest
 from runtime.core.step_cache import NONE, with_strength
 from runtime.machine.probe import Machine, seen_from
@@ -194,6 +194,7 @@ def _resolved(
         shift=shift,
         step_cache=step_cache,
         loras=spec.loras,
+        crf=default_crf(width, height) if request.crf == AUTO else int(request.crf),
         asked=request,
         model_directory=spec.directory,
         output=output,

@@ -23,7 +23,6 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from runtime.core.errors import OutputError
-from runtime.core.request import AUTO, Auto
 from runtime.video.ffmpeg import ffmpeg_error, find_ffmpeg
 from runtime.video.metadata import to_ffmetadata
 
@@ -33,9 +32,6 @@ _SCRATCH = ".tandem-"
 _LOCK = "lock"
 # A scratch folder without a lock this old has no living owner: locking takes milliseconds.
 _UNLOCKED_SECONDS = 60.0
-# Small videos are shown enlarged, where compression artifacts show; higher quality costs little there.
-_CRF, _SMALL_CRF = 17, 10
-_SMALL_PIXELS = 320 * 240
 # Limited-range BT.709 is what players assume; the stream declares it, so that colours are preserved.
 _BT709 = "setparams=range=tv:color_primaries=bt709:color_trc=bt709:colorspace=bt709"
 
@@ -50,15 +46,15 @@ class VideoWriter:
         target: the MP4 to write, replaced only when the new one is complete.
         width, height: of the frames, in pixels.
         fps: frames per second.
-        crf: H.264 constant rate factor, 0 to 51; "auto" selects one by size.
+        crf: H.264 constant rate factor, 0 to 51.
     """
 
-    def __init__(self, target: Path, width: int, height: int, fps: int, crf: int | Auto = AUTO) -> None:
+    def __init__(self, target: Path, width: int, height: int, fps: int, crf: int) -> None:
         self._target = target
         self._ffmpeg = find_ffmpeg()
         self._size = (width, height)
         self._fps = fps
-        self._crf = (_SMALL_CRF if width * height <= _SMALL_PIXELS else _CRF) if crf == AUTO else crf
+        self._crf = crf
         self._queue: queue.Queue[bytes | None] = queue.Queue(_QUEUED_CHUNKS)
         self._error: OutputError | None = None
         # In memory, because the disk may be full.

@@ -62,3 +62,20 @@ def test_other_plans_are_refused(changes: dict[str, Any]) -> None:
 def test_other_json_is_refused(text: str) -> None:
     with pytest.raises(ValidationError):
         ExecutionPlan.model_validate_json(text)
+
+
+@pytest.mark.parametrize(
+    ("size", "asked", "used"), [((320, 240), "auto", 10), ((336, 240), "auto", 17), ((64, 32), 30, 30)]
+)
+def test_a_plan_stored_without_a_constant_rate_factor_has_the_one_that_it_used(
+    tmp_path: Path, size: tuple[int, int], asked: int | str, used: int
+) -> None:
+    plan = tiny_plan(
+        read_spec(EMBEDDED / "diorama", "diorama"), tmp_path / "x.mp4", width=size[0], height=size[1], crf=asked
+    )
+    assert plan.crf == used
+    stored = json.loads(plan.model_dump_json())
+    del stored["crf"]
+    assert ExecutionPlan.model_validate_json(json.dumps(stored)).crf == used
+    with pytest.raises(ValueError, match="not a plan"):
+        ExecutionPlan.model_validate_json(json.dumps(stored | {"asked": None}))
