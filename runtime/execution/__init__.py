@@ -1,1 +1,1 @@
-"""The parts of the model: one Protocol each, and what runs behind it."""
+"""Components of a model: a Protocol for each, and its implementations in PyTorch and on engines."""

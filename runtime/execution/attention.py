@@ -49,7 +49,7 @@ def problem(kind: str, device: str, dtype: torch.dtype, width: int) -> str | Non
         found = attention(kind)(q, q, q)
         # Attention over ones is ones.
         return None if torch.allclose(found.float(), q.float(), atol=_TRIED_ERROR) else "it gives other values"
-    except Exception as error:  # packages fail in ways of their own
+    except Exception as error:  # packages raise errors of any type
         if ran_out(error) is not None:
             raise
         return first_line(error)

@@ -1,6 +1,6 @@
-"""Functions compiled by Inductor while a job runs, and as they are where that fails. Knows nothing about models.
+"""Functions compiled by Inductor while a job runs, with a fallback to eager mode. Independent of models.
 
-What is compiled is kept on disk, so that the next process only reads it: `keep_in`.
+Compiled code is cached on disk for the next process: `keep_in`.
 """
 
 import logging
@@ -17,33 +17,33 @@ from runtime.core.facts import Fact
 from runtime.execution.memory import ran_out
 from runtime.upstream.torch import hit_recompile_limit, recompile_limit
 
-# Called with the reason why something runs uncompiled.
+# Called with the reason of a fallback.
 OnDegraded = Callable[[Fact], None]
 
 _INDUCTOR, _TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
-# So many kinds of inputs are compiled for before all is forgotten: sizes, and tensors that lie otherwise in memory.
+# Limit of recompilations, for other sizes or memory layouts, after which the cache is reset.
 _LIMIT = 32
-# Kinds of inputs that were compiled for, by function: PyTorch keeps compiled code per function.
+# Kinds of inputs with compiled code, by function.
 _COMPILED: dict[Callable[..., Any], set[Any]] = {}
 
 logger = logging.getLogger(__name__)
 
 
 def keep_in(folder: Path) -> None:
-    """Keep compiled code in a folder, unless the environment names one: Inductor's, and kernels written for Triton."""
+    """Cache compiled code of Inductor and Triton in a folder, unless environment variables name another one."""
     os.environ.setdefault(_INDUCTOR, str(folder))
     os.environ.setdefault(_TRITON, str(folder / "triton"))
 
 
 class WithFallback:
-    """Computes something in a faster way, and in the plain one once that has failed.
+    """Runs a fast function, and the plain one after the fast one has failed.
 
     Attributes:
-        seconds: that the first call of each kind in this process took: what is compiled starts in none.
+        seconds: total time of the first calls for each kind of inputs, which include compilation.
 
     Args:
-        failure: code of the reason.
-        on_degraded: called once with it.
+        failure: code of the reason for a fallback.
+        on_degraded: called once with the reason.
     """
 
     def __init__(self, failure: str, on_degraded: OnDegraded | None = None) -> None:
@@ -53,7 +53,7 @@ class WithFallback:
         self._gave_up = False
 
     def run(self, fast: Callable[..., Any], plain: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """Return what `plain` returns."""
+        """Return the result of `fast`, or of `plain` after a failure."""
         if not self._gave_up:
             kinds, kind = _COMPILED.setdefault(plain, set()), _kind(arguments)
             started = time.perf_counter()
@@ -78,11 +78,11 @@ class WithFallback:
 
 
 class CompiledStep(WithFallback):
-    """A function of modules and tensors, compiled for each set of shapes, without a break.
+    """A function of modules and tensors, compiled for each set of shapes, without graph breaks.
 
     Args:
-        function: must not write into what it is given.
-        on_degraded: called once if it cannot be compiled; the function itself runs from then on.
+        function: must not modify its arguments.
+        on_degraded: called once if it cannot be compiled; the function then runs uncompiled.
     """
 
     def __init__(self, function: Callable[..., Any], on_degraded: OnDegraded | None = None) -> None:
@@ -91,7 +91,7 @@ class CompiledStep(WithFallback):
         self._compiled = torch.compile(function, fullgraph=True, dynamic=False)
 
     def __call__(self, *arguments: Any) -> Any:
-        """Return what the function returns."""
+        """Return the result of the function."""
         return self.run(self._run, self._function, arguments)
 
     def _run(self, *arguments: Any) -> Any:
@@ -106,14 +106,14 @@ class CompiledStep(WithFallback):
 
 
 def forget_all() -> None:
-    """Let PyTorch forget what it compiled in this process; what is on disk stays."""
+    """Discard this process's compiled code; the cache on disk stays."""
     torch.compiler.reset()
     for kinds in _COMPILED.values():
         kinds.clear()
 
 
 def _kind(arguments: Any) -> Any:
-    """Return what of the arguments another compilation would be needed for, roughly."""
+    """Return the properties of the arguments that compiled code depends on, approximately."""
     if isinstance(arguments, torch.Tensor):
         return (tuple(arguments.shape), arguments.dtype, arguments.device)
     if isinstance(arguments, tuple | list):

@@ -1,4 +1,4 @@
-"""A family's components in PyTorch, as the rest of Tandem calls them: the `components` module of a family."""
+"""Interface of a family's `components` module, which implements its components in PyTorch."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -46,7 +46,7 @@ class PyTorchDenoiser(Denoiser, Protocol):
         ...
 
     def forget(self) -> None:
-        """Free what is kept for a text or a size."""
+        """Free values cached for a text or a size."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""CUDA graphs: a call recorded once and replayed, where starting its kernels takes longer than running them."""
+"""CUDA graphs: record a call once and replay it, for calls whose kernels take longer to launch than to run."""
 
 import logging
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from runtime.core.facts import Fact
 from runtime.execution.compilation import OnDegraded
 from runtime.execution.memory import ran_out
 
-# Before recording, so that libraries have chosen their kernels and allocated what they keep.
+# Calls before recording, in which libraries select kernels and allocate workspaces.
 _WARM_UP_CALLS = 2
 # A prompt, a negative prompt.
 _RECORDED = 2
@@ -26,9 +26,9 @@ class CudaGraphRunner:
     The next call with the same text overwrites the returned tensor.
 
     Args:
-        function: takes latents, a timestep, and a function that gives a text's state, the same object for the same
-            text; must do nothing but start kernels.
-        on_degraded: called once if it cannot be recorded; the function itself runs from then on.
+        function: takes latents, a timestep, and a function that returns a text's state, the same object for the same
+            text; must only launch kernels.
+        on_degraded: called once if it cannot be recorded; the function is then called directly.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class CudaGraphRunner:
         self._gave_up = False
 
     def __call__(self, latents: torch.Tensor, timestep: torch.Tensor, text: Callable[[], Any]) -> torch.Tensor:
-        """Return what the function returns."""
+        """Return the result of the function."""
         if self._gave_up:
             return self._function(latents, timestep, text)
         state = text()

@@ -11,7 +11,7 @@ from runtime.execution.engine_fallback import EngineWithFallback
 
 # The passes of a step with guidance.
 PROMPTED, UNPROMPTED = "cond", "uncond"
-# Texts whose keys and values are held: a prompt, a negative prompt, and both together.
+# Texts whose keys and values are cached: a prompt, a negative prompt, and both together.
 _TEXTS = 2
 
 
@@ -32,7 +32,7 @@ class Denoiser(Protocol):
             latents: (1, channels, frames, height, width), float32.
             timestep: scalar tensor, 0 to 1000.
             text_embeds: (1, text tokens, text width).
-            which: of the passes of a step: each has a cache of its own.
+            which: the pass of the step; each pass has its own cache.
 
         Returns:
             The prediction in the transformer's dtype, shaped like `latents`. It may be written over by the call after
@@ -47,12 +47,12 @@ class Denoiser(Protocol):
         ...
 
     def reset_cache(self) -> None:
-        """Forget what was cached of earlier steps."""
+        """Discard values cached in earlier steps."""
         ...
 
 
 class EngineDenoiser:
-    """An engine, and PyTorch from the call on in which it fails."""
+    """An engine that falls back to PyTorch in the call in which it fails."""
 
     pairs = False
 
@@ -60,12 +60,12 @@ class EngineDenoiser:
         self._engines = EngineWithFallback(engines, fall_back)
 
     def reset_cache(self) -> None:
-        """See `Denoiser`; an engine caches nothing, nor does what takes over from it."""
+        """See `Denoiser`; neither an engine nor its fallback caches anything."""
 
     def __call__(
         self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str = PROMPTED
     ) -> torch.Tensor:
-        """See `Denoiser`; the result stays as it is until the call after the next."""
+        """See `Denoiser`; the result is valid until the second call after this one."""
         inputs = {"latents": latents, "timestep": timestep.expand(1).float(), "text_embeds": text_embeds.float()}
         return self._engines.call(
             lambda engines: engines.infer("transformer", **inputs)["velocity"],

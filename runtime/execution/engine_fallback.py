@@ -1,4 +1,4 @@
-"""A component on engines, with PyTorch in its place from the moment that one fails."""
+"""A component on engines that falls back to PyTorch when one fails."""
 
 from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
@@ -16,7 +16,7 @@ OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 
 class EngineWithFallback(Generic[Part]):
-    """Engines until one fails, runs out of memory or gives values that are not numbers; then `fall_back`'s part.
+    """Engines, replaced by `fall_back`'s component if one fails, runs out of memory or returns NaN or Inf.
 
     Args:
         engines: loaded; the caller closes them.
@@ -29,7 +29,7 @@ class EngineWithFallback(Generic[Part]):
         self._instead: Part | None = None
 
     def call(self, on_engines: Callable[[OpenEngines], Result], in_pytorch: Callable[[Part], Result]) -> Result:
-        """Return what the engines give, or PyTorch."""
+        """Return the result of the engines, or of PyTorch after a failure."""
         if self._instead is None:
             try:
                 result = on_engines(self._engines)
@@ -40,12 +40,12 @@ class EngineWithFallback(Generic[Part]):
                 reason = error.fact
             except OUT_OF_MEMORY:
                 reason = Fact("execution.engine_out_of_memory")
-            # Outside of the handler: an exception's frames would hold on to the memory that is needed now.
+            # Outside of the handler: the exception's frames reference memory that is needed now.
             self._instead = self._fall_back(reason)
         return in_pytorch(self._instead)
 
     def runs(self, program: str) -> bool:
-        """Whether an engine for a program is there and none has failed."""
+        """Return whether there is an engine for a program and no engine has failed."""
         return self._instead is None and self._engines.runs(program)
 
     def fallback(self) -> Part:
@@ -55,6 +55,6 @@ class EngineWithFallback(Generic[Part]):
 
 
 def _finite(result: torch.Tensor | Mapping[str, torch.Tensor] | None) -> bool:
-    # The first output is the result proper; what goes wrong in the others shows in the next call.
+    # Only the first output is checked; errors in the others, the caches, appear in the next call.
     first = next(iter(result.values())) if isinstance(result, Mapping) else result
     return first is None or bool(torch.isfinite(first).all().item())

@@ -19,22 +19,22 @@ class Sharing(Protocol):
     """The processes that share the tokens of a pass."""
 
     def real(self, x: torch.Tensor) -> torch.Tensor:
-        """Return those of this process's tokens, (batch, tokens, …), that are not filled up."""
+        """Return this process's tokens, (batch, tokens, …), without padding."""
         ...
 
     def summed(self, values: torch.Tensor) -> list[float]:
-        """Return the sum of each value, a vector, over all: the very same numbers to each of them."""
+        """Return each value of a vector summed over all processes; every process gets identical numbers."""
         ...
 
 
 @contextmanager
 def first_block_cached(module: Any, strength: float, sharing: Sharing | None = None) -> Iterator[None]:
-    """Leave out blocks after the first, while entered, where it adds nearly what it added before.
+    """Skip the blocks after the first one, while entered, if its residual has hardly changed since the last step.
 
     Args:
         module: a transformer.
-        strength: the change, as a share of what was added, up to which it counts as the same.
-        sharing: those who compute it together; `None` where one has all tokens.
+        strength: the largest relative change of the residual with which blocks are skipped.
+        sharing: the processes that compute it together; `None` for one process.
     """
 
     module.enable_cache(FirstBlockCacheConfig(threshold=strength))
@@ -46,7 +46,7 @@ def first_block_cached(module: Any, strength: float, sharing: Sharing | None = N
 
 
 def changed(now: torch.Tensor, before: torch.Tensor, strength: float, sharing: Sharing | None) -> bool:
-    """Return whether the mean change of residuals, (batch, tokens, width), exceeds that share of their mean size."""
+    """Return whether the mean change of residuals, (batch, tokens, width), exceeds `strength` times their mean size."""
     if sharing is not None:
         now, before = sharing.real(now), sharing.real(before)
     sums = torch.stack([(now - before).abs().sum(dtype=torch.float32), before.abs().sum(dtype=torch.float32)])

@@ -36,7 +36,7 @@ def attend_rounded(eights: Sequence[torch.Tensor], scales: Sequence[torch.Tensor
     """Return the attention of queries, keys and values in e4m3, in e4m3 and the scale of the values.
 
     Args:
-        scales: what each was multiplied with.
+        scales: the factor of each.
     """
     attended: torch.Tensor = torch.ops.tandem.attend_fp8(*eights, *(1 / scale for scale in scales))
     return attended
@@ -53,7 +53,7 @@ def in_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def out_of_fp8(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return what `in_fp8` made so, in another dtype."""
+    """Return the result of `in_fp8` divided by its factor, in another dtype."""
     return (x.float() / scale).to(dtype)
 
 
@@ -66,11 +66,11 @@ def _attend_fp8(
     descale_k: torch.Tensor,
     descale_v: torch.Tensor,
 ) -> torch.Tensor:
-    # What comes out is to be multiplied by descale_v: in the scale of the values it fits FP8.
+    # The result keeps the scale of the values, in which it fits FP8; the caller multiplies by descale_v.
     q, k, v = (x.contiguous() for x in (q, k, v))
     if q.device.type != "cuda":
         return _by_arithmetic(q, k, v, descale_q * descale_k)
-    # cuDNN's handle, and what is started through it, belong to the GPU that is current.
+    # cuDNN's handle and its kernels belong to the current GPU.
     with torch.cuda.device(q.device):
         return _by_cudnn(q, k, v, descale_q, descale_k, descale_v)
 
@@ -114,7 +114,7 @@ def _(
 
 
 def _by_arithmetic(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, descale: torch.Tensor) -> torch.Tensor:
-    """Do what cuDNN does, step by step and in float32 between: it shows the error where there is no such GPU."""
+    """Emulate cuDNN in float32 with the same roundings, to measure the error on other devices."""
     q32, k32, v32 = (x.float().transpose(1, 2) for x in (q, k, v))
     scores = q32 @ k32.transpose(-1, -2) * (descale / math.sqrt(q.shape[-1]))
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
@@ -137,7 +137,7 @@ def _handle(device: int) -> Any:
 
 @lru_cache(maxsize=64)
 def _graph(shape: tuple[int, ...], keys: int, device: int) -> tuple[Any, dict[str, Any]]:
-    """Build cuDNN's graph for one shape; return what runs it, and its tensors by name."""
+    """Build cuDNN's graph for one shape; return a function that runs it, and its tensors by name."""
     import cudnn
 
     handle = _handle(device)

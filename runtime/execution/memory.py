@@ -16,7 +16,7 @@ _VRAM_WORDS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def ran_out(error: BaseException) -> Literal["VRAM", "RAM"] | None:
-    """Return which memory an error says is full: the GPU's, this machine's, or none."""
+    """Return the memory whose exhaustion caused an error: the GPU's, this machine's, or none."""
     if isinstance(error, torch.OutOfMemoryError):
         return "VRAM"
     if isinstance(error, RuntimeError) and any(words in str(error) for words in _VRAM_WORDS):
@@ -43,7 +43,7 @@ def release_cached_memory(*, unreachable: bool = False) -> None:
 
 @cache
 def _malloc_trim() -> Any:
-    """Return glibc's function that gives the system what was freed, which it otherwise keeps; `None` elsewhere."""
+    """Return glibc's function that returns freed memory to the system; `None` with another C library."""
     if not sys.platform.startswith("linux"):
         return None
     try:

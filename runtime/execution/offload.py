@@ -80,11 +80,11 @@ def place(module: torch.nn.Module, how: Placement, part: ComponentPlan) -> Place
     if how == "whole":
         return _QuantizedWhole(module, device) if quantized else _Whole(module, device)
     streams = device.type == "cuda"
-    # What is quantized is pinned by diffusers, which knows the tensors inside.
+    # diffusers pins quantized weights, because it knows their inner tensors.
     on_the_way = streams and not quantized and not pin(module)
     try:
         apply_group_offloading(
-            # A text encoder's embedding is there twice, and the one outside of its stack is never called.
+            # A text encoder has its embedding twice; the one outside of its stack is never called.
             getattr(module, "encoder", module),
             onload_device=device,
             offload_type="block_level" if how == "blocks" else "leaf_level",

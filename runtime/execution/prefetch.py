@@ -1,4 +1,4 @@
-"""Files of the part that comes next, read into the system's cache while the one before it runs on the GPU."""
+"""Read the weight files of the next component into the page cache while the current one runs on the GPU."""
 
 import contextlib
 import threading
@@ -13,14 +13,14 @@ from runtime.models.spec import ModelSpec
 
 _PIECE_BYTES = 8 << 20
 # Files are read ahead only if they fit into free memory twice.
-_ROOM = 2.0
+_FREE_FACTOR = 2.0
 
 
 def next_files(spec: ModelSpec, plan: ExecutionPlan, running: str, held: Collection[str]) -> list[Path]:
-    """Return the weights that will be loaded after the part that runs, and are not in memory.
+    """Return the weight files of the next component that is not in memory.
 
     Args:
-        held: the parts that are loaded, or have nothing to do.
+        held: components that are loaded or have no work left.
     """
     names = list(plan.components)
     after = names[names.index(running) + 1 :]
@@ -32,14 +32,14 @@ def next_files(spec: ModelSpec, plan: ExecutionPlan, running: str, held: Collect
 
 @contextmanager
 def reading(files: Sequence[Path], free_bytes: int | None = None) -> Iterator[None]:
-    """Read files on a thread while entered, where memory (RAM) has room for them.
+    """Read files on a thread while entered, if free memory (RAM) suffices.
 
     Args:
-        free_bytes: of memory; by default as the system says.
+        free_bytes: free memory; read from the system by default.
     """
     free = psutil.virtual_memory().available if free_bytes is None else free_bytes
     with contextlib.suppress(OSError):
-        if not files or _ROOM * sum(path.stat().st_size for path in files) > free:
+        if not files or _FREE_FACTOR * sum(path.stat().st_size for path in files) > free:
             files = ()
     stop = threading.Event()
     thread = threading.Thread(target=_read, args=(files, stop), name="prefetch", daemon=True)

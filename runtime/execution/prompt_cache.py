@@ -79,7 +79,7 @@ class PromptCache:
         try:
             with safe_open(path, framework="pt") as file:
                 metadata_json = json.loads((file.metadata() or {})[_METADATA])
-                # A copy, for what lies in the file is at any address: arithmetic may round otherwise there.
+                # A copy, because mapped data is not aligned, which can change how kernels round.
                 embeds = file.get_tensor("embeds").clone()
             if metadata_json["version"] != _VERSION:
                 return None
@@ -97,7 +97,7 @@ class PromptCache:
         return self._folder / f"{key}.safetensors"
 
     def _sweep(self) -> None:
-        """Remove the files that were used longest ago."""
+        """Remove the least recently used files."""
         assert self._folder is not None
         files = sorted(self._folder.glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
         for path in files[:-_MOST_ON_DISK]:
@@ -106,7 +106,7 @@ class PromptCache:
 
 def _key(spec: ModelSpec, part: ComponentPlan, text: str) -> str:
     known: list[Any] = [str(spec.directory), spec.max_sequence_length, text]
-    # The kind of device, for the first GPU reads as the second does.
+    # Only the kind of device: all GPUs compute the same embeddings.
     known += [part.backend, part.device.partition(":")[0], part.dtype, [use.id for use in part.engines]]
     known += [list(_files(spec.directory / folder)) for folder in ("text_encoder", "tokenizer")]
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()

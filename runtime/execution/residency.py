@@ -1,4 +1,4 @@
-"""Loaded components: loaded on first use, kept or freed as the plan says, freed at the end of one `with`.
+"""Loaded components: loaded on first use, kept or freed according to the plan, freed at the end of one `with`.
 
 The plan's `offload` decides whether a kept component's weights are on the device or in memory (RAM) between uses.
 """
@@ -83,7 +83,7 @@ class Watch(Protocol):
 
     @property
     def cancel(self) -> Cancel:
-        """Whether the job is to stop."""
+        """The job's cancellation token."""
         ...
 
     def loading(self, name: str) -> None:
@@ -91,11 +91,11 @@ class Watch(Protocol):
         ...
 
     def fell_back(self, name: str, reason: Fact) -> None:
-        """Note that a component runs in PyTorch from now on, and why."""
+        """Record that a component runs in PyTorch from now on, and why."""
         ...
 
     def on_degraded(self, name: str, field: str, reason: Fact) -> None:
-        """Note that a component runs without what `field` of the plan's `Speed` says, and why."""
+        """Record that the option `field` of the plan's `Speed` is not applied to a component, and why."""
         ...
 
 
@@ -340,7 +340,7 @@ def _load(
     build: Callable[[torch.nn.Module, ComponentPlan], Any],
     load: Loader,
 ) -> _Loaded:
-    """Load a component in PyTorch, with its weights where they are between uses."""
+    """Load a component in PyTorch and place its weights according to the plan."""
     module = load(spec, name, part, None if how == "device" else "cpu")
     made = build(module, part)
     return _Loaded(made, place(module, how, part), module)
@@ -352,7 +352,7 @@ def _key(spec: ModelSpec, name: str, plan: ExecutionPlan, part: ComponentPlan) -
     stamp = _stamp(spec.directory / name)
     split = plan.split if plan.split is not None and plan.split.shares(name) and not engines else None
     computed = None if split is None else shared_speed(plan.speed, name)
-    # The order counts: sums are rounded.
+    # The order matters: sums are rounded.
     loras = tuple(use.identity for use in spec.loras_of(name))
     return _Key(
         spec.directory, name, part.device, part.dtype, part.quantization, where, stamp, engines, loras, split, computed

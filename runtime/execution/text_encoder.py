@@ -100,7 +100,7 @@ class PyTorchTextModel:
 
 
 class EngineTextModel:
-    """An engine, and PyTorch once it fails."""
+    """An engine that falls back to PyTorch when it fails."""
 
     def __init__(self, engines: OpenEngines, fall_back: Callable[[Fact], TextModel]) -> None:
         self._engines = EngineWithFallback(engines, fall_back)

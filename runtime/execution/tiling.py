@@ -1,4 +1,4 @@
-"""How overlapping tiles of a frame are blended: how much of each counts where. Knows nothing about decoders."""
+"""Blending of overlapping tiles of a frame. Independent of decoders."""
 
 import torch
 

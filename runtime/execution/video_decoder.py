@@ -53,10 +53,10 @@ def as_bytes(frames: torch.Tensor, part: ComponentPlan | None) -> torch.Tensor:
 
     Args:
         frames: float32 in -1 to 1.
-        part: how the VAE that gave them is planned.
+        part: the plan of the VAE.
 
     Raises:
-        BadResultError: if they hold NaN or Inf.
+        BadResultError: if they contain NaN or Inf.
     """
     if not torch.isfinite(frames).all().item():
         raise not_finite(part)
@@ -64,12 +64,12 @@ def as_bytes(frames: torch.Tensor, part: ComponentPlan | None) -> torch.Tensor:
 
 
 def fetch(frames: torch.Tensor, part: ComponentPlan | None) -> Callable[[], torch.Tensor]:
-    """Start decoded frames on their way to the CPU, in 8 bits; what is returned waits until they are there.
+    """Start copying decoded frames to the CPU, in 8 bits; return a function that waits for them.
 
     A GPU copies into page-locked memory while it runs the next kernels.
 
     Args:
-        frames, part: see `as_bytes`; what is uint8 already is only copied.
+        frames, part: see `as_bytes`; uint8 frames are only copied.
     """
     if frames.dtype == torch.uint8:
         return frames.cpu
@@ -91,7 +91,7 @@ def fetch(frames: torch.Tensor, part: ComponentPlan | None) -> Callable[[], torc
 
 
 def _page_locked(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what a tensor on a GPU will be on the CPU once the stream has come so far."""
+    """Start an asynchronous copy of a GPU tensor into page-locked memory; return the copy."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
@@ -103,7 +103,7 @@ def not_finite(part: ComponentPlan | None) -> BadResultError:
     """Return the error for frames with NaN or Inf; latents are checked before, so the VAE or its weights are at fault.
 
     Args:
-        part: how the VAE is planned.
+        part: the plan of the VAE.
     """
     if part is not None and may_overflow(part):
         return BadResultError("execution.vae_overflow", dtype=part.dtype)
@@ -111,7 +111,7 @@ def not_finite(part: ComponentPlan | None) -> BadResultError:
 
 
 class EngineVideoDecoder:
-    """Two engines, the first step and the recurrent one, and PyTorch from the step on in which one fails.
+    """Two engines, for the first step and the others, that fall back to PyTorch in the step in which one fails.
 
     One that was made elsewhere may take whole clips; where it fails, PyTorch decodes all.
     """

@@ -18,7 +18,7 @@ from runtime.core.request import ATTENTIONS, GenerationRequest
 from runtime.execution.attention import attention, problem
 from runtime.execution.residency import Residency
 from runtime.families.wan import vae as wan_vae
-from runtime.families.wan.vae import Fast, PyTorchVideoDecoder
+from runtime.families.wan.vae import PyTorchVideoDecoder, TritonDecoderOps
 from runtime.machine.probe import probe
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
@@ -138,7 +138,7 @@ def test_convolutions_by_triton(size: tuple[int, int, int, int, int], dtype: tor
     x = torch.randn((1, channels, frames + deep - 1, height, width), device="cuda:0", generator=generator).to(dtype)
     weight = torch.randn((96, channels, deep, 3, 3), device="cuda:0", generator=generator) * (9 * channels) ** -0.5
     weight = weight.to(dtype)
-    if not Fast(x.device, dtype).takes(nn.Conv3d(96, 96, 3)):
+    if not TritonDecoderOps(x.device, dtype).supports(nn.Conv3d(96, 96, 3)):
         pytest.skip("needs a Hopper GPU")
     with exact():
         wanted = F.conv3d(x.float(), weight.float(), padding=(0, 1, 1))
@@ -150,7 +150,7 @@ def test_convolutions_by_triton(size: tuple[int, int, int, int, int], dtype: tor
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("channels", [20, 96, 384])
-def test_what_lies_between_convolutions_by_triton(channels: int, dtype: torch.dtype) -> None:
+def test_triton_kernels_between_convolutions(channels: int, dtype: torch.dtype) -> None:
     generator = torch.Generator("cuda:0").manual_seed(1)
 
     def lying(frames: int) -> torch.Tensor:
@@ -160,9 +160,9 @@ def test_what_lies_between_convolutions_by_triton(channels: int, dtype: torch.dt
     x, shortcut, before = lying(3), lying(3), lying(2)
     gamma, bias = lying(1)[0, :, :, :1, :1].clone(), lying(1)[0, :, 0, 0, 0].clone()
     calls: list[tuple[str, tuple[Any, ...]]] = [
-        *(("enter", (x, one, gamma, before, padding)) for one in (None, bias) for padding in (0, 1)),
-        ("leave", (x, bias, shortcut)),
-        ("double", (x[0].transpose(0, 1),)),
+        *(("norm_activate", (x, one, gamma, before, padding)) for one in (None, bias) for padding in (0, 1)),
+        ("add_residual", (x, bias, shortcut)),
+        ("upsample", (x[0].transpose(0, 1),)),
     ]
     for name, given in calls:
         got, wanted = getattr(kernels(), name)(*given), getattr(wan_vae, name)(*given)

@@ -23,7 +23,7 @@ _PREFIXES = (
     "transformer.",
     "lora_unet_",
 )
-# How a tensor's name ends, and what it is to its module.
+# Suffixes of tensor names, and their role in the module.
 _ROLES = {
     "lora_A.weight": "down",
     "lora_A.default.weight": "down",
@@ -86,7 +86,7 @@ _MAX_DISTILLED_STEPS = 16
 
 
 def change_of(tensor: str) -> LoraChange | None:
-    """Return what a tensor of a LoRA file changes; `None` if it is nothing of Wan's transformer."""
+    """Return the module and factor of a tensor in a LoRA file; `None` if Wan's transformer has no such module."""
     name = tensor
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
@@ -135,7 +135,7 @@ def _module(name: str) -> str | None:
 
 
 def distilled_steps(path: Path) -> int | None:
-    """Return for how many steps a LoRA was distilled, by its or its folder's name; `None` if the name does not tell."""
+    """Return for how many steps a LoRA was distilled, from its own or its folder's name; `None` if unknown."""
     for text in (path.stem, path.parent.name):
         if _DISTILLED.search(text):
             steps = _STEPS.search(text)
@@ -145,5 +145,5 @@ def distilled_steps(path: Path) -> int | None:
 
 
 def distilled_shift(path: Path) -> float | None:
-    """Return the shift with which a LoRA was distilled, if its or its folder's name tells who made it."""
+    """Return the shift with which a LoRA was distilled, if its own or its folder's name identifies its author."""
     return LIGHTX2V_SHIFT if any(_LIGHTX2V.search(text) for text in (path.stem, path.parent.name)) else None

@@ -75,7 +75,7 @@ def _attend_text(attention: Any, x: torch.Tensor, seen: torch.Tensor, buckets: t
 
 
 class TransformerForm(nn.Module):
-    """A `diffusers.WanTransformer3DModel` whose edges are float32, whatever it computes in.
+    """A `diffusers.WanTransformer3DModel` with float32 inputs and outputs, whatever its dtype.
 
     Between the blocks values stay in float32: diffusers rounds them to the model's type after every step, which
     costs accuracy and gains nothing. A text-to-video clip has one timestep for all its tokens, so TI2V-5B's timestep
@@ -106,7 +106,7 @@ class TransformerForm(nn.Module):
         self._eps = config.eps
         rope = module.rope
         sizes = [rope.t_dim, rope.h_dim, rope.w_dim]
-        # One column per pair of channels: diffusers holds each twice.
+        # One column per pair of channels: diffusers stores each twice.
         for axis, cos, sin in zip(
             "thw", rope.freqs_cos.split(sizes, dim=1), rope.freqs_sin.split(sizes, dim=1), strict=True
         ):
@@ -127,7 +127,7 @@ class TransformerForm(nn.Module):
         Args:
             timestep: (1,), 0 to 1000.
             text_embeds: (1, text tokens, text width).
-            text_padding: (1,), how many further tokens of zeros the text has, which were cut off.
+            text_padding: (1,), number of zero tokens that were cut off the text.
         """
         dtype = self.patch_embedding.weight.dtype
         _, c, frames, height, width = latents.shape
@@ -238,8 +238,8 @@ def _rms_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
 def _pair_halves(attention: Any, heads: int) -> None:
     """Reorder the channels of queries and keys, each head's even ones before its odd ones.
 
-    Wan rotates neighbouring channels in pairs, which takes a copy of every other value; halves of a head are read as
-    they lie. What is attended to depends on products of queries and keys alone, so on no common order.
+    Wan rotates neighbouring channels in pairs, which needs a strided copy; halves of a head are contiguous. Attention
+    depends only on products of queries and keys, so the order of their channels does not matter.
     """
     channels = attention.to_q.weight.shape[0]
     order = torch.arange(channels, device=attention.to_q.weight.device).view(heads, -1, 2).transpose(1, 2).flatten()
@@ -255,7 +255,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 class _Caches:
-    """The caches of one call: those that came in, in the decoder's order, and those that go out."""
+    """The input and output caches of one call, in the decoder's order."""
 
     def __init__(self, given: tuple[torch.Tensor, ...]) -> None:
         self._given = list(given)
@@ -275,7 +275,7 @@ class _Caches:
 
     def begin_empty(self, x: torch.Tensor) -> None:
         """Keep two frames of zeros: doubling time starts with the second frame."""
-        # Not `zeros_like`: exporters would make a constant of it, and OpenVINO reads no constant as an output.
+        # Not `zeros_like`: exporters would turn it into a constant, which OpenVINO does not accept as an output.
         self.kept.append(x.clamp(0.0, 0.0).repeat(1, 1, CACHED_FRAMES, 1, 1))
 
 
@@ -294,7 +294,7 @@ class _NextConv(nn.Module):
 
 
 class _FirstConv(nn.Module):
-    """The same on the first frame: before it there are zeros, so only the kernel's last slice in time counts."""
+    """The same convolution on the first frame: its cache is zero, so only the kernel's last temporal slice applies."""
 
     def __init__(self, conv: Any) -> None:
         super().__init__()
@@ -313,7 +313,7 @@ class VaeForm(nn.Module):
     """The decoder with normalisation, `post_quant_conv`, unpatchify and clamp inside.
 
     Args:
-        vae: a `diffusers.AutoencoderKLWan`, whose decoder becomes this form's: it is changed.
+        vae: a `diffusers.AutoencoderKLWan`, whose decoder is modified and used.
         first: whether this is the step that decodes the first latent frame.
     """
 
@@ -328,7 +328,7 @@ class VaeForm(nn.Module):
         self.decoder = vae.decoder
         parameter = vae.post_quant_conv.weight
         shape = (1, vae.config.z_dim, 1, 1, 1)
-        # In float32 always: rounded, they would shift every colour.
+        # Always in float32: rounding would shift every colour.
         for name, values in (("mean", vae.config.latents_mean), ("std", vae.config.latents_std)):
             self.register_buffer(name, torch.tensor(values, device=parameter.device, dtype=torch.float32).view(shape))
         causal = type(vae.decoder.conv_in)

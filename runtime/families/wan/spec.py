@@ -2,7 +2,7 @@
 
 Covers Wan2.1 (one transformer), Wan2.2-A14B (two experts), Wan2.2-TI2V-5B (48-channel VAE that patchifies, a timestep
 per token) and other models of the same architectures. What diffusers' configurations do not hold (title, defaults,
-trained sizes, preview colours) is read from `tandem.json` beside them, else taken from the model cards:
+trained sizes, preview colours) is read from `tandem.json` in the model's folder, or else taken from the model cards:
 https://huggingface.co/Wan-AI.
 """
 
@@ -35,7 +35,7 @@ _ROPE_MAX_SEQ_LEN = 1024
 # Two names of UMT5's embedding; some files hold both.
 _TIED = ("shared.weight", "encoder.embed_tokens.weight")
 _SCHEDULER = "UniPCMultistepScheduler"
-# Of a model that is not here; its folder's configuration will give the shift.
+# For a model that is not downloaded; its configuration determines the shift later.
 _NOISE = NoiseLevels(setting="flow_shift", fixed=None, shift=math.nan, spread="unipc")
 
 # From Wan2.2's configuration (`sample_neg_prompt`), https://github.com/Wan-Video/Wan2.2.
@@ -95,7 +95,7 @@ class TransformerSpec:
 
     @property
     def block_parameters(self) -> int:
-        """The number of weights in the linear layers of all blocks: what is quantized, and what offload streams."""
+        """Number of weights in the linear layers of all blocks, which quantization and offload apply to."""
         return self.num_layers * (8 * self.width**2 + 2 * self.width * self.ffn_dim)
 
 
@@ -179,8 +179,8 @@ class VaeSpec:
                     if cpu and c * (frames + 2) * rows <= _UNFOLDED:
                         convolution += (_KERNEL - 1) * frames * c - 2 * c - frames * out
                     most = max(most, positions * (held + convolution))
-                # In 16 bits, the norm before the second convolution: what is normed without and with its bias, in
-                # float32, and the result of that.
+                # In 16 bits, the norm before the second convolution: its input without and with the bias, in
+                # float32, and its result.
                 lifted = 2 * frames * out * _FLOAT32 // element_bytes
                 most = max(most, positions * (held + 2 * frames * out + lifted))
                 caches += 2 * positions * (channels + out)
@@ -279,7 +279,7 @@ class WanFamily:
         )
 
     def lora_change(self, tensor: str) -> LoraChange | None:
-        """Return what a tensor of a LoRA file changes."""
+        """Return the module and factor of a tensor in a LoRA file."""
         return lora_names.change_of(tensor)
 
     def lora_weight_shape(self, spec: ModelSpec, module: str) -> tuple[int | None, ...] | None:

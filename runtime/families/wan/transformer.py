@@ -10,7 +10,7 @@ Equal to `diffusers.WanTransformer3DModel` up to rounding (tests/families/wan/te
 
 `install` replaces `forward` of a loaded module and of its blocks. They are called as diffusers calls them, hooks
 included, so that offloading, caching, LoRA and quantized layers work as they do there. Attention processors are not
-enough: what changes is the order of work in a whole block.
+enough, because the order of operations in a whole block changes.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,19 +33,19 @@ from runtime.execution.memory import release_cached_memory
 from runtime.execution.parallel.ulysses import Tokens
 from runtime.upstream.diffusers import reset_step_cache
 
-# Keys and values of the text, each (batch, text tokens, heads, head width); or what they are made of, (batch, text
-# tokens, width).
+# Keys and values of the text, each (batch, text tokens, heads, head width); or the projected text, (batch,
+# text tokens, width).
 BlockText = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Rotation = tuple[torch.Tensor, torch.Tensor]
 Step = Callable[..., torch.Tensor]
-# Texts whose keys and values are held: a prompt, a negative prompt, and both together.
+# Texts whose keys and values are cached: a prompt, a negative prompt, and both together.
 _TEXTS = 2
 
 
 def block_step(
     block: Any, x: torch.Tensor, text: BlockText, modulation: torch.Tensor, rotation: Rotation
 ) -> torch.Tensor:
-    """Return `x`, (batch, tokens, width), after one block: what is compiled as one.
+    """Return `x`, (batch, tokens, width), after one block. It is compiled as a whole.
 
     Args:
         modulation: (batch, 6, width), in the model's dtype.
@@ -84,8 +84,8 @@ def keys_and_values(attn: Any, text: torch.Tensor) -> tuple[torch.Tensor, torch.
 def _added(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Return the sum, added in float32.
 
-    A function of its own so that `y` is computed before `x` is brought to float32, and neither is held longer than
-    that: together a sixth of what a block takes.
+    A separate function, so that `y` is computed before `x` is converted to float32 and both are freed at once: together
+    they are a sixth of a block's memory.
     """
     return (x.float() + y).to(x.dtype)
 
@@ -122,15 +122,15 @@ class TextState:
         self._kept = kept
 
     def of(self, block: int) -> BlockText:
-        """Return what a block takes."""
+        """Return the text as the input of a block."""
         return self._projected if self._kept is None else self._kept[block]
 
 
 def read_text(module: Any, embeds: torch.Tensor, *, keep: bool) -> TextState:
-    """Return what text embeddings, (batch, text tokens, text width), are to a transformer.
+    """Return the state of text embeddings, (batch, text tokens, text width), in a transformer.
 
     Args:
-        keep: also hold every block's keys and values; all weights must be on the device.
+        keep: also compute every block's keys and values; all weights must be on the device.
     """
     projected = module.condition_embedder.text_embedder(embeds)
     kept = [keys_and_values(block.attn2, projected) for block in module.blocks] if keep else None
@@ -296,12 +296,12 @@ class PyTorchDenoiser:
     until `forget`.
 
     Attributes:
-        dtype: of its arithmetic.
+        dtype: the dtype of its arithmetic.
         pairs: see `Denoiser`.
 
     Args:
         module: its weights may be elsewhere until it is called.
-        speed: until `compute` changes it.
+        speed: execution options until `compute` changes them.
     """
 
     def __init__(self, module: Any, speed: Speed = EAGER) -> None:
@@ -334,7 +334,7 @@ class PyTorchDenoiser:
 
     @contextmanager
     def caching(self, step_cache: str, sharing: Sharing | None = None) -> Iterator[None]:
-        """Reuse values across steps, as `step_cache` says, while entered.
+        """Reuse values across steps according to `step_cache` while entered.
 
         Args:
             sharing: the processes that share the tokens of a pass, if several do.
@@ -343,8 +343,8 @@ class PyTorchDenoiser:
         if strength is None:
             yield
             return
-        assert not self.pairs, "each pass has a cache of its own"
-        assert self._graphed is None, "each call decides what is computed"
+        assert not self.pairs, "each pass has its own cache"
+        assert self._graphed is None, "each call may skip blocks"
         with first_block_cached(self._module, strength, sharing):
             self._caches = True
             try:
@@ -379,7 +379,7 @@ class PyTorchDenoiser:
         return 0.0 if self._step is None else self._step.seconds
 
     def forget(self) -> None:
-        """Free what is kept for a text or a size."""
+        """Free values cached for a text or a size."""
         self._texts.clear()
         forget_sizes(self._module)
         if self._graphed is not None:

@@ -1,14 +1,14 @@
 """Wan's VAE decoder: several latent frames per call, on diffusers' modules, with few passes over memory.
 
-Equal to `AutoencoderKLWan._decode` up to rounding. What differs:
+Equal to `AutoencoderKLWan._decode` up to rounding. Differences:
 
-- The two frames that a causal convolution continues from are joined with its input as that is computed, not later.
+- The two cached frames of a causal convolution are concatenated with its input when that is computed, not later.
 - The convolution pads in space itself, without a copy. The next operation adds its bias.
-- With `channels_last` memory is in the layout that cuDNN's convolutions are fastest with.
-- The operations between two convolutions are one function. Triton's kernels (`vae_kernels`) compute it where they can,
-  and some convolutions, whose input is padded in space too.
+- With `channels_last`, activations are in the memory layout in which cuDNN's convolutions are fastest.
+- The operations between two convolutions are one function. On GPUs with Triton, kernels (`vae_kernels`) compute it, and
+  some convolutions, whose input is then also padded in space.
 
-Caches are as engines have them (`programs.VaeForm`): two frames each, zeros where there was nothing.
+Caches have the format of engines (`programs.VaeForm`): two frames each, initially zeros.
 """
 
 import importlib.util
@@ -33,52 +33,52 @@ from runtime.upstream.diffusers import causal_padding
 CACHED_FRAMES = 2
 # Frames returned at a time once tiles are joined.
 _TOGETHER = 4
-# Of a convolution that the kernel is faster at: channels, whose bytes the GPU copies by 16; its size in space.
+# Convolutions that the kernel computes: channels are a multiple of this (GPUs copy 16 bytes at a time); kernel size.
 _CHANNELS, _SPACE = 8, (3, 3)
-# Cuts off what is not needed, (…, height, width), where that may be done: before each of the decoder's last blocks, in
-# order from 0, before what follows them, and at the end.
+# Crops (…, height, width) to the needed part at numbered places: before each up block, from 0, before the output norm,
+# and at the end.
 Trim = Callable[[torch.Tensor, int], torch.Tensor]
 _Computes = Callable[..., torch.Tensor]
 
 
-def enter(
+def norm_activate(
     x: torch.Tensor, bias: torch.Tensor | None, gamma: torch.Tensor, before: torch.Tensor, padding: int = 0
 ) -> torch.Tensor:
-    """Return what goes into a causal convolution: the frames before, then `x` normalised over channels and activated.
+    """Return the input of a causal convolution: the cached frames, then `x` normalised over channels and activated.
 
     Args:
-        x: (1, channels, frames, height, width), of the last convolution.
-        bias: that convolution's, where it was not added yet.
-        gamma: what a channel of unit length in each place becomes, (channels, 1, 1, 1).
-        before: the frames that it continues from.
+        x: (1, channels, frames, height, width), the output of the previous convolution.
+        bias: the bias of that convolution, if it is not added yet.
+        gamma: the scale of each channel, (channels, 1, 1, 1).
+        before: the cached frames.
         padding: pixels of zeros around each frame.
     """
     if bias is not None:
         x = x + bias.view(1, -1, 1, 1, 1)
     y = F.normalize(x.float(), dim=1).to(x.dtype) * gamma
     entered = torch.cat([before, F.silu(y)], dim=2)
-    return F.pad(entered, (padding,) * 4) if padding else entered  # padding by nothing copies
+    return F.pad(entered, (padding,) * 4) if padding else entered  # padding by 0 would copy
 
 
-def leave(x: torch.Tensor, bias: torch.Tensor, shortcut: torch.Tensor) -> torch.Tensor:
-    """Return the end of a residual block."""
+def add_residual(x: torch.Tensor, bias: torch.Tensor, shortcut: torch.Tensor) -> torch.Tensor:
+    """Add the bias of the last convolution and the shortcut of a residual block."""
     return x + bias.view(1, -1, 1, 1, 1) + shortcut
 
 
-def double(frames: torch.Tensor) -> torch.Tensor:
-    """Return (frames, channels, height, width) twice as high and wide. That copies values, so it needs no float32."""
+def upsample(frames: torch.Tensor) -> torch.Tensor:
+    """Return (frames, channels, height, width) twice as high and wide, by nearest-neighbour interpolation."""
     return F.interpolate(frames, scale_factor=2.0, mode="nearest-exact")
 
 
 def convolve(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the convolution of what is padded already, without a bias."""
+    """Return the convolution of a padded input, without a bias."""
     return F.conv3d(x, weight)
 
 
 def as_frames(pixels: torch.Tensor) -> torch.Tensor:
-    """Return what a decoder gives as frames, (frames, height, width, 3), float32 in -1 to 1.
+    """Return the decoder's output as frames, (frames, height, width, 3), float32 in -1 to 1.
 
-    What is not a number, or too large for the decoder's dtype, is NaN: clamped, Inf would pass for white.
+    Inf becomes NaN: clamped, an overflow would look like white.
 
     Args:
         pixels: (1, 3, frames, height, width).
@@ -93,26 +93,26 @@ def _gamma(norm: Any) -> torch.Tensor:
 
 
 class DecoderOps:
-    """What is computed between convolutions, by PyTorch, and convolutions that something else is faster at: none.
+    """The operations between convolutions, and convolutions without a bias, in PyTorch.
 
     Attributes:
-        enter, leave, double, convolve: this module's, or what was made of them.
+        norm_activate, add_residual, upsample, convolve: the functions of this module, wrapped.
 
     Args:
-        wrap: makes something faster of them.
+        wrap: returns a faster version of a function.
     """
 
     def __init__(self, wrap: Callable[[_Computes], _Computes] = lambda plain: plain) -> None:
-        self.enter, self.leave = wrap(enter), wrap(leave)
-        self.double, self.convolve = wrap(double), wrap(convolve)
+        self.norm_activate, self.add_residual = wrap(norm_activate), wrap(add_residual)
+        self.upsample, self.convolve = wrap(upsample), wrap(convolve)
 
     @property
     def compile_seconds(self) -> float:
         """Seconds spent on compiling so far."""
         return 0.0
 
-    def takes(self, _conv: nn.Conv3d) -> bool:
-        """Whether a convolution is for `convolve`."""
+    def supports(self, _conv: nn.Conv3d) -> bool:
+        """Return whether `convolve` computes a convolution; PyTorch computes the others."""
         return False
 
 
@@ -121,17 +121,17 @@ class DecoderSteps:
 
     Args:
         decoder: a `WanDecoder3d`.
-        channels_last: how values lie; the weights are laid so too.
-        between: computes what is not a convolution. What `takes` one wants `channels_last`.
+        channels_last: whether activations and weights are in channels-last layout.
+        ops: the operations between convolutions; if they support a convolution, `channels_last` is required.
     """
 
-    def __init__(self, decoder: Any, *, channels_last: bool = False, between: DecoderOps | None = None) -> None:
+    def __init__(self, decoder: Any, *, channels_last: bool = False, ops: DecoderOps | None = None) -> None:
         self._decoder = decoder
         self.layout = torch.channels_last_3d if channels_last else torch.contiguous_format
-        self.between = between or DecoderOps()
+        self.ops = ops or DecoderOps()
         for module in decoder.modules():
-            if isinstance(module, nn.Conv3d) and self.between.takes(module):
-                # Outputs side by side.
+            if isinstance(module, nn.Conv3d) and self.ops.supports(module):
+                # Output channels are contiguous.
                 there = module.weight.data.permute(2, 3, 4, 1, 0).contiguous()
                 module.weight.data = there.permute(4, 3, 0, 1, 2)
             elif channels_last and isinstance(module, nn.Conv3d | nn.Conv2d):
@@ -146,18 +146,18 @@ class DecoderSteps:
 
         Args:
             z: (1, channels, latent frames, height, width), after `post_quant_conv`.
-            caches: of the call before; none before the first. The list is emptied on the way: what was used is freed.
-            first: whether `z` is the clip's first latent frame, which stays one frame.
-            trim: alike in all calls of a clip; caches are then of what it leaves.
+            caches: from the previous call; empty for the first. The list is emptied, so that used caches are freed.
+            first: whether `z` is the clip's first latent frame, which is decoded to one frame.
+            trim: the same in all calls of a clip; caches are cropped too.
         """
         return _Call(self, caches, trim, first=first).run(self._decoder, z)
 
 
 class _Call:
-    """One call, with the caches that came in and those that go out."""
+    """One call, with its input and output caches."""
 
     def __init__(self, steps: DecoderSteps, given: list[torch.Tensor], trim: Trim | None, *, first: bool) -> None:
-        self._between, self._format = steps.between, steps.layout
+        self._ops, self._format = steps.ops, steps.layout
         self._given = given
         self._trim = trim
         self._kept: list[torch.Tensor] = []
@@ -174,11 +174,11 @@ class _Call:
             x = self._up(block, self._trimmed(x, number))
         blocks, norm = len(decoder.up_blocks), decoder.norm_out
         x = self._trimmed(x, blocks)
-        padded = self._between.enter(x, None, _gamma(norm), self._before(x))
+        padded = self._ops.norm_activate(x, None, _gamma(norm), self._before(x))
         return self._trimmed(self._convolve(decoder.conv_out, padded, with_bias=True), blocks + 1), self._kept
 
     def _trimmed(self, x: torch.Tensor, number: int) -> torch.Tensor:
-        # A view would keep what is cut off in memory.
+        # A view would keep the whole tensor in memory.
         return x if self._trim is None else self._trim(x, number).contiguous(memory_format=self._format)
 
     def _before(self, x: torch.Tensor) -> torch.Tensor:
@@ -189,7 +189,7 @@ class _Call:
         return frames.contiguous(memory_format=self._format)
 
     def _convolve(self, conv: Any, padded: torch.Tensor, *, with_bias: bool = False) -> torch.Tensor:
-        """Convolve what has its past before it, and keep its end for the next call."""
+        """Convolve an input that starts with cached frames, and cache its last frames for the next call."""
         self._keep(padded)
         space = (0, *causal_padding(conv)[1:])
         return F.conv3d(padded, conv.weight, conv.bias if with_bias else None, padding=space)
@@ -199,19 +199,19 @@ class _Call:
 
     def _residual(self, block: Any, x: torch.Tensor) -> torch.Tensor:
         shortcut = block.conv_shortcut(x)
-        y = self._entered(block.norm1, x, None, block.conv1)
-        y = self._entered(block.norm2, y, block.conv1.bias, block.conv2)
-        done: torch.Tensor = self._between.leave(y, block.conv2.bias, shortcut)
+        y = self._norm_convolve(block.norm1, x, None, block.conv1)
+        y = self._norm_convolve(block.norm2, y, block.conv1.bias, block.conv2)
+        done: torch.Tensor = self._ops.add_residual(y, block.conv2.bias, shortcut)
         return done
 
-    def _entered(self, norm: Any, x: torch.Tensor, bias: torch.Tensor | None, conv: Any) -> torch.Tensor:
-        """Normalise, activate and convolve; `bias` is what `x` lacks."""
+    def _norm_convolve(self, norm: Any, x: torch.Tensor, bias: torch.Tensor | None, conv: Any) -> torch.Tensor:
+        """Normalise, activate and convolve; `bias` is added to `x` first."""
         given = (x, bias, _gamma(norm), self._before(x))
-        if not self._between.takes(conv):
-            return self._convolve(conv, self._between.enter(*given))
-        padded = self._between.enter(*given, 1)
+        if not self._ops.supports(conv):
+            return self._convolve(conv, self._ops.norm_activate(*given))
+        padded = self._ops.norm_activate(*given, 1)
         self._keep(padded[..., 1:-1, 1:-1])
-        out: torch.Tensor = self._between.convolve(padded, conv.weight)
+        out: torch.Tensor = self._ops.convolve(padded, conv.weight)
         return out
 
     def _up(self, block: Any, x: torch.Tensor) -> torch.Tensor:
@@ -228,12 +228,12 @@ class _Call:
 
     def _upsample(self, block: Any, x: torch.Tensor) -> torch.Tensor:
         if block.mode == "upsample3d":
-            x = self._double_time(block.time_conv, x)
+            x = self._upsample_time(block.time_conv, x)
         conv = block.resample[1]
-        wide = self._between.double(x[0].transpose(0, 1))
+        wide = self._ops.upsample(x[0].transpose(0, 1))
         return F.conv2d(wide, conv.weight, conv.bias, padding=1).transpose(0, 1).unsqueeze(0)
 
-    def _double_time(self, conv: Any, x: torch.Tensor) -> torch.Tensor:
+    def _upsample_time(self, conv: Any, x: torch.Tensor) -> torch.Tensor:
         if self._first:
             self._kept.append(self._before(x))
             return x
@@ -241,19 +241,19 @@ class _Call:
         x = self._convolve(conv, padded, with_bias=True)
         b, c, t, h, w = x.shape
         if self._format is torch.channels_last_3d:
-            # The same, in the order in which values lie.
+            # The same as below, in channels-last order.
             pixels = x.permute(0, 2, 3, 4, 1).unflatten(4, (2, c // 2)).permute(0, 1, 4, 2, 3, 5)
             return pixels.reshape(b, 2 * t, h, w, c // 2).permute(0, 4, 1, 2, 3)
         return x.view(b, 2, c // 2, t, h, w).permute(0, 2, 3, 1, 4, 5).reshape(b, c // 2, 2 * t, h, w)
 
 
 def can_run(device: torch.device) -> bool:
-    """Whether Triton computes on a device."""
+    """Return whether Triton runs on a device."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
-class Fast(DecoderOps):
-    """What `DecoderOps` does, by Triton.
+class TritonDecoderOps(DecoderOps):
+    """`DecoderOps` computed by Triton kernels.
 
     Args:
         device, dtype: of the decoder.
@@ -276,14 +276,14 @@ class Fast(DecoderOps):
         """See `DecoderOps`."""
         return self._faster.seconds
 
-    def takes(self, conv: nn.Conv3d) -> bool:
+    def supports(self, conv: nn.Conv3d) -> bool:
         """See `DecoderOps`."""
         outputs, channels, space = conv.out_channels, conv.in_channels, conv.kernel_size[1:]
         fits = outputs == constraints.OUTPUTS_BY_KERNEL and channels % _CHANNELS == 0 and space == _SPACE
         return self._convolves and fits
 
     def _by_kernel(self, plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Return what calls the kernel of a function's name."""
+        """Return a function that calls the kernel of the same name."""
 
         def kernel(*given: Any) -> torch.Tensor:
             self._kernels = self._kernels or import_module("runtime.families.wan.vae_kernels")
@@ -309,7 +309,7 @@ class PyTorchVideoDecoder:
         config: Any = module.config
         parameter = next(module.decoder.parameters())
         device, shape = device or parameter.device, (1, config.z_dim, 1, 1, 1)
-        # In float32 always: rounded, they would shift every colour.
+        # Always in float32: rounding would shift every colour.
         self._mean = torch.tensor(config.latents_mean, device=device, dtype=torch.float32).view(shape)
         self._std = torch.tensor(config.latents_std, device=device, dtype=torch.float32).view(shape)
         self._dtype = parameter.dtype
@@ -317,20 +317,20 @@ class PyTorchVideoDecoder:
         self._steps = DecoderSteps(module.decoder)
 
     def compute(self, speed: Speed, on_degraded: Callable[[str, Fact], None] | None = None) -> None:
-        """Compute so from now on; see `PyTorchDenoiser.compute`."""
+        """Apply a plan's `Speed` from the next call on; see `PyTorchDenoiser.compute`."""
 
         def report(reason: Fact) -> None:
             if on_degraded is not None:
                 on_degraded("compiled", reason)
 
         fast = speed.compiled and speed.channels_last and can_run(self._mean.device)
-        between = Fast(self._mean.device, self._dtype, report) if fast else None
-        self._steps = DecoderSteps(self._vae.decoder, channels_last=speed.channels_last, between=between)
+        ops = TritonDecoderOps(self._mean.device, self._dtype, report) if fast else None
+        self._steps = DecoderSteps(self._vae.decoder, channels_last=speed.channels_last, ops=ops)
 
     @property
     def compile_seconds(self) -> float:
         """Seconds spent on compiling so far."""
-        return self._steps.between.compile_seconds
+        return self._steps.ops.compile_seconds
 
     def frames(self, latents: torch.Tensor, chunk: int, tile: int | None = None) -> Iterator[torch.Tensor]:
         """See `VideoDecoder`."""
@@ -340,7 +340,7 @@ class PyTorchVideoDecoder:
             yield from self._tiled(latents, chunk, tile)
 
     def _tiled(self, latents: torch.Tensor, chunk: int, tile: int) -> Iterator[torch.Tensor]:
-        """Decode tile by tile, each through the whole clip, so that the caches of one tile are all that is held.
+        """Decode tile by tile, each through the whole clip, so that only the caches of one tile are in memory.
 
         Tiles are blended as in `AutoencoderKLWan.tiled_decode`, overlap by a quarter, and all have one size.
         The clip is collected in memory (RAM) in float16, whose rounding is a sixteenth of a step of 8 bits.
@@ -400,9 +400,9 @@ class StripDecoder:
     """Decodes strip `number` of `count`, along the longer side.
 
     Args:
-        module: its weights on `device`.
-        device: where it computes.
-        speed: how.
+        module: with its weights on `device`.
+        device: the device that computes.
+        speed: execution options.
     """
 
     def __init__(
@@ -445,7 +445,7 @@ def _strip(length: int, number: int, count: int) -> Span:
 
 
 def _cuts(blocks: list[Any], length: int, strip: Span) -> list[Span]:
-    """Return what is kept at each place of `Trim`, in positions of what is there."""
+    """Return the part that each place of `Trim` keeps, relative to its input."""
     doubling = [_upsampler(block) is not None for block in blocks]
     lengths = [length]
     for doubles in doubling:
@@ -453,11 +453,11 @@ def _cuts(blocks: list[Any], length: int, strip: Span) -> list[Span]:
     scale = lengths[-1] // length
     kept = Span(strip.start * scale, strip.end * scale)
     needed = _wider(kept, 1, lengths[-1])  # the last convolution
-    # In positions of the whole frame, from the end.
+    # Relative to the whole frame, from the last place to the first.
     spans_needed = [kept, needed]
     for block, doubles, size in zip(reversed(blocks), reversed(doubling), reversed(lengths[:-1]), strict=True):
         if doubles:
-            # The convolution behind the doubling looks one further, where two positions come from one.
+            # The convolution after the upsampling reads one more pixel on each side; two pixels come from one.
             needed = Span((needed.start - 1) // 2, (needed.end + 2) // 2)
         needed = _wider(needed, 2 * len(block.resnets), size)
         spans_needed.append(needed)
@@ -473,6 +473,6 @@ def _wider(span: Span, by: int, length: int) -> Span:
 
 
 def _upsampler(block: Any) -> Any:
-    """Return what doubles a block's side: Wan2.1's blocks have a list for it, TI2V-5B's a module."""
+    """Return the upsampler of a block, or `None`: Wan2.1's blocks have a list, TI2V-5B's a module."""
     several = getattr(block, "upsamplers", None)
     return several[0] if several is not None else getattr(block, "upsampler", None)

@@ -1,11 +1,11 @@
-"""What Triton computes of the VAE's decoder: what lies between two convolutions, and the largest convolutions.
+"""Triton kernels of the VAE decoder: the operations between two convolutions, and the largest convolutions.
 
-Values lie pixel by pixel, channels first. A program has a few pixels of one line of one frame, so that a pixel's place
-is reckoned once, and every value is read once and written once.
+Tensors are in channels-last layout. A program computes a few pixels of one row of one frame: it computes addresses
+once, and reads and writes every value once.
 
-A convolution is a product: what a place of its kernel sees of all output pixels is the same matrix some rows later, and
-three places beside each other are one row three pixels long. It is fetched block by block by the copier that GPUs have
-from Hopper on. Rows that end in the padding are computed with the others and not kept.
+A convolution is a matrix product (implicit GEMM): the input of each kernel position is the same matrix at a row offset,
+and three neighbouring kernel positions are one row of three pixels. The tensor memory accelerator, which GPUs have from
+Hopper on, loads the blocks. Rows that end in the padding are computed and discarded.
 """
 
 import torch
@@ -16,17 +16,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from runtime.families.wan.vae import CACHED_FRAMES
 from runtime.planner.constraints import OUTPUTS_BY_KERNEL as OUTPUTS
 
-# Values of a program, by which its pixels are counted.
+# Values that a program computes, which determine its number of pixels.
 _VALUES = 4096
-# What a program of a convolution computes: so many pixels, and all their outputs in two blocks, for a block is a power
-# of two wide. Values that a product sums at a time, warps, blocks on their way at once: the fastest tried on an H200.
+# Pixels of a program of the convolution, and the widths of its two blocks of output channels, which are powers of two.
+# Then the depth of one product, warps and pipeline stages: the fastest of those tried on an H200.
 _PIXELS, _FIRST, _SECOND = 256, 64, OUTPUTS - 64
 _DEPTH, _WARPS, _STAGES = 32, 8, 5
 
 
-# Sizes change from call to call: compiled once for all. Triton reads annotations as its own.
+# Not specialized on sizes, which change from call to call. Triton interprets annotations, so there are none.
 @triton.jit(do_not_specialize=["height", "width"])
-def _enter(  # type: ignore[no-untyped-def]
+def _norm_activate_kernel(  # type: ignore[no-untyped-def]
     x,
     bias,
     gamma,
@@ -65,7 +65,7 @@ def _enter(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["pixels"])
-def _leave(  # type: ignore[no-untyped-def]
+def _add_residual_kernel(  # type: ignore[no-untyped-def]
     x,
     bias,
     shortcut,
@@ -86,7 +86,7 @@ def _leave(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["height", "width"])
-def _double(  # type: ignore[no-untyped-def]
+def _upsample_kernel(  # type: ignore[no-untyped-def]
     x,
     out,
     height,
@@ -107,7 +107,7 @@ def _double(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["frames", "height", "width"])
-def _convolve(  # type: ignore[no-untyped-def]
+def _convolve_kernel(  # type: ignore[no-untyped-def]
     x,
     first,
     second,
@@ -144,40 +144,42 @@ def _convolve(  # type: ignore[no-untyped-def]
     tl.store(out + at[:, None] + place2[None, :], sum2.to(out.dtype.element_ty), mask=inside[:, None])
 
 
-def enter(
+def norm_activate(
     x: torch.Tensor, bias: torch.Tensor | None, gamma: torch.Tensor, before: torch.Tensor, padding: int = 0
 ) -> torch.Tensor:
-    """See `vae.enter`; `padding` is of zeros around each frame."""
+    """See `vae.norm_activate`."""
     _, channels, frames, height, width = x.shape
     given, cached = _pixels(x), _pixels(before)
     rows, row = height + 2 * padding, width + 2 * padding
     out = x.new_empty((1, CACHED_FRAMES + frames, rows, row, channels))
     line, wide = _line(channels)
     with torch.cuda.device_of(x):
-        _enter[(CACHED_FRAMES + frames) * rows, triton.cdiv(row, line)](
+        _norm_activate_kernel[(CACHED_FRAMES + frames) * rows, triton.cdiv(row, line)](
             given, bias, gamma.reshape(-1), cached, out, height, width, channels, padding, CACHED_FRAMES, line, wide
         )
     return out.permute(0, 4, 1, 2, 3)
 
 
-def leave(x: torch.Tensor, bias: torch.Tensor, shortcut: torch.Tensor) -> torch.Tensor:
-    """See `vae.leave`."""
+def add_residual(x: torch.Tensor, bias: torch.Tensor, shortcut: torch.Tensor) -> torch.Tensor:
+    """See `vae.add_residual`."""
     given, added = _pixels(x), _pixels(shortcut)
     out = torch.empty_like(given)
     pixels, (line, wide) = out.numel() // x.shape[1], _line(x.shape[1])
     with torch.cuda.device_of(x):
-        _leave[(triton.cdiv(pixels, line),)](given, bias, added, out, pixels, x.shape[1], line, wide)
+        _add_residual_kernel[(triton.cdiv(pixels, line),)](given, bias, added, out, pixels, x.shape[1], line, wide)
     return out.permute(0, 4, 1, 2, 3)
 
 
-def double(frames: torch.Tensor) -> torch.Tensor:
-    """See `vae.double`."""
+def upsample(frames: torch.Tensor) -> torch.Tensor:
+    """See `vae.upsample`."""
     count, channels, height, width = frames.shape
     given = frames.permute(0, 2, 3, 1).contiguous()
     out = frames.new_empty((count, 2 * height, 2 * width, channels))
     line, wide = _line(channels)
     with torch.cuda.device_of(frames):
-        _double[count * 2 * height, triton.cdiv(2 * width, line)](given, out, height, width, channels, line, wide)
+        _upsample_kernel[count * 2 * height, triton.cdiv(2 * width, line)](
+            given, out, height, width, channels, line, wide
+        )
     return out.permute(0, 3, 1, 2)
 
 
@@ -186,7 +188,7 @@ def convolve(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
     Args:
         x: (1, channels, frames + kernel's - 1, height + 2, width + 2), padded.
-        weight: (`OUTPUTS`, channels, kernel's frames, 3, 3), outputs side by side in memory.
+        weight: (`OUTPUTS`, channels, kernel's frames, 3, 3), output channels contiguous in memory.
     """
     channels, taps = x.shape[1], 3 * weight.shape[2]
     frames, height, width = x.shape[2] - weight.shape[2] + 1, x.shape[3] - 2, x.shape[4] - 2
@@ -200,18 +202,18 @@ def convolve(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     last = ((frames - 1) * x.shape[3] + height - 1) * x.shape[4] + width
     sizes = (frames, height, width, 3 * channels, taps, _PIXELS, _DEPTH, _FIRST, _SECOND)
     with torch.cuda.device_of(x):
-        _convolve[(triton.cdiv(last, _PIXELS),)](
+        _convolve_kernel[(triton.cdiv(last, _PIXELS),)](
             threes, first, second, out, *sizes, num_warps=_WARPS, num_stages=_STAGES
         )
     return out.permute(0, 4, 1, 2, 3)
 
 
 def _pixels(x: torch.Tensor) -> torch.Tensor:
-    """Return (1, channels, frames, height, width) as it lies, (1, frames, height, width, channels)."""
+    """Return (1, channels, frames, height, width) as a contiguous (1, frames, height, width, channels)."""
     return x.permute(0, 2, 3, 4, 1).contiguous()
 
 
 def _line(channels: int) -> tuple[int, int]:
-    """Return how many pixels of so many channels a program has, and the power of two that these fit in."""
+    """Return the number of pixels of a program, and the number of channels rounded up to a power of two."""
     wide = triton.next_power_of_2(channels)
     return max(_VALUES // wide, 1), wide

@@ -11,7 +11,7 @@ from runtime.core.facts import Fact
 from runtime.core.plan import Speed
 from runtime.execution.compilation import forget_all
 from runtime.families.wan import vae
-from runtime.families.wan.vae import CACHED_FRAMES, DecoderSteps, Fast, PyTorchVideoDecoder
+from runtime.families.wan.vae import CACHED_FRAMES, DecoderSteps, PyTorchVideoDecoder, TritonDecoderOps
 from runtime.models.spec import ModelSpec
 from tests.tiny_models import ARCHITECTURES
 
@@ -55,7 +55,11 @@ def test_caches_hold_two_frames_and_nothing_else(channels_last: bool, tiny: Call
 class Kernels:
     """PyTorch in the place of Triton's kernels, with what was asked of it."""
 
-    enter, leave, double = staticmethod(vae.enter), staticmethod(vae.leave), staticmethod(vae.double)
+    norm_activate, add_residual, upsample = (
+        staticmethod(vae.norm_activate),
+        staticmethod(vae.add_residual),
+        staticmethod(vae.upsample),
+    )
 
     def __init__(self) -> None:
         self.taken: list[tuple[int, ...]] = []
@@ -85,9 +89,9 @@ def test_kernels_take_the_convolutions_of_96_channels(chunk: int) -> None:
 
     wanted, wanted_caches = decoded(DecoderSteps(vae.decoder, channels_last=True))
     kernels = Kernels()
-    fast = Fast(torch.device("cpu"), torch.bfloat16, kernels=kernels)
-    got, caches = decoded(DecoderSteps(vae.decoder, channels_last=True, between=fast))
-    taken, (again, _) = fast.compile_seconds, decoded(DecoderSteps(vae.decoder, channels_last=True, between=fast))
+    fast = TritonDecoderOps(torch.device("cpu"), torch.bfloat16, kernels=kernels)
+    got, caches = decoded(DecoderSteps(vae.decoder, channels_last=True, ops=fast))
+    taken, (again, _) = fast.compile_seconds, decoded(DecoderSteps(vae.decoder, channels_last=True, ops=fast))
     assert torch.equal(again, got)
     assert 0 < taken == fast.compile_seconds, "once: then it is there"
     calls = 2 * (1 + -(-4 // chunk))
@@ -100,13 +104,13 @@ def test_kernels_take_the_convolutions_of_96_channels(chunk: int) -> None:
 def test_a_kernel_that_fails_is_told_of_once(tiny: Callable[[str], ModelSpec]) -> None:
     class Broken(Kernels):
         @staticmethod
-        def leave(*_: object) -> torch.Tensor:
+        def add_residual(*_: object) -> torch.Tensor:
             raise RuntimeError("no such instruction")
 
     vae = AutoencoderKLWan.from_pretrained(tiny("wan2.1").directory, subfolder="vae").eval()
     z, told = torch.randn(1, 16, 1, 4, 6), list[Fact]()
-    fast = Fast(torch.device("cpu"), torch.float32, told.append, Broken())
-    got, _ = DecoderSteps(vae.decoder, channels_last=True, between=fast)(z, [], first=True)
+    fast = TritonDecoderOps(torch.device("cpu"), torch.float32, told.append, Broken())
+    got, _ = DecoderSteps(vae.decoder, channels_last=True, ops=fast)(z, [], first=True)
     wanted, _ = DecoderSteps(vae.decoder, channels_last=True)(z, [], first=True)
     assert torch.equal(got, wanted)
     assert told == [Fact("execution.triton_failed", {"error": "RuntimeError: no such instruction"})]

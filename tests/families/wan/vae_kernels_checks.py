@@ -15,33 +15,33 @@ def lying(*size: int) -> torch.Tensor:
 @pytest.mark.parametrize("padding", [0, 1])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("channels", "frames", "height", "width"), [(96, 1, 5, 44), (20, 3, 4, 7)])
-def test_enter(channels: int, frames: int, height: int, width: int, biased: bool, padding: int) -> None:
+def test_norm_activate(channels: int, frames: int, height: int, width: int, biased: bool, padding: int) -> None:
     torch.manual_seed(1)
     x, before = lying(1, channels, frames, height, width), lying(1, channels, 2, height, width)
     x[:, :, 0, 1, 2] = 0  # a pixel of no length
     gamma, bias = torch.randn(channels, 1, 1, 1), torch.randn(channels) if biased else None
-    got = vae_kernels.enter(x, bias, gamma, before, padding)
-    wanted = vae.enter(x, bias, gamma, before, padding)
+    got = vae_kernels.norm_activate(x, bias, gamma, before, padding)
+    wanted = vae.norm_activate(x, bias, gamma, before, padding)
     assert got.is_contiguous(memory_format=torch.channels_last_3d)
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("channels", [96, 20])
-def test_leave(channels: int) -> None:
+def test_add_residual(channels: int) -> None:
     torch.manual_seed(2)
     x, shortcut, bias = lying(1, channels, 2, 9, 7), lying(1, channels, 2, 9, 7), torch.randn(channels)
-    got = vae_kernels.leave(x, bias, shortcut)
+    got = vae_kernels.add_residual(x, bias, shortcut)
     assert got.is_contiguous(memory_format=torch.channels_last_3d)
-    torch.testing.assert_close(got, vae.leave(x, bias, shortcut))
+    torch.testing.assert_close(got, vae.add_residual(x, bias, shortcut))
 
 
 @pytest.mark.parametrize("channels", [192, 20])
-def test_double(channels: int) -> None:
+def test_upsample(channels: int) -> None:
     torch.manual_seed(3)
     frames = torch.randn(3, channels, 5, 13).contiguous(memory_format=torch.channels_last)
-    got = vae_kernels.double(frames)
+    got = vae_kernels.upsample(frames)
     assert got.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(got, vae.double(frames))
+    assert torch.equal(got, vae.upsample(frames))
 
 
 @pytest.mark.parametrize("size", [(96, 3, 2, 13, 17), (24, 3, 1, 5, 7), (8, 1, 2, 5, 7)])
