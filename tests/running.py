@@ -2,12 +2,29 @@
 
 import threading
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from runtime.engines.service import EngineService
+from runtime.execution import residency
+from runtime.models.weights import load_module
 from runtime.pipeline.history import HistoryFile
 from runtime.queue.service import JobQueue
 from runtime.queue.store import JobStore
 from runtime.queue.worker import Worker
+
+_LOADING = threading.Lock()
+
+
+def _load_one_at_a_time(*arguments: Any) -> torch.nn.Module:
+    """Load a component while no other thread does: the libraries patch the whole process meanwhile."""
+    with _LOADING:
+        return load_module(*arguments)
+
+
+# A real worker has one such thread.
+vars(residency)["load_module"] = _load_one_at_a_time
 
 
 class RunningQueue(JobQueue):

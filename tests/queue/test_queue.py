@@ -165,7 +165,7 @@ def test_what_cannot_be_made_any_more_fails_and_the_next_goes_on(start: Make, tm
     worker = start()
     busy, gone = worker.submit(small(steps=1000)), worker.submit(small())
     until(lambda: steps(busy) > 2)
-    worker.store.edit(gone.id, replace(small(), model="lost"), gone.plan.replace(model="lost"))
+    worker.store.edit(gone.id, small(model="lost"), gone.plan.replace(model="lost"))
     after = worker.submit(small())
     busy.request_cancel()
     until(lambda: not after.open)

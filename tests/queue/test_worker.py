@@ -79,11 +79,10 @@ def test_cancelling_ends_the_running_job_and_skips_waiting_ones(worker: JobQueue
     assert [one.id for one in worker.ahead(last)] == [running.id, waiting.id]
     waiting.request_cancel()
     assert list(watch(waiting)) == [Cancelled()]
-    for event in watch(running):
-        if isinstance(event, StepDone):
-            assert worker.active() is running
-            assert len(worker.ahead(last)) == 1
-            running.request_cancel()
+    next(event for event in watch(running) if isinstance(event, StepDone))
+    assert worker.active() is running
+    assert len(worker.ahead(last)) == 1
+    running.request_cancel()
     assert isinstance(list(watch(last))[-1], VideoSaved)
     assert (running.state, waiting.state, last.state) == ("cancelled", "cancelled", "done")
     ends = [event for job in (running, waiting, last) for event in job.events if isinstance(event, TerminalEvent)]
@@ -137,7 +136,8 @@ def test_a_job_whose_plan_is_of_another_version_is_planned_anew(worker: JobQueue
     again.close()
     assert [stored(tmp_path).get(job.id).state for job in (old, broken)] == ["done", "failed"]
     failed = stored(tmp_path).get(broken.id).failure
-    assert failed is not None and "There is no setting 'a'" in failed.what
+    assert failed is not None and failed.fact.code == "request.unknown_field"
+    assert failed.fact.data["field"] == "'a'"
 
 
 @pytest.mark.parametrize(
