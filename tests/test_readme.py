@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runtime.cli import exit_codes
-from runtime.cli.bench_commands import bench, bench_app, bench_compare, bench_forward
+from runtime.cli.bench_commands import bench, bench_app, bench_compare
 from runtime.cli.main import (
     app,
     build,
@@ -80,7 +80,6 @@ def test_every_package_has_its_line_in_the_readme() -> None:
         jobs_delete,
         bench,
         bench_compare,
-        bench_forward,
     ],
 )
 def test_every_flag_is_named(function: object) -> None:

@@ -1,4 +1,4 @@
-"""One forward pass of each part on the same inputs: how far a configuration's outputs are from the reference's."""
+"""One forward pass of each component on the same inputs: relative errors against the reference configuration."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ from runtime.models.weights import load_scheduler
 from runtime.pipeline.sampling import Step, get_noise, get_schedule
 
 
-class Lent:
-    """What components are lent to outside of a job; what does not run as planned is noted.
+class StandaloneJob:
+    """A user of components outside the queue, which records what does not run as planned.
 
     Attributes:
-        cancel: whether somebody wants it to stop.
-        fallen: why a part is not computed as planned, by part.
+        cancel: requested when the measurement shall stop.
+        fallbacks: by component, why it does not run as planned.
     """
 
     def __init__(self, plan: ExecutionPlan, cancel: Cancel) -> None:
         self._plan = plan
         self.cancel = cancel
-        self.fallen: dict[str, str] = {}
+        self.fallbacks: dict[str, str] = {}
 
     @property
     def plan(self) -> ExecutionPlan:
@@ -33,27 +33,27 @@ class Lent:
         return self._plan
 
     def loading(self, name: str) -> None:
-        """See `residency.Watch`: nothing is shown."""
+        """See `residency.Watch`: shows nothing."""
 
     def fell_back(self, name: str, reason: Fact) -> None:
-        """See `residency.Watch`: note it, and go on in PyTorch."""
-        self.fallen[name] = f"PyTorch took over. {reason}"
+        """See `residency.Watch`: record the reason and continue in PyTorch."""
+        self.fallbacks[name] = f"PyTorch took over. {reason}"
         self._plan = self._plan.with_component(name, self._plan.components[name].in_pytorch(reason))
 
     def on_degraded(self, name: str, field: str, reason: Fact) -> None:
-        """See `residency.Watch`: note it, and go on without."""
-        self.fallen[name] = f"Without {field}: {reason}"
+        """See `residency.Watch`: record the reason and continue without the feature."""
+        self.fallbacks[name] = f"Without {field}: {reason}"
 
 
 @dataclass(frozen=True)
 class Passes:
-    """What each part was given and gave, in memory (RAM), float32.
+    """Inputs and outputs of each component of the reference, float32, in RAM.
 
     Attributes:
-        steps: by expert, the step that it ran.
-        latents: by part: noise for the first expert, what it makes of it with noise at the second's level for the
-            second, and the estimate of both for the VAE.
-        outputs: by part: embeddings, velocities, frames in -1 to 1.
+        steps: by expert, the sampling step that was run.
+        latents: by component: noise for the first expert; its estimate with noise of the second expert's level for
+            the second; the last estimate for the VAE.
+        outputs: by component: embeddings, velocities, frames in -1 to 1.
     """
 
     steps: Mapping[str, Step]
@@ -62,8 +62,8 @@ class Passes:
 
 
 def reference_passes(spec: ModelSpec, plan: ExecutionPlan, residency: Residency, cancel: Cancel) -> Passes:
-    """Run each part once as the reference runs it, from the prompt and the seed on."""
-    job = Lent(plan, cancel)
+    """Run each component once in the reference configuration, starting with the prompt and the seed."""
+    job = StandaloneJob(plan, cancel)
     noise = get_noise(plan).cpu()
     embeds = _embeds(spec, job, residency)
     outputs = {"text_encoder": embeds}
@@ -83,11 +83,11 @@ def reference_passes(spec: ModelSpec, plan: ExecutionPlan, residency: Residency,
 
 @dataclass(frozen=True)
 class PartError:
-    """How far a part's output is from the reference's.
+    """The relative error of a component's output.
 
     Attributes:
-        error: ‖out − ref‖/‖ref‖; `None` where there is nothing to compare.
-        why: a sentence, where that is so.
+        error: ‖out − ref‖/‖ref‖; `None` if it cannot be computed.
+        why: the reason then, as a sentence.
     """
 
     error: float | None
@@ -97,8 +97,8 @@ class PartError:
 def errors(
     passes: Passes, spec: ModelSpec, plan: ExecutionPlan, residency: Residency, cancel: Cancel
 ) -> dict[str, PartError]:
-    """Run each part once on what the reference's was given; see `PartError`."""
-    job = Lent(plan, cancel)
+    """Run each component once on the reference's inputs."""
+    job = StandaloneJob(plan, cancel)
     embeds = passes.outputs["text_encoder"]
     found = {}
     for name in plan.components:
@@ -112,8 +112,8 @@ def errors(
             output = _frames(spec, job, residency, passes.latents[name])
         else:
             output = _velocity(spec, job, residency, passes.steps[name], passes.latents[name], embeds)
-        if name in job.fallen:
-            found[name] = PartError(None, job.fallen[name])
+        if name in job.fallbacks:
+            found[name] = PartError(None, job.fallbacks[name])
         else:
             found[name] = _compared(output, passes.outputs[name])
     return found
@@ -127,16 +127,17 @@ def _compared(output: torch.Tensor, reference: torch.Tensor) -> PartError:
 
 
 def relative_error(output: torch.Tensor, reference: torch.Tensor) -> float | None:
-    """Return ‖output − reference‖/‖reference‖, both float32; `None` where it is no number."""
+    """Return ‖output − reference‖/‖reference‖, both float32; `None` if it is not finite."""
     length = float(torch.linalg.vector_norm(reference, dtype=torch.float64))
     error = float(torch.linalg.vector_norm(output - reference, dtype=torch.float64)) / (length or 1.0)
     return error if error < float("inf") else None
 
 
 def in_floats(frames: torch.Tensor) -> torch.Tensor:
-    """Return frames as float32 in -1 to 1, in memory (RAM) of their own: an engine writes over what it gave before.
+    """Return a copy of frames as float32 in -1 to 1, in RAM; engines reuse their output buffers.
 
-    From several GPUs they come as bytes.
+    Args:
+        frames: float in -1 to 1, or uint8 as GPU groups return them.
     """
     kept = frames.to("cpu", copy=True).float()
     return kept / 127.5 - 1.0 if frames.dtype == torch.uint8 else kept
@@ -150,13 +151,13 @@ def _first_steps(spec: ModelSpec, plan: ExecutionPlan) -> dict[str, Step]:
     return first
 
 
-def _embeds(spec: ModelSpec, job: Lent, residency: Residency) -> torch.Tensor:
+def _embeds(spec: ModelSpec, job: StandaloneJob, residency: Residency) -> torch.Tensor:
     with residency.text_encoder(spec, job) as encoder:
         return encoder.encode(job.plan.prompt).embeds.float().cpu()
 
 
 def _velocity(
-    spec: ModelSpec, job: Lent, residency: Residency, step: Step, latents: torch.Tensor, embeds: torch.Tensor
+    spec: ModelSpec, job: StandaloneJob, residency: Residency, step: Step, latents: torch.Tensor, embeds: torch.Tensor
 ) -> torch.Tensor:
     device = job.plan.components[step.expert].device
     with residency.denoiser(spec, job, step.expert) as denoiser:
@@ -164,7 +165,7 @@ def _velocity(
         return denoiser(latents.to(device), step.timestep.to(device), embeds.to(device)).float().cpu()
 
 
-def _frames(spec: ModelSpec, job: Lent, residency: Residency, latents: torch.Tensor) -> torch.Tensor:
+def _frames(spec: ModelSpec, job: StandaloneJob, residency: Residency, latents: torch.Tensor) -> torch.Tensor:
     plan = job.plan
     with residency.video_decoder(spec, job) as decoder:
         chunks = decoder.frames(

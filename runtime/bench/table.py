@@ -5,7 +5,6 @@ from typing import Any
 
 from runtime.core.units import memory_size
 
-FORWARD = ("Pass", "Runs on", "Seconds", "The first", "Floor", "Times the floor", "Error", "Weights", "Beside them")
 Rows = list[tuple[str, ...]]
 TIMES = ("Configuration", "All", "Prompt", "Denoise", "A step", "Decode", "Save", "First run", "Loading", "Build")
 FIGURES = ("Configuration", "VRAM", "GPU in all", "RAM", "Error of a pass", "PSNR", "SSIM", "LPIPS", "Repeats")
@@ -45,45 +44,6 @@ def figures(result: Mapping[str, Any]) -> Rows:
         memory = [_peak(one["memory"][kind]) for kind in ("vram", "gpu", "ram")]
         rows.append((one["name"], *memory, *likeness, repeats))
     return rows
-
-
-def passes(result: Mapping[str, Any]) -> Rows:
-    """Return `FORWARD`, of a result of `bench forward`."""
-    rows: Rows = []
-    for one in result["configurations"]:
-        figure = one["stages"].get("pass")
-        if figure is None:
-            continue
-        floor = one["floor_seconds"]
-        rows.append(
-            (
-                one["name"],
-                one["runs_on"],
-                spread_text(figure),
-                number(one["first_seconds"]),
-                "" if floor is None else number(floor),
-                "" if floor is None else f"{figure['median'] / floor:.2f}",
-                _pass_error(one["error"]),
-                *(memory_size(one[name]) if one[name] else "" for name in ("weights_bytes", "working_bytes")),
-            )
-        )
-    return rows
-
-
-def forward_notes(result: Mapping[str, Any]) -> list[str]:
-    """Return what to read below `FORWARD`."""
-    lines = [f"{one['name']}: {one['why']}" for one in result["configurations"] if one["why"]]
-    weights = "random weights" if result["random"] else "the model's weights"
-    lines.append(
-        f"Seconds: median (least–most) of {result['runs']} passes after {result['warmup']} to warm up; errors against "
-        f"float32; {weights}."
-    )
-    rate = result["tera_operations"]
-    if rate is not None:
-        lines.append(f"Floor: operations over {rate:g} TFLOP/s.")
-    if result["cancelled"]:
-        lines.append("Cancelled: this is what was measured before.")
-    return lines
 
 
 def notes(result: Mapping[str, Any]) -> list[str]:
@@ -166,12 +126,6 @@ def _error(one: Mapping[str, Any]) -> str:
     if worst is None:
         return next((part["why"] for part in one["parts"].values()), "")
     return "none" if not worst[1] else f"{worst[1]:.1e} ({worst[0]})"
-
-
-def _pass_error(error: float | None) -> str:
-    if error is None:
-        return ""
-    return f"{error:.1e}" if error else "none"
 
 
 def _likeness(quality: Mapping[str, Any]) -> Sequence[str]:

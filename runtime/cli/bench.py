@@ -1,6 +1,5 @@
 """`bench`: what is measured, and its result as tables, JSON and a picture."""
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 from runtime.bench import compare as comparing
 from runtime.bench import files, plot, table
 from runtime.bench.configurations import Configuration, check_names, named_flags, standard
-from runtime.bench.forward import PARTS, Forward, ForwardSetup
 from runtime.bench.recorder import UnwrittenHistory
 from runtime.bench.rounds import SCHEMA, Bench, Setup
 from runtime.cli import exit_codes, terminal
@@ -29,7 +27,6 @@ PROMPT = "a red boat sails left on a calm sea at sunset"
 # The same in every benchmark, so that results of two versions are of the same clip.
 SEED = "1"
 MAX_RUNS = 100
-MAX_RATE = 1e6
 RUNS, WARMUP = 3, 1
 
 
@@ -77,62 +74,6 @@ def measure(
     return _exit_code(bench, as_json=as_json)
 
 
-def forward(
-    flags: Mapping[str, Any],
-    configs: Sequence[str],
-    parts: Sequence[str],
-    *,
-    random: bool,
-    rate: str | None,
-    exact: bool,
-    baseline: bool,
-    runs: str | None,
-    warmup: str | None,
-    out: str | None,
-    as_json: bool,
-) -> int:
-    """Measure single passes and return the exit code."""
-    counts = count("runs", runs, RUNS, 1), count("warmup", warmup, WARMUP, 0)
-    tera_operations = _rate(rate)
-    unknown = next((part for part in parts if part not in PARTS), None)
-    if unknown is not None:
-        raise InvalidRequestError("part", "request.not_a_choice", value=shortened(unknown), choices=list(PARTS))
-    loaded, machine = settings.load(), probe()
-    common = {"prompt": PROMPT, "seed": SEED} | dict(flags)
-    setup = ForwardSetup(
-        machine=machine,
-        engines=EngineService.from_settings(loaded, machine),
-        weights_dir=loaded.weights_dir,
-        parts=tuple(dict.fromkeys(parts)) or ForwardSetup.parts,
-        random=random,
-        runs=counts[0],
-        warmup=counts[1],
-        tera_operations=tera_operations,
-        exact=exact,
-        baseline=baseline,
-    )
-    configurations = configured(common, configs or ["as planned:"])
-    folder = files.new_folder(loaded.cache_dir, out)
-    target = folder / "forward.json"
-    under_way = Forward(setup, configurations, terminal.line, lambda now: files.write_json(target, now.to_json()))
-    with cancel_on_signals() as cancel:
-        under_way.measure(cancel)
-    result = under_way.to_json()
-    terminal.table(table.FORWARD, table.passes(result))
-    for message in table.forward_notes(result):
-        terminal.line(message)
-    terminal.line(f"Saved {target}")
-    measured = any(one["stages"] for one in result["configurations"])
-    if as_json and measured:
-        exit_codes.emit_json(result | {"files": [str(target)]})
-    if under_way.cancelled:
-        return exit_codes.CANCELLED
-    if measured:
-        return exit_codes.DONE
-    why = next((one["why"] for one in result["configurations"] if one["why"]), "The model has no such part.")
-    return exit_codes.report_error(Fact("bench.nothing_measured", {"why": why}), as_json=as_json)
-
-
 def compare(one: str, other: str) -> dict[str, Any]:
     """Print and return how two results differ."""
     before, after = (comparing.check_result(files.read_json(name), SCHEMA, name) for name in (one, other))
@@ -156,15 +97,6 @@ def count(name: str, text: str | None, default: int, least: int) -> int:
     if not text.isdecimal() or not least <= int(text) <= MAX_RUNS:
         raise InvalidRequestError(name, "bench.count_invalid", value=shortened(text), low=least, high=MAX_RUNS)
     return int(text)
-
-
-def _rate(text: str | None) -> float | None:
-    if text is None:
-        return None
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) <= MAX_RATE:
-            return float(text)
-    raise InvalidRequestError("rate", "bench.rate_invalid", value=shortened(text))
 
 
 def configured(common: Mapping[str, Any], configs: Sequence[str]) -> list[Configuration]:

@@ -1,4 +1,4 @@
-"""`bench`, `bench compare` and `bench forward` as the command line parses them."""
+"""`bench` and `bench compare` as the command line parses them."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -53,7 +53,7 @@ def bench(
     """Make the same clip in several configurations, in turn: seconds, memory, likeness.
 
     Without --config: PyTorch, every backend that can run here, and what the planner takes. `bench compare A.json
-    B.json` compares two results, `bench forward` measures one pass of each part.
+    B.json` compares two results.
     """
     from runtime.cli.bench import measure
 
@@ -81,43 +81,3 @@ def bench_compare(
     result = compare(one, other)
     if as_json:
         emit_json(result)
-
-
-@bench_app.command("forward")
-@takes_flags
-def bench_forward(
-    flags: Mapping[str, Any],
-    config: ConfigFlag = None,
-    part: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="transformer, transformer_2 or vae, repeatable. [default: transformer, vae]"),
-    ] = None,
-    random: Annotated[
-        bool, typer.Option("--random", help="Random weights, made on the device: the model's need not be here.")
-    ] = False,
-    rate: Annotated[
-        str | None, typer.Option(metavar="TFLOPS", help="What the floor rests on: tera-operations a second.")
-    ] = None,
-    no_exact: Annotated[bool, typer.Option("--no-exact", help="Without errors against float32.")] = False,
-    no_baseline: Annotated[bool, typer.Option("--no-baseline", help="Without diffusers' own module.")] = False,
-    runs: RunsFlag = None,
-    warmup: WarmupFlag = None,
-    out: OutFlag = None,
-    as_json: JsonFlag = False,
-) -> int:
-    """Measure one pass of a transformer and one decode in several configurations: seconds, memory, error."""
-    from runtime.cli.bench import forward
-
-    return forward(
-        flags,
-        config or [],
-        part or [],
-        random=random,
-        rate=rate,
-        exact=not no_exact,
-        baseline=not no_baseline,
-        runs=runs,
-        warmup=warmup,
-        out=out,
-        as_json=as_json,
-    )

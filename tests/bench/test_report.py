@@ -7,7 +7,7 @@ import pytest
 
 from runtime.bench import table
 from runtime.bench.plot import svg
-from tests.bench.made import alike, configuration, failed, result, spread
+from tests.bench.made import alike, configuration, failed, result
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -66,28 +66,6 @@ def test_the_noise_floor_is_told(floor: object, says: str) -> None:
 
 def test_cancelling_is_told() -> None:
     assert table.notes(result(configuration("a"), cancelled=True))[0].startswith("Cancelled")
-
-
-def test_passes_stand_beside_their_floor() -> None:
-    one = {
-        "name": "480p, transformer",
-        "runs_on": "PyTorch, bfloat16",
-        "stages": {"pass": spread(3.0)},
-        "first_seconds": 9.0,
-        "floor_seconds": 2.0,
-        "error": 1e-2,
-        "weights_bytes": 1 << 30,
-        "working_bytes": None,
-        "why": "",
-    }
-    other = one | {"stages": {}, "why": "Memory ran out.", "name": "b"}
-    both = result(one, other) | {"kind": "forward", "random": True, "tera_operations": 790.0}
-    (row,) = table.passes(both)
-    assert len(row) == len(table.FORWARD)
-    assert row[2:7] == ("3.00 (2.85–3.15)", "9.00", "2.00", "1.50", "1.0e-02")
-    lines = table.forward_notes(both)
-    assert lines[0] == "b: Memory ran out."
-    assert "random weights" in lines[1] and "790 TFLOP/s" in lines[2]
 
 
 def test_the_picture_is_to_scale() -> None:

@@ -61,29 +61,6 @@ def test_bad_flags(
 
 
 @pytest.mark.parametrize(
-    ("flags", "says", "to_do"),
-    [
-        (["--part", "eyes"], "--part is 'eyes'", "transformer"),
-        (["--rate", "fast"], "--rate is 'fast'", "790"),
-        (["--rate", "0"], "--rate is '0'", "790"),
-        (["--rate", "nan"], "--rate is 'nan'", "790"),
-        (["--rate", "inf"], "--rate is 'inf'", "790"),
-        (["--runs", "0"], "--runs is '0'", "from 1 to 100"),
-        (["--random", "--backend", "vae=inductor"], "built from files", "without --random"),
-        (["--model", "wan2.1-t2v-1.3b"], "not here", "or add --random"),
-        (["--config", "a"], "without a name", "--config"),
-        (["--width", "65"], "width is 65", "64 or 80"),
-        (["a prompt"], "unexpected extra argument", "bench --help"),
-    ],
-)
-def test_bad_flags_of_forward(
-    flags: list[str], says: str, to_do: str, capsys: pytest.CaptureFixture[str], cache_dir: Path
-) -> None:
-    what, remedy = refused(["bench", "forward", *flags], capsys)
-    assert says in what and to_do in remedy
-
-
-@pytest.mark.parametrize(
     ("content", "says"),
     [
         (None, "cannot be read"),
@@ -150,36 +127,6 @@ def test_a_benchmark_is_printed_written_drawn_and_compared(
     compared = json.loads(out.strip().splitlines()[-1])
     assert {one["verdict"] for one in compared["differences"]} == {"within the spread"}
     assert "Versions: the same." in err
-
-
-def test_passes_are_printed_and_written(
-    tiny: Tiny, cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = ["--model", str(tiny("wan2.1").directory), "--random", "--part", "transformer", "--part", "transformer"]
-    assert run(["bench", "forward", *model, *SMALL[:6], "--out", str(tmp_path), "--rate", "1", "--json"]) == 0
-    out, err = capsys.readouterr()
-    told = json.loads(out.strip().splitlines()[-1])
-    assert [one["configuration"] for one in told["configurations"]] == ["diffusers", "as planned"]
-    assert told["files"] == [str(tmp_path / "forward.json")]
-    assert "Times the floor" in err and "random weights" in err
-    assert run(["bench", "compare", *2 * [str(tmp_path / "forward.json")]]) == 0
-
-
-def test_without_a_folder_the_result_goes_to_the_cache(
-    tiny: Tiny, cache_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = ["--model", str(tiny("wan2.1").directory), *SMALL[:6], "--part", "transformer", "--runs", "1"]
-    assert run(["bench", "forward", *model, "--no-exact", "--no-baseline"]) == 0
-    (folder,) = (cache_dir / "bench").iterdir()
-    assert [path.name for path in folder.iterdir()] == ["forward.json"]
-
-
-def test_a_model_without_the_part_leaves_nothing_to_measure(
-    tiny: Tiny, cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = ["--model", str(tiny("wan2.1").directory), *SMALL[:6], "--out", str(tmp_path)]
-    assert run(["bench", "forward", *model, "--part", "transformer_2"]) == 2
-    assert "Nothing was measured. The model has no such part." in capsys.readouterr().err
 
 
 @pytest.mark.slow

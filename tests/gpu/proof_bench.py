@@ -1,4 +1,4 @@
-"""Benchmarks at true size on a GPU, through the same code as `bench` and `bench forward`. Not run by pytest.
+"""Benchmarks at true size on a GPU, through the same code as `bench` and `tools.forward`. Not run by pytest.
 
     python tests/gpu/proof_bench.py [--small] [--runs N] [--exact] PART …
 
@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from runtime.bench import files, plot, table
 from runtime.bench.configurations import Configuration
-from runtime.bench.forward import Forward, ForwardSetup
 from runtime.bench.recorder import UnwrittenHistory
 from runtime.bench.rounds import Bench, Setup
 from runtime.core.cancel import Cancel
@@ -35,6 +34,7 @@ from runtime.machine.probe import probe
 from runtime.pipeline import run
 from tests import tiny_models
 from tests.gpu import proof_jobs
+from tools.forward.measure import Forward, ForwardSetup, rows
 
 OUT = Path(os.environ.get("OUT", "."))
 SIZES = {"480p": (832, 480), "720p": (1280, 720)}
@@ -100,7 +100,7 @@ def forward(part: str, arguments: argparse.Namespace, folder: Path) -> None:
 
     under_way = Forward(setup, configurations(FORWARD, common, quantized=not arguments.small), tell, saved)
     under_way.measure(Cancel())
-    for row in table.passes(under_way.to_json()):
+    for row in rows(under_way.to_json()):
         tell(" | ".join(row))
 
 
@@ -133,8 +133,8 @@ def clips(part: str, arguments: argparse.Namespace, folder: Path) -> None:
     bench.measure(Cancel())
     result = bench.to_json()
     files.write(OUT / f"{part}.svg", plot.svg(result, part))
-    for rows in (table.times(result), table.figures(result)):
-        for row in rows:
+    for printed in (table.times(result), table.figures(result)):
+        for row in printed:
             tell(" | ".join(row))
     for line in (*table.outcomes(result), *table.notes(result)):
         tell(line)

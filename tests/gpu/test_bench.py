@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from runtime.bench.configurations import Configuration
-from runtime.bench.forward import Forward, ForwardSetup
 from runtime.bench.recorder import UnwrittenHistory, allocated
 from runtime.bench.rounds import Bench, Setup
 from runtime.core.cancel import Cancel
@@ -18,6 +17,7 @@ from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
 from runtime.models.catalogue import find
+from tools.forward.measure import Forward, ForwardSetup
 
 pytestmark = [
     pytest.mark.gpu,

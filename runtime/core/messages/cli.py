@@ -24,9 +24,6 @@ MESSAGES: Mapping[str, Message] = {
     ),
     "bench.count_invalid": Message("{field:setting} is {value}.", "Give a whole number from {low} to {high}."),
     "bench.nothing_measured": Message("Nothing was measured: {why}", "Choose another configuration."),
-    "bench.rate_invalid": Message(
-        "{field:setting} is {value}.", "Give the device's tera-operations per second, such as 790."
-    ),
     "cli.delete_not_confirmed": Message("Deletion needs a confirmation, and there is no terminal.", "Add --yes."),
     "cli.file_unreadable": Message("FILE is empty or unreadable.", "Give the path of an engine file."),
     "cli.folder_not_created": Message("The folder {folder} cannot be created: {error}.", "Give a writable folder."),

@@ -1,4 +1,4 @@
-"""Single passes of tiny real parts: against float32, against diffusers' own, with weights read and random."""
+"""`tools.forward` on tiny components: against float32 and diffusers, with loaded and random weights."""
 
 import json
 import shutil
@@ -12,19 +12,21 @@ import torch
 
 from runtime.bench.component_timing import in_floats
 from runtime.bench.configurations import Configuration
-from runtime.bench.exact import exact_frames, exact_velocity
-from runtime.bench.forward import PARTS, Forward, ForwardSetup, _Case
-from runtime.bench.random_weights import random_module, random_spec
+from runtime.cli.main import run
 from runtime.core.cancel import Cancel
-from runtime.core.errors import InvalidRequestError, MachineError, ModelError
 from runtime.core.plan import ComponentPlan
 from runtime.core.request import GenerationRequest
 from runtime.families.wan.known import KNOWN
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
+from tests.bench.made import result, spread
 from tests.plans import tiny_plan
 from tests.tiny_models import ARCHITECTURES
+from tools.forward.__main__ import main
+from tools.forward.calls import exact_frames, exact_velocity
+from tools.forward.measure import HEADINGS, PARTS, Forward, ForwardSetup, _Case, notes, rows
+from tools.forward.random_weights import random_module, random_spec
 
 Tiny = Callable[[str], ModelSpec]
 CLIP = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 5, "steps": 4, "seed": 3}
@@ -52,7 +54,9 @@ def part(dtype: str = "bfloat16", **changes: Any) -> ComponentPlan:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "random"), [("wan2.2-a14b", False), ("wan2.2-ti2v-5b", True)])
-def test_each_part_beside_diffusers_and_the_floor(architecture: str, random: bool, tiny: Tiny) -> None:
+def test_each_component_is_compared_with_diffusers_and_the_lower_bound(
+    architecture: str, random: bool, tiny: Tiny
+) -> None:
     spec = tiny(architecture)
     both = [configuration(spec, "small", frames=1), configuration(spec, "long", frames=5)]
     result = measured(both, random=random, parts=PARTS, tera_operations=2.0)
@@ -116,30 +120,29 @@ def test_a_part_that_cannot_be_loaded_leaves_the_others(tiny: Tiny, tmp_path: Pa
     assert rows["a, vae"]["stages"] == {}
 
 
-def test_cancelled_it_keeps_what_was_measured(tiny: Tiny) -> None:
+def test_a_cancelled_measurement_keeps_its_results(tiny: Tiny) -> None:
     setup = ForwardSetup(machine=probe(), engines=None, weights_dir=Path("none"), runs=1)
-    cancel, told = Cancel(), []
+    cancel = Cancel()
 
-    def tell(line: str) -> None:
-        told.append(line)
+    def report(line: str) -> None:
         if line.startswith("a, transformer"):
             cancel.request()
 
     saved: list[int] = []
-    forward = Forward(setup, [configuration(tiny("wan2.1"), "a")], tell, lambda now: saved.append(len(now.passes)))
+    forward = Forward(setup, [configuration(tiny("wan2.1"), "a")], report, lambda now: saved.append(len(now.passes)))
     forward.measure(cancel)
     assert forward.cancelled
     assert [one.name for one in forward.passes if one.seconds is not None][1:] == ["a, transformer"]
     assert saved[-1] == len(forward.passes)
 
 
-def test_engines_have_no_random_weights(tiny: Tiny) -> None:
+def test_engines_are_refused_with_random_weights(tiny: Tiny) -> None:
     asked = configuration(tiny("wan2.1"), "a", backends={"vae": "inductor"})
-    with pytest.raises(InvalidRequestError, match="Inductor engines are built from files"):
+    with pytest.raises(ValueError, match="Inductor engines are built from files"):
         measured([asked], random=True)
 
 
-def test_float32_is_that_of_the_whole_module_block_by_block(tiny: Tiny) -> None:
+def test_exact_velocity_equals_the_whole_module_in_float32(tiny: Tiny) -> None:
     spec = tiny("wan2.1")
     rounded: Any = load_module(spec, "transformer", part())
     whole: Any = load_module(spec, "transformer", part()).float()
@@ -156,7 +159,7 @@ def test_float32_is_that_of_the_whole_module_block_by_block(tiny: Tiny) -> None:
     assert all(torch.equal(value, before[name]) for name, value in rounded.state_dict().items())
 
 
-def test_frames_in_float32_are_the_vaes(tiny: Tiny) -> None:
+def test_exact_frames_are_those_of_the_vae(tiny: Tiny) -> None:
     spec = tiny("wan2.2-ti2v-5b")
     vae: Any = load_module(spec, "vae", part("float32"))
     latents = torch.randn(1, 48, 2, 2, 2, generator=torch.Generator().manual_seed(0))
@@ -168,7 +171,9 @@ def test_frames_in_float32_are_the_vaes(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_random_parts_are_as_loaded_ones_but_for_their_values(architecture: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_random_components_differ_from_loaded_ones_in_values_only(
+    architecture: str, tiny: Tiny, tmp_path: Path
+) -> None:
     spec = tiny(architecture)
     made = random_spec(spec, tmp_path / "made")
     assert made.directory != spec.directory and made.component_names == spec.component_names
@@ -189,7 +194,7 @@ def test_random_parts_are_as_loaded_ones_but_for_their_values(architecture: str,
             assert not drawn.training and not any(value.requires_grad for value in drawn.parameters())
 
 
-def test_what_passes_through_random_weights_keeps_its_size(tiny: Tiny, tmp_path: Path) -> None:
+def test_random_weights_keep_the_variance_of_activations(tiny: Tiny, tmp_path: Path) -> None:
     made: Any = random_module(random_spec(tiny("wan2.1"), tmp_path / "made"), "transformer", part("float32"))
     torch.manual_seed(0)
     with torch.no_grad():
@@ -214,19 +219,94 @@ def test_published_architectures_can_be_made(known: Any, tmp_path: Path) -> None
 
 def test_weights_that_are_quantized_from_files_are_refused(tiny: Tiny, tmp_path: Path) -> None:
     made = random_spec(tiny("wan2.1"), tmp_path / "made")
-    with pytest.raises(MachineError, match="while files are read"):
+    with pytest.raises(ValueError, match="while files are read"):
         random_module(made, "transformer", part(quantization="bnb-4bit"))
 
 
 def test_an_unknown_architecture_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     gone = replace(tiny("wan2.1"), directory=tmp_path / "gone")
-    with pytest.raises(ModelError, match="no configuration"):
+    with pytest.raises(ValueError, match="no configuration"):
         random_spec(gone, tmp_path / "made")
 
 
-def test_frames_that_an_engine_writes_over_are_kept() -> None:
+def test_frames_are_copied_from_reused_buffers() -> None:
     given = torch.full((1, 2, 2, 3), 0.5)
     kept, of_bytes = in_floats(given), in_floats(torch.full((1, 2, 2, 3), 255, dtype=torch.uint8))
     given.zero_()
     assert kept.eq(0.5).all()
     assert of_bytes.eq(1.0).all()
+
+
+def test_rows_have_the_ratio_to_the_lower_bound() -> None:
+    one = {
+        "name": "480p, transformer",
+        "runs_on": "PyTorch, bfloat16",
+        "stages": {"pass": spread(3.0)},
+        "first_seconds": 9.0,
+        "floor_seconds": 2.0,
+        "error": 1e-2,
+        "weights_bytes": 1 << 30,
+        "working_bytes": None,
+        "why": "",
+    }
+    other = one | {"stages": {}, "why": "Out of memory.", "name": "b"}
+    both = result(one, other) | {"kind": "forward", "random": True, "tera_operations": 790.0}
+    (row,) = rows(both)
+    assert len(row) == len(HEADINGS)
+    assert row[2:7] == ("3.00 (2.85–3.15)", "9.00", "2.00", "1.50", "1.0e-02")
+    lines = notes(both)
+    assert lines[0] == "b: Out of memory."
+    assert "random weights" in lines[1] and "790 TFLOP/s" in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--part", "eyes"], "'eyes'"),
+        (["--rate", "fast"], "'fast'"),
+        (["--rate", "0"], "a positive number"),
+        (["--rate", "nan"], "a positive number"),
+        (["--rate", "inf"], "a positive number"),
+        (["--runs", "0"], "at least 1"),
+        (["--random", "--backend", "vae=inductor"], "built from files"),
+        (["--model", "wan2.1-t2v-1.3b"], "not here"),
+        (["--config", "a"], "without a name"),
+        (["--width", "65"], "width is 65"),
+        (["a prompt"], "unexpected extra argument"),
+    ],
+)
+def test_bad_flags_end_with_one_line(
+    flags: list[str], problem: str, capsys: pytest.CaptureFixture[str], cache_dir: Path
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(flags)
+    err = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert problem in err.strip().splitlines()[-1] and "Traceback" not in err
+
+
+SMALL = ["--width", "64", "--height", "32", "--frames", "5"]
+
+
+def test_passes_are_printed_and_written(
+    tiny: Tiny, cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["--model", str(tiny("wan2.1").directory), "--random", "--part", "transformer", "--part", "transformer"]
+    assert main([*model, *SMALL, "--out", str(tmp_path), "--rate", "1"]) == 0
+    err = capsys.readouterr().err
+    written = json.loads((tmp_path / "forward.json").read_text())
+    assert [one["configuration"] for one in written["configurations"]] == ["diffusers", "as planned"]
+    assert "Times the bound" in err and "random weights" in err
+    assert run(["bench", "compare", *2 * [str(tmp_path / "forward.json")]]) == 0
+
+
+def test_without_a_folder_the_result_is_in_the_cache(tiny: Tiny, cache_dir: Path) -> None:
+    model = ["--model", str(tiny("wan2.1").directory), *SMALL, "--part", "transformer", "--runs", "1"]
+    assert main([*model, "--no-exact", "--no-baseline"]) == 0
+    (folder,) = (cache_dir / "bench").iterdir()
+    assert [path.name for path in folder.iterdir()] == ["forward.json"]
+
+
+def test_a_model_without_the_component_measures_nothing(tiny: Tiny, cache_dir: Path, tmp_path: Path) -> None:
+    model = ["--model", str(tiny("wan2.1").directory), *SMALL, "--out", str(tmp_path)]
+    assert main([*model, "--part", "transformer_2"]) == 2

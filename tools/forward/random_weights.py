@@ -1,7 +1,7 @@
-"""Transformers and VAEs of a model's architecture with random weights, made where they compute: nothing is read.
+"""Transformers and VAEs of a model's architecture with random weights, created on the device; no files are read.
 
-Time and memory do not depend on the values. Errors of rounding do, so layers keep the size of what passes through, as
-trained ones do; they are those of this network, not of the trained one.
+Time and memory do not depend on the values. Rounding errors do: the weights keep the variance of activations, as
+trained weights do, but the errors are those of the random network.
 """
 
 import json
@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import torch
 
-from runtime.core.errors import MachineError, ModelError
 from runtime.core.plan import ComponentPlan
 from runtime.models import quantization
 from runtime.models.known import known_models
@@ -26,13 +25,13 @@ _BIAS = 0.02
 
 
 def random_spec(spec: ModelSpec, folder: Path) -> ModelSpec:
-    """Return a model of the same architecture whose folder holds configurations only.
+    """Return a model of the same architecture whose folder has configurations only.
 
     Args:
-        folder: empty; where they go.
+        folder: where they are written; empty.
 
     Raises:
-        ModelError: if the architecture is not known in full.
+        ValueError: if the architecture has no configuration, neither in the model's folder nor in Tandem.
     """
     for name in spec.component_names:
         (folder / name).mkdir(parents=True)
@@ -42,27 +41,29 @@ def random_spec(spec: ModelSpec, folder: Path) -> ModelSpec:
 
 
 def random_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | None = None) -> torch.nn.Module:
-    """Make one component, as `models.weights.load_module` loads it; the same each time on the same device.
+    """Create one component as `models.weights.load_module` loads it; equal each time on the same device.
 
     Args:
         spec: from `random_spec`.
-        device: where the weights are put, if not on the part's own device.
+        device: the weights' device; the component's own by default.
 
     Raises:
-        MachineError: for a quantization that needs files.
+        ValueError: for a quantization that needs files.
     """
     config = json.loads((spec.directory / name / "config.json").read_text(encoding="utf-8"))
     kind: Any = components_of(spec.family).MODULES[name]
     with torch.device("meta"):
         made = kind.from_config(config)
-    where, dtype = device or part.device, getattr(torch, part.dtype)
+    target, dtype = device or part.device, getattr(torch, part.dtype)
     if part.quantization != quantization.NONE and is_transformer(name):
         _check_quantization(part)
         dtype = getattr(torch, quantization.arithmetic(part, bfloat16=True))
-    _fill(made, torch.device(where), dtype, zlib.crc32(name.encode()))
+    _fill(made, torch.device(target), dtype, zlib.crc32(name.encode()))
     if is_transformer(name):
-        # Its tables are computed, not loaded.
-        made.rope = type(made.rope)(made.rope.attention_head_dim, made.rope.patch_size, made.rope.max_seq_len).to(where)
+        # Position tables are computed, not loaded.
+        made.rope = type(made.rope)(made.rope.attention_head_dim, made.rope.patch_size, made.rope.max_seq_len).to(
+            target
+        )
         if part.quantization != quantization.NONE:
             _quantize(made, part)
     return cast("torch.nn.Module", made.eval().requires_grad_(requires_grad=False))
@@ -75,18 +76,18 @@ def _config(spec: ModelSpec, name: str) -> Mapping[str, Any]:
         return found
     known = next((model for model in known_models() if model.name == spec.name), None)
     if known is None:
-        raise ModelError(
-            f"Of the {name} of {spec.title} there is no configuration.",
-            f"Take one of {', '.join(model.name for model in known_models())}, or a model that is here.",
+        known_names = ", ".join(model.name for model in known_models())
+        raise ValueError(
+            f"The {name} of {spec.title} has no configuration; select {known_names}, or an installed model."
         )
     if is_transformer(name):
         return {**known.configs["transformer"], "rope_max_seq_len": spec.transformer.rope_max_seq_len}
-    # The published numbers, which differ by channel, change nothing here.
+    # The published values, one per channel, affect neither time nor memory.
     return {**known.configs["vae"], "latents_mean": [0.0] * spec.vae.z_dim, "latents_std": [1.0] * spec.vae.z_dim}
 
 
 def _fill(module: torch.nn.Module, device: torch.device, dtype: torch.dtype, seed: int) -> None:
-    """Give every weight its values, where they are to lie and as `from_pretrained` would leave them."""
+    """Set every weight, on its device and in the dtype that `from_pretrained` would give it."""
     generator = torch.Generator(device).manual_seed(seed)
     exact = kept_in_float32(module)
     for path, owner in module.named_modules():
@@ -94,7 +95,7 @@ def _fill(module: torch.nn.Module, device: torch.device, dtype: torch.dtype, see
             if parameter is None:
                 continue
             full = dtype == torch.float32 or exact & {*path.split("."), name}
-            # Drawn in float32 whatever the dtype, so that one precision is the other's, rounded.
+            # Drawn in float32 for every dtype, so that a lower precision is the rounded higher one.
             values = torch.empty(parameter.shape, device=device, dtype=torch.float32)
             if name == "bias":
                 values.normal_(0, _BIAS, generator=generator)
@@ -110,14 +111,13 @@ def _fill(module: torch.nn.Module, device: torch.device, dtype: torch.dtype, see
 
 def _check_quantization(part: ComponentPlan) -> None:
     if part.quantization != quantization.FP8:
-        raise MachineError(
-            f"Quantization {part.quantization} is done while files are read: there are none for random weights.",
-            "Take --quantization fp8 or none.",
+        raise ValueError(
+            f"{part.quantization} is quantized while files are read, and random weights have none; use fp8 or none."
         )
 
 
 def _quantize(module: torch.nn.Module, part: ComponentPlan) -> None:
-    """Quantize the linear layers that `from_pretrained` would."""
+    """Quantize the linear layers that `from_pretrained` would quantize."""
     config = quantization.config(part.quantization, torch.bfloat16)
     from torchao.quantization import quantize_
 
