@@ -10,7 +10,7 @@ from runtime.core.errors import MachineError
 from runtime.core.events import OutOfMemory
 from runtime.execution.memory import ran_out, release_cached_memory
 from runtime.pipeline.run_context import RunContext
-from runtime.planner.fallback_strategy import FallbackStrategy, Memory, next_strategy
+from runtime.planner.fallback_strategy import Memory, next_strategy
 
 Result = TypeVar("Result")
 
@@ -46,37 +46,18 @@ def _apply_next_strategy(context: RunContext, memory: Memory) -> None:
     stage, component = context.current
     if not plan.components[component].device.startswith("cuda"):
         memory = "RAM"
-    allowed = plan.asked.on_out_of_memory
     found = next_strategy(plan, context.spec, component, memory, lossy=True)
-    permitted = found is not None and (allowed == "any" or (allowed == "retry" and found.forecast.strategy.lossless))
-    retry = found if permitted else None
-    event = OutOfMemory(stage=stage, component=component, memory=memory, retried=retry is not None)
-    if found is not None:
-        event = event.model_copy(
-            update={
-                "strategy": found.forecast.title,
-                "changes": _changes(found),
-                "slowdown": round(found.slowdown, 2),
-                "lossless": found.forecast.strategy.lossless,
-                "lost_seconds": round(time.perf_counter() - context.progress_at, 3),
-                "plan": None if retry is None else retry.plan,
-            }
-        )
+    if found is None:
+        event = OutOfMemory(stage=stage, component=component, memory=memory, retried=False)
+    else:
+        event = found.event(stage, component, memory, round(time.perf_counter() - context.progress_at, 3))
     context.emit(event)
-    if retry is None:
+    if event.plan is None:
         raise _error(context, event)
-    context.plan = retry.plan
+    context.plan = event.plan
     context.representative = False
     context.warnings.append(event.fact)
     context.progress_at = time.perf_counter()
-
-
-def _changes(found: FallbackStrategy) -> dict[str, str]:
-    """Return the request fields that select a strategy; one without settings of its own is permitted by a field."""
-    strategy = found.forecast.strategy
-    changes = {"offload": strategy.offload, "quantization": strategy.quantization}
-    changes = {name: value for name, value in changes.items() if value != "none"}
-    return changes or {"on_out_of_memory": "retry" if strategy.lossless else "any"}
 
 
 def _error(context: RunContext, event: OutOfMemory) -> MachineError:

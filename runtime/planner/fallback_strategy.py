@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from runtime.core.estimates import MemoryStrategy, StrategyForecast
+from runtime.core.events import OutOfMemory, Stage
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, ExecutionPlan
 from runtime.core.tiles import times_decoded
@@ -32,6 +33,35 @@ class FallbackStrategy:
     plan: ExecutionPlan
     forecast: StrategyForecast
     slowdown: float
+
+    @property
+    def permitted(self) -> bool:
+        """Whether the request allows a job to continue with it."""
+        allowed = self.plan.asked.on_out_of_memory
+        return allowed == "any" or (allowed == "retry" and self.forecast.strategy.lossless)
+
+    @property
+    def changes(self) -> dict[str, str]:
+        """The request fields that select it; a strategy without settings of its own is permitted by a field."""
+        strategy = self.forecast.strategy
+        changes = {"offload": strategy.offload, "quantization": strategy.quantization}
+        changes = {name: value for name, value in changes.items() if value != "none"}
+        return changes or {"on_out_of_memory": "retry" if strategy.lossless else "any"}
+
+    def event(self, stage: Stage, component: str, memory: Memory, lost_seconds: float) -> OutOfMemory:
+        """Return the event that memory ran out: the job continues with this strategy if that is permitted."""
+        return OutOfMemory(
+            stage=stage,
+            component=component,
+            memory=memory,
+            retried=self.permitted,
+            strategy=self.forecast.title,
+            changes=self.changes,
+            slowdown=round(self.slowdown, 2),
+            lossless=self.forecast.strategy.lossless,
+            lost_seconds=lost_seconds,
+            plan=self.plan if self.permitted else None,
+        )
 
 
 def next_strategy(

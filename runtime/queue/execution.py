@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from runtime.core.cancel import Cancel
 from runtime.core.errors import CheckpointError, StoreError
@@ -20,6 +20,7 @@ from runtime.core.events import (
     Failed,
     FramesDecoded,
     Planned,
+    Stage,
     StepDone,
     TerminalEvent,
     VideoSaved,
@@ -34,6 +35,7 @@ from runtime.models.loras import model_for
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint_files import POSTER, PREVIEW
 from runtime.pipeline.history import HistoryFile
+from runtime.planner.fallback_strategy import next_strategy
 from runtime.planner.parallelism import usable_gpus
 from runtime.planner.resolve import resolve
 from runtime.queue.records import JobRecord
@@ -85,12 +87,12 @@ class Planner:
         if record.begun and record.plan is not None and record.plan.loras == spec.loras:
             moved = on_gpu(record.plan, gpu, machine, others)
             if moved is not None:
-                return spec, after_deaths(moved, deaths)
+                return spec, after_deaths(moved, spec, deaths)
             logger.info("job %s: the devices of its plan are not here, so it is planned again", record.id)
         history = () if self._history is None else self._history.read()
         offers = self._engines.offers(spec)
         plan = resolve(record.generation_request(), spec, machine, record.output, offers, history, gpu, others)
-        return spec, after_deaths(plan, deaths)
+        return spec, after_deaths(plan, spec, deaths)
 
 
 def on_gpu(
@@ -115,20 +117,41 @@ def on_gpu(
     return plan.replace(components={**plan.components, **moved}, split=split)
 
 
-def after_deaths(plan: ExecutionPlan, deaths: Sequence[Mapping[str, object]]) -> ExecutionPlan:
-    """Return a plan without the engines that ran when a worker died with the job, and with warnings that say so."""
+def after_deaths(plan: ExecutionPlan, spec: ModelSpec, deaths: Sequence[Mapping[str, object]]) -> ExecutionPlan:
+    """Return a plan that avoids what workers died of with the job, and warnings that say so.
+
+    A component whose engine ran when the worker died runs in PyTorch. If the system killed the worker for lack of
+    memory, the job continues with the next lower-memory strategy that the request permits.
+
+    Args:
+        deaths: the events "WorkerDied" of the job.
+    """
     for death in deaths:
-        how, name = {"how": death.get("how")}, str(death.get("part"))
-        warnings = [Fact("queue.worker_replaced", how)]
-        part = plan.components.get(name)
-        if part is not None and part.engines and death.get("stage") != "build":
+        how, name, stage = {"how": death.get("how")}, str(death.get("part")), death.get("stage")
+        replaced = Fact("queue.worker_replaced", how)
+        part = plan.components.get(name) if stage != "build" else None
+        if part is not None and death.get("out_of_memory"):
+            if replaced not in plan.warnings:  # otherwise the plan has the strategy already
+                plan = _with_less_memory(plan, spec, cast("Stage", stage), name)
+        elif part is not None and part.engines:
             reason = Fact("queue.engine_disabled", how)
             plan = plan.with_component(name, part.in_pytorch(reason))
             if not plan.fell_back(name):  # otherwise the job reports it
-                warnings.append(Fact("event.fell_back", {"component": name, "backend": part.backend, "reason": reason}))
-        new = [warning for warning in warnings if warning not in plan.warnings]
-        plan = plan.replace(warnings=(*plan.warnings, *new))
+                fell_back = Fact("event.fell_back", {"component": name, "backend": part.backend, "reason": reason})
+                plan = _with_warning(plan, fell_back)
+        plan = _with_warning(plan, replaced)
     return plan
+
+
+def _with_less_memory(plan: ExecutionPlan, spec: ModelSpec, stage: Stage, component: str) -> ExecutionPlan:
+    found = next_strategy(plan, spec, component, "RAM", lossy=plan.asked.on_out_of_memory == "any")
+    if found is None or not found.permitted:
+        return plan
+    return _with_warning(found.plan, found.event(stage, component, "RAM", 0.0).fact)
+
+
+def _with_warning(plan: ExecutionPlan, warning: Fact) -> ExecutionPlan:
+    return plan if warning in plan.warnings else plan.replace(warnings=(*plan.warnings, warning))
 
 
 class JobRecorder:

@@ -55,13 +55,14 @@ def recover(store: JobStore, own: str) -> Sequence[str]:
     return found
 
 
-def settle_worker(store: JobStore, worker: str, how: str) -> None:
+def settle_worker(store: JobStore, worker: str, how: str, *, out_of_memory: bool = False) -> None:
     """Decide what becomes of what a worker ran when it died.
 
     A video or a build is queued again in its old place and resumes by itself, once. A second death fails it.
 
     Args:
         how: the worker ended, in a few words.
+        out_of_memory: whether the system killed it for lack of memory.
 
     Raises:
         StoreError: if the store cannot be written.
@@ -73,7 +74,7 @@ def settle_worker(store: JobStore, worker: str, how: str) -> None:
         if saved is not None or job.pending == "cancel":
             store.interrupt(job.id, worker, saved)
             continue
-        death = {"event": "WorkerDied", "how": how, **_at_work(store, job.id)}
+        death = {"event": "WorkerDied", "how": how, "out_of_memory": out_of_memory, **_at_work(store, job.id)}
         if job.kind != "task" and store.restart(job.id, worker, death):
             logger.warning("job %s: its worker died (%s); it is queued again", job.id, how)
             continue

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 
 from runtime.core.errors import StoreError
 from runtime.queue import recovery
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Slot:
-    """One GPU's worker, and when it is to be started again."""
+    """One GPU's worker, when it is to be started again, and `memory_kills` when it started."""
 
     config: WorkerConfig
     process: SpawnProcess | None = None
@@ -35,6 +36,7 @@ class _Slot:
     started: float = 0.0
     delay: float = 0.0
     start_at: float = 0.0
+    memory_kills: int = 0
 
 
 class Supervisor:
@@ -91,7 +93,7 @@ class Supervisor:
         process = multiprocessing.get_context("spawn").Process(
             target=main, args=(slot.config, theirs), name=f"worker-{slot.config.gpu}", daemon=False
         )
-        slot.started = time.monotonic()
+        slot.started, slot.memory_kills = time.monotonic(), memory_kills()
         try:
             process.start()
         except OSError as error:
@@ -109,7 +111,8 @@ class Supervisor:
         slot.process.join()
         slot.process = None
         slot.connection.close()
-        self._settle(slot.config.instance, code)
+        killed_for_memory = code == -signal.SIGKILL and memory_kills() > slot.memory_kills
+        self._settle(slot.config.instance, code, killed_for_memory)
         if time.monotonic() - slot.started < _SHORT_LIFE_SECONDS:
             # It may be the import that crashes: then it does so with a job, which is told.
             slot.config = replace(slot.config, preload=False)
@@ -121,11 +124,11 @@ class Supervisor:
         slot.delay = min(max(2 * slot.delay, 0.5), _MOST_DELAY_SECONDS) if short else 0.0
         slot.start_at = time.monotonic() + slot.delay
 
-    def _settle(self, instance: str, code: int) -> None:
+    def _settle(self, instance: str, code: int, killed_for_memory: bool) -> None:
         while True:
             try:
                 self._registry.release(instance)
-                recovery.settle_worker(self._store, instance, describe_exit(code))
+                recovery.settle_worker(self._store, instance, describe_exit(code), out_of_memory=killed_for_memory)
             except StoreError as error:
                 logger.warning("The job of a dead worker cannot be noted: %s", type(error.__cause__ or error).__name__)
                 if self._closing.wait(_STORE_RETRY_SECONDS):
@@ -143,6 +146,16 @@ class Supervisor:
                 slot.process.join()
             if slot.connection is not None:
                 slot.connection.close()
+
+
+def memory_kills(counters: Path = Path("/proc/vmstat")) -> int:
+    """Return how many processes the Linux kernel has killed for lack of memory; 0 where it does not say so."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in counters.read_text(encoding="ascii").splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return 0
 
 
 def describe_exit(code: int) -> str:

@@ -16,16 +16,20 @@ from runtime.core.events import Event, Planned, StageStarted, VideoSaved
 from runtime.core.facts import Fact
 from runtime.core.plan import EngineUse
 from runtime.execution.residency import Residency
+from runtime.models.catalogue import EMBEDDED
+from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.run import run_job
+from runtime.planner.resolve import resolve
 from runtime.queue import process_lock, recovery
 from runtime.queue.execution import after_deaths
 from runtime.queue.process_lock import Instance
 from runtime.queue.records import JobRecord
 from runtime.queue.registry import WorkerRegistry
 from runtime.queue.store import JobStore
+from runtime.queue.supervisor import memory_kills
 from runtime.queue.tasks import PruneEngines
-from tests.plans import tiny_plan
+from tests.plans import machine, tiny_plan
 from tests.queue.made import add, asked, planned, saved
 
 ROOT = Path(__file__).parents[2]
@@ -90,13 +94,24 @@ def at_work(store: JobStore, tmp_path: Path, instance: str = "app.0", **changes:
     return store.get(job.id)
 
 
+def diorama() -> ModelSpec:
+    """Return the shipped model."""
+    return read_spec(EMBEDDED / "diorama", "diorama")
+
+
 def test_a_job_whose_worker_died_is_queued_again_once(store: JobStore, tmp_path: Path) -> None:
     job, other = at_work(store, tmp_path), at_work(store, tmp_path, "app.1")
     recovery.settle_worker(store, "app.0", "signal 9, SIGKILL")
     again = store.get(job.id)
     assert (again.state, again.held, again.instance, again.begun) == ("queued", False, None, True)
     assert store.get(other.id).state == "running"
-    death = {"event": "WorkerDied", "how": "signal 9, SIGKILL", "stage": "denoise", "part": "transformer"}
+    death = {
+        "event": "WorkerDied",
+        "how": "signal 9, SIGKILL",
+        "out_of_memory": False,
+        "stage": "denoise",
+        "part": "transformer",
+    }
     assert list(store.deaths(job.id)) == [death]
     assert store.claim("app.0") is not None
     recovery.settle_worker(store, "app.0", "CUDA error")
@@ -136,11 +151,39 @@ def test_an_engine_that_ran_when_a_worker_died_is_not_used_again(stage: str, dis
     part = planned().components["transformer"].replace(backend="inductor", engines=(use,))
     plan = planned().with_component("transformer", part)
     death = {"event": "WorkerDied", "how": "signal 9, SIGKILL", "stage": stage, "part": "transformer"}
-    found = after_deaths(plan, [death])
+    found = after_deaths(plan, diorama(), [death])
     assert found.components["transformer"].engines == (() if disabled else (use,))
     assert found.components["vae"] == plan.components["vae"]
     assert len(found.warnings) == len(plan.warnings) + (2 if disabled else 1)
-    assert after_deaths(found, [death]) == found
+    assert after_deaths(found, diorama(), [death]) == found
+
+
+@pytest.mark.parametrize(("permitted", "applied"), [("any", True), ("retry", True), ("ask", False)])
+def test_a_job_whose_worker_was_killed_for_lack_of_memory_resumes_with_less(permitted: str, applied: bool) -> None:
+    request = asked(seed=7, steps=4, on_out_of_memory=permitted)
+    plan = resolve(request, diorama(), machine(), Path("/nowhere/boat.mp4"))
+    death = {
+        "event": "WorkerDied",
+        "how": "signal 9, SIGKILL",
+        "out_of_memory": True,
+        "stage": "decode",
+        "part": "vae",
+    }
+    found = after_deaths(plan, diorama(), [death])
+    less = found.forecast.peak_bytes < plan.forecast.peak_bytes
+    assert (found.strategy != plan.strategy) == less == applied
+    codes = [warning.code for warning in found.warnings[len(plan.warnings) :]]
+    assert codes == [*(["event.out_of_memory_retried"] if applied else []), "queue.worker_replaced"]
+    # Claimed again after a pause, it keeps that strategy.
+    assert after_deaths(found, diorama(), [death]) == found
+    assert after_deaths(plan, diorama(), [{**death, "out_of_memory": False}]).strategy == plan.strategy
+    assert after_deaths(plan, diorama(), [{**death, "stage": "save", "part": None}]).strategy == plan.strategy
+
+
+def test_kills_for_lack_of_memory_are_counted_by_the_kernel(tmp_path: Path) -> None:
+    counters = tmp_path / "vmstat"
+    counters.write_text("nr_free_pages 12\noom_kill 3\n")
+    assert (memory_kills(counters), memory_kills(tmp_path / "none")) == (3, 0)
 
 
 def test_a_video_that_is_whole_and_names_its_job_is_done(
