@@ -81,7 +81,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[s
         (["--gpus", "many"], "'many', not a whole number", "from 1"),
         (["--gpus", "nan"], "gpus is nan", "from 1"),
         (["--gpus", "99999999999999999999"], "gpus is 99999999999999999999", "to 16"),
-        (["--gpus", "2"], "2 GPUs were asked for; here are none (no NVIDIA GPU was found)", "--gpus 1"),
+        (["--gpus", "2"], "2 GPUs were asked for; none can be used: no NVIDIA GPU was found", "--gpus 1"),
         (["--no-such-flag"], "--no-such-flag", "--help"),
         (["--backend", "vae"], "'vae'", "COMPONENT=BACKEND"),
         (["--backend", "vae=cuda"], "Unknown backend 'cuda'", "inductor"),
@@ -90,7 +90,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[s
         (["--backend", "vae=auto", "--backend", "vae=pytorch"], "'vae' twice", "one backend"),
         (["--build", "maybe"], "build is 'maybe'", "never"),
         (["--build", ""], "build is ''", "never"),
-        (["--width", "2048", "--height", "8192", "--frames", "4001"], "at most 253", "Take 253"),
+        (["--width", "2048", "--height", "8192", "--frames", "4001"], "at most 253", "Use 253"),
     ],
 )
 @pytest.mark.parametrize("command", ["generate", "plan"])
@@ -300,7 +300,7 @@ def test_unreadable_model(
     ("arguments", "says", "to_do"),
     [
         (["--tensorrt-transformer"], "TensorRT is not enabled", "--enable-tensorrt"),
-        (["--tensorrt-text-encoders", "--tensorrt-transformer"], "--tensorrt-text-encoders was given", "leave it out"),
+        (["--tensorrt-text-encoders", "--tensorrt-transformer"], "--tensorrt-text-encoders was given", "or remove it"),
         (["--enable-tensorrt", "plan", "a red boat"], "--enable-tensorrt before a command", "plan --help"),
         (["--enable-tensorrt=yes"], "--enable-tensorrt", "--help"),
     ],
@@ -388,15 +388,15 @@ def test_a_lora_of_few_steps_says_what_it_takes(
         assert result["plan"]["expert_steps"] == {"transformer": 2, "transformer_2": 2}
         assert "Steps of each expert: High-noise transformer 2, Low-noise transformer 2" in said
         shift: float | None = result["plan"]["shift"]
-        assert (f"Shift {shift or 0:g}, as asked; the model's own scheduler has 3." in said) == (shift is not None)
+        assert (f"Shift {shift or 0:g}, as requested; the model's own scheduler has 3." in said) == (shift is not None)
         return shift
 
     quick = {"steps": 4, "guidance_scale": 1.0, "guidance_scale_2": 1.0}
     scales, said = planned(*both)
-    assert scales == quick and "distilled for 4 steps without guidance: that is what is taken here" in said
+    assert scales == quick and "distilled for 4 steps without guidance: these are used here" in said
     scales, said = planned(*both, "--steps", "20", "--guidance", "4,3")
     assert scales == {"steps": 20, "guidance_scale": 4.0, "guidance_scale_2": 3.0}
-    assert "this takes 20 steps with guidance 4: --steps 4 --guidance 1 is what it is made for" in said
+    assert "this video uses 20 steps with guidance 4. Use --steps 4 --guidance 1." in said
     scales, said = planned("--lora", "style_low_noise", "--preset", "lightning-4")
     assert scales == quick and not said.count("distilled")
     assert [shift_of(*flags) for flags in ((), ("--shift", "6"), ("--shift", "auto"))] == [5.0, 6.0, None]

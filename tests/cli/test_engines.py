@@ -117,7 +117,7 @@ def test_what_is_no_size(text: str) -> None:
         (["build", "--backend", "all=tensorrt"], "TensorRT engines cannot be built here", "."),
         (["build", "--width", "190"], "width is 190", "176 or 192"),
         (["build", "--backend", "vae"], "'vae'", "COMPONENT=BACKEND"),
-        (["export", "--component", "eyes"], "no 'eyes'", "text_encoder"),
+        (["export", "--component", "eyes"], "no component 'eyes'", "text_encoder"),
         (["export", "--out", " "], "--out is empty", "folder"),
         (["export", "--out", "/proc/none/x"], "cannot be created", "writable"),
     ],

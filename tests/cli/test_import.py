@@ -68,7 +68,7 @@ def test_it_says_what_opening_means_and_asks(
         ("text.plan", [], "is a text file", ".onnx"),
         ("empty.onnx", [], "is empty", "Copy"),
         ("plan.plan", [], "is not a plan", ".plan"),
-        ("text.plan", ["--component", "eyes"], "no 'eyes'", "text_encoder"),
+        ("text.plan", ["--component", "eyes"], "no component 'eyes'", "text_encoder"),
         ("text.plan", ["--model", "no-such"], "no-such", "diorama"),
         ("text.plan", ["--no-such-flag"], "--no-such-flag", "--help"),
     ],

@@ -23,7 +23,7 @@ MESSAGES: Mapping[str, Message] = {
         'Name configurations, as in --config "onnx: --backend all=onnxruntime".',
     ),
     "bench.count_invalid": Message("{field:setting} is {value}.", "Give a whole number from {low} to {high}."),
-    "bench.nothing_measured": Message("Nothing was measured: {why}", "Choose another configuration."),
+    "bench.nothing_measured": Message("Nothing was measured. {why}", "Choose another configuration."),
     "cli.delete_not_confirmed": Message("Deletion needs a confirmation, and there is no terminal.", "Add --yes."),
     "cli.file_unreadable": Message("FILE is empty or unreadable.", "Give the path of an engine file."),
     "cli.folder_not_created": Message("The folder {folder} cannot be created: {error}.", "Give a writable folder."),

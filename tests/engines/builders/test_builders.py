@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils import cpp_extension
 
-from runtime.core.facts import Fact
+from runtime.core.facts import Fact, render
 from runtime.engines.builders import BUILDERS, builders_of
 from runtime.engines.builders import inductor as inductor_module
 from runtime.engines.builders import onnxruntime as onnxruntime_module
@@ -82,9 +82,11 @@ def test_what_is_missing_is_said(machine: Machine) -> None:
     assert InductorBuilder().unavailable(equipped) is None
     assert OnnxRuntimeBuilder().unavailable(machine) is None
     bare = replace(machine, compiler=None, packages=(("onnx", "1"),))
-    why, remedy = InductorBuilder().unavailable(bare) or ("", "")
-    assert "C++ compiler" in why
-    assert "Install" in remedy or "Run" in remedy
+    why = InductorBuilder().unavailable(bare)
+    assert why is not None and why.code.startswith("machine.no_compiler")
+    text = render(why)
+    assert "C++ compiler" in text.what
+    assert "Install" in text.remedy or "Run" in text.remedy
     assert OnnxRuntimeBuilder().unavailable(bare) is not None
 
 

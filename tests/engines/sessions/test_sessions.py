@@ -231,8 +231,9 @@ def test_a_damaged_file_with_a_right_hash_is_an_error_and_no_crash(built: Build,
 
 def test_a_provider_that_is_not_here_is_said(built: Build) -> None:
     engine = built("cpu", "wan2.2-a14b", "transformer", "transformer")
-    with pytest.raises(EngineError, match="no cuda provider"):
+    with pytest.raises(EngineError) as error:
         OnnxRuntimeSession(engine.folder / "engine.onnx", provider="cuda", precision="float32", device="cpu")
+    assert (error.value.code, error.value.data["provider"]) == ("engine.provider_missing", "cuda")
 
 
 @pytest.mark.parametrize("backend", ENGINES)
