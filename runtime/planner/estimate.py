@@ -61,6 +61,9 @@ def _kind(case: Case, strategy: MemoryStrategy, name: str, computed: Speed) -> h
 
 def memory(case: Case, strategy: MemoryStrategy, computed: Speed) -> tuple[StageMemory, ...]:
     """Return what each stage takes, by what earlier runs took more or less than reckoned."""
+    stages = memory_model.stages(case.load, strategy)
+    if not case.history:
+        return tuple(stages)
     return tuple(
         history.remembered(
             case.history,
@@ -68,7 +71,7 @@ def memory(case: Case, strategy: MemoryStrategy, computed: Speed) -> tuple[Stage
             latency_model.flops(case.load, case.work, stage.component, strategy.decode_tile),
             stage,
         )
-        for stage in memory_model.stages(case.load, strategy)
+        for stage in stages
     )
 
 
@@ -84,10 +87,11 @@ def seconds(case: Case, strategy: MemoryStrategy, computed: Speed) -> dict[str, 
 
 def _component_seconds(case: Case, strategy: MemoryStrategy, name: str, computed: Speed) -> Seconds:
     calls = case.work.calls[name]
-    operations = latency_model.flops(case.load, case.work, name, strategy.decode_tile)
-    whole = history.seconds_per_call(case.history, _kind(case, strategy, name, computed), operations)
-    if whole is not None:
-        return whole * calls
+    if case.history:
+        operations = latency_model.flops(case.load, case.work, name, strategy.decode_tile)
+        whole = history.seconds_per_call(case.history, _kind(case, strategy, name, computed), operations)
+        if whole is not None:
+            return whole * calls
     one = call(case, strategy, name, computed)
     if history.cache_of(case.step_cache, name):
         one = latency_model.with_cache(one)
@@ -98,14 +102,9 @@ def _component_seconds(case: Case, strategy: MemoryStrategy, name: str, computed
 
 def call(case: Case, strategy: MemoryStrategy, name: str, computed: Speed) -> Seconds:
     """Return what one call takes with all weights at hand; what was not measured so rests on the next nearest."""
-    operations = latency_model.flops(case.load, case.work, name, strategy.decode_tile)
-    at_hand = strategy.replace(offload="none")
-    for like in dict.fromkeys((computed, computed.replace(compiled=False), EAGER)):
-        # A step cache is reckoned with by whoever asks.
-        kind = _kind(case, at_hand, name, like).replace(step_cache="")
-        found = history.seconds_per_call(case.history, kind, operations)
-        if found is not None:
-            break
+    measured = _measured_call(case, strategy, name, computed) if case.history else None
+    if measured is not None:
+        like, found = measured
     else:
         like, alone = EAGER, latency_model.compute_seconds(case.load, case.work, name, case.machine, strategy)
         whole_frames = name != "vae" or strategy.decode_tile is None
@@ -117,6 +116,19 @@ def call(case: Case, strategy: MemoryStrategy, name: str, computed: Speed) -> Se
         if is_transformer(name) and computed.attention != like.attention:
             times *= execution_options.faster_by_attention(computed.attention, case.load.spec, case.load.tokens)
     return found if times == 1.0 else replace(found * (1 / times), measured=False)
+
+
+def _measured_call(case: Case, strategy: MemoryStrategy, name: str, computed: Speed) -> tuple[Speed, Seconds] | None:
+    """Return the most similar options of PyTorch with which earlier runs measured a call, and its seconds."""
+    operations = latency_model.flops(case.load, case.work, name, strategy.decode_tile)
+    loaded = strategy.replace(offload="none")
+    for like in dict.fromkeys((computed, computed.replace(compiled=False), EAGER)):
+        # The callers account for a step cache.
+        kind = _kind(case, loaded, name, like).replace(step_cache="")
+        found = history.seconds_per_call(case.history, kind, operations)
+        if found is not None:
+            return like, found
+    return None
 
 
 def _faster_compiled(case: Case, strategy: MemoryStrategy, name: str) -> float:

@@ -74,7 +74,8 @@ class Needs:
 
 def needs(spec: ModelSpec, machine: Machine, history: History = ()) -> Needs:
     """Return what a model needs, and how it goes here with what is free now."""
-    least, resident = smallest_card(spec), smallest_card(spec, resident=True)
+    least = smallest_card(spec)
+    resident = None if least is None else smallest_card(spec, resident=True, at_least=least.gib)
     try:
         plan = resolve(_request(spec), spec, machine, Path("none.mp4"), history=history)
     except TandemError as error:
@@ -84,9 +85,9 @@ def needs(spec: ModelSpec, machine: Machine, history: History = ()) -> Needs:
     return Needs(least=least, resident=resident, here=here, runs_here=True, peak_bytes=plan.memory_bytes)
 
 
-def smallest_card(spec: ModelSpec, *, resident: bool = False) -> Card | None:
-    """Return the smallest card that makes a model's default clip, or makes it with everything loaded."""
-    return next(filter(None, (_on(spec, gib, resident=resident) for gib in CARDS)), None)
+def smallest_card(spec: ModelSpec, *, resident: bool = False, at_least: int = 0) -> Card | None:
+    """Return the smallest card of `at_least` GiB that makes a model's default clip, or makes it with all loaded."""
+    return next(filter(None, (_on(spec, gib, resident=resident) for gib in CARDS if gib >= at_least)), None)
 
 
 def _on(spec: ModelSpec, gib: int, *, resident: bool) -> Card | None:

@@ -4,8 +4,9 @@ Pure. Weights are quantized unasked only if nothing else fits. Frames are decode
 fit although nothing but the VAE is on the device.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from runtime.core.errors import InvalidRequestError, MemoryShortError
 from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory, StrategyForecast
@@ -74,7 +75,7 @@ def options(case: Case) -> list[Option]:
         plain = [_option(case, Fact(code), strategy) for code, strategy in (_KEEP, _FREE_TEXT, _ONE)]
         return [*plain, _first_that_fits(_quantized(case, "fp8"))]
     plain = [_option(case, Fact(code), strategy) for code, strategy in (_KEEP, _FREE_TEXT, _ONE, _MODEL, _GROUP)]
-    quantized = [_first_that_fits(_quantized(case, kind)[:3]) for kind in constraints.QUANTIZATIONS]
+    quantized = [_first_that_fits(islice(_quantized(case, kind), 3)) for kind in constraints.QUANTIZATIONS]
     return [*plain, *quantized, _option(case, Fact(_SEQUENTIAL[0]), _SEQUENTIAL[1])]
 
 
@@ -145,7 +146,7 @@ def _asked(case: Case, every: list[Option], offload: str, quantization: str) -> 
     if quantization in {AUTO, "none"}:
         pool = [option for option in every if quantization == AUTO or not _is_quantized(option)]
     else:
-        pool = _quantized(case, quantization)
+        pool = list(_quantized(case, quantization))
     # An engine holds its weights itself: they are neither brought to it nor quantized unless that was asked for.
     if any(is_transformer(name) for name in case.load.engine_bytes):
         pool = [
@@ -164,25 +165,24 @@ def _asked(case: Case, every: list[Option], offload: str, quantization: str) -> 
     return asked
 
 
-def _quantized(case: Case, kind: str) -> list[Option]:
-    """Return the strategies with quantized transformers, the one that takes most memory first."""
-    return [
-        _option(
-            case,
-            Fact("strategy.quantized", {"quantization": kind, "how": Fact(code)}),
-            strategy.replace(quantization=kind),
-        )
-        for code, strategy in (_KEEP, _FREE_TEXT, _ONE, _MODEL)[: 4 if case.load.split is None else 3]
-        if constraints.cannot_wait(_in_pytorch(kind, strategy.offload)) is None
-    ]
+def _quantized(case: Case, kind: str) -> Iterator[Option]:
+    """Yield the strategies with quantized transformers, the one that takes most memory first."""
+    for code, strategy in (_KEEP, _FREE_TEXT, _ONE, _MODEL)[: 4 if case.load.split is None else 3]:
+        if constraints.cannot_wait(_in_pytorch(kind, strategy.offload)) is None:
+            title = Fact("strategy.quantized", {"quantization": kind, "how": Fact(code)})
+            yield _option(case, title, strategy.replace(quantization=kind))
 
 
 def _in_pytorch(quantization: str, offload: str) -> constraints.Case:
     return constraints.Case(component="transformer", backend=PYTORCH, offload=offload, quantization=quantization)
 
 
-def _first_that_fits(found: list[Option]) -> Option:
-    return next((option for option in found if _has_room(option) and not option.tight), found[-1])
+def _first_that_fits(found: Iterator[Option]) -> Option:
+    """Return the first option with enough memory, the last one if none has; later ones are not computed."""
+    for option in found:
+        if _has_room(option) and not option.tight:
+            break
+    return option
 
 
 def _is_quantized(option: Option) -> bool:
