@@ -134,7 +134,7 @@ def verify_engine(
         EngineError: if the engine is gone, the store cannot be written, or verification itself failed.
         CancelledError: if cancelled; the record stays as it was.
     """
-    # The engine's own LoRAs, whatever the model is used with now.
+    # The engine's own LoRAs, which may differ from those of the model's next job.
     spec = replace(spec, loras=record.loras)
     _check_loras(record)
     request = BuildRequest(spec=spec, component=component, key=record.key, device=device)
@@ -151,13 +151,13 @@ def verify_engine(
         if outcome.result is not None:
             return store.record_verification(record, **verified_fields(outcome.result), problem=None)
         error = failure(Fact("engine.not_verified", {"engine": request.title}), outcome)
-        if outcome.kind in {"memory", "disk"}:  # says nothing about the engine
+        if outcome.kind in {"memory", "disk"}:  # not a property of the engine
             raise error
         return store.record_verification(record, problem=error.fact, verified=False)
 
 
 def _check_loras(record: EngineRecord) -> None:
-    """Raise if the weights to compare with are not available, which says nothing about the engine."""
+    """Raise if the weights to compare with are not available."""
     for use in record.loras:
         try:
             digest = read_lora(use.path).digest

@@ -1,4 +1,4 @@
-"""What runs in the child process: building, verifying and inspecting engines. engine.json is written last."""
+"""The child process: building, verifying and inspecting engines. engine.json is written last."""
 
 import gc
 import math

@@ -41,8 +41,8 @@ class Verified:
     """One engine after verification.
 
     Attributes:
-        engine: with the result; `usable` tells whether it passed.
-        skipped: why it could not be verified on this machine, which says nothing about the engine.
+        engine: with the result; `usable` is whether it passed.
+        skipped: why it could not be verified on this machine; its state is unchanged.
     """
 
     engine: EngineRecord

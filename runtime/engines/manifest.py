@@ -74,7 +74,7 @@ def read(folder: Path, engine_id: str | None = None) -> EngineRecord:
         return unreadable(folder, Fact("engine.manifest_damaged"))
     if isinstance(record, Fact):
         return unreadable(folder, record)
-    # An edited key is that of another engine, which is not what the folder contains.
+    # An edited key belongs to another engine than the one in the folder.
     if record.id != engine_id or record.key.digest() != engine_id:
         problem = Fact("engine.manifest_changed")
         return replace(record, key=UNREADABLE_KEY, id=engine_id, pinned=False, problem=problem)
@@ -119,7 +119,7 @@ def sha256(path: Path) -> str:
 
 
 def check_sizes(folder: Path, record: EngineRecord) -> Fact | None:
-    """Return what is wrong with an engine's files, without reading them."""
+    """Return the problem with an engine's files, if any, without reading them."""
     for file in record.files:
         try:
             status = (folder / file.name).lstat()
@@ -133,7 +133,7 @@ def check_sizes(folder: Path, record: EngineRecord) -> Fact | None:
 
 
 def check_hashes(folder: Path, record: EngineRecord) -> Fact | None:
-    """Return what is wrong with an engine's files after reading all of them, at about 1 GB/s."""
+    """Return the problem with an engine's files, if any, after reading all of them, at about 1 GB/s."""
     problem = check_sizes(folder, record)
     if problem is not None:
         return problem

@@ -1,4 +1,4 @@
-"""What is exported, built and run: one `Program` per part of the model, with its edges and example inputs.
+"""Programs, the units of export and build: one or two per component, with inputs, outputs and example inputs.
 
 Edges are the same for every backend and precision; sizes are those of one clip, (1, …):
 
@@ -45,8 +45,7 @@ _EXAMPLE_TIMESTEP = 700.0
 CACHE = "cache_"
 _AXES = ("frames", "height", "width")
 _LATENT_AXES = {2: "frames", 3: "height", 4: "width"}
-# A cache is always of two frames. What the VAE's first step gives is one frame whatever the profile says, but its
-# profile has one frame too.
+# A cache always has two frames. The VAE's first step returns one frame for any profile; its profile has one frame too.
 _DYNAMIC_AXES: Mapping[str, Mapping[int, str]] = {
     "latents": _LATENT_AXES,
     "velocity": _LATENT_AXES,
@@ -177,7 +176,7 @@ class Program:
             return torch.export.export(self.module, tuple(example.values()), dynamic_shapes=tuple(shapes), strict=False)
 
     def signature(self, profile: ShapeProfile, example: dict[str, torch.Tensor]) -> IOSignature:
-        """Return which tensors an engine for `profile` takes and gives.
+        """Return the input and output tensors of an engine for `profile`.
 
         Args:
             example: `example(profile)`.
@@ -251,7 +250,7 @@ def _cache_names(count: int) -> list[str]:
 
 @contextmanager
 def full_float32(device: torch.device) -> Iterator[None]:
-    """Keep float32 whole while it is entered: on a GPU, cuDNN rounds convolutions' factors to 10 bits otherwise."""
+    """Disable TF32 while entered: by default, cuDNN rounds the inputs of convolutions to 10 bits."""
     backends: Any = torch.backends
     settings = (backends.cudnn.conv, backends.cuda.matmul) if device.type == "cuda" else ()
     before = [setting.fp32_precision for setting in settings]

@@ -82,7 +82,7 @@ class EngineService:
         return cls(store, machine, settings.cache_dir)
 
     def offers(self, spec: ModelSpec) -> Offers:
-        """Return the function that tells `planner.resolve.resolve` the engines of one model; reads the library once."""
+        """Return the function that gives `planner.resolve.resolve` the engines of one model; reads the library once."""
         index: list[EngineRecord] = []
 
         def of(component: str, latent: LatentSize, device: str) -> list[EngineOffer]:
@@ -123,7 +123,7 @@ class EngineService:
         return build_engine(request, self.store, emit_progress, cancel)
 
     def problem(self, engine_id: str) -> Fact | None:
-        """Read an engine's files and return what is wrong with them; None if nothing is."""
+        """Read an engine's files and return the problem; None if they are intact."""
         record = self._record(engine_id)
         return Fact("engine.none_yet") if record is None else record.problem or self.store.verify_hash(record)
 

@@ -78,7 +78,7 @@ class EngineStore:
         return sorted(found, key=lambda pair: (len(pair[1]), -pair[0].last_used, pair[0].id))
 
     def verify_hash(self, record: EngineRecord) -> Fact | None:
-        """Read all files of an engine and return what is wrong; such an engine is not used from then on."""
+        """Read all files of an engine and return the problem, if any; a damaged engine is not used from then on."""
         unreadable = record.problem if record.key == UNREADABLE_KEY else None
         problem = unreadable or manifest.check_hashes(self.path(record.id), record)
         if problem is not None:
@@ -92,7 +92,7 @@ class EngineStore:
             self._rewrite(record.id, problem=problem)
 
     def record_verification(self, record: EngineRecord, **found: Any) -> EngineRecord:
-        """Store what verification found: `verified`, `error`, `tolerance`, `detail`, `problem`, seconds per call.
+        """Store the results of verification: `verified`, `error`, `tolerance`, `detail`, `problem`, seconds per call.
 
         Raises:
             EngineError: if the engine is gone or cannot be written.
@@ -127,7 +127,7 @@ class EngineStore:
     def using(self, engine_id: str) -> Iterator[Path]:
         """Protect an engine from deletion and eviction within the block; yields its folder.
 
-        In a read-only folder there is no lock, and nobody can delete from it either.
+        In a read-only folder there is no lock; no process can delete from it either.
 
         Raises:
             EngineError: if the engine is gone.
@@ -312,7 +312,7 @@ class EngineStore:
         return evicted
 
     def _discard(self, folder: Path) -> None:
-        """Remove an engine by a rename, so that nobody sees a part of it. Of a link, only the link is removed."""
+        """Remove an engine by a rename, so that it is never visible in part. Of a link, only the link is removed."""
         with contextlib.suppress(FileNotFoundError):
             folder.rename(self.folder / f"{_TRASH}{folder.name}-{secrets.token_hex(4)}")
         self._read.pop(folder.name, None)

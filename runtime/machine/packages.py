@@ -1,7 +1,7 @@
 """The optional packages that make Tandem faster or smaller: which are installed, and why one cannot be imported.
 
-Versions come from the packages' metadata. Only importing tells whether a package works, which takes seconds and may
-crash: that is done in a child process, by `doctor` alone.
+Versions come from the packages' metadata. Only `doctor` imports packages to check that they work, in a child process:
+an import takes seconds and may crash.
 """
 
 import functools
@@ -24,7 +24,7 @@ class Package:
         name: as `Machine.packages` has it.
         title: as people read it.
         distributions: the names under which it is released; at most one is installed.
-        module: what is imported.
+        module: the module to import.
         use: what it is for, a clause.
         needs_gpu: whether it is of use on NVIDIA GPUs only.
         installed_by_us: whether the installer installs it where it is of use.

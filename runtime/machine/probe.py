@@ -79,17 +79,17 @@ def gpu_index(device: str) -> int:
 
 
 def seen_from(machine: Machine, gpu: int) -> Machine:
-    """Return the machine as a job on one of its GPUs has it: what is asked of any GPU is answered by that one."""
+    """Return the machine as a job on one of its GPUs sees it: that GPU replaces all others."""
     if not machine.gpus:
         return machine
     return replace(machine, gpus=(machine.gpus[gpu],) * len(machine.gpus))
 
 
 def probe(engines_dir: Path | None = None) -> Machine:
-    """Look at this machine.
+    """Detect the hardware and software of this machine.
 
     Args:
-        engines_dir: whose disk's free space is looked at.
+        engines_dir: the folder whose disk's free space is read.
     """
     memory = psutil.virtual_memory()
     gpus, problem, driver_cuda = _gpus()
@@ -142,7 +142,7 @@ def visible(setting: str | None, uuids: Sequence[str]) -> list[int]:
 
 
 def _swap() -> tuple[int, int]:
-    # Some containers and BSDs do not say; then there is none to count on.
+    # Some containers and BSDs do not report it; then assume none.
     with contextlib.suppress(OSError, RuntimeError):
         swap = psutil.swap_memory()
         return swap.total, swap.free

@@ -1,1 +1,1 @@
-"""The catalogue of models: what a model folder holds and what its architecture asks for. No torch but in weights.py."""
+"""The catalogue of models, their folders and their architectures. Only weights.py imports torch."""

@@ -94,7 +94,7 @@ def count_parameters(component: Path, tied: tuple[str, str] | None = None) -> in
 
 
 def read_sidecar(directory: Path, experts: int) -> dict[str, Any] | None:
-    """Read `tandem.json`: what diffusers' configurations do not hold, as arguments of `ModelSpec`.
+    """Read `tandem.json`: arguments of `ModelSpec` that diffusers' configurations do not contain.
 
     Returns:
         `title`, `license`, `latent_rgb`, `defaults`, `sizes` and `frame_counts`, or `None` without such a file.

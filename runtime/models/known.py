@@ -33,7 +33,7 @@ def download_bytes(spec: ModelSpec) -> int:
 def named(spec: ModelSpec) -> ModelSpec:
     """Return a folder's spec with the title, licence and sizes of the published model that it holds, if any.
 
-    What its own `tandem.json` says stays.
+    Values of its own `tandem.json` take precedence.
     """
     known = known_as(spec.directory.name)
     if known is None or spec.license != "unknown" or not known.describes(spec):

@@ -1,7 +1,7 @@
 """Fuse LoRAs into a transformer's weights after loading: W + weight · (alpha / rank) · B A.
 
 Compilers and exporters then see plain weights; to remove a LoRA, the weights are loaded again. If a weight was
-quantized at loading, the sum is computed from the weight on disk and quantized in the same way.
+quantized at loading, the sum is computed from the weight on disk and quantized the same.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The table of model families, and what a family provides.
+"""The table of model families, and the interface of a family.
 
 A family is a folder of `runtime.families` with two modules:
 
@@ -34,7 +34,7 @@ FAMILIES: dict[str, Entry] = {
 
 
 class LoraChange(NamedTuple):
-    """What one tensor of a LoRA file changes.
+    """The module and factor of one tensor in a LoRA file.
 
     Attributes:
         module: the module, or the bare parameter, by its name in the diffusers transformer.
@@ -131,7 +131,7 @@ class Family(Protocol):
         ...
 
     def lora_change(self, tensor: str) -> LoraChange | None:
-        """Return what a tensor of a LoRA file changes, by its name; `None` if the family has no such module."""
+        """Return the module and factor of a tensor in a LoRA file, by its name; `None` for an unknown module."""
         ...
 
     def lora_weight_shape(self, spec: ModelSpec, module: str) -> tuple[int | None, ...] | None:

@@ -1,4 +1,4 @@
-"""What a model is: architecture, defaults and limits, read from its folder without loading a weight.
+"""Specification of a model: architecture, defaults and limits, read from its folder without loading weights.
 
 Families implement `TransformerSpec` and `VaeSpec`, whose methods give the operations and bytes that follow from the
 architecture. Knows nothing about machines or engines.
@@ -76,7 +76,7 @@ class TransformerSpec(Protocol):
 
     @property
     def block_parameters(self) -> int:
-        """Weights in the linear layers of all blocks: what is quantized, and what group offload streams."""
+        """Weights in the linear layers of all blocks, which quantization and group offload apply to."""
         ...
 
     def forward_flops(self, tokens: int, text_tokens: int) -> float:
@@ -88,7 +88,7 @@ class TransformerSpec(Protocol):
 
         Args:
             element_bytes: of the dtype it computes in.
-            time_per_token: whether every token has a timestep of its own.
+            time_per_token: whether every token has its own timestep.
         """
         ...
 
@@ -145,7 +145,7 @@ class LatentRgb:
 
 @dataclass(frozen=True, kw_only=True)
 class Defaults:
-    """What a request takes where it says "auto"."""
+    """Values that replace "auto" in a request."""
 
     width: int
     height: int
@@ -174,14 +174,14 @@ class ModelSpec:
         expand_timesteps: one timestep per token (TI2V-5B).
         max_sequence_length: text tokens that the transformer attends to, zero-padded.
         parameters: number of weights by component.
-        programs: what is built as engines, by component; see `engines.programs`.
+        programs: the programs to build engines of, by component; see `engines.programs`.
         latent_rgb: for previews, where it is known.
         defaults: for "auto".
         sizes, frame_counts: what the model was made for, (width, height) and frames.
         here: whether `directory` is there; a known model can be planned with before its weights are.
-        flow_shift: how far the scheduler's noise levels are moved towards noise, where it says so.
+        flow_shift: how far the scheduler moves noise levels towards noise, if its configuration has a shift.
         unsupported: request fields that the family does not support: "gpus", "step_cache".
-        loras: what is added to its transformers' weights when they are loaded, see `models.loras.with_loras`.
+        loras: LoRAs to add to its transformers' weights when they are loaded, see `models.loras.with_loras`.
         noise: where the scheduler puts the steps.
     """
 

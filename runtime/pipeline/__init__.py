@@ -1,1 +1,1 @@
-"""Sampling as verbs: get_noise, denoise, decode. Knows nothing about jobs, files or pages."""
+"""Sampling and jobs: noise, denoising, decoding, checkpoints and retries. Independent of the user interfaces."""

@@ -1,4 +1,4 @@
-"""Why a clip is degenerate, most likely, and what to do about it: from what was detected and how it was made."""
+"""The most likely cause of a degenerate clip, and its remedy."""
 
 from runtime.core.errors import BadResultError
 from runtime.core.facts import Fact

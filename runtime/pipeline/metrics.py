@@ -69,7 +69,7 @@ class Clock:
 class PeakMemory:
     """Peak memory inside the `with` block: allocated on a CUDA device, otherwise resident in this process.
 
-    `by_stage` has the peak of each finished stage above what was in use at the start.
+    `by_stage` has the peak of each finished stage above the memory in use at the start.
 
     Args:
         group_manager: of several GPUs' processes; on CUDA the peak of the fullest GPU is added.

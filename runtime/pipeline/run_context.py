@@ -144,7 +144,7 @@ class RunContext:
             self.emit(event)
 
     def on_degraded(self, name: str, field: str, reason: Fact) -> None:
-        """Run a component without what a field of the plan's `Speed` says: slower, with the same result."""
+        """Record that an option of the plan's `Speed` is not applied: slower, with the same result."""
         self.plan = self.plan.replace(speed=self.plan.speed.replace(**{field: getattr(EAGER, field)}))
         self.warn(Fact("pipeline.degraded", {"component": name, "reason": reason}))
 

@@ -90,7 +90,7 @@ def offload_groups(module: Any) -> None:
     """Move the weights that group offloading loaded ahead back to memory (RAM).
 
     Reason: hooks load a layer's weights as the layer before it runs in the first call; a layer that is called once
-    keeps them. There is no public way to end that.
+    keeps them. There is no public function to end that.
     """
     for part in module.modules():
         registry = getattr(part, "_diffusers_hook", None)

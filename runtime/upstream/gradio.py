@@ -1,7 +1,7 @@
 """Private names of gradio that Tandem uses, each with the reason.
 
-Gradio has no public way to validate a call before it is run, to ask whether a request is logged in, or to open a share
-link without its own page script. `tests/upstream/test_gradio.py` names what broke when gradio changes.
+Gradio has no public function to validate a call before it runs, to check whether a request is logged in, or to open a
+share link without its own page script. `tests/upstream/test_gradio.py` names what broke when gradio changes.
 """
 
 from collections.abc import Mapping
@@ -101,7 +101,7 @@ def share_server_address() -> str | None:
 
 
 def share_api_address() -> str:
-    """Return the address that tells where gradio's share server is.
+    """Return the URL that gives the address of gradio's share server.
 
     Reason: as for `share_server_address`.
     """

@@ -67,7 +67,7 @@ def flash_attention(q: Any, k: Any, v: Any) -> Any:
 def clear_module(module: Any) -> None:
     """Remove all parameters, buffers and submodules of a module and of its submodules.
 
-    Reason: weights are freed although hooks tie the module to itself; there is no public way to remove all at once.
+    Reason: weights are freed although hooks tie the module to itself; no public function removes all at once.
     """
     for part in list(module.modules()):
         for held in (part._parameters, part._buffers, part._modules):
@@ -97,7 +97,7 @@ def compile_package(exported: Any, path: Path, options: dict[str, Any]) -> None:
     Raises:
         PackageError: if the C++ compiler or Inductor fails.
 
-    Reason: `torch._inductor.aoti_compile_and_package` is documented, but lies in a private package; so do its errors.
+    Reason: `torch._inductor.aoti_compile_and_package` is documented, but is in a private package; so are its errors.
     """
     import torch
     from torch._inductor.exc import CppCompileError, InductorError
@@ -151,8 +151,8 @@ def package_runner(library: Path, device: Any, folder: Path) -> Any:
         device: a torch device.
         folder: with the kernels' files, for a GPU.
 
-    Reason: the public `aoti_load_package` unpacks into a folder that it never removes, and has no way to set weights
-    by address.
+    Reason: the public `aoti_load_package` unpacks into a folder that it never removes, and cannot set weights by
+    address.
     """
     import torch
 

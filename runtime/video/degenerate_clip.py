@@ -47,7 +47,7 @@ class Detector:
 
     @property
     def fault(self) -> Fault | None:
-        """What is wrong with the frames so far; `None` if nothing is."""
+        """The problem with the frames so far; `None` if there is none."""
         if not self._seen:
             return None
         if self._bright <= _BRIGHT_SHARE * self._pixels:

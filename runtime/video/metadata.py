@@ -1,4 +1,4 @@
-"""Metadata of an MP4: JSON in the comment tag that says how the video was made."""
+"""Metadata of an MP4: JSON in the comment tag that describes how the video was generated."""
 
 import json
 import subprocess

@@ -69,7 +69,7 @@ def test_an_unknown_id_is_said_in_two_lines(act: str, capsys: pytest.CaptureFixt
     assert run(["jobs", act, "1a2b3c4d"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.splitlines() == ["Error: There is no job '1a2b3c4d'.", "To do: List the jobs: jobs list"]
+    assert err.splitlines() == ["Error: There is no job '1a2b3c4d'.", "To do: Run `jobs list` to list the jobs."]
 
 
 def test_deleting_asks_and_can_be_undone(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

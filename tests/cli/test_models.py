@@ -219,7 +219,7 @@ def test_a_scheduler_that_differs_from_wans_own_code_is_told() -> None:
         ),
         (
             Progress(file="a", number=2, count=9, done=0, total=10, note=Fact("hub.disconnected")),
-            "╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌ 0 B of 10 B · The connection broke",
+            "╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌ 0 B of 10 B · The connection was lost",
         ),
     ],
 )

@@ -65,7 +65,7 @@ def test_known_models_are_listed_and_not_made_with(cache_dir: Path, capsys: pyte
     assert "34,384.8 M weights, about 137.5 GB at most, not here: models download wan2.2-t2v-a14b" in text
     assert run(["generate", "a red boat", "--model", "A14B"]) == 2
     what, remedy = capsys.readouterr().err.strip().splitlines()
-    assert what == "Error: The weights of Wan2.2 T2V-A14B are not here."
+    assert what == "Error: The weights of Wan2.2 T2V-A14B are not downloaded."
     assert "Wan-AI/Wan2.2-T2V-A14B-Diffusers" in remedy
 
 

@@ -171,7 +171,7 @@ def test_inputs_are_converted_at_the_edge(make: Make) -> None:
             "text_embeds": inputs["text_embeds"],
         }
         assert torch.equal(session.infer(**odd)["velocity"], wanted)
-        with pytest.raises(EngineError, match="takes"):
+        with pytest.raises(EngineError, match="has the inputs"):
             session.infer(latents=strided)
 
 

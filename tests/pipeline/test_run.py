@@ -152,7 +152,7 @@ def test_unknown_words_and_a_cut_prompt_are_reported(tiny: Tiny, tmp_path: Path)
     saved = events[-1]
     assert isinstance(saved, VideoSaved)
     assert list(saved.warnings) == warnings
-    sentence = "The model does not know “zeppelin”, “Zeppelin”: the prompt was encoded without."
+    sentence = "The model does not know “zeppelin”, “Zeppelin”: the prompt was encoded without these words."
     assert sentence in saved.result_json()["warnings"]
     events = run(tiny("wan2.1"), tmp_path / "x.mp4", prompt="boat " * 600)
     assert Warned(fact=Fact("pipeline.text_cut", {"field": "prompt"})) in events

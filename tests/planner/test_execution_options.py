@@ -217,8 +217,8 @@ def test_what_compiled_calls_took_here_counts() -> None:
 @pytest.mark.parametrize(
     ("values", "what"),
     [
-        ({"offload": "group"}, "brings weights while a block runs"),
-        ({"offload": "sequential"}, "brings weights while a block runs"),
+        ({"offload": "group"}, "copies weights while a block runs"),
+        ({"offload": "sequential"}, "copies weights while a block runs"),
         ({"quantization": "bnb-4bit"}, "cannot be compiled"),
     ],
 )

@@ -86,8 +86,8 @@ def test_who_shares_what(model: str, values: dict[str, Any], degrees: tuple[int,
 @pytest.mark.parametrize(
     ("model", "where", "values", "kind", "what", "remedy"),
     [
-        (A14B, FOUR, {"gpus": 5}, InvalidRequestError, "4 can be used here", "Use --gpus 4."),
-        (A14B, on(H200), {"gpus": 2}, InvalidRequestError, "1 can be used here", "Use --gpus 1."),
+        (A14B, FOUR, {"gpus": 5}, InvalidRequestError, "4 can be used", "Use --gpus 4."),
+        (A14B, on(H200), {"gpus": 2}, InvalidRequestError, "1 can be used", "Use --gpus 1."),
         (A14B, machine(), {"gpus": 2}, InvalidRequestError, "no NVIDIA GPU was found", "Use --gpus 1."),
         (A14B, FOUR, {"gpus": 3}, InvalidRequestError, "40 attention heads", "Use --gpus 1 or 2 or 4."),
         (
@@ -116,7 +116,7 @@ def test_who_shares_what(model: str, values: dict[str, Any], degrees: tuple[int,
             "no bfloat16",
             "--gpus 1",
         ),
-        (A14B, replace(FOUR, system="Windows AMD64"), {"gpus": 2}, MachineError, "only on Linux", "--gpus 1"),
+        (A14B, replace(FOUR, system="Windows AMD64"), {"gpus": 2}, MachineError, "on Linux only", "--gpus 1"),
         (A14B, on(H200, replace(H200, free_bytes=20 * GIB)), {"gpus": 2}, MemoryShortError, "20.0 GiB", "--gpus 1"),
     ],
 )
@@ -157,7 +157,7 @@ def test_others_are_those_that_it_may_have() -> None:
     assert made.split is not None
     assert made.split.devices == ("cuda:2", "cuda:3")
     assert made.components["vae"].device == "cuda:2"
-    with pytest.raises(InvalidRequestError, match="2 can be used here"):
+    with pytest.raises(InvalidRequestError, match="2 can be used"):
         plan(A14B, FOUR, gpu=2, beside=[3], gpus=4)
 
 

@@ -136,7 +136,7 @@ def test_a_tight_fit_is_the_last_resort_and_is_said() -> None:
         (SMALL, on(8, 16), {"width": 1920, "height": 1088}, "GiB of video memory", "Use a smaller size"),
         (SMALL, on(8, 32), {"offload": "none"}, "11.4 GiB of video memory", "Use --offload group: "),
         (SMALL, on(8, 32), {"offload": "model"}, "11.4 GiB of video memory", "Use --offload group: "),
-        (A14B, on(24, 32, (8, 6)), {"quantization": "fp8"}, "does not compute in FP8", "Use --quantization bnb-8bit."),
+        (A14B, on(24, 32, (8, 6)), {"quantization": "fp8"}, "does not support FP8", "Use --quantization bnb-8bit."),
         (A14B, machine(ram_free_gib=500), {"quantization": "bnb-4bit"}, "no NVIDIA GPU", "Use --quantization none."),
         (A14B, machine(ram_free_gib=16), {}, "GiB of memory; 16.0 GiB are free", "Use a smaller size"),
     ],
@@ -186,7 +186,7 @@ def test_decoding_in_tiles_is_said() -> None:
     (said,) = made.warnings
     assert said == Fact("planner.decoded_in_tiles", {"side": 256})
     (taken,) = [one for one in made.strategies if one.strategy == made.strategy]
-    assert str(taken.title) == "Blocks wait in RAM, decoding in tiles of 256x256."
+    assert str(taken.title) == "Blocks offloaded to RAM, decoding in tiles of 256x256."
     assert made.to_json()["decode_tile"] == 32
 
 

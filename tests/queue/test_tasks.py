@@ -250,7 +250,7 @@ def test_an_import_that_is_cancelled_or_of_other_weights_leaves_nothing(
     refused = add(worker, ImportEngine(path=path, model="tiny"))
     assert refused.state == "failed"
     assert refused.result is not None
-    assert "does not compute what the transformer of tiny does" in render(refused.result).what
+    assert "output differs from the transformer of tiny" in render(refused.result).what
     assert engines.store.index() == []
     assert [one.name for one in engines.store.folder.iterdir() if one.name != ".locks"] == []
 

@@ -106,7 +106,7 @@ def test_a_torch_that_does_not_start_ends_the_job_and_not_the_worker(
     worker = RunningQueue(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path))
     end = list(watch(worker.submit(small())))[-1]
     assert isinstance(end, Failed)
-    assert "does not start" in end.what
+    assert "cannot be imported" in end.what
     monkeypatch.undo()
     assert isinstance(list(watch(worker.submit(small())))[-1], VideoSaved)
     worker.close()

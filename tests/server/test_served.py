@@ -110,9 +110,9 @@ def test_a_closed_stream_does_not_end_the_job(server: Server, client: Any) -> No
         ({"offload": None}, ("offload is None", "sequential")),
         ({"quantization": 8}, ("quantization is 8", "bnb-8bit")),
         ({"vae_precision": "half"}, ("vae_precision is 'half'", "Select one of auto, float32, bfloat16, float16")),
-        ({"vae_precision": "float16"}, ("ten times as long on a CPU", "Take --vae-precision float32.")),
+        ({"vae_precision": "float16"}, ("ten times as long on a CPU", "Use --vae-precision float32.")),
         ({"shift": 0}, ("shift is 0", "Give a number from 0.1 to 100")),
-        ({"width": 8192, "height": 8192, "frames": 4001}, ("makes at most 253", "Take 253")),
+        ({"width": 8192, "height": 8192, "frames": 4001}, ("supports at most 253", "Use 253")),
     ],
     ids=lambda value: str(value)[:30],
 )

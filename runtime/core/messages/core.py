@@ -9,7 +9,7 @@ _DESCRIBE = "Describe the video in a sentence."
 MESSAGES: Mapping[str, Message] = {
     # Text that earlier versions stored, and messages of other programs.
     "text": Message("{what}", "{remedy}"),
-    "event.waits_for_gpus": Message("Waiting for {wanted} GPUs: {free} free."),
+    "event.waits_for_gpus": Message("Waiting for {wanted} GPUs; {free} are free."),
     "event.fell_back": Message("{component:component}: PyTorch instead of {backend:backend}. {reason:advice}"),
     "event.slower": Message("About {times:.1f} times as long."),
     "event.less_exact": Message("The video is slightly less exact."),
@@ -27,13 +27,13 @@ MESSAGES: Mapping[str, Message] = {
         "The job continues with less memory: {effects:clauses}. {lost_seconds:duration} of work is repeated."
     ),
     "event.internal_error": Message("Internal error: {error}", "See the log for details."),
-    "internal_error": Message("Internal error: {error}", "The details are in {log}."),
+    "internal_error": Message("Internal error: {error}", "See {log} for details."),
     # Request fields.
     "request.not_an_object": Message("The request is not an object.", "Give the fields by name."),
     "request.unknown_field": Message("Unknown field {name}.", "The fields are: {known:list}."),
     "request.prompt_missing": Message("The prompt is missing.", _DESCRIBE),
     "request.prompt_empty": Message("The prompt is empty.", _DESCRIBE),
-    "request.not_text": Message("{field:setting} is not text.", "Write a sentence."),
+    "request.not_text": Message("{field:setting} is not text.", "Give a sentence."),
     "request.text_too_long": Message(
         "{field:setting} has {characters:,} characters; the limit is {most:,}.", "Shorten the text."
     ),
@@ -69,7 +69,7 @@ MESSAGES: Mapping[str, Message] = {
     # LoRAs and the step cache.
     "lora.not_a_list": Message("{field:setting} is {value}.", 'Give a list, as in ["style", "high=fast:0.8"].'),
     "lora.too_many": Message("{count} LoRAs are too many.", "Give at most {most}."),
-    "lora.repeated": Message("The LoRA {file} is given twice.", "Give it once, with the weight that you want."),
+    "lora.repeated": Message("The LoRA {file} is given twice.", "Give it once."),
     "lora.not_a_lora": Message("{field:setting} contains {value}.", "Give FILE, FILE:WEIGHT, high=FILE or low=FILE."),
     "lora.bad_name": Message(
         "The LoRA's name {file} is empty or unreadable.", "Give a name, or the path of a .safetensors file."
@@ -90,7 +90,9 @@ MESSAGES: Mapping[str, Message] = {
         "Give a number above 0 and up to {most:g}; the default is {default:g}.",
     ),
     # Settings; `source` is a flag, an environment variable or a file.
-    "settings.auth_invalid": Message("{source} is not of the form USER:PASSWORD.", "Give both, separated by a colon."),
+    "settings.auth_invalid": Message(
+        "{source} does not have the form USER:PASSWORD.", "Give both, separated by a colon."
+    ),
     "settings.empty": Message("{source} is empty or unreadable.", "Give a {name}."),
     "settings.file_invalid": Message("{file} cannot be read as JSON.", "Repair it, or delete it to use the defaults."),
     "settings.host_without_password": Message(
@@ -98,7 +100,7 @@ MESSAGES: Mapping[str, Message] = {
         "Add --auth USER:PASSWORD, or listen on 127.0.0.1.",
     ),
     "settings.hub_with_password": Message(
-        "{source} contains a user or a password.", "Remove it: HF_TOKEN sets the token of its hub."
+        "{source} contains a user or a password.", "Remove it; HF_TOKEN sets an access token."
     ),
     "settings.hub_without_https": Message(
         "{source} is {value}: without https, models and hashes could be replaced in transit.",
@@ -119,7 +121,7 @@ MESSAGES: Mapping[str, Message] = {
     ),
     "settings.share_with_host": Message(
         "--share and the host {host} exclude each other: visitors could open your own page by that host.",
-        "Remove --host: the link needs no other host.",
+        "Remove --host.",
     ),
     "settings.tensorrt_invalid": Message(
         "{source} is {value}.", "Give all, none, or some of {known:list}, separated by commas."

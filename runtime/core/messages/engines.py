@@ -12,12 +12,12 @@ _FREE_DISK = "Free some space, or set TENSORRT_CACHE_DIR to a folder on a larger
 _FREE_MEMORY = "Close other programs, or choose a smaller model or size."
 _LIST = "`engines list` shows all engines."
 _ENGINE_FILE = "Give a TensorRT plan (.trt, .plan or .engine) or an ONNX file (.onnx)."
-_COPY_AGAIN = "Copy the file again from where it was made, or have it built again."
+_COPY_AGAIN = "Copy the file from its source again, or build it again."
 _BUILD_HERE = "Build an engine with `build`, or import one that was exported for this model."
-_BUILD_AGAIN_ELSEWHERE = "Have it built again for this machine, or build an engine here with `build`."
+_BUILD_AGAIN_ELSEWHERE = "Build it again for this machine, or build an engine here with `build`."
 
 MESSAGES: Mapping[str, Message] = {
-    # What an engine is called.
+    # Titles of engines.
     "engine.title": Message("{program} of {model} ({builder}, {precision})"),
     "engine.imported_file": Message("imported file {file}"),
     # Progress.
@@ -39,19 +39,19 @@ MESSAGES: Mapping[str, Message] = {
     # Results of verification.
     "engine.compared": Message("Relative error {error:.1e} ({where}), {tolerance:.0e} allowed."),
     "engine.compared_equal": Message("Equal to PyTorch."),
-    "engine.compared_not_finite": Message("The output {where} has NaN or Inf, or another shape."),
+    "engine.compared_not_finite": Message("The output {where} contains NaN or Inf, or has another shape."),
     "engine.compared_partly": Message("{compared} Sizes not compared for lack of memory: {skipped:list}."),
     "engine.compared_restored": Message("{compared} {edge} reconstructed, {error:.0%} off."),
     "engine.not_compared_yet": Message("Not compared with PyTorch yet."),
     "engine.stored_text": Message("{text}"),
     "engine.export_compared": Message("Relative error {error:.0e} in ONNX Runtime, {tolerance:.0e} allowed."),
-    # Why there is no engine for a plan.
+    # Reasons why there is no engine for a plan.
     "engine.none_yet": Message("There is none yet."),
     "engine.existing_unusable": Message("The existing engine cannot be used: {cause}"),
     "engine.nearest_differs": Message("The most similar engine differs: {differences:sentences}"),
     "engine.missing_but_imported": Message("{missing} The imported one serves {sizes}."),
     "engine.import_not_rebuilt": Message(
-        "It was made elsewhere, so it is not built here.", "Import it again if it was deleted."
+        "It was imported, so it cannot be built here.", "Import it again if it was deleted."
     ),
     "engine.misfit_device": Message("engine for another GPU or processor"),
     "engine.misfit_system": Message("engine for another operating system"),
@@ -89,7 +89,7 @@ MESSAGES: Mapping[str, Message] = {
     "engine.size_range": Message("{low} to {high}"),
     "engine.no_size": Message("no size"),
     "engine.stale_without_model": Message("Its model {model} is not installed."),
-    "engine.stale_without_builder": Message("There is no builder {builder} any more."),
+    "engine.stale_without_builder": Message("The builder {builder} does not exist any more."),
     # Files of engines.
     "engine.file_missing": Message("{file} is missing.", _REBUILD),
     "engine.file_not_regular": Message("{file} is not a regular file.", _REBUILD),
@@ -100,13 +100,13 @@ MESSAGES: Mapping[str, Message] = {
     "engine.folder_is_link": Message("Its folder is a link to another folder."),
     "engine.manifest_too_large": Message("engine.json is too large."),
     "engine.manifest_damaged": Message("engine.json is truncated or not JSON."),
-    "engine.manifest_foreign": Message("engine.json is not that of an engine."),
+    "engine.manifest_foreign": Message("engine.json does not describe an engine."),
     "engine.manifest_format": Message("engine.json has format {format}; this version reads {expected}."),
     "engine.manifest_invalid": Message("engine.json is invalid at {field}: {error}."),
     "engine.manifest_changed": Message("engine.json was changed, or belongs to another engine."),
     # The engine folder.
     "engine.not_found": Message("There is no engine {engine!r}.", _LIST),
-    "engine.id_ambiguous": Message("{engine} matches several engines: {matches:list}.", "Give more of the id."),
+    "engine.id_ambiguous": Message("{engine} matches several engines: {matches:list}.", "Give more digits of the id."),
     "engine.in_use": Message("The engine {engine} is in use.", "Wait for the job that uses it, or cancel that job."),
     "engine.damaged": Message("The engine {engine} is damaged: {cause}", "Delete it, or build it again."),
     "engine.not_finished": Message("The engine {engine} was not finished: {cause}", "Build it again."),
@@ -175,7 +175,7 @@ MESSAGES: Mapping[str, Message] = {
     ),
     "engine.planned_for_others": Message(
         "The engine {engine} was planned for other weights or library versions than those installed now.",
-        "Start again; the job is then planned again.",
+        "Start the job again with a new plan.",
     ),
     "engine.export_not_written": Message("{file} cannot be written: {error}.", "Choose another folder."),
     "engine.export_wrong": Message("{file} differs from PyTorch: {cause}", "Install another release of torch."),
@@ -183,14 +183,14 @@ MESSAGES: Mapping[str, Message] = {
     "engine.gone": Message("The engine {engine} was deleted.", "Build it again."),
     "engine.unusable": Message("The engine {engine} cannot be used: {cause}", _REBUILD),
     "engine.unknown_backend": Message("Engines for {backend} are not supported.", _REBUILD),
-    "engine.other_inputs": Message("The engine takes {expected:list}; it was given {given:list}.", _REBUILD),
+    "engine.other_inputs": Message("The engine has the inputs {expected:list}, not {given:list}.", _REBUILD),
     "engine.other_shape": Message(
-        "The engine takes {tensor} of {expected}, not {given}.",
-        "Build an engine for this size; PyTorch runs meanwhile.",
+        "The engine expects {tensor} of shape {expected}, not {given}.",
+        "Build an engine for this size; the component runs in PyTorch meanwhile.",
     ),
     "engine.no_profile_fits": Message(
-        "The engine was built for {profiles}; it was given {given}.",
-        "Build an engine for this size; PyTorch runs meanwhile.",
+        "The engine was built for {profiles}, not for {given}.",
+        "Build an engine for this size; the component runs in PyTorch meanwhile.",
     ),
     "engine.failed": Message("The engine failed: {error}.", _IN_PYTORCH),
     "engine.package_not_loaded": Message("The engine's package cannot be loaded: {error}.", _REBUILD),
@@ -202,20 +202,24 @@ MESSAGES: Mapping[str, Message] = {
     "engine.provider_not_started": Message("The provider {provider} does not start on this machine.", _OTHER_BACKEND),
     # TensorRT.
     "engine.tensorrt_without_gpu": Message(
-        "TensorRT needs an NVIDIA GPU, and PyTorch finds none.", "Choose another backend."
+        "TensorRT needs an NVIDIA GPU, and PyTorch does not find one.", "Choose another backend."
     ),
-    "engine.tensorrt_needs_gpu": Message("TensorRT needs an NVIDIA GPU; {device} is none.", _OTHER_BACKEND),
+    "engine.tensorrt_needs_gpu": Message("TensorRT needs an NVIDIA GPU; {device} is not one.", _OTHER_BACKEND),
     "engine.tensorrt_not_loadable": Message(
         "TensorRT cannot be loaded: {error}.",
         "Run install.sh (install.bat on Windows) again: it installs requirements-gpu.txt on machines with a GPU.",
     ),
     "engine.tensorrt_silent": Message("TensorRT gave no reason"),
-    "engine.tensorrt_unknown_dtype": Message("The engine has tensors of type {dtype}, which torch lacks.", _REBUILD),
+    "engine.tensorrt_unknown_dtype": Message(
+        "The engine has tensors of type {dtype}, which PyTorch does not support.", _REBUILD
+    ),
     "engine.tensorrt_host_tensor": Message("The engine needs {tensor} in host memory.", _REBUILD),
     "engine.tensorrt_plan_refused": Message("TensorRT cannot load the engine file: {detail}.", _REBUILD),
     "engine.tensorrt_no_context": Message("TensorRT cannot run the engine: {detail}.", _REBUILD),
     "engine.tensorrt_profile_not_set": Message("TensorRT cannot change the shape profile: {detail}.", _REBUILD),
-    "engine.tensorrt_shape_refused": Message("The engine does not take {tensor} of {shape}: {detail}.", _REBUILD),
+    "engine.tensorrt_shape_refused": Message(
+        "The engine does not accept {tensor} of shape {shape}: {detail}.", _REBUILD
+    ),
     "engine.tensorrt_unknown_output": Message("The size of the output {tensor} is unknown: {detail}.", _REBUILD),
     "engine.tensorrt_address_refused": Message("TensorRT refuses the memory of {tensor}: {detail}.", _REBUILD),
     "engine.tensorrt_not_run": Message("The engine did not run: {detail}.", _REBUILD),
@@ -280,14 +284,14 @@ MESSAGES: Mapping[str, Message] = {
     "engine.import_serves": Message("Replaces the {component:lower_component} of {model} for {sizes}."),
     "engine.import_could_serve": Message("Could replace the {components:lower_components} of {model} for {sizes}."),
     "engine.import_compared_later": Message("The comparison with the model during import shows which of these it is."),
-    "engine.import_lossy": Message("Something is lost, so it is used only if its backend is requested."),
+    "engine.import_lossy": Message("The adapters are lossy, so it is used only if its backend is requested."),
     "engine.any_clip": Message("clips of any size"),
     "engine.served_sizes": Message("{sizes:list}"),
     "engine.clip": Message("{width}x{height}, {frames:n frame}"),
     "engine.clip_lengths": Message("{width}x{height}, {fewest} to {frames:n frame}"),
     "engine.clip_range": Message("{low} to {high}"),
     "engine.import_other_weights": Message(
-        "The engine does not compute what the {component:lower_component} of {model} computes: {cause} "
+        "The engine's output differs from the {component:lower_component} of {model}: {cause} "
         "It has other weights, or was exported differently.",
         "Give its model with --model, or build an engine here with `build`.",
     ),
@@ -300,16 +304,16 @@ MESSAGES: Mapping[str, Message] = {
         "The engine cannot replace the {component:lower_component} of {model}: {cause}", _BUILD_HERE
     ),
     "engine.mismatch_kind": Message("Its inputs and outputs are those of a {kind:lower_component}."),
-    "engine.mismatch_sizes": Message("It serves no size that the model can make."),
+    "engine.mismatch_sizes": Message("It supports no size that the model can generate."),
     "engine.mismatch_colors": Message("No axis of its output {output} has three colors."),
     "engine.mismatch_ids_and_mask": Message(
-        "Its inputs are {inputs:list} instead of ids and a mask, without which the padding is read."
+        "Its inputs are {inputs:list} instead of ids and a mask; without a mask it attends to padding."
     ),
     "engine.mismatch_short_text": Message(
-        "It reads {tokens} tokens, and the model attends to {wanted}, including padding."
+        "It takes {tokens} tokens, and the model attends to {wanted}, including padding."
     ),
     "engine.mismatch_long_text": Message(
-        "It reads {tokens} tokens, which is not a multiple of the model's {wanted}, and has no mask; the model was not "
+        "It takes {tokens} tokens, which is not a multiple of the model's {wanted}, and has no mask; the model was not "
         "trained to attend to more padding."
     ),
     "engine.mismatch_mask": Message("Its mask {mask} may be multiplied or added; the file does not state which."),

@@ -5,12 +5,14 @@ from collections.abc import Mapping
 from runtime.core.messages import Message
 
 MESSAGES: Mapping[str, Message] = {
-    "execution.attention_unavailable": Message("The attention {attention} does not run here: {reason}."),
-    "execution.compilation_failed": Message("PyTorch could not compile it ({error})."),
+    "execution.attention_unavailable": Message(
+        "The attention kernel {attention} does not run on this machine: {reason}."
+    ),
+    "execution.compilation_failed": Message("Compilation failed ({error})."),
     "execution.triton_failed": Message("A Triton kernel failed ({error})."),
-    "execution.graph_capture_failed": Message("CUDA could not record a graph of it ({error})."),
+    "execution.graph_capture_failed": Message("Recording a CUDA graph failed ({error})."),
     "execution.group_offload_failed": Message(
-        "Weights cannot be moved to {device} in groups: {error}.",
+        "Group offloading to {device} failed: {error}.",
         "Use {set[offload=model]} or {set[offload=none]}.",
     ),
     "execution.vae_overflow": Message(
@@ -20,7 +22,7 @@ MESSAGES: Mapping[str, Message] = {
         "The VAE returned NaN or Inf.", "Its weights are damaged: copy or download the model again."
     ),
     "parallel.not_started": Message(
-        "The processes of {count:n GPU} cannot be started: {reason}.", "Make the video with {set[gpus=1]}."
+        "The processes of {count:n GPU} cannot be started: {reason}.", "Use {set[gpus=1]}."
     ),
     "parallel.failed": Message(
         "{gpu} {why}.", "Resume the job, with {set[gpus=1]} if it happens again; the log has more."
@@ -31,5 +33,5 @@ MESSAGES: Mapping[str, Message] = {
     ),
     "execution.engine_not_finite": Message("Its engine returned NaN or Inf."),
     "execution.engine_out_of_memory": Message("Its engine ran out of memory."),
-    "execution.engine_load_out_of_memory": Message("Memory ran out while its engine was loaded."),
+    "execution.engine_load_out_of_memory": Message("Its engine ran out of memory while loading."),
 }

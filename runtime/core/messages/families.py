@@ -20,7 +20,7 @@ MESSAGES: Mapping[str, Message] = {
     "model.file_not_object": Message("{file} is not a JSON object.", _COPY),
     "model.config_invalid": Message("A configuration file in {model} is incomplete or wrong ({detail}).", _COPY),
     "model.pickled": Message(
-        "The model holds pickled weights ({file}), which can run code when loaded.",
+        "The model contains pickled weights ({file}), which can run code when loaded.",
         "Remove that file, or convert it to safetensors.",
     ),
     "model.weights_missing": Message(
@@ -28,30 +28,30 @@ MESSAGES: Mapping[str, Message] = {
         "Put a .safetensors file into {component}/, or download the model again.",
     ),
     "model.weights_outside": Message(
-        "{component} names a weight file outside its folder.", "Download the model again."
+        "The index of {component} names a weight file outside of its folder.", "Download the model again."
     ),
     "model.family_unstated": Message(
-        "{model} does not say which kind of model it is.",
-        "Choose a folder whose model_index.json says {supported:list}.",
+        "The model_index.json of {model} does not name a pipeline.",
+        "Choose a folder whose model_index.json names {supported:list}.",
     ),
     "model.family_unknown": Message(
-        "{model} is a {pipeline}, which Tandem does not run.",
-        "Choose a folder whose model_index.json says {supported:list}.",
+        "{model} is a {pipeline}, which Tandem does not support.",
+        "Choose a folder whose model_index.json names {supported:list}.",
     ),
     "model.dynamic_shifting": Message(
         "The scheduler of {model} shifts by the clip's size (use_dynamic_shifting), which is not supported.",
         "Set use_dynamic_shifting to false in scheduler/scheduler_config.json, or copy the model again.",
     ),
     "model.experts_differ": Message(
-        "The two transformers of {model} differ in architecture.", "Take both from the same model."
+        "The two transformers of {model} differ in architecture.", "Use two transformers of the same model."
     ),
     "model.channels_differ": Message(
-        "The transformer of {model} takes {transformer} channels and its VAE has {vae}: it is not a text-to-video "
-        "model.",
+        "The transformer of {model} has {transformer} input channels and its VAE {vae} latent channels: it is not a "
+        "text-to-video model.",
         _TEXT_TO_VIDEO,
     ),
     "family.option_unsupported": Message(
-        "{model} does not support {option:setting}.", "Leave out {option:setting}, or choose another model."
+        "{model} does not support {option:setting}.", "Omit {option:setting}, or choose another model."
     ),
     "model.image_to_video": Message("The transformer expects an image.", _TEXT_TO_VIDEO),
 }

@@ -1,4 +1,4 @@
-"""Messages of `runtime.machine`: what this computer lacks."""
+"""Messages of `runtime.machine`."""
 
 from collections.abc import Mapping
 
@@ -14,7 +14,7 @@ MESSAGES: Mapping[str, Message] = {
     "machine.gpu_unreadable": Message("{problem}.", "Install or update the NVIDIA driver, then restart."),
     "machine.torch_without_cuda": Message("This PyTorch ({torch}) is built without CUDA.", _INSTALL),
     "machine.driver_too_old": Message(
-        "The NVIDIA driver {driver} is too old: it runs CUDA {runs}, PyTorch needs {needs}.",
+        "The NVIDIA driver {driver} is too old: it supports CUDA {runs}, and PyTorch needs {needs}.",
         "Update the NVIDIA driver to {least} or later, then restart.",
     ),
     "machine.gpu_too_old": Message(
@@ -32,11 +32,13 @@ MESSAGES: Mapping[str, Message] = {
     "machine.no_onnxruntime": Message("ONNX Runtime is not installed.", _INSTALL_CPU),
     "machine.no_tensorrt": Message("TensorRT is not installed.", _INSTALL),
     "machine.no_torch_tensorrt": Message("torch-tensorrt is not installed.", _INSTALL),
-    "machine.torch_tensorrt_unfit": Message("torch-tensorrt {installed} does not fit PyTorch {torch}.", _INSTALL),
-    "machine.tensorrt_without_gpu": Message("TensorRT has no kernels for {gpu}.", _OTHER_BACKEND),
+    "machine.torch_tensorrt_unfit": Message(
+        "torch-tensorrt {installed} is not compatible with PyTorch {torch}.", _INSTALL
+    ),
+    "machine.tensorrt_without_gpu": Message("TensorRT does not support {gpu}.", _OTHER_BACKEND),
     "machine.no_bitsandbytes": Message("bitsandbytes is not installed.", _INSTALL),
     "machine.no_torchao": Message("torchao is not installed.", _INSTALL),
-    "machine.gpu_without_fp8": Message("The {gpu} does not compute in FP8.", "Use {set[quantization=bnb-8bit]}."),
+    "machine.gpu_without_fp8": Message("The {gpu} does not support FP8.", "Use {set[quantization=bnb-8bit]}."),
     "machine.run_installer": Message(_INSTALL),
     "machine.no_triton": Message("The package triton is not installed.", "Install it, or use {set[compile=never]}."),
 }

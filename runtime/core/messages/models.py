@@ -15,14 +15,14 @@ _HUB: Mapping[str, Message] = {
         "Unset it to download the model, or copy the model's folder into the weights folder.",
     ),
     "hub.name_invalid": Message("{name!r} is not a model's name.", "Use a name of `models list`, or OWNER/REPOSITORY."),
-    # What a hub answers
+    # Answers of a hub
     "hub.malformed_answer": Message("The hub's answer is malformed.", "Check the hub's address."),
     "hub.gated": Message(
-        "The hub gives the model only to accounts that accepted its licence.",
+        "The hub requires an account that has accepted the model's licence.",
         f"Accept it on the model's page, then {_TOKEN}",
     ),
     "hub.no_revision": Message(
-        "The repository has no such revision.", "Leave --revision out, or name a branch, tag or commit."
+        "The repository has no such revision.", "Omit --revision, or name a branch, tag or commit."
     ),
     "hub.no_repository": Message(
         "The hub has no such repository, or this account may not read it.",
@@ -40,16 +40,16 @@ _HUB: Mapping[str, Message] = {
     # Connections
     "hub.silent": Message("The hub did not answer for {seconds:g} s."),
     "hub.unreachable": Message("The hub cannot be reached ({reason})."),
-    "hub.disconnected": Message("The connection broke."),
+    "hub.disconnected": Message("The connection was lost."),
     "hub.wrong_range": Message("The hub sent another part of the file."),
-    "hub.rate_limited": Message("The hub limits the rate of requests."),
+    "hub.rate_limited": Message("The hub's rate limit is reached."),
     "hub.failed": Message("The hub failed with status {status}."),
     "hub.retrying": Message("{cause:sentence}; trying again in {seconds:n second}."),
     "hub.unavailable": Message("{cause:sentence} ({failures:n attempt} failed).", _RETRY_LATER),
     "hub.busy": Message("{cause:sentence}; it asks to wait {seconds:duration}.", _RETRY_LATER),
     # Repositories
     "hub.path_outside": Message(
-        "{repository} has a file whose name leads out of its folder: {path!r}.", _ANOTHER_REPOSITORY
+        "{repository} has a file whose path is outside of its folder: {path!r}.", _ANOTHER_REPOSITORY
     ),
     "hub.not_a_pipeline": Message(
         "{repository} has no {file}: it is not a pipeline in diffusers' format.",
@@ -86,11 +86,12 @@ _HUB: Mapping[str, Message] = {
         "{model} is already being downloaded by another Tandem process.", "Wait for it, or cancel it there."
     ),
     "hub.not_a_download": Message(
-        "{model} is already here and was not created by `models download`.",
+        "The folder of {model} already exists and was not created by `models download`.",
         "Use it as it is, or move {folder} away to download it again.",
     ),
     "hub.other_repository": Message(
-        "{model} is already here, from {repository}.", "Move {folder} away to download another model of that name."
+        "The folder of {model} already exists, from {repository}.",
+        "Move {folder} away to download another model of that name.",
     ),
     "hub.folder_is_link": Message(
         "{folder} is a link.", "Remove it, or set TANDEM_CACHE_DIR to a folder on the disk that you want to use."
@@ -102,11 +103,11 @@ _HUB: Mapping[str, Message] = {
     ),
     "hub.cannot_write": Message(
         "{folder} cannot be written: {reason}.",
-        "Free some space or set TANDEM_CACHE_DIR to another folder, then try again. What arrived is kept.",
+        "Free some space or set TANDEM_CACHE_DIR to another folder, then try again. Received data is kept.",
     ),
     "hub.model_unusable": Message(
         "{repository} was downloaded and verified, but cannot be used: {cause}",
-        "Choose another repository. {folder} may be deleted.",
+        "Choose another repository. You can delete {folder}.",
     ),
     "hub.manifest_damaged": Message(
         "{file} is damaged, so the model cannot be verified.",
@@ -127,9 +128,9 @@ _AGAIN = "Copy or download the model again."
 _FILES: Mapping[str, Message] = {
     "model.file_unreadable": Message("{file} cannot be read: {reason}.", "Check the file {path} and its permissions."),
     "model.file_damaged": Message("{file} is damaged or truncated ({size:,} bytes).", _AGAIN),
-    "model.unknown": Message("There is no model {name!r}.", "Use one of: {names:list}; or a folder's path."),
+    "model.unknown": Message("There is no model {name!r}.", "Use one of {names:list}, or the path of a folder."),
     "model.weights_not_here": Message(
-        "The weights of {model} are not here.",
+        "The weights of {model} are not downloaded.",
         "Download them: models download {name}. Or copy the folder {repository} of huggingface.co into {folder}, or "
         "give its path with {set[model]}.",
     ),
@@ -163,9 +164,9 @@ _LORA: Mapping[str, Message] = {
     ),
     "lora.unreadable": Message("The LoRA {lora} cannot be read: {reason}.", "Check the file and its permissions."),
     "lora.damaged": Message("The LoRA {lora} is damaged, truncated or not a safetensors file.", _LORA_AGAIN),
-    "lora.header_invalid": Message("The LoRA {lora} is damaged: its header is wrong about {tensor!r}.", _LORA_AGAIN),
+    "lora.header_invalid": Message("The LoRA {lora} is damaged: its header is invalid at {tensor!r}.", _LORA_AGAIN),
     "lora.dtype_unsupported": Message(
-        "The LoRA {lora} is in {dtype}, not in 16- or 32-bit floats.", "Use one in float32, float16 or bfloat16."
+        "The LoRA {lora} has the dtype {dtype}, which is not supported.", "Use one in float32, float16 or bfloat16."
     ),
     "lora.not_finite": Message("The LoRA {lora} contains NaN or Inf, in {tensor!r}.", _LORA_AGAIN),
     "lora.no_such_expert": Message(
@@ -178,7 +179,7 @@ _LORA: Mapping[str, Message] = {
     "lora.larger_model": Message(
         "The LoRA {lora} is for a larger model: it changes {module}, and {model} has {blocks:n block}.", _OTHER_LORA
     ),
-    "lora.one_factor": Message("The LoRA {lora} is incomplete: {module} has one factor of two.", _LORA_AGAIN),
+    "lora.one_factor": Message("The LoRA {lora} is incomplete: {module} has only one of two factors.", _LORA_AGAIN),
     "lora.not_matrices": Message("The LoRA {lora} does not change {module} by a pair of matrices.", _OTHER_LORA),
     "lora.ranks_differ": Message(
         "The LoRA {lora} is damaged: the factors of {module} have the ranks {ranks:list}.", _LORA_AGAIN
@@ -199,7 +200,7 @@ _SCHEDULER: Mapping[str, Message] = {
     "scheduler.no_flow_matching": Message("It is not configured for flow matching (use_flow_sigmas)."),
     "scheduler.shift_fixed": Message(
         "The shift of {model} cannot be set; its scheduler is {scheduler}: {cause:clause}.",
-        "Use {set[shift=auto]} for the model's own.",
+        "Use {set[shift=auto]}.",
     ),
 }
 
@@ -212,7 +213,7 @@ _QUANTIZATION: Mapping[str, Message] = {
         "Use {set[quantization=bnb-8bit]}, {set[quantization=bnb-4bit]} or {set[quantization=none]}.",
     ),
     "quantization.no_layer_fits": Message(
-        "Quantization {kind} supports no layer of the {component} of {model}: their sizes do not fit.",
+        "Quantization {kind} supports no layer of the {component} of {model}: their sizes are not supported.",
         "Use {set[quantization=none]}.",
     ),
     "quantization.package_missing": Message(

@@ -5,8 +5,10 @@ from collections.abc import Mapping
 from runtime.core.messages import Message
 
 MESSAGES: Mapping[str, Message] = {
-    "pipeline.unknown_words": Message("The model does not know {words:quoted}: the {field} was encoded without."),
-    "pipeline.text_cut": Message("The {field} is longer than the model reads; the end was cut off."),
+    "pipeline.unknown_words": Message(
+        "The model does not know {words:quoted}: the {field} was encoded without these words."
+    ),
+    "pipeline.text_cut": Message("The {field} is longer than the model supports; the end was cut off."),
     "pipeline.degraded": Message("{component:component}: slower than planned. {reason}"),
     "pipeline.engine_rebuilt": Message(
         "{component:component}: the engine {engine} cannot be used ({problem}) and is rebuilt."
@@ -20,7 +22,7 @@ MESSAGES: Mapping[str, Message] = {
         "Checkpoints cannot be saved any more: {cause:clause}. If the job is interrupted, it resumes after step {step}."
     ),
     "pipeline.clip_black": Message("The clip is black from beginning to end.", "{cause}"),
-    "pipeline.clip_blank": Message("The clip shows a single colour and nothing else.", "{cause}"),
+    "pipeline.clip_blank": Message("Every frame of the clip is a single colour.", "{cause}"),
     "pipeline.clip_frozen": Message("The clip is frozen: all its frames are the same.", "{cause}"),
     "cause.vae_engine": Message(
         "Most likely the VAE decoder fails in {precision} on {backend:backend}: use {set[backend]} vae=pytorch."
@@ -52,7 +54,7 @@ MESSAGES: Mapping[str, Message] = {
         "Lower the guidance scale; if it happens in the first step, the model's weights are damaged.",
     ),
     "pipeline.scheduler_failed": Message(
-        "{scheduler}, as this model configures it, cannot take its steps: {error}.",
+        "The scheduler {scheduler}, as this model configures it, failed: {error}.",
         "Copy the model's scheduler folder again, or use another number of steps.",
     ),
     "pipeline.backend_unsupported": Message(
@@ -64,14 +66,14 @@ MESSAGES: Mapping[str, Message] = {
         "{backend:backend} engines cannot be built here: {cause:clause}.", "{cause:remedy}"
     ),
     "pipeline.outputs_folder": Message(
-        "The folder {folder} cannot be made: {reason}.", "Set TANDEM_CACHE_DIR to a folder that you can write to."
+        "The folder {folder} cannot be created: {reason}.", "Set TANDEM_CACHE_DIR to a folder that you can write to."
     ),
     "rerun.one_transformer": Message(
-        "{model} has one transformer, so there is no second half to rerun.",
+        "{model} has one transformer, so there is no low-noise half to rerun.",
         "Generate the video again with the settings that you want.",
     ),
     "rerun.no_low_noise_steps": Message(
-        "The low-noise transformer ran none of the {steps} steps, so there is no second half to rerun.",
+        "The low-noise transformer ran none of the {steps} steps, so there is no low-noise half to rerun.",
         "Generate the video again with the settings that you want.",
     ),
     "rerun.schedule_fixed": Message(
@@ -79,22 +81,22 @@ MESSAGES: Mapping[str, Message] = {
         "Leave it as it is, or generate the video again.",
     ),
     "rerun.not_changeable": Message(
-        "{field:field} belongs to the first half too.",
+        "{field:field} also applies to the first half.",
         "Change one of {changeable:list}, or generate the video again.",
     ),
     "checkpoint.damaged": Message("The checkpoint is damaged."),
-    "checkpoint.other_version": Message("Another version of Tandem wrote it."),
+    "checkpoint.other_version": Message("It was written by another version of Tandem."),
     "checkpoint.other_clip": Message("It belongs to another clip, or the model's files have changed."),
     "checkpoint.other_scheduler": Message("It was written with another version of {scheduler}."),
-    "checkpoint.scheduler_value": Message("{attribute} holds a {type}, which cannot be stored."),
+    "checkpoint.scheduler_value": Message("{attribute} is a {type}, which cannot be stored."),
     "checkpoint.not_writable": Message("{folder} cannot be written: {reason}."),
-    "checkpoint.no_memory": Message("There is not enough memory (RAM) to copy it."),
+    "checkpoint.no_memory": Message("There is not enough memory (RAM) for a copy."),
     "checkpoint.boundary_unusable": Message(
         "The checkpoint between the two transformers cannot be used: {cause:clause}.", "Generate the video again."
     ),
     "checkpoint.boundary_missing": Message(
-        "There is no checkpoint between the two transformers: the job was interrupted earlier, or it was removed.",
-        "Generate the video again; its checkpoint is then kept.",
+        "There is no checkpoint between the two transformers: the job ended earlier, or the checkpoint was removed.",
+        "Generate the video again; this keeps the checkpoint.",
     ),
     "checkpoint.boundary_not_copied": Message(
         "The second half cannot be prepared: {cause:clause}.", "Free some disk space and try again."

@@ -43,7 +43,7 @@ _RULES: Mapping[str, Message] = {
         "This ONNX Runtime has no CUDA.", "Choose another backend; the component runs in PyTorch until then."
     ),
     "planner.vae_bfloat16": Message(
-        "The {gpu} does not decode in bfloat16.",
+        "The {gpu} does not support bfloat16.",
         "Use {set[vae_precision=float32]}, or float16.",
         "no bfloat16 on this GPU",
     ),
@@ -53,12 +53,12 @@ _RULES: Mapping[str, Message] = {
         "no 16 bits for the VAE on a CPU",
     ),
     "planner.bfloat16": Message(
-        "The {gpu} does not compute in bfloat16.",
+        "The {gpu} does not support bfloat16.",
         "Choose another backend; the component runs in PyTorch until then.",
         "no bfloat16 on this GPU",
     ),
     "planner.gpus_offloaded": Message(
-        "{gpus} GPUs exclude offload {offload}: each would wait for weights longer than the others save.",
+        "{gpus} GPUs exclude offload {offload}: copying weights would take longer than the other GPUs save.",
         "Use {set[gpus=1]}, or {set[offload=none]}.",
     ),
     "planner.gpus_quantized": Message(
@@ -66,39 +66,39 @@ _RULES: Mapping[str, Message] = {
         "Use {set[gpus=1]}, or {set[quantization=fp8]} or none.",
     ),
     "planner.attention_gpu_too_old": Message(
-        "The {gpu} is too old for it.", "Use {set[attention=auto]}.", "not on this GPU"
+        "The {gpu} is too old for this attention kernel.", "Use {set[attention=auto]}.", "not on this GPU"
     ),
     "planner.attention_not_installed": Message(
         "{package} is not installed.", "Install {package}, or use {set[attention=auto]}.", "no {package}"
     ),
     "planner.compile_offloaded": Message(
-        "Offload {offload} brings weights while a block runs, which compiled code does not support.",
+        "Offload {offload} copies weights while a block runs, which compiled code does not support.",
         "Use {set[offload=none]} or model with {set[compile=always]}, or omit {set[compile]}.",
         "offload {offload} excludes compiling",
     ),
     "planner.compile_quantized": Message(
-        "{quantization:weights} are computed by bitsandbytes in calls that cannot be compiled.",
+        "{quantization:weights} use calls of bitsandbytes that cannot be compiled.",
         "Use {set[quantization=fp8]} or none with {set[compile=always]}, or omit {set[compile]}.",
         "{quantization:weights} exclude compiling",
     ),
     "planner.build_disk": Message(
-        "Building needs about {needs:bytes} of disk and {free:bytes} are free.",
+        "Building needs about {needs:bytes} of disk space; {free:bytes} are free.",
         "Free some space, or set TENSORRT_CACHE_DIR to a folder on a larger disk.",
         "too little disk to build",
     ),
     "planner.build_ram": Message(
-        "Building needs about {needs:bytes} of memory and there are {total:bytes}.",
+        "Building needs about {needs:bytes} of memory; this machine has {total:bytes}.",
         "Use a smaller model or size.",
         "too little memory to build",
     ),
     "planner.build_vram": Message(
-        "Building needs about {needs:bytes} of video memory and there are {total:bytes}.",
+        "Building needs about {needs:bytes} of video memory; this GPU has {total:bytes}.",
         "Use a smaller model or size.",
         "too little video memory to build",
     ),
     "planner.load_ram": Message(
-        "Loading the {component:lower_component} of {model} needs {needs:bytes} of memory, and there are {total:bytes} "
-        "with swap.",
+        "Loading the {component:lower_component} of {model} needs {needs:bytes} of memory; this machine has "
+        "{total:bytes} with swap.",
         "Use a smaller model, or add memory or swap.",
         "too little memory to load",
     ),
@@ -123,7 +123,7 @@ _REFUSALS: Mapping[str, Message] = {
         "{attention:kernel} is not available here: {cause:clause}.", "Use {set[attention=auto]}."
     ),
     "planner.quantized_offload": Message(
-        "Quantized transformers are not brought by block or layer: {chosen:settings} exclude each other.",
+        "Quantized transformers cannot be offloaded by block or layer: {chosen:settings} exclude each other.",
         "Use {set[offload=model]} or none with it, or omit {set[quantization]}.",
     ),
     "planner.no_such_component": Message(
@@ -132,24 +132,22 @@ _REFUSALS: Mapping[str, Message] = {
     "planner.no_second_guidance": Message(
         "{model} has one transformer, so there is no second guidance scale.", "Give one guidance scale."
     ),
-    "planner.not_a_multiple": Message("{field} is {value}; {model} makes multiples of {stride}.", "Use {able:or}."),
-    "planner.frame_count": Message("frames is {value}; {model} makes {stride}n+1 of them.", "Use {able:or}."),
-    "planner.too_large": Message("{field} is {value}; {model} makes at most {most}.", "Use {most}."),
+    "planner.not_a_multiple": Message("{field} is {value}; {model} supports multiples of {stride}.", "Use {able:or}."),
+    "planner.frame_count": Message("frames is {value}; {model} supports {stride}n+1 frames.", "Use {able:or}."),
+    "planner.too_large": Message("{field} is {value}; {model} supports at most {most}.", "Use {most}."),
     "planner.no_usable_gpus": Message(
-        "{wanted} GPUs were asked for; none can be used: {cause:clause}.", "Use {set[gpus=1]}."
+        "{wanted} GPUs were requested; none can be used: {cause:clause}.", "Use {set[gpus=1]}."
     ),
-    "planner.too_few_gpus": Message(
-        "{wanted} GPUs were asked for; {usable} can be used here.", "Use {set[gpus]} {usable}."
-    ),
+    "planner.too_few_gpus": Message("{wanted} GPUs were requested; {usable} can be used.", "Use {set[gpus]} {usable}."),
     "planner.gpus_need_linux": Message(
-        "Several GPUs cannot work together here: PyTorch's NCCL is only on Linux.", "Use {set[gpus=1]}."
+        "Several GPUs cannot share a job on this system: PyTorch supports NCCL on Linux only.", "Use {set[gpus=1]}."
     ),
     "planner.heads_not_divisible": Message(
         "{wanted} GPUs cannot share {model}: its {heads} attention heads cannot be divided evenly.",
         "Use {set[gpus]} {able:or}.",
     ),
     "planner.gpus_without_bfloat16": Message(
-        "{first} and {second} cannot share a job: the second has no bfloat16.", "Use {set[gpus=1]}."
+        "{first} and {second} cannot share a job: the second does not support bfloat16.", "Use {set[gpus=1]}."
     ),
     "planner.clip": Message("{model} at {width}x{height}, {frames} frames"),
     "planner.memory_short": Message("{clip} needs about {peak:gib} of {where}; {free:gib} are free.", "{remedy}"),
@@ -219,11 +217,12 @@ _REASONS: Mapping[str, Message] = {
     "planner.took_over": Message("PyTorch took over from its engine.", badge="took over from its engine"),
     "planner.step_cached": Message("Block residuals are reused across steps ({step_cache}), as requested."),
     "planner.on_gpus": Message("On {gpus} GPUs."),
-    "planner.strips_shared": Message("Each decodes a strip of every frame."),
-    "planner.tokens_shared": Message("The tokens and heads of a pass on {sequence} GPUs, each pass by all."),
-    "planner.guidance_shared": Message("The pass with the prompt on one GPU, the one without on the other."),
+    "planner.strips_shared": Message("Each GPU decodes a strip of every frame."),
+    "planner.tokens_shared": Message("{sequence} GPUs share the tokens and heads of every pass."),
+    "planner.guidance_shared": Message("One GPU runs the pass with the prompt, the other one the pass without."),
     "planner.guidance_and_tokens_shared": Message(
-        "The pass with the prompt and the one without on {sequence} GPUs each, which share its tokens and heads."
+        "{sequence} GPUs share the tokens and heads of the pass with the prompt, {sequence} others those of the pass "
+        "without."
     ),
     "planner.engines_compute": Message("The transformers run on engines."),
     "planner.attention_native_asked": Message("PyTorch's own attention, as requested."),
@@ -232,13 +231,15 @@ _REASONS: Mapping[str, Message] = {
     "planner.attention_dtype": Message("PyTorch's own attention: others do not support {dtype}."),
     "planner.attention_measured": Message("{attention:kernel}, the fastest measured here: {seconds:milliseconds}."),
     "planner.attention_by_rule": Message(
-        "{attention:kernel}: by rule the fastest on {gpu}, until it is measured here."
+        "{attention:kernel}: usually the fastest on {gpu}; not measured on this machine yet."
     ),
     "planner.attention_old_gpu": Message("PyTorch's own attention: {gpu} is too old for the others."),
     "planner.not_compiled_asked": Message("Not compiled, as requested."),
     "planner.compiled_asked": Message("Compiled, as requested."),
     "planner.not_compiled": Message("Not compiled: {cause:clause}."),
-    "planner.not_compiled_on_cpu": Message("Not compiled: on a CPU an Inductor engine does that once for all clips."),
+    "planner.not_compiled_on_cpu": Message(
+        "Not compiled: on a CPU, an Inductor engine is compiled once for all clips."
+    ),
     "planner.compiled_pays_off": Message(
         "Compiled: compiling takes about {seconds:duration} ({measured:measured}) and saves about {saved:duration} of "
         "this clip."
@@ -256,9 +257,7 @@ _REASONS: Mapping[str, Message] = {
 }
 
 _WARNINGS: Mapping[str, Message] = {
-    "planner.weights_not_here": Message(
-        "The weights of {model} are not downloaded: this is the plan for when they are."
-    ),
+    "planner.weights_not_here": Message("The weights of {model} are not downloaded; the plan assumes that they are."),
     "planner.unusual_size": Message(
         f"{{model}} was not made for {{size}}: {_LOWER_QUALITY}. Its sizes: {{sizes:list}}."
     ),
@@ -281,13 +280,11 @@ _WARNINGS: Mapping[str, Message] = {
         "guidance {guidance:g}. Use {set[steps]} {wanted} {set[guidance]} 1."
     ),
     "planner.lora_steps_used": Message(
-        "The LoRA {lora} was distilled for {wanted} steps without guidance: these are used here."
+        "The LoRA {lora} was distilled for {wanted} steps without guidance; this video uses these values."
     ),
     "planner.offload_on_cpu": Message("{chosen:settings} has no effect on the CPU: {cause:clause}."),
     "planner.one_gpu_memory": Message("One GPU is used: several have too little memory."),
-    "planner.one_gpu_small_model": Message(
-        "One GPU is used: the model is so small that several would wait for each other."
-    ),
+    "planner.one_gpu_small_model": Message("One GPU is used: the model is too small to gain from several."),
     "planner.one_gpu": Message("One GPU is used: {cause:clause}."),
     "planner.gpus_differ": Message("The GPUs differ ({names:list}): the slowest sets the pace."),
     "planner.decoded_in_tiles": Message(
@@ -297,7 +294,7 @@ _WARNINGS: Mapping[str, Message] = {
         "Memory is short: the transformers run with {quantization:weights}, and the video is slightly less exact."
     ),
     "planner.memory_tight": Message(
-        "Memory is tight: about {peak:gib} of the {free:gib} that are free. It may run out; a smaller size or fewer "
+        "Memory is tight: the job needs about {peak:gib} of {free:gib} free. It may run out; a smaller size or fewer "
         "frames are safer."
     ),
 }
@@ -306,9 +303,9 @@ _STRATEGIES: Mapping[str, Message] = {
     "strategy.keep": Message("Everything stays loaded."),
     "strategy.free_text_encoder": Message("Text encoder freed after the prompt."),
     "strategy.one_at_a_time": Message("One component at a time."),
-    "strategy.offload_model": Message("Components wait in RAM."),
-    "strategy.offload_group": Message("Blocks wait in RAM."),
-    "strategy.offload_sequential": Message("Layers wait in RAM."),
+    "strategy.offload_model": Message("Components offloaded to RAM."),
+    "strategy.offload_group": Message("Blocks offloaded to RAM."),
+    "strategy.offload_sequential": Message("Layers offloaded to RAM."),
     "strategy.quantized": Message("Transformers with {quantization:weights}, {how:clause}."),
     "strategy.tiles": Message("{how:sentence}, decoding in tiles of {side}x{side}."),
     "strategy.frame_by_frame": Message("{how:sentence}, decoding frame by frame."),

@@ -6,20 +6,20 @@ from runtime.core.messages import Message
 
 MESSAGES: Mapping[str, Message] = {
     "queue.pytorch_broken": Message(
-        "PyTorch or one of its libraries does not start: {error}.",
-        "Run the installer again, then `doctor`; the log has the details.",
+        "PyTorch or one of its libraries cannot be imported: {error}.",
+        "Run the installer again, then `doctor`; see the log for details.",
     ),
-    "queue.no_such_job": Message("There is no job '{job}'.", "List the jobs: jobs list"),
+    "queue.no_such_job": Message("There is no job '{job}'.", "Run `jobs list` to list the jobs."),
     "queue.ambiguous_job": Message(
         "Several jobs start with '{beginning}'.", "Give more digits of the id: `jobs list` shows them."
     ),
-    "queue.job_queued": Message("Job {job} is queued already.", "Wait for it, or cancel it."),
-    "queue.job_running": Message("Job {job} is running already.", "Watch it in the web app, or wait until it ends."),
+    "queue.job_queued": Message("Job {job} is already queued.", "Wait for it, or cancel it."),
+    "queue.job_running": Message("Job {job} is already running.", "Watch it in the web app, or wait until it ends."),
     "queue.job_running_delete": Message("Job {job} is running.", "Cancel it first."),
     "queue.job_done": Message("Job {job} is done.", "Its video is {video}."),
-    "queue.job_deleted": Message("Job {job} is deleted.", "Restore it first: jobs undelete {job}"),
-    "queue.job_not_queued": Message("Job {job} is no longer queued.", "Look at the queue again."),
-    "queue.batch_too_large": Message("The batch has {videos:,} videos.", "Ask for at most {maximum:,} at once."),
+    "queue.job_deleted": Message("Job {job} is deleted.", "Run `jobs undelete {job}` to restore it first."),
+    "queue.job_not_queued": Message("Job {job} is no longer queued.", "Refresh the queue."),
+    "queue.batch_too_large": Message("The batch has {videos:,} videos.", "Queue at most {maximum:,} at once."),
     "queue.store_damaged": Message("The list of jobs was damaged and starts empty; the damaged file is {backup}."),
     "queue.store_file_damaged": Message(
         "{file} is damaged.", "Start Tandem again: it keeps the damaged file as a backup and starts a new list of jobs."
@@ -39,36 +39,38 @@ MESSAGES: Mapping[str, Message] = {
     ),
     "queue.job_not_stored": Message("This video will not be in the list of jobs: {cause:advice}"),
     "queue.job_not_stored_yet": Message("This video is not in the list of jobs yet: {cause:advice}"),
-    "queue.nothing_kept": Message("Nothing is kept of job {job}.", "Generate the video again."),
-    "queue.worker_died": Message("The worker process ended unexpectedly ({how}).", "Try again; the log has more."),
+    "queue.nothing_kept": Message("Job {job} has no checkpoint.", "Generate the video again."),
+    "queue.worker_died": Message(
+        "The worker process ended unexpectedly ({how}).", "Try again; see the log for details."
+    ),
     "queue.worker_died_again": Message(
         "The worker process ended unexpectedly twice with this job (the last time: {how}).",
-        "Resume it with a smaller size, or run it in PyTorch; the log has more.",
+        "Resume it with a smaller size, or run it in PyTorch; see the log for details.",
     ),
     "queue.worker_replaced": Message("The worker process of this job ended unexpectedly ({how}); the job was resumed."),
-    "queue.engine_disabled": Message("Its engine ran when the worker process ended unexpectedly ({how})."),
+    "queue.engine_disabled": Message("Its engine was running when the worker process ended unexpectedly ({how})."),
     # Tasks
-    "task.cancelled": Message("Cancelled. What was finished before is kept."),
+    "task.cancelled": Message("Cancelled. Completed work is kept."),
     "task.built": Message("{built} of {wanted} ready."),
     "task.built_in_part": Message("{built} of {wanted} ready. {cause}"),
     "task.nothing_to_build": Message("No engine to build: PyTorch was chosen for every component."),
-    "task.inspected": Message("It can be imported if it holds the model's own weights."),
+    "task.inspected": Message("It can be imported if it contains the model's own weights."),
     "task.looking": Message("Looking for engines to build."),
     "task.finished": Message("Done."),
     "task.opening": Message("Opening {file}."),
     "task.imported": Message("Imported as {engine}: {detail:sentence}."),
     "task.imported_unverified": Message(
-        "Imported as {engine}. There was not enough memory to compare it with PyTorch, and it is not used before that.",
+        "Imported as {engine}. It is not used yet: there was not enough memory to compare it with PyTorch.",
         "Close other programs, then press Verify.",
     ),
     "task.verified": Message("Verified: {detail:sentence}."),
     "task.deleted": Message("Deleted, {freed:bytes} freed."),
     "task.pruned": Message("Deleted {count:n engine}; {left:bytes} are left."),
     "task.pruned_in_part": Message(
-        "Deleted {count:n engine}; {left:bytes} are left. Pinned engines and those in use stay."
+        "Deleted {count:n engine}; {left:bytes} are left. Pinned engines and engines in use are kept."
     ),
     # Downloads
     "download.already_queued": Message("{model} is already being downloaded.", "Wait for it, or cancel it."),
-    "download.cancelled": Message("Cancelled. Received data is kept; the next download continues from it."),
+    "download.cancelled": Message("Cancelled. Received data is kept; the next download resumes from it."),
     "download.done": Message("{model} is downloaded and verified: {size:bytes}."),
 }

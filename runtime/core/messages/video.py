@@ -6,12 +6,10 @@ from runtime.core.messages import Message
 
 MESSAGES: Mapping[str, Message] = {
     "video.not_mp4": Message("{file} does not end in .mp4.", "Give the video a name that ends in .mp4."),
-    "video.folder_missing": Message("There is no folder {folder}.", "Make the folder first, or name another one."),
-    "video.not_a_file": Message("{file} is not a file that can be replaced.", "Name another file."),
+    "video.folder_missing": Message("The folder {folder} does not exist.", "Create it first, or choose another one."),
+    "video.not_a_file": Message("{file} is not a regular file, so it cannot be replaced.", "Choose another file name."),
     "video.disk_full": Message("The disk is full: {file} was not saved.", "Free some disk space and try again."),
-    "video.not_writable": Message(
-        "{file} cannot be written: {reason}.", "Name a file in a folder that you can write to."
-    ),
+    "video.not_writable": Message("{file} cannot be written: {reason}.", "Choose a folder that you can write to."),
     "video.no_ffmpeg": Message(
         "ffmpeg was not found, or does not run.",
         "Run the installer again, or install ffmpeg and set IMAGEIO_FFMPEG_EXE to its path.",
@@ -19,7 +17,7 @@ MESSAGES: Mapping[str, Message] = {
     "video.ffmpeg_failed": Message(
         "ffmpeg could not write {file}: {line}.", "Check the folder and its free space, and try again."
     ),
-    "video.no_metadata": Message("{file} does not say how it was made.", "Use an MP4 that Tandem made."),
+    "video.no_metadata": Message("{file} has no metadata of Tandem.", "Use an MP4 that Tandem generated."),
     "video.comparison_timeout": Message("Comparing the two clips takes too long.", "Compare shorter clips."),
     "video.not_comparable": Message("The two clips cannot be compared.", "Use two complete videos of the same size."),
 }

@@ -70,7 +70,7 @@ class Port:
 
 @dataclass(frozen=True, kw_only=True)
 class Contract:
-    """What is known of an engine file without running it.
+    """The properties of an engine file that are known without running it.
 
     Attributes:
         backend: what runs it: "tensorrt" or "onnxruntime".
@@ -78,7 +78,7 @@ class Contract:
         inputs, outputs: in the file's order.
         precision: of the arithmetic inside, as far as the file shows it: it sets the tolerance of verification.
         working_bytes: memory that it needs in addition to its weights while it runs; 0 if unknown.
-        beside: names of the files with weights that belong to it.
+        weight_files: names of the files with its external weights.
     """
 
     backend: str
@@ -87,7 +87,7 @@ class Contract:
     outputs: tuple[Port, ...]
     precision: str
     working_bytes: int = 0
-    beside: tuple[str, ...] = ()
+    weight_files: tuple[str, ...] = ()
 
     @property
     def profiles(self) -> int:
@@ -141,8 +141,8 @@ def _read_plan(path: Path, device: "torch.device") -> Contract:
         try:
             engine = deserialize(runtime, path, messages)
         except EngineError as error:
-            said = " ".join(messages.errors)
-            code = next((code for marks, code in _PLAN_MISMATCHES if any(mark in said for mark in marks)), None)
+            errors = " ".join(messages.errors)
+            code = next((code for marks, code in _PLAN_MISMATCHES if any(mark in errors for mark in marks)), None)
             raise EngineError(code or "engine.plan_damaged", cause=error.fact) from error
         ports = {
             name: _plan_port(trt, engine, name)
@@ -206,7 +206,7 @@ def _onnx_contract(model: Any) -> Contract:
         outputs=outputs,
         # The coarsest dtype: inputs and outputs are rounded too.
         precision=next((name for name in ("bfloat16", "float16") if name in types), "float32"),
-        beside=_weight_files(model),
+        weight_files=_weight_files(model),
     )
 
 

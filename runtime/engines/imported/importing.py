@@ -104,7 +104,7 @@ class Imported:
 
 
 def describe_matches(matches: Sequence[Match], spec: ModelSpec) -> list[Fact]:
-    """Return for people what an engine could replace, and what its adapters cost."""
+    """Return as facts what an engine could replace, and what its adapters cost."""
     alike: dict[tuple[Fact, ...], list[str]] = {}
     for match in matches:
         facts = (served_sizes(match.program, match.profiles, spec), *_adapter_facts(match))
@@ -155,7 +155,7 @@ def read_source(path: Path) -> Source:
 
 
 def check_library(source: Source, machine: Machine) -> None:
-    """Refuse a file that nothing on this machine can run.
+    """Refuse a file that no library on this machine can run.
 
     Raises:
         EngineError: if the library that runs it is missing, or of another version.
@@ -261,7 +261,7 @@ def import_engine(
         digest = _copy(source.path, work.engine / _FILE_NAMES[source.backend], cancel)
         copied = replace(source, path=work.engine / _FILE_NAMES[source.backend])
         contract = _read_in_child(copied, work.folder, work.scratch, device, emit_progress, cancel, entry)
-        for name in contract.beside:
+        for name in contract.weight_files:
             weights = source.path.with_name(name)
             if weights.is_symlink() or not weights.is_file():
                 raise EngineError("engine.import_weights_missing", file=name)
@@ -315,7 +315,7 @@ def _read_in_child(
     if outcome.result is not None:
         return Contract.from_json(outcome.result)
     if outcome.kind == "user" and outcome.failure is not None:
-        # States what is wrong with the file; the rest of the log does not help.
+        # The last line states the problem with the file; the rest of the log does not help.
         raise EngineError(outcome.failure.code, **outcome.failure.data)
     raise failure(Fact("engine.not_opened", {"engine": title}), outcome)
 

@@ -71,7 +71,7 @@ class Match:
         return all(adapter.exact for adapter in self.adapters)
 
     def describe(self) -> list[Fact]:
-        """Return what each adapter does and costs."""
+        """Return the effect and the cost of each adapter."""
         guided = self.program == "transformer" or self.batch.size > 1
         batch = [self.batch.describe()] if guided else []
         return [*batch, *(adapter.describe() for adapter in self.adapters)]
@@ -294,7 +294,7 @@ def _uncovered_rows(
         unread[index] = low % patch
         read = low - unread[index]
         given = out.sizes[axis]
-        # The output may have the size of the input, or of what was read.
+        # The output may have the size of the input, or of the part that the engine reads.
         if given in {low, read} or given < 0:
             continue
         if given > low or unread[index] or not read:

@@ -43,11 +43,11 @@ class AdaptedSession(Session):
 
     @property
     def restored(self) -> RestoredRows | None:
-        """The adapter that reconstructs what the engine does not output, if there is one."""
+        """The adapter that reconstructs missing outputs, if there is one."""
         return next((adapter for adapter in self._adapters if isinstance(adapter, RestoredRows)), None)
 
     def unrestored(self) -> "AdaptedSession":
-        """Return a session on the same engine without that adapter, to compare what it computes. Do not close it."""
+        """Return a session on the same engine without that adapter, for comparison. Do not close it."""
         kept = tuple(adapter for adapter in self._adapters if adapter is not self.restored)
         return AdaptedSession(self._inner, self._batch, kept)
 

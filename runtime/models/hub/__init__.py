@@ -1,1 +1,1 @@
-"""Models from a hub: what a repository holds, downloaded file by file, verified against the hub's hashes."""
+"""Models from a hub: listed, downloaded file by file, and verified against the hub's hashes."""

@@ -38,9 +38,9 @@ _REPOSITORY = re.compile(f"(?:{_WORD})/(?:{_WORD})")
 _POLL_SECONDS = 0.1
 # Chunks of at most 64 KiB that may wait to be written.
 _QUEUED_CHUNKS = 64
-# Before anything arrives, an unreachable network is likelier than a hub in trouble.
+# Before the first data arrives, an unreachable network is likelier than a failing hub.
 _LISTING_TRIES = 3
-# How often a file is fetched whose content is not what the hub's hash says.
+# Attempts for a file whose content does not match the hub's hash.
 _CONTENT_TRIES = 2
 _USER_AGENT = {"user-agent": f"tandem/{__version__}"}
 
@@ -204,7 +204,7 @@ class Hub:
         on_size: Callable[[int], None],
         note: Callable[[Fact], None],
     ) -> Fact | None:
-        """Bring a file to its size; return what is wrong with its content, if anything."""
+        """Complete a file; return the problem with its content, if any."""
         size, hasher = _hash_existing(file, part, stream, cancel)
         on_size(size)
         # The most bytes there ever were: a hub that starts over and disconnects at the same byte is not tried forever.
@@ -221,7 +221,7 @@ class Hub:
                         if size > file.size:
                             return Fact("hub.file_longer", {"file": file.path, "expected": file.size})
                         stream.write(chunk)
-                        # A killed process loses only what is in transit.
+                        # A killed process loses only data in transit.
                         stream.flush()
                         hasher.update(chunk)
                         on_size(size)
@@ -433,7 +433,7 @@ def _open_part(part: Path) -> BinaryIO:
 
 
 def _hash_existing(file: RemoteFile, part: Path, stream: BinaryIO, cancel: Cancel) -> tuple[int, Hasher]:
-    """Return the size and hash of what was downloaded before; a part that is longer than the file is emptied."""
+    """Return the size and hash of a partial download; one that is longer than the file is emptied."""
     hasher, size = hasher_of(file), 0
     if part.stat().st_size > file.size:
         stream.truncate(0)

@@ -33,7 +33,7 @@ _IN_TRANSIT = ".coming"
 
 @dataclass(frozen=True)
 class Source:
-    """What to download.
+    """A request to download a model.
 
     Attributes:
         folder: name of the model's folder; `names`, in lower case, are its other names.
@@ -63,7 +63,7 @@ def source_of(name: str, revision: str | None) -> Source:
 
 @dataclass(frozen=True, kw_only=True)
 class DownloadPlan:
-    """What a download will do.
+    """The plan of a download.
 
     Attributes:
         folder: of the model, once it is complete.
@@ -156,7 +156,7 @@ class Download:
         return plan
 
     def run(self, plan: DownloadPlan, cancel: Cancel) -> ModelSpec:
-        """Fetch what is missing, put the model's folder into place and return the model.
+        """Fetch missing files, move the model's folder into place and return the model.
 
         Raises:
             DownloadError: if the hub fails or sends wrong content; complete files are kept.
@@ -299,7 +299,7 @@ def _disk_errors(folder: Path) -> Iterator[None]:
 
 
 def _make_folder(folder: Path) -> None:
-    """Create a folder; refuse a link in its place, which would redirect what is written."""
+    """Create a folder; refuse a link in its place, which would redirect written files."""
     folder.mkdir(parents=True, exist_ok=True)
     if folder.is_symlink():
         raise OutputError("hub.partial_is_link", folder=folder)

@@ -105,7 +105,7 @@ def chunks(path: Path, cancel: Cancel) -> Iterator[bytes]:
 def difference(
     path: Path, file: RemoteFile, cancel: Cancel, on_bytes: Callable[[int], None] = lambda _: None
 ) -> Fact | None:
-    """Read a file and return how it differs from what was downloaded; `None` if it does not.
+    """Read a file and return how it differs from the downloaded one; `None` if it does not.
 
     Args:
         on_bytes: called with the bytes of each chunk that was read.

@@ -299,7 +299,7 @@ def test_what_is_of_no_known_kind(
 
 
 def test_a_contract_is_written_and_read_back_whole() -> None:
-    made = contract(*CARRIED, working_bytes=5 << 30, beside=("weights.data",))
+    made = contract(*CARRIED, working_bytes=5 << 30, weight_files=("weights.data",))
     assert Contract.from_json(made.to_json()) == made
     made_for = {"backend": "TensorRT", "made_by": "TensorRT 10.3.0", "memory": 5 << 30}
     assert made.describe() == [
