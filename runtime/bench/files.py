@@ -1,4 +1,4 @@
-"""A result on disk: written whole, read with trust in nothing."""
+"""Files of results: written atomically, checked when read."""
 
 import json
 import os
@@ -67,7 +67,6 @@ def read_json(name: str) -> Any:
     try:
         return json.loads(Path(name).expanduser().read_text(encoding="utf-8"))
     except OSError as error:
-        what = f"{name} cannot be read: {error.strerror}."
-    except (ValueError, RecursionError):
-        what = f"{name} is not JSON."
-    raise InvalidRequestError("file", what, "Give a bench.json that `bench` wrote.")
+        raise InvalidRequestError("file", "bench.not_read", file=name, error=error.strerror or str(error)) from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError("file", "bench.not_json", file=name) from error

@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 _POLL_SECONDS = 0.1
 
 
@@ -25,6 +23,8 @@ def held(path: Path, *, seconds: float | None = None, wait: Callable[[], None] |
         TimeoutError: if another process holds it for that long.
         OSError: if the lock's file cannot be created.
     """
+    from filelock import FileLock, Timeout  # imports asyncio, which takes 20 ms
+
     # Not per thread: one thread may acquire it and another one release it.
     lock = FileLock(path, thread_local=False)
     end = None if seconds is None else time.monotonic() + seconds
