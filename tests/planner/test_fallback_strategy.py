@@ -23,7 +23,7 @@ CPU = machine(ram_free_gib=100)
         (A14B, on(140, 500), {}, "text_encoder", "VRAM", False, "One component at a time", "", True),
         # One component at a time: parts that wait in RAM take as much while they run, blocks that wait do not.
         (A14B, on(75, 500), {}, "transformer", "VRAM", False, "Blocks offloaded to RAM", "--offload group", True),
-        (A14B, on(75, 500), {"offload": "model"}, "transformer", "VRAM", False, "Blocks wait", "--offload group", True),
+        (A14B, on(75, 500), {"offload": "model"}, "transformer", "VRAM", False, "Blocks off", "--offload group", True),
         (A14B, on(75, 500), {"offload": "group"}, "transformer", "VRAM", False, "Layers", "--offload sequential", True),
         # RAM holds no weights: only what changes the video a little is left, and has to be allowed.
         (A14B, on(40, 16), {}, "transformer", "VRAM", False, None, "", True),
