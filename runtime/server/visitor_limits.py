@@ -96,7 +96,7 @@ def check_request(request: GenerationRequest, limits: Limits) -> None:
     for name, most in (("frames", limits.frames), ("steps", limits.steps)):
         asked = getattr(request, name)
         if asked > most:
-            raise InvalidRequestError(name, "server.visitor_maximum", name=name, value=asked, maximum=most)
+            raise InvalidRequestError(name, "server.visitor_maximum", value=asked, maximum=most)
     width, height = int(request.width), int(request.height)
     if not allows_size((width, height), limits):
         raise InvalidRequestError("width", "server.visitor_size", width=width, height=height, maximum=_largest(limits))

@@ -1,6 +1,5 @@
-"""The web app: a page that asks for videos and watches the worker make them. The only place that imports gradio."""
+"""The web app: a page for requests, the queue and the history. Only this package makes pages with gradio."""
 
-import os
+from runtime.upstream.gradio import load
 
-# Read by gradio when it is imported, which every module of this package does after this line.
-os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+load()

@@ -1,6 +1,5 @@
-"""The acceleration panel: its controls, and the titles of components."""
+"""The acceleration panel: its controls."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
@@ -8,16 +7,8 @@ from typing import Any
 
 import gradio as gr
 
-from runtime.core.request import (
-    ATTENTIONS,
-    BACKENDS,
-    COMPILES,
-    COMPONENTS,
-    FIELDS,
-    OFFLOADS,
-    QUANTIZATIONS,
-    STEP_CACHES,
-)
+from runtime.core.facts import Fact
+from runtime.core.request import BACKENDS, COMPONENTS, FIELDS
 from runtime.core.request_fields import AUTO
 from runtime.engines.builders import builders_of
 from runtime.machine.probe import Machine
@@ -26,30 +17,10 @@ from runtime.planner.parallelism import usable_gpus
 from runtime.planner.placement import VAE_PSNR as PSNR
 from runtime.ui import fields
 from runtime.ui.templating import render
+from runtime.ui.words import COMPONENT_TITLES, page_text
 
 TENSORRT = "tensorrt"
 LABEL = "Acceleration"
-_TITLES: Mapping[str, Mapping[str, str]] = {
-    "Offload": OFFLOADS,
-    "Quantization": QUANTIZATIONS,
-    "Attention": ATTENTIONS,
-    "Compile": COMPILES,
-    "Step cache": STEP_CACHES,
-    "Shift": {},
-    "VAE precision": {},
-}
-TITLES = {
-    "text_encoder": "Text encoder",
-    "transformer": "Transformer",
-    "transformer_2": "Low-noise transformer",
-    "vae": "VAE decoder",
-}
-_FLAG = re.compile(
-    r"(--offload|--quantization|--step-cache|--attention|--compile|--shift|--vae-precision|Offload(?= ')) '?([\w-]+)'?"
-    r"|--backend (\w+)=(\w+)"
-)
-_GPUS = re.compile(r"--gpus (\d+)")
-_OFFLOAD = re.compile(r"\b([Mm]odel|[Gg]roup|[Ss]equential) offload\b")
 
 
 @dataclass
@@ -99,7 +70,7 @@ def panel(spec: ModelSpec, machine: Machine, backends: Mapping[str, str]) -> tup
                 gr.HTML(render("plan_badge.html", component=name), elem_classes="badge-line", apply_default_css=False)
         if absent is not None:
             gr.HTML(
-                f'<p class="aside" id="no-tensorrt">TensorRT is not available: {escape(absent)}.</p>',
+                f'<p class="aside" id="no-tensorrt">TensorRT is not available. {escape(page_text(absent).what)}</p>',
                 apply_default_css=False,
             )
         properties = {"gpus": _gpus(machine), "vae_precision": _vae_precision()}
@@ -126,36 +97,14 @@ def _vae_precision() -> dict[str, Any]:
 
 def model_values(spec: ModelSpec) -> dict[str, dict[str, Any]]:
     """Return the properties that depend on the model: visible rows, and the components' titles."""
-    titles = TITLES | ({"transformer": "High-noise transformer"} if spec.experts > 1 else {})
+    titles = COMPONENT_TITLES | ({"transformer": "High-noise transformer"} if spec.experts > 1 else {})
     return {
         **{f"row_{name}": {"visible": name in spec.component_names} for name in COMPONENTS},
         **{f"backend_{name}": {"label": title} for name, title in titles.items()},
     }
 
 
-def in_form_words(sentence: str) -> str:
-    """Return text that is not a fact yet with the form's names instead of command-line flags."""
-
-    def told(flag: re.Match[str]) -> str:
-        setting, value, component, backend = flag.groups()
-        if setting:
-            title = setting.strip("-").replace("-", " ").capitalize().replace("Vae", "VAE")
-            titles = _TITLES[title]
-            return f"{title} “{titles[value]}”" if value in titles else f"{title} {value}"
-        chosen = BACKENDS.get(backend, backend)
-        part = TITLES.get(component, component)
-        return f"{chosen} for the {part if part.startswith('VAE') else part.lower()}"
-
-    sentence = _GPUS.sub(r"“\1” for GPUs", sentence)
-    return _OFFLOAD.sub(_offload_in_form_words, _FLAG.sub(told, sentence))
-
-
-def _offload_in_form_words(found: re.Match[str]) -> str:
-    offload = "Offload" if found[1][0].isupper() else "offload"
-    return f"{offload} {OFFLOADS[found[1].lower()].lower()}"
-
-
-def tensorrt_problem(machine: Machine) -> str | None:
+def tensorrt_problem(machine: Machine) -> Fact | None:
     """Return why TensorRT engines cannot be built or run on this machine, `None` if they can."""
     problems = [builder.unavailable(machine) for builder in builders_of(TENSORRT)]
-    return None if None in problems else next(str(problem) for problem in problems if problem is not None)
+    return None if None in problems else problems[0]

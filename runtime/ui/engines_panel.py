@@ -32,12 +32,12 @@ from runtime.queue.tasks import (
     Work,
 )
 from runtime.server.model_choices import check_offered
-from runtime.ui import acceleration, break_even, form, formatting, plan_summary
+from runtime.ui import break_even, form, formatting, plan_summary
 from runtime.ui.break_even import BreakEven
 from runtime.ui.panels import Call, Reply, drawn, unknown_action
 from runtime.ui.plan_preview import PlanPreview, Preview
 from runtime.ui.templating import render
-from runtime.ui.words import explain, lowered, text
+from runtime.ui.words import COMPONENT_TITLES, lowered, text
 
 PROGRAM_TITLES: Mapping[str, str] = {
     "text_encoder": "Text encoder",
@@ -198,8 +198,8 @@ class EnginesPanel:
             request = form.read_settings(values, self._models)
             preview = self._preview.preview(request, check_offered(request.model, self._models))
         except TandemError as error:
-            return None, explain(error)
-        return preview, "" if preview.error is None else explain(preview.error)
+            return None, text(error.fact)
+        return preview, "" if preview.error is None else text(preview.error.fact)
 
     def _entries(self, records: Sequence[EngineRecord], preview: Preview | None) -> list[Entry]:
         models = tuple(self._models.values())
@@ -239,7 +239,7 @@ def read_component(value: object, spec: ModelSpec) -> str | None:
     if value == AUTO:
         return None
     if not isinstance(value, str) or value not in spec.component_names:
-        title = acceleration.TITLES.get(value, "such component") if isinstance(value, str) else "such component"
+        title = COMPONENT_TITLES.get(value, "such component") if isinstance(value, str) else "such component"
         raise InvalidRequestError("component", "ui.no_such_component", model=spec.title, component=lowered(title))
     return value
 

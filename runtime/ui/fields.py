@@ -12,7 +12,6 @@ from typing import Any
 import gradio as gr
 
 from runtime.core.errors import InvalidRequestError
-from runtime.core.facts import Words
 from runtime.core.loras import MAX_LORAS, Lora, parse_lora, read_loras
 from runtime.core.request import COMPONENTS, FIELDS, GenerationRequest
 from runtime.core.request_fields import AUTO, Backends, Choice, Loras, Number, Prompt, StepCache
@@ -126,19 +125,6 @@ def by_name(loras: Sequence[Lora]) -> tuple[Lora, ...]:
         if not lora.is_name:
             raise InvalidRequestError("loras", "form.lora_is_path", file=lora.file[:60])
     return tuple(loras)
-
-
-class FormWords(Words):
-    """What the web form calls settings and components."""
-
-    def setting(self, name: str, value: str | None = None) -> str:
-        """Return a control's label, and the title of one of its choices: “Offload”, “Offload: By block”."""
-        declared = FIELDS.get(name)
-        label = name.replace("_", " ").capitalize() if declared is None else declared.label
-        if value is None:
-            return f"“{label}”"
-        choices = declared.choices if isinstance(declared, Choice | Backends | StepCache) else {}
-        return f"“{label}: {choices.get(value, value)}”"
 
 
 def _number(value: Any, *, whole: bool) -> Any:

@@ -22,7 +22,7 @@ from runtime.ui.preview_panel import PreviewPanel
 from runtime.ui.queue_panel import MAX_VARIATIONS, QueuePanel
 from runtime.ui.sharing import Sharing
 from runtime.ui.templating import render
-from runtime.ui.words import text
+from runtime.ui.words import COMPONENT_TITLES, text
 
 # Gradio checks its own temporary files hourly and keeps them a day; videos are not among them.
 _TIDY_SECONDS = (3600, 86_400)
@@ -67,7 +67,7 @@ def build(
             with gr.Tab("History", id="history", elem_id="tab-history"):
                 _panel("history", filters=FILTERS)
             with gr.Tab("Engines", id="engines", elem_id="tab-engines"):
-                _panel("engines", kinds=FILE_KINDS, components=acceleration.TITLES, warning=text(WARNING))
+                _panel("engines", kinds=FILE_KINDS, components=COMPONENT_TITLES, warning=text(WARNING))
         fields, size, rows = column.controls, column.size, column.panel.rows.values()
         inputs = list(fields.values())
         connect(page, controls, handlers, fields, [size, *rows, *column.following_model], [size, *rows, *inputs])

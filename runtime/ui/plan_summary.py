@@ -13,7 +13,7 @@ from runtime.models.spec import is_transformer
 from runtime.ui import formatting
 from runtime.ui.plan_preview import Preview
 from runtime.ui.templating import render
-from runtime.ui.words import WORDS, explain, page_text, text
+from runtime.ui.words import WORDS, page_text, text
 
 _LOOKING = "Looking for engines…"
 # Estimates are shown in tenths of a second.
@@ -111,7 +111,7 @@ def summarize(preview: Preview, components: tuple[str, ...]) -> PlanSummary:
 def stopped(error: Exception, components: tuple[str, ...]) -> PlanSummary:
     """Return the summary for a form that cannot be carried out."""
     problem = (
-        explain(error) if isinstance(error, TandemError) else f"Internal error: {error!r} The log has the details."
+        text(error.fact) if isinstance(error, TandemError) else f"Internal error: {error!r} The log has the details."
     )
     problem = f"{problem[:1].upper()}{problem[1:]}"
     title = "Does not fit" if isinstance(error, MachineError) else "Cannot be generated"

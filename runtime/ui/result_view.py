@@ -12,7 +12,7 @@ from runtime.core.step_cache import NONE
 from runtime.core.units import memory_size
 from runtime.ui import fields, formatting
 from runtime.ui.templating import render
-from runtime.ui.words import lowered, page_text, text
+from runtime.ui.words import lowered, page_text
 
 _STAGES = {"encode": "reading the prompt", "denoise": "denoising", "decode": "decoding", "mux": "saving"}
 
@@ -47,7 +47,7 @@ def warnings_html(warnings: Sequence[Fact]) -> str:
 
 def reasons(saved: VideoSaved) -> str:
     """Return why each component ran where it did, equal reasons once."""
-    return " ".join(dict.fromkeys(text(part["reason"]) for part in saved.plan["components"].values()))
+    return " ".join(dict.fromkeys(str(part["reason"]) for part in saved.plan["components"].values()))
 
 
 def rows(saved: VideoSaved, plan: ExecutionPlan, model: str) -> list[tuple[str, str]]:

@@ -1,48 +1,51 @@
 """How the page renders facts and errors: settings by the labels of the form, components by their titles."""
 
-from runtime.core.errors import InvalidRequestError, TandemError
-from runtime.core.facts import Fact, Text, render
-from runtime.core.request import BACKENDS
-from runtime.ui import fields
-from runtime.ui.acceleration import TITLES, in_form_words
+from runtime.core.facts import Fact, Text, Words, render
+from runtime.core.request import BACKENDS, FIELDS
+from runtime.core.request_fields import Backends, Choice, StepCache
+
+COMPONENT_TITLES = {
+    "text_encoder": "Text encoder",
+    "transformer": "Transformer",
+    "transformer_2": "Low-noise transformer",
+    "vae": "VAE decoder",
+}
 
 
-class PageWords(fields.FormWords):
-    """What the page calls settings and components."""
+class FormWords(Words):
+    """What the form calls settings and components."""
 
     def setting(self, name: str, value: str | None = None) -> str:
-        """Return a setting as the form shows it: “Offload: By block”, or “PyTorch” for the VAE decoder."""
-        if name in {"backend", "backends"} and value is not None and "=" in value:
-            component, _, backend = value.partition("=")
+        """Return a control's label, with a value its choice: “Offload”, “Offload: By block”.
+
+        A component's backend is named without a label: “PyTorch” for the VAE decoder.
+        """
+        component, separator, backend = (value or "").partition("=")
+        if name in {"backend", "backends"} and separator:
             return f"“{BACKENDS.get(backend, backend)}” for the {lowered(self.component(component))}"
-        return super().setting(name, value)
+        declared = FIELDS.get(name)
+        label = name.replace("_", " ").capitalize() if declared is None else declared.label
+        if value is None:
+            return f"“{label}”"
+        choices = declared.choices if isinstance(declared, Choice | Backends | StepCache) else {}
+        return f"“{label}: {choices.get(value, value)}”"
 
     def component(self, name: str) -> str:
         """Return a component's title on the form."""
-        return TITLES.get(name, super().component(name))
+        return COMPONENT_TITLES.get(name, super().component(name))
 
 
-WORDS = PageWords()
+WORDS = FormWords()
 
 
-def text(fact: Fact | str) -> str:
-    """Return a fact with its remedy, or a text that is not a fact yet, as the page says it."""
-    return in_form_words(fact) if isinstance(fact, str) else " ".join(filter(None, page_text(fact)))
+def text(fact: Fact) -> str:
+    """Return a fact with its remedy as one paragraph."""
+    return " ".join(filter(None, page_text(fact)))
 
 
 def page_text(fact: Fact) -> Text:
     """Return what a fact says and what to do about it."""
-    what, remedy = render(fact, WORDS)
-    return Text(in_form_words(what), in_form_words(remedy))
-
-
-def explain(error: TandemError) -> str:
-    """Return an error as one paragraph: what is wrong and what to do about it."""
-    what, remedy = page_text(error.fact)
-    # The name of a field begins the sentence; the name of a file stays as it is.
-    if isinstance(error, InvalidRequestError):
-        what = f"{what[:1].upper()}{what[1:]}"
-    return f"{what} {remedy}".strip()
+    return render(fact, WORDS)
 
 
 def lowered(title: str) -> str:

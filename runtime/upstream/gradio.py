@@ -4,6 +4,9 @@ Gradio has no public function to validate a call before it runs, to check whethe
 share link without its own page script. `tests/upstream/test_gradio.py` names what broke when gradio changes.
 """
 
+import importlib
+import inspect
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +24,27 @@ class PageFunction:
 
     defaults: tuple[Any, ...]
     queued: bool
+
+
+def load() -> None:
+    """Import gradio without analytics, and without its interface files, which take half of the import's time.
+
+    Reason: `gradio.component_meta` parses the source of each component class and writes a .pyi file for editors, unless
+    `inspect.getfile` raises `OSError` for the class.
+    """
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
+    find_file = inspect.getfile
+
+    def find_other_file(found: Any) -> str:
+        if isinstance(found, type) and found.__module__.startswith("gradio."):
+            raise OSError("gradio's interface files are not written")
+        return find_file(found)
+
+    vars(inspect)["getfile"] = find_other_file
+    try:
+        importlib.import_module("gradio")
+    finally:
+        vars(inspect)["getfile"] = find_file
 
 
 def requires_login(app: Any) -> bool:

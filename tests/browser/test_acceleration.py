@@ -42,10 +42,10 @@ def test_a_choice_changes_its_chip_and_no_other(open_page: OpenPage) -> None:
     page = open_page()
     unfold(page)
     choose(page, "backend_vae", "PyTorch")
-    wait_for_chip(page, "vae", "PyTorch: as asked")
+    wait_for_chip(page, "vae", "PyTorch: as requested")
     choose(page, "backend_vae", "ONNX Runtime")
     wait_for_chip(page, "vae", "ONNX Runtime: builds first")
-    assert "as asked" not in page.inner_text("#part-text_encoder .badge")
+    assert "as requested" not in page.inner_text("#part-text_encoder .badge")
     assert "1 of 4 components" in page.inner_text("#acceleration > button")
     choose(page, "build", "Never")
     wait_for_chip(page, "vae", "PyTorch: no ONNX Runtime engine, and none is to be built")
@@ -73,7 +73,7 @@ def test_without_a_gpu_tensorrt_is_out_of_reach_and_says_why(open_page: OpenPage
     for part in ROWS:
         assert page.is_disabled(f"#tensorrt-{part} input")
     assert page.get_attribute("#tensorrt-vae input", "aria-describedby") == "no-tensorrt"
-    assert "no NVIDIA GPU was found" in page.inner_text("#no-tensorrt")
+    assert "No NVIDIA GPU was found" in page.inner_text("#no-tensorrt")
 
 
 def test_the_choices_are_kept_and_come_back_from_a_result(open_page: OpenPage) -> None:
@@ -93,7 +93,7 @@ def test_the_choices_are_kept_and_come_back_from_a_result(open_page: OpenPage) -
     choose(page, "backend_vae", "Automatic")
     page.click("#facts [data-use=all]")
     page.wait_for_function("() => document.querySelector('#field-backend_vae input').value === 'PyTorch'")
-    wait_for_chip(page, "vae", "PyTorch: as asked")
+    wait_for_chip(page, "vae", "PyTorch: as requested")
 
 
 def test_rows_follow_the_model(open_page: OpenPage) -> None:
@@ -122,7 +122,7 @@ def test_a_chip_does_not_move_what_is_below(open_page: OpenPage) -> None:
     place = "() => document.querySelector('#field-build').getBoundingClientRect().y + scrollY"
     before = page.evaluate(place)
     choose(page, "backend_vae", "PyTorch")
-    wait_for_chip(page, "vae", "as asked")
+    wait_for_chip(page, "vae", "as requested")
     assert page.evaluate(place) == before
 
 
@@ -184,7 +184,7 @@ def test_where_memory_is_short_a_way_is_chosen(
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
     page.wait_for_selector(".strategy[data-offload=model][aria-pressed=true]")
-    assert page.input_value("#field-offload input") == "By part"
+    assert page.input_value("#field-offload input") == "By component"
     assert page.input_value("#field-quantization input") == "None"
     assert page.evaluate("() => document.activeElement.dataset.targetfload") == "model"
     assert page.locator(".strategy[aria-pressed=true]").count() == 1

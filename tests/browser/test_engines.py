@@ -109,11 +109,11 @@ def test_a_file_made_elsewhere_is_looked_into_trusted_and_imported(
     file.fill(str(path))
     page.click("#import [data-action=import]")
     page.wait_for_selector("#message:has-text('foreign.onnx holds executable code')")
-    assert page.locator("#engines-tasks li[data-kind=look], #engines-tasks li[data-kind=import]").count() == 0
+    assert page.locator("#engines-tasks li[data-kind=inspect], #engines-tasks li[data-kind=import]").count() == 0
     assert "executable code" in page.inner_text("#import-warning")
     page.get_by_label("I trust the source").check()
     page.click("#import [data-action=inspect]")
-    looked = "#engines-tasks li[data-kind=look][data-state=done] .found"
+    looked = "#engines-tasks li[data-kind=inspect][data-state=done] .found"
     page.wait_for_selector(looked)
     found = page.inner_text(looked)
     for expected in (
@@ -128,7 +128,7 @@ def test_a_file_made_elsewhere_is_looked_into_trusted_and_imported(
     row = "#engines-table tr[data-state=ready]:has-text('imported')"
     page.wait_for_selector(row)
     assert "Stale" not in page.inner_text(row)
-    # Another file has to be trusted anew.
+    # Another file has to be trusted again.
     file.press_sequentially("x")
     page.wait_for_function("() => !document.querySelector('#import-trusted').checked")
     # It goes again: other tests share the library.

@@ -37,6 +37,6 @@ def test_a_model_is_downloaded_after_asking_and_can_be_cancelled(
     page.wait_for_selector(f"{item}[data-state=running] .bar[aria-valuenow]:not([hidden])")
     page.click(f"{item} [data-action=cancel]")
     page.wait_for_selector(f"{item}[data-state=cancelled]")
-    assert "What came is kept" in page.inner_text(item)
+    assert "Received data is kept" in page.inner_text(item)
     assert not (server.cache_dir / "weights" / FOLDER).exists()
     assert page.complaints == []

@@ -138,7 +138,7 @@ def test_errors_name_the_field_and_keep_the_form(open_page: OpenPage) -> None:
     wait_for_state(page, "failed")
     assert page.inner_text("#status [role=alert]").split("\n") == [
         "The prompt is empty.",
-        "Say in a sentence what the video shows.",
+        "Describe the video in a sentence.",
     ]
     ask(page, "a red ball")
     page.fill("#field-width input", "190")

@@ -66,12 +66,12 @@ def test_predict_gives_the_last_event(client: Any) -> None:
 
 
 @pytest.mark.parametrize("backends", [{"vae": "pytorch"}, ["vae=pytorch"]])
-def test_what_runs_where_may_be_said(client: Any, backends: object) -> None:
+def test_programs_select_backends(client: Any, backends: object) -> None:
     chosen = {"backends": backends, "build": "never", "offload": "none", "quantization": "none"}
     final = client.predict("a red boat", steps=1, **chosen, api_name="/generate")
     assert final["request"]["backends"] == {"vae": "pytorch"}
     assert final["request"] | {name: chosen[name] for name in ("build", "offload", "quantization")} == final["request"]
-    assert final["plan"]["components"]["vae"]["reason"].endswith("It was asked for.")
+    assert final["plan"]["components"]["vae"]["reason"].endswith("As requested.")
 
 
 def test_a_closed_stream_does_not_end_the_job(server: Server, client: Any) -> None:
@@ -87,7 +87,7 @@ def test_a_closed_stream_does_not_end_the_job(server: Server, client: Any) -> No
     ("values", "words"),
     [
         ({"prompt": ""}, ("The prompt is empty.", "Describe the video")),
-        ({"prompt": "a" * 100_000}, ("100,000 characters", "Shorten it")),
+        ({"prompt": "a" * 100_000}, ("100,000 characters", "Shorten the text.")),
         ({"prompt": "a\x00b"}, ("U+0000", "Remove it")),
         ({"prompt": 5}, ("not text",)),
         ({"width": 190}, ("width is 190", "176 or 192")),
@@ -102,7 +102,7 @@ def test_a_closed_stream_does_not_end_the_job(server: Server, client: Any) -> No
         ({"model": "/etc"}, ("no model of that name", MODEL)),
         ({"backends": {"vae": "cuda"}}, ("Unknown backend 'cuda'", "Select one of auto")),
         ({"backends": {"eyes": "pytorch"}}, ("Unknown component 'eyes'", "text_encoder")),
-        ({"backends": ["vae"]}, ("backends is 'vae'", "vae=pytorch")),
+        ({"backends": ["vae"]}, ("backends is 'vae'", "vae=inductor or all=pytorch")),
         ({"backends": ["vae=pytorch", "vae=inductor"]}, ("names the component 'vae' twice", "one backend")),
         ({"backends": [7]}, ("backends is 7", "COMPONENT=BACKEND")),
         ({"backends": "vae=pytorch"}, ("backends is 'vae=pytorch'", "for each component")),
@@ -110,7 +110,7 @@ def test_a_closed_stream_does_not_end_the_job(server: Server, client: Any) -> No
         ({"offload": None}, ("offload is None", "sequential")),
         ({"quantization": 8}, ("quantization is 8", "bnb-8bit")),
         ({"vae_precision": "half"}, ("vae_precision is 'half'", "Select one of auto, float32, bfloat16, float16")),
-        ({"vae_precision": "float16"}, ("ten times as long on a CPU", "Use --vae-precision float32.")),
+        ({"vae_precision": "float16"}, ("ten times as long on a CPU", "Use vae_precision=float32.")),
         ({"shift": 0}, ("shift is 0", "Give a number from 0.1 to 100")),
         ({"width": 8192, "height": 8192, "frames": 4001}, ("supports at most 253", "Use 253")),
     ],

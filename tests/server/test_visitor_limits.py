@@ -29,8 +29,14 @@ def asked(**values: Any) -> GenerationRequest:
     return GenerationRequest(**wanted | values)
 
 
+def exceeded(field: str, value: int, maximum: int) -> Fact:
+    return Fact("server.visitor_maximum", {"field": field, "value": value, "maximum": maximum})
+
+
 def too_large(width: int, height: int) -> Fact:
-    return Fact("server.visitor_size", {"width": width, "height": height, "maximum": "192×112 or 160×160"})
+    return Fact(
+        "server.visitor_size", {"field": "width", "width": width, "height": height, "maximum": "192×112 or 160×160"}
+    )
 
 
 @pytest.mark.parametrize(
@@ -40,8 +46,8 @@ def too_large(width: int, height: int) -> Fact:
         ({"width": 112, "height": 192}, None, None),
         ({"width": 160, "height": 160}, None, None),
         ({"width": 16, "height": 16, "frames": 1, "steps": 1}, None, None),
-        ({"frames": 37}, "frames", Fact("server.visitor_maximum", {"name": "frames", "value": 37, "maximum": 33})),
-        ({"steps": 21}, "steps", Fact("server.visitor_maximum", {"name": "steps", "value": 21, "maximum": 20})),
+        ({"frames": 37}, "frames", exceeded("frames", 37, 33)),
+        ({"steps": 21}, "steps", exceeded("steps", 21, 20)),
         ({"width": 208}, "width", too_large(208, 112)),
         ({"height": 160}, "width", too_large(192, 160)),
         ({"width": 8192, "height": 16}, "width", too_large(8192, 16)),

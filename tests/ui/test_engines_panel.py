@@ -110,7 +110,7 @@ def test_only_whole_ids_are_taken(tab: Tab, act: str, of: str) -> None:
 
 
 def test_an_engine_that_is_gone_is_named(tab: Tab) -> None:
-    assert tab.press("delete", "0" * 16).startswith("There is no engine 0000000000000000.")
+    assert tab.press("delete", "0" * 16).startswith("There is no engine '0000000000000000'.")
 
 
 @pytest.mark.parametrize(("act", "of"), [("build", "eyes"), ("cancel", "../x"), ("launch", "all"), ("BUILD", "all")])
@@ -121,7 +121,7 @@ def test_unknown_actions_do_nothing(tab: Tab, act: str, of: str) -> None:
 
 def test_a_form_that_cannot_be_builds_nothing(tab: Tab) -> None:
     odd = [GOOD[name] if name != "width" else 65 for name in form.NAMES]
-    assert "multiples of 16. Take 64 or 80." in tab.press("build", "all", odd)
+    assert "multiples of 16. Use 64 or 80." in tab.press("build", "all", odd)
     assert tab.press("build", "all", []) == "The form is incomplete. Reload the page."
     assert "multiples of 16" in tab.parts(odd)["components"]
     assert tab.worker.tasks() == []

@@ -83,7 +83,7 @@ def test_a_model_is_downloaded_and_can_be_chosen(shown: Shown) -> None:
     assert shown.press()["models"] == 2
 
 
-def test_progress_is_shown_and_it_can_be_cancelled_and_goes_on(shown: Shown) -> None:
+def test_progress_is_shown_and_a_cancelled_download_resumes(shown: Shown) -> None:
     shown.hub.faults[VAE] = Fault("slow")
     shown.press("download", NAME)
     view = ""
@@ -102,7 +102,7 @@ def test_progress_is_shown_and_it_can_be_cancelled_and_goes_on(shown: Shown) -> 
     assert 'data-action="cancel"' in view
     shown.press("cancel", NAME)
     view = shown.settle()
-    assert "Cancelled. What came is kept" in view
+    assert "Cancelled. Received data is kept" in view
     assert list(folders(shown.settings.weights_dir)) == ["diorama"]
     shown.press("download", NAME)
     assert "downloaded and verified" in shown.settle()

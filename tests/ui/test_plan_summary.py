@@ -21,6 +21,7 @@ from runtime.ui import acceleration
 from runtime.ui.break_even import BreakEven
 from runtime.ui.plan_preview import Preview
 from runtime.ui.plan_summary import PlanSummary, badge_html, panel_html, summarize
+from runtime.ui.words import WORDS
 from tests.plans import GIB, GPU_PACKAGES, gpu, machine, why
 
 GPU = machine(gpu=gpu(), torch_cuda="13.0", packages=GPU_PACKAGES)
@@ -239,28 +240,25 @@ def test_when_building_pays_off(build: float, saved: float, words: str) -> None:
 
 
 def test_tensorrt_is_out_of_question_without_a_gpu() -> None:
-    assert acceleration.tensorrt_problem(machine()) == "No NVIDIA GPU was found."
+    assert acceleration.tensorrt_problem(machine()) == Fact("machine.no_gpu")
 
 
 @pytest.mark.parametrize(
-    ("sentence", "words"),
+    ("setting", "words"),
     [
-        ("Take --offload group: 9.5 GiB.", "Take Offload “By block”: 9.5 GiB."),
-        ("Take --quantization bnb-8bit.", "Take Quantization “8 bit”."),
-        ("Leave --quantization out.", "Leave Quantization out."),
-        (
-            "Take --quantization none, or --backend transformer_2=pytorch; that is all.",
-            "Take Quantization “None”, or PyTorch for the low-noise transformer; that is all.",
-        ),
-        ("Take --backend vae=onnxruntime.", "Take ONNX Runtime for the VAE decoder."),
-        ("Offload 'group' changes nothing here.", "Offload “By block” changes nothing here."),
-        ("Model offload excludes TensorRT.", "Offload by component excludes TensorRT."),
-        ("PyTorch: sequential offload excludes TensorRT", "PyTorch: offload by layer excludes TensorRT"),
-        ("Nothing of the kind.", "Nothing of the kind."),
+        (("offload", "group"), "“Offload: By block”"),
+        (("quantization", "bnb-8bit"), "“Quantization: 8 bit”"),
+        (("quantization",), "“Quantization”"),
+        (("vae_precision", "float32"), "“VAE precision: float32”"),
+        (("gpus", "2"), "“GPUs for one video: 2”"),
+        (("step_cache", "first-block"), "“Step cache: First block”"),
+        (("backend", "transformer_2=pytorch"), "“PyTorch” for the low-noise transformer"),
+        (("backends", "vae=onnxruntime"), "“ONNX Runtime” for the VAE decoder"),
     ],
+    ids=str,
 )
-def test_the_page_speaks_of_its_own_controls(sentence: str, words: str) -> None:
-    assert acceleration.in_form_words(sentence) == words
+def test_the_form_names_its_own_controls(setting: tuple[str, ...], words: str) -> None:
+    assert WORDS.setting(*setting) == words
 
 
 def test_a_refusal_names_what_the_page_has(spec: ModelSpec) -> None:

@@ -1,6 +1,8 @@
 """Gradio's private names that `runtime.upstream.gradio` uses: each test names what broke."""
 
 import inspect
+import subprocess
+import sys
 
 import gradio as gr
 import pytest
@@ -8,6 +10,7 @@ from gradio import networking, routes, tunneling
 from gradio.blocks import Blocks
 from gradio.queueing import Queue
 
+from runtime.core.settings import ROOT
 from runtime.upstream import gradio as private
 
 
@@ -23,6 +26,24 @@ def page() -> gr.Blocks:
 @pytest.fixture
 def app() -> routes.App:
     return routes.App.create_app(page())
+
+
+_LOADS = """
+import ast, inspect
+parsed, parse = [], ast.parse
+ast.parse = lambda source, *rest, **named: parsed.append(str(source)) or parse(source, *rest, **named)
+from runtime.upstream.gradio import load
+load()
+import gradio
+assert not [source for source in parsed if "class Textbox" in source]
+assert inspect.getfile(gradio.Textbox).endswith("textbox.py")
+gradio.component_meta.extract_class_source_code(inspect.getsource(gradio.Textbox), "Textbox")
+assert [source for source in parsed if "class Textbox" in source]
+"""
+
+
+def test_gradio_is_loaded_without_parsing_the_source_of_its_components() -> None:
+    subprocess.run([sys.executable, "-W", "error", "-c", _LOADS], check=True, timeout=120, cwd=ROOT)
 
 
 def test_functions_have_defaults_and_say_whether_they_are_queued(app: routes.App) -> None:

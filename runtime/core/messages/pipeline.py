@@ -77,11 +77,11 @@ MESSAGES: Mapping[str, Message] = {
         "Generate the video again with the settings that you want.",
     ),
     "rerun.schedule_fixed": Message(
-        "{field:field} cannot change in a rerun: the schedule of the second half follows from the first.",
+        "{field:setting} cannot change in a rerun: the schedule of the second half follows from the first.",
         "Leave it as it is, or generate the video again.",
     ),
     "rerun.not_changeable": Message(
-        "{field:field} also applies to the first half.",
+        "{field:setting} also applies to the first half.",
         "Change one of {changeable:list}, or generate the video again.",
     ),
     "checkpoint.damaged": Message("The checkpoint is damaged."),

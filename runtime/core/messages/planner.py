@@ -132,9 +132,11 @@ _REFUSALS: Mapping[str, Message] = {
     "planner.no_second_guidance": Message(
         "{model} has one transformer, so there is no second guidance scale.", "Give one guidance scale."
     ),
-    "planner.not_a_multiple": Message("{field} is {value}; {model} supports multiples of {stride}.", "Use {able:or}."),
-    "planner.frame_count": Message("frames is {value}; {model} supports {stride}n+1 frames.", "Use {able:or}."),
-    "planner.too_large": Message("{field} is {value}; {model} supports at most {most}.", "Use {most}."),
+    "planner.not_a_multiple": Message(
+        "{field:setting} is {value}; {model} supports multiples of {stride}.", "Use {able:or}."
+    ),
+    "planner.frame_count": Message("{set[frames]} is {value}; {model} supports {stride}n+1 frames.", "Use {able:or}."),
+    "planner.too_large": Message("{field:setting} is {value}; {model} supports at most {most}.", "Use {most}."),
     "planner.no_usable_gpus": Message(
         "{wanted} GPUs were requested; none can be used: {cause:clause}.", "Use {set[gpus=1]}."
     ),
