@@ -93,7 +93,7 @@ def _signature(tiny: Callable[[str], ModelSpec], name: str) -> tuple[IOSignature
 @pytest.mark.parametrize(
     ("shape", "what"),
     [
-        ((1, 16, 3, 6, 7), r"latents of 1×16×\(1 to 5\)×\(4 to 10\)×\(4 to 12\), not 1×16×3×6×7"),
+        ((1, 16, 3, 6, 7), r"latents of shape 1×16×\(1 to 5\)×\(4 to 10\)×\(4 to 12\), not 1×16×3×6×7"),
         ((1, 16, 6, 6, 8), "not 1×16×6×6×8"),
         ((1, 16, 3, 6), "not 1×16×3×6"),
         ((2, 16, 3, 6, 8), "not 2×16×3×6×8"),
