@@ -186,7 +186,7 @@ def test_where_memory_is_short_a_way_is_chosen(
     page.wait_for_selector(".strategy[data-offload=model][aria-pressed=true]")
     assert page.input_value("#field-offload input") == "By component"
     assert page.input_value("#field-quantization input") == "None"
-    assert page.evaluate("() => document.activeElement.dataset.targetfload") == "model"
+    assert page.evaluate("() => document.activeElement.dataset.offload") == "model"
     assert page.locator(".strategy[aria-pressed=true]").count() == 1
     assert page.evaluate(place) == before
     wait_for_chip(page, "transformer", "offload by part excludes TensorRT")
