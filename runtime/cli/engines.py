@@ -1,4 +1,4 @@
-"""`build`, `engines …` and `export`: for people on standard error, returned for programs."""
+"""`build`, `engines …` and `export`: print text on standard error and return the data for `--json`."""
 
 import math
 import re
@@ -28,10 +28,13 @@ from runtime.planner.resolve import resolve
 
 
 def build(request: GenerationRequest, *, again: bool) -> dict[str, Any]:
-    """Build the engines that a model and a size want; return them.
+    """Build all engines for a model and a size; return those built and those that failed.
+
+    Args:
+        again: builds also engines that exist.
 
     Raises:
-        CancelledError: on Ctrl-C; what was built before stays.
+        CancelledError: on Ctrl-C; finished engines are kept.
     """
     loaded = settings.load()
     spec = model_for(request, loaded.weights_dir)
@@ -78,10 +81,10 @@ def listing() -> dict[str, Any]:
 
 
 def verify(ids: Sequence[str]) -> dict[str, Any]:
-    """Prove engines against PyTorch, all of them where none is named; return what was found.
+    """Compare engines, by default all, with PyTorch; return the results.
 
     Raises:
-        CancelledError: on Ctrl-C; what was found before is kept.
+        CancelledError: on Ctrl-C; finished comparisons are kept.
     """
     service = _service()
     chosen = library.choose(service.store, ids)
@@ -92,10 +95,10 @@ def verify(ids: Sequence[str]) -> dict[str, Any]:
         ):
             record = found.engine
             if found.skipped is not None:
-                said = f"not verified. {render(found.skipped).what} {render(found.skipped).remedy}"
+                verdict = f"not verified. {render(found.skipped).what} {render(found.skipped).remedy}"
             else:
-                said = f"{'right' if record.usable else 'WRONG'}: {record.problem or record.detail}"
-            terminal.line(f"{record.id} {_title(record)}: {said}")
+                verdict = f"{'verified' if record.usable else 'WRONG'}: {record.problem or record.detail}"
+            terminal.line(f"{record.id} {_title(record)}: {verdict}")
             rows.append({**engine_row(record), "skipped": found.skipped and str(found.skipped)})
     bad = sum(1 for row in rows if row["skipped"] is None and not row["usable"])
     return {"ok": bad == 0, "engines": rows}
@@ -111,13 +114,13 @@ def delete(ids: Sequence[str]) -> dict[str, Any]:
 
 
 def prune(max_size: str | None) -> dict[str, Any]:
-    """Delete the least recently used engines until the rest keep to a size."""
+    """Delete the least recently used engines until the library is no larger than `max_size`, or the configured size."""
     service = _service()
     done = library.prune(service.store, None if max_size is None else parse_size(max_size))
-    left = f"{byte_size(done.total_bytes)} of {byte_size(done.max_bytes)} are left"
+    left = f"{byte_size(done.total_bytes)} of at most {byte_size(done.max_bytes)} remain"
     terminal.line(f"Deleted {_count(len(done.deleted))}; {left}.")
     if not done.enough:
-        terminal.warning("Pinned engines and those in use stay.")
+        terminal.warning("The library is still too large: pinned engines and those in use are kept.")
     return {
         "deleted": [record.id for record in done.deleted],
         "total_bytes": done.total_bytes,
@@ -127,7 +130,7 @@ def prune(max_size: str | None) -> dict[str, Any]:
 
 
 def pin(ids: Sequence[str], *, pinned: bool) -> dict[str, Any]:
-    """Keep engines from being evicted, or let them."""
+    """Pin engines, so that they are not evicted, or unpin them."""
     store = _service().store
     chosen = library.choose(store, ids)
     change = store.pin if pinned else store.unpin
@@ -137,7 +140,7 @@ def pin(ids: Sequence[str], *, pinned: bool) -> dict[str, Any]:
 
 
 def export(component: str, request: GenerationRequest, out: str) -> dict[str, Any]:
-    """Write one component as ONNX into the folder `out`, and compare it with PyTorch through ONNX Runtime."""
+    """Export one component as ONNX into the folder `out`, and compare its output in ONNX Runtime with PyTorch's."""
     from runtime.engines.onnx_export import export_component
 
     spec = find(request.model, settings.load().weights_dir)
@@ -158,10 +161,10 @@ def export(component: str, request: GenerationRequest, out: str) -> dict[str, An
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes that "500 MB", "2GB" or "1.5" (gigabytes) mean.
+    """Return the number of bytes in a size such as "500 MB", "2GB" or "1.5" (gigabytes).
 
     Raises:
-        InvalidRequestError: if it means nothing.
+        InvalidRequestError: if it is not a size.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([KMGT]?B)?\s*", text.upper())
     size = float(match[1]) * UNITS[match[2] or "GB"] if match else math.nan
@@ -179,7 +182,7 @@ def _models() -> list[ModelSpec]:
     for name, folder in folders(settings.load().weights_dir).items():
         try:
             specs.append(read_spec(folder, name))
-        except TandemError:  # `models list` says so
+        except TandemError:  # reported by `models list`
             continue
     return specs
 
@@ -196,16 +199,17 @@ def _folder(text: str) -> Path:
 
 
 def progress() -> Any:
-    """Return what prints a build's progress, a line whenever it changes."""
-    said = [""]
+    """Return a callback that prints the progress of a build, one line per change."""
+    last = ""
 
-    def tell(fact: Fact, share: float | None) -> None:
+    def show(fact: Fact, share: float | None) -> None:
+        nonlocal last
         text = str(fact) if share in {None, 0.0, 1.0} else f"{fact} ({share:.0%})"
-        if text != said[0]:
-            said[0] = text
+        if text != last:
+            last = text
             terminal.line(text)
 
-    return tell
+    return show
 
 
 def _table(records: Sequence[EngineRecord], stale: Mapping[str, Sequence[Fact]]) -> None:
@@ -232,7 +236,7 @@ def _table(records: Sequence[EngineRecord], stale: Mapping[str, Sequence[Fact]])
 
 
 def engine_row(record: EngineRecord) -> dict[str, Any]:
-    """Return an engine as programs read it."""
+    """Return an engine's fields in the JSON output."""
     key = record.key
     return {
         "id": record.id,
@@ -275,7 +279,7 @@ def _state(record: EngineRecord, stale: Sequence[Fact]) -> str:
     if record.problem is not None:
         return str(record.problem)
     if not record.verified:
-        return str(record.detail) if math.isnan(record.error) else f"not right: error {record.error:.0e}"
+        return str(record.detail) if math.isnan(record.error) else f"wrong: relative error {record.error:.0e}"
     reasons = f"stale: {' '.join(map(str, stale))}" if stale else ""
     return ", ".join(filter(None, ("pinned" if record.pinned else "", reasons)))
 

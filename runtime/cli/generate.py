@@ -1,6 +1,6 @@
 """`generate` and `jobs resume`: run one job in this process; Ctrl-C cancels it.
 
-The job is in the store from the start, claimed by this process: it does not wait in the web app's queue.
+The job is added to the store as claimed by this process, so it does not wait in the web app's queue.
 """
 
 from contextlib import ExitStack
@@ -31,8 +31,8 @@ from runtime.queue.store import JobStore, open_store
 
 
 @dataclass(frozen=True)
-class _Machine:
-    """What jobs on this machine run with."""
+class _Environment:
+    """Settings, machine, engines and timing history that a job needs."""
 
     settings: Settings
     machine: Machine
@@ -40,7 +40,7 @@ class _Machine:
     history: HistoryFile
 
     @classmethod
-    def found(cls) -> "_Machine":
+    def load(cls) -> "_Environment":
         """Read the settings and probe the machine."""
         loaded, machine = settings.load(), probe()
         return cls(
@@ -50,39 +50,41 @@ class _Machine:
 
 def generate(request: GenerationRequest, out: str | None, *, as_json: bool) -> int:
     """Generate one video and return the exit code."""
-    here = _Machine.found()
-    spec = model_for(request, here.settings.weights_dir)
-    output = _target(request, out, here.settings.outputs_dir)
-    plan = resolve(request, spec, here.machine, output, here.engines.offers(spec), here.history.read())
+    environment = _Environment.load()
+    spec = model_for(request, environment.settings.weights_dir)
+    output = _output_path(request, out, environment.settings.outputs_dir)
+    plan = resolve(
+        request, spec, environment.machine, output, environment.engines.offers(spec), environment.history.read()
+    )
     with ExitStack() as stack:
-        store, job = _stored(here, stack, request, plan)
-        return _run(here, store, job, spec, plan, as_json=as_json)
+        store, job = _stored(environment, stack, request, plan)
+        return _run(environment, store, job, spec, plan, as_json=as_json)
 
 
-def resume(beginning: str, *, as_json: bool) -> int:
-    """Resume a job and return the exit code.
+def resume(id_prefix: str, *, as_json: bool) -> int:
+    """Resume the job whose id starts with `id_prefix` and return the exit code.
 
     Raises:
-        StoreError: if there is no such job, or it cannot be resumed.
+        StoreError: if the job does not exist, or cannot be resumed.
     """
-    here = _Machine.found()
-    store = open_store(here.settings.cache_dir)
+    environment = _Environment.load()
+    store = open_store(environment.settings.cache_dir)
     check_stored(store)
     with Instance(store.path) as own:
         recovery.recover(store, own.id)
-        job = store.take(store.find(beginning).id, own.id)
+        job = store.take(store.find(id_prefix).id, own.id)
         try:
-            spec, plan = Planner(here.settings.weights_dir, here.engines, here.history).plan(
-                job, here.machine, deaths=store.deaths(job.id)
+            spec, plan = Planner(environment.settings.weights_dir, environment.engines, environment.history).plan(
+                job, environment.machine, deaths=store.deaths(job.id)
             )
         except TandemError as error:
             store.record(job.id, Failed.because_of(error))
             raise
-        return _run(here, store, job, spec, plan, as_json=as_json)
+        return _run(environment, store, job, spec, plan, as_json=as_json)
 
 
 def check_stored(store: JobStore) -> None:
-    """Check that a store is on disk, and warn if it was repaired.
+    """Check that jobs are stored on disk, and warn if the store was repaired.
 
     Raises:
         StoreError: if the jobs cannot be stored.
@@ -94,10 +96,10 @@ def check_stored(store: JobStore) -> None:
 
 
 def _stored(
-    here: _Machine, stack: ExitStack, request: GenerationRequest, plan: ExecutionPlan
+    environment: _Environment, stack: ExitStack, request: GenerationRequest, plan: ExecutionPlan
 ) -> tuple[JobStore, JobRecord]:
-    """Return the job in the store; in a store in memory, with the reason, if the cache folder's cannot be written."""
-    store = open_store(here.settings.cache_dir)
+    """Add a job to the store and return both; the store is in memory if the cache folder cannot be written."""
+    store = open_store(environment.settings.cache_dir)
     try:
         own = stack.enter_context(Instance(store.path))
         return store, store.add(request, plan, instance=own.id)
@@ -108,7 +110,13 @@ def _stored(
 
 
 def _run(
-    here: _Machine, store: JobStore, record: JobRecord, spec: ModelSpec, plan: ExecutionPlan, *, as_json: bool
+    environment: _Environment,
+    store: JobStore,
+    record: JobRecord,
+    spec: ModelSpec,
+    plan: ExecutionPlan,
+    *,
+    as_json: bool,
 ) -> int:
     progress = terminal.ProgressLine()
     if store.notice:
@@ -121,36 +129,36 @@ def _run(
         def emit(event: Event) -> None:
             warnings = job.record(event)
             progress.event(event)
-            for one in (event, *warnings):
-                if isinstance(one, Warned | FellBack) or (isinstance(one, OutOfMemory) and one.retried):
-                    terminal.warning(str(one.fact))
+            for shown in (event, *warnings):
+                if isinstance(shown, Warned | FellBack) or (isinstance(shown, OutOfMemory) and shown.retried):
+                    terminal.warning(str(shown.fact))
 
-        with poller.following(job), Residency(here.engines) as residency, progress.shown():
-            run(job, record, plan, spec, emit, residency, here.history, store)
+        with poller.following(job), Residency(environment.engines) as residency, progress.shown():
+            run(job, record, plan, spec, emit, residency, environment.history, store)
     return _report_end(job, store, as_json=as_json)
 
 
 def _report_end(job: JobRecorder, store: JobStore, *, as_json: bool) -> int:
     end = job.end
     if isinstance(end, VideoSaved):
-        _report(end)
+        _print_saved(end)
         if as_json:
             exit_codes.emit_json(end.result_json() | {"job": job.id})
         return exit_codes.DONE
-    again = "" if store.temporary else f" To resume it: jobs resume {job.id}"
+    hint = "" if store.temporary else f" To resume it: jobs resume {job.id}"
     if isinstance(end, Failed):
         if end.internal:
             return exit_codes.report_internal_error(str(end.fact.data.get("error", end.fact)), as_json=as_json)
         return exit_codes.report_error(end.fact, as_json=as_json)
     if not isinstance(end, Cancelled):
         store.put_back(job.id)
-        terminal.line(f"Paused.{again}")
+        terminal.line(f"Paused.{hint}")
         return exit_codes.CANCELLED
-    terminal.line(f"Cancelled. Nothing was saved.{again}")
+    terminal.line(f"Cancelled. Nothing was saved.{hint}")
     return exit_codes.CANCELLED
 
 
-def _target(request: GenerationRequest, out: str | None, outputs_dir: Path) -> Path:
+def _output_path(request: GenerationRequest, out: str | None, outputs_dir: Path) -> Path:
     if out is None:
         make_folder(outputs_dir)
         return output_path(outputs_dir, request.prompt)
@@ -159,7 +167,7 @@ def _target(request: GenerationRequest, out: str | None, outputs_dir: Path) -> P
     return Path(out).expanduser().resolve()
 
 
-def _report(end: VideoSaved) -> None:
+def _print_saved(end: VideoSaved) -> None:
     timings = end.timings
     stages = ", ".join(f"{name} {timings[name]:.1f} s" for name in ("encode", "denoise", "decode", "mux"))
     terminal.line(f"Saved {end.video}")

@@ -1,4 +1,4 @@
-"""Ctrl-C as a cancel."""
+"""Cancel work on Ctrl-C or SIGTERM."""
 
 import signal
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from runtime.core.cancel import Cancel
 
 @contextmanager
 def cancel_on_signals() -> Iterator[Cancel]:
-    """Lend a `Cancel` that the first Ctrl-C (or SIGTERM) requests; the second one stops at once."""
+    """Yield a `Cancel` that the first Ctrl-C or SIGTERM requests; the second one raises KeyboardInterrupt."""
     cancel = Cancel()
 
     def handle(number: int, _: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""`jobs …`: what was made, is being made and was interrupted; for people on standard error, returned for programs."""
+"""`jobs list`, `show`, `delete` and `undelete`: print text on standard error and return the data for `--json`."""
 
 from collections.abc import Sequence
 from datetime import datetime
@@ -22,13 +22,13 @@ _DAYS_KEPT = round(recovery.KEPT_SECONDS / 86_400)
 
 
 def listing(states: Sequence[str], search: str) -> dict[str, Any]:
-    """Print and return jobs, the newest first."""
+    """Print and return jobs, newest first."""
     store = _store(settings.load())
     jobs = store.list(states=_states(states) or None, search=search)
     waits = {job.id: _waits(store, job) for job in jobs}
     if jobs:
         terminal.table(
-            ("Job", "State", "Asked for", "Prompt"),
+            ("Job", "State", "Created", "Prompt"),
             [(job.id, waits[job.id] or _state(job), _when(job.created), _shortened(job.prompt)) for job in jobs],
         )
     else:
@@ -36,58 +36,62 @@ def listing(states: Sequence[str], search: str) -> dict[str, Any]:
     return {"jobs": [job_row(job) | {"waits": waits[job.id] or None} for job in jobs]}
 
 
-def details(beginning: str, *, with_prompt: bool) -> dict[str, Any]:
-    """Print and return all that is known of a job."""
+def details(id_prefix: str, *, with_prompt: bool) -> dict[str, Any]:
+    """Print and return the diagnostics of one job."""
     loaded = settings.load()
     store = _store(loaded)
-    job = store.find(beginning)
-    told = report(store, job, probe(), loaded.log_file, loaded.cache_dir, with_prompt=with_prompt)
-    terminal.line(f"Job {job.id}: {_waits(store, job) or _state(job)}, asked for {_when(job.created)}")
+    job = store.find(id_prefix)
+    diagnostics = report(store, job, probe(), loaded.log_file, loaded.cache_dir, with_prompt=with_prompt)
+    terminal.line(f"Job {job.id}: {_waits(store, job) or _state(job)}, created {_when(job.created)}")
     if job.failure is not None:
-        terminal.line(f"  {told['failure']['what']} {told['failure']['remedy']}")
+        terminal.line(f"  {diagnostics['failure']['what']} {diagnostics['failure']['remedy']}")
     for title in ("request", "versions", "machine"):
-        terminal.line(f"{title.title()}: " + ", ".join(f"{name} {value}" for name, value in told[title].items()))
-    for name, part in ((told["plan"] or {}).get("components") or {}).items():
+        values = ", ".join(f"{name} {value}" for name, value in diagnostics[title].items())
+        terminal.line(f"{title.title()}: {values}")
+    for name, part in ((diagnostics["plan"] or {}).get("components") or {}).items():
         terminal.line(f"{name}: {part['backend']} on {part['device']} in {part['dtype']}. {part['reason']}")
-    for event in told["events"]:
+    for event in diagnostics["events"]:
         rest = ", ".join(f"{name} {value}" for name, value in event.items() if name not in {"n", "at", "event"})
         terminal.line(f"{_when(event['at'])} {event['event']}{': ' if rest else ''}{rest}")
-    for line in told["log"]:
+    for line in diagnostics["log"]:
         terminal.line(f"log: {line}")
     if job.resumable:
-        terminal.line(f"Take it up again: jobs resume {job.id}")
-    return {"job": told}
+        terminal.line(f"To resume it: jobs resume {job.id}")
+    return {"job": diagnostics}
 
 
-def delete(beginnings: Sequence[str], *, sure: bool) -> dict[str, Any]:
-    """Delete jobs, so that they can be had back for some days; ask before.
+def delete(id_prefixes: Sequence[str], *, sure: bool) -> dict[str, Any]:
+    """Delete jobs after a confirmation; they can be restored for some days.
+
+    Args:
+        sure: skips the confirmation.
 
     Raises:
-        StoreError: if one of them is not there, or runs; none is deleted then.
+        StoreError: if a job does not exist or is running; then none is deleted.
     """
     store = _store(settings.load())
-    jobs = {job.id: job for job in map(store.find, beginnings)}
+    jobs = {job.id: job for job in map(store.find, id_prefixes)}
     if not sure:
         _ask(list(jobs.values()))
     for job in jobs:
         store.delete(job)
     ids = " ".join(jobs)
-    terminal.line(f"Deleted {ids}. For {_DAYS_KEPT} days they can be had back: jobs undelete {ids}")
+    terminal.line(f"Deleted {ids}. They can be restored for {_DAYS_KEPT} days: jobs undelete {ids}")
     return {"deleted": list(jobs)}
 
 
-def undelete(beginnings: Sequence[str]) -> dict[str, Any]:
-    """Have deleted jobs back."""
+def undelete(id_prefixes: Sequence[str]) -> dict[str, Any]:
+    """Restore deleted jobs."""
     store = _store(settings.load())
-    jobs = {job.id: job for job in map(store.find, beginnings)}
+    jobs = {job.id: job for job in map(store.find, id_prefixes)}
     for job in jobs:
         store.undelete(job)
-    terminal.line(f"Back in the list: {' '.join(jobs)}.")
+    terminal.line(f"Restored {' '.join(jobs)}.")
     return {"undeleted": list(jobs)}
 
 
 def job_row(job: JobRecord) -> dict[str, Any]:
-    """Return a job as programs read it."""
+    """Return a job's fields in the JSON output."""
     return {
         "id": job.id,
         "state": job.state,
@@ -107,7 +111,7 @@ def job_row(job: JobRecord) -> dict[str, Any]:
 
 
 def _store(loaded: Settings) -> JobStore:
-    """Open the store, and see to it that no job of a dead process is called running."""
+    """Open the store; mark jobs of dead processes as interrupted, and remove jobs that were deleted long ago."""
     store = open_store(loaded.cache_dir)
     check_stored(store)
     recovery.recover(store, "")
@@ -134,11 +138,11 @@ def _state(job: JobRecord) -> str:
 
 
 def _waits(store: JobStore, job: JobRecord) -> str:
-    """Return what a job that was taken up waits for, for people; empty if it is at work or over."""
+    """Return what a running job waits for, as text; empty if it does not wait."""
     if job.state != "running":
         return ""
-    told = store.events(job.id)
-    last = event_from_json(told[-1][2], job) if told else None
+    events = store.events(job.id)
+    last = event_from_json(events[-1][2], job) if events else None
     return str(last.fact) if isinstance(last, WaitsForGpus) else ""
 
 

@@ -1,4 +1,4 @@
-"""`models download` and `models verify`: for people on standard error, returned for programs."""
+"""`models download` and `models verify`: print text on standard error and return the data for `--json`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,30 +19,33 @@ from runtime.models.hub.progress import Progress
 
 
 def download(name: str, revision: str | None, mirror: str | None, *, agreed: bool) -> dict[str, Any]:
-    """Fetch a model; name its licence first, and ask unless it is agreed to.
+    """Download a model after showing its license and asking for consent.
+
+    Args:
+        agreed: skips the question.
 
     Raises:
-        TandemError: if it is not to be had, the disk is too small, or nothing may be fetched.
-        CancelledError: on Ctrl-C; what came stays.
+        TandemError: if the model is not available, the disk is too small, or downloads are disabled.
+        CancelledError: on Ctrl-C; received data is kept.
     """
     loaded = settings.load()
     hub = hub_of(loaded, mirror)
     if revision is not None and not (revision.strip() and revision.isprintable()):
         raise InvalidRequestError("revision", "cli.revision_unreadable")
     line = _Line()
-    with Download(source_of(name, revision), loaded.weights_dir, hub, line.take) as fetching:
+    with Download(source_of(name, revision), loaded.weights_dir, hub, line.update) as transfer:
         with cancel_on_signals() as cancel, line.shown():
-            plan = fetching.plan(cancel)
-        terminal.line(_offered(plan))
+            plan = transfer.plan(cancel)
+        terminal.line(_summary(plan))
         if plan.missing:
-            terminal.line(_licensed(plan, hub.address))
+            terminal.line(_license(plan, hub.address))
             if not agreed:
                 _ask(plan)
         with cancel_on_signals() as cancel, line.shown():
-            spec = fetching.run(plan, cancel)
+            spec = transfer.run(plan, cancel)
     done = f"{plan.folder.name} is downloaded and verified"
     terminal.line(
-        f"{done}: {byte_size(plan.fetched_bytes)} fetched." if plan.missing else f"{done}; nothing was fetched."
+        f"{done}: {byte_size(plan.fetched_bytes)} downloaded." if plan.missing else f"{done}; nothing was missing."
     )
     listing = plan.listing
     return {
@@ -58,34 +61,34 @@ def download(name: str, revision: str | None, mirror: str | None, *, agreed: boo
 
 
 def verify(names: Sequence[str]) -> dict[str, Any]:
-    """Compare models with the hashes that were noted when they were fetched, all of them where none is named.
+    """Compare the files of downloaded models, by default all, with the hashes recorded at download.
 
     Raises:
-        ModelError: for one that is not here, or was not fetched.
+        ModelError: if a model is not installed, or was not downloaded by Tandem.
         CancelledError: on Ctrl-C.
     """
     weights_dir = settings.load().weights_dir
     chosen = [_folder(name, weights_dir) for name in names] if names else downloaded(weights_dir)
     if not chosen:
-        terminal.line("No model was downloaded yet.")
+        terminal.line("No models are downloaded.")
     rows, line = [], _Line()
     with cancel_on_signals() as cancel:
         for folder in chosen:
 
-            def tell(path: str, done: int, total: int, folder: Path = folder) -> None:
-                line.take(
+            def show_progress(path: str, done: int, total: int, folder: Path = folder) -> None:
+                line.update(
                     Progress(note=Fact("hub.verifying", {"file": f"{folder.name}/{path}"}), done=done, total=total)
                 )
 
             with line.shown():
-                found = verify_folder(folder, cancel, tell)
-            _say_verified(found)
+                found = verify_folder(folder, cancel, show_progress)
+            _print_verified(found)
             rows.append(_row(found))
     return {"ok": all(not row["wrong"] for row in rows), "models": rows}
 
 
 def _folder(name: str, weights_dir: Path) -> Path:
-    """Return the folder of a model by any of its names, even where a file is missing and it cannot be used."""
+    """Return a model's folder by any of its names, also if files are missing."""
     fits = {folder.name.lower(): folder for folder in downloaded(weights_dir)}
     try:
         known = source_of(name, None).folder.lower()
@@ -99,7 +102,7 @@ def _folder(name: str, weights_dir: Path) -> Path:
     return find(name, weights_dir).directory
 
 
-def _say_verified(found: Verification) -> None:
+def _print_verified(found: Verification) -> None:
     name, count = found.folder.name, len(found.manifest.files)
     if not found.wrong:
         terminal.line(f"{name}: verified, {count} files, {byte_size(found.total_bytes)}.")
@@ -122,56 +125,58 @@ def _row(found: Verification) -> dict[str, Any]:
     }
 
 
-def _offered(plan: DownloadPlan) -> str:
+def _summary(plan: DownloadPlan) -> str:
     listing = plan.listing
     what = (
         f"{listing.repository} at {listing.commit[:12]}: {len(listing.files)} files, {byte_size(listing.total_bytes)}"
     )
     if not plan.missing:
         return f"{what}."
-    here = f", {byte_size(plan.here_bytes)} of it are here" if plan.here_bytes else ""
-    return f"{what}{here}; {byte_size(plan.fetched_bytes)} to fetch, {byte_size(plan.free_bytes)} free."
+    here = f", {byte_size(plan.here_bytes)} already downloaded" if plan.here_bytes else ""
+    return (
+        f"{what}{here}; {byte_size(plan.fetched_bytes)} to download, {byte_size(plan.free_bytes)} of disk space free."
+    )
 
 
-def _licensed(plan: DownloadPlan, address: str) -> str:
+def _license(plan: DownloadPlan, address: str) -> str:
     if plan.listing.license:
-        return f"Licence: {plan.listing.license}. Its text: {address}/{plan.listing.repository}"
-    return f"The repository names no licence: see {address}/{plan.listing.repository}"
+        return f"License: {plan.listing.license}. Text: {address}/{plan.listing.repository}"
+    return f"The repository states no license; see {address}/{plan.listing.repository}"
 
 
 def _ask(plan: DownloadPlan) -> None:
     cannot = InvalidRequestError("yes", "cli.license_not_confirmed")
-    terminal.ask(f"Fetch {plan.listing.repository}?", cannot)
+    terminal.ask(f"Download {plan.listing.repository}?", cannot)
 
 
 class _Line(terminal.LiveLine):
-    """The live line of a download; on a pipe, a line for each file and for what is waited for."""
+    """Progress of a download: a live line on a terminal; on a pipe, one line per file and per wait."""
 
     def __init__(self) -> None:
         super().__init__()
         self._progress = Progress()
         self._last = ""
 
-    def take(self, progress: Progress) -> None:
-        """Take news in."""
+    def update(self, progress: Progress) -> None:
+        """Show new progress."""
         with self._lock:
             self._progress = progress
-            said = progress.note_text or (f"{progress.file}, {byte_size(progress.file_size)}" if progress.file else "")
-            new = bool(said) and said != self._last
-            self._last = said or self._last
+            text = progress.note_text or (f"{progress.file}, {byte_size(progress.file_size)}" if progress.file else "")
+            new = bool(text) and text != self._last
+            self._last = text or self._last
         if new:
             number = f"{progress.number} of {progress.count}: " if progress.file and not progress.note else ""
-            self.tell(f"{number}{said}")
+            self.print_on_pipe(f"{number}{text}")
 
     def text(self) -> str:
-        """See `show.LiveLine`."""
+        """See `terminal.LiveLine`."""
         with self._lock:
             progress = self._progress
         return progress_text(progress)
 
 
 def progress_text(progress: Progress) -> str:
-    """Return a download's line, after a bar where it is known how much is to come."""
+    """Return a download's progress as one line, with a bar if the total size is known."""
     if progress.share is None:
         return progress.line
     return f"{terminal.bar(progress.share)} {progress.line}"

@@ -1,4 +1,4 @@
-"""`models list`: for people on standard error, returned for programs."""
+"""`models list`: print text on standard error and return the data for `--json`."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ _LONGEST_SHOWN = 60
 
 
 def show_models() -> dict[str, Any]:
-    """Print and return the models at hand, those that cannot be used with the reason, and known ones that are not."""
+    """Print and return installed models, with the reason if one cannot be used, and published ones to download."""
     loaded = settings.load()
     machine = probe()
     history = HistoryFile(loaded.cache_dir, machine).read()
@@ -64,15 +64,15 @@ def _model(spec: ModelSpec, need: Needs) -> dict[str, Any]:
 
 
 def describe(spec: ModelSpec, need: Needs) -> list[str]:
-    """Return what there is to say of a model: what it is, what it makes by default, what it needs."""
+    """Return lines of text on a model: title, license and size; default clip; memory that it needs."""
     defaults = spec.defaults
-    begun = f"{byte_size(_begun(spec))} here of a download that was stopped" if _begun(spec) else "not here"
-    where = "here" if spec.here else f"{begun}: models download {spec.name}"
-    size = byte_size(_bytes(spec)) if spec.here else f"about {byte_size(_bytes(spec))} at most"
+    begun = f"{byte_size(_begun(spec))} already downloaded" if _begun(spec) else "not installed"
+    where = "installed" if spec.here else f"{begun}: models download {spec.name}"
+    size = byte_size(_bytes(spec)) if spec.here else f"at most about {byte_size(_bytes(spec))}"
     pair = [scale for scale in (defaults.guidance_scale, defaults.guidance_scale_2) if scale is not None]
     guidance = " and ".join(f"{scale:g}" for scale in pair)
     shift = _shift(spec)
-    least = f"{need.least} ({need.least.way})" if need.least else "more than any one card has"
+    least = f"{need.least} ({need.least.way})" if need.least else "more than any single GPU has"
     resident = f"; to stay loaded: {need.resident}" if need.resident else ""
     return [
         f"{spec.name}: {spec.title}, {spec.license}, {spec.total_parameters / 1e6:,.1f} M weights, {size}, {where}",
@@ -84,7 +84,7 @@ def describe(spec: ModelSpec, need: Needs) -> list[str]:
 
 
 def _shift(spec: ModelSpec) -> str:
-    """Return the shift of the model's scheduler; the authors' own where that is not here, or is another."""
+    """Return the scheduler's shift, and that of the authors' code if it differs or the model is not installed."""
     known = published(spec)
     own = f"{known.flow_shift:g} in the model authors' code" if known else ""
     if spec.flow_shift is None:

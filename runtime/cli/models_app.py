@@ -1,4 +1,4 @@
-"""The commands about models: `models list`, `models download` and `models verify`."""
+"""Flags of the commands `models list`, `models download` and `models verify`."""
 
 from typing import Annotated
 
@@ -7,12 +7,12 @@ import typer
 from runtime.cli.common_flags import JsonFlag
 from runtime.cli.exit_codes import DONE, USER_ERROR, emit_json
 
-models_app = typer.Typer(help="The catalogue of models.", no_args_is_help=True)
+models_app = typer.Typer(help="List, download and verify models.", no_args_is_help=True)
 
 
 @models_app.command("list")
 def models_list(as_json: JsonFlag = False) -> None:
-    """List the models at hand and the known ones that are not, with what each needs."""
+    """List installed and published models with their requirements."""
     from runtime.cli.models import show_models
 
     result = show_models()
@@ -24,15 +24,16 @@ def models_list(as_json: JsonFlag = False) -> None:
 def models_download(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A name from `models list`, or OWNER/REPOSITORY.")],
     revision: Annotated[
-        str | None, typer.Option(metavar="REVISION", help="A branch, tag or commit. [default: what is here, else main]")
+        str | None,
+        typer.Option(metavar="REVISION", help="A branch, tag or commit. [default: the installed one, else main]"),
     ] = None,
     mirror: Annotated[
-        str | None, typer.Option(metavar="URL", help="Another hub's address. [default: TANDEM_HUB]")
+        str | None, typer.Option(metavar="URL", help="Address of another hub. [default: TANDEM_HUB]")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask: the licence is agreed to.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Agree to the license without being asked.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Fetch a model, or what is missing or wrong of it; goes on where an earlier download stopped."""
+    """Download a model, or its missing and damaged files; resumes an earlier download."""
     from runtime.cli.model_downloads import download
 
     result = download(name, revision, mirror, agreed=yes)
@@ -44,11 +45,11 @@ def models_download(
 def models_verify(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME...]", help="Models that were downloaded. [default: all of them]"),
+        typer.Argument(metavar="[NAME...]", help="Downloaded models. [default: all]"),
     ] = None,
     as_json: JsonFlag = False,
 ) -> int:
-    """Read downloaded models through, and compare every file with its hash."""
+    """Compare every file of downloaded models with its hash."""
     from runtime.cli.model_downloads import verify
 
     result = verify(names or [])

@@ -1,4 +1,4 @@
-"""`plan` and `doctor`: what they find, for people on standard error, returned for programs."""
+"""`plan` and `doctor`: print text on standard error and return the data for `--json`."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -24,11 +24,11 @@ _TENTHS_BELOW = 10
 
 
 def show_plan(request: GenerationRequest) -> dict[str, Any]:
-    """Print and return what would run where, and why.
+    """Print and return the plan of a request with its reasons.
 
     Raises:
-        MemoryShortError: if nothing fits, once the ways there are were printed.
-        TandemError: if it cannot be made for another reason.
+        MemoryShortError: if no strategy fits; the strategies are printed first.
+        TandemError: if the request cannot run for another reason.
     """
     loaded = settings.load()
     spec = model_for(request, loaded.weights_dir, here=False)
@@ -39,7 +39,7 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
     try:
         plan = resolve(request, spec, machine, output, offers, history)
     except MemoryShortError as error:
-        terminal.line("Memory is short. The ways there are to hold the weights, the fastest first:")
+        terminal.line("Memory is short. Strategies for weight placement, fastest first:")
         _show_strategies(error.strategies, error.where)
         raise
     terminal.line(
@@ -68,7 +68,7 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
     if plan.split is not None:
         terminal.line(f"{plan.gpus} GPUs ({', '.join(plan.split.devices)}): {plan.split.reason}")
     if plan.speed.reasons:
-        terminal.line(f"How PyTorch computes: {' '.join(map(str, plan.speed.reasons))}")
+        terminal.line(f"PyTorch options: {' '.join(map(str, plan.speed.reasons))}")
     _show_memory(plan)
     _show_time(plan)
     for message in plan.warnings:
@@ -83,12 +83,12 @@ def _show_memory(plan: ExecutionPlan) -> None:
         how = "measured" if stage.measured else "estimated"
         sizes = (stage.weights_bytes, stage.working_bytes, stage.overhead_bytes, stage.peak_bytes)
         rows.append((plan.title(stage.component), *map(memory_size, sizes), how))
-    terminal.table(("While it runs", "Weights", "Working set", "Beside", "Peak", ""), rows)
+    terminal.table(("Running component", "Weights", "Working set", "Overhead", "Peak", ""), rows)
     peak, free = memory_size(plan.memory_bytes), memory_size(plan.free_bytes)
-    terminal.line(f"Memory at the peak: about {peak} of {free} of {where} that are free. {plan.forecast.title}")
+    terminal.line(f"Peak memory: about {peak} of {free} of free {where}. {plan.forecast.title}")
     if plan.strategy == plan.strategies[0].strategy:
         return
-    terminal.line("Memory is short for the fastest way. The ways there are:")
+    terminal.line("Memory is short for the fastest strategy. All strategies, fastest first:")
     _show_strategies(plan.strategies, where, plan.strategy)
 
 
@@ -97,16 +97,17 @@ def _show_strategies(strategies: Sequence[StrategyForecast], where: str, taken: 
     rows = []
     for one in strategies:
         ram = memory_size(one.ram_bytes) if one.ram_bytes else ""
-        times = f"{one.seconds.likely / fastest:.1f} times"
+        duration_ratio = f"{one.seconds.likely / fastest:.1f} times"
         verdict = str(one.verdict(where, taken=one.strategy == taken))
-        rows.append((str(one.title).rstrip("."), one.strategy.flags, memory_size(one.peak_bytes), ram, times, verdict))
-    terminal.table(("Way", "Asked for by", "Peak", "RAM", "As long", ""), rows)
+        peak, flags = memory_size(one.peak_bytes), one.strategy.flags
+        rows.append((str(one.title).rstrip("."), flags, peak, ram, duration_ratio, verdict))
+    terminal.table(("Strategy", "Options", "Peak", "RAM", "Duration", ""), rows)
 
 
 def _show_time(plan: ExecutionPlan) -> None:
     stages = ", ".join(f"{name} {_about(plan.seconds[name].likely)}" for name in _STAGES)
     total, load = plan.seconds["total"], plan.seconds["load"]
-    how = "by earlier runs here" if total.measured else "estimated"
+    how = "from earlier runs on this machine" if total.measured else "estimated"
     terminal.line(f"Time: about {_about(total.likely)}, {_about(total.low)} to {_about(total.high)} ({how}): {stages}")
     terminal.line(f"Loading before that: about {_about(load.likely)}, {_about(load.low)} to {_about(load.high)}")
 
@@ -116,7 +117,7 @@ def _about(seconds: float) -> str:
 
 
 def show_doctor() -> dict[str, Any]:
-    """Print and return what this machine has; "ok" is whether videos can be made."""
+    """Print and return the state of this machine; "ok" in the result means that it can generate videos."""
     loaded = settings.load()
     machine = probe(loaded.engines_dir)
     findings = examine(machine, loaded.cache_dir, loaded.weights_dir, loaded.engines_dir)

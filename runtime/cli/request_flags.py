@@ -17,20 +17,20 @@ from runtime.core.request_fields import AUTO, Choice, RequestField
 
 Result = TypeVar("Result")
 
-# lightx2v distilled its LoRAs with this shift; a test compares it with that of the family.
+# The shift that lightx2v used to distill its LoRAs; a test compares it with the value in the family.
 _LIGHTNING_SHIFT = 5.0
-# The values of --steps, --guidance and --shift where they are not given.
+# Values for --steps, --guidance and --shift that a preset sets if the options are not given.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "lightning-4": {"steps": 4, "guidance_scale": 1.0, "shift": _LIGHTNING_SHIFT}
 }
 PRESET_HELP = (
-    f"For a step-distillation LoRA whose name does not tell: 4 steps, no guidance and shift {_LIGHTNING_SHIFT:g}, "
-    "unless others are given."
+    "For a step-distillation LoRA that is not recognized by its name: 4 steps, no guidance and shift "
+    f"{_LIGHTNING_SHIFT:g}, unless given otherwise."
 )
 
 
 def metavar(declared: RequestField) -> str:
-    """Return how an option's value is written in help texts: "N", "never|always"."""
+    """Return the placeholder for an option's value in help texts: "N", "never|always"."""
     choices = [name for name in declared.choices if name != AUTO] if isinstance(declared, Choice) else ["N"]
     return declared.metavar or "|".join(choices)
 
@@ -39,7 +39,7 @@ def request_from_flags(flags: Mapping[str, Any]) -> GenerationRequest:
     """Return the request that options describe; fields that are not given keep their defaults.
 
     Args:
-        flags: the options' texts by the names of `OPTIONS`, and "prompt"; `None` for those that are not given.
+        flags: texts of the options by their names in `OPTIONS`, and "prompt"; `None` for options that are not given.
 
     Raises:
         InvalidRequestError: for an invalid value.
@@ -88,19 +88,19 @@ OPTIONS: Mapping[str, inspect.Parameter] = {
 
 
 def takes_request(command: Callable[..., Result]) -> Callable[..., Result]:
-    """Give `command`, whose first argument is a `GenerationRequest`, the prompt and all options in its place."""
+    """Decorate a command whose first parameter is a `GenerationRequest`: typer sees prompt and options instead."""
     return _takes(command, [_PROMPT, *OPTIONS.values()])
 
 
 def takes_options(*names: str) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """Give a command, whose first argument is a `GenerationRequest`, some options, and no prompt, in its place."""
+    """Decorate a command whose first parameter is a `GenerationRequest`: typer sees the named options instead."""
     return lambda command: _takes(command, [OPTIONS[name] for name in names])
 
 
 def takes_flags(command: Callable[..., Result]) -> Callable[..., Result]:
-    """Give `command`, whose first argument is a mapping of options for `request_from_flags`, all options in its place.
+    """Decorate a command whose first parameter is a mapping of flags: typer sees all options instead.
 
-    The mapping holds those that were given.
+    The mapping contains the options that were given, for `request_from_flags`.
     """
     _, *own = inspect.signature(command, eval_str=True).parameters.values()
 
@@ -145,7 +145,7 @@ def _takes(command: Callable[..., Result], options: list[inspect.Parameter]) -> 
 
     @functools.wraps(command)
     def wrapper(**values: Any) -> Result:
-        # Commands without a prompt generate nothing; their request has any text.
+        # Commands without a prompt generate nothing; the request needs some text.
         flags = {"prompt": "none", **{option.name: values.pop(option.name) for option in options}}
         return command(request_from_flags(flags), **values)
 

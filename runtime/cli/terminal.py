@@ -1,4 +1,4 @@
-"""Text for people, on standard error: lines, tables, and the live progress line."""
+"""Text for people on standard error: lines, tables, questions and live progress."""
 
 import sys
 import threading
@@ -24,7 +24,7 @@ _REFRESH_SECONDS = 0.2
 
 
 def console() -> Console:
-    """Return a console on standard error, as it is now."""
+    """Return a console on the current standard error."""
     return Console(file=sys.stderr, highlight=False, soft_wrap=True)
 
 
@@ -34,7 +34,7 @@ def line(text: str) -> None:
 
 
 def error(what: str, remedy: str) -> None:
-    """Print one line that says what is wrong and one that says what to do."""
+    """Print one line with the problem and one with the remedy."""
     console().print(Text("Error: ", style="bold red") + Text(_one_line(what)))
     console().print(Text("To do: ", style="bold") + Text(_one_line(remedy)))
 
@@ -45,10 +45,10 @@ def warning(text: str) -> None:
 
 
 def ask(question: str, cannot: InvalidRequestError) -> None:
-    """Ask a question of yes or no, and go on if the answer is yes.
+    """Ask a yes-or-no question and return if the answer is yes.
 
     Args:
-        cannot: raised where there is no terminal to ask on.
+        cannot: raised if standard input is not a terminal.
 
     Raises:
         typer.Abort: for any other answer.
@@ -71,19 +71,19 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         grid.add_column(heading, overflow="fold", no_wrap=number == 0)
     for row in rows:
         grid.add_row(*(Text(cell) for cell in row))
-    # Nobody reads a pipe at the width of a terminal.
+    # A pipe has no width of its own.
     width = None if console().is_terminal else _PIPE_WIDTH
     Console(file=sys.stderr, highlight=False, width=width).print(grid)
 
 
 def bar(share: float) -> str:
-    """Return a bar for a share of 0 to 1."""
+    """Return a progress bar for a fraction from 0 to 1."""
     done = round(share * _BAR)
     return f"{'━' * done}{'╌' * (_BAR - done)}"
 
 
 class LiveLine(ABC):
-    """A line that follows what goes on, on a terminal. On a pipe it is not shown: `tell` prints lines there."""
+    """A progress line that is redrawn on a terminal; on a pipe, `print_on_pipe` prints separate lines instead."""
 
     def __init__(self) -> None:
         self._console = console()
@@ -101,21 +101,21 @@ class LiveLine(ABC):
         ):
             yield
 
-    def tell(self, text: str) -> None:
-        """Print a line where the live one is not shown."""
+    def print_on_pipe(self, text: str) -> None:
+        """Print a line if standard error is not a terminal."""
         if not self._live:
             self._console.print(Text(f"{text}…"))
 
     @abstractmethod
     def text(self) -> str:
-        """Return what the line says now."""
+        """Return the current text of the line."""
 
     def _render(self) -> Text:
         return Text(self.text(), no_wrap=True, overflow="ellipsis")
 
 
 class ProgressLine(LiveLine):
-    """The live line of one job; on a pipe, one line per stage."""
+    """Progress of one job: a live line on a terminal; on a pipe, one line per stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,13 +123,13 @@ class ProgressLine(LiveLine):
         self._last_title = ""
 
     def event(self, event: Event) -> None:
-        """Take an event in."""
+        """Update the progress with an event of the job."""
         with self._lock:
             self._progress = self._progress.after(event, time.monotonic())
             title = self._progress.title
         if self._progress.stage and title != self._last_title:
             self._last_title = title
-            self.tell(title)
+            self.print_on_pipe(title)
 
     def text(self) -> str:
         """See `LiveLine`."""

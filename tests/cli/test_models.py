@@ -50,7 +50,7 @@ def test_a_known_model_is_fetched_listed_planned_with_and_verified(
     assert result["folder"] == str(folder)
     assert result["license"] == "Apache-2.0"
     assert result["bytes"] == result["fetched_bytes"] == sum(hub.sent.values())
-    assert f"Licence: Apache-2.0. Its text: {hub.address}/Wan-AI/{KNOWN}" in text
+    assert f"License: Apache-2.0. Text: {hub.address}/Wan-AI/{KNOWN}" in text
     assert "1 of 10: model_index.json" in text
     assert f"{KNOWN} is downloaded and verified" in text
 
@@ -80,8 +80,8 @@ def test_a_known_model_is_fetched_listed_planned_with_and_verified(
     assert set(hub.sent) == {VAE}
     assert answer(["models", "verify"], capsys)[0]["ok"] is True
     _, text = answer(["models", "download", KNOWN], capsys)
-    assert "nothing was fetched" in text
-    assert "Licence" not in text
+    assert "nothing was missing" in text
+    assert "License" not in text
 
 
 def test_it_asks_first_and_takes_no_for_an_answer(
@@ -90,7 +90,7 @@ def test_it_asks_first_and_takes_no_for_an_answer(
     command = ["models", "download", "wan2.1-1.3b"]
     assert run(command) == 2
     error = capsys.readouterr().err
-    assert "Licence: Apache-2.0" in error
+    assert "License: Apache-2.0" in error
     assert "there is no terminal" in error
     assert "--yes" in error
 
@@ -172,7 +172,7 @@ def test_verifying_what_was_not_fetched_is_refused(
 ) -> None:
     result, text = answer(["models", "verify"], capsys)
     assert result == {"ok": True, "models": []}
-    assert "No model was downloaded yet." in text
+    assert "No models are downloaded." in text
     shutil.copytree(tiny("wan2.1").directory, cache_dir / "weights" / "mine")
     assert "no hashes" in refused(["models", "verify", "mine"], capsys)[0]
     assert "no hashes" in refused(["models", "verify", "diorama"], capsys)[0]
@@ -189,10 +189,10 @@ def test_a_broken_connection_is_told_and_what_came_is_counted(
     listed, text = answer(["models", "list"], capsys)
     models = {model["name"]: model for model in listed["models"]}  # type: ignore[attr-defined]
     assert models["wan2.1-t2v-1.3b"]["begun_bytes"] == came
-    assert "KB here of a download that was stopped: models download wan2.1-t2v-1.3b" in text
+    assert "KB already downloaded: models download wan2.1-t2v-1.3b" in text
     result, text = answer(["models", "download", "wan2.1-1.3b", "--yes"], capsys)
     assert result["fetched_bytes"] == result["bytes"] - came  # type: ignore[operator]
-    assert "of it are here" in text
+    assert "already downloaded; " in text
 
 
 def test_a_scheduler_that_differs_from_wans_own_code_is_told() -> None:
