@@ -1,4 +1,4 @@
-"""Which configurations run side by side, and how: all held in memory at once, or one after the other. Pure."""
+"""Configurations that a benchmark compares: parsing, defaults, and comparison of their plans. Pure functions."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -11,20 +11,20 @@ from runtime.core.request import ALL, GenerationRequest
 from runtime.planner.engine_offers import EngineOffer, Offers
 
 _LONGEST_NAME = 40
-# Of the memory that is free, this much may be planned for: allocators keep some of what they give back.
-_SHARE = 0.85
+# Share of the free memory that configurations may use together: allocators keep some of the memory they free.
+_USABLE_SHARE = 0.85
 
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """One of those that are measured.
+    """One configuration of a benchmark.
 
     Attributes:
-        name: as the table has it.
-        flags: in which it differs from the others, as they were given.
-        request: what it asks for.
-        float32: whether all parts compute in float32, where a plan would take less and memory suffices.
-        only_if_new: whether it is left out where it comes to what another one does.
+        name: its name in the tables.
+        flags: the flags that it adds to the common ones, as the user gave them.
+        request: the complete request.
+        float32: whether all components compute in float32, if there is enough memory.
+        only_if_new: whether it is skipped if its plan equals that of another configuration.
     """
 
     name: str
@@ -38,7 +38,7 @@ def named_flags(text: str) -> tuple[str, str]:
     """Return name and flags of "NAME: FLAGS".
 
     Raises:
-        InvalidRequestError: if it is anything else.
+        InvalidRequestError: if the text has another form.
     """
     name, colon, flags = text.partition(":")
     name = name.strip()
@@ -48,22 +48,22 @@ def named_flags(text: str) -> tuple[str, str]:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Check that every name is there once.
+    """Check that names are unique.
 
     Raises:
-        InvalidRequestError: if one is not.
+        InvalidRequestError: for a repeated name.
     """
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise InvalidRequestError("config", "bench.configuration_repeated", configuration=twice)
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        raise InvalidRequestError("config", "bench.configuration_repeated", configuration=repeated)
 
 
 def standard(request: GenerationRequest, plan: ExecutionPlan, offers: Offers) -> list[Configuration]:
-    """Return what is measured where nobody says: PyTorch, each backend that can run every part, and the planner's own.
+    """Return the default configurations: PyTorch, each backend that supports all components, and the planner's choice.
 
     Args:
-        plan: what PyTorch alone would do.
-        offers: the engines there are or could be.
+        plan: the plan with PyTorch for every component.
+        offers: existing and buildable engines.
     """
     in_pytorch = request.replace(backends={ALL: PYTORCH})
     found = [Configuration(name=PYTORCH, flags=f"--backend {ALL}={PYTORCH}", request=in_pytorch)]
@@ -88,12 +88,12 @@ def _runs_everywhere(backend: str, request: GenerationRequest, plan: ExecutionPl
 
 
 def in_float32(plan: ExecutionPlan) -> ExecutionPlan:
-    """Return the plan with every part in float32, if twice its memory is free; else as it is."""
-    unlike = [name for name, part in plan.components.items() if part.dtype != "float32"]
-    if not unlike or 2 * plan.memory_bytes > plan.free_bytes:
+    """Return the plan with every component in float32; unchanged if less than twice its memory is free."""
+    lower_precision = [name for name, part in plan.components.items() if part.dtype != "float32"]
+    if not lower_precision or 2 * plan.memory_bytes > plan.free_bytes:
         return plan
     parts = {
-        name: part.replace(dtype="float32", weights_bytes=2 * part.weights_bytes) if name in unlike else part
+        name: part.replace(dtype="float32", weights_bytes=2 * part.weights_bytes) if name in lower_precision else part
         for name, part in plan.components.items()
     }
     doubled = ("weights_bytes", "working_bytes", "overhead_bytes")
@@ -101,28 +101,28 @@ def in_float32(plan: ExecutionPlan) -> ExecutionPlan:
     return plan.replace(components=parts, memory=memory)
 
 
-def held_together(plans: Sequence[ExecutionPlan]) -> bool:
-    """Whether all configurations fit into memory at once, so that nothing is loaded again between their runs."""
+def fit_together(plans: Sequence[ExecutionPlan]) -> bool:
+    """Return whether all configurations fit in memory together, so that none is reloaded between runs."""
     free = min((plan.free_bytes for plan in plans), default=0)
-    return sum(plan.memory_bytes for plan in plans) <= _SHARE * free
+    return sum(plan.memory_bytes for plan in plans) <= _USABLE_SHARE * free
 
 
-def decided(plan: ExecutionPlan) -> tuple[Any, ...]:
-    """Return how a plan computes its clip: two that agree in it are the same configuration."""
+def plan_key(plan: ExecutionPlan) -> tuple[Any, ...]:
+    """Return what determines how a plan computes its clip; plans with equal keys are the same configuration."""
     parts = [
         (name, part.backend, part.device, part.dtype, part.quantization, tuple(use.id for use in part.engines))
         for name, part in plan.components.items()
     ]
-    asked = {key: value for key, value in plan.request_json().items() if key not in _DECIDED_SINCE}
+    asked = {key: value for key, value in plan.request_json().items() if key not in _RESOLVED_FIELDS}
     return parts, asked, plan.strategy
 
 
-# What a plan has answered by its parts.
-_DECIDED_SINCE: Collection[str] = frozenset({"backends", "build", "on_out_of_memory", "vae_precision"})
+# Request fields whose effect is contained in the components of a plan.
+_RESOLVED_FIELDS: Collection[str] = frozenset({"backends", "build", "on_out_of_memory", "vae_precision"})
 
 
-def in_words(plan: ExecutionPlan) -> str:
-    """Return what runs the parts: "PyTorch, float32", or each backend with its parts where they differ."""
+def backend_text(plan: ExecutionPlan) -> str:
+    """Return backend and precision: "PyTorch, float32", with the names of components if they differ."""
     groups: dict[str, list[str]] = {}
     for name, part in plan.components.items():
         precision = part.engines[-1].precision if part.engines else part.dtype
@@ -134,18 +134,18 @@ def in_words(plan: ExecutionPlan) -> str:
     return "; ".join(f"{how} ({', '.join(names)})" for how, names in groups.items())
 
 
-def why_not(plan: ExecutionPlan) -> str | None:
-    """Say why a plan is not what was asked for: PyTorch would run a part for which another backend was named."""
-    fallen = [(name, part) for name, part in plan.components.items() if plan.fell_back(name)]
-    if not fallen:
+def fallback_text(plan: ExecutionPlan) -> str | None:
+    """Return why PyTorch runs a component for which another backend was requested; `None` if that is not so."""
+    replaced = [(name, part) for name, part in plan.components.items() if plan.fell_back(name)]
+    if not replaced:
         return None
-    name, part = fallen[0]
+    name, part = replaced[0]
     reasons = " ".join(map(str, part.reasons))
     return f"{plan.title(name)}: PyTorch instead of {BACKEND_TITLES[plan.asked.backend(name)]}. {reasons}"
 
 
 def without_builds(plan: ExecutionPlan) -> ExecutionPlan:
-    """Return the plan once its engines were built: they are not built again for the next run."""
+    """Return the plan for the runs after the first, which build no engines."""
     parts = {
         name: part.replace(engines=tuple(use.replace(build=False) for use in part.engines))
         for name, part in plan.components.items()
@@ -154,8 +154,8 @@ def without_builds(plan: ExecutionPlan) -> ExecutionPlan:
     return plan.replace(components=parts, asked=asked)
 
 
-def same_clip(plan: ExecutionPlan, reference: ExecutionPlan) -> str | None:
-    """Say why a plan's clip cannot be compared with the reference's, frame by frame; `None` if it can."""
+def clip_difference(plan: ExecutionPlan, reference: ExecutionPlan) -> str | None:
+    """Return what prevents a comparison with the reference's clip frame by frame; `None` if nothing does."""
     if (plan.width, plan.height, plan.frames) != (reference.width, reference.height, reference.frames):
         return "another size"
     if plan.seed != reference.seed:

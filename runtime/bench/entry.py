@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from runtime.bench.component_timing import PartError
-from runtime.bench.configurations import Configuration, in_words
+from runtime.bench.component_errors import PartError
+from runtime.bench.configurations import Configuration, backend_text
 from runtime.bench.recorder import Told
 from runtime.bench.similarity import Likeness
 from runtime.bench.statistics import Spread, spread
@@ -122,7 +122,7 @@ class Entry:
             "state": self.state,
             "why": self.why,
             "remedy": self.remedy,
-            "runs_on": None if plan is None else in_words(plan),
+            "runs_on": None if plan is None else backend_text(plan),
             "request": None if plan is None else plan.request_json(),
             "plan": None if plan is None else plan.to_json(),
             "runs": len(self.runs),

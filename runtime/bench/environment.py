@@ -1,4 +1,4 @@
-"""Where a benchmark ran: the machine, and the versions of everything that its figures depend on."""
+"""The environment of a benchmark: machine, versions of libraries, and Tandem's commit."""
 
 import platform
 import subprocess
@@ -16,11 +16,11 @@ from runtime.machine.probe import Machine
 _ROOT = Path(__file__).parents[2]
 _PACKAGES = ("diffusers", "transformers", "numpy")
 _GIT_SECONDS = 10
-_SHORT = 12
+_COMMIT_DIGITS = 12
 
 
-def surroundings(machine: Machine) -> dict[str, Any]:
-    """Return versions, machine and time, as JSON types."""
+def describe_environment(machine: Machine) -> dict[str, Any]:
+    """Return time, versions and machine, as JSON types."""
     driver = machine.gpus[0].driver if machine.gpus else None
     return {
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -31,7 +31,7 @@ def surroundings(machine: Machine) -> dict[str, Any]:
             "cuda": torch.version.cuda,
             "cudnn": _cudnn(),
             "driver": driver,
-            "tensorrt": None,  # named also where it is not installed
+            "tensorrt": None,  # listed even if it is not installed
             **{name: _installed(name) for name in _PACKAGES},
             **dict(machine.packages),
         },
@@ -46,7 +46,7 @@ def surroundings(machine: Machine) -> dict[str, Any]:
 
 
 def commit(folder: Path) -> dict[str, Any]:
-    """Return the commit that a folder is at, and whether files differ from it; nothing known outside of git."""
+    """Return a folder's commit, and whether files differ from it; both are `None` outside of a git repository."""
     head = _git(folder, "rev-parse", "HEAD")
     if head is None:
         return {"commit": None, "changed": None}
@@ -55,29 +55,28 @@ def commit(folder: Path) -> dict[str, Any]:
 
 
 def differing_versions(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return what two `surroundings` differ in beside the machine: "torch 2.11.0, 2.13.0"."""
+    """Return the versions that differ between two environments: "torch 2.11.0, 2.13.0"."""
     lines = []
     for name in ("version", "commit", "changed"):
         pair = one["tandem"].get(name), other["tandem"].get(name)
         if pair[0] != pair[1]:
-            # A commit's first letters will do.
-            lines.append(f"Tandem's {name} {_word(pair[0])[:_SHORT]}, {_word(pair[1])[:_SHORT]}")
+            lines.append(f"Tandem's {name} {_as_text(pair[0])[:_COMMIT_DIGITS]}, {_as_text(pair[1])[:_COMMIT_DIGITS]}")
     names = sorted({*one["versions"], *other["versions"]})
     for name in names:
         pair = one["versions"].get(name), other["versions"].get(name)
         if pair[0] != pair[1]:
-            lines.append(f"{name} {_word(pair[0])}, {_word(pair[1])}")
+            lines.append(f"{name} {_as_text(pair[0])}, {_as_text(pair[1])}")
     return lines
 
 
 def differing_machines(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return what the machines of two `surroundings` differ in, where that changes what things take."""
+    """Return differences between the machines of two environments that affect timings."""
     names = ("system", "cpu", "cores", "gpus")
     pairs = [(name, one["machine"].get(name), other["machine"].get(name)) for name in names]
-    return [f"{name} {_word(left)}, {_word(right)}" for name, left, right in pairs if left != right]
+    return [f"{name} {_as_text(left)}, {_as_text(right)}" for name, left, right in pairs if left != right]
 
 
-def _word(value: Any) -> str:
+def _as_text(value: Any) -> str:
     if isinstance(value, list):
         return " and ".join(map(str, value)) or "none"
     return "none" if value is None else str(value)

@@ -14,19 +14,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from runtime.bench import component_timing
+from runtime.bench import component_errors
 from runtime.bench.configurations import (
     Configuration,
-    decided,
-    held_together,
+    backend_text,
+    clip_difference,
+    fallback_text,
+    fit_together,
     in_float32,
-    in_words,
-    same_clip,
-    why_not,
+    plan_key,
     without_builds,
 )
 from runtime.bench.entry import EngineFacts, Entry
-from runtime.bench.environment import surroundings
+from runtime.bench.environment import describe_environment
 from runtime.bench.recorder import Recorder, Told, UnwrittenHistory, held_now, why_failed
 from runtime.bench.similarity import Likeness, likeness, lpips_problem
 from runtime.core.cancel import Cancel, CancelledError
@@ -89,7 +89,7 @@ class Bench:
     cancelled: bool = False
     noise: Likeness | None = None
     _reference_frames: tuple[np.ndarray, ...] = ()
-    _passes: component_timing.Passes | None = None
+    _passes: component_errors.Passes | None = None
     _about: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -125,7 +125,7 @@ class Bench:
             live = ", ".join(entry.name for entry in self.entries if entry.live)
             self.tell(f"Measuring {live or 'nothing'}: {self.setup.runs} runs of each, in turn.")
             plans = [entry.planned()[1] for entry in self.entries if entry.live]
-            self.together = held_together(plans)
+            self.together = fit_together(plans)
             if not self.together and len(plans) > 1:
                 self.tell("They do not fit into memory all at once: each is loaded and warmed up anew for its turn.")
             try:
@@ -156,7 +156,7 @@ class Bench:
         spec = model_for(request, setup.weights_dir)
         plan = resolve(request, spec, setup.machine, setup.folder, setup.engines.offers(spec), setup.history.read())
         entry.spec, entry.plan = spec, in_float32(plan) if configuration.float32 else plan
-        why = why_not(plan)
+        why = fallback_text(plan)
         if why is not None:
             entry.out("refused", why, "Take another backend, or have its engine built.")
 
@@ -200,9 +200,9 @@ class Bench:
         """Whether another one does the same already, where that is a reason to leave it out."""
         if not entry.configuration.only_if_new:
             return False
-        own = decided(entry.planned()[1])
+        own = plan_key(entry.planned()[1])
         others = [other for other in self.entries if other is not entry and other.live]
-        same = next((other for other in others if decided(other.planned()[1]) == own), None)
+        same = next((other for other in others if plan_key(other.planned()[1]) == own), None)
         if same is not None:
             entry.out("same", f"It comes to what {same.name} does.")
             self.tell(f"{entry.name}: comes to what {same.name} does")
@@ -279,12 +279,12 @@ class Bench:
         with _arithmetic(entry):
             try:
                 if entry is reference:
-                    self._passes = component_timing.reference_passes(spec, plan, entry.residency, cancel)
-                elif self._passes is not None and same_clip(plan, reference.planned()[1]) is None:
-                    entry.parts = component_timing.errors(self._passes, spec, plan, entry.residency, cancel)
+                    self._passes = component_errors.reference_passes(spec, plan, entry.residency, cancel)
+                elif self._passes is not None and clip_difference(plan, reference.planned()[1]) is None:
+                    entry.parts = component_errors.errors(self._passes, spec, plan, entry.residency, cancel)
             except (TandemError, MemoryError, torch.OutOfMemoryError) as error:
                 said = error.what if isinstance(error, TandemError) else "Memory ran out."
-                entry.parts = {name: component_timing.PartError(None, said) for name in plan.components}
+                entry.parts = {name: component_errors.PartError(None, said) for name in plan.components}
                 entry.residency.free()
 
     def _note_reference(self, run: Told) -> None:
@@ -298,7 +298,7 @@ class Bench:
         if entry.quality is not None or entry.not_compared:
             return
         if self._reference_frames:
-            entry.not_compared = same_clip(entry.planned()[1], self.reference.planned()[1]) or ""
+            entry.not_compared = clip_difference(entry.planned()[1], self.reference.planned()[1]) or ""
         else:
             entry.not_compared = "no reference"
         if not entry.not_compared:
@@ -306,7 +306,7 @@ class Bench:
 
     def to_json(self) -> dict[str, Any]:
         """Return all that was found so far, as JSON types."""
-        self._about = self._about or surroundings(self.setup.machine)
+        self._about = self._about or describe_environment(self.setup.machine)
         plan = self.reference.plan
         missing = lpips_problem()
         return {
@@ -318,7 +318,7 @@ class Bench:
             "together": self.together,
             "cancelled": self.cancelled,
             "reference": self.reference.name,
-            "reference_is": None if plan is None else in_words(plan),
+            "reference_is": None if plan is None else backend_text(plan),
             "noise_floor": None if self.noise is None else self.noise.to_json(),
             "lpips": "measured" if missing is None else f"not measured: {missing}",
             "configurations": [entry.to_json() for entry in self.entries],

@@ -1,4 +1,4 @@
-"""Medians with their spread, and whether two of them differ by more than that. Pure."""
+"""Medians with their range, and comparisons of two medians that take the ranges into account. Pure functions."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -6,13 +6,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Verdict = Literal["faster", "slower", "within the spread", "too few runs"]
-# Of fewer runs nothing is known of how far they scatter.
-_FEWEST = 2
+# With fewer runs the range is unknown.
+_MIN_RUNS = 2
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The median, the least and the most of `count` measurements."""
+    """Median, minimum (`low`) and maximum (`high`) of `count` measurements."""
 
     median: float
     low: float
@@ -20,19 +20,19 @@ class Spread:
     count: int
 
     def to_json(self) -> dict[str, float]:
-        """Return the fields."""
+        """Return the fields as JSON types."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Spread":
-        """Read `to_json` back.
+        """Return the spread that `to_json` wrote.
 
         Raises:
-            TypeError, ValueError, KeyError: if it is anything else.
+            TypeError, ValueError, KeyError: if the values are not a valid spread.
         """
         found = cls(float(values["median"]), float(values["low"]), float(values["high"]), int(values["count"]))
         if not (0 <= found.low <= found.median <= found.high and found.count > 0):
-            raise ValueError("a spread that cannot be")
+            raise ValueError("the median is not between the minimum and the maximum")
         return found
 
 
@@ -43,7 +43,7 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as long something takes as before: of the medians, and the least and most that the runs allow."""
+    """Ratio of two durations, after to before: of the medians, with the smallest and the largest ratio of two runs."""
 
     median: float
     low: float
@@ -52,12 +52,12 @@ class Ratio:
 
 
 def ratio(before: Spread, after: Spread) -> Ratio | None:
-    """Return `after` over `before`; `None` where `before` holds a zero, which tells nothing."""
+    """Return `after` divided by `before`; `None` if one of them contains a zero."""
     if not before.low or not after.low:
         return None
     low, high = after.low / before.high, after.high / before.low
     verdict: Verdict = "within the spread"
-    if min(before.count, after.count) < _FEWEST:
+    if min(before.count, after.count) < _MIN_RUNS:
         verdict = "too few runs"
     elif low > 1:
         verdict = "slower"

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from runtime.bench.configurations import (
+    backend_text,
     check_names,
-    decided,
-    held_together,
+    clip_difference,
+    fallback_text,
+    fit_together,
     in_float32,
-    in_words,
     named_flags,
-    same_clip,
+    plan_key,
     standard,
-    why_not,
     without_builds,
 )
 from runtime.core.errors import InvalidRequestError
@@ -122,45 +122,47 @@ def test_where_pytorch_rounds_float32_is_the_reference() -> None:
     assert in_float32(short) == short
 
 
-def test_held_together_only_if_all_fit() -> None:
+def test_configurations_fit_together_only_if_all_fit() -> None:
     plan = large()
     plan = plan.replace(
         memory=(plan.memory[0].replace(weights_bytes=10 * GIB, working_bytes=0, overhead_bytes=0),), free_bytes=30 * GIB
     )
-    assert held_together([plan, plan])
-    assert not held_together([plan, plan, plan])
-    assert held_together([])
+    assert fit_together([plan, plan])
+    assert not fit_together([plan, plan, plan])
+    assert fit_together([])
 
 
-def test_what_two_plans_decide() -> None:
+def test_plan_keys_ignore_fields_that_components_resolve() -> None:
     plan = large()
-    assert decided(plan) == decided(plan.replace(asked=plan.asked.replace(backends={"all": "pytorch"}, build="never")))
-    # What came of it is the VAE's dtype.
-    assert decided(plan) == decided(plan.replace(asked=plan.asked.replace(vae_precision="auto")))
-    assert decided(plan) != decided(plan.replace(steps=plan.steps + 1))
-    assert decided(plan) != decided(plan.replace(shift=5.0))
+    assert plan_key(plan) == plan_key(
+        plan.replace(asked=plan.asked.replace(backends={"all": "pytorch"}, build="never"))
+    )
+    # The VAE's dtype contains the effect of its precision.
+    assert plan_key(plan) == plan_key(plan.replace(asked=plan.asked.replace(vae_precision="auto")))
+    assert plan_key(plan) != plan_key(plan.replace(steps=plan.steps + 1))
+    assert plan_key(plan) != plan_key(plan.replace(shift=5.0))
     other = plan.components["vae"].replace(dtype="bfloat16")
-    assert decided(plan) != decided(plan.with_component("vae", other))
-    assert decided(plan) != decided(plan.replace(strategy=plan.strategy.replace(offload="group")))
+    assert plan_key(plan) != plan_key(plan.with_component("vae", other))
+    assert plan_key(plan) != plan_key(plan.replace(strategy=plan.strategy.replace(offload="group")))
 
 
-def test_in_words() -> None:
+def test_backend_text() -> None:
     plan = large()
-    assert in_words(plan) == "PyTorch, bfloat16 (text_encoder, transformer); PyTorch, float32 (vae)"
-    assert in_words(in_float32(plan)) == "PyTorch, float32"
+    assert backend_text(plan) == "PyTorch, bfloat16 (text_encoder, transformer); PyTorch, float32 (vae)"
+    assert backend_text(in_float32(plan)) == "PyTorch, float32"
     fp8 = plan.components["transformer"].replace(quantization="fp8")
-    assert "PyTorch, fp8 (transformer)" in in_words(plan.with_component("transformer", fp8))
+    assert "PyTorch, fp8 (transformer)" in backend_text(plan.with_component("transformer", fp8))
     onnx = plan.components["vae"].replace(backend="onnxruntime", engines=(use("vae", build=False),))
-    assert "ONNX Runtime, float32 (vae)" in in_words(plan.with_component("vae", onnx))
+    assert "ONNX Runtime, float32 (vae)" in backend_text(plan.with_component("vae", onnx))
 
 
 def test_pytorch_in_anothers_place_is_told() -> None:
     plan = large()
-    assert why_not(plan) is None
+    assert fallback_text(plan) is None
     plan = plan.with_component("vae", plan.components["vae"].replace(reasons=(Fact("engine.none_yet"),)))
-    said = why_not(plan.replace(asked=plan.asked.replace(backends={"vae": "inductor"})))
+    said = fallback_text(plan.replace(asked=plan.asked.replace(backends={"vae": "inductor"})))
     assert said == "VAE decoder: PyTorch instead of Inductor. There is none yet."
-    assert why_not(plan.replace(asked=plan.asked.replace(backends={"vae": "pytorch"}))) is None
+    assert fallback_text(plan.replace(asked=plan.asked.replace(backends={"vae": "pytorch"}))) is None
 
 
 def test_engines_are_built_once() -> None:
@@ -188,4 +190,4 @@ def test_engines_are_built_once() -> None:
 )
 def test_what_can_be_compared(change: dict[str, object], why: str | None) -> None:
     plan = large()
-    assert same_clip(plan.replace(**change), plan) == why
+    assert clip_difference(plan.replace(**change), plan) == why

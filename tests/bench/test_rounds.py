@@ -269,7 +269,7 @@ def test_memory_that_runs_out_is_no_other_configuration(
 
 
 def test_each_in_its_turn_where_memory_is_short(hall: Hall, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "held_together", lambda _: False)
+    monkeypatch.setattr(rounds, "fit_together", lambda _: False)
     short = {"frames": 5, "steps": 1}
     configurations = [hall.configuration("one", **short), hall.configuration("two", width=48, **short)]
     done = hall.run(tmp_path, configurations, compare_parts=False)

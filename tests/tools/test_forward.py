@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.bench.component_timing import in_floats
+from runtime.bench.component_errors import in_floats
 from runtime.bench.configurations import Configuration
 from runtime.cli.main import run
 from runtime.core.cancel import Cancel

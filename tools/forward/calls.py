@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from runtime.bench.component_timing import StandaloneJob
+from runtime.bench.component_errors import StandaloneJob
 from runtime.core.plan import ExecutionPlan
 from runtime.engines.programs import full_float32
 from runtime.execution.residency import Residency

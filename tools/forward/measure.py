@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from runtime.bench.component_timing import StandaloneJob, in_floats, relative_error
+from runtime.bench.component_errors import StandaloneJob, in_floats, relative_error
 from runtime.bench.configurations import Configuration
-from runtime.bench.environment import surroundings
+from runtime.bench.environment import describe_environment
 from runtime.bench.recorder import allocated
 from runtime.bench.rounds import SCHEMA
 from runtime.bench.statistics import Spread, spread
@@ -172,7 +172,7 @@ class Forward:
 
     def to_json(self) -> dict[str, Any]:
         """Return the results so far as JSON types."""
-        self._about = self._about or surroundings(self.setup.machine)
+        self._about = self._about or describe_environment(self.setup.machine)
         return {
             "schema": SCHEMA,
             "kind": "forward",
