@@ -151,7 +151,7 @@ def test_an_attention_that_cannot_be_had_is_refused_with_what_to_do(kind: str) -
     assert "not available here: no NVIDIA GPU was found" in refused.value.what
     assert refused.value.remedy
     old = gpu_machine("Tesla T4", (7, 5), 40)
-    with pytest.raises(MachineError, match="too old for it"):
+    with pytest.raises(MachineError, match="too old for this"):
         plan(true_size("wan2.1-1.3b"), old, attention=kind, frames=5)
 
 
