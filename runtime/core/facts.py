@@ -63,7 +63,7 @@ def _read_sentences(value: Any) -> Any:
     return [Fact("text", {"what": one, "remedy": ""}) if isinstance(one, str) else one for one in value]
 
 
-# Stored facts; earlier versions and the metadata of MP4 files hold sentences.
+# Facts as they are stored. Earlier versions stored sentences, also in MP4 files; they are read as facts.
 Warnings = Annotated[tuple[Fact, ...], BeforeValidator(_read_sentences)]
 
 
@@ -202,9 +202,9 @@ def short(fact: Fact, words: Words | None = None) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON holds it: paths as text, tuples as lists. Facts stay."""
+    """Convert a value to JSON types: paths to text, tuples to lists. Facts are unchanged."""
     if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode()  # paths may hold what UTF-8 cannot
+        return value.encode("utf-8", "backslashreplace").decode()  # paths may contain bytes that are not UTF-8
     if value is None or isinstance(value, bool | int | float | Fact):
         return value
     if isinstance(value, Mapping):

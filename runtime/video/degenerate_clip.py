@@ -1,4 +1,4 @@
-"""Detect degenerate clips while their frames stream by: black, a single colour, or frozen.
+"""Detect degenerate clips while their frames stream by: black, a single color, or frozen.
 
 A false alarm would discard a good video, so each threshold is far from anything that a model generates from a prompt.
 """

@@ -53,6 +53,7 @@ MESSAGES: Mapping[str, Message] = {
     "engine.import_not_rebuilt": Message(
         "It was imported, so it cannot be built here.", "Import it again if it was deleted."
     ),
+    # How the most similar engine differs, as a label in a plan.
     "engine.misfit_device": Message("engine for another GPU or processor"),
     "engine.misfit_system": Message("engine for another operating system"),
     "engine.misfit_versions": Message("engine for other library versions"),

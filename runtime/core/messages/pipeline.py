@@ -22,7 +22,7 @@ MESSAGES: Mapping[str, Message] = {
         "Checkpoints cannot be saved any more: {cause:clause}. If the job is interrupted, it resumes after step {step}."
     ),
     "pipeline.clip_black": Message("The clip is black from beginning to end.", "{cause}"),
-    "pipeline.clip_blank": Message("Every frame of the clip is a single colour.", "{cause}"),
+    "pipeline.clip_blank": Message("Every frame of the clip is a single color.", "{cause}"),
     "pipeline.clip_frozen": Message("The clip is frozen: all its frames are the same.", "{cause}"),
     "cause.vae_engine": Message(
         "Most likely the VAE decoder fails in {precision} on {backend:backend}: use {set[backend]} vae=pytorch."
