@@ -269,7 +269,7 @@ def test_rows_have_the_ratio_to_the_lower_bound() -> None:
         (["--rate", "inf"], "a positive number"),
         (["--runs", "0"], "at least 1"),
         (["--random", "--backend", "vae=inductor"], "built from files"),
-        (["--model", "wan2.1-t2v-1.3b"], "not here"),
+        (["--model", "wan2.1-t2v-1.3b"], "are not downloaded"),
         (["--config", "a"], "without a name"),
         (["--width", "65"], "width is 65"),
         (["a prompt"], "unexpected extra argument"),

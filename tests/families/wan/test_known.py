@@ -71,7 +71,7 @@ def test_the_text_encoder_has_the_weights_of_umt5_xxl() -> None:
 def test_names(name: str, of: str, tmp_path: Path) -> None:
     spec = look_up(name, tmp_path)
     assert (spec.name, spec.here, spec.license) == (of, False, "Apache-2.0")
-    with pytest.raises(ModelError, match="not here") as caught:
+    with pytest.raises(ModelError, match="are not downloaded") as caught:
         find(name, tmp_path)
     assert "Wan-AI/Wan2" in caught.value.remedy
     assert str(tmp_path) in caught.value.remedy
