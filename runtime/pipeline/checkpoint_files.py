@@ -13,7 +13,7 @@ LATEST, BOUNDARY = "checkpoint.safetensors", "boundary.safetensors"
 CHECKPOINTS = "*.safetensors"
 # The key of a checkpoint's metadata that holds its JSON header.
 HEADER_KEY = "tandem"
-# Request fields that may differ between runs of one clip: how it is computed, and how fast it plays.
+# Request fields that may differ between runs of one clip: how it is computed and encoded.
 HOW = (
     "backends",
     "build",
@@ -24,6 +24,7 @@ HOW = (
     "compile",
     "vae_precision",
     "fps",
+    "crf",
     "gpus",
 )
 # The field of the second transformer, which the first half of a clip does not depend on.

@@ -65,13 +65,15 @@ def flash_attention(q: Any, k: Any, v: Any) -> Any:
 
 
 def clear_module(module: Any) -> None:
-    """Remove all parameters, buffers and submodules of a module and of its submodules.
+    """Remove all parameters, buffers, submodules and replaced methods of a module and of its submodules.
 
     Reason: weights are freed although hooks tie the module to itself; no public function removes all at once.
     """
     for part in list(module.modules()):
         for held in (part._parameters, part._buffers, part._modules):
             held.clear()
+        # A method of the instance refers to the instance.
+        part.__dict__.pop("forward", None)
 
 
 def without_computing(*, real_weights: bool = False) -> Any:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from runtime.core.errors import MachineError
+from runtime.core.errors import InvalidRequestError
 from runtime.core.plan import ComponentPlan, EngineUse
 from runtime.core.request import GenerationRequest
 from runtime.execution.memory import ran_out
@@ -64,8 +64,10 @@ def test_where_weights_wait(offload: str, text_encoder: str, transformer: str, v
 @pytest.mark.parametrize("offload", ["model", "group", "sequential"])
 def test_eight_bit_weights_stay_where_they_are(offload: str) -> None:
     assert placement("transformer", part(quantization="bnb-8bit"), "none") == "device"
-    with pytest.raises(MachineError, match=f"exclude {offload} offload: they cannot wait in memory") as caught:
+    with pytest.raises(InvalidRequestError) as caught:
         placement("transformer", part(quantization="bnb-8bit"), offload)
+    assert (caught.value.field, caught.value.code) == ("offload", "planner.8bit_offloaded")
+    assert caught.value.data["offload"] == offload
     assert "bnb-4bit" in caught.value.remedy
 
 

@@ -132,7 +132,8 @@ def test_a_plan_that_cannot_be_is_refused_before_anything_is_loaded(tiny: Tiny, 
         run_job(plan, spec, events.append, Cancel(), residency)
         assert not residency._held
     assert isinstance(events[-1], Failed)
-    assert "cannot wait in memory" in events[-1].what
+    assert events[-1].fact.code == "planner.8bit_offloaded"
+    assert (events[-1].fact.data["component"], events[-1].fact.data["offload"]) == ("transformer", "group")
     assert not any(isinstance(event, StageStarted) for event in events)
 
 

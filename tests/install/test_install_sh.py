@@ -143,7 +143,7 @@ def test_ctrl_c_while_installing_is_reported_and_the_next_run_resumes(repo: Repo
     while "installing the packages" not in process.stderr.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=20)[1] == "Tandem setup: stopped; the same command goes on from here\n"
+    assert process.communicate(timeout=20)[1] == "Tandem setup: stopped; run the same command to continue\n"
     assert process.returncode == 130
     assert report(repo.run())["tinydep"] == 2
 

@@ -25,6 +25,7 @@ from tests.pipeline.test_resume import run
 from tests.plans import tiny_plan
 
 Tiny = Callable[[str], ModelSpec]
+FELL_BACK = Fact("execution.engine_not_finite")
 
 
 def made(spec: ModelSpec, output: Path, **values: Any) -> Checkpoint:
@@ -40,7 +41,7 @@ def made(spec: ModelSpec, output: Path, **values: Any) -> Checkpoint:
     memory["again"] = memory["model_outputs"][1][1:]  # type: ignore[index]  # a part of another tensor
     return Checkpoint(
         planned=plan,
-        plan=plan.with_component("vae", plan.components["vae"].replace(reason="fell back")),
+        plan=plan.with_component("vae", plan.components["vae"].replace(reasons=(FELL_BACK,))),
         of=4,
         conditioning=Conditioning(torch.randn(1, 5, 8).half(), torch.randn(1, 5, 8).half()),
         reached=Reached(2, torch.randn(1, 16, 3, 4, 8), memory),
@@ -143,6 +144,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_job_starts_over(
         ({"guidance_scale": 2.0}, False),
         ({"guidance_scale_2": 2.0}, False),
         ({"fps": 12}, True),
+        ({"crf": 30}, True),
         ({"offload": "none"}, True),
         ({"on_out_of_memory": "ask"}, True),
         ({"backends": {"all": "pytorch"}}, True),

@@ -102,7 +102,7 @@ def test_a_rerun_has_the_shift_of_the_first_half(tiny: Tiny, tmp_path: Path) -> 
     assert stream_of(tmp_path / "new.mp4") == stream_of(tmp_path / "x.mp4")
     with pytest.raises(InvalidRequestError) as refused:
         redo(tiny_plan(spec, tmp_path / "x.mp4", shift=100.0))
-    assert (refused.value.code, refused.value.data) == ("rerun.no_low_noise_steps", {"steps": 4})
+    assert (refused.value.code, refused.value.data) == ("rerun.no_low_noise_steps", {"field": "model", "steps": 4})
 
 
 def test_plans_stored_before_the_shift_are_read(tiny: Tiny, tmp_path: Path) -> None:

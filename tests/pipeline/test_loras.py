@@ -1,7 +1,6 @@
 """Jobs with LoRAs on tiny models: weights are added and removed, resuming is exact. Engines: see test_on_engines."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -134,7 +133,7 @@ def test_resuming_with_another_lora_file_replans(place: Place) -> None:
     request = GenerationRequest.from_mapping(SIZE | {"loras": ["style"], "model": model})
     planner = Planner(place.weights, no_engines(place.folder), None)
     store = JobStore(None)
-    record = replace(store.add(request, plan, instance="here"), begun=True)
+    record = store.add(request, plan, instance="here").replace(begun=True)
     assert record.generation_request() == request
     _, same = planner.plan(record, machine())
     assert same == plan

@@ -37,6 +37,7 @@ FULL = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
     RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"),
 ]
+ONE_AT_A_TIME = Fact("strategy.one_at_a_time")
 
 
 class Starving:
@@ -111,8 +112,8 @@ def test_out_of_memory_is_retried_with_the_same_video(
     events = run(plan, spec, tmp_path / "job")
     (out,) = outs(events)
     assert (out.stage, out.component, out.memory, out.retried) == (stage, component, "RAM", True)
-    assert (str(out.strategy), out.lossless, out.changes) == (
-        "One component at a time.",
+    assert (out.strategy, out.lossless, out.changes) == (
+        ONE_AT_A_TIME,
         True,
         {"on_out_of_memory": "retry"},
     )
@@ -123,7 +124,7 @@ def test_out_of_memory_is_retried_with_the_same_video(
     assert isinstance(saved, VideoSaved)
     assert out.fact in saved.warnings
     assert saved.plan["keep_loaded"] is False
-    assert [strategy["title"] for strategy in saved.plan["ladder"] if strategy["taken"]] == ["One component at a time."]
+    assert [strategy["title"] for strategy in saved.plan["ladder"] if strategy["taken"]] == ["One component at a time"]
     assert stream_of(tmp_path / "x.mp4") == stream_of(tmp_path / "wanted.mp4")
 
 
@@ -176,7 +177,7 @@ def test_ask_fails_with_the_next_strategy_and_a_checkpoint(
         Starving(patched, FULL[0]).at("PyTorchDenoiser", lambda calls: calls == 6)
         events = run(plan, spec, tmp_path / "job")
     (out,) = outs(events)
-    assert (out.retried, str(out.strategy)) == (False, "One component at a time.")
+    assert (out.retried, out.strategy) == (False, ONE_AT_A_TIME)
     end = events[-1]
     assert isinstance(end, Failed)
     assert end.fact == Fact(
@@ -185,7 +186,7 @@ def test_ask_fails_with_the_next_strategy_and_a_checkpoint(
         | {"effects": out.effects, "step": 2, "of": 4},
     )
     assert end.remedy == (
-        "Resume the job with --on-out-of-memory retry: one part at a time. It continues after step 2 of 4."
+        "Resume the job with --on-out-of-memory retry: one component at a time. It continues after step 2 of 4."
     )
     again = run(tiny_plan(spec, tmp_path / "x.mp4", on_out_of_memory="retry"), spec, tmp_path / "job")
     assert Resumed(step=2, of=4) in again
