@@ -128,7 +128,15 @@ def connect(
     make.generate.click(handlers.generate, inputs, shown, preprocess=False, trigger_mode="once", **SERVED)
     make.cancel.click(handlers.cancel, make.watched, make.cancel, **SERVED)
     page.load(handlers.attach, make.remembered, shown, js="() => window.tandem.job()", **SERVED)
-    make.attach_again.click(handlers.attach, make.remembered, shown, js="() => window.tandem.job()", **SERVED)
+    # An answer that was lost with its stream must not block the next attempt.
+    make.attach_again.click(
+        handlers.attach,
+        make.remembered,
+        shown,
+        js="() => window.tandem.job()",
+        trigger_mode="multiple",
+        **SERVED,
+    )
     make.remembered.change(**LOCAL, inputs=make.remembered, js="(id) => window.tandem.remember(id)")
     controls["model"].input(handlers.choose_model, controls["model"], list(following_model), preprocess=False, **SERVED)
     for button, example in make.examples:

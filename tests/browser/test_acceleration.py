@@ -189,7 +189,7 @@ def test_where_memory_is_short_a_way_is_chosen(
     assert page.evaluate("() => document.activeElement.dataset.offload") == "model"
     assert page.locator(".strategy[aria-pressed=true]").count() == 1
     assert page.evaluate(place) == before
-    wait_for_chip(page, "transformer", "offload by part excludes TensorRT")
+    wait_for_chip(page, "transformer", "offload model excludes TensorRT")
     page.click(".strategy[data-offload=sequential]")
     page.wait_for_selector(".strategy[data-offload=sequential][aria-pressed=true]")
     assert page.evaluate(place) == before

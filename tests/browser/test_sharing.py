@@ -100,7 +100,7 @@ def test_a_limit_is_said_beside_the_stage(visit: Visit) -> None:
     page.fill("#field-width input", "208")
     page.click("#generate")
     page.wait_for_selector('#status .status[data-state="failed"]')
-    assert "208×32 is larger than visitors may ask for. Take at most 192×192." in page.inner_text(
+    assert "208×32 is larger than visitors may use. Choose at most 192×192." in page.inner_text(
         "#status .alert"
     ).replace("\n", " ")
     page.wait_for_selector("#field-width input[aria-invalid=true]")
@@ -148,7 +148,7 @@ def test_whoever_shares_stops_videos_and_then_the_sharing(visit: Visit, chromium
     assert own.query_selector("#tab-engines") is not None or "Engines" in own.inner_text("body")
     ask(page, "a red boat", long=True)
     wait_for_state(page, "running")
-    own.wait_for_selector("text=one of their videos waits or runs")
+    own.wait_for_selector("text=1 video queued or running")
     # It is theirs: the own page does not show it as its own.
     assert state(own) == "idle"
     own.click("#stop-visitors")

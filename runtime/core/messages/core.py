@@ -9,7 +9,7 @@ _DESCRIBE = "Describe the video in a sentence."
 MESSAGES: Mapping[str, Message] = {
     # Text that earlier versions stored, and messages of other programs.
     "text": Message("{what}", "{remedy}"),
-    "event.waits_for_gpus": Message("Waiting for {wanted} GPUs; {free} are free."),
+    "event.waits_for_gpus": Message("Waiting for {wanted} GPUs: {free} free."),
     "event.fell_back": Message("{component:component}: PyTorch instead of {backend:backend}. {reason:advice}"),
     "event.slower": Message("About {times:.1f} times as long."),
     "event.less_exact": Message("The video is slightly less exact."),
