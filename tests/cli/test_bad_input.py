@@ -81,7 +81,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[s
         (["--gpus", "many"], "'many', not a whole number", "from 1"),
         (["--gpus", "nan"], "gpus is nan", "from 1"),
         (["--gpus", "99999999999999999999"], "gpus is 99999999999999999999", "to 16"),
-        (["--gpus", "2"], "2 GPUs were asked for; none can be used: no NVIDIA GPU was found", "--gpus 1"),
+        (["--gpus", "2"], "2 GPUs were requested; none can be used: no NVIDIA GPU was found", "--gpus 1"),
         (["--no-such-flag"], "--no-such-flag", "--help"),
         (["--backend", "vae"], "'vae'", "COMPONENT=BACKEND"),
         (["--backend", "vae=cuda"], "Unknown backend 'cuda'", "inductor"),
@@ -136,9 +136,9 @@ def test_unknown_command(cache_dir: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("out", "says"),
     [
-        ("{tmp}/none/x.mp4", "no folder"),
+        ("{tmp}/none/x.mp4", "none does not exist"),
         ("{tmp}/x.avi", ".mp4"),
-        ("{tmp}/folder.mp4", "not a file"),
+        ("{tmp}/folder.mp4", "folder.mp4 is not a regular file"),
         ("", "empty"),
         ("{tmp}/a\nb.mp4", "unreadable"),
         ("/proc/x.mp4", "cannot be written"),
@@ -393,7 +393,7 @@ def test_a_lora_of_few_steps_says_what_it_takes(
 
     quick = {"steps": 4, "guidance_scale": 1.0, "guidance_scale_2": 1.0}
     scales, said = planned(*both)
-    assert scales == quick and "distilled for 4 steps without guidance: these are used here" in said
+    assert scales == quick and "distilled for 4 steps without guidance; this video uses these values" in said
     scales, said = planned(*both, "--steps", "20", "--guidance", "4,3")
     assert scales == {"steps": 20, "guidance_scale": 4.0, "guidance_scale_2": 3.0}
     assert "this video uses 20 steps with guidance 4. Use --steps 4 --guidance 1." in said

@@ -30,7 +30,7 @@ def findings(on: Machine, folder: Path, engines: Path | None = None) -> dict[str
         (replace(BARE, system="Darwin arm64", unified_memory=True), "GPU", "note", "memory it would share", ""),
         (replace(BARE, gpu_problem="the NVIDIA driver does not answer"), "GPU", "problem", "answer", "driver"),
         (machine(gpu=gpu(), packages=()), "GPU", "problem", "built without CUDA", "install"),
-        (replace(ON_GPU, driver_cuda=(12, 4)), "GPU", "problem", "runs CUDA 12.4", "580 or later"),
+        (replace(ON_GPU, driver_cuda=(12, 4)), "GPU", "problem", "supports CUDA 12.4", "580 or later"),
         (
             replace(ON_GPU, gpus=(gpu(capability=(6, 1)),)),
             "GPU",

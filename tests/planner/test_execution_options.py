@@ -94,11 +94,11 @@ def test_passes_take_what_an_h200_measured(
 @pytest.mark.parametrize(
     ("on", "wanted", "because"),
     [
-        (gpu_machine(), "cudnn", "by rule"),
-        (gpu_machine(packages=FLASH4), "flash4", "by rule"),
-        (gpu_machine("NVIDIA B200", (10, 0), packages=FLASH4), "cudnn", "by rule"),
-        (gpu_machine("NVIDIA A100", (8, 0), 80), "flash", "by rule"),
-        (gpu_machine("NVIDIA A100", (8, 0), 80, FLASH4), "flash", "by rule"),
+        (gpu_machine(), "cudnn", "not measured on this machine yet"),
+        (gpu_machine(packages=FLASH4), "flash4", "not measured on this machine yet"),
+        (gpu_machine("NVIDIA B200", (10, 0), packages=FLASH4), "cudnn", "not measured on this machine yet"),
+        (gpu_machine("NVIDIA A100", (8, 0), 80), "flash", "not measured on this machine yet"),
+        (gpu_machine("NVIDIA A100", (8, 0), 80, FLASH4), "flash", "not measured on this machine yet"),
         (gpu_machine("Tesla T4", (7, 5), 40), "native", "too old"),
         (replace(machine(), ram_bytes=128 * GIB, ram_free_bytes=120 * GIB), "native", "CPU"),
     ],

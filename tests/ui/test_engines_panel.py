@@ -159,10 +159,10 @@ FILES: dict[str, bytes] = {
     ("file", "said"),
     [
         ("text.plan", "text.plan is a text file, not an engine. Give a TensorRT plan"),
-        ("empty.onnx", "empty.onnx is empty. Copy the file again"),
+        ("empty.onnx", "empty.onnx is empty. Copy the file from its source again"),
         ("zeros.plan", "zeros.plan is not a plan of TensorRT 8.6 or later. Give"),
-        ("short.plan", "short.plan is truncated: 12 bytes. Copy the file again"),
-        ("cut.plan", "cut.plan is truncated: 428 of 1,000,000 bytes. Copy the file again"),
+        ("short.plan", "short.plan is truncated: 12 bytes. Copy the file from its source again"),
+        ("cut.plan", "cut.plan is truncated: 428 of 1,000,000 bytes. Copy the file from its source again"),
         ("noise.bin", "noise.bin does not have the suffix of an engine file. Give"),
         ("link.onnx", "link.onnx is a link. Give the file that it points to: "),
         ("folder.plan", "folder.plan is a folder. Give"),

@@ -101,7 +101,7 @@ def test_an_image_to_video_transformer_is_refused(tiny: Tiny, tmp_path: Path) ->
     shutil.copytree(tiny("wan2.1").directory, folder)
     config = json.loads((folder / "transformer" / "config.json").read_text())
     (folder / "transformer" / "config.json").write_text(json.dumps(config | {"in_channels": 36}))
-    with pytest.raises(ModelError, match="36 channels"):
+    with pytest.raises(ModelError, match="36 input channels"):
         read_spec(folder, "i2v")
 
 
