@@ -146,7 +146,7 @@ def test_errors_name_the_field_and_keep_the_form(open_page: OpenPage) -> None:
     page.click("#generate")
     page.wait_for_selector("#field-width input[aria-invalid=true]")
     assert page.inner_text("#status [role=alert]").split("\n") == [
-        "Width is 190; Tiny supports multiples of 16.",
+        "“Width” is 190; Tiny supports multiples of 16.",
         "Take 176 or 192.",
     ]
     assert page.input_value("#field-prompt textarea") == "a red ball"
