@@ -147,7 +147,7 @@ def test_errors_name_the_field_and_keep_the_form(open_page: OpenPage) -> None:
     page.wait_for_selector("#field-width input[aria-invalid=true]")
     assert page.inner_text("#status [role=alert]").split("\n") == [
         "“Width” is 190; Tiny supports multiples of 16.",
-        "Take 176 or 192.",
+        "Use 176 or 192.",
     ]
     assert page.input_value("#field-prompt textarea") == "a red ball"
     assert page.input_value("#field-width input") == "190"
