@@ -89,7 +89,7 @@ class PeakMemory:
 
     def __enter__(self) -> "PeakMemory":
         """Start measuring."""
-        self._group_manager.measure_anew()
+        self._group_manager.reset_peak_memory()
         if self._cuda:
             torch.cuda.synchronize(self._cuda)  # initializes CUDA: before, there are no statistics to reset
             torch.cuda.reset_peak_memory_stats(self._cuda)
@@ -120,7 +120,7 @@ class PeakMemory:
             self._stage, self._in_stage = name, 0
             if self._cuda:
                 torch.cuda.reset_peak_memory_stats(self._cuda)
-                self._group_manager.measure_anew()
+                self._group_manager.reset_peak_memory()
 
     def leave_stage(self) -> None:
         """End the stage."""

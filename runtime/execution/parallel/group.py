@@ -132,10 +132,10 @@ class Group:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that one of them allocated on its GPU since `measure_anew`."""
+        """The most that one of them allocated on its GPU since `reset_peak_memory`."""
         return max(self._peaks)
 
-    def measure_anew(self) -> None:
+    def reset_peak_memory(self) -> None:
         """Have `peak_bytes` start again."""
         self._anew = True
         self._peaks = [0] * len(self._peaks)

@@ -100,14 +100,14 @@ class GroupManager:
         dtype = getattr(torch, answers[0].said["dtype"])
         return Shared(group, name, SharedDenoiser(group, spec, name, dtype, self._texts, check))
 
-    def measure_anew(self) -> None:
+    def reset_peak_memory(self) -> None:
         """Have `peak_bytes` start again."""
         if self.group is not None:
-            self.group.measure_anew()
+            self.group.reset_peak_memory()
 
     @property
     def peak_bytes(self) -> int:
-        """The most that one of them allocated on its GPU since `measure_anew`."""
+        """The most that one of them allocated on its GPU since `reset_peak_memory`."""
         return 0 if self.group is None else self.group.peak_bytes
 
     def taken_bytes(self) -> dict[int, int]:
