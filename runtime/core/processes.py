@@ -23,6 +23,15 @@ def kill_tree(pid: int) -> None:
         psutil.Process(pid).kill()
 
 
+def describe_exit(code: int) -> str:
+    """Return how a process ended, from its `exitcode`: "exit code 3", or "signal 9, SIGKILL"."""
+    if code >= 0:
+        return f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"signal {-code}, {signal.Signals(-code).name}"
+    return f"signal {-code}"
+
+
 def lead_own_group() -> None:
     """Make this process the leader of a new process group: Ctrl-C in the terminal does not reach it."""
     if sys.platform != "win32":
