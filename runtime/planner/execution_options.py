@@ -15,7 +15,7 @@ from runtime.machine.probe import Gpu, Machine
 from runtime.models.spec import ModelSpec, attention_flops
 from runtime.planner import constraints
 from runtime.planner.constraints import ATTENTION_KERNELS, Conflict
-from runtime.planner.memory_model import DTYPE_BYTES, Load
+from runtime.planner.memory_model import DTYPE_BYTES, Workload
 
 # Of the free memory, for keys and values of the text: they save a thousandth of the time at true size, and a tenth of a
 # small model's.
@@ -46,18 +46,11 @@ CallSeconds = Callable[[Speed], Seconds]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What a request says: `attention` and `compile`, of `request.ATTENTIONS` and `request.COMPILES`."""
-
-    attention: str = AUTO
-    compile: str = AUTO
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """What is decided for.
+class OptionInputs:
+    """What the decisions on PyTorch's execution depend on besides the strategy.
 
     Attributes:
+        attention, compile: as in the request.
         calls: of the transformers, both together.
         guided: whether there are two passes a step.
         attention_seconds: what one attention of this size takes by its kind, where it was measured.
@@ -68,9 +61,10 @@ class Case:
             with a step cache, and on several GPUs.
     """
 
-    load: Load
+    workload: Workload
     machine: Machine
-    asked: Asked
+    attention: str
+    compile: str
     calls: float
     guided: bool
     attention_seconds: Mapping[str, float]
@@ -80,26 +74,26 @@ class Case:
     passes_apart: bool = False
 
 
-def held(case: Case) -> Speed:
+def held(inputs: OptionInputs) -> Speed:
     """Return what does not depend on how the weights are held: the attention, and what takes memory of its own.
 
     Raises:
         InvalidRequestError, MachineError: if what was asked for cannot be.
     """
-    if not case.in_pytorch:
+    if not inputs.in_pytorch:
         reason = Fact("planner.engines_compute")
         return Speed(attention_reason=reason, compiled_reason=reason)
-    load = case.load
-    attention, reason = choose_attention(case)
-    size = text_bytes(load.spec, load.dtypes["transformer"], texts=2 if case.guided else 1)
-    kept = size <= _TEXT_SHARE * case.free_bytes
+    workload = inputs.workload
+    attention, reason = choose_attention(inputs)
+    size = text_bytes(workload.spec, workload.dtypes["transformer"], texts=2 if inputs.guided else 1)
+    kept = size <= _TEXT_SHARE * inputs.free_bytes
     return Speed(
         attention=attention,
         attention_reason=reason,
         text_kept=kept,
         text_bytes=size if kept else 0,
-        paired=load.cuda and case.guided and load.tokens <= _PAIRED_TOKENS and not case.passes_apart,
-        channels_last=load.cuda,
+        paired=workload.cuda and inputs.guided and workload.tokens <= _PAIRED_TOKENS and not inputs.passes_apart,
+        channels_last=workload.cuda,
     )
 
 
@@ -111,7 +105,7 @@ def text_bytes(spec: ModelSpec, dtype: str, texts: int) -> int:
 
 
 def for_strategy(
-    case: Case, strategy: MemoryStrategy, base: Speed, seconds: CallSeconds
+    inputs: OptionInputs, strategy: MemoryStrategy, base: Speed, seconds: CallSeconds
 ) -> tuple[Speed, Seconds, Conflict | None]:
     """Return how a clip is computed with weights held in one way, what compiling takes first, and why it cannot be.
 
@@ -119,51 +113,55 @@ def for_strategy(
         base: from `held`.
         seconds: of one call.
     """
-    if not case.in_pytorch:
+    if not inputs.in_pytorch:
         return base, _NOTHING, None
     at_hand = strategy.offload in {"none", "model"}
     stays = strategy.offload == "none" and strategy.quantization == "none"
     base = base.replace(
         text_kept=base.text_kept and at_hand,
         text_bytes=base.text_bytes if at_hand else 0,
-        fused=case.load.cuda and stays,
+        fused=inputs.workload.cuda and stays,
     )
-    graphed = case.load.cuda and stays and not case.passes_apart and _launch_bound(case, seconds(base))
+    graphed = inputs.workload.cuda and stays and not inputs.passes_apart and _launch_bound(inputs, seconds(base))
     base = base.replace(graphed=graphed)
-    compiled, reason, takes, against = _compiled(case, strategy, base, seconds)
+    compiled, reason, takes, against = _compiled(inputs, strategy, base, seconds)
     return base.replace(compiled=compiled, compiled_reason=reason), takes if compiled else _NOTHING, against
 
 
-def choose_attention(case: Case) -> tuple[str, Fact]:
+def choose_attention(inputs: OptionInputs) -> tuple[str, Fact]:
     """Return the attention and why.
 
     Raises:
         InvalidRequestError, MachineError: if the one that was asked for cannot run here.
     """
-    asked, dtype = case.asked.attention, case.load.dtypes["transformer"]
+    asked, dtype = inputs.attention, inputs.workload.dtypes["transformer"]
     if asked == "native":
         return asked, Fact("planner.attention_native_asked")
     if asked != AUTO:
-        against = constraints.attention_conflict(asked, case.machine)
+        against = constraints.attention_conflict(asked, inputs.machine)
         if against is not None:
             usable = against.fact.code != "machine.no_gpu"
             code = "planner.attention_unavailable" if usable else "planner.attention_needs_gpu"
             raise MachineError(code, attention=asked, cause=against.fact)
         if DTYPE_BYTES[dtype] > DTYPE_BYTES["float16"]:
             raise InvalidRequestError(
-                "attention", "planner.attention_needs_16bit", attention=asked, model=case.load.spec.title, dtype=dtype
+                "attention",
+                "planner.attention_needs_16bit",
+                attention=asked,
+                model=inputs.workload.spec.title,
+                dtype=dtype,
             )
         return asked, Fact("planner.attention_asked", {"attention": asked})
-    if not case.load.cuda:
+    if not inputs.workload.cuda:
         return "native", Fact("planner.attention_on_cpu")
     if DTYPE_BYTES[dtype] > DTYPE_BYTES["float16"]:
         return "native", Fact("planner.attention_dtype", {"dtype": dtype})
-    able = exact_attentions(case.machine)
-    measured = {kind: taken for kind, taken in case.attention_seconds.items() if kind in able}
+    able = exact_attentions(inputs.machine)
+    measured = {kind: taken for kind, taken in inputs.attention_seconds.items() if kind in able}
     if measured:
         best = min(measured, key=lambda kind: measured[kind])
         return best, Fact("planner.attention_measured", {"attention": best, "seconds": measured})
-    return _by_rule(case.machine.gpus[0], able)
+    return _by_rule(inputs.machine.gpus[0], able)
 
 
 def exact_attentions(machine: Machine) -> list[str]:
@@ -188,35 +186,35 @@ def _by_rule(gpu: Gpu, able: Sequence[str]) -> tuple[str, Fact]:
     return chosen, Fact("planner.attention_by_rule", {"attention": chosen, "gpu": gpu.name})
 
 
-def _launch_bound(case: Case, call: Seconds) -> bool:
+def _launch_bound(inputs: OptionInputs, call: Seconds) -> bool:
     """Whether starting kernels takes longer than running them."""
-    starting = _KERNELS_OF_A_BLOCK * case.load.spec.transformer.num_layers * _START_SECONDS
+    starting = _KERNELS_OF_A_BLOCK * inputs.workload.spec.transformer.num_layers * _START_SECONDS
     # What was measured has the starting in it, so it cannot be much less than that.
     return call.likely < (_MEASURED_TIMES if call.measured else 1.0) * starting
 
 
 def _compiled(
-    case: Case, strategy: MemoryStrategy, base: Speed, seconds: CallSeconds
+    inputs: OptionInputs, strategy: MemoryStrategy, base: Speed, seconds: CallSeconds
 ) -> tuple[bool, Fact, Seconds, Conflict | None]:
-    took = case.compile_seconds(strategy.quantization)
+    took = inputs.compile_seconds(strategy.quantization)
     likely = COMPILE_SECONDS if took is None else took
     takes = Seconds(likely, likely / 4, likely * 2, measured=took is not None)
-    asked = case.asked.compile
+    asked = inputs.compile
     if asked == "never":
         return False, Fact("planner.not_compiled_asked"), takes, None
     part = constraints.Case(
         component="transformer", backend=PYTORCH, offload=strategy.offload, quantization=strategy.quantization
     )
-    against = constraints.compile_conflict(part, case.machine)
+    against = constraints.compile_conflict(part, inputs.machine)
     if asked == "always":
         return against is None, Fact("planner.compiled_asked"), takes, against
     if against is not None:
         return False, Fact("planner.not_compiled", {"cause": against.fact}), takes, None
-    if not case.load.cuda:
+    if not inputs.workload.cuda:
         return False, Fact("planner.not_compiled_on_cpu"), takes, None
     before, after = seconds(base), seconds(base.replace(compiled=True))
-    faster = after.likely if after.measured else before.likely / faster_when_compiled(strategy.quantization)
-    saved = (before.likely - faster) * case.calls
+    faster = after.likely if after.measured else before.likely / compiled_speedup(strategy.quantization)
+    saved = (before.likely - faster) * inputs.calls
     data = {"seconds": likely, "saved": max(saved, 0.0), "measured": took is not None}
     if saved > likely:
         return True, Fact("planner.compiled_pays_off", data), takes, None
@@ -253,12 +251,12 @@ def check_compile(asked: str, offload: str, quantization: str, machine: Machine)
         raise MachineError("planner.compile_unavailable", cause=against.fact)
 
 
-def faster_when_compiled(quantization: str) -> float:
+def compiled_speedup(quantization: str) -> float:
     """Return how many times as fast compiled blocks are, where nothing was measured."""
     return _TIMES_AS_FAST.get(quantization, 1.0)
 
 
-def faster_by_attention(kind: str, spec: ModelSpec, tokens: int) -> float:
+def attention_speedup(kind: str, spec: ModelSpec, tokens: int) -> float:
     """Return how many times as fast a transformer is than with PyTorch's own attention, where nothing was measured."""
     transformer = spec.transformer
     whole = transformer.forward_flops(tokens, spec.max_sequence_length)
@@ -266,7 +264,7 @@ def faster_by_attention(kind: str, spec: ModelSpec, tokens: int) -> float:
     return 1 / (1 - share + share / _ATTENDS.get(kind, 1.0))
 
 
-def faster_by_kernels(dtype: str, outputs: int, capability: tuple[int, int]) -> float:
+def decoder_speedup(dtype: str, outputs: int, capability: tuple[int, int]) -> float:
     """Return how many times as fast the VAE's kernels make decoding, where nothing was measured.
 
     Args:

@@ -15,7 +15,7 @@ from runtime.core.tiles import times_decoded
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner import memory_model
 from runtime.planner.execution_options import relieved
-from runtime.planner.memory_model import Load
+from runtime.planner.memory_model import Workload
 
 Memory = Literal["VRAM", "RAM"]
 
@@ -72,27 +72,27 @@ def next_strategy(
     Args:
         lossy: also strategies that change the video a little; the others come first all the same.
     """
-    load = Load.of(plan, spec)
+    workload = Workload.of(plan, spec)
     # Offloaded weights are in system memory: there the device's forecast says nothing.
-    offloaded = memory == "RAM" and load.cuda
+    offloaded = memory == "RAM" and workload.cuda
 
     def takes(strategy: MemoryStrategy) -> int:
         if offloaded:
-            return memory_model.ram_bytes(load, strategy)
-        stages = memory_model.stages(load, strategy)
+            return memory_model.ram_bytes(workload, strategy)
+        stages = memory_model.stages(workload, strategy)
         return next(stage.peak_bytes for stage in stages if stage.component == component)
 
     current, now = plan.forecast, takes(plan.strategy)
     found = [
         other
-        for other in (*plan.strategies, *_smaller_decodes(plan, load, component))
+        for other in (*plan.strategies, *_smaller_decodes(plan, workload, component))
         if _possible(plan, other) and takes(other.strategy) < now and (other.strategy.lossless or lossy)
     ]
     chosen = min(found, key=lambda other: not other.strategy.lossless, default=None)
     if chosen is None:
         return None
     slowdown = chosen.seconds.likely / current.seconds.likely if current.seconds.likely else 1.0
-    return FallbackStrategy(_with(plan, spec, load, chosen, slowdown), chosen, slowdown)
+    return FallbackStrategy(_with(plan, spec, workload, chosen, slowdown), chosen, slowdown)
 
 
 def _possible(plan: ExecutionPlan, other: StrategyForecast) -> bool:
@@ -103,7 +103,7 @@ def _possible(plan: ExecutionPlan, other: StrategyForecast) -> bool:
     return not other.lacks and other.fits and other.fits_ram and not (on_engines and changes_weights)
 
 
-def _smaller_decodes(plan: ExecutionPlan, load: Load, component: str) -> list[StrategyForecast]:
+def _smaller_decodes(plan: ExecutionPlan, workload: Workload, component: str) -> list[StrategyForecast]:
     """Return the plan's strategy with less decoded at a time: fewer frames, then tiles of them."""
     if component != "vae" or plan.components["vae"].backend != PYTORCH:
         return []
@@ -115,8 +115,8 @@ def _smaller_decodes(plan: ExecutionPlan, load: Load, component: str) -> list[St
     if strategy.decode_chunk > 1:
         single = strategy.replace(decode_chunk=1)
         found.append(current.replace(strategy=single, title=Fact("strategy.frame_by_frame", {"how": title})))
-    scale = load.spec.vae.scale_factor_spatial
-    for tile in memory_model.tile_sides(load):
+    scale = workload.spec.vae.scale_factor_spatial
+    for tile in memory_model.tile_sides(workload):
         if strategy.decode_tile is None or tile < strategy.decode_tile:
             tiled = strategy.replace(decode_chunk=1, decode_tile=tile)
             tiled_title = Fact("strategy.tiles", {"how": title, "side": tile * scale})
@@ -124,7 +124,9 @@ def _smaller_decodes(plan: ExecutionPlan, load: Load, component: str) -> list[St
     return found
 
 
-def _with(plan: ExecutionPlan, spec: ModelSpec, load: Load, chosen: StrategyForecast, slowdown: float) -> ExecutionPlan:
+def _with(
+    plan: ExecutionPlan, spec: ModelSpec, workload: Workload, chosen: StrategyForecast, slowdown: float
+) -> ExecutionPlan:
     strategy = chosen.strategy
     dtypes = {name: part.dtype for name, part in plan.components.items()}
     weights = memory_model.weights_bytes(spec, dtypes, strategy.quantization)
@@ -135,7 +137,7 @@ def _with(plan: ExecutionPlan, spec: ModelSpec, load: Load, chosen: StrategyFore
         for name, part in plan.components.items()
     }
     speed = relieved(plan.speed, strategy.offload, strategy.quantization)
-    load = replace(load, text_bytes=speed.text_bytes, at_once=memory_model.at_once(speed))
+    workload = replace(workload, text_bytes=speed.text_bytes, at_once=memory_model.at_once(speed))
     return plan.replace(
         components=components,
         strategy=strategy,
@@ -145,7 +147,7 @@ def _with(plan: ExecutionPlan, spec: ModelSpec, load: Load, chosen: StrategyFore
         decode_flops=plan.decode_flops
         * times_decoded(*plan.latent_shape[3:], strategy.decode_tile)
         / times_decoded(*plan.latent_shape[3:], plan.strategy.decode_tile),
-        memory=memory_model.stages(load, strategy),
+        memory=memory_model.stages(workload, strategy),
         seconds={name: seconds if name == "load" else seconds * slowdown for name, seconds in plan.seconds.items()},
         strategies=plan.strategies if chosen in plan.strategies else (chosen, *plan.strategies),
     )

@@ -16,12 +16,15 @@ from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner import parallelism
 from runtime.planner.execution_options import tag
-from runtime.planner.latency_model import MEASURED, SCALED, Work, flops
-from runtime.planner.memory_model import Load, corrected, stages, taken_before
+from runtime.planner.memory_model import Workload, corrected, stages, taken_before
 
 # A run of so many times more or less arithmetic says nothing: caches and launches count differently there.
 _FARTHEST = 16.0
 _SAME = 1.001
+# Range of a measured latency, (low, high) as factors: other programs may run at the same time. For the same size, and
+# for another one.
+_MEASURED = (0.75, 1.4)
+_SCALED = (0.6, 1.7)
 # What is remembered beside components.
 ATTENTION = "attention"
 _ANY_SIZE = 1.0
@@ -82,9 +85,9 @@ def runs_of(
         timings: seconds by stage, without loading.
         peaks: bytes by stage beyond what was held before the job, where they say something about it alone.
     """
-    load, strategy = Load.of(planned, spec), planned.strategy
-    work = Work(calls=_calls_in(planned), frames=planned.frames, engine_seconds={})
-    uncorrected = stages(load, strategy)
+    workload, strategy = Workload.of(planned, spec), planned.strategy
+    calls = _calls_in(planned)
+    uncorrected = stages(workload, strategy)
     found = []
     for name in ("text_encoder", "transformer", "vae"):
         same = [stage for stage in uncorrected if stage.component == name or _both_experts(stage.component, name)]
@@ -115,10 +118,10 @@ def runs_of(
         found.append(
             Run(
                 kind=kind,
-                flops=flops(load, work, name, strategy.decode_tile),
-                seconds=timings.get(largest.stage, 0.0) / sum(work.calls[stage.component] for stage in same),
+                flops=workload.flops(name, strategy.decode_tile),
+                seconds=timings.get(largest.stage, 0.0) / sum(calls[stage.component] for stage in same),
                 working_bytes=largest.working_bytes,
-                excess_bytes=None if peak is None else taken_before(load.device) + peak - largest.peak_bytes,
+                excess_bytes=None if peak is None else taken_before(workload.device) + peak - largest.peak_bytes,
             )
         )
     return found
@@ -178,7 +181,7 @@ def seconds_per_call(history: History, kind: Kind, flops: float) -> Seconds | No
     if run is None:
         return None
     seconds = run.seconds * flops / run.flops
-    low, high = MEASURED if _distance(run, flops) < _SAME else SCALED
+    low, high = _MEASURED if _distance(run, flops) < _SAME else _SCALED
     return Seconds(seconds, low * seconds, high * seconds, measured=True)
 
 

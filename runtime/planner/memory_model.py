@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from math import prod
 
 from runtime.core.estimates import MemoryStrategy, StageMemory
-from runtime.core.plan import ExecutionPlan, Speed, Split
+from runtime.core.plan import ExecutionPlan, LatentSize, Speed, Split
 from runtime.core.step_cache import NONE
+from runtime.core.tiles import times_decoded
 from runtime.models.spec import ModelSpec, is_transformer
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -59,13 +60,14 @@ _TEXT_HEAD_WIDTH = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
-    """What is to be held and run.
+class Workload:
+    """What a clip computes, and with which weights.
 
     Attributes:
         device: "cpu" or "cuda:0".
         dtypes: by component, PyTorch's.
-        engine_bytes: of the files of components that run on engines; those hold their own weights.
+        engine_bytes: sizes of the engines of components that run on one; engines hold their own weights.
+        engine_seconds: of one call, for components whose engines were measured.
         tokens: of the transformer's sequence.
         latent_shape: (batch, channels, latent frames, latent height, latent width).
         height, width: of a frame.
@@ -79,6 +81,7 @@ class Load:
     device: str
     dtypes: Mapping[str, str]
     engine_bytes: Mapping[str, int]
+    engine_seconds: Mapping[str, float]
     tokens: int
     latent_shape: tuple[int, int, int, int, int]
     height: int
@@ -89,13 +92,14 @@ class Load:
     at_once: int = 1
 
     @classmethod
-    def of(cls, plan: ExecutionPlan, spec: ModelSpec) -> "Load":
+    def of(cls, plan: ExecutionPlan, spec: ModelSpec) -> "Workload":
         """Return what a plan holds and runs; `spec` is its model's."""
         return cls(
             spec=spec,
             device=plan.components["transformer"].device,
             dtypes={name: part.dtype for name, part in plan.components.items()},
             engine_bytes={name: part.weights_bytes for name, part in plan.components.items() if part.engines},
+            engine_seconds={},
             tokens=plan.tokens,
             latent_shape=plan.latent_shape,
             height=plan.height,
@@ -110,6 +114,28 @@ class Load:
     def cuda(self) -> bool:
         """Whether the device has memory of its own."""
         return self.device.startswith("cuda")
+
+    def flops(self, component: str, tile: int | None = None) -> float:
+        """Return the operations of one call of a component; see `call_flops`."""
+        return call_flops(self.spec, component, self.latent_shape[2:], tile)
+
+
+def call_flops(spec: ModelSpec, component: str, latent: LatentSize, tile: int | None = None) -> float:
+    """Return the operations of one call of a component; of the whole clip for the VAE.
+
+    Args:
+        latent: (frames, height, width) of the clip in latent units.
+        tile: side of the tiles that the VAE decodes frames in, in latents; overlaps are decoded twice.
+    """
+    if component == "text_encoder":
+        return 2.0 * spec.parameters[component] * spec.max_sequence_length
+    if is_transformer(component):
+        tokens = prod(n // patch for n, patch in zip(latent, spec.transformer.patch_size, strict=True))
+        return spec.transformer.forward_flops(tokens, spec.max_sequence_length)
+    frames, height, width = latent
+    vae, scale = spec.vae, spec.vae.scale_factor_spatial
+    whole = vae.decode_flops((frames - 1) * vae.scale_factor_temporal + 1, height * scale, width * scale)
+    return whole * times_decoded(height, width, tile)
 
 
 def weights_bytes(spec: ModelSpec, dtypes: Mapping[str, str], quantization: str = "none") -> dict[str, int]:
@@ -161,15 +187,15 @@ def decode_chunk(
     return chunk
 
 
-def tile_sides(load: Load) -> list[int]:
+def tile_sides(workload: Workload) -> list[int]:
     """Return the sides of tiles that a frame can be cut into, in latents, the largest first; none for an engine."""
-    if "vae" in load.engine_bytes:
+    if "vae" in workload.engine_bytes:
         return []
-    scale = load.spec.vae.scale_factor_spatial
-    return [side // scale for side in _TILE_SIDES if side < max(load.height, load.width)]
+    scale = workload.spec.vae.scale_factor_spatial
+    return [side // scale for side in _TILE_SIDES if side < max(workload.height, workload.width)]
 
 
-def decode_bytes(load: Load, chunk: int, tile: int | None) -> int:
+def decode_bytes(workload: Workload, chunk: int, tile: int | None) -> int:
     """Return the working set of the VAE's decoder.
 
     In tiles it is that of one tile, which goes through the whole clip with its caches before the next one starts. The
@@ -179,80 +205,84 @@ def decode_bytes(load: Load, chunk: int, tile: int | None) -> int:
         chunk: latent frames in one call.
         tile: side of a tile, in latents; `None` decodes frames whole.
     """
-    vae, element = load.spec.vae, DTYPE_BYTES[load.dtypes["vae"]]
+    vae, element = workload.spec.vae, DTYPE_BYTES[workload.dtypes["vae"]]
     if tile is None:
-        return vae.decode_bytes(chunk, load.height, load.width, element, cpu=not load.cuda)
+        return vae.decode_bytes(chunk, workload.height, workload.width, element, cpu=not workload.cuda)
     side = tile * vae.scale_factor_spatial
-    working = vae.decode_bytes(chunk, min(load.height, side), min(load.width, side), element, cpu=not load.cuda)
-    return working if load.cuda else working + clip_bytes(load)
+    working = vae.decode_bytes(
+        chunk, min(workload.height, side), min(workload.width, side), element, cpu=not workload.cuda
+    )
+    return working if workload.cuda else working + clip_bytes(workload)
 
 
-def clip_bytes(load: Load) -> int:
+def clip_bytes(workload: Workload) -> int:
     """Return what the clip takes that tiles come together in: three colours in float16."""
-    frames = (load.latent_shape[2] - 1) * load.spec.vae.scale_factor_temporal + 1
-    return _CLIP_BYTES_PER_PIXEL * frames * load.height * load.width
+    frames = (workload.latent_shape[2] - 1) * workload.spec.vae.scale_factor_temporal + 1
+    return _CLIP_BYTES_PER_PIXEL * frames * workload.height * workload.width
 
 
-def stages(load: Load, strategy: MemoryStrategy) -> tuple[StageMemory, ...]:
+def stages(workload: Workload, strategy: MemoryStrategy) -> tuple[StageMemory, ...]:
     """Return what each component takes while it runs, in the order they do."""
-    weights = _held(load, strategy)
-    beside = _LATENTS_HELD * DTYPE_BYTES["float32"] * prod(load.latent_shape)
-    beside += _CUDA_CONTEXT_BYTES if load.cuda else _CPU_LIBRARIES_BYTES
-    beside += _SHARING_BYTES if load.split is not None else 0
-    return tuple(_stage(load, strategy, name, weights, beside) for name in load.spec.component_names)
+    weights = _held(workload, strategy)
+    beside = _LATENTS_HELD * DTYPE_BYTES["float32"] * prod(workload.latent_shape)
+    beside += _CUDA_CONTEXT_BYTES if workload.cuda else _CPU_LIBRARIES_BYTES
+    beside += _SHARING_BYTES if workload.split is not None else 0
+    return tuple(_stage(workload, strategy, name, weights, beside) for name in workload.spec.component_names)
 
 
-def ram_bytes(load: Load, strategy: MemoryStrategy) -> int:
+def ram_bytes(workload: Workload, strategy: MemoryStrategy) -> int:
     """Return the system memory that a job on a GPU takes.
 
     Weights wait there, or a shard of them is read before anything is decoded; and tiles come together there. While
     weights are copied to where they wait page-locked, a process holds pages of their files too, up to the largest
     shard. They are not counted: nothing was written to them, so the system takes them back when it is short.
     """
-    weights = weights_bytes(load.spec, load.dtypes, strategy.quantization)
-    own = {name: size for name, size in weights.items() if name not in load.engine_bytes}
-    processes = 1 if load.split is None else 1 + len(load.split.devices)
-    clip = 0 if strategy.decode_tile is None else clip_bytes(load)
+    weights = weights_bytes(workload.spec, workload.dtypes, strategy.quantization)
+    own = {name: size for name, size in weights.items() if name not in workload.engine_bytes}
+    processes = 1 if workload.split is None else 1 + len(workload.split.devices)
+    clip = 0 if strategy.decode_tile is None else clip_bytes(workload)
     if strategy.offload != "none":
         return _CUDA_PROCESS_BYTES + sum(own.values()) + clip
     return processes * _CUDA_PROCESS_BYTES + max(min(max(own.values(), default=0), _SHARD_BYTES), clip)
 
 
-def _held(load: Load, strategy: MemoryStrategy) -> dict[str, int]:
-    return weights_bytes(load.spec, load.dtypes, strategy.quantization) | dict(load.engine_bytes)
+def _held(workload: Workload, strategy: MemoryStrategy) -> dict[str, int]:
+    return weights_bytes(workload.spec, workload.dtypes, strategy.quantization) | dict(workload.engine_bytes)
 
 
-def _stage(load: Load, strategy: MemoryStrategy, name: str, weights: Mapping[str, int], beside: int) -> StageMemory:
+def _stage(
+    workload: Workload, strategy: MemoryStrategy, name: str, weights: Mapping[str, int], beside: int
+) -> StageMemory:
     stage = stage_of(name)
-    working = _working(load, strategy, name, weights)
+    working = _working(workload, strategy, name, weights)
     return StageMemory(
         stage=stage,
         component=name,
-        weights_bytes=_on_device(load.spec, strategy, name, weights, load.engine_bytes),
+        weights_bytes=_on_device(workload.spec, strategy, name, weights, workload.engine_bytes),
         working_bytes=working,
         overhead_bytes=beside,
-        allocator_slack_bytes=int(_SPARE_SHARE[stage] * working) + _SPARE_BYTES if load.cuda else 0,
+        allocator_slack_bytes=int(_SPARE_SHARE[stage] * working) + _SPARE_BYTES if workload.cuda else 0,
     )
 
 
-def _working(load: Load, strategy: MemoryStrategy, name: str, weights: Mapping[str, int]) -> int:
-    spec, dtype = load.spec, load.dtypes[name]
+def _working(workload: Workload, strategy: MemoryStrategy, name: str, weights: Mapping[str, int]) -> int:
+    spec, dtype = workload.spec, workload.dtypes[name]
     if name == "text_encoder":
         working = encode_bytes(spec, dtype)
-        if strategy.offload in {"group", "sequential"} and name not in load.engine_bytes:
+        if strategy.offload in {"group", "sequential"} and name not in workload.engine_bytes:
             # Its embedding counts as weights, and leaves before the rest begins.
             working = max(working - int(_LARGEST_LAYER * weights[name]), 0)
         return working
     if name == "vae":
-        return decode_bytes(load, strategy.decode_chunk, strategy.decode_tile)
-    kept = load.text_bytes if strategy.offload in {"none", "model"} else 0
-    guidance, sequence = (1, 1) if load.split is None else (load.split.guidance, load.split.sequence)
-    share = -(-load.tokens // sequence)
+        return decode_bytes(workload, strategy.decode_chunk, strategy.decode_tile)
+    kept = workload.text_bytes if strategy.offload in {"none", "model"} else 0
+    guidance, sequence = (1, 1) if workload.split is None else (workload.split.guidance, workload.split.sequence)
+    share = -(-workload.tokens // sequence)
     tensor = share * spec.transformer.width * DTYPE_BYTES[dtype]
     # Where the passes of a step run on different GPUs, each remembers its own.
-    cached = -(-load.cached_passes // guidance) * _CACHED_TENSORS * tensor
+    cached = -(-workload.cached_passes // guidance) * _CACHED_TENSORS * tensor
     if sequence == 1:
-        return load.at_once * denoise_bytes(spec, load.tokens, dtype, strategy.quantization) + kept + cached
+        return workload.at_once * denoise_bytes(spec, workload.tokens, dtype, strategy.quantization) + kept + cached
     return denoise_bytes(spec, share, dtype, strategy.quantization) + kept + cached + _EXCHANGED * tensor
 
 
@@ -283,7 +313,7 @@ def _on_device(
 
 
 def at_once(speed: Speed) -> int:
-    """Return `Load.at_once`."""
+    """Return `Workload.at_once`."""
     return (2 if speed.paired else 1) + speed.graphed
 
 

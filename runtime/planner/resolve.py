@@ -18,9 +18,8 @@ from runtime.machine.probe import Machine, seen_from
 from runtime.models.spec import ModelSpec, attention_flops, is_transformer
 from runtime.planner import clip, constraints, execution_options, memory_model, parallelism
 from runtime.planner.engine_offers import Choice, EngineOffer, Offers, admit, choose, no_offers
-from runtime.planner.estimate import Case
+from runtime.planner.forecast import ForecastInputs
 from runtime.planner.history import History, attention_seconds, calls_of, compile_seconds, device_name
-from runtime.planner.latency_model import Work, flops
 from runtime.planner.placement import place
 from runtime.planner.strategies import decide
 
@@ -147,18 +146,18 @@ def _resolved(
     choices = _choices(request, spec, latent_shape[2:], machine, surroundings, reason, noted)
     if split is not None and choices["vae"].uses:
         split = split.replace(decode=False)
-    load = replace(
-        _load(spec, device, dtypes, choices, noted, frames, height, width),
+    workload = replace(
+        _workload(spec, device, dtypes, choices, noted, frames, height, width),
         split=split,
         cached_passes=memory_model.cached_passes(step_cache, guidance, guidance_2),
     )
     in_pytorch = memory_model.weights_bytes(spec, dtypes) if device != "cpu" else {}
-    computed = _speed_case(request, load, machine, choices, history, calls, free)
-    base = execution_options.held(computed)
-    load = replace(load, text_bytes=base.text_bytes, at_once=memory_model.at_once(base))
-    case = Case(
-        load=load,
-        work=Work(calls=calls, frames=frames, engine_seconds=noted.seconds(choices)),
+    options = _option_inputs(request, workload, machine, choices, history, calls, free)
+    base = execution_options.held(options)
+    workload = replace(workload, text_bytes=base.text_bytes, at_once=memory_model.at_once(base))
+    inputs = ForecastInputs(
+        workload=workload,
+        calls=calls,
         machine=machine,
         history=history,
         backends={name: choice.backend for name, choice in choices.items()},
@@ -166,15 +165,15 @@ def _resolved(
         whole={name: size for name, size in in_pytorch.items() if not choices[name].uses},
         free_bytes=free,
         ram_free_bytes=machine.ram_free_bytes,
-        chunk=_most_at_once(load, choices["vae"], free),
+        chunk=_most_at_once(workload, choices["vae"], free),
         step_cache=step_cache,
-        speed=computed,
+        options=options,
         base=base,
     )
     described = Fact("planner.clip", {"model": spec.title, "width": width, "height": height, "frames": frames})
-    decision = decide(case, offload, request.quantization, described)
+    decision = decide(inputs, offload, request.quantization, described)
     chosen, strategy = decision.chosen, decision.chosen.strategy
-    weights = memory_model.weights_bytes(spec, dtypes, strategy.quantization) | dict(load.engine_bytes)
+    weights = memory_model.weights_bytes(spec, dtypes, strategy.quantization) | dict(workload.engine_bytes)
     if split is not None and strategy.decode_tile is not None:
         split = split.replace(decode=False)
     passes = sum(calls[name] for name in calls if is_transformer(name))
@@ -219,7 +218,7 @@ def _resolved(
         expert_steps=expert_steps,
         shift_reason=clip.shift_reason(shift, spec),
         step_flops=forward * passes / steps,
-        decode_flops=flops(load, case.work, "vae", strategy.decode_tile),
+        decode_flops=workload.flops("vae", strategy.decode_tile),
         free_bytes=free,
         memory=chosen.memory,
         seconds=chosen.seconds,
@@ -265,7 +264,7 @@ def _or(value: Number | Auto, default: Number) -> Number:
     return default if isinstance(value, str) else value
 
 
-def _load(
+def _workload(
     spec: ModelSpec,
     device: str,
     dtypes: Mapping[str, str],
@@ -274,14 +273,15 @@ def _load(
     frames: int,
     height: int,
     width: int,
-) -> memory_model.Load:
+) -> memory_model.Workload:
     weights = memory_model.weights_bytes(spec, dtypes)
-    return memory_model.Load(
+    return memory_model.Workload(
         spec=spec,
         device=device,
         dtypes=dtypes,
         # One that is to be built will be as large as its weights; Inductor's files are without them.
         engine_bytes={name: max(offer.file_bytes, weights[name]) for name, offer in offers.taken(choices).items()},
+        engine_seconds=offers.seconds(choices),
         tokens=spec.tokens(frames, height, width),
         latent_shape=spec.latent_shape(frames, height, width),
         height=height,
@@ -289,37 +289,44 @@ def _load(
     )
 
 
-def _speed_case(
+def _option_inputs(
     request: GenerationRequest,
-    load: memory_model.Load,
+    workload: memory_model.Workload,
     machine: Machine,
     choices: Mapping[str, Choice],
     history: History,
     calls: Mapping[str, float],
     free: int,
-) -> execution_options.Case:
-    dtype, name = load.dtypes["transformer"], device_name(machine, load.device)
+) -> execution_options.OptionInputs:
+    dtype, name = workload.dtypes["transformer"], device_name(machine, workload.device)
     experts = [part for part in choices if is_transformer(part)]
-    return execution_options.Case(
-        load=load,
+    return execution_options.OptionInputs(
+        workload=workload,
         machine=machine,
-        asked=execution_options.Asked(attention=request.attention, compile=request.compile),
+        attention=request.attention,
+        compile=request.compile,
         calls=sum(calls[part] for part in experts),
         guided=calls["text_encoder"] > 1,
-        attention_seconds=attention_seconds(history, name, dtype, attention_flops(load.spec, load.tokens)),
-        compile_seconds=lambda quantization: compile_seconds(history, name, load.spec, dtype, quantization),
+        attention_seconds=attention_seconds(history, name, dtype, attention_flops(workload.spec, workload.tokens)),
+        compile_seconds=lambda quantization: compile_seconds(history, name, workload.spec, dtype, quantization),
         free_bytes=free,
         in_pytorch=any(choices[part].backend == PYTORCH for part in experts),
-        passes_apart=request.step_cache != NONE or load.split is not None,
+        passes_apart=request.step_cache != NONE or workload.split is not None,
     )
 
 
-def _most_at_once(load: memory_model.Load, vae: Choice, free_bytes: int) -> int:
+def _most_at_once(workload: memory_model.Workload, vae: Choice, free_bytes: int) -> int:
     if vae.uses:
         # An engine takes one latent frame a call, so that it serves clips of any length.
         return 1
     return memory_model.decode_chunk(
-        load.spec, load.latent_shape[2], load.height, load.width, load.dtypes["vae"], load.device, free_bytes
+        workload.spec,
+        workload.latent_shape[2],
+        workload.height,
+        workload.width,
+        workload.dtypes["vae"],
+        workload.device,
+        free_bytes,
     )
 
 

@@ -14,8 +14,8 @@ from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, Speed
 from runtime.core.request import AUTO
 from runtime.models.spec import is_transformer
-from runtime.planner import constraints, estimate, execution_options, memory_model
-from runtime.planner.estimate import Case
+from runtime.planner import constraints, execution_options, forecast, memory_model
+from runtime.planner.forecast import ForecastInputs
 
 # What stays loaded stays for hours: so much of the free memory at most.
 _KEEP_SHARE = {"cpu": 0.6, "cuda": 0.9}
@@ -66,20 +66,20 @@ class Decision:
     warnings: tuple[Fact, ...]
 
 
-def options(case: Case) -> list[Option]:
+def options(inputs: ForecastInputs) -> list[Option]:
     """Return every strategy for such a device, fastest first; what this machine lacks for one is in its forecast."""
-    if not case.load.cuda:
-        return [_option(case, Fact(code), strategy) for code, strategy in (_KEEP, _ONE)]
-    if case.load.split is not None:
+    if not inputs.workload.cuda:
+        return [_option(inputs, Fact(code), strategy) for code, strategy in (_KEEP, _ONE)]
+    if inputs.workload.split is not None:
         # Each of several GPUs keeps what it runs.
-        plain = [_option(case, Fact(code), strategy) for code, strategy in (_KEEP, _FREE_TEXT, _ONE)]
-        return [*plain, _first_that_fits(_quantized(case, "fp8"))]
-    plain = [_option(case, Fact(code), strategy) for code, strategy in (_KEEP, _FREE_TEXT, _ONE, _MODEL, _GROUP)]
-    quantized = [_first_that_fits(islice(_quantized(case, kind), 3)) for kind in constraints.QUANTIZATIONS]
-    return [*plain, *quantized, _option(case, Fact(_SEQUENTIAL[0]), _SEQUENTIAL[1])]
+        plain = [_option(inputs, Fact(code), strategy) for code, strategy in (_KEEP, _FREE_TEXT, _ONE)]
+        return [*plain, _first_that_fits(_quantized(inputs, "fp8"))]
+    plain = [_option(inputs, Fact(code), strategy) for code, strategy in (_KEEP, _FREE_TEXT, _ONE, _MODEL, _GROUP)]
+    quantized = [_first_that_fits(islice(_quantized(inputs, kind), 3)) for kind in constraints.QUANTIZATIONS]
+    return [*plain, *quantized, _option(inputs, Fact(_SEQUENTIAL[0]), _SEQUENTIAL[1])]
 
 
-def decide(case: Case, offload: str, quantization: str, clip: Fact) -> Decision:
+def decide(inputs: ForecastInputs, offload: str, quantization: str, clip: Fact) -> Decision:
     """Choose a strategy.
 
     Args:
@@ -90,23 +90,23 @@ def decide(case: Case, offload: str, quantization: str, clip: Fact) -> Decision:
         InvalidRequestError: if offload and quantization exclude each other.
         MemoryShortError: if no such strategy fits, with the first that does.
     """
-    every = options(case)
-    asked = _asked(case, every, offload, quantization)
+    every = options(inputs)
+    asked = _asked(inputs, every, offload, quantization)
     chosen = _first(asked)
     if chosen is None:
-        raise _refusal(case, every, asked, clip)
+        raise _refusal(inputs, every, asked, clip)
     if chosen not in every:
         # After the others of its kind, which are faster.
         place = 1 + max(place for place, option in enumerate(every) if option.strategy.quantization == quantization)
         every = [*every[:place], chosen, *every[place:]]
     warnings = []
     if chosen.strategy.decode_tile is not None:
-        warnings.append(Fact("planner.decoded_in_tiles", {"side": _tile_pixels(case, chosen.strategy.decode_tile)}))
+        warnings.append(Fact("planner.decoded_in_tiles", {"side": _tile_pixels(inputs, chosen.strategy.decode_tile)}))
     if quantization == AUTO and _is_quantized(chosen):
         warnings.append(Fact("planner.quantized", {"quantization": chosen.strategy.quantization}))
     if chosen.tight:
-        warnings.append(Fact("planner.memory_tight", {"peak": chosen.forecast.peak_bytes, "free": case.free_bytes}))
-    return Decision(chosen, _forecasts(case, every, chosen), tuple(warnings))
+        warnings.append(Fact("planner.memory_tight", {"peak": chosen.forecast.peak_bytes, "free": inputs.free_bytes}))
+    return Decision(chosen, _forecasts(inputs, every, chosen), tuple(warnings))
 
 
 def _first(options: list[Option]) -> Option | None:
@@ -116,11 +116,11 @@ def _first(options: list[Option]) -> Option | None:
     return roomy or min(fitting, key=lambda option: _needs(option.memory), default=None)
 
 
-def _forecasts(case: Case, every: list[Option], chosen: Option | None) -> tuple[StrategyForecast, ...]:
+def _forecasts(inputs: ForecastInputs, every: list[Option], chosen: Option | None) -> tuple[StrategyForecast, ...]:
     """Return all forecasts, with whether a request gets the strategy by asking for it."""
     forecasts = []
     for option in every:
-        excluded = _excluded(case, *option.settings)
+        excluded = _excluded(inputs, *option.settings)
         first = _first([other for other in every if other.settings == option.settings])
         forecasts.append(
             option.forecast.replace(
@@ -131,24 +131,24 @@ def _forecasts(case: Case, every: list[Option], chosen: Option | None) -> tuple[
     return tuple(forecasts)
 
 
-def _excluded(case: Case, offload: str, quantization: str) -> Fact | None:
+def _excluded(inputs: ForecastInputs, offload: str, quantization: str) -> Fact | None:
     """Return why a strategy excludes a backend that was asked for, `None` if it does not."""
-    for name, backend in case.asked.items():
+    for name, backend in inputs.asked.items():
         if backend not in {AUTO, PYTORCH} and is_transformer(name):
             asked = constraints.Case(component=name, backend=backend, offload=offload, quantization=quantization)
-            against = constraints.conflict(asked, case.machine)
+            against = constraints.conflict(asked, inputs.machine)
             if against is not None and against.setting:
                 return against.fact
     return None
 
 
-def _asked(case: Case, every: list[Option], offload: str, quantization: str) -> list[Option]:
+def _asked(inputs: ForecastInputs, every: list[Option], offload: str, quantization: str) -> list[Option]:
     if quantization in {AUTO, "none"}:
         pool = [option for option in every if quantization == AUTO or not _is_quantized(option)]
     else:
-        pool = list(_quantized(case, quantization))
+        pool = list(_quantized(inputs, quantization))
     # An engine holds its weights itself: they are neither brought to it nor quantized unless that was asked for.
-    if any(is_transformer(name) for name in case.load.engine_bytes):
+    if any(is_transformer(name) for name in inputs.workload.engine_bytes):
         pool = [
             option
             for option in pool
@@ -165,12 +165,12 @@ def _asked(case: Case, every: list[Option], offload: str, quantization: str) -> 
     return asked
 
 
-def _quantized(case: Case, kind: str) -> Iterator[Option]:
+def _quantized(inputs: ForecastInputs, kind: str) -> Iterator[Option]:
     """Yield the strategies with quantized transformers, the one that takes most memory first."""
-    for code, strategy in (_KEEP, _FREE_TEXT, _ONE, _MODEL)[: 4 if case.load.split is None else 3]:
+    for code, strategy in (_KEEP, _FREE_TEXT, _ONE, _MODEL)[: 4 if inputs.workload.split is None else 3]:
         if constraints.cannot_wait(_in_pytorch(kind, strategy.offload)) is None:
             title = Fact("strategy.quantized", {"quantization": kind, "how": Fact(code)})
-            yield _option(case, title, strategy.replace(quantization=kind))
+            yield _option(inputs, title, strategy.replace(quantization=kind))
 
 
 def _in_pytorch(quantization: str, offload: str) -> constraints.Case:
@@ -197,69 +197,71 @@ def _fits(option: Option) -> bool:
     return _has_room(option) and option.against is None
 
 
-def _option(case: Case, title: Fact, strategy: MemoryStrategy) -> Option:
-    usable = case.free_bytes * (_KEEP_SHARE["cuda" if case.load.cuda else "cpu"] if strategy.keep_loaded else 1.0)
-    strategy = strategy.replace(decode_chunk=case.chunk)
+def _option(inputs: ForecastInputs, title: Fact, strategy: MemoryStrategy) -> Option:
+    usable = inputs.free_bytes * (
+        _KEEP_SHARE["cuda" if inputs.workload.cuda else "cpu"] if strategy.keep_loaded else 1.0
+    )
+    strategy = strategy.replace(decode_chunk=inputs.chunk)
     computed, compiling, excluded = execution_options.for_strategy(
-        case.speed, strategy, case.base, lambda how: estimate.call(case, strategy, "transformer", how)
+        inputs.options, strategy, inputs.base, lambda how: forecast.call_seconds(inputs, strategy, "transformer", how)
     )
     # Decoding fewer frames in a call costs little time: it comes before any other saving. Tiles cost more than freeing
     # what does not run, so they come after that.
-    tiles = [] if strategy.keep_loaded else memory_model.tile_sides(case.load)
+    tiles = [] if strategy.keep_loaded else memory_model.tile_sides(inputs.workload)
     fitted = strategy
-    memory = estimate.memory(case, fitted, computed)
+    memory = forecast.memory(inputs, fitted, computed)
     for tile in (None, *tiles):
         if _needs(memory[-1:]) <= usable:
             break
         fitted = strategy.replace(decode_chunk=1, decode_tile=tile)
-        memory = estimate.memory(case, fitted, computed)
+        memory = forecast.memory(inputs, fitted, computed)
     if fitted.decode_tile is not None:
-        title = Fact("strategy.tiles", {"how": title, "side": _tile_pixels(case, fitted.decode_tile)})
-    elif fitted.decode_chunk != case.chunk:
+        title = Fact("strategy.tiles", {"how": title, "side": _tile_pixels(inputs, fitted.decode_tile)})
+    elif fitted.decode_chunk != inputs.chunk:
         title = Fact("strategy.frame_by_frame", {"how": title})
     peak = max(stage.peak_bytes for stage in memory)
-    ram = memory_model.ram_bytes(case.load, fitted) if case.load.cuda else 0
-    seconds = estimate.seconds(case, fitted, computed)
+    ram = memory_model.ram_bytes(inputs.workload, fitted) if inputs.workload.cuda else 0
+    seconds = forecast.seconds(inputs, fitted, computed)
     seconds["load"] += compiling
     roomy = _needs(memory) <= usable
     against = (
-        constraints.excluded_by_step_cache(case.step_cache, fitted.offload, case.machine)
-        or constraints.lacking(fitted.quantization, case.machine)
-        or _unloadable(case, fitted)
+        constraints.excluded_by_step_cache(inputs.step_cache, fitted.offload, inputs.machine)
+        or constraints.lacking(fitted.quantization, inputs.machine)
+        or _unloadable(inputs, fitted)
         or excluded
     )
-    forecast = StrategyForecast(
+    predicted = StrategyForecast(
         strategy=fitted,
         title=title,
         peak_bytes=peak,
         ram_bytes=ram,
         seconds=seconds["total"],
         # What stays for hours leaves room for others: keeping everything loaded is never a tight fit.
-        fits=roomy or (not fitted.keep_loaded and peak <= case.free_bytes),
-        fits_ram=ram <= case.ram_free_bytes,
+        fits=roomy or (not fitted.keep_loaded and peak <= inputs.free_bytes),
+        fits_ram=ram <= inputs.ram_free_bytes,
         lacks=against.fact if against else None,
     )
-    return Option(forecast=forecast, memory=memory, seconds=seconds, tight=not roomy, against=against, speed=computed)
+    return Option(forecast=predicted, memory=memory, seconds=seconds, tight=not roomy, against=against, speed=computed)
 
 
-def _unloadable(case: Case, strategy: MemoryStrategy) -> constraints.Conflict | None:
+def _unloadable(inputs: ForecastInputs, strategy: MemoryStrategy) -> constraints.Conflict | None:
     # Weights are quantized one by one as they are read.
     quantized = strategy.quantization != "none"
-    whole = {name: size for name, size in case.whole.items() if not (quantized and is_transformer(name))}
-    return constraints.load_conflict(case.load.spec, whole, case.machine)
+    whole = {name: size for name, size in inputs.whole.items() if not (quantized and is_transformer(name))}
+    return constraints.load_conflict(inputs.workload.spec, whole, inputs.machine)
 
 
-def _tile_pixels(case: Case, tile: int) -> int:
-    return tile * case.load.spec.vae.scale_factor_spatial
+def _tile_pixels(inputs: ForecastInputs, tile: int) -> int:
+    return tile * inputs.workload.spec.vae.scale_factor_spatial
 
 
 def _needs(memory: tuple[StageMemory, ...]) -> int:
     return max(stage.peak_bytes + stage.allocator_slack_bytes for stage in memory)
 
 
-def _refusal(case: Case, every: list[Option], asked: list[Option], clip: Fact) -> MemoryShortError:
-    where = "video memory" if case.load.cuda else "memory"
-    forecasts = _forecasts(case, every, None)
+def _refusal(inputs: ForecastInputs, every: list[Option], asked: list[Option], clip: Fact) -> MemoryShortError:
+    where = "video memory" if inputs.workload.cuda else "memory"
+    forecasts = _forecasts(inputs, every, None)
     other = next((option for option in every if _fits(option)), None)
     able = [option for option in asked if option.against is None]
     unable = next((option.against for option in asked if option.against), None)
@@ -269,7 +271,7 @@ def _refusal(case: Case, every: list[Option], asked: list[Option], clip: Fact) -
         return MemoryShortError(code, cause=unable.fact, remedy=remedy, strategies=forecasts, where=where)
     least = min(able, key=lambda option: (not option.forecast.fits_ram, option.forecast.peak_bytes)).forecast
     offloaded = min((o.forecast for o in able if o.forecast.fits), key=lambda one: one.ram_bytes, default=None)
-    needs = {"clip": clip, "peak": least.peak_bytes, "free": case.free_bytes, "ram_free": case.ram_free_bytes}
+    needs = {"clip": clip, "peak": least.peak_bytes, "free": inputs.free_bytes, "ram_free": inputs.ram_free_bytes}
     if offloaded is None:
         code, remedy = "planner.memory_short", Fact("planner.ask_for_less")
     else:

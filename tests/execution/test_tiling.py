@@ -74,11 +74,12 @@ def test_the_decoder_runs_as_often_and_as_large_as_forecast(
     # Two calls a tile: the first latent frame, and the other.
     assert sum(h * w for h, w in seen) == pytest.approx(2 * height * width * times_decoded(height, width, tile))
     assert set(seen) == {(min(height, tile), min(width, tile))}
-    load = memory_model.Load(
+    load = memory_model.Workload(
         spec=spec,
         device="cuda:0",
         dtypes={"vae": "float32"},
         engine_bytes={},
+        engine_seconds={},
         tokens=0,
         latent_shape=(1, spec.vae.z_dim, 2, height, width),
         height=height * spec.vae.scale_factor_spatial,

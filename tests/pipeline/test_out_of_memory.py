@@ -239,7 +239,7 @@ def _decode_with_little_memory(directory: Path, output: Path, end: Any) -> None:
 
     spec = read_spec(directory, "tiny")
     plan = tiny_plan(spec, output, width=768, height=512, frames=5, steps=1, on_out_of_memory="any")
-    load = memory_model.Load.of(plan, spec)
+    load = memory_model.Workload.of(plan, spec)
     whole, tiled = (memory_model.decode_bytes(load, 1, tile) for tile in (None, memory_model.tile_sides(load)[0]))
     events: list[Event] = []
 

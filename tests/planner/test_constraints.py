@@ -11,7 +11,6 @@ from runtime.core.request import BACKENDS, OFFLOADS, QUANTIZATIONS
 from runtime.machine.probe import Machine
 from runtime.models.catalogue import look_up
 from runtime.models.spec import ModelSpec
-from runtime.planner.build_time import build_seconds
 from runtime.planner.constraints import (
     NEEDS,
     RULES,
@@ -24,6 +23,7 @@ from runtime.planner.constraints import (
     load_conflict,
 )
 from runtime.planner.engine_index import EngineRecord, misfit
+from runtime.planner.forecast import build_seconds
 from runtime.planner.shapes import ShapeProfile
 from tests.engines.made import key, put
 from tests.planner.test_engine_index import CHANGES

@@ -17,7 +17,7 @@ from runtime.planner.history import runs_of
 from runtime.planner.parallelism import counts, faster
 from runtime.planner.resolve import resolve
 from runtime.queue.execution import on_gpu
-from tests.planner.test_memory_model import load
+from tests.planner.test_memory_model import workload
 from tests.plans import GIB, machine
 from tests.true_sizes import spec
 
@@ -261,5 +261,5 @@ def test_heads_are_shared_evenly(heads: int, guided: bool, able: list[int]) -> N
 
 
 def test_a_pass_that_is_shared_takes_less() -> None:
-    held = load(spec(A14B), (832, 480, 81))
+    held = workload(spec(A14B), (832, 480, 81))
     assert held.split is None

@@ -14,7 +14,7 @@ from runtime.core.request import GenerationRequest
 from runtime.machine.probe import Gpu, Machine
 from runtime.planner import memory_model
 from runtime.planner.resolve import resolve
-from tests.planner.test_memory_model import load
+from tests.planner.test_memory_model import workload
 from tests.plans import GIB, machine
 from tests.true_sizes import spec
 
@@ -196,13 +196,15 @@ def test_what_stays_loaded_is_let_go_before_frames_are_cut() -> None:
 
 
 def test_an_engine_decodes_frames_whole() -> None:
-    held = load(spec(SMALL), (832, 480, 81))
+    held = workload(spec(SMALL), (832, 480, 81))
     assert memory_model.tile_sides(held) == [64, 32]
     assert memory_model.tile_sides(replace(held, engine_bytes={"vae": 1})) == []
 
 
 def test_every_tile_is_one_that_the_decoder_takes() -> None:
-    sides = [side for model in (SMALL, TI2V) for side in memory_model.tile_sides(load(spec(model), (1280, 704, 81)))]
+    sides = [
+        side for model in (SMALL, TI2V) for side in memory_model.tile_sides(workload(spec(model), (1280, 704, 81)))
+    ]
     assert sides == [64, 32, 32, 16]
     assert min(sides) >= 4
 

@@ -78,11 +78,12 @@ def test_tiles_take_half_too() -> None:
     for dtype in ("bfloat16", "float32"):
         dtypes = dict.fromkeys(LARGE.component_names, dtype)
         loads.append(
-            memory_model.Load(
+            memory_model.Workload(
                 spec=LARGE,
                 device="cuda:0",
                 dtypes=dtypes,
                 engine_bytes={},
+                engine_seconds={},
                 tokens=1,
                 latent_shape=(1, 16, 9, 60, 104),
                 height=480,

@@ -1,0 +1,336 @@
+"""Forecast of a clip, pure: memory and latency by stage, and build times of engines.
+
+What was measured on this machine counts first (`planner.history`). Otherwise memory is that of `planner.memory_model`,
+and latency is the number of operations over the device's rate, with a range.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory
+from runtime.core.plan import EAGER, PYTORCH, LatentSize, Speed
+from runtime.core.step_cache import NONE
+from runtime.machine.probe import Machine
+from runtime.models.spec import ModelSpec, is_transformer
+from runtime.planner import execution_options, history, memory_model, parallelism
+from runtime.planner.engine_index import EngineRecord
+from runtime.planner.history import History
+from runtime.planner.memory_model import DTYPE_BYTES, Workload, call_flops, weights_bytes
+
+_TERA = 1e12
+_GIGA = 1e9
+
+# From data sheets: dense 16-bit tensor operations per second (10¹²) with float32 accumulation, and memory bandwidth
+# (10⁹ bytes/s). The first entry that is part of the GPU's name counts.
+_GPUS: tuple[tuple[str, float, float], ...] = (
+    ("B200", 2250, 8000),
+    ("H200", 989, 4800),
+    ("H100 PCIe", 756, 2000),
+    ("H100", 989, 3350),
+    ("A100", 312, 1750),
+    ("L40S", 362, 864),
+    ("L40", 181, 864),
+    ("L4", 121, 300),
+    ("A10", 70, 600),
+    ("RTX 6000 Ada", 182, 960),
+    ("RTX A6000", 77, 768),
+    ("5090", 209, 1792),
+    ("5080", 113, 960),
+    ("5070", 62, 672),
+    ("4090", 165, 1008),
+    ("4080", 97, 717),
+    ("4070", 58, 504),
+    ("4060", 30, 272),
+    ("3090", 71, 936),
+    ("3080", 60, 760),
+    ("3070", 40, 448),
+    ("3060", 25, 360),
+    ("V100", 112, 900),
+    ("T4", 25, 320),
+)
+# Other GPUs, by compute capability: low values of that generation.
+_BY_CAPABILITY: tuple[tuple[tuple[int, int], float, float], ...] = (
+    ((12, 0), 60, 450),
+    ((10, 0), 1500, 6000),
+    ((9, 0), 600, 2000),
+    ((8, 9), 30, 270),
+    ((8, 0), 25, 350),
+    ((0, 0), 20, 300),
+)
+# Fitted to the rows of tests/planner/measured_h200.jsonl that are marked so, by tests/planner/test_forecast.py, which
+# holds the others to the estimate: the share of a transformer's matrix products in the GPU's rate, and what its norms,
+# rotations and gates read and write at full bandwidth, in bytes per block, token and channel (more where each token
+# has a timestep of its own).
+_MATRIX_SHARE = 0.64
+_BLOCK_TRAFFIC, _BLOCK_TRAFFIC_TIME_PER_TOKEN = 495, 633
+# The share of a decoder of 256 channels in its last level; it shrinks with that number.
+_DECODE_SHARE = {"float32": 0.204, "float16": 0.318, "bfloat16": 0.318}
+_DECODE_CHANNELS, _DECODE_POWER = 256, 0.71
+_TEXT_SHARE = 0.2
+# GPUs without bfloat16 have no TF32 either: float32 runs outside the tensor cores.
+_TF32_CAPABILITY = (8, 0)
+_NO_TF32 = 1 / 8
+# Operations per second of a CPU core in float32: 48 G on an EPYC with AVX-512, about half of that with AVX2.
+_CORE_RATE = 40 * _GIGA
+
+# Ranges, (low, high) as factors of the estimate.
+_KNOWN_GPU = (0.75, 1.6)
+_OTHER_GPU = (0.3, 2.5)
+_CPU = (0.6, 2.5)
+_ENGINE = (0.8, 1.3)
+# Slowdown of quantized arithmetic against 16 bits, (low, likely, high): three models on an H200.
+_QUANTIZED: Mapping[str, tuple[float, float, float]] = {
+    "none": (1.0, 1.0, 1.0),
+    "fp8": (0.95, 1.1, 1.4),
+    "bnb-8bit": (1.2, 1.6, 2.5),
+    "bnb-4bit": (0.9, 1.0, 1.5),
+}
+# Share of the transformers' time that remains with a step cache, (low, likely, high): it depends on model and clip.
+_CACHED = (0.3, 0.7, 1.05)
+# Bytes per second from RAM to the GPU over PCIe 4: pinned, likely, pageable, and layer by layer.
+_PCIE_FAST, _PCIE, _PCIE_SLOW, _PCIE_BY_LAYER = 25 * _GIGA, 16 * _GIGA, 12 * _GIGA, 6 * _GIGA
+# Share of the shorter of transfer and computation that does not overlap with the longer.
+_NOT_HIDDEN = 0.1
+# Bytes per second from disk: NVMe or page cache, likely, and a hard disk.
+_DISK_FAST, _DISK, _DISK_SLOW = 4 * _GIGA, 1 * _GIGA, 0.15 * _GIGA
+# Creation of a component's modules, of any size.
+_MODULE_SECONDS = 0.1
+
+# Build seconds by builder, for components of up to 10⁸, up to 3·10⁹, and more parameters. Measured: TensorRT on an H200
+# with the embedded model and with a part of a model of 1.3·10⁹ parameters, the others with the embedded model on 2
+# cores; the rest is a guess.
+_BUILD_SIZES = (100_000_000, 3_000_000_000)
+_BUILD_SECONDS: Mapping[str, tuple[float, float, float]] = {
+    "onnx_tensorrt": (40, 300, 900),
+    "torch_tensorrt": (60, 300, 1200),
+    "inductor": (40, 120, 300),
+    "onnxruntime": (6, 60, 300),
+}
+# For each of the VAE's two programs, of any size: TensorRT times many implementations of each convolution.
+_VAE_BUILD_SECONDS: Mapping[str, float] = {"onnx_tensorrt": 145, "torch_tensorrt": 180}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForecastInputs:
+    """What a forecast depends on besides the strategy.
+
+    Attributes:
+        calls: how often each component is called: prompts, forward passes of each expert, and 1 for the VAE.
+        backends: by component.
+        asked: requested backends, or "auto", by component.
+        whole: bytes of the components that pass through RAM whole when they are loaded.
+        free_bytes: of the device; `ram_free_bytes` of RAM.
+        chunk: latent frames that the VAE decodes in one call, where memory allows.
+        step_cache: as it is used.
+        options: what decides on PyTorch's execution, and `base`, the part of that decision that all strategies share.
+    """
+
+    workload: Workload
+    calls: Mapping[str, float]
+    machine: Machine
+    history: History
+    backends: Mapping[str, str]
+    asked: Mapping[str, str]
+    whole: Mapping[str, int]
+    free_bytes: int
+    ram_free_bytes: int
+    chunk: int
+    options: execution_options.OptionInputs
+    base: Speed = EAGER
+    step_cache: str = NONE
+
+
+def memory(inputs: ForecastInputs, strategy: MemoryStrategy, speed: Speed) -> tuple[StageMemory, ...]:
+    """Return the memory of each stage, corrected by earlier runs."""
+    stages = memory_model.stages(inputs.workload, strategy)
+    if not inputs.history:
+        return stages
+    return tuple(
+        history.remembered(
+            inputs.history,
+            _kind(inputs, strategy, stage.component, speed),
+            inputs.workload.flops(stage.component, strategy.decode_tile),
+            stage,
+        )
+        for stage in stages
+    )
+
+
+def seconds(inputs: ForecastInputs, strategy: MemoryStrategy, speed: Speed) -> dict[str, Seconds]:
+    """Return the latency of each stage, their "total", and "load", which the total excludes."""
+    found = dict.fromkeys(("encode", "denoise", "decode"), Seconds(0, 0, 0, measured=True))
+    for name in inputs.workload.spec.component_names:
+        found[memory_model.stage_of(name)] += _component_seconds(inputs, strategy, name, speed)
+    total = found["encode"] + found["denoise"] + found["decode"]
+    return found | {"total": total, "load": load_seconds(inputs.workload)}
+
+
+def call_seconds(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> Seconds:
+    """Return the latency of one call with all weights on the device, based on the most similar measurement."""
+    measured = _measured_call(inputs, strategy, name, speed) if inputs.history else None
+    if measured is not None:
+        like, found = measured
+    else:
+        like, alone = EAGER, compute_seconds(inputs.workload, name, inputs.machine, strategy)
+        whole_frames = name != "vae" or strategy.decode_tile is None
+        found = parallelism.faster(alone, inputs.workload.split, name) if whole_frames else alone
+    speedup = 1.0
+    if inputs.backends[name] == PYTORCH:
+        if speed.compiled and not like.compiled:
+            speedup *= _compiled_speedup(inputs, strategy, name)
+        if is_transformer(name) and speed.attention != like.attention:
+            workload = inputs.workload
+            speedup *= execution_options.attention_speedup(speed.attention, workload.spec, workload.tokens)
+    return found if speedup == 1.0 else replace(found * (1 / speedup), measured=False)
+
+
+def compute_seconds(workload: Workload, component: str, machine: Machine, strategy: MemoryStrategy) -> Seconds:
+    """Estimate one call on its device with all weights there; an engine's own measurement counts first."""
+    if component in workload.engine_seconds:
+        measured = workload.engine_seconds[component]
+        return Seconds(measured, _ENGINE[0] * measured, _ENGINE[1] * measured, measured=True)
+    if workload.cuda:
+        return _on_gpu(workload, component, machine, strategy)
+    likely = workload.flops(component, strategy.decode_tile) / (_CORE_RATE * machine.cores)
+    return Seconds(likely, _CPU[0] * likely, _CPU[1] * likely)
+
+
+def transfer_seconds(workload: Workload, strategy: MemoryStrategy, component: str, calls: float) -> Seconds:
+    """Estimate the transfers of a component's weights to the GPU over all its calls."""
+    if strategy.offload == "none" or component in workload.engine_bytes:
+        return Seconds(0, 0, 0)
+    size = weights_bytes(workload.spec, workload.dtypes, strategy.quantization)[component]
+    if strategy.offload == "model" or not (is_transformer(component) or component == "text_encoder"):
+        return Seconds(size / _PCIE, size / _PCIE_FAST, size / _PCIE_SLOW)
+    if strategy.offload == "group":
+        return Seconds(size / _PCIE, size / _PCIE_FAST, size / _PCIE_SLOW) * calls
+    return Seconds(size / _PCIE_SLOW, size / _PCIE, size / _PCIE_BY_LAYER) * calls
+
+
+def stage_seconds(compute: Seconds, transfer: Seconds, strategy: MemoryStrategy) -> Seconds:
+    """Combine computation and transfer: they overlap with offload by group, otherwise one waits for the other."""
+    if strategy.offload != "group":
+        together = compute + transfer
+        return replace(together, measured=compute.measured and strategy.offload == "none")
+    return Seconds(
+        max(compute.likely, transfer.likely) + _NOT_HIDDEN * min(compute.likely, transfer.likely),
+        max(compute.low, transfer.low),
+        compute.high + transfer.high,
+    )
+
+
+def load_seconds(workload: Workload) -> Seconds:
+    """Estimate how long reading all weights from disk takes."""
+    sizes = weights_bytes(workload.spec, workload.dtypes) | dict(workload.engine_bytes)
+    size, modules = sum(sizes.values()), _MODULE_SECONDS * len(sizes)
+    return Seconds(size / _DISK + modules, size / _DISK_FAST + modules, size / _DISK_SLOW + 2 * modules)
+
+
+def build_seconds(
+    spec: ModelSpec, component: str, program: str, builder: str, size: LatentSize, index: Iterable[EngineRecord] = ()
+) -> float:
+    """Return about how many seconds building an engine takes.
+
+    Args:
+        component: whose weights.
+        program: what is built.
+        builder: what builds it.
+        size: (latent frames, height, width) that it is built for.
+        index: the engines on this machine. The latest of the same model, program and builder counts; its build time is
+            scaled by the operations of a call.
+    """
+    built = [
+        record
+        for record in index
+        if (record.model, record.key.program, record.key.builder) == (spec.name, program, builder)
+        and record.build_seconds > 0
+        and record.key.profiles
+    ]
+    if built:
+        last = max(built, key=lambda record: record.built_at)
+        before = last.key.profiles[0].opt
+        return last.build_seconds * call_flops(spec, component, size) / call_flops(spec, component, before)
+    if component == "vae" and builder in _VAE_BUILD_SECONDS:
+        return _VAE_BUILD_SECONDS[builder]
+    parameters = spec.parameters[component]
+    return _BUILD_SECONDS[builder][sum(parameters > largest for largest in _BUILD_SIZES)]
+
+
+def _kind(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> history.Kind:
+    transformer, workload = is_transformer(name), inputs.workload
+    return history.Kind(
+        device=parallelism.name_of(history.device_name(inputs.machine, workload.device), workload.split, name),
+        model=history.architecture(workload.spec),
+        component="transformer" if transformer else name,
+        backend=inputs.backends[name],
+        dtype=workload.dtypes[name],
+        quantization=strategy.quantization if transformer else "none",
+        offload=strategy.offload,
+        tile=history.tile_of(strategy, name),
+        step_cache=history.cache_of(inputs.step_cache, name),
+        speed=execution_options.tag(speed, name) if inputs.backends[name] == PYTORCH else "",
+    )
+
+
+def _component_seconds(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> Seconds:
+    calls = inputs.calls[name]
+    if inputs.history:
+        operations = inputs.workload.flops(name, strategy.decode_tile)
+        measured = history.seconds_per_call(inputs.history, _kind(inputs, strategy, name, speed), operations)
+        if measured is not None:
+            return measured * calls
+    call = call_seconds(inputs, strategy, name, speed)
+    if history.cache_of(inputs.step_cache, name):
+        call = Seconds(_CACHED[1] * call.likely, _CACHED[0] * call.low, _CACHED[2] * call.high)
+    return stage_seconds(call * calls, transfer_seconds(inputs.workload, strategy, name, calls), strategy)
+
+
+def _measured_call(
+    inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed
+) -> tuple[Speed, Seconds] | None:
+    """Return the most similar options of PyTorch with which earlier runs measured a call, and its seconds."""
+    operations = inputs.workload.flops(name, strategy.decode_tile)
+    loaded = strategy.replace(offload="none")
+    for like in dict.fromkeys((speed, speed.replace(compiled=False), EAGER)):
+        # The caller accounts for a step cache.
+        kind = _kind(inputs, loaded, name, like).replace(step_cache="")
+        found = history.seconds_per_call(inputs.history, kind, operations)
+        if found is not None:
+            return like, found
+    return None
+
+
+def _compiled_speedup(inputs: ForecastInputs, strategy: MemoryStrategy, name: str) -> float:
+    if is_transformer(name):
+        return execution_options.compiled_speedup(strategy.quantization)
+    workload = inputs.workload
+    if name != "vae" or not workload.cuda:
+        return 1.0
+    gpu = inputs.machine.gpu_of(workload.device)
+    return execution_options.decoder_speedup(workload.dtypes[name], workload.spec.vae.last_channels, gpu.capability)
+
+
+def _on_gpu(workload: Workload, component: str, machine: Machine, strategy: MemoryStrategy) -> Seconds:
+    gpu = machine.gpu_of(workload.device)
+    known = next(((rate, memory) for name, rate, memory in _GPUS if name in gpu.name), None)
+    rate, bandwidth = known or next((rate, memory) for least, rate, memory in _BY_CAPABILITY if gpu.capability >= least)
+    rate, bandwidth = rate * _TERA, bandwidth * _GIGA
+    dtype = workload.dtypes[component]
+    full = DTYPE_BYTES[dtype] == DTYPE_BYTES["float32"]
+    slower = (_NO_TF32 if gpu.capability < _TF32_CAPABILITY else 0.5) if full else 1.0
+    operations = workload.flops(component, strategy.decode_tile)
+    low, high = _KNOWN_GPU if known else _OTHER_GPU
+    if component == "text_encoder":
+        likely = operations / (_TEXT_SHARE * rate * slower)
+    elif component == "vae":
+        channels = workload.spec.vae.last_channels
+        share = _DECODE_SHARE[dtype] * min((channels / _DECODE_CHANNELS) ** _DECODE_POWER, 1.0)
+        likely = operations / (share * rate * (2 * slower if full else 1.0))
+    else:
+        spec = workload.spec.transformer
+        per_token = _BLOCK_TRAFFIC_TIME_PER_TOKEN if workload.spec.expand_timesteps else _BLOCK_TRAFFIC
+        traffic = per_token * spec.num_layers * workload.tokens * spec.width
+        likely = operations / (_MATRIX_SHARE * rate * slower) + traffic / bandwidth
+        quick, usual, slow = _QUANTIZED[strategy.quantization]
+        return Seconds(usual * likely, quick * low * likely, slow * high * likely)
+    return Seconds(likely, low * likely, high * likely)
