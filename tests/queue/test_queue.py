@@ -176,6 +176,7 @@ def test_what_cannot_be_made_any_more_fails_and_the_next_goes_on(start: Make, tm
 def test_editing_and_moving(start: Make) -> None:
     worker = start()
     busy, first, second = (worker.submit(small(steps=n)) for n in (1000, 3, 4))
+    until(lambda: busy.state == "running")
     worker.store.move(second.id, first.id)
     edited = worker.edit(first.id, small(prompt="a kite", steps=5))
     assert [one.id for one in worker.ahead(edited)] == [busy.id, second.id]

@@ -215,7 +215,8 @@ def test_what_loses_something_is_taken_only_by_name(full: Shelf, taken: dict[str
     assert done.engine.error < 1e-2
     assert done.engine.detail.code == "engine.compared_restored"
     assert done.engine.detail.data["edge"] == Fact("engine.edge_rows", {"rows": 1})
-    assert 0 < done.engine.detail.data["error"] < 1
+    # With random weights, reconstructing the missing row is far off. The number is reported.
+    assert done.engine.detail.data["error"] > 0.5
     library.delete(full.service.store, [taken["carried"].engine])
     [offer] = [offer for offer in full.service.offers(full.spec)("transformer", (3, 4, 8), "cpu") if offer.ready]
     assert offer.speed_up == 0
@@ -331,8 +332,7 @@ def test_inspecting_imports_nothing(shelf: Shelf, files: dict[str, Path]) -> Non
 def test_adapters_that_were_changed_are_not_used(full: Shelf, taken: dict[str, Imported]) -> None:
     record = taken["carried"].engine
     path = full.service.store.path(record.id) / "adapters.json"
-    value = json.loads(path.read_text())
-    path.write_text(json.dumps(value | {"batch": 2}))
+    path.write_text(path.read_text().replace('"batch": 1', '"batch": 2'))
     with pytest.raises(EngineError) as refused:
         open_session(path.parent, record, device="cpu", weights=dict)
     assert refused.value.data["cause"] == Fact("engine.file_changed", {"file": "adapters.json"})
