@@ -15,9 +15,9 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
+from tests.app_server import make_cache, serving
 from tests.browser.conftest import ready
 from tests.browser.test_acceleration import ROWS, unfold
-from tests.served import make_cache, serving
 
 _TOGGLES = 20
 _PAUSE_MS = 150
@@ -35,7 +35,7 @@ def main() -> None:
     """Measure."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        serving(make_cache(Path(folder)), program=("-m", "tests.other_machine", "1.05")) as server,
+        serving(make_cache(Path(folder)), program=("-m", "tests.small_gpu_app", "1.05")) as server,
         sync_playwright() as playwright,
         playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"]) as browser,
     ):

@@ -1,4 +1,4 @@
-"""Tests. Like the app itself, waiting threads are told to sleep before anything imports torch."""
+"""Tests. As in the app, waiting OpenMP threads sleep instead of spinning; set before torch is imported."""
 
 from runtime.core.cpu_threads import let_waiting_threads_sleep
 

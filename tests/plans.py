@@ -1,4 +1,4 @@
-"""A machine and plans for tests that run tiny models."""
+"""Machines, plans and an execution context for tests with tiny models."""
 
 from pathlib import Path
 
@@ -52,23 +52,23 @@ def gpu(*, capability: tuple[int, int] = (9, 0), free_gib: float = 80) -> Gpu:
 
 def tiny_plan(spec: ModelSpec, output: Path, **values: object) -> ExecutionPlan:
     """Plan a tiny clip on the CPU."""
-    wanted: dict[str, object] = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 9, "steps": 4}
-    wanted |= {"seed": 3, "fps": 8} | values
-    return resolve(GenerationRequest.from_mapping(wanted), spec, machine(), output)
+    fields: dict[str, object] = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 9, "steps": 4}
+    fields |= {"seed": 3, "fps": 8} | values
+    return resolve(GenerationRequest.from_mapping(fields), spec, machine(), output)
 
 
 def with_strategy(plan: ExecutionPlan, **changes: object) -> ExecutionPlan:
-    """Return a plan that holds its weights in another way."""
+    """Return the plan with another memory strategy."""
     return plan.replace(strategy=plan.strategy.replace(**changes))
 
 
 def why(part: ComponentPlan) -> str:
-    """Return the reasons for where a component runs, as the command line words them."""
+    """Return the reasons for a component's backend, as the command line renders them."""
     return " ".join(map(str, part.reasons))
 
 
 def no_engines(folder: Path) -> EngineService:
-    """Return engines kept in an empty folder."""
+    """Return an engine service with an empty store."""
     return EngineService(EngineStore(folder / "engines", 10**9), machine(), folder)
 
 

@@ -1,7 +1,7 @@
-"""The app with a share link that leads nowhere but here: a stand-in for gradio's server and program, on loopback.
+"""Run `app.py` with a share link on loopback, with a local replacement for gradio's tunnel server and program.
 
-`python -m tests.sharing_app …` is `python app.py …`, but for the tunnel's program, which is this file again: a relay
-from a port of 127.0.0.1 to the visitors' page, under a name that browsers take for this machine.
+`python -m tests.sharing_app …` equals `python app.py …`, except for the tunnel program, which is this file: a relay
+from a port of 127.0.0.1 to the visitors' page, under a host name that browsers resolve to this machine.
 """
 
 import os
@@ -16,25 +16,25 @@ HOST = "stranger.localhost"
 
 
 def relay_to(port: int) -> None:
-    """Do as gradio's program does: say what it is called, and pass requests on."""
+    """Print the address, as gradio's program does, and relay requests to a port."""
     from tests.browser.relay import Relay
 
     relay = Relay(port)
-    print(f"start proxy success: http://{HOST}:{relay.port}", flush=True)  # noqa: T201 - what gradio's program says
+    print(f"start proxy success: http://{HOST}:{relay.port}", flush=True)  # noqa: T201 - as gradio's program does
     threading.Event().wait()
 
 
 def link_of(cache_dir: Path) -> tuple[int, str, str]:
-    """Return port, user and password of the link that the app told, once it has."""
-    told: list[tuple[str, str, str]] = []
+    """Wait until the app has printed its link, and return the port, user and password."""
+    found: list[tuple[str, str, str]] = []
 
-    def look() -> object:
+    def printed() -> object:
         log = (cache_dir / "server.txt").read_text(encoding="utf-8")
-        told[:] = re.findall(rf"Shared at http://{HOST}:(\d+) - user (\S+), password (\S+)", log)
-        return told
+        found[:] = re.findall(rf"Shared at http://{HOST}:(\d+) - user (\S+), password (\S+)", log)
+        return found
 
-    until(look, pause=0.1)
-    ((port, user, password),) = told
+    until(printed, pause=0.1)
+    ((port, user, password),) = found
     return int(port), user, password
 
 

@@ -1,4 +1,4 @@
-"""Builds tiny random models of each Wan architecture, in diffusers' format: real modules, a second's work."""
+"""Build tiny models of each Wan architecture with random weights, in diffusers' format, in about a second."""
 
 from pathlib import Path
 

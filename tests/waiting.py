@@ -1,20 +1,20 @@
-"""Waiting, as patiently as a busy machine needs: what never comes fails a test, what is slow does not."""
+"""Wait for a condition, with a timeout that suits a busy machine."""
 
 import time
 from collections.abc import Callable
 
-PATIENCE = 180.0
+TIMEOUT = 180.0
 
 
 def until(holds: Callable[[], object], *, meanwhile: Callable[[], object] = lambda: True, pause: float = 0.01) -> None:
-    """Wait until something holds.
+    """Wait until a condition holds, or fail.
 
     Args:
-        meanwhile: must hold for as long.
-        pause: seconds between two looks.
+        meanwhile: a condition that must hold during the wait.
+        pause: seconds between two checks.
     """
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + TIMEOUT
     while not holds():
-        assert meanwhile(), "it ended before"
-        assert time.monotonic() < end, f"not within {PATIENCE:g} s"
+        assert meanwhile(), "the condition `meanwhile` ended first"
+        assert time.monotonic() < end, f"no result within {TIMEOUT:g} s"
         time.sleep(pause)

@@ -25,7 +25,7 @@ from runtime.core.request import GenerationRequest
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_offers import EngineOffer
 from runtime.planner.resolve import resolve
-from tests import true_sizes
+from tests import published_specs
 from tests.plans import GIB, gpu, machine, tiny_plan
 
 SIZE: LatentSize = (1, 4, 8)
@@ -48,7 +48,7 @@ def large(free_gib: float = 139) -> ExecutionPlan:
     here = machine(gpu=gpu(free_gib=free_gib), torch_cuda="13.0", ram_free_gib=100)
     return resolve(
         GenerationRequest(prompt="x", seed=1, vae_precision="float32"),
-        true_sizes.spec("wan2.1-1.3b"),
+        published_specs.spec("wan2.1-1.3b"),
         here,
         Path("x.mp4"),
     )

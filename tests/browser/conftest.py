@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from runtime.queue.store import NAME, JobStore
+from tests.app_server import Server, make_cache, serving
 from tests.models.hub import LoopbackHub, served
-from tests.served import Server, make_cache, serving
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 ARGUMENTS = [

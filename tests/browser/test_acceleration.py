@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from tests.app_server import Server, make_cache, serving
 from tests.browser.conftest import DESKTOP, PHONE, OpenPage, ask, ready, start, wait_for_state
 from tests.browser.test_page import UNNAMED_INPUTS
-from tests.served import Server, make_cache, serving
 
 pytestmark = pytest.mark.browser
 
@@ -151,7 +151,7 @@ def test_launch_flags_choose_at_first_and_the_form_keeps_what_is_chosen_then(
 def short_of_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The app on a machine whose GPU has too little memory for the fastest way; nothing is run there."""
     cache = make_cache(tmp_path_factory.mktemp("short"))
-    with serving(cache, program=("-m", "tests.other_machine", "1.05")) as running:
+    with serving(cache, program=("-m", "tests.small_gpu_app", "1.05")) as running:
         yield running
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from runtime.core.errors import OutputError
 from runtime.video.metadata import read_metadata
+from tests.app_server import Server
 from tests.browser.conftest import DESKTOP, PHONE, OpenPage, ask, saved_videos, start, wait_for_state
 from tests.browser.test_page import UNNAMED_INPUTS
 from tests.browser.test_queue import go
-from tests.served import Server
 
 pytestmark = pytest.mark.browser
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from tests.app_server import MODEL, Server
 from tests.browser.conftest import OpenPage, ready
 from tests.models.hub import Fault, LoopbackHub, of_folder
-from tests.served import MODEL, Server
 
 pytestmark = pytest.mark.browser
 

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from tests.app_server import Server
 from tests.browser.conftest import (
     DESKTOP,
     PHONE,
@@ -16,7 +17,6 @@ from tests.browser.conftest import (
     state,
     wait_for_state,
 )
-from tests.served import Server
 
 pytestmark = pytest.mark.browser
 

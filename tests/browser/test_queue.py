@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from tests.app_server import make_cache, serving
 from tests.browser.conftest import DESKTOP, PHONE, OpenPage, ask, ready, start, wait_for_state
 from tests.browser.test_page import UNNAMED_INPUTS
-from tests.served import make_cache, serving
 from tests.waiting import until
 
 pytestmark = pytest.mark.browser

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from tests.app_server import ROOT, environment, make_cache, serving
 from tests.browser.conftest import OpenPage, ask, start, wait_for_state
-from tests.served import ROOT, environment, make_cache, serving
 
 pytestmark = pytest.mark.browser
 

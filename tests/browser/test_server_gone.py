@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from tests.app_server import Server, make_cache, serving
 from tests.browser.conftest import OpenPage, ask, ready, start, wait_for_state
 from tests.browser.relay import Relay
-from tests.served import Server, make_cache, serving
 from tests.waiting import until
 
 pytestmark = pytest.mark.browser

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from tests.app_server import Server, make_cache, serving
 from tests.browser.conftest import DESKTOP, PHONE, ready, start, state, wait_for_state
 from tests.browser.conftest import ask as fill_form
 from tests.browser.test_page import PLAYING, UNNAMED_INPUTS
-from tests.served import Server, make_cache, serving
 from tests.sharing_app import HOST, link_of
 
 pytestmark = pytest.mark.browser

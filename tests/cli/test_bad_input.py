@@ -12,7 +12,7 @@ from runtime.cli.main import run
 from runtime.cli.request_flags import PRESETS
 from runtime.families.wan.lora_names import LIGHTX2V_SHIFT, distilled_steps
 from runtime.models.spec import ModelSpec
-from tests import made_loras
+from tests import lora_files
 
 GOOD = ["--model", "diorama"]
 
@@ -357,7 +357,7 @@ def test_loras(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = cache_dir / "weights" / "loras"
-    path = made_loras.save(folder / "mixed.safetensors", made_loras.wan(made_loras.factors(tiny("wan2.1").transformer)))
+    path = lora_files.save(folder / "mixed.safetensors", lora_files.wan(lora_files.factors(tiny("wan2.1").transformer)))
     (folder / "cut.safetensors").write_bytes(path.read_bytes()[:-100])
     what, remedy = refused(["plan", "a red boat", *flags], capsys)
     assert says in what
@@ -368,9 +368,9 @@ def test_a_lora_of_few_steps_says_what_it_takes(
     tiny: Callable[[str], ModelSpec], cache_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = tiny("wan2.2-a14b")
-    tensors = made_loras.wan(made_loras.factors(spec.transformer))
+    tensors = lora_files.wan(lora_files.factors(spec.transformer))
     for name in ("x-4steps_high_noise", "style_low_noise"):
-        made_loras.save(cache_dir / "weights" / "loras" / f"{name}.safetensors", tensors)
+        lora_files.save(cache_dir / "weights" / "loras" / f"{name}.safetensors", tensors)
     plan = ["plan", "a red boat", "--model", str(spec.directory), "--width", "64", "--height", "32", "--frames", "5"]
     both = ["--lora", "x-4steps_high_noise", "--lora", "style_low_noise:0.5"]
 

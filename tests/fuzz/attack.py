@@ -22,9 +22,9 @@ from gradio_client.exceptions import AppError
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from tests.app_server import ROOT, Server, make_cache, serving
 from tests.fuzz import made_up
 from tests.fuzz.wire import Answer, send
-from tests.served import ROOT, Server, make_cache, serving
 from tests.sharing_app import link_of
 
 FLAGS = ("--share", "--share-frames", "9", "--share-steps", "2", "--share-queue", "50", "--share-queue-all", "200",

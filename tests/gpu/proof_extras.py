@@ -35,7 +35,7 @@ from runtime.execution.residency import Residency
 from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
 from runtime.planner import memory_model
-from tests import made_loras
+from tests import lora_files
 from tests.gpu.proof_residency import measured, model, way
 from tests.pipeline.test_parity import sample
 from tests.plans import Alone, tiny_plan, with_strategy
@@ -82,9 +82,9 @@ def planned(spec: ModelSpec, arguments: argparse.Namespace, **values: Any) -> Ex
 @torch.no_grad()
 def lora(arguments: argparse.Namespace, spec: ModelSpec, folder: Path) -> None:
     """Load the high-noise expert, with and without a LoRA, where its weights may wait."""
-    found = made_loras.factors(spec.transformer, RANK)
-    tensors = {name: tensor.bfloat16() for name, tensor in made_loras.wan(found).items()}
-    path = made_loras.save(folder / "x.safetensors", tensors)
+    found = lora_files.factors(spec.transformer, RANK)
+    tensors = {name: tensor.bfloat16() for name, tensor in lora_files.wan(found).items()}
+    path = lora_files.save(folder / "x.safetensors", tensors)
     started = time.perf_counter()
     with_lora = with_loras(spec, [Lora(str(path), WEIGHT)], folder)
     say(part="lora", read_seconds=round(time.perf_counter() - started, 3), bytes=path.stat().st_size)

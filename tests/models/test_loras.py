@@ -18,8 +18,8 @@ from runtime.models import loras
 from runtime.models.loras import named_loras, with_loras
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
-from tests import made_loras
-from tests.made_loras import LINEAR, RANK, Tensors, factors
+from tests import lora_files
+from tests.lora_files import LINEAR, RANK, Tensors, factors
 
 Tiny = Callable[[str], ModelSpec]
 
@@ -43,21 +43,21 @@ def plain(spec: ModelSpec) -> dict[str, torch.Tensor]:
 
 
 STYLES: dict[str, tuple[Callable[..., Tensors], float]] = {
-    "peft": (made_loras.peft, 1.0),
+    "peft": (lora_files.peft, 1.0),
     "peft without a prefix": (
-        lambda found: {k.removeprefix("transformer."): v for k, v in made_loras.peft(found).items()},
+        lambda found: {k.removeprefix("transformer."): v for k, v in lora_files.peft(found).items()},
         1.0,
     ),
     "peft's own": (
         lambda found: {
             k.replace("transformer.", "base_model.model.", 1).replace(".weight", ".default.weight"): v
-            for k, v in made_loras.peft(found).items()
+            for k, v in lora_files.peft(found).items()
         },
         1.0,
     ),
-    "wan": (made_loras.wan, 1.0),
-    "wan with alpha": (lambda found: made_loras.wan(found, alpha=2.0), 2.0 / RANK),
-    "musubi-tuner": (lambda found: made_loras.musubi(found, alpha=8.0), 8.0 / RANK),
+    "wan": (lora_files.wan, 1.0),
+    "wan with alpha": (lambda found: lora_files.wan(found, alpha=2.0), 2.0 / RANK),
+    "musubi-tuner": (lambda found: lora_files.musubi(found, alpha=8.0), 8.0 / RANK),
 }
 
 
@@ -67,7 +67,7 @@ def test_every_spelling_adds_the_same_product(
 ) -> None:
     named, scale = STYLES[style]
     found = factors(spec.transformer)
-    path = made_loras.save(tmp_path / "a.safetensors", named(found))
+    path = lora_files.save(tmp_path / "a.safetensors", named(found))
     changed = loaded(with_loras(spec, [Lora(str(path), 0.5)], tmp_path))
     names = {theirs: ours for theirs, ours, _ in LINEAR}
     for (block, name), (down, up) in found.items():
@@ -79,7 +79,7 @@ def test_every_spelling_adds_the_same_product(
     assert changed.keys() == plain.keys()
 
 
-@pytest.mark.parametrize("named", [made_loras.wan, lambda found: made_loras.wan(found, alpha=2.0), made_loras.musubi])
+@pytest.mark.parametrize("named", [lora_files.wan, lambda found: lora_files.wan(found, alpha=2.0), lora_files.musubi])
 def test_names_are_read_as_diffusers_reads_them(named: Callable[..., Tensors], spec: ModelSpec) -> None:
     tensors = named(factors(spec.transformer))
     theirs = {name.removeprefix("transformer.") for name in WanLoraLoaderMixin.lora_state_dict(dict(tensors))}
@@ -120,7 +120,7 @@ def test_what_lies_around_the_blocks_and_whole_changes_are_added_too(
         ("head.modulation.diff", "scale_shift_table"),
     ):
         tensors[f"diffusion_model.{theirs}"] = wanted[ours] = torch.randn(plain[ours].shape, generator=random)
-    path = made_loras.save(tmp_path / "a.safetensors", tensors)
+    path = lora_files.save(tmp_path / "a.safetensors", tensors)
     changed = loaded(with_loras(spec, [Lora(str(path), 2.0)], tmp_path))
     for name, delta in wanted.items():
         torch.testing.assert_close(changed[name], plain[name] + 2.0 * delta, rtol=1e-5, atol=1e-5)
@@ -130,7 +130,7 @@ def test_what_lies_around_the_blocks_and_whole_changes_are_added_too(
 def test_two_are_added_and_the_sum_is_rounded_once(spec: ModelSpec, tmp_path: Path) -> None:
     first, second = (factors(spec.transformer, rank, seed=rank) for rank in (2, 5))
     paths = [
-        made_loras.save(tmp_path / f"{i}.safetensors", made_loras.wan(found)) for i, found in enumerate((first, second))
+        lora_files.save(tmp_path / f"{i}.safetensors", lora_files.wan(found)) for i, found in enumerate((first, second))
     ]
     both = with_loras(spec, [Lora(str(paths[0]), 0.3), Lora(str(paths[1]), 0.7)], tmp_path)
     before, after = loaded(spec, dtype="bfloat16"), loaded(both, dtype="bfloat16")
@@ -140,9 +140,9 @@ def test_two_are_added_and_the_sum_is_rounded_once(spec: ModelSpec, tmp_path: Pa
 
 
 def test_the_request_or_the_files_name_selects_the_expert(spec: ModelSpec, tmp_path: Path, tiny: Tiny) -> None:
-    tensors = made_loras.peft(factors(spec.transformer))
-    high = made_loras.save(tmp_path / "x_high_noise_model.safetensors", tensors)
-    plain_name = made_loras.save(tmp_path / "x.safetensors", tensors)
+    tensors = lora_files.peft(factors(spec.transformer))
+    high = lora_files.save(tmp_path / "x_high_noise_model.safetensors", tensors)
+    plain_name = lora_files.save(tmp_path / "x.safetensors", tensors)
     for lora, changes in (
         (Lora(str(high)), ["transformer"]),
         (Lora(str(high), expert="low"), ["transformer_2"]),
@@ -161,9 +161,9 @@ def test_the_request_or_the_files_name_selects_the_expert(spec: ModelSpec, tmp_p
 
 
 def test_a_lora_that_changed_since_planning_is_refused(spec: ModelSpec, tmp_path: Path) -> None:
-    path = made_loras.save(tmp_path / "a.safetensors", made_loras.peft(factors(spec.transformer)))
+    path = lora_files.save(tmp_path / "a.safetensors", lora_files.peft(factors(spec.transformer)))
     given = with_loras(spec, [Lora(str(path))], tmp_path)
-    made_loras.save(path, made_loras.peft(factors(spec.transformer, seed=9)))
+    lora_files.save(path, lora_files.peft(factors(spec.transformer, seed=9)))
     with pytest.raises(ModelError) as refused:
         loaded(given)
     assert refused.value.fact == Fact("lora.changed", {"lora": "a"})
@@ -236,7 +236,7 @@ UNKNOWN = (
 def test_a_bad_file_is_refused_before_anything_is_loaded(
     change: Callable[[Tensors], Tensors], code: str, data: dict[str, object], spec: ModelSpec, tmp_path: Path
 ) -> None:
-    path = made_loras.save(tmp_path / "an ü.safetensors", made_loras.peft(factors(spec.transformer)), change)
+    path = lora_files.save(tmp_path / "an ü.safetensors", lora_files.peft(factors(spec.transformer)), change)
     with pytest.raises(ModelError) as refused:
         with_loras(spec, [Lora(str(path))], tmp_path)
     assert refused.value.code == f"lora.{code}"
@@ -261,7 +261,7 @@ def test_a_bad_file_is_refused_before_anything_is_loaded(
     ],
 )
 def test_a_damaged_file_is_refused(spoil: Callable[[bytes], bytes], spec: ModelSpec, tmp_path: Path) -> None:
-    path = made_loras.save(tmp_path / "a.safetensors", made_loras.peft(factors(spec.transformer)))
+    path = lora_files.save(tmp_path / "a.safetensors", lora_files.peft(factors(spec.transformer)))
     path.write_bytes(spoil(path.read_bytes()))
     with pytest.raises(ModelError) as refused:
         with_loras(spec, [Lora(str(path))], tmp_path)
@@ -270,11 +270,11 @@ def test_a_damaged_file_is_refused(spoil: Callable[[bytes], bytes], spec: ModelS
 
 
 def test_names_resolve_only_inside_the_caches_folder(spec: ModelSpec, tmp_path: Path) -> None:
-    tensors = made_loras.peft(factors(spec.transformer))
+    tensors = lora_files.peft(factors(spec.transformer))
     folder = tmp_path / "weights" / "loras"
-    made_loras.save(folder / "stil für boote.safetensors", tensors)
-    made_loras.save(folder / "lightning" / "low_noise_model.safetensors", tensors)
-    outside = made_loras.save(tmp_path / "outside.safetensors", tensors)
+    lora_files.save(folder / "stil für boote.safetensors", tensors)
+    lora_files.save(folder / "lightning" / "low_noise_model.safetensors", tensors)
+    outside = lora_files.save(tmp_path / "outside.safetensors", tensors)
     (folder / "link.safetensors").symlink_to(outside)
     (folder / "circle.safetensors").symlink_to(folder / "circle.safetensors")
     (folder / "pickle.pt").write_bytes(b"\x80\x02")
@@ -315,7 +315,7 @@ def test_the_name_identifies_step_distillation(name: str, steps: int | None) -> 
 
 
 def test_step_distillation_sets_the_defaults_of_both_experts(spec: ModelSpec, tmp_path: Path) -> None:
-    path = made_loras.save(tmp_path / "lightning-4steps.safetensors", made_loras.peft(factors(spec.transformer)))
+    path = lora_files.save(tmp_path / "lightning-4steps.safetensors", lora_files.peft(factors(spec.transformer)))
     quick = with_loras(spec, [Lora(str(path))], tmp_path).defaults
     assert (quick.steps, quick.guidance_scale, quick.guidance_scale_2) == (4, 1.0, 1.0)
     assert with_loras(spec, [], tmp_path).defaults == spec.defaults
@@ -324,12 +324,12 @@ def test_step_distillation_sets_the_defaults_of_both_experts(spec: ModelSpec, tm
 def test_files_are_read_once_and_again_when_they_change(
     spec: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = made_loras.save(tmp_path / "a.safetensors", made_loras.peft(factors(spec.transformer)))
+    path = lora_files.save(tmp_path / "a.safetensors", lora_files.peft(factors(spec.transformer)))
     first = with_loras(spec, [Lora(str(path))], tmp_path).loras[0]
     json.loads(json.dumps(first.model_dump(mode="json")))
     assert type(first).model_validate(first.model_dump(mode="json")) == first
     tensors = load_file(path)
-    made_loras.save(path, {name: tensor * 2 for name, tensor in tensors.items()})
+    lora_files.save(path, {name: tensor * 2 for name, tensor in tensors.items()})
     assert with_loras(spec, [Lora(str(path))], tmp_path).loras[0].digest != first.digest
     assert first.model_copy(update={"weight": 2.0}).identity != first.identity
     assert loras.loras_dir(tmp_path) == tmp_path / "loras"

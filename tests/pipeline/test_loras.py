@@ -20,8 +20,8 @@ from runtime.planner.resolve import resolve
 from runtime.queue.execution import Planner
 from runtime.queue.store import JobStore
 from runtime.video.metadata import read_metadata
-from tests import made_loras
-from tests.made_loras import factors
+from tests import lora_files
+from tests.lora_files import factors
 from tests.pipeline.runs import events_of
 from tests.pipeline.test_run import frames_of
 from tests.plans import machine, no_engines
@@ -36,8 +36,8 @@ class Place:
         self.spec = spec
         self.weights = folder / "weights"
         self.folder = folder
-        self.lora = made_loras.save(
-            self.weights / "loras" / "style.safetensors", made_loras.wan(factors(spec.transformer))
+        self.lora = lora_files.save(
+            self.weights / "loras" / "style.safetensors", lora_files.wan(factors(spec.transformer))
         )
         self.engines = EngineService(EngineStore(folder / "engines", 10**10), probe(), folder)
 
@@ -107,7 +107,7 @@ def test_resuming_gives_the_same_video_and_another_lora_file_starts_over(place: 
     assert Resumed(step=2, of=4) in events
     assert frames_of(video) == wanted
     place.run(plan, spec, kept, stop=2)
-    made_loras.save(place.lora, made_loras.wan(factors(place.spec.transformer, seed=5)))
+    lora_files.save(place.lora, lora_files.wan(factors(place.spec.transformer, seed=5)))
     plan, spec = place.plan("style")
     events = place.run(plan, spec, CheckpointFolder(place.folder / "job"))
     assert Warned(fact=Fact("pipeline.checkpoint_unusable", {"cause": Fact("checkpoint.other_clip")})) in events
@@ -137,6 +137,6 @@ def test_resuming_with_another_lora_file_replans(place: Place) -> None:
     assert record.generation_request() == request
     _, same = planner.plan(record, machine())
     assert same == plan
-    made_loras.save(place.lora, made_loras.wan(factors(place.spec.transformer, seed=5)))
+    lora_files.save(place.lora, lora_files.wan(factors(place.spec.transformer, seed=5)))
     spec, other = planner.plan(record, machine())
     assert other.loras == spec.loras != plan.loras

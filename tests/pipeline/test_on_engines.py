@@ -37,8 +37,8 @@ from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import CheckpointFolder
 from runtime.planner.resolve import resolve
 from runtime.video.metadata import read_metadata
-from tests import made_loras
-from tests.made_loras import factors
+from tests import lora_files
+from tests.lora_files import factors
 from tests.pipeline.runs import Choice, events_of, never
 from tests.pipeline.test_parity import sample
 from tests.pipeline.test_run import frames_of
@@ -352,7 +352,7 @@ def test_a_plan_for_other_weights_falls_back_with_a_reason(bench: Bench) -> None
 
 def test_an_engine_of_other_weights_is_never_taken(bench: Bench, stocked: tuple[ModelSpec, Path, list[Event]]) -> None:
     bare = bench.plan()
-    path = made_loras.save(bench.folder / "style.safetensors", made_loras.wan(factors(bench.spec.transformer)))
+    path = lora_files.save(bench.folder / "style.safetensors", lora_files.wan(factors(bench.spec.transformer)))
     asked = {"loras": [f"high={path}:0.8"]}
     with_lora = with_lora_of(bench, path, 0.8)
     never = with_lora.plan(**asked, build="never").components

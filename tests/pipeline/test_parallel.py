@@ -33,7 +33,7 @@ from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import CheckpointFolder
 from runtime.pipeline.run import run_job
-from tests.made_loras import factors, peft
+from tests.lora_files import factors, peft
 from tests.pipeline.test_parity import sample
 from tests.pipeline.test_run import frames_of
 from tests.plans import tiny_plan, with_strategy

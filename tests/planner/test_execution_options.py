@@ -16,7 +16,7 @@ from runtime.planner import constraints, execution_options
 from runtime.planner.history import Kind, Run, architecture, attention_kind, compiling, device_name, runs_of
 from runtime.planner.resolve import resolve
 from tests.plans import GIB, machine
-from tests.true_sizes import spec as true_size
+from tests.published_specs import spec as true_size
 
 A14B = true_size("wan2.2-a14b")
 TRITON = (("triton", "3.6.0"), ("torchao", "0.18.0"))

@@ -9,7 +9,7 @@ from runtime.machine.probe import Machine
 from runtime.planner.fallback_strategy import next_strategy
 from tests.planner.test_strategies import A14B, SMALL, on, plan
 from tests.plans import machine
-from tests.true_sizes import spec
+from tests.published_specs import spec
 
 CPU = machine(ram_free_gib=100)
 

@@ -17,7 +17,7 @@ from runtime.planner import forecast
 from runtime.planner.memory_model import Workload
 from tests.planner.test_memory_model import BF16, OF_VAE, rows, workload
 from tests.plans import GIB, machine
-from tests.true_sizes import spec
+from tests.published_specs import spec
 
 CLIP = (832, 480, 81)
 

@@ -18,7 +18,7 @@ from runtime.families.wan.transformer import fuse, install
 from runtime.families.wan.vae import DecoderSteps
 from runtime.planner import memory_model
 from tests.gpu.proof_memory import TRANSFORMERS, VAES
-from tests.true_sizes import spec
+from tests.published_specs import spec
 
 TRUE_SIZES = {
     "wan2.1-1.3b": (832, 480, 81),

@@ -29,7 +29,7 @@ from runtime.planner import memory_model
 from runtime.planner.execution_options import text_bytes
 from runtime.planner.memory_model import Workload
 from tests.gpu.proof_memory import UMT5
-from tests.true_sizes import spec
+from tests.published_specs import spec
 
 HERE = Path(__file__)
 ROWS = [json.loads(line) for line in HERE.with_name("measured_h200.jsonl").read_text().splitlines()]

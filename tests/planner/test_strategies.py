@@ -16,7 +16,7 @@ from runtime.planner import memory_model
 from runtime.planner.resolve import resolve
 from tests.planner.test_memory_model import workload
 from tests.plans import GIB, machine
-from tests.true_sizes import spec
+from tests.published_specs import spec
 
 A14B, SMALL, TI2V = "wan2.2-a14b", "wan2.1-1.3b", "wan2.2-ti2v-5b"
 QUANTIZERS = ("torchao", "bitsandbytes")

@@ -12,7 +12,7 @@ from runtime.planner.history import History, Kind, Run, architecture, runs_of
 from runtime.planner.memory_model import DTYPE_BYTES
 from runtime.planner.resolve import resolve
 from tests.plans import gpu, machine
-from tests.true_sizes import spec
+from tests.published_specs import spec
 
 LARGE = spec("wan2.1-1.3b")
 H200 = machine(gpu=gpu(free_gib=130), torch_cuda="13.0", ram_free_gib=100)

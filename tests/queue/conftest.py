@@ -10,7 +10,7 @@ from runtime.models.spec import ModelSpec
 from runtime.queue.service import JobQueue
 from runtime.queue.store import JobStore
 from tests.plans import no_engines
-from tests.running import RunningQueue
+from tests.thread_queue import RunningQueue
 
 
 @pytest.fixture

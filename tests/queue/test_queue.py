@@ -32,7 +32,7 @@ from runtime.video.metadata import read_metadata
 from tests.cli.test_jobs import stream
 from tests.plans import no_engines
 from tests.queue.test_worker import small, stored
-from tests.running import RunningQueue
+from tests.thread_queue import RunningQueue
 from tests.waiting import until
 
 Make = Callable[[], JobQueue]

@@ -26,7 +26,7 @@ from runtime.queue.tasks import (
     Work,
 )
 from tests.engines import foreign
-from tests.running import RunningQueue
+from tests.thread_queue import RunningQueue
 from tests.waiting import until
 
 

@@ -21,7 +21,7 @@ from runtime.queue.store import JobStore
 from tests.plans import GIB, machine, no_engines
 from tests.plans import gpu as a_gpu
 from tests.queue.made import planned
-from tests.running import RunningQueue
+from tests.thread_queue import RunningQueue
 
 
 def stored(folder: Path) -> JobStore:

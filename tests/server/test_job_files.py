@@ -14,8 +14,8 @@ from runtime.core.errors import OutputError
 from runtime.queue.store import JobStore
 from runtime.server.gradio_requests import access
 from runtime.video.metadata import read_metadata
+from tests.app_server import Server, make_cache, serving
 from tests.queue.made import add, asked, planned
-from tests.served import Server, make_cache, serving
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from gradio_client.exceptions import AppError
 
 from runtime.core.errors import MachineError
 from runtime.core.settings import Settings
-from tests.served import DEFAULTS, MODEL, ROOT, Server, free_port, make_cache, serving
+from tests.app_server import DEFAULTS, MODEL, ROOT, Server, free_port, make_cache, serving
 from tests.waiting import until
 
 

@@ -17,7 +17,7 @@ from runtime.queue.service import Job, JobQueue
 from runtime.queue.store import JobStore
 from runtime.server.visitors import Visitors, cancel_orphaned
 from tests.plans import no_engines, tiny_plan
-from tests.running import RunningQueue
+from tests.thread_queue import RunningQueue
 from tests.waiting import until
 
 

@@ -26,7 +26,7 @@ from runtime.ui.engines_panel import EnginesPanel, Entry, serves, storage_html, 
 from runtime.ui.panels import Call, respond
 from runtime.ui.plan_preview import PlanPreview
 from tests.engines.made import key
-from tests.running import RunningQueue
+from tests.thread_queue import RunningQueue
 from tests.ui.records import record
 from tests.ui.test_form import GOOD
 from tests.ui.test_plan_preview import insert

@@ -21,7 +21,7 @@ from runtime.ui.queue_panel import QueuePanel
 from tests.plans import no_engines
 from tests.queue.made import saved
 from tests.queue.test_worker import small
-from tests.running import RunningQueue
+from tests.thread_queue import RunningQueue
 from tests.ui.test_form import GOOD
 
 UNKNOWN = "There is no such action or item. Reload the page."

@@ -10,8 +10,8 @@ import pytest
 from gradio_client import Client
 from gradio_client.exceptions import AppError
 
+from tests.app_server import MODEL, ROOT, Server, make_cache, serving
 from tests.fuzz.wire import Answer, send
-from tests.served import MODEL, ROOT, Server, make_cache, serving
 from tests.sharing_app import HOST, link_of
 
 FLAGS = (

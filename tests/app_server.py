@@ -1,4 +1,4 @@
-"""A web app for tests: a tiny model in a cache folder of its own, behind a real server."""
+"""The web app as a child process, with a tiny model in a cache folder of its own."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from tests.waiting import until
 
 ROOT = Path(__file__).parents[1]
 MODEL = "tiny"
-# Small and quick by default; tests that need a job to last ask for more.
+# Small and fast; tests that need a longer job request a larger one.
 DEFAULTS = {
     "width": 64,
     "height": 32,
@@ -31,7 +31,7 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class Server:
-    """A web app in a process of its own."""
+    """A running web app."""
 
     url: str
     cache_dir: Path
@@ -39,7 +39,7 @@ class Server:
 
 
 def make_cache(folder: Path) -> Path:
-    """Make a cache folder that holds a tiny model with two experts, and return it."""
+    """Create a cache folder with a tiny model with two experts, and return it."""
     model = tiny_models.build("wan2.2-a14b", folder / "weights" / MODEL)
     sidecar = {
         "title": "Tiny",
@@ -63,7 +63,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def serving(cache_dir: Path, *flags: str, program: Sequence[str] = ("app.py",)) -> Iterator[Server]:
-    """Run `python app.py`, or another program around it, with `flags` on a free port while entered."""
+    """Run `python app.py`, or another program that wraps it, with `flags` on a free port."""
     port = free_port()
     log = cache_dir / "server.txt"
     with log.open("w", encoding="utf-8") as output:
@@ -89,7 +89,7 @@ def serving(cache_dir: Path, *flags: str, program: Sequence[str] = ("app.py",)) 
 
 
 def environment() -> dict[str, str]:
-    """Return the environment without the settings of whoever runs the tests."""
+    """Return the environment without Tandem's settings."""
     ours = {*settings.VARIABLES.values(), settings.CACHE_VARIABLE}
     return {name: value for name, value in os.environ.items() if name not in ours}
 

@@ -1,4 +1,4 @@
-"""README.md and docs/ keep up with the code: the tree, the commands and their flags. Their links lead somewhere."""
+"""README.md, CONTRIBUTING.md and docs/ agree with the code: packages, commands, flags, sizes, links."""
 
 import inspect
 import re
@@ -23,45 +23,64 @@ from runtime.cli.main import (
     web,
 )
 from runtime.cli.models_app import models_app, models_download, models_verify
-from tools import request_table
+from tests.test_architecture import RANKS
+from tools import docs_tables
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-# What is held to the code; links are followed from the pages beside code as well.
+ARCHITECTURE = docs_tables.ARCHITECTURE.read_text(encoding="utf-8")
+# Commands and flags must appear in these pages. Links and file names are checked in all pages.
 TEXT = "\n".join([README, *(path.read_text(encoding="utf-8") for path in DOCS)])
-PAGES = [ROOT / "README.md", *DOCS, *sorted((ROOT / "bench").glob("*.md")), *sorted((ROOT / "tools").glob("*.md"))]
+PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md")), *DOCS]
+PAGES += [*sorted((ROOT / "bench").glob("*.md")), *sorted((ROOT / "tools").glob("*.md"))]
+PACKAGES = sorted(path.parent.name for path in (ROOT / "runtime").glob("*/__init__.py"))
 MAX_LINES = 200
 
 
 def anchors(page: Path) -> set[str]:
-    """Return what a link into a page may name after its #: a heading as GitHub spells it."""
-    found: dict[str, int] = {}
-    spelt = set()
+    """Return the anchors of a page's headings, as GitHub forms them."""
+    counts: dict[str, int] = {}
+    found = set()
     for heading in re.findall(r"^#+ (.+)$", without_code(page), re.MULTILINE):
         slug = re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
-        again = found[slug] = found.get(slug, -1) + 1
-        spelt.add(f"{slug}-{again}" if again else slug)
-    return spelt
+        number = counts[slug] = counts.get(slug, -1) + 1
+        found.add(f"{slug}-{number}" if number else slug)
+    return found
 
 
 def without_code(page: Path) -> str:
-    """Return a page without its blocks of code, where a # begins no heading."""
+    """Return the text of a page without code blocks, in which # does not start a heading."""
     return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 
-def named(page: Path) -> str:
-    """Return a page's name for a test."""
+def page_id(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-def test_the_readme_can_be_read_at_once() -> None:
+def test_the_readme_is_short() -> None:
     assert len(README.splitlines()) <= MAX_LINES
 
 
-def test_every_package_has_its_line_in_the_readme() -> None:
-    packages = [path.parent.name for path in (ROOT / "runtime").glob("*/__init__.py")]
-    assert sorted(re.findall(r"^  (\w+)/ +\S", README, re.MULTILINE)) == sorted(packages)
+def test_every_package_is_listed() -> None:
+    assert sorted(re.findall(r"^  (\w+)/ +\S", README, re.MULTILINE)) == PACKAGES
+    table = ARCHITECTURE.partition("## Packages")[2].partition("##")[0]
+    rows = re.findall(r"^\| (`.+/`) \|", table, re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)/`", " ".join(rows))) == PACKAGES
+
+
+def test_the_import_order_is_the_enforced_one() -> None:
+    found = re.search(r"^`(core <- .+) <- app\.py`", ARCHITECTURE, re.MULTILINE)
+    assert found is not None
+    ranks = {name: rank for rank, group in enumerate(found[1].split(" <- ")) for name in group.split(", ")}
+    assert ranks == RANKS
+
+
+def test_stated_lines_are_close_to_the_code() -> None:
+    parts = docs_tables.hand_written(ARCHITECTURE)
+    assert len(parts) > 10
+    for part, (stated, counted) in parts.items():
+        assert abs(stated - counted) <= 0.1 * counted + 20, f"{part}: run python -m tools.docs_tables"
 
 
 @pytest.mark.parametrize(
@@ -82,7 +101,7 @@ def test_every_package_has_its_line_in_the_readme() -> None:
         bench_compare,
     ],
 )
-def test_every_flag_is_named(function: object) -> None:
+def test_every_flag_is_documented(function: object) -> None:
     shown = {"as_json": "--json", "context": "", "file": "FILE", "prompt": "PROMPT"}
     shown |= {"job": "ID", "ids": "ID", "name": "NAME", "names": "NAME"}
     shown |= {"flags": "", "one": "A.json", "other": "B.json"}
@@ -91,13 +110,13 @@ def test_every_flag_is_named(function: object) -> None:
 
 
 def test_the_table_of_options_is_up_to_date() -> None:
-    page = request_table.PAGE.read_text(encoding="utf-8")
+    page = docs_tables.COMMANDS.read_text(encoding="utf-8")
     assert "| `--width N` |" in page
-    assert page == request_table.updated(page), "run python -m tools.request_table"
+    assert page == docs_tables.with_options(page), "run python -m tools.docs_tables"
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/commands.md"])
-def test_every_command_is_named(page: str) -> None:
+def test_every_command_is_documented(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     for command in app.registered_commands:
         assert command.callback is not None
@@ -109,37 +128,37 @@ def test_every_command_is_named(page: str) -> None:
             assert shown, command.name
 
 
-def test_the_exit_codes_are_named() -> None:
-    told = re.search(r"Exit codes: (.+?)\n\n", README, re.DOTALL)
-    assert told is not None
+def test_exit_codes_are_documented() -> None:
+    paragraph = re.search(r"Exit codes: (.+?)\n\n", README, re.DOTALL)
+    assert paragraph is not None
     meanings = {
         exit_codes.DONE: "done",
         exit_codes.USER_ERROR: "user error",
         exit_codes.INTERNAL_ERROR: "internal error",
+        exit_codes.CANCELLED: "cancelled",
     }
-    meanings[exit_codes.CANCELLED] = "cancelled"
     for code, meaning in meanings.items():
-        assert f"{code} {meaning}" in " ".join(told[1].split()), code
+        assert f"{code} {meaning}" in " ".join(paragraph[1].split()), code
         assert re.search(rf"^\| {code} \| {meaning}", TEXT, re.MULTILINE), code
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
-def test_links_lead_somewhere(page: Path) -> None:
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_resolve(page: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page)):
         if link.startswith("https://"):
             continue
         target, _, anchor = link.partition("#")
-        there = (page.parent / target).resolve() if target else page
-        assert there.exists(), link
-        assert not anchor or anchor in anchors(there), link
+        linked = (page.parent / target).resolve() if target else page
+        assert linked.exists(), link
+        assert not anchor or anchor in anchors(linked), link
 
 
-@pytest.mark.parametrize("page", DOCS, ids=named)
-def test_the_readme_leads_to_every_page(page: Path) -> None:
-    assert f"]({named(page)})" in README
+@pytest.mark.parametrize("page", DOCS, ids=page_id)
+def test_the_readme_links_to_every_page(page: Path) -> None:
+    assert f"]({page_id(page)})" in README
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
-def test_files_that_are_named_are_there(page: Path) -> None:
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_named_files_exist(page: Path) -> None:
     for name in re.findall(r"`((?:bench|runtime|tests|tools)/[\w./]+)`", page.read_text(encoding="utf-8")):
         assert (ROOT / name).exists(), name

@@ -1,4 +1,4 @@
-"""The published models' specs at their true size, without a weight, as if the weights were here."""
+"""Specs of the published models at full size, without weights."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from runtime.models.catalogue import look_up
 from runtime.models.spec import ModelSpec
 
-# As the measurements name them.
+# By the names that the measurements use.
 _PUBLISHED = {
     "wan2.1-1.3b": "wan2.1-t2v-1.3b",
     "wan2.2-a14b": "wan2.2-t2v-a14b",
@@ -15,5 +15,5 @@ _PUBLISHED = {
 
 
 def spec(model: str) -> ModelSpec:
-    """Return the spec of one of `_PUBLISHED`."""
+    """Return the spec of one of `_PUBLISHED`, marked as downloaded."""
     return replace(look_up(_PUBLISHED[model], Path("none")), here=True)

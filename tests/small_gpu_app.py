@@ -1,6 +1,6 @@
-"""`app.py` on a machine with a GPU of little memory: what the page says of it is planned, and nothing of it is run.
+"""Run `app.py` as if the machine had a GPU with little memory. Plans can be viewed; nothing can run.
 
-python -m tests.other_machine FREE_GIB FLAGS...
+python -m tests.small_gpu_app FREE_GIB FLAGS...
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""A job queue whose workers are threads of the test's process: no test waits for another import of PyTorch."""
+"""A job queue with workers as threads of the test process, so that tests need not import PyTorch again."""
 
 import threading
 from pathlib import Path
@@ -18,12 +18,12 @@ _LOADING = threading.Lock()
 
 
 def _load_one_at_a_time(*arguments: Any) -> torch.nn.Module:
-    """Load a component while no other thread does: the libraries patch the whole process meanwhile."""
+    """Load a component under a lock: while loading, the libraries patch the whole process."""
     with _LOADING:
         return load_module(*arguments)
 
 
-# A real worker has one such thread.
+# A worker process has one such thread.
 vars(residency)["load_module"] = _load_one_at_a_time
 
 
@@ -32,7 +32,7 @@ class RunningQueue(JobQueue):
 
     Args:
         store: by default, one in memory.
-        start: whether it runs jobs from the beginning; otherwise from `start` on.
+        start: whether to start the workers at once; otherwise call `start`.
     """
 
     def __init__(

@@ -1,0 +1,64 @@
+"""Update the tables of docs/ that follow from code (options, hand-written lines): `python -m tools.docs_tables`."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from runtime.cli.request_flags import PRESET_HELP, PRESETS, metavar
+from runtime.core.request import FIELDS
+
+ROOT = Path(__file__).parents[1]
+COMMANDS = ROOT / "docs" / "commands.md"
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+_OPTIONS = re.compile(r"(?<=<!-- options -->\n).*?(?=<!-- end of options -->)", re.DOTALL)
+# | part (`path`, `path`) | lines | reason |
+_PART = re.compile(r"^\| (?P<part>[^|]*\((?P<paths>`[^|]+`)\)) \| (?P<lines>[\d,]+) \|", re.MULTILINE)
+
+
+def with_options(page: str) -> str:
+    """Return the text of docs/commands.md with the table of options as declared now."""
+    rows = [("option", "what", "default"), ("---", "---", "---")]
+    for declared in FIELDS.values():
+        if declared.flag:
+            name = declared.docs.partition(".")[0]
+            link = f" See [{name}]({declared.docs})." if declared.docs else ""
+            repeat = " Repeatable." if declared.repeatable else ""
+            rows.append((f"`{declared.flag} {metavar(declared)}`", f"{declared.help}{repeat}{link}", declared.unset))
+    rows.append((f"`--preset {'|'.join(PRESETS)}`", PRESET_HELP, ""))
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in rows]
+    return _OPTIONS.sub(lambda _: "".join(lines), page)
+
+
+def hand_written(page: str) -> dict[str, tuple[int, int]]:
+    """Return the lines that docs/architecture.md states for each part, and those counted now.
+
+    Raises:
+        FileNotFoundError: if a path of the table matches no file.
+    """
+    return {
+        found["part"]: (int(found["lines"].replace(",", "")), _lines(re.findall(r"`([^`]+)`", found["paths"])))
+        for found in _PART.finditer(page)
+    }
+
+
+def with_lines(page: str) -> str:
+    """Return the text of docs/architecture.md with the lines counted now, rounded to tens."""
+    counted = hand_written(page)
+    return _PART.sub(lambda found: f"| {found['part']} | {round(counted[found['part']][1], -1):,} |", page)
+
+
+def _lines(paths: Iterable[str]) -> int:
+    """Count the lines of files, patterns and folders (ending in /), relative to runtime/ or to the repository."""
+    total = 0
+    for path in paths:
+        base = ROOT if path.startswith("frontend_assets/") else ROOT / "runtime"
+        files = list(base.glob(f"{path}**/*.py" if path.endswith("/") else path))
+        if not files:
+            raise FileNotFoundError(path)
+        total += sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+    return total
+
+
+if __name__ == "__main__":
+    for file, updated in ((COMMANDS, with_options), (ARCHITECTURE, with_lines)):
+        file.write_text(updated(file.read_text(encoding="utf-8")), encoding="utf-8")
