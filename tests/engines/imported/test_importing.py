@@ -1,6 +1,5 @@
 """Files that somebody else exported: imported, proven, run in a job, and refused where they are anything else."""
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
