@@ -16,4 +16,4 @@ _PUBLISHED = {
 
 def spec(model: str) -> ModelSpec:
     """Return the spec of one of `_PUBLISHED`, marked as downloaded."""
-    return replace(look_up(_PUBLISHED[model], Path("none")), here=True)
+    return replace(look_up(_PUBLISHED[model], Path("none")), is_downloaded=True)

@@ -12,10 +12,9 @@ from runtime.core.facts import Fact, render
 from runtime.core.units import byte_size
 from runtime.models.catalogue import find
 from runtime.models.hub.client import hub_of
-from runtime.models.hub.download import Download, DownloadPlan, downloaded, source_of
-from runtime.models.hub.manifest import Verification
-from runtime.models.hub.manifest import verify as verify_folder
-from runtime.models.hub.progress import Progress
+from runtime.models.hub.download import Download, DownloadPlan, Progress, downloaded, source_of
+from runtime.models.hub.files import Verification
+from runtime.models.hub.files import verify as verify_folder
 
 
 def download(name: str, revision: str | None, mirror: str | None, *, agreed: bool) -> dict[str, Any]:

@@ -8,10 +8,9 @@ from runtime.core import settings
 from runtime.core.errors import TandemError
 from runtime.core.units import byte_size
 from runtime.machine.probe import probe
-from runtime.models.catalogue import folders, not_here
+from runtime.models.catalogue import download_bytes, folders, named, not_downloaded, published
 from runtime.models.hub.download import partial_bytes
-from runtime.models.hub.manifest import read_manifest
-from runtime.models.known import download_bytes, named, published
+from runtime.models.hub.files import read_manifest
 from runtime.models.registry import family_of, read_spec
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.history import HistoryFile
@@ -33,7 +32,7 @@ def show_models() -> dict[str, Any]:
         except TandemError as error:
             listed.append({"name": name, "folder": str(folder), "here": True, "problem": error.what})
             terminal.line(f"{name}: {error.what} {error.remedy}")
-    for spec in (*specs, *not_here(loaded.weights_dir)):
+    for spec in (*specs, *not_downloaded(loaded.weights_dir)):
         need = needs(spec, machine, history)
         listed.append(_model(spec, need))
         for line in describe(spec, need):
@@ -46,14 +45,14 @@ def _model(spec: ModelSpec, need: Needs) -> dict[str, Any]:
     return {
         "name": spec.name,
         "folder": str(spec.directory),
-        "here": spec.here,
+        "here": spec.is_downloaded,
         "problem": None,
         "title": spec.title,
         "license": spec.license,
         "repository": _repository(spec) or (known.repository if known else None),
         "parameters": spec.total_parameters,
         "bytes": _bytes(spec),
-        "bytes_estimated": not spec.here,
+        "bytes_estimated": not spec.is_downloaded,
         "begun_bytes": _begun(spec),
         "sizes": [list(size) for size in spec.sizes],
         "frame_counts": list(spec.frame_counts),
@@ -67,8 +66,8 @@ def describe(spec: ModelSpec, need: Needs) -> list[str]:
     """Return lines of text on a model: title, license and size; default clip; memory that it needs."""
     defaults = spec.defaults
     begun = f"{byte_size(_begun(spec))} already downloaded" if _begun(spec) else "not installed"
-    where = "installed" if spec.here else f"{begun}: models download {spec.name}"
-    size = byte_size(_bytes(spec)) if spec.here else f"at most about {byte_size(_bytes(spec))}"
+    where = "installed" if spec.is_downloaded else f"{begun}: models download {spec.name}"
+    size = byte_size(_bytes(spec)) if spec.is_downloaded else f"at most about {byte_size(_bytes(spec))}"
     pair = [scale for scale in (defaults.guidance_scale, defaults.guidance_scale_2) if scale is not None]
     guidance = " and ".join(f"{scale:g}" for scale in pair)
     shift = _shift(spec)
@@ -101,11 +100,11 @@ def _shown(spec: ModelSpec) -> str:
 
 
 def _bytes(spec: ModelSpec) -> int:
-    return _on_disk(spec.directory) if spec.here else download_bytes(spec)
+    return _on_disk(spec.directory) if spec.is_downloaded else download_bytes(spec)
 
 
 def _begun(spec: ModelSpec) -> int:
-    return 0 if spec.here else partial_bytes(spec.directory.parent, spec.directory.name)
+    return 0 if spec.is_downloaded else partial_bytes(spec.directory.parent, spec.directory.name)
 
 
 def _on_disk(folder: Path) -> int:
@@ -114,7 +113,7 @@ def _on_disk(folder: Path) -> int:
 
 def _repository(spec: ModelSpec) -> str | None:
     try:
-        manifest = read_manifest(spec.directory) if spec.here else None
+        manifest = read_manifest(spec.directory) if spec.is_downloaded else None
     except TandemError:
         return None
     return manifest.repository if manifest else None

@@ -31,7 +31,7 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
         TandemError: if the request cannot run for another reason.
     """
     loaded = settings.load()
-    spec = model_for(request, loaded.weights_dir, here=False)
+    spec = model_for(request, loaded.weights_dir, needs_weights=False)
     machine = probe()
     offers = EngineService.from_settings(loaded, machine).offers(spec)
     history = HistoryFile(loaded.cache_dir, machine).read()

@@ -81,7 +81,7 @@ def program_key_parts(spec: ModelSpec, component: str, name: str, notes: Path | 
     Raises:
         ModelError: if a file cannot be read.
     """
-    if not spec.here:
+    if not spec.is_downloaded:
         return _NOT_HERE, _NOT_HERE
     config = json.loads((spec.directory / component / "config.json").read_text(encoding="utf-8"))
     shaping = {key: value for key, value in config.items() if key not in _NOT_ARCHITECTURE and not key.startswith("_")}

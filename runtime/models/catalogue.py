@@ -1,17 +1,18 @@
-"""The models: the one that ships with Tandem, those in the cache's `weights` folder, and any folder by its path.
-
-Published models whose weights are not here can be planned with, but not run.
+"""The models: the one that ships with Tandem, those in the cache's `weights` folder, any folder by its path, and
+published models, which can be planned with before their weights are downloaded.
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from runtime.core.errors import ModelError
-from runtime.models.known import known_as, known_models, named
-from runtime.models.registry import KnownModel, read_spec
+from runtime.models.registry import KnownModel, families, read_spec
 from runtime.models.spec import ModelSpec
 
 EMBEDDED = Path(__file__).parent / "embedded"
 SHIPPED = "diorama"
+_BYTES_PER_WEIGHT = 4
 
 
 def folders(weights_dir: Path) -> dict[str, Path]:
@@ -24,52 +25,87 @@ def folders(weights_dir: Path) -> dict[str, Path]:
 
 
 def find(name: str, weights_dir: Path) -> ModelSpec:
-    """Return the model with a name, in any case, or in a folder. Its weights must be here.
+    """Return the model with a name, in any case, or in a folder.
 
     Raises:
-        ModelError: if it does not exist, cannot be used, or its weights are not here.
+        ModelError: if it does not exist, cannot be used, or its weights are not downloaded.
     """
     spec = look_up(name, weights_dir)
-    if not spec.here:
+    if not spec.is_downloaded:
         known = known_as(name)
         repository = known.repository if known else spec.name
         raise ModelError(
-            "model.weights_not_here", model=spec.title, name=spec.name, repository=repository, folder=weights_dir
+            "model.weights_not_downloaded", model=spec.title, name=spec.name, repository=repository, folder=weights_dir
         )
     return spec
 
 
 def look_up(name: str, weights_dir: Path) -> ModelSpec:
-    """Return the model with a name or in a folder, or a published one whose weights are not here.
+    """Return the model with a name or in a folder, or a published one whose weights are not downloaded.
 
     Raises:
         ModelError: if it does not exist or cannot be used.
     """
-    here = folders(weights_dir)
-    if name in here:
-        return named(read_spec(here[name], name))
+    installed = folders(weights_dir)
+    if name in installed:
+        return _read(installed[name], name)
     directory = Path(name).expanduser()
     if directory.is_dir():
-        return named(read_spec(directory.resolve(), directory.resolve().name))
-    lowered = {other.lower(): other for other in reversed(here)}
-    if name.lower() in lowered:
-        found = lowered[name.lower()]
-        return named(read_spec(here[found], found))
+        return _read(directory.resolve(), directory.resolve().name)
+    for other, folder in installed.items():
+        if other.lower() == name.lower():
+            return _read(folder, other)
     known = known_as(name)
     if known is not None:
-        found = _folder_of(known, here)
-        return named(read_spec(here[found], found)) if found else known.spec(weights_dir)
+        found = _name_of(known, installed)
+        return _read(installed[found], found) if found else known.spec(weights_dir)
     if directory.name == name:
-        names = [*here, *(model.name for model in not_here(weights_dir))]
+        names = [*installed, *(model.name for model in not_downloaded(weights_dir))]
         raise ModelError("model.unknown", name=name, names=names)
     return read_spec(directory.resolve(), directory.resolve().name)
 
 
-def not_here(weights_dir: Path) -> list[ModelSpec]:
+def not_downloaded(weights_dir: Path) -> list[ModelSpec]:
     """Return the published models whose weights are not in `weights_dir`."""
-    here = folders(weights_dir)
-    return [known.spec(weights_dir) for known in known_models() if not _folder_of(known, here)]
+    installed = folders(weights_dir)
+    return [known.spec(weights_dir) for known in known_models() if not _name_of(known, installed)]
 
 
-def _folder_of(known: KnownModel, here: dict[str, Path]) -> str:
-    return next((name for name in here if name.lower() in known.names), "")
+def known_models() -> Iterator[KnownModel]:
+    """Return the published models of every family."""
+    return (model for family in families() for model in family.known)
+
+
+def known_as(name: str) -> KnownModel | None:
+    """Return the published model with a name or alias, in upper or lower case."""
+    return next((model for model in known_models() if name.strip().lower() in model.names), None)
+
+
+def published(spec: ModelSpec) -> KnownModel | None:
+    """Return the published model that a folder holds, by its name and its architecture."""
+    known = known_as(spec.name) or known_as(spec.directory.name)
+    return known if known is not None and known.describes(spec) else None
+
+
+def named(spec: ModelSpec) -> ModelSpec:
+    """Return a folder's spec with the title, license and sizes of the published model that it holds, if any.
+
+    Values of its own `tandem.json` take precedence.
+    """
+    known = known_as(spec.directory.name)
+    if known is None or spec.license != "unknown" or not known.describes(spec):
+        return spec
+    return replace(spec, title=known.title, license=known.license, sizes=known.sizes or spec.sizes)
+
+
+def download_bytes(spec: ModelSpec) -> int:
+    """Return the most bytes that a known model's download takes: published weights have at most 4 bytes each."""
+    return _BYTES_PER_WEIGHT * spec.total_parameters
+
+
+def _read(folder: Path, name: str) -> ModelSpec:
+    return named(read_spec(folder, name))
+
+
+def _name_of(known: KnownModel, installed: dict[str, Path]) -> str:
+    return next((name for name in installed if name.lower() in known.names), "")

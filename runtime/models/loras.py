@@ -16,8 +16,8 @@ from runtime.core.errors import InvalidRequestError, ModelError
 from runtime.core.loras import BOTH, SUFFIX, Expert, Lora, LoraUse
 from runtime.core.request import GenerationRequest
 from runtime.models.catalogue import find, look_up
+from runtime.models.folder import read_header
 from runtime.models.registry import family_of
-from runtime.models.safetensors_header import read_header
 from runtime.models.spec import ModelSpec
 
 _FOLDER = "loras"
@@ -63,17 +63,17 @@ def named_loras(weights_dir: Path) -> list[str]:
     return [path.relative_to(folder).with_suffix("").as_posix() for path in paths]
 
 
-def model_for(request: GenerationRequest, weights_dir: Path, *, here: bool = True) -> ModelSpec:
+def model_for(request: GenerationRequest, weights_dir: Path, *, needs_weights: bool = True) -> ModelSpec:
     """Return a request's model with its LoRAs.
 
     Args:
-        here: whether the model's weights must be here.
+        needs_weights: whether the model's weights must be downloaded.
 
     Raises:
         ModelError: if the model does not exist, or it or a LoRA cannot be used.
         InvalidRequestError: if a LoRA is for an expert that the model does not have.
     """
-    spec = (find if here else look_up)(request.model, weights_dir)
+    spec = (find if needs_weights else look_up)(request.model, weights_dir)
     return with_loras(spec, request.loras, weights_dir)
 
 
@@ -203,8 +203,8 @@ def _check_shape(
     name: str, spec: ModelSpec, module: str, shape: tuple[int, ...], wanted: tuple[int | None, ...]
 ) -> None:
     if len(shape) != len(wanted) or any(want not in {None, have} for have, want in zip(shape, wanted, strict=True)):
-        there, here = ("×".join("?" if n is None else str(n) for n in sizes) for sizes in (shape, wanted))
-        raise ModelError("lora.other_size", lora=name, module=module, shape=there, expected=here, model=spec.title)
+        found, expected = ("×".join("?" if n is None else str(n) for n in sizes) for sizes in (shape, wanted))
+        raise ModelError("lora.other_size", lora=name, module=module, shape=found, expected=expected, model=spec.title)
 
 
 @functools.lru_cache(maxsize=64)

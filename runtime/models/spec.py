@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from runtime.core.loras import LoraUse
-from runtime.models.timesteps import UNTOLD, NoiseLevels
+from runtime.models.timesteps import UNKNOWN_LEVELS, NoiseLevels
 
 
 def is_transformer(component: str) -> bool:
@@ -178,7 +178,7 @@ class ModelSpec:
         latent_rgb: for previews, where it is known.
         defaults: for "auto".
         sizes, frame_counts: what the model was made for, (width, height) and frames.
-        here: whether `directory` is there; a known model can be planned with before its weights are.
+        is_downloaded: whether `directory` exists; a published model can be planned with before that.
         flow_shift: how far the scheduler moves noise levels towards noise, if its configuration has a shift.
         unsupported: request fields that the family does not support: "gpus", "step_cache".
         loras: LoRAs to add to its transformers' weights when they are loaded, see `models.loras.with_loras`.
@@ -203,11 +203,11 @@ class ModelSpec:
     defaults: Defaults
     sizes: tuple[tuple[int, int], ...]
     frame_counts: tuple[int, ...]
-    here: bool = True
+    is_downloaded: bool = True
     flow_shift: float | None = None
     unsupported: frozenset[str] = frozenset()
     loras: tuple[LoraUse, ...] = ()
-    noise: NoiseLevels = UNTOLD
+    noise: NoiseLevels = UNKNOWN_LEVELS
 
     def loras_of(self, component: str) -> tuple[LoraUse, ...]:
         """Return the LoRAs that change a component's weights."""

@@ -84,7 +84,7 @@ class NoiseLevels:
         return [_single(_single(sigma) * self.training_steps) for sigma in sigmas]
 
 
-UNTOLD = NoiseLevels()
+UNKNOWN_LEVELS = NoiseLevels()
 
 
 def noise_levels(config: Mapping[str, Any]) -> NoiseLevels:

@@ -1,19 +1,31 @@
-"""Load the components of a model folder with diffusers and transformers. Weights are safetensors only.
+"""Load the components of a model folder with diffusers and transformers, and fuse LoRAs into their weights.
 
-Nothing is downloaded: `registry.read_spec` refuses incomplete folders.
+Weights are safetensors only. Nothing is downloaded: `registry.read_spec` refuses incomplete folders.
+
+A fused weight is W + weight · (alpha / rank) · B A. Compilers and exporters then see plain weights; to remove a LoRA,
+the weights are loaded again. If a weight was quantized at loading, the sum is computed from the weight on disk and
+quantized the same.
 """
 
+import contextlib
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import diffusers
 import torch
 import transformers
+from safetensors import SafetensorError, safe_open
 
 from runtime.core.errors import ModelError, first_line, ram_ran_out
+from runtime.core.loras import LoraUse
 from runtime.core.plan import ComponentPlan
 from runtime.models import quantization
-from runtime.models.lora_fusing import fuse
-from runtime.models.registry import components_of, family_of
+from runtime.models.folder import weight_files
+from runtime.models.loras import read_lora
+from runtime.models.quantization import is_quantized, quantized_like
+from runtime.models.registry import Family, components_of, family_of
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.upstream.diffusers import import_submodules_only
 
@@ -21,6 +33,8 @@ from runtime.upstream.diffusers import import_submodules_only
 diffusers.utils.logging.disable_progress_bar()
 import_submodules_only()
 transformers.utils.logging.disable_progress_bar()
+
+_Delta = tuple[LoraUse, dict[str, str]]
 
 
 def load_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | None = None) -> torch.nn.Module:
@@ -109,3 +123,95 @@ def load_scheduler(spec: ModelSpec, shift: float | None = None) -> Any:
         )
     except (OSError, ValueError, TypeError) as error:
         raise ModelError("model.scheduler_unloadable", model=spec.title) from error
+
+
+@torch.no_grad()
+def fuse(module: torch.nn.Module, loras: Sequence[LoraUse], folder: Path, dtype: torch.dtype, family: Family) -> None:
+    """Add LoRAs to the weights of a loaded transformer, in place.
+
+    Sums are computed in float32 and rounded once to the weight's dtype. A quantized weight equals that of a model whose
+    files contain the LoRAs.
+
+    Args:
+        folder: of the transformer's weights, in diffusers' format; those that are quantized are read from it again.
+        family: of the model.
+        dtype: in which they were loaded.
+
+    Raises:
+        ModelError: if a file changed since the job was planned, or cannot be applied.
+    """
+    changes: defaultdict[str, list[_Delta]] = defaultdict(list)
+    for use in loras:
+        file = read_lora(use.path)
+        if file.digest != use.digest:
+            raise ModelError("lora.changed", lora=use.name)
+        found: defaultdict[str, dict[str, str]] = defaultdict(dict)
+        for tensor in file.shapes:
+            change = family.lora_change(tensor)
+            assert change is not None, "the file was validated"
+            found[change.module][change.role] = tensor
+        for name, tensors in found.items():
+            changes[name].append((use, tensors))
+    try:
+        with contextlib.ExitStack() as opened:
+            files = {use.digest: opened.enter_context(safe_open(use.path, framework="pt")) for use in loras}
+            paths = weight_files(folder) if any(map(is_quantized, module.parameters())) else []
+            weights = _Weights([opened.enter_context(safe_open(path, framework="pt")) for path in paths])
+            for name, deltas in changes.items():
+                _change(module, name, deltas, files, weights, dtype)
+    except (OSError, SafetensorError, AttributeError) as error:
+        raise ModelError("lora.fusing_failed", reason=first_line(error)) from error
+
+
+class _Weights:
+    """The weights on disk, by name, from opened safetensors files."""
+
+    def __init__(self, files: Sequence[Any]) -> None:
+        self._file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - no mapping
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._file_of:
+            raise ModelError("model.tensor_missing", tensor=name)
+        tensor: torch.Tensor = self._file_of[name].get_tensor(name)
+        return tensor
+
+
+def _change(
+    module: torch.nn.Module,
+    name: str,
+    deltas: list[_Delta],
+    files: dict[str, Any],
+    weights: _Weights,
+    dtype: torch.dtype,
+) -> None:
+    """Change one module, or a parameter that belongs to no module."""
+    parent, _, last = name.rpartition(".")
+    owner: Any = module.get_submodule(parent)
+    target = getattr(owner, last)
+    weight = target if isinstance(target, torch.nn.Parameter) else target.weight
+    bias = None if isinstance(target, torch.nn.Parameter) else getattr(target, "bias", None)
+    for parameter, roles in ((weight, ("up", "whole")), (bias, ("bias",))):
+        relevant = [(use, tensors) for use, tensors in deltas if any(role in tensors for role in roles)]
+        if not relevant:
+            continue
+        if parameter is None:
+            raise ModelError("lora.no_bias", module=name)
+        quantized = is_quantized(parameter)
+        total = (weights[f"{name}.weight"].to(parameter.device, dtype) if quantized else parameter).float()
+        for use, tensors in relevant:
+            got = {
+                role: files[use.digest].get_tensor(tensor).to(total.device).float() for role, tensor in tensors.items()
+            }
+            for role in roles:
+                if role in got:
+                    total = total + use.weight * (_product(got) if role == "up" else got[role])
+        if quantized:
+            target.weight = quantized_like(target, total.to(dtype))
+        else:
+            parameter.copy_(total)
+
+
+def _product(got: dict[str, torch.Tensor]) -> torch.Tensor:
+    down, up = got["down"], got["up"]
+    scale = float(got["alpha"].item()) / down.shape[0] if "alpha" in got else 1.0
+    return scale * (up @ down)

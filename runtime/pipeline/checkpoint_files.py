@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from runtime.core.errors import ModelError
-from runtime.models.safetensors_header import read_header
+from runtime.models.folder import read_header
 
 # The newest preview of a running job; once its video is saved, the poster.
 PREVIEW, POSTER = "preview.webp", "poster.webp"

@@ -21,7 +21,7 @@ from runtime.execution.text_encoder import TextEncoding
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.attention_speed import measure_attention
 from runtime.pipeline.checkpoint import CheckpointFolder
-from runtime.pipeline.diagnosis import degenerate_clip
+from runtime.pipeline.degenerate_clip import Detector, degenerate_clip
 from runtime.pipeline.history import HistoryFile
 from runtime.pipeline.metrics import Clock, PeakMemory
 from runtime.pipeline.oom_retry import with_oom_retry
@@ -30,8 +30,7 @@ from runtime.pipeline.result import metadata_of, result_of
 from runtime.pipeline.run_context import Emit, RunContext, wants_guidance
 from runtime.pipeline.sampling import Conditioning, decode, denoise, get_noise, may_stop
 from runtime.pipeline.scheduler_state import restore
-from runtime.video.degenerate_clip import Detector
-from runtime.video.encode import VideoWriter, check_target, sweep
+from runtime.video.mp4 import VideoWriter, check_target, sweep
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from runtime.core.errors import InvalidRequestError
 from runtime.core.facts import Fact
 from runtime.core.loras import LoraUse
 from runtime.core.request import AUTO, MAX_FRAMES, MAX_SIDE, GenerationRequest
-from runtime.models.known import published
+from runtime.models.catalogue import published
 from runtime.models.registry import family_of
 from runtime.models.spec import ModelSpec
 
@@ -56,7 +56,7 @@ def _check_positions(spec: ModelSpec, asked: Mapping[str, int]) -> None:
 
 def size_warnings(spec: ModelSpec, width: int, height: int, frames: int) -> list[Fact]:
     """Return the warnings about a size and length that the model can make."""
-    facts = [] if spec.here else [Fact("planner.weights_not_here", {"model": spec.title})]
+    facts = [] if spec.is_downloaded else [Fact("planner.weights_not_downloaded", {"model": spec.title})]
     if (width, height) not in spec.sizes:
         sizes = [f"{w}x{h}" for w, h in spec.sizes]
         facts.append(Fact("planner.unusual_size", {"model": spec.title, "size": f"{width}x{height}", "sizes": sizes}))
@@ -88,7 +88,7 @@ def shift_reason(shift: float | None, spec: ModelSpec) -> Fact | None:
     if shift is None:
         return None
     known = published(spec)
-    others = [Fact("planner.shift_of_scheduler", {"shift": spec.noise.shift})] if spec.here else []
+    others = [Fact("planner.shift_of_scheduler", {"shift": spec.noise.shift})] if spec.is_downloaded else []
     if known is not None and known.flow_shift not in {shift, spec.noise.shift}:
         others.append(Fact("planner.shift_published", {"shift": known.flow_shift}))
     return Fact("planner.shift_asked", {"shift": shift, "others": others})
@@ -117,7 +117,9 @@ def shift_warnings(spec: ModelSpec, steps: int, shift: float | None, taken: Mapp
     """
     by = spec.noise.shift if shift is None else shift
     facts = (
-        [_distilled_with_other_shift(spec, use, by) for use in spec.loras] if spec.here and spec.noise.setting else []
+        [_distilled_with_other_shift(spec, use, by) for use in spec.loras]
+        if spec.is_downloaded and spec.noise.setting
+        else []
     )
     if shift is not None and not all(taken.values()):
         without = "transformer_2" if taken["transformer"] else "transformer"

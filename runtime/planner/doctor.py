@@ -15,7 +15,7 @@ from runtime.machine.probe import Machine, free_disk_bytes
 from runtime.models.catalogue import folders
 from runtime.models.registry import read_spec
 from runtime.planner import constraints
-from runtime.video.ffmpeg import find_ffmpeg
+from runtime.video.mp4 import find_ffmpeg
 
 State = Literal["ok", "note", "problem"]
 

@@ -14,8 +14,7 @@ from runtime.core.events import Failed
 from runtime.core.facts import Fact
 from runtime.core.settings import Settings
 from runtime.models.hub.client import check_online, hub_of
-from runtime.models.hub.download import Download, source_of
-from runtime.models.hub.progress import Progress
+from runtime.models.hub.download import Download, Progress, source_of
 from runtime.models.registry import KnownModel
 from runtime.queue.tasks import TaskProgress
 

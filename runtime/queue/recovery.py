@@ -14,8 +14,7 @@ from runtime.queue import process_lock
 from runtime.queue.records import JobRecord
 from runtime.queue.registry import WorkerRegistry, app_of
 from runtime.queue.store import JobStore
-from runtime.video.encode import sweep
-from runtime.video.metadata import read_metadata
+from runtime.video.mp4 import read_metadata, sweep
 
 # Deleted jobs can be restored for this long.
 KEPT_SECONDS = 7 * 24 * 3600.0

@@ -24,7 +24,7 @@ from runtime.queue.records import JobRecord
 from runtime.queue.service import JobQueue
 from runtime.queue.support_report import report
 from runtime.server.gradio_requests import FILE, OWN
-from runtime.video.encode import copy_without_metadata
+from runtime.video.mp4 import copy_without_metadata
 from runtime.video.preview import still
 
 # Media types by suffix; files with other suffixes are not served.

@@ -14,7 +14,7 @@ from runtime.core.errors import InvalidRequestError
 from runtime.core.request import COMPONENTS, FIELDS, GenerationRequest
 from runtime.core.request_fields import AUTO, Number
 from runtime.machine.probe import Machine
-from runtime.models.known import published
+from runtime.models.catalogue import published
 from runtime.models.spec import ModelSpec
 from runtime.server.model_choices import check_offered
 from runtime.ui import acceleration, fields, formatting, theme
@@ -171,7 +171,7 @@ def model_values(spec: ModelSpec) -> dict[str, dict[str, Any]]:
 def _own_shift(spec: ModelSpec) -> str:
     """Return what the form says of the model's own shift, in parentheses."""
     known = published(spec)
-    if not spec.here or spec.noise.setting is None:
+    if not spec.is_downloaded or spec.noise.setting is None:
         return ""
     other = known is not None and known.flow_shift != spec.noise.shift
     return f" ({spec.noise.shift:g}{f'; the authors use {known.flow_shift:g}' if known and other else ''})"

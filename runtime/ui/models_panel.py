@@ -8,9 +8,8 @@ from pathlib import Path
 from runtime.core.errors import TandemError
 from runtime.core.settings import Settings
 from runtime.machine.probe import free_disk_bytes
-from runtime.models.catalogue import find, folders, not_here
+from runtime.models.catalogue import download_bytes, find, folders, known_models, not_downloaded
 from runtime.models.hub.client import check_online
-from runtime.models.known import download_bytes, known_models
 from runtime.models.registry import KnownModel
 from runtime.models.spec import ModelSpec
 from runtime.planner.requirements import smallest_card
@@ -88,7 +87,7 @@ class ModelsPanel:
 
     def _list(self) -> str:
         offline = self._offline()
-        rows = [self._row(spec) for spec in not_here(self._settings.weights_dir)]
+        rows = [self._row(spec) for spec in not_downloaded(self._settings.weights_dir)]
         tasks = [self._downloads.of(one.name) for one in known_models()]
         done = [_result(task) for task in tasks if task is not None and task.state == "done"]
         return models_html(rows, done, offline, free_disk_bytes(self._settings.weights_dir))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.core.errors import OutputError
-from runtime.video.ffmpeg import find_ffmpeg
+from runtime.video.mp4 import find_ffmpeg
 
 # Frame n is compared with frame n, whatever the frame rates, in RGB.
 _FRAMES = "settb=1,setpts=N,format=gbrp"

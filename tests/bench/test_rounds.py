@@ -24,7 +24,7 @@ from runtime.engines.store import EngineStore
 from runtime.families.wan.vae import PyTorchVideoDecoder
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
-from runtime.video.metadata import read_metadata
+from runtime.video.mp4 import read_metadata
 from tests.plans import tiny_plan
 from tests.queue.made import saved
 

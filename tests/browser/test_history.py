@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from runtime.core.errors import OutputError
-from runtime.video.metadata import read_metadata
+from runtime.video.mp4 import read_metadata
 from tests.app_server import Server
 from tests.browser.conftest import DESKTOP, PHONE, OpenPage, ask, saved_videos, start, wait_for_state
 from tests.browser.test_page import UNNAMED_INPUTS

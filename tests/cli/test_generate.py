@@ -19,7 +19,7 @@ from runtime.core.events import Planned, StageStarted, StepDone
 from runtime.core.progress import Progress
 from runtime.core.units import duration
 from runtime.models.spec import ModelSpec
-from runtime.video.metadata import read_metadata
+from runtime.video.mp4 import read_metadata
 from tests.plans import tiny_plan
 
 ROOT = Path(__file__).parents[2]

@@ -16,8 +16,7 @@ from runtime.core.events import Failed, Planned, Warned
 from runtime.core.facts import Fact
 from runtime.models.spec import ModelSpec
 from runtime.queue.store import open_store
-from runtime.video.ffmpeg import find_ffmpeg
-from runtime.video.metadata import read_metadata
+from runtime.video.mp4 import find_ffmpeg, read_metadata
 from tests.cli.test_generate import command
 from tests.queue.made import add, asked, planned, saved
 from tests.waiting import until

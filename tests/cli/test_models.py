@@ -13,8 +13,8 @@ from runtime.cli.main import run
 from runtime.cli.model_downloads import progress_text
 from runtime.cli.models import describe
 from runtime.core.facts import Fact
-from runtime.models.hub.progress import Progress
-from runtime.models.known import known_as
+from runtime.models.catalogue import known_as
+from runtime.models.hub.download import Progress
 from runtime.models.spec import ModelSpec
 from runtime.planner.requirements import needs
 from tests.cli.test_bad_input import refused

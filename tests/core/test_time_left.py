@@ -8,7 +8,7 @@ import pytest
 from runtime.core.estimates import Seconds
 from runtime.core.events import Event, FramesDecoded, OutOfMemory, Planned, Resumed, StageStarted, StepDone
 from runtime.core.plan import ExecutionPlan
-from runtime.core.time_left import Pace
+from runtime.core.progress import Pace
 from runtime.models.spec import ModelSpec
 from tests.plans import tiny_plan
 

@@ -107,7 +107,7 @@ def frames(path: Path) -> bytes:
     """Return a video's pixels."""
     import subprocess
 
-    from runtime.video.ffmpeg import find_ffmpeg
+    from runtime.video.mp4 import find_ffmpeg
 
     command = [str(find_ffmpeg()), "-v", "error", "-i", str(path), "-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
     return subprocess.run(command, capture_output=True, check=True).stdout

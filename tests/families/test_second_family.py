@@ -14,7 +14,7 @@ import pytest
 from runtime.cli.main import run
 from runtime.models import registry
 from runtime.queue.store import open_store
-from runtime.video.ffmpeg import find_ffmpeg
+from runtime.video.mp4 import find_ffmpeg
 from tests.families.ltx.build import build
 from tests.waiting import until
 

@@ -35,11 +35,11 @@ from runtime.machine.probe import probe
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from runtime.pipeline import run
+from runtime.pipeline.degenerate_clip import Detector
 from runtime.pipeline.history import HistoryFile
 from runtime.pipeline.run import run_job
 from runtime.planner.memory_model import taken_before
 from runtime.planner.resolve import resolve
-from runtime.video.degenerate_clip import Detector
 from tests import tiny_models
 from tests.gpu.proof_memory import TRANSFORMERS, UMT5, VAES
 from tests.gpu.proof_residency import measured

@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from runtime.core.loras import LoraUse
 from runtime.core.plan import ComponentPlan
 from runtime.execution.offload import Placement, place
-from runtime.models.lora_fusing import fuse
 from runtime.models.loras import read_lora
 from runtime.models.quantization import check_quantized, config
 from runtime.models.registry import family_of
+from runtime.models.weights import fuse
 
 
 def main(kind: str, folder: Path) -> None:

@@ -18,9 +18,8 @@ from runtime.core.errors import DownloadError, ModelError, OutputError
 from runtime.core.facts import Fact
 from runtime.models.catalogue import folders
 from runtime.models.hub.client import Hub, RetryPolicy
-from runtime.models.hub.download import Download, DownloadPlan, source_of
-from runtime.models.hub.manifest import MANIFEST, verify
-from runtime.models.hub.progress import Progress
+from runtime.models.hub.download import Download, DownloadPlan, Progress, source_of
+from runtime.models.hub.files import MANIFEST, verify
 from runtime.models.spec import ModelSpec
 from tests.models.hub import COMMIT, REPOSITORY, Fault, LoopbackHub, Repository, of_folder, served
 from tests.waiting import until

@@ -7,7 +7,7 @@ from huggingface_hub import ModelInfo
 
 from runtime.core.errors import DownloadError
 from runtime.core.facts import Fact
-from runtime.models.hub.listing import RemoteFile, read_listing
+from runtime.models.hub.files import RemoteFile, read_listing
 
 WHOLE = (
     "model_index.json",

@@ -17,9 +17,8 @@ from runtime.families.wan.vae import PyTorchVideoDecoder
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import CheckpointFolder
-from runtime.pipeline.diagnosis import degenerate_clip, likely_cause
+from runtime.pipeline.degenerate_clip import Fault, degenerate_clip, likely_cause
 from runtime.pipeline.run import run_job
-from runtime.video.degenerate_clip import Fault
 from tests.pipeline.test_resume import run, steps_of, stream_of
 from tests.plans import tiny_plan
 

@@ -16,7 +16,7 @@ from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_scheduler
 from runtime.pipeline.checkpoint import CheckpointFolder, identity, stamps
 from runtime.pipeline.rerun_low_noise import prepare, redo_second_half
-from runtime.video.metadata import read_metadata
+from runtime.video.mp4 import read_metadata
 from tests.pipeline.test_resume import run, steps_of, stream_of
 from tests.pipeline.test_run import frames_of
 from tests.plans import machine, tiny_plan

@@ -13,7 +13,7 @@ from runtime.families.wan.transformer import PyTorchDenoiser
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import identity, stamps
 from runtime.planner.history import Run, runs_of, seconds_per_call
-from runtime.video.metadata import read_metadata
+from runtime.video.mp4 import read_metadata
 from tests.pipeline.test_out_of_memory import outs
 from tests.pipeline.test_resume import run, steps_of
 from tests.pipeline.test_run import frames_of

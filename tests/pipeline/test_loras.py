@@ -19,7 +19,7 @@ from runtime.pipeline.checkpoint import CheckpointFolder, identity, stamps
 from runtime.planner.resolve import resolve
 from runtime.queue.execution import Planner
 from runtime.queue.store import JobStore
-from runtime.video.metadata import read_metadata
+from runtime.video.mp4 import read_metadata
 from tests import lora_files
 from tests.lora_files import factors
 from tests.pipeline.runs import events_of

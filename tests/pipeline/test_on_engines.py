@@ -36,7 +36,7 @@ from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import CheckpointFolder
 from runtime.planner.resolve import resolve
-from runtime.video.metadata import read_metadata
+from runtime.video.mp4 import read_metadata
 from tests import lora_files
 from tests.lora_files import factors
 from tests.pipeline.runs import Choice, events_of, never

@@ -33,7 +33,7 @@ from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import CheckpointFolder
 from runtime.pipeline.run import run_job
-from runtime.video.metadata import read_metadata
+from runtime.video.mp4 import read_metadata
 from tests.pipeline.runs import Choice, events_of, never
 from tests.pipeline.test_run import frames_of
 from tests.plans import tiny_plan, with_strategy

@@ -36,7 +36,7 @@ from runtime.models.spec import ModelSpec
 from runtime.pipeline.run import run_job
 from runtime.pipeline.run_context import RunContext
 from runtime.pipeline.sampling import Conditioning, Reached
-from runtime.video.metadata import read_metadata
+from runtime.video.mp4 import read_metadata
 from tests.pipeline.runs import Choice, events_of, never
 from tests.plans import tiny_plan, with_strategy
 from tests.tiny_models import ARCHITECTURES

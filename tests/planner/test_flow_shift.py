@@ -12,7 +12,7 @@ from runtime.core.estimates import Seconds
 from runtime.core.loras import LoraUse
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
-from runtime.models.known import known_as
+from runtime.models.catalogue import known_as
 from runtime.models.spec import ModelSpec
 from runtime.models.timesteps import NoiseLevels, noise_levels
 from runtime.planner import clip
@@ -59,7 +59,7 @@ def test_the_reason_names_what_the_shift_is_not(tiny: Tiny) -> None:
     known = known_as("wan2.2-t2v-a14b")
     assert known is not None
     away = known.spec(Path("weights"))
-    here = replace(away, here=True, noise=replace(spec.noise, shift=3.0))
+    here = replace(away, is_downloaded=True, noise=replace(spec.noise, shift=3.0))
     own = "the model's own scheduler has 3"
     assert str(clip.shift_reason(5.0, here)) == f"Shift 5, as requested; {own}; the model authors' code has 12."
     assert str(clip.shift_reason(12.0, here)) == f"Shift 12, as requested; {own}."

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from runtime.models.spec import ModelSpec
-from runtime.video.metadata import read_metadata
+from runtime.video.mp4 import read_metadata
 from tests.pipeline.test_resume import stream_of
 from tests.pipeline.test_run import frames_of
 from tests.plans import tiny_plan

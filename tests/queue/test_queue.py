@@ -28,7 +28,7 @@ from runtime.queue.records import JobRecord
 from runtime.queue.service import Job, JobQueue, combined
 from runtime.queue.store import JobStore
 from runtime.queue.tasks import BuildEngines, PruneEngines
-from runtime.video.metadata import read_metadata
+from runtime.video.mp4 import read_metadata
 from tests.cli.test_jobs import stream
 from tests.plans import no_engines
 from tests.queue.test_worker import small, stored

@@ -13,7 +13,7 @@ from gradio_client import Client
 from runtime.core.errors import OutputError
 from runtime.queue.store import JobStore
 from runtime.server.gradio_requests import access
-from runtime.video.metadata import read_metadata
+from runtime.video.mp4 import read_metadata
 from tests.app_server import Server, make_cache, serving
 from tests.queue.made import add, asked, planned
 

@@ -11,7 +11,7 @@ import pytest
 from runtime.core.errors import InvalidRequestError, ModelError, TandemError
 from runtime.core.loras import Lora
 from runtime.core.request import AUTO, GenerationRequest
-from runtime.models.known import known_as
+from runtime.models.catalogue import known_as
 from runtime.models.spec import ModelSpec
 from runtime.ui import form, make_tab, theme
 
@@ -259,7 +259,7 @@ def test_the_field_says_what_the_models_own_shift_is(models: dict[str, ModelSpec
     assert form.model_values(spec)["shift"]["info"].endswith("Empty: the model's own (3).")
     known = known_as("wan2.2-t2v-a14b")
     assert known is not None
-    here = replace(known.spec(Path("weights")), here=True, noise=spec.noise)
+    here = replace(known.spec(Path("weights")), is_downloaded=True, noise=spec.noise)
     assert form.model_values(here)["shift"]["info"].endswith("own (3; the authors use 12).")
     same = replace(here, noise=replace(spec.noise, shift=12.0))
     assert form.model_values(same)["shift"]["info"].endswith("own (12).")

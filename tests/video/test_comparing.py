@@ -10,9 +10,7 @@ import pytest
 from PIL import Image
 
 from runtime.core.errors import OutputError
-from runtime.video.encode import copy_without_metadata
-from runtime.video.ffmpeg import find_ffmpeg
-from runtime.video.metadata import read_metadata
+from runtime.video.mp4 import copy_without_metadata, find_ffmpeg, read_metadata
 from runtime.video.preview import encode_frames, still
 from runtime.video.similarity import similarity
 from tests.video.test_video import read, write

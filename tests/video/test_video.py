@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageSequence
 
 from runtime.core.errors import MachineError, OutputError
-from runtime.video.encode import VideoWriter, sweep
-from runtime.video.ffmpeg import find_ffmpeg
-from runtime.video.metadata import read_metadata, to_ffmetadata
+from runtime.video.mp4 import VideoWriter, find_ffmpeg, read_metadata, sweep, to_ffmetadata
 from runtime.video.preview import encode_preview
 
 ROOT = Path(__file__).parents[2]
@@ -119,7 +117,7 @@ def test_a_preview_is_an_animation_of_the_clip() -> None:
 
 def test_sweep_removes_scratch_folders_of_killed_writers_only(tmp_path: Path) -> None:
     code = (
-        "import sys, time, numpy as np; from pathlib import Path; from runtime.video.encode import VideoWriter\n"
+        "import sys, time, numpy as np; from pathlib import Path; from runtime.video.mp4 import VideoWriter\n"
         "with VideoWriter(Path(sys.argv[1]), 32, 32, 16, 10) as writer:\n"
         "    writer.write(np.zeros((4, 32, 32, 3), np.uint8)); print('on', flush=True); time.sleep(60)"
     )

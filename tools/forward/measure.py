@@ -199,9 +199,9 @@ class Forward:
             )
         if request.loras:
             raise ValueError(f"Configuration {configuration.name!r}: LoRAs cannot be combined with random weights.")
-        spec = model_for(request, setup.weights_dir, here=False)
+        spec = model_for(request, setup.weights_dir, needs_weights=False)
         own = folder / f"model-{spec.name.replace('/', '-')}"
-        spec = replace(spec, directory=own, here=True) if own.exists() else random_spec(spec, own)
+        spec = replace(spec, directory=own, is_downloaded=True) if own.exists() else random_spec(spec, own)
         return _Case(configuration, spec, resolve(request, spec, setup.machine, folder / "none.mp4"))
 
     def _measure_part(self, cases: Sequence[_Case], part: str, cancel: Cancel) -> None:

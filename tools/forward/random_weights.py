@@ -16,7 +16,7 @@ import torch
 
 from runtime.core.plan import ComponentPlan
 from runtime.models import quantization
-from runtime.models.known import known_models
+from runtime.models.catalogue import known_models
 from runtime.models.registry import components_of
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.upstream.diffusers import kept_in_float32
@@ -37,7 +37,7 @@ def random_spec(spec: ModelSpec, folder: Path) -> ModelSpec:
         (folder / name).mkdir(parents=True)
         config = {} if name == "text_encoder" else dict(_config(spec, name))
         (folder / name / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return replace(spec, directory=folder, here=True)
+    return replace(spec, directory=folder, is_downloaded=True)
 
 
 def random_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | None = None) -> torch.nn.Module:

@@ -129,7 +129,7 @@ _FILES: Mapping[str, Message] = {
     "model.file_unreadable": Message("{file} cannot be read: {reason}.", "Check the file {path} and its permissions."),
     "model.file_damaged": Message("{file} is damaged or truncated ({size:,} bytes).", _AGAIN),
     "model.unknown": Message("There is no model {name!r}.", "Use one of {names:list}, or the path of a folder."),
-    "model.weights_not_here": Message(
+    "model.weights_not_downloaded": Message(
         "The weights of {model} are not downloaded.",
         "Download them: models download {name}. Or copy the folder {repository} of huggingface.co into {folder}, or "
         "give its path with {set[model]}.",

@@ -259,7 +259,9 @@ _REASONS: Mapping[str, Message] = {
 }
 
 _WARNINGS: Mapping[str, Message] = {
-    "planner.weights_not_here": Message("The weights of {model} are not downloaded; the plan assumes that they are."),
+    "planner.weights_not_downloaded": Message(
+        "The weights of {model} are not downloaded; the plan assumes that they are."
+    ),
     "planner.unusual_size": Message(
         f"{{model}} was not made for {{size}}: {_LOWER_QUALITY}. Its sizes: {{sizes:list}}."
     ),

@@ -274,7 +274,7 @@ class WanFamily:
             programs=_programs(known.experts),
             latent_rgb=None,
             **(card | {"sizes": known.sizes or card["sizes"]}),
-            here=False,
+            is_downloaded=False,
             noise=_NOISE,
         )
 

@@ -23,8 +23,7 @@ from runtime.core.cancel import Cancel
 from runtime.core.errors import DownloadError, InvalidRequestError, first_line
 from runtime.core.facts import Fact
 from runtime.core.settings import HUB, Settings, check_hub
-from runtime.models.hub.listing import Listing, RemoteFile, read_listing
-from runtime.models.hub.manifest import Hasher, chunks, hasher_of, matches
+from runtime.models.hub.files import Hasher, Listing, RemoteFile, chunks, hasher_of, matches, read_listing
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

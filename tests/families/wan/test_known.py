@@ -12,8 +12,7 @@ from transformers import UMT5Config, UMT5EncoderModel
 
 from runtime.core.errors import ModelError
 from runtime.families.wan.known import KNOWN
-from runtime.models.catalogue import find, folders, look_up, not_here
-from runtime.models.known import known_as
+from runtime.models.catalogue import find, folders, known_as, look_up, not_downloaded
 from runtime.models.registry import KnownModel, read_spec
 from runtime.models.spec import ModelSpec
 
@@ -70,7 +69,7 @@ def test_the_text_encoder_has_the_weights_of_umt5_xxl() -> None:
 )
 def test_names(name: str, of: str, tmp_path: Path) -> None:
     spec = look_up(name, tmp_path)
-    assert (spec.name, spec.here, spec.license) == (of, False, "Apache-2.0")
+    assert (spec.name, spec.is_downloaded, spec.license) == (of, False, "Apache-2.0")
     with pytest.raises(ModelError, match="are not downloaded") as caught:
         find(name, tmp_path)
     assert "Wan-AI/Wan2" in caught.value.remedy
@@ -99,15 +98,15 @@ def test_weights_that_are_here_are_found_by_every_name(folder: str, tiny: Tiny, 
     shutil.copytree(tiny("wan2.2-a14b").directory, tmp_path / folder)
     for name in ("A14B", "wan-ai/wan2.2-t2v-a14b-diffusers", folder.upper()):
         assert find(name, tmp_path).directory == tmp_path / folder
-    assert "wan2.2-t2v-a14b" not in [spec.name for spec in not_here(tmp_path)]
-    assert len(not_here(tmp_path)) == len(KNOWN) - 1
+    assert "wan2.2-t2v-a14b" not in [spec.name for spec in not_downloaded(tmp_path)]
+    assert len(not_downloaded(tmp_path)) == len(KNOWN) - 1
     # Of another size than the published one: it keeps its own name.
     assert find("a14b", tmp_path).title == folder
 
 
 def test_the_shipped_model_goes_before_all(tmp_path: Path) -> None:
     assert list(folders(tmp_path)) == ["diorama"]
-    assert find("Diorama", tmp_path).here
+    assert find("Diorama", tmp_path).is_downloaded
 
 
 def test_an_embedding_under_two_names_is_counted_once(tiny: Tiny, tmp_path: Path) -> None:

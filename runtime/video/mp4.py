@@ -1,13 +1,15 @@
-"""Encode frames as H.264 in MP4 with ffmpeg, and copy MP4 files without metadata. No partial file survives.
+"""MP4 files: write frames as H.264 with ffmpeg, with metadata; read the metadata; copy a file without it.
 
-A writer works in a hidden scratch folder next to its target: first the stream, then a copy of it with the index in
-front (faststart) and the metadata, which includes timings that are known only at the end. The copy is renamed to the
-target. Scratch folders of killed processes are removed by `sweep`.
+No partial file survives. A writer works in a hidden scratch folder next to its target: first the stream, then a copy of
+it with the index in front (faststart) and the metadata, which includes timings that are known only at the end. The copy
+is renamed to the target. `sweep` removes scratch folders of killed processes.
 """
 
 import contextlib
+import json
 import os
 import queue
+import re
 import shutil
 import subprocess
 import tempfile
@@ -16,15 +18,13 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+import imageio_ffmpeg
 import numpy as np
 from filelock import FileLock, Timeout
 
-from runtime.core.errors import OutputError
-from runtime.video.ffmpeg import ffmpeg_error, find_ffmpeg
-from runtime.video.metadata import to_ffmetadata
+from runtime.core.errors import MachineError, OutputError
 
 _QUEUED_CHUNKS = 4
 _LOG_LINES = 50
@@ -32,8 +32,24 @@ _SCRATCH = ".tandem-"
 _LOCK = "lock"
 # A scratch folder without a lock this old has no living owner: locking takes milliseconds.
 _UNLOCKED_SECONDS = 60.0
-# Limited-range BT.709 is what players assume; the stream declares it, so that colours are preserved.
+# Limited-range BT.709 is what players assume; the stream declares it, so that colors are preserved.
 _BT709 = "setparams=range=tv:color_primaries=bt709:color_trc=bt709:colorspace=bt709"
+_SPECIAL = str.maketrans({c: f"\\{c}" for c in "=;#\\\n"})
+_COMMENT = re.compile(r"^comment=((?:[^\\\n]|\\.)*)", re.MULTILINE | re.DOTALL)
+
+
+def find_ffmpeg() -> str:
+    """Return the path of an ffmpeg program: the one of imageio-ffmpeg, or `IMAGEIO_FFMPEG_EXE`.
+
+    Raises:
+        MachineError: if there is none that runs.
+    """
+    try:
+        program: str = imageio_ffmpeg.get_ffmpeg_exe()
+        subprocess.run([program, "-version"], check=True, capture_output=True)
+    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+        raise MachineError("video.no_ffmpeg") from error
+    return program
 
 
 class VideoWriter:
@@ -86,17 +102,14 @@ class VideoWriter:
         self._feeder.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stop ffmpeg if it is still running and remove everything but the finished video."""
-        if self._process.poll() is None:
-            self._process.kill()
+        self._process.kill()
         self._process.wait()
-        if self._feeder.is_alive():
+        while self._feeder.is_alive():  # its next write fails; if it waits for frames, `None` ends it
             with contextlib.suppress(queue.Full):
                 self._queue.put_nowait(None)
-            self._drain()
+            self._feeder.join(0.05)
         self._log_reader.join()
         self._exit.close()
 
@@ -106,7 +119,7 @@ class VideoWriter:
         Raises:
             OutputError: if ffmpeg failed on an earlier chunk.
         """
-        self._put(np.ascontiguousarray(frames).tobytes())
+        self._put(frames.tobytes())
 
     def close_stream(self) -> None:
         """Wait until every frame is encoded.
@@ -128,14 +141,12 @@ class VideoWriter:
             OutputError: if the disk is full or the target cannot be replaced.
         """
         complete = self._folder / "complete.mp4"
-        notes = self._folder / "metadata.txt"
+        tags = self._folder / "metadata.txt"
         try:
-            notes.write_text(to_ffmetadata(title, metadata), encoding="utf-8")
-            command = [self._ffmpeg, "-v", "error", "-y", "-i", str(self._folder / "stream.mp4"), "-i", str(notes)]
+            tags.write_text(to_ffmetadata(title, metadata), encoding="utf-8")
+            command = [self._ffmpeg, "-v", "error", "-y", "-i", str(self._folder / "stream.mp4"), "-i", str(tags)]
             command += ["-map", "0:v", "-map_metadata", "1", "-c", "copy", "-movflags", "+faststart", str(complete)]
-            run = subprocess.run(command, capture_output=True, check=False, start_new_session=True)
-            if run.returncode != 0:
-                raise ffmpeg_error(run.stderr.decode("utf-8", "replace"), self._target)
+            _run(command, self._target)
             with complete.open("r+b") as file:
                 os.fsync(file.fileno())
             complete.replace(self._target)
@@ -161,14 +172,6 @@ class VideoWriter:
             self._process.wait()
             self._error = self._failure()
 
-    def _drain(self) -> None:
-        while self._feeder.is_alive():
-            with contextlib.suppress(queue.Empty):
-                self._queue.get_nowait()
-            with contextlib.suppress(queue.Full):
-                self._queue.put_nowait(None)
-            self._feeder.join(0.05)
-
     def _read_log(self) -> None:
         pipe = self._process.stderr
         assert pipe is not None
@@ -177,7 +180,7 @@ class VideoWriter:
 
     def _failure(self) -> OutputError:
         self._log_reader.join()
-        return ffmpeg_error("\n".join(self._log), self._target)
+        return _ffmpeg_error("\n".join(self._log), self._target)
 
 
 @contextlib.contextmanager
@@ -188,13 +191,36 @@ def copy_without_metadata(video: Path) -> Iterator[Path]:
         OutputError: if the video cannot be read, or its folder cannot be written.
     """
     with _scratch_folder(video) as folder:
-        copy = folder / "bare.mp4"
+        copy = folder / "copy.mp4"
         command = [find_ffmpeg(), "-v", "error", "-y", "-i", str(video), "-map", "0:v", "-map_metadata", "-1"]
         command += ["-map_metadata:s", "-1", "-bitexact", "-c", "copy", "-movflags", "+faststart", str(copy)]
-        run = subprocess.run(command, capture_output=True, check=False)
-        if run.returncode != 0:
-            raise ffmpeg_error(run.stderr.decode("utf-8", "replace"), video.name)
+        _run(command, video.name)
         yield copy
+
+
+def to_ffmetadata(title: str, metadata: Mapping[str, Any]) -> str:
+    """Return an ffmetadata file's text with `metadata` as JSON in the comment tag.
+
+    Format: https://ffmpeg.org/ffmpeg-formats.html#Metadata-2
+    """
+    comment = json.dumps(metadata, ensure_ascii=False, separators=(",", ":"))
+    return f";FFMETADATA1\ntitle={title.translate(_SPECIAL)}\ncomment={comment.translate(_SPECIAL)}\n"
+
+
+def read_metadata(video: Path) -> dict[str, Any]:
+    """Return the metadata of an MP4 that Tandem made: how the video was generated.
+
+    Raises:
+        OutputError: if the file has none.
+    """
+    command = [find_ffmpeg(), "-v", "error", "-i", str(video), "-f", "ffmetadata", "-"]
+    run = subprocess.run(command, capture_output=True, check=False)
+    comment = _COMMENT.search(run.stdout.decode("utf-8", "replace"))
+    try:
+        unescaped = re.sub(r"\\(.)", r"\1", comment[1] if comment else "", flags=re.DOTALL)
+        return dict(json.loads(unescaped)["tandem"])
+    except (KeyError, ValueError, TypeError) as error:
+        raise OutputError("video.no_metadata", file=video.name) from error
 
 
 def sweep(folder: Path) -> None:
@@ -250,6 +276,20 @@ def _is_old(folder: Path) -> bool:
     with contextlib.suppress(OSError):
         return time.time() - folder.stat().st_mtime > _UNLOCKED_SECONDS
     return False
+
+
+def _run(command: list[str], file: object) -> None:
+    """Run ffmpeg in its own process group; raise the error for `file` if it fails."""
+    run = subprocess.run(command, capture_output=True, check=False, start_new_session=True)
+    if run.returncode != 0:
+        raise _ffmpeg_error(run.stderr.decode("utf-8", "replace"), file)
+
+
+def _ffmpeg_error(log: str, file: object) -> OutputError:
+    if "No space left on device" in log:
+        return OutputError("video.disk_full", file=file)
+    lines = [line for line in log.splitlines() if line.strip()]
+    return OutputError("video.ffmpeg_failed", file=file, line=lines[-1] if lines else "no message")
 
 
 def _cannot_write(path: Path, error: Exception) -> OutputError:

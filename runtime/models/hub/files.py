@@ -1,0 +1,318 @@
+"""The files of a model: those of a hub's repository that Tandem loads, the manifest of a downloaded model, and
+verification of a folder against it. Nothing is fetched.
+
+Listed are configurations, tokenizers and safetensors of the pipeline's components, under the names that diffusers and
+transformers give them. Everything else is skipped, pickled weights included.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from runtime.core.cancel import Cancel
+from runtime.core.errors import DownloadError, ModelError
+from runtime.core.facts import Fact
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelInfo
+    from huggingface_hub.hf_api import RepoSibling
+
+MANIFEST = "tandem-files.json"
+_INDEX = "model_index.json"
+_SETTINGS = ("scheduler",)
+_TOKENIZERS = ("tokenizer", "tokenizer_2")
+_WITH_WEIGHTS = ("text_encoder", "text_encoder_2", "transformer", "transformer_2", "vae")
+_OPTIONAL = frozenset({"text_encoder_2", "transformer_2"})
+# A file name that is valid on every system: no path, no device, no hidden file.
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}")
+_WEIGHTS = re.compile(r"(diffusion_pytorch_model|model)(-[0-9]{5}-of-[0-9]{5})?\.safetensors")
+_TOKENIZER_SUFFIXES = (".json", ".model", ".txt")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_MAX_BYTES = 1 << 50
+_MAX_LICENSE_LENGTH = 80
+_READ_BYTES = 1 << 20
+
+_COMMIT = r"^[0-9a-f]{40}$"
+
+
+def _inside(path: str) -> str:
+    """Return a path if it stays inside the folder it is joined to, on every system."""
+    if path.startswith(("/", "~")) or "\\" in path or ":" in path or not path.isprintable() or ".." in path.split("/"):
+        raise ValueError(path)
+    return path
+
+
+class RemoteFile(BaseModel):
+    """One file of a repository.
+
+    Attributes:
+        path: relative to the repository, with slashes.
+        size: in bytes.
+        digest: "sha256:" and the content's hash (Git LFS), or "git:" and the SHA-1 of the git object.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    path: Annotated[str, Field(min_length=1), AfterValidator(_inside)]
+    size: int = Field(ge=0, le=_MAX_BYTES)
+    digest: str = Field(pattern=r"^(sha256:[0-9a-f]{64}|git:[0-9a-f]{40})$")
+
+    @property
+    def is_weights(self) -> bool:
+        """Whether the file holds weights."""
+        return self.path.endswith(".safetensors")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listing:
+    """The files of a model in a repository at one commit, in download order: small files first."""
+
+    repository: str
+    commit: str
+    license: str
+    files: tuple[RemoteFile, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
+
+def read_listing(repository: str, info: "ModelInfo", license_name: str = "") -> Listing:
+    """Return the files to download of a repository.
+
+    Args:
+        info: the hub's answer, with files' metadata.
+        license_name: if the licence is known already.
+
+    Raises:
+        DownloadError: if the answer is malformed, a file name leads out of the folder, or it is not a pipeline.
+    """
+    entries: dict[str, RepoSibling] = {sibling.rfilename: sibling for sibling in info.siblings or ()}
+    if not (isinstance(info.sha, str) and re.fullmatch(_COMMIT, info.sha)):
+        raise DownloadError("hub.malformed_answer")
+    for path in entries:
+        try:
+            _inside(path)
+        except ValueError:  # a repository with such a name is malicious: none of its files is downloaded
+            raise DownloadError("hub.path_outside", repository=repository, path=path[:80]) from None
+    selected = [path for path in entries if path == _INDEX or _is_loaded(path, entries)]
+    _check_complete(repository, selected, entries)
+    files = sorted((_file(entries[path]) for path in selected), key=_order)
+    return Listing(repository=repository, commit=info.sha, license=license_name or _license(info), files=tuple(files))
+
+
+def _is_loaded(path: str, paths: Collection[str]) -> bool:
+    component, _, name = path.partition("/")
+    if not _NAME.fullmatch(name):
+        return False
+    if component in _TOKENIZERS:
+        return name.endswith(_TOKENIZER_SUFFIXES)
+    if component not in (*_SETTINGS, *_WITH_WEIGHTS):
+        return False
+    if name.endswith(".json"):
+        return not name.endswith(".index.json") or path == _index(component, name.split(".")[0])
+    match = _WEIGHTS.fullmatch(name)
+    # If an index lists shards, a single file with the same weights is not loaded.
+    return component in _WITH_WEIGHTS and match is not None and bool(match[2]) == (_index(component, match[1]) in paths)
+
+
+def _index(component: str, base: str) -> str:
+    return f"{component}/{base}.safetensors.index.json"
+
+
+def _check_complete(repository: str, selected: list[str], paths: Iterable[str]) -> None:
+    if _INDEX not in selected:
+        raise DownloadError("hub.not_a_pipeline", repository=repository, file=_INDEX)
+    if len({path.lower() for path in selected}) < len(selected):
+        raise DownloadError("hub.names_differ_in_case", repository=repository)
+    for component in _WITH_WEIGHTS:
+        own = [path for path in selected if path.startswith(f"{component}/")]
+        if any(path.endswith(".safetensors") for path in own) or (component in _OPTIONAL and not own):
+            continue
+        pickled = any(path.startswith(f"{component}/") and path.endswith(_PICKLES) for path in paths)
+        code = "hub.only_pickled_weights" if pickled else "hub.no_safetensors"
+        raise DownloadError(code, repository=repository, component=component)
+
+
+def _file(sibling: "RepoSibling") -> RemoteFile:
+    try:
+        if sibling.lfs is not None:
+            return RemoteFile(path=sibling.rfilename, size=sibling.lfs.size, digest=f"sha256:{sibling.lfs.sha256}")
+        return RemoteFile.model_validate(
+            {"path": sibling.rfilename, "size": sibling.size, "digest": f"git:{sibling.blob_id}"}
+        )
+    except ValidationError:
+        raise DownloadError("hub.no_hash", file=sibling.rfilename) from None
+
+
+def _order(file: RemoteFile) -> tuple[bool, bool, str]:
+    """Sort the index first, then small files: an unusable model is found before gigabytes are fetched."""
+    return file.path != _INDEX, file.is_weights, file.path
+
+
+def _license(info: "ModelInfo") -> str:
+    name = getattr(info.card_data, "license", None)
+    if not isinstance(name, str):
+        tags = [tag for tag in info.tags if isinstance(tag, str)] if isinstance(info.tags, list) else []
+        name = next((tag.partition(":")[2] for tag in tags if tag.startswith("license:")), "")
+    return name[:_MAX_LICENSE_LENGTH] if name.isprintable() else ""
+
+
+class Hasher(Protocol):
+    """A hashlib object."""
+
+    def update(self, data: bytes, /) -> None: ...
+    def hexdigest(self) -> str: ...
+
+
+class Manifest(BaseModel):
+    """A model as it was downloaded: repository, commit, licence, and files by path. Stored in the model's folder."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    repository: str
+    commit: str = Field(pattern=_COMMIT)
+    license: str
+    files: dict[str, RemoteFile] = Field(default_factory=dict)
+
+    @field_validator("files", mode="before")
+    @classmethod
+    def _with_paths(cls, files: Any) -> Any:
+        """Accept files as they are stored, where the key is the path."""
+        return {path: file if isinstance(file, RemoteFile) else {**file, "path": path} for path, file in files.items()}
+
+    @classmethod
+    def of(cls, listing: Listing) -> "Manifest":
+        """Return the manifest of a model of which no file is complete yet."""
+        return cls(repository=listing.repository, commit=listing.commit, license=listing.license)
+
+    def with_file(self, file: RemoteFile) -> "Manifest":
+        """Return the manifest with one more file."""
+        return self.model_copy(update={"files": {**self.files, file.path: file}})
+
+    def write(self, folder: Path, *, sync: bool = True) -> None:
+        """Write atomically into `folder`; with `sync`, wait until it is on the disk."""
+        new = folder / f"{MANIFEST}.new"
+        with new.open("w", encoding="utf-8") as stream:
+            stream.write(self.model_dump_json(indent=1, exclude={"files": {"__all__": {"path"}}}))
+            stream.flush()
+            if sync:
+                os.fsync(stream.fileno())
+        new.replace(folder / MANIFEST)
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """Return the manifest of a folder; `None` if it has none.
+
+    Raises:
+        ModelError: if it is damaged.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        return None
+    try:
+        return Manifest.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError, AttributeError, TypeError) as error:
+        raise ModelError("hub.manifest_damaged", file=f"{folder.name}/{MANIFEST}") from error
+
+
+def hasher_of(file: RemoteFile) -> Hasher:
+    """Return a hasher that hashes a file as its hub does; git prefixes an object with its size."""
+    if file.digest.startswith("git:"):
+        hasher = hashlib.sha1(usedforsecurity=False)
+        hasher.update(f"blob {file.size}\0".encode())
+        return hasher
+    return hashlib.sha256()
+
+
+def matches(hasher: Hasher, file: RemoteFile) -> bool:
+    """Return whether the hashed content is the file's."""
+    return hasher.hexdigest() == file.digest.partition(":")[2]
+
+
+def chunks(path: Path, cancel: Cancel) -> Iterator[bytes]:
+    """Yield a file's content, a megabyte at a time.
+
+    Raises:
+        CancelledError: on cancel.
+    """
+    with path.open("rb") as stream:
+        while chunk := stream.read(_READ_BYTES):
+            cancel.check()
+            yield chunk
+
+
+def difference(
+    path: Path, file: RemoteFile, cancel: Cancel, on_bytes: Callable[[int], None] = lambda _: None
+) -> Fact | None:
+    """Read a file and return how it differs from the downloaded one; `None` if it does not.
+
+    Args:
+        on_bytes: called with the bytes of each chunk that was read.
+
+    Raises:
+        CancelledError: on cancel.
+    """
+    try:
+        if not path.is_file():
+            return Fact("hub.file_missing", {"file": file.path})
+        if (size := path.stat().st_size) != file.size:
+            return Fact("hub.file_size", {"file": file.path, "size": size, "expected": file.size})
+        hasher = hasher_of(file)
+        for chunk in chunks(path, cancel):
+            hasher.update(chunk)
+            on_bytes(len(chunk))
+    except OSError as error:
+        return Fact("hub.file_unreadable", {"file": file.path, "reason": error.strerror or str(error)})
+    return None if matches(hasher, file) else Fact("hub.file_hash", {"file": file.path})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """The result of verifying a model: the files that differ, with the difference."""
+
+    folder: Path
+    manifest: Manifest
+    wrong: dict[str, Fact]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all files, if they are complete."""
+        return sum(file.size for file in self.manifest.files.values())
+
+
+def verify(folder: Path, cancel: Cancel, on_progress: Callable[[str, int, int], None]) -> Verification:
+    """Compare a folder's files with the sizes and hashes of its manifest.
+
+    Args:
+        on_progress: called with the current file, the bytes read, and the bytes to read in all.
+
+    Raises:
+        ModelError: if there is no manifest, or it is damaged.
+        CancelledError: on cancel.
+    """
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise ModelError("hub.no_manifest", model=folder.name)
+    before, wrong = 0, {}
+    total = sum(file.size for file in manifest.files.values())
+    for path, file in manifest.files.items():
+        done = before
+
+        def read(count: int, path: str = path) -> None:
+            nonlocal done
+            done += count
+            on_progress(path, done, total)
+
+        if found := difference(folder / path, file, cancel, read):
+            wrong[path] = found
+        before += file.size
+        on_progress(path, before, total)
+    return Verification(folder=folder, manifest=manifest, wrong=wrong)
