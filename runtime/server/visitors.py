@@ -1,4 +1,4 @@
-"""The visitors of a share link: their sessions, videos, open requests and limits.
+"""The visitors of a share link: the limits of their videos, their sessions, videos and open requests.
 
 A visitor is a log-in: a person who logs in again is a new visitor. The limits for all visitors together still hold.
 """
@@ -8,21 +8,188 @@ import re
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.core.errors import LimitError, StoreError
+from runtime.core.errors import InvalidRequestError, LimitError, StoreError
 from runtime.core.events import VideoSaved
-from runtime.core.request import GenerationRequest
+from runtime.core.request import AUTO, FIELDS, GenerationRequest
 from runtime.core.settings import Settings
 from runtime.machine.probe import free_disk_bytes
 from runtime.models.spec import ModelSpec
 from runtime.queue.process_lock import lives
 from runtime.queue.service import Job, JobQueue
 from runtime.queue.store import JobStore
-from runtime.server import visitor_limits
 from runtime.server.job_files import find_output
 from runtime.server.model_choices import check_offered
+
+_HOUR_SECONDS = 3600.0
+_MINUTE = 60
+# Disk space that is kept free for the owner's videos.
+_SPARE_BYTES = 1 << 29
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one visitor's video, and of their number.
+
+    Attributes:
+        frames, steps: maximum per video.
+        sizes: largest sizes as (width, height); other sizes must fit into one of them in either orientation.
+        waiting: maximum of queued and running videos of one visitor.
+        waiting_all: the same for all visitors together.
+        per_hour: maximum of videos that one visitor may submit in an hour.
+    """
+
+    frames: int
+    steps: int
+    sizes: tuple[tuple[int, int], ...]
+    waiting: int
+    waiting_all: int
+    per_hour: int
+
+
+def limits_of(settings: Settings, spec: ModelSpec) -> Limits:
+    """Return the limits for one model: from the settings, else the model's defaults."""
+    own = (spec.defaults.width, spec.defaults.height)
+    return Limits(
+        frames=settings.share_frames or spec.defaults.frames,
+        steps=settings.share_steps or spec.defaults.steps,
+        sizes=(settings.share_size,) if settings.share_size else tuple(dict.fromkeys((*spec.sizes, own))),
+        waiting=settings.share_queue,
+        waiting_all=settings.share_queue_all,
+        per_hour=settings.share_rate,
+    )
+
+
+def defaults_within(spec: ModelSpec, limits: Limits) -> dict[str, int]:
+    """Return the defaults for a visitor's video: the model's width, height, frames and steps, reduced to the limits."""
+    default = (spec.defaults.width, spec.defaults.height)
+    sizes = [size for size in (default, *spec.sizes) if allows_size(size, limits)]
+    width, height = sizes[0] if sizes else _rounded_down(limits.sizes[0], spec.strides)
+    return {
+        "width": width,
+        "height": height,
+        "frames": min(spec.defaults.frames, most_frames(spec, limits)),
+        "steps": min(spec.defaults.steps, limits.steps),
+    }
+
+
+def most_frames(spec: ModelSpec, limits: Limits) -> int:
+    """Return the most frames that the limits allow and the model can make."""
+    stride = spec.vae.scale_factor_temporal
+    return (limits.frames - 1) // stride * stride + 1
+
+
+def allows_size(size: tuple[int, int], limits: Limits) -> bool:
+    """Return whether a visitor's video may be of this size."""
+    return any(_fits(size, largest) for largest in limits.sizes)
+
+
+def filled_in(request: GenerationRequest, spec: ModelSpec, limits: Limits) -> GenerationRequest:
+    """Return the request with size, length and steps filled in, and defaults for what visitors may not choose."""
+    own = defaults_within(spec, limits)
+    filled = {name: value for name, value in own.items() if getattr(request, name) == AUTO}
+    others = {
+        name: info.get_default(call_default_factory=True)
+        for name, info in GenerationRequest.model_fields.items()
+        if FIELDS[name].group in {"acceleration", "loras"}
+    }
+    return request.replace(**{**filled, **others, "build": "never"})
+
+
+def check_request(request: GenerationRequest, limits: Limits) -> None:
+    """Check that a video is within the limits.
+
+    Args:
+        request: as `filled_in` returns it.
+
+    Raises:
+        InvalidRequestError: naming the field.
+    """
+    for name, most in (("frames", limits.frames), ("steps", limits.steps)):
+        asked = getattr(request, name)
+        if asked > most:
+            raise InvalidRequestError(name, "server.visitor_maximum", value=asked, maximum=most)
+    width, height = int(request.width), int(request.height)
+    if not allows_size((width, height), limits):
+        raise InvalidRequestError("width", "server.visitor_size", width=width, height=height, maximum=_largest(limits))
+
+
+def check_queue(limits: Limits, own_waiting: int, all_waiting: int, submitted: Sequence[float], now: float) -> None:
+    """Check that a visitor may queue another video now.
+
+    Args:
+        submitted: times of this visitor's earlier submissions in seconds, ascending, on the clock of `now`.
+
+    Raises:
+        LimitError: if they may not.
+    """
+    if own_waiting >= limits.waiting:
+        raise LimitError("server.visitor_queue_full", maximum=limits.waiting)
+    if all_waiting >= limits.waiting_all:
+        raise LimitError("server.queue_full")
+    recent = [at for at in submitted if now - at < _HOUR_SECONDS]
+    if len(recent) >= limits.per_hour:
+        minutes = max(1, round((recent[-limits.per_hour] + _HOUR_SECONDS - now) / _MINUTE))
+        raise LimitError("server.visitor_rate", maximum=limits.per_hour, minutes=minutes)
+
+
+def check_disk(free_bytes: int) -> None:
+    """Check that the disk of the outputs is not nearly full.
+
+    Raises:
+        LimitError: if it is.
+    """
+    if free_bytes < _SPARE_BYTES:
+        raise LimitError("server.disk_full")
+
+
+def describe_limits(limits: Limits) -> str:
+    """Return the limits as a sentence."""
+    each = "one video" if limits.waiting == 1 else f"{limits.waiting} videos"
+    return (
+        f"At most {limits.frames} frames, {_largest(limits)} and {limits.steps} steps; "
+        f"{each} at a time, {limits.per_hour} an hour."
+    )
+
+
+def visitors_models(models: Mapping[str, ModelSpec], folders: Mapping[str, Path]) -> dict[str, ModelSpec]:
+    """Return the models that visitors may use: those of the catalogue by name, never a folder by its path."""
+    return {spec.name: spec for spec in tuple(models.values()) if folders.get(spec.name) == spec.directory}
+
+
+def without_paths(message: str, folders: Mapping[str, Path]) -> str:
+    """Return a message with each folder's path replaced by its name in `folders`."""
+    for name, folder in sorted(folders.items(), key=lambda item: -len(str(item[1]))):
+        message = message.replace(str(folder), name)
+    return message
+
+
+def _rounded_down(size: tuple[int, int], strides: tuple[int, int]) -> tuple[int, int]:
+    """Return the nearest smaller size that the model supports."""
+    width, height = (max(side // stride, 1) * stride for side, stride in zip(size, strides, strict=True))
+    return width, height
+
+
+def _fits(size: tuple[int, int], largest: tuple[int, int]) -> bool:
+    return max(size) <= max(largest) and min(size) <= min(largest)
+
+
+def _largest(limits: Limits) -> str:
+    """Return the sizes that do not fit into another one, as text."""
+    sizes = [
+        size
+        for place, size in enumerate(limits.sizes)
+        if not any(
+            _fits(size, other) and (not _fits(other, size) or before < place)
+            for before, other in enumerate(limits.sizes)
+            if other != size
+        )
+    ]
+    return " or ".join(f"{width}×{height}" for width, height in sizes)
+
 
 _VIDEO = re.compile(r"([0-9a-f]{8})\.mp4")
 # A page keeps two or three requests open while it is shown.
@@ -62,10 +229,10 @@ class Visitors:
             TandemError: if the request is invalid or exceeds a limit.
         """
         spec = check_offered(request.model, self._models)
-        limits = visitor_limits.limits_of(self._settings, spec)
-        request = visitor_limits.filled_in(request, spec, limits)
-        visitor_limits.check_request(request, limits)
-        visitor_limits.check_disk(free_disk_bytes(self._settings.outputs_dir))
+        limits = limits_of(self._settings, spec)
+        request = filled_in(request, spec, limits)
+        check_request(request, limits)
+        check_disk(free_disk_bytes(self._settings.outputs_dir))
         # One at a time: two simultaneous requests must not both take the last place.
         with self._submitting:
             if self.closed:
@@ -73,10 +240,10 @@ class Visitors:
             now = time.monotonic()
             waiting = [job.owner for job in self._jobs()]
             times = self._submitted.get(visitor, deque())
-            visitor_limits.check_queue(limits, waiting.count(visitor), len(waiting), tuple(times), now)
+            check_queue(limits, waiting.count(visitor), len(waiting), tuple(times), now)
             job = self._worker.submit(request, owner=visitor)
             self._submitted = {
-                name: times for name, times in self._submitted.items() if now - times[-1] < visitor_limits.HOUR
+                name: times for name, times in self._submitted.items() if now - times[-1] < _HOUR_SECONDS
             }
             self._submitted.setdefault(visitor, deque(maxlen=limits.per_hour)).append(now)
         return job

@@ -1,4 +1,4 @@
-"""Starts and stops the web app: the worker, the server, the browser."""
+"""Starts and stops the web app: workers, downloads, pages, the share link, the browser."""
 
 import contextlib
 import errno
@@ -32,7 +32,7 @@ from runtime.ui.sharing import Sharing
 
 __all__ = ["build", "launch", "serve"]
 
-_PASSWORD_ASKED = "Tandem asks for the user and password it was started with."
+_LOGIN_MESSAGE = "Enter the user and password that Tandem was started with (--auth)."
 
 logger = logging.getLogger(__name__)
 
@@ -46,32 +46,32 @@ def launch(settings: Settings) -> None:
     """
     stop = threading.Event()
 
-    def ask_to_stop(_number: int, _frame: FrameType | None) -> None:
+    def request_stop(_number: int, _frame: FrameType | None) -> None:
         stop.set()
 
-    before = {number: signal.signal(number, ask_to_stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with serve(settings, _tell) as url:
-            _tell(f"Tandem is at {url} - Ctrl-C stops it.")
+        with serve(settings, _print) as url:
+            _print(f"Tandem is at {url} - Ctrl-C stops it.")
             if settings.browser and _has_screen():
                 webbrowser.open(url)
-            # In slices, because on Windows a wait without end cannot be interrupted.
+            # On Windows a wait without a timeout cannot be interrupted.
             while not stop.wait(0.5):
                 pass
-            # From here on another Ctrl-C ends at once, whatever still runs.
+            # A second Ctrl-C ends the process at once.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            _tell("Stopping.")
+            _print("Stopping.")
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 @contextlib.contextmanager
-def serve(settings: Settings, tell: Callable[[str], None] = logger.info) -> Iterator[str]:
-    """Serve while entered; yields the address.
+def serve(settings: Settings, notify: Callable[[str], None] = logger.info) -> Iterator[str]:
+    """Serve the web app within a `with` block; yields its address.
 
     Args:
-        tell: is given what becomes of the share link, line by line.
+        notify: called with each line on the state of the share link.
 
     Raises:
         MachineError: for a host or port that cannot be listened on.
@@ -84,23 +84,21 @@ def serve(settings: Settings, tell: Callable[[str], None] = logger.info) -> Iter
     if store.notice is not None:
         sys.stderr.write(f"Note: {store.notice}\n")
     if store.problem is not None:
-        sys.stderr.write(f"Note: Jobs are not remembered. {' '.join(render(store.problem))}\n")
+        sys.stderr.write(f"Note: Jobs are not stored. {' '.join(render(store.problem))}\n")
     cancel_orphaned(store)
     history = HistoryFile(settings.cache_dir, engines.machine)
     worker = JobQueue(settings.weights_dir, settings.outputs_dir, engines, history, store)
     waiting = sum(not one.held for one in store.queue())
     if waiting:
-        sys.stderr.write(
-            f"{waiting} job{'' if waiting == 1 else 's'} from before {'goes' if waiting == 1 else 'go'} on.\n"
-        )
+        sys.stderr.write(f"Queued jobs of an earlier start: {waiting}. They run now.\n")
     downloads = Downloads(settings)
     sharing: Sharing | None = None
     page: gr.Blocks | None = None
     try:
         settings.outputs_dir.mkdir(parents=True, exist_ok=True)
-        # Else gradio would make a copy of each video that it tells a program of.
+        # Without this, Gradio copies each video whose path it sends to a program.
         gr.set_static_paths([settings.outputs_dir])
-        sharing = Sharing(worker, settings, tell) if settings.share else None
+        sharing = Sharing(worker, settings, notify) if settings.share else None
         page, panel_routes = build(worker, engines, settings, sharing, downloads)
         names = LOOPBACK if settings.host in LOOPBACK else None
         try:
@@ -110,7 +108,7 @@ def serve(settings: Settings, tell: Callable[[str], None] = logger.info) -> Iter
                 settings.port,
                 lambda: names,
                 settings.auth,
-                _PASSWORD_ASKED,
+                _LOGIN_MESSAGE,
                 routes=[*job_files.routes(worker, settings), *panel_routes],
             )
         except OSError as error:
@@ -124,20 +122,20 @@ def serve(settings: Settings, tell: Callable[[str], None] = logger.info) -> Iter
             closing.callback(store.close)
             if page is not None:
                 closing.callback(server.stop, page)
-            # Before the page, which still sees that its job was cancelled.
+            # Before the page, so that the page still shows that its job was cancelled.
             closing.callback(worker.close)
             closing.callback(downloads.close)
             if sharing is not None:
                 closing.callback(sharing.end)
 
 
-def _tell(line: str) -> None:
+def _print(line: str) -> None:
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
 
 
 def _prepare_environment(settings: Settings) -> None:
-    """Keep gradio's files in the cache folder, talk to this machine directly even behind a proxy, be offline if so."""
+    """Set environment variables: Gradio's folders in the cache, no proxy for this machine, offline mode."""
     if settings.offline:
         os.environ["HF_HUB_OFFLINE"] = "1"
     scratch = settings.cache_dir / "gradio"
@@ -154,34 +152,26 @@ def _check_address(host: str, port: int) -> None:
             host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (OSError, UnicodeError) as error:
-        raise MachineError(
-            f"There is no host {host!r}.", "Listen on 127.0.0.1, or on an address of this machine."
-        ) from error
+        raise MachineError("ui.host_unknown", host=host) from error
     with socket.socket(family, kind, protocol) as probe:
-        # Elsewhere this would take a port that another program listens on; on Unix it only skips its last wait.
+        # On Windows this option would take a port that another program listens on; on Unix it only skips TIME_WAIT.
         if os.name == "posix":
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
-                raise MachineError(
-                    f"{host} is not an address of this machine.", "Listen on 127.0.0.1, or on one that is."
-                ) from error
+                raise MachineError("ui.host_not_local", host=host) from error
             if error.errno == errno.EACCES:
-                raise MachineError(
-                    f"Port {port} may not be listened on here.", "Choose one above 1023: --port 7861."
-                ) from error
+                raise MachineError("ui.port_forbidden", port=port) from error
             raise _port_taken(port) from error
 
 
 def _port_taken(port: int) -> MachineError:
     other = port + 1 if port < 65_535 else port - 1  # noqa: PLR2004 - the last port
-    return MachineError(
-        f"Port {port} is in use by another program.", f"Stop the other program, or choose another port: --port {other}."
-    )
+    return MachineError("ui.port_taken", port=port, other=other)
 
 
 def _has_screen() -> bool:
-    """Whether a browser would open in a window; without one, webbrowser may start a browser inside the terminal."""
+    """Return whether a browser would open in a window; without one, webbrowser may start one inside the terminal."""
     return sys.platform in {"win32", "darwin"} or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

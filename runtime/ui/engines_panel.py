@@ -1,16 +1,17 @@
-"""The panel Engines: the components at the current settings, tasks, the engine library, importing engines."""
+"""The panel Engines: engines at the current settings and when they pay off, tasks, the engine library, importing."""
 
 import math
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 from runtime.core.errors import EngineError, InvalidRequestError, TandemError
 from runtime.core.facts import Fact
-from runtime.core.plan import BACKEND_TITLES, PYTORCH
+from runtime.core.plan import BACKEND_TITLES, PYTORCH, ExecutionPlan
 from runtime.core.request_fields import AUTO
 from runtime.core.units import about, byte_size
 from runtime.engines import library, manifest
@@ -19,6 +20,7 @@ from runtime.engines.service import EngineService
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import IMPORTED, UNREADABLE_KEY, EngineRecord
 from runtime.planner.engine_offers import EngineOffer
+from runtime.planner.history import calls_of
 from runtime.planner.shapes import LatentSize, ShapeProfile
 from runtime.queue.service import JobQueue
 from runtime.queue.tasks import (
@@ -32,12 +34,54 @@ from runtime.queue.tasks import (
     Work,
 )
 from runtime.server.model_choices import check_offered
-from runtime.ui import break_even, form, formatting, plan_summary
-from runtime.ui.break_even import BreakEven
+from runtime.ui import form, formatting
+from runtime.ui.formatting import COMPONENT_TITLES, lowered, paragraph, render
 from runtime.ui.panels import Call, Reply, drawn, unknown_action
-from runtime.ui.plan_preview import PlanPreview, Preview
-from runtime.ui.templating import render
-from runtime.ui.words import COMPONENT_TITLES, lowered, text
+from runtime.ui.plan_preview import PlanPreview, Preview, summarize
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """Build time of engines and time saved per video, in seconds; imported engines have no build time."""
+
+    build_seconds: float
+    saved_seconds: float
+
+    def __str__(self) -> str:
+        """Return "18 min 0 s to build, saves 40 s a video: after 27 videos"."""
+        saved = f"saves {_short(self.saved_seconds)} a video" if self.saved_seconds > 0 else "saves no time"
+        if not self.build_seconds:
+            return saved
+        built = f"{formatting.duration(self.build_seconds)} to build"
+        if self.saved_seconds <= 0:
+            return f"{built}, {saved}"
+        videos = ceil(self.build_seconds / self.saved_seconds)
+        after = "after 1 video" if videos <= 1 else f"after {videos:,} videos"
+        return f"{built}, {saved}: {after}"
+
+
+def calls_per_video(plan: ExecutionPlan) -> Mapping[str, float]:
+    """Return how often one video calls each component that an `EngineOffer` measured."""
+    return calls_of(plan.steps, plan.guidance_scale, plan.guidance_scale_2, plan.expert_steps)
+
+
+def break_even_of_offer(
+    plan: ExecutionPlan, component: str, offer: EngineOffer, records: Sequence[EngineRecord]
+) -> BreakEven | None:
+    """Return cost and savings of an offer's engines for one component; `None` if they are not built and measured."""
+    if not offer.speed_up:
+        return None
+    ids = {use.id for use in offer.uses}
+    built = sum(record.build_seconds for record in records if record.id in ids)
+    return BreakEven(built, calls_per_video(plan)[component] * (offer.pytorch_seconds - offer.seconds))
+
+
+def _short(seconds: float) -> str:
+    milliseconds = 1000 * seconds
+    if milliseconds < 1:
+        return "less than 1 ms"
+    return f"{milliseconds:.0f} ms" if seconds < 1 else formatting.duration(seconds)
+
 
 PROGRAM_TITLES: Mapping[str, str] = {
     "text_encoder": "Text encoder",
@@ -198,8 +242,8 @@ class EnginesPanel:
             request = form.read_settings(values, self._models)
             preview = self._preview.preview(request, check_offered(request.model, self._models))
         except TandemError as error:
-            return None, text(error.fact)
-        return preview, "" if preview.error is None else text(preview.error.fact)
+            return None, paragraph(error.fact)
+        return preview, "" if preview.error is None else paragraph(preview.error.fact)
 
     def _entries(self, records: Sequence[EngineRecord], preview: Preview | None) -> list[Entry]:
         models = tuple(self._models.values())
@@ -340,11 +384,11 @@ def _row(entry: Entry) -> EngineRow:
 def _state(entry: Entry) -> tuple[str, str]:
     record = entry.record
     if record.problem is not None:
-        return "broken", f"Not used: {text(record.problem)}"
+        return "broken", f"Not used: {paragraph(record.problem)}"
     if not record.verified:
-        return "broken", f"Not used: {text(record.detail)}"
+        return "broken", f"Not used: {paragraph(record.detail)}"
     if entry.stale:
-        return "stale", f"Stale: {' '.join(map(text, entry.stale))}"
+        return "stale", f"Stale: {' '.join(map(paragraph, entry.stale))}"
     return "ready", ""
 
 
@@ -372,7 +416,7 @@ def _task(task: Task, ahead: int) -> dict[str, Any]:
     elif task.state == "running":
         line = task.line
     else:
-        line = "" if task.result is None else text(task.result)
+        line = "" if task.result is None else paragraph(task.result)
     return {
         "task": task,
         "state": "stopping" if task.cancelling else task.state,
@@ -387,14 +431,14 @@ def _components(preview: Preview | None, problem: str) -> str:
     if preview is None or preview.plan is None:
         return components_html([], "", "", problem)
     plan = preview.plan
-    badges = plan_summary.summarize(preview, tuple(plan.components)).badges
+    badges = summarize(preview, tuple(plan.components)).badges
     rows: list[ComponentRow] = []
     known: list[BreakEven] = []
     used: set[str] = set()
     for name, part in plan.components.items():
         offered = preview.offers(name, plan.latent_size, part.device)
         fastest = max((offer for offer in offered if offer.speed_up), key=lambda offer: offer.speed_up, default=None)
-        pays = None if fastest is None else break_even.of_offer(plan, name, fastest, preview.records)
+        pays = None if fastest is None else break_even_of_offer(plan, name, fastest, preview.records)
         if fastest is not None and pays is not None:
             known.append(pays)
             used |= {use.id for use in fastest.uses}
@@ -434,7 +478,7 @@ def _break_even(record: EngineRecord, preview: Preview | None) -> BreakEven | No
     for name, part in plan.components.items():
         offered = preview.offers(name, plan.latent_size, part.device)
         if any(use.id == record.id and not use.build for offer in offered for use in offer.uses):
-            calls += break_even.calls(plan)[name]
+            calls += calls_per_video(plan)[name]
     if record.key.program == "vae_next":
         calls *= plan.latent_size[0] - 1
     saved = calls * (record.pytorch_seconds_per_call - record.seconds_per_call)

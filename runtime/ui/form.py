@@ -1,23 +1,112 @@
-"""The web form: the layout of its controls, and reading their values into a request.
+"""The web form: the layout of its controls, the acceleration panel, reading its values into a request.
 
 Values come from a browser and can be of any type: `GenerationRequest` and the planner validate them and name the field,
-so gradio's own checks are left out.
+so Gradio's own checks are left out.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 import gradio as gr
 
 from runtime.core.errors import InvalidRequestError
-from runtime.core.request import COMPONENTS, FIELDS, GenerationRequest
+from runtime.core.facts import Fact
+from runtime.core.request import BACKENDS, COMPONENTS, FIELDS, GenerationRequest
 from runtime.core.request_fields import AUTO, Number
+from runtime.engines.builders import builders_of
 from runtime.machine.probe import Machine
 from runtime.models.catalogue import published
 from runtime.models.spec import ModelSpec
+from runtime.planner.parallelism import usable_gpus
+from runtime.planner.placement import VAE_PSNR as PSNR
 from runtime.server.model_choices import check_offered
-from runtime.ui import acceleration, fields, formatting, theme
+from runtime.ui import fields, formatting, theme
+from runtime.ui.formatting import COMPONENT_TITLES, page_text, render
+
+TENSORRT = "tensorrt"
+
+
+@dataclass
+class AccelerationPanel:
+    """The controls of the panel that are not settings.
+
+    Attributes:
+        rows: one per component.
+        toggles: TensorRT on or off, one per component; each mirrors the choice of the backend.
+        choose_strategy: pressed by the script when a strategy is chosen.
+    """
+
+    rows: dict[str, Any]
+    toggles: dict[str, Any]
+    choose_strategy: gr.Button
+
+
+def acceleration_panel(
+    spec: ModelSpec, machine: Machine, backends: Mapping[str, str]
+) -> tuple[AccelerationPanel, dict[str, Any]]:
+    """Create the panel; return it and its settings by field.
+
+    Args:
+        backends: initial backends by component.
+    """
+    values = model_values(spec)
+    absent = tensorrt_problem(machine)
+    settings: dict[str, Any] = {}
+    rows: dict[str, Any] = {}
+    toggles: dict[str, Any] = {}
+    with gr.Accordion("Acceleration", open=False, elem_id="acceleration", elem_classes="fold"):
+        for name in COMPONENTS:
+            chosen = backends.get(name, AUTO)
+            with gr.Row(elem_classes="part", elem_id=f"part-{name}", **values[f"row_{name}"]) as rows[name]:
+                settings[f"backend_{name}"] = gr.Dropdown(
+                    choices=[(title, value) for value, title in BACKENDS.items()],
+                    value=chosen,
+                    filterable=False,
+                    elem_id=f"field-backend_{name}",
+                    **values[f"backend_{name}"],
+                )
+                toggles[name] = gr.Checkbox(
+                    label="TensorRT",
+                    value=chosen == TENSORRT,
+                    interactive=absent is None,
+                    elem_id=f"tensorrt-{name}",
+                    elem_classes="toggle",
+                )
+                gr.HTML(render("plan_badge.html", component=name), elem_classes="badge-line", apply_default_css=False)
+        if absent is not None:
+            gr.HTML(
+                f'<p class="aside" id="no-tensorrt">TensorRT is not available. {escape(page_text(absent).what)}</p>',
+                apply_default_css=False,
+            )
+        properties = {"gpus": _gpus(machine), "vae_precision": _vae_precision()}
+        for name, declared in FIELDS.items():
+            if declared.group == "acceleration" and name != "backends":
+                settings[name] = fields.control(name, **properties.get(name, {}))
+        gr.HTML('<div data-panel="preview" data-part="summary"></div>', elem_id="plan-summary", apply_default_css=False)
+        choose_strategy = gr.Button("Choose a strategy", visible="hidden", elem_id="choose-strategy")
+    return AccelerationPanel(rows, toggles, choose_strategy), settings
+
+
+def _gpus(machine: Machine) -> dict[str, Any]:
+    """Return the properties of the choice of GPUs."""
+    count = len(usable_gpus(machine))
+    titles = {"1": "One", AUTO: "All identical ones", **{str(n): str(n) for n in range(2, count + 1)}}
+    return {"choices": [(title, value) for value, title in titles.items()], "value": "1", "visible": count > 1}
+
+
+def _vae_precision() -> dict[str, Any]:
+    """Return the help text with the measured difference of each precision."""
+    measured = f"bfloat16 and float16 stay about {PSNR['bfloat16']} and {PSNR['float16']} dB from float32."
+    return {"info": f"{FIELDS['vae_precision'].help} {measured}"}
+
+
+def tensorrt_problem(machine: Machine) -> Fact | None:
+    """Return why TensorRT engines cannot be built or run on this machine, `None` if they can."""
+    problems = [builder.unavailable(machine) for builder in builders_of(TENSORRT)]
+    return None if None in problems else problems[0]
+
 
 CUSTOM = "custom"
 _WIDEST_STEPS = 100
@@ -77,12 +166,7 @@ class Basics:
 class Settings(Basics):
     """All settings: `controls` by `NAMES`, in that order, and the acceleration panel."""
 
-    panel: acceleration.Panel
-
-    @property
-    def following_model(self) -> list[Any]:
-        """The controls that a change of model sets, in the order of `FOLLOWING_MODEL`."""
-        return [self.controls[name] for name in FOLLOWING_MODEL]
+    panel: AccelerationPanel
 
 
 def settings_group(
@@ -98,7 +182,7 @@ def settings_group(
         backends: the initial backends by component; "auto" for those not named.
     """
     basics = basic_settings(models, chosen, prompt, model_values(models[chosen]))
-    panel, choices = acceleration.panel(models[chosen], machine, backends)
+    panel, choices = acceleration_panel(models[chosen], machine, backends)
     with gr.Accordion(FIELDS["loras"].label, open=False, elem_id="loras", elem_classes="fold"):
         info = "One a line: name:weight from weights/loras in the cache folder; high= or low= selects one expert."
         loras = fields.control("loras", label="Names", info=info)
@@ -145,6 +229,7 @@ def model_choices(models: Mapping[str, ModelSpec]) -> list[tuple[str, str]]:
 def model_values(spec: ModelSpec) -> dict[str, dict[str, Any]]:
     """Return the properties of the controls that follow the model, by name."""
     defaults, stride = spec.defaults, spec.vae.scale_factor_temporal
+    titles = COMPONENT_TITLES | ({"transformer": "High-noise transformer"} if spec.experts > 1 else {})
     wide, high = spec.strides
     sizes: list[tuple[str, str]] = [(formatting.size(w, h), f"{w}x{h}") for w, h in spec.sizes]
     second = defaults.guidance_scale_2 if defaults.guidance_scale_2 is not None else defaults.guidance_scale
@@ -164,7 +249,8 @@ def model_values(spec: ModelSpec) -> dict[str, dict[str, Any]]:
         "guidance_scale": {"value": defaults.guidance_scale},
         "guidance_scale_2": {"value": second, "visible": spec.experts > 1},
         "shift": {"value": "", "info": f"{FIELDS['shift'].help} Empty: the model's own{_own_shift(spec)}."},
-        **acceleration.model_values(spec),
+        **{f"row_{name}": {"visible": name in spec.component_names} for name in COMPONENTS},
+        **{f"{fields.BACKEND}{name}": {"label": title} for name, title in titles.items()},
     }
 
 

@@ -1,7 +1,17 @@
-"""How the page writes numbers: durations, sizes, lengths, counts."""
+"""Text and HTML of the page: facts, settings, numbers, and the Jinja2 templates in `templates/`."""
 
+import json
 from datetime import datetime
+from pathlib import Path
+from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from runtime.core import facts
+from runtime.core.facts import Fact, Text, Words
+from runtime.core.request import BACKENDS, FIELDS
+from runtime.core.request_fields import Backends, Choice, StepCache
+from runtime.core.units import byte_size, memory_size
 from runtime.core.units import duration as whole_seconds
 
 _MINUTE = 60
@@ -50,3 +60,75 @@ def size(width: int, height: int) -> str:
 def length(frames: int, fps: int) -> str:
     """Return "33 frames · 2.1 s at 16 fps"."""
     return f"{count(frames, 'frame')} · {frames / fps:.1f} s at {fps} fps"
+
+
+COMPONENT_TITLES = {
+    "text_encoder": "Text encoder",
+    "transformer": "Transformer",
+    "transformer_2": "Low-noise transformer",
+    "vae": "VAE decoder",
+}
+
+
+class FormWords(Words):
+    """What the form calls settings and components."""
+
+    def setting(self, name: str, value: str | None = None) -> str:
+        """Return a control's label, with a value its choice: “Offload”, “Offload: By block”.
+
+        A component's backend is named without a label: “PyTorch” for the VAE decoder.
+        """
+        component, separator, backend = (value or "").partition("=")
+        if name in {"backend", "backends"} and separator:
+            return f"“{BACKENDS.get(backend, backend)}” for the {lowered(self.component(component))}"
+        declared = FIELDS.get(name)
+        label = name.replace("_", " ").capitalize() if declared is None else declared.label
+        if value is None:
+            return f"“{label}”"
+        choices = declared.choices if isinstance(declared, Choice | Backends | StepCache) else {}
+        return f"“{label}: {choices.get(value, value)}”"
+
+    def component(self, name: str) -> str:
+        """Return a component's title on the form."""
+        return COMPONENT_TITLES.get(name, super().component(name))
+
+
+WORDS = FormWords()
+
+
+def paragraph(fact: Fact) -> str:
+    """Return a fact with its remedy as one paragraph."""
+    return " ".join(filter(None, page_text(fact)))
+
+
+def page_text(fact: Fact) -> Text:
+    """Return what a fact says and what to do about it."""
+    return facts.render(fact, WORDS)
+
+
+def lowered(title: str) -> str:
+    """Return a title for the middle of a sentence; abbreviations stay as they are."""
+    return title if title[1:2].isupper() else f"{title[:1].lower()}{title[1:]}"
+
+
+_ENVIRONMENT = Environment(
+    loader=FileSystemLoader(Path(__file__).with_name("templates")),
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    undefined=StrictUndefined,
+)
+_ENVIRONMENT.filters |= {
+    "bytes": byte_size,
+    "memory": memory_size,
+    "duration": duration,
+    "count": count,
+    "quoted": lambda text: f"“{text}”",
+    "lower_first": lambda text: f"{text[:1].lower()}{text[1:]}",
+    "json": json.dumps,
+}
+
+
+def render(template: str, **values: Any) -> str:
+    """Return the HTML of a template; every value is escaped."""
+    return _ENVIRONMENT.get_template(template).render(values).strip()

@@ -13,11 +13,10 @@ from runtime.core.units import byte_size
 from runtime.pipeline.checkpoint_files import POSTER
 from runtime.queue import disk_usage
 from runtime.queue.records import RESUMABLE, JobRecord, State
-from runtime.ui import fields, formatting, result_view
+from runtime.ui import fields, formatting, job_view
+from runtime.ui.formatting import paragraph, render
 from runtime.ui.jobs_panel import JobsPanel, failure, is_job_id, named
 from runtime.ui.panels import Call, Reply, drawn, unknown_action
-from runtime.ui.templating import render
-from runtime.ui.words import text
 from runtime.video.similarity import Similarity
 from runtime.video.similarity import similarity as measured_similarity
 
@@ -257,7 +256,7 @@ class HistoryPanel(JobsPanel):
         saved, live = job.saved, self._worker.job(job.id)
         rows: list[tuple[str, str]] = []
         if saved is not None and job.plan is not None and live is not None:
-            rows = result_view.rows(saved, job.plan, live.model_title)
+            rows = job_view.result_rows(saved, job.plan, live.model_title)
         size, checkpoints = disk_usage.video_bytes(job), disk_usage.checkpoint_bytes(self._store, job.id)
         rows += [("Ended", formatting.clock_time(job.ended or job.created)), ("Job", job.id)]
         rows += [("Video on disk", byte_size(size))] if size else []
@@ -274,10 +273,10 @@ class HistoryPanel(JobsPanel):
             state=job.state,
             request=job.request if saved is None else saved.request,
             rows=rows,
-            video=result_view.file_url(job.output) if plays else "",
+            video=job_view.file_url(job.output) if plays else "",
             name=job.output.name,
-            warnings=() if saved is None else [text(one) for one in saved.warnings],
-            reasons="" if saved is None else result_view.reasons(saved),
+            warnings=() if saved is None else [paragraph(one) for one in saved.warnings],
+            reasons="" if saved is None else job_view.backend_reasons(saved),
             problem=problem,
             kept="" if status is None else f"{status.memory} {status.kept}".strip(),
             resumable=job.resumable,
@@ -306,8 +305,8 @@ class HistoryPanel(JobsPanel):
         saved = job.saved
         if saved is None or not self._plays(job) or job.plan is None:
             raise _video_missing()
-        places = "; ".join(value for name, value in result_view.rows(saved, job.plan, "") if name == "Ran on")
-        return Clip(job.id, result_view.file_url(job.output), saved.request, saved.timings["total"], places)
+        places = "; ".join(value for name, value in job_view.result_rows(saved, job.plan, "") if name == "Ran on")
+        return Clip(job.id, job_view.file_url(job.output), saved.request, saved.timings["total"], places)
 
 
 def read_view(view: Mapping[str, Any]) -> View:

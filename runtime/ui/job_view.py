@@ -1,4 +1,4 @@
-"""What a page shows of a job: picture, status line, result; and how pages and programs follow it.
+"""What a page shows of a job: picture, status line, result; how it can be resumed; how pages and programs follow it.
 
 Following changes nothing: closing a page leaves its job running. Gradio patches changed attributes and texts into the
 page, child by child. Every state therefore has the same elements in the same order: nothing moves, the preview does
@@ -8,17 +8,31 @@ not flicker, and screen readers keep their live regions.
 import asyncio
 import base64
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
-from runtime.core.events import Cancelled, Event, Failed, TerminalEvent, VideoSaved
+from runtime.core.events import (
+    Cancelled,
+    Event,
+    Failed,
+    OutOfMemory,
+    Planned,
+    Resumed,
+    StepDone,
+    TerminalEvent,
+    VideoSaved,
+)
 from runtime.core.facts import Fact
+from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
 from runtime.core.progress import Progress
+from runtime.core.step_cache import NONE
+from runtime.core.units import duration, memory_size
 from runtime.queue.service import Job, JobQueue
-from runtime.ui import formatting, result_view
-from runtime.ui.resume_status import resume_status
-from runtime.ui.templating import render
-from runtime.ui.words import page_text
+from runtime.ui import fields, formatting
+from runtime.ui.formatting import lowered, page_text, render
 
 # Jobs are polled: no thread waits, however many pages watch.
 _POLL_SECONDS = 0.2
@@ -215,9 +229,9 @@ def status_html(line: Line, job_id: str = "", *, panels: bool = True) -> str:
 
 def _facts(job: Job, progress: Progress, address: str, audience: Audience) -> str:
     if isinstance(progress.end, VideoSaved):
-        return audience.redact(result_view.result_html(progress.end, job.plan, job.model_title, address))
+        return audience.redact(result_html(progress.end, job.plan, job.model_title, address))
     # Warnings matter most while the job can still be stopped.
-    return audience.redact(result_view.warnings_html(progress.warnings)) if job.open and progress.warnings else ""
+    return audience.redact(warnings_html(progress.warnings)) if job.open and progress.warnings else ""
 
 
 def _interrupted(job: Job) -> Fact:
@@ -241,3 +255,162 @@ def _resumable(line: Line, job: Job) -> Line:
     """Return the line of a job that ended without a video, with how it can be resumed."""
     status = resume_status(job.events, job.kept)
     return replace(line, kept=status.kept, resumable=True, alternative=status.alternative)
+
+
+_STAGES = {"encode": "reading the prompt", "denoise": "denoising", "decode": "decoding", "mux": "saving"}
+
+
+def file_url(path: Path) -> str:
+    """Return the address of a video in the outputs folder, relative to the page so that it works behind a proxy."""
+    return f"gradio_api/file={quote(path.as_posix())}"
+
+
+def video_address(job: Job) -> str:
+    """Return the address of a finished job's video on the owner's page; empty without one."""
+    saved = job.progress.end
+    return file_url(saved.video) if isinstance(saved, VideoSaved) else ""
+
+
+def result_html(saved: VideoSaved, plan: ExecutionPlan, model: str, address: str) -> str:
+    """Return the block below a finished video.
+
+    Args:
+        model: the model's title.
+        address: where the video is served.
+    """
+    return render(
+        "result.html",
+        request=dict(saved.request),
+        name=saved.video.name,
+        address=address,
+        warning_lines=[page_text(fact).what for fact in saved.warnings],
+        rows=result_rows(saved, plan, model),
+        reasons=backend_reasons(saved),
+    )
+
+
+def warnings_html(warnings: Sequence[Fact]) -> str:
+    """Return warnings as a list."""
+    return render("warnings.html", lines=[page_text(fact).what for fact in warnings])
+
+
+def backend_reasons(saved: VideoSaved) -> str:
+    """Return why each component ran where it did, equal reasons once."""
+    return " ".join(dict.fromkeys(str(part["reason"]) for part in saved.plan["components"].values()))
+
+
+def result_rows(saved: VideoSaved, plan: ExecutionPlan, model: str) -> list[tuple[str, str]]:
+    """Return names and values that describe a video."""
+    request = saved.request
+    size = formatting.size(request["width"], request["height"])
+    found = [
+        ("Seed", str(request["seed"])),
+        ("Video", f"{size}, {formatting.length(request['frames'], request['fps'])}"),
+        ("Model", f"{model}, {request['steps']} steps, {_guidance(request)}"),
+        *_extras(request),
+        ("Time", _time(saved)),
+        ("Memory", f"{memory_size(saved.peak_memory_bytes)} at most"),
+    ]
+    return found + [("Ran on", place) for place in _places(saved.plan["components"], plan)]
+
+
+def _guidance(request: Mapping[str, Any]) -> str:
+    second = request.get("guidance_scale_2")
+    return f"guidance {request['guidance_scale']:g}" + ("" if second is None else f" and {second:g}")
+
+
+def _extras(request: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return settings that differ from their defaults."""
+    loras, step_cache = fields.loras_text(request.get("loras")), request.get("step_cache", NONE)
+    found = [("LoRA", line) for line in loras.splitlines()]
+    found += [] if step_cache == NONE else [("Step cache", str(step_cache))]
+    shift = request.get("shift")
+    return found if shift is None else [*found, ("Shift", f"{shift:g}")]
+
+
+def _time(saved: VideoSaved) -> str:
+    stages = ", ".join(
+        f"{_STAGES.get(name, name)} {formatting.duration(seconds)}"
+        for name, seconds in saved.timings.items()
+        if name != "total"
+    )
+    loading = f"; loading before that {formatting.duration(saved.load_seconds)}" if saved.load_seconds >= 0.05 else ""  # noqa: PLR2004 - shows as 0.0 s
+    return f"{formatting.duration(saved.timings['total'])}: {stages}{loading}"
+
+
+def _places(components: Mapping[str, Mapping[str, Any]], plan: ExecutionPlan) -> list[str]:
+    """Return each place with the components that ran there."""
+    parts: dict[str, list[str]] = {}
+    for name, choice in components.items():
+        title = plan.title(name)
+        parts.setdefault(_where(choice), []).append(lowered(title))
+    return [f"{place}: {', '.join(names)}" for place, names in parts.items()]
+
+
+def _where(choice: Mapping[str, Any]) -> str:
+    backend = BACKEND_TITLES.get(choice["backend"], choice["backend"])
+    return f"{backend} on {choice['device'].replace('cpu', 'the CPU')}, {choice['dtype']}"
+
+
+@dataclass(frozen=True)
+class ResumeStatus:
+    """How a job can be resumed.
+
+    Attributes:
+        kept: how far the job was and from where it continues, as sentences.
+        step: last step of the checkpoint; `None` if the job starts over.
+        memory: where memory ran out and what that cost; empty if it did not.
+        alternative: the lower-memory strategy that the job can be resumed with; empty if there is none.
+        changes: to the request, for that strategy.
+    """
+
+    kept: str
+    step: int | None
+    memory: str
+    alternative: str
+    changes: Mapping[str, Any]
+
+
+def resume_status(events: Sequence[Event], step: int | None) -> ResumeStatus:
+    """Return how a job can be resumed.
+
+    Args:
+        events: of its last run.
+        step: of its checkpoint, which may be newer than the last event; `None` if there is none.
+    """
+    reached, of = step or 0, 0
+    memory: OutOfMemory | None = None
+    for event in events:
+        if isinstance(event, Planned):
+            of = event.plan.steps
+        elif isinstance(event, Resumed | StepDone):
+            reached, of = max(reached, event.step), event.of
+        elif isinstance(event, OutOfMemory):
+            memory = event
+    changes = {} if memory is None or memory.retried else memory.changes
+    alternative = "" if memory is None or memory.strategy is None or not changes else page_text(memory.strategy).what
+    problem = "" if memory is None else _memory(memory)
+    return ResumeStatus(_kept(reached, of, step), step, problem, alternative, changes)
+
+
+def _kept(reached: int, of: int, step: int | None) -> str:
+    if not reached:
+        return "Denoising had not started." if of else ""
+    if reached == of:
+        stopped = f"All {of} steps were done."
+        if step == of:
+            return f"{stopped} Only decoding remains."
+    else:
+        stopped = f"It stopped at step {reached} of {of}."
+    if step is None:
+        return f"{stopped} No checkpoint was kept: it starts over."
+    if step == reached:
+        return f"{stopped} It continues from there."
+    return f"{stopped} It continues after step {step}." if step else f"{stopped} It starts again at the first step."
+
+
+def _memory(memory: OutOfMemory) -> str:
+    what = page_text(memory.fact).what
+    if memory.lost_seconds < 1 or memory.retried:
+        return what
+    return f"{what} {duration(memory.lost_seconds)} of work was lost."

@@ -8,9 +8,9 @@ from runtime.queue import recovery
 from runtime.queue.records import JobRecord
 from runtime.queue.service import JobQueue
 from runtime.server.job_files import find_output
+from runtime.ui.formatting import paragraph
+from runtime.ui.job_view import ResumeStatus, resume_status
 from runtime.ui.panels import Call, Reply, unknown_action
-from runtime.ui.resume_status import ResumeStatus, resume_status
-from runtime.ui.words import text
 
 _ID_LENGTH = 8
 _TITLE_LENGTH = 60
@@ -123,4 +123,4 @@ def failure(job: JobRecord) -> str:
     """Return why a job ended without a video; empty if it did not fail."""
     if job.state == "interrupted":
         return "Tandem ended while this video was generated."
-    return "" if job.failure is None else text(job.failure.fact)
+    return "" if job.failure is None else paragraph(job.failure.fact)

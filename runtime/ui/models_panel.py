@@ -14,9 +14,8 @@ from runtime.models.registry import KnownModel
 from runtime.models.spec import ModelSpec
 from runtime.planner.requirements import smallest_card
 from runtime.queue.downloads import Downloads, ModelDownload
+from runtime.ui.formatting import page_text, paragraph, render
 from runtime.ui.panels import Call, Reply, drawn, unknown_action
-from runtime.ui.templating import render
-from runtime.ui.words import page_text, text
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ def _line(download: ModelDownload) -> str:
 
 
 def _result(download: ModelDownload) -> str:
-    return "" if download.result is None else text(download.result)
+    return "" if download.result is None else paragraph(download.result)
 
 
 @functools.cache

@@ -8,21 +8,20 @@ from starlette.routing import BaseRoute
 from runtime.core.settings import Settings
 from runtime.engines.imported.importing import WARNING
 from runtime.engines.service import EngineService
+from runtime.planner.parallelism import usable_gpus
 from runtime.queue.downloads import Downloads
 from runtime.queue.service import JobQueue
 from runtime.server.model_choices import offered
-from runtime.ui import acceleration, api, form, panels, sharing_status, theme
+from runtime.ui import api, form, panels, theme
 from runtime.ui.engines_panel import FILE_KINDS, EnginesPanel
-from runtime.ui.handlers import Handlers
+from runtime.ui.formatting import COMPONENT_TITLES, paragraph, render
 from runtime.ui.history_panel import FILTERS, HistoryPanel
-from runtime.ui.make_tab import LOCAL, SERVED, connect, connect_basics, header, make
+from runtime.ui.job_view import Audience, video_address
+from runtime.ui.make_tab import LOCAL, SERVED, Handlers, connect, connect_basics, header, make
 from runtime.ui.models_panel import ModelsPanel
-from runtime.ui.plan_preview import PlanPreview
-from runtime.ui.preview_panel import PreviewPanel
+from runtime.ui.plan_preview import PlanPreview, PreviewPanel
 from runtime.ui.queue_panel import MAX_VARIATIONS, QueuePanel
-from runtime.ui.sharing import Sharing
-from runtime.ui.templating import render
-from runtime.ui.words import COMPONENT_TITLES, text
+from runtime.ui.sharing import Sharing, add_sharing_bar
 
 # Gradio checks its own temporary files hourly and keeps them a day; videos are not among them.
 _TIDY_SECONDS = (3600, 86_400)
@@ -43,7 +42,8 @@ def build(
     icon = theme.icon_svg()
     preview = PlanPreview(engines, worker.machine, worker.history, settings.weights_dir)
     preset = form.preset_name(settings.backends)
-    handlers = Handlers(worker, models, settings.log_file, icon, preview, preset)
+    audience = Audience(f"The log has the details: {settings.log_file}", video_address)
+    handlers = Handlers(worker, models, audience, icon, preset, lambda: len(usable_gpus(preview.machine())))
     models_panel = ModelsPanel(downloads, models, settings)
 
     with gr.Blocks(title="Tandem", analytics_enabled=False, fill_width=True, delete_cache=_TIDY_SECONDS) as page:
@@ -51,7 +51,7 @@ def build(
         gr.api(api.endpoint(worker, models, settings.model), api_name="generate", concurrency_limit=None)
         gr.HTML(header(icon, form.NAMES, preset), elem_id="top")
         if sharing is not None:
-            sharing_status.make(page, sharing)
+            add_sharing_bar(page, sharing)
 
         def settings_column(prompt: gr.Textbox) -> form.Settings:
             column = form.settings_group(models, settings.model, prompt, preview.machine(), settings.backends)
@@ -67,15 +67,14 @@ def build(
             with gr.Tab("History", id="history", elem_id="tab-history"):
                 _panel("history", filters=FILTERS)
             with gr.Tab("Engines", id="engines", elem_id="tab-engines"):
-                _panel("engines", kinds=FILE_KINDS, components=COMPONENT_TITLES, warning=text(WARNING))
-        fields, size, rows = column.controls, column.size, column.panel.rows.values()
-        inputs = list(fields.values())
-        connect(page, controls, handlers, fields, [size, *rows, *column.following_model], [size, *rows, *inputs])
-        connect_basics(fields, size, column.length)
+                _panel("engines", kinds=FILE_KINDS, components=COMPONENT_TITLES, warning=paragraph(WARNING))
+        fields, rows = column.controls, {f"row_{name}": row for name, row in column.panel.rows.items()}
+        connect(page, controls, handlers, fields, {"size": column.size, **rows})
+        connect_basics(fields, column.size, column.length)
         _connect_choices(column)
         # The panels' script reads the form with this button; see `formValues` in panels.js.
         gr.Button("Read the form", visible="hidden", elem_id="read-form").click(
-            **LOCAL, inputs=inputs, js="(...values) => window.tandem.formRead(values)"
+            **LOCAL, inputs=list(fields.values()), js="(...values) => window.tandem.formRead(values)"
         )
 
         def model_choices() -> Any:
@@ -110,8 +109,8 @@ def _connect_choices(column: form.Settings) -> None:
     controls, panel = column.controls, column.panel
     for name, toggle in panel.toggles.items():
         choice = controls[f"backend_{name}"]
-        toggle.input(**LOCAL, inputs=toggle, outputs=choice, js=f"(on) => on ? '{acceleration.TENSORRT}' : 'auto'")
-        choice.change(**LOCAL, inputs=choice, outputs=toggle, js=f"(name) => name === '{acceleration.TENSORRT}'")
+        toggle.input(**LOCAL, inputs=toggle, outputs=choice, js=f"(on) => on ? '{form.TENSORRT}' : 'auto'")
+        choice.change(**LOCAL, inputs=choice, outputs=toggle, js=f"(name) => name === '{form.TENSORRT}'")
     panel.choose_strategy.click(
         **LOCAL, outputs=[controls["offload"], controls["quantization"]], js="() => window.tandem.strategy"
     )

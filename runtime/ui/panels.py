@@ -19,7 +19,7 @@ from starlette.routing import BaseRoute, Route
 
 from runtime.core.errors import InvalidRequestError, StoreError, TandemError
 from runtime.server.gradio_requests import OWN, RefusedError, check_values, read_object
-from runtime.ui.words import text
+from runtime.ui.formatting import paragraph
 
 Reply = dict[str, Any]
 
@@ -102,7 +102,7 @@ def respond(panel: Panel, call: Call) -> Reply:
     try:
         reply = panel.act(call)
     except TandemError as error:
-        reply = {"message": text(error.fact), "error": True}
+        reply = {"message": paragraph(error.fact), "error": True}
     except Exception as error:  # an internal error: one line on the page, the traceback in the log
         logger.exception("The action %r failed", call.action)
         reply = {"message": f"Internal error: {error!r} The log has the details.", "error": True}
@@ -121,7 +121,7 @@ def drawn(parts: Mapping[str, Callable[[], str]]) -> dict[str, str]:
         try:
             html[name] = draw()
         except StoreError as error:
-            html[name] = f'<p class="trouble">{escape(text(error.fact))}</p>'
+            html[name] = f'<p class="trouble">{escape(paragraph(error.fact))}</p>'
         except Exception:  # an internal error
             logger.exception("The part %s could not be drawn", name)
             html[name] = '<p class="trouble">This part cannot be shown. The log has the details.</p>'

@@ -11,10 +11,9 @@ from runtime.core.request import AUTO, Auto
 from runtime.queue.records import JobRecord, State
 from runtime.queue.service import combined
 from runtime.ui import form, formatting
+from runtime.ui.formatting import paragraph, render
 from runtime.ui.jobs_panel import JobsPanel, failure, title
 from runtime.ui.panels import Call, Reply, drawn
-from runtime.ui.templating import render
-from runtime.ui.words import text
 
 MAX_VARIATIONS = 100
 _MAX_RESUMABLE = 10
@@ -153,7 +152,7 @@ class QueuePanel(JobsPanel):
 
     def _list(self) -> str:
         problem = self._store.problem
-        return queue_html([self._row(job) for job in self.jobs()], "" if problem is None else text(problem))
+        return queue_html([self._row(job) for job in self.jobs()], "" if problem is None else paragraph(problem))
 
     def _row(self, record: JobRecord) -> Row:
         state = {"cancel": "stopping", "pause": "pausing"}.get(record.pending, "running")
@@ -168,7 +167,7 @@ class QueuePanel(JobsPanel):
             step = f"step {progress.step} of {progress.steps}" if progress.steps else ""
             line = ", ".join(filter(None, (progress.title, step, formatting.time_left(progress.seconds_left))))
             memory = [event.fact for event in job.events if isinstance(event, OutOfMemory)]
-            line = f"{line}. {text(memory[-1])}" if memory else line
+            line = f"{line}. {paragraph(memory[-1])}" if memory else line
         elif job is not None:
             progress = job.progress
             line = f"stopped after step {progress.step} of {progress.steps}" if record.begun and progress.step else ""

@@ -1,8 +1,4 @@
-"""A share link: the visitors' page, the tunnel to it, and the way to end both.
-
-Visitors reach a page and a port of their own, and the tunnel leads to nothing else: who comes by it is a visitor,
-whatever a request says of itself.
-"""
+"""The share link: the visitors' page, the tunnel to it, and the bar that shows and ends both on the owner's page."""
 
 import asyncio
 import logging
@@ -10,7 +6,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import gradio as gr
 from starlette.requests import Request
@@ -21,64 +17,65 @@ from runtime.core.errors import MachineError, ModelError
 from runtime.core.settings import Settings
 from runtime.models.catalogue import folders
 from runtime.queue.service import JobQueue
-from runtime.server import visitor_limits
 from runtime.server.gradio_requests import VIDEO
 from runtime.server.job_files import video_response
 from runtime.server.model_choices import offered
 from runtime.server.security import LOOPBACK
 from runtime.server.tunnel import Tunnel, open_tunnel
-from runtime.server.visitors import Visitors
+from runtime.server.visitors import Visitors, visitors_models
 from runtime.ui import server, visitor_page
+from runtime.ui.formatting import render
+from runtime.ui.make_tab import SERVED
 
 State = Literal["opening", "open", "failed", "ended"]
 
 _USER = "visitor"
 _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
 _GROUPS, _SYLLABLES = 4, 3
-_LOGIN = "Somebody shares Tandem with you. Enter the user and password that came with the link."
+_REFRESH_SECONDS = 3.0
+_LOGIN_MESSAGE = "Someone shares Tandem with you. Enter the user and password that came with the link."
 
 logger = logging.getLogger(__name__)
 
 
 class Sharing:
-    """One share link. Any thread may ask.
+    """One share link. Thread-safe.
 
     Attributes:
-        state: what has become of it.
-        url: the link, while it is open.
-        problem: why there is none, and what to do about it.
-        user, password: what visitors log in with.
-        made_up: whether the password was made up here.
+        url: the link; empty unless it is open.
+        problem: why the link failed, and the remedy.
+        user, password: the visitors' log-in.
+        generated: whether the password was generated here.
         visitors: their sessions and limits.
 
     Args:
-        tell: is given what becomes of the link, line by line.
+        notify: called with each line on the state of the link.
 
     Raises:
-        ModelError: if there is no model that visitors may use, or the settings' own cannot be used.
+        ModelError: if there is no model that visitors may use, or the model of the settings cannot be used.
     """
 
-    def __init__(self, worker: JobQueue, settings: Settings, tell: Callable[[str], None]) -> None:
+    def __init__(self, worker: JobQueue, settings: Settings, notify: Callable[[str], None]) -> None:
         self.state: State = "opening"
         self.url = ""
         self.problem = ""
-        self.made_up = settings.auth is None
+        self.generated = settings.auth is None
         self.user, self.password = settings.auth or (_USER, make_password())
         self._settings = settings
-        self._tell = tell
+        self._notify = notify
         self._tunnel: Tunnel | None = None
         self._lock = threading.Lock()
-        models = visitor_limits.visitors_models(offered(settings), folders(settings.weights_dir))
+        models = visitors_models(offered(settings), folders(settings.weights_dir))
         if not models:
             raise ModelError("server.no_visitor_model")
         self.visitors = Visitors(worker, settings, models)
         self._page: gr.Blocks = visitor_page.build(worker, settings, models, self.visitors)
 
     def start(self) -> None:
-        """Serve the visitors' page, and have the link made meanwhile.
+        """Serve the visitors' page, and open the link in a thread.
 
         Raises:
-            OSError: if there is no port left.
+            OSError: if no port is free.
         """
         port = _free_port()
         server.start(
@@ -87,26 +84,25 @@ class Sharing:
             port,
             self._names,
             (self.user, self.password),
-            _LOGIN,
+            _LOGIN_MESSAGE,
             self.visitors,
             [Route(f"{VIDEO}{{name}}", self._video), Route("/robots.txt", _robots)],
         )
-        threading.Thread(target=self._hold, args=(port,), name="sharing", daemon=True).start()
+        threading.Thread(target=self._run_tunnel, args=(port,), name="sharing", daemon=True).start()
 
     def end(self) -> None:
-        """Take the link back: nobody comes in any more, and what visitors asked for is cancelled."""
-        self._shut("ended", "")
+        """Close the link and cancel the visitors' jobs."""
+        self._close("ended", "")
 
-    def _hold(self, port: int) -> None:
-        """Open the tunnel, say so, and wait until it ends."""
+    def _run_tunnel(self, port: int) -> None:
         try:
             tunnel = open_tunnel(port, self._settings.cache_dir / "gradio")
         except MachineError as error:
             self._fail(error)
             return
-        except Exception as error:  # a defect: told in one line, kept in the log
-            logger.exception("There is no share link")
-            self._fail(MachineError("server.link_defect", error=repr(error)))
+        except Exception as error:  # an internal error: one line, the traceback in the log
+            logger.exception("The share link failed")
+            self._fail(MachineError("server.link_internal_error", error=repr(error)))
             return
         with self._lock:
             if self.state == "opening":
@@ -114,19 +110,19 @@ class Sharing:
         if self.state != "open":
             tunnel.close()
             return
-        password = f"password {self.password}" if self.made_up else "with the password of --auth"
-        self._tell(f"Shared at {tunnel.url} - user {self.user}, {password}")
+        password = f"password {self.password}" if self.generated else "with the password of --auth"
+        self._notify(f"Shared at {tunnel.url} - user {self.user}, {password}")
         logger.info("A share link is open")
         tunnel.wait()
         self._fail(MachineError("server.link_ended"))
 
     def _fail(self, error: MachineError) -> None:
-        if self._shut("failed", f"{error.what} {error.remedy}"):
-            self._tell(error.what)
-            self._tell(error.remedy)
+        if self._close("failed", f"{error.what} {error.remedy}"):
+            self._notify(error.what)
+            self._notify(error.remedy)
 
-    def _shut(self, state: State, problem: str) -> bool:
-        """End all of it; return whether it had not ended before."""
+    def _close(self, state: State, problem: str) -> bool:
+        """Close tunnel, page and visitors' jobs; return `False` if they were closed before."""
         with self._lock:
             if self.state in {"failed", "ended"}:
                 return False
@@ -140,12 +136,11 @@ class Sharing:
         return True
 
     async def _video(self, request: Request) -> Response:
-        """Send a visitor's own video."""
         name, visitor = request.path_params["name"], request.user.display_name
         return video_response(await asyncio.to_thread(self.visitors.video, name, visitor), cached=False)
 
     def _names(self) -> frozenset[str]:
-        """Return the host names of the visitors' page: the link's, and this machine's own for what the tunnel says."""
+        """Return the host names of the visitors' page: the link's, and this machine's, which the tunnel may send."""
         tunnel = self._tunnel
         return LOOPBACK if tunnel is None else LOOPBACK | {tunnel.host}
 
@@ -155,7 +150,7 @@ async def _robots(_request: Request) -> Response:
 
 
 def make_password() -> str:
-    """Return a password of 12 random syllables, 73 bits: "tokaru-melisu-badofi-ganepo"."""
+    """Return a password of 12 random syllables, 73 bits, such as "tokaru-melisu-badofi-ganepo"."""
     return "-".join(
         "".join(secrets.choice(_CONSONANTS) + secrets.choice(_VOWELS) for _ in range(_SYLLABLES))
         for _ in range(_GROUPS)
@@ -166,3 +161,40 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def add_sharing_bar(page: gr.Blocks, sharing: Sharing) -> None:
+    """Add the bar at the top of the owner's page: the link, its visitors, and buttons to stop both."""
+    with gr.Row(elem_id="sharing"):
+        line = gr.HTML(status_html(sharing), elem_id="sharing-status", apply_default_css=False)
+        stop_videos = gr.Button("Stop visitors' videos", elem_id="stop-visitors", min_width=160)
+        end = gr.Button("Stop sharing", elem_id="stop-sharing", min_width=140)
+    shown = gr.State("")
+    outputs = [line, stop_videos, end, shown]
+
+    def refresh(before: Any) -> tuple[Any, ...]:
+        now = status_html(sharing)
+        if now == before:
+            return (gr.skip(),) * 4
+        open_ = sharing.state in {"opening", "open"}
+        return now, gr.update(visible=open_), gr.update(visible=open_), now
+
+    def stop_all(before: Any) -> tuple[Any, ...]:
+        sharing.visitors.stop_videos()
+        return refresh(before)
+
+    def end_all(before: Any) -> tuple[Any, ...]:
+        sharing.end()
+        return refresh(before)
+
+    gr.Timer(_REFRESH_SECONDS).tick(refresh, shown, outputs, trigger_mode="once", **SERVED)
+    page.load(refresh, shown, outputs, **SERVED)
+    stop_videos.click(stop_all, shown, outputs, **SERVED)
+    end.click(end_all, shown, outputs, **SERVED)
+
+
+def status_html(sharing: Sharing) -> str:
+    """Return the state of the link and the number of its visitors."""
+    return render(
+        "sharing_status.html", sharing=sharing, visitors=sharing.visitors.present(), videos=sharing.visitors.open_jobs()
+    )

@@ -4,33 +4,32 @@ It is a page of its own on another port: actions that visitors may not use do no
 handlers too; every value is validated.
 """
 
-import asyncio
-import logging
-from collections.abc import AsyncIterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
 
-from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.settings import ROOT, Settings
 from runtime.models.spec import ModelSpec
 from runtime.queue.service import Job, JobQueue
-from runtime.server import visitor_limits
-from runtime.server.model_choices import check_offered
-from runtime.server.visitors import Visitors
+from runtime.server.visitors import (
+    Visitors,
+    allows_size,
+    defaults_within,
+    describe_limits,
+    limits_of,
+    most_frames,
+    without_paths,
+)
 from runtime.ui import api, form, theme
-from runtime.ui.handlers import Updates, alert, attached, cancelled, stored_values, updates_of
+from runtime.ui.formatting import render
 from runtime.ui.job_view import Audience
-from runtime.ui.make_tab import connect, connect_basics, header, make
-from runtime.ui.templating import render
-from runtime.ui.words import page_text
+from runtime.ui.make_tab import Handlers, connect, connect_basics, header, make
 
 _DETAILS = "Tell the person who shares this page; their log has the details."
 _TIDY_SECONDS = (3600, 86_400)
 _MOST_WAITING = 200
-
-logger = logging.getLogger(__name__)
 
 
 def build(worker: JobQueue, settings: Settings, models: dict[str, ModelSpec], visitors: Visitors) -> gr.Blocks:
@@ -50,122 +49,57 @@ def build(worker: JobQueue, settings: Settings, models: dict[str, ModelSpec], vi
             concurrency_limit=None,
         )
         gr.HTML(header(icon, form.BASIC), elem_id="top")
-        limits = gr.HTML(handlers.limits(models[chosen]), elem_id="limits", apply_default_css=False)
-        values = handlers.values(models[chosen])
-        make_controls, basics = make(
-            icon, lambda prompt: form.basic_settings(models, chosen, prompt, values), panels=False
-        )
-        controls = basics.controls
-        following = [controls[name] for name in form.FOLLOWING_MODEL if name in controls]
-        connect(
-            page,
-            make_controls,
-            handlers,
-            controls,
-            [limits, basics.size, *following],
-            [limits, basics.size, *controls.values()],
-        )
-        connect_basics(controls, basics.size, basics.length)
+        values = handlers.model_values(models[chosen])
+        limits = gr.HTML(**values["limits"], elem_id="limits", apply_default_css=False)
+        controls, basics = make(icon, lambda prompt: form.basic_settings(models, chosen, prompt, values), panels=False)
+        connect(page, controls, handlers, basics.controls, {"limits": limits, "size": basics.size})
+        connect_basics(basics.controls, basics.size, basics.length)
     page.queue(default_concurrency_limit=None, max_size=_MOST_WAITING)
     return page
 
 
-class VisitorHandlers:
-    """The handlers of Make; see `handlers.Handlers`. The request identifies the visitor."""
+class VisitorHandlers(Handlers):
+    """The handlers of the visitors' page. The request identifies the visitor."""
+
+    names = form.BASIC
+    others = ("limits", "size")
 
     def __init__(
         self, worker: JobQueue, settings: Settings, models: dict[str, ModelSpec], visitors: Visitors, icon: str
     ) -> None:
-        self._worker = worker
-        self._settings = settings
-        self._models = models
-        self._visitors = visitors
-        self._icon = icon
         folders = {"the folder of videos": settings.outputs_dir, "the cache folder": settings.cache_dir}
         folders |= {"the folder of models": settings.weights_dir, "the folder of engines": settings.engines_dir}
         folders |= {"Tandem's folder": ROOT, "the home folder": Path.home()}
-        self.audience = Audience(
-            _DETAILS, _address, lambda message: visitor_limits.without_paths(message, folders), panels=False
-        )
+        audience = Audience(_DETAILS, _address, lambda message: without_paths(message, folders), panels=False)
+        super().__init__(worker, models, audience, icon)
+        self._settings = settings
+        self._visitors = visitors
 
-    async def generate(self, request: gr.Request, *values: Any) -> AsyncIterator[Updates]:
-        """Submit the form as the visitor's job and show it; errors are shown next to the picture."""
-        try:
-            job = await asyncio.to_thread(
-                self._visitors.submit, form.read_basics(values, self._models), visitor_of(request)
-            )
-        except TandemError as error:
-            field = error.field if isinstance(error, InvalidRequestError) else ""
-            what, remedy = map(self.audience.redact, page_text(error.fact))
-            yield alert(what, remedy, field, panels=False)
-            return
-        except Exception:  # an internal error: one line on the page, the traceback in the log
-            logger.exception("A visitor's form could not be submitted")
-            yield alert("Internal error.", _DETAILS, panels=False)
-            return
-        async for updates in updates_of(job, self._worker, self.audience, self._icon):
-            yield updates
+    def _submit(self, values: Sequence[Any], request: gr.Request) -> Job:
+        return self._visitors.submit(form.read_basics(values, self._models), visitor_of(request))
 
-    async def attach(self, request: gr.Request, remembered: Any) -> AsyncIterator[Updates]:
-        """Show the visitor's job of this browser tab while it runs, else another that runs, else the last one."""
-        visitor = visitor_of(request)
+    def _owner(self, request: gr.Request) -> str:
+        return visitor_of(request)
 
-        def own() -> Job | None:
-            return self._visitors.job(remembered, visitor)
+    def _job(self, job_id: Any, request: gr.Request) -> Job | None:
+        return self._visitors.job(job_id, visitor_of(request))
 
-        async for updates in attached(own, self._worker, self.audience, self._icon, visitor):
-            yield updates
-
-    def cancel(self, request: gr.Request, watched: Any) -> Any:
-        """Cancel the visitor's job that this page watches."""
-        return cancelled(self._visitors.job(watched, visitor_of(request)))
-
-    def choose_model(self, name: Any) -> Updates:
-        """Set the limits and all controls that depend on the model."""
-        names = ("size", *(name for name in form.FOLLOWING_MODEL if name in form.BASIC))
-        try:
-            spec = check_offered(name, self._models)
-        except TandemError:
-            return (gr.skip(),) * (1 + len(names))
-        values = self.values(spec)
-        return self.limits(spec), *(gr.update(**values[control]) for control in names)
-
-    def fill(self, stored: Any) -> Updates:
-        """Fill the form with stored values or the settings of a result, within the limits."""
-        values = stored_values(stored)
-        if values is None:
-            return (gr.skip(),) * (2 + len(form.BASIC))
-        filled = form.filled(values, self._models)
-        spec = self._models[filled["model"]["value"]]
-        filled = self._within(spec, filled)
-        return self.limits(spec), *(gr.update(**filled[control]) for control in ("size", *form.BASIC))
-
-    def limits(self, spec: ModelSpec) -> str:
-        """Return the limits as HTML."""
-        limits = visitor_limits.describe(visitor_limits.limits_of(self._settings, spec))
-        return render("visitor_limits.html", limits=limits)
-
-    def values(self, spec: ModelSpec) -> dict[str, dict[str, Any]]:
-        """Return the properties of the controls that depend on the model, within the limits."""
-        return self._within(spec, form.model_values(spec))
-
-    def _within(self, spec: ModelSpec, values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        limits = visitor_limits.limits_of(self._settings, spec)
-        own = visitor_limits.defaults_within(spec, limits)
-        most = {"frames": visitor_limits.most_frames(spec, limits), "steps": limits.steps}
-        for name, highest in most.items():
+    def _limited(self, spec: ModelSpec, values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        limits = limits_of(self._settings, spec)
+        own = defaults_within(spec, limits)
+        for name, highest in (("frames", most_frames(spec, limits)), ("steps", limits.steps)):
             # A slider needs two ends.
             values[name]["maximum"] = max(highest, 2)
             values[name]["value"] = min(values[name]["value"], highest)
         size = (values["width"]["value"], values["height"]["value"])
-        if not visitor_limits.allows_size(size, limits):
+        if not allows_size(size, limits):
             size = (own["width"], own["height"])
         values["width"]["value"], values["height"]["value"] = size
-        fitting = {f"{w}x{h}" for w, h in spec.sizes if visitor_limits.allows_size((w, h), limits)} | {form.CUSTOM}
+        fitting = {f"{w}x{h}" for w, h in spec.sizes if allows_size((w, h), limits)} | {form.CUSTOM}
+        chosen = form.size_value(spec, *size)
         choices = [choice for choice in values["size"]["choices"] if choice[1] in fitting]
-        values["size"] |= {"choices": choices, "value": form.size_value(spec, *size)}
-        if values["size"]["value"] not in fitting:
-            values["size"]["value"] = form.CUSTOM
+        values["size"] |= {"choices": choices, "value": chosen if chosen in fitting else form.CUSTOM}
+        values["limits"] = {"value": render("visitor_limits.html", limits=describe_limits(limits))}
         return values
 
 

@@ -12,8 +12,8 @@ from runtime.core.facts import Fact
 from runtime.core.request import GenerationRequest
 from runtime.core.settings import Settings
 from runtime.models.spec import ModelSpec
-from runtime.server import visitor_limits
-from runtime.server.visitor_limits import Limits
+from runtime.server import visitors
+from runtime.server.visitors import Limits
 from runtime.ui.sharing import make_password
 
 LIMITS = Limits(frames=33, steps=20, sizes=((192, 112), (160, 160)), waiting=2, waiting_all=5, per_hour=3)
@@ -56,10 +56,10 @@ def too_large(width: int, height: int) -> Fact:
 )
 def test_a_video_keeps_to_the_limits(values: dict[str, Any], field: str | None, expected: Fact | None) -> None:
     if field is None:
-        visitor_limits.check_request(asked(**values), LIMITS)
+        visitors.check_request(asked(**values), LIMITS)
         return
     with pytest.raises(InvalidRequestError) as refused:
-        visitor_limits.check_request(asked(**values), LIMITS)
+        visitors.check_request(asked(**values), LIMITS)
     assert (refused.value.field, refused.value.fact) == (field, expected)
 
 
@@ -79,25 +79,25 @@ def test_a_video_keeps_to_the_limits(values: dict[str, Any], field: str | None, 
 )
 def test_the_queue_has_limits(own: int, everybody: int, before: tuple[float, ...], expected: Fact | None) -> None:
     if expected is None:
-        visitor_limits.check_queue(LIMITS, own, everybody, before, 10_000.0)
+        visitors.check_queue(LIMITS, own, everybody, before, 10_000.0)
         return
     with pytest.raises(LimitError) as refused:
-        visitor_limits.check_queue(LIMITS, own, everybody, before, 10_000.0)
+        visitors.check_queue(LIMITS, own, everybody, before, 10_000.0)
     assert refused.value.fact == expected
 
 
 def test_a_visitor_may_choose_the_shift(spec: ModelSpec) -> None:
-    assert visitor_limits.filled_in(asked(shift=5.0), spec, LIMITS).shift == 5.0
+    assert visitors.filled_in(asked(shift=5.0), spec, LIMITS).shift == 5.0
 
 
 def test_what_runs_how_is_not_a_visitors_to_choose(spec: ModelSpec) -> None:
     wanted = asked(vae_precision="float32", attention="native", compile="never", offload="model")
-    assert visitor_limits.filled_in(wanted, spec, LIMITS) == visitor_limits.filled_in(asked(), spec, LIMITS)
+    assert visitors.filled_in(wanted, spec, LIMITS) == visitors.filled_in(asked(), spec, LIMITS)
 
 
 @pytest.mark.parametrize("limits", [LIMITS, replace(LIMITS, waiting=1, per_hour=1)])
 def test_every_limit_is_described(limits: Limits) -> None:
-    told = visitor_limits.describe(limits)
+    told = visitors.describe_limits(limits)
     for number in (limits.frames, limits.steps, limits.per_hour):
         assert str(number) in told
     assert "192×112" in told
@@ -105,12 +105,10 @@ def test_every_limit_is_described(limits: Limits) -> None:
 
 
 def test_limits_are_the_models_own_unless_somebody_says(spec: ModelSpec, tmp_path: Path) -> None:
-    own = visitor_limits.limits_of(Settings(cache_dir=tmp_path), spec)
+    own = visitors.limits_of(Settings(cache_dir=tmp_path), spec)
     assert (own.frames, own.steps) == (spec.defaults.frames, spec.defaults.steps)
-    visitor_limits.check_request(visitor_limits.filled_in(GenerationRequest(prompt="a boat"), spec, own), own)
-    said = visitor_limits.limits_of(
-        Settings(cache_dir=tmp_path, share_frames=5, share_steps=2, share_size=(64, 48)), spec
-    )
+    visitors.check_request(visitors.filled_in(GenerationRequest(prompt="a boat"), spec, own), own)
+    said = visitors.limits_of(Settings(cache_dir=tmp_path, share_frames=5, share_steps=2, share_size=(64, 48)), spec)
     assert (said.frames, said.steps, said.sizes) == (5, 2, ((64, 48),))
 
 
@@ -124,8 +122,8 @@ def test_limits_are_the_models_own_unless_somebody_says(spec: ModelSpec, tmp_pat
     ids=str,
 )
 def test_what_nobody_says_is_within_the_limits(spec: ModelSpec, limits: Limits) -> None:
-    filled = visitor_limits.filled_in(GenerationRequest(prompt="a boat"), spec, limits)
-    visitor_limits.check_request(filled, limits)
+    filled = visitors.filled_in(GenerationRequest(prompt="a boat"), spec, limits)
+    visitors.check_request(filled, limits)
     assert (int(filled.frames) - 1) % spec.vae.scale_factor_temporal == 0
     assert int(filled.width) % spec.strides[0] == int(filled.height) % spec.strides[1] == 0
 
@@ -134,7 +132,7 @@ def test_a_visitor_chooses_nothing_of_what_runs_where(spec: ModelSpec) -> None:
     wish = GenerationRequest(
         prompt="a boat", backends={"all": "inductor"}, build="always", offload="group", quantization="fp8", seed=7
     )
-    filled = visitor_limits.filled_in(wish, spec, LIMITS)
+    filled = visitors.filled_in(wish, spec, LIMITS)
     assert (filled.backends, filled.build, filled.offload, filled.quantization) == ({}, "never", "auto", "auto")
     assert (filled.prompt, filled.seed) == ("a boat", 7)
 
@@ -144,13 +142,13 @@ def test_models_by_a_path_are_not_for_visitors(spec: ModelSpec, tmp_path: Path) 
     elsewhere = replace(spec, name="own", directory=tmp_path / "own")
     same_name = replace(spec, name="tiny", directory=tmp_path / "other" / "tiny")
     folders = {"tiny": tmp_path / "weights" / "tiny", "diorama": tmp_path / "diorama"}
-    assert visitor_limits.visitors_models({"tiny": here, str(tmp_path / "own"): elsewhere}, folders) == {"tiny": here}
-    assert visitor_limits.visitors_models({str(tmp_path / "other" / "tiny"): same_name}, folders) == {}
+    assert visitors.visitors_models({"tiny": here, str(tmp_path / "own"): elsewhere}, folders) == {"tiny": here}
+    assert visitors.visitors_models({str(tmp_path / "other" / "tiny"): same_name}, folders) == {}
 
 
 def test_visitors_hear_of_no_folders() -> None:
     folders = {"the cache folder": Path("/home/anna/Cache"), "the home folder": Path("/home/anna")}
-    told = visitor_limits.without_paths("The disk of /home/anna/Cache/outputs is full; see /home/anna/notes.", folders)
+    told = visitors.without_paths("The disk of /home/anna/Cache/outputs is full; see /home/anna/notes.", folders)
     assert told == "The disk of the cache folder/outputs is full; see the home folder/notes."
 
 
@@ -164,7 +162,7 @@ def test_passwords_can_be_read_and_not_guessed() -> None:
 
 
 def test_the_last_of_the_disk_is_not_for_visitors() -> None:
-    visitor_limits.check_disk(1 << 29)
+    visitors.check_disk(1 << 29)
     with pytest.raises(LimitError) as refused:
-        visitor_limits.check_disk((1 << 29) - 1)
+        visitors.check_disk((1 << 29) - 1)
     assert refused.value.code == "server.disk_full"

@@ -21,8 +21,7 @@ from runtime.planner.shapes import ShapeProfile
 from runtime.queue.store import JobStore
 from runtime.queue.tasks import InspectEngine, PruneEngines, Task
 from runtime.ui import form
-from runtime.ui.break_even import BreakEven
-from runtime.ui.engines_panel import EnginesPanel, Entry, serves, storage_html, table_html, tasks_html
+from runtime.ui.engines_panel import BreakEven, EnginesPanel, Entry, serves, storage_html, table_html, tasks_html
 from runtime.ui.panels import Call, respond
 from runtime.ui.plan_preview import PlanPreview
 from tests.engines.made import key

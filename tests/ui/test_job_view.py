@@ -17,12 +17,10 @@ from runtime.queue.execution import JobRecorder
 from runtime.queue.job import Job
 from runtime.queue.service import JobQueue
 from runtime.queue.store import JobStore
-from runtime.ui import job_view, result_view
+from runtime.ui import job_view
 from tests.plans import tiny_plan
 
-AUDIENCE = job_view.Audience(
-    "The log has the details: logs/tandem.log", lambda job: result_view.file_url(job.plan.output)
-)
+AUDIENCE = job_view.Audience("The log has the details: logs/tandem.log", lambda job: job_view.file_url(job.plan.output))
 
 
 class NobodyAhead:
@@ -135,7 +133,7 @@ def test_a_job_that_stops_says_so_at_once(job: Job, store: JobStore) -> None:
 
 def test_a_finished_job_shows_video_and_facts(job: Job, store: JobStore) -> None:
     view = show(job, store, Planned(plan=job.plan), FramesDecoded(frames=9, of=9), saved(job))
-    assert f'src="{result_view.file_url(job.plan.output)}"' in view.picture
+    assert f'src="{job_view.file_url(job.plan.output)}"' in view.picture
     assert "a%20video.mp4" in view.picture
     for expected in (
         "Seed",
@@ -153,9 +151,9 @@ def test_a_finished_job_shows_video_and_facts(job: Job, store: JobStore) -> None
 
 def test_what_a_finished_job_used_beside_the_model_is_told(job: Job) -> None:
     done = saved(job)
-    assert not {"LoRA", "Step cache", "Shift"} & {name for name, _ in result_view.rows(done, job.plan, "Tiny")}
+    assert not {"LoRA", "Step cache", "Shift"} & {name for name, _ in job_view.result_rows(done, job.plan, "Tiny")}
     used = {"loras": [{"file": "a", "weight": 0.5, "expert": "low"}], "step_cache": "first-block:0.2", "shift": 5.0}
-    told = result_view.rows(done.model_copy(update={"request": {**done.request, **used}}), job.plan, "Tiny")
+    told = job_view.result_rows(done.model_copy(update={"request": {**done.request, **used}}), job.plan, "Tiny")
     assert {("LoRA", "low=a:0.5"), ("Step cache", "first-block:0.2"), ("Shift", "5")} <= set(told)
 
 

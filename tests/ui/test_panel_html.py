@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from runtime.queue.disk_usage import DiskUsage
+from runtime.ui.formatting import render
 from runtime.ui.history_panel import (
     Card,
     Clip,
@@ -20,7 +21,6 @@ from runtime.ui.history_panel import (
     timing,
 )
 from runtime.ui.queue_panel import Resumable, Row, queue_html
-from runtime.ui.templating import render
 from runtime.video.similarity import Similarity
 
 HOSTILE = "<img src=x onerror=hit()> \" ' & “"

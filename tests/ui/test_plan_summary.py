@@ -17,11 +17,10 @@ from runtime.models.catalogue import look_up
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_offers import EngineOffer, Offers, no_offers
 from runtime.planner.resolve import resolve
-from runtime.ui import acceleration
-from runtime.ui.break_even import BreakEven
-from runtime.ui.plan_preview import Preview
-from runtime.ui.plan_summary import PlanSummary, badge_html, panel_html, summarize
-from runtime.ui.words import WORDS
+from runtime.ui import form
+from runtime.ui.engines_panel import BreakEven
+from runtime.ui.formatting import WORDS
+from runtime.ui.plan_preview import PlanSummary, Preview, badge_html, panel_html, summarize
 from tests.plans import GIB, GPU_PACKAGES, gpu, machine, why
 
 GPU = machine(gpu=gpu(), torch_cuda="13.0", packages=GPU_PACKAGES)
@@ -240,7 +239,7 @@ def test_when_building_pays_off(build: float, saved: float, words: str) -> None:
 
 
 def test_tensorrt_is_out_of_question_without_a_gpu() -> None:
-    assert acceleration.tensorrt_problem(machine()) == Fact("machine.no_gpu")
+    assert form.tensorrt_problem(machine()) == Fact("machine.no_gpu")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from runtime.core.events import CheckpointSaved, Event, OutOfMemory, Planned, Resumed, StepDone
 from runtime.core.facts import Fact
-from runtime.ui.resume_status import resume_status
+from runtime.ui.job_view import resume_status
 from tests.queue.made import planned
 
 BEGUN = Planned(plan=planned(steps=20))

@@ -40,7 +40,7 @@ MESSAGES: Mapping[str, Message] = {
         "The downloaded tunnel program does not have the checksum that Gradio publishes."
     ),
     "server.tunnel_no_link": Message("The share server gave no link ({output})."),
-    "server.link_defect": Message("There is no share link: {error}.", "The log has the details."),
+    "server.link_internal_error": Message("There is no share link: {error}.", "The log has the details."),
     "server.link_ended": Message("The share link has ended.", "Start Tandem again with --share for a new link."),
     "server.no_visitor_model": Message(
         "There is no model that visitors may use.", "Put a model into the weights folder."

@@ -10,6 +10,17 @@ MESSAGES: Mapping[str, Message] = {
     ),
     "ui.visitor_interrupted": Message("Tandem ended while this video was generated.", "Generate it again."),
     "ui.unknown_action": Message("There is no such action or item.", "Reload the page."),
+    "ui.host_unknown": Message("There is no host {host}.", "Listen on 127.0.0.1, or on an address of this machine."),
+    "ui.host_not_local": Message(
+        "{host} is not an address of this machine.", "Listen on 127.0.0.1, or on an address of this machine."
+    ),
+    "ui.port_forbidden": Message(
+        "This user may not listen on port {port}.", "Choose a port above 1023, such as --port 7861."
+    ),
+    "ui.port_taken": Message(
+        "Port {port} is in use by another program.",
+        "Stop the other program, or choose another port: --port {other}.",
+    ),
     "ui.variations": Message("The number of variations is “{given}”.", "Enter a whole number from 1 to {maximum}."),
     "ui.video_missing": Message("One of the two videos does not exist any more.", "Select another one."),
     "ui.task_exists": Message("This task is already queued or running.", "See Tasks."),
