@@ -79,7 +79,11 @@ class ComponentPlan(FrozenModel):
         return self.replace(backend=PYTORCH, engines=(), reasons=(reason,), badge=Fact("planner.took_over"))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON types; `engine` is the id of the engine that does most of the work."""
+        """Return the fields as JSON types.
+
+        `engine` is the id of the engine that does most of the work. `reason` is text in the words of the command line,
+        `reasons` are the facts.
+        """
         return {
             "backend": self.backend,
             "device": self.device,
@@ -87,6 +91,7 @@ class ComponentPlan(FrozenModel):
             "weights_bytes": self.weights_bytes,
             "quantization": self.quantization,
             "reason": " ".join(map(str, self.reasons)),
+            "reasons": [fact.model_dump(mode="json") for fact in self.reasons],
             "chip": "" if self.badge is None else f"{BACKEND_TITLES[self.backend]}: {short(self.badge)}",
             "engine": self.engines[-1].id if self.engines else None,
             "engines": [use.id for use in self.engines],

@@ -296,7 +296,13 @@ def warnings_html(warnings: Sequence[Fact]) -> str:
 
 def backend_reasons(saved: VideoSaved) -> str:
     """Return why each component ran where it did, equal reasons once."""
-    return " ".join(dict.fromkeys(str(part["reason"]) for part in saved.plan["components"].values()))
+    texts = [
+        " ".join(page_text(Fact(**fact)).what for fact in part["reasons"])
+        if "reasons" in part
+        else str(part["reason"])  # saved by an earlier version
+        for part in saved.plan["components"].values()
+    ]
+    return " ".join(dict.fromkeys(texts))
 
 
 def result_rows(saved: VideoSaved, plan: ExecutionPlan, model: str) -> list[tuple[str, str]]:

@@ -157,6 +157,18 @@ def test_what_a_finished_job_used_beside_the_model_is_told(job: Job) -> None:
     assert {("LoRA", "low=a:0.5"), ("Step cache", "first-block:0.2"), ("Shift", "5")} <= set(told)
 
 
+def test_reasons_of_a_finished_job_name_settings_as_the_form_does(job: Job) -> None:
+    cause = Fact("planner.vae_bfloat16", {"gpu": "Tesla T4"})
+    unavailable = Fact("planner.asked_unavailable", {"backend": "tensorrt", "cause": cause})
+    job.plan = job.plan.with_component("vae", job.plan.components["vae"].replace(reasons=(unavailable,)))
+    text = job_view.backend_reasons(saved(job))
+    assert "Use “VAE precision: float32”, or float16." in text and "--" not in text
+    # Earlier versions saved text.
+    done = saved(job)
+    done.plan["components"]["vae"].pop("reasons")
+    assert "--vae-precision" in job_view.backend_reasons(done)
+
+
 def test_an_error_is_what_and_what_to_do(job: Job, store: JobStore) -> None:
     assert (
         "<strong>No memory.</strong> <span>Close a program.</span>"
