@@ -25,7 +25,7 @@ from runtime.execution.denoiser import Denoiser, EngineDenoiser
 from runtime.execution.engine_fallback import OUT_OF_MEMORY
 from runtime.execution.memory import release_cached_memory
 from runtime.execution.offload import Placed, Placement, place, placement
-from runtime.execution.parallel.group_manager import GroupManager, shared_speed
+from runtime.execution.parallel.shared import GroupManager, shared_speed
 from runtime.execution.prompt_cache import PromptCache
 from runtime.execution.text_encoder import EngineTextModel, PyTorchTextModel, TextEncoder, TextModel
 from runtime.execution.video_decoder import EngineVideoDecoder, VideoDecoder

@@ -9,7 +9,7 @@ from types import TracebackType
 import psutil
 import torch
 
-from runtime.execution.parallel.group_manager import GroupManager
+from runtime.execution.parallel.shared import GroupManager
 from runtime.execution.residency import Residency
 
 _SAMPLE_SECONDS = 0.05

@@ -1,4 +1,4 @@
-"""Several processes on one CPU do what several GPUs do: the same results, and an end with a reason where one fails."""
+"""Several processes on one CPU in place of GPUs: equal results, and an error that names the process that fails."""
 
 import signal
 import time
@@ -15,10 +15,10 @@ from torch._dynamo.testing import CompileCounter
 
 from runtime.core.cancel import Cancel
 from runtime.core.errors import GroupError
+from runtime.core.facts import Fact
 from runtime.core.plan import ComponentPlan, Speed, Split
 from runtime.execution.parallel.group import Limits
-from runtime.execution.parallel.group_manager import GroupManager
-from runtime.execution.parallel.proxies import SharedDenoiser, SharedVideoDecoder, Texts
+from runtime.execution.parallel.shared import GroupManager, SentTexts, SharedDenoiser, SharedVideoDecoder
 from runtime.execution.parallel.ulysses import Tokens
 from runtime.execution.video_decoder import longer_side
 from runtime.families.wan.transformer import PyTorchDenoiser, block_step, install, share_tokens
@@ -32,42 +32,41 @@ PART = ComponentPlan(backend="pytorch", device="cpu", dtype="float32", weights_b
 FOUR = Split(devices=("cpu",) * 4, guidance=2, sequence=2, decode=True)
 TWO = Split(devices=("cpu",) * 2, guidance=1, sequence=2, decode=True)
 SILENCE = 4.0
-# (latent frames, height, width), and tokens: two share 30 and 3 of them, of which one has none, each pass.
+# (latent frames, height, width) and tokens. Two processes share a pass; with 3 tokens one has only one of its own.
 SIZES = {(5, 4, 6): 30, (1, 2, 6): 3, (3, 6, 4): 18}
 
 
-class Together(NamedTuple):
-    """Processes with a whole model, and the same model in this one."""
+class Loaded(NamedTuple):
+    """A model in a group of processes, and the same model in this process."""
 
     group_manager: GroupManager
     spec: ModelSpec
     denoiser: SharedDenoiser
     decoder: SharedVideoDecoder
-    alone: PyTorchDenoiser
-    whole: PyTorchVideoDecoder
+    local_denoiser: PyTorchDenoiser
+    local_decoder: PyTorchVideoDecoder
 
 
-def never() -> None:
-    """Nobody asks to stop."""
+def not_cancelled() -> None:
+    """Continue in any case."""
 
 
-@pytest.fixture(scope="module", params=["wan2.2-ti2v-5b"])
-def together(request: pytest.FixtureRequest, tiny: Tiny) -> Iterator[Together]:
-    """Four processes, two for each pass of guidance: TI2V-5B has a timestep for each token, too."""
-    spec = tiny(request.param)
+@pytest.fixture(scope="module")
+def loaded(tiny: Tiny) -> Iterator[Loaded]:
+    """Four processes, two for each pass of guidance, with TI2V-5B, which also has a timestep for each token."""
+    spec = tiny("wan2.2-ti2v-5b")
     module, vae = load_module(spec, "transformer", PART), load_module(spec, "vae", PART)
-    alone = PyTorchDenoiser(module)
     group_manager = GroupManager()
-    denoiser = group_manager.load(FOUR, spec, "transformer", PART, never).part
-    decoder = group_manager.load(FOUR, spec, "vae", PART, never, Speed(channels_last=True)).part
+    denoiser = group_manager.load(FOUR, spec, "transformer", PART, not_cancelled).part
+    decoder = group_manager.load(FOUR, spec, "vae", PART, not_cancelled, Speed(channels_last=True)).part
     assert isinstance(denoiser, SharedDenoiser)
     assert isinstance(decoder, SharedVideoDecoder)
-    yield Together(group_manager, spec, denoiser, decoder, alone, PyTorchVideoDecoder(vae))
+    yield Loaded(group_manager, spec, denoiser, decoder, PyTorchDenoiser(module), PyTorchVideoDecoder(vae))
     group_manager.dismiss()
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[GroupManager]:
+def two_processes() -> Iterator[GroupManager]:
     """Two processes that share the tokens of a pass."""
     group_manager = GroupManager()
     yield group_manager
@@ -75,40 +74,42 @@ def pair() -> Iterator[GroupManager]:
 
 
 def latents_of(spec: ModelSpec, size: tuple[int, int, int], seed: int = 0) -> torch.Tensor:
-    """Return noise of a size."""
+    """Return seeded noise of a size, (latent frames, height, width)."""
     return torch.randn((1, spec.vae.z_dim, *size), generator=torch.Generator().manual_seed(seed))
 
 
 def texts() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two texts' embeddings."""
+    """Return the embeddings of two texts."""
     first, second = torch.randn((2, 1, 512, 32), generator=torch.Generator().manual_seed(1))
     return first, second
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_pass_is_what_one_process_makes_of_it(size: tuple[int, int, int], together: Together) -> None:
-    assert together.spec.tokens(4 * size[0] - 3, 16 * size[1], 16 * size[2]) == SIZES[size]
-    latents, when = latents_of(together.spec, size), torch.tensor(500)
+def test_a_pass_equals_that_of_one_process(size: tuple[int, int, int], loaded: Loaded) -> None:
+    assert loaded.spec.tokens(4 * size[0] - 3, 16 * size[1], 16 * size[2]) == SIZES[size]
+    latents, timestep = latents_of(loaded.spec, size), torch.tensor(500)
     positive, negative = texts()
-    wanted = together.alone(latents, when, positive), together.alone(latents, when, negative)
-    assert (wanted[0] - wanted[1]).abs().max() > 1e-3
-    for made, one in zip(together.denoiser.pair(latents, when, positive, negative), wanted, strict=True):
-        torch.testing.assert_close(made, one, rtol=0, atol=1e-5)
-    # And where a step has no guidance.
-    torch.testing.assert_close(together.denoiser(latents, when, negative), wanted[1], rtol=0, atol=1e-5)
+    expected = loaded.local_denoiser(latents, timestep, positive), loaded.local_denoiser(latents, timestep, negative)
+    assert (expected[0] - expected[1]).abs().max() > 1e-3
+    for result, one in zip(loaded.denoiser.pair(latents, timestep, positive, negative), expected, strict=True):
+        torch.testing.assert_close(result, one, rtol=0, atol=1e-5)
+    # A step without guidance.
+    torch.testing.assert_close(loaded.denoiser(latents, timestep, negative), expected[1], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [(8, 32, 32), (3, 46, 62)], ids=["even", "odd"])
-def test_attention_in_fp8_rounds_as_in_one_process(size: tuple[int, int, int], tiny: Tiny, pair: GroupManager) -> None:
+def test_fp8_attention_rounds_as_in_one_process(
+    size: tuple[int, int, int], tiny: Tiny, two_processes: GroupManager
+) -> None:
     spec, speed = tiny("wan2.1"), Speed(attention="fp8")
-    latents, when, text = latents_of(spec, size), torch.tensor(500), texts()[0]
+    latents, timestep, text = latents_of(spec, size), torch.tensor(500), texts()[0]
     module = load_module(spec, "transformer", PART)
-    exact = PyTorchDenoiser(module)(latents, when, text)
-    wanted = PyTorchDenoiser(module, speed)(latents, when, text)
-    assert (wanted - exact).abs().max() > 1e-3
-    with closing(pair.load(TWO, spec, "transformer", PART, never, speed)) as shared:
+    exact = PyTorchDenoiser(module)(latents, timestep, text)
+    expected = PyTorchDenoiser(module, speed)(latents, timestep, text)
+    assert (expected - exact).abs().max() > 1e-3
+    with closing(two_processes.load(TWO, spec, "transformer", PART, not_cancelled, speed)) as shared:
         assert isinstance(shared.part, SharedDenoiser)
-        torch.testing.assert_close(shared.part(latents, when, text), wanted, rtol=0, atol=1e-5)
+        torch.testing.assert_close(shared.part(latents, timestep, text), expected, rtol=0, atol=1e-5)
 
 
 def test_both_experts_are_compiled_once(tiny: Tiny, tmp_path: Path) -> None:
@@ -130,8 +131,8 @@ def test_both_experts_are_compiled_once(tiny: Tiny, tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-def test_texts_are_sent_once_and_two_are_kept() -> None:
-    known = Texts()
+def test_each_text_is_sent_once_and_two_are_kept() -> None:
+    known = SentTexts()
     one, two, three = (torch.zeros(1, 2, 3) for _ in range(3))
     assert known.number([one, two])[:3] == ([0, 1], [], [0, 1])
     assert known.number([one, two]) == ([0, 1], [], [], [])
@@ -144,66 +145,67 @@ def test_texts_are_sent_once_and_two_are_kept() -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("size", [(3, 6, 22), (2, 17, 4)], ids=["wide", "high"])
-def test_strips_are_parts_of_whole_frames(architecture: str, size: tuple[int, int, int], tiny: Tiny) -> None:
+def test_strips_equal_parts_of_whole_frames(architecture: str, size: tuple[int, int, int], tiny: Tiny) -> None:
     spec = tiny(architecture)
-    # In float32 rounding hides a row too few at the edge of what is seen: both are 1e-5.
+    # In float64: the error of float32, 1e-5, is as large as that of one missing row at a strip's edge.
     vae: Any = load_module(spec, "vae", PART).double()
     latents = latents_of(spec, size)
-    whole = PyTorchVideoDecoder(vae)
+    decoder = PyTorchVideoDecoder(vae)
     along = longer_side(latents) - 2
     for count, speed in ((2, Speed()), (3, Speed(channels_last=True))):
-        whole.compute(speed)
-        wanted = torch.cat(list(whole.frames(latents, 2)))
+        decoder.compute(speed)
+        expected = torch.cat(list(decoder.frames(latents, 2)))
         strips = [
             torch.cat(list(StripDecoder(vae, "cpu", number, count, speed).frames(latents, 2)))
             for number in range(count)
         ]
-        assert all(strip.shape[along] < wanted.shape[along] for strip in strips)
-        torch.testing.assert_close(torch.cat(strips, dim=along), wanted, rtol=0, atol=5e-7)
+        assert all(strip.shape[along] < expected.shape[along] for strip in strips)
+        torch.testing.assert_close(torch.cat(strips, dim=along), expected, rtol=0, atol=5e-7)
 
 
 @pytest.mark.parametrize("chunk", [1, 3])
-def test_frames_come_together(chunk: int, together: Together) -> None:
-    latents = latents_of(together.spec, (4, 6, 5))
-    wanted = torch.cat(list(together.whole.frames(latents, chunk)))
-    made = torch.cat(list(together.decoder.frames(latents, chunk)))
-    assert made.dtype == torch.uint8
-    assert (made.float() - (wanted + 1) * 127.5).abs().max() <= 0.51
+def test_strips_are_joined_to_frames(chunk: int, loaded: Loaded) -> None:
+    latents = latents_of(loaded.spec, (4, 6, 5))
+    expected = torch.cat(list(loaded.local_decoder.frames(latents, chunk)))
+    frames = torch.cat(list(loaded.decoder.frames(latents, chunk)))
+    assert frames.dtype == torch.uint8
+    assert (frames.float() - (expected + 1) * 127.5).abs().max() <= 0.51
 
 
-def test_who_stops_looking_leaves_nothing_behind(together: Together) -> None:
-    latents = latents_of(together.spec, (4, 6, 5))
-    frames = together.decoder.frames(latents, 1)
+def test_frames_that_are_not_consumed_do_not_block_the_next_clip(loaded: Loaded) -> None:
+    latents = latents_of(loaded.spec, (4, 6, 5))
+    frames = loaded.decoder.frames(latents, 1)
     next(frames)
     frames.close()  # type: ignore[attr-defined]
-    test_frames_come_together(2, together)
+    test_strips_are_joined_to_frames(2, loaded)
 
 
-def test_a_cancelled_pass_ends_and_the_processes_stay(together: Together) -> None:
+def test_a_cancelled_pass_completes_and_the_processes_stay(loaded: Loaded) -> None:
     cancel = Cancel()
     cancel.request()
     positive, _ = texts()
-    latents, when = latents_of(together.spec, (1, 2, 6)), torch.tensor(500)
-    together.denoiser.check = cancel.check
-    # It is whoever runs the steps that stops.
-    made = together.denoiser(latents, when, positive)
-    together.denoiser.check = never
-    torch.testing.assert_close(made, together.denoiser(latents, when, positive))
+    latents, timestep = latents_of(loaded.spec, (1, 2, 6)), torch.tensor(500)
+    loaded.denoiser.check = cancel.check
+    # The sampling loop stops the job; the pass is completed.
+    result = loaded.denoiser(latents, timestep, positive)
+    loaded.denoiser.check = not_cancelled
+    torch.testing.assert_close(result, loaded.denoiser(latents, timestep, positive))
 
 
-def test_one_that_does_not_answer_ends_them_all(together: Together) -> None:
-    group = together.group_manager.group
+def test_a_process_that_does_not_respond_ends_the_group(loaded: Loaded) -> None:
+    group = loaded.group_manager.group
     assert group is not None
-    processes = psutil.Process(group._launcher.pid).children()
+    processes = [psutil.Process(process.pid) for process in group.processes]
     assert len(processes) == 4
     positive, negative = texts()
     group._limits = Limits(silence=SILENCE)
     processes[2].send_signal(signal.SIGSTOP)
     began = time.monotonic()
-    with pytest.raises(GroupError, match=r"GPU 3 of 4 \(cpu\) does not answer since 4 s"):
-        # More than a socket holds: it cannot even be told.
-        together.denoiser.pair(latents_of(together.spec, (3, 60, 40)), torch.tensor(500), positive, negative)
+    with pytest.raises(GroupError) as failed:
+        # The message is larger than the socket's buffer, so that sending it blocks.
+        loaded.denoiser.pair(latents_of(loaded.spec, (3, 60, 40)), torch.tensor(500), positive, negative)
+    assert failed.value.data["gpu"] == 3
+    assert failed.value.data["cause"] == Fact("parallel.not_responding", {"seconds": SILENCE})
     assert SILENCE < time.monotonic() - began < 2 * SILENCE + 10
-    assert together.group_manager.group is None
+    assert loaded.group_manager.group is None
     assert not any(process.is_running() for process in processes)
-    assert group._launcher.poll() is not None

@@ -264,7 +264,7 @@ def kill(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> None:
             guided(denoiser, given)
             group = residency.group_manager.group
             assert group is not None
-            there = psutil.Process(group._launcher.pid).children()
+            there = [psutil.Process(process.pid) for process in group.processes]
             killed: list[float] = []
 
             def later() -> None:

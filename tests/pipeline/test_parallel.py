@@ -1,7 +1,5 @@
-"""Jobs on several processes: the same video, and a clear end if one of them fails."""
+"""Jobs on several processes: the same video, and an error that names the process that fails."""
 
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -26,6 +24,7 @@ from runtime.core.events import (
     StepDone,
     VideoSaved,
 )
+from runtime.core.facts import Fact
 from runtime.core.loras import Lora
 from runtime.core.plan import ExecutionPlan, Split
 from runtime.execution.residency import Residency
@@ -37,7 +36,6 @@ from tests.lora_files import factors, peft
 from tests.pipeline.test_parity import sample
 from tests.pipeline.test_run import frames_of
 from tests.plans import tiny_plan, with_strategy
-from tests.waiting import until
 
 Tiny = Callable[[str], ModelSpec]
 TWO = Split(devices=("cpu", "cpu"), guidance=2, sequence=1, decode=True)
@@ -46,7 +44,7 @@ SECONDS = 60.0
 
 @pytest.fixture(scope="module")
 def residency() -> Iterator[Residency]:
-    """What keeps the processes between these tests."""
+    """Loaded components and processes that these tests share."""
     with Residency() as residency:
         yield residency
 
@@ -83,11 +81,10 @@ def run(
 
 
 def processes(residency: Residency) -> list[psutil.Process]:
-    """Return the processes that share the work, and the one that started them."""
+    """Return the processes that share the work, in order."""
     group = residency.group_manager.group
     assert group is not None
-    launcher = psutil.Process(group._launcher.pid)
-    return [launcher, *launcher.children()]
+    return [psutil.Process(process.pid) for process in group.processes]
 
 
 def apart(one: Path, other: Path) -> float:
@@ -103,7 +100,7 @@ def test_latents_equal_those_of_one_process(spec: ModelSpec, residency: Residenc
     made = sample(spec, plan, residency)
     torch.testing.assert_close(made, wanted, rtol=0, atol=1e-4)
     assert all(residency.holds(spec, plan, name) for name in ("transformer", "transformer_2"))
-    assert len(processes(residency)) == 3
+    assert len(processes(residency)) == 2
 
 
 def test_each_process_adds_the_loras(spec: ModelSpec, residency: Residency, tmp_path: Path) -> None:
@@ -132,7 +129,7 @@ def test_a_job_resumes_with_another_number_of_gpus(spec: ModelSpec, residency: R
     there = processes(residency)
     events = run(together.replace(output=halves), spec, residency, tmp_path / "job", pause)
     assert events[-1] == Paused(step=2, of=4)
-    # They were there already, with both experts.
+    # Both experts are loaded already.
     assert [event.part for event in events if isinstance(event, StageStarted) and event.stage == "load"] == []
     assert processes(residency) == there
     with Residency() as one:
@@ -162,13 +159,13 @@ def test_out_of_memory_in_one_process_is_reported(spec: ModelSpec, residency: Re
 
     def starve(event: Event, _: Cancel) -> None:
         if event == StageStarted(stage="denoise", part="transformer"):
-            rank = processes(residency)[2]
-            # Room for what libraries need to begin with, not for a frame.
+            rank = processes(residency)[1]
+            # Enough for libraries to start, not for a frame.
             rank.rlimit(psutil.RLIMIT_AS, (rank.memory_info().vms + (32 << 20),) * 2)
 
     events = run(plan, spec, residency, at=starve)
     (out,) = [event for event in events if isinstance(event, OutOfMemory)]
-    # What it had before is used first.
+    # Memory that was allocated before is reused first.
     assert (out.memory, out.stage) in {("RAM", "denoise"), ("RAM", "decode")}
     assert isinstance(events[-1], Failed)
     assert residency.group_manager.group is None
@@ -183,7 +180,7 @@ def test_a_killed_process_fails_the_job_with_a_reason(spec: ModelSpec, residency
         nonlocal killed_at
         if isinstance(event, StepDone) and event.step == 1:
             there.extend(processes(residency))
-            there[2].kill()
+            there[1].kill()
             killed_at = time.monotonic()
 
     events = run(plan, spec, residency, tmp_path / "job", kill)
@@ -191,11 +188,13 @@ def test_a_killed_process_fails_the_job_with_a_reason(spec: ModelSpec, residency
     assert isinstance(failed, Failed), failed
     assert time.monotonic() - killed_at < SECONDS
     assert not failed.internal
-    assert failed.what.startswith("GPU 2 of 2 (cpu) is gone: its process ended by signal 9 (SIGKILL).")
+    cause = Fact("parallel.process_ended", {"exit": "signal 9, SIGKILL"})
+    assert failed.fact.data | {"last": ""} == {"gpu": 2, "gpus": 2, "device": "cpu", "cause": cause, "last": ""}
+    assert failed.what.startswith("GPU 2 of 2 (cpu): its process ended (signal 9, SIGKILL).")
     assert "--gpus 1" in failed.remedy
     assert not any(process.is_running() for process in there)
     assert not plan.output.exists()
-    # The app goes on, and so does the job: with one.
+    # The job resumes on one GPU.
     with Residency() as alone:
         events = run(plan.replace(split=None), spec, alone, tmp_path / "job")
     assert isinstance(events[-1], VideoSaved)
@@ -206,22 +205,23 @@ LEADER = """
 import sys
 from runtime.execution.parallel.group import Group
 from runtime.core.plan import Split
-Group(Split(devices=("cpu",) * 2, guidance=2, sequence=1, decode=True), lambda: None)
+group = Group(Split(devices=("cpu",) * 2, guidance=2, sequence=1, decode=True), lambda: None)
+print(*(process.pid for process in group.processes), flush=True)
 sys.stdin.read()
 """
 
 
 def test_no_process_outlives_the_coordinator() -> None:
-    leader = subprocess.Popen([sys.executable, "-c", LEADER], stdin=subprocess.PIPE, cwd=Path(__file__).parents[2])
-    try:
-        lead = psutil.Process(leader.pid)
-        until(lambda: len(lead.children(recursive=True)) == 3, meanwhile=lambda: leader.poll() is None)
-        there = lead.children(recursive=True)
-        os.kill(leader.pid, signal.SIGKILL)
-        gone, left = psutil.wait_procs(there, timeout=SECONDS)
-        assert not left, gone
-    finally:
+    leader = subprocess.Popen(
+        [sys.executable, "-c", LEADER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
+    )
+    assert leader.stdin is not None
+    assert leader.stdout is not None
+    with leader, leader.stdin, leader.stdout:
+        ranks = set(map(int, leader.stdout.readline().split()))
+        descendants = psutil.Process(leader.pid).children(recursive=True)
+        assert len(ranks) == 2
+        assert ranks < {process.pid for process in descendants}
         leader.kill()
-        leader.wait()
-        assert leader.stdin is not None
-        leader.stdin.close()
+        ended, left = psutil.wait_procs(descendants, timeout=SECONDS)
+        assert not left, ended

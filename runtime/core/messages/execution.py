@@ -25,12 +25,17 @@ MESSAGES: Mapping[str, Message] = {
         "The processes of {count:n GPU} cannot be started: {reason}.", "Use {set[gpus=1]}."
     ),
     "parallel.failed": Message(
-        "{gpu} {why}.", "Resume the job, with {set[gpus=1]} if it happens again; the log has more."
-    ),
-    "parallel.failed_with_log": Message(
-        "{gpu} {why}. The last line of its log: “{last}”.",
+        "GPU {gpu} of {gpus} ({device}): {cause:clause}.",
         "Resume the job, with {set[gpus=1]} if it happens again; the log has more.",
     ),
+    "parallel.failed_with_log": Message(
+        "GPU {gpu} of {gpus} ({device}): {cause:clause}. The last line of its log: “{last}”.",
+        "Resume the job, with {set[gpus=1]} if it happens again; the log has more.",
+    ),
+    "parallel.process_ended": Message("Its process ended ({exit})."),
+    "parallel.task_failed": Message("Its process failed: {error}."),
+    "parallel.not_responding": Message("Its process has not responded for {seconds:duration}."),
+    "parallel.task_timeout": Message("Its process did not finish “{task}” within {seconds:duration}."),
     "execution.engine_not_finite": Message("Its engine returned NaN or Inf."),
     "execution.engine_out_of_memory": Message("Its engine ran out of memory."),
     "execution.engine_load_out_of_memory": Message("Its engine ran out of memory while loading."),

@@ -1,43 +1,40 @@
-"""The processes of several GPUs as one: started, told what to do, watched, and ended together.
+"""The coordinator of several GPUs: starts a process for each, sends them tasks, and ends all when one fails.
 
-Whoever leads computes nothing with them and joins none of their exchanges: whatever happens to one of them, this
-process goes on. One that dies, breaks or does not answer any more ends all of them, with an error that says which and
-why.
+The coordinator computes nothing with them and joins no collectives, so it survives whatever happens to them. If one
+process ends, fails or stops responding, all are ended, with an error that names it and the reason.
 """
 
 import contextlib
-import json
 import logging
 import os
-import queue
 import re
 import shutil
-import signal
 import socket
-import subprocess
-import sys
+import struct
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch.multiprocessing
 
 from runtime.core import errors
 from runtime.core.errors import GroupError, TandemError
+from runtime.core.facts import Fact
 from runtime.core.plan import Split
-from runtime.execution.parallel.ipc import Message, Wire
+from runtime.core.processes import describe_exit, kill_tree
+from runtime.execution.parallel import rank
+from runtime.execution.parallel.rank import Message, receive, send
 
-ROOT = Path(__file__).parents[3]
 _POLL_SECONDS = 0.1
+_EXIT_SECONDS = 2.0
 _ENDING_SECONDS = 5.0
 _LOG_BYTES = 8 << 20
 _TAIL_BYTES, _TAIL_LINES, _LINE_LENGTH = 16_384, 30, 200
-# On one machine nothing needs to be heard beyond it.
-_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +44,11 @@ class Limits:
     """Seconds after which processes count as hanging.
 
     Attributes:
-        start: until all are there: they import PyTorch.
-        silence: without a sign of life.
-        first: of each kind of work, when it is done the first time: weights are read, code may be compiled.
-        later, times: for the next time, or so many times what it took so far, whichever is more.
-        patience: that who cancels has with work that goes on.
+        start: for starting, which imports PyTorch.
+        silence: without a heartbeat, or without progress of a message.
+        first: for the first task of a kind, which may read weights or compile.
+        later, times: for later tasks, the larger of `later` and `times` the slowest one so far.
+        patience: for the running task after a cancellation.
     """
 
     start: float = 300.0
@@ -63,12 +60,17 @@ class Limits:
 
 
 class Group:
-    """Processes, one for each device of a split.
+    """One process for each device of a split.
 
-    Use `call`, or `send` and `collect`; from one thread. `close` ends them.
+    Use `call`, or `send` and `collect`, from one thread. `close` ends the processes.
 
     Args:
-        check: called ten times a second while it is waited for: what it raises ends the processes.
+        check: called ten times a second while waiting; if it raises during the start, the processes are ended.
+
+    Attributes:
+        processes: in the order of the split's devices.
+        alive: whether the processes run.
+        taken_bytes: memory that each process took from its GPU's driver, as of its last answer.
 
     Raises:
         GroupError: if they cannot be started.
@@ -79,154 +81,125 @@ class Group:
         self.alive = True
         self.taken_bytes = [0] * len(split.devices)
         self._peaks = [0] * len(split.devices)
+        self._reset_peak = False
         self._limits = limits or Limits()
-        self._anew = False
         self._slowest: dict[str, float] = {}
-        self._doing = ""
+        self._task = ""
         self._began = 0.0
-        self._said: queue.Queue[tuple[int, Message | None]] = queue.Queue()
-        self._ended: dict[int, int] = {}
         self._folder = Path(tempfile.mkdtemp(prefix="tandem-gpus-"))
-        pairs = [socket.socketpair() for _ in split.devices]
-        try:
-            self._launcher = self._launch([theirs.fileno() for _, theirs in pairs])
-        except OSError as error:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            reason = error.strerror or str(error)
-            raise GroupError("parallel.not_started", count=len(split.devices), reason=reason) from error
-        finally:
-            for _, theirs in pairs:
-                theirs.close()
-        self._wires = [Wire(ours) for ours, _ in pairs]
-        self._last_heard = [time.monotonic()] * len(pairs)
-        for number, wire in enumerate(self._wires):
-            threading.Thread(target=self._listen, args=(number, wire), daemon=True).start()
-        threading.Thread(target=self._hear_of_ends, daemon=True).start()
+        # CUDA does not survive a fork. On CPUs the processes are forks of one server, which imports PyTorch once.
+        method = "spawn" if split.devices[0].startswith("cuda") else "forkserver"
+        context: Any = torch.multiprocessing.get_context(method)
+        if method == "forkserver":
+            context.set_forkserver_preload([rank.__name__])
+        self._heartbeats: Any = context.RawArray("d", len(split.devices))
+        self.processes: list[Any] = []
+        self._connections: list[Connection] = []
+        for number in range(len(split.devices)):
+            own, other = context.Pipe()
+            self._connections.append(own)
+            arguments = (number, split, self._folder, other, self._heartbeats)
+            process = context.Process(target=rank.serve, args=arguments, name=f"gpu-{number}", daemon=True)
+            try:
+                process.start()
+            except OSError as error:
+                self.close()
+                reason = error.strerror or str(error)
+                raise GroupError("parallel.not_started", count=len(split.devices), reason=reason) from error
+            finally:
+                other.close()
+            self.processes.append(process)
         self._begin("start")
         self.collect(check, limit=self._limits.start, silence=False)
 
-    def _launch(self, ends: list[int]) -> "subprocess.Popen[bytes]":
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        with (self._folder / "launcher.log").open("wb") as log:
-            launcher = subprocess.Popen(
-                [sys.executable, "-m", "runtime.execution.parallel.launcher"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                cwd=self._folder,
-                env={**_LOOPBACK, **os.environ, "PYTHONPATH": path},
-                pass_fds=ends,
-                start_new_session=True,
-            )
-        job = {
-            "devices": list(self.split.devices),
-            "sequence": self.split.sequence,
-            "folder": str(self._folder),
-            "ends": ends,
-        }
-        assert launcher.stdin is not None
-        with contextlib.suppress(OSError):  # it died at once: that is told where it is waited for
-            launcher.stdin.write(json.dumps(job).encode() + b"\n")
-            launcher.stdin.flush()
-        return launcher
-
     @property
     def peak_bytes(self) -> int:
-        """The most that one of them allocated on its GPU since `reset_peak_memory`."""
+        """The most that one process allocated on its GPU since `reset_peak_memory`."""
         return max(self._peaks)
 
     def reset_peak_memory(self) -> None:
-        """Have `peak_bytes` start again."""
-        self._anew = True
+        """Restart the measurement of `peak_bytes`, in the processes with the next task."""
+        self._reset_peak = True
         self._peaks = [0] * len(self._peaks)
 
     def call(
-        self, do: str, check: Callable[[], None], tensors: Sequence[torch.Tensor] = (), **values: Any
+        self, task: str, check: Callable[[], None], tensors: Sequence[torch.Tensor] = (), **values: Any
     ) -> list[Message]:
-        """Have all of them do something, and return their answers in order; see `send` and `collect`."""
-        self.send(do, tensors, **values)
+        """Have all processes do a task, and return their answers in order; see `send` and `collect`."""
+        self.send(task, tensors, **values)
         return self.collect(check)
 
-    def send(self, do: str, tensors: Sequence[torch.Tensor] = (), **values: Any) -> None:
-        """Tell all of them to do something.
+    def send(self, task: str, tensors: Sequence[torch.Tensor] = (), **values: Any) -> None:
+        """Send a task to all processes.
 
         Args:
-            do: a method of `rank.Rank`.
+            task: a method of `rank.Rank`.
             values: JSON values for it.
 
         Raises:
-            GroupError: if one of them does not take it.
+            GroupError: if a process does not read it.
         """
-        self._begin(do)
-        here = [tensor.detach().cpu() for tensor in tensors]
-        for number, wire in enumerate(self._wires):
+        self._begin(task)
+        for number, connection in enumerate(self._connections):
             try:
-                wire.be_patient(self._limits.silence)
-                wire.send({"do": do, "anew": self._anew, **values}, here)
+                send(connection, {"task": task, "reset_peak": self._reset_peak, **values}, tensors)
             except BlockingIOError:
                 self._fail(number, self._silent())
-            except OSError:  # it is gone: `collect` tells why
+            except OSError:  # its process ended: `collect` reports how
                 pass
-        self._anew = False
+        self._reset_peak = False
 
     def collect(self, check: Callable[[], None], limit: float | None = None, *, silence: bool = True) -> list[Message]:
-        """Wait for all of them, and return their answers in order.
+        """Wait for the answers of all processes, and return them in order.
 
         Raises:
-            GroupError: if one of them is gone, breaks or does not answer.
-            TandemError: that one of them told.
-            torch.OutOfMemoryError, MemoryError: if memory ran out in one of them.
+            GroupError: if a process ended, failed or does not respond.
+            TandemError: if a process raised it.
+            torch.OutOfMemoryError, MemoryError: if a process ran out of memory.
         """
         answers: dict[int, Message] = {}
         limit = self._limit() if limit is None else limit
-        while len(answers) < len(self._wires):
+        while len(answers) < len(self._connections):
             self._check(check)
-            try:
-                number, message = self._said.get(timeout=_POLL_SECONDS)
-            except queue.Empty:
-                self._look(answers, limit, silence=silence)
-                continue
-            if message is None:
-                self._fail(number, "is gone: its process ended", number)
-            elif "failed" in message.said:
-                self._fail_as_told(number, message.said)
-            else:
-                self._note(number, message.said)
-                answers[number] = message
+            pending = [number for number in range(len(self._connections)) if number not in answers]
+            ready = wait(
+                [process.sentinel for process in self.processes] + [self._connections[number] for number in pending],
+                _POLL_SECONDS,
+            )
+            if any(process.sentinel in ready for process in self.processes):
+                self._fail_ended(pending[0])
+            for number in pending:
+                if self._connections[number] in ready:
+                    answers[number] = self._receive(number)
+            self._find_hanging(answers, limit, silence=silence)
         took = time.monotonic() - self._began
-        self._slowest[self._doing] = max(took, self._slowest.get(self._doing, 0.0))
-        return [Message(answers[number].said.get("done", {}), answers[number].tensors) for number in sorted(answers)]
+        self._slowest[self._task] = max(took, self._slowest.get(self._task, 0.0))
+        return [Message(answers[number].values["done"], answers[number].tensors) for number in sorted(answers)]
 
     def close(self) -> None:
-        """End all of them; safe to call twice."""
+        """End all processes; may be called twice."""
         if not self.alive:
             return
         self.alive = False
-        launcher = self._launcher
-        assert launcher.stdin is not None
-        # The launcher ends them and sees them off, so that none stays as a zombie.
-        with contextlib.suppress(OSError):
-            launcher.stdin.close()
-        try:
-            launcher.wait(_ENDING_SECONDS)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(launcher.pid, signal.SIGKILL)
-            launcher.wait()
-        for wire in self._wires:
-            wire.close()
+        for process in self.processes:
+            kill_tree(process.pid)
+        for process in self.processes:
+            process.join(_ENDING_SECONDS)
+        for connection in self._connections:
+            connection.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _begin(self, do: str) -> None:
-        self._doing, self._began = do, time.monotonic()
-        for number in range(len(self.split.devices)):
+    def _begin(self, task: str) -> None:
+        self._task, self._began = task, time.monotonic()
+        for number, connection in enumerate(self._connections):
+            _set_timeout(connection, self._limits.silence)
             with contextlib.suppress(OSError):
                 log = self._folder / f"{number}.log"
                 if log.stat().st_size > _LOG_BYTES:
                     os.truncate(log, 0)
 
     def _limit(self) -> float:
-        slowest = self._slowest.get(self._doing)
+        slowest = self._slowest.get(self._task)
         limits = self._limits
         return limits.first if slowest is None else max(limits.later, limits.times * slowest)
 
@@ -234,98 +207,103 @@ class Group:
         try:
             check()
         except BaseException:
-            # What runs is soon done; it is not worth to start all of them anew, unless it does not end.
-            if time.monotonic() - self._began > self._limits.patience or self._doing == "start":
+            # A running task ends soon, and restarting the processes takes longer; only a hanging one is not waited for.
+            if time.monotonic() - self._began > self._limits.patience or self._task == "start":
                 self.close()
                 raise
 
-    def _look(self, answers: dict[int, Message], limit: float, *, silence: bool) -> None:
-        """Look for those that hang."""
+    def _receive(self, number: int) -> Message:
+        """Return the answer of a process.
+
+        Raises:
+            as `collect`.
+        """
+        try:
+            message = receive(self._connections[number])
+        except BlockingIOError:
+            self._fail(number, self._silent())
+        except (OSError, EOFError):
+            self._fail_ended(number)
+        if "failed" in message.values:
+            self._fail_as_reported(number, message.values["failed"])
+        self._peaks[number] = max(self._peaks[number], int(message.values.get("peak", 0)))
+        self.taken_bytes[number] = int(message.values.get("taken", 0))
+        return message
+
+    def _find_hanging(self, answers: dict[int, Message], limit: float, *, silence: bool) -> None:
         now = time.monotonic()
-        for number, heard in enumerate(self._last_heard):
-            if silence and now - max(heard, self._began) > self._limits.silence:
+        for number in range(len(self.processes)):
+            if silence and now - max(self._heartbeats[number], self._began) > self._limits.silence:
                 self._fail(number, self._silent())
-        if now - self._began > limit:
-            late = next(number for number in range(len(self._wires)) if number not in answers)
-            self._fail(late, f"is not done after {limit:.0f} s ({self._doing})")
+            if number not in answers and now - self._began > limit:
+                self._fail(number, Fact("parallel.task_timeout", {"task": self._task, "seconds": limit}))
 
-    def _silent(self) -> str:
-        return f"does not answer since {self._limits.silence:.0f} s"
+    def _silent(self) -> Fact:
+        return Fact("parallel.not_responding", {"seconds": self._limits.silence})
 
-    def _note(self, number: int, said: dict[str, Any]) -> None:
-        self._peaks[number] = max(self._peaks[number], int(said.get("peak", 0)))
-        self.taken_bytes[number] = int(said.get("taken", 0))
-
-    def _fail_as_told(self, number: int, said: dict[str, Any]) -> NoReturn:
-        kind, what = str(said["failed"]), str(said["what"])
-        if kind in {"VRAM", "RAM"}:
+    def _fail_as_reported(self, number: int, failure: dict[str, Any]) -> NoReturn:
+        """Raise the error that a process reported."""
+        memory, text = failure.get("memory"), failure["text"]
+        if memory is not None:
             logger.error("%s: out of memory\n%s", self._title(number), self._tail(number))
             self.close()
-            raise torch.OutOfMemoryError(what) if kind == "VRAM" else MemoryError(what)
-        error: Any = getattr(errors, kind, None)
-        if isinstance(error, type) and issubclass(error, TandemError):
+            raise torch.OutOfMemoryError(text) if memory == "VRAM" else MemoryError(text)
+        if "fact" in failure:
+            error: type[TandemError] = getattr(errors, failure["type"])
             self.close()
-            raise error(said["fact"]["code"], **said["fact"]["data"])
-        self._fail(number, f"failed: {_first_line(what)}")
+            raise error(failure["fact"]["code"], **failure["fact"]["data"])
+        # A collective also fails if another process ended, which is then the cause.
+        if wait([process.sentinel for process in self.processes], _POLL_SECONDS):
+            self._fail_ended(number)
+        self._fail(number, Fact("parallel.task_failed", {"error": _first_line(text)}))
 
-    def _fail(self, number: int, why: str, gone: int | None = None) -> NoReturn:
-        """End all of them because of one."""
-        if gone is not None:
-            number, code = self._first_end(number)
-            why = why if code is None else f"{why} {_said_of(code)}"
+    def _fail_ended(self, number: int) -> NoReturn:
+        """End all processes because one ended, by default `number`, which closed its connection."""
+        ready = wait([process.sentinel for process in self.processes], _EXIT_SECONDS)
+        code = None
+        for ended, process in enumerate(self.processes):
+            if process.sentinel in ready:
+                process.join(_EXIT_SECONDS)
+                number, code = ended, process.exitcode
+                break
+        how = "closed its connection" if code is None else describe_exit(code)
+        self._fail(number, Fact("parallel.process_ended", {"exit": how}))
+
+    def _fail(self, number: int, cause: Fact) -> NoReturn:
+        """End all processes because of one, and raise the cause with the last line of its log."""
         tail = self._tail(number)
-        title = self._title(number)
-        logger.error("%s %s. The end of its log:\n%s", title, why, tail)
+        logger.error("%s: %s The end of its log:\n%s", self._title(number), cause, tail)
         self.close()
-        last = tail.strip().splitlines()[-1:]
-        data = {"gpu": title, "why": why}
+        data = {"gpu": number + 1, "gpus": len(self.split.devices), "device": self.split.devices[number]}
+        last = tail.splitlines()[-1:]
         if not last:
-            raise GroupError("parallel.failed", **data)
-        raise GroupError("parallel.failed_with_log", **data, last=_first_line(last[0]))
-
-    def _first_end(self, number: int) -> tuple[int, int | None]:
-        """Return whose end was the first, and how it ended: others may have gone because of it."""
-        deadline = time.monotonic() + 2.0
-        while not self._ended and time.monotonic() < deadline and self._launcher.poll() is None:
-            time.sleep(_POLL_SECONDS / 10)
-        return next(iter(dict(self._ended).items()), (number, None))
+            raise GroupError("parallel.failed", **data, cause=cause)
+        raise GroupError("parallel.failed_with_log", **data, cause=cause, last=_first_line(last[0]))
 
     def _title(self, number: int) -> str:
         return f"GPU {number + 1} of {len(self.split.devices)} ({self.split.devices[number]})"
 
     def _tail(self, number: int) -> str:
-        lines: list[str] = []
-        for log in (self._folder / f"{number}.log", self._folder / "launcher.log"):
-            with contextlib.suppress(OSError), log.open("rb") as file:
+        """Return the last lines of a process's log."""
+        log = self._folder / f"{number}.log"
+        try:
+            with log.open("rb") as file:
                 file.seek(max(log.stat().st_size - _TAIL_BYTES, 0))
                 lines = file.read().decode("utf-8", "replace").strip().splitlines()[-_TAIL_LINES:]
-            if lines:
-                break
+        except OSError:
+            return ""
         return "\n".join(re.sub(r"[\x00-\x08\x0b-\x1f]", "", line) for line in lines)
 
-    def _listen(self, number: int, wire: Wire) -> None:
-        while (message := wire.receive()) is not None:
-            self._last_heard[number] = time.monotonic()
-            if "alive" not in message.said:
-                self._said.put((number, message))
-        self._said.put((number, None))
 
-    def _hear_of_ends(self) -> None:
-        pipe = self._launcher.stdout
-        assert pipe is not None
-        with contextlib.suppress(OSError, ValueError), pipe:
-            for line in pipe:
-                with contextlib.suppress(ValueError, KeyError):
-                    told = json.loads(line)
-                    self._ended.setdefault(int(told["number"]), int(told["code"]))
+def _set_timeout(connection: Connection, seconds: float) -> None:
+    """Let a connection raise `BlockingIOError` if the other end neither reads nor writes for that long, whole seconds.
 
-
-def _said_of(code: int) -> str:
-    if code >= 0:
-        return f"with exit code {code}"
-    with contextlib.suppress(ValueError):
-        return f"by signal {-code} ({signal.Signals(-code).name})"
-    return f"by signal {-code}"
+    A stopped process would otherwise block a message that is larger than the socket's buffer.
+    """
+    timeout = struct.pack("ll", int(seconds), 0)
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            end.setsockopt(socket.SOL_SOCKET, option, timeout)
 
 
 def _first_line(text: str) -> str:

@@ -1,0 +1,259 @@
+"""The process of one of several GPUs: loads components, computes its share of each call, and answers.
+
+`group.Group` starts these processes with torch.multiprocessing and sends them tasks, which are the methods of `Rank`.
+A message is JSON values and tensors; neither side unpickles what the other sends.
+"""
+
+import io
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from pydantic import TypeAdapter
+
+from runtime.core.errors import TandemError
+from runtime.core.loras import LoraUse
+from runtime.core.plan import EAGER, ComponentPlan, Speed, Split
+from runtime.core.processes import end_with_parent, lead_own_group
+from runtime.execution.attention import problem
+from runtime.execution.components import PyTorchDenoiser, StripDecoder, components_of
+from runtime.execution.memory import ran_out, release_cached_memory
+from runtime.execution.parallel.ulysses import Tokens
+from runtime.execution.video_decoder import as_bytes
+from runtime.models.registry import read_spec
+from runtime.models.weights import load_module
+
+_HEARTBEAT_SECONDS = 2.0
+# The coordinator ends processes that wait for another one; it knows more than this timeout.
+_TIMEOUT = timedelta(days=1)
+# All processes are on one machine.
+_LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+Answer = tuple[dict[str, Any], list[torch.Tensor]]
+
+
+class Message(NamedTuple):
+    """JSON values and tensors on the CPU."""
+
+    values: dict[str, Any]
+    tensors: list[torch.Tensor]
+
+
+def send(connection: Connection, values: Mapping[str, Any], tensors: Sequence[torch.Tensor] = ()) -> None:
+    """Send a message.
+
+    Args:
+        values: JSON values.
+        tensors: of any dtype, shape and device.
+
+    Raises:
+        OSError: if the other end is closed.
+        BlockingIOError: if it reads nothing within the connection's timeout, if it has one.
+    """
+    # Copies, because a view is saved with the storage that it is a part of.
+    copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+    data = io.BytesIO()
+    torch.save((dict(values), copies), data)
+    connection.send_bytes(data.getbuffer())
+
+
+def receive(connection: Connection) -> Message:
+    """Wait for a message and return it.
+
+    Raises:
+        EOFError, OSError: if the other end is closed.
+        BlockingIOError: if a message stops within the connection's timeout, if it has one.
+    """
+    return Message(*torch.load(io.BytesIO(connection.recv_bytes()), weights_only=True))
+
+
+class Rank:
+    """The components that one process has loaded, and the tasks that it can do.
+
+    Args:
+        number: of this process, from 0.
+        split: the devices of all processes and how they share a job.
+        folder: in which the processes find each other.
+    """
+
+    def __init__(self, number: int, split: Split, folder: Path) -> None:
+        self._number = number
+        self._device = torch.device(split.devices[number])
+        self._sequence = split.sequence
+        self._cuda = self._device.type == "cuda"
+        self._tokens = self._join(len(split.devices), folder)
+        self._modules: dict[str, torch.nn.Module] = {}
+        self._denoisers: dict[str, PyTorchDenoiser] = {}
+        self._caching: dict[str, ExitStack] = {}
+        self._decoder: StripDecoder | None = None
+        self._vae: ComponentPlan | None = None
+        self._frames: Iterator[torch.Tensor] = iter(())
+        self._texts: dict[int, torch.Tensor] = {}
+
+    def _join(self, count: int, folder: Path) -> Tokens | None:
+        """Initialize torch.distributed; return how processes share the tokens of a pass, if several do."""
+        if self._cuda:
+            torch.cuda.set_device(self._device)
+        else:
+            torch.set_num_threads(max((os.cpu_count() or 1) // count, 1))
+        for variable in _LOOPBACK:
+            os.environ.setdefault(variable, "lo")
+        dist.init_process_group(
+            "nccl" if self._cuda else "gloo",
+            init_method=(folder / "meet").as_uri(),
+            rank=self._number,
+            world_size=count,
+            timeout=_TIMEOUT,
+        )
+        if self._sequence == 1:
+            return None
+        # Every process creates every group.
+        groups = [
+            dist.new_group(list(range(first, first + self._sequence)), timeout=_TIMEOUT)
+            for first in range(0, count, self._sequence)
+        ]
+        return Tokens(groups[self._number // self._sequence])
+
+    def load(self, task: Mapping[str, Any], _: list[torch.Tensor]) -> Answer:
+        """Load a component."""
+        name = task["name"]
+        spec = read_spec(Path(task["directory"]), task["model"])
+        spec = replace(spec, loras=tuple(map(LoraUse.model_validate, task["loras"])))
+        part = TypeAdapter(ComponentPlan).validate_python({**task["part"], "device": str(self._device)})
+        module: Any = load_module(spec, name, part)
+        self._modules[name] = module
+        speed = Speed(**task["speed"])
+        components = components_of(spec)
+        if name == "vae":
+            dtype, self._vae = part.dtype, part
+            self._decoder = components.strip_decoder(module, self._device, self._number, dist.get_world_size(), speed)
+        else:
+            denoiser = components.denoiser(module)
+            dtype = str(denoiser.dtype).removeprefix("torch.")
+            head_width = spec.transformer.attention_head_dim
+            against = problem(speed.attention, str(self._device), denoiser.dtype, head_width)
+            if against is not None:
+                sys.stderr.write(f"The attention kernel {speed.attention} does not run on this machine: {against}.\n")
+                speed = speed.replace(attention=EAGER.attention)
+            denoiser.compute(speed)
+            self._denoisers[name] = denoiser
+            if self._tokens is not None:
+                components.share_tokens(module, self._tokens)
+        return {"dtype": dtype}, []
+
+    def free(self, task: Mapping[str, Any], _: list[torch.Tensor]) -> Answer:
+        """Free a component."""
+        name = task["name"]
+        self._caching.pop(name, ExitStack()).close()
+        self._denoisers.pop(name, None)
+        self._modules.pop(name, None)
+        if name == "vae":
+            self._decoder, self._frames = None, iter(())
+        release_cached_memory(unreachable=True)  # hooks reference the module
+        return {}, []
+
+    def cache(self, task: Mapping[str, Any], _: list[torch.Tensor]) -> Answer:
+        """Set a transformer's step cache, and discard the values of the previous one."""
+        name = task["name"]
+        self._caching.pop(name, ExitStack()).close()
+        self._caching[name] = ExitStack()
+        self._caching[name].enter_context(self._denoisers[name].caching(task["step_cache"], self._tokens))
+        return {}, []
+
+    def forward(self, task: Mapping[str, Any], tensors: list[torch.Tensor]) -> Answer:
+        """Compute this process's share of the passes; the first process that shares a pass returns its result."""
+        latents, timestep, *new = tensors
+        for number in task["forget"]:
+            self._texts.pop(number, None)
+        for number, text in zip(task["new"], new, strict=True):
+            self._texts[number] = text.to(self._device)
+        texts = task["texts"]
+        if self._tokens is not None:
+            self._tokens.count = task["tokens"]
+        groups = dist.get_world_size() // self._sequence
+        own = [index for index in range(len(texts)) if index % groups == self._number // self._sequence]
+        latents, timestep = latents.to(self._device), timestep.to(self._device)
+        denoiser = self._denoisers[task["name"]]
+        if task["fresh"]:
+            denoiser.reset_cache()
+        results = [denoiser(latents, timestep, self._texts[texts[index]], task["which"][index]) for index in own]
+        first = self._number % self._sequence == 0
+        return ({"passes": own}, results) if first else ({"passes": []}, [])
+
+    def decode(self, task: Mapping[str, Any], tensors: list[torch.Tensor]) -> Answer:
+        """Start decoding a clip."""
+        assert self._decoder is not None
+        self._frames = self._decoder.frames(tensors[0], task["chunk"])
+        return {}, []
+
+    def next(self, _: Mapping[str, Any], __: list[torch.Tensor]) -> Answer:
+        """Decode this process's strip of the next few frames, as bytes."""
+        return {}, [as_bytes(next(self._frames), self._vae)]
+
+    def memory(self, *, reset_peak: bool) -> dict[str, int]:
+        """Return the GPU's peak of allocated bytes since the last reset, and the bytes taken from the driver."""
+        if not self._cuda:
+            return {"peak": 0, "taken": 0}
+        memory = {"peak": torch.cuda.max_memory_allocated(), "taken": torch.cuda.memory_reserved()}
+        if reset_peak:
+            torch.cuda.reset_peak_memory_stats()
+        return memory
+
+
+def serve(number: int, split: Split, folder: Path, connection: Connection, heartbeats: Any) -> None:
+    """Do tasks until the coordinator ends; the target of one process of `group.Group`.
+
+    Args:
+        number, split, folder: see `Rank`; output goes to `<number>.log` in the folder.
+        heartbeats: a shared array of float64; this process writes `time.monotonic()` to its element.
+    """
+    log = os.open(folder / f"{number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    lead_own_group()
+    end_with_parent()
+    rank = Rank(number, split, folder)
+    threading.Thread(target=_beat, args=(number, heartbeats), name="heartbeat", daemon=True).start()
+    send(connection, {"done": {}})
+    tasks: dict[str, Callable[[Mapping[str, Any], list[torch.Tensor]], Answer]] = {
+        "load": rank.load,
+        "free": rank.free,
+        "cache": rank.cache,
+        "forward": rank.forward,
+        "decode": rank.decode,
+        "next": rank.next,
+    }
+    while True:
+        values, tensors = receive(connection)
+        try:
+            answer, results = tasks[values["task"]](values, tensors)
+        except Exception as error:
+            traceback.print_exc()
+            send(connection, {"failed": _describe(error)})
+        else:
+            send(connection, {"done": answer, **rank.memory(reset_peak=values["reset_peak"])}, results)
+
+
+def _describe(error: Exception) -> dict[str, Any]:
+    """Return an error as JSON values: a `TandemError` as a fact, exhausted memory by name, and the text."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, TandemError):
+        return {"type": type(error).__name__, "fact": error.fact.model_dump(mode="json"), "text": text}
+    return {"memory": ran_out(error), "text": text}
+
+
+def _beat(number: int, heartbeats: Any) -> None:
+    while True:
+        heartbeats[number] = time.monotonic()
+        time.sleep(_HEARTBEAT_SECONDS)

@@ -1,0 +1,263 @@
+"""Components that several GPUs run together: loading them into a group of processes, and calling them like others."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+
+import torch
+from pydantic import TypeAdapter
+
+from runtime.core.plan import EAGER, ComponentPlan, Speed, Split
+from runtime.core.step_cache import NONE
+from runtime.execution.denoiser import PROMPTED, UNPROMPTED
+from runtime.execution.parallel.group import Group, Limits
+from runtime.execution.video_decoder import longer_side
+from runtime.machine.probe import gpu_index
+from runtime.models.spec import ModelSpec
+
+_PARTS = TypeAdapter(ComponentPlan)
+_TEXTS_KEPT = 2
+
+
+def shared_speed(speed: Speed, name: str) -> Speed:
+    """Return the options of a plan's `Speed` that apply on several GPUs: no paired passes, no CUDA graphs."""
+    if name == "vae":
+        return Speed(compiled=speed.compiled, channels_last=speed.channels_last)
+    return Speed(attention=speed.attention, compiled=speed.compiled, text_kept=speed.text_kept, fused=speed.fused)
+
+
+class SentTexts:
+    """The text embeddings that the processes have, so that each is sent once."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[int, torch.Tensor]] = []
+        self._numbers = count()
+
+    def number(self, texts: list[torch.Tensor]) -> tuple[list[int], list[int], list[int], list[torch.Tensor]]:
+        """Return each text's number, the numbers to forget, the new numbers, and the tensors of the new ones."""
+        numbers, new, sent = [], [], []
+        for text in texts:
+            known = next((number for number, other in self._known if other is text), None)
+            if known is None:
+                known = next(self._numbers)
+                self._known.append((known, text))
+                new.append(known)
+                sent.append(text)
+            numbers.append(known)
+        unused = [number for number, _ in self._known if number not in numbers]
+        forgotten = unused[: max(len(self._known) - _TEXTS_KEPT, 0)]
+        self._known = [(number, text) for number, text in self._known if number not in forgotten]
+        return numbers, forgotten, new, sent
+
+
+class SharedDenoiser:
+    """One expert on several GPUs; see `Denoiser`.
+
+    Args:
+        dtype: of the transformer; tensors are rounded to it before they are sent.
+        check: raises if the job is cancelled.
+    """
+
+    pairs = True
+
+    def __init__(
+        self, group: Group, spec: ModelSpec, name: str, dtype: torch.dtype, texts: SentTexts, check: Callable[[], None]
+    ) -> None:
+        self._group = group
+        self._patch = spec.transformer.patch_size
+        self._name = name
+        self._dtype = dtype
+        self._texts = texts
+        self._fresh = False
+        self.check = check
+
+    @contextmanager
+    def caching(self, step_cache: str) -> Iterator[None]:
+        """Reuse values across steps according to `step_cache` while entered.
+
+        Processes that share the tokens of a pass decide together; each pass of guidance has its own cache.
+        """
+        if step_cache == NONE:
+            yield
+            return
+        self._group.call("cache", self.check, name=self._name, step_cache=step_cache)
+        try:
+            yield
+        finally:
+            if self._group.alive:
+                self._group.call("cache", _not_cancelled, name=self._name, step_cache=NONE)
+
+    def reset_cache(self) -> None:
+        """See `Denoiser`; the processes do it with the next pass."""
+        self._fresh = True
+
+    def __call__(
+        self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str = PROMPTED
+    ) -> torch.Tensor:
+        """See `Denoiser`."""
+        return self._forward(latents, timestep, {which: text_embeds})[0]
+
+    def pair(
+        self, latents: torch.Tensor, timestep: torch.Tensor, first: torch.Tensor, second: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Denoiser`; the two passes run at the same time if they run on different GPUs."""
+        one, other = self._forward(latents, timestep, {PROMPTED: first, UNPROMPTED: second})
+        return one, other
+
+    def _forward(
+        self, latents: torch.Tensor, timestep: torch.Tensor, texts: dict[str, torch.Tensor]
+    ) -> list[torch.Tensor]:
+        fresh, self._fresh = self._fresh, False
+        numbers, forgotten, new, sent = self._texts.number(list(texts.values()))
+        _, _, frames, height, width = latents.shape
+        tokens = (frames // self._patch[0]) * (height // self._patch[1]) * (width // self._patch[2])
+        answers = self._group.call(
+            "forward",
+            self.check,
+            [latents.to(self._dtype), timestep, *(text.to(self._dtype) for text in sent)],
+            name=self._name,
+            texts=numbers,
+            which=list(texts),
+            fresh=fresh,
+            forget=forgotten,
+            new=new,
+            tokens=tokens,
+        )
+        results: dict[int, torch.Tensor] = {}
+        for answer in answers:
+            results |= zip(answer.values["passes"], answer.tensors, strict=True)
+        return [results[index].to(latents.device) for index in range(len(texts))]
+
+
+class SharedVideoDecoder:
+    """The VAE's decoder on several GPUs, each of which decodes a strip of every frame; see `VideoDecoder`."""
+
+    def __init__(self, group: Group, check: Callable[[], None]) -> None:
+        self._group = group
+        self.check = check
+
+    def frames(self, latents: torch.Tensor, chunk: int, tile: int | None = None) -> Iterator[torch.Tensor]:
+        """See `VideoDecoder`; yields bytes, (frames, height, width, 3) uint8 on the CPU."""
+        assert tile is None, "tiles are decoded on one GPU"
+        group, check = self._group, self.check
+        group.call("decode", check, [latents], chunk=chunk)
+        calls = 1 + -(-(latents.shape[2] - 1) // chunk)
+        # The axis in frames, (frames, height, width, 3).
+        along = longer_side(latents) - 2
+        group.send("next")
+        for number in range(calls):
+            strips = [answer.tensors[0] for answer in group.collect(check)]
+            # The next frames are decoded while these are encoded.
+            if number + 1 < calls:
+                group.send("next")
+            try:
+                yield torch.cat(strips, dim=along)
+            except GeneratorExit:
+                if number + 1 < calls and group.alive:
+                    group.collect(_not_cancelled)
+                raise
+
+
+class Shared:
+    """A component that all processes of a group have loaded.
+
+    Attributes:
+        part: a denoiser or a video decoder.
+    """
+
+    def __init__(self, group: Group, name: str, part: SharedDenoiser | SharedVideoDecoder) -> None:
+        self._group = group
+        self._name = name
+        self.part = part
+
+    def close(self) -> None:
+        """Free the component in all processes."""
+        if self._group.alive:
+            self._group.call("free", _not_cancelled, name=self._name)
+
+
+class GroupManager:
+    """The group of one residency, started when a job first needs it and kept for later jobs. Not safe between threads.
+
+    Args:
+        limits: after which processes count as hanging.
+    """
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._limits = limits
+        self._group: Group | None = None
+        self._texts = SentTexts()
+
+    @property
+    def group(self) -> Group | None:
+        """The group, while its processes run."""
+        return self._group if self._group is not None and self._group.alive else None
+
+    def fits(self, split: Split | None) -> bool:
+        """Whether the running group is the one of a split; with `None`, whether none runs."""
+        return (None if self.group is None else self.group.split) == split
+
+    def load(
+        self,
+        split: Split,
+        spec: ModelSpec,
+        name: str,
+        part: ComponentPlan,
+        check: Callable[[], None],
+        speed: Speed | None = None,
+    ) -> Shared:
+        """Load a component in all processes; they are started if they do not run.
+
+        Args:
+            check: raises if the job is cancelled.
+            speed: execution options, from `shared_speed`.
+
+        Raises:
+            TandemError: if that fails; no process is left then.
+        """
+        group = self.group
+        if group is None or group.split != split:
+            self.dismiss()
+            group = self._group = Group(split, check, self._limits)
+            self._texts = SentTexts()
+        answers = group.call(
+            "load",
+            check,
+            name=name,
+            part=_PARTS.dump_python(part, mode="json"),
+            directory=str(spec.directory),
+            model=spec.name,
+            loras=[use.model_dump(mode="json") for use in spec.loras_of(name)],
+            speed=(speed or EAGER).model_dump(mode="json"),
+        )
+        if name == "vae":
+            return Shared(group, name, SharedVideoDecoder(group, check))
+        dtype = getattr(torch, answers[0].values["dtype"])
+        return Shared(group, name, SharedDenoiser(group, spec, name, dtype, self._texts, check))
+
+    def reset_peak_memory(self) -> None:
+        """See `Group`."""
+        if self.group is not None:
+            self.group.reset_peak_memory()
+
+    @property
+    def peak_bytes(self) -> int:
+        """See `Group`; 0 if no group runs."""
+        return 0 if self.group is None else self.group.peak_bytes
+
+    def taken_bytes(self) -> dict[int, int]:
+        """Return the memory that the processes took from the driver, by the GPU's index."""
+        if self.group is None:
+            return {}
+        taken = zip(self.group.split.devices, self.group.taken_bytes, strict=True)
+        return {gpu_index(device): size for device, size in taken if device.startswith("cuda:")}
+
+    def dismiss(self) -> None:
+        """End the group."""
+        if self._group is not None:
+            self._group.close()
+        self._group = None
+
+
+def _not_cancelled() -> None:
+    """Continue in any case."""
