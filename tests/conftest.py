@@ -1,4 +1,4 @@
-"""Which tests run, what they need, and fixtures that many tests share."""
+"""Selection of tests, their requirements, and shared fixtures."""
 
 import os
 from collections.abc import Callable
@@ -11,18 +11,18 @@ from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from tests import tiny_models
 
-LEFT_OUT = ("slow", "browser", "gpu")
+DESELECTED = ("slow", "browser", "gpu")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--all`."""
-    parser.addoption("--all", action="store_true", help=f"also run tests marked {', '.join(LEFT_OUT)}")
+    parser.addoption("--all", action="store_true", help=f"also run tests marked {', '.join(DESELECTED)}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests marked `LEFT_OUT`, except in files named on the command line; skip those without a compiler.
+    """Deselect tests marked `DESELECTED`, except in files named on the command line; skip `compiler` tests without one.
 
-    `--all` or `-m` selects by itself.
+    With `--all` or `-m` nothing is deselected.
     """
     if cpp_compiler() is None:
         for item in items:
@@ -32,15 +32,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     folder = config.invocation_params.dir
     named = {(folder / argument.split("::")[0]).resolve() for argument in config.args}
-    left_out = [item for item in items if item.path not in named and any(map(item.get_closest_marker, LEFT_OUT))]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        chosen = set(left_out)
-        items[:] = [item for item in items if item not in chosen]
+    deselected = [item for item in items if item.path not in named and any(map(item.get_closest_marker, DESELECTED))]
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        dropped = set(deselected)
+        items[:] = [item for item in items if item not in dropped]
 
 
 def shared_folder(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:
-    """Return a folder that all processes of this test run share."""
+    """Return a folder shared by all processes of this test run."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"shared-{name}"
     folder.mkdir(exist_ok=True)
@@ -49,7 +49,7 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelSpec]:
-    """Return a function that gives the tiny model of an architecture, built once."""
+    """Return a function that returns the tiny model of an architecture, built once."""
     root = tmp_path_factory.mktemp("models")
 
     def get(architecture: str) -> ModelSpec:
@@ -63,7 +63,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelSpec]
 
 @pytest.fixture
 def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Point Tandem at an empty cache folder."""
+    """Use an empty cache folder."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("TANDEM_CACHE_DIR", str(folder))
     return folder

@@ -1,4 +1,4 @@
-"""The rules that keep the tree simple: who imports whom, what stays without torch."""
+"""Rules of the tree: allowed imports, and modules that must not import torch."""
 
 import ast
 import subprocess
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 RUNTIME = ROOT / "runtime"
 MODULES = sorted(RUNTIME.rglob("*.py"))
 
-# A package may import those of a lower rank, and itself.
+# A package may import packages of a lower rank, and itself.
 RANKS = {
     "core": 0,
     "machine": 1,
@@ -29,7 +29,7 @@ RANKS = {
     "cli": 10,
     "ui": 10,
 }
-# The command line starts the web app; nothing else crosses between equals.
+# The command line starts the web app; no other package imports one of its rank.
 CROSSINGS = {("runtime/cli/main.py", "runtime.ui.app")}
 WITHOUT_TORCH = (
     "runtime.core.progress",
@@ -102,17 +102,17 @@ def test_every_package_has_a_rank() -> None:
 
 
 @pytest.mark.parametrize("module", WITHOUT_TORCH)
-def test_decisions_need_no_torch(module: str) -> None:
+def test_planning_imports_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit(bool({{'torch', 'tensorrt', 'gradio'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(RUNTIME)))
-def test_every_module_says_what_it_is_for(path: Path) -> None:
+def test_every_module_has_a_docstring(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
 
 
-def test_app_is_an_entry_point_and_nothing_else() -> None:
+def test_app_is_only_an_entry_point() -> None:
     tree = ast.parse((ROOT / "app.py").read_text(encoding="utf-8"))
     assert imports(ROOT / "app.py") == {"runtime.cli"}
     assert len(tree.body) == 3  # docstring, import, call

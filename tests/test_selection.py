@@ -1,4 +1,4 @@
-"""Which tests run by default, with `--all`, and without a compiler."""
+"""Selection of tests: by default, with `--all`, and without a compiler."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def folder(pytester: pytest.Pytester) -> pytest.Pytester:
     ("arguments", "passed"),
     [([], 2), (["--all"], 5), (["-m", "slow"], 1), (["inner"], 2), (["inner/test_one.py"], 5), (["-k", "slow"], 0)],
 )
-def test_slow_tests_run_if_they_are_asked_for(
+def test_slow_tests_run_on_request(
     arguments: list[str], passed: int, folder: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "sh")  # any program: nothing is compiled

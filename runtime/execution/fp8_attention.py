@@ -5,7 +5,7 @@ Queries, keys and values are scaled as a whole, so that the largest magnitude is
 comes out is an average of values, so their scale holds it too. On Hopper cuDNN gives it in FP8 only.
 
 The error is that of 4 significant bits in each factor, some percent of the result on random inputs; it is measured by
-tests/gpu/proof_speed.py. Keys and values of less than `FEWEST` tokens gain nothing and stay as they are.
+tests/gpu/measure_speed.py. Keys and values of less than `FEWEST` tokens gain nothing and stay as they are.
 """
 
 import math

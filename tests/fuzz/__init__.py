@@ -1,1 +1,1 @@
-"""Requests made up at random, against the app as it runs."""
+"""Random requests against the running app."""

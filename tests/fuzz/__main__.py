@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz [MINUTES] [SEED]`: the long run. Prints the counts, as JSON on the last line."""
+"""`python -m tests.fuzz [MINUTES] [SEED]`: run the fuzz test for a long time; the last line is JSON with the counts."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ _EXAMPLES = 25
 
 
 def main() -> None:
-    """Go on with new seeds until the time is over."""
+    """Run rounds with new seeds until the time is over."""
     minutes = float(sys.argv[1]) if len(sys.argv) > 1 else 6.0
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else 1
     with tempfile.TemporaryDirectory() as folder, attacking(Path(folder)) as (attack, clients):

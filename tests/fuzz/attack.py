@@ -1,7 +1,7 @@
-"""The app in a child process, with a share link on loopback, and what is sent to its two pages.
+"""Send random requests to the two pages of the app, which runs in a child process with a share link on loopback.
 
-Of each answer: its status is below 500, it comes in time, and nothing in it is from a file outside the outputs or from
-another visitor's video. Of the server: it lives, and writes no traceback.
+Checked for each response: a status below 500, no timeout, and no content of files outside the outputs or of another
+visitor's video. Checked for the server: it runs and logs no traceback.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from tests.app_server import ROOT, Server, make_cache, serving
-from tests.fuzz import made_up
+from tests.fuzz import random_requests
 from tests.fuzz.wire import Answer, send
 from tests.sharing_app import link_of
 
@@ -32,7 +32,7 @@ FLAGS = ("--share", "--share-frames", "9", "--share-steps", "2", "--share-queue"
 _JSON = {b"Content-Type": b"application/json"}
 _FORM = {b"Content-Type": b"application/x-www-form-urlencoded"}
 GENERATE = b"/gradio_api/call/generate"
-# A job that was let in is small: it ends within this, or hangs.
+# Accepted jobs are small: one that takes longer hangs.
 JOB_SECONDS = 60.0
 
 
@@ -46,13 +46,13 @@ class Face:
     forbidden: tuple[bytes, ...]
     headers: dict[bytes, bytes] = field(default_factory=dict)
     functions: dict[int, int] = field(default_factory=lambda: {0: 1})
-    # What would rightly end the run: the button that stops sharing.
+    # The button that stops sharing would end the run.
     never: tuple[bytes, ...] = ()
 
 
 @dataclass
 class Attack:
-    """The server and what was seen of it."""
+    """The server and counts of its responses."""
 
     server: Server
     places: list[Path]
@@ -72,7 +72,7 @@ class Attack:
         headers: dict[bytes, bytes] | None = None,
         body: bytes = b"",
     ) -> Answer:
-        """Send one request and judge its answer."""
+        """Send one request and check the response."""
         answer = send(face.port, method, target, face.headers | (headers or {}), body)
         self.sent[kind] += 1
         self.statuses[answer.status] += 1
@@ -87,7 +87,7 @@ class Attack:
         self.check_server(request)
 
     def check_server(self, request: object = None) -> None:
-        """Fail if the server is gone, or has written a traceback."""
+        """Fail if the server has ended or logged a traceback."""
         assert self.server.process.poll() is None, request
         log = self.server.cache_dir / "server.txt"
         size = log.stat().st_size
@@ -99,7 +99,7 @@ class Attack:
             assert "Traceback" not in logged, f"{request}\n{logged[-3000:]}"
 
     def watch(self, face: Face, target: bytes, ends: tuple[bytes, ...]) -> bytes:
-        """Read a stream until one of `ends` comes or the server closes it; return which, or nothing."""
+        """Read a stream until one of `ends` arrives or the server closes it; return which one, or an empty string."""
         fields = {b"Host": b"127.0.0.1:%d" % face.port} | face.headers
         lines = b"".join(b"%s: %s\r\n" % one for one in fields.items())
         seen, stop = b"", time.monotonic() + JOB_SECONDS
@@ -114,10 +114,10 @@ class Attack:
         assert time.monotonic() < stop, f"{target!r} hangs: {seen[-300:]!r}"
         return b""
 
-    # What is sent, by kind.
+    # Requests by kind.
 
     def generate(self, face: Face, body: bytes) -> None:
-        """Call `/generate`, and hear it out if it is let in."""
+        """Call `/generate`, and read its stream if it is accepted."""
         answer = self.ask(face, "generate", b"POST", GENERATE, _JSON, body)
         if answer.status == 200:
             event = json.loads(answer.body)["event_id"].encode()
@@ -125,7 +125,7 @@ class Attack:
             self.jobs[f"generate: {end.decode().removeprefix('event: ') or 'closed'}"] += 1
 
     def join(self, face: Face, path: bytes, body: bytes) -> None:
-        """Call one of the page's own functions, and hear it out if it is let in."""
+        """Call one of the page's functions, and read its stream if it is accepted."""
         if any(call in body for call in face.never):
             return
         kind = path.rsplit(b"/", 2)[-2].decode()
@@ -144,7 +144,7 @@ class Attack:
             self.jobs[f"page: {end.decode().strip(chr(34)) or 'closed'}"] += 1
 
     def client(self, face: Face, client: Any, values: list[Any]) -> None:
-        """Call `/generate` as programs do."""
+        """Call `/generate` as API clients do."""
         try:
             json.dumps(values).encode()
             client.predict(*values, api_name="/generate")
@@ -160,7 +160,7 @@ class Attack:
 
 
 def try_many(strategy: st.SearchStrategy[Any], act: Callable[[Any], object], examples: int, seed: int) -> None:
-    """Do something with so many made-up values."""
+    """Call a function with a number of random values."""
 
     @hypothesis.seed(seed)
     @hypothesis.settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -172,38 +172,45 @@ def try_many(strategy: st.SearchStrategy[Any], act: Callable[[Any], object], exa
 
 
 def round_of(attack: Attack, clients: dict[str, Any], examples: int, seed: int) -> None:
-    """Send some of everything to every face."""
+    """Send requests of every kind to both pages."""
     for face in attack.faces.values():
         _round_of(attack, face, clients.get(face.name), examples, seed)
     attack.check_server()
 
 
 def _round_of(attack: Attack, face: Face, client: Any, examples: int, seed: int) -> None:
-    body, readable = made_up.bodies(face.wish), made_up.calls(face.functions, face.wish)
+    body, readable = random_requests.bodies(face.wish), random_requests.calls(face.functions, face.wish)
     join = st.sampled_from([b"/gradio_api/queue/join", b"/gradio_api/queue/join", b"/gradio_api/run/predict"])
-    try_many(made_up.asked(face.wish), lambda one: attack.generate(face, one), examples, seed)
+    try_many(random_requests.asked(face.wish), lambda one: attack.generate(face, one), examples, seed)
     try_many(body, lambda one: attack.generate(face, one), 3 * examples, seed)
     try_many(st.tuples(join, readable), lambda one: attack.join(face, *one), 2 * examples, seed)
     try_many(st.tuples(join, body), lambda one: attack.join(face, *one), 3 * examples, seed)
     if client is not None:
-        wish = made_up.wishes(face.wish)
+        wish = random_requests.field_values(face.wish)
         try_many(wish, lambda values: attack.client(face, client, values), examples // 8 + 1, seed)
 
     before = st.sampled_from([b"/gradio_api/file=", b"/gradio_api/file/", b"/video/", b"/gradio_api//file=", b"/file="])
-    file = st.tuples(before, made_up.paths(attack.places), made_up.HEADERS)
+    file = st.tuples(before, random_requests.paths(attack.places), random_requests.HEADERS)
     try_many(file, lambda one: attack.ask(face, "files", b"GET", one[0] + one[1], one[2]), 12 * examples, seed)
-    other = st.tuples(made_up.METHODS, made_up.addresses(), made_up.HEADERS, st.just(b"") | body)
+    other = st.tuples(
+        random_requests.METHODS, random_requests.addresses(), random_requests.HEADERS, st.just(b"") | body
+    )
     try_many(other, lambda one: attack.ask(face, "other routes", *one), 12 * examples, seed)
 
     small = st.tuples(st.sampled_from([b"/gradio_api/cancel", b"/gradio_api/reset", b"/login"]), body)
     kind = "cancel, reset, login"
     try_many(small, lambda one: attack.ask(face, kind, b"POST", one[0], _JSON, one[1]), 2 * examples, seed)
-    try_many(made_up.FORMS, lambda one: attack.ask(face, kind, b"POST", b"/login", _FORM, one), examples // 8 + 1, seed)
+    try_many(
+        random_requests.FORMS,
+        lambda one: attack.ask(face, kind, b"POST", b"/login", _FORM, one),
+        examples // 8 + 1,
+        seed,
+    )
 
 
 @contextlib.contextmanager
 def attacking(folder: Path) -> Iterator[tuple[Attack, dict[str, Any]]]:
-    """Run the app, with canary files next to its outputs, while entered."""
+    """Run the app, with canary files next to its outputs."""
     cache = make_cache(folder)
     marker, strange = secrets.token_hex(16), f"a red boat {secrets.token_hex(16)}"
     places = _canaries(cache, marker)
@@ -219,7 +226,7 @@ def attacking(folder: Path) -> Iterator[tuple[Attack, dict[str, Any]]]:
         cookie = "; ".join(f"{name}={value}" for name, value in second.cookies.items()).encode()
         outside = (marker.encode(), b"root:x:0:0", b"Tandem's entry point. No sub")
         faces = [
-            Face("own page", own, len(made_up.GOOD), outside),
+            Face("own page", own, len(random_requests.GOOD), outside),
             Face("visitor", port, 11, (*outside, strange.encode()), {b"Cookie": cookie}),
             Face("stranger", port, 11, (*outside, strange.encode())),
         ]
@@ -243,7 +250,7 @@ def attacking(folder: Path) -> Iterator[tuple[Attack, dict[str, Any]]]:
 
 
 def _canaries(cache: Path, marker: str) -> list[Path]:
-    """Put files where nothing may be served from; return their places, and others on this machine."""
+    """Write files that must not be served; return their paths and those of other files of this machine."""
     outputs = cache / "outputs"
     secret = cache / "secret"
     for folder in (outputs, secret, cache / "gradio" / ("0" * 64), cache / "jobs"):

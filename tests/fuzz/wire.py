@@ -1,4 +1,4 @@
-"""HTTP by hand: what no well-behaved client would send can be sent too, and an answer that never comes is seen."""
+"""An HTTP client for malformed requests, with timeouts."""
 
 import contextlib
 import socket
@@ -6,16 +6,16 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# No answer for so long is a hang.
-PATIENCE_SECONDS = 15.0
-# Streams never end; what they say at first is enough.
+# A server that does not respond for this time hangs.
+TIMEOUT_SECONDS = 15.0
+# Streams do not end; their start is enough.
 STREAM_SECONDS = 0.15
 _MOST_BYTES = 2_000_000
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back: 0 as the status says that the server closed the connection without a word."""
+    """A response; status 0 if the server closed the connection without one."""
 
     status: int
     head: bytes
@@ -26,23 +26,23 @@ class Answer:
 def send(
     port: int, method: bytes, target: bytes, headers: Mapping[bytes, bytes] | None = None, body: bytes = b""
 ) -> Answer:
-    """Send one request and read its answer.
+    """Send one request and read the response.
 
     Raises:
-        TimeoutError: if none comes.
+        TimeoutError: if no response arrives.
     """
     fields = {b"Host": b"127.0.0.1:%d" % port, b"Connection": b"close"} | dict(headers or {})
     if body or method == b"POST":
         fields.setdefault(b"Content-Length", b"%d" % len(body))
     lines = b"".join(b"%s: %s\r\n" % field for field in fields.items())
     began = time.monotonic()
-    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_SECONDS) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_SECONDS) as connection:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused before the whole request was sent
             connection.sendall(b"%s %s HTTP/1.1\r\n%s\r\n%s" % (method, target, lines, body))
         head, rest = _until_blank_line(connection)
         seconds = time.monotonic() - began
         stream = b"text/event-stream" in head.lower()
-        connection.settimeout(STREAM_SECONDS if stream else PATIENCE_SECONDS)
+        connection.settimeout(STREAM_SECONDS if stream else TIMEOUT_SECONDS)
         chunks = [rest]
         try:
             while (data := connection.recv(65_536)) and sum(map(len, chunks)) < _MOST_BYTES:

@@ -1,4 +1,4 @@
-"""Rewrites an exported ONNX file (opset 18) to opset 17, which TensorRT 8.6 parses: an aid of the proof, not the app's.
+"""Rewrites an exported ONNX file (opset 18) to opset 17, which TensorRT 8.6 can parse. For the GPU checks only.
 
 Between the two opsets, of the operators that our forms export to, these differ: reductions take their axes as an
 input, `Split` has `num_outputs`, `Resize` and `ScatterND` have new attributes, `Pad` a new input. `Shape` has `start`
@@ -51,7 +51,7 @@ def to_opset_17(path: Path) -> None:
     for opset in model.opset_import:
         if opset.domain in {"", "ai.onnx"}:
             if opset.version > _FROM:
-                raise ValueError(f"opset {opset.version} is not known here")
+                raise ValueError(f"opset {opset.version} is not supported")
             opset.version = _TO
     # Newer formats of the file itself are unknown to 8.6; nothing in these files needs one.
     model.ir_version = min(model.ir_version, _IR_VERSION)
@@ -74,7 +74,7 @@ def _slice_shapes(graph: Any) -> None:
         for name, value in zip(names, limits, strict=True):
             graph.initializer.append(onnx.helper.make_tensor(name, onnx.TensorProto.INT64, [1], [value]))
         del node.attribute[:]
-        node.output[0] = f"{out}_whole"
+        node.output[0] = f"{out}_full"
         nodes.append(onnx.helper.make_node("Slice", [node.output[0], *names], [out], name=f"{node.name}_slice"))
     del graph.node[:]
     graph.node.extend(nodes)

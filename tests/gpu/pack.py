@@ -1,6 +1,6 @@
-"""Packs what Tandem needs on a machine that reaches no package registry, to be carried there in small parts.
+"""Pack Tandem's requirements in small parts for a machine without a package registry.
 
-    python tests/gpu/pack.py FOLDER [--part-mb 35] [--groups base,video,flash4]    here: some minutes, in `.venv`
+    python tests/gpu/pack.py FOLDER [--part-mb 35] [--groups base,video,flash4]    with a registry; takes minutes
     . FOLDER/unpack.sh                                                             there, in bash
 
 For Linux on x86-64 with Python 3.12 where PyTorch for CUDA 13, transformers and the rest of `THERE` are installed.
@@ -57,9 +57,9 @@ there=${TANDEM_THERE:-/tmp/tandem-there}
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 mkdir -p "$there/parts" "$there/site" "$there/start"
 while read -r sum part; do
-  kept=$there/parts/$part
-  if [ -e "$there/${part%%.*}.ready" ] || [ -e "$kept" ] || [ ! -e "$here/$part" ]; then continue; fi
-  cp "$here/$part" "$kept.new" && echo "$sum  $kept.new" | sha256sum -c --quiet && mv "$kept.new" "$kept"
+  file=$there/parts/$part
+  if [ -e "$there/${part%%.*}.ready" ] || [ -e "$file" ] || [ ! -e "$here/$part" ]; then continue; fi
+  cp "$here/$part" "$file.new" && echo "$sum  $file.new" | sha256sum -c --quiet && mv "$file.new" "$file"
 done <<'LIST'
 @LIST@
 LIST
@@ -67,7 +67,7 @@ for wanted in @COUNTS@; do
   group=${wanted%:*}
   if [ -e "$there/$group.ready" ]; then continue; fi
   arrived=$(ls "$there/parts" | grep -c "^$group[.]tar[.]xz[.][0-9]*$" || true)
-  if [ "$arrived" -lt "${wanted#*:}" ]; then echo "$group: $arrived of ${wanted#*:} parts are here"; continue; fi
+  if [ "$arrived" -lt "${wanted#*:}" ]; then echo "$group: $arrived of ${wanted#*:} parts arrived"; continue; fi
   if cat "$there/parts/$group".tar.xz.* | tar xJ -C "$there/site"; then
     touch "$there/$group.ready"
     rm "$there/parts/$group".tar.xz.*

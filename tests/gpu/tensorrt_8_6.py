@@ -1,4 +1,4 @@
-"""Loads TensorRT 8.6 in one process with torch, with lazy binding, since some of its libraries are missing there."""
+"""Load TensorRT 8.6 in one process with torch, with lazy binding, since some of its libraries are missing."""
 
 import importlib
 import os

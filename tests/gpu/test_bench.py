@@ -1,4 +1,4 @@
-"""Benchmarks on a GPU: its memory and events, FP8 of random weights. Skipped elsewhere."""
+"""Benchmarks on a GPU: memory, CUDA events, random weights in FP8. Skipped without a GPU."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ def held() -> int:
     return allocated("cuda:0")
 
 
-def test_a_clip_tells_the_gpus_memory_and_gives_it_back(tmp_path: Path) -> None:
+def test_a_clip_reports_gpu_memory_and_frees_it(tmp_path: Path) -> None:
     machine, before = probe(), held()
     engines = EngineService(EngineStore(tmp_path / "engines", 10**10), machine, tmp_path)
     setup = Setup(
@@ -77,7 +77,7 @@ def test_a_clip_tells_the_gpus_memory_and_gives_it_back(tmp_path: Path) -> None:
     assert held() - before < 1 << 20
 
 
-def test_passes_by_the_gpus_events() -> None:
+def test_passes_are_timed_with_cuda_events() -> None:
     small = {"model": "wan2.1-t2v-1.3b", "width": 256, "height": 256, "frames": 5}
     # The bound below is float32's; by itself the VAE decodes in bfloat16 there.
     found = passes([configuration("a", vae_precision="float32", **small)], tera_operations=100.0)
@@ -97,7 +97,7 @@ def test_passes_by_the_gpus_events() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
-def test_random_weights_in_fp8() -> None:
+def test_random_weights_can_be_quantized_to_fp8() -> None:
     small = {"model": "wan2.1-t2v-1.3b", "width": 256, "height": 256, "frames": 5, "offload": "none"}
     both = [configuration("bf16", quantization="none", **small), configuration("fp8", quantization="fp8", **small)]
     found = passes(both, parts=("transformer",), baseline=False)

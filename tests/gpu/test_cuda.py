@@ -1,4 +1,4 @@
-"""The path on a CUDA device, held to the CPU's result. Needs an NVIDIA GPU; skipped elsewhere."""
+"""Results on a CUDA device compared with the CPU's. Skipped without a GPU."""
 
 import os
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_latents_equal_the_cpus(architecture: str, tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
+def test_latents_equal_those_of_the_cpu(architecture: str, tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
     plan = tiny_plan(tiny(architecture), tmp_path / "x.mp4")
     with Residency() as residency:
         reference = sample(tiny(architecture), plan, residency)
@@ -49,7 +49,7 @@ def test_latents_equal_the_cpus(architecture: str, tiny: Callable[[str], ModelSp
     assert relative_error(on_gpu, reference) < 1e-3
 
 
-def test_the_machine_is_seen_and_chosen() -> None:
+def test_the_gpu_is_detected_and_used() -> None:
     seen = probe()
     assert seen.gpus
     assert seen.torch_cuda is not None
@@ -58,7 +58,7 @@ def test_the_machine_is_seen_and_chosen() -> None:
     assert {part.device for part in plan.components.values()} == {"cuda:0"}
 
 
-def test_the_shipped_model_gives_the_cpus_latents() -> None:
+def test_latents_of_the_shipped_model_equal_those_of_the_cpu() -> None:
     spec = find("diorama", Path("none"))
     request = GenerationRequest(prompt="a red boat sails left on a calm sea at sunset", seed=7)
     plan = resolve(request, spec, machine(), Path("x.mp4"))
@@ -67,7 +67,7 @@ def test_the_shipped_model_gives_the_cpus_latents() -> None:
         assert relative_error(sample(spec, on_cuda(plan, "float32"), residency), reference) < 1e-2
 
 
-def test_frames_in_16_bits_are_about_as_close_as_is_said() -> None:
+def test_frames_decoded_in_16_bits_have_the_documented_error() -> None:
     """The shipped model's, small: what the plan says was measured on a CPU, where float32 is not TF32."""
     spec = find("diorama", Path("none"))
     request = GenerationRequest(prompt="a red boat at sea", seed=7, width=128, height=96, frames=9, steps=8)
@@ -76,8 +76,8 @@ def test_frames_in_16_bits_are_about_as_close_as_is_said() -> None:
     with Residency() as residency:
         latents = sample(spec, plan, residency)
         for dtype in ("float32", *PSNR):
-            here = plan.with_component("vae", plan.components["vae"].replace(dtype=dtype))
-            with residency.video_decoder(spec, Alone(here)) as decoder:
+            changed = plan.with_component("vae", plan.components["vae"].replace(dtype=dtype))
+            with residency.video_decoder(spec, Alone(changed)) as decoder:
                 made[dtype] = torch.cat(list(decode(decoder, latents, 4, Cancel()))).float()
     for dtype, expected in PSNR.items():
         error = (made[dtype] - made["float32"]).pow(2).mean()

@@ -33,7 +33,7 @@ def planned(output: Path, **values: object) -> tuple[ModelSpec, ExecutionPlan]:
 
 
 @pytest.mark.parametrize("offload", ["none", "group"])
-def test_paused_after_any_step_it_gives_the_same_video(offload: str, tmp_path: Path) -> None:
+def test_a_job_paused_after_any_step_gives_the_same_video(offload: str, tmp_path: Path) -> None:
     out = tmp_path / "x.mp4"
     spec, plan = planned(out, offload=offload)
     run(plan, spec, None)
@@ -70,16 +70,16 @@ def hoard() -> Iterator[Callable[[int], None]]:
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_video_memory_that_runs_out_while_decoding(hoard: Callable[[int], None], tmp_path: Path) -> None:
+def test_out_of_memory_while_decoding_is_retried(hoard: Callable[[int], None], tmp_path: Path) -> None:
     out = tmp_path / "x.mp4"
     spec, plan = planned(out, width=1024, height=1024, steps=1, on_out_of_memory="any")
     assert isinstance(run(plan, spec, None)[-1], VideoSaved)
-    whole = next(stage.working_bytes for stage in plan.memory if stage.component == "vae")
+    needed = next(stage.working_bytes for stage in plan.memory if stage.component == "vae")
 
     def squeeze(event: Event) -> bool:
         if isinstance(event, StageStarted) and event.stage == "decode" and not limited:
             limited.append(event)
-            hoard(whole // 3)
+            hoard(needed // 3)
         return False
 
     limited: list[Event] = []

@@ -1,4 +1,4 @@
-"""A CUDA error that breaks a worker's context costs its process, not the app: the job resumes in a new one."""
+"""After a sticky CUDA error the worker process is replaced and the job resumes; the app stays up."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is packed for a machine without a registry comes out there as it was, in whatever order it arrives."""
+"""Packed requirements are unpacked unchanged, in any order of arrival."""
 
 import json
 import os
@@ -16,7 +16,7 @@ METADATA = "Metadata-Version: 2.1\nName: made\nVersion: 1\n"
 
 
 @pytest.mark.skipif(shutil.which("bash") is None or shutil.which("xz") is None, reason="needs bash and xz")
-def test_parts_that_arrive_one_by_one(tmp_path: Path) -> None:
+def test_parts_may_arrive_one_by_one(tmp_path: Path) -> None:
     wheel, folder, there = tmp_path / "made.whl", tmp_path / "parts", tmp_path / "there"
     folder.mkdir()
     noise = os.urandom(250_000)
@@ -43,12 +43,12 @@ def test_parts_that_arrive_one_by_one(tmp_path: Path) -> None:
         environment = os.environ | {"TANDEM_THERE": str(there), "SHOW": show}
         done = subprocess.run(["bash", "-euc", command], env=environment, capture_output=True, text=True, check=True)
         printed.append(done.stdout.splitlines())
-    assert printed[0] == ["base: 1 of 3 parts are here", "{}"]
+    assert printed[0] == ["base: 1 of 3 parts arrived", "{}"]
     assert json.loads(printed[2][0]) == [len(noise), True]
     assert not (there / "site" / "made" / "stubs").exists()
 
 
-def test_versions_are_those_that_are_installed(tmp_path: Path) -> None:
+def test_packed_versions_are_the_installed_ones(tmp_path: Path) -> None:
     file = tmp_path / "requirements.txt"
     file.write_text('# why\nA_b==1.0; python_version >= "3.11"\na-b==0.9; python_version < "3.11"\nc>=2  # any\n')
     assert exact(read(file)) == {"a-b": "1.0"}

@@ -1,4 +1,4 @@
-"""Offload, quantization and tiles on a GPU: the same latents, less memory, all of it given back. Skipped elsewhere."""
+"""Offload, quantization and tiles on a GPU: same latents, less memory, no leak. Skipped without a GPU."""
 
 import importlib.util
 import math
@@ -40,7 +40,7 @@ PACKAGES = {"bnb-8bit": "bitsandbytes", "bnb-4bit": "bitsandbytes", "fp8": "torc
 
 
 def offloaded(plan: ExecutionPlan, offload: str, quantization: str = "none") -> ExecutionPlan:
-    """Return the plan with weights kept another way, computed as there."""
+    """Return the plan with another memory strategy and the same computation."""
     plan = with_strategy(plan, offload=offload).replace(speed=relieved(plan.speed, offload, quantization))
     for name, part in plan.components.items():
         if name.startswith("transformer"):
@@ -64,7 +64,7 @@ def held() -> int:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("offload", OFFLOADS)
-def test_latents_are_the_same(
+def test_offload_does_not_change_latents(
     architecture: str, offload: str, tiny: Callable[[str], ModelSpec], tmp_path: Path
 ) -> None:
     spec = tiny(architecture)
@@ -96,16 +96,14 @@ def test_weights_leave_the_gpu_between_stages_and_jobs(offload: str, diorama: tu
             assert held() - before < slack
             assert on_gpu(residency) == {"transformer": 0, "transformer_2": 0}
             with residency.denoiser(spec, Alone(plan), "transformer"):
-                lent = on_gpu(residency)
-            assert lent["transformer_2"] == 0
-            assert (lent["transformer"] > spec.parameters["transformer"]) == (offload == "model")
+                on_device = on_gpu(residency)
+            assert on_device["transformer_2"] == 0
+            assert (on_device["transformer"] > spec.parameters["transformer"]) == (offload == "model")
     assert held() - before < slack
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-def test_quantized_weights_leave_the_gpu_when_they_are_let_go(
-    kind: str, diorama: tuple[ModelSpec, ExecutionPlan]
-) -> None:
+def test_quantized_weights_leave_the_gpu_when_freed(kind: str, diorama: tuple[ModelSpec, ExecutionPlan]) -> None:
     if importlib.util.find_spec(PACKAGES[kind]) is None:
         pytest.skip(f"needs {PACKAGES[kind]}")
     spec, plan = diorama
@@ -122,7 +120,7 @@ def test_quantized_weights_leave_the_gpu_when_they_are_let_go(
 
 @pytest.mark.parametrize("offload", ["none", *OFFLOADS])
 @pytest.mark.parametrize("kind", ERRORS)
-def test_quantized_velocity_is_near(kind: str, offload: str, diorama: tuple[ModelSpec, ExecutionPlan]) -> None:
+def test_the_quantized_velocity_is_close(kind: str, offload: str, diorama: tuple[ModelSpec, ExecutionPlan]) -> None:
     if importlib.util.find_spec(PACKAGES[kind]) is None:
         pytest.skip(f"needs {PACKAGES[kind]}")
     spec, plan = diorama
@@ -148,7 +146,7 @@ def test_quantized_velocity_is_near(kind: str, offload: str, diorama: tuple[Mode
                 assert 0 < relative_error(got, wanted) < ERRORS[kind]
 
 
-def test_a_job_with_everything_at_once(diorama: tuple[ModelSpec, ExecutionPlan], tmp_path: Path) -> None:
+def test_a_job_with_all_options_at_once(diorama: tuple[ModelSpec, ExecutionPlan], tmp_path: Path) -> None:
     spec, plan = diorama
     plan = with_strategy(offloaded(plan, "group"), decode_tile=16).replace(output=tmp_path / "x.mp4")
     events: list[Event] = []
@@ -158,7 +156,7 @@ def test_a_job_with_everything_at_once(diorama: tuple[ModelSpec, ExecutionPlan],
             assert isinstance(events[-1], VideoSaved), events[-1]
 
 
-def test_tiles_give_the_frames_of_the_whole(diorama: tuple[ModelSpec, ExecutionPlan]) -> None:
+def test_tiled_frames_equal_untiled_frames(diorama: tuple[ModelSpec, ExecutionPlan]) -> None:
     spec, plan = diorama
     with Residency() as residency:
         latents = sample(spec, plan, residency)
@@ -168,7 +166,7 @@ def test_tiles_give_the_frames_of_the_whole(diorama: tuple[ModelSpec, ExecutionP
     assert 10 * math.log10(255**2 / (whole - tiled).square().mean().item()) > 40
 
 
-def test_weights_are_page_locked_as_they_are() -> None:
+def test_weights_are_page_locked_in_place() -> None:
     module = torch.nn.Sequential(*[torch.nn.Linear(300, 300) for _ in range(5)]).requires_grad_(requires_grad=False)
     wanted = [parameter.clone() for parameter in module.parameters()]
     assert pin(module)

@@ -1,4 +1,4 @@
-"""One worker per GPU: jobs run side by side, each on its own, and give the same video on any."""
+"""One worker per GPU: jobs run in parallel and give the same video on any GPU."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,7 +40,7 @@ def request(**values: object) -> GenerationRequest:
     return GenerationRequest.from_mapping(wanted | values)
 
 
-def test_each_gpu_has_its_worker(queue: JobQueue) -> None:
+def test_every_gpu_has_a_worker(queue: JobQueue) -> None:
     def run(count: int, steps: int) -> list[Job]:
         jobs = queue.submit_all([request(steps=steps)] * count)
         for job in jobs:
@@ -65,7 +65,7 @@ def test_each_gpu_has_its_worker(queue: JobQueue) -> None:
     assert all(any(isinstance(event, StageStarted) for event in job.events) for job in jobs)
 
 
-def test_a_job_may_use_several(queue: JobQueue) -> None:
+def test_a_job_can_use_several_gpus(queue: JobQueue) -> None:
     requests = [request(steps=4, gpus=gpus) for gpus in (1, 2, 1, GPUS, 2, 1)]
     for job, asked in zip(queue.submit_all(requests), requests, strict=True):
         saved = list(watch(job))[-1]

@@ -1,4 +1,4 @@
-"""What makes PyTorch faster on a GPU gives what it gives without. Needs CUDA; skipped elsewhere."""
+"""PyTorch optimizations on a GPU do not change results. Skipped without a GPU."""
 
 import importlib
 from collections.abc import Callable, Iterator
@@ -70,7 +70,9 @@ def exact() -> Iterator[None]:
         if not SPEEDS[name].compiled or architecture == COMPILED[name]
     ],
 )
-def test_latents_are_the_same(architecture: str, name: str, tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
+def test_optimizations_do_not_change_latents(
+    architecture: str, name: str, tiny: Callable[[str], ModelSpec], tmp_path: Path
+) -> None:
     spec, speed = tiny(architecture), SPEEDS[name]
     plan = on_cuda(tiny_plan(spec, tmp_path / "x.mp4", negative_prompt="blue ball"), "float32")
     with exact(), Residency() as residency:
@@ -90,7 +92,7 @@ def test_a_job_runs_as_planned(tmp_path: Path) -> None:
     assert not [warning for warning in saved.warnings if warning.code == "pipeline.degraded"]
 
 
-def test_nothing_falls_back_in_silence() -> None:
+def test_unavailable_options_are_reported() -> None:
     spec = find("diorama", Path("none"))
     plan = on_cuda(tiny_plan(spec, Path("x.mp4"), width=128, height=96), "float32")
     job = Alone(plan.replace(speed=SPEEDS["all"]))
@@ -103,7 +105,7 @@ def test_nothing_falls_back_in_silence() -> None:
 
 
 @pytest.mark.parametrize("kind", list(ATTENTIONS)[1:])
-def test_attention(kind: str) -> None:
+def test_attention_kernels_agree(kind: str) -> None:
     why = problem(kind, "cuda:0", torch.bfloat16, 128)
     if why is not None:
         pytest.skip(why)
@@ -116,7 +118,9 @@ def test_attention(kind: str) -> None:
 
 @pytest.mark.parametrize("architecture", ["wan2.1", "wan2.2-ti2v-5b"])
 @pytest.mark.parametrize("speed", [Speed(channels_last=True), Speed(channels_last=True, compiled=True)])
-def test_frames_are_the_same(architecture: str, speed: Speed, tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
+def test_optimizations_do_not_change_frames(
+    architecture: str, speed: Speed, tiny: Callable[[str], ModelSpec], tmp_path: Path
+) -> None:
     spec = tiny(architecture)
     plan = on_cuda(tiny_plan(spec, tmp_path / "x.mp4"), "float32")
     latents = torch.randn(plan.latent_shape, generator=torch.Generator().manual_seed(1)).to("cuda:0")
@@ -132,7 +136,7 @@ def test_frames_are_the_same(architecture: str, speed: Speed, tiny: Callable[[st
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [(96, 3, 1, 6, 40), (96, 3, 4, 61, 105), (24, 3, 2, 33, 9), (96, 1, 3, 16, 16)])
-def test_convolutions_by_triton(size: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
+def test_triton_convolutions_equal_pytorch(size: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
     channels, deep, frames, height, width = size
     generator = torch.Generator("cuda:0").manual_seed(1)
     x = torch.randn((1, channels, frames + deep - 1, height, width), device="cuda:0", generator=generator).to(dtype)
@@ -150,7 +154,7 @@ def test_convolutions_by_triton(size: tuple[int, int, int, int, int], dtype: tor
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("channels", [20, 96, 384])
-def test_triton_kernels_between_convolutions(channels: int, dtype: torch.dtype) -> None:
+def test_triton_kernels_equal_pytorch(channels: int, dtype: torch.dtype) -> None:
     generator = torch.Generator("cuda:0").manual_seed(1)
 
     def lying(frames: int) -> torch.Tensor:
@@ -171,7 +175,7 @@ def test_triton_kernels_between_convolutions(channels: int, dtype: torch.dtype) 
 
 
 @torch.inference_mode()
-def test_frames_of_a_block_of_96_channels() -> None:
+def test_a_block_of_96_channels_equals_diffusers() -> None:
     torch.manual_seed(0)
     vae = AutoencoderKLWan(base_dim=96, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[True])
     vae = vae.eval().to("cuda:0", torch.bfloat16)

@@ -1,4 +1,4 @@
-"""TensorRT's builders and session on tiny models. Needs an NVIDIA GPU and TensorRT; skipped elsewhere."""
+"""TensorRT's builders and session on tiny models. Skipped without an NVIDIA GPU and TensorRT."""
 
 import importlib.util
 import shutil
@@ -121,7 +121,7 @@ def test_each_program_equals_pytorch(make: Make, component: str, name: str, prec
     assert result.passed, result.detail
 
 
-def test_cuda_graphs_change_nothing_and_hold_two_outputs(make: Make) -> None:
+def test_cuda_graphs_do_not_change_outputs_or_share_buffers(make: Make) -> None:
     folder, found, program = make("transformer", "transformer")
     outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
     with opened(folder, found, "off") as plain, opened(folder, found) as captured:
@@ -136,7 +136,7 @@ def test_cuda_graphs_change_nothing_and_hold_two_outputs(make: Make) -> None:
         assert len(captured._graphs) == 2
 
 
-def test_the_vaes_caches_go_round(make: Make) -> None:
+def test_vae_caches_are_reused(make: Make) -> None:
     first_folder, first_record, first_program = make("vae", "vae_first")
     next_folder, next_record, next_program = make("vae", "vae_next")
     latents = torch.randn(1, first_program.spec.vae.z_dim, 9, 8, 6, device=DEVICE)
@@ -149,7 +149,7 @@ def test_the_vaes_caches_go_round(make: Make) -> None:
             assert relative_error(out["frames"], wanted["frames"]) < 1e-3
 
 
-def test_two_profiles_and_a_size_outside(make: Make) -> None:
+def test_two_profiles_work_and_other_sizes_are_errors(make: Make) -> None:
     folder, found, program = make("transformer", "transformer", profiles=TWO)
     with opened(folder, found) as session:
         for profile in (*TWO, TWO[0]):
@@ -159,7 +159,7 @@ def test_two_profiles_and_a_size_outside(make: Make) -> None:
         assert verify(session, program, TWO[1], "float32").passed
 
 
-def test_inputs_are_converted_at_the_edge(make: Make) -> None:
+def test_inputs_are_converted_to_the_engines_dtype(make: Make) -> None:
     folder, found, program = make("transformer", "transformer")
     inputs = program.inputs(SIZE)
     strided = inputs["latents"].transpose(3, 4).contiguous().transpose(3, 4)
@@ -176,7 +176,7 @@ def test_inputs_are_converted_at_the_edge(make: Make) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"not a plan", b"ftrt" + bytes(4096)])
-def test_what_is_no_plan_is_an_error(make: Make, tmp_path: Path, data: bytes) -> None:
+def test_an_invalid_plan_is_an_error(make: Make, tmp_path: Path, data: bytes) -> None:
     make("text_encoder", "text_encoder")
     path = tmp_path / "engine.plan"
     path.write_bytes(data)
@@ -195,7 +195,7 @@ def test_a_changed_file_is_never_opened(make: Make, tmp_path: Path) -> None:
         opened(copy, found)
 
 
-def test_closing_gives_the_memory_back(make: Make) -> None:
+def test_closing_frees_memory(make: Make) -> None:
     folder, found, program = make("vae", "vae_next")
     inputs, free = program.inputs(PROFILES["vae_next"].opt), []
     for _ in range(8):

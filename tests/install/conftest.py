@@ -1,4 +1,4 @@
-"""A repository of Tandem's installer alone, with tiny packages in place of the real ones."""
+"""A repository with the installer only, and tiny packages instead of the real ones."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import pytest
 
 REPO = Path(__file__).parents[2]
 
-# Prints what it was started with as JSON; "exit N", "read" and "wait" are for the tests of those.
+# Prints its arguments and environment as JSON; "exit N", "read" and "wait" serve single tests.
 APP = """
 import json, os, sys, time
 import tinydep
@@ -50,7 +50,7 @@ def make_wheel(folder: Path, name: str, version: str, files: dict[str, str]) -> 
 
 @dataclass
 class Repo:
-    """A copy of the installer, and the environment it is run in."""
+    """A copy of the installer and its environment variables."""
 
     root: Path
     environment: dict[str, str]
@@ -70,7 +70,7 @@ class Repo:
     def run(
         self, *args: str | bytes, cwd: Path | None = None, stdin: str = "", **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        """Runs install.sh."""
+        """Run install.sh."""
         return subprocess.run(
             [self.command, *args],
             input=stdin,
@@ -100,7 +100,7 @@ class Repo:
 
 
 def report(done: "subprocess.CompletedProcess[str]") -> dict[str, object]:
-    """What the program in the copy said it was started with."""
+    """Return the JSON that the program in the copy printed."""
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert isinstance(answer, dict)
@@ -108,7 +108,7 @@ def report(done: "subprocess.CompletedProcess[str]") -> dict[str, object]:
 
 
 def path_of(folder: Path, commands: Sequence[str]) -> str:
-    """Makes a folder that holds these commands of the system, and no Python, for use as PATH."""
+    """Create a folder for use as PATH with these commands, and without Python."""
     folder.mkdir()
     for name in commands:
         found = shutil.which(name)
@@ -118,7 +118,7 @@ def path_of(folder: Path, commands: Sequence[str]) -> str:
 
 
 def link_or_copy(source: str, target: str) -> None:
-    """Copies a file; an installed one as a hard link, which takes no time. Tests replace those, never write to them."""
+    """Copy a file; installed ones as hard links, which is fast. Tests replace them and never write to them."""
     if "/site-packages/" in source:
         os.link(source, target)
     else:
@@ -127,7 +127,7 @@ def link_or_copy(source: str, target: str) -> None:
 
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Repo, "subprocess.CompletedProcess[str]"]:
-    """A copy set up from nothing, from another directory, and what that run said. Tests change copies of it."""
+    """Set up a repository from another directory; return it with that run's result. Tests change copies of it."""
     base = tmp_path_factory.mktemp("install")
     wheels = base / "wheels"
     wheels.mkdir()
@@ -159,13 +159,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Repo, "subproce
 
 @pytest.fixture
 def shared(installed: tuple[Repo, "subprocess.CompletedProcess[str]"]) -> Repo:
-    """The copy that is set up, for tests that change nothing in it."""
+    """Return the set-up repository, for tests that do not change it."""
     return installed[0]
 
 
 @pytest.fixture
 def repo(installed: tuple[Repo, "subprocess.CompletedProcess[str]"], tmp_path: Path) -> Repo:
-    """A copy that is set up, for the test to change."""
+    """Return a copy of the set-up repository that the test may change."""
     root = tmp_path / "a path, ünïcode" / "Tandem"
     shutil.copytree(installed[0].root, root, symlinks=True, copy_function=link_or_copy)
     return Repo(root, dict(installed[0].environment))

@@ -34,7 +34,7 @@ def test_sets_up_from_nothing_and_starts_the_app(
     assert not (repo.root / ".venv/tmp").exists()
 
 
-def test_arguments_reach_the_program_as_they_are(shared: Repo) -> None:
+def test_arguments_are_passed_unchanged(shared: Repo) -> None:
     arguments = [
         b"generate", b"a red boat", b"", b" ", b'"', b"'", b"it's \"so\"", b"*", b"[a-z]?", b"$HOME", b"`ls`", b"$(ls)",
         b"back\\slash", b"two\nlines", b"tab\t", b"!x", b"a&b|c;d", b"--flag=a b", b"--", b"-I", b"\xff",
@@ -45,7 +45,7 @@ def test_arguments_reach_the_program_as_they_are(shared: Repo) -> None:
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 130])
-def test_exit_code_is_the_programs(shared: Repo, code: int) -> None:
+def test_the_exit_code_is_that_of_the_program(shared: Repo, code: int) -> None:
     assert shared.run("exit", str(code)).returncode == code
 
 
@@ -97,14 +97,14 @@ def test_works_through_a_link(shared: Repo, tmp_path: Path) -> None:
     assert report(done)["prefix"] == str(shared.root / ".venv")
 
 
-def test_sh_install_sh_is_the_same(shared: Repo) -> None:
+def test_it_can_be_run_with_sh(shared: Repo) -> None:
     done = subprocess.run(
         ["/bin/sh", shared.command, "a b"], capture_output=True, text=True, env=shared.environment, check=False
     )
     assert report(done)["arguments"] == [b"a b".hex()]
 
 
-# What goes wrong on the way.
+# Failures.
 
 
 def test_interrupted_install_is_repaired(repo: Repo) -> None:
@@ -148,7 +148,7 @@ def test_ctrl_c_while_installing_is_reported_and_the_next_run_resumes(repo: Repo
     assert report(repo.run())["tinydep"] == 2
 
 
-def test_two_at_once_install_once(repo: Repo) -> None:
+def test_two_concurrent_runs_install_once(repo: Repo) -> None:
     repo.require("tinydep==2.0")
     both = [repo.start(), repo.start()]
     told = [process.communicate(timeout=60) for process in both]
@@ -180,7 +180,7 @@ def test_an_unreadable_stamp_is_ignored(repo: Repo) -> None:
     assert "ready after" in repo.run().stderr
 
 
-def test_lock_file_without_a_holder_holds_up_nothing(repo: Repo) -> None:
+def test_a_stale_lock_file_does_not_block(repo: Repo) -> None:
     (repo.root / ".install.lock").write_text("99999\n", "utf-8")
     repo.stamp.unlink()
     done = repo.run()
@@ -188,7 +188,7 @@ def test_lock_file_without_a_holder_holds_up_nothing(repo: Repo) -> None:
     assert "another set-up" not in done.stderr
 
 
-def test_waits_for_another_set_up_and_takes_over_its_result(repo: Repo) -> None:
+def test_waits_for_another_set_up_and_uses_its_result(repo: Repo) -> None:
     import fcntl  # not on Windows
 
     stamp = repo.stamp.read_text("utf-8")
@@ -219,7 +219,7 @@ def test_pip_that_fails_gives_two_lines_and_exit_code_2(repo: Repo) -> None:
     report(repo.run())
 
 
-def test_no_network_is_named_as_such(repo: Repo) -> None:
+def test_a_missing_network_is_reported(repo: Repo) -> None:
     repo.require("tinydep==3.0")
     del repo.environment["PIP_NO_INDEX"]
     done = repo.run(PIP_INDEX_URL="http://127.0.0.1:9/simple", PIP_RETRIES="1")
@@ -242,7 +242,7 @@ def test_gpu_package_that_fails_is_a_warning(repo: Repo, tmp_path: Path) -> None
     assert repo.run(PATH=path).stderr == ""
 
 
-# Which Python.
+# The choice of Python.
 
 
 def test_no_python_names_what_was_found(repo: Repo, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What tools/setup_env.py decides: the build of PyTorch, the disk, the Mac. And that install.bat hangs together."""
+"""Decisions of tools/setup_env.py (PyTorch build, disk space, macOS), and the consistency of install.bat."""
 
 import importlib.util
 import re
@@ -29,7 +29,7 @@ def setup_env(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
 
 
 def offer(monkeypatch: pytest.MonkeyPatch, module: ModuleType, configured: list[str], **indexes: list[str]) -> None:
-    """Has pip see these builds of PyTorch as it is configured, and on the CPU and CUDA indexes."""
+    """Make pip find these builds of PyTorch on the configured, CPU and CUDA indexes."""
     urls = {module.CPU_INDEX: indexes.get("cpu", []), module.CUDA_INDEX: indexes.get("cuda", [])}
     monkeypatch.setattr(module, "torch_versions", lambda *options: urls[options[1]] if options else configured)
 
@@ -37,7 +37,7 @@ def offer(monkeypatch: pytest.MonkeyPatch, module: ModuleType, configured: list[
 PYPI = ["2.15.0", "2.13.0", "2.11.0"]
 
 
-def test_linux_without_gpu_takes_a_cpu_build_that_pip_is_configured_to_see(
+def test_linux_without_gpu_uses_a_cpu_build_of_the_configured_index(
     setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
@@ -45,13 +45,13 @@ def test_linux_without_gpu_takes_a_cpu_build_that_pip_is_configured_to_see(
     assert setup_env.choose_torch(False)[:2] == ("torch==2.13.0+cpu", [])
 
 
-def test_linux_without_gpu_takes_the_cpu_index(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linux_without_gpu_uses_the_cpu_index(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
     offer(monkeypatch, setup_env, PYPI, cpu=["2.13.0+cpu"])
     assert setup_env.choose_torch(False)[:2] == ("torch==2.13.0+cpu", ["--index-url", setup_env.CPU_INDEX])
 
 
-def test_linux_without_gpu_or_cpu_index_takes_the_large_build_and_says_so(
+def test_linux_without_gpu_or_cpu_index_uses_the_cuda_build_and_reports_it(
     setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
@@ -62,7 +62,7 @@ def test_linux_without_gpu_or_cpu_index_takes_the_large_build_and_says_so(
     assert "cannot be reached: taking the ordinary package, which carries CUDA" in capsys.readouterr().err
 
 
-def test_linux_with_gpu_takes_no_cpu_build(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linux_with_gpu_uses_no_cpu_build(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
     offer(monkeypatch, setup_env, ["2.13.0+cpu", *PYPI])
     assert setup_env.choose_torch(True)[:2] == ("torch===2.13.0", [])
@@ -78,7 +78,7 @@ def test_windows(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("nvidia", GPUS)
-def test_mac_takes_the_ordinary_package(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch, nvidia: bool) -> None:
+def test_mac_uses_the_default_package(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch, nvidia: bool) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     assert setup_env.choose_torch(nvidia)[:2] == ("torch==2.13.0", [])
 
@@ -106,7 +106,7 @@ def test_an_unreachable_index_is_reported_before_a_download_is_announced(
         ("win32", "2.13.0+cu130", True, True),
     ],
 )
-def test_which_pytorch_that_is_there_will_do(
+def test_an_installed_pytorch_is_used_if_it_suits(
     setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch, platform: str, version: str, nvidia: bool, suits: bool
 ) -> None:
     monkeypatch.setattr(sys, "platform", platform)
@@ -139,7 +139,7 @@ def test_a_nearly_full_disk_is_reported_first(
         setup_env.check_disk(nvidia)
 
 
-def test_torch_range_is_the_one_in_the_requirements(setup_env: ModuleType) -> None:
+def test_the_torch_range_equals_the_requirements(setup_env: ModuleType) -> None:
     (low, high), text = setup_env.TORCH_RANGE, (REPO / "requirements.txt").read_text("utf-8")
     assert f"\ntorch>={low[0]}.{low[1]},<{high[0]}.{high[1] + 1}\n" in text
     assert low <= tuple(int(part) for part in setup_env.TORCH.split(".")[:2]) <= high
@@ -155,10 +155,10 @@ def test_requirements_are_pinned(name: str) -> None:
     )
 
 
-# install.bat cannot be run off Windows: what can be read off its text.
+# install.bat runs on Windows only; its text is checked.
 
 
-def test_install_bat_hangs_together() -> None:
+def test_install_bat_is_consistent() -> None:
     text = (REPO / "install.bat").read_bytes()
     assert text.count(b"\r\n") == text.count(b"\n"), "cmd reads labels wrongly where lines end in LF"
     assert text.isascii()

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from runtime.families.wan.transformer import fuse, install
 from runtime.families.wan.vae import DecoderSteps
 from runtime.planner import memory_model
-from tests.gpu.proof_memory import TRANSFORMERS, VAES
+from tests.gpu.measure_memory import TRANSFORMERS, VAES
 from tests.published_specs import spec
 
 TRUE_SIZES = {

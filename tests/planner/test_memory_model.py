@@ -28,13 +28,13 @@ from runtime.models.spec import ModelSpec
 from runtime.planner import memory_model
 from runtime.planner.execution_options import text_bytes
 from runtime.planner.memory_model import Workload
-from tests.gpu.proof_memory import UMT5
+from tests.gpu.measure_memory import UMT5
 from tests.published_specs import spec
 
 HERE = Path(__file__)
 ROWS = [json.loads(line) for line in HERE.with_name("measured_h200.jsonl").read_text().splitlines()]
-# Whole jobs, tests/gpu/proof_jobs.py: bytes beyond the CUDA context at each stage's peak. Those of A14B computed blocks
-# as `families.wan.transformer` does, but for 0.7 GB that it held beside attention then; the others as diffusers does.
+# Jobs of tests/gpu/measure_jobs.py: bytes beyond the CUDA context at each stage's peak. A14B computed blocks as
+# `families.wan.transformer` does, plus 0.7 GB that it then held during attention; the others as diffusers does.
 JOBS = [json.loads(line) for line in HERE.with_name("measured_h200_jobs.jsonl").read_text().splitlines()]
 # Decoding on 2 cores of an AMD EPYC with AVX-512, by PyTorch 2.13: tests/planner/measure_cpu.py; of equal runs the one
 # that took most.

@@ -1,4 +1,4 @@
-"""The renderer: the same picture every time, and every attribute there to be seen."""
+"""The renderer: deterministic pictures in which every attribute is visible."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ SIZE = (96, 64)
 
 
 def alike(count: int, **codes: list[int]) -> Scenes:
-    """``count`` scenes that differ in ``codes`` alone."""
+    """Return `count` scenes that differ in `codes` only."""
     one = world.sample(1, 11, two_subjects=0.0)
     scenes = world.join([one] * count)
     fixed = {"motion": 1, "backdrop": 1, "time": 1, "weather": 0} | {k: v for k, v in codes.items()}
@@ -22,12 +22,12 @@ def alike(count: int, **codes: list[int]) -> Scenes:
 
 
 def spread(clips: torch.Tensor) -> float:
-    """The smallest mean difference between any two clips, in 0..255."""
+    """Return the smallest mean difference between two clips, in 0 to 255."""
     flat = to_uint8(clips).float().flatten(1)
     return float(min((a - b).abs().mean() for i, a in enumerate(flat) for b in flat[:i]))
 
 
-def test_the_same_scene_renders_the_same_alone_or_in_company() -> None:
+def test_a_scene_renders_the_same_in_any_batch() -> None:
     scenes = world.sample(6, 3, two_subjects=0.5)
     renderer = Renderer(SIZE, 9, stride=4)
     together = renderer(scenes)
@@ -36,7 +36,7 @@ def test_the_same_scene_renders_the_same_alone_or_in_company() -> None:
     assert (together - alone).abs().max() < 1e-4
 
 
-def test_a_crop_is_a_window_of_the_whole() -> None:
+def test_a_crop_equals_the_cropped_picture() -> None:
     scenes = world.sample(4, 4, two_subjects=0.5)
     renderer = Renderer((96, 64), 5, stride=4)
     whole = renderer(scenes)
@@ -45,13 +45,13 @@ def test_a_crop_is_a_window_of_the_whole() -> None:
     assert (whole[..., 24:72] - crop).abs().mean() < 1e-3
 
 
-def test_values_are_pictures() -> None:
+def test_values_are_valid_pixels() -> None:
     clips = Renderer(SIZE, 5)(world.sample(4, 5))
     assert clips.shape == (4, 5, 3, 64, 96)
     assert clips.min() >= -1 and clips.max() <= 1 and clips.std() > 0.2
 
 
-def test_every_subject_colour_backdrop_time_and_weather_shows() -> None:
+def test_every_attribute_is_visible() -> None:
     renderer = Renderer(SIZE, 9, stride=8)
     for name, options in (("subject", SUBJECTS), ("colour", world.COLOURS), ("backdrop", BACKDROPS), ("time", TIMES),
                           ("weather", WEATHERS)):  # fmt: skip
@@ -59,7 +59,7 @@ def test_every_subject_colour_backdrop_time_and_weather_shows() -> None:
         assert spread(renderer(scenes)) > 0.4, name
 
 
-def test_motions_go_where_they_say() -> None:
+def test_motions_have_their_direction() -> None:
     scenes = alike(len(MOTIONS), motion=list(range(len(MOTIONS))))
     pose = motion.poses(scenes, 0, (1.7, 1.0), 33)
     travel = {m: (pose.x[i, -1] - pose.x[i, 0], pose.y[i, -1] - pose.y[i, 0]) for i, m in enumerate(MOTIONS)}
@@ -71,7 +71,7 @@ def test_motions_go_where_they_say() -> None:
     assert round_trip.max() - round_trip.min() > 0.6
 
 
-def test_subjects_stay_in_the_picture() -> None:
+def test_subjects_stay_inside_the_picture() -> None:
     scenes = world.sample(500, 9, two_subjects=0.5)
     for extent in ((192 / 112, 1.0), (1.0, 192 / 112), (1.0, 1.0)):
         for slot in (0, 1):

@@ -1,4 +1,4 @@
-"""The shipped model: small enough, in diffusers' layout, and with a tokenizer that says which words it knows."""
+"""The shipped model: its size, diffusers' layout, and the words that its tokenizer knows."""
 
 import json
 from pathlib import Path
@@ -15,29 +15,29 @@ DIORAMA = Path(__file__).resolve().parents[2] / "runtime/models/embedded/diorama
 
 @pytest.fixture(scope="module")
 def pipe() -> WanPipeline:
-    """The shipped model, opened as anyone would."""
+    """Load the shipped model with diffusers."""
     return WanPipeline.from_pretrained(DIORAMA, dtype=torch.float32)
 
 
-def test_all_of_it_is_at_most_24_megabytes() -> None:
+def test_the_shipped_model_is_at_most_24_megabytes() -> None:
     assert sum(f.stat().st_size for f in DIORAMA.rglob("*") if f.is_file()) <= 24e6
 
 
-def test_the_pipeline_opens_and_makes_a_small_clip(pipe: WanPipeline) -> None:
+def test_diffusers_loads_it_and_makes_a_clip(pipe: WanPipeline) -> None:
     pipe.set_progress_bar_config(disable=True)
     clip = pipe("a red boat", width=64, height=64, num_frames=5, num_inference_steps=2, output_type="pt").frames
     assert clip.shape == (1, 5, 3, 64, 64)
     assert bool(torch.isfinite(clip).all()) and clip.std() > 0.05
 
 
-def test_the_schedule_is_that_of_wan(pipe: WanPipeline) -> None:
+def test_the_schedule_is_wans(pipe: WanPipeline) -> None:
     config = pipe.scheduler.config
     assert type(pipe.scheduler).__name__ == "UniPCMultistepScheduler"
     assert config.prediction_type == "flow_prediction" and config.use_flow_sigmas
     assert pipe.config.boundary_ratio == 0.875
 
 
-def test_the_tokenizer_round_trips_and_knows_what_it_does_not_know() -> None:
+def test_the_tokenizer_round_trips_and_marks_unknown_words() -> None:
     shipped, made = AutoTokenizer.from_pretrained(DIORAMA / "tokenizer"), nets.tokenizer()
     text = "Two Hot-Air balloons, gently rising; it's a ZEPPELIN!"
     ids = shipped(text).input_ids
@@ -46,7 +46,7 @@ def test_the_tokenizer_round_trips_and_knows_what_it_does_not_know() -> None:
     assert shipped.convert_ids_to_tokens(ids)[:3] == ["two", "hot", "air"]
 
 
-def test_the_sidecar_holds_what_the_app_needs() -> None:
+def test_the_sidecar_has_the_fields_of_the_app() -> None:
     sidecar = json.loads((DIORAMA / "tandem.json").read_text())
     assert set(sidecar["defaults"]) >= {"width", "height", "frames", "fps", "steps", "guidance_scale"}
     assert [sidecar["defaults"]["width"], sidecar["defaults"]["height"]] in sidecar["sizes"]
@@ -54,7 +54,7 @@ def test_the_sidecar_holds_what_the_app_needs() -> None:
     assert torch.tensor(sidecar["latent_rgb_bias"]).shape == (3,)
 
 
-def test_whole_clip_passes_equal_the_chunked_ones(pipe: WanPipeline) -> None:
+def test_decoding_at_once_equals_decoding_in_chunks(pipe: WanPipeline) -> None:
     clip = torch.rand(1, 3, 17, 32, 48, generator=torch.Generator().manual_seed(0)) * 2 - 1
     with torch.no_grad():
         latents = pipe.vae.encode(clip).latent_dist.mean

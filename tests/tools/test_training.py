@@ -1,4 +1,4 @@
-"""What the trainings rest on: where subjects are, how latents shrink and how rough they are, and the clock's rate."""
+"""Parts of the trainings: subject masks, resizing and roughness of latents, learning rates, losses."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def test_subjects_are_drawn_inside_their_footprint() -> None:
     assert inside.float().mean() < 0.45
 
 
-def test_shrinking_takes_means_over_areas() -> None:
+def test_resizing_averages_over_areas() -> None:
     x = torch.randn(2, 3, 2, 14, 14)
     half = train_vae.shrink(x, (1, 2))
     assert torch.allclose(half, nn.functional.avg_pool3d(x, (1, 2, 2)), atol=1e-6)
@@ -44,7 +44,7 @@ def test_roughness_is_one_for_noise_and_small_for_slopes() -> None:
     assert train_vae.roughness(slope)[2] < 0.05
 
 
-def test_the_vae_learns_from_shrunken_latents_too() -> None:
+def test_the_vae_trains_on_resized_latents() -> None:
     torch.manual_seed(0)
     model = nets.vae(nets.REHEARSAL)
     clip = torch.rand(2, 3, 5, 112, 112) * 2 - 1
@@ -56,7 +56,7 @@ def test_the_vae_learns_from_shrunken_latents_too() -> None:
         assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.encoder.parameters())
 
 
-def test_the_rate_goes_from_the_first_share_to_the_last() -> None:
+def test_the_learning_rate_interpolates() -> None:
     clock = training.Clock(1.0, torch.device("cpu"))
     clock.steps = 1000
     rates = []
@@ -66,7 +66,7 @@ def test_the_rate_goes_from_the_first_share_to_the_last() -> None:
     assert rates == pytest.approx([0.8, 0.6, 0.4])
 
 
-def test_sharpening_raises_gains_to_a_least_value_once() -> None:
+def test_sharpening_raises_gains_to_a_minimum_once() -> None:
     model = nets.expert(nets.REHEARSAL)
     train_experts.sharpen_text(model, 1.7)
     train_experts.sharpen_text(model, 1.5)
@@ -75,7 +75,7 @@ def test_sharpening_raises_gains_to_a_least_value_once() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")  # autocast leaves norms in float32
-def test_the_loss_weighs_subjects_and_tells_both_errors() -> None:
+def test_the_loss_weights_subjects_and_returns_both_errors() -> None:
     torch.manual_seed(0)
     model = nets.expert(nets.REHEARSAL)
     train_experts.shorten_text(model)
@@ -89,7 +89,7 @@ def test_the_loss_weighs_subjects_and_tells_both_errors() -> None:
     assert float(loss.detach()) == pytest.approx(float(expected), rel=1e-4)
 
 
-def test_averages_are_saved_beside_the_live_weights(tmp_path: Path) -> None:
+def test_averaged_weights_are_saved_with_the_current_ones(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     average = training.Average(model, 0.5)
     old = model.weight.detach().clone()

@@ -1,4 +1,4 @@
-"""The world: what it may show in training, what its sentences say, and the words it knows."""
+"""The drawn world: training scenes, captions and vocabulary."""
 
 import random
 
@@ -34,12 +34,12 @@ def test_two_subjects_differ_in_colour_unless_twins() -> None:
     assert torch.equal(scenes.colour[:, 0] == scenes.colour[:, 1], twins)
 
 
-def test_a_plain_sentence_reads_as_people_write() -> None:
+def test_a_caption_is_a_plain_sentence() -> None:
     known = captions.Facts((("boat", "red"),), "left", "sea", "sunset", None)
     assert captions.sentence(known, captions.Wording(plain=True)) == "a red boat sails left on the sea at sunset"
 
 
-def test_every_whole_sentence_names_colour_and_subject() -> None:
+def test_every_full_caption_names_colour_and_subject() -> None:
     rng = random.Random(0)
     scenes = world.sample(300, 4, keep="any")
     for i in range(300):

@@ -1,15 +1,14 @@
-"""Measures one job on several GPUs: steps, decoding, whole clips, and a process that is killed. Not run by pytest.
+"""Measure a job on several GPUs: steps, decoding, clips, and a killed process. Not run by pytest.
 
-    python tests/gpu/proof_gpus.py [--gpus 2] [--model wan2.2-a14b] [--steps 3] [--seconds 480] [PART …]
-    python tests/gpu/proof_gpus.py clip --gpus 1 --clip-steps 40 --asked '{"compile": "always", "quantization": "fp8"}'
-    python tests/gpu/proof_gpus.py --small --device cpu --gpus 4       the same with a tiny model, on the CPU
+    python tests/gpu/measure_gpus.py [--gpus 2] [--model wan2.2-a14b] [--steps 3] [--seconds 480] [PART …]
+    python tests/gpu/measure_gpus.py clip --gpus 1 --clip-steps 40 --asked '{"quantization": "fp8"}'
+    python tests/gpu/measure_gpus.py --small --device cpu --gpus 4       the same with a tiny model, on the CPU
 
 Parts are `passes` (and with them decoding), `cache` (a step cache), `kill` and `clip`; all by default. Random weights
-at true size in `TANDEM_PROOF`: no figure but a step cache's seconds depends on their values. Each variant loads its own
-processes, and prints a JSON object as soon as it is done, which is appended to $OUT/gpus.jsonl. `--asked` is what of a
-request differs. Errors are
-‖out - one‖ / ‖one‖ against one GPU, next to how much two equal runs on one GPU and another attention kernel differ
-by. `clip` needs ffmpeg.
+at full size in `TANDEM_CHECKS`; only a step cache's seconds depend on their values. Each variant loads its own
+processes, prints a JSON object and appends it to $OUT/gpus.jsonl. `--asked` overrides fields of the request. Errors
+are ‖out - one‖ / ‖one‖ relative to one GPU, next to the differences between two equal runs on one GPU and with another
+attention kernel. `clip` needs ffmpeg.
 """
 
 import argparse
@@ -50,9 +49,9 @@ from runtime.pipeline.run import run_job
 from runtime.pipeline.sampling import decode
 from runtime.planner.resolve import resolve
 from tests import tiny_models
-from tests.gpu.proof_common import relative_error
-from tests.gpu.proof_jobs import HOME, MODELS, Unjudged, save
-from tests.gpu.proof_memory import TRANSFORMERS, VAES
+from tests.gpu.check_common import relative_error
+from tests.gpu.measure_jobs import HOME, MODELS, Unjudged, save
+from tests.gpu.measure_memory import TRANSFORMERS, VAES
 from tests.pipeline.test_parity import sample
 from tests.plans import Alone, machine, with_strategy
 
@@ -68,7 +67,7 @@ STARTED = time.monotonic()
 
 
 def say(**found: Any) -> None:
-    """Print and keep one finding."""
+    """Print a measurement and append it to gpus.jsonl."""
     line = json.dumps({"at": round(time.monotonic() - STARTED, 1), **found})
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
@@ -77,10 +76,10 @@ def say(**found: Any) -> None:
 
 
 def model(arguments: argparse.Namespace) -> ModelSpec:
-    """Return a model of one of the true architectures; its second expert is the first under another name."""
+    """Return a model of one of the published architectures; both experts share the same files."""
     architecture = MODELS[arguments.model][0]
     folder = HOME / f"gpus-{'small-' if arguments.small else ''}{arguments.model}"
-    if not (folder / "whole").exists():
+    if not (folder / "complete").exists():
         shutil.rmtree(folder, ignore_errors=True)
         tiny_models.build(architecture, folder)
         if not arguments.small:
@@ -91,12 +90,12 @@ def model(arguments: argparse.Namespace) -> ModelSpec:
                 shutil.rmtree(folder / "transformer_2")
                 (folder / "transformer_2").symlink_to(folder / "transformer")
             save(partial(AutoencoderKLWan, **VAES.get(arguments.model, VAES["wan2.1"])), folder / "vae", device)
-        (folder / "whole").touch()
+        (folder / "complete").touch()
     return read_spec(folder, arguments.model)
 
 
 def variants(arguments: argparse.Namespace) -> Iterator[tuple[str, Split | None]]:
-    """Yield every way to share a job among so many GPUs."""
+    """Yield every split of a job over a number of GPUs."""
     yield "one", None
     for count in arguments.counts:
         if count > arguments.gpus:
@@ -112,7 +111,7 @@ def variants(arguments: argparse.Namespace) -> Iterator[tuple[str, Split | None]
                 yield f"{count}: {name}", split
 
 
-def planned(spec: ModelSpec, here: Machine, arguments: argparse.Namespace, **values: Any) -> ExecutionPlan:
+def planned(spec: ModelSpec, computer: Machine, arguments: argparse.Namespace, **values: Any) -> ExecutionPlan:
     """Plan a clip for one GPU."""
     _, width, height, frames = MODELS[arguments.model]
     size = {"width": width, "height": height, "frames": frames}
@@ -123,7 +122,7 @@ def planned(spec: ModelSpec, here: Machine, arguments: argparse.Namespace, **val
     asked = {"prompt": "a red boat", "model": str(spec.directory), "seed": 1, "steps": 4, **size, **arguments.asked}
     asked |= values
     request = GenerationRequest.from_mapping(asked)
-    plan = resolve(request, spec, here, Path(os.environ.get("OUT", ".")) / "x.mp4")
+    plan = resolve(request, spec, computer, Path(os.environ.get("OUT", ".")) / "x.mp4")
     return with_strategy(plan, keep_loaded=True, freed=())
 
 
@@ -142,7 +141,7 @@ def guided(denoiser: Any, given: tuple[torch.Tensor, ...]) -> torch.Tensor:
 
 
 def seconds_of(work: Any, repeats: int, arguments: argparse.Namespace) -> tuple[list[float], Any]:
-    """Return the seconds of each of some calls, after one more, and the last result."""
+    """Return the seconds of each call after a warm-up call, and the last result."""
     found, out = [], None
     for number in range(repeats + 1):
         synchronize(arguments)
@@ -154,9 +153,9 @@ def seconds_of(work: Any, repeats: int, arguments: argparse.Namespace) -> tuple[
     return found, out
 
 
-def passes(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> None:
-    """Steps with guidance, and a whole decode, in every variant."""
-    plan = planned(spec, here, arguments)
+def passes(spec: ModelSpec, computer: Machine, arguments: argparse.Namespace) -> None:
+    """Measure steps with guidance, and decoding, in every variant."""
+    plan = planned(spec, computer, arguments)
     device = plan.components["transformer"].device
     noise = torch.Generator().manual_seed(1)
     latents = torch.randn(plan.latent_shape, generator=noise).to(device)
@@ -166,23 +165,23 @@ def passes(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> Non
     clip: torch.Tensor | None = None
     one = 0.0
     for name, split in variants(arguments):
-        with going_on("passes", name, arguments), Residency() as residency:
+        with reporting_failure("passes", name, arguments), Residency() as residency:
             job = Alone(plan.replace(split=split))
             began = time.perf_counter()
             with residency.denoiser(spec, job, "transformer") as denoiser:
                 loaded = time.perf_counter() - began
-                taken, made = seconds_of(partial(guided, denoiser, given), arguments.steps, arguments)
+                seconds, made = seconds_of(partial(guided, denoiser, given), arguments.steps, arguments)
                 made = made.float().cpu()
                 found: dict[str, Any] = {}
                 if step is None:
-                    step, one = made, statistics.median(taken)
+                    step, one = made, statistics.median(seconds)
                     found = floors(denoiser, given, step, plan, arguments)
-            median = statistics.median(taken)
+            median = statistics.median(seconds)
             say(
                 part="step",
                 variant=name,
                 seconds=median,
-                all=taken,
+                all=seconds,
                 times_as_fast=round(one / median, 3),
                 error=relative_error(made, step),
                 load_seconds=round(loaded, 1),
@@ -192,14 +191,14 @@ def passes(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> Non
             )
             with residency.video_decoder(spec, job) as decoder:
                 frames = partial(decode, decoder, latents, plan.strategy.decode_chunk, Cancel())
-                taken, made = seconds_of(lambda: torch.cat(list(frames())), 2, arguments)  # noqa: B023 - called at once
+                seconds, made = seconds_of(lambda: torch.cat(list(frames())), 2, arguments)  # noqa: B023 - called at once
             clip = made if clip is None else clip
             apart = (made.int() - clip.int()).abs()
             say(
                 part="decode",
                 variant=name,
-                seconds=statistics.median(taken),
-                all=taken,
+                seconds=statistics.median(seconds),
+                all=seconds,
                 most_apart_of_255=int(apart.max()),
                 share_apart=float((apart > 0).double().mean()),
                 chunk=plan.strategy.decode_chunk,
@@ -210,7 +209,7 @@ def passes(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> Non
 def floors(
     denoiser: Any, given: tuple[torch.Tensor, ...], step: torch.Tensor, plan: ExecutionPlan, arguments: Any
 ) -> dict[str, float]:
-    """Return what one GPU differs by: between two equal runs, and with other kernels of attention."""
+    """Return the differences on one GPU: between two equal runs, and with other attention kernels."""
     found = {"two_equal_runs": relative_error(guided(denoiser, given), step)}
     for kind in ("flash", "cudnn"):
         if arguments.device != "cpu" and kind != plan.speed.attention:
@@ -219,14 +218,14 @@ def floors(
     return found
 
 
-def cache(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> None:
-    """Latents with a step cache, in every variant: compared with one GPU, without a deadlock."""
+def cache(spec: ModelSpec, computer: Machine, arguments: argparse.Namespace) -> None:
+    """Check latents with a step cache in every variant: equal to one GPU's, without a deadlock."""
     wanted: dict[str, tuple[torch.Tensor, float]] = {}
     frames = {} if arguments.small else {"frames": CACHED_FRAMES}
     for name, split in variants(arguments):
-        with going_on("cache", name, arguments), Residency() as residency:
+        with reporting_failure("cache", name, arguments), Residency() as residency:
             for step_cache in CACHES:
-                plan = planned(spec, here, arguments, steps=CACHED_STEPS, step_cache=step_cache, **frames)
+                plan = planned(spec, computer, arguments, steps=CACHED_STEPS, step_cache=step_cache, **frames)
                 plan = plan.replace(split=split)
                 latents: list[torch.Tensor] = []
                 synchronize(arguments)
@@ -250,16 +249,16 @@ def cache(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> None
                 )
 
 
-def kill(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> None:
-    """A process is killed while all of them exchange tokens: how soon that is reported, and what is left."""
-    plan = planned(spec, here, arguments)
+def kill(spec: ModelSpec, computer: Machine, arguments: argparse.Namespace) -> None:
+    """Kill a process during an exchange: measure when it is reported and what remains."""
+    plan = planned(spec, computer, arguments)
     _, split = next(found for found in variants(arguments) if found[1] is not None and found[1].sequence > 1)
     assert split is not None
     device = plan.components["transformer"].device
     latents = torch.randn(plan.latent_shape).to(device)
     text = torch.randn((2, 1, 512, spec.transformer.text_dim)).to(device)
     given = (latents, torch.tensor(500.0, device=device), text[0], text[1])
-    with going_on("kill", "", arguments), Residency() as residency:
+    with reporting_failure("kill", "", arguments), Residency() as residency:
         with residency.denoiser(spec, Alone(plan.replace(split=split)), "transformer") as denoiser:
             guided(denoiser, given)
             group = residency.group_manager.group
@@ -273,61 +272,61 @@ def kill(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> None:
                 os.kill(there[1].pid, signal.SIGKILL)
 
             threading.Thread(target=later).start()
-            told = ""
+            message = ""
             try:
                 while True:
                     guided(denoiser, given)
             except GroupError as error:
-                told = error.what
+                message = error.what
             took = time.perf_counter() - killed[0]
         left = [process.pid for process in there if process.is_running()]
         free = [] if arguments.device == "cpu" else [torch.cuda.mem_get_info(one)[0] for one in split.devices]
-        say(part="kill", told=told, seconds=round(took, 2), left=left, free_bytes=free)
+        say(part="kill", message=message, seconds=round(took, 2), left=left, free_bytes=free)
 
 
-def clip(spec: ModelSpec, here: Machine, arguments: argparse.Namespace) -> None:
-    """Whole jobs, and what one of `STEPS` takes by them: this process plans, decodes and writes an MP4."""
+def clip(spec: ModelSpec, computer: Machine, arguments: argparse.Namespace) -> None:
+    """Measure jobs and extrapolate to `STEPS` steps; this process plans, decodes and writes an MP4."""
     vars(run)["Detector"] = Unjudged  # random weights show noise
     one = 0.0
     for name, split in variants(arguments):
         if split is not None and split.guidance == 1:
             continue
-        with going_on("clip", name, arguments), Residency() as residency:
-            whole_plan = planned(spec, here, arguments, steps=arguments.clip_steps).replace(split=split)
+        with reporting_failure("clip", name, arguments), Residency() as residency:
+            plan = planned(spec, computer, arguments, steps=arguments.clip_steps).replace(split=split)
             events: list[Event] = []
-            # The first loads, tries kernels and compiles: a step of each expert is enough.
-            for turn, plan in (("first", whole_plan.replace(steps=2)), ("second", whole_plan)):
+            # The first run loads, tries kernels and compiles: one step of each expert is enough.
+            for turn, run_plan in (("first", plan.replace(steps=2)), ("second", plan)):
                 events.clear()
-                run_job(plan, spec, events.append, Cancel(), residency)
+                run_job(run_plan, spec, events.append, Cancel(), residency)
                 end = events[-1]
                 if isinstance(end, Failed):
                     say(part="clip", variant=name, failed=end.what)
                     break
                 assert isinstance(end, VideoSaved)
                 steps = [event.seconds for event in events if isinstance(event, StepDone)]
-                whole = end.timings["total"] + (STEPS - len(steps)) * statistics.median(steps)
-                one = whole if split is None else one
+                total = end.timings["total"] + (STEPS - len(steps)) * statistics.median(steps)
+                one = total if split is None else one
                 say(
                     part="clip",
                     variant=name,
                     run=turn,
-                    seconds_of_40_steps=round(whole, 2),
-                    times_as_fast=round(one / whole, 3) if one else None,
+                    seconds_of_40_steps=round(total, 2),
+                    times_as_fast=round(one / total, 3) if one else None,
                     steps=[round(step, 3) for step in steps],
                     timings=dict(end.timings),
                     load_seconds=end.load_seconds,
                     peak_bytes=end.peak_memory_bytes,
-                    speed=plan.speed.model_dump(),
+                    speed=run_plan.speed.model_dump(),
                     warnings=[str(fact) for fact in end.warnings],
                 )
 
 
 @contextmanager
-def going_on(part: str, variant: str, arguments: argparse.Namespace) -> Iterator[None]:
-    """Tell of a failure and go on.
+def reporting_failure(part: str, variant: str, arguments: argparse.Namespace) -> Iterator[None]:
+    """Report a failure and continue.
 
     Raises:
-        SystemExit: if there is no time to begin this.
+        SystemExit: if no time is left.
     """
     if time.monotonic() - STARTED > arguments.seconds:
         sys.exit(f"No time is left for {part} {variant} and what follows.")
@@ -348,23 +347,23 @@ def main() -> None:
     )
     parser.add_argument("--model", default="wan2.2-a14b", choices=list(MODELS))
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each variant")
-    parser.add_argument("--clip-steps", type=int, default=4, help="of a whole clip")
-    parser.add_argument("--asked", type=json.loads, default={}, help="what of a request differs, JSON")
+    parser.add_argument("--clip-steps", type=int, default=4, help="of a clip")
+    parser.add_argument("--asked", type=json.loads, default={}, help="fields of the request to override, JSON")
     parser.add_argument("--large", action="store_true", help="720p")
-    parser.add_argument("--seconds", type=float, default=480, help="begin nothing after so many")
+    parser.add_argument("--seconds", type=float, default=480, help="start no part after this time")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--small", action="store_true")
     arguments = parser.parse_args()
     if arguments.device == "cpu":
-        here, arguments.gpus = machine(), arguments.gpus or 2
+        computer, arguments.gpus = machine(), arguments.gpus or 2
     else:
-        here, arguments.gpus = probe(), arguments.gpus or torch.cuda.device_count()
-        say(part="machine", gpus=[gpu.name for gpu in here.gpus], torch=torch.__version__, system=here.system)
+        computer, arguments.gpus = probe(), arguments.gpus or torch.cuda.device_count()
+        say(part="machine", gpus=[gpu.name for gpu in computer.gpus], torch=torch.__version__, system=computer.system)
     began = time.monotonic()
     spec = model(arguments)
     say(part="model", model=arguments.model, seconds=round(time.monotonic() - began, 1))
     for part in arguments.parts or PARTS:
-        {"passes": passes, "cache": cache, "kill": kill, "clip": clip}[part](spec, here, arguments)
+        {"passes": passes, "cache": cache, "kill": kill, "clip": clip}[part](spec, computer, arguments)
 
 
 if __name__ == "__main__":

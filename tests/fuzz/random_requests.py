@@ -1,4 +1,4 @@
-"""What is made up: values for `/generate`, bodies for gradio's endpoints, paths of files, addresses and headers."""
+"""Strategies for random values of `/generate`, bodies for gradio's endpoints, file paths and request targets."""
 
 import json
 from pathlib import Path
@@ -32,11 +32,11 @@ FILE = st.fixed_dictionaries(
 JSON = st.recursive(
     SCALAR | FILE, lambda one: st.lists(one, max_size=4) | st.dictionaries(TEXT, one, max_size=4), max_leaves=12
 )
-# Without files, which the gate turns away.
+# Without files, which the middleware rejects.
 DATA = st.recursive(
     SCALAR, lambda one: st.lists(one, max_size=4) | st.dictionaries(TEXT, one, max_size=4), max_leaves=12
 )
-# Wishes that would run are small: see the server that they are sent to.
+# Accepted requests are small, see the server.
 SIDE = st.sampled_from([16, 32, 64, "auto", 17, 0, -16, 8208, 10**9]) | SCALAR
 WISH = st.tuples(
     st.sampled_from(["a red boat", "a blue car", ""]) | JSON,
@@ -58,7 +58,7 @@ WISH = st.tuples(
     st.sampled_from([None, [], ["style:0.8"], ["../a"], ["a.safetensors"], ["a:-1"]]) | JSON,
     st.sampled_from(["none", "first-block", "first-block:0.2", "first-block:9"]) | JSON,
 ).map(list)
-# Most of it is nearly right: one value of a good wish is changed.
+# Most requests are nearly valid: one value of a valid request is changed.
 GOOD = ["a red boat", None, "tiny", 32, 32, 5, 8, 1, 1.0, 1.0, 7, None, "never", "none", "none", "retry", None, "none"]
 CHANGED = st.tuples(st.integers(0, len(GOOD) - 1), WISH).map(
     lambda pick: [*GOOD[: pick[0]], pick[1][pick[0]], *GOOD[pick[0] + 1 :]]
@@ -66,16 +66,16 @@ CHANGED = st.tuples(st.integers(0, len(GOOD) - 1), WISH).map(
 SESSION = st.sampled_from(["abc123", "x" * 64, "x" * 65, "../a", "a b", ""]) | SCALAR
 
 
-def wishes(length: int) -> st.SearchStrategy[list[Any]]:
-    """Return lists of values for a `/generate` that takes `length` of them, and a few of another length."""
+def field_values(length: int) -> st.SearchStrategy[list[Any]]:
+    """Return lists of `length` values for `/generate`, and a few of another length."""
     right = (CHANGED | CHANGED | WISH).map(lambda values: values[:length])
     return right | st.lists(JSON, max_size=length + 3)
 
 
 def bodies(length: int) -> st.SearchStrategy[bytes]:
-    """Return bodies of calls: most are JSON objects with the keys that gradio knows, some are anything."""
+    """Return bodies of calls: most are JSON objects with gradio's keys, some are arbitrary."""
     call = st.fixed_dictionaries(
-        {"data": wishes(length) | JSON},
+        {"data": field_values(length) | JSON},
         optional={
             "fn_index": st.integers(-3, 60) | SCALAR,
             "session_hash": SESSION,
@@ -96,7 +96,7 @@ def bodies(length: int) -> st.SearchStrategy[bytes]:
 
 
 def calls(functions: dict[int, int], wish: int) -> st.SearchStrategy[bytes]:
-    """Return bodies that gradio can read, of calls of a page's functions, by number with how many values each takes."""
+    """Return valid bodies of calls of a page's functions, given the number of values of each."""
 
     def of(number: int) -> st.SearchStrategy[dict[str, Any]]:
         values = st.lists(DATA, min_size=functions[number], max_size=functions[number])
@@ -119,12 +119,12 @@ def calls(functions: dict[int, int], wish: int) -> st.SearchStrategy[bytes]:
 
 
 def asked(wish: int) -> st.SearchStrategy[bytes]:
-    """Return bodies for `/generate` that gradio can read."""
+    """Return valid bodies for `/generate`."""
     return CHANGED.map(lambda values: json.dumps({"data": values[:wish]}).encode())
 
 
 def paths(places: list[Path]) -> st.SearchStrategy[bytes]:
-    """Return paths of files as a request's target holds them: real places, reached straight and on odd ways."""
+    """Return file paths as in a request's target: existing files, by direct and unusual spellings."""
     place = st.sampled_from([str(path) for path in places])
     up = st.sampled_from(
         ["/../", "/%2e%2e/", "/..%2f", "/..%5c", "//", "/./", "/%252e%252e/", "\\..\\", "/%c0%ae%c0%ae/", "%00"]
@@ -144,7 +144,7 @@ def paths(places: list[Path]) -> st.SearchStrategy[bytes]:
 
 
 def addresses() -> st.SearchStrategy[bytes]:
-    """Return targets of gradio's routes, and some that do not exist, with made-up parts."""
+    """Return targets of gradio's routes, and of some that do not exist, with random parts."""
     part = (TEXT | st.sampled_from(["a", "1", "generate", "0" * 32, "predict"])).map(
         lambda text: quote(text, safe="", errors="surrogatepass")
     )
@@ -184,6 +184,6 @@ METHODS = st.sampled_from(
 
 
 def _target(text: str) -> bytes:
-    """Return it as the bytes between method and version: no blank, no control character, the rest as it comes."""
+    """Return the bytes between method and version, without blanks and control characters."""
     raw = text.encode("utf-8", "surrogatepass")
     return bytes(byte for byte in raw if byte > 0x20 and byte != 0x7F) or b"/"

@@ -1,8 +1,8 @@
-"""Proves on a GPU that today's lean runtime of TensorRT refuses what is no plan of its own, as our session expects.
+"""Check on a GPU that TensorRT's current lean runtime rejects plans of other versions, as the session expects.
 
-    PYTHONPATH=FOLDER python3 tests/gpu/proof_lean.py [PLAN …]     FOLDER: the unpacked wheels tensorrt-lean-cu13-*
+    PYTHONPATH=FOLDER python3 tests/gpu/check_lean.py [PLAN …]     FOLDER: the unpacked wheels tensorrt-lean-cu13-*
 
-PLANs are of other versions: 8.6's, for one. Each file is opened in a process of its own; prints JSON.
+PLANs are of other versions, such as 8.6. Each file is opened in a process of its own; prints JSON.
 """
 
 import importlib
@@ -19,7 +19,7 @@ NAMES = ("bytes of zero", "random", "empty", "text")
 
 
 def attempt(path: Path) -> None:
-    """Open a file in our session and print how that went."""
+    """Open a file in the session and print the outcome."""
     sys.modules["tensorrt"] = importlib.import_module("tensorrt_lean_bindings")
     from runtime.core.errors import EngineError
     from runtime.engines.sessions.tensorrt import TensorRTSession
@@ -29,7 +29,7 @@ def attempt(path: Path) -> None:
     except EngineError as error:
         outcome = {"refused": error.what}
     else:
-        outcome = {"failed": "it was taken"}
+        outcome = {"failed": "it was accepted"}
     sys.stdout.write(json.dumps(outcome) + "\n")
     sys.stdout.flush()
     os._exit(0)
@@ -56,7 +56,7 @@ def main() -> None:
     line = json.dumps({"part": "lean", "version": version, "found": found})
     sys.stdout.write(line + "\n")
     if "OUT" in os.environ:
-        with (Path(os.environ["OUT"]) / "proof.jsonl").open("a", encoding="utf-8") as file:
+        with (Path(os.environ["OUT"]) / "checks.jsonl").open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
 

@@ -1,4 +1,4 @@
-"""What the parts of the proof share: engines by key, sessions, times, memory, and how alike two results are."""
+"""Common parts of the GPU checks: engines by key, sessions, timing, memory, errors between results."""
 
 import argparse
 import json
@@ -29,9 +29,9 @@ from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import EngineKey, EngineRecord
 from runtime.planner.shapes import LatentSize, ShapeProfile
-from tests.gpu import proof_build_child, proof_models
+from tests.gpu import build_child_opset17, wide_models
 
-HOME = Path(os.environ.get("TANDEM_PROOF", "/tmp/tandem-proof"))
+HOME = Path(os.environ.get("TANDEM_CHECKS", "/tmp/tandem-checks"))
 COMPONENTS = (
     ("text_encoder", "text_encoder"),
     ("transformer", "transformer"),
@@ -41,13 +41,13 @@ COMPONENTS = (
 )
 CLIP: LatentSize = (9, 14, 24)
 CHUNK = 4
-# 480p: 5 latent frames of 60×104, 7,800 tokens; TensorRT 8.6 keeps the whole matrix of an attention.
+# 480p: 5 latent frames of 60×104, 7,800 tokens; TensorRT 8.6 stores the full attention matrix.
 LARGE: LatentSize = (5, 60, 104)
 
 
 @dataclass(frozen=True)
-class Proof:
-    """What all parts need."""
+class Checks:
+    """Model, engine store and report of a run of checks."""
 
     arguments: argparse.Namespace
     machine: Machine
@@ -55,25 +55,25 @@ class Proof:
 
     @property
     def device(self) -> str:
-        """Where everything runs."""
+        """The device of all checks."""
         return str(self.arguments.device)
 
     def model(self) -> ModelSpec:
-        """Return the model that is asked for; random ones are made first."""
+        """Return the requested model; models with random weights are created first."""
         name = self.arguments.model
-        if name in proof_models.WIDTHS:
-            proof_models.build(name, HOME / name, self.arguments.blocks)
+        if name in wide_models.WIDTHS:
+            wide_models.build(name, HOME / name, self.arguments.blocks)
             return find(str(HOME / name), Path("none"))
         return find(name, Path("none"))
 
     def say(self, what: str, **found: Any) -> None:
-        """Print and keep one finding."""
+        """Print a result and append it to checks.jsonl."""
         line = json.dumps({"part": self.arguments.part, "what": what, **found}, default=str, ensure_ascii=False)
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
         out = Path(os.environ.get("OUT", HOME))
         out.mkdir(parents=True, exist_ok=True)
-        with (out / "proof.jsonl").open("a", encoding="utf-8") as file:
+        with (out / "checks.jsonl").open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
     @contextmanager
@@ -88,7 +88,7 @@ class Proof:
     def key(
         self, spec: ModelSpec, component: str, program: str, profiles: tuple[ShapeProfile, ...], precision: str
     ) -> EngineKey:
-        """Return the key of an engine in the asked precision and optimisation level."""
+        """Return the key of an engine in the requested precision and optimization level."""
         builder = BUILDERS[self.arguments.builder]
         if precision == "default":
             precision = builder.default_precision(program, self.machine, self.device)
@@ -101,7 +101,7 @@ class Proof:
         return replace(key, options=tuple(options.items()))
 
     def engine(self, spec: ModelSpec, component: str, key: EngineKey) -> EngineRecord:
-        """Build an engine unless it is there, and return its record, verified or not."""
+        """Build an engine if the store lacks it, and return its record, verified or not."""
         request = BuildRequest(spec=spec, component=component, key=key, device=self.device)
         log = Path(os.environ.get("OUT", HOME)) / f"build-{component}-{key.program}-{key.precision}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ class Proof:
                 file.flush()
 
             try:
-                return build_engine(request, self.store, progress, Cancel(), proof_build_child.run_job)
+                return build_engine(request, self.store, progress, Cancel(), build_child_opset17.run_job)
             except EngineError:
                 record = self.store.get(key)
                 if record is None:
@@ -136,7 +136,7 @@ class Proof:
             torch.cuda.synchronize()
 
     def milliseconds(self, call: Callable[[], object], repeats: int = 30) -> float:
-        """Return the median time of a call, by CUDA events where there are any."""
+        """Return the median time of a call, by CUDA events if available."""
         for _ in range(5):
             call()
         times = []
@@ -155,7 +155,7 @@ class Proof:
         return round(statistics.median(times), 4)
 
     def used_bytes(self) -> tuple[int, int]:
-        """Return the GPU's memory in use, by anybody, and this process's resident memory."""
+        """Return the GPU memory in use by all processes, and this process's resident memory."""
         gpu = 0
         if self.device.startswith("cuda"):
             free, total = torch.cuda.mem_get_info(self.device)

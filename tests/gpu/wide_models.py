@@ -1,4 +1,4 @@
-"""Wan's architectures at their true width, with few blocks and random weights, for the proof on a GPU."""
+"""Models of Wan's architectures at full width, with few blocks and random weights, for the GPU checks."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ WIDTHS = {"wan2.1-1.3b": (12, 8960), "wan2.2-a14b": (40, 13824)}
 
 
 def build(name: str, directory: Path, blocks: int, seed: int = 0) -> Path:
-    """Save a model of one of `WIDTHS` in float16 and return its folder; made on the GPU where there is one."""
+    """Save a model of one of `WIDTHS` in float16 and return its folder, created on the GPU if there is one."""
     if (directory / "model_index.json").is_file():
         return directory
     torch.manual_seed(seed)

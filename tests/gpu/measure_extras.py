@@ -1,13 +1,13 @@
-"""LoRAs and step caches on a GPU at Wan2.2-A14B's width: right, how fast, how much memory. Not run by pytest.
+"""Measure LoRAs and step caches on a GPU at Wan2.2-A14B's width: error, time, memory. Not run by pytest.
 
-    python tests/gpu/proof_extras.py [--blocks 8] [--steps 16] [--seconds 480] [--small] [PART …] of lora, cache
+    python tests/gpu/measure_extras.py [--blocks 8] [--steps 16] [--seconds 480] [--small] [PART …] of lora, cache
 
 Random weights, two experts of a few blocks. Prints a JSON object per measurement and appends it to $OUT/extras.jsonl.
 
-- lora: loading with and without a LoRA of rank 64 in bfloat16, offloads too; `error` is that of a fused weight against
-  float64, `rounding` that of rounding the right one to bfloat16, which it cannot be below by much.
-- cache: strengths and ways to hold weights; blocks computed, seconds, peak memory (also without a cache),
-  what the forecast says that the cache takes, and whether the second of two runs gave the same latents, bit for bit.
+- lora: loading with and without a LoRA of rank 64 in bfloat16, with each offload; `error` is the error of a fused
+  weight relative to float64, `rounding` that of the exact weight rounded to bfloat16, its lower bound.
+- cache: strengths and memory strategies; computed blocks, seconds, peak memory (also without a cache), the estimated
+  memory of the cache, and whether two runs gave bit-identical latents.
 """
 
 import argparse
@@ -36,19 +36,19 @@ from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
 from runtime.planner import memory_model
 from tests import lora_files
-from tests.gpu.proof_residency import measured, model, way
+from tests.gpu.measure_residency import measured, model, with_weights
 from tests.pipeline.test_parity import sample
 from tests.plans import Alone, tiny_plan, with_strategy
 
 RANK, WEIGHT = 64, 0.8
 STARTED = time.monotonic()
 CACHES = ("none", "first-block:0.05", "first-block:0.2", "first-block:1")
-# Offload and quantization. The planner refuses a cache with `group`: here it is tried all the same.
+# Offload and quantization. The planner refuses a cache with `group`: it is measured nevertheless.
 HELD = (("none", "none"), ("model", "none"), ("none", "fp8"), ("none", "bnb-4bit"), ("group", "none"))
 
 
 def say(**found: Any) -> None:
-    """Print and keep one measurement."""
+    """Print a measurement and append it to extras.jsonl."""
     line = json.dumps(found)
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
@@ -56,8 +56,8 @@ def say(**found: Any) -> None:
         file.write(line + "\n")
 
 
-def going_on(what: dict[str, Any], work: Callable[[], None], arguments: argparse.Namespace) -> None:
-    """Run one part; a failure is reported, and running out of time is one."""
+def reporting_failure(what: dict[str, Any], work: Callable[[], None], arguments: argparse.Namespace) -> None:
+    """Run one part and report its failure; running out of time is a failure."""
     try:
         if time.monotonic() - STARTED > arguments.seconds:
             raise TimeoutError("no time is left")
@@ -81,7 +81,7 @@ def planned(spec: ModelSpec, arguments: argparse.Namespace, **values: Any) -> Ex
 
 @torch.no_grad()
 def lora(arguments: argparse.Namespace, spec: ModelSpec, folder: Path) -> None:
-    """Load the high-noise expert, with and without a LoRA, where its weights may wait."""
+    """Load the high-noise expert, with and without a LoRA, for each offload of its weights."""
     found = lora_files.factors(spec.transformer, RANK)
     tensors = {name: tensor.bfloat16() for name, tensor in lora_files.wan(found).items()}
     path = lora_files.save(folder / "x.safetensors", tensors)
@@ -99,19 +99,19 @@ def lora(arguments: argparse.Namespace, spec: ModelSpec, folder: Path) -> None:
 
             def load(given: ModelSpec = given, offload: str = offload, what: dict[str, Any] = what) -> None:
                 plan = with_strategy(planned(spec, arguments), offload=offload).replace(loras=given.loras)
-                with Residency() as residency, measured(arguments.device) as taken:
+                with Residency() as residency, measured(arguments.device) as figures:
                     with residency.denoiser(given, Alone(plan), "transformer") as denoiser:
                         weights = denoiser._module.state_dict()[name].double().cpu()  # type: ignore[attr-defined]
-                    taken["load_seconds"] = round(residency.load_seconds, 3)
+                    figures["load_seconds"] = round(residency.load_seconds, 3)
                 error = ((weights - wanted).norm() / length).item() if given.loras else None
                 rounding = ((wanted.bfloat16().double() - wanted).norm() / length).item()
-                say(**what, error=error, rounding=rounding, **taken)
+                say(**what, error=error, rounding=rounding, **figures)
 
-            going_on(what, load, arguments)
+            reporting_failure(what, load, arguments)
 
 
 def cache(arguments: argparse.Namespace, spec: ModelSpec, _: Path) -> None:
-    """Sample with each cache, in each way to hold weights."""
+    """Sample with each cache and memory strategy."""
     for offload, quantization in HELD:
         alone: dict[str, Any] = {}
         for step_cache in CACHES:
@@ -124,15 +124,15 @@ def cache(arguments: argparse.Namespace, spec: ModelSpec, _: Path) -> None:
                 what: dict[str, Any] = what,
                 alone: dict[str, Any] = alone,
             ) -> None:
-                plan = way(planned(spec, arguments, step_cache=step_cache), offload, quantization, keep=True)
+                plan = with_weights(planned(spec, arguments, step_cache=step_cache), offload, quantization, keep=True)
                 got: list[torch.Tensor] = []
                 with Residency() as residency:
                     sample(spec, plan, residency)
-                    with measured(arguments.device) as taken:
+                    with measured(arguments.device) as figures:
                         blocks = blocks_computed(lambda: got.append(sample(spec, plan, residency).cpu()))
                     again = sample(spec, plan, residency).cpu()
                 alone.setdefault("latents", got[0])
-                alone.setdefault("taken", dict(taken))
+                alone.setdefault("figures", dict(figures))
                 wanted = alone["latents"]
                 passes = memory_model.cached_passes(step_cache, plan.guidance_scale, plan.guidance_scale_2)
                 say(
@@ -140,12 +140,12 @@ def cache(arguments: argparse.Namespace, spec: ModelSpec, _: Path) -> None:
                     blocks=blocks,
                     repeats=torch.equal(got[0], again),
                     error=((got[0] - wanted).norm() / wanted.norm()).item(),
-                    more_vram=taken.get("vram", 0) - alone["taken"].get("vram", 0),
+                    more_vram=figures.get("vram", 0) - alone["figures"].get("vram", 0),
                     forecast_more=passes * 3 * plan.tokens * spec.transformer.width * 2,
-                    **taken,
+                    **figures,
                 )
 
-            going_on(what, run, arguments)
+            reporting_failure(what, run, arguments)
 
 
 def main() -> None:

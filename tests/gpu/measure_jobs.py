@@ -1,10 +1,10 @@
-"""Runs whole jobs at true size, each way to hold the weights, and holds the plan's forecast to them. Not run by pytest.
+"""Measure jobs at full size with each memory strategy, and compare with the plan's estimate. Not run by pytest.
 
-    python tests/gpu/proof_jobs.py [--seconds N] [--offload O] [--small] [--device cuda:0] [MODEL …]    of `MODELS`
+    python tests/gpu/measure_jobs.py [--seconds N] [--offload O] [--small] [--device cuda:0] [MODEL …]    of `MODELS`
 
-Random weights in `TANDEM_PROOF`, two steps with guidance: memory depends on neither. Each job goes the app's own way,
-`resolve` and `run_job`, with nothing loaded before it. Prints a JSON object per job and appends it to $OUT/jobs.jsonl:
-the forecast's bytes next to the measured ones, on the GPU by stage (PyTorch's, so without the CUDA context) and in RAM.
+Random weights in `TANDEM_CHECKS`, two steps with guidance: memory depends on neither. Each job runs `resolve`
+and `run_job` as in the app, with nothing loaded before it. Prints a JSON object per job and appends it to
+$OUT/jobs.jsonl: estimated and measured bytes, on the GPU by stage (PyTorch's, so without the CUDA context) and in RAM.
 """
 
 import argparse
@@ -41,10 +41,10 @@ from runtime.pipeline.run import run_job
 from runtime.planner.memory_model import taken_before
 from runtime.planner.resolve import resolve
 from tests import tiny_models
-from tests.gpu.proof_memory import TRANSFORMERS, UMT5, VAES
-from tests.gpu.proof_residency import measured
+from tests.gpu.measure_memory import TRANSFORMERS, UMT5, VAES
+from tests.gpu.measure_residency import measured
 
-HOME = Path(os.environ.get("TANDEM_PROOF", "/tmp/tandem-proof"))
+HOME = Path(os.environ.get("TANDEM_CHECKS", "/tmp/tandem-checks"))
 # Architecture, width, height, frames.
 MODELS = {
     "wan2.1-1.3b": ("wan2.1", 832, 480, 81),
@@ -66,14 +66,14 @@ WAYS = [
 
 
 class Unjudged(Detector):
-    """Finds no fault in what random weights show."""
+    """Disables the check for degenerate clips: random weights show noise."""
 
     def look(self, frames: Any) -> None:
-        """Look away."""
+        """Accept any frames."""
 
 
 class Captured(HistoryFile):
-    """Keeps what the last job measured instead of writing it down."""
+    """Captures the measurements of the last job instead of writing them to the history."""
 
     def note(
         self,
@@ -83,12 +83,12 @@ class Captured(HistoryFile):
         timings: Mapping[str, float],
         peaks: Mapping[str, int],
     ) -> None:
-        """Keep the peaks."""
+        """Record the peaks."""
         self.peaks = dict(peaks)
 
 
 def say(**found: Any) -> None:
-    """Print and keep one job."""
+    """Print a job's figures and append them to jobs.jsonl."""
     line = json.dumps(found)
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
@@ -116,7 +116,7 @@ def save(make: Any, folder: Path, device: str) -> None:
 
 
 def model(name: str, arguments: argparse.Namespace) -> ModelSpec:
-    """Return a model of one of the true architectures; its second expert is the first under another name."""
+    """Return a model of one of the published architectures; both experts share the same files."""
     architecture = MODELS[name][0]
     folder = HOME / name
     tiny_models.build(architecture, folder)
@@ -137,7 +137,7 @@ def model(name: str, arguments: argparse.Namespace) -> ModelSpec:
 
 
 def job(spec: ModelSpec, offload: str, quantization: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run one job and return what was forecast and what it took."""
+    """Run one job and return its estimated and measured figures."""
     _, width, height, frames = MODELS[spec.name]
     size = {} if not arguments.small else {"width": 64, "height": 64, "frames": 9}
     request = GenerationRequest.from_mapping(
@@ -163,7 +163,7 @@ def job(spec: ModelSpec, offload: str, quantization: str, arguments: argparse.Na
     for stage in plan.memory:
         forecast[stage.stage] = max(forecast.get(stage.stage, 0), stage.peak_bytes - context)
     what = {
-        "way": plan.forecast.title,
+        "strategy": plan.forecast.title,
         "forecast": forecast,
         "forecast_ram": plan.forecast.ram_bytes,
         "ram": found["ram"],

@@ -1,6 +1,6 @@
-"""Measures what Wan's parts take on a GPU at their true size: weights, working set, seconds. Not run by pytest.
+"""Measure Wan's components on a GPU at full size: weights, working memory, seconds. Not run by pytest.
 
-    python tests/gpu/proof_memory.py [PART …]     of transformers, vaes, text; all by default
+    python tests/gpu/measure_memory.py [PART …]     of transformers, vaes, text; all by default
 
 Random weights: neither memory nor speed depends on their values. Prints a JSON object per measurement, and appends it
 to $OUT/memory.jsonl. Bytes are PyTorch's: `weights` stay allocated between calls, `working` is what a call allocates
@@ -78,7 +78,7 @@ DEVICE = "cuda:0"
 
 
 def say(**found: Any) -> None:
-    """Print and keep one measurement."""
+    """Print a measurement and append it to memory.jsonl."""
     line = json.dumps(found)
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
@@ -88,7 +88,7 @@ def say(**found: Any) -> None:
 
 @contextmanager
 def module(make: Callable[[], torch.nn.Module], dtype: torch.dtype) -> Iterator[tuple[Any, int]]:
-    """Give a module with random weights on the GPU, and their bytes; gone afterwards."""
+    """Yield a module with random weights on the GPU, and their bytes; free it afterwards."""
     before = torch.cuda.memory_allocated()
     with torch.device("meta"):
         made = make()
@@ -105,7 +105,7 @@ def module(make: Callable[[], torch.nn.Module], dtype: torch.dtype) -> Iterator[
 
 
 def call(run: Callable[[], object], repeats: int) -> dict[str, Any]:
-    """Run something and return the bytes that it takes at its peak and the median of its seconds."""
+    """Run a function and return its peak bytes and median seconds."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -125,7 +125,7 @@ def call(run: Callable[[], object], repeats: int) -> dict[str, Any]:
 
 
 def transformers() -> None:
-    """One forward pass of each transformer in bfloat16."""
+    """Measure one forward pass of each transformer in bfloat16."""
     for name, config in TRANSFORMERS.items():
         with module(partial(WanTransformer3DModel, **config), torch.bfloat16) as (made, weights):
             made.rope = type(made.rope)(128, (1, 2, 2), 1024).to(DEVICE)
@@ -149,7 +149,7 @@ def transformers() -> None:
 
 
 def vaes() -> None:
-    """A decode of 9 latent frames, so many a call; what it takes does not grow with the clip."""
+    """Measure decoding of 9 latent frames by frames per call; memory does not grow with the clip."""
     for name, config in VAES.items():
         for dtype in (torch.float32, torch.bfloat16):
             with module(partial(AutoencoderKLWan, **config), dtype) as (made, weights):
@@ -172,13 +172,13 @@ def vaes() -> None:
 
 
 def decode(decoder: PyTorchVideoDecoder, latents: torch.Tensor, chunk: int) -> None:
-    """Decode as a job does: frames leave the GPU as bytes."""
+    """Decode as a job does: frames are copied from the GPU as bytes."""
     for frames in decoder.frames(latents, chunk):
         frames.mul(127.5).add(127.5).to(torch.uint8).cpu()
 
 
 def text() -> None:
-    """UMT5-XXL reading 512 tokens in bfloat16."""
+    """Measure UMT5-XXL with 512 tokens in bfloat16."""
     with module(lambda: UMT5EncoderModel(UMT5Config(**UMT5)), torch.bfloat16) as (made, weights):
         model = PyTorchTextModel(made, DEVICE)
         ids = torch.randint(1, 1000, (1, 512), device=DEVICE)

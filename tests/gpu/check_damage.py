@@ -1,4 +1,4 @@
-"""The proof's damaged engines: each opened in a process of its own, so that a crash is seen."""
+"""Check damaged engines, each opened in a process of its own, so that crashes are detected."""
 
 import json
 import os
@@ -15,28 +15,28 @@ from runtime.engines import manifest
 from runtime.engines.programs import load_program
 from runtime.engines.sessions import open_session
 from runtime.models.catalogue import find
-from tests.gpu.proof_common import CLIP, COMPONENTS, HOME, Proof, profile_of, relative_error
+from tests.gpu.check_common import CLIP, COMPONENTS, HOME, Checks, profile_of, relative_error
 
 # What it is called, the engine file, whether the manifest is made to fit, options of `case`.
 Case = tuple[str, bytes | None, bool, tuple[str, ...]]
-SCRIPT = Path(__file__).with_name("proof_tensorrt.py")
+SCRIPT = Path(__file__).with_name("check_tensorrt.py")
 
 
-def damage(proof: Proof) -> None:
-    """Engines that are not what they should be: each opened in a process of its own, so that a crash is seen."""
+def damage(checks: Checks) -> None:
+    """Open damaged engines, each in a process of its own, so that crashes are detected."""
     spec = find("diorama", Path("none"))
     records = {
-        program: proof.engine(
+        program: checks.engine(
             spec,
             component,
-            proof.key(spec, component, program, (profile_of(program, CLIP),), proof.arguments.precision),
+            checks.key(spec, component, program, (profile_of(program, CLIP),), checks.arguments.precision),
         )
         for component, program in (COMPONENTS[0], COMPONENTS[1])
     }
-    whole = proof.store.path(records["transformer"].id)
-    other = (proof.store.path(records["text_encoder"].id) / records["text_encoder"].files[0].name).read_bytes()
+    intact = checks.store.path(records["transformer"].id)
+    other = (checks.store.path(records["text_encoder"].id) / records["text_encoder"].files[0].name).read_bytes()
     name = records["transformer"].files[0].name
-    plan = (whole / name).read_bytes()
+    plan = (intact / name).read_bytes()
 
     def flipped(position: int) -> bytes:
         return plan[:position] + bytes([plan[position] ^ 0xFF]) + plan[position + 1 :]
@@ -62,22 +62,22 @@ def damage(proof: Proof) -> None:
     cases: list[Case] = [(kind, data, False, ()) for kind, data in found_by_hash.items()]
     cases += [(f"hash forged, {kind}", data, True, ()) for kind, data in forged.items()]
     cases += [(f"not promised: hash forged, {kind}", data, True, ()) for kind, data in inside.items()]
-    cases += [("whole", plan, False, ()), ("whole, another shape", plan, False, ("--latent", "5,8,8"))]
-    cases += [("whole, no file", None, False, ())]
+    cases += [("intact", plan, False, ()), ("intact, another shape", plan, False, ("--latent", "5,8,8"))]
+    cases += [("intact, no file", None, False, ())]
     scratch = HOME / "damage"
     shutil.rmtree(scratch, ignore_errors=True)
 
     def run(case: Case) -> tuple[str, dict[str, Any]]:
         kind, data, forge, options = case
         # The folder's name is the engine's id.
-        folder = scratch / f"{abs(hash(kind))}" / whole.name
-        shutil.copytree(whole, folder)
+        folder = scratch / f"{abs(hash(kind))}" / intact.name
+        shutil.copytree(intact, folder)
         (folder / name).unlink()
         if data is not None:
             (folder / name).write_bytes(data)
         if forge:
             manifest.write(folder, replace(manifest.read(folder), files=manifest.hashed_files(folder, name)))
-        command = [sys.executable, str(SCRIPT), "case", "--device", proof.device, "--folder", str(folder), *options]
+        command = [sys.executable, str(SCRIPT), "case", "--device", checks.device, "--folder", str(folder), *options]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
         lines = done.stdout.strip().splitlines()
         if done.returncode or not lines:
@@ -90,16 +90,16 @@ def damage(proof: Proof) -> None:
     shutil.rmtree(scratch, ignore_errors=True)
     bad = []
     for kind, outcome in outcomes.items():
-        expected = "ran" if kind == "whole" else "refused"
+        expected = "ran" if kind == "intact" else "refused"
         if expected not in outcome and not kind.startswith("not promised"):
             bad.append(kind)
-        proof.say("case", kind=kind, **outcome)
-    proof.say("cases", of=len(outcomes), unlike_expected=bad)
+        checks.say("case", kind=kind, **outcome)
+    checks.say("cases", of=len(outcomes), unlike_expected=bad)
 
 
-def case(proof: Proof) -> None:
-    """Open the engine in a folder and run it once; print how that went."""
-    folder = Path(proof.arguments.folder)
+def case(checks: Checks) -> None:
+    """Open the engine in a folder, run it once and print the outcome."""
+    folder = Path(checks.arguments.folder)
     record = manifest.read(folder)
     spec = find("diorama", Path("none"))
     outcome: dict[str, Any]
@@ -107,11 +107,11 @@ def case(proof: Proof) -> None:
         problem = record.problem or manifest.check_sizes(folder, record)
         # The store says so before anything is opened; opening must say so too.
         outcome = {"store": problem} if problem else {}
-        program = load_program(spec, "transformer", "transformer", device=proof.device, dtype="float32")
-        inputs = program.inputs(proof.arguments.latent or CLIP)
-        with open_session(folder, record, device=proof.device, weights=dict) as session:
+        program = load_program(spec, "transformer", "transformer", device=checks.device, dtype="float32")
+        inputs = program.inputs(checks.arguments.latent or CLIP)
+        with open_session(folder, record, device=checks.device, weights=dict) as session:
             out = session.infer(**inputs)["velocity"]
-            proof.synchronize()
+            checks.synchronize()
             outcome["ran"] = relative_error(out, program.run(**inputs)["velocity"])
     except EngineError as error:
         outcome["refused"] = error.what

@@ -1,4 +1,4 @@
-"""The entry of a build's child process; for TensorRT 8.6 the model is rewritten to opset 17."""
+"""Entry point of a build's child process that rewrites models to opset 17 for TensorRT 8.6."""
 
 from typing import Any
 

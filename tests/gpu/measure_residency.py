@@ -1,10 +1,10 @@
-"""Measures each way to hold weights on a GPU at Wan2.2-A14B's width: memory, seconds, error. Not run by pytest.
+"""Measure each memory strategy on a GPU at Wan2.2-A14B's width: memory, seconds, error. Not run by pytest.
 
-    python tests/gpu/proof_residency.py [--blocks 4] [--seconds 480] [--small] [--device D] [PART …] of latents, tiles
+    python tests/gpu/measure_residency.py [--blocks 4] [--seconds 480] [--small] [--device D] [PART …] of latents, tiles
 
 Random weights, two experts of a few blocks, Wan2.1's VAE. Prints a JSON object per measurement and appends it to
-$OUT/residency.jsonl. `vram` is the most that PyTorch allocated, `ram` the most that the process held beyond what it
-held before, `left` what was still allocated once all was freed; `error` is that of the latents against `none`.
+$OUT/residency.jsonl. `vram` is the peak that PyTorch allocated, `ram` the peak growth of the process, `left` the bytes
+still allocated after everything was freed; `error` is that of the latents relative to `none`.
 """
 
 import argparse
@@ -60,7 +60,7 @@ TILES = (None, 64, 48, 32)
 
 
 def say(**found: Any) -> None:
-    """Print and keep one measurement."""
+    """Print a measurement and append it to residency.jsonl."""
     line = json.dumps(found)
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
@@ -70,7 +70,7 @@ def say(**found: Any) -> None:
 
 @contextmanager
 def measured(device: str) -> Iterator[dict[str, float]]:
-    """Give a mapping that holds peaks and seconds afterwards."""
+    """Yield a mapping that receives peaks and seconds."""
     found: dict[str, float] = {}
     process, stop = psutil.Process(), threading.Event()
     before = peak = process.memory_info().rss
@@ -119,11 +119,11 @@ def model(folder: Path, arguments: argparse.Namespace) -> ModelSpec:
         made.save_pretrained(folder / name)
         del made
     gc.collect()
-    return read_spec(folder, "proof")
+    return read_spec(folder, "wide")
 
 
-def way(plan: ExecutionPlan, offload: str, quantization: str, keep: bool) -> ExecutionPlan:
-    """Return the plan with its weights held so."""
+def with_weights(plan: ExecutionPlan, offload: str, quantization: str, keep: bool) -> ExecutionPlan:
+    """Return the plan with a memory strategy."""
     plan = with_strategy(plan, offload=offload, keep_loaded=keep)
     for name in ("transformer", "transformer_2"):
         plan = plan.with_component(name, plan.components[name].replace(quantization=quantization))
@@ -131,7 +131,7 @@ def way(plan: ExecutionPlan, offload: str, quantization: str, keep: bool) -> Exe
 
 
 def latents(arguments: argparse.Namespace) -> None:
-    """Four steps with guidance, twice: the first job loads, the second finds what the first left."""
+    """Measure four steps with guidance, twice: the second job reuses what the first loaded."""
     cuda = arguments.device.startswith("cuda")
     with tempfile.TemporaryDirectory() as folder:
         spec = model(Path(folder), arguments)
@@ -152,7 +152,7 @@ def latents(arguments: argparse.Namespace) -> None:
                 gc.collect()
                 before = torch.cuda.memory_allocated() if cuda else 0
                 with Residency() as residency:
-                    asked = way(plan, offload, quantization, keep)
+                    asked = with_weights(plan, offload, quantization, keep)
                     with measured(arguments.device) as first:
                         got = sample(spec, asked, residency).cpu()
                     loaded = residency.load_seconds
@@ -176,7 +176,7 @@ def latents(arguments: argparse.Namespace) -> None:
 
 @torch.no_grad()
 def tiles(arguments: argparse.Namespace) -> None:
-    """Decode 3 latent frames of 720p, whole and in tiles."""
+    """Measure decoding 3 latent frames of 720p, at once and in tiles."""
     torch.manual_seed(0)
     small = {"base_dim": 4, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1} if arguments.small else {}
     vae: Any = AutoencoderKLWan(**small).to(arguments.device).eval().requires_grad_(False)

@@ -1,4 +1,4 @@
-"""The proof's job: the app's own path, from request to MP4, on the engines of one backend and in PyTorch."""
+"""Check a job, from request to MP4, on the engines of one backend and in PyTorch."""
 
 import os
 import shutil
@@ -16,43 +16,43 @@ from runtime.execution.residency import Residency
 from runtime.models.catalogue import find
 from runtime.pipeline.run import run_job
 from runtime.planner.resolve import resolve
-from tests.gpu.proof_clip import PROMPT
-from tests.gpu.proof_common import CLIP, COMPONENTS, HOME, Proof, profile_of, psnr, ssim
+from tests.gpu.check_clip import PROMPT
+from tests.gpu.check_common import CLIP, COMPONENTS, HOME, Checks, profile_of, psnr, ssim
 from tests.pipeline.test_run import frames_of
 
 RUNS = 5
 
 
-def job(proof: Proof) -> None:
+def job(checks: Checks) -> None:
     """One clip by `run_job`: engines planned from the library, loaded, run; alternating with PyTorch."""
     spec = find("diorama", Path("none"))
-    service = EngineService(proof.store, proof.machine, None)
+    service = EngineService(checks.store, checks.machine, None)
     for component, program in COMPONENTS:
         profile = profile_of(program, CLIP, chunk=1)
-        with proof.going_on(f"build {component} {program}"):
-            proof.engine(spec, component, proof.key(spec, component, program, (profile,), "default"))
+        with checks.going_on(f"build {component} {program}"):
+            checks.engine(spec, component, checks.key(spec, component, program, (profile,), "default"))
     out = Path(os.environ.get("OUT", HOME))
-    backend = BUILDERS[proof.arguments.builder].backend
+    backend = BUILDERS[checks.arguments.builder].backend
     events: dict[str, list[Event]] = {}
     with Residency(service) as first, Residency(service) as second:
         for residency, asked in (*[(first, backend), (second, "pytorch")] * RUNS,):
             request = GenerationRequest.from_mapping(
                 {"prompt": PROMPT, "seed": 7, "backends": {"all": asked}, "build": "never"}
             )
-            plan = resolve(request, spec, proof.machine, HOME / f"{asked}.mp4", service.offers(spec))
+            plan = resolve(request, spec, checks.machine, HOME / f"{asked}.mp4", service.offers(spec))
             run_job(plan, spec, events.setdefault(asked, []).append, Cancel(), residency)
     frames = {}
     for asked, emitted in events.items():
         saved = [event for event in emitted if isinstance(event, VideoSaved)]
         if not saved:
-            proof.say("job", asked=asked, failed=emitted[-1])
+            checks.say("job", asked=asked, failed=emitted[-1])
             continue
         video = saved[0].video
-        shutil.copy(video, out / f"{proof.arguments.builder}-{asked}.mp4")
+        shutil.copy(video, out / f"{checks.arguments.builder}-{asked}.mp4")
         pixels = torch.frombuffer(bytearray(frames_of(video)), dtype=torch.uint8)
         frames[asked] = pixels.reshape(-1, saved[0].request["height"], saved[0].request["width"], 3)
         warm = {stage: statistics.median(run.timings[stage] for run in saved[1:]) for stage in saved[0].timings}
-        proof.say(
+        checks.say(
             "job",
             asked=asked,
             components={name: part["backend"] for name, part in saved[-1].plan["components"].items()},
@@ -65,4 +65,4 @@ def job(proof: Proof) -> None:
         )
     if len(frames) > 1:
         ours, wanted = frames[backend], frames["pytorch"]
-        proof.say("jobs", builder=proof.arguments.builder, psnr_db=psnr(ours, wanted), ssim=ssim(ours, wanted))
+        checks.say("jobs", builder=checks.arguments.builder, psnr_db=psnr(ours, wanted), ssim=ssim(ours, wanted))

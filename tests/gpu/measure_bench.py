@@ -1,14 +1,14 @@
 """Benchmarks at true size on a GPU, through the same code as `bench` and `tools.forward`. Not run by pytest.
 
-    python tests/gpu/proof_bench.py [--small] [--runs N] [--exact] PART …
+    python tests/gpu/measure_bench.py [--small] [--runs N] [--exact] PART …
 
 of `480p`, `720p` (one expert of Wan2.2-A14B, bfloat16 and FP8, and its VAE; random weights made on the device),
-`jobs` (whole clips of random weights, as proof_jobs.py makes them on disk) and `diorama` (the shipped model). `--exact`
-measures errors against float32 at 720p too, which takes minutes there. `--small` rehearses all on tiny models, on a CPU
-if need be. `jobs` and `diorama` write videos: they need ffmpeg (IMAGEIO_FFMPEG_EXE).
+`jobs` (clips with random weights on disk, as in measure_jobs.py) and `diorama` (the shipped model). `--exact`
+measures errors against float32 at 720p too, which takes minutes. `--small` runs all parts on tiny models, also on a
+CPU. `jobs` and `diorama` write videos: they need ffmpeg (IMAGEIO_FFMPEG_EXE).
 
-Each prints a JSON object per configuration as it is done, and leaves its whole result in $OUT/PART.json, after each
-configuration, and a picture in $OUT/PART.svg.
+Each prints a JSON object per finished configuration, and updates its result in $OUT/PART.json and a chart in
+$OUT/PART.svg.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
 from runtime.pipeline import run
 from tests import tiny_models
-from tests.gpu import proof_jobs
+from tests.gpu import measure_jobs
 from tools.forward.measure import Forward, ForwardSetup, rows
 
 OUT = Path(os.environ.get("OUT", "."))
@@ -53,7 +53,7 @@ JOBS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def tell(line: str) -> None:
+def write(line: str) -> None:
     """Print one line."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
@@ -62,7 +62,7 @@ def tell(line: str) -> None:
 def configurations(
     named: Sequence[tuple[str, dict[str, Any]]], common: dict[str, Any], *, quantized: bool
 ) -> list[Configuration]:
-    """Return configurations; those with quantized weights only where they can be had."""
+    """Return configurations; those with quantized weights only if they are available."""
     return [
         Configuration(
             name=name,
@@ -95,21 +95,21 @@ def forward(part: str, arguments: argparse.Namespace, folder: Path) -> None:
         result = now.to_json()
         files.write_json(OUT / f"{part}.json", result)
         for one in result["configurations"][shown:]:
-            tell(json.dumps(one))
+            write(json.dumps(one))
         shown = len(result["configurations"])
 
-    under_way = Forward(setup, configurations(FORWARD, common, quantized=not arguments.small), tell, saved)
-    under_way.measure(Cancel())
-    for row in rows(under_way.to_json()):
-        tell(" | ".join(row))
+    measurement = Forward(setup, configurations(FORWARD, common, quantized=not arguments.small), write, saved)
+    measurement.measure(Cancel())
+    for row in rows(measurement.to_json()):
+        write(" | ".join(row))
 
 
 def clips(part: str, arguments: argparse.Namespace, folder: Path) -> None:
-    """Measure whole clips, of random weights or of the shipped model."""
+    """Measure clips, with random weights or of the shipped model."""
     machine = probe()
     common: dict[str, Any] = {"seed": 1}
     if part == "jobs":
-        spec = proof_jobs.model("wan2.2-a14b", arguments)
+        spec = measure_jobs.model("wan2.2-a14b", arguments)
         size = (64, 32, 9) if arguments.small else (*SIZES["480p"], FRAMES)
         common |= {"model": str(spec.directory), "steps": arguments.steps}
         common |= dict(zip(("width", "height", "frames"), size, strict=True))
@@ -129,15 +129,15 @@ def clips(part: str, arguments: argparse.Namespace, folder: Path) -> None:
     def saved(now: Bench) -> None:
         files.write_json(OUT / f"{part}.json", now.to_json())
 
-    bench = Bench.of(setup, configurations(named, common, quantized=not arguments.small), tell, saved)
+    bench = Bench.of(setup, configurations(named, common, quantized=not arguments.small), write, saved)
     bench.measure(Cancel())
     result = bench.to_json()
     files.write(OUT / f"{part}.svg", plot.svg(result, part))
     for printed in (table.times(result), table.figures(result)):
         for row in printed:
-            tell(" | ".join(row))
+            write(" | ".join(row))
     for line in (*table.outcomes(result), *table.notes(result)):
-        tell(line)
+        write(line)
 
 
 def main() -> None:
@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=["480p"], choices=[*SIZES, "jobs", "diorama"])
     arguments = parser.parse_args()
     # Random weights show nothing, and are not to.
-    run.Detector = proof_jobs.Unjudged  # type: ignore[attr-defined]
+    run.Detector = measure_jobs.Unjudged  # type: ignore[attr-defined]
     OUT.mkdir(parents=True, exist_ok=True)
     for part in arguments.parts:
         with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""The proof's clip: every component on engines, against `diffusers.WanPipeline` in float32."""
+"""Check a clip with every component on engines against `diffusers.WanPipeline` in float32."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -21,17 +21,17 @@ from runtime.models.weights import load_scheduler, load_tokenizer
 from runtime.pipeline.sampling import Conditioning, decode, denoise, get_noise, get_schedule
 from runtime.planner.engine_index import EngineRecord
 from runtime.planner.resolve import resolve
-from tests.gpu.proof_common import CHUNK, CLIP, COMPONENTS, Proof, profile_of, psnr, relative_error, ssim
+from tests.gpu.check_common import CHUNK, CLIP, COMPONENTS, Checks, profile_of, psnr, relative_error, ssim
 from tests.plans import with_strategy
 
-# Random models are proven on a small clip: TensorRT 8.6 keeps the whole matrix of an attention.
+# Random models are checked on a small clip: TensorRT 8.6 stores the full attention matrix.
 SMALL = (3, 30, 52)
 STEPS = 8
 PROMPT = "a red boat sails left on a calm sea at sunset"
 
 
 class EngineDenoiser:
-    """A transformer's session as the loop calls it."""
+    """A transformer session with the interface of the sampling loop."""
 
     pairs = False
 
@@ -49,7 +49,7 @@ class EngineDenoiser:
 
 
 class EngineDecoder:
-    """The VAE's two sessions as the loop calls them."""
+    """The two VAE sessions with the interface of the sampling loop."""
 
     def __init__(self, first: Session, following: Session) -> None:
         self._first = first
@@ -63,21 +63,21 @@ class EngineDecoder:
             yield out.pop("frames")
 
 
-def clip(proof: Proof) -> None:
-    """A whole clip with every component on engines, against PyTorch in float32: latents by step, frames, seconds."""
-    spec = proof.model()
+def clip(checks: Checks) -> None:
+    """Compare a clip on engines with PyTorch in float32: latents by step, frames, seconds."""
+    spec = checks.model()
     if spec.name == "diorama":
         request, latent, chunk = GenerationRequest(prompt=PROMPT, seed=7), CLIP, CHUNK
     else:
-        latent, chunk = proof.arguments.latent or SMALL, 1
+        latent, chunk = checks.arguments.latent or SMALL, 1
         frames, height, width = latent
         scale = spec.vae.scale_factor_spatial
         request = GenerationRequest(
             prompt=PROMPT, seed=7, width=width * scale, height=height * scale, frames=4 * frames - 3, steps=STEPS
         )
-    plan = with_strategy(resolve(request, spec, proof.machine, Path("x.mp4")), decode_chunk=chunk)
+    plan = with_strategy(resolve(request, spec, checks.machine, Path("x.mp4")), decode_chunk=chunk)
     parts = {
-        name: part.replace(device=proof.device, dtype="float32", backend="pytorch")
+        name: part.replace(device=checks.device, dtype="float32", backend="pytorch")
         for name, part in plan.components.items()
     }
     plan = plan.replace(components=parts)
@@ -88,36 +88,36 @@ def clip(proof: Proof) -> None:
 
     def build(item: tuple[str, str]) -> EngineRecord:
         profiles = (profile_of(item[1], latent, chunk),)
-        return proof.engine(spec, item[0], proof.key(spec, *item, profiles, proof.arguments.precision))
+        return checks.engine(spec, item[0], checks.key(spec, *item, profiles, checks.arguments.precision))
 
     # The second expert after the first: it finds what the first has timed.
     experts = [item for item in there if item[1] == "transformer"]
     lines = [experts, *([item] for item in there if item not in experts)]
-    with ThreadPoolExecutor(proof.arguments.jobs) as pool:
+    with ThreadPoolExecutor(checks.arguments.jobs) as pool:
         built = pool.map(lambda line: [(item, build(item)) for item in line], lines)
         records = dict(pair for line in built for pair in line)
 
-    reference = run_pytorch(spec, plan, proof.device)
+    reference = run_pytorch(spec, plan, checks.device)
     reference()
-    proof.synchronize()
+    checks.synchronize()
     started = time.perf_counter()
     wanted = reference()
-    proof.synchronize()
-    proof.say("PyTorch float32", model=spec.name, size=latent, seconds=time.perf_counter() - started, steps=plan.steps)
+    checks.synchronize()
+    checks.say("PyTorch float32", model=spec.name, size=latent, seconds=time.perf_counter() - started, steps=plan.steps)
     del reference
     for graphs in ("off", "on"):
-        sessions = {item: proof.open(record, cuda_graphs=graphs) for item, record in records.items()}
+        sessions = {item: checks.open(record, cuda_graphs=graphs) for item, record in records.items()}
         try:
             run_engines(spec, plan, sessions)
-            proof.synchronize()
+            checks.synchronize()
             started = time.perf_counter()
             got = run_engines(spec, plan, sessions)
-            proof.synchronize()
+            checks.synchronize()
             seconds = time.perf_counter() - started
         finally:
             for session in sessions.values():
                 session.close()
-        proof.say(
+        checks.say(
             "clip",
             model=spec.name,
             graphs=graphs,
@@ -136,7 +136,7 @@ Made = tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]
 
 
 def run_pytorch(spec: ModelSpec, plan: ExecutionPlan, device: str) -> Callable[[], Made]:
-    """Return what makes the text's embeddings, the latents after each step and the frames, by `WanPipeline`."""
+    """Return text embeddings, the latents after each step and the frames, from `WanPipeline`."""
     pipeline = WanPipeline.from_pretrained(spec.directory).to(torch.float32).to(device)
     pipeline.set_progress_bar_config(disable=True)
 

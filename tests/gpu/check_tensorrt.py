@@ -1,10 +1,10 @@
-"""Proves the engines on a real GPU: our export, our builder, our session, against PyTorch. Not run by pytest.
+"""Check TensorRT engines on a GPU (export, builder, session) against PyTorch. Not run by pytest.
 
-    python tests/gpu/proof_tensorrt.py build [--model M] [--precision P] [--only PROGRAM,…] [--latent F,H,W]
-    python tests/gpu/proof_tensorrt.py profiles | clip | job | damage | endurance [--precision P]
+    python tests/gpu/check_tensorrt.py build [--model M] [--precision P] [--only PROGRAM,…] [--latent F,H,W]
+    python tests/gpu/check_tensorrt.py profiles | clip | job | damage | endurance [--precision P]
 
-Each part prints a JSON object per finding, and appends it at once to $OUT/proof.jsonl. Engines stay in
-$TANDEM_PROOF (/tmp/tandem-proof), so that a later part, or the same one after a time limit, builds nothing twice.
+Each part prints a JSON object per result, and appends it to $OUT/checks.jsonl. Engines stay in
+$TANDEM_CHECKS (/tmp/tandem-checks), so that a later part, or the same one after a time limit, builds nothing twice.
 With --builder onnxruntime --device cpu the same parts run without a GPU.
 """
 
@@ -29,18 +29,18 @@ from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import EngineRecord
 from runtime.planner.shapes import LatentSize, ShapeProfile
-from tests.gpu import proof_models, tensorrt_8_6
-from tests.gpu.proof_clip import clip
-from tests.gpu.proof_common import CLIP, COMPONENTS, HOME, LARGE, Proof, profile_of, relative_error
-from tests.gpu.proof_damage import case, damage
-from tests.gpu.proof_job import job
+from tests.gpu import tensorrt_8_6, wide_models
+from tests.gpu.check_clip import clip
+from tests.gpu.check_common import CLIP, COMPONENTS, HOME, LARGE, Checks, profile_of, relative_error
+from tests.gpu.check_damage import case, damage
+from tests.gpu.check_job import job
 
 
-def build(proof: Proof) -> None:
-    """Each program: built in a child process and verified there, then timed with CUDA graphs and without."""
-    spec = proof.model()
-    latent = proof.arguments.latent or (LARGE if proof.arguments.model in proof_models.WIDTHS else CLIP)
-    wanted = proof.arguments.only.split(",") if proof.arguments.only else None
+def build(checks: Checks) -> None:
+    """Build each program in a child process, verify it there, and time it with and without CUDA graphs."""
+    spec = checks.model()
+    latent = checks.arguments.latent or (LARGE if checks.arguments.model in wide_models.WIDTHS else CLIP)
+    wanted = checks.arguments.only.split(",") if checks.arguments.only else None
     chosen = [
         (component, program)
         for component, program in COMPONENTS
@@ -48,42 +48,42 @@ def build(proof: Proof) -> None:
         and (wanted is None or (program if component == "vae" else component) in wanted)
     ]
     keys = {
-        (component, program): proof.key(
-            spec, component, program, (profile_of(program, latent),), proof.arguments.precision
+        (component, program): checks.key(
+            spec, component, program, (profile_of(program, latent),), checks.arguments.precision
         )
         for component, program in chosen
     }
 
     def one(item: tuple[str, str]) -> EngineRecord | None:
-        with proof.going_on(f"build {item}"):
-            return proof.engine(spec, item[0], keys[item])
+        with checks.going_on(f"build {item}"):
+            return checks.engine(spec, item[0], keys[item])
         return None
 
     # Builds wait for compilers as much as for the GPU; they are timed below, alone.
-    with ThreadPoolExecutor(proof.arguments.jobs) as pool:
+    with ThreadPoolExecutor(checks.arguments.jobs) as pool:
         records = dict(zip(chosen, pool.map(one, chosen), strict=True))
     for (component, program), record in records.items():
         if record is not None:
-            with proof.going_on(f"time {component} {program}"):
-                report_engine(proof, spec, component, record, latent)
+            with checks.going_on(f"time {component} {program}"):
+                report_engine(checks, spec, component, record, latent)
 
 
-def report_engine(proof: Proof, spec: ModelSpec, component: str, record: EngineRecord, latent: LatentSize) -> None:
+def report_engine(checks: Checks, spec: ModelSpec, component: str, record: EngineRecord, latent: LatentSize) -> None:
     """Report what an engine is and how fast it runs, compared with PyTorch in the same precision."""
     key = record.key
     profile = profile_of(key.program, latent)
-    program = load_program(spec, component, key.program, device=proof.device, dtype=key.precision)
+    program = load_program(spec, component, key.program, device=checks.device, dtype=key.precision)
     inputs = program.inputs(profile.opt)
-    found: dict[str, Any] = {"pytorch_ms": proof.milliseconds(lambda: program.run(**inputs), 10)}
-    proof.synchronize()
+    found: dict[str, Any] = {"pytorch_ms": checks.milliseconds(lambda: program.run(**inputs), 10)}
+    checks.synchronize()
     for graphs in ("off", "on"):
         started = time.perf_counter()
-        with proof.open(record, cuda_graphs=graphs) as session:
-            proof.synchronize()
+        with checks.open(record, cuda_graphs=graphs) as session:
+            checks.synchronize()
             found["load_seconds"] = round(time.perf_counter() - started, 3)
-            found[f"graphs_{graphs}_ms"] = proof.milliseconds(lambda: session.infer(**inputs))
+            found[f"graphs_{graphs}_ms"] = checks.milliseconds(lambda: session.infer(**inputs))
             found[f"graphs_{graphs}_captured"] = len(getattr(session, "_graphs", ()))
-    proof.say(
+    checks.say(
         "engine",
         model=spec.name,
         component=component,
@@ -102,32 +102,32 @@ def report_engine(proof: Proof, spec: ModelSpec, component: str, record: EngineR
     )
 
 
-def profiles(proof: Proof) -> None:
-    """One engine with two ranges of sizes: right in both, at once an error outside."""
+def profiles(checks: Checks) -> None:
+    """Check one engine with two profiles: correct in both, an immediate error outside."""
     spec = find("diorama", Path("none"))
     two: tuple[ShapeProfile, ...] = (
         ShapeProfile((5, 10, 16), CLIP, CLIP),
         ShapeProfile((2, 4, 4), (3, 8, 8), (5, 8, 14)),
     )
-    if proof.arguments.builder != "onnx_tensorrt":
+    if checks.arguments.builder != "onnx_tensorrt":
         # The others build for one range.
         two = (enclosing(two),)
-    key = proof.key(spec, "transformer", "transformer", two, proof.arguments.precision)
-    record = proof.engine(spec, "transformer", key)
-    program = load_program(spec, "transformer", "transformer", device=proof.device, dtype="float32")
+    key = checks.key(spec, "transformer", "transformer", two, checks.arguments.precision)
+    record = checks.engine(spec, "transformer", key)
+    program = load_program(spec, "transformer", "transformer", device=checks.device, dtype="float32")
     errors = {}
-    with proof.open(record) as session:
+    with checks.open(record) as session:
         for latent in (CLIP, (3, 8, 8), (5, 10, 16), (2, 4, 4), (4, 6, 12), (7, 12, 20), CLIP, CLIP):
             inputs = program.inputs(latent)
             errors[str(latent)] = relative_error(session.infer(**inputs)["velocity"], program.run(**inputs)["velocity"])
         try:
             session.infer(**program.inputs((9, 16, 24)))
         except EngineError as error:
-            proof.say("outside", refused=error.what)
+            checks.say("outside", refused=error.what)
         else:
-            proof.say("outside", failed="a size outside of both profiles was taken")
+            checks.say("outside", failed="a size outside both profiles was accepted")
         again = relative_error(session.infer(**inputs)["velocity"], program.run(**inputs)["velocity"])
-    proof.say(
+    checks.say(
         "two profiles",
         precision=key.precision,
         errors=errors,
@@ -138,59 +138,59 @@ def profiles(proof: Proof) -> None:
     )
 
 
-def endurance(proof: Proof) -> None:
-    """1,000 calls, and opening and closing, without growth of the GPU's or this process's memory."""
+def endurance(checks: Checks) -> None:
+    """Check that 1,000 calls, and opening and closing, do not grow GPU memory or process memory."""
     spec = find("diorama", Path("none"))
     for component, name in (COMPONENTS[1], COMPONENTS[4]):
-        key = proof.key(spec, component, name, (profile_of(name, CLIP),), proof.arguments.precision)
-        record = proof.engine(spec, component, key)
-        program = load_program(spec, component, name, device=proof.device, dtype=key.precision)
+        key = checks.key(spec, component, name, (profile_of(name, CLIP),), checks.arguments.precision)
+        record = checks.engine(spec, component, key)
+        program = load_program(spec, component, name, device=checks.device, dtype=key.precision)
         inputs = program.inputs(key.profiles[0].opt)
-        with proof.going_on(f"endurance {name}"):
-            calls(proof, name, record, inputs)
-        with proof.going_on(f"opening {name}"):
-            openings(proof, name, record, inputs)
+        with checks.going_on(f"endurance {name}"):
+            calls(checks, name, record, inputs)
+        with checks.going_on(f"opening {name}"):
+            openings(checks, name, record, inputs)
 
 
-def calls(proof: Proof, name: str, record: EngineRecord, inputs: dict[str, torch.Tensor]) -> None:
-    """Run a session 1,000 times; the VAE's caches go round."""
+def calls(checks: Checks, name: str, record: EngineRecord, inputs: dict[str, torch.Tensor]) -> None:
+    """Run a session 1,000 times; the VAE's caches are reused."""
     for graphs in ("off", "on"):
-        with proof.open(record, cuda_graphs=graphs) as session:
+        with checks.open(record, cuda_graphs=graphs) as session:
             before, first = (0, 0), None
-            for index in range(proof.arguments.calls):
+            for index in range(checks.arguments.calls):
                 out = session.infer(**inputs)
                 caches = {key: value for key, value in out.items() if key.startswith("cache_")}
                 inputs = inputs | caches
                 if not caches:
                     first = out["velocity"].clone() if first is None else first
-                if index == proof.arguments.calls // 10:
-                    proof.synchronize()
-                    before = proof.used_bytes()
-            proof.synchronize()
-            after = proof.used_bytes()
-        proof.say(
+                if index == checks.arguments.calls // 10:
+                    checks.synchronize()
+                    before = checks.used_bytes()
+            checks.synchronize()
+            after = checks.used_bytes()
+        checks.say(
             "calls",
             program=name,
             graphs=graphs,
-            calls=proof.arguments.calls,
+            calls=checks.arguments.calls,
             gpu_growth_bytes=after[0] - before[0],
             host_growth_bytes=after[1] - before[1],
             last_equals_first=None if first is None else bool(torch.equal(first, out["velocity"])),
         )
 
 
-def openings(proof: Proof, name: str, record: EngineRecord, inputs: dict[str, torch.Tensor]) -> None:
+def openings(checks: Checks, name: str, record: EngineRecord, inputs: dict[str, torch.Tensor]) -> None:
     """Open, run and close a session 20 times."""
     used = []
     for _ in range(20):
-        with proof.open(record) as session:
+        with checks.open(record) as session:
             for _ in range(3):
                 session.infer(**inputs)
         del session
-        if proof.device.startswith("cuda"):
+        if checks.device.startswith("cuda"):
             torch.cuda.empty_cache()
-        used.append(proof.used_bytes())
-    proof.say(
+        used.append(checks.used_bytes())
+    checks.say(
         "openings",
         program=name,
         gpu_growth_bytes=used[-1][0] - used[4][0],
@@ -200,7 +200,7 @@ def openings(proof: Proof, name: str, record: EngineRecord, inputs: dict[str, to
 
 def main() -> None:
     """Run one part."""
-    parts: dict[str, Callable[[Proof], None]] = {
+    parts: dict[str, Callable[[Checks], None]] = {
         part.__name__: part for part in (build, profiles, clip, job, damage, case, endurance)
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -219,11 +219,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if tensorrt_8_6.is_installed():
         tensorrt_8_6.load()
-    proof = Proof(arguments, probe(), EngineStore(HOME / "engines", 1 << 40))
+    checks = Checks(arguments, probe(), EngineStore(HOME / "engines", 1 << 40))
     started = time.perf_counter()
-    with proof.going_on(arguments.part):
-        parts[arguments.part](proof)
-    proof.say("end", seconds=round(time.perf_counter() - started, 1))
+    with checks.going_on(arguments.part):
+        parts[arguments.part](checks)
+    checks.say("end", seconds=round(time.perf_counter() - started, 1))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Measures how fast Wan's parts are at true size, each optimization compared with diffusers. Not run by pytest.
+"""Measure the speed of Wan's components at full size, each optimization compared with diffusers. Not run by pytest.
 
-    python tests/gpu/proof_speed.py PART … [--size 480p|720p] [--variants NAME,NAME] [--seconds N]
+    python tests/gpu/measure_speed.py PART … [--size 480p|720p] [--variants NAME,NAME] [--seconds N]
 
 PART is of attention, transformer, vae, small. Random weights: speed does not depend on their values; norms are near
-one, so that attention is neither flat nor sharp. Prints a JSON object per measurement as it comes, and appends it to
+one, so that attention is neither flat nor sharp. Prints a JSON object per measurement and appends it to
 $OUT/speed.jsonl; the last variant's profile goes to $OUT/profile-*.txt. A failure is reported and the
 next variant runs; none starts after `--seconds`. `--device cpu --tiny` tries the script itself.
 
 Errors are ‖out - ref‖ / ‖ref‖ against float32 with TF32 off, of the same weights; the transformer's over
-`--reference-blocks` of its 40 blocks, for float32 takes a minute for all of them at 480p and five at 720p.
+`--reference-blocks` of its 40 blocks, since float32 takes a minute for all of them at 480p and five at 720p.
 """
 
 import argparse
@@ -46,7 +46,7 @@ from runtime.families.wan.vae import PyTorchVideoDecoder
 from runtime.models import quantization
 from runtime.models.catalogue import find
 from runtime.pipeline.sampling import decode
-from tests.gpu.proof_common import relative_error
+from tests.gpu.check_common import relative_error
 from tests.plans import Alone, tiny_plan
 
 # Latent frames, height, width.
@@ -64,7 +64,7 @@ TEXT_TOKENS = 512
 PEAK = 790e12
 STEPS, PASSES = 40, 2
 FP8 = "fp8 linears"
-HAND = "fp8 linears by hand"
+HAND = "fp8 linears without torchao"
 
 # Name: how it is computed, and how the linear layers are: "", `FP8` or `HAND`.
 CUDNN = Speed(attention="cudnn")
@@ -101,11 +101,11 @@ DEFAULT = ("diffusers", "ours", "compiled-fused", "flash4", "fp8-attention", "fp
 
 
 class NoTimeError(Exception):
-    """`--seconds` are over."""
+    """No time is left of `--seconds`."""
 
 
-class Proof:
-    """What all parts need."""
+class Bench:
+    """Device, time limit and report of a run."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
@@ -118,7 +118,7 @@ class Proof:
 
     @property
     def size(self) -> str:
-        """Its name."""
+        """Name of the resolution."""
         return self._size
 
     @property
@@ -133,7 +133,7 @@ class Proof:
         return frames * (height // 2) * (width // 2)
 
     def say(self, **found: Any) -> None:
-        """Print and keep one finding."""
+        """Print a measurement and append it to speed.jsonl."""
         line = json.dumps({"size": self._size, **found})
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
@@ -145,7 +145,7 @@ class Proof:
         """Report a failure and continue with the next variant.
 
         Raises:
-            NoTimeError: if there is none to begin this.
+            NoTimeError: if no time is left.
         """
         if time.monotonic() > self._ends:
             raise NoTimeError(str(what))
@@ -163,7 +163,7 @@ class Proof:
 
     def seconds(self, run: Callable[[], object], repeats: int = 3) -> dict[str, Any]:
         """Return the median seconds of a call, their spread, and the bytes that it allocates."""
-        taken = []
+        times = []
         before = torch.cuda.memory_allocated() if self.cuda else 0
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -172,10 +172,10 @@ class Proof:
             started = time.perf_counter()
             run()
             self.wait()
-            taken.append(time.perf_counter() - started)
+            times.append(time.perf_counter() - started)
         peak = torch.cuda.max_memory_allocated() - before if self.cuda else 0
-        spread = [round(min(taken), 5), round(max(taken), 5)]
-        return {"seconds": round(statistics.median(taken), 5), "spread": spread, "working": peak}
+        spread = [round(min(times), 5), round(max(times), 5)]
+        return {"seconds": round(statistics.median(times), 5), "spread": spread, "working": peak}
 
     def wait(self) -> None:
         """Wait for the device."""
@@ -183,22 +183,22 @@ class Proof:
             torch.cuda.synchronize()
 
 
-def flops(proof: Proof, config: dict[str, Any]) -> tuple[float, float]:
+def flops(bench: Bench, config: dict[str, Any]) -> tuple[float, float]:
     """Return the operations of one forward pass, and those of its attention among tokens."""
     heads, blocks = config["num_attention_heads"], config["num_layers"]
-    width, tokens = heads * config.get("attention_head_dim", 128), proof.tokens
+    width, tokens = heads * config.get("attention_head_dim", 128), bench.tokens
     attends = 4 * tokens**2 * width
     linear = 12 * tokens * width**2 + 4 * tokens * width * config["ffn_dim"]
     return float(blocks * (attends + linear + 4 * tokens * TEXT_TOKENS * width)), float(blocks * attends)
 
 
-def random_module(proof: Proof, make: Callable[[], Any], dtype: torch.dtype) -> Any:
-    """Return a module with random weights on the device; what diffusers keeps in float32 is so."""
+def random_module(bench: Bench, make: Callable[[], Any], dtype: torch.dtype) -> Any:
+    """Return a module with random weights on the device; those that diffusers keeps in float32 stay float32."""
     with torch.device("meta"):
         made = make()
-    made = made.to_empty(device=proof.device).eval().requires_grad_(False)
-    kept = set(getattr(made, "_keep_in_fp32_modules", ()) or ())
-    generator = torch.Generator(proof.device).manual_seed(0)
+    made = made.to_empty(device=bench.device).eval().requires_grad_(False)
+    float32_names = set(getattr(made, "_keep_in_fp32_modules", ()) or ())
+    generator = torch.Generator(bench.device).manual_seed(0)
     for name, parameter in made.named_parameters():
         parts = name.split(".")
         # The same values in any dtype. Random convolutions grow: theirs are such that values stay near one.
@@ -206,32 +206,32 @@ def random_module(proof: Proof, make: Callable[[], Any], dtype: torch.dtype) -> 
         values = torch.empty_like(parameter, dtype=torch.float32).normal_(0, spread, generator=generator)
         if parts[-1] == "gamma" or (parts[-1] == "weight" and "norm" in name.split(".")[-2:][0]):
             values.add_(1.0)
-        parameter.data = values.to(torch.float32 if kept & set(parts) else dtype)
+        parameter.data = values.to(torch.float32 if float32_names & set(parts) else dtype)
     return made
 
 
-def transformer(proof: Proof) -> None:
-    """One forward pass of one expert of Wan2.2-A14B, in bfloat16 and FP8."""
-    config = TINY if proof.arguments.tiny else A14B
-    operations, attends = flops(proof, config)
+def transformer(bench: Bench) -> None:
+    """Measure one forward pass of one expert of Wan2.2-A14B, in bfloat16 and FP8."""
+    config = TINY if bench.arguments.tiny else A14B
+    operations, attends = flops(bench, config)
     say: dict[str, Any] = {"part": "transformer", "floor": round(operations / PEAK, 3)}
-    proof.say(**say, attention_flops=attends, all_flops=operations)
-    module = random_module(proof, lambda: WanTransformer3DModel(**config), proof.dtype)
+    bench.say(**say, attention_flops=attends, all_flops=operations)
+    module = random_module(bench, lambda: WanTransformer3DModel(**config), bench.dtype)
     width = config.get("attention_head_dim", 128)
-    module.rope = type(module.rope)(width, (1, 2, 2), 1024).to(proof.device)
-    generator = torch.Generator(proof.device).manual_seed(1)
-    latents = torch.randn(1, 16, *proof.grid, device=proof.device, generator=generator)
+    module.rope = type(module.rope)(width, (1, 2, 2), 1024).to(bench.device)
+    generator = torch.Generator(bench.device).manual_seed(1)
+    latents = torch.randn(1, 16, *bench.grid, device=bench.device, generator=generator)
     shape = (1, TEXT_TOKENS, config.get("text_dim", 4096))
-    text = torch.randn(shape, device=proof.device, generator=generator).to(proof.dtype)
-    given = (latents, torch.tensor(500.0, device=proof.device), text)
+    text = torch.randn(shape, device=bench.device, generator=generator).to(bench.dtype)
+    given = (latents, torch.tensor(500.0, device=bench.device), text)
     blocks = module.blocks
-    deep = min(proof.arguments.reference_blocks, len(blocks))
+    deep = min(bench.arguments.reference_blocks, len(blocks))
     wanted = None
     if deep:
-        with proof.trying(**say, variant="reference"), torch.no_grad():
+        with bench.trying(**say, variant="reference"), torch.no_grad():
             started = time.perf_counter()
             wanted = reference(module, *given, deep)
-            proof.say(**say, variant="reference", blocks=deep, seconds=round(time.perf_counter() - started, 1))
+            bench.say(**say, variant="reference", blocks=deep, seconds=round(time.perf_counter() - started, 1))
 
     def error(run: Callable[[], torch.Tensor]) -> float | None:
         if wanted is None:
@@ -243,18 +243,18 @@ def transformer(proof: Proof) -> None:
             module.blocks = blocks
 
     ready: Callable[[], torch.Tensor] | None = None
-    chosen = proof.arguments.variants.split(",") if proof.arguments.variants else list(DEFAULT)
+    chosen = bench.arguments.variants.split(",") if bench.arguments.variants else list(DEFAULT)
     for name in chosen:
-        with proof.trying(**say, variant=name), torch.no_grad():
-            run = ready_for(proof, name, module, width, given)
+        with bench.trying(**say, variant=name), torch.no_grad():
+            run = ready_for(bench, name, module, width, given)
             started = time.perf_counter()
             run()
-            proof.wait()
+            bench.wait()
             first = time.perf_counter() - started
-            found = proof.seconds(run, 2 if proof.size == "720p" else 3)
+            found = bench.seconds(run, 2 if bench.size == "720p" else 3)
             tera = round(operations / found["seconds"] / 1e12, 1)
             clip = round(STEPS * PASSES * found["seconds"], 1)
-            proof.say(
+            bench.say(
                 **say,
                 variant=name,
                 first=round(first, 2),
@@ -265,19 +265,19 @@ def transformer(proof: Proof) -> None:
                 steps_of_a_clip=clip,
             )
             ready = run
-    if ready is not None and not proof.arguments.no_profile:
-        with proof.trying(**say, profile=chosen[-1]), torch.no_grad():
-            profile(proof, f"transformer-{proof.size}-{chosen[-1]}", ready, {**say, "variant": chosen[-1]})
+    if ready is not None and not bench.arguments.no_profile:
+        with bench.trying(**say, profile=chosen[-1]), torch.no_grad():
+            profile(bench, f"transformer-{bench.size}-{chosen[-1]}", ready, {**say, "variant": chosen[-1]})
 
 
 def ready_for(
-    proof: Proof, name: str, module: Any, width: int, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    bench: Bench, name: str, module: Any, width: int, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ) -> Callable[[], torch.Tensor]:
     """Make a module ready for a variant; return its forward pass."""
     latents, timestep, text = given
     if name == "diffusers":
         as_diffusers(module)
-        return lambda: module(latents.to(proof.dtype), timestep.reshape(1), text, return_dict=False)[0]
+        return lambda: module(latents.to(bench.dtype), timestep.reshape(1), text, return_dict=False)[0]
     speed, wants = VARIANTS[name]
     layer = module.blocks[0].attn1.to_q
     linears = HAND if isinstance(layer, HandLinear) else "" if type(layer.weight) is nn.Parameter else FP8
@@ -290,7 +290,7 @@ def ready_for(
     inductor_config.coordinate_descent_tuning = name == "tuned"
     if name == "tuned":
         forget_all()
-    why = problem(speed.attention, proof.device, proof.dtype, width)
+    why = problem(speed.attention, bench.device, bench.dtype, width)
     if why is not None:
         raise RuntimeError(f"{speed.attention}: {why}")
     return ours(module, speed, latents, timestep, text)
@@ -299,14 +299,14 @@ def ready_for(
 def ours(
     module: Any, speed: Speed, latents: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor
 ) -> Callable[[], torch.Tensor]:
-    """Return one forward pass as a job does it; what cannot be computed so fails."""
+    """Return the forward pass that a job runs; options that cannot be used raise."""
     denoiser = PyTorchDenoiser(module)
-    denoiser.compute(speed, must_not_stumble)
+    denoiser.compute(speed, raise_if_degraded)
     return lambda: denoiser(latents, timestep, text)
 
 
 def as_diffusers(module: Any) -> None:
-    """Give a module and its blocks diffusers' classes back."""
+    """Restore diffusers' classes of a module and its blocks."""
     module.__class__ = WanTransformer3DModel
     for block in module.blocks:
         block.__class__ = WanTransformerBlock
@@ -320,7 +320,7 @@ def quantize(module: Any) -> None:
 
 
 def part(module: Any) -> None:
-    """Take fused matrices apart again: each layer is quantized by itself."""
+    """Split fused matrices, so that each layer is quantized separately."""
     for block in module.blocks:
         attn = block.attn1
         if getattr(attn, "fused_projections", False):
@@ -331,7 +331,7 @@ def part(module: Any) -> None:
 
 
 class HandLinear(nn.Module):
-    """A linear layer in FP8 with a scale per row, without torchao: to see what that costs."""
+    """A linear layer in FP8 with a scale per row, without torchao, to measure torchao's overhead."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -358,7 +358,7 @@ class HandLinear(nn.Module):
 
 
 def quantize_by_hand(module: Any) -> None:
-    """Put `HandLinear` in the place of the blocks' linear layers."""
+    """Replace the blocks' linear layers by `HandLinear`."""
     for parent in list(module.blocks.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear):
@@ -368,7 +368,7 @@ def quantize_by_hand(module: Any) -> None:
 def reference(
     module: Any, latents: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor, deep: int
 ) -> torch.Tensor:
-    """Return diffusers' forward pass in float32 over the first blocks; one of them at a time is copied."""
+    """Return diffusers' forward pass in float32 over the first blocks, copied one at a time."""
     config = module.config
     with exact():
         rotation = module.rope(latents)
@@ -399,21 +399,21 @@ def exact() -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
-def attentions(proof: Proof) -> None:
-    """One attention of 40 heads by every kind that is here, with its error on Gaussian inputs."""
-    heads, width = (2, 16) if proof.arguments.tiny else (40, 128)
-    tokens = 2304 if proof.arguments.tiny else proof.tokens
-    generator = torch.Generator(proof.device).manual_seed(2)
+def attentions(bench: Bench) -> None:
+    """Measure attention of 40 heads with every available kernel, with its error on Gaussian inputs."""
+    heads, width = (2, 16) if bench.arguments.tiny else (40, 128)
+    tokens = 2304 if bench.arguments.tiny else bench.tokens
+    generator = torch.Generator(bench.device).manual_seed(2)
     shape = (3, 1, tokens, heads, width)
-    q, k, v = torch.randn(shape, device=proof.device, generator=generator).to(proof.dtype)
+    q, k, v = torch.randn(shape, device=bench.device, generator=generator).to(bench.dtype)
     few = slice(0, 1)
     wide = [x[:, :, few].double().transpose(1, 2) for x in (q, k, v)]
     # A few queries against all keys, in float64.
     picked = wide[0][:, :, :256]
     wanted = (picked @ wide[1].transpose(-1, -2) / width**0.5).softmax(-1) @ wide[2]
     for kind in ("native", "cudnn", "flash", "flash3", "flash4", "sage", "fp8"):
-        with proof.trying(part="attention", kind=kind), torch.no_grad():
-            why = problem(kind, proof.device, proof.dtype, width)
+        with bench.trying(part="attention", kind=kind), torch.no_grad():
+            why = problem(kind, bench.device, bench.dtype, width)
             if why is not None:
                 raise RuntimeError(why)
             attend = attention(kind)
@@ -421,9 +421,9 @@ def attentions(proof: Proof) -> None:
                 # As a block has it: what is around the kernel is one kernel too.
                 attend = torch.compile(attend, fullgraph=True)
             got = attend(q, k, v)[:, :256, few].transpose(1, 2)
-            found = proof.seconds(lambda: attend(q, k, v), 5)  # noqa: B023 - called at once
+            found = bench.seconds(lambda: attend(q, k, v), 5)  # noqa: B023 - called at once
             tera = 4 * tokens**2 * heads * width / found["seconds"] / 1e12
-            proof.say(
+            bench.say(
                 part="attention",
                 kind=kind,
                 **found,
@@ -432,87 +432,87 @@ def attentions(proof: Proof) -> None:
             )
 
 
-def vae(proof: Proof) -> None:
-    """Decoding 81 frames: as diffusers does, and as we do."""
+def vae(bench: Bench) -> None:
+    """Measure decoding of 81 frames, by diffusers and by Tandem."""
     latents = torch.randn(
-        1, 16, *proof.grid, device=proof.device, generator=torch.Generator(proof.device).manual_seed(3)
+        1, 16, *bench.grid, device=bench.device, generator=torch.Generator(bench.device).manual_seed(3)
     )
     wanted: torch.Tensor | None = None
-    for name in proof.arguments.dtypes.split(","):
+    for name in bench.arguments.dtypes.split(","):
         if wanted is None and name != "float32":
-            wanted = vae_in(proof, torch.float32, latents, None, measured=False)
-        wanted = vae_in(proof, getattr(torch, name), latents, wanted)
+            wanted = vae_in(bench, torch.float32, latents, None, measured=False)
+        wanted = vae_in(bench, getattr(torch, name), latents, wanted)
 
 
 def vae_in(
-    proof: Proof, dtype: torch.dtype, latents: torch.Tensor, wanted: torch.Tensor | None, *, measured: bool = True
+    bench: Bench, dtype: torch.dtype, latents: torch.Tensor, wanted: torch.Tensor | None, *, measured: bool = True
 ) -> torch.Tensor | None:
-    """Decode in one precision; return the reference, which the first one makes."""
-    tiny = {"base_dim": 4, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1} if proof.arguments.tiny else {}
-    module = random_module(proof, lambda: AutoencoderKLWan(**tiny), dtype)
+    """Measure decoding in one precision; return the reference, which the first call computes."""
+    tiny = {"base_dim": 4, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1} if bench.arguments.tiny else {}
+    module = random_module(bench, lambda: AutoencoderKLWan(**tiny), dtype)
     module.encoder = None
     decoder = PyTorchVideoDecoder(module)
     name = str(dtype).removeprefix("torch.")
     if wanted is None:
-        with proof.trying(part="vae", dtype=name, variant="reference"), exact():
+        with bench.trying(part="vae", dtype=name, variant="reference"), exact():
             wanted = torch.cat(decoded(decoder, latents, 1)).float()
             spread = [wanted.min().item(), wanted.max().item()]
-            proof.say(part="vae", dtype=name, variant="reference", spread=spread)
+            bench.say(part="vae", dtype=name, variant="reference", spread=spread)
     if not measured:
         return wanted
-    named = set(proof.arguments.variants.split(",")) & {variant for variant, _, _ in VAE_VARIANTS}
+    named = set(bench.arguments.variants.split(",")) & {variant for variant, _, _ in VAE_VARIANTS}
     for variant, speed, chunk in VAE_VARIANTS:
         if named and variant not in named:
             continue
         what = {"part": "vae", "dtype": name, "variant": variant, "chunk": chunk}
-        with proof.trying(**what):
+        with bench.trying(**what):
             if speed is None:
                 run = partial(by_diffusers, module, latents)
             else:
-                decoder.compute(speed, must_not_stumble)
+                decoder.compute(speed, raise_if_degraded)
                 run = partial(decoded, decoder, latents, chunk)
             started = time.perf_counter()
             got = run()
             first = time.perf_counter() - started
             error = None if wanted is None else float(f"{relative_error(torch.cat(got), wanted):.3g}")
             del got
-            proof.say(**what, first=round(first, 2), **proof.seconds(run, 3), error=error)
-    if dtype == torch.bfloat16 and not proof.arguments.no_profile:
-        with proof.trying(part="vae", profile=name):
-            profile(proof, f"vae-{proof.size}", partial(decoded, decoder, latents, 4), {"part": "vae"})
+            bench.say(**what, first=round(first, 2), **bench.seconds(run, 3), error=error)
+    if dtype == torch.bfloat16 and not bench.arguments.no_profile:
+        with bench.trying(part="vae", profile=name):
+            profile(bench, f"vae-{bench.size}", partial(decoded, decoder, latents, 4), {"part": "vae"})
     forget_all()
     return wanted
 
 
-def must_not_stumble(field: str, reason: Fact) -> None:
-    """What cannot be computed as asked for fails here."""
+def raise_if_degraded(field: str, reason: Fact) -> None:
+    """Raise if an option cannot be used."""
     raise RuntimeError(f"{field}: {reason}")
 
 
 @torch.inference_mode()
 def by_diffusers(module: Any, latents: torch.Tensor) -> list[torch.Tensor]:
-    """Decode as `WanPipeline` does; frames leave the device as bytes."""
+    """Decode as `WanPipeline` does; frames are copied from the device as bytes."""
     frames = module.decode(latents.to(module.dtype), return_dict=False)[0][0].permute(1, 2, 3, 0).float()
     return [((frames + 1) * 127.5).round().to(torch.uint8).cpu()]
 
 
 def decoded(decoder: PyTorchVideoDecoder, latents: torch.Tensor, chunk: int) -> list[torch.Tensor]:
-    """Decode as a job does; frames leave the device as bytes."""
+    """Decode as a job does; frames are copied from the device as bytes."""
     raw = (latents - decoder._mean) / decoder._std
     return list(decode(decoder, raw, chunk, Cancel()))
 
 
-def small(proof: Proof) -> None:
-    """The shipped model's call: launches, CUDA graphs, both passes at once, compiled."""
+def small(bench: Bench) -> None:
+    """Measure a call of the shipped model: kernel launches, CUDA graphs, paired passes, compilation."""
     spec = find("diorama", Path("none"))
     plan = tiny_plan(spec, Path("x.mp4"), width=192, height=112, frames=33)
-    plan = plan.replace(components={n: p.replace(device=proof.device) for n, p in plan.components.items()})
-    generator = torch.Generator(proof.device).manual_seed(4)
-    latents = torch.randn(plan.latent_shape, device=proof.device, generator=generator)
+    plan = plan.replace(components={n: p.replace(device=bench.device) for n, p in plan.components.items()})
+    generator = torch.Generator(bench.device).manual_seed(4)
+    latents = torch.randn(plan.latent_shape, device=bench.device, generator=generator)
     shape = (2, 1, TEXT_TOKENS, spec.transformer.text_dim)
-    # What is kept of a text is kept by the object, as in a job.
-    texts = list(torch.randn(shape, device=proof.device, generator=generator))
-    timestep = torch.tensor(500.0, device=proof.device)
+    # The object caches text projections, as in a job.
+    texts = list(torch.randn(shape, device=bench.device, generator=generator))
+    timestep = torch.tensor(500.0, device=bench.device)
     variants = {
         "eager": EAGER,
         "text": Speed(text_kept=True),
@@ -524,9 +524,9 @@ def small(proof: Proof) -> None:
     }
     wanted = None
     for name, speed in variants.items():
-        if not proof.cuda and speed.graphed:
+        if not bench.cuda and speed.graphed:
             continue
-        with proof.trying(part="small", variant=name), Residency() as residency:
+        with bench.trying(part="small", variant=name), Residency() as residency:
             job = Alone(plan.replace(speed=speed))
             with residency.denoiser(spec, job, "transformer") as denoiser, exact():
 
@@ -541,38 +541,38 @@ def small(proof: Proof) -> None:
                 if job.fallen:
                     raise RuntimeError(str(job.fallen))
                 wanted = got if wanted is None else wanted
-                found = proof.seconds(run, 20)
-                proof.say(part="small", variant=name, **found, error=relative_error(got, wanted))
+                found = bench.seconds(run, 20)
+                bench.say(part="small", variant=name, **found, error=relative_error(got, wanted))
 
 
-def profile(proof: Proof, name: str, run: Callable[[], object], say: dict[str, Any]) -> None:
-    """Profile one call: the table into a file, and what kinds of kernels took how long."""
+def profile(bench: Bench, name: str, run: Callable[[], object], say: dict[str, Any]) -> None:
+    """Profile one call: write the table to a file and report seconds by kind of kernel."""
     activities = [torch.profiler.ProfilerActivity.CPU]
-    if proof.cuda:
+    if bench.cuda:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as found:
         run()
-        proof.wait()
+        bench.wait()
     averages = found.key_averages()
-    key = "self_cuda_time_total" if proof.cuda else "self_cpu_time_total"
+    key = "self_cuda_time_total" if bench.cuda else "self_cpu_time_total"
     with contextlib.suppress(Exception):
-        table = averages.table(sort_by=key.replace("cuda", "device") if proof.cuda else key, row_limit=40)
-        (proof.out / f"profile-{name}.txt").write_text(table, encoding="utf-8")
+        table = averages.table(sort_by=key.replace("cuda", "device") if bench.cuda else key, row_limit=40)
+        (bench.out / f"profile-{name}.txt").write_text(table, encoding="utf-8")
     kinds: dict[str, float] = {}
     top: list[tuple[str, float, int]] = []
     for entry in averages:
-        taken = getattr(entry, "self_device_time_total", 0.0) if proof.cuda else entry.self_cpu_time_total
-        kernel = not proof.cuda or str(getattr(entry, "device_type", "")).endswith("CUDA")
-        if not taken or not kernel:
+        seconds = getattr(entry, "self_device_time_total", 0.0) if bench.cuda else entry.self_cpu_time_total
+        kernel = not bench.cuda or str(getattr(entry, "device_type", "")).endswith("CUDA")
+        if not seconds or not kernel:
             continue
-        kinds[kind_of(entry.key)] = kinds.get(kind_of(entry.key), 0.0) + taken / 1e6
-        top.append((entry.key[:90], round(taken / 1e6, 4), entry.count))
+        kinds[kind_of(entry.key)] = kinds.get(kind_of(entry.key), 0.0) + seconds / 1e6
+        top.append((entry.key[:90], round(seconds / 1e6, 4), entry.count))
     top.sort(key=lambda one: -one[1])
-    proof.say(**say, profile=name, kinds={k: round(s, 4) for k, s in kinds.items()}, top=top[:15])
+    bench.say(**say, profile=name, kinds={k: round(s, 4) for k, s in kinds.items()}, top=top[:15])
 
 
 def kind_of(kernel: str) -> str:
-    """Return what a kernel does, by its name."""
+    """Return the kind of a kernel, by its name."""
     low = kernel.lower()
     # Named after all that they were made of, products and attention before and after them too.
     if low.startswith(("triton_poi", "triton_red", "triton_per")):
@@ -586,7 +586,7 @@ def kind_of(kernel: str) -> str:
     return "fused by Inductor" if "triton" in low else "other"
 
 
-PARTS: dict[str, Callable[[Proof], None]] = {
+PARTS: dict[str, Callable[[Bench], None]] = {
     "attention": attentions,
     "transformer": transformer,
     "vae": vae,
@@ -606,16 +606,16 @@ def main() -> None:
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--tiny", action="store_true")
-    proof = Proof(parser.parse_args())
-    if proof.cuda:
-        torch.cuda.set_device(proof.device)
-        proof.say(part="machine", gpu=torch.cuda.get_device_name(), torch=torch.__version__)
+    bench = Bench(parser.parse_args())
+    if bench.cuda:
+        torch.cuda.set_device(bench.device)
+        bench.say(part="machine", gpu=torch.cuda.get_device_name(), torch=torch.__version__)
     try:
-        for name in proof.arguments.parts:
-            with proof.trying(part=name):
-                PARTS[name](proof)
+        for name in bench.arguments.parts:
+            with bench.trying(part=name):
+                PARTS[name](bench)
     except NoTimeError as error:
-        proof.say(left_out=f"{error} and what follows")
+        bench.say(left_out=f"{error} and what follows")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Proves `engines import` on a real GPU, with a plan of another contract than ours. Not run by pytest.
+"""Check `engines import` on a GPU, with a plan that has other inputs and outputs. Not run by pytest.
 
-    python tests/gpu/proof_import.py [--model diorama|wan2.1-1.3b] [--rows 45] [--columns 80] [--frames 5]
+    python tests/gpu/check_import.py [--model diorama|wan2.1-1.3b] [--rows 45] [--columns 80] [--frames 5]
 
 Builds, from a model's transformer, a plan as third parties build it: sample (1,16,-1,45,80) half, timestep (1) int64,
 encoder_hidden_states (1,4096,…) half, output (1,16,-1,44,80). Imports it, compares it with PyTorch in float32 at all
-sizes, runs a clip on it, and hands over files that are no such plan. Each finding is a JSON object on a line, also in
-$OUT/proof.jsonl. With --builder onnxruntime --device cpu the same runs without a GPU, from the ONNX file itself.
+sizes, runs a clip on it, and imports invalid files. Each result is a JSON object on a line, also in
+$OUT/checks.jsonl. With --builder onnxruntime --device cpu the same runs without a GPU, from the ONNX file itself.
 """
 
 import argparse
@@ -42,10 +42,10 @@ from runtime.models.spec import ModelSpec
 from runtime.pipeline.run import run_job
 from runtime.planner.resolve import resolve
 from runtime.planner.shapes import ShapeProfile
-from tests.gpu import proof_build_child, tensorrt_8_6
+from tests.gpu import build_child_opset17, tensorrt_8_6
+from tests.gpu.check_clip import PROMPT
+from tests.gpu.check_common import HOME, Checks, psnr, relative_error, ssim
 from tests.gpu.opset17 import to_opset_17
-from tests.gpu.proof_clip import PROMPT
-from tests.gpu.proof_common import HOME, Proof, psnr, relative_error, ssim
 from tests.pipeline.test_run import frames_of
 
 TEXT_TOKENS = 4096
@@ -67,7 +67,7 @@ class Foreign(nn.Module):
     def forward(
         self, sample: torch.Tensor, timestep: torch.Tensor, encoder_hidden_states: torch.Tensor
     ) -> torch.Tensor:
-        """Return the velocity, half, of the rows and columns that whole patches have."""
+        """Return the velocity in half precision, of the rows and columns that complete patches cover."""
         height, width = (side - side % patch for side, patch in zip(sample.shape[-2:], self.patch[1:], strict=True))
         out: torch.Tensor = self.form(
             sample[..., :height, :width].float(), timestep.float(), encoder_hidden_states.float()
@@ -75,15 +75,15 @@ class Foreign(nn.Module):
         return out.half()
 
 
-def make(proof: Proof, spec: ModelSpec, component: str, path: Path) -> Path:
-    """Write the engine file unless it is there."""
+def make(checks: Checks, spec: ModelSpec, component: str, path: Path) -> Path:
+    """Write the engine file if it is missing."""
     if path.is_file():
         return path
-    most = proof.arguments.frames
+    most = checks.arguments.frames
     frames = (1, max(1, most // 2 + 1), most)
-    rows, columns = proof.arguments.rows, proof.arguments.columns
-    dtype = "float16" if proof.device.startswith("cuda") else "float32"
-    program = load_program(spec, component, "transformer", device=proof.device, dtype=dtype)
+    rows, columns = checks.arguments.rows, checks.arguments.columns
+    dtype = "float16" if checks.device.startswith("cuda") else "float32"
+    program = load_program(spec, component, "transformer", device=checks.device, dtype=dtype)
     form = Foreign(program.module, spec.transformer.patch_size).eval()
 
     def sample(count: int) -> tuple[int, ...]:
@@ -91,9 +91,9 @@ def make(proof: Proof, spec: ModelSpec, component: str, path: Path) -> Path:
 
     text = (1, TEXT_TOKENS, spec.transformer.text_dim)
     example = (
-        torch.randn(sample(frames[1]), device=proof.device).half(),
-        torch.full((1,), 700, dtype=torch.int64, device=proof.device),
-        torch.randn(text, device=proof.device).half(),
+        torch.randn(sample(frames[1]), device=checks.device).half(),
+        torch.full((1,), 700, dtype=torch.int64, device=checks.device),
+        torch.randn(text, device=checks.device).half(),
     )
     free = {2: torch.export.Dim("frames", min=frames[0], max=frames[2])} if frames[0] != frames[2] else {}
     started = time.perf_counter()
@@ -107,34 +107,34 @@ def make(proof: Proof, spec: ModelSpec, component: str, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     onnx_file = path.with_suffix(".onnx")
     exported.save(onnx_file, external_data=False)
-    if proof.arguments.builder == "onnx_tensorrt":
+    if checks.arguments.builder == "onnx_tensorrt":
         profiles = [{"sample": sample(count), "timestep": (1,), "encoder_hidden_states": text} for count in frames]
         latent = (frames[1], rows, columns)
-        key = proof.key(spec, component, "transformer", (ShapeProfile.fixed(latent),), "float16")
-        build_plan(proof, onnx_file, (profiles[0], profiles[1], profiles[2]), key, path)
+        key = checks.key(spec, component, "transformer", (ShapeProfile.fixed(latent),), "float16")
+        build_plan(checks, onnx_file, (profiles[0], profiles[1], profiles[2]), key, path)
         onnx_file.unlink()
-    proof.say("made", file=path.name, bytes=path.stat().st_size, seconds=round(time.perf_counter() - started, 1))
+    checks.say("made", file=path.name, bytes=path.stat().st_size, seconds=round(time.perf_counter() - started, 1))
     return path
 
 
-def build_plan(proof: Proof, model_file: Path, shapes: Any, key: Any, plan: Path) -> None:
-    """Build a plan from an ONNX file with the builder's own steps."""
+def build_plan(checks: Checks, model_file: Path, shapes: Any, key: Any, plan: Path) -> None:
+    """Build a plan from an ONNX file with the builder's steps."""
     from runtime.engines import tensorrt_library
 
     trt = tensorrt_library.load()
     if tensorrt_8_6.is_installed():
         to_opset_17(model_file)
     log = plan.with_suffix(".log")
-    with log.open("w", encoding="utf-8") as file, torch.cuda.device(proof.device):
+    with log.open("w", encoding="utf-8") as file, torch.cuda.device(checks.device):
 
         def report(line: str, share: float | None) -> None:
             file.write(f"{line}\n")
 
-        with tensorrt_library.listen(report) as said:
-            onnx_tensorrt._write_plan(trt, model_file, [shapes], key, plan, said, report)
+        with tensorrt_library.listen(report) as logger:
+            onnx_tensorrt._write_plan(trt, model_file, [shapes], key, plan, logger, report)
 
 
-def take(proof: Proof, service: EngineService, spec: ModelSpec, path: Path, component: str | None = None) -> Imported:
+def take(checks: Checks, service: EngineService, spec: ModelSpec, path: Path, component: str | None = None) -> Imported:
     """Import a file."""
     log: list[Fact] = []
     return import_engine(
@@ -142,22 +142,22 @@ def take(proof: Proof, service: EngineService, spec: ModelSpec, path: Path, comp
         spec,
         component,
         service,
-        proof.device,
+        checks.device,
         lambda line, _: log.append(line),
         Cancel(),
-        proof_build_child.run_job,
+        build_child_opset17.run_job,
     )
 
 
-def carried(proof: Proof, service: EngineService, spec: ModelSpec, path: Path) -> Imported:
-    """Import the plan, and say what it is, what bridges it and how right it is."""
+def carried(checks: Checks, service: EngineService, spec: ModelSpec, path: Path) -> Imported:
+    """Import the plan and report its signature, its adapters and its error."""
     started = time.perf_counter()
-    contract = inspect_engine(path, proof.device, lambda line, share: None, Cancel(), proof_build_child.run_job)
-    proof.say("contract", lines=list(map(str, contract.describe())), seconds=round(time.perf_counter() - started, 1))
+    contract = inspect_engine(path, checks.device, lambda line, share: None, Cancel(), build_child_opset17.run_job)
+    checks.say("contract", lines=list(map(str, contract.describe())), seconds=round(time.perf_counter() - started, 1))
     started = time.perf_counter()
-    done = take(proof, service, spec, path)
+    done = take(checks, service, spec, path)
     record = done.engine
-    proof.say(
+    checks.say(
         "imported",
         id=record.id,
         component=record.component,
@@ -175,13 +175,13 @@ def carried(proof: Proof, service: EngineService, spec: ModelSpec, path: Path) -
 
 
 @torch.inference_mode()
-def errors(proof: Proof, service: EngineService, spec: ModelSpec, done: Imported) -> None:
-    """Compare by size; then what zeros in the place of repeats would give, and what is in the row that is not read."""
-    program = load_program(spec, done.engine.component, "transformer", device=proof.device, dtype="float32")
+def errors(checks: Checks, service: EngineService, spec: ModelSpec, done: Imported) -> None:
+    """Compare by size; then with zeros instead of repeats, and the content of the unused row."""
+    program = load_program(spec, done.engine.component, "transformer", device=checks.device, dtype="float32")
     (profile,) = done.engine.key.profiles
     found: dict[str, float] = {}
     folder = service.store.path(done.engine.id)
-    with open_session(folder, done.engine, device=proof.device, weights=dict) as session:
+    with open_session(folder, done.engine, device=checks.device, weights=dict) as session:
         assert isinstance(session, AdaptedSession)
         sizes = sorted({profile.min, profile.opt, profile.max})
         for latent in (*sizes, profile.min, profile.opt, profile.opt, profile.opt):
@@ -207,7 +207,7 @@ def errors(proof: Proof, service: EngineService, spec: ModelSpec, done: Imported
         unread[..., profile.opt[1] :, :], unread[..., profile.opt[2] :] = 9.0, 9.0
         (second,) = session._inner.infer(**(given | {names["latents"]: unread.half()})).values()
         unread_matters = relative_error(second, first)
-    proof.say(
+    checks.say(
         "errors",
         by_size=found,
         zeros_for_text=with_zeros,
@@ -217,17 +217,17 @@ def errors(proof: Proof, service: EngineService, spec: ModelSpec, done: Imported
 
 
 def done_rows(done: Imported) -> int:
-    """Return how many rows the engine takes and does not read."""
+    """Return how many input rows the engine ignores."""
     return next((getattr(adapter, "rows", 0) for adapter in done.match.adapters if hasattr(adapter, "rows")), 0)
 
 
 def done_columns(done: Imported) -> int:
-    """Return how many columns the engine takes and does not read."""
+    """Return how many input columns the engine ignores."""
     return next((getattr(adapter, "columns", 0) for adapter in done.match.adapters if hasattr(adapter, "columns")), 0)
 
 
-def clip(proof: Proof, service: EngineService, spec: ModelSpec, done: Imported) -> None:
-    """One clip by `run_job` on the imported engine, compared with PyTorch."""
+def clip(checks: Checks, service: EngineService, spec: ModelSpec, done: Imported) -> None:
+    """Run a clip by `run_job` on the imported engine, compared with PyTorch."""
     out = Path(os.environ.get("OUT", HOME))
     frames = {}
     (profile,) = done.engine.key.profiles
@@ -236,25 +236,25 @@ def clip(proof: Proof, service: EngineService, spec: ModelSpec, done: Imported) 
         "frames": temporal * (profile.max[0] - 1) + 1,
         "height": profile.max[1] * scale,
         "width": profile.max[2] * scale,
-        "steps": proof.arguments.steps,
+        "steps": checks.arguments.steps,
     }
     for asked in (done.engine.key.backend, "pytorch"):
         wanted = {"prompt": PROMPT, "seed": 7, "backends": {"all": "pytorch", "transformer": asked}, "build": "never"}
         request = GenerationRequest.from_mapping({**wanted, **size})
-        plan = resolve(request, spec, proof.machine, HOME / f"clip-{asked}.mp4", service.offers(spec))
-        if proof.device == "cpu":
+        plan = resolve(request, spec, checks.machine, HOME / f"clip-{asked}.mp4", service.offers(spec))
+        if checks.device == "cpu":
             plan = plan.replace(components={name: p.replace(device="cpu") for name, p in plan.components.items()})
         events: list[Event] = []
         with Residency(service) as residency:
             run_job(plan, spec, events.append, Cancel(), residency)
         if not isinstance(events[-1], VideoSaved):
-            proof.say("clip", asked=asked, failed=events[-1])
+            checks.say("clip", asked=asked, failed=events[-1])
             continue
         saved = events[-1]
         shutil.copy(saved.video, out / f"import-{asked}.mp4")
         pixels = torch.frombuffer(bytearray(frames_of(saved.video)), dtype=torch.uint8)
         frames[asked] = pixels.reshape(-1, size["height"], size["width"], 3)
-        proof.say(
+        checks.say(
             "clip",
             asked=asked,
             backends={name: part["backend"] for name, part in saved.plan["components"].items()},
@@ -264,31 +264,31 @@ def clip(proof: Proof, service: EngineService, spec: ModelSpec, done: Imported) 
         )
     if len(frames) > 1:
         ours, theirs = frames.values()
-        proof.say("clips", psnr_db=psnr(ours, theirs), ssim=ssim(ours, theirs))
+        checks.say("clips", psnr_db=psnr(ours, theirs), ssim=ssim(ours, theirs))
 
 
-def bad(proof: Proof, service: EngineService, spec: ModelSpec, path: Path) -> None:
-    """Hand over what is no engine for this model: each is one clear line, nothing stays."""
+def bad(checks: Checks, service: EngineService, spec: ModelSpec, path: Path) -> None:
+    """Import files that are no engine for this model: each gives a one-line error and leaves nothing."""
     folder = HOME / "bad"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    whole, suffix = path.read_bytes(), path.suffix
+    content, suffix = path.read_bytes(), path.suffix
 
     def flipped(position: int) -> bytes:
-        return whole[:position] + bytes([whole[position] ^ 0xFF]) + whole[position + 1 :]
+        return content[:position] + bytes([content[position] ^ 0xFF]) + content[position + 1 :]
 
     contents: dict[str, bytes] = {
         "empty": b"",
         "text": b"not an engine\n" * 1000,
         "random": os.urandom(1 << 20),
-        "cut": whole[: len(whole) // 2],
-        "cut to 64 bytes": whole[:64],
+        "cut": content[: len(content) // 2],
+        "cut to 64 bytes": content[:64],
         "tag flipped": flipped(0),
         "layout flipped": flipped(5),
         "size flipped": flipped(17),
-        "of another TensorRT": whole[:24] + bytes([10, 3, 0, 26]) + whole[28:],
+        "of another TensorRT": content[:24] + bytes([10, 3, 0, 26]) + content[28:],
         "parts flipped": flipped(40),
-        "longer": whole + b"\0",
+        "longer": content + b"\0",
     }
     cases: list[tuple[str, Path, ModelSpec, str | None]] = []
     for name, data in contents.items():
@@ -314,18 +314,18 @@ def bad(proof: Proof, service: EngineService, spec: ModelSpec, path: Path) -> No
     unlike = []
     for name, target, wanted, component in cases:
         try:
-            done = take(proof, service, wanted, target, component)
+            done = take(checks, service, wanted, target, component)
         except EngineError as error:
-            proof.say("bad", kind=name, refused=error.what, remedy=error.remedy)
+            checks.say("bad", kind=name, refused=error.what, remedy=error.remedy)
         else:
-            # What lies after a whole ONNX file, or in bytes that only a plan has, may be of no account.
+            # Bytes after a complete ONNX file, or that only a plan has, may have no effect.
             unlike.append(name)
-            proof.say("bad", kind=name, taken=done.engine.id, error=done.engine.error, detail=done.engine.detail)
+            checks.say("bad", kind=name, imported=done.engine.id, error=done.engine.error, detail=done.engine.detail)
             if done.engine.id not in before:
                 service.store.delete(done.engine.id)
     left = {record.id for record in service.store.index()} - before
     hidden = [entry.name for entry in service.store.folder.iterdir() if entry.name.startswith((".building", ".trash"))]
-    proof.say("bad files", of=len(cases), taken=unlike, left=sorted(left), hidden=hidden)
+    checks.say("bad files", of=len(cases), imported=unlike, left=sorted(left), hidden=hidden)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -346,27 +346,27 @@ def main() -> None:
     if tensorrt_8_6.is_installed():
         tensorrt_8_6.load()
     HOME.mkdir(parents=True, exist_ok=True)
-    proof = Proof(arguments, probe(), EngineStore(HOME / "imported", 1 << 40))
-    service = EngineService(proof.store, proof.machine, HOME)
+    checks = Checks(arguments, probe(), EngineStore(HOME / "imported", 1 << 40))
+    service = EngineService(checks.store, checks.machine, HOME)
     started = time.perf_counter()
-    spec = proof.model()
+    spec = checks.model()
     shape = f"{arguments.rows}x{arguments.columns}x{arguments.frames}"
     path = HOME / "foreign" / f"{arguments.model}-{arguments.blocks}-{shape}{SUFFIXES[arguments.builder]}"
-    with proof.going_on("make"):
-        make(proof, spec, "transformer", path)
+    with checks.going_on("make"):
+        make(checks, spec, "transformer", path)
     done: Imported | None = None
-    with proof.going_on("import"):
-        done = carried(proof, service, spec, path)
-    parts: list[Callable[[], None]] = [lambda: bad(proof, service, spec, path)]
+    with checks.going_on("import"):
+        done = carried(checks, service, spec, path)
+    parts: list[Callable[[], None]] = [lambda: bad(checks, service, spec, path)]
     if done is not None:
-        taken = done
-        parts = [lambda: errors(proof, service, spec, taken), *parts]
+        imported = done
+        parts = [lambda: errors(checks, service, spec, imported), *parts]
         if arguments.model == "diorama":  # a random model's text encoder has another width
-            parts.insert(1, lambda: clip(proof, service, spec, taken))
+            parts.insert(1, lambda: clip(checks, service, spec, imported))
     for part in parts:
-        with proof.going_on("import"):
+        with checks.going_on("import"):
             part()
-    proof.say("end", seconds=round(time.perf_counter() - started, 1))
+    checks.say("end", seconds=round(time.perf_counter() - started, 1))
 
 
 if __name__ == "__main__":
