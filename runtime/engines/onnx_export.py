@@ -20,7 +20,7 @@ from runtime.core.plan import LatentSize
 from runtime.engines.io_signature import METADATA_KEY
 from runtime.engines.programs import CACHE, Program, load_program
 from runtime.models.spec import ModelSpec
-from runtime.planner.shapes import ShapeProfile
+from runtime.planner.engine_index import ShapeProfile
 
 OPSET = 18
 # A protobuf message is limited to 2 GiB, of which the graph needs a part.

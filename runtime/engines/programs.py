@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from runtime.core.plan import ComponentPlan
+from runtime.core.plan import ComponentPlan, LatentSize
 from runtime.engines.io_signature import IOSignature, Size, TensorSignature
 from runtime.models.registry import components_of
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
-from runtime.planner.shapes import LatentSize, ShapeProfile
+from runtime.planner.engine_index import ShapeProfile
 from runtime.upstream.torch import without_computing
 
 _INPUTS = {

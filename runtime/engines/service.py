@@ -20,11 +20,10 @@ from runtime.engines.store import EngineStore
 from runtime.machine.probe import Machine, free_disk_bytes
 from runtime.models.spec import ModelSpec
 from runtime.planner.constraints import build_conflict
-from runtime.planner.engine_index import IMPORTED, OTHER_WEIGHTS, SWAPPED, EngineKey, EngineRecord, find
+from runtime.planner.engine_index import IMPORTED, OTHER_WEIGHTS, SWAPPED, EngineKey, EngineRecord, ShapeProfile, find
 from runtime.planner.engine_index import misfit as engine_misfit
 from runtime.planner.engine_offers import EngineOffer, Offers
 from runtime.planner.forecast import build_seconds
-from runtime.planner.shapes import ShapeProfile
 
 if TYPE_CHECKING:
     import torch

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from runtime.core.facts import Fact
+from runtime.core.plan import LatentSize
 from runtime.engines.programs import Program, full_float32
 from runtime.engines.sessions import Session
-from runtime.planner.shapes import LatentSize, ShapeProfile
+from runtime.planner.engine_index import ShapeProfile
 
 # Relative errors. In float32 another order of summation gives 1e-6, and TF32, which must not be used, 1e-3. Rounding
 # to 11 or 8 bits in every layer gives 1e-3 or 1e-2; a wrong engine gives 0.1 and more.

@@ -55,7 +55,9 @@ def placement(name: str, part: ComponentPlan, offload: str) -> Placement:
     """
     if part.engines or offload in {"none", "auto"}:
         return "device"
-    case = constraints.Case(component=name, backend=part.backend, offload=offload, quantization=part.quantization)
+    case = constraints.ComponentSettings(
+        component=name, backend=part.backend, offload=offload, quantization=part.quantization
+    )
     against = constraints.cannot_wait(case)
     if against is not None:
         raise against.refusal

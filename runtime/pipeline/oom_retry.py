@@ -10,7 +10,7 @@ from runtime.core.errors import MachineError
 from runtime.core.events import OutOfMemory
 from runtime.execution.memory import ran_out, release_cached_memory
 from runtime.pipeline.run_context import RunContext
-from runtime.planner.fallback_strategy import Memory, next_strategy
+from runtime.planner.strategies import Memory, next_strategy
 
 Result = TypeVar("Result")
 

@@ -15,6 +15,7 @@ from runtime.core.errors import InvalidRequestError, MachineError
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH
 from runtime.core.step_cache import NONE
+from runtime.machine.compatibility import cuda_problem, no_compiler, unfit_torch_tensorrt
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec, is_transformer
 
@@ -26,12 +27,6 @@ TENSORRT_CAPABILITY = (7, 5)
 HOPPER = (9, 0)
 # Of the VAE's convolutions, those with as many outputs are faster by Tandem's own kernel there.
 OUTPUTS_BY_KERNEL = 96
-# CUDA 13 has no kernels for older GPUs, and the first with kernels for Blackwell (10 and above) is 12.8.
-_CUDA_13_CAPABILITY = (7, 5)
-_BLACKWELL, _FIRST_FOR_BLACKWELL = (10, 0), (12, 8)
-# https://docs.nvidia.com/deploy/cuda-compatibility: a driver runs all of a major version of CUDA, and older ones.
-_LEAST_DRIVER = {11: "450", 12: "525", 13: "580"}
-
 # Quantizations, the fastest first.
 QUANTIZATIONS = ("fp8", "bnb-8bit", "bnb-4bit")
 _OFFLOADED = frozenset({"model", "group", "sequential"})
@@ -58,7 +53,7 @@ class Conflict:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class ComponentSettings:
     """One component on one backend, with the settings around it.
 
     Attributes:
@@ -101,42 +96,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Rule:
-    """An exclusion; `code` is its fact's, with the data of `Case.facts`. See `Conflict` for `setting`."""
+    """An exclusion; `code` is its fact's, with the data of `ComponentSettings.facts`. See `Conflict` for `setting`."""
 
     code: str
-    excludes: Callable[[Case, Machine], bool]
+    excludes: Callable[[ComponentSettings, Machine], bool]
     setting: str = ""
 
-    def conflict(self, case: Case, gpu: str = "") -> Conflict:
+    def conflict(self, case: ComponentSettings, gpu: str = "") -> Conflict:
         """Return the conflict of a case that it excludes; `gpu` is the GPU's name."""
         return Conflict(Fact(self.code, case.facts(gpu)), self.setting)
-
-
-def cuda_problem(machine: Machine) -> Fact | None:
-    """Return why PyTorch cannot use an NVIDIA GPU here, `None` if it can."""
-    if not machine.gpus:
-        if machine.gpu_problem:
-            return Fact("machine.gpu_unreadable", {"problem": machine.gpu_problem})
-        return Fact("machine.no_gpu")
-    gpu = machine.gpus[0]
-    if machine.torch_cuda is None:
-        return Fact("machine.torch_without_cuda", {"torch": machine.torch_version})
-    built_with = version_numbers(machine.torch_cuda)
-    if machine.driver_cuda is not None and machine.driver_cuda[0] < built_with[0]:
-        runs = ".".join(map(str, machine.driver_cuda))
-        least = _LEAST_DRIVER.get(built_with[0], "the newest")
-        data = {"driver": gpu.driver, "runs": runs, "needs": machine.torch_cuda, "least": least}
-        return Fact("machine.driver_too_old", data)
-    if built_with >= (13,) and gpu.capability < _CUDA_13_CAPABILITY:
-        return Fact("machine.gpu_too_old", {"cuda": machine.torch_cuda, "gpu": gpu.name})
-    if built_with < _FIRST_FOR_BLACKWELL and gpu.capability >= _BLACKWELL:
-        return Fact("machine.gpu_too_new", {"cuda": machine.torch_cuda, "gpu": gpu.name})
-    return None
-
-
-def version_numbers(text: str) -> tuple[int, ...]:
-    """Return the numbers of a version: (13, 0) for "13.0"."""
-    return tuple(int(part) for part in text.split(".") if part.isdigit())
 
 
 Need = Callable[[Machine], Fact | None]
@@ -148,22 +116,6 @@ def _package(code: str, *names: str) -> Need:
 
 def _capability(least: tuple[int, int], code: str) -> Need:
     return lambda machine: Fact(code, {"gpu": machine.gpus[0].name}) if machine.gpus[0].capability < least else None
-
-
-def unfit_torch_tensorrt(machine: Machine) -> Fact | None:
-    """Return why torch-tensorrt cannot be used with this PyTorch: each release fits one. `None` if it can."""
-    installed, torch_version = machine.version_of("torch-tensorrt") or "", machine.torch_version or ""
-    if installed.split(".")[:2] != torch_version.split(".")[:2]:
-        return Fact("machine.torch_tensorrt_unfit", {"installed": installed, "torch": torch_version})
-    return None
-
-
-def no_compiler(machine: Machine) -> Fact | None:
-    """Return that there is no C++ compiler, which Inductor and compiled blocks on a CPU need; `None` if there is."""
-    if machine.compiler is not None:
-        return None
-    codes = {"Windows": "machine.no_compiler_windows", "Darwin": "machine.no_compiler_macos"}
-    return Fact(codes.get(machine.system.partition(" ")[0], "machine.no_compiler"))
 
 
 _TENSORRT = (
@@ -205,16 +157,16 @@ def lacking(feature: str, machine: Machine) -> Conflict | None:
     return None if problem is None else Conflict(problem)
 
 
-def _without_bfloat16(case: Case, machine: Machine) -> bool:
+def _without_bfloat16(case: ComponentSettings, machine: Machine) -> bool:
     on_gpu = case.device.startswith("cuda") and bool(machine.gpus)
     return on_gpu and case.precision == "bfloat16" and machine.gpus[0].capability < BF16_CAPABILITY
 
 
-def _decodes_in_pytorch(case: Case) -> bool:
+def _decodes_in_pytorch(case: ComponentSettings) -> bool:
     return not case.on_engine and case.component == "vae"
 
 
-def _is_held_twice(case: Case) -> bool:
+def _is_held_twice(case: ComponentSettings) -> bool:
     return not case.on_engine and case.quantization == "bnb-8bit" and case.offload in _OFFLOADED
 
 
@@ -275,7 +227,7 @@ RULES = (
 )
 
 
-def conflict(case: Case, machine: Machine) -> Conflict | None:
+def conflict(case: ComponentSettings, machine: Machine) -> Conflict | None:
     """Return what stands against a case: the first rule that excludes it, else what its backend lacks here."""
     for rule in RULES:
         if rule.excludes(case, machine):
@@ -287,10 +239,12 @@ def excluded_by_step_cache(step_cache: str, offload: str, machine: Machine) -> C
     """Return why a transformer in PyTorch with a step cache excludes an offload, `None` if it does not."""
     if step_cache == NONE:
         return None
-    return conflict(Case(component="transformer", backend=PYTORCH, offload=offload, step_cache=step_cache), machine)
+    return conflict(
+        ComponentSettings(component="transformer", backend=PYTORCH, offload=offload, step_cache=step_cache), machine
+    )
 
 
-def cannot_wait(case: Case) -> Conflict | None:
+def cannot_wait(case: ComponentSettings) -> Conflict | None:
     """Return why weights in PyTorch cannot be offloaded as `case.offload` asks; the same on every machine."""
     return _HELD_TWICE.conflict(case) if _is_held_twice(case) else None
 
@@ -329,7 +283,7 @@ def attention_conflict(name: str, machine: Machine) -> Conflict | None:
     return None if problem is None else Conflict(problem)
 
 
-def compile_conflict(case: Case, machine: Machine) -> Conflict | None:
+def compile_conflict(case: ComponentSettings, machine: Machine) -> Conflict | None:
     """Return why PyTorch cannot compile the blocks of a transformer that it runs, `None` if it can."""
     if case.offload in {"group", "sequential"}:
         return Conflict(Fact("planner.compile_offloaded", {"offload": case.offload}), "compile")

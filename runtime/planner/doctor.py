@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 from runtime.core.errors import TandemError
 from runtime.core.facts import Fact, render
+from runtime.machine import compatibility
 from runtime.machine.packages import PACKAGES, Package, import_problem, installed_as
 from runtime.machine.probe import Machine, free_disk_bytes
 from runtime.models.catalogue import folders
 from runtime.models.registry import read_spec
-from runtime.planner import constraints
 from runtime.video.mp4 import find_ffmpeg
 
 State = Literal["ok", "note", "problem"]
@@ -81,7 +81,7 @@ def _torch(machine: Machine) -> Finding:
 
 
 def _graphics(machine: Machine) -> Iterator[Finding]:
-    problem = constraints.cuda_problem(machine)
+    problem = compatibility.cuda_problem(machine)
     if machine.gpu_problem:
         yield _finding("GPU", "problem", Fact("machine.gpu_unreadable", {"problem": machine.gpu_problem}))
     elif not machine.gpus:
@@ -141,7 +141,7 @@ def _engines_folder(cache_dir: Path, engines_dir: Path) -> Iterator[Finding]:
 def _compiler(machine: Machine) -> Finding:
     if machine.compiler:
         return Finding("C++ compiler", "ok", machine.compiler)
-    fact = constraints.no_compiler(machine)
+    fact = compatibility.no_compiler(machine)
     remedy = "" if fact is None else render(fact).remedy
     return Finding("C++ compiler", "note", "none: Inductor engines and compiled blocks on a CPU need one", remedy)
 
@@ -161,7 +161,7 @@ def _installed(package: Package, number: str, machine: Machine) -> Finding:
         release, _ = installed_as(package) or (package.distributions[0], number)
         again = f"Install it anew: {sys.executable} -m pip install --force-reinstall {release}=={number}"
         return Finding(package.title, "note", f"{number}, but it cannot be used: {problem}", again)
-    unfit = constraints.unfit_torch_tensorrt(machine) if package.name == "torch-tensorrt" else None
+    unfit = compatibility.unfit_torch_tensorrt(machine) if package.name == "torch-tensorrt" else None
     if unfit is not None:
         return _finding(package.title, "note", unfit)
     return Finding(package.title, "ok", number)

@@ -7,7 +7,7 @@ from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, EngineUse, LatentSize
 from runtime.core.request import AUTO
 from runtime.machine.probe import Machine
-from runtime.planner.constraints import Case, Conflict, conflict
+from runtime.planner.constraints import ComponentSettings, Conflict, conflict
 
 # An engine must be this much faster than PyTorch to be taken unasked: timings vary by less.
 _WORTH_IT = 1.03
@@ -69,7 +69,9 @@ def no_offers(_component: str, _latent: LatentSize, _device: str) -> Sequence[En
     return ()
 
 
-def admit(offers: Iterable[EngineOffer], case: Case, machine: Machine) -> tuple[list[EngineOffer], Conflict | None]:
+def admit(
+    offers: Iterable[EngineOffer], case: ComponentSettings, machine: Machine
+) -> tuple[list[EngineOffer], Conflict | None]:
     """Remove the offers that other settings or the machine exclude.
 
     Returns:

@@ -200,7 +200,7 @@ def _compiled(
     asked = inputs.compile
     if asked == "never":
         return False, Fact("planner.not_compiled_asked"), takes, None
-    part = constraints.Case(
+    part = constraints.ComponentSettings(
         component="transformer", backend=PYTORCH, offload=strategy.offload, quantization=strategy.quantization
     )
     against = constraints.compile_conflict(part, inputs.machine)
@@ -241,7 +241,9 @@ def check_compile(asked: str, offload: str, quantization: str, machine: Machine)
     """
     if asked != "always":
         return
-    part = constraints.Case(component="transformer", backend=PYTORCH, offload=offload, quantization=quantization)
+    part = constraints.ComponentSettings(
+        component="transformer", backend=PYTORCH, offload=offload, quantization=quantization
+    )
     against = constraints.compile_conflict(part, machine)
     if against is not None and against.setting:
         raise against.refusal

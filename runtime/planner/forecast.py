@@ -12,7 +12,7 @@ from runtime.core.plan import EAGER, PYTORCH, LatentSize, Speed
 from runtime.core.step_cache import NONE
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec, is_transformer
-from runtime.planner import execution_options, history, memory_model, parallelism
+from runtime.planner import execution_options, history, memory_model, placement
 from runtime.planner.engine_index import EngineRecord
 from runtime.planner.history import History
 from runtime.planner.memory_model import DTYPE_BYTES, Workload, call_flops, weights_bytes
@@ -173,7 +173,7 @@ def call_seconds(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, sp
     else:
         like, alone = EAGER, compute_seconds(inputs.workload, name, inputs.machine, strategy)
         whole_frames = name != "vae" or strategy.decode_tile is None
-        found = parallelism.faster(alone, inputs.workload.split, name) if whole_frames else alone
+        found = placement.faster(alone, inputs.workload.split, name) if whole_frames else alone
     speedup = 1.0
     if inputs.backends[name] == PYTORCH:
         if speed.compiled and not like.compiled:
@@ -259,7 +259,7 @@ def build_seconds(
 def _kind(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> history.Kind:
     transformer, workload = is_transformer(name), inputs.workload
     return history.Kind(
-        device=parallelism.name_of(history.device_name(inputs.machine, workload.device), workload.split, name),
+        device=placement.name_of(history.device_name(inputs.machine, workload.device), workload.split, name),
         model=history.architecture(workload.spec),
         component="transformer" if transformer else name,
         backend=inputs.backends[name],

@@ -14,7 +14,7 @@ from runtime.core.plan import ExecutionPlan
 from runtime.core.step_cache import NONE
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec, is_transformer
-from runtime.planner import parallelism
+from runtime.planner import placement
 from runtime.planner.execution_options import tag
 from runtime.planner.memory_model import Workload, corrected, stages, taken_before
 
@@ -104,7 +104,7 @@ def runs_of(
         # Of several GPUs' processes nobody knows what each took before the job.
         peak = peaks.get(largest.stage) if planned.split is None else None
         kind = Kind(
-            device=parallelism.name_of(device_name(machine, parts[0].device), planned.split, name),
+            device=placement.name_of(device_name(machine, parts[0].device), planned.split, name),
             model=architecture(spec),
             component=name,
             backend=parts[0].backend,

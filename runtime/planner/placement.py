@@ -1,19 +1,48 @@
-"""The device and the precision of each component in PyTorch, with the reason. Pure."""
+"""Places a job: the device and each component's precision in PyTorch, and how several GPUs share it. No torch.
 
-from collections.abc import Mapping
+The two passes of guidance are independent, so they go to different GPUs first; only their results are exchanged. The
+remaining GPUs share the tokens of a pass, which requires that their number divides the attention heads.
+"""
+
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from runtime.core.errors import InvalidRequestError, MachineError
+from runtime.core.estimates import Seconds
 from runtime.core.facts import Fact
-from runtime.core.plan import PYTORCH, ComponentPlan
-from runtime.core.request import AUTO
-from runtime.machine.probe import Machine
-from runtime.models.spec import ModelSpec
+from runtime.core.plan import PYTORCH, ComponentPlan, Split
+from runtime.core.request import AUTO, GenerationRequest
+from runtime.machine.compatibility import cuda_problem
+from runtime.machine.probe import Machine, seen_from
+from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner import constraints
-from runtime.planner.parallelism import SMALL_MODEL_BYTES
 
 # PSNR of the shipped model's frames against those decoded in float32, in dB, both rounded to 8 bits.
 VAE_PSNR: Mapping[str, int] = {"bfloat16": 56, "float16": 67}
 _FULL = "float32"
+# Models below this size take milliseconds a pass on one GPU: telling others takes as long.
+SMALL_MODEL_BYTES = 1 << 30
+# What sharing the tokens of a pass leaves of each GPU's speed, and how much faster strips decode, which overlap. H200s
+# with NVLink measured, of 2 and 4: tokens 1.75 and 3.44 times as fast, strips 1.97 and 2.75, passes of guidance 1.98 to
+# 2.0; other numbers are estimates. In between: the nearest below.
+_TOKENS_EFFICIENCY: Mapping[int, float] = {1: 1.0, 2: 0.88, 3: 0.87, 4: 0.86, 5: 0.82, 8: 0.75}
+_GUIDANCE_EFFICIENCY = 0.99
+_STRIPS_SPEED: Mapping[int, float] = {1: 1.0, 2: 1.9, 3: 2.4, 4: 2.75, 8: 4.0}
+_QUICK, _SLOW = 1.1, 0.6
+
+# What several GPUs exclude, besides `constraints.RULES`.
+RULES = (
+    constraints.Rule(
+        "planner.gpus_offloaded",
+        lambda case, _: case.gpus > 1 and case.offload in {"model", "group", "sequential"},
+        "gpus",
+    ),
+    constraints.Rule(
+        "planner.gpus_quantized",
+        lambda case, _: case.gpus > 1 and case.quantization in {"bnb-8bit", "bnb-4bit"},
+        "gpus",
+    ),
+)
 
 
 class Placement(NamedTuple):
@@ -36,7 +65,7 @@ def place(spec: ModelSpec, machine: Machine, index: int, vae: str = AUTO) -> Pla
         InvalidRequestError: if the device cannot decode in that precision.
     """
     names = spec.component_names
-    problem = constraints.cuda_problem(machine)
+    problem = cuda_problem(machine)
     device = f"cuda:{index}" if problem is None else "cpu"
     check_vae_precision(vae, device, machine)
     if problem is not None:
@@ -77,7 +106,9 @@ def check_vae_precision(asked: str, device: str, machine: Machine) -> None:
     Raises:
         InvalidRequestError: with what to do about it.
     """
-    case = constraints.Case(component="vae", backend=PYTORCH, device=device, precision="" if asked == AUTO else asked)
+    case = constraints.ComponentSettings(
+        component="vae", backend=PYTORCH, device=device, precision="" if asked == AUTO else asked
+    )
     conflict = constraints.conflict(case, machine)
     if conflict is not None:
         raise conflict.refusal
@@ -86,3 +117,175 @@ def check_vae_precision(asked: str, device: str, machine: Machine) -> None:
 def may_overflow(part: ComponentPlan) -> bool:
     """Return whether a VAE decodes in PyTorch in less than float32."""
     return part.backend == PYTORCH and part.dtype != _FULL
+
+
+def usable_gpus(machine: Machine) -> list[int]:
+    """Return the indices of the GPUs that videos can be made on; none where all is done on the CPU."""
+    return [index for index in range(len(machine.gpus)) if cuda_problem(seen_from(machine, index)) is None]
+
+
+def decide(
+    request: GenerationRequest,
+    spec: ModelSpec,
+    machine: Machine,
+    gpu: int,
+    beside: Sequence[int] | None = None,
+    *,
+    guided: bool,
+) -> tuple[Split | None, list[Fact]]:
+    """Return how the job is shared, `None` if one GPU does it, and what to say about it.
+
+    Args:
+        machine: as it is, with every GPU.
+        gpu: the index of the first.
+        beside: of others that it may use, in the order of preference; if it is left out, all that are usable.
+        guided: whether every step has a pass with the prompt and one without.
+
+    Raises:
+        InvalidRequestError: if so many cannot share it, with the numbers that can.
+        MachineError: if several GPUs cannot work together here.
+    """
+    if request.gpus == 1:
+        return None, []
+    usable = usable_gpus(machine)
+    beside = [index for index in (usable if beside is None else beside) if index in usable and index != gpu]
+    if request.gpus == AUTO:
+        alike = [other for other in beside if machine.gpus[other].name == machine.gpus[gpu].name]
+        return _most(request, spec, machine, gpu, alike, guided=guided)
+    wanted, there = int(request.gpus), 1 + len(beside) if usable else 0
+    if there < wanted:
+        if there == 0:
+            raise InvalidRequestError("gpus", "planner.no_usable_gpus", wanted=wanted, cause=_unusable(machine))
+        raise InvalidRequestError("gpus", "planner.too_few_gpus", wanted=wanted, usable=there)
+    if not _has_nccl(machine):
+        raise MachineError("planner.gpus_need_linux")
+    able = counts(spec, there, guided=guided)
+    if wanted not in able:
+        heads = spec.transformer.num_attention_heads
+        raise InvalidRequestError(
+            "gpus", "planner.heads_not_divisible", wanted=wanted, model=spec.title, heads=heads, able=able
+        )
+    against_it = excluded(request, spec, machine, wanted)
+    if against_it is not None:
+        raise against_it.refusal
+    chosen = [gpu, *beside[: wanted - 1]]
+    _check_alike(machine, chosen)
+    return _split(spec, machine, chosen, guided=guided), _unlike(machine, chosen)
+
+
+def excluded(request: GenerationRequest, spec: ModelSpec, machine: Machine, gpus: int) -> constraints.Conflict | None:
+    """Return which of a request's settings so many GPUs exclude, `None` if none."""
+    for name in filter(is_transformer, spec.component_names):
+        asked = request.backend(name)
+        case = constraints.ComponentSettings(
+            component=name,
+            backend=PYTORCH if asked == AUTO else asked,
+            offload=request.offload,
+            quantization=request.quantization,
+            gpus=gpus,
+            step_cache=request.step_cache,
+        )
+        for rule in (*RULES, *constraints.RULES):
+            if rule.setting == "gpus" and rule.excludes(case, machine):
+                return rule.conflict(case)
+    return None
+
+
+def least_free(split: Split | None, machine: Machine, free_bytes: int) -> int:
+    """Return what is free on the fullest of the GPUs; `free_bytes` where there is no split."""
+    devices = () if split is None else split.devices
+    return min([free_bytes, *(machine.gpu_of(device).free_bytes for device in devices)])
+
+
+def counts(spec: ModelSpec, most: int, *, guided: bool) -> list[int]:
+    """Return how many GPUs can share a job, up to `most`; 1 is always among them."""
+    return [count for count in range(1, most + 1) if count == 1 or _degrees(spec, count, guided=guided) is not None]
+
+
+def _has_nccl(machine: Machine) -> bool:
+    """Whether PyTorch's GPUs can exchange data here: NCCL is for Linux."""
+    return machine.system.startswith("Linux")
+
+
+def faster(seconds: Seconds, split: Split | None, component: str) -> Seconds:
+    """Return what a call takes where `split` shares it, from what it takes on one GPU."""
+    if split is None or not split.shares(component):
+        return seconds
+    if component == "vae":
+        times = _nearest(_STRIPS_SPEED, len(split.devices))
+    else:
+        times = split.sequence * _nearest(_TOKENS_EFFICIENCY, split.sequence)
+        times *= split.guidance * (_GUIDANCE_EFFICIENCY if split.guidance > 1 else 1.0)
+    return Seconds(seconds.likely / times, seconds.low / (times * _QUICK), seconds.high / max(times * _SLOW, 1.0))
+
+
+def reasons(split: Split | None, component: str) -> tuple[Fact, ...]:
+    """Return how several GPUs share a component; nothing if one runs it."""
+    if split is None or not split.shares(component):
+        return ()
+    how = Fact("planner.strips_shared") if component == "vae" else split.reason
+    return Fact("planner.on_gpus", {"gpus": len(split.devices)}), how
+
+
+def name_of(device: str, split: Split | None, component: str) -> str:
+    """Return what the history calls several devices that run a component: what they took says nothing of one."""
+    if split is None or not split.shares(component):
+        return device
+    how = "strips" if component == "vae" else f"guidance {split.guidance}, tokens {split.sequence}"
+    return f"{len(split.devices)} x {device}, {how}"
+
+
+def _most(
+    request: GenerationRequest, spec: ModelSpec, machine: Machine, gpu: int, beside: Sequence[int], *, guided: bool
+) -> tuple[Split | None, list[Fact]]:
+    """Return the split with the most GPUs; none where it gains nothing or excludes what was asked for."""
+    if not beside or not _has_nccl(machine):
+        return None, []
+    if 4 * spec.total_parameters <= SMALL_MODEL_BYTES:
+        return None, [Fact("planner.one_gpu_small_model")]
+    against = excluded(request, spec, machine, 2)
+    if against is not None:
+        return None, [Fact("planner.one_gpu", {"cause": against.fact})]
+    count = counts(spec, 1 + len(beside), guided=guided)[-1]
+    return (_split(spec, machine, [gpu, *beside[: count - 1]], guided=guided) if count > 1 else None), []
+
+
+def _degrees(spec: ModelSpec, count: int, *, guided: bool) -> tuple[int, int] | None:
+    """Return how many share the guidance and how many the tokens of a pass, `None` if they cannot."""
+    heads = spec.transformer.num_attention_heads
+    if guided and count % 2 == 0 and heads % (count // 2) == 0:
+        return 2, count // 2
+    return (1, count) if heads % count == 0 else None
+
+
+def _split(spec: ModelSpec, machine: Machine, gpus: Sequence[int], *, guided: bool) -> Split:
+    degrees = _degrees(spec, len(gpus), guided=guided)
+    assert degrees is not None
+    guidance, sequence = degrees
+    devices = tuple(f"cuda:{index}" for index in gpus)
+    return Split(devices=devices, guidance=guidance, sequence=sequence, decode=True)
+
+
+def _check_alike(machine: Machine, gpus: Sequence[int]) -> None:
+    """Refuse GPUs that cannot compute in the same precision."""
+    first, *others = (machine.gpus[index] for index in gpus)
+    for other in others:
+        if first.capability >= constraints.BF16_CAPABILITY > other.capability:
+            raise MachineError("planner.gpus_without_bfloat16", first=first.name, second=other.name)
+
+
+def _unlike(machine: Machine, gpus: Sequence[int]) -> list[Fact]:
+    names = dict.fromkeys(machine.gpus[index].name for index in gpus)
+    if len(names) == 1:
+        return []
+    return [Fact("planner.gpus_differ", {"names": list(names)})]
+
+
+def _unusable(machine: Machine) -> Fact:
+    problem = cuda_problem(machine)
+    assert problem is not None, "no usable GPU without a reason"
+    return problem
+
+
+def _nearest(values: Mapping[int, float], count: int) -> float:
+    return values[max(known for known in values if known <= count)]

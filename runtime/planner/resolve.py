@@ -16,7 +16,7 @@ from runtime.core.request import ALL, AUTO, Auto, GenerationRequest
 from runtime.core.step_cache import NONE, with_strength
 from runtime.machine.probe import Machine, seen_from
 from runtime.models.spec import ModelSpec, attention_flops, is_transformer
-from runtime.planner import clip, constraints, execution_options, memory_model, parallelism
+from runtime.planner import clip, constraints, execution_options, memory_model, placement
 from runtime.planner.engine_offers import Choice, EngineOffer, Offers, admit, choose, no_offers
 from runtime.planner.forecast import ForecastInputs
 from runtime.planner.history import History, attention_seconds, calls_of, compile_seconds, device_name
@@ -124,8 +124,8 @@ def _resolved(
 
     device, dtypes, reason, free = place(spec, machine, gpu, request.vae_precision)
     guided = guidance > 1 and (guidance_2 is None or guidance_2 > 1)
-    split, notes = parallelism.decide(request, spec, everything, gpu, beside, guided=guided)
-    free = parallelism.least_free(split, everything, free)
+    split, notes = placement.decide(request, spec, everything, gpu, beside, guided=guided)
+    free = placement.least_free(split, everything, free)
     offload, more = _offload(request, machine)
     _check_step_cache(request, machine, offload)
     _check_quantization(request, machine)
@@ -135,7 +135,7 @@ def _resolved(
     tokens = spec.tokens(frames, height, width)
     noted = _Noted(offers)
     gpus = 1 if split is None else len(split.devices)
-    surroundings = constraints.Case(
+    surroundings = constraints.ComponentSettings(
         component="",
         backend=PYTORCH,
         device=device,
@@ -205,7 +205,7 @@ def _resolved(
                 device=device,
                 dtype=dtypes[name],
                 weights_bytes=weights[name],
-                reasons=(*choices[name].reasons, *_cache_reason(name, step_cache), *parallelism.reasons(split, name)),
+                reasons=(*choices[name].reasons, *_cache_reason(name, step_cache), *placement.reasons(split, name)),
                 engines=choices[name].uses,
                 badge=choices[name].badge,
                 quantization=strategy.quantization if is_transformer(name) and not choices[name].uses else "none",
@@ -335,7 +335,7 @@ def _choices(
     spec: ModelSpec,
     latent: tuple[int, int, int],
     machine: Machine,
-    surroundings: constraints.Case,
+    surroundings: constraints.ComponentSettings,
     in_pytorch: Fact,
     offers: Offers,
 ) -> dict[str, Choice]:

@@ -35,9 +35,9 @@ from runtime.models.loras import model_for
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint_files import POSTER, PREVIEW
 from runtime.pipeline.history import HistoryFile
-from runtime.planner.fallback_strategy import next_strategy
-from runtime.planner.parallelism import usable_gpus
+from runtime.planner.placement import usable_gpus
 from runtime.planner.resolve import resolve
+from runtime.planner.strategies import next_strategy
 from runtime.queue.records import JobRecord
 from runtime.queue.store import JobStore
 

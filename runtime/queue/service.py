@@ -25,7 +25,7 @@ from runtime.pipeline.history import HistoryFile
 from runtime.pipeline.outputs import make_folder, output_path
 from runtime.pipeline.rerun_low_noise import redo_second_half
 from runtime.planner.history import History
-from runtime.planner.parallelism import usable_gpus
+from runtime.planner.placement import usable_gpus
 from runtime.planner.resolve import resolve
 from runtime.queue import recovery
 from runtime.queue.job import Job

@@ -11,17 +11,16 @@ from typing import Any
 
 from runtime.core.errors import EngineError, InvalidRequestError, TandemError
 from runtime.core.facts import Fact
-from runtime.core.plan import BACKEND_TITLES, PYTORCH, ExecutionPlan
+from runtime.core.plan import BACKEND_TITLES, PYTORCH, ExecutionPlan, LatentSize
 from runtime.core.request_fields import AUTO
 from runtime.core.units import about, byte_size
 from runtime.engines import library, manifest
 from runtime.engines.imported.importing import BACKENDS, check_disk_space, check_library, read_source
 from runtime.engines.service import EngineService
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import IMPORTED, UNREADABLE_KEY, EngineRecord
+from runtime.planner.engine_index import IMPORTED, UNREADABLE_KEY, EngineRecord, ShapeProfile
 from runtime.planner.engine_offers import EngineOffer
 from runtime.planner.history import calls_of
-from runtime.planner.shapes import LatentSize, ShapeProfile
 from runtime.queue.service import JobQueue
 from runtime.queue.tasks import (
     BuildEngines,

@@ -19,8 +19,8 @@ from runtime.engines.builders import builders_of
 from runtime.machine.probe import Machine
 from runtime.models.catalogue import published
 from runtime.models.spec import ModelSpec
-from runtime.planner.parallelism import usable_gpus
 from runtime.planner.placement import VAE_PSNR as PSNR
+from runtime.planner.placement import usable_gpus
 from runtime.server.model_choices import check_offered
 from runtime.ui import fields, formatting, theme
 from runtime.ui.formatting import COMPONENT_TITLES, page_text, render

@@ -8,7 +8,7 @@ from starlette.routing import BaseRoute
 from runtime.core.settings import Settings
 from runtime.engines.imported.importing import WARNING
 from runtime.engines.service import EngineService
-from runtime.planner.parallelism import usable_gpus
+from runtime.planner.placement import usable_gpus
 from runtime.queue.downloads import Downloads
 from runtime.queue.service import JobQueue
 from runtime.server.model_choices import offered

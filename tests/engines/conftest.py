@@ -16,8 +16,7 @@ from runtime.engines.programs import Program, load_program
 from runtime.engines.sessions import Session, open_session
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import EngineRecord
-from runtime.planner.shapes import ShapeProfile
+from runtime.planner.engine_index import EngineRecord, ShapeProfile
 from tests.conftest import shared_folder
 
 # An engine whose build compiles C++ for up to a minute.

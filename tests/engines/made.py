@@ -13,8 +13,7 @@ from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.engines import manifest
 from runtime.engines.store import EngineStore
-from runtime.planner.engine_index import EngineKey, EngineRecord
-from runtime.planner.shapes import ShapeProfile
+from runtime.planner.engine_index import EngineKey, EngineRecord, ShapeProfile
 
 _KEY = EngineKey(
     program="transformer",

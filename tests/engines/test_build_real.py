@@ -18,8 +18,7 @@ from runtime.engines.sessions import open_session
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import find
-from runtime.planner.shapes import ShapeProfile
+from runtime.planner.engine_index import ShapeProfile, find
 from tests.engines.made import visible
 
 

@@ -12,7 +12,7 @@ from runtime.engines.programs import Program, load_program
 from runtime.engines.sessions.onnxruntime import OnnxRuntimeSession
 from runtime.engines.verify import verify
 from runtime.models.spec import ModelSpec
-from runtime.planner.shapes import ShapeProfile
+from runtime.planner.engine_index import ShapeProfile
 from tests.engines.conftest import PROFILES, Build
 
 CASES = [

@@ -9,7 +9,7 @@ from runtime.core.errors import EngineError
 from runtime.engines.io_signature import IOSignature
 from runtime.engines.programs import TEXT_PADDING, Program, cut_text, load_program
 from runtime.models.spec import ModelSpec
-from runtime.planner.shapes import ShapeProfile
+from runtime.planner.engine_index import ShapeProfile
 from tests.engines.conftest import PROFILES, relative
 
 CASES = [

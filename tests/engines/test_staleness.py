@@ -13,8 +13,7 @@ from runtime.engines.imported.offering import imported_engines
 from runtime.engines.library import why_stale
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import IMPORTED, UNREADABLE_KEY, EngineKey, EngineRecord
-from runtime.planner.shapes import ShapeProfile
+from runtime.planner.engine_index import IMPORTED, UNREADABLE_KEY, EngineKey, EngineRecord, ShapeProfile
 from tests.ui.records import record
 
 HERE = probe()

@@ -18,7 +18,7 @@ from runtime.engines.programs import load_program
 from runtime.engines.sessions.tensorrt import TensorRTSession, read_names
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
-from runtime.planner.shapes import ShapeProfile
+from runtime.planner.engine_index import ShapeProfile
 from tests.plans import GPU_PACKAGES, gpu, machine
 
 NAMES = ("onnx_tensorrt", "torch_tensorrt")

@@ -19,6 +19,7 @@ import torch
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
+from runtime.core.plan import LatentSize
 from runtime.engines.build import BuildRequest, build_engine
 from runtime.engines.builders import BUILDERS
 from runtime.engines.programs import load_program
@@ -27,8 +28,7 @@ from runtime.engines.store import EngineStore
 from runtime.machine.probe import Machine
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import EngineKey, EngineRecord
-from runtime.planner.shapes import LatentSize, ShapeProfile
+from runtime.planner.engine_index import EngineKey, EngineRecord, ShapeProfile
 from tests.gpu import build_child_opset17, wide_models
 
 HOME = Path(os.environ.get("TANDEM_CHECKS", "/tmp/tandem-checks"))

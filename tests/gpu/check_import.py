@@ -40,8 +40,8 @@ from runtime.machine.probe import probe
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.run import run_job
+from runtime.planner.engine_index import ShapeProfile
 from runtime.planner.resolve import resolve
-from runtime.planner.shapes import ShapeProfile
 from tests.gpu import build_child_opset17, tensorrt_8_6
 from tests.gpu.check_clip import PROMPT
 from tests.gpu.check_common import HOME, Checks, psnr, relative_error, ssim

@@ -21,14 +21,14 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 from runtime.core.errors import EngineError
+from runtime.core.plan import LatentSize
 from runtime.engines.builders.tensorrt_common import enclosing
 from runtime.engines.programs import load_program
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import EngineRecord
-from runtime.planner.shapes import LatentSize, ShapeProfile
+from runtime.planner.engine_index import EngineRecord, ShapeProfile
 from tests.gpu import tensorrt_8_6, wide_models
 from tests.gpu.check_clip import clip
 from tests.gpu.check_common import CLIP, COMPONENTS, HOME, LARGE, Checks, profile_of, relative_error

@@ -20,8 +20,7 @@ from runtime.engines.sessions.tensorrt import TensorRTSession
 from runtime.engines.verify import verify
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import EngineKey, EngineRecord
-from runtime.planner.shapes import ShapeProfile
+from runtime.planner.engine_index import EngineKey, EngineRecord, ShapeProfile
 from tests.gpu import tensorrt_8_6
 from tests.gpu.opset17 import to_opset_17
 

@@ -8,23 +8,22 @@ import pytest
 
 from runtime.core.facts import Fact, render, short
 from runtime.core.request import BACKENDS, OFFLOADS, QUANTIZATIONS
+from runtime.machine.compatibility import cuda_problem
 from runtime.machine.probe import Machine
 from runtime.models.catalogue import look_up
 from runtime.models.spec import ModelSpec
 from runtime.planner.constraints import (
     NEEDS,
     RULES,
-    Case,
+    ComponentSettings,
     build_conflict,
     cannot_wait,
     conflict,
-    cuda_problem,
     lacking,
     load_conflict,
 )
-from runtime.planner.engine_index import EngineRecord, misfit
+from runtime.planner.engine_index import EngineRecord, ShapeProfile, misfit
 from runtime.planner.forecast import build_seconds
-from runtime.planner.shapes import ShapeProfile
 from tests.engines.made import key, put
 from tests.planner.test_engine_index import CHANGES
 from tests.plans import GIB, GPU_PACKAGES, gpu, machine
@@ -36,7 +35,7 @@ H200 = replace(
 TURING = replace(H200, gpus=(gpu(capability=(7, 5)),))
 AMPERE = replace(H200, gpus=(gpu(capability=(8, 6)),))
 CPU = machine()
-CASE = Case(component="transformer", backend="tensorrt", device="cuda:0")
+CASE = ComponentSettings(component="transformer", backend="tensorrt", device="cuda:0")
 
 
 def without(on: Machine, *packages: str) -> Machine:
@@ -197,7 +196,7 @@ def test_what_is_excluded(
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_what_cannot_wait_is_a_rule_of_every_machine(backend: str, offload: str, quantization: str) -> None:
-    case = Case(component="transformer", backend=backend, offload=offload, quantization=quantization)
+    case = ComponentSettings(component="transformer", backend=backend, offload=offload, quantization=quantization)
     against = cannot_wait(case)
     waits = offload in {"model", "group", "sequential"}
     assert (against is not None) == (backend == "pytorch" and quantization == "bnb-8bit" and waits)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from runtime.core.facts import Fact
-from runtime.planner.engine_index import EngineKey, differences, find
-from runtime.planner.shapes import LatentSize, ShapeProfile
+from runtime.core.plan import LatentSize
+from runtime.planner.engine_index import EngineKey, ShapeProfile, differences, find
 from tests.engines.made import key, put
 
 CHANGES: dict[str, Any] = {

@@ -7,7 +7,7 @@ import pytest
 from runtime.core.facts import Fact, short
 from runtime.core.plan import BACKEND_TITLES, EngineUse
 from runtime.core.units import about
-from runtime.planner.constraints import Case, Conflict
+from runtime.planner.constraints import ComponentSettings, Conflict
 from runtime.planner.engine_offers import EngineOffer, admit, choose
 from tests.plans import GPU_PACKAGES, gpu, machine
 
@@ -156,7 +156,7 @@ def test_chips(asked: str, build: str, offers: list[EngineOffer], excluded: Conf
 
 def test_other_settings_keep_engines_out_and_the_machine_says_why() -> None:
     on = machine(gpu=gpu(capability=(7, 5)), torch_cuda="13.0", packages=GPU_PACKAGES)
-    case = Case(component="transformer", backend="pytorch", device="cuda:0", quantization="bnb-4bit")
+    case = ComponentSettings(component="transformer", backend="pytorch", device="cuda:0", quantization="bnb-4bit")
     admitted, excluded = admit([impossible(ORT), buildable(TRT)], case, on)
     assert admitted == []
     assert excluded is not None

@@ -6,7 +6,7 @@ import pytest
 
 from runtime.core.plan import ExecutionPlan
 from runtime.machine.probe import Machine
-from runtime.planner.fallback_strategy import next_strategy
+from runtime.planner.strategies import next_strategy
 from tests.planner.test_strategies import A14B, SMALL, on, plan
 from tests.plans import machine
 from tests.published_specs import spec

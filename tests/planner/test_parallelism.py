@@ -12,10 +12,10 @@ from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan, Split
 from runtime.core.request import GenerationRequest
 from runtime.machine.probe import Gpu, Machine
-from runtime.planner.fallback_strategy import next_strategy
 from runtime.planner.history import runs_of
-from runtime.planner.parallelism import counts, faster
+from runtime.planner.placement import counts, faster
 from runtime.planner.resolve import resolve
+from runtime.planner.strategies import next_strategy
 from runtime.queue.execution import on_gpu
 from tests.planner.test_memory_model import workload
 from tests.plans import GIB, machine

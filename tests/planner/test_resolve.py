@@ -15,7 +15,7 @@ from runtime.machine.probe import Machine, seen_from
 from runtime.models.spec import ModelSpec
 from runtime.planner.clip import nearest
 from runtime.planner.history import Kind, Run, architecture
-from runtime.planner.parallelism import usable_gpus
+from runtime.planner.placement import usable_gpus
 from runtime.planner.resolve import resolve
 from tests.plans import GIB, gpu, machine, why
 

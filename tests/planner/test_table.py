@@ -17,8 +17,8 @@ from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import Gpu, Machine
 from runtime.models.catalogue import look_up
+from runtime.planner.engine_index import ShapeProfile
 from runtime.planner.resolve import resolve
-from runtime.planner.shapes import ShapeProfile
 from tests.engines.made import add
 from tests.plans import GIB, GPU_PACKAGES, PACKAGES, why
 

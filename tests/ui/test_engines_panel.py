@@ -16,8 +16,7 @@ from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import UNREADABLE_KEY
-from runtime.planner.shapes import ShapeProfile
+from runtime.planner.engine_index import UNREADABLE_KEY, ShapeProfile
 from runtime.queue.store import JobStore
 from runtime.queue.tasks import InspectEngine, PruneEngines, Task
 from runtime.ui import form

@@ -12,9 +12,8 @@ from runtime.engines.identity import device_text, export_revision, program_key_p
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
 from runtime.planner.constraints import lacking
-from runtime.planner.engine_index import SWAPPED, EngineKey
+from runtime.planner.engine_index import SWAPPED, EngineKey, ShapeProfile
 from runtime.planner.memory_model import DTYPE_BYTES
-from runtime.planner.shapes import ShapeProfile
 
 if TYPE_CHECKING:
     from runtime.engines.programs import Program

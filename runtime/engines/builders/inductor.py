@@ -30,8 +30,7 @@ from runtime.engines.identity import cpu_has_bfloat16
 from runtime.engines.io_signature import METADATA_KEY, WEIGHTS_KEY
 from runtime.machine.probe import Machine, cpp_compiler
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import SWAPPED, EngineKey
-from runtime.planner.shapes import ShapeProfile
+from runtime.planner.engine_index import SWAPPED, EngineKey, ShapeProfile
 from runtime.upstream.torch import PackageError, compile_package, inductor_cache, torch_found_in
 
 if TYPE_CHECKING:

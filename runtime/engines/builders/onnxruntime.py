@@ -11,8 +11,7 @@ from runtime.engines.child import Report
 from runtime.engines.identity import cpu_has_bfloat16, versions_of
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import EngineKey
-from runtime.planner.shapes import ShapeProfile
+from runtime.planner.engine_index import EngineKey, ShapeProfile
 
 if TYPE_CHECKING:
     from runtime.engines.programs import Program

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from runtime.core.errors import EngineError
+from runtime.core.plan import LatentSize
 from runtime.engines.builders.base import Builder, BuildNeeds, weights_bytes
 from runtime.machine.probe import Machine, gpu_index
 from runtime.models.spec import ModelSpec
 from runtime.planner import constraints
+from runtime.planner.engine_index import ShapeProfile
 from runtime.planner.memory_model import DTYPE_BYTES, denoise_bytes
-from runtime.planner.shapes import LatentSize, ShapeProfile
 from runtime.upstream.torch import without_computing
 
 if TYPE_CHECKING:

@@ -31,9 +31,9 @@ from runtime.engines.imported.contract import Contract
 from runtime.engines.imported.matching import ADAPTERS_FILE, Match, find_matches
 from runtime.engines.imported.offering import EXACT, served_sizes
 from runtime.engines.service import EngineService
+from runtime.machine.compatibility import cuda_problem
 from runtime.machine.probe import Machine, free_disk_bytes, probe
 from runtime.models.spec import ModelSpec
-from runtime.planner.constraints import cuda_problem
 from runtime.planner.engine_index import IMPORTED, EngineKey, EngineRecord
 
 BACKENDS = {".trt": "tensorrt", ".plan": "tensorrt", ".engine": "tensorrt", ".onnx": "onnxruntime"}

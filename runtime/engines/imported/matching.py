@@ -11,6 +11,7 @@ from typing import Any
 
 from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
+from runtime.core.plan import LatentSize
 from runtime.engines.identity import CLIP_PROGRAM
 from runtime.engines.imported.adapters import (
     TEXT_MASK,
@@ -30,7 +31,7 @@ from runtime.engines.imported.adapters import (
 )
 from runtime.engines.imported.contract import Contract, Port, Span
 from runtime.models.spec import ModelSpec, is_transformer
-from runtime.planner.shapes import LatentSize, ShapeProfile
+from runtime.planner.engine_index import ShapeProfile
 
 # The file with contract and adapters in an imported engine's folder.
 ADAPTERS_FILE = "adapters.json"

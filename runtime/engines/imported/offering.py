@@ -13,9 +13,8 @@ from runtime.core.plan import EngineUse, LatentSize
 from runtime.engines.identity import device_text, program_key_parts, runnable_programs, versions_of
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import IMPORTED, EngineKey, EngineRecord
+from runtime.planner.engine_index import IMPORTED, EngineKey, EngineRecord, ShapeProfile
 from runtime.planner.engine_offers import EngineOffer
-from runtime.planner.shapes import ShapeProfile
 
 # The entry of `EngineKey.options` that states whether the adapters are exact.
 EXACT = "exact"

@@ -9,6 +9,7 @@ import torch
 
 from runtime.core.errors import EngineError, first_line
 from runtime.core.facts import Fact
+from runtime.core.plan import LatentSize
 from runtime.engines.imported.adapters import TRAINING_STEPS, Adapter, Batch, RestoredRows, adapters_from_json
 from runtime.engines.imported.contract import Contract
 from runtime.engines.imported.matching import ADAPTERS_FILE
@@ -16,8 +17,7 @@ from runtime.engines.programs import Program
 from runtime.engines.sessions import Session
 from runtime.engines.sessions.onnxruntime import OUT_OF_MEMORY, load_session
 from runtime.engines.verify import Verification, verify
-from runtime.planner.engine_index import EngineRecord
-from runtime.planner.shapes import LatentSize, ShapeProfile
+from runtime.planner.engine_index import EngineRecord, ShapeProfile
 
 # Test latents as smooth as a picture's have one random value per this many latents.
 _COARSE = 4

@@ -20,8 +20,7 @@ from runtime.engines.sessions.inductor import InductorSession
 from runtime.engines.verify import verify
 from runtime.machine.probe import Machine, probe
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import SWAPPED, EngineKey, differences
-from runtime.planner.shapes import ShapeProfile
+from runtime.planner.engine_index import SWAPPED, EngineKey, ShapeProfile, differences
 from tests.engines.conftest import INDUCTOR, PROFILES, Build
 
 SMALL = ShapeProfile.fixed((1, 2, 2))

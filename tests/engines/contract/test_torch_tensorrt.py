@@ -15,8 +15,7 @@ from packaging.requirements import Requirement
 
 from runtime.engines.builders.torch_tensorrt import TorchTensorRT, arguments, input_arguments
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import UNREADABLE_KEY, EngineKey
-from runtime.planner.shapes import ShapeProfile
+from runtime.planner.engine_index import UNREADABLE_KEY, EngineKey, ShapeProfile
 from tests.engines.contract import wheels
 from tests.plans import gpu, machine
 

@@ -15,8 +15,7 @@ from runtime.engines.sessions import open_session
 from runtime.engines.sessions.inductor import InductorSession
 from runtime.engines.sessions.onnxruntime import OnnxRuntimeSession
 from runtime.engines.verify import verify
-from runtime.planner.engine_index import SWAPPED
-from runtime.planner.shapes import ShapeProfile
+from runtime.planner.engine_index import SWAPPED, ShapeProfile
 from tests.engines.conftest import INDUCTOR, PROFILES, Build, Built, relative
 
 ROOT = Path(__file__).parents[3]

@@ -1,0 +1,55 @@
+"""What this machine's GPU, driver and packages cannot do, as facts with remedies."""
+
+from collections.abc import Mapping
+
+from runtime.core.facts import Fact
+from runtime.machine.probe import Machine
+
+# CUDA 13 has no kernels for older GPUs, and the first with kernels for Blackwell (10 and above) is 12.8.
+_CUDA_13_CAPABILITY = (7, 5)
+_BLACKWELL, _FIRST_FOR_BLACKWELL = (10, 0), (12, 8)
+# https://docs.nvidia.com/deploy/cuda-compatibility: a driver runs all of a major version of CUDA, and older ones.
+_LEAST_DRIVER: Mapping[int, str] = {11: "450", 12: "525", 13: "580"}
+
+
+def cuda_problem(machine: Machine) -> Fact | None:
+    """Return why PyTorch cannot use an NVIDIA GPU here, `None` if it can."""
+    if not machine.gpus:
+        if machine.gpu_problem:
+            return Fact("machine.gpu_unreadable", {"problem": machine.gpu_problem})
+        return Fact("machine.no_gpu")
+    gpu = machine.gpus[0]
+    if machine.torch_cuda is None:
+        return Fact("machine.torch_without_cuda", {"torch": machine.torch_version})
+    built_with = version_numbers(machine.torch_cuda)
+    if machine.driver_cuda is not None and machine.driver_cuda[0] < built_with[0]:
+        runs = ".".join(map(str, machine.driver_cuda))
+        least = _LEAST_DRIVER.get(built_with[0], "the newest")
+        data = {"driver": gpu.driver, "runs": runs, "needs": machine.torch_cuda, "least": least}
+        return Fact("machine.driver_too_old", data)
+    if built_with >= (13,) and gpu.capability < _CUDA_13_CAPABILITY:
+        return Fact("machine.gpu_too_old", {"cuda": machine.torch_cuda, "gpu": gpu.name})
+    if built_with < _FIRST_FOR_BLACKWELL and gpu.capability >= _BLACKWELL:
+        return Fact("machine.gpu_too_new", {"cuda": machine.torch_cuda, "gpu": gpu.name})
+    return None
+
+
+def version_numbers(text: str) -> tuple[int, ...]:
+    """Return the numbers of a version: (13, 0) for "13.0"."""
+    return tuple(int(part) for part in text.split(".") if part.isdigit())
+
+
+def unfit_torch_tensorrt(machine: Machine) -> Fact | None:
+    """Return why torch-tensorrt cannot be used with this PyTorch: each release fits one. `None` if it can."""
+    installed, torch_version = machine.version_of("torch-tensorrt") or "", machine.torch_version or ""
+    if installed.split(".")[:2] != torch_version.split(".")[:2]:
+        return Fact("machine.torch_tensorrt_unfit", {"installed": installed, "torch": torch_version})
+    return None
+
+
+def no_compiler(machine: Machine) -> Fact | None:
+    """Return that there is no C++ compiler, which Inductor and compiled blocks on a CPU need; `None` if there is."""
+    if machine.compiler is not None:
+        return None
+    codes = {"Windows": "machine.no_compiler_windows", "Darwin": "machine.no_compiler_macos"}
+    return Fact(codes.get(machine.system.partition(" ")[0], "machine.no_compiler"))
