@@ -1,5 +1,5 @@
 """Tests. As in the app, waiting OpenMP threads sleep instead of spinning; set before torch is imported."""
 
-from runtime.core.cpu_threads import let_waiting_threads_sleep
+from runtime.core.environment import limit_thread_spinning
 
-let_waiting_threads_sleep()
+limit_thread_spinning()

@@ -57,7 +57,7 @@ WITHOUT_TORCH = (
     "runtime.cli.main",
     "runtime.cli.plan_and_doctor",
     "runtime.cli.models",
-    "runtime.cli.model_downloads",
+    "runtime.cli.models",
 )
 
 

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from runtime.cli import exit_codes
-from runtime.cli.bench_commands import bench, bench_app, bench_compare
 from runtime.cli.main import (
     app,
+    bench,
+    bench_app,
+    bench_compare,
     build,
     engines_app,
     engines_import,
@@ -20,9 +22,11 @@ from runtime.cli.main import (
     jobs_delete,
     jobs_list,
     jobs_show,
+    models_app,
+    models_download,
+    models_verify,
     web,
 )
-from runtime.cli.models_app import models_app, models_download, models_verify
 from tests.test_architecture import RANKS
 from tools import docs_tables
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from runtime.cli.request_flags import PRESET_HELP, PRESETS, metavar
+from runtime.cli.flags import PRESET_HELP, PRESETS, metavar
 from runtime.core.request import FIELDS
 
 ROOT = Path(__file__).parents[1]

@@ -1,17 +1,17 @@
-"""The command line: one face of the jobs."""
+"""The command line: one of two front ends for requests, plans and events."""
 
 import os
 import sys
 
-from runtime.core.cpu_threads import let_waiting_threads_sleep
+from runtime.core.environment import limit_thread_spinning
 
 
 def main() -> None:
-    """Run the command line and exit; without the packages it stands on, say how to get them."""
-    let_waiting_threads_sleep()
-    # So that CUDA counts the GPUs as the driver does, from which plans are made.
+    """Run the command line and exit; if a package is missing, print how to install it."""
+    limit_thread_spinning()
+    # CUDA counts GPUs in the driver's order, which plans use.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    # What the libraries warn developers of would stand between what people read, in all processes.
+    # Warnings for developers would mix with the output, also in child processes.
     for library in ("DIFFUSERS", "TRANSFORMERS"):
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
     try:

@@ -10,8 +10,8 @@ from runtime.bench.configurations import Configuration, check_names, named_flags
 from runtime.bench.recorder import UnwrittenHistory
 from runtime.bench.rounds import SCHEMA, Bench, Setup
 from runtime.cli import exit_codes, terminal
-from runtime.cli.interrupts import cancel_on_signals
-from runtime.cli.request_flags import flags_in, request_from_flags
+from runtime.cli.exit_codes import cancel_on_signals
+from runtime.cli.flags import flags_in, request_from_flags
 from runtime.core import settings
 from runtime.core.errors import InvalidRequestError, SettingsError
 from runtime.core.facts import Fact, shortened

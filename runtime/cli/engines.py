@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.cli import terminal
-from runtime.cli.interrupts import cancel_on_signals
+from runtime.cli.exit_codes import cancel_on_signals
 from runtime.core import settings
 from runtime.core.errors import EngineError, InvalidRequestError, TandemError
 from runtime.core.facts import Fact, render, shortened
@@ -42,14 +42,14 @@ def build(request: GenerationRequest, *, again: bool) -> dict[str, Any]:
     wanted = wanted_engines(request, spec, service)
     built: list[Built] = []
     with cancel_on_signals() as cancel:
-        for number, one in enumerate(build_all(wanted, spec, service, progress(), cancel, again=again), start=1):
+        for number, one in enumerate(build_all(wanted, spec, service, _progress(), cancel, again=again), start=1):
             built.append(one)
             if one.error is not None:
                 terminal.warning(f"{number} of {len(wanted)}: {one.error.what} {one.error.remedy}")
     records = [one.record for one in built if one.record is not None]
     _table(records, {})
     return {
-        "engines": [engine_row(record) for record in records],
+        "engines": [_row(record) for record in records],
         "failed": [
             {
                 "component": one.wanted.component,
@@ -73,7 +73,7 @@ def listing() -> dict[str, Any]:
     _table(found.engines, stale)
     terminal.line(f"{byte_size(found.total_bytes)} of at most {byte_size(found.max_bytes)}, in {service.store.folder}")
     return {
-        "engines": [{**engine_row(record), "stale": list(map(str, stale[record.id]))} for record in found.engines],
+        "engines": [{**_row(record), "stale": list(map(str, stale[record.id]))} for record in found.engines],
         "total_bytes": found.total_bytes,
         "max_bytes": found.max_bytes,
         "folder": str(service.store.folder),
@@ -91,7 +91,7 @@ def verify(ids: Sequence[str]) -> dict[str, Any]:
     rows = []
     with cancel_on_signals() as cancel:
         for found in library.verify(
-            service.store, chosen, _models(), service.machine, progress(), cancel, service.notes
+            service.store, chosen, _models(), service.machine, _progress(), cancel, service.notes
         ):
             record = found.engine
             if found.skipped is not None:
@@ -99,7 +99,7 @@ def verify(ids: Sequence[str]) -> dict[str, Any]:
             else:
                 verdict = f"{'verified' if record.usable else 'WRONG'}: {record.problem or record.detail}"
             terminal.line(f"{record.id} {_title(record)}: {verdict}")
-            rows.append({**engine_row(record), "skipped": found.skipped and str(found.skipped)})
+            rows.append({**_row(record), "skipped": found.skipped and str(found.skipped)})
     bad = sum(1 for row in rows if row["skipped"] is None and not row["usable"])
     return {"ok": bad == 0, "engines": rows}
 
@@ -134,7 +134,7 @@ def pin(ids: Sequence[str], *, pinned: bool) -> dict[str, Any]:
     store = _service().store
     chosen = library.choose(store, ids)
     change = store.pin if pinned else store.unpin
-    rows = [engine_row(change(record.id)) for record in chosen]
+    rows = [_row(change(record.id)) for record in chosen]
     terminal.line(f"{'Pinned' if pinned else 'Unpinned'} {_count(len(rows))}.")
     return {"engines": rows}
 
@@ -144,20 +144,69 @@ def export(component: str, request: GenerationRequest, out: str) -> dict[str, An
     from runtime.engines.onnx_export import export_component
 
     spec = find(request.model, settings.load().weights_dir)
-    if component not in spec.component_names:
-        raise InvalidRequestError(
-            "component",
-            "cli.no_such_component",
-            model=spec.title,
-            component=shortened(component),
-            choices=spec.component_names,
-        )
+    _check_component(spec, component)
     plan = resolve(request, spec, probe(), Path("none.mp4"))
     files = []
     for exported in export_component(spec, component, plan.latent_size, _folder(out)):
         terminal.line(f"{exported.path} ({byte_size(exported.bytes)}): {exported.describe()}")
         files.append(exported.to_json())
     return {"component": component, "model": spec.name, "files": files}
+
+
+def import_file(file: str, component: str | None, model: str | None, *, trusted: bool) -> dict[str, Any]:
+    """Import an engine file after a confirmation, since engine files can run code; print what it is and serves.
+
+    Args:
+        trusted: skips the question.
+
+    Raises:
+        TandemError: if it is not an engine, or cannot be used with the model.
+        CancelledError: on Ctrl-C.
+    """
+    from runtime.engines.imported.importing import (
+        WARNING,
+        check_disk_space,
+        check_library,
+        device_here,
+        import_engine,
+        read_source,
+    )
+
+    loaded = settings.load()
+    machine = probe()
+    service = EngineService.from_settings(loaded, machine)
+    spec = find(loaded.model if model is None else model, loaded.weights_dir)
+    if component is not None:
+        _check_component(spec, component)
+    if not file.strip() or not file.isprintable():
+        raise InvalidRequestError("file", "cli.file_unreadable")
+    source = read_source(Path(file).expanduser())
+    check_library(source, machine)
+    check_disk_space(source, service.store.folder)
+    terminal.warning(str(WARNING))
+    if not trusted:
+        cannot = InvalidRequestError("yes", "cli.trust_not_confirmed", file=source.path.name)
+        terminal.ask(f"Open {source.path}?", cannot)
+    with cancel_on_signals() as cancel:
+        done = import_engine(source.path, spec, component, service, device_here(machine), _progress(), cancel)
+    for fact in done.describe():
+        terminal.line(str(fact))
+    record = done.engine
+    if done.compared:
+        terminal.line(f"Imported as {record.id}: {record.detail}")
+    else:
+        terminal.warning(
+            f"Imported as {record.id}. It is not used until it is compared with PyTorch, for which memory was short. "
+            f"Close other programs, then run: engines verify {record.id}"
+        )
+    return {
+        "engine": _row(record),
+        "contract": done.contract.to_json(),
+        "serves": str(done.serves),
+        "exact": done.match.exact,
+        "adapters": list(map(str, done.match.describe())),
+        "compared": done.compared,
+    }
 
 
 def parse_size(text: str) -> int:
@@ -171,6 +220,17 @@ def parse_size(text: str) -> int:
     if not math.isfinite(size):
         raise InvalidRequestError("max_size", "cli.size_invalid", value=shortened(text))
     return int(size)
+
+
+def _check_component(spec: ModelSpec, component: str) -> None:
+    if component not in spec.component_names:
+        raise InvalidRequestError(
+            "component",
+            "cli.no_such_component",
+            model=spec.title,
+            component=shortened(component),
+            choices=spec.component_names,
+        )
 
 
 def _service() -> EngineService:
@@ -198,7 +258,7 @@ def _folder(text: str) -> Path:
     return folder
 
 
-def progress() -> Any:
+def _progress() -> Any:
     """Return a callback that prints the progress of a build, one line per change."""
     last = ""
 
@@ -235,7 +295,7 @@ def _table(records: Sequence[EngineRecord], stale: Mapping[str, Sequence[Fact]])
     )
 
 
-def engine_row(record: EngineRecord) -> dict[str, Any]:
+def _row(record: EngineRecord) -> dict[str, Any]:
     """Return an engine's fields in the JSON output."""
     key = record.key
     return {

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.cli import exit_codes, terminal
-from runtime.cli.interrupts import cancel_on_signals
+from runtime.cli.exit_codes import cancel_on_signals
+from runtime.cli.jobs import check_stored
 from runtime.core import settings
 from runtime.core.errors import InvalidRequestError, StoreError, TandemError
 from runtime.core.events import Cancelled, Event, Failed, FellBack, OutOfMemory, VideoSaved, Warned
@@ -83,30 +84,20 @@ def resume(id_prefix: str, *, as_json: bool) -> int:
         return _run(environment, store, job, spec, plan, as_json=as_json)
 
 
-def check_stored(store: JobStore) -> None:
-    """Check that jobs are stored on disk, and warn if the store was repaired.
-
-    Raises:
-        StoreError: if the jobs cannot be stored.
-    """
-    if store.problem:
-        raise StoreError(store.problem.code, **store.problem.data)
-    if store.notice:
-        terminal.warning(str(store.notice))
-
-
 def _stored(
     environment: _Environment, stack: ExitStack, request: GenerationRequest, plan: ExecutionPlan
 ) -> tuple[JobStore, JobRecord]:
     """Add a job to the store and return both; the store is in memory if the cache folder cannot be written."""
     store = open_store(environment.settings.cache_dir)
+    if store.notice:
+        terminal.warning(str(store.notice))
     try:
         own = stack.enter_context(Instance(store.path))
         return store, store.add(request, plan, instance=own.id)
     except StoreError as error:
         store.close()
         store = JobStore(None, problem=error.fact)
-        return store, store.add(request, plan, instance="here")
+        return store, store.add(request, plan, instance="memory")
 
 
 def _run(
@@ -119,9 +110,6 @@ def _run(
     as_json: bool,
 ) -> int:
     progress = terminal.ProgressLine()
-    if store.notice:
-        terminal.warning(str(store.notice))
-
     poller = ControlPoller(store)
     with cancel_on_signals() as cancel, poller.polling():
         job = JobRecorder(record.id, store, cancel)

@@ -5,9 +5,8 @@ from datetime import datetime
 from typing import Any
 
 from runtime.cli import terminal
-from runtime.cli.generate import check_stored
 from runtime.core import settings
-from runtime.core.errors import InvalidRequestError
+from runtime.core.errors import InvalidRequestError, StoreError
 from runtime.core.events import WaitsForGpus
 from runtime.core.facts import shortened
 from runtime.core.settings import Settings
@@ -60,18 +59,18 @@ def details(id_prefix: str, *, with_prompt: bool) -> dict[str, Any]:
     return {"job": diagnostics}
 
 
-def delete(id_prefixes: Sequence[str], *, sure: bool) -> dict[str, Any]:
+def delete(id_prefixes: Sequence[str], *, confirmed: bool) -> dict[str, Any]:
     """Delete jobs after a confirmation; they can be restored for some days.
 
     Args:
-        sure: skips the confirmation.
+        confirmed: skips the confirmation.
 
     Raises:
         StoreError: if a job does not exist or is running; then none is deleted.
     """
     store = _store(settings.load())
     jobs = {job.id: job for job in map(store.find, id_prefixes)}
-    if not sure:
+    if not confirmed:
         _ask(list(jobs.values()))
     for job in jobs:
         store.delete(job)
@@ -88,6 +87,18 @@ def undelete(id_prefixes: Sequence[str]) -> dict[str, Any]:
         store.undelete(job)
     terminal.line(f"Restored {' '.join(jobs)}.")
     return {"undeleted": list(jobs)}
+
+
+def check_stored(store: JobStore) -> None:
+    """Check that jobs are stored on disk, and warn if the store was repaired.
+
+    Raises:
+        StoreError: if the jobs cannot be stored.
+    """
+    if store.problem:
+        raise StoreError(store.problem.code, **store.problem.data)
+    if store.notice:
+        terminal.warning(str(store.notice))
 
 
 def job_row(job: JobRecord) -> dict[str, Any]:

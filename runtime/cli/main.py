@@ -1,20 +1,22 @@
-"""Parses the command line and ends every command with text for people, JSON for programs and an exit code.
+"""Declares the commands, and ends each with text for people, JSON for programs and an exit code.
 
 Exit codes: 0 done; 2 user error; 1 internal error; 130 cancelled.
 """
 
+import functools
+import inspect
 import logging
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from runtime import __version__
-from runtime.cli import terminal, web_flags
-from runtime.cli.bench_commands import bench_app
-from runtime.cli.common_flags import JsonFlag, take_offline
+from runtime.cli import terminal
 from runtime.cli.exit_codes import (
     CANCELLED,
     DONE,
@@ -24,8 +26,17 @@ from runtime.cli.exit_codes import (
     report_error,
     report_internal_error,
 )
-from runtime.cli.models_app import models_app
-from runtime.cli.request_flags import takes_options, takes_request
+from runtime.cli.flags import (
+    Flags,
+    JsonFlag,
+    OfflineFlag,
+    downloads_disabled,
+    takes_flags,
+    takes_options,
+    takes_request,
+    takes_web_options,
+    with_flags,
+)
 from runtime.core import log, settings
 from runtime.core.cancel import CancelledError
 from runtime.core.errors import MemoryShortError, SettingsError, TandemError
@@ -34,21 +45,36 @@ from runtime.core.request import GenerationRequest
 
 logger = logging.getLogger(__name__)
 
+# The JSON output of a command, its exit code, or both.
+Outcome = dict[str, Any] | int | tuple[dict[str, Any], int]
+
+
+class PromptOrCommand(TyperGroup):
+    """A group that runs its command `run` if the first word is not the name of a command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Insert `run` before the arguments unless they name a command."""
+        return super().parse_args(ctx, args if args and args[0] in self.commands else ["run", *args])
+
+
 app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(models_app, name="models")
-engines_app = typer.Typer(help="The engine library.", no_args_is_help=True)
-app.add_typer(engines_app, name="engines")
+models_app = typer.Typer(help="List, download and verify models.", no_args_is_help=True)
+engines_app = typer.Typer(help="List, verify, import and delete engines.", no_args_is_help=True)
 jobs_app = typer.Typer(help="Finished, running and interrupted jobs.", no_args_is_help=True)
-app.add_typer(jobs_app, name="jobs")
-app.add_typer(bench_app, name="bench")
+bench_app = typer.Typer(help="Compare configurations: time, memory, similarity.", cls=PromptOrCommand)
+for _name, _group in (("models", models_app), ("engines", engines_app), ("jobs", jobs_app), ("bench", bench_app)):
+    app.add_typer(_group, name=_name)
 
+JobId = Annotated[str, typer.Argument(metavar="ID", help="A job, by id or its first letters.")]
 JobIds = Annotated[list[str], typer.Argument(metavar="ID...", help="Jobs, by id or its first letters.")]
 EngineIds = Annotated[list[str], typer.Argument(metavar="ID...", help="Engines, as `engines list` shows them.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
+Value = str | None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -67,7 +93,7 @@ def run(arguments: list[str]) -> int:
         return report_error(error.fact, as_json=wants_json, strategies=strategies)
     except TyperException as error:
         problem = error.format_message().strip().rstrip(".")
-        fact = Fact("cli.usage", {"problem": problem, "help": _help_of(_command(arguments))})
+        fact = Fact("cli.usage", {"problem": problem, "help": _help_of(_command_in(arguments))})
         return report_error(fact, as_json=wants_json)
     except (KeyboardInterrupt, typer.Abort, CancelledError):
         terminal.line("Cancelled.")
@@ -81,8 +107,7 @@ def run(arguments: list[str]) -> int:
         return report_internal_error(repr(error), as_json=wants_json)
 
 
-def _command(arguments: list[str]) -> str:
-    """Return the command among the arguments; empty if there is none."""
+def _command_in(arguments: list[str]) -> str:
     known = {"generate", "plan", "build", "engines", "export", "models", "jobs", "bench", "doctor"}
     return next((word for word in arguments if word in known), "")
 
@@ -92,59 +117,62 @@ def _help_of(command: str) -> str:
     return f"{' '.join(filter(None, (starter, command, '--help')))}"
 
 
+def _command(
+    group: typer.Typer, name: str, *, hidden: bool = False
+) -> Callable[[Callable[..., Outcome]], Callable[..., int]]:
+    """Return a decorator that adds a command to a group, with `--json` and `--offline`.
+
+    A command that has a parameter `as_json` writes its JSON output itself.
+    """
+
+    def add(command: Callable[..., Outcome]) -> Callable[..., int]:
+        writes_json = "as_json" in inspect.signature(command).parameters
+
+        @functools.wraps(command)
+        def wrapper(*, as_json: bool, offline: bool, **values: Any) -> int:
+            if writes_json:
+                values["as_json"] = as_json
+            with downloads_disabled() if offline else nullcontext():
+                outcome = command(**values)
+            if isinstance(outcome, int):
+                return outcome
+            result, code = outcome if isinstance(outcome, tuple) else (outcome, DONE)
+            if as_json:
+                emit_json(result)
+            return code
+
+        with_options = with_flags(wrapper, {"as_json": JsonFlag, "offline": OfflineFlag})
+        group.command(name, hidden=hidden)(with_options)
+        return with_options
+
+    return add
+
+
 @app.callback(invoke_without_command=True)
-def web(
-    context: typer.Context,
-    host: web_flags.Host = None,
-    port: web_flags.Port = None,
-    auth: web_flags.Auth = None,
-    model: web_flags.Model = None,
-    no_browser: web_flags.NoBrowser = False,
-    offline: web_flags.Offline = False,
-    enable_tensorrt: web_flags.EnableTensorRT = False,
-    tensorrt_text_encoders: web_flags.TextEncoders = False,
-    tensorrt_transformer: web_flags.Transformer = False,
-    share: web_flags.Share = False,
-    share_frames: web_flags.ShareFrames = None,
-    share_size: web_flags.ShareSize = None,
-    share_steps: web_flags.ShareSteps = None,
-    share_queue: web_flags.ShareQueue = None,
-    share_queue_all: web_flags.ShareQueueAll = None,
-    share_rate: web_flags.ShareRate = None,
-    version: web_flags.Version = False,
-) -> None:
+@takes_web_options
+def web(flags: Flags, context: typer.Context) -> None:
     """Generate a video from a sentence. Without a command, start the web app."""
-    tensorrt = settings.tensorrt_from_flags(
-        enable=enable_tensorrt, text_encoders=tensorrt_text_encoders, transformer=tensorrt_transformer
+    switches = ("no_browser", "version", "enable_tensorrt", "tensorrt_text_encoders", "tensorrt_transformer")
+    values = {name: value for name, value in flags.items() if name not in switches}
+    if "no_browser" in flags:
+        values["browser"] = False
+    values["tensorrt"] = settings.tensorrt_from_flags(
+        enable="enable_tensorrt" in flags,
+        text_encoders="tensorrt_text_encoders" in flags,
+        transformer="tensorrt_transformer" in flags,
     )
-    flags = {
-        "host": host,
-        "port": port,
-        "auth": auth,
-        "model": model,
-        "browser": False if no_browser else None,
-        "offline": True if offline else None,
-        "tensorrt": tensorrt,
-        "share": True if share else None,
-        "share_frames": share_frames,
-        "share_size": share_size,
-        "share_steps": share_steps,
-        "share_queue": share_queue,
-        "share_queue_all": share_queue_all,
-        "share_rate": share_rate,
-    }
-    loaded = settings.load(flags)
-    limit = next((name for name, value in flags.items() if name.startswith("share_") and value is not None), None)
+    loaded = settings.load(values)
+    limit = next((name for name in values if name.startswith("share_")), None)
     if limit and not loaded.share:
         raise SettingsError("cli.limit_without_share", flag=settings.flag_of(limit))
     log.start(loaded.log_file)
     if context.invoked_subcommand is not None:
-        given = next((name for name, value in flags.items() if value is not None), None)
+        given = next((name for name, value in values.items() if value is not None), None)
         if given:
             command_help = _help_of(context.invoked_subcommand)
             raise SettingsError("cli.web_flag_before_command", flag=settings.flag_of(given), help=command_help)
         return
-    if version:
+    if "version" in flags:
         sys.stdout.write(f"{__version__}\n")
         return
     from runtime.ui.app import launch
@@ -152,12 +180,12 @@ def web(
     launch(loaded)
 
 
-@app.command()
+@_command(app, "generate")
 @takes_request
 def generate(
     request: GenerationRequest,
     out: Annotated[
-        str | None,
+        Value,
         typer.Option(
             metavar="FILE.mp4", help="The video's file; an existing one is replaced when the new one is complete."
         ),
@@ -170,34 +198,38 @@ def generate(
     return run_generate(request, out, as_json=as_json)
 
 
-@app.command()
+@_command(app, "plan")
 @takes_request
-def plan(request: GenerationRequest, as_json: JsonFlag = False) -> None:
+def plan(request: GenerationRequest) -> Outcome:
     """Show backends, reasons, memory and time without running anything."""
     from runtime.cli.plan_and_doctor import show_plan
 
-    result = show_plan(request)
-    if as_json:
-        emit_json(result)
+    return show_plan(request)
 
 
-@app.command()
+@_command(app, "doctor")
+def doctor() -> Outcome:
+    """Show what this machine has, what is missing, and how to fix it."""
+    from runtime.cli.plan_and_doctor import show_doctor
+
+    result = show_doctor()
+    return result, DONE if result["ok"] else USER_ERROR
+
+
+@_command(app, "build")
 @takes_options("model", "width", "height", "frames", "backend", "lora")
 def build(
     request: GenerationRequest,
     again: Annotated[bool, typer.Option("--again", help="Rebuild existing engines too.")] = False,
-    as_json: JsonFlag = False,
-) -> int:
+) -> Outcome:
     """Build and measure the engines for a model and a size."""
     from runtime.cli import engines
 
     result = engines.build(request, again=again)
-    if as_json:
-        emit_json(result)
-    return USER_ERROR if result["failed"] else DONE
+    return result, USER_ERROR if result["failed"] else DONE
 
 
-@app.command()
+@_command(app, "export")
 @takes_options("model", "width", "height", "frames")
 def export(
     request: GenerationRequest,
@@ -205,191 +237,232 @@ def export(
         str, typer.Option(metavar="NAME", help="text_encoder, transformer, transformer_2 or vae.")
     ] = "transformer",
     out: Annotated[str, typer.Option(metavar="FOLDER", help="The folder for the ONNX files.")] = "onnx",
-    as_json: JsonFlag = False,
-) -> None:
+) -> Outcome:
     """Export one component as ONNX and compare it with PyTorch."""
     from runtime.cli import engines
 
-    result = engines.export(component, request, out)
-    if as_json:
-        emit_json(result)
+    return engines.export(component, request, out)
 
 
-@engines_app.command("list")
-def engines_list(as_json: JsonFlag = False) -> None:
+@_command(models_app, "list")
+def models_list() -> Outcome:
+    """List installed and published models with their requirements."""
+    from runtime.cli.models import show_models
+
+    return show_models()
+
+
+@_command(models_app, "download")
+def models_download(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A name from `models list`, or OWNER/REPOSITORY.")],
+    revision: Annotated[
+        Value,
+        typer.Option(metavar="REVISION", help="A branch, tag or commit. [default: the installed one, else main]"),
+    ] = None,
+    mirror: Annotated[Value, typer.Option(metavar="URL", help="Address of another hub. [default: TANDEM_HUB]")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Agree to the license without being asked.")] = False,
+) -> Outcome:
+    """Download a model, or its missing and damaged files; resumes an earlier download."""
+    from runtime.cli.models import download
+
+    return download(name, revision, mirror, agreed=yes)
+
+
+@_command(models_app, "verify")
+def models_verify(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME...]", help="Downloaded models. [default: all]"),
+    ] = None,
+) -> Outcome:
+    """Compare every file of downloaded models with its hash."""
+    from runtime.cli.models import verify
+
+    result = verify(names or [])
+    return result, DONE if result["ok"] else USER_ERROR
+
+
+@_command(engines_app, "list")
+def engines_list() -> Outcome:
     """List the engines, most recently used first."""
     from runtime.cli import engines
 
-    result = engines.listing()
-    if as_json:
-        emit_json(result)
+    return engines.listing()
 
 
-@engines_app.command("verify")
+@_command(engines_app, "verify")
 def engines_verify(
     ids: Annotated[
         list[str] | None,
         typer.Argument(metavar="[ID...]", help="Engines, as `engines list` shows them. [default: all]"),
     ] = None,
-    as_json: JsonFlag = False,
-) -> int:
+) -> Outcome:
     """Compare engines with PyTorch again."""
     from runtime.cli import engines
 
     result = engines.verify(ids or [])
-    if as_json:
-        emit_json(result)
-    return DONE if result["ok"] else USER_ERROR
+    return result, DONE if result["ok"] else USER_ERROR
 
 
-@engines_app.command("delete")
-def engines_delete(ids: EngineIds, as_json: JsonFlag = False) -> None:
+@_command(engines_app, "delete")
+def engines_delete(ids: EngineIds) -> Outcome:
     """Delete engines."""
     from runtime.cli import engines
 
-    result = engines.delete(ids)
-    if as_json:
-        emit_json(result)
+    return engines.delete(ids)
 
 
-@engines_app.command("prune")
+@_command(engines_app, "prune")
 def engines_prune(
     max_size: Annotated[
-        str | None,
+        Value,
         typer.Option(metavar="SIZE", help="The size to keep, as in 500MB or 20GB. [default: TANDEM_ENGINE_CACHE_GB]"),
     ] = None,
-    as_json: JsonFlag = False,
-) -> None:
+) -> Outcome:
     """Delete the least recently used engines until the rest fit a size; pinned engines are kept."""
     from runtime.cli import engines
 
-    result = engines.prune(max_size)
-    if as_json:
-        emit_json(result)
+    return engines.prune(max_size)
 
 
-@engines_app.command("import")
+@_command(engines_app, "import")
 def engines_import(
     file: Annotated[
         str, typer.Argument(metavar="FILE", help="A .trt, .plan, .engine or .onnx file that was built elsewhere.")
     ],
     component: Annotated[
-        str | None,
+        Value,
         typer.Option(
             metavar="NAME",
             help="transformer, transformer_2, vae or text_encoder. [default: by its weights]",
         ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(metavar="NAME|DIR", help="The model that it was built from. [default: TANDEM_MODEL]")
+        Value, typer.Option(metavar="NAME|DIR", help="The model that it was built from. [default: TANDEM_MODEL]")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask: the file is trusted.")] = False,
-    as_json: JsonFlag = False,
-) -> None:
+) -> Outcome:
     """Import an engine that was built elsewhere, after comparing it with PyTorch."""
-    from runtime.cli.engine_import import import_file
+    from runtime.cli import engines
 
-    result = import_file(file, component, model, trusted=yes)
-    if as_json:
-        emit_json(result)
+    return engines.import_file(file, component, model, trusted=yes)
 
 
-@engines_app.command("pin")
-def engines_pin(ids: EngineIds, as_json: JsonFlag = False) -> None:
+@_command(engines_app, "pin")
+def engines_pin(ids: EngineIds) -> Outcome:
     """Exclude engines from automatic deletion."""
     from runtime.cli import engines
 
-    result = engines.pin(ids, pinned=True)
-    if as_json:
-        emit_json(result)
+    return engines.pin(ids, pinned=True)
 
 
-@engines_app.command("unpin")
-def engines_unpin(ids: EngineIds, as_json: JsonFlag = False) -> None:
+@_command(engines_app, "unpin")
+def engines_unpin(ids: EngineIds) -> Outcome:
     """Allow automatic deletion of engines."""
     from runtime.cli import engines
 
-    result = engines.pin(ids, pinned=False)
-    if as_json:
-        emit_json(result)
+    return engines.pin(ids, pinned=False)
 
 
-@jobs_app.command("list")
+@_command(jobs_app, "list")
 def jobs_list(
     state: Annotated[
         list[str] | None,
         typer.Option(help="Only jobs that are queued, running, done, failed, cancelled or interrupted. Repeatable."),
     ] = None,
     search: Annotated[str, typer.Option(metavar="TEXT", help="Only jobs whose prompt contains these words.")] = "",
-    as_json: JsonFlag = False,
-) -> None:
+) -> Outcome:
     """List the jobs, newest first."""
     from runtime.cli import jobs
 
-    result = jobs.listing(state or [], search)
-    if as_json:
-        emit_json(result)
+    return jobs.listing(state or [], search)
 
 
-@jobs_app.command("show")
+@_command(jobs_app, "show")
 def jobs_show(
-    job: Annotated[str, typer.Argument(metavar="ID", help="A job, by id or its first letters.")],
+    job: JobId,
     with_prompt: Annotated[bool, typer.Option("--with-prompt", help="Include prompts and paths.")] = False,
-    as_json: JsonFlag = False,
-) -> None:
+) -> Outcome:
     """Show job diagnostics for support, without prompts and paths."""
     from runtime.cli import jobs
 
-    result = jobs.details(job, with_prompt=with_prompt)
-    if as_json:
-        emit_json(result)
+    return jobs.details(job, with_prompt=with_prompt)
 
 
-@jobs_app.command("resume")
-def jobs_resume(
-    job: Annotated[str, typer.Argument(metavar="ID", help="A job, by id or its first letters.")],
-    as_json: JsonFlag = False,
-) -> int:
+@_command(jobs_app, "resume")
+def jobs_resume(job: JobId, as_json: JsonFlag = False) -> int:
     """Resume an interrupted, cancelled or failed job."""
     from runtime.cli.generate import resume
 
     return resume(job, as_json=as_json)
 
 
-@jobs_app.command("delete")
-def jobs_delete(
-    ids: JobIds,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    as_json: JsonFlag = False,
-) -> None:
+@_command(jobs_app, "delete")
+def jobs_delete(ids: JobIds, yes: Yes = False) -> Outcome:
     """Delete jobs and their videos; they can be restored for 7 days."""
     from runtime.cli import jobs
 
-    result = jobs.delete(ids, sure=yes)
-    if as_json:
-        emit_json(result)
+    return jobs.delete(ids, confirmed=yes)
 
 
-@jobs_app.command("undelete")
-def jobs_undelete(ids: JobIds, as_json: JsonFlag = False) -> None:
+@_command(jobs_app, "undelete")
+def jobs_undelete(ids: JobIds) -> Outcome:
     """Restore deleted jobs."""
     from runtime.cli import jobs
 
-    result = jobs.undelete(ids)
-    if as_json:
-        emit_json(result)
+    return jobs.undelete(ids)
 
 
-@app.command()
-def doctor(as_json: JsonFlag = False) -> int:
-    """Show what this machine has, what is missing, and how to fix it."""
-    from runtime.cli.plan_and_doctor import show_doctor
+@_command(bench_app, "run", hidden=True)
+@takes_flags
+def bench(
+    flags: Flags,
+    prompt: Annotated[
+        Value, typer.Argument(metavar="[PROMPT]", help="What the clips show. [default: a boat at sea]")
+    ] = None,
+    config: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar='"NAME: FLAGS"',
+            help="A configuration: options of `generate`, which replace those given for all. Repeatable; the others "
+            "are compared with the first.",
+        ),
+    ] = None,
+    runs: Annotated[Value, typer.Option(metavar="N", help="Measured runs of each configuration. [default: 3]")] = None,
+    warmup: Annotated[Value, typer.Option(metavar="N", help="Runs before them. [default: 1]")] = None,
+    out: Annotated[
+        Value, typer.Option(metavar="FOLDER", help="Folder for the result. [default: a new one in the cache folder]")
+    ] = None,
+    keep_videos: Annotated[
+        bool, typer.Option("--keep-videos", help="Keep one video of each configuration in that folder.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> int:
+    """Make the same clip in several configurations and compare time, memory and similarity.
 
-    result = show_doctor()
-    if as_json:
-        emit_json(result)
-    return DONE if result["ok"] else USER_ERROR
+    Without --config: PyTorch, every backend that can run all components here, and the planner's choice.
+    `bench compare A.json B.json` compares two results.
+    """
+    from runtime.cli.bench import measure
+
+    return measure(
+        flags,
+        prompt,
+        config or [],
+        runs=runs,
+        warmup=warmup,
+        out=out,
+        keep_videos=keep_videos,
+        as_json=as_json,
+    )
 
 
-for _group in (app, models_app, engines_app, jobs_app, bench_app):
-    take_offline(_group)
+@_command(bench_app, "compare")
+def bench_compare(
+    one: Annotated[str, typer.Argument(metavar="A.json", help="The earlier result.")],
+    other: Annotated[str, typer.Argument(metavar="B.json", help="The later result.")],
+) -> Outcome:
+    """Compare two results: the ratio of durations for each configuration, and what cannot be compared."""
+    from runtime.cli.bench import compare
+
+    return compare(one, other)

@@ -16,7 +16,6 @@ from runtime.machine.probe import probe
 from runtime.models.loras import model_for
 from runtime.pipeline.history import HistoryFile
 from runtime.pipeline.outputs import output_path
-from runtime.planner.doctor import examine
 from runtime.planner.resolve import resolve
 
 _STAGES = ("encode", "denoise", "decode")
@@ -47,8 +46,8 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
         f"fps), {plan.steps} steps, {plan.tokens:,} tokens, seed {plan.seed}"
     )
     if len(plan.expert_steps) > 1:
-        taken = ", ".join(f"{plan.title(name)} {count}" for name, count in plan.expert_steps.items())
-        terminal.line(f"Steps of each expert: {taken}")
+        steps = ", ".join(f"{plan.title(name)} {count}" for name, count in plan.expert_steps.items())
+        terminal.line(f"Steps of each expert: {steps}")
     if plan.shift_reason is not None:
         terminal.line(str(plan.shift_reason))
     if plan.loras:
@@ -92,13 +91,13 @@ def _show_memory(plan: ExecutionPlan) -> None:
     _show_strategies(plan.strategies, where, plan.strategy)
 
 
-def _show_strategies(strategies: Sequence[StrategyForecast], where: str, taken: MemoryStrategy | None = None) -> None:
+def _show_strategies(strategies: Sequence[StrategyForecast], where: str, chosen: MemoryStrategy | None = None) -> None:
     fastest = strategies[0].seconds.likely
     rows = []
     for one in strategies:
         ram = memory_size(one.ram_bytes) if one.ram_bytes else ""
         duration_ratio = f"{one.seconds.likely / fastest:.1f} times"
-        verdict = str(one.verdict(where, taken=one.strategy == taken))
+        verdict = str(one.verdict(where, taken=one.strategy == chosen))
         peak, flags = memory_size(one.peak_bytes), one.strategy.flags
         rows.append((str(one.title).rstrip("."), flags, peak, ram, duration_ratio, verdict))
     terminal.table(("Strategy", "Options", "Peak", "RAM", "Duration", ""), rows)
@@ -118,6 +117,8 @@ def _about(seconds: float) -> str:
 
 def show_doctor() -> dict[str, Any]:
     """Print and return the state of this machine; "ok" in the result means that it can generate videos."""
+    from runtime.planner.doctor import examine
+
     loaded = settings.load()
     machine = probe(loaded.engines_dir)
     findings = examine(machine, loaded.cache_dir, loaded.weights_dir, loaded.engines_dir)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from runtime.core.cpu_threads import let_waiting_threads_sleep
+from runtime.core.environment import limit_thread_spinning
 from runtime.core.facts import Fact
 from runtime.engines.child import Report
 from runtime.engines.workspace import working_in
@@ -72,7 +72,7 @@ Job = BuildJob | VerifyJob | InspectJob
 
 def run_job(job: Job, report: Report) -> dict[str, Any]:
     """Run a job; the entry of the child process."""
-    let_waiting_threads_sleep()
+    limit_thread_spinning()
     with working_in(job.workspace):
         if isinstance(job, InspectJob):
             return _inspect(job, report)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 
 def recompile_limit(count: int) -> AbstractContextManager[None]:
@@ -126,6 +125,8 @@ def torch_found_in(folder: Path) -> Iterator[None]:
 
     Reason: Inductor does not quote paths, so torch must be found under a path without spaces.
     """
+    from unittest import mock  # takes 60 ms to import
+
     from torch.utils import cpp_extension
 
     with (

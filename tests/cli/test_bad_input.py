@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from runtime.cli.flags import PRESETS
 from runtime.cli.main import run
-from runtime.cli.request_flags import PRESETS
 from runtime.families.wan.lora_names import LIGHTX2V_SHIFT, distilled_steps
 from runtime.models.spec import ModelSpec
 from tests import lora_files

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from runtime.cli.flags import flags_in
 from runtime.cli.main import run
-from runtime.cli.request_flags import flags_in
 from runtime.core.errors import InvalidRequestError
 from runtime.models.spec import ModelSpec
 from tests.bench.made import configuration, result

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from runtime.cli.main import run
-from runtime.cli.model_downloads import progress_text
-from runtime.cli.models import describe
+from runtime.cli.models import describe, progress_text
 from runtime.core.facts import Fact
 from runtime.models.catalogue import known_as
 from runtime.models.hub.download import Progress

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from runtime.bench import files
 from runtime.cli import exit_codes, terminal
 from runtime.cli.bench import PROMPT, RUNS, SEED, WARMUP, configured
-from runtime.cli.interrupts import cancel_on_signals
-from runtime.cli.request_flags import flags_in
+from runtime.cli.exit_codes import cancel_on_signals
+from runtime.cli.flags import flags_in
 from runtime.core import settings
 from runtime.core.errors import TandemError
 from runtime.engines.service import EngineService

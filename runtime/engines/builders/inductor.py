@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
-from unittest import mock
 
+from runtime.core.environment import environment_variables
 from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.engines.builders.base import Builder, BuildNeeds, weights_bytes
@@ -150,7 +150,7 @@ def _paths_without_spaces() -> Iterator[None]:
             links[name] = Path(short) / name
             links[name].symlink_to(folder)
         with (
-            mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": str(links["cache"])}),
+            environment_variables({"TORCHINDUCTOR_CACHE_DIR": str(links["cache"])}),
             torch_found_in(links["torch"]),
         ):
             yield

@@ -1,0 +1,44 @@
+"""Environment variables are set before torch is imported; the user's own values take precedence."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runtime.core.environment import environment_variables, limit_thread_spinning
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_thread_spinning_is_limited_before_torch_is_imported() -> None:
+    assert os.environ["GOMP_SPINCOUNT"] == "1000"
+    code = (
+        "import sys, os, runtime.cli; sys.argv = ['app.py', '--version']\n"
+        "try: runtime.cli.main()\n"
+        "except SystemExit: pass\n"
+        "assert 'torch' not in sys.modules and os.environ['GOMP_SPINCOUNT'] == '1000'"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True, capture_output=True)
+
+
+def test_variables_of_the_user_take_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    limit_thread_spinning()
+    assert os.environ["GOMP_SPINCOUNT"] == "7"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    limit_thread_spinning()
+    assert "GOMP_SPINCOUNT" not in os.environ
+
+
+def test_variables_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_TEST_SET", "before")
+    monkeypatch.delenv("TANDEM_TEST_UNSET", raising=False)
+    with pytest.raises(RuntimeError), environment_variables({"TANDEM_TEST_SET": "1", "TANDEM_TEST_UNSET": "2"}):
+        assert (os.environ["TANDEM_TEST_SET"], os.environ["TANDEM_TEST_UNSET"]) == ("1", "2")
+        raise RuntimeError
+    assert os.environ["TANDEM_TEST_SET"] == "before"
+    assert "TANDEM_TEST_UNSET" not in os.environ
