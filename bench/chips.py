@@ -1,4 +1,4 @@
-"""Measures how soon each chip of the acceleration panel follows its TensorRT toggle, in Chromium.
+"""Measure how fast each badge of the acceleration panel follows its TensorRT toggle, in Chromium.
 
     python -m bench.chips
 
@@ -44,11 +44,11 @@ def main() -> None:
         ready(page)
         unfold(page)
         for part in ROWS:
-            taken = []
+            times = []
             for _ in range(_TOGGLES):
                 page.wait_for_timeout(_PAUSE_MS)
-                taken.append(page.evaluate(_TOGGLED, part))
-            found = {"part": part, "median_ms": round(statistics.median(taken)), "worst_ms": round(max(taken))}
+                times.append(page.evaluate(_TOGGLED, part))
+            found = {"part": part, "median_ms": round(statistics.median(times)), "worst_ms": round(max(times))}
             sys.stdout.write(json.dumps(found) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""What a step cache does to the shipped model: forward passes, seconds, and likeness to the video without it.
+"""Measure a step cache on the shipped model: forward passes, seconds, and similarity to the video without it.
 
     python -m bench.step_cache --strengths 0.05 0.1 0.2 --out videos
 
@@ -29,7 +29,7 @@ from runtime.models.spec import ModelSpec
 from runtime.pipeline.run import run_job
 from runtime.planner.resolve import resolve
 from runtime.video.similarity import similarity
-from tools import grade
+from tools.diorama import grade
 
 PROMPTS = (
     "a red boat sails to the right on a calm sea at sunset",
@@ -75,32 +75,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strengths", type=float, nargs="+", default=[0.03, 0.05, 0.1, 0.15, 0.2, 0.3])
     parser.add_argument(
-        "--prompts", type=int, default=len(PROMPTS), help="more than six are sentences as tools.grade asks for"
+        "--prompts", type=int, default=len(PROMPTS), help="more than six are captions of tools.diorama.grade"
     )
-    parser.add_argument("--out", type=Path, default=None, help="keep the videos there")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the videos")
     arguments = parser.parse_args()
     folder = arguments.out or Path(tempfile.mkdtemp(prefix="step-cache-"))
     folder.mkdir(parents=True, exist_ok=True)
     spec = find("diorama", Path("none"))
     few = arguments.prompts <= len(PROMPTS)
     prompts = PROMPTS[: arguments.prompts] if few else grade.requests(arguments.prompts)[1]
-    ways = [NONE, *(f"{FIRST_BLOCK}:{strength:g}" for strength in arguments.strengths)]
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    settings = [NONE, *(f"{FIRST_BLOCK}:{strength:g}" for strength in arguments.strengths)]
+    found: dict[str, list[dict[str, float]]] = {setting: [] for setting in settings}
     with Residency() as residency:
         for number, prompt in enumerate(prompts):
-            for way in ways:
-                out = folder / f"{number}-{way.replace(':', '-')}.mp4"
-                made = make(spec, residency, prompt, way, out)
-                alike = similarity(folder / f"{number}-{NONE}.mp4", out)
-                found[way].append(made | {"psnr": alike.psnr, "ssim": alike.ssim, "same": alike.identical})
-                sys.stderr.write(f"{number} {way} {found[way][-1]}\n")
+            for setting in settings:
+                out = folder / f"{number}-{setting.replace(':', '-')}.mp4"
+                made = make(spec, residency, prompt, setting, out)
+                result = similarity(folder / f"{number}-{NONE}.mp4", out)
+                found[setting].append(made | {"psnr": result.psnr, "ssim": result.ssim, "same": result.identical})
+                sys.stderr.write(f"{number} {setting} {found[setting][-1]}\n")
     rows = []
-    for way in ways:
-        runs = found[way]
+    for setting in settings:
+        runs = found[setting]
         blocks = sum(run["blocks"] for run in runs) / sum(run["blocks"] for run in found[NONE])
         rows.append(
             {
-                "step_cache": way,
+                "step_cache": setting,
                 "blocks": round(blocks, 3),
                 "seconds": round(statistics.median(run["seconds"] for run in runs), 2),
                 "psnr": round(statistics.mean(run["psnr"] for run in runs), 1),

@@ -1,1 +1,1 @@
-"""What makes the shipped model diorama: its world, its training and its grading."""
+"""Developer tools: installer, generated docs, measurements of forward passes, and the training of the shipped model."""

@@ -4,9 +4,9 @@ import dataclasses
 
 import torch
 
-from tools import motion, world
-from tools.render import Renderer, to_uint8
-from tools.world import BACKDROPS, MOTIONS, SUBJECTS, TIMES, WEATHERS, Scenes
+from tools.diorama import motion, world
+from tools.diorama.render import Renderer, to_uint8
+from tools.diorama.world import BACKDROPS, MOTIONS, SUBJECTS, TIMES, WEATHERS, Scenes
 
 SIZE = (96, 64)
 

@@ -8,7 +8,7 @@ import torch
 from diffusers import WanPipeline
 from transformers import AutoTokenizer
 
-from tools import judge, nets, train_experts
+from tools.diorama import judge, nets, train_experts
 
 DIORAMA = Path(__file__).resolve().parents[2] / "runtime/models/embedded/diorama"
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from tools import motion, nets, train_experts, train_vae, training, world
-from tools.checkpoint import load_weights, save_weights
-from tools.render import Renderer
+from tools.diorama import motion, nets, train_experts, train_vae, training, world
+from tools.diorama.checkpoint import load_weights, save_weights
+from tools.diorama.render import Renderer
 
 SIZE = (96, 64)
 

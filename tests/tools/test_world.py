@@ -4,8 +4,8 @@ import random
 
 import torch
 
-from tools import captions, lexicon, nets, world
-from tools.world import COLOURS, SUBJECTS
+from tools.diorama import captions, lexicon, nets, world
+from tools.diorama.world import COLOURS, SUBJECTS
 
 
 def test_training_never_shows_a_held_out_combination() -> None:

@@ -1,1 +1,1 @@
-"""Measures single forward passes of a transformer and single decodes: time, memory, error against float32."""
+"""Measure single forward passes of a transformer and single decodes: time, memory, error against float32."""

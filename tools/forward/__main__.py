@@ -1,4 +1,4 @@
-"""Measures single forward passes: `python -m tools.forward [--config "NAME: FLAGS"]… [the flags of generate]`."""
+"""Measure single forward passes: `python -m tools.forward [--config "NAME: FLAGS"]… [the flags of generate]`."""
 
 import argparse
 import math

@@ -1,4 +1,4 @@
-"""Measures one forward pass of each component in several configurations: seconds, memory, error against float32.
+"""Measure one forward pass of each component in several configurations: seconds, memory, error against float32.
 
 Each is compared with diffusers' own module, uncompiled, and with a lower bound: operations divided by a rate.
 Components are loaded by plan and `Residency`, as in a job; with random weights no file is read, so that every
@@ -98,7 +98,7 @@ class Pass:
     Attributes:
         name: of the configuration and the component.
         runs_on: backend and precision.
-        seconds: of one pass; of the whole clip for the VAE.
+        seconds: of one pass; for the VAE, of the clip.
         first_seconds: of the first pass, which may compile.
         weights_bytes: on the GPU between passes.
         working_bytes: on the GPU during a pass, in addition.

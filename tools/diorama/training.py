@@ -1,4 +1,4 @@
-"""What the training scripts share: a clock that ends them in time, several GPUs, an optimiser and moving averages."""
+"""Common parts of the training scripts: time limit, several GPUs, Muon and moving averages of weights."""
 
 from __future__ import annotations
 

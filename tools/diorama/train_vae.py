@@ -1,6 +1,6 @@
-"""Train the VAE on rendered crops of whole length (full height, half the width), on one or more GPUs.
+"""Train the VAE on rendered crops (all frames, full height, half the width), on one or more GPUs.
 
-    torchrun --nproc-per-node 4 -m tools.train_vae --out weights --minutes 8.5
+    torchrun --nproc-per-node 4 -m tools.diorama.train_vae --out weights --minutes 8.5
 
 With ``--decoder-only`` the encoder stays as it is: latents, and so experts trained on them, keep their meaning.
 With ``--equivariance`` shrunken latents must decode to the shrunken clip, and with ``--smooth`` neighbouring latents
@@ -22,9 +22,9 @@ import torch.distributed as dist
 from diffusers import AutoencoderKLWan
 from torch import Tensor
 
-from tools import nets, training, world
-from tools.checkpoint import has_weights, load_weights, save_weights
-from tools.render import Renderer
+from tools.diorama import nets, training, world
+from tools.diorama.checkpoint import has_weights, load_weights, save_weights
+from tools.diorama.render import Renderer
 
 LOG = logging.getLogger(__name__)
 LANDSCAPE, PORTRAIT, SQUARE = (192, 112), (112, 192), (128, 128)
@@ -69,7 +69,7 @@ def measure(
     count: int = 32,
     seed: int = 987_654,
 ) -> dict[str, float]:
-    """PSNR in dB over ``count`` fresh whole clips: all frames, the first and the last."""
+    """PSNR in dB over ``count`` new complete clips: all frames, the first and the last."""
     renderer = Renderer(size, frames, device)
     errors = []
     for start in range(0, count, 8):

@@ -1,4 +1,4 @@
-"""Scenes to sentences: a grammar with synonyms, free word order and things left unsaid."""
+"""Generate captions of scenes: a grammar with synonyms, free word order and omitted attributes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import random
 import re
 from dataclasses import dataclass, field
 
-from tools import lexicon as lx
-from tools.world import BACKDROPS, COLOURS, MOTIONS, SUBJECTS, TIMES, WEATHERS, Scenes
+from tools.diorama import lexicon as lx
+from tools.diorama.world import BACKDROPS, COLOURS, MOTIONS, SUBJECTS, TIMES, WEATHERS, Scenes
 
 # What a training caption leaves out, and how often.
 EMPTY, SINGLE, PARTIAL = 0.10, 0.08, 0.16
 CLEAR_UNSAID, DAY_UNSAID = 0.55, 0.40
-UNKNOWN = "zzz"  # stands for any word outside the vocabulary
+UNKNOWN = "zzz"  # replaces any word outside the vocabulary
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ def _single(known: Facts, w: Wording) -> tuple[str, Facts]:
 
 
 def sprinkle(text: str, w: Wording) -> str:
-    """``text`` with a few words in it that mean nothing here, some of them unknown."""
+    """``text`` with a few added words without meaning, some of them unknown."""
     words = text.split()
     for _ in range(w.rng.choice((1, 1, 1, 2, 3))):
         extra = UNKNOWN if w.rng.random() < 0.5 else w.rng.choice(_HARMLESS)
@@ -264,7 +264,7 @@ _HARMLESS = tuple(f for f in lx.FILLERS if f not in _LOADED)
 
 
 def training_caption(known: Facts, rng: random.Random) -> tuple[str, Facts]:
-    """A caption as training sees it, often whole, sometimes partial, a single word or empty, and what it says."""
+    """A training caption (often complete, sometimes partial, a single word or empty) and the attributes it states."""
     w = Wording(rng)
     luck = rng.random()
     if luck < EMPTY:
@@ -282,7 +282,7 @@ def training_caption(known: Facts, rng: random.Random) -> tuple[str, Facts]:
 
 
 def prompt(known: Facts, rng: random.Random) -> str:
-    """A whole sentence that says every attribute, worded freely, as grading asks for it."""
+    """A complete sentence with every attribute, in free wording, for grading."""
     return sentence(known, Wording(rng))
 
 

@@ -1,4 +1,4 @@
-"""The twelve little paper cuts, each a list of parts in a frame of about -1..1 (x right, y down, facing right).
+"""The twelve subjects, each a list of parts in a frame of about -1..1 (x right, y down, facing right).
 
 A painter takes coordinates (n, T, H, W) and the clock ``t`` in seconds (n, T, 1, 1), and returns parts back to
 front: a signed distance and the name of a paint (see ``PAINTS``).
@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tools import sdf
+from tools.diorama import sdf
 
 Part = tuple[Tensor, str]
 Painter = Callable[[Tensor, Tensor, Tensor], list[Part]]
@@ -235,7 +235,7 @@ PAINTERS: dict[str, Painter] = {
     "rocket": rocket, "ball": ball, "star": star, "butterfly": butterfly, "cat": cat,
 }  # fmt: skip
 
-# How a subject carries itself: "faces" turns to the way it goes, "points" leads with its nose, "rolls" turns like a
+# How a subject is oriented: "faces" turns to the way it goes, "points" leads with its nose, "rolls" turns like a
 # wheel, "rocks" stays upright.
 CARRIAGE = {
     "boat": "faces", "balloon": "rocks", "bird": "faces", "fish": "faces", "car": "faces", "train": "faces",

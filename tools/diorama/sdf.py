@@ -1,4 +1,4 @@
-"""Signed distances (negative inside) of the few shapes that the paper cuts are made of, on broadcast tensors."""
+"""Signed distance functions (negative inside) of the shapes in paper cuts, on broadcast tensors."""
 
 from __future__ import annotations
 

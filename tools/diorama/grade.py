@@ -1,6 +1,6 @@
-"""Grade a model directory: generate clips for held-out prompts and let the judge read them.
+"""Grade a model directory: generate clips for held-out prompts and classify them with the judge.
 
-    python -m tools.grade --weights weights --model runtime/models/embedded/diorama --json grades.json
+    python -m tools.diorama.grade --weights weights --model runtime/models/embedded/diorama --json grades.json
 
 Knows nothing about training. It samples through ``diffusers.WanPipeline``, to which the app's own pipeline is equal.
 """
@@ -18,9 +18,9 @@ import torch
 from diffusers import UniPCMultistepScheduler, WanPipeline
 from torch import Tensor
 
-from tools import captions, judge, world
-from tools.checkpoint import load_weights
-from tools.world import Scenes
+from tools.diorama import captions, judge, world
+from tools.diorama.checkpoint import load_weights
+from tools.diorama.world import Scenes
 
 LOG = logging.getLogger(__name__)
 SEED = 20_260
@@ -28,7 +28,7 @@ HELD_OUT_SHARE = 0.375
 
 
 def requests(count: int, seed: int = SEED) -> tuple[Scenes, list[str]]:
-    """``count`` scenes and whole sentences asking for them; the first part holds combinations kept from training."""
+    """``count`` scenes and full captions of them; the first part has combinations held out from training."""
     hard = round(count * HELD_OUT_SHARE)
     scenes = world.join([world.sample(hard, seed, keep="held_out"), world.sample(count - hard, seed + 1)])
     rng = random.Random(seed)

@@ -1,6 +1,6 @@
-"""The networks of diorama, at their true sizes and at rehearsal size, and whole-clip passes through the VAE.
+"""Diorama's networks, at full and at test size, and passes of complete clips through the VAE.
 
-The whole-clip passes compute what ``AutoencoderKLWan.encode`` and ``decode`` compute chunk by chunk, without caches,
+These passes compute what ``AutoencoderKLWan.encode`` and ``decode`` compute chunk by chunk, without caches,
 so that they train and compile well; tests hold them equal.
 """
 
@@ -17,7 +17,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, pr
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
-from tools import captions
+from tools.diorama import captions
 
 TEXT_LENGTH = 512  # what WanPipeline pads prompt embeddings to
 TRAIN_TEXT_LENGTH = 40  # no training caption is longer

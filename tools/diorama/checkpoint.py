@@ -1,4 +1,4 @@
-"""Weights on disk, in pieces that stay below 16 MB, as float32 safetensors."""
+"""Save and load weights as float32 safetensors, in files below 16 MB."""
 
 from __future__ import annotations
 

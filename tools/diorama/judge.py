@@ -1,6 +1,6 @@
-"""The judge: a small network, trained on renders alone, that reads what a clip shows.
+"""The judge: a small network, trained on renders only, that classifies what a clip shows.
 
-python -m tools.judge --out weights --minutes 3
+python -m tools.diorama.judge --out weights --minutes 3
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tools import training, world
-from tools.checkpoint import has_weights, load_weights, save_weights
-from tools.render import Renderer
-from tools.world import Scenes
+from tools.diorama import training, world
+from tools.diorama.checkpoint import has_weights, load_weights, save_weights
+from tools.diorama.render import Renderer
+from tools.diorama.world import Scenes
 
 LOG = logging.getLogger(__name__)
 SIZE, FRAMES, STRIDE = (192, 112), 33, 4
@@ -34,7 +34,7 @@ def _block(wide: int, out: int, stride: int, reach: int) -> nn.Sequential:
 class Judge(nn.Module):
     """Reads (B, 3, 9, 112, 192), every fourth frame in -1..1, into logits per attribute.
 
-    One map per subject says where it is; colours and the way taken are read from there.
+    One map per subject says where it is; colours and the direction are read from there.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Judge(nn.Module):
         seen = self.whole(torch.cat([x.mean((2, 3, 4)), x.amax((2, 3, 4))], 1))
         result = {k: head(seen) for k, head in self.plain.items()}
         result["subject"] = own + frames.logsumexp(-1)
-        # Only what is shown tells of the motion.
+        # The motion is visible only in the shown frames.
         share = result["subject"].softmax(1)[:, :, None]
         path = torch.cat([(heat.sum(4) @ rows) * share, (heat.sum(3) @ columns) * share], 2)
         result["motion"] = self.path(torch.cat([seen, path.flatten(1)], 1))

@@ -1,4 +1,4 @@
-"""The small world diorama knows: its attributes, scenes drawn from it, and the combinations kept from training.
+"""Diorama's world: attributes, random scenes, and the combinations held out from training.
 
 Knows nothing about words (captions.py) or pixels (render.py).
 """
@@ -96,7 +96,7 @@ HELD_OUT_TABLES = {
 
 
 def held_out(scenes: Scenes) -> Tensor:
-    """(B,) bool: whether any subject of the scene stands in a combination kept from training."""
+    """(B,) bool: whether any subject of the scene has a combination held out from training."""
     result = torch.zeros(len(scenes), dtype=torch.bool)
     for slot in (0, 1):
         subject = scenes.subject[:, slot]
@@ -132,16 +132,16 @@ def _draw(count: int, generator: torch.Generator, two_subjects: float) -> Scenes
 def sample(count: int, seed: int, *, keep: str = "seen", two_subjects: float = TWO_SUBJECTS) -> Scenes:
     """``count`` random scenes from ``seed``.
 
-    ``keep`` is "seen" (what training may show), "held_out" (only combinations kept from it) or "any".
+    ``keep`` is "seen" (allowed in training), "held_out" (only held-out combinations) or "any".
     """
     generator = torch.Generator().manual_seed(seed)
-    kept: list[Scenes] = []
+    chosen: list[Scenes] = []
     have = 0
     while have < count:
         drawn = _draw(max(2 * count, 64), generator, two_subjects)
         if keep != "any":
             mask = held_out(drawn)
             drawn = drawn[mask if keep == "held_out" else ~mask]
-        kept.append(drawn)
+        chosen.append(drawn)
         have += len(drawn)
-    return join(kept)[slice(count)]
+    return join(chosen)[slice(count)]

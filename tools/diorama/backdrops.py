@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tools import sdf
+from tools.diorama import sdf
 
 Rgb = tuple[float, float, float]
 

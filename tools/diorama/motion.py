@@ -1,4 +1,4 @@
-"""Where subjects are and how they lean, frame by frame.
+"""Positions and poses of subjects by frame.
 
 Lengths are in half of the picture's shorter side; times in seconds; angles in radians, clockwise on screen.
 """
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tools.subjects import CARRIAGE
-from tools.world import MOTIONS, SUBJECTS, Scenes
+from tools.diorama.subjects import CARRIAGE
+from tools.diorama.world import MOTIONS, SUBJECTS, Scenes
 
 FPS = 16
 SOLO_SIZE = 0.39
@@ -25,7 +25,7 @@ _FACES, _POINTS, _ROLLS = (
 
 @dataclass(frozen=True)
 class Pose:
-    """How one subject of each scene stands: all (B, T), ``facing`` (B, 1) is -1 or 1, ``squash`` scales height."""
+    """Pose of one subject of each scene: all (B, T), ``facing`` (B, 1) is -1 or 1, ``squash`` scales height."""
 
     x: Tensor
     y: Tensor
@@ -62,7 +62,7 @@ def poses(scenes: Scenes, slot: int, extent: tuple[float, float], frames: int) -
     speed = (0.92 + 0.26 * j[:, 1])[:, None]
     along_x = travel(ex, speed, j[:, 2 + slot][:, None])
     along_y = travel(ey, 0.72 * speed, j[:, 2 + slot][:, None])
-    # Two at once keep to lanes across their way: above and below, or left and right.
+    # Two subjects move in separate lanes: above and below, or left and right.
     lane_x = torch.where(pair, -sign * 0.52 * extent[0] + 0 * ex, ex * 0.7 * (2 * j[:, 4:5] - 1))
     lane_y = torch.where(pair, -sign * 0.50 * extent[1] + 0 * ey, 0.12 + ey * 0.5 * (2 * j[:, 4:5] - 1))
     bob = 0.025 * torch.sin(2 * math.pi * (0.7 * t + j[:, 5 + slot][:, None]))
@@ -140,7 +140,7 @@ def _lean(
 
 
 def footprint(scenes: Scenes, size: tuple[int, int], frames: int, cell: int = 8) -> Tensor:
-    """(B, 1 + (frames - 1) / 4, H / cell, W / cell) bool: latent cells that a subject, taken as a disc, touches."""
+    """(B, 1 + (frames - 1) / 4, H / cell, W / cell) bool: latent cells touched by a subject, taken as a disc."""
     unit = min(size) / 2
     columns, rows = (((torch.arange(n // cell) + 0.5) * cell - n / 2) / unit for n in size)
     inside = torch.zeros(len(scenes), frames, len(rows), len(columns), dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Scenes to pictures: a batched renderer that runs alike on CPU and GPU, the same for a scene wherever it is cut.
+"""Render batches of scenes on CPU or GPU. A scene looks the same in any batch and crop.
 
 Knows nothing about captions. Pictures come as (B, T, 3, H, W) in -1..1, as the VAE wants them after a transpose.
 """
@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tools import backdrops, motion, sdf
-from tools.subjects import PAINTERS, PAINTS
-from tools.world import BACKDROPS, COLOURS, SUBJECTS, TIMES, WEATHERS, Scenes
+from tools.diorama import backdrops, motion, sdf
+from tools.diorama.subjects import PAINTERS, PAINTS
+from tools.diorama.world import BACKDROPS, COLOURS, SUBJECTS, TIMES, WEATHERS, Scenes
 
 COLOUR_RGB = {
     "red": (0.88, 0.16, 0.17), "orange": (0.97, 0.53, 0.10), "yellow": (0.99, 0.83, 0.16), "green": (0.16, 0.66, 0.30),
@@ -46,7 +46,7 @@ def _shade(canvas: Tensor, distance: Tensor, reach: float, strength: Tensor | fl
 
 
 def _shift(field: Tensor, right: int, down: int) -> Tensor:
-    """``field`` moved by whole pixels, its border repeated."""
+    """``field`` shifted by whole pixels, with its border repeated."""
     height, width = field.shape[-2:]
     rows = (torch.arange(height, device=field.device) - down).clamp(0, height - 1)
     columns = (torch.arange(width, device=field.device) - right).clamp(0, width - 1)
@@ -56,7 +56,7 @@ def _shift(field: Tensor, right: int, down: int) -> Tensor:
 class Renderer:
     """Draws scenes at one size.
 
-    ``size`` is (width, height) of the whole picture in pixels; ``crop`` (width, height) draws a window of it only,
+    ``size`` is (width, height) of the full picture in pixels; ``crop`` (width, height) draws a window of it only,
     its corner per scene given to ``__call__``. With ``stride`` only every so many of the ``frames`` are drawn.
     """
 
@@ -155,7 +155,7 @@ class Renderer:
             canvas[index] = local
         index = (~clear).nonzero()[:, 0].to(device)
         if len(index):
-            # A bank of cloud at the top tells rain and snow from fair weather before a drop is seen.
+            # Clouds at the top distinguish rain and snow from clear weather in every frame.
             local = canvas[index]
             stormy = cloud[index] * torch.tensor([0.52, 0.56, 0.64], device=device)
             colour = torch.lerp(stormy, cloud[index] * 0.94, snowing[index])

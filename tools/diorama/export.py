@@ -1,4 +1,4 @@
-"""Trained networks into diffusers' directory layout, fp16 safetensors, with the app's sidecar tandem.json."""
+"""Export trained networks to diffusers' directory layout, as fp16 safetensors, with the sidecar tandem.json."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import diffusers
 import torch
 from diffusers import UniPCMultistepScheduler
 
-from tools import nets
-from tools.checkpoint import has_weights, load_weights
+from tools.diorama import nets
+from tools.diorama.checkpoint import has_weights, load_weights
 
 LOG = logging.getLogger(__name__)
 DEFAULTS = {

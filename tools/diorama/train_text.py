@@ -1,6 +1,6 @@
-"""Train the text encoder on captions alone: small heads must read from its states what the caption says.
+"""Train the text encoder on captions only: small heads predict the attributes from its states.
 
-    python -m tools.train_text --out weights --minutes 1.5
+    python -m tools.diorama.train_text --out weights --minutes 1.5
 
 The heads are thrown away; the encoder is then frozen, so that both experts can train apart.
 """
@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, UMT5EncoderModel
 
-from tools import captions, nets, training, world
-from tools.checkpoint import has_weights, load_weights, save_weights
+from tools.diorama import captions, nets, training, world
+from tools.diorama.checkpoint import has_weights, load_weights, save_weights
 
 LOG = logging.getLogger(__name__)
 UNSAID = {"motion": 6, "backdrop": 6, "time": 4, "weather": 3}  # the class after the last
@@ -33,7 +33,7 @@ def tokens(texts: list[str], tok: PreTrainedTokenizerFast, length: int = nets.TR
 
 
 def embed(encoder: UMT5EncoderModel, ids: Tensor) -> Tensor:
-    """(B, L, D) states with padding set to zero, as WanPipeline hands them on."""
+    """(B, L, D) states with padding set to zero, as in WanPipeline."""
     mask = ids != nets.PAD
     states = encoder(ids, mask.long()).last_hidden_state
     return states * mask.unsqueeze(-1)

@@ -1,6 +1,6 @@
-"""Twenty-four sentences and what the shipped model makes of them, three frames each, on one picture.
+"""Render a picture of 24 prompts with three frames of each clip by the shipped model.
 
-    python -m tools.contact_sheet
+    python -m tools.diorama.contact_sheet
 
 Nothing is picked: the seed of each clip is its number in the list.
 """
@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from tools import grade
-from tools.render import to_uint8
+from tools.diorama import grade
+from tools.diorama.render import to_uint8
 
 LOG = logging.getLogger(__name__)
 PROMPTS = (
@@ -52,7 +52,7 @@ def main() -> None:
     """Generate every clip with the model's defaults and lay out the sheet."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=Path("runtime/models/embedded/diorama"))
-    parser.add_argument("--out", type=Path, default=Path("tools/contact_sheet.png"))
+    parser.add_argument("--out", type=Path, default=Path("tools/diorama/contact_sheet.png"))
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,6 +1,6 @@
 """Train the two denoising experts by flow matching on latents of rendered clips, the VAE and text encoder frozen.
 
-    torchrun --nproc-per-node 4 -m tools.train_experts --weights weights --out weights --minutes 6 \
+    torchrun --nproc-per-node 4 -m tools.diorama.train_experts --weights weights --out weights --minutes 6 \
         --roles high high low low
 
 Every rank renders and encodes its share of the clips, all ranks get all of them, then each trains its role's expert
@@ -26,10 +26,10 @@ from diffusers.models.transformers.transformer_wan import WanAttention
 from torch import Tensor
 from transformers import UMT5EncoderModel
 
-from tools import captions, motion, nets, training, world
-from tools.checkpoint import has_weights, load_weights, save_weights
-from tools.render import Renderer
-from tools.train_text import embed, tokens
+from tools.diorama import captions, motion, nets, training, world
+from tools.diorama.checkpoint import has_weights, load_weights, save_weights
+from tools.diorama.render import Renderer
+from tools.diorama.train_text import embed, tokens
 
 LOG = logging.getLogger(__name__)
 # Size, frames, and share of the training steps.
@@ -46,7 +46,7 @@ SAVE_EVERY = 120  # seconds
 class PaddedTextAttention:
     """Cross-attention over a short text as if it were zero-padded to 512 tokens.
 
-    The last token given is always padding; it stands for all that are missing, by a bias of log(how many).
+    The last token given is always padding; it represents all missing ones, by a bias of log(how many).
     """
 
     def __call__(
@@ -79,7 +79,7 @@ def sharpen_text(model: WanTransformer3DModel, gain: float) -> None:
     """Raise the mean gain of cross-attention's norms, of queries and of keys, to ``gain`` where it is lower.
 
     With gains of 1 no logit exceeds sqrt(head size) = 5.7, while the padding, about 490 equal tokens, has a head start
-    of log(490) = 6.2: 85 % of the attention rested on it, and one word could hardly be told from another.
+    of log(490) = 6.2: 85 % of the attention rested on it, and words could hardly be distinguished.
     """
     with torch.no_grad():
         for block in model.blocks:

@@ -1,4 +1,4 @@
-"""The words diorama knows: how people may call what its world holds, and words it accepts without heeding."""
+"""Diorama's vocabulary: synonyms of its attributes, and words that it accepts and ignores."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""The shipped model diorama: its drawn world, training, export and grading."""
