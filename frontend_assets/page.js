@@ -51,7 +51,7 @@
     length: (frames, fps) => {
       const known = frames >= 1 && fps > 0;
       const seconds = known ? ` · ${(frames / fps).toFixed(1)} s at ${fps} fps` : "";
-      return `<p class="length">${known ? `${frames} frame${frames === 1 ? "" : "s"}${seconds}` : "&nbsp;"}</p>`;
+      return known ? `${frames} frame${frames === 1 ? "" : "s"}${seconds}` : "&nbsp;";
     },
   };
 
@@ -171,6 +171,12 @@
     }
   };
 
+  // The stage's height decides where it sticks while the settings scroll.
+  const sizes = new ResizeObserver(([{ target }]) => {
+    target.style.setProperty("--stage-height", `${target.offsetHeight}px`);
+  });
+  let stage = null;
+
   let heardAt = Date.now(), said = "", ended = "";
   const still = matchMedia("(prefers-reduced-motion: reduce)");
   let waiting = false;
@@ -192,6 +198,7 @@
     // With reduced motion, the video is started by hand.
     const video = $("#picture video[autoplay]");
     if (video && still.matches) { video.removeAttribute("autoplay"); video.pause(); }
+    if (!stage && $("#stage")) { stage = $("#stage"); sizes.observe(stage); }
     keepFocus();
     applyTheme();
     describe();

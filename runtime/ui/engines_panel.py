@@ -59,20 +59,19 @@ class BreakEven:
         return f"{built}, {saved}: {after}"
 
 
-def calls_per_video(plan: ExecutionPlan) -> Mapping[str, float]:
-    """Return how often one video calls each component that an `EngineOffer` measured."""
+def _calls_per_video(plan: ExecutionPlan) -> Mapping[str, float]:
     return calls_of(plan.steps, plan.guidance_scale, plan.guidance_scale_2, plan.expert_steps)
 
 
-def break_even_of_offer(
+def _break_even_of_offer(
     plan: ExecutionPlan, component: str, offer: EngineOffer, records: Sequence[EngineRecord]
 ) -> BreakEven | None:
-    """Return cost and savings of an offer's engines for one component; `None` if they are not built and measured."""
+    """Return build time and savings of a component's engines; `None` if they are not built and measured."""
     if not offer.speed_up:
         return None
     ids = {use.id for use in offer.uses}
     built = sum(record.build_seconds for record in records if record.id in ids)
-    return BreakEven(built, calls_per_video(plan)[component] * (offer.pytorch_seconds - offer.seconds))
+    return BreakEven(built, _calls_per_video(plan)[component] * (offer.pytorch_seconds - offer.seconds))
 
 
 def _short(seconds: float) -> str:
@@ -101,37 +100,12 @@ _ALL = "all"
 
 @dataclass(frozen=True)
 class Entry:
-    """One engine, why it is stale, and when it pays off where that is known."""
+    """One engine, its model if that is known, why it is stale, and when it pays off."""
 
     record: EngineRecord
     spec: ModelSpec | None
     stale: Sequence[Fact]
     break_even: BreakEven | None
-
-
-@dataclass(frozen=True)
-class ComponentRow:
-    """One component at the current settings: what will run it, and what its engines cost and save."""
-
-    component: str
-    title: str
-    now: str
-    engines: str
-
-
-@dataclass(frozen=True)
-class EngineRow:
-    """One engine as text."""
-
-    id: str
-    title: str
-    model: str
-    state: str
-    problem: str
-    pinned: bool
-    imported: bool
-    size: str
-    cells: Sequence[tuple[str, str]]
 
 
 class EnginesPanel:
@@ -169,7 +143,7 @@ class EnginesPanel:
         preview, problem = self._previewed(call.form)
         return drawn(
             {
-                "components": lambda: _components(preview, problem),
+                "components": lambda: _components_html(preview, problem),
                 "tasks": lambda: tasks_html([(one, len(self._worker.ahead(one))) for one in self._worker.tasks()]),
                 "storage": lambda: self._storage(records),
                 "table": lambda: table_html(self._entries(records, preview)),
@@ -200,12 +174,12 @@ class EnginesPanel:
         plan = preview.plan
         assert plan is not None, "neither a plan nor an error"
         size = f"{formatting.size(plan.width, plan.height)}, {plan.frames} frames"
-        whose = "all components" if component == _ALL else plan.title(component)
-        title = f"Build engines for {whose} of {spec.title} at {size}"
+        components = "all components" if component == _ALL else plan.title(component)
+        title = f"Build engines for {components} of {spec.title} at {size}"
         return BuildEngines(request=request.to_json(), component=None if component == _ALL else component), title
 
     def _import(self, call: Call) -> tuple[Work, str]:
-        """Return the task for an engine file whose first bytes are valid and which the user trusts."""
+        """Return the task for an engine file; its first bytes are valid and the user trusts it."""
         spec = form.read_model(call.form, self._models)
         component = read_component(call.values.get("component"), spec)
         source = read_source(read_path(call.values.get("file")))
@@ -255,7 +229,7 @@ class EnginesPanel:
 
 
 def read_path(value: object) -> Path:
-    """Read the path of an engine file, as a file manager may quote it.
+    """Read the path of an engine file; quotation marks around it are removed.
 
     Raises:
         InvalidRequestError: if it is not an absolute path.
@@ -300,19 +274,8 @@ def check_trusted(value: object, path: Path) -> None:
         raise EngineError("ui.engine_file_of_another_user", file=path.name)
 
 
-def components_html(rows: Sequence[ComponentRow], what: str, total: str, problem: str) -> str:
-    """Return the components at the current settings.
-
-    Args:
-        what: the settings as a sentence.
-        total: what all engines cost and save.
-        problem: why there is no plan; empty if there is one.
-    """
-    return render("engines_components.html", rows=rows, what=what, total=total, problem=problem)
-
-
 def tasks_html(entries: Sequence[tuple[Task, int]]) -> str:
-    """Return tasks, newest first, each with the number of jobs ahead of it."""
+    """Return tasks, newest first; each entry has the number of jobs ahead of the task."""
     return render("engines_tasks.html", tasks=[_task(task, ahead) for task, ahead in reversed(entries)])
 
 
@@ -330,7 +293,7 @@ def table_html(entries: Sequence[Entry]) -> str:
 
 
 def serves(record: EngineRecord, spec: ModelSpec | None) -> str:
-    """Return the sizes that an engine serves: in pixels and frames, or in latent units without its model."""
+    """Return the sizes that an engine supports: in pixels and frames, or in latent units if its model is unknown."""
     if record.key.program == "text_encoder":
         return "any size"
     return ", ".join(_profile(record.key.program, profile, spec) for profile in record.key.profiles)
@@ -351,23 +314,24 @@ def _size(program: str, latent: LatentSize, spec: ModelSpec | None) -> str:
     return f"{pixels}, {formatting.count((frames - 1) * spec.vae.scale_factor_temporal + 1, 'frame')}"
 
 
-def _row(entry: Entry) -> EngineRow:
+def _row(entry: Entry) -> dict[str, Any]:
+    """Return one engine for the template."""
     record = entry.record
     key = record.key
     known = key != UNREADABLE_KEY
     state, problem = _state(entry)
     backend = BACKEND_TITLES.get(key.backend, key.backend)
     size = byte_size(record.file_bytes)
-    return EngineRow(
-        id=record.id,
-        title=PROGRAM_TITLES.get(key.program, key.program) if known else "Unreadable",
-        model=record.model,
-        state=state,
-        problem=problem,
-        pinned=record.pinned,
-        imported=key.builder == IMPORTED,
-        size=size,
-        cells=(
+    return {
+        "id": record.id,
+        "title": PROGRAM_TITLES.get(key.program, key.program) if known else "Unreadable",
+        "model": record.model,
+        "state": state,
+        "problem": problem,
+        "pinned": record.pinned,
+        "imported": key.builder == IMPORTED,
+        "size": size,
+        "cells": (
             ("Serves", serves(record, entry.spec)),
             ("Backend", f"{backend}, {key.precision}" if known else ""),
             ("On disk", size),
@@ -377,7 +341,7 @@ def _row(entry: Entry) -> EngineRow:
             ("Pays off", str(entry.break_even) if entry.break_even else ""),
             ("Last used", formatting.clock_time(record.last_used)),
         ),
-    )
+    }
 
 
 def _state(entry: Entry) -> tuple[str, str]:
@@ -426,38 +390,42 @@ def _task(task: Task, ahead: int) -> dict[str, Any]:
     }
 
 
-def _components(preview: Preview | None, problem: str) -> str:
+def _components_html(preview: Preview | None, problem: str) -> str:
+    """Return the components at the current settings; `problem` is why there is no plan."""
     if preview is None or preview.plan is None:
-        return components_html([], "", "", problem)
+        return render("engines_components.html", rows=[], what="", total="", problem=problem)
     plan = preview.plan
     badges = summarize(preview, tuple(plan.components)).badges
-    rows: list[ComponentRow] = []
+    rows: list[tuple[str, str, str, str]] = []  # component, title, badge, break-even
     known: list[BreakEven] = []
     used: set[str] = set()
     for name, part in plan.components.items():
         offered = preview.offers(name, plan.latent_size, part.device)
         fastest = max((offer for offer in offered if offer.speed_up), key=lambda offer: offer.speed_up, default=None)
-        pays = None if fastest is None else break_even_of_offer(plan, name, fastest, preview.records)
-        if fastest is not None and pays is not None:
-            known.append(pays)
+        pays_off = None if fastest is None else _break_even_of_offer(plan, name, fastest, preview.records)
+        if fastest is not None and pays_off is not None:
+            known.append(pays_off)
             used |= {use.id for use in fastest.uses}
         unbuilt = _unbuilt(plan.asked.backend(name), offered) if preview.complete else ""
-        rows.append(ComponentRow(name, plan.title(name), badges[name].text, str(pays or unbuilt)))
+        rows.append((name, plan.title(name), badges[name].text, str(pays_off or unbuilt)))
     size = f"{formatting.size(plan.width, plan.height)}, {plan.frames} frames, {plan.steps} steps"
     total = ""
     if known:
         # Both experts may use one engine, which was built once.
         built = sum(record.build_seconds for record in preview.records if record.id in used)
-        both = BreakEven(built, sum(max(pays.saved_seconds, 0.0) for pays in known))
+        both = BreakEven(built, sum(max(one.saved_seconds, 0.0) for one in known))
         total = f"{'In total' if len(known) == len(rows) else 'Engines that are built'}: {both}."
     elif preview.complete:
         total = "Savings are known once engines are built and measured."
-    what = f"{plan.model}, {size}. Builds missing engines of the chosen backends, or of all backends if automatic."
-    return components_html(rows, what, total, problem)
+    what = (
+        f"{preview.spec.title}, {size}. "
+        "Build creates missing engines of the chosen backends, or of all backends where the choice is automatic."
+    )
+    return render("engines_components.html", rows=rows, what=what, total=total, problem=problem)
 
 
 def _unbuilt(asked: str, offered: Sequence[EngineOffer]) -> str:
-    """Return how long the preferred engines of the requested backend would take to build."""
+    """Return how long the preferred engines of the requested backend take to build."""
     if asked == PYTORCH:
         return "none needed"
     wanted = [offer for offer in offered if asked in {AUTO, offer.backend}]
@@ -477,7 +445,7 @@ def _break_even(record: EngineRecord, preview: Preview | None) -> BreakEven | No
     for name, part in plan.components.items():
         offered = preview.offers(name, plan.latent_size, part.device)
         if any(use.id == record.id and not use.build for offer in offered for use in offer.uses):
-            calls += calls_per_video(plan)[name]
+            calls += _calls_per_video(plan)[name]
     if record.key.program == "vae_next":
         calls *= plan.latent_size[0] - 1
     saved = calls * (record.pytorch_seconds_per_call - record.seconds_per_call)

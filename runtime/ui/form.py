@@ -6,7 +6,6 @@ so Gradio's own checks are left out.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 import gradio as gr
@@ -19,8 +18,7 @@ from runtime.engines.builders import builders_of
 from runtime.machine.probe import Machine
 from runtime.models.catalogue import published
 from runtime.models.spec import ModelSpec
-from runtime.planner.placement import VAE_PSNR as PSNR
-from runtime.planner.placement import usable_gpus
+from runtime.planner.placement import VAE_PSNR, usable_gpus
 from runtime.server.model_choices import check_offered
 from runtime.ui import fields, formatting, theme
 from runtime.ui.formatting import COMPONENT_TITLES, page_text, render
@@ -33,9 +31,9 @@ class AccelerationPanel:
     """The controls of the panel that are not settings.
 
     Attributes:
-        rows: one per component.
-        toggles: TensorRT on or off, one per component; each mirrors the choice of the backend.
-        choose_strategy: pressed by the script when a strategy is chosen.
+        rows: one for each component.
+        toggles: TensorRT on or off, one for each component; each mirrors the choice of the backend.
+        choose_strategy: pressed by the script when a strategy is selected.
     """
 
     rows: dict[str, Any]
@@ -74,17 +72,15 @@ def acceleration_panel(
                     elem_id=f"tensorrt-{name}",
                     elem_classes="toggle",
                 )
-                gr.HTML(render("plan_badge.html", component=name), elem_classes="badge-line", apply_default_css=False)
+                gr.HTML(render("plan_part.html", part=name), elem_classes="badge-line", apply_default_css=False)
         if absent is not None:
-            gr.HTML(
-                f'<p class="aside" id="no-tensorrt">TensorRT is not available. {escape(page_text(absent).what)}</p>',
-                apply_default_css=False,
-            )
-        properties = {"gpus": _gpus(machine), "vae_precision": _vae_precision()}
+            gr.HTML(render("no_tensorrt.html", reason=page_text(absent).what), apply_default_css=False)
+        psnr = f"PSNR to float32: {VAE_PSNR['bfloat16']} dB with bfloat16, {VAE_PSNR['float16']} dB with float16."
+        properties = {"gpus": _gpus(machine), "vae_precision": {"info": f"{FIELDS['vae_precision'].help} {psnr}"}}
         for name, declared in FIELDS.items():
             if declared.group == "acceleration" and name != "backends":
                 settings[name] = fields.control(name, **properties.get(name, {}))
-        gr.HTML('<div data-panel="preview" data-part="summary"></div>', elem_id="plan-summary", apply_default_css=False)
+        gr.HTML(render("plan_part.html", part="summary"), elem_id="plan-summary", apply_default_css=False)
         choose_strategy = gr.Button("Choose a strategy", visible="hidden", elem_id="choose-strategy")
     return AccelerationPanel(rows, toggles, choose_strategy), settings
 
@@ -92,14 +88,8 @@ def acceleration_panel(
 def _gpus(machine: Machine) -> dict[str, Any]:
     """Return the properties of the choice of GPUs."""
     count = len(usable_gpus(machine))
-    titles = {"1": "One", AUTO: "All identical ones", **{str(n): str(n) for n in range(2, count + 1)}}
+    titles = {"1": "One", AUTO: "All identical GPUs", **{str(n): str(n) for n in range(2, count + 1)}}
     return {"choices": [(title, value) for value, title in titles.items()], "value": "1", "visible": count > 1}
-
-
-def _vae_precision() -> dict[str, Any]:
-    """Return the help text with the measured difference of each precision."""
-    measured = f"bfloat16 and float16 stay about {PSNR['bfloat16']} and {PSNR['float16']} dB from float32."
-    return {"info": f"{FIELDS['vae_precision'].help} {measured}"}
 
 
 def tensorrt_problem(machine: Machine) -> Fact | None:
@@ -200,17 +190,19 @@ def basic_settings(
         values: the properties of the controls that follow the model, see `model_values`.
     """
     made: dict[str, Any] = {"prompt": prompt}
-    info = "Sets the sizes, the length and the defaults below."
+    info = "Determines the sizes, the length and the defaults below."
     choices = model_choices(models)
     made["model"] = fields.control("model", choices=choices, value=chosen, info=info, visible=len(models) > 1)
-    size = gr.Radio(**values["size"], label="Size", info="The model's sizes, or enter another one.", elem_id="size")
+    size = gr.Radio(
+        **values["size"], label="Size", info="A size the model was trained on, or a custom one.", elem_id="size"
+    )
     with gr.Row(elem_classes="pair"):
         for name in ("width", "height"):
             made[name] = fields.control(name, **values[name])
     made["frames"] = fields.control("frames", **values["frames"])
     with gr.Row(elem_id="speed-row"):
         made["fps"] = fields.control("fps", **values["fps"])
-        length = gr.HTML(length_line(values["frames"]["value"], values["fps"]["value"]), elem_id="length")
+        length = gr.HTML(formatting.length(values["frames"]["value"], values["fps"]["value"]), elem_id="length")
     with gr.Row(elem_id="seed-row"):
         made["seed"] = fields.control("seed")
         random = gr.Button("Random", elem_id="random-seed", min_width=90)
@@ -222,7 +214,7 @@ def basic_settings(
 
 
 def model_choices(models: Mapping[str, ModelSpec]) -> list[tuple[str, str]]:
-    """Return how models stand in their choice: what is read, and the name behind it."""
+    """Return the choices of the model's control: titles and names."""
     return [(f"{spec.title} ({spec.license})", name) for name, spec in tuple(models.items())]
 
 
@@ -238,6 +230,7 @@ def model_values(spec: ModelSpec) -> dict[str, dict[str, Any]]:
         "width": {"value": defaults.width, "step": wide, "info": f"A multiple of {wide}."},
         "height": {"value": defaults.height, "step": high, "info": f"A multiple of {high}."},
         "frames": {
+            "info": f"A multiple of {stride}, plus 1. More frames take more time and memory.",
             "value": defaults.frames,
             "minimum": 1,
             "maximum": _MODEL_FRAMES_SHOWN * max(*spec.frame_counts, defaults.frames) // stride * stride + 1,
@@ -255,7 +248,7 @@ def model_values(spec: ModelSpec) -> dict[str, dict[str, Any]]:
 
 
 def _own_shift(spec: ModelSpec) -> str:
-    """Return what the form says of the model's own shift, in parentheses."""
+    """Return the model's own shift for the help text, in parentheses."""
     known = published(spec)
     if not spec.is_downloaded or spec.noise.setting is None:
         return ""
@@ -268,9 +261,8 @@ def filled(
 ) -> dict[str, dict[str, Any]]:
     """Return properties for the choice of sizes and every control that restore stored values.
 
-    The stored values come from a browser. Values that a control cannot show are skipped, and so is a model that is not
-    offered any more, with everything that belongs to it. Backends that were stored under other launch flags are skipped
-    too: the launch flags take precedence.
+    The stored values come from a browser. Skipped are values that a control cannot show, a model that is no longer
+    offered with all values that depend on it, and backends that were stored under other launch flags.
 
     Args:
         preset: the launch flags' backends, see `preset_name`.
@@ -313,18 +305,13 @@ def _filled_backends(
 
 
 def preset_name(backends: Mapping[str, str]) -> str:
-    """Return what tells one preset of backends from another."""
+    """Return the launch flags' backends as a string that differs if any of them differs."""
     return ",".join(f"{name}={backend}" for name, backend in sorted(backends.items()))
 
 
 def size_value(spec: ModelSpec, width: object, height: object) -> str:
-    """Return the choice of sizes that goes with a width and a height."""
+    """Return the choice of sizes for a width and a height."""
     return f"{width}x{height}" if (width, height) in spec.sizes else CUSTOM
-
-
-def length_line(frames: int, fps: int) -> str:
-    """Return the line that tells frames and seconds together; page.js keeps it up to date."""
-    return f'<p class="length">{formatting.length(frames, fps)}</p>'
 
 
 def read(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationRequest:
@@ -362,10 +349,10 @@ def read_basics(values: Sequence[Any], models: dict[str, ModelSpec]) -> Generati
 
 
 def read_settings(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationRequest:
-    """Read the controls' values but for the words and the seed, which change nothing in what runs where.
+    """Read the controls' values except prompts and seed, which do not affect the plan.
 
     Raises:
-        TandemError: for a value that cannot be, naming it.
+        TandemError: for an invalid value, with its field.
     """
     given = _by_name(values) | {"prompt": "none", "negative_prompt": None, "seed": ""}
     return read([given[name] for name in NAMES], models)
@@ -377,10 +364,10 @@ def with_prompt(values: Sequence[Any], prompt: str) -> list[Any]:
 
 
 def read_model(values: Sequence[Any], models: dict[str, ModelSpec]) -> ModelSpec:
-    """Read which model is chosen, whatever else the controls say.
+    """Read the selected model; other controls may be invalid.
 
     Raises:
-        TandemError: for one that is not offered.
+        TandemError: if it is not offered.
     """
     return check_offered(_by_name(values)["model"], models)
 

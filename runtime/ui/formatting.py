@@ -123,6 +123,7 @@ _ENVIRONMENT.filters |= {
     "memory": memory_size,
     "duration": duration,
     "count": count,
+    "clock_time": clock_time,
     "quoted": lambda text: f"“{text}”",
     "lower_first": lambda text: f"{text[:1].lower()}{text[1:]}",
     "json": json.dumps,

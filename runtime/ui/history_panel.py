@@ -1,20 +1,20 @@
 """The panel History: finished jobs with details, storage, and the comparison of two videos."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from runtime.core.errors import InvalidRequestError, TandemError
-from runtime.core.request import BACKENDS, label
-from runtime.core.request_fields import AUTO
+from runtime.core.request import BACKENDS, FIELDS
+from runtime.core.request_fields import AUTO, Choice, Loras, StepCache
 from runtime.core.units import byte_size
 from runtime.pipeline.checkpoint_files import POSTER
 from runtime.queue import disk_usage
 from runtime.queue.records import RESUMABLE, JobRecord, State
 from runtime.ui import fields, formatting, job_view
-from runtime.ui.formatting import paragraph, render
+from runtime.ui.formatting import COMPONENT_TITLES, paragraph, render
 from runtime.ui.jobs_panel import JobsPanel, failure, is_job_id, named
 from runtime.ui.panels import Call, Reply, drawn, unknown_action
 from runtime.video.similarity import Similarity
@@ -41,7 +41,7 @@ class View:
     Attributes:
         search, state, page: filters of the gallery; pages count from 0.
         open: the job whose details are shown.
-        pair: the two jobs whose videos are compared, or none.
+        pair: the ids of the two jobs whose videos are compared, or none.
     """
 
     search: str = ""
@@ -52,65 +52,14 @@ class View:
 
 
 @dataclass(frozen=True)
-class Card:
-    """One job in the gallery.
-
-    Attributes:
-        when: when it ended, as text.
-        poster: address of a still image; empty if there is none.
-        size: of its file, as text.
-        deleted: whether it was deleted and can be restored.
-    """
-
-    id: str
-    prompt: str
-    state: str
-    when: str
-    poster: str = ""
-    size: str = ""
-    deleted: bool = False
-
-
-@dataclass(frozen=True)
-class Detail:
-    """One job's details.
-
-    Attributes:
-        request: as resolved if known, else as submitted.
-        rows: names and values.
-        video: its address; empty if there is none.
-        name: of its file.
-        reasons: why its components ran where they did.
-        problem: of a failed job: what went wrong, and what to do about it.
-        kept: from where a job without a video continues.
-        rerun: settings of the low-noise steps, if they can be run again.
-    """
-
-    id: str
-    prompt: str
-    state: str
-    request: Mapping[str, Any]
-    rows: Sequence[tuple[str, str]]
-    video: str = ""
-    name: str = ""
-    warnings: Sequence[str] = ()
-    reasons: str = ""
-    problem: str = ""
-    kept: str = ""
-    resumable: bool = False
-    deleted: bool = False
-    rerun: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Clip:
     """One of two compared videos.
 
     Attributes:
         video: its address.
         request: every value as used.
-        seconds: that generating it took.
-        places: what ran where, as one line.
+        seconds: duration of the job.
+        places: backends and devices with their components, as one line.
     """
 
     id: str
@@ -121,7 +70,6 @@ class Clip:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Width and height."""
         return self.request["width"], self.request["height"]
 
 
@@ -136,22 +84,20 @@ class HistoryPanel(JobsPanel):
             view = View()
         view = replace(view, open=reply.get("open", view.open))
         parts: dict[str, Callable[[], str]] = {
-            "comparison": lambda: self._compare(view.pair, "history_comparison.html"),
-            "settings": lambda: self._compare(view.pair, "history_settings.html"),
+            "comparison": lambda: self._comparison(view.pair, "history_comparison.html"),
+            "settings": lambda: self._comparison(view.pair, "history_settings.html"),
             "detail": lambda: self._detail(view.open),
             "gallery": lambda: self._gallery(view),
             "storage": self._storage,
         }
-        if "similarity" in reply:
-            similarity = reply.pop("similarity")
-            parts["similarity"] = lambda: similarity_html(similarity)
-        elif not view.pair:
-            parts["similarity"] = lambda: ""
+        if "similarity" in reply or not view.pair:
+            line = reply.pop("similarity", "")
+            parts["similarity"] = lambda: render("history_similarity.html", line=line)
         return drawn(parts)
 
     def act(self, call: Call) -> Reply:
         """Carry out an action."""
-        read_view(call.view)
+        read_view(call.view)  # refuses a view that the page does not send
         return super().act(call)
 
     def _actions(self) -> Mapping[str, Callable[[Call], Reply]]:
@@ -175,11 +121,6 @@ class HistoryPanel(JobsPanel):
         return {"compare": True, "similarity": "Measuring the similarity…"} if read_view(call.view).pair else {}
 
     def _measure(self, call: Call) -> Reply:
-        """Measure how similar two videos are.
-
-        Raises:
-            TandemError: if one of them does not exist.
-        """
         jobs = [self._job(one) for one in read_view(call.view).pair]
         if not jobs:
             return {"similarity": ""}
@@ -188,7 +129,7 @@ class HistoryPanel(JobsPanel):
         if one.size == other.size:
             try:
                 found = _similarity(*((job.output, job.output.stat().st_mtime_ns) for job in jobs))
-            except OSError as error:  # deleted since
+            except OSError as error:  # it was deleted meanwhile
                 raise _video_missing() from error
         return {"similarity": similarity(one, other, found)}
 
@@ -221,22 +162,15 @@ class HistoryPanel(JobsPanel):
             limit=_PAGE + 1,
             offset=_PAGE * view.page,
         )
-        cards = [self._card(job) for job in found[:_PAGE]]
+        cards = [(job, self._poster(job), disk_usage.video_bytes(job)) for job in found[:_PAGE]]
         filtered = bool(view.search.strip() or view.page) or view.state != ALL
-        return gallery_html(cards, view.page, more=len(found) > _PAGE, filtered=filtered)
+        more = len(found) > _PAGE
+        return render("history_gallery.html", cards=cards, page=view.page, more=more, filtered=filtered, titles=FILTERS)
 
-    def _card(self, job: JobRecord) -> Card:
+    def _poster(self, job: JobRecord) -> str:
+        """Return the address of a job's still image; empty if there is none."""
         folder = self._store.folder(job.id)
-        size = disk_usage.video_bytes(job)
-        return Card(
-            id=job.id,
-            prompt=job.prompt,
-            state=job.state,
-            when=formatting.clock_time(job.ended or job.created),
-            poster=f"tandem/poster/{job.id}.webp" if folder is not None and (folder / POSTER).is_file() else "",
-            size=byte_size(size) if size else "",
-            deleted=job.deleted is not None,
-        )
+        return f"tandem/poster/{job.id}.webp" if folder is not None and (folder / POSTER).is_file() else ""
 
     def _storage(self) -> str:
         old = []
@@ -248,40 +182,37 @@ class HistoryPanel(JobsPanel):
 
     def _detail(self, job_id: str) -> str:
         try:
-            return detail_html(self._details(self._job(job_id))) if job_id else ""
-        except TandemError:  # the job does not exist any more
+            job = self._job(job_id) if job_id else None
+        except TandemError:  # it does not exist any more
+            job = None
+        if job is None:
             return ""
-
-    def _details(self, job: JobRecord) -> Detail:
         saved, live = job.saved, self._worker.job(job.id)
+        size, checkpoints = disk_usage.video_bytes(job), disk_usage.checkpoint_bytes(self._store, job.id)
         rows: list[tuple[str, str]] = []
         if saved is not None and job.plan is not None and live is not None:
             rows = job_view.result_rows(saved, job.plan, live.model_title)
-        size, checkpoints = disk_usage.video_bytes(job), disk_usage.checkpoint_bytes(self._store, job.id)
         rows += [("Ended", formatting.clock_time(job.ended or job.created)), ("Job", job.id)]
         rows += [("Video on disk", byte_size(size))] if size else []
         rows += [("Checkpoints", byte_size(checkpoints))] if checkpoints else []
         rows += [("Low-noise steps of", job.parent)] if job.parent else []
-        plays = self._plays(job)
-        problem = failure(job)
+        plays, problem = self._plays(job), failure(job)
         if job.state == "done" and not plays:
             problem = f"The video is outside the outputs folder: {job.output}" if size else "The video file is missing."
         status = self._resume_status(job) if job.resumable else None
-        return Detail(
-            id=job.id,
-            prompt=job.prompt,
-            state=job.state,
+        return render(
+            "history_detail.html",
+            job=job,
             request=job.request if saved is None else saved.request,
             rows=rows,
             video=job_view.file_url(job.output) if plays else "",
-            name=job.output.name,
-            warnings=() if saved is None else [paragraph(one) for one in saved.warnings],
+            warning_lines=[] if saved is None else [paragraph(one) for one in saved.warnings],
             reasons="" if saved is None else job_view.backend_reasons(saved),
             problem=problem,
-            kept="" if status is None else f"{status.memory} {status.kept}".strip(),
-            resumable=job.resumable,
-            deleted=job.deleted is not None,
+            resume_line="" if status is None else f"{status.memory} {status.checkpoint}".strip(),
             rerun=self._rerun_settings(job) if checkpoints and job.state == "done" and job.deleted is None else {},
+            titles=FILTERS,
+            backends=BACKENDS,
         )
 
     def _rerun_settings(self, job: JobRecord) -> dict[str, Any]:
@@ -289,12 +220,12 @@ class HistoryPanel(JobsPanel):
         folder, plan = self._store.folder(job.id), job.plan
         if folder is None or plan is None or plan.guidance_scale_2 is None:
             return {}
-        if not (folder / "boundary.safetensors").is_file():
+        if not (folder / "boundary.safetensors").is_file():  # the latents between the two transformers
             return {}
         backend = plan.asked.backend("transformer_2")
         return {"guidance_scale_2": plan.guidance_scale_2, "fps": plan.fps, "backend": backend}
 
-    def _compare(self, pair: Sequence[str], template: str) -> str:
+    def _comparison(self, pair: Sequence[str], template: str) -> str:
         try:
             clips = [self._clip(self._job(one)) for one in pair]
         except TandemError:  # one was deleted
@@ -324,31 +255,11 @@ def read_view(view: Mapping[str, Any]) -> View:
     raise unknown_action()
 
 
-def gallery_html(cards: Sequence[Card], page: int, *, more: bool, filtered: bool) -> str:
-    """Return one page of the gallery.
-
-    Args:
-        more: whether there is another page.
-        filtered: whether only some jobs were asked for.
-    """
-    return render("history_gallery.html", cards=cards, page=page, more=more, filtered=filtered, titles=FILTERS)
-
-
-def detail_html(detail: Detail) -> str:
-    """Return a job's details and actions."""
-    return render("history_detail.html", job=detail, titles=FILTERS, backends=BACKENDS)
-
-
 def comparison_html(template: str, one: Clip, other: Clip) -> str:
     """Return two videos with shared controls, or their settings."""
     frames = max(one.request["frames"], other.request["frames"])
     clips = [("A", one), ("B", other)]
     return render(template, clips=clips, frames=frames, timing=timing(one, other), rows=compared_settings(one, other))
-
-
-def similarity_html(line: str) -> str:
-    """Return the line with the similarity."""
-    return render("history_similarity.html", line=line)
 
 
 def similarity(one: Clip, other: Clip, found: Similarity | None) -> str:
@@ -370,7 +281,7 @@ def similarity(one: Clip, other: Clip, found: Similarity | None) -> str:
 def compared_settings(one: Clip, other: Clip) -> list[tuple[str, str, str]]:
     """Return each setting with its two values; those that differ come first."""
     names = dict.fromkeys((*one.request, *other.request))
-    rows = [(label(name).capitalize(), _value(one.request, name), _value(other.request, name)) for name in names]
+    rows = [(_label(name), _value(one.request, name), _value(other.request, name)) for name in names]
     rows += [
         ("Ran on", one.places, other.places),
         ("Time", formatting.duration(one.seconds), formatting.duration(other.seconds)),
@@ -393,7 +304,7 @@ def rerun_changes(values: Mapping[str, Any], current: Mapping[str, Any]) -> dict
     """Return what a form changes of the low-noise steps' settings; a browser sends numbers as text.
 
     Args:
-        current: as in `Detail.rerun`.
+        current: the present settings; empty if the low-noise steps cannot be run again.
     """
     if not current:
         return {}
@@ -410,16 +321,23 @@ def rerun_changes(values: Mapping[str, Any], current: Mapping[str, Any]) -> dict
     return {name: value for name, value in changes.items() if name == "backends" or value != current[name]}
 
 
+def _label(name: str) -> str:
+    return FIELDS[name].label if name in FIELDS else name.replace("_", " ").capitalize()
+
+
 def _value(request: Mapping[str, Any], name: str) -> str:
+    """Return a setting as the form shows it."""
     value = request.get(name)
-    if name == "loras":
+    declared = FIELDS.get(name)
+    if isinstance(declared, Loras):
         return fields.loras_text(value).replace("\n", ", ") or "none"
+    if isinstance(declared, Choice | StepCache) and (value is None or value in declared.choices):
+        return declared.choices[value or next(iter(declared.choices))]
     if name == "shift" and value is None:
         return "the model's default"
-    if name == "vae_precision" and value is None:
-        return AUTO
     if isinstance(value, Mapping):
-        return ", ".join(f"{key}: {item}" for key, item in value.items()) or AUTO
+        chosen = (f"{COMPONENT_TITLES.get(key, key)}: {BACKENDS.get(one, one)}" for key, one in value.items())
+        return ", ".join(chosen) or BACKENDS[AUTO]
     if value is None or value == "":
         return "none"
     return f"{value:g}" if isinstance(value, float) else str(value)

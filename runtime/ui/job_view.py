@@ -70,7 +70,7 @@ class Line:
         fraction: share that is done, 0 to 1; `None` while it is unknown.
         what, remedy: of an error.
         field: whose value the error is about.
-        kept: from where a job that ended without a video continues.
+        checkpoint: from which step a job that ended without a video continues.
         resumable: whether it can be resumed.
         alternative: the lower-memory strategy that it can be resumed with.
     """
@@ -83,7 +83,7 @@ class Line:
     what: str = ""
     remedy: str = ""
     field: str = ""
-    kept: str = ""
+    checkpoint: str = ""
     resumable: bool = False
     alternative: str = ""
 
@@ -254,7 +254,7 @@ def _running(progress: Progress) -> Line:
 def _resumable(line: Line, job: Job) -> Line:
     """Return the line of a job that ended without a video, with how it can be resumed."""
     status = resume_status(job.events, job.kept)
-    return replace(line, kept=status.kept, resumable=True, alternative=status.alternative)
+    return replace(line, checkpoint=status.checkpoint, resumable=True, alternative=status.alternative)
 
 
 _STAGES = {"encode": "reading the prompt", "denoise": "denoising", "decode": "decoding", "mux": "saving"}
@@ -363,14 +363,14 @@ class ResumeStatus:
     """How a job can be resumed.
 
     Attributes:
-        kept: how far the job was and from where it continues, as sentences.
+        checkpoint: where the job stopped and from which step it continues, as sentences.
         step: last step of the checkpoint; `None` if the job starts over.
-        memory: where memory ran out and what that cost; empty if it did not.
+        memory: where memory ran out and how much work was lost; empty if it did not run out.
         alternative: the lower-memory strategy that the job can be resumed with; empty if there is none.
         changes: to the request, for that strategy.
     """
 
-    kept: str
+    checkpoint: str
     step: int | None
     memory: str
     alternative: str

@@ -1,9 +1,8 @@
-"""The panel Models: known models that are not on this machine, what each needs, and their downloads."""
+"""The panel Models: downloads of known models, with license, size and minimum hardware."""
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from runtime.core.errors import TandemError
 from runtime.core.settings import Settings
@@ -16,33 +15,6 @@ from runtime.planner.requirements import smallest_card
 from runtime.queue.downloads import Downloads, ModelDownload
 from runtime.ui.formatting import page_text, paragraph, render
 from runtime.ui.panels import Call, Reply, drawn, unknown_action
-
-
-@dataclass(frozen=True)
-class Row:
-    """One model that can be downloaded.
-
-    Attributes:
-        size: upper bound of the download in bytes.
-        needs: the smallest graphics card that runs it, as a sentence.
-        state: absent, or the state of its download; "stopping" while that is cancelled.
-        percent: of the download, where it is known.
-        line: its progress or result.
-    """
-
-    name: str
-    title: str
-    license: str
-    size: int
-    needs: str
-    state: str
-    percent: int | None
-    line: str
-
-    @property
-    def busy(self) -> bool:
-        """Whether it is queued or being downloaded."""
-        return self.state in {"queued", "running", "stopping"}
 
 
 class ModelsPanel:
@@ -85,23 +57,14 @@ class ModelsPanel:
                     continue
 
     def _list(self) -> str:
-        offline = self._offline()
-        rows = [self._row(spec) for spec in not_downloaded(self._settings.weights_dir)]
-        tasks = [self._downloads.of(one.name) for one in known_models()]
-        done = [_result(task) for task in tasks if task is not None and task.state == "done"]
-        return models_html(rows, done, offline, free_disk_bytes(self._settings.weights_dir))
-
-    def _row(self, spec: ModelSpec) -> Row:
-        task = self._downloads.of(spec.name)
-        return Row(
-            name=spec.name,
-            title=spec.title,
-            license=spec.license,
-            size=download_bytes(spec),
-            needs=_needs(spec.name),
-            state="absent" if task is None else "stopping" if task.cancelling else task.state,
-            percent=None if task is None or task.share is None else round(100 * task.share),
-            line="" if task is None else _line(task),
+        known = [(one, self._downloads.of(one.name)) for one in known_models()]
+        absent = {spec.name: spec for spec in not_downloaded(self._settings.weights_dir)}
+        return render(
+            "models_list.html",
+            rows=[_row(absent[one.name], task) for one, task in known if one.name in absent],
+            done=[_result(task) for _, task in known if task is not None and task.state == "done"],
+            offline=self._offline(),
+            free_bytes=free_disk_bytes(self._settings.weights_dir),
         )
 
     def _offline(self) -> str:
@@ -113,18 +76,19 @@ class ModelsPanel:
         return ""
 
 
-def models_html(rows: Sequence[Row], done: Sequence[str], offline: str, free_bytes: int) -> str:
-    """Return the list of models.
-
-    Args:
-        done: results of finished downloads.
-        offline: why nothing can be downloaded; empty if downloads are possible.
-    """
-    return render("models_list.html", rows=rows, done=done, offline=offline, free_bytes=free_bytes)
-
-
-def _line(download: ModelDownload) -> str:
-    return download.line if download.state == "running" else _result(download)
+def _row(spec: ModelSpec, task: ModelDownload | None) -> dict[str, Any]:
+    """Return a model that can be downloaded, for the template; its size is the download's upper bound in bytes."""
+    state = "absent" if task is None else "stopping" if task.cancelling else task.state
+    card = _smallest_card(spec.name)
+    return {
+        "spec": spec,
+        "state": state,
+        "busy": state in {"queued", "running", "stopping"},
+        "size": download_bytes(spec),
+        "needs": f"Minimum hardware: {card}." if card else "It needs more memory than one graphics card has.",
+        "percent": None if task is None or task.share is None else round(100 * task.share),
+        "line": "" if task is None else task.line if state == "running" else _result(task),
+    }
 
 
 def _result(download: ModelDownload) -> str:
@@ -132,9 +96,8 @@ def _result(download: ModelDownload) -> str:
 
 
 @functools.cache
-def _needs(name: str) -> str:
-    card = smallest_card(_known(name).spec(Path("none")))
-    return f"Needs at least a {card}." if card else "Needs more memory than one card has."
+def _smallest_card(name: str) -> str:
+    return str(smallest_card(_known(name).spec(Path("none"))) or "")
 
 
 def _known(name: str) -> KnownModel:

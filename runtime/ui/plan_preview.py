@@ -300,7 +300,7 @@ def panel_html(summary: PlanSummary) -> str:
 
 def badge_html(component: str, badge: Badge | None = None) -> str:
     """Return a component's badge; its reason describes the component's choice to screen readers."""
-    return render("plan_badge_content.html", component=component, badge=badge or Badge("", "", "plain"))
+    return render("plan_badge.html", component=component, badge=badge or Badge("", "", "plain"))
 
 
 def _why(plan: ExecutionPlan, name: str, part: ComponentPlan) -> str:

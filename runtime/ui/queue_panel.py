@@ -1,7 +1,7 @@
 """The panel Queue: what runs and waits, adding several videos at once, and jobs that can be resumed."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from runtime.queue.records import JobRecord, State
 from runtime.queue.service import combined
 from runtime.ui import form, formatting
 from runtime.ui.formatting import paragraph, render
+from runtime.ui.job_view import ResumeStatus
 from runtime.ui.jobs_panel import JobsPanel, failure, title
 from runtime.ui.panels import Call, Reply, drawn
 
@@ -25,11 +26,11 @@ class Row:
     """One job or task in the queue.
 
     Attributes:
-        title: the prompt, or what the task does.
+        title: the prompt, or the title of a task.
         state: running, pausing, stopping, waiting or paused.
-        video: whether it makes a video, which can be edited and paused.
-        line: its progress in words.
-        percent: of a running one, where it is known.
+        video: whether it generates a video; only those can be edited and paused.
+        line: progress as text.
+        percent: progress of a running one, if it is known.
         visitor: whether a visitor submitted it.
         needs_gpus: whether it was started and waits for other GPUs.
     """
@@ -45,27 +46,8 @@ class Row:
 
     @property
     def runs(self) -> bool:
-        """Whether it is running."""
+        """Whether it has started."""
         return self.state in {"running", "pausing", "stopping"}
-
-
-@dataclass(frozen=True)
-class Resumable:
-    """One job that ended without a video and can be resumed.
-
-    Attributes:
-        state: interrupted or failed.
-        problem: what went wrong, and what to do about it.
-        kept: from which step it continues.
-        alternative: the lower-memory strategy that it can be resumed with; empty if there is none.
-    """
-
-    id: str
-    title: str
-    state: str
-    problem: str
-    kept: str
-    alternative: str
 
 
 class QueuePanel(JobsPanel):
@@ -187,24 +169,21 @@ class QueuePanel(JobsPanel):
         )
 
     def _resumable(self) -> str:
-        jobs = []
-        for job in self._store.list(states=_RESUMABLE, owner=self._owner, limit=_MAX_RESUMABLE):
-            status = self._resume_status(job)
-            problem = status.memory or failure(job)
-            jobs.append(Resumable(job.id, job.prompt, job.state, problem, status.kept, status.alternative))
-        return render("queue_resumable.html", jobs=jobs)
+        found = self._store.list(states=_RESUMABLE, owner=self._owner, limit=_MAX_RESUMABLE)
+        return resumable_html([(job, self._resume_status(job)) for job in found])
 
 
-def queue_html(rows: list[Row], problem: str = "") -> str:
-    """Return the queue in order.
-
-    Args:
-        problem: why jobs cannot be stored; empty if they can.
-    """
+def queue_html(rows: Sequence[Row], problem: str = "") -> str:
+    """Return the queue in order; `problem` is why jobs cannot be stored."""
     videos = [row for row in rows if row.video]
     paused = bool(videos) and all(row.state in {"paused", "pausing"} for row in videos)
     waiting = [row.id for row in rows if not row.runs]
     return render("queue_list.html", rows=rows, waiting=waiting, problem=problem, videos=bool(videos), paused=paused)
+
+
+def resumable_html(jobs: Sequence[tuple[JobRecord, ResumeStatus]]) -> str:
+    """Return the jobs that ended without a video and can be resumed."""
+    return render("queue_resumable.html", jobs=[(job, status, status.memory or failure(job)) for job, status in jobs])
 
 
 def _variations(given: Any) -> int:

@@ -1,4 +1,4 @@
-"""More models, in a browser: offered with licence and size, downloaded after asking, watched and cancelled."""
+"""More models, in a browser: offered with license and size, downloaded after asking, watched and cancelled."""
 
 import pytest
 
@@ -21,10 +21,10 @@ def test_a_model_is_downloaded_after_asking_and_can_be_cancelled(
     page = open_page()
     page.click("#more-models > button")
     page.wait_for_selector(f"{item}[data-state=absent]")
-    assert "Licence Apache-2.0, about 137.5 GB at most. Needs at least a 6 GB card" in page.inner_text(item)
+    assert "License: Apache-2.0. Download: up to 137.5 GB. Minimum hardware: 6 GB card" in page.inner_text(item)
 
     page.click(f"{item} [data-action=download]")
-    assert "Its licence is Apache-2.0" in page.inner_text("dialog[open]")
+    assert "License: Apache-2.0" in page.inner_text("dialog[open]")
     page.keyboard.press("Escape")
     assert not hub.asked
     page.click(f"{item} [data-action=download]")

@@ -65,9 +65,9 @@ def test_known_models_are_named_with_what_they_take(shown: Shown) -> None:
     for known in KNOWN:
         assert f'data-model="{known.name}" data-state="absent"' in view
         assert known.title in view
-    assert "Licence Apache-2.0, about 28.9 GB at most. Needs at least a 6 GB card" in view
-    assert "are free on the disk" in view
-    assert 'data-confirm="Download Wan2.1 T2V-1.3B? Its licence is Apache-2.0.' in view
+    assert "License: Apache-2.0. Download: up to 28.9 GB. Minimum hardware: 6 GB card" in view
+    assert "Free disk space: " in view
+    assert 'data-confirm="Download Wan2.1 T2V-1.3B? License: Apache-2.0.' in view
     assert reply["models"] == 1
     # What the page shows already is not sent again.
     assert shown.press(drawn=reply["digests"])["parts"] == {}

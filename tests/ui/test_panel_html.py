@@ -2,6 +2,8 @@
 
 import json
 from html import unescape
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,21 +11,37 @@ import pytest
 from runtime.queue.disk_usage import DiskUsage
 from runtime.ui.formatting import render
 from runtime.ui.history_panel import (
-    Card,
+    FILTERS,
     Clip,
-    Detail,
     compared_settings,
     comparison_html,
-    detail_html,
-    gallery_html,
     rerun_changes,
     similarity,
     timing,
 )
-from runtime.ui.queue_panel import Resumable, Row, queue_html
+from runtime.ui.job_view import ResumeStatus
+from runtime.ui.queue_panel import Row, queue_html, resumable_html
 from runtime.video.similarity import Similarity
 
 HOSTILE = "<img src=x onerror=hit()> \" ' & “"
+
+
+def detail(job: Any, text: str = "", request: Any = None) -> str:
+    """Return a job's details with `text` in each place."""
+    return render(
+        "history_detail.html",
+        job=job,
+        request=request or {"prompt": text},
+        rows=[(text, text)],
+        video=text,
+        warning_lines=[text],
+        reasons=text,
+        problem=text,
+        resume_line=text,
+        rerun={},
+        titles=FILTERS,
+        backends={},
+    )
 
 
 def test_only_waiting_jobs_move_within_the_queue() -> None:
@@ -46,26 +64,17 @@ def test_a_visitors_job_is_not_edited_and_a_build_not_paused() -> None:
 
 
 def test_no_text_becomes_markup() -> None:
-    detail = Detail(
-        id="a" * 8,
-        prompt=HOSTILE,
-        state="failed",
-        request={"prompt": HOSTILE},
-        rows=[(HOSTILE, HOSTILE)],
-        video="x",
-        name=HOSTILE,
-        warnings=[HOSTILE],
-        reasons=HOSTILE,
-        problem=HOSTILE,
-        kept=HOSTILE,
-        resumable=True,
-    )
+    job: Any = SimpleNamespace(
+        id="a" * 8, prompt=HOSTILE, state="failed", failure=None, output=Path(HOSTILE), resumable=True, deleted=None,
+        ended=0.0, created=0.0,
+    )  # fmt: skip
+    status = ResumeStatus(HOSTILE, None, HOSTILE, HOSTILE, {})
     pair = [Clip("a" * 8, "x", {"prompt": HOSTILE, "frames": 9, "fps": 8, "width": 1, "height": 1}, 1, HOSTILE)]
     for shown in (
         queue_html([Row("a" * 8, HOSTILE, "running", True, HOSTILE)], HOSTILE),
-        render("queue_resumable.html", jobs=[Resumable("a" * 8, HOSTILE, "failed", HOSTILE, HOSTILE, HOSTILE)]),
-        gallery_html([Card("a" * 8, HOSTILE, "done", HOSTILE, "", HOSTILE)], 0, more=False, filtered=False),
-        detail_html(detail),
+        resumable_html([(job, status)]),
+        render("history_gallery.html", cards=[(job, HOSTILE, 5)], page=0, more=False, filtered=False, titles=FILTERS),
+        detail(job, HOSTILE),
         "".join(comparison_html(f"history_{part}.html", *pair * 2) for part in ("comparison", "settings")),
     ):
         assert "<img src=x" not in shown and "&lt;img" in shown
@@ -92,7 +101,7 @@ def test_differing_settings_come_first() -> None:
     base: dict[str, Any] = {"prompt": "x", "frames": 9, "fps": 8, "backends": {}, "negative_prompt": ""}
     one, other = (Clip("a" * 8, "x", base | values, 1.0, "CPU") for values in ({}, {"fps": 4, "frames": 5}))
     rows = compared_settings(one, other)
-    assert [row[0] for row in rows[:2]] == ["Frames", "Fps"] and rows[2][1] == rows[2][2]
+    assert [row[0] for row in rows[:2]] == ["Frames", "Frames per second"] and rows[2][1] == rows[2][2]
     assert timing(one, other).endswith(
         "B was made for 4 fps and plays at A's 8 fps. B is shorter and stops on its last frame."
     )
@@ -106,15 +115,15 @@ def test_loras_and_step_caches_are_shown_as_given() -> None:
     # The first was made before there were any.
     one, other = (Clip("a" * 8, "x", base | values, 1.0, "CPU") for values in ({}, extras))
     assert compared_settings(one, other)[:2] == [
-        ("Loras", "none", "high=<style>:0.8, b:1"),
-        ("Step cache", "none", "first-block:0.05"),
+        ("LoRAs", "none", "high=<style>:0.8, b:1"),
+        ("Step cache", "None", "first-block:0.05"),
     ]
     plain = Clip("a" * 8, "x", base | {"loras": [], "step_cache": "none", "shift": None}, 1.0, "CPU")
     moved = Clip("a" * 8, "x", base | {"shift": 5.0}, 1.0, "CPU")
     assert compared_settings(one, moved)[0] == ("Shift", "the model's default", "5")
     assert all(a == b for _, a, b in compared_settings(one, plain))
     rounded = Clip("a" * 8, "x", base | {"vae_precision": "float16"}, 1.0, "CPU")
-    assert compared_settings(one, rounded)[0] == ("Vae precision", "auto", "float16")
+    assert compared_settings(one, rounded)[0] == ("VAE precision", "Automatic", "float16")
 
 
 def test_storage_offers_only_what_can_be_removed() -> None:
@@ -145,5 +154,6 @@ def test_a_rerun_changes_what_differs(given: dict[str, Any], changes: dict[str, 
 
 
 def test_settings_are_complete_on_the_page() -> None:
-    shown = detail_html(Detail("a" * 8, "x", "done", {"prompt": 'a "red" <boat>', "seed": 7}, []))
+    job = SimpleNamespace(id="a" * 8, prompt="x", state="done", output=Path("x"), resumable=False, deleted=None)
+    shown = detail(job, request={"prompt": 'a "red" <boat>', "seed": 7})
     assert json.loads(unescape(shown.split('data-reuse="')[1].split('"')[0])) == {"prompt": 'a "red" <boat>', "seed": 7}

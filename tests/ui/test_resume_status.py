@@ -52,7 +52,7 @@ def full(**values: Any) -> OutOfMemory:
 )
 def test_where_it_stopped_and_continues(events: list[Event], step: int | None, words: str) -> None:
     found = resume_status(events, step)
-    assert (found.kept, found.step) == (words, step)
+    assert (found.checkpoint, found.step) == (words, step)
 
 
 @pytest.mark.parametrize(
