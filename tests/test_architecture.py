@@ -49,7 +49,7 @@ WITHOUT_TORCH = (
     "runtime.engines.builders.onnx_tensorrt",
     "runtime.engines.builders.torch_tensorrt",
     "runtime.queue.recovery",
-    "runtime.queue.service",
+    "runtime.queue.job_queue",
     "runtime.queue.downloads",
     "runtime.bench.configurations",
     "runtime.bench.statistics",

@@ -25,8 +25,8 @@ from runtime.pipeline.history import HistoryFile
 from runtime.pipeline.outputs import make_folder, output_path
 from runtime.planner.resolve import resolve
 from runtime.queue import recovery
-from runtime.queue.execution import ControlPoller, JobRecorder, Planner, run
-from runtime.queue.process_lock import Instance
+from runtime.queue.instances import Instance
+from runtime.queue.job_runner import ControlPoller, JobRecorder, Planner, run
 from runtime.queue.records import JobRecord
 from runtime.queue.store import JobStore, open_store
 
@@ -73,7 +73,7 @@ def resume(id_prefix: str, *, as_json: bool) -> int:
     check_stored(store)
     with Instance(store.path) as own:
         recovery.recover(store, own.id)
-        job = store.take(store.find(id_prefix).id, own.id)
+        job = store.start(store.find(id_prefix).id, own.id)
         try:
             spec, plan = Planner(environment.settings.weights_dir, environment.engines, environment.history).plan(
                 job, environment.machine, deaths=store.deaths(job.id)

@@ -11,13 +11,13 @@ from runtime.core.events import WaitsForGpus
 from runtime.core.facts import shortened
 from runtime.core.settings import Settings
 from runtime.machine.probe import probe
-from runtime.queue import recovery
+from runtime.queue import recovery, storage
 from runtime.queue.records import STATES, JobRecord, State, event_from_json
 from runtime.queue.store import JobStore, open_store
 from runtime.queue.support_report import report
 
 _PROMPT_SHOWN = 60
-_DAYS_KEPT = round(recovery.KEPT_SECONDS / 86_400)
+_DAYS_KEPT = round(storage.KEPT_SECONDS / 86_400)
 
 
 def listing(states: Sequence[str], search: str) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def _store(loaded: Settings) -> JobStore:
     store = open_store(loaded.cache_dir)
     check_stored(store)
     recovery.recover(store, "")
-    recovery.purge(store, loaded.outputs_dir)
+    storage.purge(store, loaded.outputs_dir)
     return store
 
 

@@ -1,21 +1,25 @@
-"""The SQLite file of the job store, safe against killed processes and concurrent writers.
+"""The SQLite file of the job store: transactions, errors, schema and migrations.
 
-Write-ahead logging, one short transaction per change. SQLite's errors become `StoreError`s with a remedy. A damaged
-file is renamed to a backup and a new one is started. This module knows nothing about jobs.
+The file survives killed processes and concurrent writers: write-ahead logging, one short transaction per change.
+SQLite's errors become `StoreError`s with a remedy. A damaged file is renamed to a backup and a new one is started.
+SQLite's `user_version` holds the schema version of a file.
 """
 
 import contextlib
+import json
 import logging
+import shlex
 import shutil
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from runtime.core.errors import StoreError
+from runtime.core.events import Failed, FellBack, OutOfMemory, Warned
 from runtime.core.facts import Fact
 from runtime.core.locks import held
-from runtime.queue.migrations import MIGRATIONS
 
 _BUSY_SECONDS = 10.0
 _OPENING_SECONDS = 20.0
@@ -31,7 +35,7 @@ class Database:
         path: of the file, which is made if it is missing; `None` for a database in memory.
 
     Attributes:
-        notice: what was found wrong with the file, to be reported once.
+        notice: damage that was found when the file was opened; `None` if there was none.
 
     Raises:
         StoreError: if it cannot be opened or written, or a newer Tandem wrote it.
@@ -75,7 +79,7 @@ class Database:
 
     @contextlib.contextmanager
     def _transaction(self, begin: str, *, durable: bool | None) -> Iterator[sqlite3.Connection]:
-        with self._lock, _explained(self.path):
+        with self._lock, _sqlite_errors(self.path):
             if self._replaced():
                 self._connection.close()
                 self._open()
@@ -99,11 +103,11 @@ class Database:
             self._connection = _connect(":memory:")
             _migrate(self._connection, None)
             return
-        with _explained(self.path):
+        with _sqlite_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # One process at a time, because it may set a damaged file aside.
             with held(self.path.with_suffix(".opening"), seconds=_OPENING_SECONDS):
-                connection = self._sound()
+                connection = self._connect_checked()
                 try:
                     _migrate(connection, self.path)
                     connection.execute("PRAGMA synchronous = FULL")
@@ -115,7 +119,7 @@ class Database:
                     raise
         self._connection, self._durable, self._identity = connection, True, self._on_disk()
 
-    def _sound(self) -> sqlite3.Connection:
+    def _connect_checked(self) -> sqlite3.Connection:
         """Return a connection to the file, after setting a damaged one aside."""
         assert self.path is not None
         connection: sqlite3.Connection | None = None
@@ -178,7 +182,7 @@ def _migrate(connection: sqlite3.Connection, path: Path | None) -> None:
 
 
 def _set_aside(path: Path) -> Fact:
-    """Rename a damaged file and its journals, so that a new one takes its place; return what to tell the user."""
+    """Rename a damaged file and its journals, so that a new one takes its place; return a notice for the user."""
     number = 1
     while (backup := path.with_name(f"{path.name}.damaged-{number}")).exists():
         number += 1
@@ -202,8 +206,8 @@ def _is_full(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _explained(path: Path | None) -> Iterator[None]:
-    """Raise `StoreError` for what SQLite and the operating system raise."""
+def _sqlite_errors(path: Path | None) -> Iterator[None]:
+    """Raise errors of SQLite and the operating system as `StoreError`."""
     try:
         yield
     except sqlite3.Error as error:
@@ -225,3 +229,118 @@ def _store_error(path: Path | None, reason: str) -> StoreError:
     if _is_damage(lowered):
         return StoreError("queue.store_file_damaged", file=file)
     return StoreError("queue.store_unusable", file=file, reason=reason)
+
+
+Migration = Callable[[sqlite3.Connection], None]
+
+_VERSION_1 = (
+    """
+    CREATE TABLE jobs (
+        number    INTEGER PRIMARY KEY AUTOINCREMENT,
+        id        TEXT NOT NULL UNIQUE,
+        kind      TEXT NOT NULL CHECK (kind IN ('video', 'build', 'task')),
+        title     TEXT NOT NULL DEFAULT '',
+        part      TEXT,
+        state     TEXT NOT NULL CHECK (state IN ('queued', 'running', 'done', 'failed', 'cancelled', 'interrupted')),
+        position  INTEGER NOT NULL,
+        held      INTEGER NOT NULL DEFAULT 0,
+        asked     TEXT NOT NULL DEFAULT '' CHECK (asked IN ('', 'cancel', 'pause')),
+        prompt    TEXT NOT NULL DEFAULT '',
+        request   TEXT NOT NULL,
+        plan      TEXT,
+        begun     INTEGER NOT NULL DEFAULT 0,
+        output    TEXT NOT NULL,
+        owner     TEXT,
+        batch     TEXT,
+        parent    TEXT,
+        instance  TEXT,
+        created   REAL NOT NULL,
+        started   REAL,
+        ended     REAL,
+        deleted   REAL,
+        result    TEXT,
+        failure   TEXT
+    )
+    """,
+    "CREATE INDEX jobs_by_state ON jobs (state, position)",
+    """
+    CREATE TABLE events (
+        n      INTEGER PRIMARY KEY AUTOINCREMENT,
+        job    TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
+        at     REAL NOT NULL,
+        event  TEXT NOT NULL
+    )
+    """,
+    "CREATE INDEX events_by_job ON events (job, n)",
+)
+
+
+def _create(connection: sqlite3.Connection) -> None:
+    for statement in _VERSION_1:
+        connection.execute(statement)
+
+
+def _sentences_to_facts(connection: sqlite3.Connection) -> None:
+    """Version 2: events and failures hold facts; version 1 held sentences."""
+    changed = connection.execute(
+        "SELECT n, event FROM events "
+        "WHERE json_extract(event, '$.event') IN ('Warned', 'FellBack', 'Failed', 'OutOfMemory')"
+    ).fetchall()
+    for row in changed:
+        event = json.dumps(_migrate_event(json.loads(row["event"])))
+        connection.execute("UPDATE events SET event = ? WHERE n = ?", (event, row["n"]))
+    for row in connection.execute("SELECT number, failure FROM jobs WHERE failure IS NOT NULL").fetchall():
+        failure = json.dumps(_migrate_event({"event": "Failed", **json.loads(row["failure"])}))
+        connection.execute("UPDATE jobs SET failure = ? WHERE number = ?", (failure, row["number"]))
+
+
+def _migrate_event(old: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an event of version 1 as one of version 2."""
+
+    def text(what: str, remedy: str = "") -> Fact:
+        return Fact("text", {"what": what, "remedy": remedy})
+
+    new: Warned | FellBack | Failed | OutOfMemory
+    if old["event"] == "Warned":
+        new = Warned(fact=text(old["message"]))
+    elif old["event"] == "FellBack":
+        new = FellBack(component=old["component"], backend=old["backend"], reason=text(old["reason"]))
+    elif old["event"] == "Failed":
+        new = Failed(fact=text(old["what"], old["remedy"]), internal=old["defect"])
+    else:
+        flags = shlex.split(old["flags"])
+        new = OutOfMemory(
+            stage=old["stage"],
+            component=old["component"],
+            memory=old["memory"],
+            retried=old["taken"],
+            strategy=text(old["instead"]) if old["instead"] else None,
+            changes={name[2:].replace("-", "_"): value for name, value in zip(flags[::2], flags[1::2], strict=True)},
+            slowdown=old["times_as_long"],
+            lossless=old["lossless"],
+            lost_seconds=old["lost_seconds"],
+        )
+    return new.model_dump(mode="json")
+
+
+def _worker_processes(connection: sqlite3.Connection) -> None:
+    """Version 3: worker processes, their lent GPUs, and progress that is not stored as events."""
+    connection.execute("ALTER TABLE jobs ADD COLUMN live TEXT")
+    connection.execute(
+        """
+        CREATE TABLE workers (
+            instance  TEXT PRIMARY KEY,
+            app       TEXT NOT NULL,
+            gpu       INTEGER NOT NULL,
+            pid       INTEGER NOT NULL,
+            held      TEXT NOT NULL DEFAULT '{}',
+            wanted    INTEGER NOT NULL DEFAULT 0,
+            since     REAL NOT NULL DEFAULT 0,
+            lent_to   TEXT
+        )
+        """
+    )
+
+
+# Migration n upgrades a file from version n to n + 1.
+MIGRATIONS: tuple[Migration, ...] = (_create, _sentences_to_facts, _worker_processes)

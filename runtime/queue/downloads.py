@@ -16,7 +16,7 @@ from runtime.core.settings import Settings
 from runtime.models.hub.client import check_online, hub_of
 from runtime.models.hub.download import Download, Progress, source_of
 from runtime.models.registry import KnownModel
-from runtime.queue.tasks import TaskProgress
+from runtime.queue.views import TaskProgress
 
 logger = logging.getLogger(__name__)
 

@@ -1,12 +1,12 @@
-"""Records of jobs: what the job store holds of a job, and events as the store holds them."""
+"""Data of the job store: job records, the work of tasks on the engine library, and stored events."""
 
 import logging
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import ConfigDict, Field, Json, ValidationError
+from pydantic import ConfigDict, Field, Json, TypeAdapter, ValidationError
 
 from runtime.core import events
 from runtime.core.errors import first_line
@@ -118,8 +118,84 @@ class JobRecord(FrozenModel):
         return GenerationRequest.from_mapping(self.request)
 
 
+class BuildEngines(FrozenModel):
+    """Build the engines that a request wants.
+
+    Attributes:
+        request: by the names of `GenerationRequest`; with `build="always"` existing engines are built again.
+        component: the only component to build for; `None` builds for all.
+    """
+
+    kind: Literal["build"] = "build"
+    request: dict[str, Any]
+    component: str | None = None
+
+
+class InspectEngine(FrozenModel):
+    """Open an engine file and find out which component it could replace. This runs code of the file.
+
+    Attributes:
+        model: name or folder of the model.
+        component: the component to replace; `None` tries all.
+    """
+
+    kind: Literal["inspect"] = "inspect"
+    path: Path
+    model: str
+    component: str | None = None
+
+
+class ImportEngine(FrozenModel):
+    """Import an engine file. This runs code of the file. Attributes as in `InspectEngine`."""
+
+    kind: Literal["import"] = "import"
+    path: Path
+    model: str
+    component: str | None = None
+
+
+class VerifyEngine(FrozenModel):
+    """Compare an engine with PyTorch; `models` are the names or folders of the models that it may belong to."""
+
+    kind: Literal["verify"] = "verify"
+    engine: str
+    models: tuple[str, ...]
+
+
+class DeleteEngine(FrozenModel):
+    """Delete an engine."""
+
+    kind: Literal["delete"] = "delete"
+    engine: str
+
+
+class PruneEngines(FrozenModel):
+    """Delete the least recently used engines until the library is within `max_bytes`."""
+
+    kind: Literal["prune"] = "prune"
+    max_bytes: int
+
+
+Work = Annotated[
+    BuildEngines | InspectEngine | ImportEngine | VerifyEngine | DeleteEngine | PruneEngines,
+    Field(discriminator="kind"),
+]
+_WORK: TypeAdapter[Work] = TypeAdapter(Work)
+
+
+def work_of(record: JobRecord) -> Work:
+    """Return the work of a record of kind "build" or "task".
+
+    Raises:
+        ValueError: if another version wrote it.
+    """
+    if record.kind == "build":
+        return BuildEngines(request=dict(record.request), component=record.part)
+    return _WORK.validate_python(record.request)
+
+
 def event_to_json(event: Event) -> dict[str, Any]:
-    """Return an event as the store holds it: without plan and result, which the record has."""
+    """Return an event as the store holds it: without the plan and the result, which are in the record."""
     if isinstance(event, VideoSaved):
         return {"event": event.event}
     return event.model_dump(mode="json")

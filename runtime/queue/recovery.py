@@ -1,23 +1,31 @@
-"""Recovery after a process died: the state of its jobs, and its partial files."""
+"""Recovery after a process died: why it died, the new state of its jobs, and the plan of a job that runs again."""
 
 import contextlib
 import logging
-import shutil
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
 from runtime.core.errors import StoreError, TandemError
-from runtime.core.events import Failed, VideoSaved
-from runtime.queue import process_lock
+from runtime.core.events import Failed, Stage, VideoSaved
+from runtime.core.facts import Fact
+from runtime.core.plan import ExecutionPlan
+from runtime.core.processes import describe_exit
+from runtime.models.spec import ModelSpec
+from runtime.planner.strategies import next_strategy
+from runtime.queue.instances import WorkerRegistry, app_of, is_alive
 from runtime.queue.records import JobRecord
-from runtime.queue.registry import WorkerRegistry, app_of
 from runtime.queue.store import JobStore
 from runtime.video.mp4 import read_metadata, sweep
 
-# Deleted jobs can be restored for this long.
-KEPT_SECONDS = 7 * 24 * 3600.0
+# Exit code of a worker whose CUDA context is broken: only a new process can use the GPU again.
+EXIT_DEVICE_LOST = 75
+# After so many deaths during builds, a job builds no engine.
+_BUILD_DEATHS = 2
 
 logger = logging.getLogger(__name__)
 
@@ -25,25 +33,25 @@ logger = logging.getLogger(__name__)
 def recover(store: JobStore, own: str) -> Sequence[str]:
     """Find the jobs whose process died, update their state, and return their ids.
 
-    A job whose video is complete is done: its process died just before it could say so. Others are interrupted.
+    A job whose video is complete is done: its process died just before it stored that. Others are interrupted.
 
     Args:
-        own: the process that asks. Its workers, and those of other apps that run, are their supervisor's business.
+        own: the calling app; supervisors settle the jobs of their own workers.
     """
     if store.path is None:
         return []
     alive: dict[str, bool] = {own: True}
     found = []
-    registry = WorkerRegistry(store)
+    registry = WorkerRegistry(store.database)
     for app in registry.apps() - {own}:
-        if not process_lock.lives(store.path, app):
+        if not is_alive(store.path, app):
             registry.remove_app(app)
     for job in store.queue():
         if job.instance is None:
             continue
         app = app_of(job.instance)
         if app not in alive:
-            alive[app] = process_lock.lives(store.path, app)
+            alive[app] = is_alive(store.path, app)
         if not alive[app]:
             state = store.interrupt(job.id, job.instance, _finished(job))
             if state is not None:
@@ -54,17 +62,18 @@ def recover(store: JobStore, own: str) -> Sequence[str]:
     return found
 
 
-def settle_worker(store: JobStore, worker: str, how: str, *, out_of_memory: bool = False) -> None:
-    """Decide what becomes of what a worker ran when it died.
+def settle_worker(store: JobStore, worker: str, how: Fact, *, out_of_memory: bool = False) -> None:
+    """Queue the job of a dead worker again, so that it resumes, or fail it.
 
-    A video or a build is queued again in its old place and resumes by itself, once. A second death fails it.
+    A job is queued again after one death, and in addition after two deaths while it built engines: after the second, it
+    builds none (see `avoid_causes`). A task is never queued again: an engine file may have crashed the worker.
 
     Args:
-        how: the worker ended, in a few words.
-        out_of_memory: whether the system killed it for lack of memory.
+        how: the worker ended, see `exit_reason`.
+        out_of_memory: whether the system killed it because memory ran out.
 
     Raises:
-        StoreError: if the store cannot be written.
+        StoreError: if the store cannot be read or written.
     """
     for job in store.running_on(worker):
         saved = _finished(job)
@@ -73,9 +82,13 @@ def settle_worker(store: JobStore, worker: str, how: str, *, out_of_memory: bool
         if saved is not None or job.pending == "cancel":
             store.interrupt(job.id, worker, saved)
             continue
-        death = {"event": "WorkerDied", "how": how, "out_of_memory": out_of_memory, **_at_work(store, job.id)}
-        if job.kind != "task" and store.restart(job.id, worker, death):
-            logger.warning("job %s: its worker died (%s); it is queued again", job.id, how)
+        work = _current_work(store, job.id)
+        building = work["stage"] == "build"
+        before = [death for death in store.deaths(job.id) if (death["stage"] == "build") == building]
+        if job.kind != "task" and len(before) < (_BUILD_DEATHS if building else 1):
+            death = {"event": "WorkerDied", "how": how.model_dump(), "out_of_memory": out_of_memory, **work}
+            if store.restart(job.id, worker, death):
+                logger.warning("job %s: its worker died (%s); it is queued again", job.id, how)
             continue
         error = StoreError("queue.worker_died" if job.kind == "task" else "queue.worker_died_again", how=how)
         if job.kind == "video":
@@ -84,8 +97,8 @@ def settle_worker(store: JobStore, worker: str, how: str, *, out_of_memory: bool
             store.finish(job.id, "failed", error.fact)
 
 
-def _at_work(store: JobStore, job_id: str) -> dict[str, str | None]:
-    """Return the stage of a running job, and its component at work."""
+def _current_work(store: JobStore, job_id: str) -> dict[str, str | None]:
+    """Return the stage of a running job, and the component that it runs or builds an engine for."""
     for _, _, values in reversed(store.events(job_id)):
         if values["event"] == "StageStarted":
             return {"stage": values["stage"], "part": values["part"]}
@@ -94,41 +107,116 @@ def _at_work(store: JobStore, job_id: str) -> dict[str, str | None]:
     return {"stage": None, "part": None}
 
 
-def purge(store: JobStore, outputs_dir: Path, older_than: float = KEPT_SECONDS) -> int:
-    """Remove jobs permanently that were deleted more than `older_than` seconds ago; return their number.
+def avoid_causes(plan: ExecutionPlan, spec: ModelSpec, deaths: Sequence[Mapping[str, Any]]) -> ExecutionPlan:
+    """Return a plan without the likely causes of a job's worker deaths, and with warnings about them.
 
-    Their files are removed too, except for videos outside `outputs_dir`: the user chose that place.
+    A component whose engine ran when the worker died runs in PyTorch. If the system killed the worker because memory
+    ran out, the job continues with the next lower-memory strategy that the request permits. After two deaths during
+    builds, components without a built engine run in PyTorch.
+
+    Args:
+        deaths: the events "WorkerDied" of the job.
     """
-    removed = store.purge(older_than)
-    for job in removed:
-        remove_files(store, job, outputs_dir)
-    return len(removed)
+    builds = [death for death in deaths if death["stage"] == "build"]
+    for death in deaths:
+        how = Fact.model_validate(death["how"])
+        replaced = Fact("queue.worker_replaced", {"how": how})
+        part = plan.components.get(death["part"]) if death["stage"] != "build" else None
+        if part is not None and death["out_of_memory"]:
+            if replaced not in plan.warnings:  # otherwise the plan has the strategy already
+                plan = _with_less_memory(plan, spec, death["stage"], death["part"])
+        elif part is not None and part.engines:
+            plan = _in_pytorch(plan, death["part"], Fact("queue.engine_disabled", {"how": how}))
+        plan = _with_warning(plan, replaced)
+    if len(builds) >= _BUILD_DEATHS:
+        reason = Fact("queue.build_disabled", {"how": Fact.model_validate(builds[-1]["how"])})
+        for name, part in plan.components.items():
+            if any(use.build for use in part.engines):
+                plan = _in_pytorch(plan, name, reason)
+    return plan
 
 
-def remove_files(store: JobStore, job: JobRecord, outputs_dir: Path) -> None:
-    """Remove a job's folder, and its video if that is in `outputs_dir`."""
-    folder = store.folder(job.id)
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
-    if job.kind == "video" and job.output.parent == outputs_dir:
-        with contextlib.suppress(OSError):
-            job.output.unlink()
+def _in_pytorch(plan: ExecutionPlan, component: str, reason: Fact) -> ExecutionPlan:
+    part = plan.components[component]
+    plan = plan.with_component(component, part.in_pytorch(reason))
+    if plan.fell_back(component):  # the job reports it
+        return plan
+    data = {"component": component, "backend": part.backend, "reason": reason}
+    return _with_warning(plan, Fact("event.fell_back", data))
 
 
-def tidy(store: JobStore, outputs_dir: Path) -> None:
-    """Remove leftovers of killed processes: partial videos, and folders of jobs that are not in the store.
+def _with_less_memory(plan: ExecutionPlan, spec: ModelSpec, stage: Stage, component: str) -> ExecutionPlan:
+    found = next_strategy(plan, spec, component, "RAM", lossy=plan.asked.on_out_of_memory == "any")
+    if found is None or not found.permitted:
+        return plan
+    return _with_warning(found.plan, found.event(stage, component, "RAM", 0.0).fact)
 
-    Raises:
-        StoreError: if the store cannot be read; no folder is removed then.
+
+def _with_warning(plan: ExecutionPlan, warning: Fact) -> ExecutionPlan:
+    return plan if warning in plan.warnings else plan.replace(warnings=(*plan.warnings, warning))
+
+
+@dataclass(frozen=True)
+class MemoryKills:
+    """How many processes the Linux kernel has killed because memory ran out; 0 where it does not count them.
+
+    Attributes:
+        own: in the control group of this process, which its workers share.
+        host: on the whole machine.
     """
-    if outputs_dir.is_dir():
-        sweep(outputs_dir)
-    # The user may repair the backup of a damaged store, so the folders of its jobs stay.
-    if store.path is None or store.notice or any(store.path.parent.glob(f"{store.path.name}.damaged-*")):
+
+    own: int = 0
+    host: int = 0
+
+    @classmethod
+    def read(cls, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> "MemoryKills":
+        """Read the counters: of control groups of version 1 or 2, and of the machine."""
+        own = [counter for counter in map(_oom_kills, _group_counters(proc, groups)) if counter is not None]
+        return cls(own[0] if own else 0, _oom_kills(proc / "vmstat") or 0)
+
+
+def exit_reason(code: int, before: MemoryKills, now: MemoryKills) -> tuple[Fact, bool]:
+    """Return how a worker process ended, and whether the system killed it because memory ran out.
+
+    Args:
+        code: its exit code; negative for a signal.
+        before, now: the kernel's counters from seconds before its end, and from after it.
+    """
+    if code == -signal.SIGKILL:
+        if now.own > before.own:
+            return Fact("queue.exit_out_of_memory"), True
+        if now.host > before.host:
+            return Fact("queue.exit_probably_out_of_memory"), True
+    if code == EXIT_DEVICE_LOST:
+        return Fact("queue.exit_device_lost"), False
+    return Fact("queue.exited", {"how": describe_exit(code)}), False
+
+
+def _group_counters(proc: Path, groups: Path) -> Iterator[Path]:
+    """Yield the files that may have the counter of this process's control group, the most specific first."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
         return
-    folders = {folder.name: folder for folder in (store.path.parent / "jobs").glob("[0-9a-f]" * 8)}
-    for name in set(folders) - store.known(folders):
-        shutil.rmtree(folders[name], ignore_errors=True)
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            folder, name = groups / "memory", "memory.oom_control"
+        elif not controllers:
+            folder, name = groups, "memory.events"
+        else:
+            continue
+        yield folder / path.lstrip("/") / name
+        yield folder / name  # in a container, whose own group is the root
+
+
+def _oom_kills(counters: Path) -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        for line in counters.read_text(encoding="ascii").splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return None
 
 
 def _finished(job: JobRecord) -> VideoSaved | None:

@@ -1,18 +1,19 @@
 """The job store: one row per job, and its events, in SQLite.
 
-All changes are short transactions, so that any number of processes may share the store and be killed at any time. The
-order of jobs comes from increasing numbers, never from the clock. Workers and the command line run jobs; `recovery`
-handles jobs whose process died.
+All changes are short transactions: any number of processes share the store, and each may be killed at any time.
+Increasing numbers order the jobs, never the clock.
 """
 
 import json
 import logging
 import secrets
 import shutil
+import sqlite3
 import tempfile
 import time
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from types import EllipsisType
 from typing import Any
@@ -22,12 +23,29 @@ from runtime.core.events import Cancelled, Event, Failed, FramesDecoded, Planned
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
-from runtime.queue import rows
 from runtime.queue.database import Database
-from runtime.queue.process_lock import Instance
-from runtime.queue.records import KINDS, VIDEOS, Control, JobRecord, Kind, State, event_to_json
+from runtime.queue.instances import Instance
+from runtime.queue.records import (
+    KINDS,
+    RESUMABLE,
+    VIDEOS,
+    Control,
+    JobRecord,
+    Kind,
+    State,
+    event_to_json,
+    stored_request,
+)
 
 NAME = "jobs.sqlite"
+
+# Running jobs first.
+_QUEUE = "SELECT * FROM jobs WHERE state IN ('running', 'queued') ORDER BY state = 'queued', position"
+_NEXT = (
+    "SELECT id FROM jobs WHERE state = 'queued' AND NOT held AND (instance IS NULL OR instance = ?) AND kind IN ({}) "
+    "ORDER BY position LIMIT 1"
+)
+_LIKE_SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\%_"})
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +58,11 @@ class JobStore:
 
     Args:
         path: of the file; `None` keeps all in memory, for this process alone.
-        temporary_folder: removed when the store is closed, for jobs that are not remembered.
+        temporary_folder: removed when the store is closed.
 
     Attributes:
         problem: why jobs are lost with this process; `None` if they are stored.
+        database: the SQLite file.
 
     Raises:
         StoreError: by any method, if the file cannot be read or written; nothing has changed then.
@@ -55,7 +74,7 @@ class JobStore:
         problem: Fact | None = None,
         temporary_folder: Path | None = None,
     ) -> None:
-        self.database = self._database = Database(path)
+        self.database = Database(path)
         self.path = path
         self.problem = problem
         self._remove_folder = (
@@ -66,17 +85,17 @@ class JobStore:
 
     @property
     def temporary(self) -> bool:
-        """Whether the jobs are not remembered after this app."""
+        """Whether the jobs are lost when this app ends."""
         return self.path is None or self.problem is not None
 
     @property
     def notice(self) -> Fact | None:
-        """What was found wrong with the file when it was opened; `None` if nothing was."""
-        return self._database.notice
+        """Damage that was found when the file was opened; `None` if there was none."""
+        return self.database.notice
 
     def close(self) -> None:
         """Close the file."""
-        self._database.close()
+        self.database.close()
         if self._remove_folder is not None:
             self._remove_folder()
 
@@ -101,31 +120,23 @@ class JobStore:
             instance: the process that runs it at once, without a place in the queue.
             job_id: if the job's folder already exists.
         """
-        values = {
-            "id": job_id or secrets.token_hex(4),
-            "kind": "video",
-            **rows.video(request, plan),
-            "owner": owner,
-            "batch": batch,
-            "parent": parent,
-            "instance": instance,
-        }
-        with self._database.writing() as connection:
-            return rows.insert(connection, values, runs=instance is not None)
+        values = {"owner": owner, "batch": batch, "parent": parent, "instance": instance}
+        with self.database.writing() as connection:
+            return _insert(
+                connection,
+                "video",
+                {**_video(request, plan), **values},
+                job_id=job_id,
+                state="queued" if instance is None else "running",
+            )
 
     def add_all(
         self, planned: Sequence[tuple[GenerationRequest, ExecutionPlan]], *, owner: str | None = None
     ) -> list[JobRecord]:
         """Add videos to the end of the queue, all or none; several are one batch."""
         batch = secrets.token_hex(4) if len(planned) > 1 else None
-        with self._database.writing() as connection:
-            return [
-                rows.insert(
-                    connection,
-                    {"id": secrets.token_hex(4), "kind": "video", **rows.video(*one), "owner": owner, "batch": batch},
-                )
-                for one in planned
-            ]
+        with self.database.writing() as connection:
+            return [_insert(connection, "video", {**_video(*one), "owner": owner, "batch": batch}) for one in planned]
 
     def add_work(
         self, kind: Kind, title: str, folder: Path, request: Mapping[str, Any], *, part: str | None = None
@@ -133,19 +144,12 @@ class JobStore:
         """Add work on the engine library in `folder` to the end of the queue.
 
         Args:
-            request: what to do, see `tasks.work_of`.
+            request: what to do, see `records.work_of`.
             part: the only component that a build is for.
         """
-        values = {
-            "id": secrets.token_hex(4),
-            "kind": kind,
-            "title": title,
-            "request": json.dumps(request),
-            "part": part,
-            "output": str(folder),
-        }
-        with self._database.writing() as connection:
-            return rows.insert(connection, values)
+        values = {"title": title, "request": json.dumps(request), "part": part, "output": str(folder)}
+        with self.database.writing() as connection:
+            return _insert(connection, kind, values)
 
     def get(self, job_id: str) -> JobRecord:
         """Return one job.
@@ -153,8 +157,8 @@ class JobStore:
         Raises:
             StoreError: if there is none.
         """
-        with self._database.reading() as connection:
-            return rows.record(rows.find(connection, job_id))
+        with self.database.reading() as connection:
+            return _record(connection, job_id)
 
     def find(self, beginning: str) -> JobRecord:
         """Return the job whose id starts with `beginning`, deleted jobs included.
@@ -162,21 +166,21 @@ class JobStore:
         Raises:
             StoreError: if there is none, or more than one.
         """
-        with self._database.reading() as connection:
+        with self.database.reading() as connection:
             found = connection.execute(
                 "SELECT * FROM jobs WHERE kind = 'video' AND id LIKE ? ESCAPE '\\' LIMIT 3",
-                (rows.begins(beginning),),
+                (_starts_with(beginning),),
             ).fetchall()
         if not found or not beginning:
-            raise rows.unknown(beginning)
+            raise StoreError("queue.no_such_job", job=beginning[:40])
         if len(found) > 1:
             raise StoreError("queue.ambiguous_job", beginning=beginning)
-        return rows.record(found[0])
+        return _to_record(found[0])
 
     def known(self, ids: Collection[str]) -> set[str]:
         """Return the ids that belong to a job."""
-        with self._database.reading() as connection:
-            query = f"SELECT id FROM jobs WHERE id IN ({rows.places(ids)})"
+        with self.database.reading() as connection:
+            query = f"SELECT id FROM jobs WHERE id IN ({_marks(ids)})"
             return {row["id"] for row in connection.execute(query, tuple(ids))}
 
     def list(
@@ -199,22 +203,33 @@ class JobStore:
             deleted: deleted jobs that can be restored, instead of the others.
             limit: maximum number, after `offset`; negative for all.
         """
-        query, values = rows.listing(states, search, owner, kinds, deleted)
-        with self._database.reading() as connection:
-            return [rows.record(row) for row in connection.execute(query, (*values, limit, offset))]
+        where: dict[str, Iterable[Any]] = {
+            f"kind IN ({_marks(kinds)})": kinds,
+            f"deleted IS {'NOT ' if deleted else ''}NULL": (),
+        }
+        if states is not None:
+            where[f"state IN ({_marks(states)})"] = states
+        if not isinstance(owner, EllipsisType):
+            where["owner IS ?"] = (owner,)
+        words = search.split()
+        if words:
+            prompt = " AND ".join(["prompt LIKE ? ESCAPE '\\'"] * len(words))
+            patterns = [f"%{word.translate(_LIKE_SPECIAL)}%" for word in words]
+            where[f"(({prompt}) OR id LIKE ? ESCAPE '\\')"] = (*patterns, _starts_with(search.strip()))
+        values = [*chain.from_iterable(where.values()), limit, offset]
+        query = f"SELECT * FROM jobs WHERE {' AND '.join(where)} ORDER BY number DESC LIMIT ? OFFSET ?"
+        with self.database.reading() as connection:
+            return [_to_record(row) for row in connection.execute(query, values)]
 
     def queue(self) -> Sequence[JobRecord]:
         """Return running and then queued jobs in order: videos, builds and tasks."""
-        with self._database.reading() as connection:
-            return [rows.record(row) for row in connection.execute(rows.QUEUE)]
+        with self.database.reading() as connection:
+            return [_to_record(row) for row in connection.execute(_QUEUE)]
 
     def events(self, job_id: str, after: int = 0) -> Sequence[tuple[int, float, Mapping[str, Any]]]:
-        """Return a job's events after number `after`: number, time and JSON."""
-        with self._database.reading() as connection:
-            found = connection.execute(
-                "SELECT n, at, event FROM events WHERE job = ? AND n > ? ORDER BY n", (job_id, after)
-            )
-            return [(row["n"], row["at"], json.loads(row["event"])) for row in found]
+        """Return a job's events after number `after`: number, seconds since 1970, and JSON."""
+        with self.database.reading() as connection:
+            return _events(connection, job_id, after)
 
     def record(self, job_id: str, event: Event) -> bool:
         """Store an event of a running job; `Planned` and terminal events also update the job.
@@ -223,49 +238,50 @@ class JobStore:
             False, and nothing is stored, if the job is not running.
         """
         # Steps are frequent and cheap to lose, so they are not synced: only a power failure could lose one.
-        with self._database.writing(durable=not isinstance(event, StepDone | FramesDecoded)) as connection:
-            if rows.find(connection, job_id)["state"] != "running":
+        with self.database.writing(durable=not isinstance(event, StepDone | FramesDecoded)) as connection:
+            if _find(connection, job_id)["state"] != "running":
                 return False
-            rows.note(connection, job_id, event_to_json(event))
+            _add_event(connection, job_id, event_to_json(event))
             if isinstance(event, Planned):
-                rows.change(connection, job_id, plan=event.plan.model_dump_json(), begun=1)
+                _update(connection, job_id, plan=event.plan.model_dump_json(), begun=1)
             elif isinstance(event, TerminalEvent):
-                rows.end(connection, job_id, event)
+                _end(connection, job_id, event)
             return True
 
     def deaths(self, job_id: str) -> Sequence[Mapping[str, Any]]:
-        """Return the events "WorkerDied" of a job since it was last asked for."""
-        with self._database.reading() as connection:
-            return rows.deaths(connection, job_id)
+        """Return the events "WorkerDied" of a job since it was submitted, edited or resumed."""
+        events = [event for _, _, event in self.events(job_id)]
+        starts = [index for index, event in enumerate(events) if event["event"] in {"QueuedAgain", "Edited"}]
+        return [event for event in events[max(starts, default=0) :] if event["event"] == "WorkerDied"]
 
     def finish(self, job_id: str, state: State, fact: Fact) -> None:
         """Note how a running task ended."""
-        failure = rows.failure_text(Failed(fact=fact)) if state == "failed" else None
-        with self._database.writing() as connection:
-            if rows.find(connection, job_id)["state"] == "running":
-                rows.note(connection, job_id, {"event": "Ended", "state": state, "fact": fact.model_dump()})
-                rows.change(connection, job_id, state=state, failure=failure, asked="", ended=time.time())
+        failure = Failed(fact=fact).model_dump_json() if state == "failed" else None
+        with self.database.writing() as connection:
+            if _find(connection, job_id)["state"] == "running":
+                _add_event(connection, job_id, {"event": "Ended", "state": state, "fact": fact.model_dump()})
+                _update(connection, job_id, state=state, failure=failure, asked="", ended=time.time())
 
     def claim(self, instance: str, kinds: Collection[Kind] = KINDS) -> JobRecord | None:
         """Claim the next queued job for exactly one process; `None` if no job of these kinds is queued."""
-        wanted = (instance, *kinds)
+        query, wanted = _NEXT.format(_marks(kinds)), (instance, *kinds)
         # Polled several times a second: a read does not block writers.
-        with self._database.reading() as connection:
-            if connection.execute(rows.NEXT.format(rows.places(kinds)), wanted).fetchone() is None:
+        with self.database.reading() as connection:
+            if connection.execute(query, wanted).fetchone() is None:
                 return None
-        with self._database.writing() as connection:
-            row = connection.execute(rows.NEXT.format(rows.places(kinds)), wanted).fetchone()
-            return None if row is None else rows.start(connection, row["id"], instance)
+        with self.database.writing() as connection:
+            row = connection.execute(query, wanted).fetchone()
+            return None if row is None else _start(connection, row["id"], instance)
 
-    def take(self, job_id: str, instance: str) -> JobRecord:
-        """Start this job now, whether it is queued or resumable.
+    def start(self, job_id: str, instance: str) -> JobRecord:
+        """Mark this job, which is queued or resumable, as running in the process `instance`.
 
         Raises:
             StoreError: if it is running or done.
         """
-        with self._database.writing() as connection:
-            rows.check_resumable(rows.record(rows.find(connection, job_id)), "queued")
-            return rows.start(connection, job_id, instance)
+        with self.database.writing() as connection:
+            _check_resumable(_record(connection, job_id), "queued")
+            return _start(connection, job_id, instance)
 
     def resume(self, job_id: str, changed: tuple[GenerationRequest, ExecutionPlan] | None = None) -> JobRecord:
         """Put a job that ended without a video at the end of the queue.
@@ -276,82 +292,82 @@ class JobStore:
         Raises:
             StoreError: if it is queued, running or done.
         """
-        with self._database.writing() as connection:
-            rows.check_resumable(rows.record(rows.find(connection, job_id)))
-            rows.note(connection, job_id, {"event": "QueuedAgain"})
-            again = rows.queue_again(connection, job_id)
-            return again if changed is None else rows.edit(connection, job_id, *changed)
+        with self.database.writing() as connection:
+            _check_resumable(_record(connection, job_id))
+            _add_event(connection, job_id, {"event": "QueuedAgain"})
+            position = _next_position(connection)
+            again = {"state": "queued", "held": 0, "asked": "", "instance": None, "ended": None, "failure": None}
+            _update(connection, job_id, position=position, **again)
+            if changed is not None:
+                _edit(connection, job_id, *changed)
+            return _record(connection, job_id)
 
     def put_back(self, job_id: str) -> None:
         """Put a running job back in its place in the queue; held if a pause was requested."""
-        with self._database.writing() as connection:
-            row = rows.find(connection, job_id)
+        with self.database.writing() as connection:
+            row = _find(connection, job_id)
             if row["state"] == "running":
                 held = row["asked"] == "pause"
-                rows.note(connection, job_id, {"event": "PutBack", "held": held})
-                rows.change(connection, job_id, state="queued", held=int(held), asked="", instance=None)
+                _add_event(connection, job_id, {"event": "PutBack", "held": held})
+                _update(connection, job_id, state="queued", held=int(held), asked="", instance=None)
 
-    def read(self, job_id: str, after: int = 0) -> tuple[JobRecord, Sequence[tuple[int, Mapping[str, Any]]]]:
-        """Return a job and its events after number `after`, both of one moment.
+    def read(self, job_id: str, after: int = 0) -> tuple[JobRecord, Sequence[tuple[int, float, Mapping[str, Any]]]]:
+        """Return a job and its `events` after number `after`, from one transaction.
 
         Raises:
             StoreError: if there is no such job.
         """
-        with self._database.reading() as connection:
-            record = rows.record(rows.find(connection, job_id))
-            found = connection.execute(
-                "SELECT n, event FROM events WHERE job = ? AND n > ? ORDER BY n", (job_id, after)
-            )
-            return record, [(row["n"], json.loads(row["event"])) for row in found]
+        with self.database.reading() as connection:
+            return _record(connection, job_id), _events(connection, job_id, after)
 
     def show(self, job_id: str, live: Mapping[str, Any]) -> None:
-        """Replace what a running job shows of this moment: progress that is too frequent to keep as events."""
-        with self._database.writing(durable=False) as connection:
-            rows.change(connection, job_id, live=json.dumps(live))
+        """Replace the live progress of a running job, which is too frequent to store as events."""
+        with self.database.writing(durable=False) as connection:
+            _update(connection, job_id, live=json.dumps(live))
 
-    def note_task(self, task_id: str, event: Mapping[str, Any]) -> None:
+    def record_task_event(self, task_id: str, event: Mapping[str, Any]) -> None:
         """Add an event to a running task."""
-        with self._database.writing(durable=False) as connection:
-            rows.note(connection, task_id, event)
+        with self.database.writing(durable=False) as connection:
+            _add_event(connection, task_id, event)
 
     def changes(self, after: int) -> tuple[int, set[str]]:
         """Return the number of the newest event, and the jobs that have events newer than number `after`."""
-        with self._database.reading() as connection:
+        with self.database.reading() as connection:
             (last,) = connection.execute("SELECT coalesce(max(n), 0) FROM events").fetchone()
             found = connection.execute("SELECT DISTINCT job FROM events WHERE n > ?", (after,))
             return int(last), {row["job"] for row in found}
 
     def states(self, ids: Collection[str]) -> dict[str, Seen]:
         """Return state, hold, request and live progress of each of these jobs that exists."""
-        query = f"SELECT id, state, held, asked, live FROM jobs WHERE id IN ({rows.places(ids)})"
-        with self._database.reading() as connection:
+        query = f"SELECT id, state, held, asked, live FROM jobs WHERE id IN ({_marks(ids)})"
+        with self.database.reading() as connection:
             return {
                 row["id"]: (row["state"], bool(row["held"]), row["asked"], row["live"])
                 for row in connection.execute(query, tuple(ids))
             }
 
     def running_on(self, instance: str) -> Sequence[JobRecord]:
-        """Return what a worker runs."""
-        with self._database.reading() as connection:
+        """Return the jobs that a worker runs."""
+        with self.database.reading() as connection:
             query = "SELECT * FROM jobs WHERE state = 'running' AND instance = ?"
-            return [rows.record(row) for row in connection.execute(query, (instance,))]
+            return [_to_record(row) for row in connection.execute(query, (instance,))]
 
     def restart(self, job_id: str, instance: str, death: Mapping[str, Any]) -> bool:
-        """Put a job whose worker died back in its old place, once: held if it was asked to pause.
+        """Put a job whose worker died back in its place in the queue; held if a pause was requested.
 
         Args:
             death: the event "WorkerDied".
 
         Returns:
-            False, and nothing has changed, if a worker died with it before, or the worker does not run it any more.
+            False, and nothing has changed, if the worker does not run it any more.
         """
-        with self._database.writing() as connection:
-            row = rows.find(connection, job_id)
-            if row["state"] != "running" or row["instance"] != instance or rows.deaths(connection, job_id):
+        with self.database.writing() as connection:
+            row = _find(connection, job_id)
+            if row["state"] != "running" or row["instance"] != instance:
                 return False
-            rows.note(connection, job_id, death)
+            _add_event(connection, job_id, death)
             held = int(row["asked"] == "pause")
-            rows.change(connection, job_id, state="queued", held=held, asked="", instance=None, live=None)
+            _update(connection, job_id, state="queued", held=held, asked="", instance=None, live=None)
             return True
 
     def interrupt(self, job_id: str, instance: str, saved: VideoSaved | None) -> State | None:
@@ -360,20 +376,20 @@ class JobStore:
         Returns:
             Its new state; `None` if another process was faster.
         """
-        with self._database.writing() as connection:
-            record = rows.record(rows.find(connection, job_id))
+        with self.database.writing() as connection:
+            record = _record(connection, job_id)
             if record.instance != instance or not record.open:
                 return None
             if saved is not None:
-                rows.note(connection, job_id, event_to_json(saved))
-                rows.end(connection, job_id, saved)
+                _add_event(connection, job_id, event_to_json(saved))
+                _end(connection, job_id, saved)
                 return "done"
             if record.pending == "cancel" or record.kind == "task":
-                rows.note(connection, job_id, event_to_json(Cancelled()))
-                rows.end(connection, job_id, Cancelled())
+                _add_event(connection, job_id, event_to_json(Cancelled()))
+                _end(connection, job_id, Cancelled())
                 return "cancelled"
-            rows.note(connection, job_id, {"event": "Interrupted"})
-            rows.change(connection, job_id, state="interrupted", asked="", ended=time.time())
+            _add_event(connection, job_id, {"event": "Interrupted"})
+            _update(connection, job_id, state="interrupted", asked="", ended=time.time())
             return "interrupted"
 
     def move(self, job_id: str, before: str | None) -> None:
@@ -382,20 +398,20 @@ class JobStore:
         Raises:
             StoreError: if one of them is no longer queued.
         """
-        with self._database.writing() as connection:
-            waiting = connection.execute("SELECT id, position FROM jobs WHERE state = 'queued' ORDER BY position")
-            places = {row["id"]: row["position"] for row in waiting}
+        with self.database.writing() as connection:
+            queued = connection.execute("SELECT id, position FROM jobs WHERE state = 'queued' ORDER BY position")
+            positions = {row["id"]: row["position"] for row in queued}
             for one in (job_id, before):
-                if one is not None and one not in places:
-                    rows.find(connection, one)
-                    raise rows.not_waiting(one)
+                if one is not None and one not in positions:
+                    _find(connection, one)
+                    raise StoreError("queue.job_not_queued", job=one)
             if job_id == before:
                 return
-            order = [one for one in places if one != job_id]
+            order = [one for one in positions if one != job_id]
             order.insert(len(order) if before is None else order.index(before), job_id)
-            # The set of positions stays the same, so that jobs that are put back find theirs.
-            for one, position in zip(order, sorted(places.values()), strict=True):
-                rows.change(connection, one, position=position)
+            # The set of positions stays the same: a running job that is put back has its old place.
+            for one, position in zip(order, sorted(positions.values()), strict=True):
+                _update(connection, one, position=position)
 
     def edit(self, job_id: str, request: GenerationRequest, plan: ExecutionPlan) -> JobRecord:
         """Change a queued video; it keeps its place, and starts over if it had started.
@@ -403,19 +419,20 @@ class JobStore:
         Raises:
             StoreError: if it is no longer queued.
         """
-        with self._database.writing() as connection:
-            record = rows.record(rows.find(connection, job_id))
+        with self.database.writing() as connection:
+            record = _record(connection, job_id)
             if record.state != "queued" or record.kind != "video":
-                raise rows.not_waiting(job_id)
-            return rows.edit(connection, job_id, request, plan)
+                raise StoreError("queue.job_not_queued", job=job_id)
+            _edit(connection, job_id, request, plan)
+            return _record(connection, job_id)
 
     def hold(self, ids: Iterable[str], held: bool) -> None:
         """Pause or continue jobs: queued ones are skipped while held, running ones stop after their step."""
-        with self._database.writing() as connection:
+        with self.database.writing() as connection:
             for one in ids:
-                state = rows.find(connection, one)["state"]
+                state = _find(connection, one)["state"]
                 if state == "queued":
-                    rows.change(connection, one, held=int(held))
+                    _update(connection, one, held=int(held))
                 elif state == "running":
                     connection.execute(
                         "UPDATE jobs SET asked = ? WHERE id = ? AND asked != 'cancel'", ("pause" if held else "", one)
@@ -423,19 +440,19 @@ class JobStore:
 
     def request_cancel(self, ids: Iterable[str]) -> None:
         """Cancel jobs: queued ones end at once, running ones soon; ended ones are ignored."""
-        with self._database.writing() as connection:
+        with self.database.writing() as connection:
             for one in ids:
-                state = rows.find(connection, one)["state"]
+                state = _find(connection, one)["state"]
                 if state == "queued":
-                    rows.note(connection, one, event_to_json(Cancelled()))
-                    rows.end(connection, one, Cancelled())
+                    _add_event(connection, one, event_to_json(Cancelled()))
+                    _end(connection, one, Cancelled())
                 elif state == "running":
-                    rows.change(connection, one, asked="cancel")
+                    _update(connection, one, asked="cancel")
 
     def pending(self, ids: Collection[str]) -> dict[str, Control]:
         """Return the pending pause and cancel requests of these running jobs."""
-        query = f"SELECT id, asked FROM jobs WHERE state = 'running' AND asked != '' AND id IN ({rows.places(ids)})"
-        with self._database.reading() as connection:
+        query = f"SELECT id, asked FROM jobs WHERE state = 'running' AND asked != '' AND id IN ({_marks(ids)})"
+        with self.database.reading() as connection:
             return {row["id"]: row["asked"] for row in connection.execute(query, tuple(ids))}
 
     def delete(self, job_id: str) -> None:
@@ -444,21 +461,21 @@ class JobStore:
         Raises:
             StoreError: if it is running.
         """
-        with self._database.writing() as connection:
-            row = rows.find(connection, job_id)
+        with self.database.writing() as connection:
+            row = _find(connection, job_id)
             if row["state"] == "running":
                 raise StoreError("queue.job_running_delete", job=job_id)
             if row["state"] == "queued":
-                rows.note(connection, job_id, event_to_json(Cancelled()))
-                rows.end(connection, job_id, Cancelled())
+                _add_event(connection, job_id, event_to_json(Cancelled()))
+                _end(connection, job_id, Cancelled())
             if row["deleted"] is None:
-                rows.change(connection, job_id, deleted=time.time())
+                _update(connection, job_id, deleted=time.time())
 
     def undelete(self, job_id: str) -> None:
         """Restore a deleted job."""
-        with self._database.writing() as connection:
-            rows.find(connection, job_id)
-            rows.change(connection, job_id, deleted=None)
+        with self.database.writing() as connection:
+            _find(connection, job_id)
+            _update(connection, job_id, deleted=None)
 
     def purge(self, older_than: float, ids: Collection[str] | None = None) -> Sequence[JobRecord]:
         """Remove deleted jobs permanently; return them, so that their files can be removed.
@@ -467,11 +484,14 @@ class JobStore:
             older_than: seconds since their deletion.
             ids: only these jobs, whenever they were deleted.
         """
-        query, values = rows.deleted(older_than, ids)
-        with self._database.writing() as connection:
-            old = connection.execute(query, values).fetchall()
+        where = "deleted <= ?"
+        values: Sequence[str | float] = (time.time() - older_than,)
+        if ids is not None:
+            where, values = f"deleted IS NOT NULL AND id IN ({_marks(ids)})", tuple(ids)
+        with self.database.writing() as connection:
+            old = connection.execute(f"SELECT * FROM jobs WHERE {where}", values).fetchall()
             connection.executemany("DELETE FROM jobs WHERE id = ?", [(row["id"],) for row in old])
-        return [rows.record(row) for row in old]
+        return [_to_record(row) for row in old]
 
 
 def open_store(cache_dir: Path) -> JobStore:
@@ -494,3 +514,117 @@ def open_store(cache_dir: Path) -> JobStore:
             return JobStore(folder / NAME, problem, folder)
         except (OSError, StoreError):
             return JobStore(None, problem)
+
+
+def _find(connection: sqlite3.Connection, job_id: str) -> sqlite3.Row:
+    row: sqlite3.Row | None = connection.execute("SELECT * FROM jobs WHERE id = ?", (job_id,)).fetchone()
+    if row is None:
+        raise StoreError("queue.no_such_job", job=job_id[:40])
+    return row
+
+
+def _to_record(row: sqlite3.Row) -> JobRecord:
+    return JobRecord.model_validate(dict(row))
+
+
+def _record(connection: sqlite3.Connection, job_id: str) -> JobRecord:
+    return _to_record(_find(connection, job_id))
+
+
+def _events(connection: sqlite3.Connection, job_id: str, after: int) -> list[tuple[int, float, Mapping[str, Any]]]:
+    query = "SELECT n, at, event FROM events WHERE job = ? AND n > ? ORDER BY n"
+    return [(row["n"], row["at"], json.loads(row["event"])) for row in connection.execute(query, (job_id, after))]
+
+
+def _video(request: GenerationRequest, plan: ExecutionPlan) -> dict[str, str]:
+    """Return the columns that define a video."""
+    return {
+        "prompt": request.prompt,
+        "request": json.dumps(stored_request(request, plan)),
+        "plan": plan.model_dump_json(),
+        "output": str(plan.output),
+    }
+
+
+def _insert(
+    connection: sqlite3.Connection,
+    kind: Kind,
+    values: Mapping[str, Any],
+    *,
+    job_id: str | None = None,
+    state: State = "queued",
+) -> JobRecord:
+    """Add a job to the end of the queue, or one that its instance runs already."""
+    now, job_id = time.time(), job_id or secrets.token_hex(4)
+    columns = {
+        "id": job_id,
+        "kind": kind,
+        **values,
+        "state": state,
+        "created": now,
+        "started": now if state == "running" else None,
+        "position": _next_position(connection),
+    }
+    connection.execute(f"INSERT INTO jobs ({', '.join(columns)}) VALUES ({_marks(columns)})", tuple(columns.values()))
+    return _record(connection, job_id)
+
+
+def _start(connection: sqlite3.Connection, job_id: str, instance: str) -> JobRecord:
+    values = {"held": 0, "asked": "", "ended": None, "failure": None, "live": None}
+    _update(connection, job_id, state="running", instance=instance, started=time.time(), **values)
+    return _record(connection, job_id)
+
+
+def _edit(connection: sqlite3.Connection, job_id: str, request: GenerationRequest, plan: ExecutionPlan) -> None:
+    """Change a queued video; it starts over."""
+    _add_event(connection, job_id, {"event": "Edited"})
+    _update(connection, job_id, **_video(request, plan), begun=0)
+
+
+def _end(connection: sqlite3.Connection, job_id: str, event: TerminalEvent) -> None:
+    """Set the columns of a job that ended with `event`."""
+    state: State = "cancelled"
+    result = failure = None
+    if isinstance(event, VideoSaved):
+        state, result = "done", event.model_dump_json()
+    elif isinstance(event, Failed):
+        state, failure = "failed", event.model_dump_json()
+    _update(connection, job_id, state=state, result=result, failure=failure, held=0, asked="", ended=time.time())
+
+
+def _add_event(connection: sqlite3.Connection, job_id: str, event: Mapping[str, Any]) -> None:
+    connection.execute("INSERT INTO events (job, at, event) VALUES (?, ?, ?)", (job_id, time.time(), json.dumps(event)))
+
+
+def _update(connection: sqlite3.Connection, job_id: str, **values: Any) -> None:
+    """Set columns of a job. Names are not escaped: they come from this module only."""
+    columns = ", ".join(f"{name} = ?" for name in values)
+    connection.execute(f"UPDATE jobs SET {columns} WHERE id = ?", (*values.values(), job_id))
+
+
+def _next_position(connection: sqlite3.Connection) -> int:
+    (last,) = connection.execute("SELECT coalesce(max(position), 0) FROM jobs").fetchone()
+    return int(last) + 1
+
+
+def _check_resumable(job: JobRecord, *others: State) -> None:
+    """Raise `StoreError` unless a job can be resumed, or is in one of the `others` states."""
+    if job.deleted is not None:
+        raise StoreError("queue.job_deleted", job=job.id)
+    if job.kind == "video" and job.state in (*RESUMABLE, *others):
+        return
+    if job.state == "queued":
+        raise StoreError("queue.job_queued", job=job.id)
+    if job.state == "running":
+        raise StoreError("queue.job_running", job=job.id)
+    raise StoreError("queue.job_done", job=job.id, video=job.output)
+
+
+def _marks(values: Collection[Any]) -> str:
+    """Return an SQL placeholder for each value."""
+    return ", ".join("?" * len(values))
+
+
+def _starts_with(text: str) -> str:
+    """Return the LIKE pattern for values that start with `text`."""
+    return f"{text.lower().translate(_LIKE_SPECIAL)}%"

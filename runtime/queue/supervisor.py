@@ -1,34 +1,36 @@
-"""Starts one worker process per GPU, restarts those that die, and decides what becomes of their jobs."""
+"""The web app's worker processes: starts one per GPU, restarts those that die, and has their jobs resumed."""
 
 import contextlib
 import logging
 import multiprocessing
-import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from pathlib import Path
 
 from runtime.core.errors import StoreError
+from runtime.core.facts import Fact
 from runtime.queue import recovery
-from runtime.queue.registry import WorkerRegistry
+from runtime.queue.instances import WorkerRegistry
 from runtime.queue.store import JobStore
-from runtime.queue.worker import EXIT_DEVICE_LOST, WorkerConfig, main
+from runtime.queue.worker import WorkerConfig, main
 
-# A worker that ends sooner after its start is started again later and later.
+# The delay before a restart doubles each time that a worker ends sooner after its start than this.
 _SHORT_LIFE_SECONDS = 10.0
 _MOST_DELAY_SECONDS = 30.0
 _STORE_RETRY_SECONDS = 1.0
+# A death is due to lack of memory if the kernel has killed a process since the sample before the last one.
+_SAMPLE_SECONDS = 5.0
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class _Slot:
-    """One GPU's worker, when it is to be started again, and `memory_kills` when it started."""
+    """One GPU's worker, and when it is to be started again."""
 
     config: WorkerConfig
     process: SpawnProcess | None = None
@@ -36,7 +38,6 @@ class _Slot:
     started: float = 0.0
     delay: float = 0.0
     start_at: float = 0.0
-    memory_kills: int = 0
 
 
 class Supervisor:
@@ -44,17 +45,18 @@ class Supervisor:
 
     Args:
         configs: one for each worker.
-        changed: called after a worker died and its job was dealt with.
+        changed: called after a worker died and its job was settled.
     """
 
     def __init__(
         self, store: JobStore, configs: Sequence[WorkerConfig], changed: Callable[[], None] = lambda: None
     ) -> None:
         self._store = store
-        self._registry = WorkerRegistry(store)
+        self._registry = WorkerRegistry(store.database)
         self._slots = [_Slot(config) for config in configs]
         self._changed = changed
         self._closing = threading.Event()
+        self._memory_kills = deque([recovery.MemoryKills.read()], maxlen=2)
         # A second connection end wakes the thread that waits for processes to end.
         self._wake, self._woken = multiprocessing.Pipe()
         self._thread = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
@@ -64,7 +66,7 @@ class Supervisor:
         self._thread.start()
 
     def pids(self) -> dict[int, int]:
-        """Return the process id of each living worker, by GPU."""
+        """Return the process id of each running worker, by GPU."""
         alive = [(slot.config.gpu, slot.process) for slot in self._slots]
         return {gpu: process.pid for gpu, process in alive if process is not None and process.pid is not None}
 
@@ -75,17 +77,21 @@ class Supervisor:
         self._thread.join()
 
     def _supervise(self) -> None:
+        sampled = time.monotonic()
         while not self._closing.is_set():
             now = time.monotonic()
+            if now - sampled >= _SAMPLE_SECONDS:
+                sampled = now
+                self._memory_kills.append(recovery.MemoryKills.read())
             for slot in self._slots:
                 if slot.process is None and now >= slot.start_at:
                     self._start(slot)
             sentinels = [slot.process.sentinel for slot in self._slots if slot.process is not None]
             due = [slot.start_at - now for slot in self._slots if slot.process is None]
-            wait([self._woken, *sentinels], timeout=max(min(due), 0.0) if due else None)
+            wait([self._woken, *sentinels], timeout=max(min([*due, _SAMPLE_SECONDS]), 0.0))
             for slot in self._slots:
                 if slot.process is not None and slot.process.exitcode is not None and not self._closing.is_set():
-                    self._bury(slot, slot.process.exitcode)
+                    self._replace(slot, slot.process.exitcode)
         self._stop_all()
 
     def _start(self, slot: _Slot) -> None:
@@ -93,7 +99,7 @@ class Supervisor:
         process = multiprocessing.get_context("spawn").Process(
             target=main, args=(slot.config, theirs), name=f"worker-{slot.config.gpu}", daemon=False
         )
-        slot.started, slot.memory_kills = time.monotonic(), memory_kills()
+        slot.started = time.monotonic()
         try:
             process.start()
         except OSError as error:
@@ -105,16 +111,16 @@ class Supervisor:
             theirs.close()
         slot.process, slot.connection = process, ours
 
-    def _bury(self, slot: _Slot, code: int) -> None:
+    def _replace(self, slot: _Slot, code: int) -> None:
         assert slot.process is not None and slot.connection is not None
-        logger.error("worker %s ended: %s", slot.config.instance, describe_exit(code))
+        how, out_of_memory = recovery.exit_reason(code, self._memory_kills[0], recovery.MemoryKills.read())
+        logger.error("worker %s ended: %s", slot.config.instance, how)
         slot.process.join()
         slot.process = None
         slot.connection.close()
-        killed_for_memory = code == -signal.SIGKILL and memory_kills() > slot.memory_kills
-        self._settle(slot.config.instance, code, killed_for_memory)
+        self._settle(slot.config.instance, how, out_of_memory)
         if time.monotonic() - slot.started < _SHORT_LIFE_SECONDS:
-            # It may be the import that crashes: then it does so with a job, which is told.
+            # The import may crash: without preload it does so within a job, which then fails with a message.
             slot.config = replace(slot.config, preload=False)
         self._delay(slot)
         self._changed()
@@ -124,13 +130,15 @@ class Supervisor:
         slot.delay = min(max(2 * slot.delay, 0.5), _MOST_DELAY_SECONDS) if short else 0.0
         slot.start_at = time.monotonic() + slot.delay
 
-    def _settle(self, instance: str, code: int, killed_for_memory: bool) -> None:
+    def _settle(self, instance: str, how: Fact, out_of_memory: bool) -> None:
         while True:
             try:
                 self._registry.release(instance)
-                recovery.settle_worker(self._store, instance, describe_exit(code), out_of_memory=killed_for_memory)
+                recovery.settle_worker(self._store, instance, how, out_of_memory=out_of_memory)
             except StoreError as error:
-                logger.warning("The job of a dead worker cannot be noted: %s", type(error.__cause__ or error).__name__)
+                logger.warning(
+                    "The job of a dead worker cannot be updated: %s", type(error.__cause__ or error).__name__
+                )
                 if self._closing.wait(_STORE_RETRY_SECONDS):
                     return
             else:
@@ -146,24 +154,3 @@ class Supervisor:
                 slot.process.join()
             if slot.connection is not None:
                 slot.connection.close()
-
-
-def memory_kills(counters: Path = Path("/proc/vmstat")) -> int:
-    """Return how many processes the Linux kernel has killed for lack of memory; 0 where it does not say so."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in counters.read_text(encoding="ascii").splitlines():
-            name, _, count = line.partition(" ")
-            if name == "oom_kill":
-                return int(count)
-    return 0
-
-
-def describe_exit(code: int) -> str:
-    """Return how a process ended, in a few words."""
-    if code == EXIT_DEVICE_LOST:
-        return "CUDA error"
-    if code >= 0:
-        return f"exit code {code}"
-    with contextlib.suppress(ValueError):
-        return f"signal {-code}, {signal.Signals(-code).name}"
-    return f"signal {-code}"

@@ -1,8 +1,10 @@
-"""Runs tasks on the engine library in a worker process."""
+"""Runs one task on the engine library in a worker process: build, inspect, import, verify, delete or prune engines."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.core.request import GenerationRequest
@@ -14,16 +16,53 @@ from runtime.engines.store import EngineStore
 from runtime.models.catalogue import look_up
 from runtime.models.loras import model_for
 from runtime.pipeline.build_engines import build_all, wanted_engines
-from runtime.queue.tasks import (
+from runtime.queue.records import (
     BuildEngines,
     DeleteEngine,
     ImportEngine,
     InspectEngine,
     PruneEngines,
-    TaskRecorder,
     VerifyEngine,
     Work,
 )
+from runtime.queue.store import JobStore
+
+
+class TaskRecorder:
+    """Writes the progress of a task that this process runs to the store.
+
+    Attributes:
+        cancel: what the task checks.
+    """
+
+    def __init__(self, task_id: str, store: JobStore) -> None:
+        self.id = task_id
+        self.cancel = Cancel()
+        self._store = store
+        self._last: Fact | None = None
+        self._reported_at = 0.0
+
+    def report(self, fact: Fact, share: float | None) -> None:
+        """Store progress: the current activity, and the share done, 0 to 1, if known."""
+        now = time.monotonic()
+        if fact != self._last:
+            self._last = fact
+            self._store.record_task_event(self.id, {"event": "TaskProgress", "fact": fact.model_dump(mode="json")})
+        elif now - self._reported_at < _LIVE_SECONDS:
+            return
+        self._reported_at = now
+        self._store.show(self.id, {"fact": fact.model_dump(mode="json"), "share": share})
+
+    def write(self, text: str) -> None:
+        """Append to the log."""
+        self._store.record_task_event(self.id, {"event": "TaskLog", "text": text})
+
+    def found(self, lines: tuple[str, ...]) -> None:
+        """Store what is known about an inspected file."""
+        self._store.record_task_event(self.id, {"event": "TaskFound", "lines": list(lines)})
+
+
+_LIVE_SECONDS = 0.2
 
 # Frees the loaded models: builders measure, and engines that are compared need memory.
 Free = Callable[[], None]
@@ -57,7 +96,7 @@ def run_task(work: Work, recorder: TaskRecorder, engines: EngineService, weights
 
 def _build(work: BuildEngines, recorder: TaskRecorder, engines: EngineService, weights_dir: Path, free: Free) -> Fact:
     recorder.report(Fact("task.looking"), None)
-    request = work.generation_request()
+    request = GenerationRequest.from_mapping(work.request)
     spec = model_for(request, weights_dir)
     wanted = wanted_engines(_narrowed(request, work.component), spec, engines)
     if not wanted:

@@ -23,28 +23,28 @@ from runtime.core.errors import EngineError, StoreError, TandemError
 from runtime.core.events import Cancelled, Event, Failed, WaitsForGpus
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
+from runtime.core.processes import be_killed_first
 from runtime.engines.service import EngineService
 from runtime.machine.probe import Machine, probe
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.history import HistoryFile
-from runtime.queue import execution
-from runtime.queue.execution import ControlPoller, JobRecorder, Planner
-from runtime.queue.records import KINDS, JobRecord, Kind, State
-from runtime.queue.registry import WorkerEntry, WorkerRegistry, app_of
+from runtime.queue import job_runner
+from runtime.queue.instances import WorkerEntry, WorkerRegistry, app_of
+from runtime.queue.job_runner import ControlPoller, JobRecorder, Planner
+from runtime.queue.records import KINDS, JobRecord, Kind, State, work_of
+from runtime.queue.recovery import EXIT_DEVICE_LOST
 from runtime.queue.store import JobStore
-from runtime.queue.tasks import TaskRecorder, work_of
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # these import torch
     from runtime.execution.residency import Residency
+    from runtime.queue.task_runner import TaskRecorder
 
 # How often the store is asked for work: other processes add jobs without a signal.
 _POLL_SECONDS = 0.1
 # After the store could not be read, so that the log does not fill up.
 _RETRY_SECONDS = 5.0
-# A process whose CUDA context is broken can only be replaced; see `device_is_lost`.
-EXIT_DEVICE_LOST = 75
-# The process that supervises this one is gone.
-EXIT_ORPHANED = 76
+# Exit code of a worker whose supervisor is gone.
+_EXIT_ORPHANED = 76
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +87,8 @@ def main(config: WorkerConfig, supervisor: Connection) -> None:
     """Run a worker in this process until the supervisor sends a message, or is gone."""
     # Ctrl-C reaches all processes of a terminal; the supervisor decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # This process is restarted and its job resumes; the web app cannot be.
+    be_killed_first()
     if config.log_file is not None:
         log.start(config.log_file)
     worker = Worker(JobStore(config.store_path, config.store_problem), config)
@@ -95,7 +97,7 @@ def main(config: WorkerConfig, supervisor: Connection) -> None:
         try:
             supervisor.recv_bytes()
         except (EOFError, OSError):
-            os._exit(EXIT_ORPHANED)
+            os._exit(_EXIT_ORPHANED)
         if not worker.stop():
             os._exit(0)  # it may import PyTorch, which takes seconds
 
@@ -117,7 +119,7 @@ class Worker:
     def __init__(self, store: JobStore, config: WorkerConfig) -> None:
         self._store = store
         self._config = config
-        self._registry = WorkerRegistry(store)
+        self._registry = WorkerRegistry(store.database)
         self._planner = Planner(config.weights_dir, config.engines, config.history)
         self._poller = ControlPoller(store)
         self._residency: Residency | None = None
@@ -247,7 +249,7 @@ class Worker:
             logger.exception("job %s could not be planned", record.id)
             recorder.record(Failed.because_of(error))
         else:
-            execution.run(recorder, record, plan, spec, emit, self._residency, self._config.history, self._store)
+            job_runner.run(recorder, record, plan, spec, emit, self._residency, self._config.history, self._store)
 
     def _plan(self, recorder: JobRecorder, record: JobRecord) -> tuple[ModelSpec, ExecutionPlan]:
         """Plan a job, and wait for the GPUs that it uses.
@@ -295,7 +297,7 @@ class Worker:
             raise
 
     def _run_task(self, record: JobRecord) -> None:
-        from runtime.queue.task_runner import run_task
+        from runtime.queue.task_runner import TaskRecorder, run_task
 
         config = self._config
         if len(self._registry.gpus(config.instance)) > 1:
@@ -335,7 +337,7 @@ class Worker:
             else:
                 self._store.finish(record.id, "failed", failed.fact)
 
-    def _begin(self, running: JobRecorder | TaskRecorder) -> None:
+    def _begin(self, running: "JobRecorder | TaskRecorder") -> None:
         with self._lock:
             self._running = running
             stopping = self._stopping.is_set()

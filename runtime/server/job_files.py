@@ -20,8 +20,8 @@ from starlette.types import Receive, Scope, Send
 from runtime.core.errors import StoreError, TandemError
 from runtime.core.settings import Settings
 from runtime.pipeline.checkpoint_files import POSTER
+from runtime.queue.job_queue import JobQueue
 from runtime.queue.records import JobRecord
-from runtime.queue.service import JobQueue
 from runtime.queue.support_report import report
 from runtime.server.gradio_requests import FILE, OWN
 from runtime.video.mp4 import copy_without_metadata

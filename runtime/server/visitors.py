@@ -18,9 +18,10 @@ from runtime.core.request import AUTO, FIELDS, GenerationRequest
 from runtime.core.settings import Settings
 from runtime.machine.probe import free_disk_bytes
 from runtime.models.spec import ModelSpec
-from runtime.queue.process_lock import lives
-from runtime.queue.service import Job, JobQueue
+from runtime.queue.instances import is_alive
+from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import JobStore
+from runtime.queue.views import Job
 from runtime.server.job_files import find_output
 from runtime.server.model_choices import check_offered
 
@@ -320,4 +321,4 @@ def cancel_orphaned(store: JobStore) -> None:
     waiting = [one for one in store.queue() if one.owner is not None and one.state == "queued"]
     if store.path is not None:
         path = store.path
-        store.request_cancel([one.id for one in waiting if not lives(path, str(one.owner).partition("-")[0])])
+        store.request_cancel([one.id for one in waiting if not is_alive(path, str(one.owner).partition("-")[0])])

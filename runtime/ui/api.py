@@ -16,7 +16,8 @@ from runtime.core.events import Failed, VideoSaved, to_json
 from runtime.core.facts import Fact, Words, render
 from runtime.core.request import FIELDS, GenerationRequest
 from runtime.models.spec import ModelSpec
-from runtime.queue.service import Job, JobQueue
+from runtime.queue.job_queue import JobQueue
+from runtime.queue.views import Job
 from runtime.server.model_choices import check_offered
 from runtime.server.visitors import Visitors
 from runtime.ui import form, job_view

@@ -21,7 +21,7 @@ from runtime.engines.service import EngineService
 from runtime.machine.probe import probe
 from runtime.pipeline.history import HistoryFile
 from runtime.queue.downloads import Downloads
-from runtime.queue.service import JobQueue
+from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import open_store
 from runtime.server import job_files
 from runtime.server.security import LOOPBACK

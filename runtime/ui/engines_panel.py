@@ -21,17 +21,17 @@ from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import IMPORTED, UNREADABLE_KEY, EngineRecord, ShapeProfile
 from runtime.planner.engine_offers import EngineOffer
 from runtime.planner.history import calls_of
-from runtime.queue.service import JobQueue
-from runtime.queue.tasks import (
+from runtime.queue.job_queue import JobQueue
+from runtime.queue.records import (
     BuildEngines,
     DeleteEngine,
     ImportEngine,
     InspectEngine,
     PruneEngines,
-    Task,
     VerifyEngine,
     Work,
 )
+from runtime.queue.views import Task
 from runtime.server.model_choices import check_offered
 from runtime.ui import form, formatting
 from runtime.ui.formatting import COMPONENT_TITLES, lowered, paragraph, render

@@ -11,7 +11,7 @@ from runtime.core.request import BACKENDS, FIELDS
 from runtime.core.request_fields import AUTO, Choice, Loras, StepCache
 from runtime.core.units import byte_size
 from runtime.pipeline.checkpoint_files import POSTER
-from runtime.queue import disk_usage
+from runtime.queue import storage
 from runtime.queue.records import RESUMABLE, JobRecord, State
 from runtime.ui import fields, formatting, job_view
 from runtime.ui.formatting import COMPONENT_TITLES, paragraph, render
@@ -134,13 +134,13 @@ class HistoryPanel(JobsPanel):
         return {"similarity": similarity(one, other, found)}
 
     def _remove_checkpoints(self, _call: Call) -> Reply:
-        freed = disk_usage.remove_finished_checkpoints(self._store, self._owner)
+        freed = storage.remove_finished_checkpoints(self._store, self._owner)
         return {"message": f"Removed: {byte_size(freed)} of checkpoints."}
 
     def _delete_old(self, call: Call) -> Reply:
         if call.target not in map(str, AGES):
             raise unknown_action()
-        old = disk_usage.older_than(self._store, self._owner, int(call.target))
+        old = storage.older_than(self._store, self._owner, int(call.target))
         return self._delete(replace(call, target=" ".join(job.id for job in old))) if old else {}
 
     def _purge_deleted(self, _call: Call) -> Reply:
@@ -162,7 +162,7 @@ class HistoryPanel(JobsPanel):
             limit=_PAGE + 1,
             offset=_PAGE * view.page,
         )
-        cards = [(job, self._poster(job), disk_usage.video_bytes(job)) for job in found[:_PAGE]]
+        cards = [(job, self._poster(job), storage.video_bytes(job)) for job in found[:_PAGE]]
         filtered = bool(view.search.strip() or view.page) or view.state != ALL
         more = len(found) > _PAGE
         return render("history_gallery.html", cards=cards, page=view.page, more=more, filtered=filtered, titles=FILTERS)
@@ -175,10 +175,10 @@ class HistoryPanel(JobsPanel):
     def _storage(self) -> str:
         old = []
         for days in AGES:
-            jobs = disk_usage.older_than(self._store, self._owner, days)
+            jobs = storage.older_than(self._store, self._owner, days)
             if jobs:
-                old.append((days, len(jobs), sum(disk_usage.video_bytes(job) for job in jobs)))
-        return render("history_storage.html", usage=disk_usage.measure(self._store, self._owner), old=old)
+                old.append((days, len(jobs), sum(storage.video_bytes(job) for job in jobs)))
+        return render("history_storage.html", usage=storage.measure(self._store, self._owner), old=old)
 
     def _detail(self, job_id: str) -> str:
         try:
@@ -188,7 +188,7 @@ class HistoryPanel(JobsPanel):
         if job is None:
             return ""
         saved, live = job.saved, self._worker.job(job.id)
-        size, checkpoints = disk_usage.video_bytes(job), disk_usage.checkpoint_bytes(self._store, job.id)
+        size, checkpoints = storage.video_bytes(job), storage.checkpoint_bytes(self._store, job.id)
         rows: list[tuple[str, str]] = []
         if saved is not None and job.plan is not None and live is not None:
             rows = job_view.result_rows(saved, job.plan, live.model_title)

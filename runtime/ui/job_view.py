@@ -30,7 +30,8 @@ from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
 from runtime.core.progress import Progress
 from runtime.core.step_cache import NONE
 from runtime.core.units import duration, memory_size
-from runtime.queue.service import Job, JobQueue
+from runtime.queue.job_queue import JobQueue
+from runtime.queue.views import Job
 from runtime.ui import fields, formatting
 from runtime.ui.formatting import lowered, page_text, render
 
@@ -253,7 +254,7 @@ def _running(progress: Progress) -> Line:
 
 def _resumable(line: Line, job: Job) -> Line:
     """Return the line of a job that ended without a video, with how it can be resumed."""
-    status = resume_status(job.events, job.kept)
+    status = resume_status(job.events, job.checkpoint_step)
     return replace(line, checkpoint=status.checkpoint, resumable=True, alternative=status.alternative)
 
 

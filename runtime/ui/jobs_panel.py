@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from runtime.models.spec import ModelSpec
-from runtime.queue import recovery
+from runtime.queue import storage
+from runtime.queue.job_queue import JobQueue
 from runtime.queue.records import JobRecord
-from runtime.queue.service import JobQueue
 from runtime.server.job_files import find_output
 from runtime.ui.formatting import paragraph
 from runtime.ui.job_view import ResumeStatus, resume_status
@@ -83,7 +83,7 @@ class JobsPanel:
 
     def _purge(self, jobs: Sequence[JobRecord]) -> None:
         for job in self._store.purge(0, [job.id for job in jobs]):
-            recovery.remove_files(self._store, job, self._outputs_dir)
+            storage.remove_files(self._store, job, self._outputs_dir)
 
     def _resume(self, job: JobRecord, _call: Call) -> Reply:
         self._worker.resume(job.id)
@@ -96,7 +96,7 @@ class JobsPanel:
     def _resume_status(self, record: JobRecord) -> ResumeStatus:
         """Return from where a job that ended without a video can be resumed."""
         job = self._worker.job(record.id)
-        return resume_status((), None) if job is None else resume_status(job.events, job.kept)
+        return resume_status((), None) if job is None else resume_status(job.events, job.checkpoint_step)
 
     def _plays(self, job: JobRecord) -> bool:
         """Return whether a job's video exists and is served."""

@@ -14,7 +14,8 @@ import gradio as gr
 
 from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.models.spec import ModelSpec
-from runtime.queue.service import Job, JobQueue
+from runtime.queue.job_queue import JobQueue
+from runtime.queue.views import Job
 from runtime.server.model_choices import check_offered
 from runtime.ui import form, job_view
 from runtime.ui.formatting import page_text, render

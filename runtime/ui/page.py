@@ -10,7 +10,7 @@ from runtime.engines.imported.importing import WARNING
 from runtime.engines.service import EngineService
 from runtime.planner.placement import usable_gpus
 from runtime.queue.downloads import Downloads
-from runtime.queue.service import JobQueue
+from runtime.queue.job_queue import JobQueue
 from runtime.server.model_choices import offered
 from runtime.ui import api, form, panels, theme
 from runtime.ui.engines_panel import FILE_KINDS, EnginesPanel

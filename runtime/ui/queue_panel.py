@@ -8,8 +8,8 @@ from typing import Any
 from runtime.core.errors import InvalidRequestError
 from runtime.core.events import OutOfMemory
 from runtime.core.request import AUTO, Auto
+from runtime.queue.job_queue import combined
 from runtime.queue.records import JobRecord, State
-from runtime.queue.service import combined
 from runtime.ui import form, formatting
 from runtime.ui.formatting import paragraph, render
 from runtime.ui.job_view import ResumeStatus

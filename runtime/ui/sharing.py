@@ -16,7 +16,7 @@ from starlette.routing import Route
 from runtime.core.errors import MachineError, ModelError
 from runtime.core.settings import Settings
 from runtime.models.catalogue import folders
-from runtime.queue.service import JobQueue
+from runtime.queue.job_queue import JobQueue
 from runtime.server.gradio_requests import VIDEO
 from runtime.server.job_files import video_response
 from runtime.server.model_choices import offered

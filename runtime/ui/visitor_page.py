@@ -12,7 +12,8 @@ import gradio as gr
 
 from runtime.core.settings import ROOT, Settings
 from runtime.models.spec import ModelSpec
-from runtime.queue.service import Job, JobQueue
+from runtime.queue.job_queue import JobQueue
+from runtime.queue.views import Job
 from runtime.server.visitors import (
     Visitors,
     allows_size,

@@ -11,8 +11,9 @@ from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
-from runtime.queue.service import Job, JobQueue
+from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import JobStore
+from runtime.queue.views import Job
 from tests.pipeline.test_resume import stream_of
 from tests.queue.test_worker import watch
 

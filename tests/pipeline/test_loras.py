@@ -17,7 +17,7 @@ from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import CheckpointFolder, identity, stamps
 from runtime.planner.resolve import resolve
-from runtime.queue.execution import Planner
+from runtime.queue.job_runner import Planner
 from runtime.queue.store import JobStore
 from runtime.video.mp4 import read_metadata
 from tests import lora_files

@@ -16,7 +16,7 @@ from runtime.planner.history import runs_of
 from runtime.planner.placement import counts, faster
 from runtime.planner.resolve import resolve
 from runtime.planner.strategies import next_strategy
-from runtime.queue.execution import on_gpu
+from runtime.queue.job_runner import on_gpu
 from tests.planner.test_memory_model import workload
 from tests.plans import GIB, machine
 from tests.published_specs import spec

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runtime.models.spec import ModelSpec
-from runtime.queue.service import JobQueue
+from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import JobStore
 from tests.plans import no_engines
 from tests.thread_queue import RunningQueue

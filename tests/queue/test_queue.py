@@ -22,12 +22,12 @@ from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint_files import POSTER
-from runtime.queue.execution import JobRecorder
-from runtime.queue.process_lock import Instance
-from runtime.queue.records import JobRecord
-from runtime.queue.service import Job, JobQueue, combined
+from runtime.queue.instances import Instance
+from runtime.queue.job_queue import JobQueue, combined
+from runtime.queue.job_runner import JobRecorder
+from runtime.queue.records import BuildEngines, JobRecord, PruneEngines
 from runtime.queue.store import JobStore
-from runtime.queue.tasks import BuildEngines, PruneEngines
+from runtime.queue.views import Job
 from runtime.video.mp4 import read_metadata
 from tests.cli.test_jobs import stream
 from tests.plans import no_engines
@@ -126,7 +126,7 @@ def test_another_process_cancels(start: Make, tmp_path: Path) -> None:
 def test_a_job_of_another_process_is_seen_from_here(
     start: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runtime.queue.service._RECOVERY_SECONDS", 0.1)
+    monkeypatch.setattr("runtime.queue.job_queue._RECOVERY_SECONDS", 0.1)
     worker = start()
     busy = worker.submit(small(steps=1000))
     until(lambda: steps(busy) > 2)

@@ -1,4 +1,4 @@
-"""After processes died: their jobs are found, what is done is known to be, what was left lying about goes."""
+"""Recovery after a process died: job states, restarts of jobs, and removal of leftover files."""
 
 import json
 import os
@@ -7,37 +7,38 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from runtime.core.cancel import Cancel
 from runtime.core.errors import StoreError
-from runtime.core.events import Event, Planned, StageStarted, VideoSaved
+from runtime.core.events import Event, Planned, Stage, StageStarted, VideoSaved
 from runtime.core.facts import Fact
-from runtime.core.plan import EngineUse
+from runtime.core.plan import EngineUse, ExecutionPlan
 from runtime.execution.residency import Residency
 from runtime.models.catalogue import EMBEDDED
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.run import run_job
 from runtime.planner.resolve import resolve
-from runtime.queue import process_lock, recovery
-from runtime.queue.execution import after_deaths
-from runtime.queue.process_lock import Instance
-from runtime.queue.records import JobRecord
-from runtime.queue.registry import WorkerRegistry
+from runtime.queue import instances, recovery, storage
+from runtime.queue.instances import Instance, WorkerRegistry
+from runtime.queue.records import JobRecord, PruneEngines
+from runtime.queue.recovery import EXIT_DEVICE_LOST, MemoryKills, avoid_causes, exit_reason
 from runtime.queue.store import JobStore
-from runtime.queue.supervisor import memory_kills
-from runtime.queue.tasks import PruneEngines
 from tests.plans import machine, tiny_plan
 from tests.queue.made import add, asked, planned, saved
 
+KILLED = Fact("queue.exited", {"how": "signal 9, SIGKILL"})
+CRASHED = Fact("queue.exited", {"how": "exit code 1"})
+
 ROOT = Path(__file__).parents[2]
-# A process that has a job and says so, then waits to be killed.
+# A process that runs a job, prints its id, and waits to be killed.
 HOLDER = """
 import sys
 from pathlib import Path
-from runtime.queue.process_lock import Instance
+from runtime.queue.instances import Instance
 from runtime.queue.store import JobStore
 from tests.queue.made import add
 
@@ -54,7 +55,7 @@ def store(tmp_path: Path) -> JobStore:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
-def test_a_living_process_keeps_its_job_and_a_killed_one_loses_it(store: JobStore) -> None:
+def test_jobs_of_a_killed_process_are_interrupted(store: JobStore) -> None:
     assert store.path is not None
     command = [sys.executable, "-c", HOLDER, str(store.path)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
@@ -62,36 +63,42 @@ def test_a_living_process_keeps_its_job_and_a_killed_one_loses_it(store: JobStor
         job, other = holder.stdout.readline().split()
         with Instance(store.path) as own:
             waiting = add(store)
-            assert process_lock.lives(store.path, other)
+            assert instances.is_alive(store.path, other)
             assert recovery.recover(store, own.id) == []
             os.kill(holder.pid, signal.SIGKILL)
             holder.wait()
-            assert not process_lock.lives(store.path, other)
+            assert not instances.is_alive(store.path, other)
             assert recovery.recover(store, own.id) == [job]
             assert recovery.recover(store, own.id) == []
             assert [store.get(one).state for one in (job, waiting.id)] == ["interrupted", "queued"]
 
 
-def test_a_task_that_ran_in_an_app_that_died_is_cancelled(store: JobStore, tmp_path: Path) -> None:
+def test_a_task_of_a_dead_app_is_cancelled(store: JobStore, tmp_path: Path) -> None:
     prune = PruneEngines(max_bytes=0).model_dump(mode="json")
     task, mine, waiting = (store.add_work("task", title, tmp_path, prune) for title in ("Prune", "Prune", "Prune"))
-    WorkerRegistry(store).register("deadbeef.0", 0)
+    WorkerRegistry(store.database).register("deadbeef.0", 0)
     assert store.claim("deadbeef.0")
     with Instance(store.path) as own:
-        WorkerRegistry(store).register(f"{own.id}.0", 0)
+        WorkerRegistry(store.database).register(f"{own.id}.0", 0)
         assert store.claim(f"{own.id}.0")
         assert recovery.recover(store, own.id) == [task.id]
-        assert WorkerRegistry(store).apps() == {own.id}
+        assert WorkerRegistry(store.database).apps() == {own.id}
     assert [store.get(one.id).state for one in (task, mine, waiting)] == ["cancelled", "running", "queued"]
 
 
-def at_work(store: JobStore, tmp_path: Path, instance: str = "app.0", **changes: str) -> JobRecord:
-    """Return a job that a worker runs and denoises."""
+def running(store: JobStore, tmp_path: Path, instance: str = "app.0", stage: Stage = "denoise") -> JobRecord:
+    """Return a job that a worker runs, in a stage of the transformer."""
     plan = planned().replace(output=tmp_path / "x.mp4")
     job = add(store, instance=instance)
     store.record(job.id, Planned(plan=plan))
-    store.record(job.id, StageStarted(stage="denoise", part="transformer"))
+    store.record(job.id, StageStarted(stage=stage, part="transformer"))
     return store.get(job.id)
+
+
+def death(stage: Stage = "denoise", part: str | None = "transformer", **changes: Any) -> dict[str, Any]:
+    """Return the event of a killed worker."""
+    values = {"event": "WorkerDied", "how": KILLED.model_dump(), "out_of_memory": False, "stage": stage, "part": part}
+    return values | changes
 
 
 def diorama() -> ModelSpec:
@@ -100,43 +107,58 @@ def diorama() -> ModelSpec:
 
 
 def test_a_job_whose_worker_died_is_queued_again_once(store: JobStore, tmp_path: Path) -> None:
-    job, other = at_work(store, tmp_path), at_work(store, tmp_path, "app.1")
-    recovery.settle_worker(store, "app.0", "signal 9, SIGKILL")
+    job, other = running(store, tmp_path), running(store, tmp_path, "app.1")
+    recovery.settle_worker(store, "app.0", KILLED)
     again = store.get(job.id)
     assert (again.state, again.held, again.instance, again.begun) == ("queued", False, None, True)
     assert store.get(other.id).state == "running"
-    death = {
-        "event": "WorkerDied",
-        "how": "signal 9, SIGKILL",
-        "out_of_memory": False,
-        "stage": "denoise",
-        "part": "transformer",
-    }
-    assert list(store.deaths(job.id)) == [death]
+    assert list(store.deaths(job.id)) == [death()]
     assert store.claim("app.0") is not None
-    recovery.settle_worker(store, "app.0", "CUDA error")
+    lost = Fact("queue.exit_device_lost")
+    recovery.settle_worker(store, "app.0", lost)
     failed = store.get(job.id)
     assert failed.state == "failed" and failed.failure is not None
-    assert failed.failure.fact == Fact("queue.worker_died_again", {"how": "CUDA error"})
-    # Whoever resumes it gives it another chance.
+    assert failed.failure.fact == Fact("queue.worker_died_again", {"how": lost})
+    # Resumed by the user, it may be queued again once more.
     store.resume(job.id)
     assert store.deaths(job.id) == []
 
 
-def test_what_was_requested_holds_after_a_death(store: JobStore, tmp_path: Path) -> None:
-    cancelled, paused = at_work(store, tmp_path), at_work(store, tmp_path)
+def test_a_job_whose_worker_died_twice_during_builds_is_queued_without_them(store: JobStore, tmp_path: Path) -> None:
+    job = running(store, tmp_path, stage="build")
+    states = []
+    for _ in range(3):
+        recovery.settle_worker(store, "app.0", KILLED)
+        states.append(store.get(job.id).state)
+        if states[-1] == "queued":
+            assert store.claim("app.0") is not None
+            store.record(job.id, StageStarted(stage="build", part="transformer"))
+    assert states == ["queued", "queued", "failed"]
+    # A death in another stage is counted apart.
+    store.resume(job.id)
+    states = []
+    for stage in ("build", "denoise", "build", "denoise"):
+        assert store.claim("app.0") is not None
+        store.record(job.id, StageStarted(stage=stage, part="transformer"))
+        recovery.settle_worker(store, "app.0", KILLED)
+        states.append(store.get(job.id).state)
+    assert states == ["queued", "queued", "queued", "failed"]
+
+
+def test_a_pending_cancel_or_pause_is_followed_after_a_death(store: JobStore, tmp_path: Path) -> None:
+    cancelled, paused = running(store, tmp_path), running(store, tmp_path)
     store.request_cancel([cancelled.id])
     store.hold([paused.id], True)
-    recovery.settle_worker(store, "app.0", "exit code 1")
+    recovery.settle_worker(store, "app.0", CRASHED)
     assert store.get(cancelled.id).state == "cancelled"
     assert (store.get(paused.id).state, store.get(paused.id).held) == ("queued", True)
 
 
-def test_a_build_is_started_again_and_another_task_fails(store: JobStore, tmp_path: Path) -> None:
+def test_a_build_is_queued_again_and_another_task_fails(store: JobStore, tmp_path: Path) -> None:
     build = store.add_work("build", "Build", tmp_path, {"prompt": "a boat"})
     task = store.add_work("task", "Prune", tmp_path, PruneEngines(max_bytes=0).model_dump(mode="json"))
     assert store.claim("app.0") and store.claim("app.0")
-    recovery.settle_worker(store, "app.0", "exit code 1")
+    recovery.settle_worker(store, "app.0", CRASHED)
     assert store.get(build.id).state == "queued"
     failed = store.get(task.id)
     assert failed.state == "failed" and failed.failure is not None
@@ -144,52 +166,104 @@ def test_a_build_is_started_again_and_another_task_fails(store: JobStore, tmp_pa
 
 
 @pytest.mark.parametrize(("stage", "disabled"), [("denoise", True), ("load", True), ("build", False)])
-def test_an_engine_that_ran_when_a_worker_died_is_not_used_again(stage: str, disabled: bool) -> None:
-    use = EngineUse(
-        id="0" * 16, program="transformer", builder="inductor", precision="float32", profile=((1, 1, 1),) * 3
-    )
-    part = planned().components["transformer"].replace(backend="inductor", engines=(use,))
-    plan = planned().with_component("transformer", part)
-    death = {"event": "WorkerDied", "how": "signal 9, SIGKILL", "stage": stage, "part": "transformer"}
-    found = after_deaths(plan, diorama(), [death])
+def test_an_engine_that_ran_when_a_worker_died_is_disabled(stage: Stage, disabled: bool) -> None:
+    plan, use = with_engine(build=False)
+    found = avoid_causes(plan, diorama(), [death(stage)])
     assert found.components["transformer"].engines == (() if disabled else (use,))
     assert found.components["vae"] == plan.components["vae"]
-    assert len(found.warnings) == len(plan.warnings) + (2 if disabled else 1)
-    assert after_deaths(found, diorama(), [death]) == found
+    codes = [warning.code for warning in found.warnings[len(plan.warnings) :]]
+    assert codes == [*(["event.fell_back"] if disabled else []), "queue.worker_replaced"]
+    assert avoid_causes(found, diorama(), [death(stage)]) == found
+
+
+def with_engine(*, build: bool) -> tuple[ExecutionPlan, EngineUse]:
+    """Return a plan whose transformer runs on an engine, and that engine."""
+    profile = ((1, 1, 1),) * 3
+    use = EngineUse(
+        id="0" * 16, program="transformer", builder="inductor", precision="float32", profile=profile, build=build
+    )
+    part = planned().components["transformer"].replace(backend="inductor", engines=(use,))
+    return planned().with_component("transformer", part), use
+
+
+def test_a_build_is_retried_once_and_then_left_out() -> None:
+    plan, use = with_engine(build=True)
+    once = avoid_causes(plan, diorama(), [death("build")])
+    assert once.components["transformer"].engines == (use,)
+    twice = avoid_causes(once, diorama(), [death("build")] * 2)
+    transformer = twice.components["transformer"]
+    assert (transformer.backend, transformer.engines) == ("pytorch", ())
+    reason = Fact("queue.build_disabled", {"how": KILLED})
+    assert twice.warnings[-1].data["reason"] == reason
+    # An engine that is built already is used.
+    built, use = with_engine(build=False)
+    assert avoid_causes(built, diorama(), [death("build")] * 2).components["transformer"].engines == (use,)
 
 
 @pytest.mark.parametrize(("permitted", "applied"), [("any", True), ("retry", True), ("ask", False)])
-def test_a_job_whose_worker_was_killed_for_lack_of_memory_resumes_with_less(permitted: str, applied: bool) -> None:
+def test_a_job_whose_worker_ran_out_of_memory_resumes_with_a_lower_memory_strategy(
+    permitted: str, applied: bool
+) -> None:
     request = asked(seed=7, steps=4, on_out_of_memory=permitted)
     plan = resolve(request, diorama(), machine(), Path("/nowhere/boat.mp4"))
-    death = {
-        "event": "WorkerDied",
-        "how": "signal 9, SIGKILL",
-        "out_of_memory": True,
-        "stage": "decode",
-        "part": "vae",
-    }
-    found = after_deaths(plan, diorama(), [death])
+    killed = death("decode", "vae", out_of_memory=True)
+    found = avoid_causes(plan, diorama(), [killed])
     less = found.forecast.peak_bytes < plan.forecast.peak_bytes
     assert (found.strategy != plan.strategy) == less == applied
     codes = [warning.code for warning in found.warnings[len(plan.warnings) :]]
     assert codes == [*(["event.out_of_memory_retried"] if applied else []), "queue.worker_replaced"]
     # Claimed again after a pause, it keeps that strategy.
-    assert after_deaths(found, diorama(), [death]) == found
-    assert after_deaths(plan, diorama(), [{**death, "out_of_memory": False}]).strategy == plan.strategy
-    assert after_deaths(plan, diorama(), [{**death, "stage": "save", "part": None}]).strategy == plan.strategy
+    assert avoid_causes(found, diorama(), [killed]) == found
+    assert avoid_causes(plan, diorama(), [killed | {"out_of_memory": False}]).strategy == plan.strategy
+    assert avoid_causes(plan, diorama(), [killed | {"stage": "save", "part": None}]).strategy == plan.strategy
 
 
-def test_kills_for_lack_of_memory_are_counted_by_the_kernel(tmp_path: Path) -> None:
-    counters = tmp_path / "vmstat"
-    counters.write_text("nr_free_pages 12\noom_kill 3\n")
-    assert (memory_kills(counters), memory_kills(tmp_path / "none")) == (3, 0)
+@pytest.mark.parametrize(
+    ("code", "before", "now", "reason"),
+    [
+        (-9, MemoryKills(2, 5), MemoryKills(3, 6), ("queue.exit_out_of_memory", {}, True)),
+        (-9, MemoryKills(2, 5), MemoryKills(2, 6), ("queue.exit_probably_out_of_memory", {}, True)),
+        (-9, MemoryKills(2, 5), MemoryKills(2, 5), ("queue.exited", {"how": "signal 9, SIGKILL"}, False)),
+        (-11, MemoryKills(2, 5), MemoryKills(3, 6), ("queue.exited", {"how": "signal 11, SIGSEGV"}, False)),
+        (1, MemoryKills(), MemoryKills(), ("queue.exited", {"how": "exit code 1"}, False)),
+        (EXIT_DEVICE_LOST, MemoryKills(), MemoryKills(), ("queue.exit_device_lost", {}, False)),
+    ],
+)
+@pytest.mark.skipif(sys.platform == "win32", reason="names of signals")
+def test_the_exit_code_and_the_counters_of_the_kernel_explain_a_death(
+    code: int, before: MemoryKills, now: MemoryKills, reason: tuple[str, dict[str, Any], bool]
+) -> None:
+    fact, out_of_memory = exit_reason(code, before, now)
+    assert (fact.code, fact.data, out_of_memory) == reason
 
 
-def test_a_video_that_is_whole_and_names_its_job_is_done(
+@pytest.mark.parametrize(
+    ("group", "file", "kills"),
+    [
+        ("8:pids:/\n4:memory:/app\n0::/\n", "memory/app/memory.oom_control", MemoryKills(4, 7)),
+        ("4:cpu,memory:/app\n", "memory/memory.oom_control", MemoryKills(4, 7)),
+        ("0::/app/one\n", "app/one/memory.events", MemoryKills(4, 7)),
+        ("0::/app/one\n", "memory.events", MemoryKills(4, 7)),
+        ("0::/app/one\n", "other/memory.events", MemoryKills(0, 7)),
+    ],
+)
+def test_counters_of_the_control_group_and_the_machine_are_read(
+    group: str, file: str, kills: MemoryKills, tmp_path: Path
+) -> None:
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "self" / "cgroup").write_text(group)
+    (proc / "vmstat").write_text("nr_free_pages 12\noom_kill 7\n")
+    (groups / file).parent.mkdir(parents=True)
+    (groups / file).write_text("oom 9\nunder_oom 0\noom_kill 4\n")
+    assert MemoryKills.read(proc, groups) == kills
+    assert MemoryKills.read(tmp_path / "none", groups) == MemoryKills()
+
+
+def test_a_complete_video_that_names_its_job_is_done(
     store: JobStore, tiny: Callable[[str], ModelSpec], tmp_path: Path
 ) -> None:
-    """The process died between the video's renaming and the store's note of it."""
+    """The process died after it renamed the video and before it stored the event."""
     spec = tiny("wan2.1")
     plan = tiny_plan(spec, tmp_path / "boat.mp4").replace(model="diorama")
     ours, another, torn = (store.add(asked(), plan, instance="dead") for _ in range(3))
@@ -202,13 +276,13 @@ def test_a_video_that_is_whole_and_names_its_job_is_done(
     found = store.get(ours.id).saved
     assert found is not None
     assert found.result_json() == json.loads(json.dumps(end.result_json()))
-    torn = store.take(torn.id, "dead")
+    torn = store.start(torn.id, "dead")
     plan.output.write_bytes(plan.output.read_bytes()[:-2000])
     assert recovery.recover(store, "alive") == [torn.id]
     assert store.get(torn.id).state == "interrupted"
 
 
-def test_what_a_killed_job_left_goes(store: JobStore, tmp_path: Path) -> None:
+def test_files_of_killed_jobs_are_removed(store: JobStore, tmp_path: Path) -> None:
     outputs = tmp_path / "outputs"
     left = outputs / ".tandem-abc"
     left.mkdir(parents=True)
@@ -217,22 +291,22 @@ def test_what_a_killed_job_left_goes(store: JobStore, tmp_path: Path) -> None:
     kept = add(store)
     for name in (kept.id, "0123abcd", "instances", "something"):
         (tmp_path / "jobs" / name).mkdir(parents=True)
-    recovery.tidy(store, outputs)
+    storage.tidy(store, outputs)
     assert list(outputs.iterdir()) == []
     assert {entry.name for entry in (tmp_path / "jobs").iterdir()} == {kept.id, "instances", "something"}
 
 
-def test_folders_of_jobs_that_a_damaged_store_lost_stay(tmp_path: Path) -> None:
+def test_folders_of_jobs_in_a_damaged_store_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "jobs.sqlite"
     path.write_bytes(b"\xff" * 5000)
     folder = tmp_path / "jobs" / "0123abcd"
     folder.mkdir(parents=True)
     for store in (JobStore(path), JobStore(path)):
-        recovery.tidy(store, tmp_path / "outputs")
+        storage.tidy(store, tmp_path / "outputs")
         assert folder.is_dir()
 
 
-def test_purging_removes_files_of_ours_only(store: JobStore, tmp_path: Path) -> None:
+def test_purging_removes_only_files_in_the_outputs_folder(store: JobStore, tmp_path: Path) -> None:
     outputs, elsewhere = tmp_path / "outputs", tmp_path / "elsewhere"
     videos = [folder / "boat.mp4" for folder in (outputs, elsewhere)]
     jobs = []
@@ -246,14 +320,16 @@ def test_purging_removes_files_of_ours_only(store: JobStore, tmp_path: Path) -> 
         folder.mkdir(parents=True)
         jobs.append((job, folder))
         store.delete(job.id)
-    assert recovery.purge(store, outputs) == 0
+    assert storage.purge(store, outputs) == 0
     assert all(video.exists() for video in videos)
-    assert recovery.purge(store, outputs, older_than=-1) == 2
+    assert storage.purge(store, outputs, older_than=-1) == 2
     assert [video.exists() for video in videos] == [False, True]
     assert not any(folder.exists() for _, folder in jobs)
 
 
-def test_a_place_for_locks_that_cannot_be_is_said(tmp_path: Path) -> None:
+def test_a_folder_for_locks_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "jobs").write_text("")
-    with pytest.raises(StoreError, match="cannot be written"), Instance(tmp_path / "jobs.sqlite"):
+    with pytest.raises(StoreError) as error, Instance(tmp_path / "jobs.sqlite"):
         pass
+    assert error.value.code == "queue.locks_not_writable"
+    assert error.value.data["folder"] == str(tmp_path / "jobs" / "instances")

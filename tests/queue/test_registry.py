@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from runtime.queue.registry import WorkerRegistry
+from runtime.queue.instances import WorkerRegistry
 from runtime.queue.store import JobStore
 from tests.waiting import until
 
@@ -15,7 +15,7 @@ class Workers:
     """Threads that do what `Worker` does with the registry, and jobs that take no time but their turn."""
 
     def __init__(self, gpus: int, jobs: list[int]) -> None:
-        self.registry = WorkerRegistry(JobStore(None))
+        self.registry = WorkerRegistry(JobStore(None).database)
         self.done: list[tuple[int, list[int]]] = []
         self.clashes: list[str] = []
         self._busy: dict[int, int] = {}
@@ -102,7 +102,7 @@ def test_few_jobs_are_done_too(gpus: int) -> None:
 
 
 def registry(gpus: int) -> WorkerRegistry:
-    made = WorkerRegistry(JobStore(None))
+    made = WorkerRegistry(JobStore(None).database)
     for gpu in range(gpus):
         made.register(f"app.{gpu}", gpu)
     made.register("other.0", 0)

@@ -7,9 +7,10 @@ import pytest
 
 from runtime.core.errors import InvalidRequestError, StoreError
 from runtime.core.events import Cancelled, Resumed, VideoSaved
-from runtime.queue import disk_usage
-from runtime.queue.service import Job, JobQueue
+from runtime.queue import storage
+from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import JobStore
+from runtime.queue.views import Job
 from tests.queue.made import add, saved
 from tests.queue.test_worker import small, stored, watch
 from tests.waiting import until
@@ -57,23 +58,23 @@ def test_room_is_measured_and_made(tmp_path: Path) -> None:
     assert spared is not None
     spared.mkdir()
     (spared / "checkpoint.safetensors").write_bytes(b"x" * 500)
-    found = disk_usage.measure(store, None)
+    found = storage.measure(store, None)
     assert (found.checkpoint_bytes, found.finished_bytes, found.deleted) == (3500, 3000, 0)
-    assert disk_usage.measure(store, "somebody") == disk_usage.DiskUsage(0, 0, 0, 0, 0, 0)
+    assert storage.measure(store, "somebody") == storage.DiskUsage(0, 0, 0, 0, 0, 0)
     store.delete(ids[1])
-    found = disk_usage.measure(store, None)
+    found = storage.measure(store, None)
     assert (found.finished_bytes, found.deleted, found.deleted_bytes) == (1000, 1, 2000)
-    assert disk_usage.remove_finished_checkpoints(store, None) == 1000
-    assert disk_usage.measure(store, None).checkpoint_bytes == 500
+    assert storage.remove_finished_checkpoints(store, None) == 1000
+    assert storage.measure(store, None).checkpoint_bytes == 500
     store.undelete(ids[1])
-    assert disk_usage.checkpoint_bytes(store, ids[1]) == 2000
+    assert storage.checkpoint_bytes(store, ids[1]) == 2000
 
 
 def test_age_is_by_the_end_and_never_of_what_is_open(tmp_path: Path) -> None:
     store = stored(tmp_path)
     old = finished(store, 1)
     add(store)
-    assert disk_usage.older_than(store, None, 1) == []
+    assert storage.older_than(store, None, 1) == []
     later = time.time() + 2 * 86_400
-    assert [job.id for job in disk_usage.older_than(store, None, 1, later)] == [old]
-    assert disk_usage.older_than(store, "somebody", 1, later) == []
+    assert [job.id for job in storage.older_than(store, None, 1, later)] == [old]
+    assert storage.older_than(store, "somebody", 1, later) == []

@@ -26,10 +26,10 @@ from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.models.catalogue import EMBEDDED
 from runtime.models.registry import read_spec
-from runtime.queue import records, rows
-from runtime.queue.records import JobRecord
+from runtime.queue import records
+from runtime.queue import store as store_module
+from runtime.queue.records import BuildEngines, DeleteEngine, JobRecord, work_of
 from runtime.queue.store import JobStore
-from runtime.queue.tasks import BuildEngines, DeleteEngine, work_of
 from tests.plans import gpu, machine, tiny_plan
 from tests.queue.made import add, asked, planned, saved
 
@@ -175,7 +175,7 @@ def test_a_task_goes_to_a_worker_that_takes_tasks(store: JobStore, tmp_path: Pat
     assert work_of(task) == work
     found = work_of(build)
     assert isinstance(found, BuildEngines)
-    assert (found.generation_request(), found.component) == (asked(), "vae")
+    assert (found.request, found.component) == (build.request, "vae")
     assert (build.part, build.generation_request(), build.title) == ("vae", asked(), "Build it")
     missing = Fact("engine.no_compiler")
     store.finish(build.id, "failed", missing)
@@ -261,7 +261,7 @@ def test_resuming(store: JobStore) -> None:
     again = store.resume(job.id)
     assert (again.state, again.begun, again.ended) == ("queued", True, None)
     assert ids(store.queue()) == [waiting.id, job.id]
-    taken = store.take(job.id, "cli")
+    taken = store.start(job.id, "cli")
     assert (taken.state, taken.instance, taken.plan) == ("running", "cli", planned(seed=3))
 
 
@@ -325,9 +325,9 @@ def unknown(store: JobStore) -> JobRecord:
         (running, JobStore.resume, "queue.job_running"),
         (queued, JobStore.resume, "queue.job_queued"),
         (done, JobStore.resume, "queue.job_done"),
-        (done, lambda store, one: store.take(one, "a"), "queue.job_done"),
+        (done, lambda store, one: store.start(one, "a"), "queue.job_done"),
         (deleted, JobStore.resume, "queue.job_deleted"),
-        (deleted, lambda store, one: store.take(one, "a"), "queue.job_deleted"),
+        (deleted, lambda store, one: store.start(one, "a"), "queue.job_deleted"),
         (queued, lambda store, one: store.find(""), "queue.no_such_job"),
         (queued, lambda store, one: store.find("%"), "queue.no_such_job"),
     ],
@@ -446,12 +446,12 @@ def test_many_are_added_and_one_is_taken_up_otherwise_as_a_whole_or_not_at_all(
     def third(request: GenerationRequest, plan: ExecutionPlan) -> dict[str, str]:
         return full() if request.prompt == "boat 2" else columns(request, plan)
 
-    columns = rows.video
-    monkeypatch.setattr(rows, "video", third)
+    columns = store_module._video
+    monkeypatch.setattr(store_module, "_video", third)
     with pytest.raises(StoreError, match="full"):
         store.add_all(made)
     assert ids(store.list()) == there
-    monkeypatch.setattr(rows, "video", full)
+    monkeypatch.setattr(store_module, "_video", full)
     with pytest.raises(StoreError, match="full"):
         store.resume(before.id, made[1])
     assert store.get(before.id) == before

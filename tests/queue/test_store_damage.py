@@ -18,8 +18,8 @@ import pytest
 from runtime.core.errors import StoreError
 from runtime.core.events import Failed, FellBack, OutOfMemory, StepDone, Warned
 from runtime.core.facts import Fact
-from runtime.queue import database, migrations
-from runtime.queue.execution import JobRecorder
+from runtime.queue import database
+from runtime.queue.job_runner import JobRecorder
 from runtime.queue.records import event_from_json
 from runtime.queue.store import JobStore
 from tests.queue.made import add, saved
@@ -233,11 +233,11 @@ def test_a_job_whose_store_is_locked_says_so_once_and_is_written_down_later(
 def test_a_newer_store_is_left_alone(path: Path) -> None:
     JobStore(path).close()
     with sqlite3.connect(path) as connection:
-        connection.execute(f"PRAGMA user_version = {len(migrations.MIGRATIONS) + 1}")
+        connection.execute(f"PRAGMA user_version = {len(database.MIGRATIONS) + 1}")
     connection.close()
     with pytest.raises(StoreError) as told:
         JobStore(path)
-    assert (told.value.code, told.value.data["version"]) == ("queue.store_too_new", len(migrations.MIGRATIONS) + 1)
+    assert (told.value.code, told.value.data["version"]) == ("queue.store_too_new", len(database.MIGRATIONS) + 1)
     assert [entry.name for entry in path.parent.iterdir()] == ["jobs.sqlite"]
 
 
@@ -250,7 +250,7 @@ def test_an_older_store_is_brought_up_to_date_once(path: Path, monkeypatch: pyte
         connection.execute("CREATE TABLE notes (job TEXT)")
         connection.execute("INSERT INTO notes SELECT id FROM jobs")
 
-    newer = (*migrations.MIGRATIONS, add_notes)
+    newer = (*database.MIGRATIONS, add_notes)
     monkeypatch.setattr(database, "MIGRATIONS", newer)
     for _ in range(2):
         again = JobStore(path)
@@ -264,7 +264,7 @@ def test_an_older_store_is_brought_up_to_date_once(path: Path, monkeypatch: pyte
 
 def test_sentences_of_version_1_become_facts(path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection:
-        migrations.MIGRATIONS[0](connection)
+        database.MIGRATIONS[0](connection)
         connection.execute(
             "INSERT INTO jobs (id, kind, state, position, request, output, created, failure) "
             "VALUES ('0123abcd', 'video', 'failed', 1, '{}', '/x.mp4', 0, ?)",
@@ -316,7 +316,7 @@ def test_a_migration_that_fails_changes_nothing(path: Path, monkeypatch: pytest.
     store = JobStore(path)
     job = add(store)
     store.close()
-    good = migrations.MIGRATIONS
+    good = database.MIGRATIONS
 
     def fail(connection: sqlite3.Connection) -> None:
         connection.execute("CREATE TABLE notes (job TEXT)")

@@ -14,17 +14,17 @@ from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
-from runtime.queue.service import Job, JobQueue
-from runtime.queue.tasks import (
+from runtime.queue.job_queue import JobQueue
+from runtime.queue.records import (
     BuildEngines,
     DeleteEngine,
     ImportEngine,
     InspectEngine,
     PruneEngines,
-    Task,
     VerifyEngine,
     Work,
 )
+from runtime.queue.views import Job, Task
 from tests.engines import foreign
 from tests.thread_queue import RunningQueue
 from tests.waiting import until

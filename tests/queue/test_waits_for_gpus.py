@@ -17,11 +17,11 @@ from runtime.engines.store import EngineStore
 from runtime.models.catalogue import look_up
 from runtime.models.spec import ModelSpec
 from runtime.planner.resolve import resolve
-from runtime.queue.job import Job
+from runtime.queue.instances import WorkerRegistry
+from runtime.queue.job_queue import JobQueue
 from runtime.queue.records import VIDEOS
-from runtime.queue.registry import WorkerRegistry
-from runtime.queue.service import JobQueue
 from runtime.queue.store import JobStore, open_store
+from runtime.queue.views import Job
 from runtime.queue.worker import Worker, WorkerConfig
 from runtime.ui import job_view
 from runtime.ui.queue_panel import QueuePanel
@@ -66,7 +66,7 @@ def waiting(tiny: Callable[[str], ModelSpec], cache_dir: Path) -> Iterator[Waiti
     )
     engines = EngineService(EngineStore(cache_dir / "engines", 10**9), FOUR, cache_dir)
     store = open_store(cache_dir)
-    registry = WorkerRegistry(store)
+    registry = WorkerRegistry(store.database)
     for gpu in range(4):
         registry.register(f"{APP}.{gpu}", gpu)
     plan = resolve(request, look_up("tiny", weights), FOUR, cache_dir / "x.mp4")

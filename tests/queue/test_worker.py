@@ -15,9 +15,10 @@ from runtime.core.errors import InvalidRequestError, ModelError
 from runtime.core.events import Cancelled, Event, Failed, StepDone, TerminalEvent, VideoSaved
 from runtime.core.request import GenerationRequest
 from runtime.models.spec import ModelSpec
-from runtime.queue.execution import on_gpu
-from runtime.queue.service import Job, JobQueue
+from runtime.queue.job_queue import JobQueue
+from runtime.queue.job_runner import on_gpu
 from runtime.queue.store import JobStore
+from runtime.queue.views import Job
 from tests.plans import GIB, machine, no_engines
 from tests.plans import gpu as a_gpu
 from tests.queue.made import planned
@@ -114,7 +115,7 @@ def test_a_torch_that_does_not_start_ends_the_job_and_not_the_worker(
 
 def test_what_this_process_holds_counts_as_free(worker: JobQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     def free(gib: float) -> int:
-        monkeypatch.setattr("runtime.queue.service.probe", lambda: machine(ram_free_gib=gib))
+        monkeypatch.setattr("runtime.queue.job_queue.probe", lambda: machine(ram_free_gib=gib))
         return worker.submit(small(steps=1)).plan.free_bytes
 
     assert 10 * GIB + (50 << 20) < free(10) < 20 * GIB

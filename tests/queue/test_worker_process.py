@@ -1,4 +1,4 @@
-"""Worker processes: the app that supervises them imports no torch, and outlives whatever happens to a worker."""
+"""Worker processes: the app that supervises them imports no torch, and jobs resume after a worker died."""
 
 import json
 import os
@@ -9,99 +9,108 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from runtime.core.events import Resumed, VideoSaved
+from runtime.core.facts import Fact
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
-from runtime.queue.service import Job, JobQueue
+from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import JobStore
+from runtime.queue.views import Job
 from tests.pipeline.test_resume import stream_of
+from tests.queue.planted import Planted
 from tests.queue.test_worker import small
 from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals")
 
 STEPS = 12
+KILLED = Fact("queue.exited", {"how": "signal 9, SIGKILL"})
 
 
 class App:
     """A queue with a real worker process, as the web app has it."""
 
-    def __init__(self, folder: Path) -> None:
-        engines = EngineService(EngineStore(folder / "engines", 10**10), probe(), folder)
-        self.folder = folder
+    def __init__(self, folder: Path, planted: Planted) -> None:
+        self.engines = EngineService(EngineStore(folder / "engines", 10**10), probe(), folder)
+        self.planted = planted
+        self.outputs = folder / "outputs"
         self.store = JobStore(folder / "jobs.sqlite")
-        self.queue = JobQueue(folder / "weights", folder / "outputs", engines, None, self.store)
+        self.queue = JobQueue(folder / "weights", self.outputs, self.engines, None, self.store)
         self.queue.start_workers(folder / "log.txt")
 
-    @property
-    def pid(self) -> int:
-        """The worker's process."""
-        until(self.queue.worker_pids)
-        return self.queue.worker_pids()[0]
-
     def kill(self) -> None:
-        """Kill the worker, and wait until another one has taken its place."""
-        pid = self.pid
+        """Kill the worker, and wait until it is replaced."""
+        until(self.queue.worker_pids)
+        pid = self.queue.worker_pids()[0]
         os.kill(pid, signal.SIGKILL)
         until(lambda: self.queue.worker_pids().get(0, pid) != pid)
 
     def wait_for_step(self, job: Job) -> None:
         """Wait until a job runs and has done a step of this run."""
-        until(lambda: job.state == "running" and job.progress.step > 0, meanwhile=lambda: job.open)
 
-    def end(self, job: Job) -> VideoSaved:
-        """Wait for a video."""
+        def running() -> bool:
+            job.refresh()  # an earlier run's progress is gone then
+            return job.state == "running" and job.progress.step > 0
+
+        until(running, meanwhile=lambda: job.open)
+
+    def run(self, **values: object) -> tuple[Job, VideoSaved]:
+        """Make a video."""
+        job = self.queue.submit(small(seed=5, **values))
         until(lambda: not job.open)
         assert isinstance(job.progress.end, VideoSaved), job.progress.end
-        return job.progress.end
+        assert self.planted.pending() == 0
+        return job, job.progress.end
+
+    def died_in(self, job: Job) -> list[tuple[str | None, Fact]]:
+        """Return the stage and the cause of each death of a job's worker."""
+        return [(death["stage"], Fact.model_validate(death["how"])) for death in self.store.deaths(job.id)]
 
 
 @pytest.fixture(scope="module")
 def app(tiny: Callable[[str], ModelSpec], tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
     folder = tmp_path_factory.mktemp("app")
     shutil.copytree(tiny("wan2.2-a14b").directory, folder / "weights" / "tiny")
-    made = App(folder)
-    yield made
-    made.queue.close()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        made = App(folder, Planted(folder / "planted", monkeypatch))
+        yield made
+        made.queue.close()
 
 
 @pytest.fixture(scope="module")
-def whole(app: App) -> str:
-    """The video stream of a job that nothing happened to."""
-    job = app.queue.submit(small(seed=5, steps=STEPS))
-    app.end(job)
+def undisturbed(app: App) -> str:
+    """The video stream of a job whose worker was not killed."""
+    job, _ = app.run(steps=STEPS)
     return stream_of(job.plan.output)
 
 
-STAGES = [("encode", "text_encoder"), ("denoise", "transformer_2"), ("decode", "vae")]
-
-
-@pytest.mark.parametrize(("stage", "part"), STAGES)
-def test_a_job_resumes_by_itself_after_its_worker_was_killed(app: App, whole: str, stage: str, part: str) -> None:
-    job = app.queue.submit(small(seed=5, steps=STEPS))
-
-    def reached() -> bool:
-        return any(
-            values.get("stage") == stage and (part == "vae" or values.get("part") == part)
-            for _, _, values in app.store.events(job.id)
-        )
-
-    until(reached, meanwhile=lambda: job.open, pause=0.002)
-    app.kill()
-    saved = app.end(job)
-    (death,) = app.store.deaths(job.id)
-    assert death["how"] == "signal 9, SIGKILL"
-    assert "queue.worker_replaced" in [fact.code for fact in saved.warnings] or any(
-        "signal 9, SIGKILL" in str(fact) for fact in saved.warnings
-    )
-    assert stream_of(job.plan.output) == whole
-    if stage == "decode":
-        assert any(isinstance(event, Resumed) and event.step == STEPS for event in job.events)
+@pytest.mark.parametrize(
+    ("stage", "at"),
+    [
+        ("encode", {"event": "StageStarted", "stage": "encode"}),
+        ("denoise", {"event": "StepDone", "step": 5}),
+        ("denoise", {"event": "StageStarted", "part": "transformer_2", "stage": "denoise"}),
+        ("decode", {"event": "FramesDecoded"}),
+        ("save", {"event": "StageStarted", "stage": "save"}),
+    ],
+)
+def test_a_job_resumes_by_itself_after_its_worker_was_killed(
+    app: App, undisturbed: str, stage: str, at: dict[str, Any]
+) -> None:
+    app.planted.add("kill", **at)
+    job, saved = app.run(steps=STEPS)
+    assert app.died_in(job) == [(stage, KILLED)]
+    assert Fact("queue.worker_replaced", {"how": KILLED}) in saved.warnings
+    assert stream_of(job.plan.output) == undisturbed
+    resumed = [event.step for event in job.events if isinstance(event, Resumed)]
+    assert resumed == ([STEPS] if stage in {"decode", "save"} else resumed)
+    assert [path.name for path in app.outputs.iterdir() if path.suffix != ".mp4"] == []
 
 
 def test_a_second_death_fails_the_job(app: App) -> None:
@@ -117,7 +126,7 @@ def test_a_second_death_fails_the_job(app: App) -> None:
     assert record.failure.fact.code == "queue.worker_died_again"
 
 
-def test_a_running_job_is_cancelled_and_paused_from_here(app: App) -> None:
+def test_a_job_in_a_worker_process_is_paused_and_cancelled(app: App) -> None:
     paused, cancelled = (app.queue.submit(small(seed=7, steps=1000)) for _ in range(2))
     app.wait_for_step(paused)
     app.queue.hold([paused.id], True)
@@ -127,6 +136,38 @@ def test_a_running_job_is_cancelled_and_paused_from_here(app: App) -> None:
     until(lambda: cancelled.state == "cancelled")
     app.queue.cancel([paused.id])
     assert paused.state == "cancelled"
+
+
+ENGINE_SIZE = {"width": 64, "height": 32, "frames": 9, "steps": 2}
+
+
+@pytest.mark.slow
+def test_a_build_whose_worker_was_killed_is_started_over(app: App) -> None:
+    values = {**ENGINE_SIZE, "backends": {"vae": "onnxruntime"}}
+    app.planted.add("kill", with_child=True, event="EngineProgress", component="vae")
+    job, saved = app.run(**values)
+    assert app.died_in(job) == [("build", KILLED)]
+    until(lambda: app.planted.living_children() == [])
+    assert saved.plan["components"]["vae"]["backend"] == "onnxruntime"
+    engines = app.engines.store.index()
+    assert engines and all(record.usable for record in engines)
+    visible = [path.name for path in app.engines.store.folder.iterdir() if not path.name.startswith(".")]
+    assert sorted(visible) == sorted(record.id for record in engines)
+    again, _ = app.run(**values)
+    assert stream_of(again.plan.output) == stream_of(job.plan.output)
+
+
+@pytest.mark.slow
+def test_a_build_that_killed_two_workers_is_left_out(app: App) -> None:
+    for _ in range(2):
+        app.planted.add("kill", with_child=True, event="EngineProgress", component="text_encoder")
+    job, saved = app.run(**ENGINE_SIZE, backends={"text_encoder": "onnxruntime"})
+    assert app.died_in(job) == [("build", KILLED)] * 2
+    assert saved.plan["components"]["text_encoder"]["backend"] == "pytorch"
+    reasons = [warning.data["reason"] for warning in saved.warnings if warning.code == "event.fell_back"]
+    assert reasons == [Fact("queue.build_disabled", {"how": KILLED})]
+    in_pytorch, _ = app.run(**ENGINE_SIZE)
+    assert stream_of(job.plan.output) == stream_of(in_pytorch.plan.output)
 
 
 def free_port() -> int:
@@ -139,6 +180,7 @@ def free_port() -> int:
 WEB = """
 import json, sys, urllib.request
 from pathlib import Path
+from typing import Any
 
 def main():
     from runtime.core import settings

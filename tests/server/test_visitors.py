@@ -12,9 +12,10 @@ from runtime.core.request import GenerationRequest
 from runtime.core.settings import Settings
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
-from runtime.queue.process_lock import Instance
-from runtime.queue.service import Job, JobQueue
+from runtime.queue.instances import Instance
+from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import JobStore
+from runtime.queue.views import Job
 from runtime.server.visitors import Visitors, cancel_orphaned
 from tests.plans import no_engines, tiny_plan
 from tests.thread_queue import RunningQueue

@@ -17,8 +17,9 @@ from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import UNREADABLE_KEY, ShapeProfile
+from runtime.queue.records import InspectEngine, PruneEngines
 from runtime.queue.store import JobStore
-from runtime.queue.tasks import InspectEngine, PruneEngines, Task
+from runtime.queue.views import Task
 from runtime.ui import form
 from runtime.ui.engines_panel import BreakEven, EnginesPanel, Entry, serves, storage_html, table_html, tasks_html
 from runtime.ui.panels import Call, respond
@@ -260,7 +261,7 @@ def test_what_was_found_is_shown_as_text(tmp_path: Path) -> None:
     store, work = JobStore(None), InspectEngine(path=Path("x"), model="tiny")
     added = store.add_work("task", "Inspect x", tmp_path, work.model_dump(mode="json"))
     store.claim("00000000.0")
-    store.note_task(added.id, {"event": "TaskFound", "lines": ["takes <b>x</b> (1, 2)"]})
+    store.record_task_event(added.id, {"event": "TaskFound", "lines": ["takes <b>x</b> (1, 2)"]})
     task = Task(added, store)
     task.refresh()
     assert "<li>takes &lt;b&gt;x&lt;/b&gt; (1, 2)</li>" in tasks_html([(task, 0)])

@@ -11,7 +11,7 @@ import pytest
 
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
-from runtime.queue.service import JobQueue
+from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import JobStore
 from runtime.server.gradio_requests import RefusedError
 from runtime.ui import form

@@ -13,10 +13,10 @@ from runtime.core.events import Cancelled, Event, Failed, FramesDecoded, Planned
 from runtime.core.facts import Fact
 from runtime.core.request import GenerationRequest
 from runtime.models.spec import ModelSpec
-from runtime.queue.execution import JobRecorder
-from runtime.queue.job import Job
-from runtime.queue.service import JobQueue
+from runtime.queue.job_queue import JobQueue
+from runtime.queue.job_runner import JobRecorder
 from runtime.queue.store import JobStore
+from runtime.queue.views import Job
 from runtime.ui import job_view
 from tests.plans import tiny_plan
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from runtime.queue.disk_usage import DiskUsage
+from runtime.queue.storage import DiskUsage
 from runtime.ui.formatting import render
 from runtime.ui.history_panel import (
     FILTERS,

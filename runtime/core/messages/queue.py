@@ -29,6 +29,9 @@ MESSAGES: Mapping[str, Message] = {
         "{file} cannot be written: it or its folder is read-only.",
         "Make the folder writable, or set TANDEM_CACHE_DIR to another folder.",
     ),
+    "queue.locks_not_writable": Message(
+        "{folder} cannot be written: {error}.", "Make the folder writable, or set TANDEM_CACHE_DIR to another folder."
+    ),
     "queue.store_locked": Message("{file} is locked by another program.", "Close that program and try again."),
     "queue.store_unusable": Message(
         "{file} cannot be used: {reason}.", "Check the folder and its disk, or set TANDEM_CACHE_DIR to another folder."
@@ -47,8 +50,17 @@ MESSAGES: Mapping[str, Message] = {
         "The worker process ended unexpectedly twice with this job (the last time: {how}).",
         "Resume it with a smaller size, or run it in PyTorch; see the log for details.",
     ),
+    "queue.exit_out_of_memory": Message("killed by the system because memory ran out"),
+    "queue.exit_probably_out_of_memory": Message(
+        "killed with signal 9, SIGKILL, probably by the system because memory ran out"
+    ),
+    "queue.exit_device_lost": Message("CUDA error"),
+    "queue.exited": Message("{how}"),
     "queue.worker_replaced": Message("The worker process of this job ended unexpectedly ({how}); the job was resumed."),
     "queue.engine_disabled": Message("Its engine was running when the worker process ended unexpectedly ({how})."),
+    "queue.build_disabled": Message(
+        "The worker process ended unexpectedly twice while it built engines (the last time: {how})."
+    ),
     # Tasks
     "task.cancelled": Message("Cancelled. Completed work is kept."),
     "task.built": Message("{built} of {wanted} ready."),

@@ -1,6 +1,6 @@
-"""Running one claimed job in this process: its plan for this moment, its events into the store, its control requests.
+"""Runs one claimed video job in this process: plans it, stores its events, and follows requests to cancel or pause it.
 
-The worker processes and the command line run jobs through this module.
+Worker processes and the command line use the same functions.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from runtime.core.cancel import Cancel
 from runtime.core.errors import CheckpointError, StoreError
@@ -20,7 +20,6 @@ from runtime.core.events import (
     Failed,
     FramesDecoded,
     Planned,
-    Stage,
     StepDone,
     TerminalEvent,
     VideoSaved,
@@ -37,8 +36,8 @@ from runtime.pipeline.checkpoint_files import POSTER, PREVIEW
 from runtime.pipeline.history import HistoryFile
 from runtime.planner.placement import usable_gpus
 from runtime.planner.resolve import resolve
-from runtime.planner.strategies import next_strategy
 from runtime.queue.records import JobRecord
+from runtime.queue.recovery import avoid_causes
 from runtime.queue.store import JobStore
 
 if TYPE_CHECKING:  # these import torch
@@ -78,7 +77,7 @@ class Planner:
 
         Args:
             gpu, others: see `planner.resolve.resolve`.
-            deaths: the events "WorkerDied" of the job: components that ran on an engine then run in PyTorch.
+            deaths: the events "WorkerDied" of the job, see `recovery.avoid_causes`.
 
         Raises:
             TandemError: if the job cannot be made on this machine now.
@@ -87,12 +86,12 @@ class Planner:
         if record.begun and record.plan is not None and record.plan.loras == spec.loras:
             moved = on_gpu(record.plan, gpu, machine, others)
             if moved is not None:
-                return spec, after_deaths(moved, spec, deaths)
-            logger.info("job %s: the devices of its plan are not here, so it is planned again", record.id)
+                return spec, avoid_causes(moved, spec, deaths)
+            logger.info("job %s: this machine lacks devices of its plan; it is planned again", record.id)
         history = () if self._history is None else self._history.read()
         offers = self._engines.offers(spec)
         plan = resolve(record.generation_request(), spec, machine, record.output, offers, history, gpu, others)
-        return spec, after_deaths(plan, spec, deaths)
+        return spec, avoid_causes(plan, spec, deaths)
 
 
 def on_gpu(
@@ -117,50 +116,13 @@ def on_gpu(
     return plan.replace(components={**plan.components, **moved}, split=split)
 
 
-def after_deaths(plan: ExecutionPlan, spec: ModelSpec, deaths: Sequence[Mapping[str, object]]) -> ExecutionPlan:
-    """Return a plan that avoids what workers died of with the job, and warnings that say so.
-
-    A component whose engine ran when the worker died runs in PyTorch. If the system killed the worker for lack of
-    memory, the job continues with the next lower-memory strategy that the request permits.
-
-    Args:
-        deaths: the events "WorkerDied" of the job.
-    """
-    for death in deaths:
-        how, name, stage = {"how": death.get("how")}, str(death.get("part")), death.get("stage")
-        replaced = Fact("queue.worker_replaced", how)
-        part = plan.components.get(name) if stage != "build" else None
-        if part is not None and death.get("out_of_memory"):
-            if replaced not in plan.warnings:  # otherwise the plan has the strategy already
-                plan = _with_less_memory(plan, spec, cast("Stage", stage), name)
-        elif part is not None and part.engines:
-            reason = Fact("queue.engine_disabled", how)
-            plan = plan.with_component(name, part.in_pytorch(reason))
-            if not plan.fell_back(name):  # otherwise the job reports it
-                fell_back = Fact("event.fell_back", {"component": name, "backend": part.backend, "reason": reason})
-                plan = _with_warning(plan, fell_back)
-        plan = _with_warning(plan, replaced)
-    return plan
-
-
-def _with_less_memory(plan: ExecutionPlan, spec: ModelSpec, stage: Stage, component: str) -> ExecutionPlan:
-    found = next_strategy(plan, spec, component, "RAM", lossy=plan.asked.on_out_of_memory == "any")
-    if found is None or not found.permitted:
-        return plan
-    return _with_warning(found.plan, found.event(stage, component, "RAM", 0.0).fact)
-
-
-def _with_warning(plan: ExecutionPlan, warning: Fact) -> ExecutionPlan:
-    return plan if warning in plan.warnings else plan.replace(warnings=(*plan.warnings, warning))
-
-
 class JobRecorder:
     """Writes the events of a job that this process runs to the store, its preview to the job's folder.
 
-    Where the store cannot be written, the job continues and the events are written as soon as it can be.
+    If the store cannot be written, the job continues, and its events are written as soon as possible.
 
     Attributes:
-        cancel: what the job checks; the poller sets it as the store says.
+        cancel: what the job checks; `ControlPoller` sets it.
         end: the terminal event, once the job has ended.
     """
 
@@ -180,7 +142,7 @@ class JobRecorder:
         return not self._unwritten
 
     def record(self, event: Event) -> list[Warned]:
-        """Write an event down; return warnings that the event led to, for whoever watches this process."""
+        """Store an event; return the warnings that storing it caused, for the front end of this process."""
         if isinstance(event, EngineProgress):
             self._show(event)
             return []
@@ -189,10 +151,10 @@ class JobRecorder:
         with self._lock:
             before = self._failing
             if isinstance(event, StepDone | FramesDecoded) and event.preview is not None:
-                self._keep_preview(event.preview)
+                self._save_preview(event.preview)
                 event = event.model_copy(update={"preview": None})
             if isinstance(event, VideoSaved):
-                self._keep_poster()
+                self._save_poster()
             if isinstance(event, TerminalEvent):
                 self.end = event
             self._unwritten.append(event)
@@ -205,14 +167,14 @@ class JobRecorder:
         return warnings
 
     def write(self) -> StoreError | None:
-        """Write what could not be written before; return the error, if it still cannot."""
+        """Write the events that could not be written before; return the error if that fails again."""
         with self._lock:
             try:
                 while self._unwritten:
                     self._store.record(self.id, self._unwritten[0])
                     del self._unwritten[0]
             except StoreError as error:
-                # It is tried again several times a second, but logged once.
+                # Retried several times a second, but logged once.
                 if not self._failing:
                     logger.warning("job %s: its events cannot be written yet", self.id)
                 self._failing = True
@@ -224,10 +186,10 @@ class JobRecorder:
         now = time.monotonic()
         if now - self._live_at >= _LIVE_SECONDS:
             self._live_at = now
-            with contextlib.suppress(StoreError):  # the next one may be shown
+            with contextlib.suppress(StoreError):  # a later one may succeed
                 self._store.show(self.id, event.model_dump(mode="json"))
 
-    def _keep_preview(self, preview: bytes) -> None:
+    def _save_preview(self, preview: bytes) -> None:
         folder = self._store.folder(self.id)
         if folder is not None:
             with contextlib.suppress(OSError):  # the page has no preview then
@@ -236,7 +198,7 @@ class JobRecorder:
                 written.write_bytes(preview)
                 written.replace(folder / PREVIEW)
 
-    def _keep_poster(self) -> None:
+    def _save_poster(self) -> None:
         folder = self._store.folder(self.id)
         if folder is not None:
             with contextlib.suppress(OSError):  # the gallery has no poster then
@@ -253,7 +215,7 @@ def run(
     history: HistoryFile | None,
     store: JobStore,
 ) -> None:
-    """Make the video of a claimed job in this thread; then it has ended, or it was paused and `recorder.end` is `None`.
+    """Run a claimed job in this thread until it ends; if it is paused, `recorder.end` stays `None`.
 
     Args:
         emit: called with each event; it has to call `recorder.record`.
@@ -276,9 +238,9 @@ def run(
 
 
 class ControlPoller:
-    """Polls the store for requests to cancel or pause the jobs of this process, and passes them on.
+    """Polls the store for requests to cancel or pause the jobs of this process.
 
-    It also writes down what could not be written before.
+    It also retries to write events that could not be written.
     """
 
     def __init__(self, store: JobStore) -> None:
@@ -289,7 +251,7 @@ class ControlPoller:
 
     @contextmanager
     def following(self, job: JobRecorder) -> Iterator[None]:
-        """Follow one job while entered, and after that until all its events are written."""
+        """Poll for one job while entered, and after that until all its events are written."""
         with self._lock:
             self._jobs[job.id] = job
         try:
@@ -301,7 +263,7 @@ class ControlPoller:
 
     @contextmanager
     def cancelling(self, task_id: str, cancel: Cancel) -> Iterator[None]:
-        """Follow one task while entered."""
+        """Poll for one task while entered."""
         with self._lock:
             self._cancels[task_id] = cancel
         try:

@@ -1,6 +1,7 @@
-"""Disk usage of videos and checkpoints, and what can be removed."""
+"""Files of jobs on disk: sizes of videos and checkpoints, and removal of those that are no longer needed."""
 
 import contextlib
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,8 +10,12 @@ from pathlib import Path
 from runtime.pipeline.checkpoint_files import CHECKPOINTS
 from runtime.queue.records import JobRecord, State
 from runtime.queue.store import JobStore
+from runtime.video.mp4 import sweep
 
 _DAY = 24 * 3600.0
+# Deleted jobs can be restored for this long.
+KEPT_SECONDS = 7 * _DAY
+
 _FINISHED: tuple[State, ...] = ("done",)
 
 
@@ -79,6 +84,43 @@ def older_than(store: JobStore, owner: str | None, days: float, now: float | Non
     """Return the jobs that ended at least `days` days ago."""
     then = (time.time() if now is None else now) - days * _DAY
     return [job for job in store.list(owner=owner) if not job.open and (job.ended or job.created) < then]
+
+
+def purge(store: JobStore, outputs_dir: Path, older_than: float = KEPT_SECONDS) -> int:
+    """Remove jobs permanently that were deleted more than `older_than` seconds ago; return their number.
+
+    Their files are removed too, except for videos outside `outputs_dir`: the user chose that place.
+    """
+    removed = store.purge(older_than)
+    for job in removed:
+        remove_files(store, job, outputs_dir)
+    return len(removed)
+
+
+def remove_files(store: JobStore, job: JobRecord, outputs_dir: Path) -> None:
+    """Remove a job's folder, and its video if that is in `outputs_dir`."""
+    folder = store.folder(job.id)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+    if job.kind == "video" and job.output.parent == outputs_dir:
+        with contextlib.suppress(OSError):
+            job.output.unlink()
+
+
+def tidy(store: JobStore, outputs_dir: Path) -> None:
+    """Remove leftovers of killed processes: partial videos, and folders of jobs that are not in the store.
+
+    Raises:
+        StoreError: if the store cannot be read; no folder is removed then.
+    """
+    if outputs_dir.is_dir():
+        sweep(outputs_dir)
+    # The user may repair the backup of a damaged store, so the folders of its jobs stay.
+    if store.path is None or store.notice or any(store.path.parent.glob(f"{store.path.name}.damaged-*")):
+        return
+    folders = {folder.name: folder for folder in (store.path.parent / "jobs").glob("[0-9a-f]" * 8)}
+    for name in set(folders) - store.known(folders):
+        shutil.rmtree(folders[name], ignore_errors=True)
 
 
 def _checkpoints(store: JobStore, job_id: str) -> Sequence[Path]:

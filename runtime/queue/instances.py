@@ -1,18 +1,73 @@
-"""The worker processes of a job store: the GPU memory each holds, and which GPUs are lent to a job that uses several.
+"""The processes that share a job store: one lock file for each app, one row for each of its worker processes.
 
-A worker is named `<app>.<gpu>`, where the app is the web process that supervises it. Each worker owns one GPU. A worker
-whose job uses N GPUs waits until N-1 idle workers of the same app have freed their memory and lent their GPU. It keeps
-the lent GPUs while its own processes for several GPUs stay loaded, and returns them when another worker waits or when
-its next job uses fewer.
+An app is a process that runs jobs: the web app with its workers, or a command. The lock that it holds while it runs
+shows the others that it is alive. A worker is named `<app>.<gpu>` and owns one GPU. The worker of a job on N GPUs waits
+until N-1 idle workers of the same app have freed their memory and lent their GPU. It keeps the lent GPUs while its own
+processes for several GPUs stay loaded, and returns them when another worker waits or its next job uses fewer.
 """
 
+import contextlib
 import json
 import os
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from runtime.queue.store import JobStore
+from runtime.core.errors import StoreError
+from runtime.core.locks import held, is_held
+from runtime.queue.database import Database
+
+
+class Instance:
+    """This process among those that run jobs; it counts as alive while the context manager is entered.
+
+    Args:
+        store_path: of the job store; `None` for one in memory, which has no other processes.
+
+    Attributes:
+        id: of this process, 8 hexadecimal digits.
+    """
+
+    def __init__(self, store_path: Path | None) -> None:
+        self.id = secrets.token_hex(4)
+        self._lock_file = None if store_path is None else lock_file(store_path, self.id)
+        self._lock = contextlib.ExitStack()
+
+    def __enter__(self) -> "Instance":
+        """Acquire the lock.
+
+        Raises:
+            StoreError: if the lock's file cannot be created.
+        """
+        if self._lock_file is not None:
+            try:
+                self._lock_file.parent.mkdir(parents=True, exist_ok=True)
+                self._lock.enter_context(held(self._lock_file, seconds=0))
+            except OSError as error:
+                folder = self._lock_file.parent
+                raise StoreError("queue.locks_not_writable", folder=folder, error=error.strerror or error) from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Release the lock; the operating system does it for a process that dies."""
+        self._lock.close()
+
+
+def is_alive(store_path: Path, instance: str) -> bool:
+    """Return whether a process runs; a worker counts as running while its app does, which restarts it."""
+    return is_held(lock_file(store_path, app_of(instance)))
+
+
+def lock_file(store_path: Path, app: str) -> Path:
+    """Return the path of an app's lock."""
+    return store_path.parent / "jobs" / "instances" / f"{app}.lock"
+
+
+def app_of(instance: str) -> str:
+    """Return the name of the app that a worker belongs to."""
+    return instance.partition(".")[0]
 
 
 @dataclass(frozen=True)
@@ -24,7 +79,7 @@ class WorkerEntry:
         gpu: index of the GPU that it owns; 0 on a machine without GPUs.
         pid: its process id.
         held: bytes that its processes hold, by GPU index.
-        wanted: GPUs that its job uses, if more than one; it still waits for some where it has fewer.
+        wanted: how many GPUs its job uses, 0 if one; the worker waits while it has fewer.
         since: when it began to wait, in seconds since 1970.
         lent_to: the worker that uses its GPU.
     """
@@ -38,19 +93,14 @@ class WorkerEntry:
     lent_to: str | None
 
 
-def app_of(instance: str) -> str:
-    """Return the name of the app that a worker belongs to."""
-    return instance.partition(".")[0]
-
-
 class WorkerRegistry:
     """The `workers` table of a job store. Safe between threads and processes; methods raise `StoreError`."""
 
-    def __init__(self, store: JobStore) -> None:
-        self._database = store.database
+    def __init__(self, database: Database) -> None:
+        self._database = database
 
     def register(self, instance: str, gpu: int) -> None:
-        """Add this process; one that takes the place of a dead one keeps its GPU lent."""
+        """Add this process as a worker; the GPU that a dead predecessor lent stays lent."""
         with self._database.writing() as connection:
             connection.execute(
                 "INSERT INTO workers (instance, app, gpu, pid) VALUES (?, ?, ?, ?) "
@@ -69,7 +119,7 @@ class WorkerRegistry:
             return {row["app"] for row in connection.execute("SELECT DISTINCT app FROM workers")}
 
     def report(self, instance: str, held: Mapping[int, int]) -> None:
-        """Note how many bytes a worker holds of each GPU."""
+        """Store how many bytes a worker holds on each GPU."""
         with self._database.writing(durable=False) as connection:
             connection.execute("UPDATE workers SET held = ? WHERE instance = ?", (json.dumps(held), instance))
 
@@ -95,15 +145,20 @@ class WorkerRegistry:
         return _gpus(self.workers(app_of(instance)), instance)
 
     def waits_for(self, instance: str) -> str | None:
-        """Return the worker that waits for the GPUs of this one, which is idle or waits for GPUs itself."""
-        waiting = _first_waiting(self.workers(app_of(instance)))
-        return None if waiting is None or waiting.instance == instance else waiting.instance
+        """Return the worker that waits for the GPUs of this one, which is idle or waits for GPUs itself.
+
+        It is the one that has waited longest: only one at a time gathers GPUs, so no two workers block each other.
+        """
+        workers = self.workers(app_of(instance))
+        waiting = [one for one in workers if one.wanted > len(_gpus(workers, one.instance))]
+        first = min(waiting, key=lambda one: (one.since, one.gpu), default=None)
+        return None if first is None or first.instance == instance else first.instance
 
     def lend(self, instance: str, to: str, *, waits: bool = False) -> None:
-        """Lend a worker's GPU, and return what was lent to it. It must hold no memory on any of them any more.
+        """Lend a worker's GPU, and return the GPUs that were lent to it. It must have freed its memory on all of them.
 
         Args:
-            waits: whether it waits for GPUs itself, and goes on waiting.
+            waits: whether it waits for GPUs itself and continues to wait.
         """
         self.release(instance, keep_waiting=waits)
         with self._database.writing() as connection:
@@ -124,7 +179,7 @@ class WorkerRegistry:
         """Return all GPUs that were lent to a worker.
 
         Args:
-            keep_waiting: it waits for GPUs itself and goes on waiting.
+            keep_waiting: whether it waits for GPUs itself and continues to wait.
         """
         with self._database.writing() as connection:
             connection.execute("UPDATE workers SET lent_to = NULL WHERE lent_to = ?", (instance,))
@@ -132,7 +187,11 @@ class WorkerRegistry:
                 connection.execute("UPDATE workers SET wanted = 0, since = 0 WHERE instance = ?", (instance,))
 
     def return_spare(self, instance: str, count: int) -> list[int]:
-        """Return all but `count` GPUs of a worker to their owners, and which it still has."""
+        """Return all but `count` GPUs of a worker to their owners.
+
+        Returns:
+            The GPUs that it still has, its own first.
+        """
         gpus = self.gpus(instance)
         with self._database.writing() as connection:
             for gpu in gpus[count:]:
@@ -143,12 +202,3 @@ class WorkerRegistry:
 def _gpus(workers: list[WorkerEntry], instance: str) -> list[int]:
     own = [one.gpu for one in workers if one.instance == instance and one.lent_to is None]
     return own + [one.gpu for one in workers if one.lent_to == instance] if own else []
-
-
-def _first_waiting(workers: list[WorkerEntry]) -> WorkerEntry | None:
-    """Return the worker that has waited longest for GPUs: one at a time gathers them, so that two never wait mutually.
-
-    Workers that lent theirs to it while they wait too come after it.
-    """
-    waiting = [one for one in workers if one.wanted > len(_gpus(workers, one.instance))]
-    return min(waiting, key=lambda one: (one.since, one.gpu), default=None)

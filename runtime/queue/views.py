@@ -1,6 +1,6 @@
-"""A job as a front end sees it: the store's record and events folded into progress, with the last preview.
+"""Views of jobs and tasks for front ends: record and events of the store combined into progress.
 
-The process that runs a job writes to the store; every other process, such as the web app, reads it from there.
+The process that runs a job writes to the store; every other process, such as the web app, reads a view of it.
 """
 
 import contextlib
@@ -8,15 +8,20 @@ import json
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from runtime.core.events import Event, Planned
+from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.core.progress import Progress
 from runtime.pipeline.checkpoint_files import PREVIEW, checkpoint_step
 from runtime.queue.records import JobRecord, State, event_from_json
 from runtime.queue.store import JobStore, Seen
+
+TaskState = Literal["queued", "running", "done", "failed", "cancelled"]
+
+_LOG_LINES = 200
 
 
 class Job:
@@ -31,7 +36,7 @@ class Job:
         id, owner: as in the record.
         plan: the plan that it runs by, or would run by if it started as it was submitted.
         state: as in the record; a `held` job waits until it is resumed.
-        cancelling: whether it runs and was asked to stop.
+        cancelling: whether it runs and a cancel was requested.
         progress: how far it is.
         events: its events since it started, without previews.
         seen: what the last `refresh` found, to compare with `JobStore.states`.
@@ -59,7 +64,7 @@ class Job:
         return self.state in {"queued", "running"}
 
     @property
-    def kept(self) -> int | None:
+    def checkpoint_step(self) -> int | None:
         """The step that its checkpoint resumes after; `None` without a checkpoint."""
         return checkpoint_step(self._store.folder(self.id))
 
@@ -73,16 +78,16 @@ class Job:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read what the store has since the last time.
+        """Read what is new in the store since the last call.
 
         Raises:
-            StoreError: if the store cannot be read, or the job is not there any more.
+            StoreError: if the store cannot be read, or the job was removed.
         """
         with self._lock:
             record, events = self._store.read(self.id, self._read)
             if record.plan is not None:
                 self.plan = record.plan
-            for number, values in events:
+            for number, _, values in events:
                 self._read = number
                 self._follow(values, record)
             if (
@@ -126,3 +131,89 @@ class Job:
                     self._preview_written = written
                     return path.read_bytes()
         return None
+
+
+@dataclass
+class TaskProgress:
+    """How far a task or download is. Safe to read from any thread.
+
+    Attributes:
+        line, share: its last progress line, and the share done, 0 to 1, if known.
+        log: progress lines so far, and the end of a failed build's log.
+        result: how it ended.
+        found: lines about an inspected engine file.
+    """
+
+    state: TaskState = "queued"
+    line: str = ""
+    share: float | None = None
+    log: list[str] = field(default_factory=list, repr=False)
+    result: Fact | None = None
+    found: tuple[str, ...] = ()
+
+    @property
+    def open(self) -> bool:
+        """Whether it is queued or runs."""
+        return self.state in {"queued", "running"}
+
+    def write(self, text: str) -> None:
+        """Append to the log, which keeps the newest lines."""
+        self.log = [*self.log, *text.splitlines()][-_LOG_LINES:]
+
+
+class Task(TaskProgress):
+    """A view of one task. Safe between threads; `refresh` reads what is new.
+
+    Attributes:
+        kind: of its `Work`.
+        title: for people.
+        cancelling: whether it runs and a cancel was requested.
+        seen: see `Job`.
+    """
+
+    def __init__(self, record: JobRecord, store: JobStore) -> None:
+        super().__init__()
+        self.id = record.id
+        self.title = record.title
+        self.kind: str = record.request.get("kind", "build") if record.kind == "task" else "build"
+        self.cancelling = False
+        self.seen: Seen | None = None
+        self._store = store
+        self._read = 0
+        self._lock = threading.Lock()
+
+    def refresh(self) -> None:
+        """Read what is new in the store since the last call.
+
+        Raises:
+            StoreError: if the store cannot be read, or the task was removed.
+        """
+        with self._lock:
+            record, events = self._store.read(self.id, self._read)
+            for number, _, values in events:
+                self._read = number
+                self._follow(values)
+            if record.live is not None and record.state != "queued":
+                live = json.loads(record.live)
+                self.line, self.share = str(_fact(live["fact"])), live["share"]
+            self.cancelling = record.state == "running" and record.pending == "cancel"
+            # A build whose app was killed is not resumed.
+            self.state = "cancelled" if record.state == "interrupted" else record.state
+            self.seen = (record.state, record.held, record.pending, record.live)
+
+    def _follow(self, values: Mapping[str, Any]) -> None:
+        match values:
+            case {"event": "TaskProgress", "fact": fact}:
+                self.write(str(_fact(fact)))
+            case {"event": "TaskLog", "text": text}:
+                self.write(text)
+            case {"event": "TaskFound", "lines": lines}:
+                self.found = tuple(lines)
+            case {"event": "Ended", "fact": fact}:
+                self.result = _fact(fact)
+            case {"event": "WorkerDied" | "PutBack"}:
+                self.line, self.share, self.log, self.found = "", None, [], ()
+
+
+def _fact(stored: Mapping[str, Any]) -> Fact:
+    return Fact(stored["code"], stored["data"])

@@ -27,17 +27,13 @@ from runtime.pipeline.rerun_low_noise import redo_second_half
 from runtime.planner.history import History
 from runtime.planner.placement import usable_gpus
 from runtime.planner.resolve import resolve
-from runtime.queue import recovery
-from runtime.queue.job import Job
-from runtime.queue.process_lock import Instance
-from runtime.queue.records import KINDS, VIDEOS, JobRecord, Kind, State
-from runtime.queue.registry import WorkerRegistry
+from runtime.queue import recovery, storage
+from runtime.queue.instances import Instance, WorkerRegistry
+from runtime.queue.records import KINDS, VIDEOS, BuildEngines, JobRecord, Kind, State, Work
 from runtime.queue.store import JobStore
 from runtime.queue.supervisor import Supervisor
-from runtime.queue.tasks import BuildEngines, Task, Work
+from runtime.queue.views import Job, Task
 from runtime.queue.worker import WorkerConfig, as_seen_by_a_new_job
-
-__all__ = ["Job", "JobQueue"]
 
 # Ended jobs and tasks that are kept in memory.
 _JOBS_KEPT = 50
@@ -81,7 +77,7 @@ class JobQueue:
         self._engines = engines
         self._history = history
         self._gpus = usable_gpus(engines.machine) or [0]
-        self._registry = WorkerRegistry(store)
+        self._registry = WorkerRegistry(store.database)
         self._jobs: OrderedDict[str, Job] = OrderedDict()
         self._tasks: OrderedDict[str, Task] = OrderedDict()
         self._titles: dict[str, str] = {}
@@ -346,8 +342,8 @@ class JobQueue:
                     recovery.recover(self.store, self._instance.id)
                 if now - cleaned > _CLEANUP_SECONDS:
                     cleaned = now
-                    recovery.purge(self.store, self._outputs_dir)
-                    recovery.tidy(self.store, self._outputs_dir)
+                    storage.purge(self.store, self._outputs_dir)
+                    storage.tidy(self.store, self._outputs_dir)
             except StoreError as error:
                 logger.warning("The job store cannot be read: %s", type(error.__cause__ or error).__name__)
             except Exception:  # internal error: kept in the log, and no reason to stop watching

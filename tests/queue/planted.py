@@ -1,0 +1,114 @@
+"""Actions planted in the worker processes of a test: they kill themselves, or fail, after a chosen event of a job.
+
+A `sitecustomize` module in `PYTHONPATH` wraps `JobRecorder.record` in each process that `multiprocessing` spawns.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import pytest
+
+Action = Literal["kill", "allocate", "illegal access"]
+
+_ROOT = Path(__file__).parents[2]
+_SITE = '''
+import json, os, signal, sys
+from pathlib import Path
+
+
+def spawned_children():
+    import psutil
+    return [one.pid for one in psutil.Process().children(recursive=True) if "spawn_main" in " ".join(one.cmdline())]
+
+
+def kill(folder):
+    (folder / "children").write_text(json.dumps(spawned_children()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def allocate(folder):
+    blocks = []
+    while True:
+        blocks.append(b"x" * (64 << 20))
+
+
+def illegal_access(folder):
+    import torch
+    torch.zeros(1, device="cuda")[torch.tensor([5], device="cuda")]
+
+
+def plant(folder):
+    from runtime.queue.job_runner import JobRecorder
+    record = JobRecorder.record
+
+    def recorded(self, event):
+        warnings = record(self, event)
+        for path in sorted(folder.glob("*.json"))[:1]:
+            planted = json.loads(path.read_text())
+            same = all(getattr(event, name, None) == value for name, value in planted["at"].items())
+            if same and (not planted["with_child"] or spawned_children()):
+                path.unlink()
+                {"kill": kill, "allocate": allocate, "illegal access": illegal_access}[planted["action"]](folder)
+        return warnings
+
+    JobRecorder.record = recorded
+
+
+def run_hidden_module():
+    """Run the `sitecustomize` module that this one hides, if there is one."""
+    from importlib.machinery import PathFinder
+    from importlib.util import module_from_spec
+    own = Path(__file__).resolve().parent
+    spec = PathFinder.find_spec("sitecustomize", [entry for entry in sys.path if Path(entry).resolve() != own])
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(module_from_spec(spec))
+
+
+run_hidden_module()
+if any("spawn_main" in argument for argument in sys.orig_argv):
+    plant(Path(os.environ["TANDEM_TEST_ACTIONS"]))
+'''
+
+
+class Planted:
+    """Actions for the workers that are started after this.
+
+    Args:
+        folder: for the module and the actions that are still to happen.
+    """
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        site = folder / "site"
+        self._actions = folder / "actions"
+        for made in (site, self._actions):
+            made.mkdir(parents=True)
+        (site / "sitecustomize.py").write_text(_SITE)
+        path = [str(site), str(_ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+        monkeypatch.setenv("TANDEM_TEST_ACTIONS", str(self._actions))
+
+    def add(self, action: Action, *, with_child: bool = False, **at: object) -> None:
+        """Plant an action, after those that were planted before.
+
+        Args:
+            with_child: only while the worker has a child process, such as one that builds an engine.
+            at: fields of the event after which it happens, once.
+        """
+        number = len(list(self._actions.glob("*.json")))
+        planted = {"action": action, "with_child": with_child, "at": at}
+        written = self._actions / f"{number}.tmp"
+        written.write_text(json.dumps(planted))
+        written.rename(written.with_suffix(".json"))
+
+    def pending(self) -> int:
+        """Return how many actions have not happened."""
+        return len(list(self._actions.glob("*.json")))
+
+    def living_children(self) -> list[int]:
+        """Return the children of the last killed worker that still run."""
+        pids: list[int] = json.loads((self._actions / "children").read_text())
+        assert pids, "the worker had no children"
+        return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
