@@ -1,16 +1,20 @@
 """Selection of tests, their requirements, and shared fixtures."""
 
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
+from filelock import FileLock
 
 from runtime.machine.probe import cpp_compiler
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from tests import tiny_models
 
+Result = TypeVar("Result")
 DESELECTED = ("slow", "browser", "gpu")
 
 
@@ -47,15 +51,30 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:
     return folder
 
 
+def build_once(
+    tmp_path_factory: pytest.TempPathFactory, name: str, build: Callable[[Path], Result]
+) -> tuple[Path, Result]:
+    """Call `build` with a new folder, in one process of this test run only; return the folder and the result.
+
+    Other processes wait and read the result, which must be picklable. For module and session fixtures.
+    """
+    folder = shared_folder(tmp_path_factory, name)
+    result = folder / "result.pickle"
+    with FileLock(f"{folder}.lock"):
+        if not result.exists():
+            result.write_bytes(pickle.dumps(build(folder)))
+    return folder, pickle.loads(result.read_bytes())
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelSpec]:
     """Return a function that returns the tiny model of an architecture, built once."""
-    root = tmp_path_factory.mktemp("models")
 
     def get(architecture: str) -> ModelSpec:
-        directory = root / architecture
-        if not directory.exists():
-            tiny_models.build(architecture, directory)
+        name = f"model-{architecture}"
+        _, directory = build_once(
+            tmp_path_factory, name, lambda folder: tiny_models.build(architecture, folder / architecture)
+        )
         return read_spec(directory, architecture)
 
     return get

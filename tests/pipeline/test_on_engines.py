@@ -38,6 +38,7 @@ from runtime.pipeline.checkpoint import CheckpointFolder
 from runtime.planner.resolve import resolve
 from runtime.video.mp4 import read_metadata
 from tests import lora_files
+from tests.conftest import build_once
 from tests.lora_files import factors
 from tests.pipeline.runs import Choice, events_of, never
 from tests.pipeline.test_parity import sample
@@ -118,10 +119,13 @@ def stocked(
     tiny: Callable[[str], ModelSpec], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[ModelSpec, Path, list[Event]]:
     """Return a library that a first job has filled, and that job's events."""
-    folder = tmp_path_factory.mktemp("stocked")
     spec = tiny("wan2.2-a14b")
-    bench = Bench(spec, EngineService(EngineStore(folder / "engines", 10**10), probe(), folder), folder)
-    return spec, folder, bench.run(bench.plan())
+
+    def fill(folder: Path) -> list[Event]:
+        bench = Bench(spec, EngineService(EngineStore(folder / "engines", 10**10), probe(), folder), folder)
+        return bench.run(bench.plan())
+
+    return spec, *build_once(tmp_path_factory, "job-engines", fill)
 
 
 @pytest.fixture

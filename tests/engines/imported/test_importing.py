@@ -26,6 +26,7 @@ from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.run import run_job
 from runtime.planner.resolve import resolve
+from tests.conftest import build_once
 from tests.engines import foreign, odd_child
 from tests.engines.conftest import relative
 from tests.engines.made import visible
@@ -80,7 +81,12 @@ def shelf(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Shelf:
 @pytest.fixture(scope="module")
 def files(tiny: Callable[[str], ModelSpec], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return what somebody exported: half precision, one row more than is read, twice the text, whole timesteps."""
-    folder, spec = tmp_path_factory.mktemp("foreign"), tiny("wan2.2-a14b")
+    spec = tiny("wan2.2-a14b")
+    return build_once(tmp_path_factory, "foreign", lambda folder: foreign_files(spec, folder))[1]
+
+
+def foreign_files(spec: ModelSpec, folder: Path) -> dict[str, Path]:
+    """Export the files."""
     return {
         "carried": foreign.transformer(spec, folder / "carried.onnx"),
         "pair": foreign.transformer(
@@ -105,10 +111,13 @@ def stock(
     tiny: Callable[[str], ModelSpec], files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, Imported]]:
     """Return a library into which all files were imported, and what was said of each."""
-    folder = tmp_path_factory.mktemp("stock")
-    service = EngineService(EngineStore(folder / "engines", 10**10), probe(), folder)
-    shelf = Shelf(tiny("wan2.2-a14b"), service, folder)
-    return folder, {name: shelf.take(path) for name, path in files.items()}
+
+    def fill(folder: Path) -> dict[str, Imported]:
+        service = EngineService(EngineStore(folder / "engines", 10**10), probe(), folder)
+        shelf = Shelf(tiny("wan2.2-a14b"), service, folder)
+        return {name: shelf.take(path) for name, path in files.items()}
+
+    return build_once(tmp_path_factory, "imported", fill)
 
 
 @pytest.fixture
