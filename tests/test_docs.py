@@ -3,6 +3,7 @@
 import inspect
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -27,6 +28,7 @@ from runtime.cli.main import (
     models_verify,
     web,
 )
+from runtime.core import events
 from tests.test_architecture import RANKS
 from tools import docs_tables
 
@@ -160,6 +162,11 @@ def test_links_resolve(page: Path) -> None:
 @pytest.mark.parametrize("page", DOCS, ids=page_id)
 def test_the_readme_links_to_every_page(page: Path) -> None:
     assert f"]({page_id(page)})" in README
+
+
+def test_every_event_is_documented() -> None:
+    for event in get_args(events.Event):
+        assert re.search(rf"\b{event.__name__}\b", ARCHITECTURE), event.__name__
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
