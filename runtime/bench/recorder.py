@@ -177,7 +177,7 @@ class UnwrittenHistory(HistoryFile):
         """Keep runs in memory."""
         self._new.extend(new)
 
-    def note(
+    def add_job(
         self,
         planned: ExecutionPlan,
         ran: ExecutionPlan,

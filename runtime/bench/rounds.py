@@ -38,7 +38,7 @@ from runtime.execution.memory import release_cached_memory
 from runtime.execution.residency import Residency
 from runtime.machine.probe import Machine
 from runtime.models.loras import model_for
-from runtime.pipeline.outputs import make_folder, slug
+from runtime.pipeline.files import make_folder, slug
 from runtime.pipeline.run import run_job
 from runtime.planner.resolve import resolve
 

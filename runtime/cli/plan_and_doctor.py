@@ -14,8 +14,8 @@ from runtime.core.units import duration, memory_size
 from runtime.engines.service import EngineService
 from runtime.machine.probe import probe
 from runtime.models.loras import model_for
+from runtime.pipeline.files import output_path
 from runtime.pipeline.history import HistoryFile
-from runtime.pipeline.outputs import output_path
 from runtime.planner.resolve import resolve
 
 _STAGES = ("encode", "denoise", "decode")

@@ -1,8 +1,12 @@
-"""Checkpoints: the state of a job on disk, and when it is saved.
+"""Checkpoints: the state of a job between two steps, on disk, and when it is saved.
 
 A checkpoint holds text embeddings, latents, the scheduler's state and the plan. It is a safetensors file whose metadata
 is JSON, written to a temporary file, synced and renamed, so that it is complete or absent. A checkpoint of another clip
 or of other weights, or a damaged one, is refused with the reason. Nothing is unpickled.
+
+The state of a diffusers scheduler is all its attributes but the configuration. Values are numbers, text, tensors, and
+lists, tuples and dictionaries of them; a scheduler with any other value is refused. Tensors are not copied: schedulers
+replace their tensors and do not modify them, which tests/pipeline/test_scheduler_state.py verifies.
 """
 
 import contextlib
@@ -28,7 +32,7 @@ from runtime.core.plan import ExecutionPlan
 from runtime.core.step_cache import NONE
 from runtime.execution.memory import ran_out
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.checkpoint_files import BOUNDARY, HEADER_KEY, HOW, LATEST, SECOND_HALF, newest
+from runtime.pipeline.files import BOUNDARY, HEADER_KEY, HOW, LATEST, LOW_NOISE_FIELD, newest_checkpoint
 from runtime.pipeline.sampling import Conditioning, Reached
 
 _VERSION = 1
@@ -43,6 +47,8 @@ _SHARE = 0.01
 _OPEN_SECONDS, _BYTES_PER_SECOND = 0.01, 100e6
 # The model and LoRAs are identified by their files.
 _NOT_THE_CLIP = {*HOW, "model", "loras"}
+# Set when a scheduler is loaded.
+_SCHEDULER_CONFIGURATION = frozenset({"_internal_dict"})
 
 
 class _Header(BaseModel):
@@ -147,7 +153,7 @@ class CheckpointFolder:
             CheckpointError: if it cannot be used, with the reason.
         """
         self._sweep()
-        return _read(newest(self.path), self._stamps(spec), plan, half=False)
+        return _read(newest_checkpoint(self.path), self._stamps(spec), plan, half=False)
 
     def boundary(self, spec: ModelSpec, plan: ExecutionPlan) -> Checkpoint | None:
         """Return the checkpoint between the two transformers; `None` if there is none.
@@ -297,13 +303,46 @@ def identity(stamps: Stamps, plan: ExecutionPlan, *, half: bool) -> str:
     Args:
         half: whether to leave out the second transformer's files and guidance scale.
     """
-    left_out = _NOT_THE_CLIP | ({SECOND_HALF} if half else set())
+    left_out = _NOT_THE_CLIP | ({LOW_NOISE_FIELD} if half else set())
     # Checkpoints written before these fields existed have neither.
     left_out |= {"step_cache"} if plan.step_cache == NONE else set()
     left_out |= {"shift"} if plan.shift is None else set()
     clip = {name: value for name, value in plan.request_json().items() if name not in left_out}
     files = {part: stamp for part, stamp in stamps.items() if not (half and part == "transformer_2")}
     return hashlib.sha256(json.dumps([clip, files], sort_keys=True).encode()).hexdigest()
+
+
+def scheduler_state(scheduler: Any) -> dict[str, Any]:
+    """Return a scheduler's state, which later steps do not change.
+
+    Raises:
+        CheckpointError: if an attribute is something else than numbers, text and tensors.
+    """
+    state = {name: value for name, value in vars(scheduler).items() if name not in _SCHEDULER_CONFIGURATION}
+    return {name: _copied(value, f"{type(scheduler).__name__}.{name}") for name, value in state.items()}
+
+
+def restore_scheduler(scheduler: Any, state: Mapping[str, Any]) -> None:
+    """Restore the state of a scheduler whose timesteps are set.
+
+    Raises:
+        CheckpointError: if another version of the scheduler had this state.
+    """
+    # The state may have more: attributes that first appear in a step, such as UniPC's `this_order`.
+    if scheduler_state(scheduler).keys() - state.keys():
+        raise CheckpointError("checkpoint.other_scheduler", scheduler=type(scheduler).__name__)
+    for name, value in state.items():
+        setattr(scheduler, name, _copied(value, name))
+
+
+def _copied(value: Any, name: str) -> Any:
+    if value is None or isinstance(value, bool | int | float | str | torch.Tensor):
+        return value
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(item, name) for item in value)
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _copied(item, name) for key, item in value.items()}
+    raise CheckpointError("checkpoint.scheduler_value", attribute=name, type=type(value).__name__)
 
 
 def _packed(checkpoint: Checkpoint, stamps: Stamps) -> bytes:

@@ -1,4 +1,4 @@
-"""Rerun the second half of a video: the low-noise transformer with other settings, from the end of the first half."""
+"""Rerun the low-noise transformer of a finished video with other settings, from where the high-noise one ended."""
 
 import shutil
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from runtime.core.plan import ExecutionPlan
 from runtime.core.request import AUTO, GenerationRequest
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.checkpoint_files import BOUNDARY, HOW, LATEST, SECOND_HALF, checkpoint_step
+from runtime.pipeline.files import BOUNDARY, HOW, LATEST, LOW_NOISE_FIELD, checkpoint_step
 from runtime.planner.engine_offers import Offers, no_offers
 from runtime.planner.history import History
 from runtime.planner.resolve import resolve
@@ -21,13 +21,13 @@ if TYPE_CHECKING:  # it imports torch
     from runtime.pipeline.checkpoint import CheckpointFolder
 
 # Fields that the checkpoint between the two transformers does not depend on.
-CHANGEABLE = (SECOND_HALF, *HOW)
-# The schedule of the second half follows from the first.
+CHANGEABLE = (LOW_NOISE_FIELD, *HOW)
+# They decide the timesteps of both transformers.
 _OF_THE_SCHEDULE = ("steps", "shift")
 
 
-def redo_second_half(
-    made: ExecutionPlan,
+def plan_rerun(
+    finished: ExecutionPlan,
     changes: Mapping[str, Any],
     spec: ModelSpec,
     source: Path,
@@ -39,29 +39,29 @@ def redo_second_half(
 ) -> ExecutionPlan:
     """Plan a job that runs the low-noise transformer and decodes, and copy the checkpoint it starts from.
 
-    `prepare` and `run_job` with this plan and `target` do the rest; the job can be interrupted and resumed like any
-    other. Imports no torch.
+    `prepare_rerun` and `run_job` with this plan and `target` do the rest; the job can be interrupted and resumed like
+    any other. Imports no torch.
 
     Args:
-        made: the plan of the job to rerun; it ended, or was interrupted in its second half.
+        finished: the plan of the job to rerun, which ended or was interrupted after its high-noise steps.
         changes: request fields by name, of those in `CHANGEABLE`; backends by component.
         source: the folder of that job's checkpoints.
         target: the new job's.
         machine, output, offers, history: as for `planner.resolve.resolve`.
 
     Raises:
-        InvalidRequestError: for a model with one transformer, a setting of the first half, or one out of bounds.
+        InvalidRequestError: for a model with one transformer, a setting of the high-noise steps, or an invalid value.
         CheckpointError: if the checkpoint between the two transformers is missing, unusable, or cannot be copied.
         MachineError: if there is not enough memory.
     """
     if spec.experts == 1:
         raise InvalidRequestError("model", "rerun.one_transformer", model=spec.title)
     _check_changeable(changes)
-    if made.expert_steps.get("transformer_2") == 0:
-        raise InvalidRequestError("model", "rerun.no_low_noise_steps", steps=made.steps)
-    values = made.request_json() | {"offload": AUTO} | dict(changes)
+    if finished.expert_steps.get("transformer_2") == 0:
+        raise InvalidRequestError("model", "rerun.no_low_noise_steps", steps=finished.steps)
+    values = finished.request_json() | {"offload": AUTO} | dict(changes)
     backends = changes.get("backends", {})
-    values["backends"] = {**made.asked.backends, **backends} if isinstance(backends, Mapping) else backends
+    values["backends"] = {**finished.asked.backends, **backends} if isinstance(backends, Mapping) else backends
     plan = resolve(GenerationRequest.from_mapping(values), spec, machine, output, offers, history)
     if not (source / BOUNDARY).is_file():
         raise CheckpointError("checkpoint.boundary_missing")
@@ -79,7 +79,7 @@ def redo_second_half(
     return plan
 
 
-def prepare(checkpoints: "CheckpointFolder", plan: ExecutionPlan, spec: ModelSpec) -> None:
+def prepare_rerun(checkpoints: "CheckpointFolder", plan: ExecutionPlan, spec: ModelSpec) -> None:
     """Make the copied checkpoint the job's own, unless the job has a checkpoint already.
 
     Raises:

@@ -1,44 +1,39 @@
-"""State of a running job: its plan as it changes, its progress, its warnings, and its checkpoints.
+"""State of a running job: its plan as it changes, its progress, warnings, checkpoints and result.
 
 `RunContext` emits the job's events, resumes from a checkpoint, and builds missing engines before anything runs.
 """
 
 import copy
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from runtime.core.cancel import Cancel
 from runtime.core.errors import CheckpointError, EngineError
-from runtime.core.events import EngineProgress, Event, FellBack, Resumed, Stage, StageStarted, Warned
+from runtime.core.events import EngineProgress, Event, FellBack, Resumed, Stage, StageStarted, VideoSaved, Warned
 from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, EngineUse, ExecutionPlan
 from runtime.execution.residency import Residency
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_scheduler
-from runtime.pipeline.checkpoint import Checkpoint, CheckpointFolder, CheckpointPolicy
-from runtime.pipeline.metrics import Clock
+from runtime.pipeline.checkpoint import (
+    Checkpoint,
+    CheckpointFolder,
+    CheckpointPolicy,
+    restore_scheduler,
+    scheduler_state,
+)
+from runtime.pipeline.metrics import Metrics
 from runtime.pipeline.sampling import Conditioning, Reached, Step, get_schedule
-from runtime.pipeline.scheduler_state import restore, snapshot
 
 Emit = Callable[[Event], None]
 
 # Fields of a plan that may change while it runs.
-_DECIDED = (
-    "components",
-    "strategy",
-    "decode_flops",
-    "memory",
-    "seconds",
-    "strategies",
-    "split",
-    "speed",
-)
+_DECIDED = ("components", "strategy", "decode_flops", "memory", "seconds", "strategies", "split", "speed")
 
 
 class RunContext:
@@ -57,7 +52,6 @@ class RunContext:
         earlier: about earlier runs of the job, see `VideoSaved`.
         representative: whether this run does the whole job with one plan, so that its timings belong in the history.
         text_encoded: whether the text encoder ran, rather than the prompt cache.
-        on_frames: called with decoded frames before they are encoded, see `run.run_job`.
     """
 
     def __init__(
@@ -67,17 +61,15 @@ class RunContext:
         emit: Emit,
         cancel: Cancel,
         residency: Residency,
-        clock: Clock,
+        metrics: Metrics,
         checkpoints: CheckpointFolder | None = None,
-        on_frames: Callable[[np.ndarray], None] | None = None,
     ) -> None:
         self.plan = plan
         self.spec = spec
         self.emit = emit
         self.cancel = cancel
         self.residency = residency
-        self.clock = clock
-        self.on_frames = on_frames
+        self.metrics = metrics
         self.warnings: list[Fact] = []
         self.current: tuple[Stage, str] = ("load", "text_encoder")
         self.conditioning: Conditioning | None = None
@@ -93,7 +85,6 @@ class RunContext:
         self._engines_in_use = ExitStack()
 
     def __enter__(self) -> "RunContext":
-        """Return itself."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -172,7 +163,7 @@ class RunContext:
         """Note and return the progress of sampling after `steps` steps."""
         state = None
         try:
-            state = snapshot(scheduler)
+            state = scheduler_state(scheduler)
         except CheckpointError as error:
             self.warn(Fact("pipeline.step_not_resumable", {"cause": error.fact}))
         self.reached = Reached(steps, latents, state)
@@ -200,7 +191,7 @@ class RunContext:
         try:
             found = self._folder.load(self.spec, self.plan)
             if found is not None and found.reached is not None and found.reached.scheduler is not None:
-                restore(self.schedule()[0], found.reached.scheduler)
+                restore_scheduler(self.schedule()[0], found.reached.scheduler)
         except CheckpointError as error:
             self._folder.clear()
             self.warn(Fact("pipeline.checkpoint_unusable", {"cause": error.fact}))
@@ -215,7 +206,7 @@ class RunContext:
         self.reached = found.reached
         for fact in found.warnings:
             self.warn(fact)
-        self.clock.add_earlier(found.timings, found.load_seconds)
+        self.metrics.add_earlier(found.timings, found.load_seconds)
         self.earlier = {
             "step": found.step,
             "timings": dict(found.timings),
@@ -242,19 +233,38 @@ class RunContext:
             conditioning=self.conditioning,
             reached=self.reached,
             warnings=tuple(self.warnings),
-            timings=self.clock.timings(),
-            load_seconds=self.clock.load_seconds,
+            timings=self.metrics.timings(),
+            load_seconds=self.metrics.load_seconds,
         )
 
-    def build_engines(self, names: Collection[str]) -> None:
-        """Build the missing and damaged engines of components; if one cannot be built, PyTorch runs the component.
+    def result(self) -> VideoSaved:
+        """Return the result of the job, once all frames are encoded."""
+        return VideoSaved(
+            video=self.plan.output,
+            request=self.plan.request_json(),
+            plan=self.plan.to_json(),
+            timings=self.metrics.timings(),
+            load_seconds=round(self.metrics.load_seconds, 3),
+            peak_memory_bytes=self.metrics.peak_bytes(),
+            warnings=tuple(self.warnings),
+            earlier=self.earlier,
+        )
+
+    def build_engines(self) -> None:
+        """Build missing and damaged engines of the components that still have work to do.
+
+        If an engine cannot be built, PyTorch runs the component.
 
         Raises:
             CancelledError: within a tenth of a second of the request; nothing of the build is left.
             PausedError: once the current engine is built.
         """
+        _, steps = self.schedule()
+        needed = {"vae"} | {step.expert for step in steps[self.step :]}
+        if self.conditioning is None:
+            needed.add("text_encoder")
         for name, part in self.plan.components.items():
-            if name not in names:
+            if name not in needed:
                 continue
             self.cancel.check_pause()
             if self.plan.fell_back(name):

@@ -21,9 +21,9 @@ from runtime.engines.service import EngineService
 from runtime.machine.probe import Machine, probe, seen_from
 from runtime.models.catalogue import look_up
 from runtime.models.loras import model_for
+from runtime.pipeline.files import make_folder, output_path
 from runtime.pipeline.history import HistoryFile
-from runtime.pipeline.outputs import make_folder, output_path
-from runtime.pipeline.rerun_low_noise import redo_second_half
+from runtime.pipeline.rerun_low_noise import plan_rerun
 from runtime.planner.history import History
 from runtime.planner.placement import usable_gpus
 from runtime.planner.resolve import resolve
@@ -147,7 +147,7 @@ class JobQueue:
         """Queue a job that runs the second expert of another job again, with other settings.
 
         Args:
-            changes: see `rerun_low_noise.redo_second_half`.
+            changes: see `rerun_low_noise.plan_rerun`.
 
         Raises:
             TandemError: if that is not possible; nothing is queued then.
@@ -159,7 +159,7 @@ class JobQueue:
         spec = model_for(GenerationRequest.from_mapping(made.request_json()), self._weights_dir)
         output = output_path(self._outputs_dir, made.prompt)
         machine = seen_from(self.machine(), self._gpus[0])
-        plan = redo_second_half(
+        plan = plan_rerun(
             made, changes, spec, source, target, machine, output, self._engines.offers(spec), self.history()
         )
         request = GenerationRequest.from_mapping(plan.request_json())

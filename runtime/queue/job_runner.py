@@ -32,7 +32,7 @@ from runtime.engines.service import EngineService
 from runtime.machine.probe import Machine
 from runtime.models.loras import model_for
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.checkpoint_files import POSTER, PREVIEW
+from runtime.pipeline.files import POSTER, PREVIEW
 from runtime.pipeline.history import HistoryFile
 from runtime.planner.placement import usable_gpus
 from runtime.planner.resolve import resolve
@@ -221,14 +221,14 @@ def run(
         emit: called with each event; it has to call `recorder.record`.
     """
     from runtime.pipeline.checkpoint import CheckpointFolder
-    from runtime.pipeline.rerun_low_noise import prepare
+    from runtime.pipeline.rerun_low_noise import prepare_rerun
     from runtime.pipeline.run import run_job
 
     folder = store.folder(record.id)
     checkpoints = None if folder is None else CheckpointFolder(folder)
     if record.parent is not None and checkpoints is not None:
         try:
-            prepare(checkpoints, plan, spec)
+            prepare_rerun(checkpoints, plan, spec)
         except CheckpointError as error:
             emit(Failed.because_of(error))
             return

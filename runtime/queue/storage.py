@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.pipeline.checkpoint_files import CHECKPOINTS
+from runtime.pipeline.files import CHECKPOINTS
 from runtime.queue.records import JobRecord, State
 from runtime.queue.store import JobStore
 from runtime.video.mp4 import sweep

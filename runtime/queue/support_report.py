@@ -15,7 +15,7 @@ from typing import Any
 from runtime import __version__
 from runtime.core.settings import ROOT
 from runtime.machine.probe import Machine
-from runtime.pipeline.outputs import slug
+from runtime.pipeline.files import slug
 from runtime.queue.records import JobRecord
 from runtime.queue.store import JobStore
 

@@ -15,7 +15,7 @@ from runtime.core.events import Event, Planned
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.core.progress import Progress
-from runtime.pipeline.checkpoint_files import PREVIEW, checkpoint_step
+from runtime.pipeline.files import PREVIEW, checkpoint_step
 from runtime.queue.records import JobRecord, State, event_from_json
 from runtime.queue.store import JobStore, Seen
 

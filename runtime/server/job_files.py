@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from runtime.core.errors import StoreError, TandemError
 from runtime.core.settings import Settings
-from runtime.pipeline.checkpoint_files import POSTER
+from runtime.pipeline.files import POSTER
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.records import JobRecord
 from runtime.queue.support_report import report

@@ -10,7 +10,7 @@ from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.request import BACKENDS, FIELDS
 from runtime.core.request_fields import AUTO, Choice, Loras, StepCache
 from runtime.core.units import byte_size
-from runtime.pipeline.checkpoint_files import POSTER
+from runtime.pipeline.files import POSTER
 from runtime.queue import storage
 from runtime.queue.records import RESUMABLE, JobRecord, State
 from runtime.ui import fields, formatting, job_view

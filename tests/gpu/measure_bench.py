@@ -31,7 +31,7 @@ from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
-from runtime.pipeline import run
+from runtime.pipeline import stages
 from tests import tiny_models
 from tests.gpu import measure_jobs
 from tools.forward.measure import Forward, ForwardSetup, rows
@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=["480p"], choices=[*SIZES, "jobs", "diorama"])
     arguments = parser.parse_args()
     # Random weights show nothing, and are not to.
-    run.Detector = measure_jobs.Unjudged  # type: ignore[attr-defined]
+    stages.Detector = measure_jobs.Unjudged  # type: ignore[attr-defined]
     OUT.mkdir(parents=True, exist_ok=True)
     for part in arguments.parts:
         with tempfile.TemporaryDirectory() as folder:

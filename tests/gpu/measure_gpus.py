@@ -44,7 +44,7 @@ from runtime.execution.residency import Residency
 from runtime.machine.probe import Machine, probe
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
-from runtime.pipeline import run
+from runtime.pipeline import stages
 from runtime.pipeline.run import run_job
 from runtime.pipeline.sampling import decode
 from runtime.planner.resolve import resolve
@@ -286,7 +286,7 @@ def kill(spec: ModelSpec, computer: Machine, arguments: argparse.Namespace) -> N
 
 def clip(spec: ModelSpec, computer: Machine, arguments: argparse.Namespace) -> None:
     """Measure jobs and extrapolate to `STEPS` steps; this process plans, decodes and writes an MP4."""
-    vars(run)["Detector"] = Unjudged  # random weights show noise
+    vars(stages)["Detector"] = Unjudged  # random weights show noise
     one = 0.0
     for name, split in variants(arguments):
         if split is not None and split.guidance == 1:

@@ -34,7 +34,7 @@ from runtime.execution.residency import Residency
 from runtime.machine.probe import probe
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
-from runtime.pipeline import run
+from runtime.pipeline import stages
 from runtime.pipeline.degenerate_clip import Detector
 from runtime.pipeline.history import HistoryFile
 from runtime.pipeline.run import run_job
@@ -195,7 +195,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=list(MODELS))
     arguments = parser.parse_args()
     started = time.monotonic()
-    run.Detector = Unjudged  # type: ignore[attr-defined]  # random weights may well show one colour
+    stages.Detector = Unjudged  # type: ignore[attr-defined]  # random weights may well show one colour
     HOME.mkdir(parents=True, exist_ok=True)
     say(part="machine", torch=torch.__version__, gpus=[gpu.name for gpu in probe().gpus])
     for name in arguments.models:

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from runtime.pipeline.attention_speed import measure_attention, unmeasured
-from runtime.pipeline.history import HistoryFile
+from runtime.pipeline.history import HistoryFile, measure_attention, unmeasured
 from tests.planner.test_execution_options import A14B, TRITON, gpu_machine, plan
 
 
@@ -23,7 +22,7 @@ def test_measurements_serve_the_next_plan(tmp_path: Path) -> None:
         return taken[kind]
 
     first = plan(on=here)
-    measure_attention(first, A14B, history, here, measure)
+    measure_attention(first, A14B, history, measure)
     assert [one[0] for one in asked] == ["native", "cudnn", "flash", "flash4"]
     assert asked[0][1:] == (first.tokens, 40, 128, "bfloat16", "cuda:0")
     second = plan(on=here, history=history.read())
@@ -31,10 +30,10 @@ def test_measurements_serve_the_next_plan(tmp_path: Path) -> None:
     assert second.speed.attention_reason is not None
     assert second.speed.attention_reason.code == "planner.attention_measured"
     # Neither the same size nor one of its class is measured again; a much smaller one is.
-    measure_attention(second, A14B, history, here, measure)
-    measure_attention(plan(on=here, frames=61), A14B, history, here, measure)
+    measure_attention(second, A14B, history, measure)
+    measure_attention(plan(on=here, frames=61), A14B, history, measure)
     assert len(asked) == 4
-    measure_attention(plan(on=here, frames=5), A14B, history, here, measure)
+    measure_attention(plan(on=here, frames=5), A14B, history, measure)
     assert len(asked) == 8
 
 

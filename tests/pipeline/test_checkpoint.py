@@ -19,7 +19,7 @@ from runtime.core.plan import ExecutionPlan
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import Checkpoint, CheckpointFolder, due, estimated_cost
-from runtime.pipeline.checkpoint_files import LATEST, checkpoint_step
+from runtime.pipeline.files import LATEST, checkpoint_step
 from runtime.pipeline.sampling import Conditioning, Reached
 from tests.pipeline.test_resume import run
 from tests.plans import tiny_plan

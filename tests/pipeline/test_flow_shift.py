@@ -15,7 +15,7 @@ from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_scheduler
 from runtime.pipeline.checkpoint import CheckpointFolder, identity, stamps
-from runtime.pipeline.rerun_low_noise import prepare, redo_second_half
+from runtime.pipeline.rerun_low_noise import plan_rerun, prepare_rerun
 from runtime.video.mp4 import read_metadata
 from tests.pipeline.test_resume import run, steps_of, stream_of
 from tests.pipeline.test_run import frames_of
@@ -89,8 +89,8 @@ def test_a_rerun_has_the_shift_of_the_first_half(tiny: Tiny, tmp_path: Path) -> 
     source, target = tmp_path / "job", tmp_path / "redone"
 
     def redo(plan: ExecutionPlan, **changes: object) -> ExecutionPlan:
-        again = redo_second_half(plan, changes, spec, source, target, machine(), tmp_path / "new.mp4")
-        prepare(CheckpointFolder(target), again, spec)
+        again = plan_rerun(plan, changes, spec, source, target, machine(), tmp_path / "new.mp4")
+        prepare_rerun(CheckpointFolder(target), again, spec)
         return again
 
     with pytest.raises(InvalidRequestError) as refused:

@@ -12,7 +12,7 @@ from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import CheckpointFolder
-from runtime.pipeline.rerun_low_noise import prepare, redo_second_half
+from runtime.pipeline.rerun_low_noise import plan_rerun, prepare_rerun
 from tests.pipeline.test_resume import run, steps_of, stream_of
 from tests.plans import machine, tiny_plan
 
@@ -23,8 +23,8 @@ SCALES = {"guidance_scale": 4.0, "guidance_scale_2": 3.0}
 def redo(made: ExecutionPlan, spec: ModelSpec, folder: Path, output: Path, **changes: Any) -> ExecutionPlan:
     """Plan the second half anew, from folder/job into folder/redone, and prepare it as the worker does."""
     target = folder / "redone"
-    plan = redo_second_half(made, changes, spec, folder / "job", target, machine(), output)
-    prepare(CheckpointFolder(target), plan, spec)
+    plan = plan_rerun(made, changes, spec, folder / "job", target, machine(), output)
+    prepare_rerun(CheckpointFolder(target), plan, spec)
     return plan
 
 
@@ -65,8 +65,8 @@ def test_a_rerun_can_be_interrupted_and_rerun(tiny: Tiny, tmp_path: Path) -> Non
     run(plan, spec, tmp_path / "redone", stop=lambda event: isinstance(event, StepDone) and event.step == 3)
     assert Resumed(step=3, of=4) in run(plan, spec, tmp_path / "redone")
     source, target = tmp_path / "redone", tmp_path / "again"
-    again = redo_second_half(plan, {"guidance_scale_2": 2.0}, spec, source, target, machine(), tmp_path / "again.mp4")
-    prepare(CheckpointFolder(target), again, spec)
+    again = plan_rerun(plan, {"guidance_scale_2": 2.0}, spec, source, target, machine(), tmp_path / "again.mp4")
+    prepare_rerun(CheckpointFolder(target), again, spec)
     assert steps_of(run(again, spec, tmp_path / "again")) == [3, 4]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from runtime.core.errors import CheckpointError
-from runtime.pipeline.scheduler_state import restore, snapshot
+from runtime.pipeline.checkpoint import restore_scheduler, scheduler_state
 
 FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
 SCHEDULERS: list[tuple[str, dict[str, Any]]] = [
@@ -43,14 +43,14 @@ def test_a_restored_scheduler_gives_the_same_steps(name: str, config: dict[str, 
     noise = torch.randn(1, 4, 3, 4, 4, generator=torch.Generator().manual_seed(1))
     scheduler = fresh(name, config)
     count = len(scheduler.timesteps)
-    reached, states, copies = [noise], [snapshot(scheduler)], [copy.deepcopy(snapshot(scheduler))]
+    reached, states, copies = [noise], [scheduler_state(scheduler)], [copy.deepcopy(scheduler_state(scheduler))]
     for index in range(count):
         reached.append(step(scheduler, index, reached[-1]))
-        states.append(snapshot(scheduler))
+        states.append(scheduler_state(scheduler))
         copies.append(copy.deepcopy(states[-1]))
     for index in range(count):
         other = fresh(name, config)
-        restore(other, states[index])
+        restore_scheduler(other, states[index])
         latents = reached[index]
         for later in range(index, count):
             latents = step(other, later, latents)
@@ -63,12 +63,12 @@ def test_an_unsupported_attribute_is_refused() -> None:
     scheduler = fresh(*SCHEDULERS[0])
     scheduler.solver_p = fresh(*SCHEDULERS[3])
     with pytest.raises(CheckpointError) as refused:
-        snapshot(scheduler)
+        scheduler_state(scheduler)
     assert refused.value.code == "checkpoint.scheduler_value"
     assert refused.value.data["attribute"] == "UniPCMultistepScheduler.solver_p"
 
 
 def test_the_state_of_another_scheduler_is_refused() -> None:
     with pytest.raises(CheckpointError) as refused:
-        restore(fresh(*SCHEDULERS[3]), {"timesteps": torch.zeros(3)})
+        restore_scheduler(fresh(*SCHEDULERS[3]), {"timesteps": torch.zeros(3)})
     assert refused.value.code == "checkpoint.other_scheduler"

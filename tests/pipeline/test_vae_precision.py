@@ -14,7 +14,7 @@ from runtime.core.request import GenerationRequest
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import CheckpointFolder, identity, stamps
-from runtime.pipeline.rerun_low_noise import prepare, redo_second_half
+from runtime.pipeline.rerun_low_noise import plan_rerun, prepare_rerun
 from runtime.video.mp4 import read_metadata
 from tests.pipeline.test_resume import run, steps_of
 from tests.pipeline.test_run import frames_of
@@ -71,8 +71,8 @@ def test_a_rerun_may_use_another_vae_precision(tiny: Tiny, tmp_path: Path) -> No
     made = tiny_plan(spec, tmp_path / "x.mp4")
     run(made, spec, tmp_path / "job")
     source, target = tmp_path / "job", tmp_path / "redone"
-    plan = redo_second_half(made, {"vae_precision": "float32"}, spec, source, target, machine(), tmp_path / "new.mp4")
-    prepare(CheckpointFolder(target), plan, spec)
+    plan = plan_rerun(made, {"vae_precision": "float32"}, spec, source, target, machine(), tmp_path / "new.mp4")
+    prepare_rerun(CheckpointFolder(target), plan, spec)
     assert plan.asked.vae_precision == "float32"
     assert steps_of(run(plan, spec, tmp_path / "redone")) == [3, 4]
 

@@ -21,7 +21,7 @@ from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.checkpoint_files import POSTER
+from runtime.pipeline.files import POSTER
 from runtime.queue.instances import Instance
 from runtime.queue.job_queue import JobQueue, combined
 from runtime.queue.job_runner import JobRecorder

@@ -1,10 +1,13 @@
-"""Files in a job's folder, and the step of its checkpoint, read without torch."""
+"""Files of a job, without torch: the default path of its video, its preview and poster, and its checkpoints."""
 
 import contextlib
 import json
+import re
+import secrets
+from datetime import datetime, timezone
 from pathlib import Path
 
-from runtime.core.errors import ModelError
+from runtime.core.errors import ModelError, OutputError
 from runtime.models.folder import read_header
 
 # The newest preview of a running job; once its video is saved, the poster.
@@ -27,8 +30,32 @@ HOW = (
     "crf",
     "gpus",
 )
-# The field of the second transformer, which the first half of a clip does not depend on.
-SECOND_HALF = "guidance_scale_2"
+# The field of the low-noise transformer, which the steps of the high-noise one do not depend on.
+LOW_NOISE_FIELD = "guidance_scale_2"
+_SLUG_CHARACTERS = 40
+
+
+def output_path(outputs_dir: Path, prompt: str) -> Path:
+    """Return a new path that sorts by time and names the prompt: 20261120-091500-a-red-boat-1a2b3c.mp4."""
+    now = datetime.now(timezone.utc).astimezone()
+    return outputs_dir / f"{now:%Y%m%d-%H%M%S}-{slug(prompt) or 'video'}-{secrets.token_hex(3)}.mp4"
+
+
+def slug(prompt: str) -> str:
+    """Return a prompt as part of a file name; empty if it has no Latin letters."""
+    return re.sub(r"[^a-z0-9]+", "-", prompt.lower())[:_SLUG_CHARACTERS].strip("-")
+
+
+def make_folder(outputs_dir: Path) -> None:
+    """Make the folder for videos if it is missing.
+
+    Raises:
+        OutputError: if it cannot be made.
+    """
+    try:
+        outputs_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError("pipeline.outputs_folder", folder=outputs_dir, reason=error.strerror) from error
 
 
 def checkpoint_step(folder: Path | None, name: str | None = None) -> int | None:
@@ -42,7 +69,7 @@ def checkpoint_step(folder: Path | None, name: str | None = None) -> int | None:
     return _newest(folder)[1] if name is None else _step(folder / name)
 
 
-def newest(folder: Path) -> Path:
+def newest_checkpoint(folder: Path) -> Path:
     """Return the checkpoint that a job resumes from; it may not exist.
 
     It is the latest, or the one between the two transformers if the process was killed after writing that and before

@@ -1,0 +1,164 @@
+"""The stages of a job: encode the prompt, denoise the latents, decode the frames and save the MP4.
+
+Each reads the plan and the progress from the job's `RunContext`, so that it can be called again after out-of-memory.
+"""
+
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+
+from runtime import __version__
+from runtime.core.events import FramesDecoded, StageStarted, StepDone, VideoSaved
+from runtime.core.facts import Fact
+from runtime.execution.denoiser import Denoiser
+from runtime.execution.prefetch import next_files, reading
+from runtime.execution.text_encoder import TextEncoding
+from runtime.pipeline.checkpoint import restore_scheduler
+from runtime.pipeline.degenerate_clip import Detector, degenerate_clip
+from runtime.pipeline.previews import Previews
+from runtime.pipeline.run_context import RunContext, wants_guidance
+from runtime.pipeline.sampling import Conditioning, decode, denoise, get_noise, may_stop
+from runtime.video.mp4 import VideoWriter
+
+
+def encode_prompt(context: RunContext) -> Conditioning:
+    """Return the embeddings of the prompt and, with guidance, of the negative prompt; from the prompt cache if it can.
+
+    Emits a warning for words that the model does not know and for text that is cut.
+    """
+    plan = context.plan
+    texts = [plan.prompt, plan.negative_prompt] if wants_guidance(plan) else [plan.prompt]
+    prompts, part = context.residency.prompts, plan.components["text_encoder"]
+    # Not with an engine: whether it is damaged is found only when it runs.
+    cache = prompts if prompts is not None and not part.engines else None
+    found = [None if cache is None else cache.find(context.spec, part, text) for text in texts]
+    encoded = [one for one in found if one is not None]
+    if len(encoded) < len(texts):
+        context.current = ("load", "text_encoder")
+        with context.residency.text_encoder(context.spec, context) as encoder, context.metrics.stage("encode"):
+            context.begin_stage("encode", "text_encoder")
+            encoded = [encoder.encode(text) if one is None else one for text, one in zip(texts, found, strict=True)]
+        if cache is not None:
+            for text, one in zip(texts, encoded, strict=True):
+                cache.keep(context.spec, part, text, one)
+    else:
+        context.begin_stage("encode", "text_encoder")
+        context.text_encoded = False
+    positive, negative = encoded[0], encoded[1] if len(encoded) > 1 else None
+    _warn_of_text(context, positive, "prompt")
+    if negative is not None and plan.negative_prompt != context.spec.defaults.negative_prompt:
+        _warn_of_text(context, negative, "negative prompt")
+    device = context.plan.components["text_encoder"].device
+    return Conditioning(positive.embeds.to(device), negative.embeds.to(device) if negative else None)
+
+
+def _warn_of_text(context: RunContext, encoding: TextEncoding, field: str) -> None:
+    if encoding.unknown_words:
+        context.warn(Fact("pipeline.unknown_words", {"words": encoding.unknown_words, "field": field}))
+    if encoding.cut:
+        context.warn(Fact("pipeline.text_cut", {"field": field}))
+
+
+def denoise_latents(context: RunContext, previews: Previews) -> None:
+    """Run the remaining steps, and save a checkpoint whenever one is due."""
+    context.cancel.check_pause()
+    context.current = ("denoise", "transformer")
+    assert context.conditioning is not None
+    scheduler, steps = context.schedule()
+    reached = context.reached
+    if reached is None or (reached.scheduler is None and reached.steps < len(steps)):
+        reached = context.record_step(0, get_noise(context.plan), scheduler)
+    if reached.scheduler is not None:
+        restore_scheduler(scheduler, reached.scheduler)
+
+    @contextmanager
+    def open_expert(name: str) -> Iterator[Denoiser]:
+        context.current = ("load", name)
+        with context.residency.denoiser(context.spec, context, name) as denoiser:
+            context.begin_stage("denoise", name)
+            held = {
+                part for part in context.plan.components if context.residency.holds(context.spec, context.plan, part)
+            }
+            idle = {*context.plan.components} - {"vae"} - {step.expert for step in steps}
+            with reading(next_files(context.spec, context.plan, name, held | idle)):
+                yield denoiser
+
+    with context.metrics.stage("denoise"):
+        remaining = denoise(
+            reached.latents, steps, scheduler, context.conditioning, open_expert, context.cancel, start=reached.steps
+        )
+        for done in remaining:
+            number, resumable = done.index + 1, may_stop(steps, done.index + 1)
+            if resumable:
+                context.record_step(number, done.latents, scheduler)
+            preview = previews.of_latents(done.estimate)
+            part = done.step.expert
+            context.emit(StepDone(step=number, of=len(steps), seconds=done.seconds, part=part, preview=preview))
+            context.checkpoint_step(steps, done.seconds, resumable=resumable)
+
+
+def decode_and_save(
+    context: RunContext, previews: Previews, job_id: str | None, on_frames: Callable[[np.ndarray], None] | None
+) -> VideoSaved:
+    """Decode the frames, encode them while they arrive, and write the MP4.
+
+    Args:
+        job_id, on_frames: see `run.run_job`.
+
+    Raises:
+        BadResultError: if the clip is degenerate; nothing is written.
+    """
+    context.cancel.check_pause()
+    assert context.reached is not None
+    plan, detector = context.plan, Detector()
+    context.current = ("load", "vae")
+    previews.forget_frames()
+    with VideoWriter(plan.output, plan.width, plan.height, plan.fps, plan.crf) as writer:
+        with context.residency.video_decoder(context.spec, context) as decoder, context.metrics.stage("decode"):
+            context.begin_stage("decode", "vae")
+            written = 0
+            chunks = decode(
+                decoder,
+                context.reached.latents,
+                plan.strategy.decode_chunk,
+                context.cancel,
+                plan.strategy.decode_tile,
+                part=lambda: context.plan.components["vae"],
+            )
+            for chunk in chunks:
+                frames = chunk.numpy()
+                writer.write(frames)
+                detector.inspect(frames)
+                if on_frames is not None:
+                    on_frames(frames)
+                written += len(frames)
+                context.emit(FramesDecoded(frames=written, of=plan.frames, preview=previews.of_frames(frames)))
+        if detector.fault is not None:
+            raise degenerate_clip(detector.fault, context.plan)
+        with context.metrics.stage("mux"):
+            context.emit(StageStarted(stage="save"))
+            writer.close_stream()
+        context.cancel.check()
+        saved = context.result()
+        writer.finish(plan.prompt, _metadata(saved, job_id))
+    return saved
+
+
+def _metadata(saved: VideoSaved, job_id: str | None) -> dict[str, Any]:
+    """Return the metadata of the MP4: the result without its path, the job and the versions."""
+    result = {key: value for key, value in saved.result_json().items() if key != "video"}
+    versions = {
+        "tandem": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "diffusers": diffusers.__version__,
+    }
+    created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    job = {} if job_id is None else {"job": job_id}
+    return {"tandem": {**result, **job, "versions": versions, "created": created}}
