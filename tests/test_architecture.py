@@ -41,7 +41,7 @@ WITHOUT_TORCH = (
     "runtime.planner.resolve",
     "runtime.planner.requirements",
     "runtime.models.hub.download",
-    "runtime.planner.doctor",
+    "runtime.machine.doctor",
     "runtime.planner.constraints",
     "runtime.planner.engine_offers",
     "runtime.engines.builders.inductor",

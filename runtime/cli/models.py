@@ -76,7 +76,7 @@ def describe(spec: ModelSpec, need: Needs) -> list[str]:
     pair = [scale for scale in (defaults.guidance_scale, defaults.guidance_scale_2) if scale is not None]
     guidance = " and ".join(f"{scale:g}" for scale in pair)
     shift = _shift(spec)
-    least = f"{need.least} ({need.least.way})" if need.least else "more than any single GPU has"
+    least = f"{need.least} ({str(need.least.strategy).rstrip('.')})" if need.least else "more than any single GPU has"
     resident = f"; to stay loaded: {need.resident}" if need.resident else ""
     return [
         f"{spec.name}: {spec.title}, {spec.license}, {spec.total_parameters / 1e6:,.1f} M weights, {size}, {where}",

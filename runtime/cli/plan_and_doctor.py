@@ -1,19 +1,23 @@
 """`plan` and `doctor`: print text on standard error and return the data for `--json`."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from runtime.cli import terminal
 from runtime.core import settings
 from runtime.core.errors import MemoryShortError
 from runtime.core.estimates import MemoryStrategy, StrategyForecast
+from runtime.core.facts import Fact
 from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.core.units import duration, memory_size
 from runtime.engines.service import EngineService
 from runtime.machine.probe import probe
+from runtime.models.catalogue import folders
 from runtime.models.loras import model_for
+from runtime.models.registry import read_spec
 from runtime.pipeline.files import output_path
 from runtime.pipeline.history import HistoryFile
 from runtime.planner.resolve import resolve
@@ -117,18 +121,31 @@ def _about(seconds: float) -> str:
 
 def show_doctor() -> dict[str, Any]:
     """Print and return the state of this machine; "ok" in the result means that it can generate videos."""
-    from runtime.planner.doctor import examine
+    from runtime.machine.doctor import check, examine
+    from runtime.video.mp4 import find_ffmpeg
 
     loaded = settings.load()
     machine = probe(loaded.engines_dir)
-    findings = examine(machine, loaded.cache_dir, loaded.weights_dir, loaded.engines_dir)
+    findings = [
+        *examine(machine, loaded.cache_dir, loaded.engines_dir),
+        check("ffmpeg", lambda: Fact("doctor.ffmpeg", {"path": find_ffmpeg()})),
+        *(
+            check(f"Model {name}", partial(_model, name, folder))
+            for name, folder in folders(loaded.weights_dir).items()
+        ),
+    ]
+    found = [finding.to_json() for finding in findings]
     marks = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
-    terminal.table(("", "What", "Found"), [(marks[found.state], found.name, found.detail) for found in findings])
-    for found in findings:
-        if found.fix:
-            terminal.line(f"{found.name}: {found.fix}")
+    terminal.table(("", "What", "Found"), [(marks[one["state"]], one["name"], one["detail"]) for one in found])
+    for one in found:
+        if one["fix"]:
+            terminal.line(f"{one['name']}: {one['fix']}")
     return {
-        "ok": all(found.state != "problem" for found in findings),
-        "findings": [found.to_json() for found in findings],
-        "machine": asdict(machine) | {"packages": dict(machine.packages)},
+        "ok": all(one["state"] != "problem" for one in found),
+        "findings": found,
+        "machine": machine.to_json(),
     }
+
+
+def _model(name: str, folder: Path) -> Fact:
+    return Fact("doctor.model", {"millions": read_spec(folder, name).total_parameters / 1e6})

@@ -15,9 +15,7 @@ _LEAST_DRIVER: Mapping[int, str] = {11: "450", 12: "525", 13: "580"}
 def cuda_problem(machine: Machine) -> Fact | None:
     """Return why PyTorch cannot use an NVIDIA GPU here, `None` if it can."""
     if not machine.gpus:
-        if machine.gpu_problem:
-            return Fact("machine.gpu_unreadable", {"problem": machine.gpu_problem})
-        return Fact("machine.no_gpu")
+        return machine.gpu_problem or Fact("machine.no_gpu")
     gpu = machine.gpus[0]
     if machine.torch_cuda is None:
         return Fact("machine.torch_without_cuda", {"torch": machine.torch_version})

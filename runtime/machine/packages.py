@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from runtime.core.errors import first_line
+from runtime.core.facts import Fact
 
 _IMPORT_SECONDS = 120
 _LONGEST_LINE = 200
@@ -110,8 +111,8 @@ def installed_as(package: Package) -> tuple[str, str] | None:
     return None
 
 
-def import_problem(package: Package, seconds: float = _IMPORT_SECONDS) -> str | None:
-    """Import a package in a child process and return why it cannot be, one line, or `None` if it can."""
+def import_problem(package: Package, seconds: float = _IMPORT_SECONDS) -> Fact | None:
+    """Import a package in a child process and return why it cannot be imported, `None` if it can."""
     try:
         child = subprocess.run(
             [sys.executable, "-c", f"import {package.module}"],
@@ -123,12 +124,14 @@ def import_problem(package: Package, seconds: float = _IMPORT_SECONDS) -> str | 
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"importing it took longer than {seconds:g} seconds"
+        return Fact("package.import_slow", {"seconds": seconds})
     except OSError as error:
-        return f"no process could be started: {first_line(error)}"
+        return Fact("package.no_process", {"error": first_line(error)})
     if child.returncode == 0:
         return None
     if child.returncode < 0:
-        return f"importing it crashed (signal {-child.returncode})"
+        return Fact("package.import_crashed", {"signal": -child.returncode})
     lines = child.stderr.strip().splitlines()
-    return lines[-1][:_LONGEST_LINE].rstrip(".") if lines else f"importing it ended with exit code {child.returncode}"
+    if not lines:
+        return Fact("package.import_ended", {"exit_code": child.returncode})
+    return Fact("package.import_failed", {"error": lines[-1][:_LONGEST_LINE].rstrip(".")})

@@ -7,12 +7,14 @@ import platform
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from runtime.core.facts import Fact
 from runtime.machine.packages import installed_versions
 
 
@@ -53,7 +55,7 @@ class Machine:
     ram_bytes: int
     ram_free_bytes: int
     gpus: tuple[Gpu, ...]
-    gpu_problem: str | None
+    gpu_problem: Fact | None
     torch_version: str | None
     torch_cuda: str | None
     swap_bytes: int = 0
@@ -63,6 +65,11 @@ class Machine:
     driver_cuda: tuple[int, int] | None = None
     packages: tuple[tuple[str, str], ...] = ()
     compiler: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON types, with the problem as text."""
+        problem = None if self.gpu_problem is None else str(self.gpu_problem)
+        return asdict(self) | {"packages": dict(self.packages), "gpu_problem": problem}
 
     def gpu_of(self, device: str) -> Gpu:
         """Return the GPU that a device names; see `gpu_index`."""
@@ -188,17 +195,17 @@ def _torch_cuda() -> str | None:
     return match.group(1) if match else None
 
 
-def _gpus() -> tuple[tuple[Gpu, ...], str | None, tuple[int, int] | None]:
+def _gpus() -> tuple[tuple[Gpu, ...], Fact | None, tuple[int, int] | None]:
     """Return the NVIDIA GPUs, where they cannot be read why, and the newest CUDA that their driver runs."""
     try:
         import pynvml
     except ImportError:
-        return (), "nvidia-ml-py is not installed" if shutil.which("nvidia-smi") else None, None
+        return (), Fact("machine.no_nvml") if shutil.which("nvidia-smi") else None, None
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         absent = isinstance(error, pynvml.NVMLError_LibraryNotFound | pynvml.NVMLError_DriverNotLoaded)
-        return (), None if absent else f"the NVIDIA driver does not answer ({error})", None
+        return (), None if absent else Fact("machine.driver_failed", {"error": error}), None
     try:
         cuda = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
         driver = pynvml.nvmlSystemGetDriverVersion()
@@ -214,6 +221,6 @@ def _gpus() -> tuple[tuple[Gpu, ...], str | None, tuple[int, int] | None]:
         # 13010 is 13.1.
         return tuple(found), None, (cuda // 1000, cuda % 1000 // 10)
     except pynvml.NVMLError as error:
-        return (), f"the NVIDIA driver does not answer ({error})", None
+        return (), Fact("machine.driver_failed", {"error": error}), None
     finally:
         pynvml.nvmlShutdown()

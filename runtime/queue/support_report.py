@@ -8,7 +8,6 @@ import platform
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ def report(
         "failure": None if job.failure is None else job.failure.error_json(),
         "versions": {"tandem": __version__, "python": platform.python_version(), **dict(machine.packages)}
         | {"torch": machine.torch_version},
-        "machine": {name: value for name, value in asdict(machine).items() if name != "packages"},
+        "machine": {name: value for name, value in machine.to_json().items() if name != "packages"},
         "events": events,
         "log": _tail(log_file),
     }

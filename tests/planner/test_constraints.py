@@ -259,7 +259,12 @@ def test_what_goes_together(changes: dict[str, Any], on: Machine) -> None:
 
 LACKING: list[tuple[str, Machine, str, str]] = [
     ("tensorrt", CPU, "no NVIDIA GPU was found", "another backend"),
-    ("tensorrt", replace(CPU, gpu_problem="the driver is asleep"), "the driver is asleep", "NVIDIA driver"),
+    (
+        "tensorrt",
+        replace(CPU, gpu_problem=Fact("machine.driver_failed", {"error": "asleep"})),
+        "driver does not answer (asleep)",
+        "NVIDIA driver",
+    ),
     ("tensorrt", replace(H200, torch_cuda=None), "built without CUDA", "requirements-gpu"),
     ("tensorrt", replace(H200, driver_cuda=(12, 8)), "too old: it supports CUDA 12.8, and PyTorch needs 13.0", "580"),
     ("tensorrt", replace(H200, torch_cuda="12.6", driver_cuda=(11, 4)), "PyTorch needs 12.6", "525"),

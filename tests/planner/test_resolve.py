@@ -117,7 +117,13 @@ def test_nearest(value: int, stride: int, offset: int, low: int, high: int, foun
     ("on", "is_large", "device", "dtypes", "reason"),
     [
         (machine(), False, "cpu", {"float32"}, "no NVIDIA GPU"),
-        (replace(machine(), gpu_problem="the driver is asleep"), False, "cpu", {"float32"}, "the driver is asleep"),
+        (
+            replace(machine(), gpu_problem=Fact("machine.driver_failed", {"error": "x"})),
+            False,
+            "cpu",
+            {"float32"},
+            "the NVIDIA driver does not answer",
+        ),
         (machine(gpu=gpu()), False, "cpu", {"float32"}, "built without CUDA"),
         (machine(gpu=gpu(), torch_cuda="13.0"), False, "cuda:0", {"float32"}, "small"),
         (machine(gpu=gpu(), torch_cuda="13.0"), True, "cuda:0", {"bfloat16"}, "bfloat16"),

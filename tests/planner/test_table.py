@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from runtime.core.errors import InvalidRequestError, MachineError, TandemError
+from runtime.core.facts import Fact
 from runtime.core.plan import ComponentPlan, ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.engines.builders import BUILDERS
@@ -71,7 +72,7 @@ LITTLE_RAM = here("H200", (9, 0), 141, ram=16)
 FOUR = here("H200", (9, 0), 141, ram=1024, gpus=4)
 CPU_8, CPU_16, CPU_64 = here(ram=8), here(ram=16), here(ram=64)
 APPLE = here(ram=32, system="Darwin arm64", cpu="Apple M3", unified_memory=True)
-BROKEN = here(gpu_problem="the NVIDIA driver does not answer (Driver/library version mismatch)")
+BROKEN = here(gpu_problem=Fact("machine.driver_failed", {"error": "Driver/library version mismatch"}))
 OLD_DRIVER = replace(H100, driver_cuda=(12, 4), gpus=(replace(H100.gpus[0], driver="550.54"),))
 OLD_TORCH = replace(BLACKWELL, torch_cuda="12.6")
 TORCH_CPU = replace(H100, torch_cuda=None)

@@ -9,9 +9,12 @@ _INSTALL = "Run install.sh (install.bat on Windows) again: it installs requireme
 _INSTALL_CPU = "Run install.sh (install.bat on Windows)."
 _COMPILER = "There is no C++ compiler."
 
-MESSAGES: Mapping[str, Message] = {
+_MACHINE: Mapping[str, Message] = {
     "machine.no_gpu": Message("No NVIDIA GPU was found.", _OTHER_BACKEND),
-    "machine.gpu_unreadable": Message("{problem}.", "Install or update the NVIDIA driver, then restart."),
+    "machine.no_nvml": Message("nvidia-ml-py is not installed, so that NVIDIA GPUs cannot be read.", _INSTALL_CPU),
+    "machine.driver_failed": Message(
+        "The NVIDIA driver does not answer ({error}).", "Install or update the NVIDIA driver, then restart."
+    ),
     "machine.torch_without_cuda": Message("This PyTorch ({torch}) is built without CUDA.", _INSTALL),
     "machine.driver_too_old": Message(
         "The NVIDIA driver {driver} is too old: it supports CUDA {runs}, and PyTorch needs {needs}.",
@@ -39,6 +42,58 @@ MESSAGES: Mapping[str, Message] = {
     "machine.no_bitsandbytes": Message("bitsandbytes is not installed.", _INSTALL),
     "machine.no_torchao": Message("torchao is not installed.", _INSTALL),
     "machine.gpu_without_fp8": Message("The {gpu} does not support FP8.", "Use {set[quantization=bnb-8bit]}."),
-    "machine.run_installer": Message(_INSTALL),
     "machine.no_triton": Message("The package triton is not installed.", "Install it, or use {set[compile=never]}."),
 }
+
+_PACKAGES: Mapping[str, Message] = {
+    "package.import_failed": Message("{error}."),
+    "package.import_slow": Message("Importing it took longer than {seconds:g} seconds."),
+    "package.import_crashed": Message("Importing it crashed (signal {signal})."),
+    "package.import_ended": Message("Importing it ended with exit code {exit_code}."),
+    "package.no_process": Message("No process could be started: {error}."),
+}
+
+# Details are cells of a table, without a full stop.
+_DOCTOR: Mapping[str, Message] = {
+    "doctor.python": Message("{version}"),
+    "doctor.python_unsupported": Message(
+        "{version}; Tandem runs on {first} to {last}",
+        "Install one of these and run the installer again, or set TANDEM_PYTHON to it ({last} is fine).",
+    ),
+    "doctor.torch": Message("{version} (CUDA {cuda})"),
+    "doctor.torch_without_cuda": Message("{version} (no CUDA)"),
+    "doctor.no_torch": Message("not installed", "Run the installer again."),
+    "doctor.no_gpu": Message("no NVIDIA GPU: everything runs on the CPU"),
+    "doctor.no_gpu_unified": Message("no NVIDIA GPU: everything runs on the CPU, which shares its memory with the GPU"),
+    "doctor.gpu": Message(
+        "{name}, compute capability {capability}, {free:gib} of {total:gib} free, driver {driver} (CUDA {cuda})"
+    ),
+    "doctor.gpu_unusable": Message("{gpu}. {cause}", "{cause:remedy}"),
+    "doctor.cpu": Message("{name}, {cores:n core}, {system}"),
+    "doctor.memory": Message("{free:gib} of {total:gib} free"),
+    "doctor.memory_and_swap": Message("{free:gib} of {total:gib} free, {swap_free:gib} of {swap:gib} of swap"),
+    "doctor.memory_low": Message("{memory}", "Close other programs: at least {least:gib} should be free."),
+    "doctor.cache_not_writable": Message(
+        "{folder} cannot be written: {error}", "Set TANDEM_CACHE_DIR to a folder that you can write to."
+    ),
+    "doctor.folder": Message("{folder}, {free:gib} free"),
+    "doctor.cache_disk_full": Message(
+        "{folder}, {free:gib} free", "Free some space, or set TANDEM_CACHE_DIR to another disk."
+    ),
+    "doctor.engines_disk_full": Message(
+        "{folder}, {free:gib} free: too little to build engines",
+        "Free some space, or set TENSORRT_CACHE_DIR to another disk.",
+    ),
+    "doctor.compiler": Message("{path}"),
+    "doctor.no_compiler": Message("none: Inductor engines and compiled blocks on a CPU need one", "{cause:remedy}"),
+    "doctor.package": Message("{version}"),
+    "doctor.package_unusable": Message(
+        "{version}, but it cannot be used: {cause:sentence}", "Reinstall it: {reinstall}"
+    ),
+    "doctor.package_missing": Message("not installed: no {use}", "If you want it: {install}"),
+    "doctor.package_of_installer_missing": Message("not installed: no {use}", _INSTALL),
+    "doctor.ffmpeg": Message("{path}"),
+    "doctor.model": Message("{millions:,.1f} million weights"),
+}
+
+MESSAGES: Mapping[str, Message] = {**_MACHINE, **_PACKAGES, **_DOCTOR}

@@ -151,6 +151,7 @@ _REFUSALS: Mapping[str, Message] = {
     "planner.gpus_without_bfloat16": Message(
         "{first} and {second} cannot share a job: the second does not support bfloat16.", "Use {set[gpus=1]}."
     ),
+    "planner.runs_here": Message("{peak:memory} of {free:memory} of {where}. {strategy}"),
     "planner.clip": Message("{model} at {width}x{height}, {frames} frames"),
     "planner.memory_short": Message("{clip} needs about {peak:gib} of {where}; {free:gib} are free.", "{remedy}"),
     "planner.memory_and_ram_short": Message(

@@ -1,0 +1,171 @@
+"""Checks of this machine for `doctor`: what is there, what is missing, and the fix for each problem."""
+
+import platform
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from runtime.core.errors import TandemError
+from runtime.core.facts import Fact, render
+from runtime.machine.compatibility import cuda_problem, no_compiler, unfit_torch_tensorrt
+from runtime.machine.packages import PACKAGES, Package, import_problem, installed_as
+from runtime.machine.probe import Gpu, Machine, free_disk_bytes
+
+State = Literal["ok", "note", "problem"]
+
+_LOW_DISK_BYTES = 2 << 30
+_LOW_RAM_BYTES = 2 << 30
+_PYTHONS = ((3, 10), (3, 13))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check; the fact's remedy is the fix."""
+
+    name: str
+    state: State
+    fact: Fact
+
+    def to_json(self) -> dict[str, str]:
+        """Return the fields, with the fact as text in the words of the command line."""
+        detail, fix = render(self.fact)
+        return {"name": self.name, "state": self.state, "detail": detail, "fix": fix}
+
+
+def examine(machine: Machine, cache_dir: Path, engines_dir: Path) -> list[Finding]:
+    """Check everything that a video needs or that makes it faster. Imports packages in child processes."""
+    return [
+        _python(),
+        _torch(machine),
+        *_gpus(machine),
+        Finding(
+            "CPU", "ok", Fact("doctor.cpu", {"name": machine.cpu, "cores": machine.cores, "system": machine.system})
+        ),
+        _memory(machine),
+        _cache(cache_dir),
+        *_engines_folder(cache_dir, engines_dir),
+        _compiler(machine),
+        *_packages(machine),
+    ]
+
+
+def check(name: str, examined: Callable[[], Fact]) -> Finding:
+    """Return the fact of a check, or the error that it raises as a problem."""
+    try:
+        return Finding(name, "ok", examined())
+    except TandemError as error:
+        return Finding(name, "problem", error.fact)
+
+
+def _python() -> Finding:
+    version = platform.python_version()
+    first, last = (".".join(map(str, bound)) for bound in _PYTHONS)
+    if _PYTHONS[0] <= sys.version_info[:2] <= _PYTHONS[1]:
+        return Finding("Python", "ok", Fact("doctor.python", {"version": version}))
+    data = {"version": version, "first": first, "last": last}
+    return Finding("Python", "problem", Fact("doctor.python_unsupported", data))
+
+
+def _torch(machine: Machine) -> Finding:
+    if machine.torch_version is None:
+        return Finding("PyTorch", "problem", Fact("doctor.no_torch"))
+    code = "doctor.torch" if machine.torch_cuda else "doctor.torch_without_cuda"
+    return Finding("PyTorch", "ok", Fact(code, {"version": machine.torch_version, "cuda": machine.torch_cuda}))
+
+
+def _gpus(machine: Machine) -> Iterator[Finding]:
+    problem = cuda_problem(machine)
+    if machine.gpu_problem is not None:
+        yield Finding("GPU", "problem", machine.gpu_problem)
+    elif not machine.gpus:
+        yield Finding("GPU", "note", Fact("doctor.no_gpu_unified" if machine.unified_memory else "doctor.no_gpu"))
+    for gpu in machine.gpus:
+        described = _described(gpu, machine)
+        if machine.torch_version is not None and problem is not None:
+            yield Finding("GPU", "problem", Fact("doctor.gpu_unusable", {"gpu": described, "cause": problem}))
+        else:
+            yield Finding("GPU", "ok", described)
+
+
+def _described(gpu: Gpu, machine: Machine) -> Fact:
+    data = {
+        "name": gpu.name,
+        "capability": ".".join(map(str, gpu.capability)),
+        "free": gpu.free_bytes,
+        "total": gpu.total_bytes,
+        "driver": gpu.driver,
+        "cuda": ".".join(map(str, machine.driver_cuda or ("unknown",))),
+    }
+    return Fact("doctor.gpu", data)
+
+
+def _memory(machine: Machine) -> Finding:
+    data = {
+        "free": machine.ram_free_bytes,
+        "total": machine.ram_bytes,
+        "swap_free": machine.swap_free_bytes,
+        "swap": machine.swap_bytes,
+    }
+    memory = Fact("doctor.memory_and_swap" if machine.swap_bytes else "doctor.memory", data)
+    if machine.ram_free_bytes < _LOW_RAM_BYTES:
+        return Finding("Memory", "problem", Fact("doctor.memory_low", {"memory": memory, "least": _LOW_RAM_BYTES}))
+    return Finding("Memory", "ok", memory)
+
+
+def _cache(cache_dir: Path) -> Finding:
+    try:
+        with tempfile.TemporaryFile(dir=cache_dir):
+            pass
+    except OSError as error:
+        data = {"folder": cache_dir, "error": error.strerror}
+        return Finding("Cache folder", "problem", Fact("doctor.cache_not_writable", data))
+    free = free_disk_bytes(cache_dir)
+    low = free < _LOW_DISK_BYTES
+    fact = Fact("doctor.cache_disk_full" if low else "doctor.folder", {"folder": cache_dir, "free": free})
+    return Finding("Cache folder", "problem" if low else "ok", fact)
+
+
+def _engines_folder(cache_dir: Path, engines_dir: Path) -> Iterator[Finding]:
+    if cache_dir in engines_dir.parents:
+        return
+    free = free_disk_bytes(engines_dir)
+    low = free < _LOW_DISK_BYTES
+    fact = Fact("doctor.engines_disk_full" if low else "doctor.folder", {"folder": engines_dir, "free": free})
+    yield Finding("Engine folder", "note" if low else "ok", fact)
+
+
+def _compiler(machine: Machine) -> Finding:
+    problem = no_compiler(machine)
+    if problem is None:
+        return Finding("C++ compiler", "ok", Fact("doctor.compiler", {"path": machine.compiler}))
+    return Finding("C++ compiler", "note", Fact("doctor.no_compiler", {"cause": problem}))
+
+
+def _packages(machine: Machine) -> Iterator[Finding]:
+    for package in PACKAGES:
+        version = machine.version_of(package.name)
+        if version is not None:
+            yield _installed(package, version, machine)
+        elif (package.installed_by_us and not package.needs_gpu) or (package.needs_gpu and machine.gpus):
+            code = "doctor.package_of_installer_missing" if package.installed_by_us else "doctor.package_missing"
+            yield Finding(package.title, "note", Fact(code, {"use": package.use, "install": _pip(package)}))
+
+
+def _installed(package: Package, version: str, machine: Machine) -> Finding:
+    problem = import_problem(package)
+    if problem is not None:
+        release, _ = installed_as(package) or (package.distributions[0], version)
+        reinstall = f"{sys.executable} -m pip install --force-reinstall {release}=={version}"
+        data = {"version": version, "cause": problem, "reinstall": reinstall}
+        return Finding(package.title, "note", Fact("doctor.package_unusable", data))
+    unfit = unfit_torch_tensorrt(machine) if package.name == "torch-tensorrt" else None
+    if unfit is not None:
+        return Finding(package.title, "note", unfit)
+    return Finding(package.title, "ok", Fact("doctor.package", {"version": version}))
+
+
+def _pip(package: Package) -> str:
+    return f"{sys.executable} -m pip install {package.distributions[0]}"
