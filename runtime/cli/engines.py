@@ -15,7 +15,6 @@ from runtime.core.facts import Fact, render, shortened
 from runtime.core.plan import BACKEND_TITLES
 from runtime.core.request import GenerationRequest
 from runtime.core.units import UNITS, byte_size
-from runtime.engines import library
 from runtime.engines.service import EngineService
 from runtime.machine.probe import probe
 from runtime.models.catalogue import find, folders
@@ -67,16 +66,17 @@ def build(request: GenerationRequest, *, again: bool) -> dict[str, Any]:
 def listing() -> dict[str, Any]:
     """Print and return the engine library."""
     service = _service()
-    found = library.listing(service.store)
-    models = _models()
-    stale = {record.id: library.why_stale(record, models, service.machine, service.notes) for record in found.engines}
-    _table(found.engines, stale)
-    terminal.line(f"{byte_size(found.total_bytes)} of at most {byte_size(found.max_bytes)}, in {service.store.folder}")
+    store, models = service.store, _models()
+    engines = sorted(store.index(), key=lambda record: (-record.last_used, record.id))
+    stale = {record.id: service.why_stale(record, models) for record in engines}
+    total_bytes = store.total_bytes()
+    _table(engines, stale)
+    terminal.line(f"{byte_size(total_bytes)} of at most {byte_size(store.max_bytes)}, in {store.folder}")
     return {
-        "engines": [{**_row(record), "stale": list(map(str, stale[record.id]))} for record in found.engines],
-        "total_bytes": found.total_bytes,
-        "max_bytes": found.max_bytes,
-        "folder": str(service.store.folder),
+        "engines": [{**_row(record), "stale": list(map(str, stale[record.id]))} for record in engines],
+        "total_bytes": total_bytes,
+        "max_bytes": store.max_bytes,
+        "folder": str(store.folder),
     }
 
 
@@ -87,12 +87,10 @@ def verify(ids: Sequence[str]) -> dict[str, Any]:
         CancelledError: on Ctrl-C; finished comparisons are kept.
     """
     service = _service()
-    chosen = library.choose(service.store, ids)
+    chosen = service.store.choose(ids)
     rows = []
     with cancel_on_signals() as cancel:
-        for found in library.verify(
-            service.store, chosen, _models(), service.machine, _progress(), cancel, service.notes
-        ):
+        for found in service.verify(chosen, _models(), _progress(), cancel):
             record = found.engine
             if found.skipped is not None:
                 verdict = f"not verified. {render(found.skipped).what} {render(found.skipped).remedy}"
@@ -106,17 +104,16 @@ def verify(ids: Sequence[str]) -> dict[str, Any]:
 
 def delete(ids: Sequence[str]) -> dict[str, Any]:
     """Delete engines by id."""
-    service = _service()
-    chosen = library.choose(service.store, ids)
-    freed = library.delete(service.store, chosen)
+    store = _service().store
+    chosen = store.choose(ids)
+    freed = sum(store.delete(record.id) for record in chosen)
     terminal.line(f"Deleted {_count(len(chosen))}, {byte_size(freed)}.")
     return {"deleted": [record.id for record in chosen], "freed_bytes": freed}
 
 
 def prune(max_size: str | None) -> dict[str, Any]:
     """Delete the least recently used engines until the library is no larger than `max_size`, or the configured size."""
-    service = _service()
-    done = library.prune(service.store, None if max_size is None else parse_size(max_size))
+    done = _service().store.prune(None if max_size is None else parse_size(max_size))
     left = f"{byte_size(done.total_bytes)} of at most {byte_size(done.max_bytes)} remain"
     terminal.line(f"Deleted {_count(len(done.deleted))}; {left}.")
     if not done.enough:
@@ -132,9 +129,8 @@ def prune(max_size: str | None) -> dict[str, Any]:
 def pin(ids: Sequence[str], *, pinned: bool) -> dict[str, Any]:
     """Pin engines, so that they are not evicted, or unpin them."""
     store = _service().store
-    chosen = library.choose(store, ids)
-    change = store.pin if pinned else store.unpin
-    rows = [_row(change(record.id)) for record in chosen]
+    chosen = store.choose(ids)
+    rows = [_row(store.pin(record.id, pinned=pinned)) for record in chosen]
     terminal.line(f"{'Pinned' if pinned else 'Unpinned'} {_count(len(rows))}.")
     return {"engines": rows}
 

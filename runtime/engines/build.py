@@ -1,40 +1,46 @@
 """Builds and verifies engines in a child process and stores the result.
 
-Nothing remains of a build that failed, was cancelled or was killed, and it can be retried at once.
+Nothing remains of a build that failed, was cancelled or was killed, and it can be retried at once. The child runs
+`run_job`; it writes engine.json last.
 """
 
+import gc
 import logging
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from runtime.core.cancel import Cancel
+from runtime.core.environment import limit_thread_spinning
 from runtime.core.errors import EngineError, ModelError
 from runtime.core.facts import Fact
-from runtime.engines import build_child, manifest
-from runtime.engines.build_child import BuildJob, Job, VerifyJob
-from runtime.engines.builders import BUILDERS, BuildNeeds
-from runtime.engines.child import Entry, Outcome, Report, run_child
-from runtime.engines.store import EngineStore
-from runtime.machine.probe import Machine, free_disk_bytes, gpu_index, probe
+from runtime.engines import child, manifest
+from runtime.engines.builders import BUILDERS
+from runtime.engines.child import Outcome, Report, run_child
+from runtime.engines.store import EngineStore, working_in
+from runtime.machine.probe import free_disk_bytes, gpu_index, probe
+from runtime.models import registry
 from runtime.models.loras import read_lora
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import EngineKey, EngineRecord
+from runtime.planner.engine_index import IMPORTED, SWAPPED, EngineKey, EngineRecord
+from runtime.planner.memory_model import DTYPE_BYTES
 
 logger = logging.getLogger(__name__)
 
+# The float32 reference may use at most this fraction of the free memory.
+_REFERENCE_SHARE = 0.5
 _SIGKILL = 9
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildRequest:
-    """One engine to build.
+    """One engine to build or verify.
 
     Attributes:
-        spec: the model.
+        spec: the model, with the LoRAs that become part of the engine.
         component: whose weights become part of it, or are used to measure it.
         key: of the engine.
         device: a torch device: "cpu" or "cuda:0".
@@ -54,12 +60,139 @@ class BuildRequest:
         return Fact("engine.title", {**names, "builder": self.key.builder, "precision": self.key.precision})
 
 
+@dataclass(frozen=True)
+class BuildJob:
+    """Build an engine and verify it.
+
+    Attributes:
+        workspace: the folder of `EngineStore.workspace`.
+        engine: the engine's folder in the workspace.
+        request: what to build.
+        families: the model families of this process, which the child uses too.
+    """
+
+    workspace: Path
+    engine: Path
+    request: BuildRequest
+    families: Mapping[str, registry.Entry] = field(default_factory=lambda: dict(registry.FAMILIES))
+
+
+@dataclass(frozen=True)
+class VerifyJob(BuildJob):
+    """Verify an engine that exists; `engine` is its folder, in the store or in the workspace."""
+
+
+@dataclass(frozen=True)
+class InspectJob:
+    """Read the contract of an engine file that was made elsewhere.
+
+    Attributes:
+        workspace: a folder for temporary files.
+        file: the engine file.
+        backend: "tensorrt" or "onnxruntime".
+        device: a torch device.
+    """
+
+    workspace: Path
+    file: Path
+    backend: str
+    device: str
+
+
+Job = BuildJob | VerifyJob | InspectJob
+Entry = child.Entry[Job]
+
+
+def run_job(job: Job, report: Report) -> dict[str, Any]:
+    """Run a job; the entry of the child process. Return its result as JSON values."""
+    limit_thread_spinning()
+    with working_in(job.workspace):
+        if isinstance(job, InspectJob):
+            from runtime.engines.imported.contract import read_contract
+
+            report(Fact("engine.opening_file"), None)
+            return read_contract(job.file, job.backend, job.device).to_json()
+        registry.FAMILIES.update(job.families)
+        if not isinstance(job, VerifyJob):
+            _build(job, report)
+            return {}
+        # The folder of an engine that is being imported does not have its name yet.
+        found = _compare(job, manifest.read(job.engine, job.request.key.digest()), report)
+        # JSON has no NaN.
+        return {**found, "error": found["error"] if math.isfinite(found["error"]) else None}
+
+
+def _build(job: BuildJob, report: Report) -> None:
+    import torch
+
+    from runtime.engines.programs import load_program
+
+    request, key = job.request, job.request.key
+    builder = BUILDERS[key.builder]
+    report(Fact("engine.loading_weights", {"component": request.component}), None)
+    program = load_program(request.spec, request.component, key.program, device=request.device, dtype=key.precision)
+    started = time.monotonic()
+    builder.build(program, key, job.engine, report)
+    seconds = time.monotonic() - started
+    del program
+    gc.collect()
+    if request.device.startswith("cuda"):
+        torch.cuda.empty_cache()
+    files = manifest.hashed_files(job.engine, builder.file_name)
+    record = EngineRecord(
+        id=key.digest(),
+        key=key,
+        model=request.spec.name,
+        component=request.component,
+        files=files,
+        file_bytes=sum(file.bytes for file in files),
+        build_seconds=round(seconds, 3),
+        built_at=time.time(),
+        last_used=time.time(),
+        loras=() if key.weights == SWAPPED else request.spec.loras_of(request.component),
+    )
+    manifest.write(job.engine, replace(record, **_compare(job, record, report)))
+
+
+def _compare(job: BuildJob, record: EngineRecord, report: Report) -> dict[str, Any]:
+    """Compare an engine with PyTorch and return the fields of its `EngineRecord`."""
+    import torch
+
+    from runtime.engines.programs import Program, load_program
+    from runtime.engines.sessions import open_session
+    from runtime.engines.sessions.imported import verify_imported
+    from runtime.engines.verify import verify
+
+    request, key = job.request, record.key
+
+    def load(dtype: str) -> Program:
+        return load_program(request.spec, request.component, key.program, device=request.device, dtype=dtype)
+
+    def weights() -> Mapping[str, Any]:
+        state: Mapping[str, Any] = load(key.precision).module.state_dict()
+        return state
+
+    on_gpu = request.device.startswith("cuda")
+    compare = verify_imported if key.builder == IMPORTED else verify
+    report(Fact("engine.comparing"), None)
+    with open_session(job.engine, record, device=request.device, weights=weights) as session:
+        free = torch.cuda.mem_get_info(request.device)[0] if on_gpu else probe().ram_free_bytes
+        fits = DTYPE_BYTES["float32"] * request.spec.parameters[request.component] < _REFERENCE_SHARE * free
+        reference = load("float32" if fits else key.precision)
+        results = [compare(session, reference, profile, key.precision) for profile in key.profiles]
+    worst = max(results, key=lambda result: math.inf if math.isnan(result.error) else result.error)
+    return {
+        "error": worst.error,
+        "tolerance": worst.tolerance,
+        "verified": all(result.passed for result in results),
+        "detail": worst.detail,
+        "seconds_per_call": results[0].seconds_per_call,
+        "pytorch_seconds_per_call": results[0].pytorch_seconds_per_call,
+    }
+
+
 def build_engine(
-    request: BuildRequest,
-    store: EngineStore,
-    emit_progress: Report,
-    cancel: Cancel,
-    entry: Entry[Job] = build_child.run_job,
+    request: BuildRequest, store: EngineStore, emit_progress: Report, cancel: Cancel, entry: Entry = run_job
 ) -> EngineRecord:
     """Return an engine; build it unless it exists.
 
@@ -97,14 +230,7 @@ def build_engine(
         _check_space(request, store)
         with store.workspace(engine_id) as work:
             emit_progress(Fact("engine.building", {"engine": request.title}), 0.0)
-            job = BuildJob(
-                workspace=work.folder,
-                engine=work.engine,
-                spec=request.spec,
-                component=request.component,
-                key=request.key,
-                device=request.device,
-            )
+            job = BuildJob(work.folder, work.engine, request)
             log = work.engine / manifest.LOG_NAME
             outcome = start_child(entry, job, request.title, work.scratch, log, emit_progress, cancel)
             if outcome.result is None:
@@ -122,7 +248,7 @@ def verify_engine(
     device: str,
     emit_progress: Report,
     cancel: Cancel,
-    entry: Entry[Job] = build_child.run_job,
+    entry: Entry = run_job,
 ) -> EngineRecord:
     """Compare an engine with PyTorch again, and store the result or the problem.
 
@@ -134,19 +260,16 @@ def verify_engine(
         EngineError: if the engine is gone, the store cannot be written, or verification itself failed.
         CancelledError: if cancelled; the record stays as it was.
     """
+    _check_loras(record)
     # The engine's own LoRAs, which may differ from those of the model's next job.
     spec = replace(spec, loras=record.loras)
-    _check_loras(record)
     request = BuildRequest(spec=spec, component=component, key=record.key, device=device)
     with store.using(record.id) as folder, store.building(record.id, cancel.check):
         problem = store.verify_hash(record)
         if problem is not None:
             return replace(record, problem=problem, verified=False)
         with store.workspace(record.id) as work:
-            job = VerifyJob(
-                workspace=work.folder, engine=folder, spec=spec, component=component, key=record.key, device=device
-            )
-            log = work.folder / "verify.log"
+            job, log = VerifyJob(work.folder, folder, request), work.folder / "verify.log"
             outcome = start_child(entry, job, request.title, work.scratch, log, emit_progress, cancel)
         if outcome.result is not None:
             return store.record_verification(record, **verified_fields(outcome.result), problem=None)
@@ -173,8 +296,24 @@ def _if_verified(request: BuildRequest, record: EngineRecord) -> EngineRecord:
     raise EngineError("engine.built_wrong", engine=request.title, id=record.id, cause=record.detail)
 
 
+def _check_space(request: BuildRequest, store: EngineStore) -> None:
+    """Raise if memory or disk space is too small, instead of failing minutes later."""
+    machine, index = probe(), gpu_index(request.device)
+    largest = max(request.key.profiles, key=lambda profile: profile.max)
+    needs = BUILDERS[request.key.builder].needs(request.spec, request.key.program, largest)
+    free_vram = machine.gpus[index].free_bytes if index < len(machine.gpus) else 0
+    checks = (
+        ("engine.needs_memory", needs.ram_bytes, machine.ram_free_bytes),
+        ("engine.needs_video_memory", needs.vram_bytes, free_vram),
+        ("engine.needs_disk", needs.disk_bytes, free_disk_bytes(store.folder)),
+    )
+    for code, needed, free in checks:
+        if needed > free:
+            raise EngineError(code, engine=request.title, needed=needed, free=free, folder=store.folder)
+
+
 def start_child(
-    entry: Entry[Job], job: Job, title: Fact, scratch: Path, log: Path, emit_progress: Report, cancel: Cancel
+    entry: Entry, job: Job, title: Fact, scratch: Path, log: Path, emit_progress: Report, cancel: Cancel
 ) -> Outcome:
     """Run a job in a child process; see `child.run_child`.
 
@@ -188,29 +327,6 @@ def start_child(
         raise EngineError("engine.child_not_started", engine=title, error=error.strerror or str(error)) from error
 
 
-def _check_space(request: BuildRequest, store: EngineStore) -> None:
-    """Raise if memory or disk space is too small, instead of failing minutes later."""
-    machine, needs = probe(), _needs(request)
-    checks = (
-        ("engine.needs_memory", needs.ram_bytes, machine.ram_free_bytes),
-        ("engine.needs_video_memory", needs.vram_bytes, _free_vram(machine, request.device)),
-        ("engine.needs_disk", needs.disk_bytes, free_disk_bytes(store.folder)),
-    )
-    for code, needed, free in checks:
-        if needed > free:
-            raise EngineError(code, engine=request.title, needed=needed, free=free, folder=store.folder)
-
-
-def _needs(request: BuildRequest) -> BuildNeeds:
-    largest = max(request.key.profiles, key=lambda profile: profile.max)
-    return BUILDERS[request.key.builder].needs(request.spec, request.key.program, largest)
-
-
-def _free_vram(machine: Machine, device: str) -> int:
-    index = gpu_index(device)
-    return machine.gpus[index].free_bytes if index < len(machine.gpus) else 0
-
-
 def failure(action: Fact, outcome: Outcome) -> EngineError:
     """Return the error for a child without a result; the end of its log goes into Tandem's log too.
 
@@ -218,19 +334,20 @@ def failure(action: Fact, outcome: Outcome) -> EngineError:
         action: what failed, such as "engine.not_built".
     """
     logger.warning("%s. The end of the log:\n%s", action, outcome.log)
-    data: dict[str, Any] = {"action": action}
+    code = "engine.child_ended"
+    data: dict[str, Any] = {"exit_code": outcome.exit_code}
     if outcome.kind == "disk":
-        return EngineError("engine.child_disk_full", log=outcome.log, **data)
-    if outcome.kind == "memory":
-        return EngineError("engine.child_out_of_memory", log=outcome.log, **data)
-    if outcome.failure is not None:
+        code, data = "engine.child_disk_full", {}
+    elif outcome.kind == "memory":
+        code, data = "engine.child_out_of_memory", {}
+    elif outcome.failure is not None:
         code = "engine.child_refused" if outcome.kind == "user" else "engine.child_failed"
-        return EngineError(code, log=outcome.log, cause=outcome.failure, **data)
-    if outcome.signal == _SIGKILL:
-        return EngineError("engine.child_killed", log=outcome.log, **data)
-    if outcome.signal:
-        return EngineError("engine.child_crashed", log=outcome.log, signal=outcome.signal, **data)
-    return EngineError("engine.child_ended", log=outcome.log, exit_code=outcome.exit_code, **data)
+        data = {"cause": outcome.failure}
+    elif outcome.signal == _SIGKILL:
+        code, data = "engine.child_killed", {}
+    elif outcome.signal:
+        code, data = "engine.child_crashed", {"signal": outcome.signal}
+    return EngineError(code, log=outcome.log, action=action, **data)
 
 
 def verified_fields(result: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""The parts of an engine's key: digests of architecture and weights, the device, and library versions.
+"""Computes the parts of an engine's key: digests of architecture and weights, the device, and library versions.
 
-Imports no torch. Keys are known in milliseconds once a model's weights have been hashed.
+Imports no torch. A key takes milliseconds once a model's weights have been hashed.
 """
 
 import ast
@@ -9,6 +9,7 @@ import hashlib
 import json
 import platform
 import re
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,12 +20,12 @@ from runtime.engines.manifest import sha256
 from runtime.machine.probe import Machine, gpu_index
 from runtime.models.registry import FAMILIES
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import is_of_gpu
+from runtime.planner.engine_index import EngineKey, is_of_gpu
 
 # `EngineKey.export_revision` of imported engines, whose program was not exported here.
 NOT_EXPORTED = 1
 # The digest of a model that is not downloaded: no engine has it.
-_NOT_HERE = "not here"
+_NOT_DOWNLOADED = "not here"
 # Decodes a whole clip in one call.
 CLIP_PROGRAM = "vae_clip"
 _NOT_ARCHITECTURE = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version"})
@@ -82,7 +83,7 @@ def program_key_parts(spec: ModelSpec, component: str, name: str, notes: Path | 
         ModelError: if a file cannot be read.
     """
     if not spec.is_downloaded:
-        return _NOT_HERE, _NOT_HERE
+        return _NOT_DOWNLOADED, _NOT_DOWNLOADED
     config = json.loads((spec.directory / component / "config.json").read_text(encoding="utf-8"))
     shaping = {key: value for key, value in config.items() if key not in _NOT_ARCHITECTURE and not key.startswith("_")}
     if name == "text_encoder":
@@ -93,6 +94,27 @@ def program_key_parts(spec: ModelSpec, component: str, name: str, notes: Path | 
         added = "\n".join(use.identity for use in spec.loras_of(component))
         weights = hashlib.sha256(f"{weights}\n{added}".encode()).hexdigest()
     return architecture, weights
+
+
+def imported_key(
+    key: EngineKey, spec: ModelSpec, component: str, machine: Machine, device: str, notes: Path | None
+) -> EngineKey:
+    """Return the key that an imported engine must have to replace a component on this machine now.
+
+    Sizes, precision and adapters are those of the file. The weights are those that it was compared with.
+
+    Raises:
+        TandemError: if the model's files or the device cannot be read.
+    """
+    architecture, weights = program_key_parts(spec, component, key.program, notes)
+    return replace(
+        key,
+        architecture=architecture,
+        weights=weights,
+        versions=versions_of(*(name for name, _ in key.versions)),
+        device=device_text(machine, device),
+        system=machine.system,
+    )
 
 
 def device_text(machine: Machine, device: str) -> str:
@@ -111,9 +133,9 @@ def device_text(machine: Machine, device: str) -> str:
     return f"{gpu.name} sm{major}{minor} CUDA {machine.torch_cuda or 'none'}"
 
 
-def device_like(there: str, machine: Machine) -> str:
+def device_like(key_device: str, machine: Machine) -> str:
     """Return this machine's device of the kind of a key's `device`: "cuda:0" or "cpu"."""
-    return "cuda:0" if is_of_gpu(there) and machine.gpus else "cpu"
+    return "cuda:0" if is_of_gpu(key_device) and machine.gpus else "cpu"
 
 
 def cpu_instructions() -> list[str]:

@@ -17,8 +17,7 @@ import torch
 from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.core.plan import LatentSize
-from runtime.engines.io_signature import METADATA_KEY
-from runtime.engines.programs import CACHE, Program, load_program
+from runtime.engines.programs import CACHE, METADATA_KEY, Program, load_program
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import ShapeProfile
 

@@ -1,6 +1,6 @@
-"""Programs, the units of export and build: one or two per component, with inputs, outputs and example inputs.
+"""Programs, the units of export and build: one or two per component, with their input and output tensors.
 
-Edges are the same for every backend and precision; sizes are those of one clip, (1, …):
+The tensors are the same for every backend and precision; sizes are those of one clip, (1, …):
 
     text_encoder  input_ids, attention_mask (1, L) int64                        -> embeds (1, L, D), zero in the padding
     transformer   latents (1, C, F, H, W), timestep (1,), text_embeds (1, L, D) -> velocity, like latents
@@ -11,7 +11,9 @@ Edges are the same for every backend and precision; sizes are those of one clip,
 A VAE decoder runs either the first two steps or whole clips (`ModelSpec.programs`); an imported engine may decode whole
 clips for any family.
 
-All are float32 but the ids, and the caches, which are of the program's inner type. Frames are in -1 to 1.
+All are float32 except the ids, and the caches, which have the program's inner dtype. Frames are in -1 to 1.
+
+Engine keys hash this module's source: a change of its code makes every engine stale.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,9 +22,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
+from runtime.core.errors import EngineError
 from runtime.core.plan import ComponentPlan, LatentSize
-from runtime.engines.io_signature import IOSignature, Size, TensorSignature
 from runtime.models.registry import components_of
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
@@ -55,12 +58,113 @@ _DYNAMIC_AXES: Mapping[str, Mapping[int, str]] = {
     "text_embeds": {1: "text"},
 }
 _SMALLEST_DYNAMIC = 2
-
+# The entries of an engine file's metadata: its `IOSignature`, and {name: [dtype, shape]} of the weights that a session
+# must supply.
+METADATA_KEY = "tandem.edges"
+WEIGHTS_KEY = "tandem.weights"
 
 # Makes a program's form for a model; `load` loads the component's weights, once a call. A form is a module that takes
 # and returns the tensors above. That of a text encoder has `vocabulary`, the number of its tokens; that of a VAE's step
 # `cache_count`; that of a transformer `cuts_text`, if it also takes `text_padding` from `cut_text`.
 MakeForm = Callable[[ModelSpec, str, Callable[[], torch.nn.Module]], torch.nn.Module]
+
+
+# The size of an axis: fixed, or (name, factor) for a multiple of a named size.
+Size = int | tuple[str, int]
+
+
+@dataclass(frozen=True)
+class TensorSignature:
+    """Name, torch dtype (by name) and sizes of one input or output."""
+
+    name: str
+    dtype: str
+    sizes: tuple[Size, ...]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    def shape(self, named_sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the shape for given values of the named sizes."""
+        return tuple(size if isinstance(size, int) else named_sizes[size[0]] * size[1] for size in self.sizes)
+
+
+@dataclass(frozen=True)
+class IOSignature:
+    """The input and output tensors of an engine: stored in the engine file, checked on every call.
+
+    Inductor's libraries read memory without checking sizes, so a tensor of another shape must never reach one.
+
+    Attributes:
+        inputs: in the order of the program's arguments.
+        outputs: in the order in which the program returns them.
+        ranges: minimum and maximum of each named size.
+    """
+
+    inputs: tuple[TensorSignature, ...]
+    outputs: tuple[TensorSignature, ...]
+    ranges: Mapping[str, tuple[int, int]]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The inputs' names."""
+        return frozenset(tensor.name for tensor in self.inputs)
+
+    def to_text(self) -> str:
+        """Return the signature as JSON."""
+        return _SIGNATURE.dump_json(self).decode()
+
+    @classmethod
+    def from_text(cls, text: str) -> "IOSignature":
+        """Parse the result of `to_text`.
+
+        Raises:
+            ValueError: if it is anything else.
+        """
+        return _SIGNATURE.validate_json(text)
+
+    def convert(
+        self, inputs: Mapping[str, torch.Tensor], device: torch.device
+    ) -> tuple[list[torch.Tensor], dict[str, int]]:
+        """Return the inputs in order, contiguous, with the engine's dtypes and on its device; and the named sizes.
+
+        Raises:
+            EngineError: if the names differ, or a shape is one that the engine was not built for.
+        """
+        if set(inputs) != self.names:
+            raise EngineError("engine.other_inputs", expected=sorted(self.names), given=sorted(inputs))
+        named_sizes: dict[str, int] = {}
+        for tensor in self.inputs:
+            self._check(tensor, tuple(inputs[tensor.name].shape), named_sizes)
+        converted = [inputs[one.name].to(device=device, dtype=one.torch_dtype).contiguous() for one in self.inputs]
+        return converted, named_sizes
+
+    def _check(self, tensor: TensorSignature, shape: tuple[int, ...], named_sizes: dict[str, int]) -> None:
+        """Raise if a shape does not match; collect the values of named sizes."""
+        matches = len(shape) == len(tensor.sizes)
+        for size, given in zip(tensor.sizes, shape, strict=False):
+            if isinstance(size, int):
+                matches &= given == size
+            else:
+                name, factor = size
+                low, high = self.ranges[name]
+                count, rest = divmod(given, factor)
+                matches &= not rest and low <= count <= high and named_sizes.setdefault(name, count) == count
+        if not matches:
+            expected = "×".join(self._size_text(size) for size in tensor.sizes)
+            given_text = "×".join(map(str, shape))
+            raise EngineError("engine.other_shape", tensor=tensor.name, expected=expected, given=given_text)
+
+    def _size_text(self, size: Size) -> str:
+        if isinstance(size, int):
+            return str(size)
+        low, high = self.ranges[size[0]]
+        return f"({low * size[1]} to {high * size[1]})"
+
+
+_SIGNATURE = TypeAdapter(IOSignature)
 
 
 @dataclass(frozen=True)
@@ -84,7 +188,7 @@ class Program:
 
     @property
     def cache_count(self) -> int:
-        """How many caches the VAE's steps hand on; 0 for other programs."""
+        """How many caches the VAE's steps return; 0 for other programs."""
         return int(getattr(self.module, "cache_count", 0))
 
     @property
@@ -164,10 +268,10 @@ class Program:
         shapes: list[Any] = [
             {
                 axis: dims[size[0]] if size[1] == 1 else size[1] * dims[size[0]]
-                for axis, size in enumerate(edge.sizes)
+                for axis, size in enumerate(tensor.sizes)
                 if not isinstance(size, int)
             }
-            for edge in signature.inputs
+            for tensor in signature.inputs
         ]
         if self.name == "vae_next":
             # The caches are one variadic argument.
@@ -192,7 +296,7 @@ class Program:
             dynamic["text"] = example["text_embeds"].shape[1]
             ranges["text"] = _SMALLEST_DYNAMIC, self.spec.max_sequence_length
 
-        def edge(name: str, tensor: torch.Tensor) -> TensorSignature:
+        def describe(name: str, tensor: torch.Tensor) -> TensorSignature:
             named = _DYNAMIC_AXES.get(CACHE if name.startswith(CACHE) else name, {})
             sizes: list[Size] = list(tensor.shape)
             for axis, size in named.items():
@@ -206,8 +310,8 @@ class Program:
             outputs = self.module(*(mode.from_tensor(tensor) for tensor in example.values()))
         given = zip(self.output_names, outputs if isinstance(outputs, tuple) else (outputs,), strict=True)
         return IOSignature(
-            tuple(edge(name, tensor) for name, tensor in example.items()),
-            tuple(edge(name, tensor) for name, tensor in given),
+            tuple(describe(name, tensor) for name, tensor in example.items()),
+            tuple(describe(name, tensor) for name, tensor in given),
             ranges,
         )
 

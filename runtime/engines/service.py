@@ -1,40 +1,38 @@
-"""The engines of this machine for jobs: what they offer the planner, building one, and opening those of a component."""
+"""The engines of this machine: offers to the planner, building, opening, verifying, and why an engine is stale."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runtime.core.cancel import Cancel
-from runtime.core.errors import EngineError
+from runtime.core.errors import EngineError, TandemError
 from runtime.core.facts import Fact
-from runtime.core.loras import LoraUse
-from runtime.core.plan import EngineUse, LatentSize
+from runtime.core.plan import EngineUse
 from runtime.core.settings import Settings
-from runtime.engines.build import BuildRequest, build_engine
-from runtime.engines.builders import BUILDERS, Builder, BuildNeeds
+from runtime.engines.build import BuildRequest, build_engine, verify_engine
+from runtime.engines.builders import BUILDERS
 from runtime.engines.child import Report
-from runtime.engines.imported.offering import imported_engines, offers_with
+from runtime.engines.identity import device_like, device_text, imported_key, program_key_parts, runnable_programs
+from runtime.engines.offers import ModelOffers
 from runtime.engines.store import EngineStore
-from runtime.machine.probe import Machine, free_disk_bytes
+from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
-from runtime.planner.constraints import build_conflict
-from runtime.planner.engine_index import IMPORTED, OTHER_WEIGHTS, SWAPPED, EngineKey, EngineRecord, ShapeProfile, find
-from runtime.planner.engine_index import misfit as engine_misfit
-from runtime.planner.engine_offers import EngineOffer, Offers
-from runtime.planner.forecast import build_seconds
+from runtime.planner.engine_index import (
+    IMPORTED,
+    SWAPPED,
+    UNREADABLE_KEY,
+    EngineRecord,
+    device_difference,
+    differences,
+)
 
 if TYPE_CHECKING:
     import torch
 
     from runtime.engines.sessions import Session
 
-# The builders by the speed of their engines as a rule; measurements on this machine take precedence.
-_PREFERRED = {
-    "cpu": ("onnxruntime", "inductor"),
-    "cuda": ("onnx_tensorrt", "torch_tensorrt", "inductor", "onnxruntime"),
-}
 _BYTES_PER_GB = 1e9
 
 
@@ -67,8 +65,21 @@ class OpenEngines:
 
 
 @dataclass(frozen=True)
+class Verified:
+    """One engine after verification.
+
+    Attributes:
+        engine: with the result; `usable` is whether it passed.
+        skipped: why it could not be verified on this machine; its state is unchanged.
+    """
+
+    engine: EngineRecord
+    skipped: Fact | None = None
+
+
+@dataclass(frozen=True)
 class EngineService:
-    """The engines in `store`; `notes` is the folder with the weights' digests."""
+    """The engines in `store`; `notes` is the folder with the weights' digests (`identity.program_key_parts`)."""
 
     store: EngineStore
     machine: Machine
@@ -80,22 +91,9 @@ class EngineService:
         store = EngineStore(settings.engines_dir, int(settings.engine_cache_gb * _BYTES_PER_GB))
         return cls(store, machine, settings.cache_dir)
 
-    def offers(self, spec: ModelSpec) -> Offers:
-        """Return the function that gives `planner.resolve.resolve` the engines of one model; reads the library once."""
-        index: list[EngineRecord] = []
-
-        def of(component: str, latent: LatentSize, device: str) -> list[EngineOffer]:
-            if not index:
-                index.extend(self.store.index())
-            names = _PREFERRED[device.partition(":")[0]]
-            built = [
-                *(self._offer(BUILDERS[name], spec, component, latent, device, index) for name in names),
-                *(self._refusal(BUILDERS[name]) for name in BUILDERS if name not in names),
-            ]
-            imported = imported_engines(index, spec, component, self.machine, device, self.notes)
-            return offers_with(built, imported, spec, latent)
-
-        return of
+    def offers(self, spec: ModelSpec) -> ModelOffers:
+        """Return the function that gives `planner.resolve.resolve` the engines of one model."""
+        return ModelOffers(spec, self.store, self.machine, self.notes)
 
     def build(
         self,
@@ -115,7 +113,7 @@ class EngineService:
         """
         if use.builder == IMPORTED:
             raise EngineError("engine.imported_not_built", engine=use.id)
-        key = self._key(BUILDERS[use.builder], spec, component, use.program, use.profile, use.precision, device)
+        key = self.offers(spec).key(BUILDERS[use.builder], component, use, device)
         if key.digest() != use.id:
             raise EngineError("engine.planned_for_others", engine=use.id)
         request = BuildRequest(spec=spec, component=component, key=key, device=device, again=again)
@@ -154,123 +152,101 @@ class EngineService:
                 sessions[use.program] = session
             return OpenEngines(sessions, stack.pop_all())
 
+    def verify(
+        self, engines: Iterable[EngineRecord], models: Sequence[ModelSpec], emit_progress: Report, cancel: Cancel
+    ) -> Iterator[Verified]:
+        """Compare engines with PyTorch one after the other, and store the results.
+
+        Args:
+            models: the models whose weights they may have.
+            emit_progress, cancel: see `build.build_engine`.
+
+        Raises:
+            CancelledError: if cancelled.
+        """
+        for record in engines:
+            cancel.check()
+            if record.key == UNREADABLE_KEY:
+                yield Verified(record)
+                continue
+            try:
+                spec, component = self.owner(record, models)
+                device = self._device(record)
+                yield Verified(verify_engine(spec, component, record, self.store, device, emit_progress, cancel))
+            except TandemError as error:
+                yield Verified(record, error.fact)
+
+    def owner(self, record: EngineRecord, models: Sequence[ModelSpec]) -> tuple[ModelSpec, str]:
+        """Return the model and component that an engine was built from, or can run if it has no weights.
+
+        Raises:
+            EngineError: if none of the models has its weights.
+        """
+        name = record.key.program
+        # The model that it was built from comes first.
+        for spec in sorted(models, key=lambda spec: spec.name != record.model):
+            components = [part for part in spec.component_names if name in runnable_programs(spec, part)]
+            for component in sorted(components, key=lambda part: part != record.component):
+                try:
+                    architecture, weights = program_key_parts(spec, component, name, self.notes)
+                except (TandemError, OSError, ValueError):  # a damaged model matches no engine
+                    continue
+                if architecture == record.key.architecture and record.key.weights in {weights, SWAPPED}:
+                    return spec, component
+        raise EngineError("engine.no_model_with_weights", engine=record.id, model=record.model)
+
+    def why_stale(self, record: EngineRecord, models: Sequence[ModelSpec]) -> list[Fact]:
+        """Return how an engine differs from the one that this machine would build now; empty for a usable engine.
+
+        Sizes and precision are not compared: other ones make another engine.
+
+        Args:
+            models: all models of this machine.
+        """
+        key = record.key
+        if key == UNREADABLE_KEY:
+            return []
+        spec = next((spec for spec in models if spec.name == record.model), None)
+        if spec is None or record.component not in spec.component_names:
+            return [Fact("engine.stale_without_model", {"model": record.model})]
+        if key.builder != IMPORTED and key.builder not in BUILDERS:
+            return [Fact("engine.stale_without_builder", {"builder": key.builder})]
+        spec, device = replace(spec, loras=record.loras), device_like(key.device, self.machine)
+        try:
+            if key.builder == IMPORTED:
+                wanted = imported_key(key, spec, record.component, self.machine, device, self.notes)
+            else:
+                wanted = BUILDERS[key.builder].key(
+                    spec,
+                    record.component,
+                    key.program,
+                    key.profiles,
+                    precision=key.precision,
+                    machine=self.machine,
+                    device=device,
+                    notes=self.notes,
+                )
+        except TandemError as error:
+            return [error.fact]
+        return differences(wanted, key, spec.vae.scale_factor_spatial)
+
     def _record(self, engine_id: str) -> EngineRecord | None:
         return next((record for record in self.store.index() if record.id == engine_id), None)
 
-    def _offer(
-        self,
-        builder: Builder,
-        spec: ModelSpec,
-        component: str,
-        latent: LatentSize,
-        device: str,
-        index: list[EngineRecord],
-    ) -> EngineOffer:
-        problem = builder.unavailable(self.machine)
-        uses: list[EngineUse] = []
-        needs: list[BuildNeeds] = []
-        missing: Fact | None = None
-        misfit: Fact | None = None
-        build_time = 0.0
-        seconds = pytorch_seconds = 0.0
-        file_bytes = 0
-        for program in spec.programs[component]:
-            size = _size(program, latent)
-            profile = _profile(builder.name, program, spec, size, device)
-            precision = builder.default_precision(program, self.machine, device)
-            sizes = (profile.min, profile.opt, profile.max)
-            key = self._key(builder, spec, component, program, sizes, precision, device)
-            found = find(index, key, size)
-            use = EngineUse(
-                id=key.digest(),
-                program=program,
-                builder=builder.name,
-                precision=precision,
-                profile=sizes,
-                build=found is None,
-            )
-            if found is None:
-                needs.append(builder.needs(spec, program, profile))
-                build_time += build_seconds(spec, component, program, builder.name, profile.opt, index)
-                if missing is None:
-                    missing, misfit = self._why(key, spec, component)
-            else:
-                use = use.replace(id=found.id)
-                calls = latent[0] - 1 if program == "vae_next" else 1
-                seconds += calls * found.seconds_per_call
-                pytorch_seconds += calls * found.pytorch_seconds_per_call
-                file_bytes += found.file_bytes
-            uses.append(use)
-        room = self._no_room(needs) if problem is None and needs else None
-        if room is not None:
-            problem = room
-        return EngineOffer(
-            backend=builder.backend,
-            builder=builder.name,
-            uses=tuple(uses),
-            missing=missing,
-            misfit=misfit,
-            problem=problem,
-            build_seconds=build_time,
-            seconds=seconds,
-            pytorch_seconds=pytorch_seconds,
-            file_bytes=file_bytes,
-        )
+    def _device(self, record: EngineRecord) -> str:
+        """Return the device of this machine that an engine was built for.
 
-    def _refusal(self, builder: Builder) -> EngineOffer:
-        """Return an offer that states why a builder does not support a device."""
-        problem = builder.unavailable(self.machine) or Fact("planner.needs_gpu")
-        return EngineOffer(backend=builder.backend, builder=builder.name, uses=(), problem=problem)
-
-    def _no_room(self, needs: list[BuildNeeds]) -> Fact | None:
-        """Return why this machine is too small to build what is missing; None if it is not."""
-        machine = self.machine
-        if machine.disk_free_bytes is None:
-            machine = replace(machine, disk_free_bytes=free_disk_bytes(self.store.folder))
-        conflict = build_conflict(
-            max(need.ram_bytes for need in needs),
-            max(need.vram_bytes for need in needs),
-            max(need.disk_bytes for need in needs),
-            machine,
-        )
-        return None if conflict is None else conflict.fact
-
-    def _why(self, key: EngineKey, spec: ModelSpec, component: str) -> tuple[Fact, Fact | None]:
-        """Return why there is no engine for `key`: none was built, it is damaged, or the most similar one differs.
-
-        The second fact names the most important difference in a few words.
+        Raises:
+            EngineError: if there is none.
         """
-        existing = self.store.get(key)
-        if existing is not None:
-            return Fact("engine.existing_unusable", {"cause": existing.problem or existing.detail}), None
-        for record, differing in self.store.near(key, spec.vae.scale_factor_spatial):
-            similar = (record.key.architecture, record.key.builder) == (key.architecture, key.builder)
-            # The other expert's engine is relevant only if both experts run on one engine.
-            if similar and (record.component == component or key.weights == SWAPPED):
-                reasons = _with_loras(differing, record, spec.loras_of(component))
-                return Fact("engine.nearest_differs", {"differences": reasons}), engine_misfit(key, record.key)
-        return Fact("engine.none_yet"), None
-
-    def _key(
-        self,
-        builder: Builder,
-        spec: ModelSpec,
-        component: str,
-        program: str,
-        profile: tuple[LatentSize, LatentSize, LatentSize],
-        precision: str,
-        device: str,
-    ) -> EngineKey:
-        return builder.key(
-            spec,
-            component,
-            program,
-            (ShapeProfile(*profile),),
-            precision=precision,
-            machine=self.machine,
-            device=device,
-            notes=self.notes,
-        )
+        machine = self.machine
+        devices = ["cpu", *(f"cuda:{index}" for index in range(len(machine.gpus)))]
+        for device in devices:
+            if device_text(machine, device) == record.key.device and record.key.system == machine.system:
+                return device
+        here = device_text(machine, device_like(record.key.device, machine))
+        cause = device_difference(record.key.device, here)
+        raise EngineError("engine.other_device", engine=record.id, cause=cause)
 
 
 def _weights(
@@ -283,37 +259,3 @@ def _weights(
         return program.module.state_dict()
 
     return load
-
-
-def _size(program: str, latent: LatentSize) -> LatentSize:
-    """Return the latent size that a program is called with for a clip."""
-    if program == "text_encoder":
-        return (1, 1, 1)
-    return (1, *latent[1:]) if program in {"vae_first", "vae_next"} else latent
-
-
-def _profile(builder: str, program: str, spec: ModelSpec, size: LatentSize, device: str) -> ShapeProfile:
-    """Return the sizes that an engine is built for: all of the model's if that costs neither speed nor accuracy.
-
-    OpenVINO is 20 % slower with dynamic sizes (measured), TensorRT optimizes for one size, and Inductor on a CPU runs
-    the VAE fast only if it changes the layout of the convolutions' weights for one size.
-    """
-    if (builder, program, device) != ("inductor", "transformer", "cpu"):
-        return ShapeProfile.fixed(size)
-    made_for = [
-        spec.latent_shape(frames, height, width)[2:] for width, height in spec.sizes for frames in spec.frame_counts
-    ]
-    defaults = spec.defaults
-    best = spec.latent_shape(defaults.frames, defaults.height, defaults.width)[2:]
-    low, high = (tuple(limit(axis) for axis in zip(*made_for, best, size, strict=True)) for limit in (min, max))
-    return ShapeProfile((low[0], low[1], low[2]), best, (high[0], high[1], high[2]))
-
-
-def _with_loras(differing: list[Fact], record: EngineRecord, wanted: tuple[LoraUse, ...]) -> list[Fact]:
-    """Replace the difference in weights with the difference in LoRAs, if that is the cause."""
-    there, here = ([use.identity for use in uses] for uses in (record.loras, wanted))
-    if there == here:
-        return differing
-    names = [f"{use.name} ×{use.weight:g}" for use in record.loras]
-    reason = Fact("engine.differs_loras", {"loras": names}) if there else Fact("engine.differs_no_lora")
-    return [reason if fact.code == OTHER_WEIGHTS else fact for fact in differing]

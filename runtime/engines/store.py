@@ -1,12 +1,19 @@
 """The engine folder: one folder per engine, safe for concurrent processes, consistent after a crash.
 
-    <engine's id>/     engine.json, build.log, the engine file and its data files
-    .building-…/       an engine that is being built (`workspace`)
-    .trash-…/          an engine that is being deleted
-    .locks/            one lock for the store, one per engine that is being built, one per use
+    <engine's id>/                       engine.json, build.log, the engine file and its data files
+    .building-<engine's id>-<random>/    the workspace of a build
+        engine/                          becomes <engine's id>/ by one rename
+        scratch/                         the build's temporary files
+        elsewhere                        the path of the scratch folder, if it cannot be in here
+        child                            a lock that the child process holds while it runs
+    .trash-…/                            an engine that is being deleted
+    .locks/                              one lock for the store, one per engine that is being built, one per use
 
 An engine appears by one rename and disappears by one rename. All changes happen under the store's lock; reading needs
 no lock and works in a read-only folder. Folders with other names are not touched.
+
+The remains of killed processes are removed by the next process that lists the engines: a workspace is in use while the
+engine's lock or the child's lock is held.
 """
 
 import contextlib
@@ -15,9 +22,10 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from stat import S_ISDIR, S_ISLNK
 from typing import Any
@@ -26,13 +34,40 @@ from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.core.locks import held, is_held
 from runtime.engines import manifest
-from runtime.engines.workspace import Workspace, entries, sweep, workspace
 from runtime.planner.engine_index import UNREADABLE_KEY, EngineKey, EngineRecord, differences
 
 _ENGINE = re.compile(r"[0-9a-f]{16}")
+_WORKSPACE = re.compile(r"\.building-([0-9a-f]{16})-[0-9a-f]{8}")
+_ELSEWHERE = re.compile(r"tandem-build-[0-9a-f]{16}")
 _TRASH = ".trash-"
 _LOCK_SECONDS = 30.0
 _FULL = frozenset({"ENOSPC", "EDQUOT", "EFBIG"})
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """The folders of one build: `engine` becomes the engine's folder, `scratch` is for temporary files."""
+
+    folder: Path
+    scratch: Path
+
+    @property
+    def engine(self) -> Path:
+        return self.folder / "engine"
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """The deleted engines, the size of the rest, and the requested limit. Pinned and used engines stay."""
+
+    deleted: tuple[EngineRecord, ...]
+    total_bytes: int
+    max_bytes: int
+
+    @property
+    def enough(self) -> bool:
+        """Whether the rest is within the limit."""
+        return self.total_bytes <= self.max_bytes
 
 
 class EngineStore:
@@ -58,6 +93,27 @@ class EngineStore:
         """Return all engines, the oldest first, including unusable ones. Checks sizes, reads no engine file."""
         self._sweep()
         return sorted(self._records(), key=lambda record: (record.built_at, record.id))
+
+    def total_bytes(self) -> int:
+        """Return the size of all engines on disk."""
+        return sum(manifest.folder_bytes(self.path(record.id)) for record in self.index())
+
+    def choose(self, ids: Sequence[str]) -> list[EngineRecord]:
+        """Return the engines with the given ids or prefixes of ids; all engines if none is given.
+
+        Raises:
+            EngineError: if a prefix matches no engine, or several.
+        """
+        engines = self.index()
+        chosen: dict[str, EngineRecord] = {}
+        for text in ids:
+            found = [record for record in engines if text and record.id.startswith(text.lower())]
+            if not found:
+                raise _gone(text[:40])
+            if len(found) > 1:
+                raise EngineError("engine.id_ambiguous", engine=text[:40], matches=[record.id for record in found])
+            chosen[found[0].id] = found[0]
+        return list(chosen.values()) if ids else engines
 
     def get(self, key: EngineKey) -> EngineRecord | None:
         """Return the engine with this key, which may have a problem: see `usable`."""
@@ -100,21 +156,13 @@ class EngineStore:
         self._problems.pop((record.id, record.built_at), None)
         return self._rewrite(record.id, **found)
 
-    def pin(self, engine_id: str) -> EngineRecord:
-        """Exclude an engine from eviction.
+    def pin(self, engine_id: str, *, pinned: bool) -> EngineRecord:
+        """Exclude an engine from eviction, or include it again.
 
         Raises:
             EngineError: if the engine is gone or cannot be written.
         """
-        return self._rewrite(engine_id, pinned=True)
-
-    def unpin(self, engine_id: str) -> EngineRecord:
-        """Allow an engine to be evicted again.
-
-        Raises:
-            EngineError: if the engine is gone or cannot be written.
-        """
-        return self._rewrite(engine_id, pinned=False)
+        return self._rewrite(engine_id, pinned=pinned)
 
     def touch(self, engine_id: str) -> None:
         """Store the time of use of an engine; does nothing in a read-only folder."""
@@ -160,17 +208,20 @@ class EngineStore:
 
     @contextlib.contextmanager
     def workspace(self, engine_id: str) -> Iterator[Workspace]:
-        """Create a folder to build an engine in; only within `building`.
+        """Create a folder to build an engine in, and remove it afterwards; only within `building`.
 
         Raises:
             EngineError: if the folder cannot be written.
         """
-        with contextlib.ExitStack() as stack:
+        folder = self.folder / f".building-{engine_id}-{secrets.token_hex(4)}"
+        try:
             try:
-                work = stack.enter_context(workspace(self.folder, engine_id))
+                work = _create_workspace(folder)
             except OSError as error:
                 raise self._cannot_write(error) from error
             yield work
+        finally:
+            _remove_workspace(folder)
 
     def insert(self, folder: Path, engine_id: str) -> EngineRecord:
         """Move a finished engine from its workspace into the store; it replaces an existing one and keeps its pin.
@@ -194,44 +245,47 @@ class EngineStore:
         self._empty_trash()
         return record
 
-    def delete(self, engine_id: str) -> None:
-        """Delete an engine.
+    def delete(self, engine_id: str) -> int:
+        """Delete an engine, even a pinned one, and return the freed bytes.
 
         Raises:
             EngineError: if it is gone, in use, or the folder cannot be written.
         """
         if self._record(self.path(engine_id)) is None:
             raise _gone(engine_id)
+        freed = manifest.folder_bytes(self.path(engine_id))
         with self._changing():
             if self._in_use(engine_id):
                 raise EngineError("engine.in_use", engine=engine_id)
             self._discard(self.path(engine_id))
         self._empty_trash()
+        return freed
 
-    def prune(self, max_bytes: int) -> list[EngineRecord]:
+    def prune(self, max_bytes: int | None = None) -> Pruned:
         """Delete damaged engines, then the least recently used, until the rest take at most `max_bytes`.
 
         Pinned engines and those in use stay. Nothing is deleted if the store is small enough.
 
-        Returns:
-            The deleted engines.
+        Args:
+            max_bytes: by default the store's own limit.
 
         Raises:
             EngineError: if the folder cannot be written.
         """
-        if not entries(self.folder):
-            return []
-        with self._changing():
-            evicted = self._evict(max_bytes, keep=None)
-        self._empty_trash()
-        return evicted
+        limit = self.max_bytes if max_bytes is None else max_bytes
+        evicted: list[EngineRecord] = []
+        if _entries(self.folder):
+            with self._changing():
+                evicted = self._evict(limit, keep=None)
+            self._empty_trash()
+        return Pruned(tuple(evicted), self.total_bytes(), limit)
 
     @property
     def _locks(self) -> Path:
         return self.folder / ".locks"
 
     def _records(self) -> list[EngineRecord]:
-        found = (self._record(path) for path in entries(self.folder) if _ENGINE.fullmatch(path.name))
+        found = (self._record(path) for path in _entries(self.folder) if _ENGINE.fullmatch(path.name))
         return [record for record in found if record is not None]
 
     def _record(self, folder: Path) -> EngineRecord | None:
@@ -293,7 +347,7 @@ class EngineStore:
         return max(time.time(), newest + 1e-3)
 
     def _in_use(self, engine_id: str) -> bool:
-        return any(is_held(path) for path in entries(self._locks) if path.name.startswith(f"{engine_id}.use-"))
+        return any(is_held(path) for path in _entries(self._locks) if path.name.startswith(f"{engine_id}.use-"))
 
     def _evict(self, max_bytes: int, keep: str | None) -> list[EngineRecord]:
         # A folder without engine.json may not be an engine: TENSORRT_CACHE_DIR may point to a folder with other data.
@@ -318,7 +372,7 @@ class EngineStore:
         self._read.pop(folder.name, None)
 
     def _empty_trash(self) -> None:
-        for path in entries(self.folder):
+        for path in _entries(self.folder):
             if not path.name.startswith(_TRASH):
                 continue
             if path.is_symlink() or path.is_file():
@@ -330,8 +384,14 @@ class EngineStore:
     def _sweep(self) -> None:
         """Remove the remains of killed processes."""
         self._empty_trash()
-        sweep(self.folder, self._locks)
-        for path in entries(self._locks):
+        for folder in _entries(self.folder):
+            match = _WORKSPACE.fullmatch(folder.name)
+            if match is not None:
+                # A child may outlive its parent briefly.
+                with contextlib.suppress(OSError), held(self._locks / match[1], seconds=0):
+                    if not is_held(folder / "child"):
+                        _remove_workspace(folder)
+        for path in _entries(self._locks):
             is_held(path)
 
     def _cannot_write(self, error: OSError) -> EngineError:
@@ -340,6 +400,46 @@ class EngineStore:
         if errno.errorcode.get(error.errno or 0) in _FULL:
             return EngineError("engine.store_disk_full", folder=self.folder)
         return EngineError("engine.store_read_only", folder=self.folder, error=error.strerror or str(error))
+
+
+@contextlib.contextmanager
+def working_in(workspace: Path) -> Iterator[None]:
+    """Hold the child's lock of a workspace, so that it is not removed while a child outlives its parent.
+
+    Raises:
+        OSError: if the workspace does not exist.
+    """
+    with held(workspace / "child", seconds=_LOCK_SECONDS):
+        yield
+
+
+def _create_workspace(folder: Path) -> Workspace:
+    folder.mkdir()
+    scratch = folder / "scratch"
+    # Compilers fail on temporary files whose paths contain spaces.
+    if re.search(r"\s", str(scratch)):
+        scratch = Path(tempfile.gettempdir()) / f"tandem-build-{secrets.token_hex(8)}"
+        (folder / "elsewhere").write_text(str(scratch), encoding="utf-8")
+    scratch.mkdir(mode=0o700)
+    (folder / "engine").mkdir()
+    return Workspace(folder, scratch)
+
+
+def _remove_workspace(folder: Path) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        elsewhere = Path((folder / "elsewhere").read_text(encoding="utf-8"))
+        # The file's content is not trusted: only a build's scratch folder is removed.
+        if elsewhere.parent == Path(tempfile.gettempdir()) and _ELSEWHERE.fullmatch(elsewhere.name):
+            shutil.rmtree(elsewhere, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _entries(folder: Path) -> list[Path]:
+    """Return a folder's entries, sorted by name; none if it cannot be read."""
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
 
 
 def _has_manifest(folder: Path) -> bool:

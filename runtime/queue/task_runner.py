@@ -8,11 +8,9 @@ from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.core.request import GenerationRequest
-from runtime.engines import library
 from runtime.engines.imported.importing import describe_matches, device_here, import_engine, inspect_engine
 from runtime.engines.imported.matching import find_matches
 from runtime.engines.service import EngineService
-from runtime.engines.store import EngineStore
 from runtime.models.catalogue import look_up
 from runtime.models.loras import model_for
 from runtime.pipeline.build_engines import build_all, wanted_engines
@@ -89,7 +87,7 @@ def run_task(work: Work, recorder: TaskRecorder, engines: EngineService, weights
         case PruneEngines():
             # Engines that stay loaded for the next video may be deleted too.
             free()
-            pruned = library.prune(EngineStore(engines.store.folder, work.max_bytes))
+            pruned = engines.store.prune(work.max_bytes)
             code = "task.pruned" if pruned.enough else "task.pruned_in_part"
             return Fact(code, {"count": len(pruned.deleted), "left": pruned.total_bytes})
 
@@ -153,12 +151,10 @@ def _import(work: ImportEngine, recorder: TaskRecorder, engines: EngineService, 
 
 
 def _verify(work: VerifyEngine, recorder: TaskRecorder, engines: EngineService, weights_dir: Path, free: Free) -> Fact:
-    chosen = library.choose(engines.store, [work.engine])
+    chosen = engines.store.choose([work.engine])
     models = [look_up(name, weights_dir) for name in work.models]
     free()
-    (found,) = library.verify(
-        engines.store, chosen, models, engines.machine, recorder.report, recorder.cancel, engines.notes
-    )
+    (found,) = engines.verify(chosen, models, recorder.report, recorder.cancel)
     if found.skipped is not None:
         raise EngineError(found.skipped.code, **found.skipped.data)
     if not found.engine.usable:
@@ -167,10 +163,10 @@ def _verify(work: VerifyEngine, recorder: TaskRecorder, engines: EngineService, 
 
 
 def _delete(work: DeleteEngine, engines: EngineService, free: Free) -> Fact:
-    chosen = library.choose(engines.store, [work.engine])
+    (chosen,) = engines.store.choose([work.engine])
     try:
-        freed = library.delete(engines.store, chosen)
+        freed = engines.store.delete(chosen.id)
     except EngineError:  # it may be loaded for the next video
         free()
-        freed = library.delete(engines.store, chosen)
+        freed = engines.store.delete(chosen.id)
     return Fact("task.deleted", {"freed": freed})

@@ -14,7 +14,6 @@ from runtime.core.facts import Fact
 from runtime.core.plan import BACKEND_TITLES, PYTORCH, ExecutionPlan, LatentSize
 from runtime.core.request_fields import AUTO
 from runtime.core.units import about, byte_size
-from runtime.engines import library, manifest
 from runtime.engines.imported.importing import BACKENDS, check_disk_space, check_library, read_source
 from runtime.engines.service import EngineService
 from runtime.models.spec import ModelSpec
@@ -158,8 +157,7 @@ class EnginesPanel:
             case "delete":
                 work = DeleteEngine(engine=record.id)
             case _:
-                change = self._engines.store.pin if action == "pin" else self._engines.store.unpin
-                change(record.id)
+                self._engines.store.pin(record.id, pinned=action == "pin")
                 return {"message": f"{'Pinned' if action == 'pin' else 'Unpinned'}: {title}."}
         return self._add(work, f"{action.title()} {title} {record.id}")
 
@@ -202,12 +200,12 @@ class EnginesPanel:
         """Return the engine with exactly this id; only the command line accepts prefixes."""
         if not _ENGINE_ID.fullmatch(engine_id):
             raise unknown_action()
-        (record,) = library.choose(self._engines.store, [engine_id])
+        (record,) = self._engines.store.choose([engine_id])
         return record
 
     def _storage(self, records: Sequence[EngineRecord]) -> str:
-        total = sum(manifest.folder_bytes(self._engines.store.path(record.id)) for record in records)
-        return storage_html(total, self._engines.store.max_bytes, len(records))
+        store = self._engines.store
+        return storage_html(store.total_bytes(), store.max_bytes, len(records))
 
     def _previewed(self, values: Sequence[Any]) -> tuple[Preview | None, str]:
         """Return the plan preview for the form, and why there is no plan."""
@@ -223,7 +221,7 @@ class EnginesPanel:
         entries = []
         for record in sorted(records, key=lambda record: (-record.last_used, record.id)):
             spec = next((spec for spec in models if spec.name == record.model), None)
-            stale = library.why_stale(record, models, self._engines.machine, self._engines.notes)
+            stale = self._engines.why_stale(record, models)
             entries.append(Entry(record, spec, stale, _break_even(record, preview)))
         return entries
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
-from runtime.engines.build_child import BuildJob as Job
+from runtime.engines.build import BuildJob as Job
 from runtime.engines.child import Report
 from tests.engines.made import put
 
@@ -25,14 +25,14 @@ def make(job: Job, report: Report) -> dict[str, Any]:
         file.write("made\n")
     report(Fact("engine.compiling"), 0.5)
     time.sleep(0.3)
-    put(job.engine, job.key, built_at=time.time())
+    put(job.engine, job.request.key, built_at=time.time())
     return {}
 
 
 def make_wrong(job: Job, report: Report) -> dict[str, Any]:
     """Make an engine that differs from PyTorch."""
     detail = Fact("engine.compared_not_finite", {"where": "velocity"})
-    put(job.engine, job.key, verified=False, detail=detail, error=float("nan"))
+    put(job.engine, job.request.key, verified=False, detail=detail, error=float("nan"))
     return {}
 
 

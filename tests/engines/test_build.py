@@ -20,10 +20,9 @@ from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.engines import build as build_module
-from runtime.engines.build import BuildRequest, build_engine
-from runtime.engines.build_child import Job
+from runtime.engines.build import BuildRequest, Entry, build_engine
 from runtime.engines.builders import BuildNeeds
-from runtime.engines.child import Entry
+from runtime.engines.builders.inductor import InductorBuilder
 from runtime.engines.store import EngineStore
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import EngineRecord
@@ -47,9 +46,9 @@ def request_(tiny: Callable[[str], ModelSpec]) -> BuildRequest:
     return BuildRequest(spec=tiny("wan2.1"), component="transformer", key=key(), device="cpu")
 
 
-def odd(task: str) -> Entry[Job]:
+def odd(task: str) -> Entry:
     """Return an entry of the child that does something unusual."""
-    entry: Entry[Job] = getattr(odd_child, task)
+    entry: Entry = getattr(odd_child, task)
     return entry
 
 
@@ -198,7 +197,7 @@ def test_what_does_not_fit_is_refused_before_the_start(
 ) -> None:
     field = {"memory": "ram_bytes", "disk": "disk_bytes", "video memory": "vram_bytes"}[lack]
     needs = replace(BuildNeeds(ram_bytes=0, disk_bytes=0, vram_bytes=0), **{field: 1 << 60})
-    monkeypatch.setattr(build_module, "_needs", lambda request: needs)
+    monkeypatch.setattr(InductorBuilder, "needs", lambda *_: needs)
     with refusal(f"engine.needs_{lack.replace(' ', '_')}") as failed:
         build_engine(request_, store, ignore, Cancel(), odd_child.never)
     assert failed.value.data["needed"] == 1 << 60
@@ -266,8 +265,8 @@ PARENT = """
 import signal, sys
 from pathlib import Path
 from runtime.core.cancel import Cancel
+from runtime.engines import build as build_module
 from runtime.engines.build import BuildRequest, build_engine
-from runtime.engines.builders import BuildNeeds
 from runtime.engines.store import EngineStore
 from runtime.models.registry import read_spec
 from tests.engines import odd_child

@@ -10,10 +10,10 @@ import torch
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
-from runtime.engines import library
 from runtime.engines.build import BuildRequest, build_engine
 from runtime.engines.builders import BUILDERS
 from runtime.engines.programs import load_program
+from runtime.engines.service import EngineService
 from runtime.engines.sessions import open_session
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
@@ -42,6 +42,7 @@ def test_a_real_engine_from_build_to_deletion(
         device="cpu",
     )
     store = EngineStore(tmp_path / "with a space" / "engines", 1 << 40)
+    service = EngineService(store, machine, None)
     request = BuildRequest(spec=spec, component="transformer", key=key, device="cpu")
     reported: list[Fact] = []
     record = build_engine(request, store, lambda fact, _: reported.append(fact), Cancel())
@@ -57,7 +58,7 @@ def test_a_real_engine_from_build_to_deletion(
         inputs = program.inputs(size, seed=1)
         torch.testing.assert_close(session.infer(**inputs)["velocity"], program.run(**inputs)["velocity"])
 
-    [verified] = library.verify(store, store.index(), [spec], machine, ignore, Cancel())
+    [verified] = service.verify(store.index(), [spec], ignore, Cancel())
     assert verified.engine.usable
     assert verified.skipped is None
 
@@ -69,7 +70,7 @@ def test_a_real_engine_from_build_to_deletion(
     with pytest.raises(EngineError) as refused:
         open_session(store.path(record.id), record, device="cpu", weights=dict)
     assert refused.value.fact == Fact("engine.unusable", {"engine": record.id, "cause": changed})
-    [verified] = library.verify(store, store.index(), [spec], machine, ignore, Cancel())
+    [verified] = service.verify(store.index(), [spec], ignore, Cancel())
     assert verified.engine.problem == changed
-    library.delete(store, store.index())
+    store.delete(record.id)
     assert visible(store) == []

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from runtime.core.errors import EngineError
-from runtime.engines.io_signature import IOSignature
-from runtime.engines.programs import TEXT_PADDING, Program, cut_text, load_program
+from runtime.engines.programs import TEXT_PADDING, IOSignature, Program, cut_text, load_program
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import ShapeProfile
 from tests.engines.conftest import PROFILES, relative

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,14 +10,16 @@ import pytest
 from runtime.core.facts import Fact
 from runtime.engines.builders import BUILDERS
 from runtime.engines.identity import CLIP_PROGRAM, NOT_EXPORTED, device_text, program_key_parts, versions_of
-from runtime.engines.imported.offering import imported_engines
-from runtime.engines.library import why_stale
+from runtime.engines.offers import imported_engines
+from runtime.engines.service import EngineService
+from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import IMPORTED, UNREADABLE_KEY, EngineKey, EngineRecord, ShapeProfile
 from tests.ui.records import record
 
 HERE = probe()
+ENGINES = EngineService(EngineStore(Path("none"), 0), HERE, None)
 
 GPU = "NVIDIA H200 sm90 CUDA 13.0"
 
@@ -37,7 +40,7 @@ def fresh(spec: ModelSpec) -> EngineRecord:
 
 
 def test_one_that_would_be_built_now_is_not_stale(fresh: EngineRecord, spec: ModelSpec) -> None:
-    assert why_stale(fresh, [spec], HERE) == []
+    assert ENGINES.why_stale(fresh, [spec]) == []
 
 
 @pytest.mark.parametrize(
@@ -54,7 +57,7 @@ def test_one_that_would_be_built_now_is_not_stale(fresh: EngineRecord, spec: Mod
 def test_what_differs_is_named(
     fresh: EngineRecord, spec: ModelSpec, changes: dict[str, Any], code: str, data: dict[str, Any]
 ) -> None:
-    stale = why_stale(replace(fresh, key=replace(fresh.key, **changes)), [spec], HERE)
+    stale = ENGINES.why_stale(replace(fresh, key=replace(fresh.key, **changes)), [spec])
     assert any(fact.code == code and fact.data.items() >= data.items() for fact in stale), stale
 
 
@@ -82,7 +85,7 @@ def imported(spec: ModelSpec, request: pytest.FixtureRequest) -> EngineRecord:
 
 
 def test_an_imported_one_is_judged_by_what_it_runs_on(imported: EngineRecord, spec: ModelSpec) -> None:
-    assert why_stale(imported, [spec], HERE) == []
+    assert ENGINES.why_stale(imported, [spec]) == []
 
 
 @pytest.mark.parametrize(
@@ -105,7 +108,7 @@ def test_an_imported_one_is_stale_where_no_job_would_take_it(
     imported: EngineRecord, spec: ModelSpec, changes: dict[str, Any], code: str, data: dict[str, Any]
 ) -> None:
     changed = replace(imported, key=replace(imported.key, **changes))
-    (fact,) = why_stale(changed, [spec], HERE)
+    (fact,) = ENGINES.why_stale(changed, [spec])
     assert fact.code == code
     assert fact.data.items() >= data.items()
     for one, wanted in ((imported, [imported]), (changed, [])):
@@ -113,11 +116,11 @@ def test_an_imported_one_is_stale_where_no_job_would_take_it(
 
 
 def test_a_model_that_is_gone_is_named(fresh: EngineRecord, spec: ModelSpec) -> None:
-    assert why_stale(fresh, [], HERE) == [Fact("engine.stale_without_model", {"model": spec.name})]
-    assert why_stale(replace(fresh, component="eyes"), [spec], HERE) == [
+    assert ENGINES.why_stale(fresh, []) == [Fact("engine.stale_without_model", {"model": spec.name})]
+    assert ENGINES.why_stale(replace(fresh, component="eyes"), [spec]) == [
         Fact("engine.stale_without_model", {"model": spec.name})
     ]
 
 
 def test_of_an_unreadable_one_nothing_is_said(fresh: EngineRecord, spec: ModelSpec) -> None:
-    assert why_stale(replace(fresh, key=UNREADABLE_KEY, problem=Fact("engine.manifest_damaged")), [spec], HERE) == []
+    assert ENGINES.why_stale(replace(fresh, key=UNREADABLE_KEY, problem=Fact("engine.manifest_damaged")), [spec]) == []

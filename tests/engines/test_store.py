@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,7 @@ def test_near_misses_come_with_what_differs(store: EngineStore) -> None:
 
 def test_an_engine_is_replaced(store: EngineStore) -> None:
     add(store, key(), b"old")
-    store.pin(key().digest())
+    store.pin(key().digest(), pinned=True)
     record = add(store, key(), b"newer", built_at=2000.0)
     assert record.pinned
     assert store.index() == [record]
@@ -96,13 +97,13 @@ def test_pinning_and_deleting(store: EngineStore) -> None:
     record = add(store, key())
     other = EngineStore(store.folder, LARGE)
     assert other.index() == [record]
-    assert store.pin(record.id).pinned
+    assert store.pin(record.id, pinned=True).pinned
     assert [found.pinned for found in other.index()] == [True]
-    assert not store.unpin(record.id).pinned
+    assert not store.pin(record.id, pinned=False).pinned
     assert other.index() == [record]
     store.delete(record.id)
     assert other.index() == []
-    for act in (store.delete, store.pin, store.unpin):
+    for act in (store.delete, partial(store.pin, pinned=True), partial(store.pin, pinned=False)):
         with refusal("engine.not_found"):
             act(record.id)
     store.touch(record.id)
@@ -114,17 +115,17 @@ def test_pinning_and_deleting(store: EngineStore) -> None:
 def test_the_least_recently_used_go_first(store: EngineStore) -> None:
     records = [add(store, each, b"x" * 10_000, built_at=1000.0 + n) for n, each in enumerate(keys(5))]
     size = manifest.folder_bytes(store.path(records[0].id))
-    store.pin(records[1].id)
+    store.pin(records[1].id, pinned=True)
     store.touch(records[0].id)
     with store.using(records[2].id):
-        evicted = store.prune(2 * size)
+        evicted = store.prune(2 * size).deleted
     # 0 and 2 were used, 1 is pinned.
     assert [record.id for record in evicted] == [records[3].id, records[4].id, records[0].id]
     assert {record.id for record in store.index()} == {records[1].id, records[2].id}
-    assert store.prune(LARGE) == []
-    assert [record.id for record in store.prune(0)] == [records[2].id]
+    assert store.prune(LARGE).deleted == ()
+    assert [record.id for record in store.prune(0).deleted] == [records[2].id]
     assert visible(store) == [records[1].id]
-    assert EngineStore(store.folder / "none", 0).prune(0) == []
+    assert EngineStore(store.folder / "none", 0).prune(0).deleted == ()
     assert not (store.folder / "none").exists()
 
 
@@ -160,7 +161,7 @@ def test_one_in_use_is_not_deleted(store: EngineStore) -> None:
         user.stdout.readline()
         with refusal("engine.in_use"):
             store.delete(record.id)
-        assert store.prune(0) == []
+        assert store.prune(0).deleted == ()
         assert [found.id for found in store.index()] == [record.id]
         user.kill()
     assert [found.id for found in store.index()] == [record.id]
@@ -199,7 +200,7 @@ def test_an_engine_file_that_is_none(store: EngineStore, tmp_path: Path, what: s
     # Broken ones go first, however recently they were used.
     store.touch(record.id)
     whole = add(store, key(precision="float16"))
-    assert [found.id for found in store.prune(manifest.folder_bytes(store.path(whole.id)))] == [record.id]
+    assert [found.id for found in store.prune(manifest.folder_bytes(store.path(whole.id))).deleted] == [record.id]
     assert visible(store) == [whole.id]
     assert (tmp_path / "outside").exists()
 
@@ -211,7 +212,7 @@ def test_a_damaged_manifest_is_listed_deleted_and_replaced(store: EngineStore) -
     assert store.get(key()) is None
     assert store.near(key()) == []
     with refusal("engine.damaged"):
-        store.pin(record.id)
+        store.pin(record.id, pinned=True)
     store.touch(record.id)
     assert add(store, key()) == store.get(key())
     (store.path(record.id) / manifest.NAME).write_text("{")
@@ -235,7 +236,7 @@ def test_what_is_not_an_engine_is_left_alone(store: EngineStore, tmp_path: Path)
         "0123456789abcdef": Fact("engine.file_missing", {"file": "engine.json"}),
         "aaaaaaaaaaaaaaaa": Fact("engine.folder_is_link"),
     }
-    assert [found.id for found in store.prune(0)] == [record.id]
+    assert [found.id for found in store.prune(0).deleted] == [record.id]
     assert len(visible(store)) == 7
     store.delete("aaaaaaaaaaaaaaaa")
     assert len(list(outside.iterdir())) == 3
@@ -268,7 +269,7 @@ def test_a_folder_that_cannot_be_written(store: EngineStore, tmp_path: Path) -> 
         with store.using(record.id) as path:
             assert path == store.path(record.id)
         store.touch(record.id)
-        for act in (store.pin, store.unpin, store.delete):
+        for act in (partial(store.pin, pinned=True), partial(store.pin, pinned=False), store.delete):
             with refusal("engine.store_read_only"):
                 act(record.id)
         with refusal("engine.store_read_only"), store.building(record.id, wait=lambda: None):
@@ -289,7 +290,7 @@ def test_a_folder_that_cannot_be(tmp_path: Path, place: str) -> None:
     store = EngineStore(tmp_path / place, LARGE)
     assert store.index() == []
     assert store.get(key()) is None
-    assert store.prune(0) == []
+    assert store.prune(0).deleted == ()
     with refusal("engine.store_read_only"), store.building(key().digest(), wait=lambda: None):
         pass
 
@@ -319,7 +320,7 @@ def test_a_disk_that_is_full(store: EngineStore) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     try:
         with pytest.raises(EngineError) as refused:
-            store.pin(record.id)
+            store.pin(record.id, pinned=True)
         assert refused.value.fact == Fact("engine.store_disk_full", {"folder": store.folder})
         store.touch(record.id)
         store.report_problem(record, Fact("engine.failed", {"error": "it does not load"}))
@@ -348,7 +349,7 @@ def work(folder: Path, seed: int, seconds: float) -> None:
                 case 3:
                     store.prune(rng.randrange(60_000))
                 case 4:
-                    store.pin(engine_id) if rng.random() < 0.2 else store.unpin(engine_id)
+                    store.pin(engine_id, pinned=rng.random() < 0.2)
                 case 5:
                     with store.using(engine_id):
                         record = store.get(wanted)

@@ -12,8 +12,8 @@ import torch
 from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.engines import tensorrt_library
-from runtime.engines.builders import BUILDERS, tensorrt_common
-from runtime.engines.builders.onnx_tensorrt import BuildPhases
+from runtime.engines.builders import BUILDERS, tensorrt
+from runtime.engines.builders.tensorrt import BuildPhases
 from runtime.engines.programs import load_program
 from runtime.engines.sessions.tensorrt import TensorRTSession, read_names
 from runtime.machine.probe import Machine
@@ -37,7 +37,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
                 raise PackageNotFoundError(package)
             return versions[name]
 
-        monkeypatch.setattr(tensorrt_common, "version", version)
+        monkeypatch.setattr(tensorrt, "version", version)
 
     return say
 
@@ -122,8 +122,8 @@ def test_needs_grow_with_the_size(tiny: Callable[[str], ModelSpec]) -> None:
 
 def test_one_profile_encloses_several() -> None:
     other = ShapeProfile((2, 2, 8), (4, 4, 9), (4, 4, 20))
-    assert tensorrt_common.enclosing([VARIED]) == VARIED
-    assert tensorrt_common.enclosing([VARIED, other]) == ShapeProfile((1, 2, 6), (2, 4, 8), (4, 8, 20))
+    assert tensorrt.enclosing([VARIED]) == VARIED
+    assert tensorrt.enclosing([VARIED, other]) == ShapeProfile((1, 2, 6), (2, 4, 8), (4, 8, 20))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_one_profile_encloses_several() -> None:
 )
 def test_shapes_are_those_of_the_inputs(component: str, name: str, tiny: Callable[[str], ModelSpec]) -> None:
     program = load_program(tiny("wan2.1"), component, name, device="cpu", dtype="float32")
-    found = tensorrt_common.shapes(program, VARIED)
+    found = tensorrt.shapes(program, VARIED)
     for sizes, latent in zip(found, (VARIED.min, VARIED.opt, VARIED.max), strict=True):
         assert sizes == {name: tuple(tensor.shape) for name, tensor in program.inputs(latent).items()}
     # Nothing of the pretended run is left in the module.
@@ -163,23 +163,23 @@ def test_phases_are_one_rising_share() -> None:
 
 
 def test_the_timing_cache_is_whole_or_empty(tmp_path: Path) -> None:
-    path = tensorrt_common.timing_cache_path(tmp_path / "0123456789abcdef", "H200 sm90", "8.6.0")
+    path = tensorrt.timing_cache_path(tmp_path / "0123456789abcdef", "H200 sm90", "8.6.0")
     assert path.parent == tmp_path
-    assert path == tensorrt_common.timing_cache_path(
+    assert path == tensorrt.timing_cache_path(
         tmp_path / ".building-0123456789abcdef-00" / "engine", "H200 sm90", "8.6.0"
     )
-    assert path != tensorrt_common.timing_cache_path(tmp_path / "x", "H200 sm90", "11.0")
-    assert tensorrt_common.read_timing_cache(path) == b""
-    tensorrt_common.write_timing_cache(path, b"measured")
-    assert tensorrt_common.read_timing_cache(path) == b"measured"
+    assert path != tensorrt.timing_cache_path(tmp_path / "x", "H200 sm90", "11.0")
+    assert tensorrt.read_timing_cache(path) == b""
+    tensorrt.write_timing_cache(path, b"measured")
+    assert tensorrt.read_timing_cache(path) == b"measured"
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    assert tensorrt_common.read_timing_cache(path) == b""
+    assert tensorrt.read_timing_cache(path) == b""
     path.write_bytes(data[:10])
-    assert tensorrt_common.read_timing_cache(path) == b""
-    tensorrt_common.write_timing_cache(tmp_path / "no such folder" / "timing", b"measured")
+    assert tensorrt.read_timing_cache(path) == b""
+    tensorrt.write_timing_cache(tmp_path / "no such folder" / "timing", b"measured")
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", '{"z": 1}', "\xff"])

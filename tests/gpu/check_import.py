@@ -27,13 +27,13 @@ from runtime.core.errors import EngineError
 from runtime.core.events import Event, FellBack, VideoSaved
 from runtime.core.facts import Fact
 from runtime.core.request import GenerationRequest
-from runtime.engines.builders import onnx_tensorrt
+from runtime.engines.builders import tensorrt
 from runtime.engines.imported.importing import Imported, import_engine, inspect_engine
-from runtime.engines.imported.session import AdaptedSession
 from runtime.engines.onnx_export import OPSET
 from runtime.engines.programs import load_program
 from runtime.engines.service import EngineService
 from runtime.engines.sessions import open_session
+from runtime.engines.sessions.imported import AdaptedSession
 from runtime.engines.store import EngineStore
 from runtime.execution.residency import Residency
 from runtime.machine.probe import probe
@@ -131,7 +131,7 @@ def build_plan(checks: Checks, model_file: Path, shapes: Any, key: Any, plan: Pa
             file.write(f"{line}\n")
 
         with tensorrt_library.listen(report) as logger:
-            onnx_tensorrt._write_plan(trt, model_file, [shapes], key, plan, logger, report)
+            tensorrt._write_plan(trt, model_file, [shapes], key, plan, logger, report)
 
 
 def take(checks: Checks, service: EngineService, spec: ModelSpec, path: Path, component: str | None = None) -> Imported:

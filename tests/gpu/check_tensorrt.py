@@ -22,7 +22,7 @@ import torch
 
 from runtime.core.errors import EngineError
 from runtime.core.plan import LatentSize
-from runtime.engines.builders.tensorrt_common import enclosing
+from runtime.engines.builders.tensorrt import enclosing
 from runtime.engines.programs import load_program
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe

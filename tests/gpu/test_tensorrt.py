@@ -13,7 +13,7 @@ from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.engines import manifest
 from runtime.engines.builders import BUILDERS
-from runtime.engines.builders.onnx_tensorrt import OnnxTensorRT
+from runtime.engines.builders.tensorrt import OnnxTensorRT
 from runtime.engines.programs import Program, load_program
 from runtime.engines.sessions import Session, open_session
 from runtime.engines.sessions.tensorrt import TensorRTSession

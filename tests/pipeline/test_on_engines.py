@@ -26,7 +26,6 @@ from runtime.core.loras import Lora
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.engines.build import verify_engine
-from runtime.engines.library import why_stale
 from runtime.engines.service import EngineService
 from runtime.engines.sessions.onnxruntime import OnnxRuntimeSession
 from runtime.engines.store import EngineStore
@@ -392,7 +391,7 @@ def test_an_engine_of_other_weights_is_never_taken(bench: Bench, stocked: tuple[
     # The library knows what is inside: neither is stale, and neither is proven against other weights.
     records = {record.id: record for record in bench.engines.store.index()}
     assert records[use.id].loras == with_lora.spec.loras
-    assert all(why_stale(record, [bench.spec], bench.engines.machine) == [] for record in records.values())
+    assert all(bench.engines.why_stale(record, [bench.spec]) == [] for record in records.values())
     path.unlink()
     with pytest.raises(EngineError) as refused:
         verify_engine(bench.spec, "transformer", records[use.id], bench.engines.store, "cpu", lambda *_: None, Cancel())

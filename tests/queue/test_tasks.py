@@ -187,7 +187,7 @@ def test_an_internal_error_ends_the_task_and_not_the_worker(worker: JobQueue, mo
         raise ZeroDivisionError("on purpose")
 
     with monkeypatch.context() as patched:
-        patched.setattr("runtime.queue.task_runner.library.prune", broken)
+        patched.setattr("runtime.engines.store.EngineStore.prune", broken)
         ended = add(worker, PruneEngines(max_bytes=0))
     assert (ended.state, code(ended)) == ("failed", "event.internal_error")
     assert ended.result is not None and "on purpose" in ended.result.data["error"]

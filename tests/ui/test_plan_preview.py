@@ -85,7 +85,7 @@ def test_the_library_is_read_again_only_when_it_changes(
     assert read == 1
     second = insert(store, 2)
     assert {record.id for record in plan_preview.library()[1]} == {first, second}
-    store.pin(first)
+    store.pin(first, pinned=True)
     assert [record.pinned for record in plan_preview.library()[1] if record.id == first] == [True]
     store.delete(second)
     assert [record.id for record in plan_preview.library()[1]] == [first]

@@ -1,43 +1,182 @@
-"""Engine builders by name. A builder's module is imported on use, so that listing builders loads no library."""
+"""The interface of engine builders, and the table of builders, whose modules are imported on first use."""
 
 import importlib
-from collections.abc import Iterator, Mapping
-from typing import cast
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
 
-from runtime.engines.builders.base import Builder, BuildNeeds
+from runtime.core.facts import Fact
+from runtime.engines.child import Report
+from runtime.engines.identity import device_text, export_revision, program_key_parts, versions_of
+from runtime.machine.probe import Machine
+from runtime.models.spec import ModelSpec
+from runtime.planner.constraints import lacking
+from runtime.planner.engine_index import SWAPPED, EngineKey, ShapeProfile
+from runtime.planner.memory_model import DTYPE_BYTES
 
-__all__ = ["BUILDERS", "BuildNeeds", "Builder", "builders_of"]
-
-
-class _Builders(Mapping[str, Builder]):
-    """Builders by name, in the order of preference."""
-
-    _CLASSES: Mapping[str, str] = {
-        "onnx_tensorrt": "OnnxTensorRT",
-        "torch_tensorrt": "TorchTensorRT",
-        "inductor": "InductorBuilder",
-        "onnxruntime": "OnnxRuntimeBuilder",
-    }
-
-    def __getitem__(self, name: str) -> Builder:
-        module = importlib.import_module(f"{__name__}.{name}") if name in self._CLASSES else None
-        return cast("Builder", getattr(module, self._CLASSES[name])())
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._CLASSES)
-
-    def __len__(self) -> int:
-        return len(self._CLASSES)
+if TYPE_CHECKING:
+    from runtime.engines.programs import Program
 
 
-BUILDERS: Mapping[str, Builder] = _Builders()
-_BACKENDS = {
-    "tensorrt": ("onnx_tensorrt", "torch_tensorrt"),
-    "inductor": ("inductor",),
-    "onnxruntime": ("onnxruntime",),
+@dataclass(frozen=True)
+class BuildNeeds:
+    """Upper estimates of what a build takes at its peak, in bytes."""
+
+    ram_bytes: int
+    disk_bytes: int
+    vram_bytes: int = 0
+
+
+class Builder(ABC):
+    """Turns a program into an engine.
+
+    Attributes:
+        name: the value of `EngineKey.builder`.
+        backend: what runs its engines: a module of `engines.sessions`.
+        file_name: of the engine: "engine.plan", "engine.pt2" or "engine.onnx".
+        requires: the entry of `constraints.NEEDS` that it needs, if that is not its backend's.
+    """
+
+    name: ClassVar[str]
+    backend: ClassVar[str]
+    file_name: ClassVar[str]
+    requires: ClassVar[str] = ""
+
+    def unavailable(self, machine: Machine) -> Fact | None:
+        """Return why it cannot build on a machine and what to do about it, or None. Imports nothing heavy."""
+        found = lacking(self.requires or self.backend, machine)
+        return None if found is None else found.fact
+
+    def key(
+        self,
+        spec: ModelSpec,
+        component: str,
+        program: str,
+        profiles: tuple[ShapeProfile, ...],
+        *,
+        precision: str,
+        machine: Machine,
+        device: str,
+        notes: Path | None = None,
+    ) -> EngineKey:
+        """Return the key of the engine that `build` creates on this machine. Imports no torch.
+
+        Args:
+            component: whose weights.
+            profiles: the latent sizes that the engine serves.
+            device: "cpu" or "cuda:0".
+            notes: see `identity.program_key_parts`.
+
+        Raises:
+            ModelError: if the weights cannot be read.
+            EngineError: if the device does not exist.
+        """
+        architecture, weights = program_key_parts(spec, component, program, notes)
+        return EngineKey(
+            program=program,
+            family=spec.family,
+            architecture=architecture,
+            weights=weights if self.keeps_weights(program, profiles, device) else SWAPPED,
+            export_revision=export_revision(spec.family),
+            profiles=profiles,
+            precision=precision,
+            backend=self.backend,
+            builder=self.name,
+            options=self.options(machine, device),
+            versions=versions_of(*self.packages(device)),
+            device=device_text(machine, device),
+            system=machine.system,
+        )
+
+    def keeps_weights(self, program: str, profiles: tuple[ShapeProfile, ...], device: str) -> bool:
+        """Whether the engine contains its weights; otherwise they are supplied when it is loaded."""
+        return True
+
+    def options(self, machine: Machine, device: str) -> tuple[tuple[str, str], ...]:
+        """Return `EngineKey.options`."""
+        return ()
+
+    @abstractmethod
+    def packages(self, device: str) -> tuple[str, ...]:
+        """Return the libraries whose versions are part of the key."""
+
+    @abstractmethod
+    def default_precision(self, program: str, machine: Machine, device: str) -> str:
+        """Return the fastest precision in which a program keeps its quality."""
+
+    @abstractmethod
+    def needs(self, spec: ModelSpec, program: str, profile: ShapeProfile) -> BuildNeeds:
+        """Estimate what building takes."""
+
+    @abstractmethod
+    def build(self, program: "Program", key: EngineKey, folder: Path, report: Report) -> None:
+        """Write `folder / file_name`, and the data files that belong to it.
+
+        Args:
+            program: loaded in the key's precision; it cannot be used afterwards.
+            report: called with progress.
+
+        Raises:
+            EngineError: if the engine cannot be built.
+            torch.OutOfMemoryError: if the GPU's memory is too small.
+        """
+
+
+class _Row(NamedTuple):
+    """Where a builder's class is, and its rank among the builders for a device: the usually fastest engines are first.
+
+    Measurements on this machine take precedence over ranks; 0 is a device that the builder does not support.
+    """
+
+    module: str
+    class_name: str
+    on_cpu: int
+    on_cuda: int
+
+
+_TABLE: Mapping[str, _Row] = {
+    "onnx_tensorrt": _Row("tensorrt", "OnnxTensorRT", on_cpu=0, on_cuda=1),
+    "torch_tensorrt": _Row("torch_tensorrt", "TorchTensorRT", on_cpu=0, on_cuda=2),
+    "inductor": _Row("inductor", "InductorBuilder", on_cpu=2, on_cuda=3),
+    "onnxruntime": _Row("onnxruntime", "OnnxRuntimeBuilder", on_cpu=1, on_cuda=4),
 }
 
 
-def builders_of(backend: str) -> tuple[Builder, ...]:
+class _Builders(Mapping[str, Builder]):
+    def __getitem__(self, name: str) -> Builder:
+        row = _TABLE[name]
+        module = importlib.import_module(f"{__name__}.{row.module}")
+        return cast("Builder", getattr(module, row.class_name)())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_TABLE)
+
+    def __len__(self) -> int:
+        return len(_TABLE)
+
+
+BUILDERS: Mapping[str, Builder] = _Builders()
+
+
+def builders_for(device: str) -> list[Builder]:
+    """Return the builders that support a device ("cpu" or "cuda:0"), the preferred one first."""
+    ranks = {name: row.on_cpu if device == "cpu" else row.on_cuda for name, row in _TABLE.items()}
+    return [BUILDERS[name] for name in sorted(ranks, key=lambda name: ranks[name]) if ranks[name]]
+
+
+def builders_of(backend: str) -> list[Builder]:
     """Return the builders whose engines a backend runs, the preferred one first."""
-    return tuple(BUILDERS[name] for name in _BACKENDS[backend])
+    return [builder for builder in BUILDERS.values() if builder.backend == backend]
+
+
+def output_reporter(report: Report) -> Callable[[str, float | None], None]:
+    """Return a function that reports lines of a library's own log."""
+    return lambda line, fraction: report(Fact("engine.builder_output", {"line": line}), fraction)
+
+
+def weights_bytes(spec: ModelSpec, program: str, precision: str) -> int:
+    """Return the bytes of a program's weights; each of the VAE's two programs holds all of the VAE's weights."""
+    component = "vae" if program.startswith("vae") else program
+    return DTYPE_BYTES[precision] * spec.parameters[component]

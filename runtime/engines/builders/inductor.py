@@ -24,10 +24,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from runtime.core.environment import environment_variables
 from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
-from runtime.engines.builders.base import Builder, BuildNeeds, weights_bytes
+from runtime.engines.builders import Builder, BuildNeeds, weights_bytes
 from runtime.engines.child import Report
 from runtime.engines.identity import cpu_has_bfloat16
-from runtime.engines.io_signature import METADATA_KEY, WEIGHTS_KEY
 from runtime.machine.probe import Machine, cpp_compiler
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import SWAPPED, EngineKey, ShapeProfile
@@ -89,6 +88,8 @@ class InductorBuilder(Builder):
             EngineError: if the compiler fails.
         """
         import torch
+
+        from runtime.engines.programs import METADATA_KEY, WEIGHTS_KEY
 
         (profile,) = key.profiles
         on_cpu = program.device.type == "cpu"

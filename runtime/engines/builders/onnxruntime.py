@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from runtime.core.facts import Fact
-from runtime.engines.builders.base import Builder, BuildNeeds, weights_bytes
+from runtime.engines.builders import Builder, BuildNeeds, weights_bytes
 from runtime.engines.child import Report
 from runtime.engines.identity import cpu_has_bfloat16, versions_of
 from runtime.machine.probe import Machine

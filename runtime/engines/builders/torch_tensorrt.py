@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.core.errors import EngineError, first_line
 from runtime.core.facts import Fact
-from runtime.engines.builders.base import output_reporter
-from runtime.engines.builders.tensorrt_common import (
+from runtime.engines.builders import output_reporter
+from runtime.engines.builders.tensorrt import (
     Shapes,
     TensorRTBuilder,
     enclosing,

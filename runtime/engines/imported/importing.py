@@ -21,15 +21,22 @@ from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.engines import manifest
-from runtime.engines.build import failure, start_child, verified_fields
-from runtime.engines.build_child import InspectJob, Job, VerifyJob, run_job
-from runtime.engines.builders import BUILDERS
-from runtime.engines.builders.tensorrt_common import installed_version
-from runtime.engines.child import Entry, Report
+from runtime.engines.build import (
+    BuildRequest,
+    Entry,
+    InspectJob,
+    VerifyJob,
+    failure,
+    run_job,
+    start_child,
+    verified_fields,
+)
+from runtime.engines.builders import builders_of, onnxruntime, tensorrt
+from runtime.engines.child import Report
 from runtime.engines.identity import NOT_EXPORTED, device_text, program_key_parts, versions_of
 from runtime.engines.imported.contract import Contract
 from runtime.engines.imported.matching import ADAPTERS_FILE, Match, find_matches
-from runtime.engines.imported.offering import EXACT, served_sizes
+from runtime.engines.offers import EXACT, served_sizes
 from runtime.engines.service import EngineService
 from runtime.machine.compatibility import cuda_problem
 from runtime.machine.probe import Machine, free_disk_bytes, probe
@@ -39,12 +46,8 @@ from runtime.planner.engine_index import IMPORTED, EngineKey, EngineRecord
 BACKENDS = {".trt": "tensorrt", ".plan": "tensorrt", ".engine": "tensorrt", ".onnx": "onnxruntime"}
 # Shown before anything in the file is executed.
 WARNING = Fact("engine.import_executes_code")
-_FILE_NAMES = {"tensorrt": "engine.plan", "onnxruntime": "engine.onnx"}
-_BUILDER_OF = {"tensorrt": "onnx_tensorrt", "onnxruntime": "onnxruntime"}
-_PACKAGES: Mapping[str, tuple[str, ...]] = {
-    "tensorrt": ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"),
-    "onnxruntime": ("onnxruntime-openvino", "onnxruntime-gpu", "onnxruntime-directml", "onnxruntime"),
-}
+# The libraries whose versions are part of an imported engine's key.
+_PACKAGES: Mapping[str, tuple[str, ...]] = {"tensorrt": tensorrt.PACKAGES, "onnxruntime": onnxruntime.PACKAGES}
 _BLOCK = 1 << 22
 _ID_LENGTH = 16
 _HEAD_BYTES = 4096
@@ -160,10 +163,10 @@ def check_library(source: Source, machine: Machine) -> None:
     Raises:
         EngineError: if the library that runs it is missing, or of another version.
     """
-    missing = BUILDERS[_BUILDER_OF[source.backend]].unavailable(machine)
+    missing = builders_of(source.backend)[0].unavailable(machine)
     if missing is not None:
         raise EngineError("engine.import_no_library", file=source.path.name, cause=missing)
-    here = installed_version() or ""
+    here = tensorrt.installed_version() or ""
     if source.version and source.version.split(".")[:2] != here.split(".")[:2]:
         raise EngineError("engine.import_other_tensorrt", file=source.path.name, version=source.version, installed=here)
 
@@ -208,9 +211,7 @@ def device_here(machine: Machine) -> str:
     return "cpu" if cuda_problem(machine) else "cuda:0"
 
 
-def inspect_engine(
-    path: Path, device: str, emit_progress: Report, cancel: Cancel, entry: Entry[Job] = run_job
-) -> Contract:
+def inspect_engine(path: Path, device: str, emit_progress: Report, cancel: Cancel, entry: Entry = run_job) -> Contract:
     """Open a file in a child process and return its contract. This executes the file: ask before.
 
     Args:
@@ -235,7 +236,7 @@ def import_engine(
     device: str,
     emit_progress: Report,
     cancel: Cancel,
-    entry: Entry[Job] = run_job,
+    entry: Entry = run_job,
 ) -> Imported:
     """Copy a file into the library and verify it against a model. This executes the file: ask before.
 
@@ -258,8 +259,8 @@ def import_engine(
         stack.enter_context(store.building(temporary, cancel.check))
         work = stack.enter_context(store.workspace(temporary))
         emit_progress(Fact("engine.copying", {"file": source.path.name, "size": source.bytes}), 0.0)
-        digest = _copy(source.path, work.engine / _FILE_NAMES[source.backend], cancel)
-        copied = replace(source, path=work.engine / _FILE_NAMES[source.backend])
+        digest = _copy(source.path, work.engine / _file_name(source.backend), cancel)
+        copied = replace(source, path=work.engine / _file_name(source.backend))
         contract = _read_in_child(copied, work.folder, work.scratch, device, emit_progress, cancel, entry)
         for name in contract.weight_files:
             weights = source.path.with_name(name)
@@ -274,14 +275,8 @@ def import_engine(
                 return Imported(existing, spec, contract, match, compared=True)
             names = {"component": match.component, "model": spec.title}
             emit_progress(Fact("engine.comparing_with", names), None)
-            job = VerifyJob(
-                workspace=work.folder,
-                engine=work.engine,
-                spec=spec,
-                component=match.component,
-                key=record.key,
-                device=device,
-            )
+            request = BuildRequest(spec=spec, component=match.component, key=record.key, device=device)
+            job = VerifyJob(work.folder, work.engine, request)
             log = work.engine / manifest.LOG_NAME
             title = Fact("engine.imported_file", {"file": source.path.name})
             outcome = start_child(entry, job, title, work.scratch, log, emit_progress, cancel)
@@ -307,7 +302,7 @@ def _read_in_child(
     device: str,
     emit_progress: Report,
     cancel: Cancel,
-    entry: Entry[Job],
+    entry: Entry,
 ) -> Contract:
     job = InspectJob(workspace=workspace, file=source.path, backend=source.backend, device=device)
     title = Fact("engine.imported_file", {"file": source.path.name})
@@ -360,7 +355,7 @@ def _record(
         system=service.machine.system,
     )
     # The log is written again for each comparison and does not belong to the engine.
-    files = manifest.hashed_files(folder, _FILE_NAMES[contract.backend])
+    files = manifest.hashed_files(folder, _file_name(contract.backend))
     now = time.time()
     record = EngineRecord(
         id=key.digest(),
@@ -375,6 +370,10 @@ def _record(
     )
     manifest.write(folder, record)
     return record
+
+
+def _file_name(backend: str) -> str:
+    return builders_of(backend)[0].file_name
 
 
 def _copy(source: Path, target: Path, cancel: Cancel) -> str:

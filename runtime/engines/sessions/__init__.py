@@ -1,16 +1,24 @@
-"""Running engines: `open_session` returns a `Session`, which is called like the program of the engine."""
+"""Runs engines: `open_session` returns a `Session`, which is called like the program of the engine.
 
+The module of a backend has its name, and a function `open_engine` with the arguments of `open_session`.
+"""
+
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from runtime.core.errors import EngineError
 from runtime.engines import manifest
-from runtime.planner.engine_index import IMPORTED, SWAPPED, EngineRecord
+from runtime.engines.builders import builders_of
+from runtime.planner.engine_index import IMPORTED, EngineRecord
 
 if TYPE_CHECKING:
     import torch
+
+# Returns the state dict of a program's module; called only for an engine without weights.
+Weights = Callable[[], Mapping[str, "torch.Tensor"]]
 
 
 class Session(ABC):
@@ -36,17 +44,13 @@ class Session(ABC):
         """Free the engine. The session cannot be used afterwards; outputs that are still referenced stay valid."""
 
     def __enter__(self) -> "Session":
-        """Return the session; leaving the block closes it."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the session."""
         self.close()
 
 
-def open_session(
-    folder: Path, record: EngineRecord, *, device: str, weights: Callable[[], Mapping[str, "torch.Tensor"]]
-) -> Session:
+def open_session(folder: Path, record: EngineRecord, *, device: str, weights: Weights) -> Session:
     """Load an engine.
 
     An engine is code: TensorRT plans and Inductor's libraries run with the user's rights, and an ONNX file decides
@@ -57,7 +61,7 @@ def open_session(
         folder: the engine's folder.
         record: from its engine.json.
         device: a torch device.
-        weights: returns the state dict of the program's module; called only for an engine without weights.
+        weights: of the program, in the engine's precision.
 
     Raises:
         EngineError: if a file is missing or changed, or the engine cannot be loaded.
@@ -66,27 +70,10 @@ def open_session(
     problem = manifest.check_hashes(folder, record)
     if problem is not None:
         raise EngineError("engine.unusable", engine=record.id, cause=problem)
-    key, engine = record.key, folder / record.files[0].name
-    if key.builder == IMPORTED:
-        from runtime.engines.imported.session import open_imported
-
-        return open_imported(folder, record, device=device)
-    match key.backend:
-        case "inductor":
-            from runtime.engines.sessions.inductor import InductorSession
-
-            given = weights() if key.weights == SWAPPED else None
-            return InductorSession(engine, device=device, weights=given)
-        case "onnxruntime":
-            from runtime.engines.sessions.onnxruntime import OnnxRuntimeSession
-
-            provider = dict(key.options).get("provider", "cpu")
-            return OnnxRuntimeSession(engine, provider=provider, precision=key.precision, device=device)
-        case "tensorrt":
-            from runtime.engines.onnx_export import TENSOR_NAMES
-            from runtime.engines.sessions.tensorrt import TensorRTSession, read_names
-
-            graphs = dict(key.options).get("cuda_graphs", "on") == "on"
-            names = read_names(folder) if key.builder == "torch_tensorrt" else TENSOR_NAMES
-            return TensorRTSession(engine, device=device, cuda_graphs=graphs, names=names)
-    raise EngineError("engine.unknown_backend", backend=key.backend)
+    name = record.key.backend
+    # The name is checked because it is imported.
+    if not builders_of(name):
+        raise EngineError("engine.unknown_backend", backend=name)
+    backend: Any = importlib.import_module(f"{__name__}.{IMPORTED if record.key.builder == IMPORTED else name}")
+    session: Session = backend.open_engine(folder, record, device=device, weights=weights)
+    return session

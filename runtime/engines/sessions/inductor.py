@@ -16,12 +16,18 @@ from pathlib import Path, PurePosixPath
 import torch
 
 from runtime.core.errors import EngineError, first_line
-from runtime.engines.io_signature import METADATA_KEY, WEIGHTS_KEY, IOSignature
-from runtime.engines.programs import TEXT_PADDING, cut_text, full_float32
-from runtime.engines.sessions import Session
+from runtime.engines.programs import METADATA_KEY, TEXT_PADDING, WEIGHTS_KEY, IOSignature, cut_text, full_float32
+from runtime.engines.sessions import Session, Weights
+from runtime.planner.engine_index import SWAPPED, EngineRecord
 from runtime.upstream.torch import package_runner
 
 _METADATA = "_metadata.json"
+
+
+def open_engine(folder: Path, record: EngineRecord, *, device: str, weights: Weights) -> "InductorSession":
+    """See `sessions.open_session`."""
+    given = weights() if record.key.weights == SWAPPED else None
+    return InductorSession(folder / record.files[0].name, device=device, weights=given)
 
 
 class InductorSession(Session):

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from runtime.core.errors import EngineError, first_line
-from runtime.engines.io_signature import METADATA_KEY, IOSignature
-from runtime.engines.programs import TEXT_PADDING, cut_text
-from runtime.engines.sessions import Session
+from runtime.engines.programs import METADATA_KEY, TEXT_PADDING, IOSignature, cut_text
+from runtime.engines.sessions import Session, Weights
+from runtime.planner.engine_index import EngineRecord
 
 _PROVIDERS = {
     "cpu": "CPUExecutionProvider",
@@ -22,6 +22,13 @@ _PROVIDERS = {
 _OPENVINO_PRECISIONS = {"float32": "f32", "bfloat16": "bf16"}
 _FATAL = 4
 OUT_OF_MEMORY = "Failed to allocate memory"
+
+
+def open_engine(folder: Path, record: EngineRecord, *, device: str, weights: Weights) -> "OnnxRuntimeSession":
+    """See `sessions.open_session`."""
+    provider = dict(record.key.options).get("provider", "cpu")
+    model = folder / record.files[0].name
+    return OnnxRuntimeSession(model, provider=provider, precision=record.key.precision, device=device)
 
 
 class OnnxRuntimeSession(Session):

@@ -15,7 +15,8 @@ import torch
 
 from runtime.core.errors import EngineError
 from runtime.engines import tensorrt_library
-from runtime.engines.sessions import Session
+from runtime.engines.sessions import Session, Weights
+from runtime.planner.engine_index import EngineRecord
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,21 @@ NAMES_FILE = "tensors.json"
 _ALIGNMENT = 256
 # Inputs up to this size are copied into the buffers of a CUDA graph; larger ones are read in place, without a graph.
 _STAGED_BYTES = 64 << 20
+
+
+def open_engine(folder: Path, record: EngineRecord, *, device: str, weights: Weights) -> "TensorRTSession":
+    """See `sessions.open_session`."""
+    from runtime.engines.onnx_export import TENSOR_NAMES
+
+    names = read_names(folder) if record.key.builder == "torch_tensorrt" else TENSOR_NAMES
+    return TensorRTSession(
+        folder / record.files[0].name, device=device, cuda_graphs=uses_cuda_graphs(record), names=names
+    )
+
+
+def uses_cuda_graphs(record: EngineRecord) -> bool:
+    """Return whether the engine's key says that its calls are captured in CUDA graphs."""
+    return dict(record.key.options).get("cuda_graphs", "on") == "on"
 
 
 class TensorRTSession(Session):

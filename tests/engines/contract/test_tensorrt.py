@@ -18,7 +18,7 @@ SESSION = (
     ENGINES / "tensorrt_library.py",
     ENGINES / "imported" / "contract.py",
 )
-BUILDER = (ENGINES / "builders" / "onnx_tensorrt.py",)
+BUILDER = (ENGINES / "builders" / "tensorrt.py",)
 # What our variables hold; each function that handles one names it so.
 VARIABLES = {
     "_context": "IExecutionContext",

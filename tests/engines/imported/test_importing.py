@@ -15,7 +15,6 @@ from runtime.core.events import Event, FellBack, VideoSaved
 from runtime.core.facts import Fact, render
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
-from runtime.engines import library
 from runtime.engines.imported.importing import Imported, import_engine, inspect_engine
 from runtime.engines.programs import load_program
 from runtime.engines.service import EngineService
@@ -148,9 +147,7 @@ def test_the_foreign_contract_by_all_its_adapters(shelf: Shelf, files: dict[str,
     # As long as it stays, importing it again changes nothing.
     assert shelf.take(files["carried"]).engine.built_at == record.built_at
     # What `engines verify` finds is the same.
-    [again] = library.verify(
-        shelf.service.store, [record], [shelf.spec], shelf.service.machine, ignore, Cancel(), shelf.service.notes
-    )
+    [again] = shelf.service.verify([record], [shelf.spec], ignore, Cancel())
     assert again.skipped is None
     assert again.engine.error == pytest.approx(record.error)
 
@@ -225,7 +222,7 @@ def test_what_loses_something_is_taken_only_by_name(full: Shelf, taken: dict[str
     assert done.engine.detail.data["edge"] == Fact("engine.edge_rows", {"rows": 1})
     # With random weights, reconstructing the missing row is far off. The number is reported.
     assert done.engine.detail.data["error"] > 0.5
-    library.delete(full.service.store, [taken["carried"].engine])
+    full.service.store.delete(taken["carried"].engine.id)
     [offer] = [offer for offer in full.service.offers(full.spec)("transformer", (3, 4, 8), "cpu") if offer.ready]
     assert offer.speed_up == 0
     assert full.plan().components["transformer"].backend == "pytorch"

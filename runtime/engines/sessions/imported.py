@@ -14,7 +14,7 @@ from runtime.engines.imported.adapters import TRAINING_STEPS, Adapter, Batch, Re
 from runtime.engines.imported.contract import Contract
 from runtime.engines.imported.matching import ADAPTERS_FILE
 from runtime.engines.programs import Program
-from runtime.engines.sessions import Session
+from runtime.engines.sessions import Session, Weights
 from runtime.engines.sessions.onnxruntime import OUT_OF_MEMORY, load_session
 from runtime.engines.verify import Verification, verify
 from runtime.planner.engine_index import EngineRecord, ShapeProfile
@@ -115,22 +115,17 @@ class CroppedProgram(Program):
         return {"velocity": velocity[..., :height, :width]}
 
 
-def open_imported(folder: Path, record: EngineRecord, *, device: str) -> AdaptedSession:
-    """Load an imported engine whose hashes were checked.
-
-    Raises:
-        EngineError: if it cannot be loaded, or its adapters file is damaged.
-        MemoryError, torch.OutOfMemoryError: if memory runs out.
-    """
+def open_engine(folder: Path, record: EngineRecord, *, device: str, weights: Weights) -> AdaptedSession:
+    """See `sessions.open_session`."""
     contract, batch, chain = read_adapters(folder)
-    engine, options = folder / record.files[0].name, dict(record.key.options)
+    engine = folder / record.files[0].name
     inner: Session
     if contract.backend == "tensorrt":
-        from runtime.engines.sessions.tensorrt import TensorRTSession
+        from runtime.engines.sessions.tensorrt import TensorRTSession, uses_cuda_graphs
 
-        inner = TensorRTSession(engine, device=device, cuda_graphs=options.get("cuda_graphs", "on") == "on")
+        inner = TensorRTSession(engine, device=device, cuda_graphs=uses_cuda_graphs(record))
     else:
-        provider = options.get("provider", "cpu")
+        provider = dict(record.key.options).get("provider", "cpu")
         inner = OnnxFileSession(engine, contract, provider=provider, precision=record.key.precision, device=device)
     return AdaptedSession(inner, batch, chain)
 

@@ -1,0 +1,283 @@
+"""Offers the planner the engines that a component could run on: built ones, imported ones, and those to build.
+
+Imports no torch. An engine that was not found equal to the model's own weights on this machine is never offered.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from runtime.core.facts import Fact
+from runtime.core.loras import LoraUse
+from runtime.core.plan import EngineUse, LatentSize
+from runtime.engines.builders import BUILDERS, Builder, BuildNeeds, builders_for
+from runtime.engines.identity import imported_key, runnable_programs
+from runtime.engines.store import EngineStore
+from runtime.machine.probe import Machine, free_disk_bytes
+from runtime.models.spec import ModelSpec
+from runtime.planner.constraints import build_conflict
+from runtime.planner.engine_index import (
+    IMPORTED,
+    OTHER_WEIGHTS,
+    SWAPPED,
+    EngineKey,
+    EngineRecord,
+    ShapeProfile,
+    find,
+    misfit,
+)
+from runtime.planner.engine_offers import EngineOffer
+from runtime.planner.forecast import build_seconds
+
+# The entry of `EngineKey.options` that states whether an imported engine's adapters are exact.
+EXACT = "exact"
+
+
+@dataclass(frozen=True)
+class ModelOffers:
+    """The offers for one model, as `planner.resolve.resolve` takes them. Reads the library once.
+
+    Attributes:
+        notes: see `identity.program_key_parts`.
+    """
+
+    spec: ModelSpec
+    store: EngineStore
+    machine: Machine
+    notes: Path | None
+
+    def __call__(self, component: str, latent: LatentSize, device: str) -> list[EngineOffer]:
+        """Return the offers for a component, those for the requested size first.
+
+        An imported engine of another size is mentioned in the offers of its backend that have no engine yet.
+        """
+        builders = builders_for(device)
+        names = {builder.name for builder in builders}
+        offers = [
+            *(self._offer(builder, component, latent, device) for builder in builders),
+            *(self._unsupported(builder) for name, builder in BUILDERS.items() if name not in names),
+        ]
+        for record in imported_engines(self._index, self.spec, component, self.machine, device, self.notes):
+            profile = next((one for one in record.key.profiles if _serves(record, one, latent)), None)
+            if profile is not None:
+                offers.append(_imported(record, profile))
+                continue
+            sizes = served_sizes(record.key.program, record.key.profiles, self.spec)
+            offers = [
+                replace(offer, missing=Fact("engine.missing_but_imported", {"missing": offer.missing, "sizes": sizes}))
+                if offer.backend == record.key.backend and offer.missing
+                else offer
+                for offer in offers
+            ]
+        return offers
+
+    @cached_property
+    def _index(self) -> list[EngineRecord]:
+        return self.store.index()
+
+    def key(self, builder: Builder, component: str, use: EngineUse, device: str) -> EngineKey:
+        """Return the key of the engine that a builder would build now for the program, sizes and precision of `use`."""
+        return builder.key(
+            self.spec,
+            component,
+            use.program,
+            (ShapeProfile(*use.profile),),
+            precision=use.precision,
+            machine=self.machine,
+            device=device,
+            notes=self.notes,
+        )
+
+    def _offer(self, builder: Builder, component: str, latent: LatentSize, device: str) -> EngineOffer:
+        uses: list[EngineUse] = []
+        needs: list[BuildNeeds] = []
+        missing: Fact | None = None
+        nearest: Fact | None = None
+        build_time = seconds = pytorch_seconds = 0.0
+        file_bytes = 0
+        for program in self.spec.programs[component]:
+            size = _size(program, latent)
+            profile = _profile(builder.name, program, self.spec, size, device)
+            use = EngineUse(
+                id="",
+                program=program,
+                builder=builder.name,
+                precision=builder.default_precision(program, self.machine, device),
+                profile=(profile.min, profile.opt, profile.max),
+            )
+            key = self.key(builder, component, use, device)
+            found = find(self._index, key, size)
+            uses.append(use.replace(id=key.digest() if found is None else found.id, build=found is None))
+            if found is None:
+                needs.append(builder.needs(self.spec, program, profile))
+                build_time += build_seconds(self.spec, component, program, builder.name, profile.opt, self._index)
+                if missing is None:
+                    missing, nearest = self._why_missing(key, component)
+            else:
+                calls = latent[0] - 1 if program == "vae_next" else 1
+                seconds += calls * found.seconds_per_call
+                pytorch_seconds += calls * found.pytorch_seconds_per_call
+                file_bytes += found.file_bytes
+        problem = builder.unavailable(self.machine)
+        if problem is None and needs:
+            problem = self._too_small(needs)
+        return EngineOffer(
+            backend=builder.backend,
+            builder=builder.name,
+            uses=tuple(uses),
+            missing=missing,
+            misfit=nearest,
+            problem=problem,
+            build_seconds=build_time,
+            seconds=seconds,
+            pytorch_seconds=pytorch_seconds,
+            file_bytes=file_bytes,
+        )
+
+    def _unsupported(self, builder: Builder) -> EngineOffer:
+        """Return an offer that states why a builder does not support a device."""
+        problem = builder.unavailable(self.machine) or Fact("planner.needs_gpu")
+        return EngineOffer(backend=builder.backend, builder=builder.name, uses=(), problem=problem)
+
+    def _too_small(self, needs: list[BuildNeeds]) -> Fact | None:
+        """Return why this machine is too small to build what is missing; None if it is not."""
+        machine = self.machine
+        if machine.disk_free_bytes is None:
+            machine = replace(machine, disk_free_bytes=free_disk_bytes(self.store.folder))
+        conflict = build_conflict(
+            max(need.ram_bytes for need in needs),
+            max(need.vram_bytes for need in needs),
+            max(need.disk_bytes for need in needs),
+            machine,
+        )
+        return None if conflict is None else conflict.fact
+
+    def _why_missing(self, key: EngineKey, component: str) -> tuple[Fact, Fact | None]:
+        """Return why there is no engine for `key`: none was built, it is damaged, or the most similar one differs.
+
+        The second fact names the most important difference in a few words.
+        """
+        existing = self.store.get(key)
+        if existing is not None:
+            return Fact("engine.existing_unusable", {"cause": existing.problem or existing.detail}), None
+        for record, differing in self.store.near(key, self.spec.vae.scale_factor_spatial):
+            similar = (record.key.architecture, record.key.builder) == (key.architecture, key.builder)
+            # The other expert's engine is relevant only if both experts run on one engine.
+            if similar and (record.component == component or key.weights == SWAPPED):
+                reasons = _with_loras(differing, record, self.spec.loras_of(component))
+                return Fact("engine.nearest_differs", {"differences": reasons}), misfit(key, record.key)
+        return Fact("engine.none_yet"), None
+
+
+def imported_engines(
+    index: Iterable[EngineRecord],
+    spec: ModelSpec,
+    component: str,
+    machine: Machine,
+    device: str,
+    notes: Path | None,
+) -> list[EngineRecord]:
+    """Return the imported engines that are verified to hold a component's weights and run on this machine.
+
+    Exact ones come first, then the fastest.
+
+    Args:
+        notes: see `identity.program_key_parts`.
+    """
+    programs = runnable_programs(spec, component)
+    found = [
+        record
+        for record in index
+        if record.key.builder == IMPORTED
+        and record.key.program in programs
+        and record.usable
+        and record.key == imported_key(record.key, spec, component, machine, device, notes)
+    ]
+    return sorted(found, key=lambda record: (not _is_exact(record), record.seconds_per_call, record.id))
+
+
+def served_sizes(program: str, profiles: Sequence[ShapeProfile], spec: ModelSpec) -> Fact:
+    """Return the sizes that an engine serves, in pixels and frames."""
+    if program == "text_encoder":
+        return Fact("engine.any_clip")
+    scale, temporal = spec.vae.scale_factor_spatial, spec.vae.scale_factor_temporal
+
+    def clip(latent: LatentSize) -> Fact:
+        frames, height, width = latent
+        size = {"width": width * scale, "height": height * scale}
+        return Fact("engine.clip", {**size, "frames": temporal * (frames - 1) + 1})
+
+    sizes = []
+    for profile in profiles:
+        low, high = clip(profile.min), clip(profile.max)
+        if low == high:
+            sizes.append(low)
+        elif profile.min[1:] == profile.max[1:]:
+            sizes.append(Fact("engine.clip_lengths", {**high.data, "fewest": low.data["frames"]}))
+        else:
+            sizes.append(Fact("engine.clip_range", {"low": low, "high": high}))
+    return Fact("engine.served_sizes", {"sizes": sizes})
+
+
+def _imported(record: EngineRecord, profile: ShapeProfile) -> EngineOffer:
+    use = EngineUse(
+        id=record.id,
+        program=record.key.program,
+        builder=IMPORTED,
+        precision=record.key.precision,
+        profile=(profile.min, profile.opt, profile.max),
+    )
+    # Without a speed it is used only if its backend is requested.
+    exact = _is_exact(record)
+    return EngineOffer(
+        backend=record.key.backend,
+        builder=IMPORTED,
+        uses=(use,),
+        problem=Fact("engine.import_not_rebuilt"),
+        seconds=record.seconds_per_call if exact else 0.0,
+        pytorch_seconds=record.pytorch_seconds_per_call if exact else 0.0,
+    )
+
+
+def _is_exact(record: EngineRecord) -> bool:
+    return dict(record.key.options).get(EXACT) == "yes"
+
+
+def _serves(record: EngineRecord, profile: ShapeProfile, latent: LatentSize) -> bool:
+    """Return whether an engine takes clips of a size; a text encoder does not depend on it."""
+    return record.key.program == "text_encoder" or profile.serves(latent)
+
+
+def _size(program: str, latent: LatentSize) -> LatentSize:
+    """Return the latent size that a program is called with for a clip."""
+    if program == "text_encoder":
+        return (1, 1, 1)
+    return (1, *latent[1:]) if program in {"vae_first", "vae_next"} else latent
+
+
+def _profile(builder: str, program: str, spec: ModelSpec, size: LatentSize, device: str) -> ShapeProfile:
+    """Return the sizes that an engine is built for: all of the model's if that costs neither speed nor accuracy.
+
+    OpenVINO is 20 % slower with dynamic sizes (measured), TensorRT optimizes for one size, and Inductor on a CPU runs
+    the VAE fast only if it changes the layout of the convolutions' weights for one size.
+    """
+    if (builder, program, device) != ("inductor", "transformer", "cpu"):
+        return ShapeProfile.fixed(size)
+    trained = [
+        spec.latent_shape(frames, height, width)[2:] for width, height in spec.sizes for frames in spec.frame_counts
+    ]
+    defaults = spec.defaults
+    best = spec.latent_shape(defaults.frames, defaults.height, defaults.width)[2:]
+    low, high = (tuple(limit(axis) for axis in zip(*trained, best, size, strict=True)) for limit in (min, max))
+    return ShapeProfile((low[0], low[1], low[2]), best, (high[0], high[1], high[2]))
+
+
+def _with_loras(differing: list[Fact], record: EngineRecord, wanted: tuple[LoraUse, ...]) -> list[Fact]:
+    """Replace the difference in weights with the difference in LoRAs, if that is the cause."""
+    found, here = ([use.identity for use in uses] for uses in (record.loras, wanted))
+    if found == here:
+        return differing
+    names = [f"{use.name} ×{use.weight:g}" for use in record.loras]
+    reason = Fact("engine.differs_loras", {"loras": names}) if found else Fact("engine.differs_no_lora")
+    return [reason if fact.code == OTHER_WEIGHTS else fact for fact in differing]
