@@ -367,13 +367,13 @@ def _workspace_bytes(machine: Machine, device: str) -> int:
     return min(machine.gpus[_gpu_index(machine, device)].total_bytes // _WORKSPACE_SHARE, _LARGEST_WORKSPACE)
 
 
-def timing_cache_path(engine: Path, device: str, version: str) -> Path:
+def timing_cache_path(folder: Path, device: str, version: str) -> Path:
     """Return the timing cache of a GPU and TensorRT version.
 
     Args:
-        engine: the engine's folder in the store, or in a workspace of the store.
+        folder: the engine's folder in the store, or in a workspace of the store.
     """
-    store = engine.parent.parent if engine.parent.name.startswith(_WORKSPACE_PREFIX) else engine.parent
+    store = folder.parent.parent if folder.parent.name.startswith(_WORKSPACE_PREFIX) else folder.parent
     digest = hashlib.sha256(f"{device}\n{version}".encode()).hexdigest()[:16]
     return store / f".timing-{digest}"
 
