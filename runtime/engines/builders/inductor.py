@@ -65,16 +65,13 @@ class InductorBuilder(Builder):
         return "float32" if program.startswith("vae") else "bfloat16"
 
     def keeps_weights(self, program: str, profiles: tuple[ShapeProfile, ...], device: str) -> bool:
-        """See `Builder`."""
         frozen = program == "vae_next" and all(profile.min == profile.max for profile in profiles)
         return frozen or device != "cpu"
 
     def packages(self, device: str) -> tuple[str, ...]:
-        """See `Builder`."""
         return ("torch",) if device == "cpu" else ("torch", "triton")
 
     def needs(self, spec: ModelSpec, program: str, profile: ShapeProfile) -> BuildNeeds:
-        """See `Builder`."""
         weights = weights_bytes(spec, program, "float32")
         # Tracing copies nothing. Freezing copies the VAE's weights, and the package holds them twice while it is
         # linked.

@@ -44,15 +44,12 @@ class OnnxRuntimeBuilder(Builder):
         return "float16" if program == "transformer" else "float32"
 
     def options(self, machine: Machine, device: str) -> tuple[tuple[str, str], ...]:
-        """See `Builder`."""
         return (("provider", self._provider(device)),)
 
     def packages(self, device: str) -> tuple[str, ...]:
-        """See `Builder`."""
         return ("torch", "onnxscript", *PACKAGES)
 
     def needs(self, spec: ModelSpec, program: str, profile: ShapeProfile) -> BuildNeeds:
-        """See `Builder`."""
         weights = weights_bytes(spec, program, "float32")
         # RAM: the module, the exporter's copy, and the file while it is written.
         return BuildNeeds(ram_bytes=_BASE_RAM + 3 * weights, disk_bytes=2 * weights)

@@ -93,11 +93,9 @@ class TensorRTBuilder(Builder):
         )
 
     def packages(self, device: str) -> tuple[str, ...]:
-        """See `Builder`."""
         return (*PACKAGES, "torch")
 
     def needs(self, spec: ModelSpec, program: str, profile: ShapeProfile) -> BuildNeeds:
-        """See `Builder`."""
         weights = weights_bytes(spec, program, _usual_precision(program))
         # RAM: the exported weights, the parser's and builder's copies, and the plan. Disk: the ONNX file and the plan.
         # GPU: the module, the builder's copy and the engine; kernels are measured at the largest size.

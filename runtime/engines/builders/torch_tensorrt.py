@@ -74,7 +74,6 @@ class TorchTensorRT(TensorRTBuilder):
     requires = "torch_tensorrt"
 
     def packages(self, device: str) -> tuple[str, ...]:
-        """See `Builder`."""
         return (*super().packages(device), "torch-tensorrt")
 
     def build(self, program: "Program", key: EngineKey, folder: Path, report: Report) -> None:

@@ -1,4 +1,4 @@
-"""Adapters between an engine that was made elsewhere and the program that it replaces: pure functions of named tensors.
+"""Adapters between an imported engine and the program that it replaces: pure functions of named tensors.
 
 `preprocess` changes the inputs, `postprocess` the outputs; tensors have the program's names. `matching` chooses the
 adapters of an engine. Importing this module imports no torch.
@@ -24,10 +24,8 @@ _LATENT_AXES = 3
 class Adapter(ABC):
     """One conversion. Subclasses are frozen dataclasses, which are stored as JSON in the engine's folder."""
 
-    @property
-    def exact(self) -> bool:
-        """Whether the result stays what PyTorch computes, up to rounding."""
-        return True
+    # Whether the result stays what PyTorch computes, up to rounding.
+    exact = True
 
     @abstractmethod
     def describe(self) -> Fact:
@@ -38,36 +36,25 @@ class Adapter(ABC):
         return inputs
 
     def postprocess(self, outputs: "Tensors", inputs: "Tensors") -> "Tensors":
-        """Return the converted outputs.
-
-        Args:
-            inputs: the arguments of `preprocess`.
-        """
+        """Return the converted outputs; `inputs` are the arguments of `preprocess`."""
         return outputs
 
 
 @dataclass(frozen=True)
 class Names(Adapter):
-    """Renames tensors.
-
-    Attributes:
-        inputs, outputs: (program's name, engine's name).
-    """
+    """Renames tensors; `inputs` and `outputs` are (program's name, engine's name)."""
 
     inputs: tuple[tuple[str, str], ...]
     outputs: tuple[tuple[str, str], ...]
 
     def describe(self) -> Fact:
-        """See `Adapter`."""
         pairs = [f"{program} = {engine}" for program, engine in (*self.inputs, *self.outputs)]
         return Fact("engine.adapter_names", {"pairs": pairs})
 
     def preprocess(self, inputs: "Tensors") -> "Tensors":
-        """See `Adapter`."""
         return {engine: inputs[program] for program, engine in self.inputs}
 
     def postprocess(self, outputs: "Tensors", inputs: "Tensors") -> "Tensors":
-        """See `Adapter`."""
         return {program: outputs[engine] for program, engine in self.outputs}
 
 
@@ -84,28 +71,21 @@ class Types(Adapter):
     outputs: tuple[tuple[str, str], ...]
 
     def describe(self) -> Fact:
-        """See `Adapter`."""
         pairs = [f"{name} {dtype}" for name, dtype in (*self.inputs, *self.outputs)]
         return Fact("engine.adapter_types", {"pairs": pairs})
 
     def preprocess(self, inputs: "Tensors") -> "Tensors":
-        """See `Adapter`."""
         import torch
 
         return inputs | {name: inputs[name].to(getattr(torch, dtype)) for name, dtype in self.inputs}
 
     def postprocess(self, outputs: "Tensors", inputs: "Tensors") -> "Tensors":
-        """See `Adapter`."""
         return outputs | {name: outputs[name].float() for name, _ in self.outputs}
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Splits and joins batches for an engine of a fixed batch size.
-
-    Attributes:
-        size: the engine's batch size.
-    """
+    """Splits and joins batches for an engine of a fixed batch size."""
 
     size: int
 
@@ -157,13 +137,11 @@ class Timestep(Adapter):
     count: int = 1
 
     def describe(self) -> Fact:
-        """See `Adapter`."""
         codes = ("engine.adapter_timestep_scalar", "engine.adapter_timestep_value", "engine.adapter_timestep_per_token")
         shape = Fact(codes[self.axes])
         return Fact("engine.adapter_timestep_integer", {"shape": shape}) if self.whole else shape
 
     def preprocess(self, inputs: "Tensors") -> "Tensors":
-        """See `Adapter`."""
         timestep = inputs["timestep"].reshape(-1)[:1]
         if self.whole:
             timestep = timestep.round()
@@ -181,12 +159,12 @@ class Timestep(Adapter):
 
 @dataclass(frozen=True)
 class RepeatedText(Adapter):
-    """Fills a longer text sequence with repetitions of the whole text.
+    """Fills a longer text sequence with repetitions of the complete text, padding included.
 
-    A transformer that attends to text without positions gives a token that appears n times n times the
-    weight. If all tokens are repeated, padding included, nothing changes. Zeros would change the result: it attends to
-    its zero padding, and more of it takes attention from the words. Measured along a clip of diorama, for 512 tokens
-    extended to 4,096: with zeros the velocity is 4 % to 48 % off, with repetitions 1e-6.
+    A transformer that attends to text without positions gives a token that appears n times n times the weight, so
+    nothing changes if all tokens are repeated. Zeros would change the result: the transformer attends to its zero
+    padding, and more of it takes attention from the words. Measured along a clip of diorama, for 512 tokens extended
+    to 4,096: with zeros the velocity is 4 % to 48 % off, with repetitions 1e-6.
 
     Attributes:
         times: how often the model's own sequence fits into the engine's.
@@ -195,11 +173,9 @@ class RepeatedText(Adapter):
     times: int
 
     def describe(self) -> Fact:
-        """See `Adapter`."""
         return Fact("engine.adapter_repeated_text", {"times": self.times})
 
     def preprocess(self, inputs: "Tensors") -> "Tensors":
-        """See `Adapter`."""
         return inputs | {"text_embeds": inputs["text_embeds"].repeat(1, self.times, 1)}
 
 
@@ -214,13 +190,11 @@ class MaskedText(Adapter):
     length: int
 
     def describe(self) -> Fact:
-        """See `Adapter`."""
         if not self.length:
             return Fact("engine.adapter_full_mask")
         return Fact("engine.adapter_masked_text", {"length": self.length})
 
     def preprocess(self, inputs: "Tensors") -> "Tensors":
-        """See `Adapter`."""
         text = inputs["text_embeds"]
         batch, given, width = text.shape
         length = self.length or given
@@ -233,25 +207,19 @@ class MaskedText(Adapter):
 class UnreadRows(Adapter):
     """Adds rows and columns that the engine takes but never reads: patches of two ignore the last of 45 rows.
 
-    The clip's size is that of the rows that are read, so nothing is lost.
-
-    Attributes:
-        rows, columns: how many.
+    The clip has the size of the rows that are read, so nothing is lost.
     """
 
     rows: int
     columns: int
 
     def describe(self) -> Fact:
-        """See `Adapter`."""
         return Fact("engine.adapter_unread_rows", {"edge": _edge(self.rows, self.columns)})
 
     def preprocess(self, inputs: "Tensors") -> "Tensors":
-        """See `Adapter`."""
         return inputs | {"latents": _extend(inputs["latents"], self.rows, self.columns)}
 
     def postprocess(self, outputs: "Tensors", inputs: "Tensors") -> "Tensors":
-        """See `Adapter`."""
         height, width = inputs["latents"].shape[-2:]
         return outputs | {"velocity": outputs["velocity"][..., :height, :width]}
 
@@ -265,30 +233,22 @@ class RestoredRows(Adapter):
     clean = x - s·velocity in the last row that exists, and velocity = (x - clean) / s in the one that does not.
     Measured along a clip of diorama: the row's clean latents are 13 % to 16 % off, its velocity 10 % at the first step
     and 61 % at the last; the neighbor's velocity would be 84 % off at every step.
-
-    Attributes:
-        rows, columns: how many.
     """
 
     rows: int
     columns: int
 
-    @property
-    def exact(self) -> bool:
-        """See `Adapter`."""
-        return False
-
-    def describe(self) -> Fact:
-        """See `Adapter`."""
-        return Fact("engine.adapter_restored_rows", {"edge": self.edge})
+    exact = False
 
     @property
     def edge(self) -> Fact:
         """How many rows and columns are reconstructed."""
         return _edge(self.rows, self.columns)
 
+    def describe(self) -> Fact:
+        return Fact("engine.adapter_restored_rows", {"edge": self.edge})
+
     def postprocess(self, outputs: "Tensors", inputs: "Tensors") -> "Tensors":
-        """See `Adapter`."""
         velocity, latents = outputs["velocity"].float(), inputs["latents"].float()
         height, width = velocity.shape[-2:]
         sigma = (inputs["timestep"].reshape(-1)[:1].float() / TRAINING_STEPS).to(latents.device)
@@ -310,11 +270,9 @@ class Denormalised(Adapter):
     std: tuple[float, ...]
 
     def describe(self) -> Fact:
-        """See `Adapter`."""
         return Fact("engine.adapter_denormalized")
 
     def preprocess(self, inputs: "Tensors") -> "Tensors":
-        """See `Adapter`."""
         z = inputs["z"]
         shape = (1, -1, 1, 1, 1)
         return inputs | {"z": z * z.new_tensor(self.std).view(shape) + z.new_tensor(self.mean).view(shape)}
@@ -337,23 +295,20 @@ class ClipFrames(Adapter):
     per_latent: int
 
     def describe(self) -> Fact:
-        """See `Adapter`."""
         if self.least > 1:
             return Fact("engine.adapter_clip_padded", {"per_latent": self.per_latent, "least": self.least})
         return Fact("engine.adapter_clip", {"per_latent": self.per_latent})
 
     def preprocess(self, inputs: "Tensors") -> "Tensors":
-        """See `Adapter`."""
+        import torch
+
         z = inputs["z"]
         missing = self.least - z.shape[2]
         if missing <= 0:
             return inputs
-        import torch
-
         return inputs | {"z": torch.cat([z, z[:, :, -1:].expand(-1, -1, missing, -1, -1)], dim=2)}
 
     def postprocess(self, outputs: "Tensors", inputs: "Tensors") -> "Tensors":
-        """See `Adapter`."""
         frames = outputs["frames"].permute([self.order.index(axis) for axis in "bfhwc"])[0]
         wanted = self.per_latent * (inputs["z"].shape[2] - 1) + 1
         return outputs | {"frames": frames[:wanted].float().clamp(-1.0, 1.0)}
@@ -370,13 +325,11 @@ class PaddedIds(Adapter):
     length: int
 
     def describe(self) -> Fact:
-        """See `Adapter`."""
         if not self.length:
             return Fact("engine.adapter_zero_padding")
         return Fact("engine.adapter_padded_ids", {"length": self.length})
 
     def preprocess(self, inputs: "Tensors") -> "Tensors":
-        """See `Adapter`."""
         if not self.length:
             return inputs
         padded = {}
@@ -386,28 +339,24 @@ class PaddedIds(Adapter):
         return inputs | padded
 
     def postprocess(self, outputs: "Tensors", inputs: "Tensors") -> "Tensors":
-        """See `Adapter`."""
         mask = inputs["attention_mask"]
         embeds = outputs["embeds"][:, : mask.shape[1]].float()
         return outputs | {"embeds": embeds * mask.unsqueeze(-1).to(embeds)}
 
 
 # The class names are stored in engines' folders.
-_KINDS: Mapping[str, Any] = {
-    kind.__name__: kind
-    for kind in (
-        Names,
-        Types,
-        Timestep,
-        RepeatedText,
-        MaskedText,
-        UnreadRows,
-        RestoredRows,
-        Denormalised,
-        ClipFrames,
-        PaddedIds,
-    )
-}
+_ADAPTERS: tuple[Any, ...] = (
+    Names,
+    Types,
+    Timestep,
+    RepeatedText,
+    MaskedText,
+    UnreadRows,
+    RestoredRows,
+    Denormalised,
+    ClipFrames,
+    PaddedIds,
+)
 
 
 def adapters_to_json(adapters: Sequence[Adapter]) -> list[dict[str, Any]]:
@@ -421,11 +370,11 @@ def adapters_from_json(values: Sequence[Mapping[str, Any]]) -> tuple[Adapter, ..
     Raises:
         KeyError, TypeError: if it is anything else.
     """
-    adapters: list[Adapter] = []
-    for value in values:
-        fields = {name: _tuples(field) for name, field in value.items() if name != "kind"}
-        adapters.append(_KINDS[value["kind"]](**fields))
-    return tuple(adapters)
+    kinds = {kind.__name__: kind for kind in _ADAPTERS}
+    return tuple(
+        kinds[value["kind"]](**{name: _tuples(field) for name, field in value.items() if name != "kind"})
+        for value in values
+    )
 
 
 def _tuples(value: Any) -> Any:

@@ -38,7 +38,6 @@ class AdaptedSession(Session):
         self._adapters = adapters
 
     def close(self) -> None:
-        """See `Session`."""
         self._inner.close()
 
     @property
@@ -53,7 +52,6 @@ class AdaptedSession(Session):
 
     @torch.inference_mode()
     def infer(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """See `Session`."""
         count = max(len(tensor) for tensor in inputs.values())
         calls = self._batch.split(inputs)
         if len(calls) == 1:
@@ -84,11 +82,9 @@ class OnnxFileSession(Session):
         self._device = torch.device(device)
 
     def close(self) -> None:
-        """See `Session`."""
         self._session = None
 
     def infer(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """See `Session`."""
         given = {name: tensor.to("cpu", self._types[name]).contiguous().numpy() for name, tensor in inputs.items()}
         try:
             outputs = self._session.run(self._names, given)
@@ -109,7 +105,6 @@ class CroppedProgram(Program):
 
     @torch.inference_mode()
     def run(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """See `Program`."""
         velocity = super().run(**inputs)["velocity"]
         height, width = velocity.shape[-2] - self.missing.rows, velocity.shape[-1] - self.missing.columns
         return {"velocity": velocity[..., :height, :width]}

@@ -49,7 +49,6 @@ class InductorSession(Session):
         self._weights = None if weights is None else self._library.convert_weights(weights, self._device)
 
     def close(self) -> None:
-        """See `Session`."""
         if self._library is not None and self._weights is not None:
             self._library.free(self._weights)
         self._library = None
@@ -57,7 +56,6 @@ class InductorSession(Session):
 
     @torch.inference_mode()
     def infer(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """See `Session`."""
         if self._library is None:
             raise RuntimeError("the session is closed")
         signature = self._library.signature

@@ -58,13 +58,11 @@ class OnnxRuntimeSession(Session):
         self._turn = 0
 
     def close(self) -> None:
-        """See `Session`."""
         self._session = None
         self._buffers = ([], [])
 
     @torch.inference_mode()
     def infer(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """See `Session`."""
         if self._session is None:
             raise RuntimeError("the session is closed")
         if TEXT_PADDING in self._signature.names:

@@ -87,7 +87,6 @@ class TensorRTSession(Session):
             self._inputs, self._outputs = _tensors(trt, self._engine, names or {})
 
     def close(self) -> None:
-        """See `Session`."""
         if self._engine is None:
             return
         self._stream.synchronize()
