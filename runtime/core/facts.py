@@ -26,7 +26,12 @@ _ATTENTIONS = {
     "fp8": "cuDNN's attention in FP8",
 }
 _QUANTIZATIONS = {"fp8": "FP8 weights", "bnb-8bit": "8-bit weights", "bnb-4bit": "4-bit weights"}
-_BACKENDS = {"pytorch": "PyTorch", "inductor": "Inductor", "onnxruntime": "ONNX Runtime", "tensorrt": "TensorRT"}
+BACKEND_TITLES: Mapping[str, str] = {
+    "tensorrt": "TensorRT",
+    "inductor": "Inductor",
+    "onnxruntime": "ONNX Runtime",
+    "pytorch": "PyTorch",
+}
 # The command line's option for each request field; `core.request` adds those of its fields.
 OPTIONS: dict[str, str] = {}
 _LONGEST_VALUE = 40
@@ -88,7 +93,7 @@ class Words:
 
     def backend(self, name: str) -> str:
         """Return a backend's title."""
-        return _BACKENDS.get(name, name)
+        return BACKEND_TITLES.get(name, name)
 
     def attention(self, name: str) -> str:
         """Return the title of an attention kernel."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import field_validator, model_validator
 
+from runtime.core import facts
 from runtime.core.errors import InvalidRequestError
 from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory, StrategyForecast
 from runtime.core.facts import Fact, short
@@ -20,12 +21,7 @@ from runtime.core.loras import LoraUse
 from runtime.core.request import AUTO, GenerationRequest
 
 PYTORCH = "pytorch"
-BACKEND_TITLES: Mapping[str, str] = {
-    PYTORCH: "PyTorch",
-    "inductor": "Inductor",
-    "onnxruntime": "ONNX Runtime",
-    "tensorrt": "TensorRT",
-}
+BACKEND_TITLES = facts.BACKEND_TITLES
 
 # (latent frames, latent height, latent width)
 LatentSize = tuple[int, int, int]

@@ -34,13 +34,7 @@ __all__ = ["ALL", "AUTO", "Auto", "GenerationRequest"]  # the values of requests
 
 COMPONENTS = ("text_encoder", "transformer", "transformer_2", "vae")
 # The choices of each field: the value in JSON and flags, and its title in the web form. The default comes first.
-BACKENDS: Final = {
-    AUTO: "Automatic",
-    "tensorrt": "TensorRT",
-    "inductor": "Inductor",
-    "onnxruntime": "ONNX Runtime",
-    "pytorch": "PyTorch",
-}
+BACKENDS: Final = {AUTO: "Automatic", **facts.BACKEND_TITLES}
 BUILDS: Final = {AUTO: "For selected backends", "missing": "Missing ones", "never": "Never", "always": "Rebuild all"}
 OFFLOADS: Final = {
     AUTO: "Automatic",

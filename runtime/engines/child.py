@@ -1,4 +1,4 @@
-"""Runs a job in a child process, so that a crash of a library is an error here and its memory is freed.
+"""Runs a job in a child process, so that a crash of a library is an error in this process, and its memory is freed.
 
 The child is started by `multiprocessing` and returns JSON messages through a pipe. Its standard output and standard
 error go to a file, which becomes the log. It leads its own process group, is killed together with everything that it
@@ -92,12 +92,7 @@ class Outcome:
 
 
 def run_child(
-    entry: Entry[Job],
-    job: Job,
-    scratch: Path,
-    log: Path,
-    report: Report,
-    check: Callable[[], None],
+    entry: Entry[Job], job: Job, scratch: Path, log: Path, report: Report, check: Callable[[], None]
 ) -> Outcome:
     """Run `entry(job, report)` in a child process and wait for it.
 
@@ -123,7 +118,11 @@ def run_child(
         sender.close()  # so that the pipe ends with the child
         try:
             last = _follow(process, receiver, output, report, check)
-            _await_end(process, check, seconds=_ENDING_SECONDS if last is not None else 2 * _POLL_SECONDS)
+            # The child may end by itself, for its exit code and the end of its log.
+            end = time.monotonic() + (_ENDING_SECONDS if last is not None else 2 * _POLL_SECONDS)
+            while process.is_alive() and time.monotonic() < end:
+                check()
+                process.join(_POLL_SECONDS)
         finally:
             kill_tree(process.pid)
             process.join()
@@ -162,14 +161,6 @@ def _follow(
             return None
 
 
-def _await_end(process: SpawnProcess, check: Callable[[], None], *, seconds: float) -> None:
-    """Give the child time to end by itself, for its exit code and the end of its log."""
-    end = time.monotonic() + seconds
-    while process.is_alive() and time.monotonic() < end:
-        check()
-        process.join(_POLL_SECONDS)
-
-
 def _write_log(output: Path, log: Path, details: str) -> str:
     """Write a readable copy of the child's output, limited in length, and return its last lines."""
     with output.open("rb") as file:
@@ -195,8 +186,17 @@ def _main(entry: Entry[Job], job: Job, scratch: Path, output: Path, sender: "Con
     """Run in the child: prepare the process, call the entry, and send what it returned or raised."""
     lead_own_group()
     end_with_parent()
-    _redirect(output)
-    _use_scratch(scratch)
+    # Standard output and standard error, of Python and of libraries.
+    file = os.open(output, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.close(file)
+    # Temporary files of this process and of compilers.
+    os.chdir(scratch)
+    tempfile.tempdir = str(scratch)
+    os.environ.update({name: str(scratch) for name in ("TMPDIR", "TEMP", "TMP")})
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(scratch / "inductor")
+    os.environ["TRITON_CACHE_DIR"] = str(scratch / "triton")
     started = time.monotonic()
 
     def send(message: _Message) -> None:
@@ -217,23 +217,6 @@ def _main(entry: Entry[Job], job: Job, scratch: Path, output: Path, sender: "Con
         sys.stderr.flush()
     # Libraries may crash while they are torn down; the result is complete.
     os._exit(code)
-
-
-def _redirect(output: Path) -> None:
-    """Send standard output and standard error, of Python and of libraries, to a file."""
-    file = os.open(output, os.O_WRONLY | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(file, stream)
-    os.close(file)
-
-
-def _use_scratch(scratch: Path) -> None:
-    """Put the temporary files of this process and of compilers into a folder."""
-    os.chdir(scratch)
-    tempfile.tempdir = str(scratch)
-    os.environ.update({name: str(scratch) for name in ("TMPDIR", "TEMP", "TMP")})
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(scratch / "inductor")
-    os.environ["TRITON_CACHE_DIR"] = str(scratch / "triton")
 
 
 def _failure(error: BaseException) -> _Failed:

@@ -1,4 +1,4 @@
-"""`engines import`: turns a file that was made elsewhere into an engine of the library.
+"""Imports a TensorRT plan or an ONNX file as an engine of the library.
 
 The file is copied, never linked. Its first bytes are checked, then a child process opens it, so that a crash there is
 an error here. It is kept only if it computes what the model's own weights compute: no file states its weights' origin.
@@ -7,6 +7,7 @@ an error here. It is kept only if it computes what the model's own weights compu
 import json
 import math
 import os
+import secrets
 import struct
 import tempfile
 import time
@@ -49,7 +50,7 @@ WARNING = Fact("engine.import_executes_code")
 # The libraries whose versions are part of an imported engine's key.
 _PACKAGES: Mapping[str, tuple[str, ...]] = {"tensorrt": tensorrt.PACKAGES, "onnxruntime": onnxruntime.PACKAGES}
 _BLOCK = 1 << 22
-_ID_LENGTH = 16
+_ID_BYTES = 8
 _HEAD_BYTES = 4096
 # The head of a plan since TensorRT 8.6, as `trtexec --getPlanVersionOnly` reads it: tag, layout, number of parts, file
 # size, and the version in four bytes. Earlier versions have another head.
@@ -101,19 +102,19 @@ class Imported:
         return served_sizes(self.engine.key.program, self.engine.key.profiles, self.spec)
 
     def describe(self) -> list[Fact]:
-        """Return the result for people, a fact per line."""
+        """Return the result as facts, one per line."""
         data = {"component": self.match.component, "model": self.engine.model, "sizes": self.serves}
         return [*self.contract.describe(), Fact("engine.import_serves", data), *_adapter_facts(self.match)]
 
 
 def describe_matches(matches: Sequence[Match], spec: ModelSpec) -> list[Fact]:
     """Return as facts what an engine could replace, and what its adapters cost."""
-    alike: dict[tuple[Fact, ...], list[str]] = {}
+    components_of: dict[tuple[Fact, ...], list[str]] = {}
     for match in matches:
         facts = (served_sizes(match.program, match.profiles, spec), *_adapter_facts(match))
-        alike.setdefault(facts, []).append(match.component)
+        components_of.setdefault(facts, []).append(match.component)
     lines: list[Fact] = []
-    for (sizes, *adapters), components in alike.items():
+    for (sizes, *adapters), components in components_of.items():
         data = {"components": list(dict.fromkeys(components)), "model": spec.title, "sizes": sizes}
         lines += [Fact("engine.import_could_serve", data), *adapters]
     if len(matches) > 1:
@@ -166,9 +167,11 @@ def check_library(source: Source, machine: Machine) -> None:
     missing = builders_of(source.backend)[0].unavailable(machine)
     if missing is not None:
         raise EngineError("engine.import_no_library", file=source.path.name, cause=missing)
-    here = tensorrt.installed_version() or ""
-    if source.version and source.version.split(".")[:2] != here.split(".")[:2]:
-        raise EngineError("engine.import_other_tensorrt", file=source.path.name, version=source.version, installed=here)
+    installed = tensorrt.installed_version() or ""
+    if source.version and source.version.split(".")[:2] != installed.split(".")[:2]:
+        raise EngineError(
+            "engine.import_other_tensorrt", file=source.path.name, version=source.version, installed=installed
+        )
 
 
 def check_disk_space(source: Source, store: Path) -> None:
@@ -187,11 +190,11 @@ def _plan_version(name: str, head: bytes, size: int) -> str:
         raise EngineError("engine.import_not_a_plan", file=name)
     if len(head) < _HEAD.size:
         raise EngineError("engine.import_truncated", file=name, size=size)
-    _, layout, _, whole, *version = _HEAD.unpack_from(head)
+    _, layout, _, stated, *version = _HEAD.unpack_from(head)
     if layout != 0:
         return ""
-    if size < whole < _MOST_BYTES:
-        raise EngineError("engine.import_incomplete", file=name, size=size, whole=whole)
+    if size < stated < _MOST_BYTES:
+        raise EngineError("engine.import_incomplete", file=name, size=size, whole=stated)
     return ".".join(map(str, version[:3])) if _FIRST <= version[0] <= _LAST else ""
 
 
@@ -254,13 +257,14 @@ def import_engine(
     store = service.store
     check_library(source, service.machine)
     check_disk_space(source, store.folder)
-    temporary = sha256(f"{source.path}\0{os.getpid()}\0{time.time_ns()}".encode()).hexdigest()[:_ID_LENGTH]
+    # The id is unknown until the file is matched.
+    temporary = secrets.token_hex(_ID_BYTES)
     with ExitStack() as stack:
         stack.enter_context(store.building(temporary, cancel.check))
         work = stack.enter_context(store.workspace(temporary))
         emit_progress(Fact("engine.copying", {"file": source.path.name, "size": source.bytes}), 0.0)
-        digest = _copy(source.path, work.engine / _file_name(source.backend), cancel)
-        copied = replace(source, path=work.engine / _file_name(source.backend))
+        copied = replace(source, path=work.engine / builders_of(source.backend)[0].file_name)
+        digest = _copy(source.path, copied.path, cancel)
         contract = _read_in_child(copied, work.folder, work.scratch, device, emit_progress, cancel, entry)
         for name in contract.weight_files:
             weights = source.path.with_name(name)
@@ -276,8 +280,7 @@ def import_engine(
             names = {"component": match.component, "model": spec.title}
             emit_progress(Fact("engine.comparing_with", names), None)
             request = BuildRequest(spec=spec, component=match.component, key=record.key, device=device)
-            job = VerifyJob(work.folder, work.engine, request)
-            log = work.engine / manifest.LOG_NAME
+            job, log = VerifyJob(work.folder, work.engine, request), work.engine / manifest.LOG_NAME
             title = Fact("engine.imported_file", {"file": source.path.name})
             outcome = start_child(entry, job, title, work.scratch, log, emit_progress, cancel)
             if outcome.result is None and outcome.kind not in {"memory", "disk"}:
@@ -355,7 +358,7 @@ def _record(
         system=service.machine.system,
     )
     # The log is written again for each comparison and does not belong to the engine.
-    files = manifest.hashed_files(folder, _file_name(contract.backend))
+    files = manifest.hashed_files(folder, builders_of(contract.backend)[0].file_name)
     now = time.time()
     record = EngineRecord(
         id=key.digest(),
@@ -370,10 +373,6 @@ def _record(
     )
     manifest.write(folder, record)
     return record
-
-
-def _file_name(backend: str) -> str:
-    return builders_of(backend)[0].file_name
 
 
 def _copy(source: Path, target: Path, cancel: Cancel) -> str:
