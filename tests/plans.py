@@ -73,7 +73,7 @@ def no_engines(folder: Path) -> EngineService:
 
 
 class Alone:
-    """What `Residency` lends to where there is no job around; falling back is told."""
+    """A job's context for components that run without a job (`residency.Watch`); records fallbacks."""
 
     def __init__(self, plan: ExecutionPlan) -> None:
         self.plan = plan
@@ -81,13 +81,13 @@ class Alone:
         self.fallen: list[tuple[str, Fact]] = []
 
     def loading(self, name: str) -> None:
-        """Nothing is shown."""
+        """Show nothing."""
 
     def on_degraded(self, name: str, field: str, reason: Fact) -> None:
-        """Note it."""
+        """Record the reason."""
         self.fallen.append((f"{name}.{field}", reason))
 
     def fell_back(self, name: str, reason: Fact) -> None:
-        """Note it, and go on in PyTorch."""
+        """Record the reason, and plan the component in PyTorch."""
         self.plan = self.plan.with_component(name, self.plan.components[name].in_pytorch(reason))
         self.fallen.append((name, reason))

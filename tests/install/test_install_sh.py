@@ -25,10 +25,10 @@ def test_sets_up_from_nothing_and_starts_the_app(
     installed: tuple[Repo, "subprocess.CompletedProcess[str]"],
 ) -> None:
     repo, first = installed
-    told = report(first)  # standard output is the program's alone, or this would be no JSON
-    assert told["arguments"] == [b"first".hex()]
-    assert told["prefix"] == str(repo.root / ".venv")
-    assert told["cwd"] == str(repo.root.parents[1]), "the program runs where the user is"
+    printed = report(first)  # standard output is the program's alone, or this would be no JSON
+    assert printed["arguments"] == [b"first".hex()]
+    assert printed["prefix"] == str(repo.root / ".venv")
+    assert printed["cwd"] == str(repo.root.parents[1]), "the program runs where the user is"
     assert "Tandem setup: installing PyTorch 2.13.0+cpu" in first.stderr
     assert json.loads(repo.stamp.read_text("utf-8"))["torch"] == "2.13.0+cpu"
     assert not (repo.root / ".venv/tmp").exists()
@@ -151,9 +151,9 @@ def test_ctrl_c_while_installing_is_reported_and_the_next_run_resumes(repo: Repo
 def test_two_concurrent_runs_install_once(repo: Repo) -> None:
     repo.require("tinydep==2.0")
     both = [repo.start(), repo.start()]
-    told = [process.communicate(timeout=60) for process in both]
-    assert [json.loads(output)["tinydep"] for output, _ in told] == [2, 2]
-    assert sum("ready after" in errors for _, errors in told) == 1
+    outputs = [process.communicate(timeout=60) for process in both]
+    assert [json.loads(output)["tinydep"] for output, _ in outputs] == [2, 2]
+    assert sum("ready after" in errors for _, errors in outputs) == 1
 
 
 def test_python_that_no_longer_runs_is_replaced(repo: Repo, tmp_path: Path) -> None:
