@@ -31,7 +31,7 @@ goto end
 call :consider "%TANDEM_PYTHON%"
 if defined PY goto start
 echo Tandem setup: TANDEM_PYTHON is no 64-bit Python 3.10 to 3.13 that runs: "%TANDEM_PYTHON%" 1>&2
-echo Tandem setup: set it to one, or unset it to have one looked for 1>&2
+echo Tandem setup: set it to one, or unset it to search for one 1>&2
 set "CODE=2"
 goto end
 

@@ -3,12 +3,12 @@
 #
 #   ./install.sh                      the web app
 #   ./install.sh generate "PROMPT"    any sub-command of app.py, with any arguments
-#   ./install.sh test [PYTEST ARGS]   the tests that take a few minutes, with the tools they need
+#   ./install.sh test [PYTEST ARGS]   the default tests, and first the tools that they need
 #   ./install.sh test --all           all tests: slow ones, in a browser and on a GPU too
 #
 # All this script does is find a Python from 3.10 to 3.13; tools/setup_env.py does the rest.
 # TANDEM_PYTHON names the Python to use. Nothing outside this folder is changed.
-[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # for those who say `sh install.sh`
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # started as `sh install.sh`
 set -u
 
 script=${BASH_SOURCE[0]}
@@ -23,8 +23,8 @@ root=$(CDPATH='' cd -P -- "$(dirname -- "$script")" && pwd) || exit 2
 
 say() { printf 'Tandem setup: %s\n' "$1" >&2; }
 
-# One line on the Python $1: "ok", or its version and what it lacks. Fails if it does not run (a pyenv shim
-# for a version that is not switched on, for one).
+# Print "ok" for a suitable Python $1, or its version and what it lacks. Fails if it does not run, such as a
+# pyenv shim of an inactive version.
 probe() {
   "$1" -I -c '
 import sys
@@ -53,8 +53,8 @@ consider() {
 if [ -n "${TANDEM_PYTHON:-}" ]; then
   consider "$TANDEM_PYTHON"
   if [ -z "$python" ]; then
-    say "TANDEM_PYTHON is no Python 3.10 to 3.13 with its venv module that runs: ${rejected:-$TANDEM_PYTHON}"
-    say "set it to one, or unset it to have one looked for"
+    say "TANDEM_PYTHON is not a working Python 3.10 to 3.13 with the venv module: ${rejected:-$TANDEM_PYTHON}"
+    say "set it to one, or unset it to search for one"
     exit 2
   fi
 else

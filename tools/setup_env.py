@@ -41,10 +41,11 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
 STAMP = VENV / "tandem-install.json"
 LOG = VENV / "install.log"
-LOCK = ROOT / ".install.lock"  # not in .venv, which may be thrown away while it is held
+LOCK = ROOT / ".install.lock"  # not in .venv, which may be deleted while the lock is held
 
-# Tests often wait for child processes, so two run at a time; a process that runs out takes over tests of the other.
-_PARALLEL = ("--numprocesses=2", "--dist=worksteal")
+# Tests often wait for child processes and for the browser: three processes keep two cores busy. Each runs neighbouring
+# tests, which share fixtures, and takes over tests of another process when it has none left.
+_PARALLEL = ("--numprocesses=3", "--dist=worksteal")
 APP, GPU, DEV = "requirements.txt", "requirements-gpu.txt", "requirements-dev.txt"
 TORCH = "2.13.0"
 TORCH_RANGE = ((2, 11), (2, 13))  # the same range as in requirements.txt
@@ -54,7 +55,7 @@ CUDA_INDEX = "https://download.pytorch.org/whl/cu130"
 GB = 1_000_000_000
 DISK_NEEDED = {"cpu": 3 * GB, "cuda": 18 * GB}
 NVIDIA_SMI = ("/usr/lib/wsl/lib/nvidia-smi", r"C:\Windows\System32\nvidia-smi.exe")
-# How pip's log speaks of a package index that it cannot reach.
+# pip's messages if a package index cannot be reached.
 NETWORK_WORDS = ("Retrying (", "ConnectionError", "ConnectTimeout", "ReadTimeout", "ProxyError", "Read timed out")
 
 
@@ -92,13 +93,13 @@ def main(args: Sequence[str]) -> int:
         return 130
     except OSError as error:
         say(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
-        say(f"see that {ROOT} can be written to and its disk has room, then run the same command again")
+        say(f"check that {ROOT} is writable and has free disk space, then run the same command again")
         return 2
 
 
 def start(command: list[str]) -> int:
     if sys.platform != "win32":
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and an exec would hand that on
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and exec would inherit that
         os.execv(command[0], command)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the program's to answer
     return subprocess.call(command)
@@ -151,7 +152,7 @@ def install_lock() -> Iterator[None]:
     with LOCK.open("a") as file:
         os.set_inheritable(file.fileno(), True)  # pip holds it too, so that it counts when this process is killed
         if not try_lock(file.fileno()):
-            say("another set-up is at work in this folder; waiting for it")
+            say("another set-up is running in this folder; waiting for it")
             while not try_lock(file.fileno()):
                 time.sleep(0.3)
         yield
@@ -166,7 +167,7 @@ def try_lock(fd: int) -> bool:
     except (BlockingIOError, PermissionError):
         return False
     except OSError:
-        say("this file system has no locks; do not start a second set-up here before this one is done")
+        say("this file system has no locks; do not start another set-up here before this one has finished")
     return True
 
 
@@ -211,8 +212,8 @@ def check_disk(nvidia: bool) -> None:
 def install(testing: bool) -> None:
     if sys.platform == "darwin" and os.uname().machine == "x86_64":
         raise SetupError(
-            f"PyTorch {TORCH} is not made for Macs with an Intel processor, or for a Python that runs as one",
-            "use a Mac with an Apple processor and a Python made for it (arm64), or another machine",
+            f"PyTorch {TORCH} is not available for Macs with an Intel processor or for an x86 Python",
+            "use a Mac with an Apple processor and a Python for arm64, or another machine",
         )
     began = time.monotonic()
     testing = testing or DEV in read_stamp().get("files", {})  # installed test tools are kept up to date
@@ -242,7 +243,7 @@ def install(testing: bool) -> None:
 
 def prepare_venv() -> None:
     """Leave a `.venv` without a stamp whose Python and pip run and whose packages are complete."""
-    base = base_python()  # asked now: it may be found through the .venv that goes
+    base = base_python()  # before .venv, which may lead to it, is deleted
     if VENV.is_symlink() or VENV.exists():
         flaw = venv_flaw()
         if flaw is None:
@@ -276,14 +277,14 @@ def prepare_venv() -> None:
 
 
 def base_python() -> str:
-    """The Python to make `.venv` with: this one, or the one behind it where this one is `.venv`'s own."""
+    """Return the Python that creates `.venv`: this one, or its base if this one is `.venv`'s."""
     if sys.platform == "win32":
         return str(getattr(sys, "_base_executable", sys.executable))
     return str(Path(sys.executable).resolve())
 
 
 def venv_flaw() -> str | None:
-    """Why the `.venv` that is there cannot be used, or None."""
+    """Return why the existing `.venv` cannot be used, or None."""
     version = venv_version()
     if version is None:
         return "its Python does not run"
@@ -298,7 +299,7 @@ def venv_flaw() -> str | None:
 
 
 def venv_version() -> str | None:
-    """The Python of `.venv` as "3.11", or None where it does not run or is not a virtual environment's."""
+    """Return the version of `.venv`'s Python as "3.11", or None if it does not run or is no virtual environment."""
     return ask_venv("import sys; assert sys.prefix != sys.base_prefix; print('%d.%d' % sys.version_info[:2])")
 
 
@@ -319,10 +320,10 @@ def site_packages() -> Path:
 
 
 def drop_half_installed() -> None:
-    """Has pip install again what an interrupted pip left incomplete.
+    """Remove packages that an interrupted pip left incomplete, so that pip installs them again.
 
-    pip goes by the `.dist-info` folder, which may be there before the last of its package's files are. Its
-    RECORD, written last, lists them.
+    pip considers a package installed if its `.dist-info` folder exists, which is created before all files are copied.
+    RECORD, written last, lists the files.
     """
     for left in site_packages().glob("~*"):
         shutil.rmtree(left, ignore_errors=True)
@@ -342,7 +343,7 @@ def drop_half_installed() -> None:
 
 
 def installed_torch() -> str | None:
-    """The version of PyTorch in `.venv` ("2.13.0+cpu"), or None."""
+    """Return the version of PyTorch in `.venv` ("2.13.0+cpu"), or None."""
     for info in site_packages().glob("torch-*.dist-info"):
         return info.name.removeprefix("torch-").removesuffix(".dist-info")
     return None
@@ -361,7 +362,7 @@ def install_torch(nvidia: bool) -> None:
 
 
 def suits(version: str, nvidia: bool) -> bool:
-    """Whether this PyTorch will do. A CUDA build runs without a GPU; a CPU build never uses one."""
+    """Return whether this PyTorch suits the machine. A CUDA build runs without a GPU; a CPU build cannot use one."""
     match = re.match(r"(\d+)\.(\d+)\.", version)
     if match is None or not TORCH_RANGE[0] <= (int(match[1]), int(match[2])) <= TORCH_RANGE[1]:
         return False
@@ -371,16 +372,16 @@ def suits(version: str, nvidia: bool) -> bool:
 
 
 def choose_torch(nvidia: bool) -> tuple[str, list[str], str]:
-    """What to ask pip for, the index to ask, and the size in words.
+    """Return the requirement for pip, the index options, and a description of the size.
 
-    Without a GPU a `+cpu` build that pip finds as it is configured here comes first. On Linux, where the
-    ordinary package carries CUDA, PyTorch's own index of CPU builds is next, and the ordinary package last.
+    Without a GPU, a `+cpu` build from the configured index is preferred. On Linux, where the default package contains
+    CUDA, PyTorch's index of CPU builds is next, and the default package last.
     """
     if sys.platform == "darwin" or (sys.platform == "win32" and not nvidia):
-        return f"torch=={TORCH}", [], "the ordinary package, a CPU build; about 0.2 GB to download"
+        return f"torch=={TORCH}", [], "the default package, a CPU build; about 0.2 GB to download"
     cuda = "with CUDA; about 3 GB to download, 8 GB on disk"
     if nvidia and sys.platform != "win32":
-        # Spelled with ===, since == would also take a +cpu build where pip is configured to see one.
+        # === instead of ==, which would also match a +cpu build of the configured index.
         return f"torch{'===' if TORCH in torch_versions() else '=='}{TORCH}", [], cuda
     build, index, size = ("+cu", CUDA_INDEX, cuda) if nvidia else ("+cpu", CPU_INDEX, "about 0.2 GB to download")
     here = torch_versions()
@@ -391,17 +392,17 @@ def choose_torch(nvidia: bool) -> tuple[str, list[str], str]:
     if TORCH not in here:
         raise unreachable("PyTorch could not be installed")
     if nvidia:
-        say(f"{index} cannot be reached: taking the ordinary package, a CPU build, which leaves the GPU unused")
+        say(f"{index} cannot be reached: using the default package, a CPU build, which cannot use the GPU")
         return f"torch=={TORCH}", [], "about 0.2 GB to download"
-    say(f"{index} cannot be reached: taking the ordinary package, which carries CUDA though no GPU was found")
+    say(f"{index} cannot be reached: using the default package, which contains CUDA although no GPU was found")
     check_disk(nvidia=True)
     return f"torch=={TORCH}", [], cuda
 
 
 def torch_versions(*options: str) -> list[str]:
-    """The builds of PyTorch that pip sees for this Python; none where it cannot reach an index.
+    """Return the builds of PyTorch that pip finds for this Python; none if it cannot reach an index.
 
-    `pip index` reads the list alone. A dry run of an install may download the whole package to look inside.
+    `pip index` reads the list only. A dry run of an install may download the complete package.
     """
     code, text = run_pip(["index", "versions", "torch", "--timeout", "15", "--retries", "1", *options])
     listed = re.search(r"^Available versions: (.*)$", text, re.MULTILINE)
@@ -409,7 +410,7 @@ def torch_versions(*options: str) -> list[str]:
 
 
 def install_gpu_extras() -> None:
-    """Each package for itself: TensorRT, of gigabytes, must not keep the others out where it cannot be had."""
+    """Install each package separately, so that the others are installed if TensorRT is not available."""
     say(f"installing the packages in {GPU}; TensorRT among them is large")
     for line in (ROOT / GPU).read_text("utf-8").splitlines():
         if not line or line.startswith("#"):
@@ -417,7 +418,7 @@ def install_gpu_extras() -> None:
         try:
             pip("install", line, doing=f"install {line.partition('==')[0]}")
         except SetupError as error:
-            say(f"going on without one of the packages in {GPU}: {error.what}")
+            say(f"continuing without one of the packages in {GPU}: {error.what}")
             say(f'to try it again: "{PYTHON}" -m pip install -r "{ROOT / GPU}"')
 
 
@@ -425,7 +426,7 @@ def install_gpu_extras() -> None:
 
 
 def pip(*args: str, doing: str) -> None:
-    """Runs pip in `.venv`. Raises SetupError with pip's own reason."""
+    """Run pip in `.venv`. Raises SetupError with pip's reason."""
     code, text = run_pip(["--no-input", *args])
     if code == 0:
         return
@@ -437,7 +438,7 @@ def pip(*args: str, doing: str) -> None:
     if any(word in text for word in NETWORK_WORDS):
         raise unreachable(f"could not {doing}")
     reasons = re.findall(r"^ERROR: (.*)$", text, re.MULTILINE) or [f"pip ended with code {code}"]
-    raise SetupError(f"could not {doing}: {reasons[0]}", f"run the same command again; if it stays so, read {LOG}")
+    raise SetupError(f"could not {doing}: {reasons[0]}", f"run the same command again; if it fails again, read {LOG}")
 
 
 def unreachable(what: str) -> SetupError:
@@ -448,8 +449,8 @@ def unreachable(what: str) -> SetupError:
 
 
 def run_pip(args: list[str]) -> tuple[int, str]:
-    """Runs pip with its words in the log, the last of them on a terminal. Returns its exit code and its words."""
-    scratch = VENV / "tmp"  # pip unpacks gigabytes: on the disk that was checked, not in /tmp
+    """Run pip, log its output, and show the last line on a terminal. Return its exit code and output."""
+    scratch = VENV / "tmp"  # pip unpacks gigabytes here, on the checked disk, not in /tmp
     scratch.mkdir(exist_ok=True)
     kept = {name: value for name, value in os.environ.items() if name not in ("PIP_TARGET", "PIP_PREFIX", "PIP_USER")}
     captured: list[str] = []
@@ -463,7 +464,7 @@ def run_pip(args: list[str]) -> tuple[int, str]:
             encoding="utf-8",
             errors="replace",
             env=kept | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch)),
-            close_fds=False,  # hands on the lock, and nothing else: Python marks its files as not to be inherited
+            close_fds=False,  # inherits the lock only: Python marks other files as not inheritable
         ) as process,
     ):
         log.write(f"$ pip {' '.join(args)}\n")
@@ -482,7 +483,7 @@ def run_pip(args: list[str]) -> tuple[int, str]:
 
 
 def show_progress(line: str) -> None:
-    """Shows a line in place of the last one, on a terminal; an empty one clears it."""
+    """Replace the last line on a terminal; an empty line clears it."""
     if sys.stderr.isatty():
         width = max(shutil.get_terminal_size().columns - 4, 10)
         sys.stderr.write(f"\r{line.strip()[:width].ljust(width)}\r")

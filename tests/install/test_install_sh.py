@@ -84,10 +84,10 @@ def test_changed_requirements_are_installed(repo: Repo) -> None:
 
 def test_test_installs_the_test_tools_and_runs_pytest_in_the_repository(repo: Repo, tmp_path: Path) -> None:
     done = repo.run("test", "--all", "-k", "a b", cwd=tmp_path)
-    two_at_a_time = ["--numprocesses=2", "--dist=worksteal"]
-    assert report(done) == {"pytest": [*two_at_a_time, "--all", "-k", "a b"], "cwd": str(repo.root)}
+    parallel = ["--numprocesses=3", "--dist=worksteal"]
+    assert report(done) == {"pytest": [*parallel, "--all", "-k", "a b"], "cwd": str(repo.root)}
     repo.require("tinydep==2.0")
-    assert "requirements-dev.txt" in repo.run().stderr, "the test tools stay in step"
+    assert "requirements-dev.txt" in repo.run().stderr, "installed test tools are kept up to date"
 
 
 def test_works_through_a_link(shared: Repo, tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_waits_for_another_set_up_and_uses_its_result(repo: Repo) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         process = repo.start()
         assert process.stderr is not None
-        assert "another set-up is at work" in process.stderr.readline()
+        assert "another set-up is running" in process.stderr.readline()
         repo.stamp.write_text(stamp, "utf-8")
     output, errors = process.communicate(timeout=20)
     assert process.returncode == 0
@@ -213,7 +213,7 @@ def test_pip_that_fails_gives_two_lines_and_exit_code_2(repo: Repo) -> None:
     what, remedy = done.stderr.splitlines()[-2:]
     assert what.startswith("Tandem setup: could not install the packages: ")
     assert "tinydep==3.0" in what
-    assert remedy == f"Tandem setup: run the same command again; if it stays so, read {repo.log}"
+    assert remedy == f"Tandem setup: run the same command again; if it fails again, read {repo.log}"
     assert "tinydep==3.0" in repo.log.read_text("utf-8")
     repo.require("tinydep==1.0")
     report(repo.run())
@@ -238,7 +238,7 @@ def test_gpu_package_that_fails_is_a_warning(repo: Repo, tmp_path: Path) -> None
     path = f"{smi.parent}:{repo.environment['PATH']}"
     done = repo.run(PATH=path)
     report(done)
-    assert "going on without one of the packages in requirements-gpu.txt: could not install a-package" in done.stderr
+    assert "continuing without one of the packages in requirements-gpu.txt: could not install a-package" in done.stderr
     assert repo.run(PATH=path).stderr == ""
 
 

@@ -59,7 +59,7 @@ def test_linux_without_gpu_or_cpu_index_uses_the_cuda_build_and_reports_it(
     requirement, index, size = setup_env.choose_torch(False)
     assert (requirement, index) == ("torch==2.13.0", [])
     assert "3 GB" in size
-    assert "cannot be reached: taking the ordinary package, which carries CUDA" in capsys.readouterr().err
+    assert "cannot be reached: using the default package, which contains CUDA" in capsys.readouterr().err
 
 
 def test_linux_with_gpu_uses_no_cpu_build(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
