@@ -1,12 +1,12 @@
 """Attention kernels with one signature.
 
-    native   PyTorch's choice
-    cudnn    cuDNN's, through PyTorch
-    flash    FlashAttention 2, as PyTorch has it
+    native   the kernel that PyTorch selects
+    cudnn    cuDNN, through PyTorch
+    flash    FlashAttention 2, included in PyTorch
     flash3   FlashAttention 3, package `flash_attn_interface`
     flash4   FlashAttention 4, package `flash-attn-4`
     sage     SageAttention: products in 8 bits
-    fp8      cuDNN's in FP8, through `nvidia-cudnn-frontend`: every factor in 8 bits, see `fp8_attention`
+    fp8      cuDNN in FP8, through `nvidia-cudnn-frontend`: every factor in 8 bits, see `fp8_attention`
 
 Kernels of other packages are custom operators, so that a compiled block calls them without a graph break.
 """
@@ -20,13 +20,15 @@ import torch
 import torch.nn.functional as F
 
 from runtime.core.errors import first_line
+from runtime.core.facts import Fact
+from runtime.core.plan import EAGER, Speed
 from runtime.execution.fp8_attention import attend_fp8
 from runtime.execution.memory import ran_out
 from runtime.upstream.torch import cudnn_attention, flash_attention
 
 _MODULES = {"flash3": "flash_attn_interface", "flash4": "flash_attn.cute", "sage": "sageattention"}
-_TRIED_TOKENS, _TRIED_ERROR = 2048, 0.1
-_TIMES_MEASURED = 2
+_TEST_TOKENS, _TEST_TOLERANCE = 2048, 0.1
+_TIMED_CALLS = 2
 
 # Queries, keys and values, each (batch, tokens, heads, head width), to the same.
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -38,31 +40,39 @@ def attention(kind: str) -> Attention:
 
 
 @lru_cache(maxsize=32)
-def problem(kind: str, device: str, dtype: torch.dtype, width: int) -> str | None:
-    """Try a kernel on a small input; return why it does not run here, a clause, or `None` if it does.
+def problem(kind: str, device: str, dtype: torch.dtype, width: int) -> Fact | None:
+    """Run a kernel on a small input; return why it cannot be used on a device, or `None` if it can.
 
     Args:
         width: of a head.
     """
     try:
-        q = torch.ones((1, _TRIED_TOKENS, 1, width), device=device, dtype=dtype)
-        found = attention(kind)(q, q, q)
-        # Attention over ones is ones.
-        return None if torch.allclose(found.float(), q.float(), atol=_TRIED_ERROR) else "it gives other values"
+        q = torch.ones((1, _TEST_TOKENS, 1, width), device=device, dtype=dtype)
+        attended = attention(kind)(q, q, q)
     except Exception as error:  # packages raise errors of any type
         if ran_out(error) is not None:
             raise
-        return first_line(error)
+        return Fact("execution.attention_unavailable", {"attention": kind, "reason": first_line(error)})
+    # Attention over ones is ones.
+    if torch.allclose(attended.float(), q.float(), atol=_TEST_TOLERANCE):
+        return None
+    return Fact("execution.attention_inexact", {"attention": kind})
+
+
+def with_usable_attention(speed: Speed, device: str, dtype: torch.dtype, width: int) -> tuple[Speed, Fact | None]:
+    """Replace a plan's attention kernel by PyTorch's own if it cannot be used on a device; also return why."""
+    reason = None if speed.attention == EAGER.attention else problem(speed.attention, device, dtype, width)
+    return (speed, None) if reason is None else (speed.replace(attention=EAGER.attention), reason)
 
 
 def seconds_of(kind: str, tokens: int, heads: int, width: int, dtype: str, device: str) -> float:
-    """Return the seconds of one attention on a CUDA device: the best of a few, after one that warms it up."""
+    """Return the seconds of one attention on a CUDA device: the fastest of a few calls after a warm-up."""
     q, k, v = torch.randn((3, 1, tokens, heads, width), device=device, dtype=getattr(torch, dtype))
     attend = attention(kind)
     best = float("inf")
     with torch.no_grad(), torch.cuda.device(device):
         attend(q, k, v)
-        for _ in range(_TIMES_MEASURED):
+        for _ in range(_TIMED_CALLS):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             attend(q, k, v)

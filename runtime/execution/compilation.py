@@ -1,6 +1,6 @@
 """Functions compiled by Inductor while a job runs, with a fallback to eager mode. Independent of models.
 
-Compiled code is cached on disk for the next process: `keep_in`.
+Compiled code is cached on disk for the next process: `cache_compiled_code_in`.
 """
 
 import logging
@@ -23,13 +23,13 @@ OnDegraded = Callable[[Fact], None]
 _INDUCTOR, _TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 # Limit of recompilations, for other sizes or memory layouts, after which the cache is reset.
 _LIMIT = 32
-# Kinds of inputs with compiled code, by function.
+# Kinds of inputs that code was compiled for, by function.
 _COMPILED: dict[Callable[..., Any], set[Any]] = {}
 
 logger = logging.getLogger(__name__)
 
 
-def keep_in(folder: Path) -> None:
+def cache_compiled_code_in(folder: Path) -> None:
     """Cache compiled code of Inductor and Triton in a folder, unless environment variables name another one."""
     os.environ.setdefault(_INDUCTOR, str(folder))
     os.environ.setdefault(_TRITON, str(folder / "triton"))
@@ -50,11 +50,11 @@ class WithFallback:
         self.seconds = 0.0
         self._failure = failure
         self._on_degraded = on_degraded
-        self._gave_up = False
+        self._failed = False
 
     def run(self, fast: Callable[..., Any], plain: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """Return the result of `fast`, or of `plain` after a failure."""
-        if not self._gave_up:
+        if not self._failed:
             kinds, kind = _COMPILED.setdefault(plain, set()), _kind(arguments)
             started = time.perf_counter()
             try:
@@ -62,7 +62,7 @@ class WithFallback:
             except Exception as error:
                 if ran_out(error) is not None:
                     raise
-                self._give_up(error)
+                self._report(error)
             else:
                 if kind not in kinds:
                     kinds.add(kind)
@@ -70,9 +70,9 @@ class WithFallback:
                 return result
         return plain(*arguments)
 
-    def _give_up(self, error: Exception) -> None:
+    def _report(self, error: Exception) -> None:
         logger.warning("%s", self._failure, exc_info=error)
-        self._gave_up = True
+        self._failed = True
         if self._on_degraded is not None:
             self._on_degraded(Fact(self._failure, {"error": f"{type(error).__name__}: {first_line(error)}"}))
 

@@ -1,6 +1,6 @@
-"""Interface of a family's `components` module, which implements its components in PyTorch."""
+"""Interfaces of a model's components, and of the family's `components` module that implements them in PyTorch."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
@@ -8,15 +8,51 @@ import torch
 
 from runtime.core.facts import Fact
 from runtime.core.plan import Speed
-from runtime.execution.denoiser import Denoiser
 from runtime.execution.first_block_cache import Sharing
 from runtime.execution.text_encoder import TextEncoder, TextModel
-from runtime.execution.video_decoder import ResumableDecoder
 from runtime.models import registry
 from runtime.models.spec import ModelSpec
 
+# The passes of a step with guidance.
+PROMPTED, UNPROMPTED = "cond", "uncond"
 # Receives a field of `Speed` that could not be applied, and the reason.
 OnDegraded = Callable[[str, Fact], None]
+
+
+class Denoiser(Protocol):
+    """One transformer."""
+
+    @property
+    def pairs(self) -> bool:
+        """Whether `pair` is faster than two calls."""
+        ...
+
+    def __call__(
+        self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str = PROMPTED
+    ) -> torch.Tensor:
+        """Predict the velocity.
+
+        Args:
+            latents: (1, channels, frames, height, width), float32.
+            timestep: scalar tensor, 0 to 1000.
+            text_embeds: (1, text tokens, text width).
+            which: the pass of the step; each pass has its own cache.
+
+        Returns:
+            The prediction in the transformer's dtype, shaped like `latents`. It may be written over by the call after
+            the next.
+        """
+        ...
+
+    def pair(
+        self, latents: torch.Tensor, timestep: torch.Tensor, first: torch.Tensor, second: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Predict the velocity with each of two texts; arguments and results are those of two calls."""
+        ...
+
+    def reset_cache(self) -> None:
+        """Discard values cached in earlier steps."""
+        ...
 
 
 class PyTorchDenoiser(Denoiser, Protocol):
@@ -47,6 +83,35 @@ class PyTorchDenoiser(Denoiser, Protocol):
 
     def forget(self) -> None:
         """Free values cached for a text or a size."""
+        ...
+
+
+class VideoDecoder(Protocol):
+    """A causal video decoder."""
+
+    def frames(self, latents: torch.Tensor, chunk: int, tile: int | None = None) -> Iterator[torch.Tensor]:
+        """Yield decoded frames in order.
+
+        Args:
+            latents: (1, channels, latent frames, height, width), normalised as the transformer sees them.
+            chunk: latent frames to decode in one call, after the first, which is always alone.
+            tile: side of the tiles that frames are decoded in, in latents; `None` decodes them whole. An engine has
+                its size, and decodes them whole.
+
+        Yields:
+            (frames, height, width, 3), float32 in -1 to 1: on the decoder's device, or on the CPU if tiled; or uint8,
+            rounded from that. Tiled frames are complete at the end only: until then, each call yields 0 frames.
+        """
+        ...
+
+
+class ResumableDecoder(VideoDecoder, Protocol):
+    """A decoder in PyTorch that continues where an engine failed."""
+
+    def decode_from(
+        self, latents: torch.Tensor, chunk: int, start: int, caches: Sequence[torch.Tensor]
+    ) -> Iterator[torch.Tensor]:
+        """Decode from latent frame `start`, with the caches that an engine returned for the frames before it."""
         ...
 
 

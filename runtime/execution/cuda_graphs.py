@@ -14,8 +14,8 @@ from runtime.execution.memory import ran_out
 
 # Calls before recording, in which libraries select kernels and allocate workspaces.
 _WARM_UP_CALLS = 2
-# A prompt, a negative prompt.
-_RECORDED = 2
+# Graphs that are kept: of a prompt and a negative prompt.
+_KEPT = 2
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +39,11 @@ class CudaGraphRunner:
         self._function = function
         self._on_degraded = on_degraded
         self._recorded: list[tuple[Any, _Recorded]] = []
-        self._gave_up = False
+        self._failed = False
 
     def __call__(self, latents: torch.Tensor, timestep: torch.Tensor, text: Callable[[], Any]) -> torch.Tensor:
         """Return the result of the function."""
-        if self._gave_up:
+        if self._failed:
             return self._function(latents, timestep, text)
         state = text()
         key = (state, tuple(latents.shape))
@@ -56,11 +56,11 @@ class CudaGraphRunner:
             if ran_out(error) is not None:
                 raise
             logger.warning("A call could not be recorded", exc_info=error)
-            self._gave_up = True
+            self._failed = True
             if self._on_degraded is not None:
                 self._on_degraded(Fact("execution.graph_capture_failed", {"error": first_line(error)}))
             return self._function(latents, timestep, text)
-        self._recorded = [*self._recorded[1 - _RECORDED :], (key, recorded)]
+        self._recorded = [*self._recorded[1 - _KEPT :], (key, recorded)]
         return recorded.replay(latents, timestep)
 
     def forget(self) -> None:
@@ -69,7 +69,7 @@ class CudaGraphRunner:
 
 
 @cache
-def _aside(device: torch.device) -> Any:
+def _recording_stream(device: torch.device) -> Any:
     """Return a GPU's stream for recording, always the same: libraries keep a workspace per stream."""
     return torch.cuda.Stream(device)
 
@@ -87,16 +87,16 @@ class _Recorded:
         self._latents, self._timestep = latents.clone(), timestep.to(latents.device).clone()
         self._text = text
         with torch.cuda.device(latents.device):
-            aside = _aside(latents.device)
-            aside.wait_stream(torch.cuda.current_stream(latents.device))
-            with torch.cuda.stream(aside):
+            stream = _recording_stream(latents.device)
+            stream.wait_stream(torch.cuda.current_stream(latents.device))
+            with torch.cuda.stream(stream):
                 for _ in range(_WARM_UP_CALLS):
                     function(self._latents, self._timestep, text)
-            torch.cuda.current_stream(latents.device).wait_stream(aside)
+            torch.cuda.current_stream(latents.device).wait_stream(stream)
             self._graph = torch.cuda.CUDAGraph()
             # On a stream of this GPU: PyTorch's default is one of the GPU that recorded first in this process, and on
             # any other would record nothing. Other threads may use other GPUs meanwhile.
-            with torch.cuda.graph(self._graph, stream=aside, capture_error_mode="thread_local"):
+            with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
                 self._output = function(self._latents, self._timestep, text)
 
     def replay(self, latents: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:

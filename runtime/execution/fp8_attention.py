@@ -1,11 +1,12 @@
 """Attention in FP8 (e4m3), by cuDNN on Hopper and newer, through `nvidia-cudnn-frontend`.
 
-Queries, keys and values are scaled as a whole, so that the largest magnitude is e4m3's. So are the probabilities, by
-256: unscaled, all below 1/512 of a row's largest would be lost, which at thousands of tokens is most of them. What
-comes out is an average of values, so their scale holds it too. On Hopper cuDNN gives it in FP8 only.
+Queries, keys and values are each scaled as a whole, so that the largest magnitude is that of e4m3. Probabilities are
+scaled by 256: otherwise those below 1/512 of a row's largest, at thousands of tokens most of them, would become zero.
+The result is an average of values and has their scale. On Hopper cuDNN returns it in FP8 only.
 
-The error is that of 4 significant bits in each factor, some percent of the result on random inputs; it is measured by
-tests/gpu/measure_speed.py. Keys and values of less than `FEWEST` tokens gain nothing and stay as they are.
+The error is that of 4 significant bits in each factor, some percent of the result on random inputs;
+tests/gpu/measure_speed.py measures it. Attention to fewer than `MIN_TOKENS` tokens is not faster in FP8, so it runs in
+the original dtype.
 """
 
 import math
@@ -19,26 +20,26 @@ import torch.nn.functional as F
 _E4M3 = torch.float8_e4m3fn
 _LARGEST = 448.0
 _PROBABILITY_SCALE = 256.0
-FEWEST = 2048
+MIN_TOKENS = 2048
 _SCALARS = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
 
 
 def attend_fp8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Return the attention of (batch, tokens, heads, head width), in the dtype of `q`."""
-    if k.shape[1] < FEWEST:
+    if k.shape[1] < MIN_TOKENS:
         return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
     scales = [scale_for(x.abs().amax()) for x in (q, k, v)]
-    eights = [in_fp8(x, scale) for x, scale in zip((q, k, v), scales, strict=True)]
-    return out_of_fp8(attend_rounded(eights, scales), scales[2], q.dtype)
+    rounded = [to_fp8(x, scale) for x, scale in zip((q, k, v), scales, strict=True)]
+    return from_fp8(attend_rounded(rounded, scales), scales[2], q.dtype)
 
 
-def attend_rounded(eights: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the attention of queries, keys and values in e4m3, in e4m3 and the scale of the values.
+def attend_rounded(rounded: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the attention of queries, keys and values in e4m3; the result is in e4m3, with the values' scale.
 
     Args:
-        scales: the factor of each.
+        scales: the factor of each, from `scale_for`.
     """
-    attended: torch.Tensor = torch.ops.tandem.attend_fp8(*eights, *(1 / scale for scale in scales))
+    attended: torch.Tensor = torch.ops.tandem.attend_fp8(*rounded, *(1 / scale for scale in scales))
     return attended
 
 
@@ -47,13 +48,13 @@ def scale_for(largest: torch.Tensor) -> torch.Tensor:
     return _LARGEST / largest.float().clamp_min(1e-6)
 
 
-def in_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def to_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Return a tensor in e4m3, times a factor."""
     return (x.float() * scale).clamp(-_LARGEST, _LARGEST).to(_E4M3)
 
 
-def out_of_fp8(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the result of `in_fp8` divided by its factor, in another dtype."""
+def from_fp8(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the result of `to_fp8` divided by its factor, in another dtype."""
     return (x.float() / scale).to(dtype)
 
 
@@ -69,36 +70,26 @@ def _attend_fp8(
     # The result keeps the scale of the values, in which it fits FP8; the caller multiplies by descale_v.
     q, k, v = (x.contiguous() for x in (q, k, v))
     if q.device.type != "cuda":
-        return _by_arithmetic(q, k, v, descale_q * descale_k)
+        return _emulate(q, k, v, descale_q * descale_k)
     # cuDNN's handle and its kernels belong to the current GPU.
     with torch.cuda.device(q.device):
-        return _by_cudnn(q, k, v, descale_q, descale_k, descale_v)
-
-
-def _by_cudnn(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    descale_q: torch.Tensor,
-    descale_k: torch.Tensor,
-    descale_v: torch.Tensor,
-) -> torch.Tensor:
-    run, names = _graph(tuple(q.shape), k.shape[1], q.device.index)
-    out = torch.empty_like(q)
-    device = q.device
-    scalars = {
-        "descale_q": descale_q,
-        "descale_k": descale_k,
-        "descale_v": descale_v,
-        "descale_s": _constant(1 / _PROBABILITY_SCALE, device),
-        "scale_s": _constant(_PROBABILITY_SCALE, device),
-        "scale_o": 1 / descale_v,
-    }
-    given = {names[name]: value.reshape(1, 1, 1, 1) for name, value in scalars.items()}
-    given |= {names[name]: x.transpose(1, 2) for name, x in (("q", q), ("k", k), ("v", v), ("o", out))}
-    given |= {names[name]: torch.empty(1, 1, 1, 1, device=device, dtype=torch.float32) for name in ("amax_s", "amax_o")}
-    run(given)
-    return out
+        run, names = _graph(tuple(q.shape), k.shape[1], q.device.index)
+        out = torch.empty_like(q)
+        scalars = {
+            "descale_q": descale_q,
+            "descale_k": descale_k,
+            "descale_v": descale_v,
+            "descale_s": _constant(1 / _PROBABILITY_SCALE, q.device),
+            "scale_s": _constant(_PROBABILITY_SCALE, q.device),
+            "scale_o": 1 / descale_v,
+        }
+        given = {names[name]: value.reshape(1, 1, 1, 1) for name, value in scalars.items()}
+        given |= {names[name]: x.transpose(1, 2) for name, x in (("q", q), ("k", k), ("v", v), ("o", out))}
+        given |= {
+            names[name]: torch.empty(1, 1, 1, 1, device=q.device, dtype=torch.float32) for name in ("amax_s", "amax_o")
+        }
+        run(given)
+        return out
 
 
 @_attend_fp8.register_fake
@@ -113,13 +104,13 @@ def _(
     return q.new_empty(q.shape)
 
 
-def _by_arithmetic(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, descale: torch.Tensor) -> torch.Tensor:
+def _emulate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, descale: torch.Tensor) -> torch.Tensor:
     """Emulate cuDNN in float32 with the same roundings, to measure the error on other devices."""
     q32, k32, v32 = (x.float().transpose(1, 2) for x in (q, k, v))
     scores = q32 @ k32.transpose(-1, -2) * (descale / math.sqrt(q.shape[-1]))
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
-    rounded = (weights * _PROBABILITY_SCALE).to(_E4M3).float() / _PROBABILITY_SCALE
-    out = rounded @ v32 / weights.sum(-1, keepdim=True)
+    probabilities = (weights * _PROBABILITY_SCALE).to(_E4M3).float() / _PROBABILITY_SCALE
+    out = probabilities @ v32 / weights.sum(-1, keepdim=True)
     return out.clamp(-_LARGEST, _LARGEST).transpose(1, 2).contiguous().to(_E4M3)
 
 

@@ -16,19 +16,17 @@ import torch
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
-from runtime.core.plan import EAGER, ComponentPlan, ExecutionPlan, Speed, Split
+from runtime.core.plan import ComponentPlan, ExecutionPlan, Speed, Split
 from runtime.engines.service import EngineService, OpenEngines
-from runtime.execution.attention import problem
-from runtime.execution.compilation import keep_in
-from runtime.execution.components import PyTorchDenoiser, PyTorchVideoDecoder, components_of
-from runtime.execution.denoiser import Denoiser, EngineDenoiser
-from runtime.execution.engine_fallback import OUT_OF_MEMORY
+from runtime.execution.attention import with_usable_attention
+from runtime.execution.compilation import cache_compiled_code_in
+from runtime.execution.components import Denoiser, PyTorchDenoiser, PyTorchVideoDecoder, VideoDecoder, components_of
+from runtime.execution.engine_components import OUT_OF_MEMORY, EngineDenoiser, EngineTextModel, EngineVideoDecoder
 from runtime.execution.memory import release_cached_memory
 from runtime.execution.offload import Placed, Placement, place, placement
 from runtime.execution.parallel.shared import GroupManager, shared_speed
 from runtime.execution.prompt_cache import PromptCache
-from runtime.execution.text_encoder import EngineTextModel, PyTorchTextModel, TextEncoder, TextModel
-from runtime.execution.video_decoder import EngineVideoDecoder, VideoDecoder
+from runtime.execution.text_encoder import PyTorchTextModel, TextEncoder, TextModel
 from runtime.models.quantization import NONE
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module, load_tokenizer
@@ -105,14 +103,15 @@ class Residency:
     Use as a context manager: leaving it frees everything.
 
     Attributes:
-        load_seconds: spent on loading and compiling so far.
-        compile_seconds: of those, on compiling.
-        prompts: those that were read before; `None` where they are not kept.
+        load_seconds: time spent on loading and compiling so far.
+        compile_seconds: the part of it spent on compiling.
+        group_manager: the processes of jobs on several GPUs.
+        prompts: the cache of text embeddings; `None` without one.
 
     Args:
-        engines: where engines are opened; without, plans must be for PyTorch.
-        load: gives a component's module in PyTorch; `load_module` by default.
-        keep_prompts: whether those that are read are kept, where there is a folder for them.
+        engines: opens engines; without it, plans must be for PyTorch.
+        load: loads a component's module in PyTorch; `load_module` by default.
+        keep_prompts: whether text embeddings are cached, if `engines` has a folder for them.
     """
 
     def __init__(
@@ -144,8 +143,8 @@ class Residency:
 
     @property
     def engines(self) -> EngineService:
-        """Where engines are opened and built."""
-        assert self._service is not None, "a plan with engines, and a residency without"
+        """Opens and builds engines."""
+        assert self._service is not None, "the plan has engines, the residency has none"
         return self._service
 
     def holds(self, spec: ModelSpec, plan: ExecutionPlan, name: str) -> bool:
@@ -211,7 +210,7 @@ class Residency:
 
     def _keep_compiled(self, job: Watch) -> None:
         if job.plan.speed.compiled and self._compiled is not None:
-            keep_in(self._compiled)
+            cache_compiled_code_in(self._compiled)
 
     @contextmanager
     def _use(
@@ -223,7 +222,7 @@ class Residency:
         on_engines: Callable[[OpenEngines, Callable[[Fact], Part]], Any],
         prepare: Callable[[Any, ComponentPlan], None] = lambda *_: None,
     ) -> Iterator[Any]:
-        """Yield a component, loaded: `build` makes it in PyTorch, `on_engines` of engines and a fallback to PyTorch.
+        """Yield a loaded component: `build` makes it of a module, `on_engines` of engines and a fallback to PyTorch.
 
         `prepare` applies the job's plan to the component in PyTorch.
         """
@@ -292,7 +291,7 @@ class Residency:
         on_engines: Callable[[OpenEngines, Callable[[Fact], Part]], Any],
         fall_back: Callable[[Fact], Part],
     ) -> Any:
-        """Open a component's engines, or return it in PyTorch where they cannot be opened."""
+        """Open a component's engines; return the component in PyTorch if that fails."""
         service = self.engines
         try:
             engines = hold(part, lambda: service.open(spec, name, part.engines, part.device))
@@ -321,14 +320,11 @@ class Residency:
 
 
 def compute_as_planned(denoiser: PyTorchDenoiser, part: ComponentPlan, spec: ModelSpec, job: Watch, name: str) -> None:
-    """Apply the plan's `Speed` to a denoiser; an attention kernel that does not run here is reported and not used."""
-    speed = job.plan.speed
-    if speed.attention != EAGER.attention:
-        against = problem(speed.attention, part.device, denoiser.dtype, spec.transformer.attention_head_dim)
-        if against is not None:
-            reason = Fact("execution.attention_unavailable", {"attention": speed.attention, "reason": against})
-            job.on_degraded(name, "attention", reason)
-            speed = speed.replace(attention=EAGER.attention)
+    """Apply the plan's `Speed` to a denoiser; an attention kernel that cannot be used is reported and replaced."""
+    head_width = spec.transformer.attention_head_dim
+    speed, reason = with_usable_attention(job.plan.speed, part.device, denoiser.dtype, head_width)
+    if reason is not None:
+        job.on_degraded(name, "attention", reason)
     denoiser.compute(speed, partial(job.on_degraded, name))
 
 

@@ -1,4 +1,4 @@
-"""Prompts to text embeddings, in PyTorch and on engines. Knows nothing about guidance or the sampling loop."""
+"""Prompts to text embeddings: tokenizing, and the text model in PyTorch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,10 +6,6 @@ from typing import Any
 
 import regex
 import torch
-
-from runtime.core.facts import Fact
-from runtime.engines.service import OpenEngines
-from runtime.execution.engine_fallback import EngineWithFallback
 
 _WORD = regex.compile(r"[\p{L}\p{N}]")
 
@@ -97,17 +93,3 @@ class PyTorchTextModel:
         ids, mask = ids.to(self._device), mask.to(self._device)
         embeds: torch.Tensor = self._module(ids, mask).last_hidden_state * mask.unsqueeze(-1)
         return embeds
-
-
-class EngineTextModel:
-    """An engine that falls back to PyTorch when it fails."""
-
-    def __init__(self, engines: OpenEngines, fall_back: Callable[[Fact], TextModel]) -> None:
-        self._engines = EngineWithFallback(engines, fall_back)
-
-    def __call__(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """See `TextModel`."""
-        return self._engines.call(
-            lambda engines: engines.infer("text_encoder", input_ids=ids, attention_mask=mask)["embeds"].clone(),
-            lambda model: model(ids, mask),
-        )

@@ -15,8 +15,8 @@ from runtime.core.cancel import Cancel
 from runtime.core.errors import BadResultError, ModelError, first_line
 from runtime.core.plan import ComponentPlan, ExecutionPlan
 from runtime.core.step_cache import NONE, STEPS_OF_A_CACHE
-from runtime.execution.denoiser import UNPROMPTED, Denoiser
-from runtime.execution.video_decoder import VideoDecoder, fetch
+from runtime.execution.components import UNPROMPTED, Denoiser, VideoDecoder
+from runtime.execution.decoded_frames import fetch
 
 
 @dataclass(frozen=True)

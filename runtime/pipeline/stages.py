@@ -16,8 +16,8 @@ import torch
 from runtime import __version__
 from runtime.core.events import FramesDecoded, StageStarted, StepDone, VideoSaved
 from runtime.core.facts import Fact
-from runtime.execution.denoiser import Denoiser
-from runtime.execution.prefetch import next_files, reading
+from runtime.execution.components import Denoiser
+from runtime.execution.offload import next_files, read_ahead
 from runtime.execution.text_encoder import TextEncoding
 from runtime.pipeline.checkpoint import restore_scheduler
 from runtime.pipeline.degenerate_clip import Detector, degenerate_clip
@@ -86,7 +86,7 @@ def denoise_latents(context: RunContext, previews: Previews) -> None:
                 part for part in context.plan.components if context.residency.holds(context.spec, context.plan, part)
             }
             idle = {*context.plan.components} - {"vae"} - {step.expert for step in steps}
-            with reading(next_files(context.spec, context.plan, name, held | idle)):
+            with read_ahead(next_files(context.spec, context.plan, name, held | idle)):
                 yield denoiser
 
     with context.metrics.stage("denoise"):

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from runtime.core.events import VideoSaved
 from runtime.core.facts import Fact
 from runtime.core.plan import Speed
-from runtime.execution.compilation import CompiledStep, forget_all, keep_in
+from runtime.execution.compilation import CompiledStep, cache_compiled_code_in, forget_all
 from runtime.execution.residency import Residency
 from runtime.families.wan import vae
 from runtime.families.wan.transformer import PyTorchDenoiser
@@ -45,14 +45,14 @@ def test_inductor_compiles_and_keeps_it_on_disk(tmp_path: Path, monkeypatch: pyt
     for name in places:
         monkeypatch.setenv(name, "")  # so that what is there now comes back
         monkeypatch.delenv(name)
-    keep_in(tmp_path / "compiled")
+    cache_compiled_code_in(tmp_path / "compiled")
     step = CompiledStep(torch.nn.functional.silu)
     x = torch.linspace(-3, 3, 64)
     with torch.no_grad():
         assert (step(x) - torch.nn.functional.silu(x)).abs().max() < 1e-6
     assert step.seconds > 0
     assert any((tmp_path / "compiled").iterdir())
-    keep_in(tmp_path / "other")
+    cache_compiled_code_in(tmp_path / "other")
     assert {name: os.environ[name] for name in places} == {name: str(place) for name, place in places.items()}
 
 

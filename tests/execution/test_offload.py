@@ -17,8 +17,7 @@ from runtime.core.errors import InvalidRequestError
 from runtime.core.plan import ComponentPlan, EngineUse
 from runtime.core.request import GenerationRequest
 from runtime.execution.memory import ran_out
-from runtime.execution.offload import place, placement
-from runtime.execution.pinned_memory import move_into_slabs, slabs
+from runtime.execution.offload import move_into_slabs, place, placement, slabs
 from runtime.execution.residency import Residency
 from runtime.models.spec import ModelSpec
 from runtime.planner.resolve import resolve

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from runtime.core.plan import ExecutionPlan
-from runtime.execution.prefetch import next_files, reading
+from runtime.execution.offload import next_files, read_ahead
 from runtime.models.spec import ModelSpec
 from tests.plans import tiny_plan
 from tests.waiting import until
@@ -47,10 +47,10 @@ def test_reading_ends_with_its_block_and_needs_room(tmp_path: Path) -> None:
     path = tmp_path / "large.safetensors"
     with path.open("wb") as file:
         file.truncate(1 << 42)
-    with reading([path], free_bytes=1 << 60):
+    with read_ahead([path], free_bytes=1 << 60):
         until(lambda: position(path) > 0)
     assert position(path) == -1
-    with reading([path], free_bytes=1 << 42):
+    with read_ahead([path], free_bytes=1 << 42):
         assert position(path) == -1
-    with reading([tmp_path / "gone"], free_bytes=1 << 60), reading([]):
+    with read_ahead([tmp_path / "gone"], free_bytes=1 << 60), read_ahead([]):
         pass

@@ -12,8 +12,8 @@ from runtime.core.cancel import Cancel
 from runtime.core.plan import ExecutionPlan
 from runtime.core.tiles import spans
 from runtime.execution.attention import attention
+from runtime.execution.decoded_frames import blend_weights
 from runtime.execution.residency import Residency
-from runtime.execution.tiling import shares
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.sampling import decode
 from tests.pipeline.test_parity import sample
@@ -46,9 +46,9 @@ def test_the_default_dtype_does_not_show(
 
 def test_nor_do_the_shares_of_tiles(low_default: Callable[[], None]) -> None:
     placed = spans(28, 12)
-    wanted = shares(placed, 8)
+    wanted = blend_weights(placed, 8)
     low_default()
-    assert all(torch.equal(one, other) for one, other in zip(wanted, shares(placed, 8), strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(wanted, blend_weights(placed, 8), strict=True))
 
 
 class Looking(TorchDispatchMode):

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.events import Event, FramesDecoded, VideoSaved
 from runtime.core.tiles import spans, times_decoded
+from runtime.execution.decoded_frames import blend_weights
 from runtime.execution.residency import Residency
-from runtime.execution.tiling import shares
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.run import run_job
@@ -31,7 +31,7 @@ Tiny = Callable[[str], ModelSpec]
 def test_shares_of_a_pixel_sum_to_one(length: int, tile: int, scale: int) -> None:
     placed = spans(length, tile)
     total = torch.zeros(length * scale)
-    for span, share in zip(placed, shares(placed, scale), strict=True):
+    for span, share in zip(placed, blend_weights(placed, scale), strict=True):
         assert share.min() > 0
         total[span.start * scale : span.end * scale] += share
     assert torch.allclose(total, torch.ones_like(total))

@@ -15,7 +15,7 @@ from runtime.core.cancel import Cancel
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.engines.sessions import Session
-from runtime.execution.denoiser import PROMPTED
+from runtime.execution.components import PROMPTED
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_scheduler, load_tokenizer
 from runtime.pipeline.sampling import Conditioning, decode, denoise, get_noise, get_schedule

@@ -292,7 +292,7 @@ def ready_for(
         forget_all()
     why = problem(speed.attention, bench.device, bench.dtype, width)
     if why is not None:
-        raise RuntimeError(f"{speed.attention}: {why}")
+        raise RuntimeError(str(why))
     return ours(module, speed, latents, timestep, text)
 
 
@@ -415,7 +415,7 @@ def attentions(bench: Bench) -> None:
         with bench.trying(part="attention", kind=kind), torch.no_grad():
             why = problem(kind, bench.device, bench.dtype, width)
             if why is not None:
-                raise RuntimeError(why)
+                raise RuntimeError(str(why))
             attend = attention(kind)
             if kind == "fp8":
                 # As a block has it: what is around the kernel is one kernel too.

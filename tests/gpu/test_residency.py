@@ -13,7 +13,7 @@ from runtime.core.errors import InvalidRequestError
 from runtime.core.events import Event, VideoSaved
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
-from runtime.execution.pinned_memory import pin
+from runtime.execution.offload import pin
 from runtime.execution.residency import Residency
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec

@@ -108,7 +108,7 @@ def test_unavailable_options_are_reported() -> None:
 def test_attention_kernels_agree(kind: str) -> None:
     why = problem(kind, "cuda:0", torch.bfloat16, 128)
     if why is not None:
-        pytest.skip(why)
+        pytest.skip(str(why))
     generator = torch.Generator("cuda:0").manual_seed(1)
     q, k, v = torch.randn((3, 1, 4096, 4, 128), device="cuda:0", generator=generator)
     wanted = (q.transpose(1, 2) @ k.permute(0, 2, 3, 1) / 128**0.5).softmax(-1) @ v.transpose(1, 2)

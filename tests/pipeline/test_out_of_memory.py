@@ -12,7 +12,7 @@ import torch
 from runtime.core.cancel import Cancel
 from runtime.core.events import Event, Failed, OutOfMemory, Resumed, StageStarted, StepDone, VideoSaved, Warned
 from runtime.core.facts import Fact
-from runtime.execution.denoiser import PROMPTED
+from runtime.execution.components import PROMPTED
 from runtime.execution.residency import Residency
 from runtime.execution.text_encoder import PyTorchTextModel
 from runtime.families.wan.transformer import PyTorchDenoiser

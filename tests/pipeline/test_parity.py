@@ -13,7 +13,7 @@ from diffusers.hooks import FirstBlockCacheConfig
 
 from runtime.core.cancel import Cancel
 from runtime.core.plan import ExecutionPlan
-from runtime.execution.denoiser import Denoiser
+from runtime.execution.components import Denoiser
 from runtime.execution.residency import Residency
 from runtime.families.wan.vae import PyTorchVideoDecoder
 from runtime.models.catalogue import find

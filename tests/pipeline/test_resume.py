@@ -25,7 +25,7 @@ from runtime.core.events import (
     VideoSaved,
 )
 from runtime.core.plan import ExecutionPlan
-from runtime.execution.denoiser import PROMPTED
+from runtime.execution.components import PROMPTED
 from runtime.execution.residency import Residency
 from runtime.families.wan.transformer import PyTorchDenoiser
 from runtime.models.catalogue import find

@@ -8,6 +8,7 @@ MESSAGES: Mapping[str, Message] = {
     "execution.attention_unavailable": Message(
         "The attention kernel {attention} does not run on this machine: {reason}."
     ),
+    "execution.attention_inexact": Message("The attention kernel {attention} returns wrong values on this machine."),
     "execution.compilation_failed": Message("Compilation failed ({error})."),
     "execution.triton_failed": Message("A Triton kernel failed ({error})."),
     "execution.graph_capture_failed": Message("Recording a CUDA graph failed ({error})."),

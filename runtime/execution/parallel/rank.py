@@ -24,13 +24,13 @@ from pydantic import TypeAdapter
 
 from runtime.core.errors import TandemError
 from runtime.core.loras import LoraUse
-from runtime.core.plan import EAGER, ComponentPlan, Speed, Split
+from runtime.core.plan import ComponentPlan, Speed, Split
 from runtime.core.processes import end_with_parent, lead_own_group
-from runtime.execution.attention import problem
+from runtime.execution.attention import with_usable_attention
 from runtime.execution.components import PyTorchDenoiser, StripDecoder, components_of
+from runtime.execution.decoded_frames import as_bytes
 from runtime.execution.memory import ran_out, release_cached_memory
 from runtime.execution.parallel.ulysses import Tokens
-from runtime.execution.video_decoder import as_bytes
 from runtime.models.registry import read_spec
 from runtime.models.weights import load_module
 
@@ -142,10 +142,9 @@ class Rank:
             denoiser = components.denoiser(module)
             dtype = str(denoiser.dtype).removeprefix("torch.")
             head_width = spec.transformer.attention_head_dim
-            against = problem(speed.attention, str(self._device), denoiser.dtype, head_width)
-            if against is not None:
-                sys.stderr.write(f"The attention kernel {speed.attention} does not run on this machine: {against}.\n")
-                speed = speed.replace(attention=EAGER.attention)
+            speed, reason = with_usable_attention(speed, str(self._device), denoiser.dtype, head_width)
+            if reason is not None:
+                sys.stderr.write(f"{reason}\n")
             denoiser.compute(speed)
             self._denoisers[name] = denoiser
             if self._tokens is not None:

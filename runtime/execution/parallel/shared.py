@@ -9,9 +9,9 @@ from pydantic import TypeAdapter
 
 from runtime.core.plan import EAGER, ComponentPlan, Speed, Split
 from runtime.core.step_cache import NONE
-from runtime.execution.denoiser import PROMPTED, UNPROMPTED
+from runtime.execution.components import PROMPTED, UNPROMPTED
+from runtime.execution.decoded_frames import longer_side
 from runtime.execution.parallel.group import Group, Limits
-from runtime.execution.video_decoder import longer_side
 from runtime.machine.probe import gpu_index
 from runtime.models.spec import ModelSpec
 

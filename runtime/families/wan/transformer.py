@@ -26,8 +26,8 @@ from runtime.core.plan import EAGER, Speed
 from runtime.core.step_cache import strength_of
 from runtime.execution.attention import Attention, attention
 from runtime.execution.compilation import CompiledStep, OnDegraded
+from runtime.execution.components import PROMPTED
 from runtime.execution.cuda_graphs import CudaGraphRunner
-from runtime.execution.denoiser import PROMPTED
 from runtime.execution.first_block_cache import Sharing, first_block_cached
 from runtime.execution.memory import release_cached_memory
 from runtime.execution.parallel.ulysses import Tokens

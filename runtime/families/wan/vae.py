@@ -25,8 +25,7 @@ from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, Speed
 from runtime.core.tiles import Span, spans
 from runtime.execution.compilation import OnDegraded, WithFallback
-from runtime.execution.tiling import shares
-from runtime.execution.video_decoder import longer_side
+from runtime.execution.decoded_frames import blend_weights, longer_side
 from runtime.planner import constraints
 from runtime.upstream.diffusers import causal_padding
 
@@ -348,8 +347,8 @@ class PyTorchVideoDecoder:
         scale = self._vae.config.scale_factor_spatial
         rows, columns = spans(latents.shape[3], tile), spans(latents.shape[4], tile)
         clip: torch.Tensor | None = None
-        for row, down in zip(rows, shares(rows, scale), strict=True):
-            for column, across in zip(columns, shares(columns, scale), strict=True):
+        for row, down in zip(rows, blend_weights(rows, scale), strict=True):
+            for column, across in zip(columns, blend_weights(columns, scale), strict=True):
                 share = (down[:, None] * across)[None, :, :, None].to(self._mean.device)
                 start = 0
                 part = latents[..., row.start : row.end, column.start : column.end]

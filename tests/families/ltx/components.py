@@ -12,8 +12,7 @@ from transformers import T5EncoderModel
 from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, Speed
 from runtime.core.step_cache import NONE
-from runtime.execution.components import OnDegraded, StripDecoder
-from runtime.execution.denoiser import PROMPTED
+from runtime.execution.components import PROMPTED, OnDegraded, StripDecoder
 from runtime.execution.first_block_cache import Sharing
 from runtime.execution.text_encoder import TextEncoder, TextModel
 from runtime.models.spec import ModelSpec

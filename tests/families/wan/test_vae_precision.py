@@ -9,7 +9,7 @@ import torch
 from runtime.core.cancel import Cancel
 from runtime.core.errors import BadResultError
 from runtime.core.plan import ComponentPlan
-from runtime.execution.video_decoder import not_finite
+from runtime.execution.decoded_frames import not_finite
 from runtime.families.wan.vae import PyTorchVideoDecoder, StripDecoder, as_frames
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module

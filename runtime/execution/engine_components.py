@@ -1,0 +1,147 @@
+"""Components that run on engines, and in PyTorch once an engine has failed."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Generic, TypeVar
+
+import torch
+
+from runtime.core.errors import EngineError
+from runtime.core.facts import Fact
+from runtime.engines.identity import CLIP_PROGRAM
+from runtime.engines.service import OpenEngines
+from runtime.execution.components import PROMPTED, Denoiser, ResumableDecoder
+from runtime.execution.text_encoder import TextModel
+
+Part = TypeVar("Part")
+Result = TypeVar("Result", bound=torch.Tensor | Mapping[str, torch.Tensor] | None)
+
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
+
+
+class EngineWithFallback(Generic[Part]):
+    """Engines, replaced by `fall_back`'s component if one fails, runs out of memory or returns NaN or Inf.
+
+    Args:
+        engines: loaded; the caller closes them.
+        fall_back: called once, with the reason; closes the engines and returns the same component in PyTorch.
+    """
+
+    def __init__(self, engines: OpenEngines, fall_back: Callable[[Fact], Part]) -> None:
+        self._engines = engines
+        self._fall_back = fall_back
+        self._instead: Part | None = None
+
+    def call(self, on_engines: Callable[[OpenEngines], Result], in_pytorch: Callable[[Part], Result]) -> Result:
+        """Return the result of the engines, or of PyTorch after a failure."""
+        if self._instead is None:
+            try:
+                result = on_engines(self._engines)
+                if _finite(result):
+                    return result
+                reason = Fact("execution.engine_not_finite")
+            except EngineError as error:
+                reason = error.fact
+            except OUT_OF_MEMORY:
+                reason = Fact("execution.engine_out_of_memory")
+            # Outside of the handler: the exception's frames reference memory that is needed now.
+            self._instead = self._fall_back(reason)
+        return in_pytorch(self._instead)
+
+    def runs(self, program: str) -> bool:
+        """Return whether there is an engine for a program and no engine has failed."""
+        return self._instead is None and self._engines.runs(program)
+
+    def fallback(self) -> Part:
+        """Return the component in PyTorch, after an engine has failed."""
+        assert self._instead is not None
+        return self._instead
+
+
+def _finite(result: torch.Tensor | Mapping[str, torch.Tensor] | None) -> bool:
+    # Only the first output is checked; errors in the others, the caches, appear in the next call.
+    first = next(iter(result.values())) if isinstance(result, Mapping) else result
+    return first is None or bool(torch.isfinite(first).all().item())
+
+
+class EngineTextModel:
+    """An engine that falls back to PyTorch when it fails."""
+
+    def __init__(self, engines: OpenEngines, fall_back: Callable[[Fact], TextModel]) -> None:
+        self._engines = EngineWithFallback(engines, fall_back)
+
+    def __call__(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """See `TextModel`."""
+        return self._engines.call(
+            lambda engines: engines.infer("text_encoder", input_ids=ids, attention_mask=mask)["embeds"].clone(),
+            lambda model: model(ids, mask),
+        )
+
+
+class EngineDenoiser:
+    """An engine that falls back to PyTorch in the call in which it fails."""
+
+    pairs = False
+
+    def __init__(self, engines: OpenEngines, fall_back: Callable[[Fact], Denoiser]) -> None:
+        self._engines = EngineWithFallback(engines, fall_back)
+
+    def reset_cache(self) -> None:
+        """See `Denoiser`; neither an engine nor its fallback caches anything."""
+
+    def __call__(
+        self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str = PROMPTED
+    ) -> torch.Tensor:
+        """See `Denoiser`; the result is valid until the second call after this one."""
+        inputs = {"latents": latents, "timestep": timestep.expand(1).float(), "text_embeds": text_embeds.float()}
+        return self._engines.call(
+            lambda engines: engines.infer("transformer", **inputs)["velocity"],
+            lambda denoiser: denoiser(latents, timestep, text_embeds),
+        )
+
+    def pair(
+        self, latents: torch.Tensor, timestep: torch.Tensor, first: torch.Tensor, second: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Denoiser`."""
+        return self(latents, timestep, first), self(latents, timestep, second)
+
+
+class EngineVideoDecoder:
+    """Two engines, for the first step and the others, that fall back to PyTorch in the step in which one fails.
+
+    One that was made elsewhere may take whole clips; where it fails, PyTorch decodes all.
+    """
+
+    def __init__(self, engines: OpenEngines, fall_back: Callable[[Fact], ResumableDecoder]) -> None:
+        self._engines = EngineWithFallback(engines, fall_back)
+
+    def frames(self, latents: torch.Tensor, chunk: int, tile: int | None = None) -> Iterator[torch.Tensor]:
+        """See `VideoDecoder`."""
+        if self._engines.runs(CLIP_PROGRAM):
+            yield from self._clip(latents, chunk)
+            return
+        caches: dict[str, torch.Tensor] = {}
+        start = 0
+        while start < latents.shape[2]:
+            end = min(start + chunk, latents.shape[2]) if start else 1
+            program, given = ("vae_next", caches) if start else ("vae_first", {})
+            z = latents[:, :, start:end]
+            outputs = self._engines.call(
+                lambda engines: engines.infer(program, z=z, **given),  # noqa: B023 - called at once
+                lambda _: None,
+            )
+            if outputs is None and not start:
+                yield from self._engines.fallback().frames(latents, chunk, tile)
+                return
+            if outputs is None:
+                yield from self._engines.fallback().decode_from(latents, chunk, start, list(caches.values()))
+                return
+            yield outputs.pop("frames")
+            caches = outputs
+            start = end
+
+    def _clip(self, latents: torch.Tensor, chunk: int) -> Iterator[torch.Tensor]:
+        outputs = self._engines.call(lambda engines: engines.infer(CLIP_PROGRAM, z=latents), lambda _: None)
+        if outputs is None:
+            yield from self._engines.fallback().frames(latents, chunk)
+        else:
+            yield outputs["frames"]
