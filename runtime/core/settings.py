@@ -4,24 +4,23 @@ The only module that reads them. Flags that were not given are `None`.
 """
 
 import json
-import math
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
+
+from pydantic import Field, StringConstraints, TypeAdapter, ValidationError, ValidationInfo, field_validator
 
 from runtime.core.errors import SettingsError
 from runtime.core.facts import shortened
+from runtime.core.frozen import FrozenModel
 from runtime.core.request import MAX_FRAMES, MAX_STEPS
 
 ROOT = Path(__file__).parents[2]
 
-_TRUE = frozenset({"1", "true", "yes", "on"})
-_FALSE = frozenset({"0", "false", "no", "off"})
-_LAST_PORT = 65_535
+_MAX_PORT = 65_535
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 # Name in settings.json and in `Settings`: its environment variable.
@@ -47,73 +46,148 @@ VARIABLES: Mapping[str, str] = {
 # Variables of other programs, used if Tandem's own variable is not set.
 _SHARED_VARIABLES: Mapping[str, str] = {"offline": "HF_HUB_OFFLINE", "hub": "HF_ENDPOINT"}
 HUB = "https://huggingface.co"
-# What `tensorrt` may name: the components behind each word.
-TENSORRT_PARTS: Mapping[str, tuple[str, ...]] = {
+TensorRTPart = Literal["text-encoders", "transformer", "vae"]
+# The components of each part that `tensorrt` may name.
+TENSORRT_PARTS: Mapping[TensorRTPart, tuple[str, ...]] = {
     "text-encoders": ("text_encoder",),
     "transformer": ("transformer", "transformer_2"),
     "vae": ("vae",),
 }
 CACHE_VARIABLE = "TANDEM_CACHE_DIR"
-# The settings that are whole numbers, with the most that each may be.
-_COUNTS: Mapping[str, int] = {
-    "share_frames": MAX_FRAMES,
-    "share_steps": MAX_STEPS,
-    "share_queue": 1_000,
-    "share_queue_all": 10_000,
-    "share_rate": 10_000,
-}
 _SIZE = re.compile(r"([1-9][0-9]{0,3})[x×]([1-9][0-9]{0,3})")
+_NUMBERS = (
+    "port",
+    "engine_cache_gb",
+    "share_frames",
+    "share_steps",
+    "share_queue",
+    "share_queue_all",
+    "share_rate",
+)
+# Text that is not empty and can be printed.
+Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, pattern=r"^[^\x00-\x1f\x7f]*$")]
+# The code of the error for an invalid value; the other settings are text.
+_INVALID: Mapping[str, str] = {
+    "port": "settings.not_a_port",
+    "auth": "settings.auth_invalid",
+    "browser": "settings.not_a_switch",
+    "share": "settings.not_a_switch",
+    "offline": "settings.not_a_switch",
+    "engine_cache_dir": "settings.not_a_folder",
+    "engine_cache_gb": "settings.not_gigabytes",
+    "tensorrt": "settings.tensorrt_invalid",
+    "share_size": "settings.not_a_size",
+    "share_frames": "settings.not_a_count",
+    "share_steps": "settings.not_a_count",
+    "share_queue": "settings.not_a_count",
+    "share_queue_all": "settings.not_a_count",
+    "share_rate": "settings.not_a_count",
+}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(FrozenModel):
     """Settings of this installation.
 
     Attributes:
-        cache_dir: holds weights, outputs and logs.
-        host, port: where the web app listens.
+        cache_dir: folder for weights, outputs and logs.
+        host, port: address of the web app.
         auth: (user, password) of the web app.
         model: the model of requests that name none.
         browser: whether the web app opens a browser.
-        engine_cache_dir: where engines are kept, if not in the cache folder.
-        engine_cache_gb: the limit for all engines together, in units of 10^9 bytes.
-        tensorrt: which parts the web app starts with on TensorRT, of `TENSORRT_PARTS`.
+        engine_cache_dir: folder for engines; `None` for the one in the cache folder.
+        engine_cache_gb: maximum size of all engines together, in units of 10^9 bytes.
+        tensorrt: parts for which the web app selects TensorRT at start.
         share: whether to create a public link.
-        share_frames, share_steps: the most that a visitor's video may have; `None` allows the model's own.
-        share_size: (width, height) of the largest one, in either orientation; `None` allows the model's own sizes.
-        share_queue, share_queue_all: how many videos one visitor, and all together, may have queued or running.
-        share_rate: how many videos one visitor may request per hour.
+        share_frames, share_steps: maximum of a visitor's video; `None` allows the model's default.
+        share_size: its maximum (width, height), in either orientation; `None` allows the model's sizes.
+        share_queue, share_queue_all: maximum of queued and running videos per visitor, and of all visitors.
+        share_rate: videos that one visitor may request per hour.
         offline: the flag, variable or file that disables downloads; empty if they are enabled.
         hub: the address that models are downloaded from; one from HF_ENDPOINT is not validated yet.
     """
 
     cache_dir: Path
-    host: str = "127.0.0.1"
-    port: int = 7860
-    auth: tuple[str, str] | None = None
-    model: str = "diorama"
+    host: Text = "127.0.0.1"
+    port: int = Field(default=7860, ge=1, le=_MAX_PORT)
+    auth: tuple[Annotated[str, Field(min_length=1)], Annotated[str, Field(min_length=1)]] | None = None
+    model: Text = "diorama"
     browser: bool = True
     engine_cache_dir: Path | None = None
-    engine_cache_gb: float = 50.0
-    tensorrt: tuple[str, ...] = ()
+    engine_cache_gb: float = Field(default=50.0, ge=0, allow_inf_nan=False)
+    tensorrt: tuple[TensorRTPart, ...] = ()
     share: bool = False
-    share_frames: int | None = None
+    share_frames: int | None = Field(default=None, ge=1, le=MAX_FRAMES)
     share_size: tuple[int, int] | None = None
-    share_steps: int | None = None
-    share_queue: int = 2
-    share_queue_all: int = 10
-    share_rate: int = 20
+    share_steps: int | None = Field(default=None, ge=1, le=MAX_STEPS)
+    share_queue: int = Field(default=2, ge=1, le=1_000)
+    share_queue_all: int = Field(default=10, ge=1, le=10_000)
+    share_rate: int = Field(default=20, ge=1, le=10_000)
     offline: str = ""
     hub: str = HUB
 
+    @field_validator(*_NUMBERS, mode="before")
+    @classmethod
+    def _refuse_switch(cls, value: Any) -> Any:
+        if isinstance(value, bool):
+            raise ValueError
+        return value
+
+    @field_validator("auth", mode="before")
+    @classmethod
+    def _parse_auth(cls, value: Any) -> Any:
+        return value.split(":", 1) if isinstance(value, str) else value
+
+    @field_validator("engine_cache_dir")
+    @classmethod
+    def _check_folder(cls, path: Path | None) -> Path | None:
+        try:
+            path = path and path.expanduser().resolve()
+            usable = path is None or path.is_dir() or not path.exists()
+        except (OSError, RuntimeError):  # no such user's home, a name too long, a folder that may not be entered
+            usable = False
+        if not usable:
+            raise ValueError
+        return path
+
+    @field_validator("tensorrt", mode="before")
+    @classmethod
+    def _parse_parts(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        words = [word.strip().lower() for word in value.split(",")]
+        if words in (["all"], ["none"]):
+            return get_args(TensorRTPart) if words == ["all"] else ()
+        return [part for part in TENSORRT_PARTS if part in words] if set(words) <= set(TENSORRT_PARTS) else words
+
+    @field_validator("share_size", mode="before")
+    @classmethod
+    def _parse_size(cls, value: Any) -> Any:
+        match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+        return match.groups() if match else value
+
+    @field_validator("offline", mode="before")
+    @classmethod
+    def _name_switch(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.context is None:
+            return value
+        return info.context["offline"] if TypeAdapter(bool).validate_python(value) else ""
+
+    @field_validator("hub", mode="before")
+    @classmethod
+    def _check_address(cls, value: Any, info: ValidationInfo) -> Any:
+        # A variable of other programs is validated only when a download uses it.
+        if info.context is None or info.context["hub"] == _SHARED_VARIABLES["hub"]:
+            return value
+        return check_hub(value, info.context["hub"])
+
     @property
     def backends(self) -> dict[str, str]:
-        """What the web app's choice of backends starts with, by component; those not named start with "auto"."""
+        """Backends that the web app selects at start, by component; the others start with "auto"."""
         return {component: "tensorrt" for part in self.tensorrt for component in TENSORRT_PARTS[part]}
 
     @property
     def engines_dir(self) -> Path:
-        """Where engines are kept."""
+        """The folder of the engine library."""
         return self.engine_cache_dir or self.cache_dir / "engines"
 
     @property
@@ -123,12 +197,12 @@ class Settings:
 
     @property
     def weights_dir(self) -> Path:
-        """Where downloaded models are, apart from the shipped ones."""
+        """The folder of downloaded models."""
         return self.cache_dir / "weights"
 
     @property
     def log_file(self) -> Path:
-        """The log."""
+        """The log file."""
         return self.cache_dir / "logs" / "tandem.log"
 
 
@@ -136,10 +210,10 @@ def load(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os
     """Combine flags, environment and settings file.
 
     Args:
-        flags: by the names of `VARIABLES`; `None` stands for "not given".
+        flags: by the names of `VARIABLES`; `None` for flags that are not given.
 
     Raises:
-        SettingsError: for a value that cannot be, naming where it came from.
+        SettingsError: for an invalid value, with its source.
     """
     cache_dir = _cache_dir(environ)
     values = _from_file(cache_dir / "settings.json")
@@ -147,7 +221,7 @@ def load(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os
     for name, value in (flags or {}).items():
         if value is not None:
             values[name] = (value, flag_of(name))
-    settings = Settings(cache_dir=cache_dir, **{name: _parsed(name, *given) for name, given in values.items()})
+    settings = _validated(cache_dir, values)
     if settings.host not in _LOOPBACK and settings.auth is None:
         raise SettingsError("settings.host_without_password", host=settings.host)
     if settings.share and settings.host not in _LOOPBACK:
@@ -168,10 +242,7 @@ def flag_of(name: str) -> str:
 
 
 def tensorrt_from_flags(*, enable: bool, text_encoders: bool, transformer: bool) -> str | None:
-    """Return the setting `tensorrt` that the launch flags mean: all parts, or those that are named.
-
-    Returns:
-        A value for `load`, `None` where no flag was given.
+    """Return the setting `tensorrt` for the launch flags: all parts or the named ones; `None` without a flag.
 
     Raises:
         SettingsError: if a part is named and TensorRT is not enabled.
@@ -211,82 +282,23 @@ def _from_file(path: Path) -> dict[str, tuple[Any, str]]:
     return {name: (value, str(path)) for name, value in values.items()}
 
 
-def _parsed(name: str, value: Any, source: str) -> Any:
-    parser = _PARSERS.get(name)
-    if parser is not None:
-        return parser(value, source)
-    if name in _COUNTS:
-        return _count(value, source, _COUNTS[name])
-    if not isinstance(value, str) or not value.strip() or not value.isprintable():
-        raise SettingsError("settings.empty", source=source, name=name.replace("_", " "))
-    return _folder(value.strip(), source) if name == "engine_cache_dir" else value.strip()
-
-
-def _auth(value: Any, source: str) -> tuple[str, str]:
-    user, separator, password = value.partition(":") if isinstance(value, str) else ("", "", "")
-    if not (user and separator and password):
-        raise SettingsError("settings.auth_invalid", source=source)
-    return user, password
-
-
-def _folder(value: str, source: str) -> Path:
+def _validated(cache_dir: Path, given: Mapping[str, tuple[Any, str]]) -> Settings:
+    """Return the settings that values with their sources describe."""
+    values = {name: value for name, (value, _) in given.items()}
+    sources = {name: source for name, (_, source) in given.items()}
     try:
-        path = Path(value).expanduser().resolve()
-        usable = path.is_dir() or not path.exists()
-    except (OSError, RuntimeError):  # no such user's home, a name too long, a folder that may not be entered
-        usable = False
-    if not usable:
-        raise SettingsError("settings.not_a_folder", source=source, value=value[:200])
-    return path
-
-
-def _gigabytes(value: Any, source: str) -> float:
-    try:
-        size = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        size = math.nan
-    if not (math.isfinite(size) and size >= 0):
-        raise SettingsError("settings.not_gigabytes", source=source, value=shortened(str(value)))
-    return size
-
-
-def _tensorrt(value: Any, source: str) -> tuple[str, ...]:
-    words = [word.strip().lower() for word in value.split(",")] if isinstance(value, str) else [""]
-    if words == ["all"]:
-        return tuple(TENSORRT_PARTS)
-    if words == ["none"]:
-        return ()
-    if not set(words) <= set(TENSORRT_PARTS):
-        known = list(TENSORRT_PARTS)
-        raise SettingsError("settings.tensorrt_invalid", source=source, value=shortened(str(value)), known=known)
-    return tuple(part for part in TENSORRT_PARTS if part in words)
-
-
-def _count(value: Any, source: str, most: int) -> int:
-    try:
-        count = 0 if isinstance(value, bool) or (isinstance(value, float) and value % 1) else int(value)
-    except (TypeError, ValueError, OverflowError):
-        count = 0
-    if not 1 <= count <= most:
-        raise SettingsError("settings.not_a_count", source=source, value=shortened(str(value)), most=most)
-    return count
-
-
-def _size(value: Any, source: str) -> tuple[int, int]:
-    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-    if match is None:
-        raise SettingsError("settings.not_a_size", source=source, value=shortened(str(value)))
-    return int(match[1]), int(match[2])
-
-
-def _port(value: Any, source: str) -> int:
-    try:
-        port = int(value)
-    except (TypeError, ValueError):
-        port = 0
-    if not 1 <= port <= _LAST_PORT:
-        raise SettingsError("settings.not_a_port", source=source, value=shortened(str(value)), most=_LAST_PORT)
-    return port
+        return Settings.model_validate({"cache_dir": cache_dir, **values}, context=sources)
+    except ValidationError as error:
+        name = str(error.errors()[0]["loc"][0])
+    most = [limit.le for limit in Settings.model_fields[name].metadata if hasattr(limit, "le")]
+    raise SettingsError(
+        _INVALID.get(name, "settings.empty"),
+        name=name.replace("_", " "),
+        source=sources[name],
+        value=shortened(str(values[name])),
+        most=most[0] if most else None,
+        known=list(TENSORRT_PARTS),
+    )
 
 
 def check_hub(value: Any, source: str) -> str:
@@ -310,32 +322,3 @@ def check_hub(value: Any, source: str) -> str:
     if parts.scheme == "http" and host not in _LOOPBACK:
         raise SettingsError("settings.hub_without_https", source=source, value=shortened(text), hub=HUB)
     return text
-
-
-def _switch(value: Any, source: str) -> bool:
-    text = str(value).strip().lower()
-    if text in _TRUE or text in _FALSE:
-        return text in _TRUE
-    raise SettingsError("settings.not_a_switch", source=source, value=shortened(str(value)))
-
-
-def _offline(value: Any, source: str) -> str:
-    return source if _switch(value, source) else ""
-
-
-def _hub(value: Any, source: str) -> str:
-    # A variable of other programs is validated only when a download uses it.
-    return str(value) if source == _SHARED_VARIABLES["hub"] else check_hub(value, source)
-
-
-_PARSERS: Mapping[str, Callable[[Any, str], Any]] = {
-    "port": _port,
-    "auth": _auth,
-    "browser": _switch,
-    "share": _switch,
-    "share_size": _size,
-    "engine_cache_gb": _gigabytes,
-    "tensorrt": _tensorrt,
-    "offline": _offline,
-    "hub": _hub,
-}

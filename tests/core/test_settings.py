@@ -1,4 +1,4 @@
-"""Settings: flags over environment over file, and a page that knows them all."""
+"""Settings: precedence, validation, and their documentation."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from runtime.core.errors import SettingsError
 from runtime.core.request import COMPONENTS
 
 
-def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
+def test_flags_take_precedence_over_environment_over_file(tmp_path: Path) -> None:
     environ = {"TANDEM_CACHE_DIR": str(tmp_path)}
     assert settings.load({}, environ).port == 7860
     (tmp_path / "settings.json").write_text(json.dumps({"port": 7001, "browser": False}))
@@ -28,7 +28,7 @@ def test_other_machines_need_a_password(tmp_path: Path) -> None:
     assert settings.load({"auth": "me:s3cret:x"}, environ).auth == ("me", "s3cret:x")
 
 
-def test_what_visitors_may_is_read(tmp_path: Path) -> None:
+def test_limits_for_visitors(tmp_path: Path) -> None:
     environ = {"TANDEM_CACHE_DIR": str(tmp_path), "TANDEM_SHARE_SIZE": "832x480", "TANDEM_SHARE_RATE": "5"}
     loaded = settings.load({"share": True, "share_frames": "49", "share_queue": None}, environ)
     assert (loaded.share, loaded.share_size, loaded.share_rate) == (True, (832, 480), 5)
@@ -50,23 +50,23 @@ def test_what_visitors_may_is_read(tmp_path: Path) -> None:
         ("TANDEM_SHARE", "perhaps"),
     ],
 )
-def test_a_limit_that_cannot_be_is_refused(tmp_path: Path, name: str, value: str) -> None:
+def test_an_invalid_limit_is_refused(tmp_path: Path, name: str, value: str) -> None:
     with pytest.raises(SettingsError, match=name):
         settings.load({}, {"TANDEM_CACHE_DIR": str(tmp_path), name: value})
 
 
-def test_a_link_and_another_host_do_not_go_together(tmp_path: Path) -> None:
+def test_a_link_excludes_another_host(tmp_path: Path) -> None:
     environ = {"TANDEM_CACHE_DIR": str(tmp_path), "TANDEM_HOST": "0.0.0.0", "TANDEM_AUTH": "me:secret"}
     with pytest.raises(SettingsError, match="exclude each other"):
         settings.load({"share": True}, environ)
 
 
-def test_nothing_is_fetched_if_tandem_or_all_programs_are_told_so(tmp_path: Path) -> None:
+def test_downloads_are_disabled_by_tandem_or_huggingface_variables(tmp_path: Path) -> None:
     environ = {"TANDEM_CACHE_DIR": str(tmp_path)}
     assert settings.load({}, environ).offline == ""
     assert settings.load({"offline": True}, environ).offline == "--offline"
     assert settings.load({}, environ | {"HF_HUB_OFFLINE": "1"}).offline == "HF_HUB_OFFLINE"
-    # Tandem's own word goes before.
+    # Tandem's own variable takes precedence.
     assert settings.load({}, environ | {"HF_HUB_OFFLINE": "1", "TANDEM_OFFLINE": "0"}).offline == ""
     (tmp_path / "settings.json").write_text('{"offline": true}')
     assert settings.load({}, environ | {"HF_HUB_OFFLINE": "0"}).offline.endswith("settings.json")
@@ -76,7 +76,7 @@ def test_nothing_is_fetched_if_tandem_or_all_programs_are_told_so(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("address", "taken"),
+    ("address", "hub"),
     [
         ("https://hub.example", "https://hub.example"),
         (" https://hub.example:8443/a/b/ ", "https://hub.example:8443/a/b"),
@@ -91,17 +91,17 @@ def test_nothing_is_fetched_if_tandem_or_all_programs_are_told_so(tmp_path: Path
         ("hub", None),
     ],
 )
-def test_a_hub_is_an_address_by_https_or_on_this_machine(tmp_path: Path, address: str, taken: str | None) -> None:
+def test_a_hub_needs_https_unless_it_is_on_this_machine(tmp_path: Path, address: str, hub: str | None) -> None:
     environ = {"TANDEM_CACHE_DIR": str(tmp_path), "TANDEM_HUB": address, "HF_ENDPOINT": "https://other.example"}
-    if taken is None:
+    if hub is None:
         with pytest.raises(SettingsError, match="TANDEM_HUB"):
             settings.load({}, environ)
     else:
-        assert settings.load({}, environ).hub == taken
+        assert settings.load({}, environ).hub == hub
     assert settings.load({}, {"TANDEM_CACHE_DIR": str(tmp_path), "HF_ENDPOINT": address}).hub == address
 
 
-def test_engines_are_kept_where_and_as_large_as_asked(tmp_path: Path) -> None:
+def test_folder_and_size_of_the_engine_library(tmp_path: Path) -> None:
     environ = {"TANDEM_CACHE_DIR": str(tmp_path)}
     assert settings.load({}, environ).engines_dir == tmp_path / "engines"
     assert settings.load({}, environ).engine_cache_gb == 50
@@ -117,13 +117,13 @@ def test_engines_are_kept_where_and_as_large_as_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["many", "-1", "nan", "inf", "1e999", "50GB"])
-def test_a_size_that_cannot_be_is_refused(tmp_path: Path, value: str) -> None:
+def test_an_invalid_library_size_is_refused(tmp_path: Path, value: str) -> None:
     with pytest.raises(SettingsError, match="TANDEM_ENGINE_CACHE_GB"):
         settings.load({}, {"TANDEM_CACHE_DIR": str(tmp_path), "TANDEM_ENGINE_CACHE_GB": value})
 
 
 @pytest.mark.parametrize("name", ["file", "x" * 300, "~no-such-user/engines"])
-def test_an_engine_folder_that_cannot_be_is_refused(tmp_path: Path, name: str) -> None:
+def test_an_invalid_engine_folder_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("")
     value = name if name.startswith("~") else str(tmp_path / name)
     with pytest.raises(SettingsError, match="TENSORRT_CACHE_DIR"):
@@ -151,7 +151,7 @@ def test_launch_flags_preset_backends(tmp_path: Path, flags: tuple[bool, bool, b
     assert settings.load({"tensorrt": value}, {"TANDEM_CACHE_DIR": str(tmp_path)}).backends == backends
 
 
-def test_a_part_on_tensorrt_needs_tensorrt_enabled() -> None:
+def test_a_tensorrt_part_needs_enable_tensorrt() -> None:
     with pytest.raises(SettingsError, match="--tensorrt-transformer was given, but TensorRT is not enabled") as caught:
         settings.tensorrt_from_flags(enable=False, text_encoders=False, transformer=True)
     assert "--enable-tensorrt" in caught.value.remedy
@@ -161,13 +161,13 @@ def test_a_part_on_tensorrt_needs_tensorrt_enabled() -> None:
     ("value", "parts"),
     [("none", ()), ("ALL", ("text-encoders", "transformer", "vae")), ("vae, transformer", ("transformer", "vae"))],
 )
-def test_parts_on_tensorrt_by_variable(tmp_path: Path, value: str, parts: tuple[str, ...]) -> None:
+def test_tensorrt_parts_by_variable(tmp_path: Path, value: str, parts: tuple[str, ...]) -> None:
     environ = {"TANDEM_CACHE_DIR": str(tmp_path), "TANDEM_TENSORRT": value}
     assert settings.load({}, environ).tensorrt == parts
 
 
 @pytest.mark.parametrize("value", ["yes", "all,vae", "unet", ",", "text_encoder"])
-def test_parts_that_cannot_be_are_refused(tmp_path: Path, value: str) -> None:
+def test_unknown_tensorrt_parts_are_refused(tmp_path: Path, value: str) -> None:
     with pytest.raises(SettingsError, match="TANDEM_TENSORRT") as caught:
         settings.load({}, {"TANDEM_CACHE_DIR": str(tmp_path), "TANDEM_TENSORRT": value})
     assert "text-encoders" in caught.value.remedy
@@ -177,3 +177,39 @@ def test_a_settings_file_of_the_wrong_type_is_refused(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text(json.dumps({"tensorrt": True}))
     with pytest.raises(SettingsError, match=r"settings\.json is 'True'"):
         settings.load({}, {"TANDEM_CACHE_DIR": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    ("values", "code"),
+    [
+        ({"port": True}, "settings.not_a_port"),
+        ({"port": 7000.5}, "settings.not_a_port"),
+        ({"share_queue": True}, "settings.not_a_count"),
+        ({"engine_cache_gb": [1]}, "settings.not_gigabytes"),
+        ({"browser": "perhaps"}, "settings.not_a_switch"),
+        ({"offline": 3}, "settings.not_a_switch"),
+        ({"auth": "me:"}, "settings.auth_invalid"),
+        ({"auth": 5}, "settings.auth_invalid"),
+        ({"host": " "}, "settings.empty"),
+        ({"model": "a\x07b"}, "settings.empty"),
+        ({"engine_cache_dir": 5}, "settings.not_a_folder"),
+        ({"share_size": "832 x 480"}, "settings.not_a_size"),
+        ({"hub": "hub"}, "settings.not_a_hub"),
+        ({"prot": 1}, "settings.unknown"),
+        ([], "settings.unknown"),
+    ],
+    ids=str,
+)
+def test_an_invalid_settings_file_is_refused_with_its_name(tmp_path: Path, values: object, code: str) -> None:
+    file = tmp_path / "settings.json"
+    file.write_text(json.dumps(values))
+    with pytest.raises(SettingsError) as caught:
+        settings.load({}, {"TANDEM_CACHE_DIR": str(tmp_path)})
+    assert caught.value.code == code
+    assert str(file) in (caught.value.data.get("source"), caught.value.data.get("file"))
+    assert len(caught.value.what.splitlines()) == len(caught.value.remedy.splitlines()) == 1
+
+
+def test_a_password_is_not_changed(tmp_path: Path) -> None:
+    environ = {"TANDEM_CACHE_DIR": str(tmp_path), "TANDEM_AUTH": "me: a:b "}
+    assert settings.load({}, environ).auth == ("me", " a:b ")

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -133,10 +133,10 @@ def test_what_fails_says_why(shown: Shown) -> None:
 
 
 def test_offline_no_button_does_anything(shown: Shown) -> None:
-    panel = ModelsPanel(Downloads(replace(shown.settings, offline="--offline")), shown.models, shown.settings)
+    panel = ModelsPanel(Downloads(shown.settings.replace(offline="--offline")), shown.models, shown.settings)
     reply = respond(panel, Call("download", NAME))
     assert reply["error"] and "Downloads are disabled: --offline is set." in reply["message"]
-    offline = replace(shown.settings, offline="--offline")
+    offline = shown.settings.replace(offline="--offline")
     view = respond(ModelsPanel(Downloads(offline), shown.models, offline), Call())["parts"]["list"]
     assert view.count('aria-disabled="true">Download') == len(KNOWN)
     assert not shown.hub.asked
