@@ -26,7 +26,7 @@ def test_a_model_is_downloaded_after_asking_and_can_be_cancelled(
     page.click(f"{item} [data-action=download]")
     assert "License: Apache-2.0" in page.inner_text("dialog[open]")
     page.keyboard.press("Escape")
-    assert not hub.asked
+    assert not hub.requests
     page.click(f"{item} [data-action=download]")
     page.click("dialog[open] .strong")
     # It goes on without its page.

@@ -118,7 +118,7 @@ def test_offline_nothing_is_asked_for(
     said = {"flag": "--offline or TANDEM_OFFLINE", "file": "settings.json"}.get(how, how)
     assert what.startswith("Error: Downloads are disabled: ")
     assert said in what
-    assert not hub.asked
+    assert not hub.requests
     # The rest works as ever, and the flag is gone with its command.
     assert run(["models", "list", *flags]) == 0
     assert run(["plan", "a boat", "--model", "diorama", *flags]) == 0

@@ -67,7 +67,7 @@ def context(plan: ExecutionPlan, speed: float) -> Timed:
     [
         ([], 0.0, 35.0),
         ([(0, StageStarted(stage="load", part="text_encoder"))], 0.5, 34.5),
-        # Loading that takes longer than forecast eats into nothing else.
+        # Loading that takes longer than forecast does not shorten the other stages.
         ([(0, StageStarted(stage="load", part="text_encoder"))], 3.0, 34.0),
         (
             [
@@ -112,17 +112,17 @@ def test_the_estimate_converges_without_jumps(plan: ExecutionPlan, speed: float)
     for (now, event), (until, _) in zip(events, [*events[1:], events[-1]], strict=True):
         pace = pace.after(event, now)
         seen = [pace.left(now + share * (until - now)) for share in (0.0, 0.5, 0.999)]
-        told = [left for left in seen if left is not None]
-        assert len(told) == len(seen)
-        assert told == sorted(told, reverse=True), "between events it counts down"
-        assert min(told) >= 0.0
-        left = told[0]
+        estimates = [left for left in seen if left is not None]
+        assert len(estimates) == len(seen)
+        assert estimates == sorted(estimates, reverse=True), "between events it counts down"
+        assert min(estimates) >= 0.0
+        left = estimates[0]
         # Where the forecast is within its bounds. One that is ten times off is corrected at once.
         if before is not None and 0.4 <= speed <= 2.5:
             assert abs(left - before) <= max(0.45 * max(before, left), 2.0)
         if pace.step >= 7 and now < end:
             assert left == pytest.approx(end - now, rel=0.25, abs=1.5 * speed)
-        before = told[2]
+        before = estimates[2]
 
 
 def test_a_slow_first_step_has_little_weight(plan: ExecutionPlan) -> None:

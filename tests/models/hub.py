@@ -24,13 +24,13 @@ REPOSITORY = "Wan-AI/Tiny-Diffusers"
 
 @dataclass
 class Fault:
-    """What goes wrong for a path, the next `times` times that it is requested.
+    """A fault of a path, for the next `times` requests.
 
     Attributes:
-        after: bytes that are sent before it goes wrong.
-        how: "break" (the connection ends), "stall" (nothing more comes), "lie" (other bytes), "longer" (more bytes),
+        after: bytes that are sent before the fault.
+        how: "break" (the connection ends), "stall" (no more bytes), "wrong" (other bytes), "longer" (more bytes),
             "short" (a byte less), "whole" (ranges are ignored), "whole-break" (both), "elsewhere" (another range than
-            was asked for), "slow" (a piece at a time), or a status such as "500"; "302 URL" redirects.
+            requested), "slow" (a piece at a time), or a status such as "500"; "302 URL" redirects.
         headers: with a status.
     """
 
@@ -75,20 +75,20 @@ class LoopbackHub:
     Attributes:
         repositories: by "owner/name".
         faults: by path, or "api".
-        sent: bytes of content by path; `asked`: every request as (path, range, authorization).
+        sent: bytes of content by path; `requests`: every request as (path, range, authorization).
     """
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
         self.faults: dict[str, Fault] = {}
         self.sent: Counter[str] = Counter()
-        self.asked: list[tuple[str, str, str]] = []
+        self.requests: list[tuple[str, str, str]] = []
         self.gone = threading.Event()
         self.address = ""
 
-    def asked_for(self, path: str) -> list[str]:
+    def ranges_of(self, path: str) -> list[str]:
         """Return the ranges that were requested of a path."""
-        return [ranged for asked, ranged, _ in self.asked if asked == path]
+        return [ranged for requested, ranged, _ in self.requests if requested == path]
 
     def fault(self, path: str) -> Fault | None:
         """Return the fault of a path and count it as used."""
@@ -182,7 +182,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if how == "short":
             content = content[:-1]
-        elif how == "lie":
+        elif how == "wrong":
             content = bytes(byte ^ 1 for byte in content)
         elif how == "longer":
             content += content
@@ -236,4 +236,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _note(self, path: str) -> None:
-        self.at.asked.append((path, self.headers.get("range", ""), self.headers.get("authorization", "")))
+        self.at.requests.append((path, self.headers.get("range", ""), self.headers.get("authorization", "")))

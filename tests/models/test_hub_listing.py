@@ -9,7 +9,7 @@ from runtime.core.errors import DownloadError
 from runtime.core.facts import Fact
 from runtime.models.hub.files import RemoteFile, read_listing
 
-WHOLE = (
+LOADED = (
     "model_index.json",
     "scheduler/scheduler_config.json",
     "tokenizer/tokenizer.json",
@@ -23,7 +23,7 @@ WHOLE = (
     "vae/config.json",
     "vae/diffusion_pytorch_model.safetensors",
 )
-BESIDE = (
+NOT_LOADED = (
     "README.md",
     ".gitattributes",
     "assets/logo.png",
@@ -52,9 +52,9 @@ def info(*paths: str, **changes: Any) -> ModelInfo:
 
 
 def test_only_files_that_are_loaded_are_listed_small_ones_first() -> None:
-    listing = read_listing("a/b", info(*BESIDE, *reversed(WHOLE)))
+    listing = read_listing("a/b", info(*NOT_LOADED, *reversed(LOADED)))
     assert [file.path for file in listing.files[:1]] == ["model_index.json"]
-    assert {file.path for file in listing.files} == set(WHOLE)
+    assert {file.path for file in listing.files} == set(LOADED)
     weights = [file.is_weights for file in listing.files]
     assert weights == sorted(weights)
     assert listing.total_bytes == 8 * 10 + 4 * 1000
@@ -74,8 +74,8 @@ def test_only_files_that_are_loaded_are_listed_small_ones_first() -> None:
         ({}, ""),
     ],
 )
-def test_the_licence_is_read(answer: dict[str, Any], license_name: str) -> None:
-    assert read_listing("a/b", info(*WHOLE, **answer)).license == license_name
+def test_the_license_is_read(answer: dict[str, Any], license_name: str) -> None:
+    assert read_listing("a/b", info(*LOADED, **answer)).license == license_name
 
 
 @pytest.mark.parametrize(
@@ -83,18 +83,18 @@ def test_the_licence_is_read(answer: dict[str, Any], license_name: str) -> None:
 )
 def test_a_path_outside_the_folder_refuses_the_repository(path: str) -> None:
     with pytest.raises(DownloadError) as caught:
-        read_listing("a/b", info(*WHOLE, path))
+        read_listing("a/b", info(*LOADED, path))
     assert caught.value.fact == Fact("hub.path_outside", {"repository": "a/b", "path": path})
 
 
 @pytest.mark.parametrize(
     ("paths", "code", "component"),
     [
-        (tuple(path for path in WHOLE if path != "model_index.json"), "hub.not_a_pipeline", None),
-        (tuple(path for path in WHOLE if not path.startswith("vae")), "hub.no_safetensors", "vae"),
-        ((*(path for path in WHOLE if not path.startswith("vae")), "vae/x.bin"), "hub.only_pickled_weights", "vae"),
-        ((*WHOLE, "vae/Config.json"), "hub.names_differ_in_case", None),
-        ((*WHOLE, "transformer_2/config.json"), "hub.no_safetensors", "transformer_2"),
+        (tuple(path for path in LOADED if path != "model_index.json"), "hub.not_a_pipeline", None),
+        (tuple(path for path in LOADED if not path.startswith("vae")), "hub.no_safetensors", "vae"),
+        ((*(path for path in LOADED if not path.startswith("vae")), "vae/x.bin"), "hub.only_pickled_weights", "vae"),
+        ((*LOADED, "vae/Config.json"), "hub.names_differ_in_case", None),
+        ((*LOADED, "transformer_2/config.json"), "hub.no_safetensors", "transformer_2"),
     ],
 )
 def test_a_repository_that_is_not_a_pipeline_is_refused(
@@ -108,7 +108,7 @@ def test_a_repository_that_is_not_a_pipeline_is_refused(
 @pytest.mark.parametrize("answer", [{"sha": None}, {"sha": "main"}, {"sha": 5}, {"sha": "C" * 40}])
 def test_an_answer_without_a_commit_is_refused(answer: dict[str, Any]) -> None:
     with pytest.raises(DownloadError) as caught:
-        read_listing("a/b", info(*WHOLE, **answer))
+        read_listing("a/b", info(*LOADED, **answer))
     assert caught.value.code == "hub.malformed_answer"
 
 
@@ -126,7 +126,7 @@ def test_an_answer_without_a_commit_is_refused(answer: dict[str, Any]) -> None:
     ],
 )
 def test_a_file_that_cannot_be_verified_is_refused(changes: dict[str, Any]) -> None:
-    siblings = [entry(path, **(changes if path == "vae/config.json" else {})) for path in WHOLE]
+    siblings = [entry(path, **(changes if path == "vae/config.json" else {})) for path in LOADED]
     with pytest.raises(DownloadError) as caught:
         read_listing("a/b", info(siblings=siblings))
     assert caught.value.fact == Fact("hub.no_hash", {"file": "vae/config.json"})

@@ -62,7 +62,7 @@ STYLES: dict[str, tuple[Callable[..., Tensors], float]] = {
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_every_spelling_adds_the_same_product(
+def test_every_naming_style_adds_the_same_product(
     style: str, spec: ModelSpec, plain: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     named, scale = STYLES[style]
@@ -80,7 +80,7 @@ def test_every_spelling_adds_the_same_product(
 
 
 @pytest.mark.parametrize("named", [lora_files.wan, lambda found: lora_files.wan(found, alpha=2.0), lora_files.musubi])
-def test_names_are_read_as_diffusers_reads_them(named: Callable[..., Tensors], spec: ModelSpec) -> None:
+def test_tensor_names_are_read_as_diffusers_reads_them(named: Callable[..., Tensors], spec: ModelSpec) -> None:
     tensors = named(factors(spec.transformer))
     theirs = {name.removeprefix("transformer.") for name in WanLoraLoaderMixin.lora_state_dict(dict(tensors))}
     changes = [change_of(name) for name in tensors]
@@ -89,7 +89,7 @@ def test_names_are_read_as_diffusers_reads_them(named: Callable[..., Tensors], s
     assert ours == theirs
 
 
-def test_what_lies_around_the_blocks_and_whole_changes_are_added_too(
+def test_changes_outside_the_blocks_and_full_weight_differences_are_added(
     spec: ModelSpec, plain: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     random = torch.Generator().manual_seed(1)
@@ -127,7 +127,7 @@ def test_what_lies_around_the_blocks_and_whole_changes_are_added_too(
     assert {name for name in plain if not torch.equal(changed[name], plain[name])} == wanted.keys()
 
 
-def test_two_are_added_and_the_sum_is_rounded_once(spec: ModelSpec, tmp_path: Path) -> None:
+def test_two_loras_are_added_and_the_sum_is_rounded_once(spec: ModelSpec, tmp_path: Path) -> None:
     first, second = (factors(spec.transformer, rank, seed=rank) for rank in (2, 5))
     paths = [
         lora_files.save(tmp_path / f"{i}.safetensors", lora_files.wan(found)) for i, found in enumerate((first, second))
@@ -169,7 +169,7 @@ def test_a_lora_that_changed_since_planning_is_refused(spec: ModelSpec, tmp_path
     assert refused.value.fact == Fact("lora.changed", {"lora": "a"})
 
 
-def test_every_shape_in_the_table_is_the_transformers_own(tiny: Tiny) -> None:
+def test_every_shape_in_the_table_equals_the_transformers(tiny: Tiny) -> None:
     for architecture in ("wan2.1", "wan2.2-ti2v-5b"):
         spec = tiny(architecture)
         checked = 0
@@ -246,7 +246,7 @@ def test_a_bad_file_is_refused_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize(
-    "spoil",
+    "damage",
     [
         lambda data: data[:-7],
         lambda data: data[:4],
@@ -260,9 +260,9 @@ def test_a_bad_file_is_refused_before_anything_is_loaded(
         lambda data: data.replace(b'"data_offsets"', b'"data_offsetz"', 1),
     ],
 )
-def test_a_damaged_file_is_refused(spoil: Callable[[bytes], bytes], spec: ModelSpec, tmp_path: Path) -> None:
+def test_a_damaged_file_is_refused(damage: Callable[[bytes], bytes], spec: ModelSpec, tmp_path: Path) -> None:
     path = lora_files.save(tmp_path / "a.safetensors", lora_files.peft(factors(spec.transformer)))
-    path.write_bytes(spoil(path.read_bytes()))
+    path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ModelError) as refused:
         with_loras(spec, [Lora(str(path))], tmp_path)
     assert refused.value.code in {"lora.damaged", "lora.header_invalid", "lora.dtype_unsupported"}

@@ -1,4 +1,4 @@
-"""Quantization: what it computes in, what it refuses, and that the pinned libraries do what is asked of them."""
+"""Quantization: its arithmetic, what it refuses, and the results of the pinned libraries."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ from runtime.models.quantization import arithmetic, check_quantized, config, loa
 from tests.engines.contract import wheels
 
 KINDS = {"bnb-8bit": "bitsandbytes", "bnb-4bit": "bitsandbytes", "fp8": "torchao"}
-# Relative errors of a small random transformer in bfloat16, with room: measured 0.005, 0.023 and 0.011.
+# Relative errors of a small random transformer in bfloat16, with a margin: measured 0.005, 0.023 and 0.011.
 ERRORS = {"bnb-8bit": 0.02, "bnb-4bit": 0.06, "fp8": 0.03}
 
 
@@ -81,7 +81,7 @@ def test_a_model_without_a_layer_to_quantize_is_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_pinned_libraries_quantize_and_what_is_quantized_moves(kind: str, tmp_path: Path) -> None:
+def test_the_pinned_libraries_quantize_and_quantized_weights_can_be_offloaded(kind: str, tmp_path: Path) -> None:
     package = wheels.unpacked(f"{KINDS[kind]}=={wheels.pinned(KINDS[kind])}")
     done = subprocess.run(
         [sys.executable, "-m", "tests.models.quantize_on_cpu", kind, str(tmp_path)],
@@ -97,7 +97,7 @@ def test_the_pinned_libraries_quantize_and_what_is_quantized_moves(kind: str, tm
     assert list(found["errors"]) == placements
     for error in found["errors"].values():
         assert 0 < error < ERRORS[kind]
-    # The blocks' linear layers and nothing else.
+    # Only the blocks' linear layers are quantized.
     assert found["quantized"] == 3 * 10
     assert found["kept"] == ["torch.bfloat16"] * 3
     # A LoRA gives what quantizing the changed weights would have given, bit for bit.

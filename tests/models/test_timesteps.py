@@ -34,11 +34,11 @@ def made(name: str, **config: Any) -> Any:
 # Of diffusers' own, with NumPy 2.
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 @pytest.mark.parametrize("name", CLASSES)
-def test_the_steps_lie_where_the_scheduler_puts_them(name: str) -> None:
+def test_timesteps_equal_those_of_the_scheduler(name: str) -> None:
     levels = noise_levels({"_class_name": name, **made(name).config})
     assert levels.setting is not None and levels.shift == 1.0
     for shift in SHIFTS:
-        # As a folder says it, and as it is asked for.
+        # From the configuration, and from the request.
         scheduler = made(name, **{levels.setting: shift})
         own = noise_levels({"_class_name": name, **scheduler.config})
         assert own.shift == shift
@@ -92,7 +92,7 @@ def test_an_impossible_shift_gives_no_timesteps(shift: float) -> None:
 @pytest.mark.parametrize("name", ["UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler"])
 @pytest.mark.parametrize("shift", [MIN_SHIFT, MAX_SHIFT])
 @pytest.mark.parametrize("steps", [1, 4, MAX_STEPS])
-def test_as_far_as_a_shift_may_go_the_scheduler_finds_what_it_should(name: str, shift: float, steps: int) -> None:
+def test_the_extreme_shifts_equal_those_of_the_scheduler(name: str, shift: float, steps: int) -> None:
     levels = noise_levels({"_class_name": name, **made(name).config})
     scheduler = made(name, **{str(levels.setting): shift})
     scheduler.set_timesteps(steps)
@@ -105,7 +105,7 @@ def test_as_far_as_a_shift_may_go_the_scheduler_finds_what_it_should(name: str, 
     assert torch.allclose(latents, clean, atol=1e-3)
 
 
-def test_known_models_tell_where_steps_lie_once_a_shift_is_asked_for() -> None:
+def test_published_models_have_timesteps_once_a_shift_is_requested() -> None:
     levels = KNOWN[0].spec(Path("weights")).noise
     scheduler = made("UniPCMultistepScheduler", flow_shift=5.0)
     scheduler.set_timesteps(4)

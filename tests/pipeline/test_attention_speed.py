@@ -12,19 +12,19 @@ from tests.planner.test_execution_options import A14B, TRITON, gpu_machine, plan
 def test_measurements_serve_the_next_plan(tmp_path: Path) -> None:
     here = gpu_machine(packages=(*TRITON, ("flash-attn-4", "4.0")))
     history = HistoryFile(tmp_path, here)
-    taken = {"cudnn": 0.038, "flash": 0.06, "native": 0.039}
-    asked: list[tuple[str, int, int, int, str, str]] = []
+    seconds = {"cudnn": 0.038, "flash": 0.06, "native": 0.039}
+    measured: list[tuple[str, int, int, int, str, str]] = []
 
     def measure(kind: str, *rest: object) -> float:
-        asked.append((kind, *rest))  # type: ignore[arg-type]
-        if kind not in taken:
+        measured.append((kind, *rest))  # type: ignore[arg-type]
+        if kind not in seconds:
             raise RuntimeError("no kernel image")
-        return taken[kind]
+        return seconds[kind]
 
     first = plan(on=here)
     measure_attention(first, A14B, history, measure)
-    assert [one[0] for one in asked] == ["native", "cudnn", "flash", "flash4"]
-    assert asked[0][1:] == (first.tokens, 40, 128, "bfloat16", "cuda:0")
+    assert [one[0] for one in measured] == ["native", "cudnn", "flash", "flash4"]
+    assert measured[0][1:] == (first.tokens, 40, 128, "bfloat16", "cuda:0")
     second = plan(on=here, history=history.read())
     assert second.speed.attention == "cudnn"
     assert second.speed.attention_reason is not None
@@ -32,9 +32,9 @@ def test_measurements_serve_the_next_plan(tmp_path: Path) -> None:
     # Neither the same size nor one of its class is measured again; a much smaller one is.
     measure_attention(second, A14B, history, measure)
     measure_attention(plan(on=here, frames=61), A14B, history, measure)
-    assert len(asked) == 4
+    assert len(measured) == 4
     measure_attention(plan(on=here, frames=5), A14B, history, measure)
-    assert len(asked) == 8
+    assert len(measured) == 8
 
 
 @pytest.mark.parametrize("values", [{"attention": "native"}, {"backends": {"all": "pytorch"}}])

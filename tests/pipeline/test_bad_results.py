@@ -23,24 +23,24 @@ from tests.pipeline.test_resume import run, steps_of, stream_of
 from tests.plans import tiny_plan
 
 Tiny = Callable[[str], ModelSpec]
-SPOIL: dict[Fault, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+DEGRADE: dict[Fault, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "black": lambda frames, first: torch.full_like(frames, -1.0),
     "blank": lambda frames, first: torch.full_like(frames, 0.3),
     "frozen": lambda frames, first: first.expand_as(frames),
 }
 
 
-def spoil(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
-    """Let the decoder run, and show nothing."""
+def degrade(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
+    """Replace the frames of the VAE decoder by degenerate ones."""
 
-    class Spoilt(PyTorchVideoDecoder):
+    class DegenerateDecoder(PyTorchVideoDecoder):
         def frames(self, latents: torch.Tensor, chunk: int, tile: int | None = None) -> Iterator[torch.Tensor]:
             first: torch.Tensor | None = None
             for frames in super().frames(latents, chunk, tile):
                 first = frames[:1] if first is None else first
-                yield SPOIL[fault](frames, first)
+                yield DEGRADE[fault](frames, first)
 
-    monkeypatch.setattr("runtime.families.wan.components.PyTorchVideoDecoder", Spoilt)
+    monkeypatch.setattr("runtime.families.wan.components.PyTorchVideoDecoder", DegenerateDecoder)
 
 
 @pytest.mark.parametrize("fault", ["black", "blank", "frozen"])
@@ -54,7 +54,7 @@ def test_a_degenerate_clip_fails_without_a_video_and_can_be_decoded_again(
     run(plan, spec, None)
     shutil.move(out, tmp_path / "wanted.mp4")
     with monkeypatch.context() as patched:
-        spoil(patched, fault)
+        degrade(patched, fault)
         end = run(plan, spec, tmp_path / "job")[-1]
     assert isinstance(end, Failed)
     assert end.fact == Fact(f"pipeline.clip_{fault}", {"cause": Fact("cause.weights")})

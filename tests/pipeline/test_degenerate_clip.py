@@ -38,7 +38,7 @@ def still(frame: np.ndarray, noise: float, chance: np.random.Generator) -> np.nd
         (lambda chance: np.full(SHAPE, 128.0), "blank"),
         (lambda chance: np.full(SHAPE, (240.0, 3.0, 90.0)), "blank"),
         (lambda chance: still(scene(128, 0), 1.0, chance), "blank"),
-        # Flat frames of changing colours show nothing either.
+        # Flat frames whose color changes.
         (lambda chance: np.linspace(30, 220, SHAPE[0])[:, None, None, None] * np.ones(SHAPE), "blank"),
         (lambda chance: still(scene(128, 60), 0.0, chance), "frozen"),
         (lambda chance: still(scene(128, 60), 2.0, chance), "frozen"),

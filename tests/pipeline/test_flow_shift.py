@@ -54,7 +54,7 @@ def test_each_transformer_runs_the_planned_steps(scheduler: str, tiny: Tiny, tmp
         assert facts["request"]["shift"] == facts["plan"]["shift"] == (None if shift == 3.0 else shift)
         assert GenerationRequest.from_mapping(facts["request"]).shift == plan.shift
         made[shift] = frames_of(out)
-    # The folder's own said aloud is the same video; any other is another one.
+    # The folder's shift, given explicitly, makes the same video; another shift makes another one.
     assert made[3.0] == made[None]
     assert len(set(made.values())) == 4 and len(shares) > 2
 
@@ -82,7 +82,7 @@ def test_a_job_resumes_with_its_own_shift_only(tiny: Tiny, tmp_path: Path) -> No
         assert len({identity(files, one, half=half) for one in others}) == 3
 
 
-def test_a_rerun_has_the_shift_of_the_first_half(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_rerun_keeps_the_shift_of_the_high_noise_steps(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.2-a14b")
     made = tiny_plan(spec, tmp_path / "x.mp4", shift=12.0)
     run(made, spec, tmp_path / "job")

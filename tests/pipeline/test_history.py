@@ -71,9 +71,9 @@ def test_only_the_first_job_of_a_process_records_memory(tiny: Tiny, tmp_path: Pa
     spec = tiny("wan2.1")
     run(spec, history, tiny_plan(spec, tmp_path / "x.mp4"))
     run(spec, history, tiny_plan(spec, tmp_path / "x.mp4", frames=5))
-    told = [(known.kind.component, known.excess_bytes is not None) for known in history.read()]
-    # The second read as many words: that the first told of it stays known.
-    assert sorted(told) == [
+    recorded = [(known.kind.component, known.excess_bytes is not None) for known in history.read()]
+    # The second job encoded as many tokens; the memory that the first one recorded stays.
+    assert sorted(recorded) == [
         ("text_encoder", True),
         ("transformer", False),
         ("transformer", True),

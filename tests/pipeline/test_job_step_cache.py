@@ -105,7 +105,7 @@ def test_a_forecast_uses_runs_with_the_same_cache(tiny: Tiny, tmp_path: Path) ->
     for one, expected in zip(kinds, (1.0, 0.5), strict=True):
         found = seconds_per_call(history, one.kind, one.flops)
         assert found is not None and found.likely == pytest.approx(expected)  # four steps of two passes
-    # Runs that were noted before there were step caches still tell.
+    # Runs recorded before step caches existed are still used.
     old = kinds[0].model_dump(mode="json")
     del old["kind"]["step_cache"]
     assert Run.model_validate(old) == kinds[0]

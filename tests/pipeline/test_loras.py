@@ -98,15 +98,15 @@ def test_resuming_gives_the_same_video_and_another_lora_file_starts_over(place: 
     video = place.folder / "x.mp4"
     place.run(plan, spec)
     wanted = frames_of(video)
-    kept = CheckpointFolder(place.folder / "job")
-    place.run(plan, spec, kept, stop=2)
-    # As it comes back from the store.
+    checkpoints = CheckpointFolder(place.folder / "job")
+    place.run(plan, spec, checkpoints, stop=2)
+    # As the job store returns it.
     again = ExecutionPlan.model_validate_json(plan.model_dump_json())
     assert again == plan
     events = place.run(again, spec, CheckpointFolder(place.folder / "job"))
     assert Resumed(step=2, of=4) in events
     assert frames_of(video) == wanted
-    place.run(plan, spec, kept, stop=2)
+    place.run(plan, spec, checkpoints, stop=2)
     lora_files.save(place.lora, lora_files.wan(factors(place.spec.transformer, seed=5)))
     plan, spec = place.plan("style")
     events = place.run(plan, spec, CheckpointFolder(place.folder / "job"))
@@ -120,8 +120,8 @@ def test_a_clip_without_loras_is_unchanged(place: Place) -> None:
     files = stamps(spec)
     assert identity(files, plan, half=False) == identity(stamps(place.spec), plan, half=False)
     with_one, changed = place.plan("high=style")
-    whole, half = (identity(stamps(changed), with_one, half=half) for half in (False, True))
-    assert whole != identity(files, plan, half=False) and half != identity(files, plan, half=True)
+    full, high_noise = (identity(stamps(changed), with_one, half=half) for half in (False, True))
+    assert full != identity(files, plan, half=False) and high_noise != identity(files, plan, half=True)
     # The first half does not depend on what changes the second expert.
     low, low_spec = place.plan("low=style")
     assert identity(stamps(low_spec), low, half=True) == identity(files, plan, half=True)

@@ -138,7 +138,7 @@ def bench(stocked: tuple[ModelSpec, Path, list[Event]], tmp_path: Path) -> Bench
 def break_after(
     monkeypatch: pytest.MonkeyPatch, program: str, calls: int, end: Callable[[], dict[str, torch.Tensor]]
 ) -> None:
-    """Let real sessions run, and `end` the one call of `program` that comes after `calls` of them."""
+    """Run real sessions, and call `end` in the call of `program` that follows `calls` of them."""
     infer: Infer = OnnxRuntimeSession.infer
     marks = {"text_encoder": "input_ids", "transformer": "timestep", "vae_next": "cache_0"}
     seen = 0
@@ -261,7 +261,7 @@ def test_damage_between_plan_and_job_falls_back_to_pytorch(damage: Callable[[Pat
     assert backends(events)["transformer_2"] == "pytorch"
     assert saved(events).plan["components"]["transformer_2"]["reason"] == str(fall.reason)
     assert saved(events).warnings[-1] == fall.fact
-    # It is known now: the next plan does not want it.
+    # Its damage is recorded: the next plan does not use it.
     assert bench.plan(build="never").components["transformer_2"].backend == "pytorch"
 
 
@@ -353,7 +353,7 @@ def test_a_plan_for_other_weights_falls_back_with_a_reason(bench: Bench) -> None
     assert (fall.component, fall.reason.code) == ("vae", "engine.planned_for_others")
 
 
-def test_an_engine_of_other_weights_is_never_taken(bench: Bench, stocked: tuple[ModelSpec, Path, list[Event]]) -> None:
+def test_an_engine_of_other_weights_is_not_used(bench: Bench, stocked: tuple[ModelSpec, Path, list[Event]]) -> None:
     bare = bench.plan()
     path = lora_files.save(bench.folder / "style.safetensors", lora_files.wan(factors(bench.spec.transformer)))
     asked = {"loras": [f"high={path}:0.8"]}

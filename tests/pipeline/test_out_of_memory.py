@@ -86,7 +86,7 @@ class Starving:
 
 
 def outs(events: list[Event]) -> list[OutOfMemory]:
-    """Return what was told of memory."""
+    """Return the out-of-memory events."""
     return [event for event in events if isinstance(event, OutOfMemory)]
 
 
@@ -232,7 +232,7 @@ def test_a_resumed_job_keeps_the_strategy_of_its_retry(
 def _decode_with_little_memory(directory: Path, output: Path, end: Any) -> None:
     """Run a job whose decoder really runs out of memory: the process may have little more than decoding in tiles takes.
 
-    In a process of its own, which computes nothing before.
+    Runs in its own process, which computes nothing before.
     """
     from runtime.models.registry import read_spec
     from runtime.planner import memory_model
@@ -254,10 +254,15 @@ def _decode_with_little_memory(directory: Path, output: Path, end: Any) -> None:
     torch.set_num_threads(1)
     with Residency() as residency:
         run_job(plan, spec, emit, Cancel(), residency)
-    told = [(out.stage, out.memory, str(out.strategy), out.retried) for out in outs(events)]
+    reported = [(out.stage, out.memory, str(out.strategy), out.retried) for out in outs(events)]
     final = events[-1]
     end.send(
-        (told, type(final).__name__, getattr(final, "what", ""), [str(one) for one in getattr(final, "warnings", ())])
+        (
+            reported,
+            type(final).__name__,
+            getattr(final, "what", ""),
+            [str(one) for one in getattr(final, "warnings", ())],
+        )
     )
 
 
@@ -276,10 +281,12 @@ def test_real_out_of_memory_while_decoding(tiny: Tiny, tmp_path: Path, monkeypat
     process = context.Process(target=_decode_with_little_memory, args=(directory, tmp_path / "x.mp4", theirs))
     process.start()
     assert ours.poll(240), "no answer"
-    told, final, what, warnings = ours.recv()
+    reported, final, what, warnings = ours.recv()
     process.join(20)
-    assert final == "VideoSaved", (what, told)
-    assert [(stage, memory, taken) for stage, memory, _, taken in told] == [("decode", "RAM", True)] * len(told)
-    assert "One component at a time, decoding in tiles of" in told[-1][2]
+    assert final == "VideoSaved", (what, reported)
+    assert [(stage, memory, retried) for stage, memory, _, retried in reported] == [("decode", "RAM", True)] * len(
+        reported
+    )
+    assert "One component at a time, decoding in tiles of" in reported[-1][2]
     assert any("slightly less exact" in warning for warning in warnings)
     assert len(frames_of(tmp_path / "x.mp4")) == 5 * 512 * 768 * 3

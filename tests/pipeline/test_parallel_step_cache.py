@@ -62,7 +62,7 @@ def decisions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool, bool]]:
     return found
 
 
-def test_all_processes_decide_as_one(
+def test_all_processes_skip_the_same_blocks(
     split: Split, residency: Residency, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = tiny("wan2.2-a14b")
@@ -70,14 +70,14 @@ def test_all_processes_decide_as_one(
     seen = decisions(monkeypatch)
     with Residency() as alone:
         wanted, without = sample(spec, cached, alone), sample(spec, plain, alone)
-    # Of two passes of 12 steps, those in which a cache begins anew compute everything and decide nothing.
+    # Of two passes of 12 steps, those that start a new cache compute everything and decide nothing.
     assert len(seen) == 2 * (STEPS - 3)
     assert 0 < sum(whole for whole, _, _ in seen) < len(seen)
     assert sum(first != second for _, first, second in seen) >= 2
     made = sample(spec, cached.replace(split=split), residency)
     assert (made - wanted).norm() <= 1e-6 * wanted.norm()
     assert (wanted - without).norm() > 1e-3 * wanted.norm()
-    # Nothing of it stays, though the same modules are lent.
+    # The modules, which are used again, keep nothing of the cache.
     again = sample(spec, plain.replace(split=split), residency)
     assert (again - without).norm() <= 1e-6 * without.norm()
 
@@ -95,7 +95,7 @@ def test_an_interrupted_job_gives_the_same_video(
         if isinstance(event, StepDone) and event.step == 10:
             cancel.pause()
 
-    # Caches begin anew at the ninth step.
+    # New caches start at the ninth step.
     assert run(plan, spec, residency, folder, pause)[-1] == Paused(step=8, of=STEPS)
     events = run(plan, spec, residency, folder)
     assert Resumed(step=8, of=STEPS) in events

@@ -21,7 +21,7 @@ SCALES = {"guidance_scale": 4.0, "guidance_scale_2": 3.0}
 
 
 def redo(made: ExecutionPlan, spec: ModelSpec, folder: Path, output: Path, **changes: Any) -> ExecutionPlan:
-    """Plan the second half anew, from folder/job into folder/redone, and prepare it as the worker does."""
+    """Plan a rerun of the low-noise steps of folder/job in folder/redone, and prepare it as the worker does."""
     target = folder / "redone"
     plan = plan_rerun(made, changes, spec, folder / "job", target, machine(), output)
     prepare_rerun(CheckpointFolder(target), plan, spec)
@@ -81,7 +81,7 @@ def test_a_rerun_can_be_interrupted_and_rerun(tiny: Tiny, tmp_path: Path) -> Non
         ({"backends": "fast"}, "backends", ""),
     ],
 )
-def test_fields_of_the_first_half_are_refused(
+def test_fields_of_the_high_noise_steps_are_refused(
     changes: dict[str, Any], field: str, code: str, tiny: Tiny, tmp_path: Path
 ) -> None:
     spec = tiny("wan2.2-a14b")

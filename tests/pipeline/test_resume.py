@@ -44,7 +44,7 @@ STAGES = ("encode", "denoise", "decode", "mux")
 
 
 def run(plan: ExecutionPlan, spec: ModelSpec, folder: Path | None, stop: Choice = never) -> list[Event]:
-    """Run a job, kept in `folder`; `stop` says at which event to pause."""
+    """Run a job with checkpoints in `folder`; `stop` returns whether to pause at an event."""
     checkpoints = CheckpointFolder(folder) if folder else None
     with Residency() as residency:
         return events_of(plan, spec, residency, pause_at=stop, checkpoints=checkpoints)
@@ -140,7 +140,7 @@ def test_cancelling_within_a_step_loses_only_that_step(tiny: Tiny, tmp_path: Pat
     cancel = Cancel()
     calls = 0
 
-    class Watched(PyTorchDenoiser):
+    class CancellingDenoiser(PyTorchDenoiser):
         def __call__(
             self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str = PROMPTED
         ) -> torch.Tensor:
@@ -151,7 +151,7 @@ def test_cancelling_within_a_step_loses_only_that_step(tiny: Tiny, tmp_path: Pat
             return super().__call__(latents, timestep, text_embeds, which)
 
     with pytest.MonkeyPatch.context() as patched, Residency() as residency:
-        patched.setattr("runtime.families.wan.transformer.PyTorchDenoiser", Watched)
+        patched.setattr("runtime.families.wan.transformer.PyTorchDenoiser", CancellingDenoiser)
         run_job(plan, spec, events.append, cancel, residency, checkpoints=CheckpointFolder(tmp_path / "job"))
     assert events[-1] == Cancelled()
     assert calls == 3

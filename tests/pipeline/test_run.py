@@ -45,7 +45,7 @@ Tiny = Callable[[str], ModelSpec]
 
 
 def run(spec: ModelSpec, output: Path, stop: Choice = never, **values: object) -> list[Event]:
-    """Run a tiny job; `stop` says at which event to cancel."""
+    """Run a tiny job; `stop` returns whether to cancel at an event."""
     with Residency() as residency:
         events = events_of(tiny_plan(spec, output, **values), spec, residency, cancel_at=stop)
     assert [event for event in events if isinstance(event, TerminalEvent)] == events[-1:]
@@ -85,8 +85,8 @@ def test_a_job_makes_the_requested_video(architecture: str, tiny: Tiny, tmp_path
 def test_the_stream_suits_players(tiny: Tiny, tmp_path: Path) -> None:
     out = tmp_path / "x.mp4"
     run(tiny("wan2.1"), out)
-    told = subprocess.run([imageio_ffmpeg.get_ffmpeg_exe(), "-i", str(out)], capture_output=True, check=False).stderr
-    text = told.decode("utf-8", "replace")
+    log = subprocess.run([imageio_ffmpeg.get_ffmpeg_exe(), "-i", str(out)], capture_output=True, check=False).stderr
+    text = log.decode("utf-8", "replace")
     assert "Video: h264" in text
     assert "yuv420p(tv, bt709" in text
     assert "64x32" in text
@@ -135,8 +135,8 @@ def test_cancelling_stops_and_leaves_no_files(when: Callable[[Event], bool], tin
     out.write_bytes(b"the old video")
     events = run(tiny("wan2.2-a14b"), out, stop=when)
     assert events[-1] == Cancelled()
-    asked = next(index for index, event in enumerate(events) if when(event))
-    assert sum(isinstance(event, StepDone) for event in events[asked + 1 :]) == 0
+    requested = next(index for index, event in enumerate(events) if when(event))
+    assert sum(isinstance(event, StepDone) for event in events[requested + 1 :]) == 0
     assert out.read_bytes() == b"the old video"
     assert os.listdir(tmp_path) == ["x.mp4"]  # noqa: PTH208 - names, hidden ones too
 
@@ -184,7 +184,7 @@ def test_nan_fails_the_job(part: str, fact: Fact, tiny: Tiny, tmp_path: Path) ->
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Lend a folder on a disk of 64 KiB."""
+    """Mount a folder on a disk of 64 KiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
@@ -201,7 +201,7 @@ def test_a_full_disk_is_reported_and_leaves_no_files(small_disk: Path, tiny: Tin
     out.write_bytes(b"the old video")
     end = run(tiny("wan2.1"), out, width=128, height=128, frames=49, steps=1)[-1]
     assert isinstance(end, Failed)
-    assert "disk is full" in end.what
+    assert end.fact == Fact("video.disk_full", {"file": out})
     assert out.read_bytes() == b"the old video"
     assert [path.name for path in small_disk.iterdir()] == ["x.mp4"]
 
@@ -241,7 +241,7 @@ def test_an_internal_error_is_one_line(tiny: Tiny, tmp_path: Path, monkeypatch: 
     end = run(tiny("wan2.1"), tmp_path / "x.mp4")[-1]
     assert isinstance(end, Failed)
     assert end.internal
-    assert "ZeroDivisionError" in end.what
+    assert end.fact == Fact("event.internal_error", {"error": "ZeroDivisionError('oops')"})
     assert "\n" not in end.what
 
 

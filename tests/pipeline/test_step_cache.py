@@ -50,11 +50,11 @@ def test_blocks_are_skipped_and_the_hooks_removed(tiny: Tiny) -> None:
         cached, with_cache = blocks(spec, planned(spec, f"first-block:{STRENGTH}"), residency)
         weak, unchanged = blocks(spec, planned(spec, "first-block:1e-9"), residency)
         again, after = blocks(spec, planned(spec, "none"), residency)
-        # The first block of each pass, and at least the first step of each expert whole.
+        # The first block of each pass, and all blocks at least in the first step of each expert.
         assert (plain, again) == (every, every) and every // 2 + 4 <= cached < every
         assert weak == every and torch.equal(unchanged, before) and torch.equal(after, before)
         assert not torch.equal(with_cache, before)
-        # A job does not see what an earlier one cached, though both are lent the same module.
+        # A job does not see the cache of an earlier one, although both use the same module.
         assert torch.equal(blocks(spec, planned(spec, f"first-block:{STRENGTH}"), residency)[1], with_cache)
 
 

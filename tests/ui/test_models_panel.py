@@ -106,7 +106,7 @@ def test_progress_is_shown_and_a_cancelled_download_resumes(shown: Shown) -> Non
     assert list(folders(shown.settings.weights_dir)) == ["diorama"]
     shown.press("download", NAME)
     assert "downloaded and verified" in shown.settle()
-    assert shown.hub.asked_for(VAE)[-1].startswith("bytes=")
+    assert shown.hub.ranges_of(VAE)[-1].startswith("bytes=")
 
 
 def test_one_after_the_other_and_what_waits_is_cancelled_at_once(shown: Shown) -> None:
@@ -139,7 +139,7 @@ def test_offline_no_button_does_anything(shown: Shown) -> None:
     offline = shown.settings.replace(offline="--offline")
     view = respond(ModelsPanel(Downloads(offline), shown.models, offline), Call())["parts"]["list"]
     assert view.count('aria-disabled="true">Download') == len(KNOWN)
-    assert not shown.hub.asked
+    assert not shown.hub.requests
 
 
 @pytest.mark.parametrize(
@@ -159,4 +159,4 @@ def test_what_makes_no_sense_does_nothing(shown: Shown, action: str, target: str
     reply = shown.press(action, target)
     assert reply["error"] and reply["message"] == UNKNOWN
     assert not any(shown.downloads.of(one.name) for one in KNOWN)
-    assert not shown.hub.asked
+    assert not shown.hub.requests

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from runtime.core.errors import OutputError
+from runtime.core.facts import Fact
 from runtime.video.mp4 import copy_without_metadata, find_ffmpeg, read_metadata
 from runtime.video.preview import encode_frames, still
 from runtime.video.similarity import similarity
@@ -51,7 +52,7 @@ def test_a_clip_is_identical_to_itself(clips: Path) -> None:
 
 
 def test_only_common_frames_are_compared(clips: Path, tmp_path: Path) -> None:
-    # Another speed changes nothing: frames are compared by number.
+    # The frame rate does not matter: frames are compared by number.
     slow = tmp_path / "slow.mp4"
     command = [find_ffmpeg(), "-v", "error", "-itsscale", "2", "-i", str(clips / "short.mp4"), "-c", "copy", str(slow)]
     subprocess.run(command, check=True)
@@ -61,16 +62,18 @@ def test_only_common_frames_are_compared(clips: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["wide.mp4", "missing.mp4", "notes.mp4"])
 def test_clips_that_cannot_be_compared_are_refused(clips: Path, name: str) -> None:
     (clips / "notes.mp4").write_text("no video")
-    with pytest.raises(OutputError, match=r"cannot be compared"):
+    with pytest.raises(OutputError) as refused:
         similarity(clips / "one.mp4", clips / name)
+    assert refused.value.fact == Fact("video.not_comparable")
 
 
 def test_a_copy_has_no_metadata_and_the_same_frames(clips: Path) -> None:
     with copy_without_metadata(clips / "one.mp4") as copy:
         data = copy.read_bytes()
         assert b"secret boat" not in data and b"Lavf" not in data and b"tandem" not in data
-        with pytest.raises(OutputError):
+        with pytest.raises(OutputError) as refused:
             read_metadata(copy)
+        assert refused.value.code == "video.no_metadata"
         assert (read(copy, SHAPE) == read(clips / "one.mp4", SHAPE)).all()
     assert read_metadata(clips / "one.mp4")["request"] == {"prompt": "a secret boat"}
     assert list(clips.glob(".*")) == []

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageSequence
 
 from runtime.core.errors import MachineError, OutputError
+from runtime.core.facts import Fact
 from runtime.video.mp4 import VideoWriter, find_ffmpeg, read_metadata, sweep, to_ffmetadata
 from runtime.video.preview import encode_preview
 
@@ -36,7 +37,7 @@ def read(video: Path, shape: tuple[int, ...]) -> np.ndarray:
     return np.frombuffer(data, np.uint8).reshape(shape)
 
 
-def test_colours_are_preserved(tmp_path: Path) -> None:
+def test_colors_are_preserved(tmp_path: Path) -> None:
     colours = np.array([[200, 40, 40], [40, 200, 40], [40, 40, 200], [230, 230, 230], [20, 20, 20]], np.uint8)
     frames = np.broadcast_to(colours[:, None, None, :], (5, 32, 48, 3)).copy()
     write(tmp_path / "x.mp4", frames)
@@ -76,8 +77,9 @@ def test_a_foreign_or_damaged_video_has_no_metadata(video: Path, tmp_path: Path)
     (tmp_path / "cut.mp4").write_bytes(video.read_bytes()[:200])
     (tmp_path / "text.mp4").write_text("not a video")
     for name in ("cut.mp4", "text.mp4", "none.mp4"):
-        with pytest.raises(OutputError, match=name):
+        with pytest.raises(OutputError) as refused:
             read_metadata(tmp_path / name)
+        assert refused.value.fact == Fact("video.no_metadata", {"file": name})
 
 
 def test_leaving_early_leaves_no_files(tmp_path: Path) -> None:
@@ -92,20 +94,19 @@ def test_leaving_early_leaves_no_files(tmp_path: Path) -> None:
 
 
 def test_a_dead_ffmpeg_is_reported(tmp_path: Path) -> None:
-    with (
-        pytest.raises(OutputError, match="ffmpeg could not write"),
-        VideoWriter(tmp_path / "x.mp4", 32, 32, 16, 10) as writer,
-    ):
+    with pytest.raises(OutputError) as failed, VideoWriter(tmp_path / "x.mp4", 32, 32, 16, 10) as writer:
         writer._process.kill()
         for _ in range(1000):
             writer.write(np.zeros((4, 32, 32, 3), np.uint8))
+    assert (failed.value.code, failed.value.data["file"]) == ("video.ffmpeg_failed", str(tmp_path / "x.mp4"))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_missing_ffmpeg_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", "/no/such/ffmpeg")
-    with pytest.raises(MachineError, match="ffmpeg"):
+    with pytest.raises(MachineError) as missing:
         find_ffmpeg()
+    assert missing.value.fact == Fact("video.no_ffmpeg")
 
 
 def test_a_preview_is_an_animation_of_the_clip() -> None:
@@ -125,11 +126,11 @@ def test_sweep_removes_scratch_folders_of_killed_writers_only(tmp_path: Path) ->
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as other:
         assert other.stdout is not None
         other.stdout.readline()
-        write(tmp_path / "beside.mp4", np.zeros((5, 32, 32, 3), np.uint8))
+        write(tmp_path / "other.mp4", np.zeros((5, 32, 32, 3), np.uint8))
         assert len(list(tmp_path.glob(".tandem-*"))) == 1
         other.kill()
     write(tmp_path / "after.mp4", np.zeros((5, 32, 32, 3), np.uint8))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["after.mp4", "beside.mp4"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["after.mp4", "other.mp4"]
 
 
 def test_sweep_removes_old_scratch_folders_without_a_lock(tmp_path: Path) -> None:
