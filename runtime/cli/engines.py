@@ -21,7 +21,7 @@ from runtime.models.catalogue import find, folders
 from runtime.models.loras import model_for
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.build_engines import Built, build_all, wanted_engines
+from runtime.pipeline.build_engines import BuildResult, build_all, wanted_engines
 from runtime.planner.engine_index import IMPORTED, UNREADABLE_KEY, EngineRecord
 from runtime.planner.resolve import resolve
 
@@ -39,7 +39,7 @@ def build(request: GenerationRequest, *, again: bool) -> dict[str, Any]:
     spec = model_for(request, loaded.weights_dir)
     service = EngineService.from_settings(loaded, probe())
     wanted = wanted_engines(request, spec, service)
-    built: list[Built] = []
+    built: list[BuildResult] = []
     with cancel_on_signals() as cancel:
         for number, one in enumerate(build_all(wanted, spec, service, _progress(), cancel, again=again), start=1):
             built.append(one)

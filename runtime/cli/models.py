@@ -13,7 +13,7 @@ from runtime.core.units import byte_size
 from runtime.machine.probe import probe
 from runtime.models.catalogue import download_bytes, find, folders, named, not_downloaded, published
 from runtime.models.hub.client import hub_of
-from runtime.models.hub.download import Download, DownloadPlan, Progress, downloaded, partial_bytes, source_of
+from runtime.models.hub.download import Download, DownloadPlan, DownloadProgress, downloaded, partial_bytes, source_of
 from runtime.models.hub.files import Verification, read_manifest
 from runtime.models.hub.files import verify as verify_folder
 from runtime.models.registry import family_of, read_spec
@@ -183,7 +183,9 @@ def verify(names: Sequence[str]) -> dict[str, Any]:
 
             def show_progress(path: str, done: int, total: int, folder: Path = folder) -> None:
                 line.update(
-                    Progress(note=Fact("hub.verifying", {"file": f"{folder.name}/{path}"}), done=done, total=total)
+                    DownloadProgress(
+                        note=Fact("hub.verifying", {"file": f"{folder.name}/{path}"}), done=done, total=total
+                    )
                 )
 
             with line.shown():
@@ -210,13 +212,13 @@ def _folder(name: str, weights_dir: Path) -> Path:
 
 def _print_verified(found: Verification) -> None:
     name, count = found.folder.name, len(found.manifest.files)
-    if not found.wrong:
+    if not found.differences:
         terminal.line(f"{name}: verified, {count} files, {byte_size(found.total_bytes)}.")
         return
-    for difference in found.wrong.values():
+    for difference in found.differences.values():
         terminal.line(f"{name}: {render(difference).what}")
     again = f"models download {found.manifest.repository}"
-    terminal.warning(f"{len(found.wrong)} of {count} files are wrong. Download them again: {again}")
+    terminal.warning(f"{len(found.differences)} of {count} files are wrong. Download them again: {again}")
 
 
 def _row(found: Verification) -> dict[str, Any]:
@@ -227,7 +229,7 @@ def _row(found: Verification) -> dict[str, Any]:
         "revision": found.manifest.commit,
         "files": len(found.manifest.files),
         "bytes": found.total_bytes,
-        "wrong": {path: render(difference).what for path, difference in found.wrong.items()},
+        "wrong": {path: render(difference).what for path, difference in found.differences.items()},
     }
 
 
@@ -238,7 +240,7 @@ def _summary(plan: DownloadPlan) -> str:
     )
     if not plan.missing:
         return f"{what}."
-    here = f", {byte_size(plan.here_bytes)} already downloaded" if plan.here_bytes else ""
+    here = f", {byte_size(plan.downloaded_bytes)} already downloaded" if plan.downloaded_bytes else ""
     return (
         f"{what}{here}; {byte_size(plan.fetched_bytes)} to download, {byte_size(plan.free_bytes)} of disk space free."
     )
@@ -260,10 +262,10 @@ class _Line(terminal.LiveLine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._progress = Progress()
+        self._progress = DownloadProgress()
         self._last = ""
 
-    def update(self, progress: Progress) -> None:
+    def update(self, progress: DownloadProgress) -> None:
         """Show new progress."""
         with self._lock:
             self._progress = progress
@@ -281,7 +283,7 @@ class _Line(terminal.LiveLine):
         return progress_text(progress)
 
 
-def progress_text(progress: Progress) -> str:
+def progress_text(progress: DownloadProgress) -> str:
     """Return a download's progress as one line, with a bar if the total size is known."""
     if progress.share is None:
         return progress.line

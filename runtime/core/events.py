@@ -4,8 +4,8 @@
     Planned             then, always
     Resumed             the job continues from a checkpoint
     EngineProgress      repeatedly, while an engine is built
-    StageStarted        build, load, encode, denoise, decode, save; "build" comes once per component with an engine to
-                        build, "load" once per component that is not in memory
+    StageStarted        build, load, encode, denoise, decode, save; "build" once per component with an engine to build,
+                        "load" once per component that is not in memory
     FellBack            a component runs in PyTorch from now on instead of on its engine
     StepDone            after each denoising step
     CheckpointSaved     from now on the job can be resumed after this step
@@ -249,12 +249,12 @@ class Failed(_Event):
 
     @property
     def what(self) -> str:
-        """What went wrong, in the words of the command line."""
+        """The error, in the words of the command line."""
         return render(self.fact).what
 
     @property
     def remedy(self) -> str:
-        """What to do about it, in the words of the command line."""
+        """The remedy, in the words of the command line."""
         return render(self.fact).remedy
 
 

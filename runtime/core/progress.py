@@ -134,7 +134,7 @@ class Pace:
             pace = replace(pace, loaded=pace.loaded | {self.part}, loading=loading)
         part = event.part or _COMPONENT.get(event.stage)
         if event.stage in {"encode", "denoise", "decode"} and part is not None and part not in pace.loaded:
-            # It was in memory already, so the other components that stay there are too.
+            # It was in memory already, so the other components that stay loaded are too.
             stay = {name for name in self.plan.components if self.plan.strategy.keeps(name)}
             pace = replace(pace, loaded=pace.loaded | stay | {part})
         if event.stage == "denoise" and part != pace.expert:

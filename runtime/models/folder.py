@@ -35,7 +35,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def damaged(title: str, error: Exception) -> ModelError:
-    """Return the error for a configuration that is incomplete or wrong.
+    """Return the error for an incomplete or invalid configuration.
 
     Args:
         title: the model's name in the message.
@@ -150,7 +150,7 @@ def read_sidecar(directory: Path, experts: int) -> dict[str, Any] | None:
         `title`, `license`, `latent_rgb`, `defaults`, `sizes` and `frame_counts`, or `None` without such a file.
 
     Raises:
-        KeyError, TypeError, ValueError: if it is incomplete or wrong.
+        KeyError, TypeError, ValueError: if it is incomplete or invalid.
         ModelError: if it is not JSON.
     """
     path = directory / "tandem.json"

@@ -1,6 +1,6 @@
 """LoRA files: find them by name or path, validate them, and add them to a model's spec. Imports no torch.
 
-Loading and engine keys read LoRAs from the spec. A file with a tensor that Tandem cannot apply is refused as a whole.
+Loading and engine keys read LoRAs from the spec. A file with a tensor that Tandem cannot apply is refused.
 """
 
 import contextlib
@@ -182,7 +182,7 @@ def _check_module(name: str, spec: ModelSpec, module: str, found: Mapping[str, t
         raise ModelError("lora.larger_model", lora=name, module=module, model=spec.title, blocks=blocks)
     if ("down" in found) != ("up" in found):
         raise ModelError("lora.one_factor", lora=name, module=module)
-    if "down" in found and "whole" in found:
+    if "down" in found and "diff" in found:
         raise ModelError("lora.duplicate_module", lora=name, module=module)
     if "down" in found:
         down, up = found["down"], found["up"]
@@ -191,8 +191,8 @@ def _check_module(name: str, spec: ModelSpec, module: str, found: Mapping[str, t
         if down[0] != up[1] or not down[0]:
             raise ModelError("lora.ranks_differ", lora=name, module=module, ranks=[down[0], up[1]])
         _check_shape(name, spec, module, (up[0], down[1]), wanted)
-    if "whole" in found:
-        _check_shape(name, spec, module, found["whole"], wanted)
+    if "diff" in found:
+        _check_shape(name, spec, module, found["diff"], wanted)
     if "bias" in found:
         _check_shape(name, spec, f"{module}.bias", found["bias"], wanted[:1])
     if "alpha" in found and prod(found["alpha"]) != 1:

@@ -38,8 +38,8 @@ class LoraChange(NamedTuple):
 
     Attributes:
         module: the module, or the bare parameter, by its name in the diffusers transformer.
-        role: "down" and "up", whose product is added to the weight; "bias" and "whole", which are added as they are;
-            "alpha", which over the rank scales the product.
+        role: "down" and "up", whose product is added to the weight; "diff" and "bias", which are added to the
+            weight and the bias unchanged; "alpha", which divided by the rank scales the product.
     """
 
     module: str

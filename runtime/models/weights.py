@@ -190,7 +190,7 @@ def _change(
     target = getattr(owner, last)
     weight = target if isinstance(target, torch.nn.Parameter) else target.weight
     bias = None if isinstance(target, torch.nn.Parameter) else getattr(target, "bias", None)
-    for parameter, roles in ((weight, ("up", "whole")), (bias, ("bias",))):
+    for parameter, roles in ((weight, ("up", "diff")), (bias, ("bias",))):
         relevant = [(use, tensors) for use, tensors in deltas if any(role in tensors for role in roles)]
         if not relevant:
             continue

@@ -17,7 +17,7 @@ from runtime.planner.resolve import resolve
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedEngine:
     """An engine to build for `component`, which runs on `device`."""
 
     component: str
@@ -27,26 +27,26 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Built:
+class BuildResult:
     """A finished build: the engine's record, or the error."""
 
-    wanted: Wanted
+    wanted: WantedEngine
     record: EngineRecord | None
     error: EngineError | None
 
 
-def wanted_engines(request: GenerationRequest, spec: ModelSpec, engines: EngineService) -> list[Wanted]:
-    """Return the engines for a size: of the requested backends, or of every backend that builds here for "auto".
+def wanted_engines(request: GenerationRequest, spec: ModelSpec, engines: EngineService) -> list[WantedEngine]:
+    """Return the engines for a size: of the requested backends, or of every backend that can build for "auto".
 
     If the request names backends, only the components that it names get engines. Shared engines appear once.
 
     Raises:
         InvalidRequestError: for a size that the model cannot make.
-        MachineError: if a requested backend cannot build here.
+        MachineError: if a requested backend cannot build on this machine.
     """
     plan = resolve(request, spec, engines.machine, Path("none.mp4"))
     offers = engines.offers(spec)
-    found: dict[str, Wanted] = {}
+    found: dict[str, WantedEngine] = {}
     for name in plan.components:
         if request.backends and not {name, ALL} & set(request.backends):
             continue
@@ -56,14 +56,14 @@ def wanted_engines(request: GenerationRequest, spec: ModelSpec, engines: EngineS
 
 
 def build_all(
-    wanted: list[Wanted],
+    wanted: list[WantedEngine],
     spec: ModelSpec,
     engines: EngineService,
     emit_progress: Report,
     cancel: Cancel,
     *,
     again: bool,
-) -> Iterator[Built]:
+) -> Iterator[BuildResult]:
     """Build engines and yield each result; a failure does not stop the others.
 
     Args:
@@ -76,12 +76,12 @@ def build_all(
         try:
             record = engines.build(spec, one.component, one.use, one.device, emit_progress, cancel, again=again)
         except EngineError as error:
-            yield Built(one, None, error)
+            yield BuildResult(one, None, error)
         else:
-            yield Built(one, record, None)
+            yield BuildResult(one, record, None)
 
 
-def _of_component(name: str, backend: str, plan: ExecutionPlan, offers: Offers) -> Iterator[Wanted]:
+def _of_component(name: str, backend: str, plan: ExecutionPlan, offers: Offers) -> Iterator[WantedEngine]:
     if backend == PYTORCH:
         return
     device = plan.components[name].device
@@ -95,4 +95,4 @@ def _of_component(name: str, backend: str, plan: ExecutionPlan, offers: Offers) 
         able = able[:1]
     for offer in able:
         for use in offer.uses:
-            yield Wanted(name, use, offer.backend, device)
+            yield WantedEngine(name, use, offer.backend, device)

@@ -177,7 +177,7 @@ class CheckpointFolder:
                 (self.path / name).unlink(missing_ok=True)
 
     def _stamps(self, spec: ModelSpec) -> Stamps:
-        # Once per run: it loaded the files that were there when it started. A run has one model, LoRAs included.
+        # Read once per run, whose weights are those of its start. A run has one model, LoRAs included.
         if spec.directory not in self._stamps_of:
             self._stamps_of[spec.directory] = stamps(spec)
         return self._stamps_of[spec.directory]
@@ -231,11 +231,11 @@ class CheckpointPolicy:
         return self._last is not None
 
     def found(self, checkpoint: Checkpoint) -> None:
-        """Note that this checkpoint is on disk already."""
+        """Record that this checkpoint is on disk already."""
         self._last = (checkpoint.step, checkpoint.plan)
 
     def add_step(self, seconds: float) -> None:
-        """Note that a step took `seconds`."""
+        """Add the duration of a step."""
         self._seconds += seconds
 
     def due(self, make: Callable[[], Checkpoint | None]) -> bool:
@@ -268,10 +268,10 @@ class CheckpointPolicy:
         except CheckpointError as error:
             if not self._warned:
                 self._warned = True
-                problem = Fact("pipeline.checkpoints_stopped", {"cause": error.fact})
+                data = {"cause": error.fact}
+                problem = Fact("pipeline.checkpoints_stopped", data)
                 if self._last:
-                    data = {"cause": error.fact, "step": self._last[0]}
-                    problem = Fact("pipeline.checkpoints_stopped_after", data)
+                    problem = Fact("pipeline.checkpoints_stopped_after", data | {"step": self._last[0]})
         else:
             self._last = (checkpoint.step, checkpoint.plan)
             self._emit(CheckpointSaved(step=checkpoint.step))
@@ -449,12 +449,12 @@ def _separate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return tensors on the CPU, each with its own storage, as safetensors requires; a scheduler's may be views."""
     separate, seen = {}, set()
     for name, tensor in tensors.items():
-        here = tensor.detach().cpu().contiguous()
-        storage = here.untyped_storage()
-        if storage.data_ptr() in seen or storage.nbytes() != here.nbytes:
-            here = here.clone()
-        seen.add(here.untyped_storage().data_ptr())
-        separate[name] = here
+        on_cpu = tensor.detach().cpu().contiguous()
+        storage = on_cpu.untyped_storage()
+        if storage.data_ptr() in seen or storage.nbytes() != on_cpu.nbytes:
+            on_cpu = on_cpu.clone()
+        seen.add(on_cpu.untyped_storage().data_ptr())
+        separate[name] = on_cpu
     return separate
 
 

@@ -50,7 +50,7 @@ class RunContext:
         reached: progress of sampling; `None` before the first step.
         progress_at: when `conditioning` or `reached` last changed, by the performance counter.
         earlier: about earlier runs of the job, see `VideoSaved`.
-        representative: whether this run does the whole job with one plan, so that its timings belong in the history.
+        representative: whether this run makes the full job with one plan, so that its timings belong in the history.
         text_encoded: whether the text encoder ran, rather than the prompt cache.
     """
 
@@ -154,13 +154,13 @@ class RunContext:
         return load_scheduler(self.spec, self.plan.shift)
 
     def record_conditioning(self, conditioning: Conditioning) -> None:
-        """Note that the prompt is encoded, and save a checkpoint."""
+        """Record that the prompt is encoded, and save a checkpoint."""
         self.conditioning = conditioning
         self.progress_at = time.perf_counter()
         self._save_checkpoint()
 
     def record_step(self, steps: int, latents: torch.Tensor, scheduler: Any) -> Reached:
-        """Note and return the progress of sampling after `steps` steps."""
+        """Record and return the progress of sampling after `steps` steps."""
         state = None
         try:
             state = scheduler_state(scheduler)

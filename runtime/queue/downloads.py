@@ -14,7 +14,7 @@ from runtime.core.events import Failed
 from runtime.core.facts import Fact
 from runtime.core.settings import Settings
 from runtime.models.hub.client import check_online, hub_of
-from runtime.models.hub.download import Download, Progress, source_of
+from runtime.models.hub.download import Download, DownloadProgress, source_of
 from runtime.models.registry import KnownModel
 from runtime.queue.views import TaskProgress
 
@@ -116,7 +116,7 @@ class Downloads:
             logger.info("download of %s: %s", name, download.state)
 
     def _fetch(self, download: ModelDownload) -> Fact:
-        def report(progress: Progress) -> None:
+        def report(progress: DownloadProgress) -> None:
             download.line, download.share = progress.line, progress.share
 
         download.cancel.check()

@@ -13,7 +13,7 @@ from runtime.cli.main import run
 from runtime.cli.models import describe, progress_text
 from runtime.core.facts import Fact
 from runtime.models.catalogue import known_as
-from runtime.models.hub.download import Progress
+from runtime.models.hub.download import DownloadProgress
 from runtime.models.spec import ModelSpec
 from runtime.planner.requirements import needs
 from tests.cli.test_bad_input import refused
@@ -211,16 +211,18 @@ def test_a_scheduler_that_differs_from_wans_own_code_is_told() -> None:
 @pytest.mark.parametrize(
     ("progress", "says"),
     [
-        (Progress(note=Fact("hub.asking", {"host": "huggingface.co"})), "Asking huggingface.co"),
+        (DownloadProgress(note=Fact("hub.asking", {"host": "huggingface.co"})), "Asking huggingface.co"),
         (
-            Progress(file="a", number=2, count=9, done=5 * 10**9, total=10**10, rate=10.0**8, seconds_left=50.0),
+            DownloadProgress(
+                file="a", number=2, count=9, done=5 * 10**9, total=10**10, rate=10.0**8, seconds_left=50.0
+            ),
             "━━━━━━━━━━━━╌╌╌╌╌╌╌╌╌╌╌╌ 5.0 GB of 10.0 GB · 100.0 MB/s · 50 s left · 2/9 a",
         ),
         (
-            Progress(file="a", number=2, count=9, done=0, total=10, note=Fact("hub.disconnected")),
+            DownloadProgress(file="a", number=2, count=9, done=0, total=10, note=Fact("hub.disconnected")),
             "╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌ 0 B of 10 B · The connection was lost",
         ),
     ],
 )
-def test_the_progress_line(progress: Progress, says: str) -> None:
+def test_the_progress_line(progress: DownloadProgress, says: str) -> None:
     assert progress_text(progress) == says

@@ -18,7 +18,7 @@ from runtime.core.errors import DownloadError, ModelError, OutputError
 from runtime.core.facts import Fact
 from runtime.models.catalogue import folders
 from runtime.models.hub.client import Hub, RetryPolicy
-from runtime.models.hub.download import Download, DownloadPlan, Progress, source_of
+from runtime.models.hub.download import Download, DownloadPlan, DownloadProgress, source_of
 from runtime.models.hub.files import MANIFEST, verify
 from runtime.models.spec import ModelSpec
 from tests.models.hub import COMMIT, REPOSITORY, Fault, LoopbackHub, Repository, of_folder, served
@@ -58,11 +58,11 @@ def weights(tmp_path: Path) -> Path:
 class Reports:
     """The progress that a download reports; `at` is called with each."""
 
-    def __init__(self, at: Callable[[Progress], None] = lambda _: None) -> None:
-        self.all: list[Progress] = []
+    def __init__(self, at: Callable[[DownloadProgress], None] = lambda _: None) -> None:
+        self.all: list[DownloadProgress] = []
         self._at = at
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: DownloadProgress) -> None:
         self.all.append(progress)
         self._at(progress)
 
@@ -135,7 +135,7 @@ def test_attempts_are_limited_and_partial_files_are_kept(hub: LoopbackHub, weigh
     hub.faults[VAE] = Fault("break", after=1000)
     hub.faults["api"] = Fault("503", times=2)
 
-    def at(progress: Progress) -> None:
+    def at(progress: DownloadProgress) -> None:
         if progress.done:
             hub.faults[VAE] = Fault("503", times=9)
 
@@ -147,14 +147,14 @@ def test_attempts_are_limited_and_partial_files_are_kept(hub: LoopbackHub, weigh
     came = sum(hub.sent.values())
     hub.faults.clear()
     _, plan = download(hub, weights)
-    assert plan.here_bytes == came
+    assert plan.downloaded_bytes == came
     assert sum(hub.sent.values()) == plan.listing.total_bytes
 
 
 def test_a_hub_that_restarts_the_file_each_time_is_given_up(hub: LoopbackHub, weights: Path) -> None:
     hub.faults[VAE] = Fault("break", after=1000)
 
-    def at(progress: Progress) -> None:
+    def at(progress: DownloadProgress) -> None:
         if progress.file == VAE and progress.note:
             hub.faults[VAE] = Fault("whole-break", after=1000, times=99)
 
@@ -168,7 +168,7 @@ def test_a_hub_that_restarts_the_file_each_time_is_given_up(hub: LoopbackHub, we
 def test_a_hub_without_ranges_sends_the_file_from_its_start(how: str, hub: LoopbackHub, weights: Path) -> None:
     hub.faults[VAE] = Fault("break", after=5000)
 
-    def at(progress: Progress) -> None:
+    def at(progress: DownloadProgress) -> None:
         if progress.file == VAE and progress.note and len(hub.ranges_of(VAE)) == 1:
             hub.faults[VAE] = Fault(how)
 
@@ -194,7 +194,7 @@ def test_wrong_content_is_fetched_once_more_and_then_refused(
     with pytest.raises(DownloadError) as caught:
         download(hub, weights)
     cause = caught.value.data["cause"]
-    assert (caught.value.code, cause.code, cause.data["file"]) == ("hub.content_wrong", code, path)
+    assert (caught.value.code, cause.code, cause.data["file"]) == ("hub.content_mismatch", code, path)
     assert no_download_is_listed(weights)
     partial = weights / ".Tiny-Diffusers.partial"
     assert not (partial / path).exists()
@@ -360,7 +360,7 @@ def test_cancel_does_not_wait_for_a_silent_hub_and_the_download_resumes(hub: Loo
     hub.faults[VAE] = Fault("stall", after=30_000)
     cancel = Cancel()
 
-    def at(progress: Progress) -> None:
+    def at(progress: DownloadProgress) -> None:
         if progress.file == VAE:
             cancel.request()
 
@@ -370,7 +370,7 @@ def test_cancel_does_not_wait_for_a_silent_hub_and_the_download_resumes(hub: Loo
     assert time.monotonic() - began < 30
     assert no_download_is_listed(weights)
     _, plan = download(hub, weights)
-    assert plan.here_bytes > 0
+    assert plan.downloaded_bytes > 0
     assert hub.sent[TEXT] == len(hub.repositories[REPOSITORY].files[TEXT])
 
 
@@ -406,7 +406,7 @@ def test_a_killed_download_resumes_and_fetches_nothing_twice(
     assert hub.sent[VAE] - size < 100_000
     assert plan.fetched_bytes == size - part
     assert all(hub.sent[file.path] == file.size for file in plan.listing.files if file.path != VAE)
-    assert not verify(spec.directory, Cancel(), lambda *_: None).wrong
+    assert not verify(spec.directory, Cancel(), lambda *_: None).differences
 
 
 def test_two_downloads_of_one_model_exclude_each_other(hub: LoopbackHub, weights: Path) -> None:
@@ -428,7 +428,7 @@ def test_verify_finds_damage_and_only_damaged_files_are_fetched_again(hub: Loopb
         stream.write(b"x")
     found = verify(spec.directory, Cancel(), lambda *_: None)
     size = len(hub.repositories[REPOSITORY].files[VAE])
-    assert found.wrong == {
+    assert found.differences == {
         TEXT: Fact("hub.file_hash", {"file": TEXT}),
         SMALL: Fact("hub.file_missing", {"file": SMALL}),
         VAE: Fact("hub.file_size", {"file": VAE, "size": size + 1, "expected": size}),
@@ -436,7 +436,7 @@ def test_verify_finds_damage_and_only_damaged_files_are_fetched_again(hub: Loopb
     hub.sent.clear()
     download(hub, weights)
     assert set(hub.sent) == {TEXT, SMALL, VAE}
-    assert not verify(spec.directory, Cancel(), lambda *_: None).wrong
+    assert not verify(spec.directory, Cancel(), lambda *_: None).differences
     assert (spec.directory / "tandem.json.mine").read_text() == "mine"
     assert [path.name for path in weights.iterdir()] == ["Tiny-Diffusers"]
 

@@ -41,7 +41,7 @@ _HUB: Mapping[str, Message] = {
     "hub.silent": Message("The hub did not answer for {seconds:g} s."),
     "hub.unreachable": Message("The hub cannot be reached ({reason})."),
     "hub.disconnected": Message("The connection was lost."),
-    "hub.wrong_range": Message("The hub sent another part of the file."),
+    "hub.other_range": Message("The hub sent another part of the file."),
     "hub.rate_limited": Message("The hub's rate limit is reached."),
     "hub.failed": Message("The hub failed with status {status}."),
     "hub.retrying": Message("{cause:sentence}; trying again in {seconds:n second}."),
@@ -77,7 +77,7 @@ _HUB: Mapping[str, Message] = {
     "hub.file_longer": Message("{file} is longer than {expected:,} bytes."),
     "hub.file_shorter": Message("{file} is shorter than {expected:,} bytes."),
     "hub.fetching_again": Message("{cause:sentence}; fetching it again."),
-    "hub.content_wrong": Message(
+    "hub.content_mismatch": Message(
         "{cause:sentence}, twice: the hub does not send the file that it lists.",
         "Use another hub; nothing of that file was kept.",
     ),

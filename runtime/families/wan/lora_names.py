@@ -33,7 +33,7 @@ _ROLES = {
     "lora_up.weight": "up",
     "lora_B.bias": "bias",
     "diff_b": "bias",
-    "diff": "whole",
+    "diff": "diff",
     "alpha": "alpha",
 }
 _ROLE = re.compile(rf"(.+)\.({'|'.join(map(re.escape, _ROLES))})")

@@ -1,7 +1,8 @@
 """A hub over HTTP: huggingface_hub's API client, session and typed errors, and files that resume.
 
-`hf_hub_download` is not used: it deletes the part of a file that it has when a transfer fails (huggingface_hub 1.33 and
-2.4), so that gigabytes would start over after every broken connection.
+`hf_hub_download` is not used: it deletes its partial file when a transfer fails (huggingface_hub 1.33 and 2.4), so that
+gigabytes would start over after every broken connection. Its `http_get` resumes only within one call, does not retry
+server errors, waits without checking for cancel, and does not check which range the server sends.
 """
 
 import math
@@ -127,13 +128,13 @@ class Hub:
     policy: RetryPolicy = RetryPolicy()
 
     def listing(
-        self, repository: str, revision: str, license_name: str, cancel: Cancel, note: Callable[[Fact], None]
+        self, repository: str, revision: str, license_name: str, cancel: Cancel, on_wait: Callable[[Fact], None]
     ) -> Listing:
         """Return the files of a repository's model.
 
         Args:
             revision: a branch, tag or commit.
-            note: called with the reason of a wait.
+            on_wait: called with the reason of a wait.
 
         Raises:
             DownloadError: if there is no such model, this user may not read it, or the hub cannot be reached.
@@ -158,7 +159,7 @@ class Hub:
                     return read_listing(repository, next(answers), license_name)
             except UnavailableError as error:
                 failures += 1
-                self._wait(error, failures, cancel, note, min(_LISTING_TRIES, self.policy.tries))
+                self._wait(error, failures, cancel, on_wait, min(_LISTING_TRIES, self.policy.tries))
 
     def fetch(
         self,
@@ -167,31 +168,31 @@ class Hub:
         part: Path,
         cancel: Cancel,
         on_size: Callable[[int], None],
-        note: Callable[[Fact], None],
+        on_wait: Callable[[Fact], None],
     ) -> None:
         """Fetch a file into `part`, continuing at its end, until it is complete, verified and on the disk.
 
         Args:
             on_size: called with the bytes that `part` holds, whenever they change.
-            note: called with the reason of a wait.
+            on_wait: called with the reason of a wait.
 
         Raises:
-            DownloadError: if the content is wrong twice, the hub refuses, or it cannot be reached; what arrived is
-                kept unless it was wrong.
+            DownloadError: if the content does not match the hash twice, the hub refuses, or it cannot be reached;
+                received data is kept unless it did not match.
             OSError: if `part` cannot be written.
-            CancelledError: on cancel; what arrived is kept.
+            CancelledError: on cancel; received data is kept.
         """
         problem: Fact | None = None
         for _ in range(_CONTENT_TRIES):
             with _open_part(part) as stream:
-                problem = self._fill(listing, file, part, stream, cancel, on_size, note)
+                problem = self._fill(listing, file, part, stream, cancel, on_size, on_wait)
                 if problem is None:
                     os.fsync(stream.fileno())
                     return
             part.unlink()
             on_size(0)
-            note(Fact("hub.fetching_again", {"cause": problem}))
-        raise DownloadError("hub.content_wrong", cause=problem)
+            on_wait(Fact("hub.fetching_again", {"cause": problem}))
+        raise DownloadError("hub.content_mismatch", cause=problem)
 
     def _fill(
         self,
@@ -201,12 +202,12 @@ class Hub:
         stream: BinaryIO,
         cancel: Cancel,
         on_size: Callable[[int], None],
-        note: Callable[[Fact], None],
+        on_wait: Callable[[Fact], None],
     ) -> Fact | None:
         """Complete a file; return the problem with its content, if any."""
         size, hasher = _hash_existing(file, part, stream, cancel)
         on_size(size)
-        # The most bytes there ever were: a hub that starts over and disconnects at the same byte is not tried forever.
+        # The most bytes received: a hub that starts over and disconnects at the same byte is not retried forever.
         furthest, failures = size, 0
         while size < file.size:
             try:
@@ -231,7 +232,7 @@ class Hub:
             except UnavailableError as error:
                 failures = 1 if size > furthest else failures + 1
                 furthest = max(furthest, size)
-                self._wait(error, failures, cancel, note, self.policy.tries)
+                self._wait(error, failures, cancel, on_wait, self.policy.tries)
         return None if matches(hasher, file) else Fact("hub.file_hash", {"file": file.path})
 
     def _content(self, listing: Listing, file: RemoteFile, start: int) -> Generator[Any, None, None]:
@@ -250,12 +251,12 @@ class Hub:
             hf_raise_for_status(response)
             partial = response.status_code == HTTPStatus.PARTIAL_CONTENT
             if partial and not response.headers.get("content-range", "").startswith(f"bytes {start}-"):
-                raise UnavailableError(Fact("hub.wrong_range"))
+                raise UnavailableError(Fact("hub.other_range"))
             yield partial
             yield from response.iter_bytes()
 
     def _wait(
-        self, error: UnavailableError, failures: int, cancel: Cancel, note: Callable[[Fact], None], tries: int
+        self, error: UnavailableError, failures: int, cancel: Cancel, on_wait: Callable[[Fact], None], tries: int
     ) -> None:
         """Wait before the next attempt.
 
@@ -267,7 +268,7 @@ class Hub:
             raise DownloadError("hub.busy", cause=error.fact, seconds=wait)
         if failures >= tries:
             raise DownloadError("hub.unavailable", cause=error.fact, failures=failures)
-        note(Fact("hub.retrying", {"cause": error.fact, "seconds": math.ceil(wait)}))
+        on_wait(Fact("hub.retrying", {"cause": error.fact, "seconds": math.ceil(wait)}))
         end = time.monotonic() + wait
         while (left := end - time.monotonic()) > 0:
             cancel.check()
@@ -315,15 +316,15 @@ def _check_redirect(response: Any) -> None:
 
 @contextmanager
 def _in_thread(items: Generator[Item, None, None], cancel: Cancel) -> Iterator[Iterator[Item]]:
-    """Run a generator in a thread and lend what it yields, so that cancelling does not wait for a silent hub.
+    """Run a generator in a thread and yield an iterator over its items, so that cancel does not wait for a silent hub.
 
-    A thread that waits for a hub ends when its read times out.
+    The thread ends when its read times out.
     """
     waiting: queue.Queue[Item | Exception | None] = queue.Queue(_QUEUED_CHUNKS)
-    left = threading.Event()
+    closed = threading.Event()
 
     def put(item: Item | Exception | None) -> bool:
-        while not left.is_set():
+        while not closed.is_set():
             try:
                 waiting.put(item, timeout=_POLL_SECONDS)
             except queue.Full:
@@ -356,7 +357,7 @@ def _in_thread(items: Generator[Item, None, None], cancel: Cancel) -> Iterator[I
     try:
         yield received()
     finally:
-        left.set()
+        closed.set()
 
 
 class _RangeError(Exception):

@@ -1,8 +1,8 @@
 """Download a model from a hub into the weights folder, file by file; it is listed once it is complete.
 
 `weights/.NAME.partial` holds an incomplete model: complete, verified files under their own names, and the file in
-transit under its hash. It becomes `weights/NAME` at the end. A model that is there already stays usable meanwhile, and
-its correct files are reused.
+transit under its hash. It becomes `weights/NAME` at the end. An earlier version of the model stays
+usable meanwhile, and its unchanged files are reused.
 """
 
 import contextlib
@@ -69,30 +69,30 @@ class DownloadPlan:
 
     Attributes:
         folder: of the model, once it is complete.
-        missing: the files to fetch, some of which may be here in part.
-        here_bytes: of the model that are here already.
+        missing: the files to fetch, some of which may be downloaded in part.
+        downloaded_bytes: of the model, already on disk.
         free_bytes: on the disk.
     """
 
     listing: Listing
     folder: Path
     missing: tuple[RemoteFile, ...]
-    here_bytes: int
+    downloaded_bytes: int
     free_bytes: int
 
     @property
     def fetched_bytes(self) -> int:
         """Bytes to fetch."""
-        return self.listing.total_bytes - self.here_bytes
+        return self.listing.total_bytes - self.downloaded_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
-    """Progress of a download.
+class DownloadProgress:
+    """DownloadProgress of a download.
 
     Attributes:
         file: the current file, the `number`-th of `count`; `file_done` of its `file_size` bytes have arrived.
-        done, total: bytes of the whole model.
+        done, total: bytes of all files.
         rate: current bytes per second, `seconds_left` at that rate; `None` until both are known.
         note: what happens while no bytes arrive.
     """
@@ -133,7 +133,7 @@ class Progress:
         return " · ".join(parts)
 
 
-ReportProgress = Callable[[Progress], None]
+ReportProgress = Callable[[DownloadProgress], None]
 
 
 class ProgressReporter:
@@ -141,15 +141,15 @@ class ProgressReporter:
 
     def __init__(self, report: ReportProgress) -> None:
         self._report = report
-        self._progress = Progress()
+        self._progress = DownloadProgress()
         self._complete_bytes = 0
         self._reported = 0.0
         self._marks: deque[tuple[float, int]] = deque()
 
-    def begin(self, complete: int, here: int, total: int) -> None:
-        """Start: `complete` bytes of complete files are here, `here` bytes including partial files."""
+    def begin(self, complete: int, downloaded: int, total: int) -> None:
+        """Start: `complete` bytes of complete files are on disk, `downloaded` bytes with partial files."""
         self._complete_bytes = complete
-        self._progress = Progress(done=here, total=total)
+        self._progress = DownloadProgress(done=downloaded, total=total)
         self._marks.clear()
 
     def start_file(self, file: RemoteFile, number: int, count: int) -> None:
@@ -180,7 +180,7 @@ class ProgressReporter:
         """Report what happens while no bytes arrive."""
         self._update(replace(self._progress, note=note, rate=None, seconds_left=None))
 
-    def _update(self, progress: Progress) -> None:
+    def _update(self, progress: DownloadProgress) -> None:
         self._progress, self._reported = progress, time.monotonic()
         self._report(progress)
 
@@ -227,14 +227,14 @@ class Download:
         self._stack.close()
 
     def plan(self, cancel: Cancel) -> DownloadPlan:
-        """Ask the hub for the model's files and verify those that are here.
+        """Ask the hub for the model's files and verify those on disk.
 
         Raises:
             DownloadError: if the hub does not have it, the disk is too small, or the folder is not a download's.
             CancelledError: on cancel.
         """
         self._check_place()
-        existing, partial = self._manifest(self._folder), self._partial_manifest()
+        existing, partial = read_manifest(self._folder), self._partial_manifest()
         if existing is None and self._folder.exists():
             raise DownloadError("hub.not_a_download", model=self._folder.name, folder=self._folder)
         for manifest, folder in ((existing, self._folder), (partial, self._partial)):
@@ -245,12 +245,12 @@ class Download:
         listing = self._listing(partial or existing, cancel)
         self._complete = self._complete_files(listing, existing, partial, cancel)
         missing = [file for file in listing.files if file.path not in self._complete]
-        here = sum(file.size for file in listing.files if file.path in self._complete)
-        here += sum(_size(self._part(file)) for file in missing)
+        downloaded = sum(file.size for file in listing.files if file.path in self._complete)
+        downloaded += sum(_size(self._part(file)) for file in missing)
         with _disk_errors(self._folder):
             free = shutil.disk_usage(self._folder.parent).free
         plan = DownloadPlan(
-            listing=listing, folder=self._folder, missing=tuple(missing), here_bytes=here, free_bytes=free
+            listing=listing, folder=self._folder, missing=tuple(missing), downloaded_bytes=downloaded, free_bytes=free
         )
         if missing and plan.fetched_bytes > max(free - _RESERVED_BYTES, 0):
             raise DownloadError("hub.disk_full", needed=plan.fetched_bytes, free=free, folder=self._folder.parent)
@@ -260,15 +260,15 @@ class Download:
         """Fetch missing files, move the model's folder into place and return the model.
 
         Raises:
-            DownloadError: if the hub fails or sends wrong content; complete files are kept.
+            DownloadError: if the hub fails or sends other content; complete files are kept.
             ModelError: if Tandem cannot run the model.
             OutputError: if the disk is full or cannot be written.
-            CancelledError: on cancel; what arrived is kept.
+            CancelledError: on cancel; received data is kept.
         """
         listing = plan.listing
         missing = {file.path for file in plan.missing}
         complete = sum(file.size for file in listing.files if file.path not in missing)
-        self._progress.begin(complete, plan.here_bytes, listing.total_bytes)
+        self._progress.begin(complete, plan.downloaded_bytes, listing.total_bytes)
         with _disk_errors(self._folder):
             if not self._is_complete(listing):
                 self._fetch_all(listing, cancel)
@@ -276,7 +276,7 @@ class Download:
         return read_spec(self._folder, self._folder.name)
 
     def _check_place(self) -> None:
-        """Refuse to download a model that is here under another name, or to replace a link."""
+        """Refuse to download a model that is installed under another name, or to replace a link."""
         if self._folder.is_symlink():
             raise DownloadError("hub.folder_is_link", folder=self._folder)
         others = [folder for name, folder in folders(self._folder.parent).items() if name.lower() in self._source.names]
@@ -285,7 +285,7 @@ class Download:
 
     def _is_complete(self, listing: Listing) -> bool:
         """Return whether the folder is the model at that commit already."""
-        manifest = self._manifest(self._folder)
+        manifest = read_manifest(self._folder)
         places = {self._folder / file.path for file in listing.files}
         same = manifest is not None and manifest.commit == listing.commit and len(manifest.files) == len(places)
         return same and set(self._complete.values()) == places
@@ -311,7 +311,7 @@ class Download:
             manifest = manifest.with_file(file)
             manifest.write(self._partial, sync=file.is_weights)
             if not file.is_weights and (number == len(listing.files) or listing.files[number].is_weights):
-                # All small files are here: refuse an unsupported model before its weights are fetched.
+                # All small files are complete: refuse an unsupported model before its weights are fetched.
                 check_folder(self._partial, listing.repository)
 
     def _finish(self, listing: Listing) -> None:
@@ -336,7 +336,7 @@ class Download:
 
     def _keep_added_files(self, own: set[str]) -> None:
         """Keep files that the user added to the model's folder, such as `tandem.json`."""
-        previous = self._manifest(self._folder)
+        previous = read_manifest(self._folder)
         known = own | set(previous.files if previous else ())
         for path in sorted(self._folder.rglob("*")):
             name = path.relative_to(self._folder).as_posix()
@@ -345,15 +345,15 @@ class Download:
                 place.parent.mkdir(parents=True, exist_ok=True)
                 _link(path, place)
 
-    def _listing(self, here: Manifest | None, cancel: Cancel) -> Listing:
-        """Ask for the requested revision, else for the one that is here, so that all files are of one commit."""
+    def _listing(self, manifest: Manifest | None, cancel: Cancel) -> Listing:
+        """Ask for the requested revision, else for the downloaded one, so that all files are of one commit."""
         self._progress.note(Fact("hub.asking", {"host": self._hub.address.partition("://")[2]}))
-        revision = self._source.revision or (here.commit if here else MAIN)
+        revision = self._source.revision or (manifest.commit if manifest else MAIN)
         arguments = (self._source.license, cancel, self._progress.note)
         try:
             return self._hub.listing(self._source.repository, revision, *arguments)
         except RevisionError:
-            if self._source.revision or here is None:
+            if self._source.revision or manifest is None:
                 raise
             # The repository's history was rewritten: unchanged files are recognized by their hash.
             return self._hub.listing(self._source.repository, MAIN, *arguments)
@@ -361,7 +361,7 @@ class Download:
     def _complete_files(
         self, listing: Listing, existing: Manifest | None, partial: Manifest | None, cancel: Cancel
     ) -> dict[str, Path]:
-        """Return the files that are here and correct, by path.
+        """Return the files that are on disk and verified, by path.
 
         Files of a partial download were verified when they arrived; files of an existing model are verified now.
         """
@@ -377,13 +377,10 @@ class Download:
                     complete[file.path] = place
         return complete
 
-    def _manifest(self, folder: Path) -> Manifest | None:
-        return read_manifest(folder) if folder.is_dir() else None
-
     def _partial_manifest(self) -> Manifest | None:
         """Return the partial download's manifest; if it is damaged, the files are fetched again."""
         try:
-            return self._manifest(self._partial)
+            return read_manifest(self._partial)
         except ModelError:
             return None
 

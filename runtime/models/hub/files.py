@@ -276,11 +276,11 @@ def difference(
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """The result of verifying a model: the files that differ, with the difference."""
+    """The result of verifying a model: how files differ from the downloaded ones, by path."""
 
     folder: Path
     manifest: Manifest
-    wrong: dict[str, Fact]
+    differences: dict[str, Fact]
 
     @property
     def total_bytes(self) -> int:
@@ -301,7 +301,7 @@ def verify(folder: Path, cancel: Cancel, on_progress: Callable[[str, int, int], 
     manifest = read_manifest(folder)
     if manifest is None:
         raise ModelError("hub.no_manifest", model=folder.name)
-    before, wrong = 0, {}
+    before, differences = 0, {}
     total = sum(file.size for file in manifest.files.values())
     for path, file in manifest.files.items():
         done = before
@@ -312,7 +312,7 @@ def verify(folder: Path, cancel: Cancel, on_progress: Callable[[str, int, int], 
             on_progress(path, done, total)
 
         if found := difference(folder / path, file, cancel, read):
-            wrong[path] = found
+            differences[path] = found
         before += file.size
         on_progress(path, before, total)
-    return Verification(folder=folder, manifest=manifest, wrong=wrong)
+    return Verification(folder=folder, manifest=manifest, differences=differences)
