@@ -77,7 +77,7 @@ def placement(name: str, part: ComponentPlan, offload: str) -> Placement:
     case = constraints.ComponentSettings(
         component=name, backend=part.backend, offload=offload, quantization=part.quantization
     )
-    against = constraints.cannot_wait(case)
+    against = constraints.offload_conflict(case)
     if against is not None:
         raise against.refusal
     if offload == "model" or name == "vae":

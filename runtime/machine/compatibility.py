@@ -5,15 +5,16 @@ from collections.abc import Mapping
 from runtime.core.facts import Fact
 from runtime.machine.probe import Machine
 
-# CUDA 13 has no kernels for older GPUs, and the first with kernels for Blackwell (10 and above) is 12.8.
+# CUDA 13 has no kernels for GPUs below 7.5; CUDA 12.8 is the first with kernels for Blackwell (10.0 and above).
 _CUDA_13_CAPABILITY = (7, 5)
 _BLACKWELL, _FIRST_FOR_BLACKWELL = (10, 0), (12, 8)
-# https://docs.nvidia.com/deploy/cuda-compatibility: a driver runs all of a major version of CUDA, and older ones.
+# Oldest driver for each major version of CUDA, https://docs.nvidia.com/deploy/cuda-compatibility: a driver supports all
+# of a major version and older ones.
 _LEAST_DRIVER: Mapping[int, str] = {11: "450", 12: "525", 13: "580"}
 
 
 def cuda_problem(machine: Machine) -> Fact | None:
-    """Return why PyTorch cannot use an NVIDIA GPU here, `None` if it can."""
+    """Return why PyTorch cannot use the machine's NVIDIA GPU, `None` if it can."""
     if not machine.gpus:
         return machine.gpu_problem or Fact("machine.no_gpu")
     gpu = machine.gpus[0]
@@ -37,16 +38,16 @@ def version_numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(".") if part.isdigit())
 
 
-def unfit_torch_tensorrt(machine: Machine) -> Fact | None:
-    """Return why torch-tensorrt cannot be used with this PyTorch: each release fits one. `None` if it can."""
+def torch_tensorrt_problem(machine: Machine) -> Fact | None:
+    """Return why torch-tensorrt does not work with this PyTorch, `None` if it does: each release fits one version."""
     installed, torch_version = machine.version_of("torch-tensorrt") or "", machine.torch_version or ""
     if installed.split(".")[:2] != torch_version.split(".")[:2]:
         return Fact("machine.torch_tensorrt_unfit", {"installed": installed, "torch": torch_version})
     return None
 
 
-def no_compiler(machine: Machine) -> Fact | None:
-    """Return that there is no C++ compiler, which Inductor and compiled blocks on a CPU need; `None` if there is."""
+def compiler_problem(machine: Machine) -> Fact | None:
+    """Return that the C++ compiler is missing that Inductor and compiled blocks on a CPU need, `None` if it exists."""
     if machine.compiler is not None:
         return None
     codes = {"Windows": "machine.no_compiler_windows", "Darwin": "machine.no_compiler_macos"}

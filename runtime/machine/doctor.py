@@ -10,7 +10,7 @@ from typing import Literal
 
 from runtime.core.errors import TandemError
 from runtime.core.facts import Fact, render
-from runtime.machine.compatibility import cuda_problem, no_compiler, unfit_torch_tensorrt
+from runtime.machine.compatibility import compiler_problem, cuda_problem, torch_tensorrt_problem
 from runtime.machine.packages import PACKAGES, Package, import_problem, installed_as
 from runtime.machine.probe import Gpu, Machine, free_disk_bytes
 
@@ -138,7 +138,7 @@ def _engines_folder(cache_dir: Path, engines_dir: Path) -> Iterator[Finding]:
 
 
 def _compiler(machine: Machine) -> Finding:
-    problem = no_compiler(machine)
+    problem = compiler_problem(machine)
     if problem is None:
         return Finding("C++ compiler", "ok", Fact("doctor.compiler", {"path": machine.compiler}))
     return Finding("C++ compiler", "note", Fact("doctor.no_compiler", {"cause": problem}))
@@ -161,7 +161,7 @@ def _installed(package: Package, version: str, machine: Machine) -> Finding:
         reinstall = f"{sys.executable} -m pip install --force-reinstall {release}=={version}"
         data = {"version": version, "cause": problem, "reinstall": reinstall}
         return Finding(package.title, "note", Fact("doctor.package_unusable", data))
-    unfit = unfit_torch_tensorrt(machine) if package.name == "torch-tensorrt" else None
+    unfit = torch_tensorrt_problem(machine) if package.name == "torch-tensorrt" else None
     if unfit is not None:
         return Finding(package.title, "note", unfit)
     return Finding(package.title, "ok", Fact("doctor.package", {"version": version}))

@@ -1,7 +1,6 @@
-"""The optional packages that make Tandem faster or smaller: which are installed, and why one cannot be imported.
+"""Optional packages that make Tandem faster or reduce its memory: installed versions, and import problems.
 
-Versions come from the packages' metadata. Only `doctor` imports packages to check that they work, in a child process:
-an import takes seconds and may crash.
+Versions come from metadata. Only `doctor` imports packages, in a child process: an import takes seconds and may crash.
 """
 
 import functools
@@ -22,13 +21,13 @@ class Package:
     """One package.
 
     Attributes:
-        name: as `Machine.packages` has it.
-        title: as people read it.
-        distributions: the names under which it is released; at most one is installed.
+        name: in `Machine.packages`.
+        title: name for display.
+        distributions: names of its releases; at most one is installed.
         module: the module to import.
-        use: what it is for, a clause.
-        needs_gpu: whether it is of use on NVIDIA GPUs only.
-        installed_by_us: whether the installer installs it where it is of use.
+        use: its purpose, a clause.
+        needs_gpu: whether it is useful on NVIDIA GPUs only.
+        installed_by_us: whether the installer installs it on machines where it is useful.
     """
 
     name: str
@@ -40,8 +39,8 @@ class Package:
     installed_by_us: bool = False
 
 
-# One release of TensorRT has several names: "tensorrt" asks for the one that fits CUDA. One of ONNX Runtime has a name
-# per execution provider.
+# TensorRT's releases have a name per CUDA version, which "tensorrt" selects; ONNX Runtime's have one per execution
+# provider.
 PACKAGES = (
     Package(
         "tensorrt",
@@ -96,13 +95,13 @@ PACKAGES = (
 
 @functools.cache
 def installed_versions() -> tuple[tuple[str, str], ...]:
-    """Return (name, version) of the installed packages, found without importing any; the same while Tandem runs."""
+    """Return (name, version) of the installed packages, without importing them."""
     found = ((package.name, installed_as(package)) for package in PACKAGES)
     return tuple((name, installed[1]) for name, installed in found if installed is not None)
 
 
 def installed_as(package: Package) -> tuple[str, str] | None:
-    """Return the name under which a package is installed and its version, `None` if it is not."""
+    """Return the name and version of a package's installed distribution, `None` if there is none."""
     for distribution in package.distributions:
         try:
             return distribution, version(distribution)

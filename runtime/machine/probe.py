@@ -1,4 +1,4 @@
-"""What this machine has. Probed without importing torch, never at import time."""
+"""Detects this machine's hardware, drivers and packages, without importing torch."""
 
 import contextlib
 import importlib.util
@@ -31,22 +31,22 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The facts that decisions rest on.
+    """Hardware and software of a machine, as input of the planner.
 
     Attributes:
         system: operating system and processor architecture, as in "Linux x86_64" or "Darwin arm64".
-        cpu, cores: the processor's name, and how many of its cores may be used.
-        ram_bytes, ram_free_bytes: of memory; free is what programs can get, caches of files included.
-        gpus: the NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves, in its order.
-        gpu_problem: why the GPUs cannot be read, where there seems to be one.
-        torch_version: `None` where PyTorch is not installed.
-        torch_cuda: the CUDA version that PyTorch is built with, `None` for a CPU build.
-        swap_bytes, swap_free_bytes: of swap space.
-        disk_free_bytes: on the disk of the engine folder; `None` where it was not asked for, since it changes.
-        unified_memory: whether CPU and GPU share their memory, as on Apple silicon.
-        driver_cuda: the newest CUDA version (major, minor) that the NVIDIA driver runs.
-        packages: (name, version) of those of `packages.PACKAGES` that are installed.
-        compiler: the C++ compiler that Inductor would take.
+        cpu: the processor's name.
+        cores: number of usable cores.
+        ram_bytes, ram_free_bytes: system memory; free includes file caches.
+        gpus: the NVIDIA GPUs visible by CUDA_VISIBLE_DEVICES, in its order.
+        gpu_problem: why GPUs cannot be read, if there seems to be one.
+        torch_version: `None` if PyTorch is not installed.
+        torch_cuda: the CUDA version that PyTorch is built with; `None` for a CPU build.
+        disk_free_bytes: on the disk of the engine folder; `None` if it was not read, since it changes.
+        unified_memory: whether CPU and GPU share memory, as on Apple silicon.
+        driver_cuda: the newest CUDA version (major, minor) that the NVIDIA driver supports.
+        packages: (name, version) of the installed `packages.PACKAGES`.
+        compiler: the C++ compiler that Inductor uses.
     """
 
     system: str
@@ -72,7 +72,7 @@ class Machine:
         return asdict(self) | {"packages": dict(self.packages), "gpu_problem": problem}
 
     def gpu_of(self, device: str) -> Gpu:
-        """Return the GPU that a device names; see `gpu_index`."""
+        """Return the GPU of a torch device."""
         return self.gpus[gpu_index(device)]
 
     def version_of(self, package: str) -> str | None:
@@ -81,12 +81,12 @@ class Machine:
 
 
 def gpu_index(device: str) -> int:
-    """Return which GPU a device names, from 0: `cuda` is the first."""
+    """Return the index of a torch device's GPU; `cuda` is the first."""
     return int(device.partition(":")[2] or 0)
 
 
 def seen_from(machine: Machine, gpu: int) -> Machine:
-    """Return the machine as a job on one of its GPUs sees it: that GPU replaces all others."""
+    """Return the machine with one GPU in place of all others, for a job on that GPU."""
     if not machine.gpus:
         return machine
     return replace(machine, gpus=(machine.gpus[gpu],) * len(machine.gpus))
@@ -129,11 +129,10 @@ def free_disk_bytes(folder: Path) -> int:
 
 
 def visible(setting: str | None, uuids: Sequence[str]) -> list[int]:
-    """Return which GPUs programs may use, by index, in their order.
+    """Return the indices of the GPUs that CUDA_VISIBLE_DEVICES makes visible, in order.
 
     Args:
-        setting: CUDA_VISIBLE_DEVICES: indices or beginnings of UUIDs with commas. As in CUDA, the first that is neither
-            ends the list.
+        setting: its value: indices or prefixes of UUIDs with commas. As in CUDA, the first invalid one ends the list.
         uuids: of all GPUs.
     """
     if setting is None:
@@ -149,7 +148,7 @@ def visible(setting: str | None, uuids: Sequence[str]) -> list[int]:
 
 
 def _swap() -> tuple[int, int]:
-    # Some containers and BSDs do not report it; then assume none.
+    # Some containers and BSDs do not report it.
     with contextlib.suppress(OSError, RuntimeError):
         swap = psutil.swap_memory()
         return swap.total, swap.free
@@ -162,7 +161,7 @@ def cpp_compiler() -> str | None:
 
 
 def _cores() -> int:
-    # Where a container or a scheduler allows fewer cores than there are, that is what counts.
+    # Containers and schedulers may allow fewer cores than the machine has.
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:
@@ -196,7 +195,7 @@ def _torch_cuda() -> str | None:
 
 
 def _gpus() -> tuple[tuple[Gpu, ...], Fact | None, tuple[int, int] | None]:
-    """Return the NVIDIA GPUs, where they cannot be read why, and the newest CUDA that their driver runs."""
+    """Return the NVIDIA GPUs, why they cannot be read, and the newest CUDA version that their driver supports."""
     try:
         import pynvml
     except ImportError:

@@ -1,4 +1,4 @@
-"""The clip's size, length, shift and steps: what a model can make, what it was made for, and the warnings. Pure."""
+"""Checks a clip's size, length, shift and steps against the model's limits; warnings for unusual values. Pure."""
 
 from collections.abc import Mapping
 
@@ -12,10 +12,10 @@ from runtime.models.spec import ModelSpec
 
 
 def check_size(spec: ModelSpec, width: int, height: int, frames: int) -> None:
-    """Check that a model can make clips of a size and length.
+    """Check that a model supports a size and length.
 
     Raises:
-        InvalidRequestError: if it cannot, with the nearest that it can.
+        InvalidRequestError: if it does not, with the nearest supported values.
     """
     _check_positions(spec, {"frames": frames, "height": height, "width": width})
     for field, value, stride in (("width", width, spec.strides[0]), ("height", height, spec.strides[1])):
@@ -33,7 +33,7 @@ def check_size(spec: ModelSpec, width: int, height: int, frames: int) -> None:
 
 
 def nearest(value: int, stride: int, offset: int, low: int, high: int) -> list[int]:
-    """Return the one or two numbers of the form stride·k + offset, within low..high, that are nearest to `value`."""
+    """Return the one or two numbers of the form stride·k + offset, within low..high, nearest to `value`."""
     below = (min(max(value, low), high) - offset) // stride * stride + offset
     return [n for n in (below, below + stride) if low <= n <= high and n > 0]
 
@@ -55,7 +55,7 @@ def _check_positions(spec: ModelSpec, asked: Mapping[str, int]) -> None:
 
 
 def size_warnings(spec: ModelSpec, width: int, height: int, frames: int) -> list[Fact]:
-    """Return the warnings about a size and length that the model can make."""
+    """Return the warnings about a supported size and length."""
     facts = [] if spec.is_downloaded else [Fact("planner.weights_not_downloaded", {"model": spec.title})]
     if (width, height) not in spec.sizes:
         sizes = [f"{w}x{h}" for w, h in spec.sizes]
@@ -67,10 +67,10 @@ def size_warnings(spec: ModelSpec, width: int, height: int, frames: int) -> list
 
 
 def check_shift(request: GenerationRequest, spec: ModelSpec) -> None:
-    """Refuse a shift that the model's scheduler would not follow.
+    """Check that the model's scheduler supports a requested shift.
 
     Raises:
-        InvalidRequestError: if one is asked for, with the reason.
+        InvalidRequestError: if it does not.
     """
     if request.shift is not None and spec.noise.setting is None:
         raise InvalidRequestError(
@@ -79,7 +79,7 @@ def check_shift(request: GenerationRequest, spec: ModelSpec) -> None:
 
 
 def used_shift(request: GenerationRequest, spec: ModelSpec) -> float | None:
-    """Return the shift that replaces the model's own; `None` if its own is used, or is the same."""
+    """Return the shift that replaces the model's own; `None` if they are equal or none is requested."""
     return None if request.shift == spec.noise.shift else request.shift
 
 
@@ -95,9 +95,9 @@ def shift_reason(shift: float | None, spec: ModelSpec) -> Fact | None:
 
 
 def expert_steps(spec: ModelSpec, steps: int, shift: float | None) -> dict[str, int]:
-    """Return how many of the steps each transformer takes, by component; empty if that is not known.
+    """Return the number of steps of each transformer; empty if unknown.
 
-    The boundary between both experts is a timestep, so the shift decides how many steps are on either side of it.
+    The boundary between the experts is a timestep, so it depends on the shift how many steps are on either side.
     """
     if spec.boundary_ratio is None or spec.experts == 1:
         return {"transformer": steps}
@@ -113,7 +113,7 @@ def shift_warnings(spec: ModelSpec, steps: int, shift: float | None, taken: Mapp
     """Return the warnings about the distribution of the steps.
 
     Args:
-        taken: the steps of each transformer, as `expert_steps` returns them.
+        taken: the steps of each transformer, see `expert_steps`.
     """
     by = spec.noise.shift if shift is None else shift
     facts = (
@@ -135,7 +135,7 @@ def _distilled_with_other_shift(spec: ModelSpec, use: LoraUse, shift: float) -> 
 
 
 def lora_warnings(request: GenerationRequest, spec: ModelSpec, steps: int, guidance: float) -> list[Fact]:
-    """Return what LoRAs that were distilled for few steps change, or need."""
+    """Return the warnings about LoRAs that were distilled for few steps."""
     facts = []
     for use in spec.loras:
         if use.steps is None:

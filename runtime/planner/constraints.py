@@ -1,10 +1,9 @@
-"""What excludes what, and what needs what: two tables of facts, each with a remedy.
+"""Constraints: which settings exclude each other, and what they require of the machine; each with a remedy.
 
-- `NEEDS`: what a backend, a quantization or offloading needs of the machine. The first need that is not met counts.
-- `RULES`: which settings exclude each other, for one component on one backend.
+- `NEEDS`: requirements of backends, quantizations and offloading. The first one that is not met counts.
+- `RULES`: exclusions between settings, for one component on one backend.
 
-Attention kernels, compilation, and the memory and disk space of builds have functions of their own below. Pure: no
-torch, no disk.
+Attention kernels, compilation, and memory and disk space of builds have functions of their own. Pure, no torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,17 +14,16 @@ from runtime.core.errors import InvalidRequestError, MachineError
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH
 from runtime.core.step_cache import NONE
-from runtime.machine.compatibility import cuda_problem, no_compiler, unfit_torch_tensorrt
+from runtime.machine.compatibility import compiler_problem, cuda_problem, torch_tensorrt_problem
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec, is_transformer
 
-# GPUs below these compute capabilities lack what is named.
+# Lowest compute capabilities with support.
 BF16_CAPABILITY = (8, 0)
 FP8_CAPABILITY = (8, 9)
 TENSORRT_CAPABILITY = (7, 5)
-# The first of a kind that multiplies otherwise than those before.
 HOPPER = (9, 0)
-# Of the VAE's convolutions, those with as many outputs are faster by Tandem's own kernel there.
+# Output channels of the VAE's convolutions for which Tandem's own kernel is faster than cuDNN on Hopper.
 OUTPUTS_BY_KERNEL = 96
 # Quantizations, the fastest first.
 QUANTIZATIONS = ("fp8", "bnb-8bit", "bnb-4bit")
@@ -38,7 +36,7 @@ class Conflict:
 
     Attributes:
         fact: the reason, with its remedy.
-        setting: the request's field that is against it; empty if it is the machine.
+        setting: the request's field that excludes it; empty if the machine does.
     """
 
     fact: Fact
@@ -46,7 +44,7 @@ class Conflict:
 
     @property
     def refusal(self) -> InvalidRequestError | MachineError:
-        """The error for a request that asks for it."""
+        """The error for a request that requires it."""
         if self.setting:
             return InvalidRequestError(self.setting, self.fact.code, **self.fact.data)
         return MachineError(self.fact.code, **self.fact.data)
@@ -54,16 +52,14 @@ class Conflict:
 
 @dataclass(frozen=True, kw_only=True)
 class ComponentSettings:
-    """One component on one backend, with the settings around it.
+    """One component on one backend, with the settings that concern it.
 
     Attributes:
-        component: its name.
-        backend: what is to run it.
         device: a torch device.
-        precision: of the arithmetic, if it is known.
-        offload, quantization: as in `GenerationRequest`; quantization of this component's weights.
+        precision: of the arithmetic; empty if unknown.
+        offload, step_cache: as in `GenerationRequest`.
+        quantization: of this component's weights.
         gpus: how many GPUs share it.
-        step_cache: as in `GenerationRequest`.
     """
 
     component: str
@@ -77,10 +73,10 @@ class ComponentSettings:
 
     @property
     def on_engine(self) -> bool:
-        """Whether an engine is to run it."""
+        """Whether an engine runs it."""
         return self.backend != PYTORCH
 
-    def facts(self, gpu: str) -> dict[str, str | int | list[str]]:
+    def data(self, gpu: str) -> dict[str, str | int | list[str]]:
         """Return the data of a rule's fact; `gpu` is the GPU's name."""
         return {
             "backend": self.backend,
@@ -96,15 +92,15 @@ class ComponentSettings:
 
 @dataclass(frozen=True)
 class Rule:
-    """An exclusion; `code` is its fact's, with the data of `ComponentSettings.facts`. See `Conflict` for `setting`."""
+    """An exclusion; its fact has this code and the data of `ComponentSettings.data`. See `Conflict` for `setting`."""
 
     code: str
     excludes: Callable[[ComponentSettings, Machine], bool]
     setting: str = ""
 
-    def conflict(self, case: ComponentSettings, gpu: str = "") -> Conflict:
-        """Return the conflict of a case that it excludes; `gpu` is the GPU's name."""
-        return Conflict(Fact(self.code, case.facts(gpu)), self.setting)
+    def conflict(self, settings: ComponentSettings, gpu: str = "") -> Conflict:
+        """Return the conflict of settings that it excludes; `gpu` is the GPU's name."""
+        return Conflict(Fact(self.code, settings.data(gpu)), self.setting)
 
 
 Need = Callable[[Machine], Fact | None]
@@ -130,11 +126,11 @@ NEEDS: Mapping[str, tuple[Need, ...]] = MappingProxyType(
         "torch_tensorrt": (
             *_TENSORRT,
             _package("machine.no_torch_tensorrt", "torch-tensorrt"),
-            unfit_torch_tensorrt,
+            torch_tensorrt_problem,
         ),
         "inductor": (
             lambda machine: None if machine.torch_version else Fact("machine.no_torch"),
-            no_compiler,
+            compiler_problem,
         ),
         "onnxruntime": (_package("machine.no_onnxruntime", "onnx", "onnxscript", "onnxruntime"),),
         "bnb-8bit": _BITSANDBYTES,
@@ -152,91 +148,95 @@ NEEDS: Mapping[str, tuple[Need, ...]] = MappingProxyType(
 
 
 def lacking(feature: str, machine: Machine) -> Conflict | None:
-    """Return what the machine lacks for a key of `NEEDS`, `None` if nothing."""
+    """Return the unmet requirement for a key of `NEEDS`, `None` if all are met."""
     problem = next(filter(None, (need(machine) for need in NEEDS.get(feature, ()))), None)
     return None if problem is None else Conflict(problem)
 
 
-def _without_bfloat16(case: ComponentSettings, machine: Machine) -> bool:
-    on_gpu = case.device.startswith("cuda") and bool(machine.gpus)
-    return on_gpu and case.precision == "bfloat16" and machine.gpus[0].capability < BF16_CAPABILITY
+def _without_bfloat16(settings: ComponentSettings, machine: Machine) -> bool:
+    on_gpu = settings.device.startswith("cuda") and bool(machine.gpus)
+    return on_gpu and settings.precision == "bfloat16" and machine.gpus[0].capability < BF16_CAPABILITY
 
 
-def _decodes_in_pytorch(case: ComponentSettings) -> bool:
-    return not case.on_engine and case.component == "vae"
+def _decodes_in_pytorch(settings: ComponentSettings) -> bool:
+    return not settings.on_engine and settings.component == "vae"
 
 
-def _is_held_twice(case: ComponentSettings) -> bool:
-    return not case.on_engine and case.quantization == "bnb-8bit" and case.offload in _OFFLOADED
+def _is_offloaded_8bit(settings: ComponentSettings) -> bool:
+    return not settings.on_engine and settings.quantization == "bnb-8bit" and settings.offload in _OFFLOADED
 
 
-_HELD_TWICE = Rule("planner.8bit_offloaded", lambda case, _: _is_held_twice(case), "offload")
+_BNB_8BIT_OFFLOADED = Rule("planner.8bit_offloaded", lambda settings, _: _is_offloaded_8bit(settings), "offload")
 RULES = (
-    _HELD_TWICE,
+    _BNB_8BIT_OFFLOADED,
     Rule(
         "planner.quantized_on_engine",
-        lambda case, _: case.on_engine and case.quantization in QUANTIZATIONS,
+        lambda settings, _: settings.on_engine and settings.quantization in QUANTIZATIONS,
         "quantization",
     ),
     Rule(
         "planner.offload_on_engine",
-        lambda case, _: case.on_engine and is_transformer(case.component) and case.offload in _OFFLOADED,
+        lambda settings, _: (
+            settings.on_engine and is_transformer(settings.component) and settings.offload in _OFFLOADED
+        ),
         "offload",
     ),
     Rule(
         "planner.gpus_on_engine",
-        lambda case, _: case.on_engine and is_transformer(case.component) and case.gpus > 1,
+        lambda settings, _: settings.on_engine and is_transformer(settings.component) and settings.gpus > 1,
         "gpus",
     ),
     Rule(
         "planner.step_cache_on_engine",
-        lambda case, _: case.on_engine and is_transformer(case.component) and case.step_cache != NONE,
+        lambda settings, _: settings.on_engine and is_transformer(settings.component) and settings.step_cache != NONE,
         "step_cache",
     ),
     Rule(
         "planner.step_cache_offloaded",
-        lambda case, _: (
-            is_transformer(case.component) and case.step_cache != NONE and case.offload in {"group", "sequential"}
+        lambda settings, _: (
+            is_transformer(settings.component)
+            and settings.step_cache != NONE
+            and settings.offload in {"group", "sequential"}
         ),
         "step_cache",
     ),
     Rule(
         "planner.onnxruntime_without_cuda",
-        lambda case, machine: (
-            case.backend == "onnxruntime"
-            and case.device.startswith("cuda")
+        lambda settings, machine: (
+            settings.backend == "onnxruntime"
+            and settings.device.startswith("cuda")
             and machine.version_of("onnxruntime-gpu") is None
         ),
     ),
     Rule(
         "planner.vae_bfloat16",
-        lambda case, machine: _decodes_in_pytorch(case) and _without_bfloat16(case, machine),
+        lambda settings, machine: _decodes_in_pytorch(settings) and _without_bfloat16(settings, machine),
         "vae_precision",
     ),
     Rule(
         "planner.vae_16bit_on_cpu",
-        lambda case, _: (
-            _decodes_in_pytorch(case) and case.device == "cpu" and case.precision in {"bfloat16", "float16"}
+        lambda settings, _: (
+            _decodes_in_pytorch(settings) and settings.device == "cpu" and settings.precision in {"bfloat16", "float16"}
         ),
         "vae_precision",
     ),
     Rule(
         "planner.bfloat16",
-        lambda case, machine: not _decodes_in_pytorch(case) and _without_bfloat16(case, machine),
+        lambda settings, machine: not _decodes_in_pytorch(settings) and _without_bfloat16(settings, machine),
     ),
 )
 
 
-def conflict(case: ComponentSettings, machine: Machine) -> Conflict | None:
-    """Return what stands against a case: the first rule that excludes it, else what its backend lacks here."""
+def conflict(settings: ComponentSettings, machine: Machine) -> Conflict | None:
+    """Return why settings are not possible: the first rule that excludes them, else a requirement of the backend."""
     for rule in RULES:
-        if rule.excludes(case, machine):
-            return rule.conflict(case, machine.gpus[0].name if machine.gpus else "")
-    return lacking(case.backend, machine)
+        if rule.excludes(settings, machine):
+            return rule.conflict(settings, machine.gpus[0].name if machine.gpus else "")
+    return lacking(settings.backend, machine)
 
 
-def excluded_by_step_cache(step_cache: str, offload: str, machine: Machine) -> Conflict | None:
-    """Return why a transformer in PyTorch with a step cache excludes an offload, `None` if it does not."""
+def step_cache_conflict(step_cache: str, offload: str, machine: Machine) -> Conflict | None:
+    """Return why a step cache of a transformer in PyTorch excludes an offload, `None` if it does not."""
     if step_cache == NONE:
         return None
     return conflict(
@@ -244,21 +244,21 @@ def excluded_by_step_cache(step_cache: str, offload: str, machine: Machine) -> C
     )
 
 
-def cannot_wait(case: ComponentSettings) -> Conflict | None:
-    """Return why weights in PyTorch cannot be offloaded as `case.offload` asks; the same on every machine."""
-    return _HELD_TWICE.conflict(case) if _is_held_twice(case) else None
+def offload_conflict(settings: ComponentSettings) -> Conflict | None:
+    """Return why weights in PyTorch cannot be offloaded in this way on any machine, `None` if they can."""
+    return _BNB_8BIT_OFFLOADED.conflict(settings) if _is_offloaded_8bit(settings) else None
 
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """One attention kernel: the oldest GPU that has it, the package that it is in, and whether it is exact."""
+    """An attention kernel: lowest compute capability, required package, and whether it is exact."""
 
     capability: tuple[int, int]
     package: str = ""
     exact: bool = True
 
 
-# By the names of `request.ATTENTIONS`. Those that are not exact are never chosen unasked.
+# By the names of `request.ATTENTIONS`. Inexact ones are used only on request.
 ATTENTION_KERNELS: Mapping[str, AttentionKernel] = {
     "native": AttentionKernel((0, 0)),
     "cudnn": AttentionKernel(BF16_CAPABILITY),
@@ -271,7 +271,7 @@ ATTENTION_KERNELS: Mapping[str, AttentionKernel] = {
 
 
 def attention_conflict(name: str, machine: Machine) -> Conflict | None:
-    """Return why this machine's GPU does not run an attention kernel, `None` if it does."""
+    """Return why an attention kernel does not run on this machine, `None` if it does."""
     kernel = ATTENTION_KERNELS[name]
     if name == "native":
         return None
@@ -283,24 +283,24 @@ def attention_conflict(name: str, machine: Machine) -> Conflict | None:
     return None if problem is None else Conflict(problem)
 
 
-def compile_conflict(case: ComponentSettings, machine: Machine) -> Conflict | None:
-    """Return why PyTorch cannot compile the blocks of a transformer that it runs, `None` if it can."""
-    if case.offload in {"group", "sequential"}:
-        return Conflict(Fact("planner.compile_offloaded", {"offload": case.offload}), "compile")
-    if case.quantization.startswith("bnb-"):
-        return Conflict(Fact("planner.compile_quantized", {"quantization": case.quantization}), "compile")
+def compile_conflict(settings: ComponentSettings, machine: Machine) -> Conflict | None:
+    """Return why the blocks of a transformer in PyTorch cannot be compiled, `None` if they can."""
+    if settings.offload in {"group", "sequential"}:
+        return Conflict(Fact("planner.compile_offloaded", {"offload": settings.offload}), "compile")
+    if settings.quantization.startswith("bnb-"):
+        return Conflict(Fact("planner.compile_quantized", {"quantization": settings.quantization}), "compile")
     if cuda_problem(machine) is None:
         problem = None if machine.version_of("triton") else Fact("machine.no_triton")
     else:
-        problem = no_compiler(machine)
+        problem = compiler_problem(machine)
     return None if problem is None else Conflict(problem)
 
 
 def build_conflict(ram_bytes: int, vram_bytes: int, disk_bytes: int, machine: Machine) -> Conflict | None:
-    """Return why this machine is too small for a build, whatever else is closed; `None` if it is not.
+    """Return why this machine's total memory or free disk space is too small for a build, `None` if it suffices.
 
     Args:
-        ram_bytes, vram_bytes, disk_bytes: what building takes at its peak.
+        ram_bytes, vram_bytes, disk_bytes: peaks of the build.
     """
     if machine.disk_free_bytes is not None and disk_bytes > machine.disk_free_bytes:
         return Conflict(Fact("planner.build_disk", {"needs": disk_bytes, "free": machine.disk_free_bytes}))
@@ -314,10 +314,10 @@ def build_conflict(ram_bytes: int, vram_bytes: int, disk_bytes: int, machine: Ma
 
 
 def load_conflict(spec: ModelSpec, weights: Mapping[str, int], machine: Machine) -> Conflict | None:
-    """Return why a model cannot be loaded: each component passes through RAM whole on its way to the GPU.
+    """Return why a model cannot be loaded, `None` if it can: each component must fit into RAM on its way to the GPU.
 
     Args:
-        weights: bytes of each component that is loaded so; quantized ones and engines are not.
+        weights: bytes of each component, without quantized ones and engines.
     """
     if not weights:
         return None

@@ -1,6 +1,6 @@
-"""The identity of an engine (its key), what is known of one (its record), and how two keys differ.
+"""Engine keys (identity), shape profiles, and records (metadata of an engine on disk); differences of two keys.
 
-Pure: no torch, no disk. The planner gets a list of records; `engines.store` reads them.
+Pure: no torch, no disk. `engines.store` reads the records and passes them to the planner.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ _Positive = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True, order=True)
 class ShapeProfile:
-    """A box of latent sizes that one engine serves, and the size it is fastest at.
+    """A range of latent sizes that one engine serves, and the size that it is optimized for.
 
     Attributes:
         min, opt, max: (frames, height, width) in latent units. For `vae_next` frames counts the latent frames of one
@@ -79,7 +79,7 @@ class ShapeProfile:
         return cls(latent, latent, latent)
 
     def serves(self, latent: LatentSize) -> bool:
-        """Whether an engine built for this profile takes latents of this size."""
+        """Return whether an engine of this profile accepts latents of a size."""
         return all(low <= n <= high for low, n, high in zip(self.min, latent, self.max, strict=True))
 
     def __str__(self) -> str:
@@ -147,7 +147,7 @@ class EngineKey:
         return TypeAdapter(cls).validate_json(json.dumps(value))
 
 
-# The key of an engine whose manifest cannot be read: equal to no key that is ever wanted.
+# The key of an engine whose manifest cannot be read; never equal to a wanted key.
 UNREADABLE_KEY = EngineKey(
     program="unknown",
     family="",
@@ -178,7 +178,7 @@ class EngineFile:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRecord:
-    """What is known of one engine on disk. The defaults are those of an engine that was not verified.
+    """Metadata of an engine on disk. The defaults are those of an engine that was not verified.
 
     Attributes:
         id: the name of its folder.
@@ -186,7 +186,7 @@ class EngineRecord:
         model, component: what it was built from.
         files: the engine file first, then the data files that belong to it.
         file_bytes: of all its files.
-        build_seconds: how long building took.
+        build_seconds: duration of the build.
         seconds_per_call, pytorch_seconds_per_call: medians at the optimal size; 0 if not measured.
         error: relative, ‖out − ref‖/‖ref‖, the largest of all outputs and sizes; NaN if an output was not finite.
         tolerance: the largest `error` allowed for the precision.
@@ -195,7 +195,7 @@ class EngineRecord:
         built_at, last_used: seconds since the epoch. `last_used` orders engines by use; after the clock was set back
             it runs ahead of it.
         pinned: never evicted.
-        problem: what is wrong with the engine; None if nothing is known.
+        problem: why the engine cannot be used; `None` if no problem is known.
         loras: the LoRAs in its weights.
     """
 
@@ -227,10 +227,9 @@ class EngineRecord:
 
 
 def find(index: Iterable[EngineRecord], wanted: EngineKey, latent: LatentSize) -> EngineRecord | None:
-    """Return the usable engine for `wanted`, or one that differs only by serving more sizes, if there is one.
+    """Return a usable engine for `wanted`, or one that differs only in its sizes and serves `latent`.
 
-    Args:
-        latent: the size that it will be called with. The exact key comes first, then the fastest.
+    The exact key comes first, then the fastest; `None` if there is none.
     """
     matching = [
         record
@@ -245,10 +244,10 @@ def find(index: Iterable[EngineRecord], wanted: EngineKey, latent: LatentSize) -
 
 
 def differences(wanted: EngineKey, found: EngineKey, scale: int = 1) -> list[Fact]:
-    """Return how an engine that exists differs from the one that is wanted, a fact per difference.
+    """Return the differences of an existing engine from the wanted one, a fact each.
 
     Args:
-        scale: pixels per latent, to state heights and widths in pixels.
+        scale: pixels per latent, for heights and widths in pixels.
     """
     return [
         *_differing_identity(wanted, found),
@@ -258,9 +257,9 @@ def differences(wanted: EngineKey, found: EngineKey, scale: int = 1) -> list[Fac
 
 
 def misfit(wanted: EngineKey, found: EngineKey) -> Fact | None:
-    """Return the most important difference in a few words; None if there is none.
+    """Return the most important difference in a few words; `None` if there is none.
 
-    What is hardest to change comes first: another GPU, then other libraries, weights, sizes.
+    The order is by how hard a difference is to change: GPU, libraries, weights, sizes.
     """
     for name, code in _MISFITS.items():
         if getattr(wanted, name) != getattr(found, name):
@@ -312,12 +311,12 @@ def _differing_machine(wanted: EngineKey, found: EngineKey) -> Iterator[Fact]:
 
 
 def is_of_gpu(device: str) -> bool:
-    """Return whether a key's `device` is a GPU; that of a CPU is its architecture and instruction sets."""
+    """Return whether a key's `device` is a GPU; a CPU's is its architecture and instruction sets."""
     return " sm" in device
 
 
 def device_difference(there: str, here: str) -> Fact:
-    """Return how a key's `device` differs from the one here: two CPUs by their instruction sets."""
+    """Return how a key's `device` differs from this machine's; CPUs differ by instruction sets."""
     (kind, *instructions), (kind_here, *instructions_here) = there.split() or [""], here.split() or [""]
     more = [name for name in instructions if name not in instructions_here]
     fewer = [name for name in instructions_here if name not in instructions]

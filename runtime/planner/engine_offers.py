@@ -1,4 +1,4 @@
-"""The engines that a component could run on, and the choice of one. Pure: `engines.service` makes the offers."""
+"""Chooses a component's backend from the engines offered for it. Pure: `engines.service` makes the offers."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -9,23 +9,23 @@ from runtime.core.request import AUTO
 from runtime.machine.probe import Machine
 from runtime.planner.constraints import ComponentSettings, Conflict, conflict
 
-# An engine must be this much faster than PyTorch to be taken unasked: timings vary by less.
-_WORTH_IT = 1.03
+# Speedup from which an engine is chosen automatically: timings vary by less.
+_MIN_SPEEDUP = 1.03
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOffer:
-    """One way to run a component on engines.
+    """Engines of one builder for a component.
 
     Attributes:
-        backend, builder: what runs them and what makes them.
-        uses: the engines; those that are not there say `build`. None where the backend does not run on the device.
-        missing: why an engine must be built; `None` if all are there.
-        misfit: the same in a few words, if there is an engine for something else: "engine for other sizes".
-        problem: why nothing can be built here, with the remedy; `None` if it can.
-        build_seconds: about how long building those that are not there takes.
-        seconds, pytorch_seconds: of one call, for the VAE of the whole clip, as measured here; 0 if not measured.
-        file_bytes: of the engines that are there.
+        backend, builder: what runs and what builds them.
+        uses: the engines; `build` marks those to build. Empty if the backend does not support the device.
+        missing: why an engine must be built; `None` if all exist.
+        misfit: the closest existing engine's difference in a few words: "engine for other sizes".
+        problem: why none can be built on this machine; `None` if they can.
+        build_seconds: estimated time to build the missing ones.
+        seconds, pytorch_seconds: measured seconds of one call, for the VAE of the whole clip; 0 if not measured.
+        file_bytes: size of the existing ones.
     """
 
     backend: str
@@ -41,22 +41,22 @@ class EngineOffer:
 
     @property
     def ready(self) -> bool:
-        """Whether all engines are there."""
+        """Whether all engines exist."""
         return bool(self.uses) and not any(use.build for use in self.uses)
 
     @property
     def speed_up(self) -> float:
-        """How many times as fast as PyTorch, both measured on this machine; 0 if not measured."""
+        """Speedup against PyTorch, both measured on this machine; 0 if not measured."""
         return self.pytorch_seconds / self.seconds if self.ready and self.seconds else 0.0
 
 
-# What there is for a component at a latent size on a device, the builder to prefer first.
+# Offers for a component at a latent size on a device, the preferred builder first.
 Offers = Callable[[str, LatentSize, str], Sequence[EngineOffer]]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a component runs on: `backend` is "pytorch" if `uses` is empty; `badge` states it in a few words."""
+    """The backend of a component, "pytorch" if `uses` is empty, with its reasons and its badge."""
 
     backend: str
     uses: tuple[EngineUse, ...]
@@ -72,11 +72,11 @@ def no_offers(_component: str, _latent: LatentSize, _device: str) -> Sequence[En
 def admit(
     offers: Iterable[EngineOffer], case: ComponentSettings, machine: Machine
 ) -> tuple[list[EngineOffer], Conflict | None]:
-    """Remove the offers that other settings or the machine exclude.
+    """Remove the offers that other settings exclude.
 
     Returns:
-        The others, and why the first one that is available was removed because of other settings. What the machine
-        excludes stays if its engines are there and verified; else the exclusion is its `problem`.
+        The remaining offers, and why the first buildable one was removed. An offer that the machine excludes remains if
+        its engines exist and are verified; otherwise the exclusion is its `problem`.
     """
     admitted, excluded = [], None
     for offer in offers:
@@ -94,14 +94,14 @@ def admit(
 def choose(
     asked: str, build: str, offers: Iterable[EngineOffer], in_pytorch: Fact, excluded: Conflict | None = None
 ) -> Choice:
-    """Decide what a component runs on.
+    """Choose a component's backend.
 
     Args:
         asked: a backend, or "auto".
         build: "auto", "missing", "never" or "always".
-        offers: the offers that were admitted.
-        in_pytorch: why and how PyTorch would run it.
-        excluded: why the engines that suit best are not among the offers: other settings exclude them.
+        offers: see `admit`.
+        in_pytorch: device and precision in PyTorch, with the reason.
+        excluded: why the preferred engines are not among the offers.
     """
     if asked == PYTORCH:
         return _pytorch(Fact("planner.badge_as_asked"), in_pytorch, Fact("planner.as_asked"))
@@ -140,7 +140,7 @@ def _fastest(build: str, offers: list[EngineOffer], in_pytorch: Fact, excluded: 
         nearest = next((offer.missing for offer in offers if offer.misfit), None)
         reasons = [] if nearest is None else [Fact("planner.no_engine_fits", {"cause": nearest})]
         return _pytorch(_why_none(offers), in_pytorch, *reasons)
-    if best.speed_up < _WORTH_IT:
+    if best.speed_up < _MIN_SPEEDUP:
         return _pytorch(Fact("planner.badge_none_faster"), in_pytorch, Fact("planner.none_faster"))
     code = "planner.fastest_measured" if len(measured) > 1 else "planner.faster_measured"
     return _engines(best, "never", Fact(code, {"backend": best.backend, "how": _speed(best)}))

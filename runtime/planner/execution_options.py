@@ -1,6 +1,7 @@
-"""How PyTorch computes a clip: which attention, compiled or not, and what is computed once. Pure, each with its reason.
+"""Chooses PyTorch's execution options: attention kernel, compilation, caching of the text, CUDA graphs. Pure.
 
-Measured here counts for more than a rule; the rules rest on what an H200 showed (bench/h200.md).
+Each choice has its reason. Measurements on this machine take precedence over rules, which rest on an H200
+(bench/h200.md).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,15 +18,16 @@ from runtime.planner import constraints
 from runtime.planner.constraints import ATTENTION_KERNELS, Conflict
 from runtime.planner.memory_model import DTYPE_BYTES, Workload
 
-# Of the free memory, for keys and values of the text: they save a thousandth of the time at true size, and a tenth of a
-# small model's.
+# Share of free memory for cached keys and values of the text. They save 0.1 % of the time of a large model, 10 % of a
+# small one's.
 _TEXT_SHARE = 0.02
-# Fewer tokens than this leave a large GPU partly idle, so that two passes in one call take less than two calls.
+# Up to this many tokens leave a large GPU partly idle, so that one call with both passes is faster than two calls.
 _PAIRED_TOKENS = 4096
-# Kernels that diffusers' order of work starts for a block, and how long starting one takes: diorama's call of 8
-# blocks takes 8 ms on an H200, most of it so.
-_KERNELS_OF_A_BLOCK, _START_SECONDS = 60, 5e-6
-_MEASURED_TIMES = 4.0
+# Kernels that diffusers launches per block, and seconds per launch: a call of the embedded model (8 blocks) takes 8 ms
+# on an H200, mostly for launches.
+_KERNELS_PER_BLOCK, _LAUNCH_SECONDS = 60, 5e-6
+# A measured call includes launches, so it is launch-bound up to this multiple of their time.
+_MEASURED_CALL_RATIO = 4.0
 # Speedups on an H200, used where nothing was measured on this machine. Fitted to the rows of
 # tests/planner/measured_h200_speedups.jsonl that are marked so; tests hold estimates to the others.
 # Compiled transformer blocks, by quantization; FP8 against uncompiled FP8, which takes 1.1 times as long as 16 bits.
@@ -34,12 +36,12 @@ _COMPILED_SPEEDUP: Mapping[str, float] = {"none": 1.17, "fp8": 1.515}
 _ATTENTION_SPEEDUP: Mapping[str, float] = {"flash4": 1.215, "fp8": 1.477}
 # The VAE's Triton kernels in 16 bits, for all convolutions or only between cuDNN's, and in float32.
 _DECODER_SPEEDUP_ALL, _DECODER_SPEEDUP_BETWEEN, _DECODER_SPEEDUP_FLOAT32 = 2.13, 1.505, 1.36
-# What compiling takes where it was not measured. An H200's host with 16 cores took 2 to 9 s for a block, and 2 to 8 for
-# the VAE's kernels; the first step of A14B in FP8 took 11 to 13 s longer than the next. Fewer cores were not measured.
+# Compilation time if it was not measured on this machine. The host of an H200 with 16 cores took 2 to 9 s for a block
+# and 2 to 8 s for the VAE's kernels; the first step of A14B in FP8 took 11 to 13 s longer than the next.
 COMPILE_SECONDS = 20.0
 _NOTHING = Seconds(0, 0, 0, measured=True)
 
-# Seconds of one call of the transformer with all weights at hand, by how it is computed.
+# Seconds of one call of the transformer with all weights on the device, by options.
 CallSeconds = Callable[[Speed], Seconds]
 
 
@@ -49,14 +51,13 @@ class OptionInputs:
 
     Attributes:
         attention, compile: as in the request.
-        calls: of the transformers, both together.
-        guided: whether there are two passes a step.
-        attention_seconds: what one attention of this size takes by its kind, where it was measured.
-        compile_seconds: what compiling took here, by quantization; `None` where it was not measured.
+        calls: number of calls of all transformers.
+        guided: whether a step has two passes.
+        attention_seconds: measured seconds of one attention of this size, by kernel.
+        compile_seconds: measured compilation time by quantization; `None` if not measured.
         free_bytes: of the device.
         in_pytorch: whether any transformer runs in PyTorch.
-        passes_apart: whether each pass of guidance is a call of its own in any case, which is not the same each time:
-            with a step cache, and on several GPUs.
+        passes_apart: whether guidance passes must be separate calls: with a step cache and on several GPUs.
     """
 
     workload: Workload
@@ -72,11 +73,11 @@ class OptionInputs:
     passes_apart: bool = False
 
 
-def held(inputs: OptionInputs) -> Speed:
-    """Return what does not depend on how the weights are held: the attention, and what takes memory of its own.
+def shared_options(inputs: OptionInputs) -> Speed:
+    """Return the options that all memory strategies share: the attention kernel and options that take memory.
 
     Raises:
-        InvalidRequestError, MachineError: if what was asked for cannot be.
+        InvalidRequestError, MachineError: if a requested option is not possible.
     """
     if not inputs.in_pytorch:
         reason = Fact("planner.engines_compute")
@@ -96,7 +97,7 @@ def held(inputs: OptionInputs) -> Speed:
 
 
 def text_bytes(spec: ModelSpec, dtype: str, texts: int) -> int:
-    """Return what the keys and values of texts take in all blocks of one transformer."""
+    """Return the bytes of the texts' keys and values in all blocks of one transformer."""
     transformer = spec.transformer
     values = 2 * transformer.num_layers * spec.max_sequence_length * transformer.width
     return texts * values * DTYPE_BYTES[dtype]
@@ -105,19 +106,22 @@ def text_bytes(spec: ModelSpec, dtype: str, texts: int) -> int:
 def for_strategy(
     inputs: OptionInputs, strategy: MemoryStrategy, base: Speed, seconds: CallSeconds
 ) -> tuple[Speed, Seconds, Conflict | None]:
-    """Return how a clip is computed with weights held in one way, what compiling takes first, and why it cannot be.
+    """Complete the options for a memory strategy.
 
     Args:
-        base: from `held`.
+        base: from `shared_options`.
         seconds: of one call.
+
+    Returns:
+        The options, the compilation time before the first step, and why the request's options exclude the strategy.
     """
     if not inputs.in_pytorch:
         return base, _NOTHING, None
-    at_hand = strategy.offload in {"none", "model"}
+    on_device = strategy.offload in {"none", "model"}
     stays = strategy.offload == "none" and strategy.quantization == "none"
     base = base.replace(
-        text_kept=base.text_kept and at_hand,
-        text_bytes=base.text_bytes if at_hand else 0,
+        text_kept=base.text_kept and on_device,
+        text_bytes=base.text_bytes if on_device else 0,
         fused=inputs.workload.cuda and stays,
     )
     graphed = inputs.workload.cuda and stays and not inputs.passes_apart and _launch_bound(inputs, seconds(base))
@@ -127,10 +131,10 @@ def for_strategy(
 
 
 def choose_attention(inputs: OptionInputs) -> tuple[str, Fact]:
-    """Return the attention and why.
+    """Return the attention kernel and the reason.
 
     Raises:
-        InvalidRequestError, MachineError: if the one that was asked for cannot run here.
+        InvalidRequestError, MachineError: if the requested kernel cannot run on this machine.
     """
     asked, dtype = inputs.attention, inputs.workload.dtypes["transformer"]
     if asked == "native":
@@ -163,7 +167,7 @@ def choose_attention(inputs: OptionInputs) -> tuple[str, Fact]:
 
 
 def exact_attentions(machine: Machine) -> list[str]:
-    """Return the kinds of attention that may be taken unasked on this machine's GPU: what is worth measuring."""
+    """Return the exact attention kernels that run on this machine's GPU; only these are chosen automatically."""
     return [
         name
         for name, kernel in ATTENTION_KERNELS.items()
@@ -172,7 +176,7 @@ def exact_attentions(machine: Machine) -> list[str]:
 
 
 def _by_rule(gpu: Gpu, able: Sequence[str]) -> tuple[str, Fact]:
-    # Of newer ones than Hopper nothing was measured.
+    # Newer architectures than Hopper were not measured.
     if gpu.capability[:1] == constraints.HOPPER[:1] and "flash4" in able:
         chosen = "flash4"
     elif gpu.capability >= constraints.HOPPER:
@@ -185,10 +189,9 @@ def _by_rule(gpu: Gpu, able: Sequence[str]) -> tuple[str, Fact]:
 
 
 def _launch_bound(inputs: OptionInputs, call: Seconds) -> bool:
-    """Whether starting kernels takes longer than running them."""
-    starting = _KERNELS_OF_A_BLOCK * inputs.workload.spec.transformer.num_layers * _START_SECONDS
-    # What was measured has the starting in it, so it cannot be much less than that.
-    return call.likely < (_MEASURED_TIMES if call.measured else 1.0) * starting
+    """Return whether launching kernels takes longer than running them."""
+    starting = _KERNELS_PER_BLOCK * inputs.workload.spec.transformer.num_layers * _LAUNCH_SECONDS
+    return call.likely < (_MEASURED_CALL_RATIO if call.measured else 1.0) * starting
 
 
 def _compiled(
@@ -219,8 +222,8 @@ def _compiled(
     return False, Fact("planner.not_compiled_pays_off", data), takes, None
 
 
-def relieved(speed: Speed, offload: str, quantization: str) -> Speed:
-    """Return how a clip goes on in a more frugal way: without what takes memory of its own, or is excluded there."""
+def with_less_memory(speed: Speed, offload: str, quantization: str) -> Speed:
+    """Return the options for a lower-memory strategy: without those that take memory or that it excludes."""
     stays = offload == "none" and quantization == "none"
     excluded = offload in {"group", "sequential"} or quantization.startswith("bnb-")
     return speed.replace(
@@ -234,10 +237,10 @@ def relieved(speed: Speed, offload: str, quantization: str) -> Speed:
 
 
 def check_compile(asked: str, offload: str, quantization: str, machine: Machine) -> None:
-    """Refuse compiling with what excludes it, where both were asked for, and where this machine cannot.
+    """Check that requested compilation is possible on this machine and with the other settings.
 
     Raises:
-        InvalidRequestError, MachineError: with what to do about it.
+        InvalidRequestError, MachineError: if it is not.
     """
     if asked != "always":
         return
@@ -252,12 +255,12 @@ def check_compile(asked: str, offload: str, quantization: str, machine: Machine)
 
 
 def compiled_speedup(quantization: str) -> float:
-    """Return how many times as fast compiled blocks are, where nothing was measured."""
+    """Return the estimated speedup of compiled blocks."""
     return _COMPILED_SPEEDUP.get(quantization, 1.0)
 
 
 def attention_speedup(kind: str, spec: ModelSpec, tokens: int) -> float:
-    """Return how many times as fast a transformer is than with PyTorch's own attention, where nothing was measured."""
+    """Return the estimated speedup of a transformer by an attention kernel, against PyTorch's own attention."""
     transformer = spec.transformer
     whole = transformer.forward_flops(tokens, spec.max_sequence_length)
     share = transformer.num_layers * attention_flops(spec, tokens) / whole
@@ -265,31 +268,24 @@ def attention_speedup(kind: str, spec: ModelSpec, tokens: int) -> float:
 
 
 def decoder_speedup(dtype: str, outputs: int, capability: tuple[int, int]) -> float:
-    """Return how many times as fast the VAE's kernels make decoding, where nothing was measured.
+    """Return the estimated speedup of decoding by Triton kernels.
 
     Args:
-        outputs: of the last block's convolutions.
+        outputs: channels of the last block's convolutions.
     """
     if dtype == "float32":
         return _DECODER_SPEEDUP_FLOAT32
-    all_of_it = outputs == constraints.OUTPUTS_BY_KERNEL and capability == constraints.HOPPER
-    return _DECODER_SPEEDUP_ALL if all_of_it else _DECODER_SPEEDUP_BETWEEN
+    all_convolutions = outputs == constraints.OUTPUTS_BY_KERNEL and capability == constraints.HOPPER
+    return _DECODER_SPEEDUP_ALL if all_convolutions else _DECODER_SPEEDUP_BETWEEN
 
 
-def tag(speed: Speed, component: str) -> str:
-    """Return what two runs of a component must share in this to tell of each other; empty is diffusers' strategy."""
-    if component == "vae":
-        told: tuple[str, ...] = (
-            "compiled" if speed.compiled else "",
-            "channels last" if speed.channels_last else "",
-        )
-    elif component == "text_encoder":
+def history_tag(speed: Speed, component: str) -> str:
+    """Return `history.Kind.speed`: the options that change a component's speed; empty for none."""
+    if component == "text_encoder":
         return ""
+    if component == "vae":
+        options = {"compiled": speed.compiled, "channels last": speed.channels_last}
     else:
-        told = (
-            "compiled" if speed.compiled else "",
-            "" if speed.attention == "native" else speed.attention,
-            "paired" if speed.paired else "",
-            "graphed" if speed.graphed else "",
-        )
-    return " ".join(word for word in told if word)
+        kernel = {} if speed.attention == "native" else {speed.attention: True}
+        options = {"compiled": speed.compiled, **kernel, "paired": speed.paired, "graphed": speed.graphed}
+    return " ".join(name for name, used in options.items() if used)

@@ -146,7 +146,7 @@ def memory(inputs: ForecastInputs, strategy: MemoryStrategy, speed: Speed) -> tu
     if not inputs.history:
         return stages
     return tuple(
-        history.remembered(
+        history.corrected_by_history(
             inputs.history,
             _kind(inputs, strategy, stage.component, speed),
             inputs.workload.flops(stage.component, strategy.decode_tile),
@@ -173,7 +173,7 @@ def call_seconds(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, sp
     else:
         like, alone = EAGER, compute_seconds(inputs.workload, name, inputs.machine, strategy)
         whole_frames = name != "vae" or strategy.decode_tile is None
-        found = placement.faster(alone, inputs.workload.split, name) if whole_frames else alone
+        found = placement.faster_by_split(alone, inputs.workload.split, name) if whole_frames else alone
     speedup = 1.0
     if inputs.backends[name] == PYTORCH:
         if speed.compiled and not like.compiled:
@@ -259,7 +259,7 @@ def build_seconds(
 def _kind(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> history.Kind:
     transformer, workload = is_transformer(name), inputs.workload
     return history.Kind(
-        device=placement.name_of(history.device_name(inputs.machine, workload.device), workload.split, name),
+        device=placement.devices_name(history.device_name(inputs.machine, workload.device), workload.split, name),
         model=history.architecture(workload.spec),
         component="transformer" if transformer else name,
         backend=inputs.backends[name],
@@ -268,7 +268,7 @@ def _kind(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Sp
         offload=strategy.offload,
         tile=history.tile_of(strategy, name),
         step_cache=history.cache_of(inputs.step_cache, name),
-        speed=execution_options.tag(speed, name) if inputs.backends[name] == PYTORCH else "",
+        speed=execution_options.history_tag(speed, name) if inputs.backends[name] == PYTORCH else "",
     )
 
 

@@ -1,6 +1,6 @@
-"""What earlier jobs took here, and what follows for the next: a forecast rests on the nearest run of the same kind.
+"""Measurements of earlier jobs on this machine, and forecasts from the nearest run of the same kind.
 
-Pure: `pipeline.history` keeps the file.
+Pure: `pipeline.history` reads and writes the file.
 """
 
 import hashlib
@@ -15,27 +15,30 @@ from runtime.core.step_cache import NONE
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner import placement
-from runtime.planner.execution_options import tag
-from runtime.planner.memory_model import Workload, corrected, stages, taken_before
+from runtime.planner.execution_options import history_tag
+from runtime.planner.memory_model import Workload, baseline_bytes, corrected, stages
 
-# A run of so many times more or less arithmetic says nothing: caches and launches count differently there.
-_FARTHEST = 16.0
-_SAME = 1.001
+# Runs with more than this ratio of operations are not comparable: caches and launches count differently.
+_MAX_RATIO = 16.0
+_SAME_RATIO = 1.001
 # Range of a measured latency, (low, high) as factors: other programs may run at the same time. For the same size, and
 # for another one.
 _MEASURED = (0.75, 1.4)
 _SCALED = (0.6, 1.7)
-# What is remembered beside components.
+# `Kind.component` of attention measured alone.
 ATTENTION = "attention"
 _ANY_SIZE = 1.0
 
 
 class Kind(FrozenModel):
-    """What two runs must share for one to tell of the other; the names are those of `ComponentPlan`.
+    """What two runs must have in common to be comparable; names are those of `ComponentPlan`.
 
-    `model` is the architecture's digest, `component` stands for both experts with "transformer". `tile` is the side
-    of the tiles that a decoder works in, in latents; empty where frames are whole. So is `step_cache` without one.
-    `speed` is `speed.tag`.
+    Attributes:
+        model: digest of the architecture.
+        component: "transformer" for both experts.
+        tile: side of the decoder's tiles in latents; empty for whole frames.
+        step_cache: empty for none.
+        speed: `execution_options.history_tag`.
     """
 
     device: str
@@ -51,13 +54,13 @@ class Kind(FrozenModel):
 
 
 class Run(FrozenModel):
-    """One stage of a job that ended well.
+    """Measurements of one stage of a successful job.
 
     Attributes:
         flops: operations of one call, of the whole clip for the VAE.
-        seconds: of one call; 0 where it was not measured alone.
+        seconds: of one call; 0 if not measured.
         working_bytes: the forecast's working set.
-        excess_bytes: by how much the measured peak was above the forecast's; `None` where nothing can be said.
+        excess_bytes: measured peak minus the forecast's; `None` if not measured.
     """
 
     kind: Kind
@@ -78,12 +81,12 @@ def runs_of(
     timings: Mapping[str, float],
     peaks: Mapping[str, int],
 ) -> list[Run]:
-    """Return what a job tells, component by component; one that fell back on the way tells nothing.
+    """Return a job's measurements by component, without components that fell back.
 
     Args:
-        planned, ran: as it started and as it ended.
+        planned, ran: the plan at the start and at the end.
         timings: seconds by stage, without loading.
-        peaks: bytes by stage beyond what was held before the job, where they say something about it alone.
+        peaks: bytes by stage in addition to what was allocated before the job, for stages where no other job counts.
     """
     workload, strategy = Workload.of(planned, spec), planned.strategy
     calls = _calls_in(planned)
@@ -92,19 +95,19 @@ def runs_of(
     for name in ("text_encoder", "transformer", "vae"):
         same = [stage for stage in uncorrected if stage.component == name or _both_experts(stage.component, name)]
         parts = [planned.components[stage.component] for stage in same]
-        computed = tag(planned.speed, name)
+        computed = history_tag(planned.speed, name)
         unlike = (
-            computed != tag(ran.speed, name)
+            computed != history_tag(ran.speed, name)
             or len({(part.backend, part.dtype, part.quantization) for part in parts}) > 1
         )
         fell_back = any(ran.components[s.component].backend != planned.components[s.component].backend for s in same)
         if unlike or fell_back:
             continue
         largest = max(same, key=lambda stage: stage.peak_bytes)
-        # Of several GPUs' processes nobody knows what each took before the job.
+        # With several GPUs, memory that each process had allocated before the job is unknown.
         peak = peaks.get(largest.stage) if planned.split is None else None
         kind = Kind(
-            device=placement.name_of(device_name(machine, parts[0].device), planned.split, name),
+            device=placement.devices_name(device_name(machine, parts[0].device), planned.split, name),
             model=architecture(spec),
             component=name,
             backend=parts[0].backend,
@@ -121,24 +124,24 @@ def runs_of(
                 flops=workload.flops(name, strategy.decode_tile),
                 seconds=timings.get(largest.stage, 0.0) / sum(calls[stage.component] for stage in same),
                 working_bytes=largest.working_bytes,
-                excess_bytes=None if peak is None else taken_before(workload.device) + peak - largest.peak_bytes,
+                excess_bytes=None if peak is None else baseline_bytes(workload.device) + peak - largest.peak_bytes,
             )
         )
     return found
 
 
 def _both_experts(one: str, other: str) -> bool:
-    """Whether two components are experts: they have one architecture."""
+    """Return whether both are transformers, which share an architecture."""
     return is_transformer(one) and is_transformer(other)
 
 
 def calls_of(
     steps: int, guidance_scale: float, guidance_scale_2: float | None, expert_steps: Mapping[str, int]
 ) -> dict[str, float]:
-    """Return how often each component is called for one clip.
+    """Return the number of calls of each component for one clip.
 
     Args:
-        expert_steps: how many of the steps each transformer takes; where that is not known, they share them evenly.
+        expert_steps: steps of each transformer; if unknown, they share the steps evenly.
     """
     scales = {"transformer": guidance_scale}
     if guidance_scale_2 is not None:
@@ -153,7 +156,7 @@ def _calls_in(plan: ExecutionPlan) -> dict[str, float]:
 
 
 def device_name(machine: Machine, device: str) -> str:
-    """Return what a device is called in the history."""
+    """Return the name of a device in the history."""
     if device.startswith("cuda"):
         return machine.gpu_of(device).name
     return f"{machine.cpu}, {machine.cores} cores"
@@ -170,44 +173,44 @@ def cache_of(step_cache: str, component: str) -> str:
 
 
 def architecture(spec: ModelSpec) -> str:
-    """Return a short digest of what determines a model's memory and arithmetic."""
+    """Return a short digest of what determines a model's memory and operations."""
     known = repr((spec.transformer, spec.vae, sorted(spec.parameters.items()), spec.expand_timesteps))
     return hashlib.sha256(known.encode()).hexdigest()[:16]
 
 
 def seconds_per_call(history: History, kind: Kind, flops: float) -> Seconds | None:
-    """Return what one call takes by the nearest run, scaled by its operations; `None` if there is none."""
+    """Return the seconds of one call, scaled by operations from the nearest run; `None` if there is none."""
     run = _nearest([run for run in history if run.seconds], kind, flops)
     if run is None:
         return None
     seconds = run.seconds * flops / run.flops
-    low, high = _MEASURED if _distance(run, flops) < _SAME else _SCALED
+    low, high = _MEASURED if _distance(run, flops) < _SAME_RATIO else _SCALED
     return Seconds(seconds, low * seconds, high * seconds, measured=True)
 
 
 def attention_seconds(history: History, device: str, dtype: str, flops: float) -> dict[str, float]:
-    """Return what one attention of that much arithmetic takes by each kind that was measured on a device."""
+    """Return the seconds of one attention of a number of operations, for each kernel measured on a device."""
     kinds = {run.kind.backend for run in history if run.kind.component == ATTENTION}
     found = {kind: seconds_per_call(history, attention_kind(device, dtype, kind), flops) for kind in kinds}
     return {kind: seconds.likely for kind, seconds in found.items() if seconds is not None}
 
 
 def attention_kind(device: str, dtype: str, name: str) -> Kind:
-    """Return the kind of a measured attention; `name` is of `request.ATTENTIONS`."""
+    """Return the kind of a measured attention kernel, one of `request.ATTENTIONS`."""
     return Kind(
         device=device, model="", component=ATTENTION, backend=name, dtype=dtype, quantization="none", offload="none"
     )
 
 
 def compiling(plan: ExecutionPlan, spec: ModelSpec, machine: Machine, seconds: float) -> Run:
-    """Return what is to be remembered of a job in which compiling took so long."""
+    """Return the measurement of a job's compilation time."""
     part = plan.components["transformer"]
     kind = compiling_kind(device_name(machine, part.device), spec, part.dtype, part.quantization)
     return Run(kind=kind, flops=_ANY_SIZE, seconds=seconds, working_bytes=1, excess_bytes=None)
 
 
 def compile_seconds(history: History, device: str, spec: ModelSpec, dtype: str, quantization: str) -> float | None:
-    """Return what compiling took here last, whatever the size; `None` if it was not measured."""
+    """Return the last measured compilation time, for any size; `None` if not measured."""
     found = seconds_per_call(history, compiling_kind(device, spec, dtype, quantization), _ANY_SIZE)
     return None if found is None else found.likely
 
@@ -225,8 +228,8 @@ def compiling_kind(device: str, spec: ModelSpec, dtype: str, quantization: str) 
     )
 
 
-def remembered(history: History, kind: Kind, flops: float, stage: StageMemory) -> StageMemory:
-    """Return the stage's memory by what the nearest run took beyond its forecast; more is scaled by the working set."""
+def corrected_by_history(history: History, kind: Kind, flops: float, stage: StageMemory) -> StageMemory:
+    """Return a stage's memory, corrected by the nearest run's excess; positive excess scales with the working set."""
     run = _nearest([run for run in history if run.excess_bytes is not None], kind, flops)
     if run is None or run.excess_bytes is None:
         return stage
@@ -235,7 +238,7 @@ def remembered(history: History, kind: Kind, flops: float, stage: StageMemory) -
 
 
 def _nearest(history: History, kind: Kind, flops: float) -> Run | None:
-    alike = [run for run in history if run.kind == kind and _distance(run, flops) <= _FARTHEST]
+    alike = [run for run in history if run.kind == kind and _distance(run, flops) <= _MAX_RATIO]
     return min(alike, key=lambda run: _distance(run, flops), default=None)
 
 

@@ -1,7 +1,7 @@
-"""How much memory each stage of a plan takes, from the architecture alone: pure functions, no measuring.
+"""Memory model: bytes of weights and working set of each stage, from the architecture alone. Pure, no torch.
 
-What a component takes is its weights, and a working set while it runs. Which weights lie on the device meanwhile is the
-`MemoryStrategy` of holding them. tests/planner/ holds both to what was measured on an H200 and, of decoding, on a CPU.
+A `MemoryStrategy` decides which weights are on the device meanwhile. Tests in tests/planner/ compare both with
+measurements on an H200 and, for decoding, on a CPU.
 """
 
 from collections.abc import Mapping
@@ -16,46 +16,44 @@ from runtime.models.spec import ModelSpec, is_transformer
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
-# Bytes per weight of a block's linear layers. bnb-4bit: half a byte, and a float32 scale for each 64 weights; the other
-# two have one scale per row, which is nothing. The rest stays as it is: embeddings, norms, modulation.
+# Bytes per weight of a block's linear layers; other weights are not quantized. bnb-4bit: half a byte, and a float32
+# scale per 64 weights; the others have one scale per row, which is negligible.
 _QUANTIZED_BYTES: Mapping[str, float] = {"bnb-8bit": 1.0, "bnb-4bit": 0.5 + 4 / 64, "fp8": 1.0}
 
-# Latent frames in one call of the VAE's decoder: more gain nothing, and cancelling waits for a call to end. Measured:
-# on 2 cores diorama decodes in 4.4 s with 1, 3.9 with 2, 4.6 with 4, 5.4 with 8, which leave the processor's caches;
-# on an H200 a decoder of 96 channels gains 10 % from 4.
-_MOST_AT_ONCE = {"cpu": 2, "cuda": 4}
+# Most latent frames in one call of the VAE's decoder. More gain nothing, and cancelling waits for a call to end.
+# Measured: on 2 cores the embedded model decodes in 4.4 s with 1, 3.9 with 2, 4.6 with 4, 5.4 with 8, which exceed the
+# caches; on an H200 a decoder of 96 channels gains 10 % from 4.
+_MAX_DECODE_CHUNK = {"cpu": 2, "cuda": 4}
 _DECODE_SHARE = 0.25
-# Sides of the tiles that a frame may be decoded in, in pixels. 256 is diffusers' own for this VAE; sizes between the
-# two overlap so much more that they take longer than 256.
+# Sides of tiles in pixels. 256 is diffusers' value for this VAE. Sizes in between overlap more and take longer.
 _TILE_SIDES = (512, 256)
 _CLIP_BYTES_PER_PIXEL = 3 * 2
-# Sample, predictions and the solver's history, all of the latents' size, in float32.
-_LATENTS_HELD = 8
-# On a CPU: PyTorch, diffusers and transformers loaded (0.39 GB on Linux), and what they and malloc keep once they ran
-# (0.2 to 0.35 GB, whatever the size; it varies from run to run). On an H200: the CUDA context.
+# Float32 tensors of the latents' size: sample, predictions and the solver's history.
+_LATENT_TENSORS = 8
+# On a CPU: PyTorch, diffusers and transformers when imported (0.39 GB on Linux), and what they and malloc keep after
+# running (0.2 to 0.35 GB at any size, different in each run). On an H200: the CUDA context.
 _CPU_IMPORTED_BYTES = 390_000_000
 _CPU_LIBRARIES_BYTES = 660_000_000
 _CUDA_CONTEXT_BYTES = 552_402_944
-# With several GPUs the first has another process beside the one that leads, and what they exchange passes through
-# buffers of NCCL: an estimate, for that has not been measured.
+# With several GPUs, the first also has the coordinator's process and NCCL's buffers. An estimate, not measured.
 _SHARING_BYTES = _CUDA_CONTEXT_BYTES + 1_000_000_000
-# What exchanging tokens for heads takes, of the size of a GPU's own tokens: three sent, three received, one filled up.
-_EXCHANGED = 8
-# System memory of a process that runs CUDA: its libraries, and pages of the shard that is being read.
+# Buffers to exchange tokens for heads, as a multiple of a GPU's own tokens: three sent, three received, one padded.
+_EXCHANGE_TENSORS = 8
+# System memory of a process that uses CUDA: its libraries, and pages of the shard that is being read.
 _CUDA_PROCESS_BYTES = 3_000_000_000
 _SHARD_BYTES = 5_000_000_000
-# What PyTorch's allocator took on an H200 beside the weights, where all of it was free: at most so many times the
-# working set, and half a gigabyte. It keeps blocks that do not fit the next use, and cuDNN tries workspaces.
-_SPARE_SHARE = {"encode": 0.5, "denoise": 0.5, "decode": 0.75}
-_SPARE_BYTES = 500_000_000
-# First-block caching remembers the first block's output and residual, and the other blocks' residual.
+# Memory that PyTorch's allocator takes in addition on an H200 with free memory, at most: a share of the working set and
+# half a gigabyte. It keeps blocks that do not fit the next use, and cuDNN tries workspaces.
+_SLACK_SHARE = {"encode": 0.5, "denoise": 0.5, "decode": 0.75}
+_SLACK_BYTES = 500_000_000
+# First-block caching stores the first block's output and residual, and the other blocks' residual.
 _CACHED_TENSORS = 3
-# By layer, the largest is the text encoder's embedding: 2.1 of UMT5-XXL's 11.4 GB. It is gone when attention begins.
+# The largest layer is the text encoder's embedding, 2.1 of UMT5-XXL's 11.4 GB. It is freed before attention.
 _LARGEST_LAYER = 0.185
-# What arithmetic in quantized weights takes beside the usual, bytes per token and value of the widest layer, as an H200
-# measured with three models. FP8 brings activations to float32 and back; 8 bits sum up in 32.
+# Additional working set of quantized arithmetic, bytes per token and value of the widest layer, fitted to jobs of the
+# model of 1.3 billion parameters on an H200. FP8 converts activations to float32 and back; 8 bits accumulate in 32.
 _QUANTIZED_WORKING = {"fp8": 11, "bnb-8bit": 4}
-# Of UMT5's heads of attention each has 64 channels.
+# Channels of each attention head of UMT5.
 _TEXT_HEAD_WIDTH = 64
 
 
@@ -65,16 +63,16 @@ class Workload:
 
     Attributes:
         device: "cpu" or "cuda:0".
-        dtypes: by component, PyTorch's.
+        dtypes: of each component in PyTorch.
         engine_bytes: sizes of the engines of components that run on one; engines hold their own weights.
         engine_seconds: of one call, for components whose engines were measured.
         tokens: of the transformer's sequence.
         latent_shape: (batch, channels, latent frames, latent height, latent width).
         height, width: of a frame.
-        split: how several GPUs share it: all that is said of memory is of the first, which holds most.
-        cached_passes: how many forward passes a step cache remembers, see `cached_passes`.
-        text_bytes: of the text's keys and values that are kept.
-        at_once: how many working sets a call of a transformer takes: two passes at once, one more for a CUDA graph.
+        split: how several GPUs share it; memory is that of the first GPU, which holds most.
+        cached_passes: forward passes that a step cache stores.
+        text_bytes: of the text's cached keys and values.
+        working_sets: working sets of one call of a transformer: two for paired passes, one more for a CUDA graph.
     """
 
     spec: ModelSpec
@@ -89,11 +87,11 @@ class Workload:
     split: Split | None = None
     cached_passes: int = 0
     text_bytes: int = 0
-    at_once: int = 1
+    working_sets: int = 1
 
     @classmethod
     def of(cls, plan: ExecutionPlan, spec: ModelSpec) -> "Workload":
-        """Return what a plan holds and runs; `spec` is its model's."""
+        """Return a plan's workload; `spec` is its model's."""
         return cls(
             spec=spec,
             device=plan.components["transformer"].device,
@@ -107,7 +105,7 @@ class Workload:
             split=plan.split,
             cached_passes=cached_passes(plan.step_cache, plan.guidance_scale, plan.guidance_scale_2),
             text_bytes=plan.speed.text_bytes,
-            at_once=at_once(plan.speed),
+            working_sets=working_sets(plan.speed),
         )
 
     @property
@@ -156,9 +154,9 @@ def stage_of(component: str) -> str:
 
 
 def encode_bytes(spec: ModelSpec, dtype: str) -> int:
-    """Return the working set of reading a prompt: attention's matrices, which UMT5 has whole, in float32 for softmax.
+    """Return the working set of the text encoder: UMT5 materializes its attention matrices.
 
-    Scores, bias and bias with mask in the encoder's dtype, scores and their softmax in float32.
+    Scores, bias and bias with mask in the encoder's dtype; scores and their softmax in float32.
     """
     tokens, width, element = spec.max_sequence_length, spec.transformer.text_dim, DTYPE_BYTES[dtype]
     heads = max(width // _TEXT_HEAD_WIDTH, 1)
@@ -166,7 +164,7 @@ def encode_bytes(spec: ModelSpec, dtype: str) -> int:
 
 
 def denoise_bytes(spec: ModelSpec, tokens: int, dtype: str, quantization: str = "none") -> int:
-    """Return the working set of one forward pass; layers of 4 bits are brought to the dtype one at a time."""
+    """Return the working set of one forward pass; layers of 4 bits are converted to the dtype one at a time."""
     inner, widest = spec.transformer.ffn_dim, 0
     if quantization == "bnb-4bit":
         widest = spec.transformer.width * inner * DTYPE_BYTES[dtype]
@@ -179,8 +177,8 @@ def denoise_bytes(spec: ModelSpec, tokens: int, dtype: str, quantization: str = 
 def decode_chunk(
     spec: ModelSpec, latent_frames: int, height: int, width: int, dtype: str, device: str, free_bytes: int
 ) -> int:
-    """Return how many latent frames the VAE decodes in one call: as many as a quarter of free memory allows."""
-    chunk = min(_MOST_AT_ONCE[device.partition(":")[0]], max(latent_frames - 1, 1))
+    """Return how many latent frames the VAE decodes in one call, within a quarter of free memory."""
+    chunk = min(_MAX_DECODE_CHUNK[device.partition(":")[0]], max(latent_frames - 1, 1))
     size = (height, width, DTYPE_BYTES[dtype])
     while chunk > 1 and spec.vae.decode_bytes(chunk, *size, cpu=device == "cpu") > _DECODE_SHARE * free_bytes:
         chunk -= 1
@@ -188,7 +186,7 @@ def decode_chunk(
 
 
 def tile_sides(workload: Workload) -> list[int]:
-    """Return the sides of tiles that a frame can be cut into, in latents, the largest first; none for an engine."""
+    """Return possible sides of tiles in latents, the largest first; none for an engine."""
     if "vae" in workload.engine_bytes:
         return []
     scale = workload.spec.vae.scale_factor_spatial
@@ -198,8 +196,8 @@ def tile_sides(workload: Workload) -> list[int]:
 def decode_bytes(workload: Workload, chunk: int, tile: int | None) -> int:
     """Return the working set of the VAE's decoder.
 
-    In tiles it is that of one tile, which goes through the whole clip with its caches before the next one starts. The
-    clip comes together in system memory: on a CPU that is the same, on a GPU `ram_bytes` counts it.
+    A tile is decoded for the whole clip, with its caches, before the next one starts. The clip is assembled in system
+    memory: on a CPU it is part of the working set, on a GPU of `ram_bytes`.
 
     Args:
         chunk: latent frames in one call.
@@ -216,26 +214,25 @@ def decode_bytes(workload: Workload, chunk: int, tile: int | None) -> int:
 
 
 def clip_bytes(workload: Workload) -> int:
-    """Return what the clip takes that tiles come together in: three colours in float16."""
+    """Return the bytes of the clip that tiles are assembled in: three colors in float16."""
     frames = (workload.latent_shape[2] - 1) * workload.spec.vae.scale_factor_temporal + 1
     return _CLIP_BYTES_PER_PIXEL * frames * workload.height * workload.width
 
 
 def stages(workload: Workload, strategy: MemoryStrategy) -> tuple[StageMemory, ...]:
-    """Return what each component takes while it runs, in the order they do."""
-    weights = _held(workload, strategy)
-    beside = _LATENTS_HELD * DTYPE_BYTES["float32"] * prod(workload.latent_shape)
-    beside += _CUDA_CONTEXT_BYTES if workload.cuda else _CPU_LIBRARIES_BYTES
-    beside += _SHARING_BYTES if workload.split is not None else 0
-    return tuple(_stage(workload, strategy, name, weights, beside) for name in workload.spec.component_names)
+    """Return the memory of each component while it runs, in the order of use."""
+    weights = _weights_on_device(workload, strategy)
+    overhead = _LATENT_TENSORS * DTYPE_BYTES["float32"] * prod(workload.latent_shape)
+    overhead += _CUDA_CONTEXT_BYTES if workload.cuda else _CPU_LIBRARIES_BYTES
+    overhead += _SHARING_BYTES if workload.split is not None else 0
+    return tuple(_stage(workload, strategy, name, weights, overhead) for name in workload.spec.component_names)
 
 
 def ram_bytes(workload: Workload, strategy: MemoryStrategy) -> int:
-    """Return the system memory that a job on a GPU takes.
+    """Return the system memory of a job on a GPU: offloaded weights or the shard being read, and the clip of tiles.
 
-    Weights wait there, or a shard of them is read before anything is decoded; and tiles come together there. While
-    weights are copied to where they wait page-locked, a process holds pages of their files too, up to the largest
-    shard. They are not counted: nothing was written to them, so the system takes them back when it is short.
+    While weights are copied to pinned memory, a process also holds pages of their files, up to the largest shard. They
+    are not counted: they are clean, so the system reclaims them when memory is short.
     """
     weights = weights_bytes(workload.spec, workload.dtypes, strategy.quantization)
     own = {name: size for name, size in weights.items() if name not in workload.engine_bytes}
@@ -246,12 +243,12 @@ def ram_bytes(workload: Workload, strategy: MemoryStrategy) -> int:
     return processes * _CUDA_PROCESS_BYTES + max(min(max(own.values(), default=0), _SHARD_BYTES), clip)
 
 
-def _held(workload: Workload, strategy: MemoryStrategy) -> dict[str, int]:
+def _weights_on_device(workload: Workload, strategy: MemoryStrategy) -> dict[str, int]:
     return weights_bytes(workload.spec, workload.dtypes, strategy.quantization) | dict(workload.engine_bytes)
 
 
 def _stage(
-    workload: Workload, strategy: MemoryStrategy, name: str, weights: Mapping[str, int], beside: int
+    workload: Workload, strategy: MemoryStrategy, name: str, weights: Mapping[str, int], overhead: int
 ) -> StageMemory:
     stage = stage_of(name)
     working = _working(workload, strategy, name, weights)
@@ -260,8 +257,8 @@ def _stage(
         component=name,
         weights_bytes=_on_device(workload.spec, strategy, name, weights, workload.engine_bytes),
         working_bytes=working,
-        overhead_bytes=beside,
-        allocator_slack_bytes=int(_SPARE_SHARE[stage] * working) + _SPARE_BYTES if workload.cuda else 0,
+        overhead_bytes=overhead,
+        allocator_slack_bytes=int(_SLACK_SHARE[stage] * working) + _SLACK_BYTES if workload.cuda else 0,
     )
 
 
@@ -270,7 +267,7 @@ def _working(workload: Workload, strategy: MemoryStrategy, name: str, weights: M
     if name == "text_encoder":
         working = encode_bytes(spec, dtype)
         if strategy.offload in {"group", "sequential"} and name not in workload.engine_bytes:
-            # Its embedding counts as weights, and leaves before the rest begins.
+            # Its embedding counts as weights, and is freed before attention.
             working = max(working - int(_LARGEST_LAYER * weights[name]), 0)
         return working
     if name == "vae":
@@ -279,15 +276,16 @@ def _working(workload: Workload, strategy: MemoryStrategy, name: str, weights: M
     guidance, sequence = (1, 1) if workload.split is None else (workload.split.guidance, workload.split.sequence)
     share = -(-workload.tokens // sequence)
     tensor = share * spec.transformer.width * DTYPE_BYTES[dtype]
-    # Where the passes of a step run on different GPUs, each remembers its own.
+    # Passes on different GPUs are cached by each.
     cached = -(-workload.cached_passes // guidance) * _CACHED_TENSORS * tensor
     if sequence == 1:
-        return workload.at_once * denoise_bytes(spec, workload.tokens, dtype, strategy.quantization) + kept + cached
-    return denoise_bytes(spec, share, dtype, strategy.quantization) + kept + cached + _EXCHANGED * tensor
+        passes = denoise_bytes(spec, workload.tokens, dtype, strategy.quantization)
+        return workload.working_sets * passes + kept + cached
+    return denoise_bytes(spec, share, dtype, strategy.quantization) + kept + cached + _EXCHANGE_TENSORS * tensor
 
 
 def cached_passes(step_cache: str, guidance_scale: float, guidance_scale_2: float | None) -> int:
-    """Return how many forward passes of a step are remembered: both where there is guidance, none without a cache."""
+    """Return how many forward passes of a step a step cache stores: one, two with guidance, none without a cache."""
     if step_cache == NONE:
         return 0
     return 2 if max(guidance_scale, guidance_scale_2 or 0) > 1 else 1
@@ -296,34 +294,34 @@ def cached_passes(step_cache: str, guidance_scale: float, guidance_scale_2: floa
 def _on_device(
     spec: ModelSpec, strategy: MemoryStrategy, name: str, weights: Mapping[str, int], on_engines: Mapping[str, int]
 ) -> int:
-    """Return the weights that lie on the device while `name` runs."""
+    """Return the bytes of weights on the device while `name` runs."""
     if strategy.offload == "none" and strategy.keep_loaded:
         running = spec.component_names.index(name)
-        gone = {part for part in strategy.freed if spec.component_names.index(part) < running}
-        return sum(size for part, size in weights.items() if part not in gone)
+        freed = {part for part in strategy.freed if spec.component_names.index(part) < running}
+        return sum(size for part, size in weights.items() if part not in freed)
     if strategy.offload in {"none", "model"} or name == "vae" or name in on_engines:
         return weights[name]
     if not is_transformer(name):
         return int(_LARGEST_LAYER * weights[name])
     layers = spec.transformer.num_layers
     blocks = min(spec.transformer.block_parameters, spec.parameters[name]) / spec.parameters[name] * weights[name]
-    # By block: the one that runs and the next, which is brought meanwhile. By layer: a third of a block at most.
-    at_once = 2 * blocks / layers if strategy.offload == "group" else blocks / layers / 3
-    return int(weights[name] - blocks + at_once) if strategy.offload == "group" else int(at_once)
+    if strategy.offload == "group":  # the running block and the next one, which is prefetched
+        return int(weights[name] - blocks + 2 * blocks / layers)
+    return int(blocks / layers / 3)  # by layer: at most a third of a block
 
 
-def at_once(speed: Speed) -> int:
-    """Return `Workload.at_once`."""
+def working_sets(speed: Speed) -> int:
+    """Return `Workload.working_sets`."""
     return (2 if speed.paired else 1) + speed.graphed
 
 
-def taken_before(device: str) -> int:
-    """Return what is taken when a job starts: by the CUDA context, or by the libraries as they are imported."""
+def baseline_bytes(device: str) -> int:
+    """Return the memory in use when a job starts: the CUDA context, or the imported libraries."""
     return _CUDA_CONTEXT_BYTES if device.startswith("cuda") else _CPU_IMPORTED_BYTES
 
 
 def corrected(stage: StageMemory, excess: int) -> StageMemory:
-    """Return the stage with what was measured beyond its forecast: more is the working set's, less the libraries'."""
+    """Return a stage corrected by its measured excess: positive is added to the working set, negative to overhead."""
     return stage.replace(
         working_bytes=stage.working_bytes + max(excess, 0),
         overhead_bytes=max(stage.overhead_bytes + min(excess, 0), 0),

@@ -20,17 +20,18 @@ from runtime.planner import constraints
 # PSNR of the shipped model's frames against those decoded in float32, in dB, both rounded to 8 bits.
 VAE_PSNR: Mapping[str, int] = {"bfloat16": 56, "float16": 67}
 _FULL = "float32"
-# Models below this size take milliseconds a pass on one GPU: telling others takes as long.
+# Models below this size in float32 take milliseconds per pass on one GPU; communication takes as long.
 SMALL_MODEL_BYTES = 1 << 30
-# What sharing the tokens of a pass leaves of each GPU's speed, and how much faster strips decode, which overlap. H200s
-# with NVLink measured, of 2 and 4: tokens 1.75 and 3.44 times as fast, strips 1.97 and 2.75, passes of guidance 1.98 to
-# 2.0; other numbers are estimates. In between: the nearest below.
+# Efficiency of each GPU when tokens of a pass are shared, and speedup of decoding in strips, which overlap, by number
+# of GPUs (the nearest below counts). Measured on 2 and 4 H200s with NVLink: speedup 1.75 and 3.44 by tokens, 1.97 and
+# 2.75 by strips, 1.98 to 2.0 by guidance passes; other numbers are estimates.
 _TOKENS_EFFICIENCY: Mapping[int, float] = {1: 1.0, 2: 0.88, 3: 0.87, 4: 0.86, 5: 0.82, 8: 0.75}
 _GUIDANCE_EFFICIENCY = 0.99
 _STRIPS_SPEED: Mapping[int, float] = {1: 1.0, 2: 1.9, 3: 2.4, 4: 2.75, 8: 4.0}
-_QUICK, _SLOW = 1.1, 0.6
+# Range of the speedup, as factors.
+_HIGH_SPEEDUP, _LOW_SPEEDUP = 1.1, 0.6
 
-# What several GPUs exclude, besides `constraints.RULES`.
+# Exclusions of several GPUs, in addition to `constraints.RULES`.
 RULES = (
     constraints.Rule(
         "planner.gpus_offloaded",
@@ -55,11 +56,11 @@ class Placement(NamedTuple):
 
 
 def place(spec: ModelSpec, machine: Machine, index: int, vae: str = AUTO) -> Placement:
-    """Return where a model runs in PyTorch, and in which precision.
+    """Return the device and precision of a model in PyTorch.
 
     Args:
         index: of the GPU.
-        vae: the VAE's precision as asked for, of `request.VAE_PRECISIONS`.
+        vae: the requested precision of the VAE, one of `request.VAE_PRECISIONS`.
 
     Raises:
         InvalidRequestError: if the device cannot decode in that precision.
@@ -73,12 +74,11 @@ def place(spec: ModelSpec, machine: Machine, index: int, vae: str = AUTO) -> Pla
         return Placement(device, dict.fromkeys(names, _FULL), reason, machine.ram_free_bytes)
     gpu = machine.gpus[index]
     if 4 * spec.total_parameters <= SMALL_MODEL_BYTES:
-        # It costs them nothing.
         dtypes, code = dict.fromkeys(names, _FULL), "planner.small_on_gpu"
     elif gpu.capability >= constraints.BF16_CAPABILITY:
         dtypes, code = dict.fromkeys(names, "bfloat16"), "planner.bfloat16_on_gpu"
     else:
-        # UMT5 overflows in float16, and VAEs were not tried.
+        # UMT5 overflows in float16; VAEs were not tested.
         dtypes = dict.fromkeys(names, "float16") | {"text_encoder": _FULL, "vae": _FULL}
         code = "planner.float16_on_gpu"
     uniform = vae == AUTO and set(dtypes.values()) == {_FULL}
@@ -96,15 +96,14 @@ def _about_vae(dtype: str, *, asked: bool) -> Fact:
 
 
 def check_vae_precision(asked: str, device: str, machine: Machine) -> None:
-    """Refuse a precision that the device lacks, or is far too slow in; also for a VAE on an engine.
+    """Check that the device supports a precision of the VAE at a usable speed; also for a VAE on an engine.
 
     Args:
-        asked: of `request.VAE_PRECISIONS`.
-        device: a torch device.
-        machine: as the job sees it.
+        asked: one of `request.VAE_PRECISIONS`.
+        machine: see `probe.seen_from`.
 
     Raises:
-        InvalidRequestError: with what to do about it.
+        InvalidRequestError: if it does not.
     """
     case = constraints.ComponentSettings(
         component="vae", backend=PYTORCH, device=device, precision="" if asked == AUTO else asked
@@ -120,7 +119,7 @@ def may_overflow(part: ComponentPlan) -> bool:
 
 
 def usable_gpus(machine: Machine) -> list[int]:
-    """Return the indices of the GPUs that videos can be made on; none where all is done on the CPU."""
+    """Return the indices of usable GPUs; empty if everything runs on the CPU."""
     return [index for index in range(len(machine.gpus)) if cuda_problem(seen_from(machine, index)) is None]
 
 
@@ -129,30 +128,30 @@ def decide(
     spec: ModelSpec,
     machine: Machine,
     gpu: int,
-    beside: Sequence[int] | None = None,
+    others: Sequence[int] | None = None,
     *,
     guided: bool,
 ) -> tuple[Split | None, list[Fact]]:
-    """Return how the job is shared, `None` if one GPU does it, and what to say about it.
+    """Return how several GPUs share the job, `None` for one GPU, and warnings.
 
     Args:
-        machine: as it is, with every GPU.
-        gpu: the index of the first.
-        beside: of others that it may use, in the order of preference; if it is left out, all that are usable.
+        machine: with all GPUs.
+        gpu: the index of the first GPU.
+        others: indices of more GPUs that it may use, in order of preference; `None` for all usable ones.
         guided: whether every step has a pass with the prompt and one without.
 
     Raises:
-        InvalidRequestError: if so many cannot share it, with the numbers that can.
-        MachineError: if several GPUs cannot work together here.
+        InvalidRequestError: if the requested number of GPUs cannot share it, with the numbers that can.
+        MachineError: if GPUs of this machine cannot work together.
     """
     if request.gpus == 1:
         return None, []
     usable = usable_gpus(machine)
-    beside = [index for index in (usable if beside is None else beside) if index in usable and index != gpu]
+    others = [index for index in (usable if others is None else others) if index in usable and index != gpu]
     if request.gpus == AUTO:
-        alike = [other for other in beside if machine.gpus[other].name == machine.gpus[gpu].name]
+        alike = [other for other in others if machine.gpus[other].name == machine.gpus[gpu].name]
         return _most(request, spec, machine, gpu, alike, guided=guided)
-    wanted, there = int(request.gpus), 1 + len(beside) if usable else 0
+    wanted, there = int(request.gpus), 1 + len(others) if usable else 0
     if there < wanted:
         if there == 0:
             raise InvalidRequestError("gpus", "planner.no_usable_gpus", wanted=wanted, cause=_unusable(machine))
@@ -168,13 +167,13 @@ def decide(
     against_it = excluded(request, spec, machine, wanted)
     if against_it is not None:
         raise against_it.refusal
-    chosen = [gpu, *beside[: wanted - 1]]
+    chosen = [gpu, *others[: wanted - 1]]
     _check_alike(machine, chosen)
     return _split(spec, machine, chosen, guided=guided), _unlike(machine, chosen)
 
 
 def excluded(request: GenerationRequest, spec: ModelSpec, machine: Machine, gpus: int) -> constraints.Conflict | None:
-    """Return which of a request's settings so many GPUs exclude, `None` if none."""
+    """Return which of a request's settings a number of GPUs excludes, `None` if none."""
     for name in filter(is_transformer, spec.component_names):
         asked = request.backend(name)
         case = constraints.ComponentSettings(
@@ -191,24 +190,24 @@ def excluded(request: GenerationRequest, spec: ModelSpec, machine: Machine, gpus
     return None
 
 
-def least_free(split: Split | None, machine: Machine, free_bytes: int) -> int:
-    """Return what is free on the fullest of the GPUs; `free_bytes` where there is no split."""
+def free_bytes_of_fullest(split: Split | None, machine: Machine, free_bytes: int) -> int:
+    """Return the free bytes of the fullest of the GPUs; `free_bytes` without a split."""
     devices = () if split is None else split.devices
     return min([free_bytes, *(machine.gpu_of(device).free_bytes for device in devices)])
 
 
 def counts(spec: ModelSpec, most: int, *, guided: bool) -> list[int]:
-    """Return how many GPUs can share a job, up to `most`; 1 is always among them."""
+    """Return the numbers of GPUs that can share a job, up to `most`; 1 always can."""
     return [count for count in range(1, most + 1) if count == 1 or _degrees(spec, count, guided=guided) is not None]
 
 
 def _has_nccl(machine: Machine) -> bool:
-    """Whether PyTorch's GPUs can exchange data here: NCCL is for Linux."""
+    """Return whether GPUs can exchange data: NCCL requires Linux."""
     return machine.system.startswith("Linux")
 
 
-def faster(seconds: Seconds, split: Split | None, component: str) -> Seconds:
-    """Return what a call takes where `split` shares it, from what it takes on one GPU."""
+def faster_by_split(seconds: Seconds, split: Split | None, component: str) -> Seconds:
+    """Return the seconds of a call that `split` shares, from those on one GPU."""
     if split is None or not split.shares(component):
         return seconds
     if component == "vae":
@@ -216,7 +215,9 @@ def faster(seconds: Seconds, split: Split | None, component: str) -> Seconds:
     else:
         times = split.sequence * _nearest(_TOKENS_EFFICIENCY, split.sequence)
         times *= split.guidance * (_GUIDANCE_EFFICIENCY if split.guidance > 1 else 1.0)
-    return Seconds(seconds.likely / times, seconds.low / (times * _QUICK), seconds.high / max(times * _SLOW, 1.0))
+    return Seconds(
+        seconds.likely / times, seconds.low / (times * _HIGH_SPEEDUP), seconds.high / max(times * _LOW_SPEEDUP, 1.0)
+    )
 
 
 def reasons(split: Split | None, component: str) -> tuple[Fact, ...]:
@@ -227,8 +228,8 @@ def reasons(split: Split | None, component: str) -> tuple[Fact, ...]:
     return Fact("planner.on_gpus", {"gpus": len(split.devices)}), how
 
 
-def name_of(device: str, split: Split | None, component: str) -> str:
-    """Return what the history calls several devices that run a component: what they took says nothing of one."""
+def devices_name(device: str, split: Split | None, component: str) -> str:
+    """Return the name in the history of the devices that run a component; a group has another name than one device."""
     if split is None or not split.shares(component):
         return device
     how = "strips" if component == "vae" else f"guidance {split.guidance}, tokens {split.sequence}"
@@ -236,22 +237,22 @@ def name_of(device: str, split: Split | None, component: str) -> str:
 
 
 def _most(
-    request: GenerationRequest, spec: ModelSpec, machine: Machine, gpu: int, beside: Sequence[int], *, guided: bool
+    request: GenerationRequest, spec: ModelSpec, machine: Machine, gpu: int, others: Sequence[int], *, guided: bool
 ) -> tuple[Split | None, list[Fact]]:
-    """Return the split with the most GPUs; none where it gains nothing or excludes what was asked for."""
-    if not beside or not _has_nccl(machine):
+    """Return the split with the most GPUs; `None` if it gains nothing or excludes a requested setting."""
+    if not others or not _has_nccl(machine):
         return None, []
     if 4 * spec.total_parameters <= SMALL_MODEL_BYTES:
         return None, [Fact("planner.one_gpu_small_model")]
     against = excluded(request, spec, machine, 2)
     if against is not None:
         return None, [Fact("planner.one_gpu", {"cause": against.fact})]
-    count = counts(spec, 1 + len(beside), guided=guided)[-1]
-    return (_split(spec, machine, [gpu, *beside[: count - 1]], guided=guided) if count > 1 else None), []
+    count = counts(spec, 1 + len(others), guided=guided)[-1]
+    return (_split(spec, machine, [gpu, *others[: count - 1]], guided=guided) if count > 1 else None), []
 
 
 def _degrees(spec: ModelSpec, count: int, *, guided: bool) -> tuple[int, int] | None:
-    """Return how many share the guidance and how many the tokens of a pass, `None` if they cannot."""
+    """Return how many GPUs share the guidance and how many the tokens of a pass, `None` if they cannot."""
     heads = spec.transformer.num_attention_heads
     if guided and count % 2 == 0 and heads % (count // 2) == 0:
         return 2, count // 2
@@ -267,7 +268,7 @@ def _split(spec: ModelSpec, machine: Machine, gpus: Sequence[int], *, guided: bo
 
 
 def _check_alike(machine: Machine, gpus: Sequence[int]) -> None:
-    """Refuse GPUs that cannot compute in the same precision."""
+    """Check that GPUs can compute in the same precision."""
     first, *others = (machine.gpus[index] for index in gpus)
     for other in others:
         if first.capability >= constraints.BF16_CAPABILITY > other.capability:
@@ -283,7 +284,7 @@ def _unlike(machine: Machine, gpus: Sequence[int]) -> list[Fact]:
 
 def _unusable(machine: Machine) -> Fact:
     problem = cuda_problem(machine)
-    assert problem is not None, "no usable GPU without a reason"
+    assert problem is not None
     return problem
 
 

@@ -1,6 +1,6 @@
-"""Turns a request into a plan: nothing "auto" is left, every choice has its reason, what cannot be is refused.
+"""Resolves a request into a plan without "auto" values, with a reason for every decision.
 
-A pure function of the request, the model and the machine: no torch, no disk.
+A pure function of request, model, machine, engines and history: no torch, no disk.
 """
 
 import secrets
@@ -34,28 +34,28 @@ def resolve(
     offers: Offers = no_offers,
     history: History = (),
     gpu: int = 0,
-    beside: Sequence[int] | None = None,
+    others: Sequence[int] | None = None,
 ) -> ExecutionPlan:
-    """Decide everything.
+    """Return the plan of a request.
 
     Args:
-        offers: the engines there are or could be, see `engines.offers`.
-        history: what earlier jobs took here, see `pipeline.history`: it corrects the forecast.
-        gpu: the index of the one that it runs on, where the machine has some.
-        beside: of those that it may use as well; if it is left out, all that are usable.
+        offers: existing engines and those that can be built, see `engines.service`.
+        history: measurements of earlier jobs, which correct the forecast.
+        gpu: index of the GPU to use, if the machine has GPUs.
+        others: indices of more GPUs that it may use; `None` for all usable ones.
 
     Raises:
-        InvalidRequestError: for a size or length that the model cannot make, with the nearest that it can.
-        MachineError: if this machine cannot do what was asked for.
-        MemoryShortError: if memory does not suffice, or not for the way that was asked for.
+        InvalidRequestError: for an unsupported size or length, with the nearest that is supported.
+        MachineError: if this machine does not support a requested setting.
+        MemoryShortError: if memory does not suffice for any strategy that the request allows.
     """
 
     _check_supported(request, spec)
     if "gpus" in spec.unsupported:
-        beside = ()
+        others = ()
 
     def planned(wanted: GenerationRequest) -> ExecutionPlan:
-        return _resolved(wanted, spec, machine, output, offers, history, gpu, beside)
+        return _resolved(wanted, spec, machine, output, offers, history, gpu, others)
 
     short: MemoryShortError | None = None
     try:
@@ -66,7 +66,7 @@ def resolve(
         if request.gpus == 1:
             raise
         short = error
-    # Several GPUs keep all weights, exact ones or not; for one they may wait in RAM.
+    # With several GPUs weights are never offloaded; with one they may be.
     try:
         alone = planned(request.replace(gpus=1))
     except MemoryShortError:
@@ -104,7 +104,7 @@ def _resolved(
     offers: Offers,
     history: History,
     gpu: int,
-    beside: Sequence[int] | None,
+    others: Sequence[int] | None,
 ) -> ExecutionPlan:
     assert len(request.loras) == len(spec.loras), "a spec without its request's LoRAs: see `models.loras`"
     machine = seen_from(everything, gpu)
@@ -124,8 +124,8 @@ def _resolved(
 
     device, dtypes, reason, free = place(spec, machine, gpu, request.vae_precision)
     guided = guidance > 1 and (guidance_2 is None or guidance_2 > 1)
-    split, notes = placement.decide(request, spec, everything, gpu, beside, guided=guided)
-    free = placement.least_free(split, everything, free)
+    split, notes = placement.decide(request, spec, everything, gpu, others, guided=guided)
+    free = placement.free_bytes_of_fullest(split, everything, free)
     offload, more = _offload(request, machine)
     _check_step_cache(request, machine, offload)
     _check_quantization(request, machine)
@@ -133,7 +133,7 @@ def _resolved(
     execution_options.check_compile(request.compile, offload, request.quantization, machine)
     latent_shape = spec.latent_shape(frames, height, width)
     tokens = spec.tokens(frames, height, width)
-    noted = _Noted(offers)
+    offered = _RecordedOffers(offers)
     gpus = 1 if split is None else len(split.devices)
     surroundings = constraints.ComponentSettings(
         component="",
@@ -143,18 +143,18 @@ def _resolved(
         gpus=gpus,
         step_cache=request.step_cache,
     )
-    choices = _choices(request, spec, latent_shape[2:], machine, surroundings, reason, noted)
+    choices = _choices(request, spec, latent_shape[2:], machine, surroundings, reason, offered)
     if split is not None and choices["vae"].uses:
         split = split.replace(decode=False)
     workload = replace(
-        _workload(spec, device, dtypes, choices, noted, frames, height, width),
+        _workload(spec, device, dtypes, choices, offered, frames, height, width),
         split=split,
         cached_passes=memory_model.cached_passes(step_cache, guidance, guidance_2),
     )
-    in_pytorch = memory_model.weights_bytes(spec, dtypes) if device != "cpu" else {}
+    pytorch_bytes = memory_model.weights_bytes(spec, dtypes) if device != "cpu" else {}
     options = _option_inputs(request, workload, machine, choices, history, calls, free)
-    base = execution_options.held(options)
-    workload = replace(workload, text_bytes=base.text_bytes, at_once=memory_model.at_once(base))
+    base = execution_options.shared_options(options)
+    workload = replace(workload, text_bytes=base.text_bytes, working_sets=memory_model.working_sets(base))
     inputs = ForecastInputs(
         workload=workload,
         calls=calls,
@@ -162,10 +162,10 @@ def _resolved(
         history=history,
         backends={name: choice.backend for name, choice in choices.items()},
         asked={name: request.backend(name) for name in choices},
-        whole={name: size for name, size in in_pytorch.items() if not choices[name].uses},
+        whole={name: size for name, size in pytorch_bytes.items() if not choices[name].uses},
         free_bytes=free,
         ram_free_bytes=machine.ram_free_bytes,
-        chunk=_most_at_once(workload, choices["vae"], free),
+        chunk=_decode_chunk(workload, choices["vae"], free),
         step_cache=step_cache,
         options=options,
         base=base,
@@ -234,20 +234,20 @@ def _resolved(
     )
 
 
-class _Noted:
-    """Offers that are remembered: the forecast asks for those that were taken."""
+class _RecordedOffers:
+    """Offers, with a record of those that were made, from which the chosen ones are looked up."""
 
     def __init__(self, offers: Offers) -> None:
         self._offers = offers
         self._seen: dict[str, Sequence[EngineOffer]] = {}
 
     def __call__(self, component: str, latent: LatentSize, device: str) -> Sequence[EngineOffer]:
-        """Return what is offered for a component."""
+        """Return the offers for a component."""
         self._seen[component] = self._offers(component, latent, device)
         return self._seen[component]
 
-    def taken(self, choices: Mapping[str, Choice]) -> dict[str, EngineOffer]:
-        """Return the offers that choices rest on, by component."""
+    def chosen(self, choices: Mapping[str, Choice]) -> dict[str, EngineOffer]:
+        """Return the offers of the chosen engines by component."""
         found = {}
         for name, choice in choices.items():
             ids = [use.id for use in choice.uses]
@@ -256,8 +256,8 @@ class _Noted:
         return found
 
     def seconds(self, choices: Mapping[str, Choice]) -> dict[str, float]:
-        """Return the seconds of a call of those components whose engines were measured."""
-        return {name: offer.seconds for name, offer in self.taken(choices).items() if offer.seconds}
+        """Return the seconds of one call of each component whose engines were measured."""
+        return {name: offer.seconds for name, offer in self.chosen(choices).items() if offer.seconds}
 
 
 def _or(value: Number | Auto, default: Number) -> Number:
@@ -269,7 +269,7 @@ def _workload(
     device: str,
     dtypes: Mapping[str, str],
     choices: Mapping[str, Choice],
-    offers: _Noted,
+    offers: _RecordedOffers,
     frames: int,
     height: int,
     width: int,
@@ -279,8 +279,8 @@ def _workload(
         spec=spec,
         device=device,
         dtypes=dtypes,
-        # One that is to be built will be as large as its weights; Inductor's files are without them.
-        engine_bytes={name: max(offer.file_bytes, weights[name]) for name, offer in offers.taken(choices).items()},
+        # An engine to be built will have about the size of its weights; Inductor's files do not contain them.
+        engine_bytes={name: max(offer.file_bytes, weights[name]) for name, offer in offers.chosen(choices).items()},
         engine_seconds=offers.seconds(choices),
         tokens=spec.tokens(frames, height, width),
         latent_shape=spec.latent_shape(frames, height, width),
@@ -315,9 +315,9 @@ def _option_inputs(
     )
 
 
-def _most_at_once(workload: memory_model.Workload, vae: Choice, free_bytes: int) -> int:
+def _decode_chunk(workload: memory_model.Workload, vae: Choice, free_bytes: int) -> int:
     if vae.uses:
-        # An engine takes one latent frame a call, so that it serves clips of any length.
+        # An engine decodes one latent frame per call, so that it serves clips of any length.
         return 1
     return memory_model.decode_chunk(
         workload.spec,
@@ -361,7 +361,7 @@ def _choices(
 
 
 def _offload(request: GenerationRequest, machine: Machine) -> tuple[str, list[Fact]]:
-    """Return the offload and a warning: on the CPU the weights are where they are used already."""
+    """Return the offload and warnings: offload has no effect on the CPU."""
     against = constraints.lacking(request.offload, machine)
     if against is None:
         return request.offload, []
@@ -369,7 +369,7 @@ def _offload(request: GenerationRequest, machine: Machine) -> tuple[str, list[Fa
 
 
 def _check_quantization(request: GenerationRequest, machine: Machine) -> None:
-    """Refuse weights that this machine cannot quantize: the request relies on their size."""
+    """Check that this machine supports the requested quantization; the request may rely on its memory."""
     against = constraints.lacking(request.quantization, machine)
     if against is not None:
         usable = against.fact.code != "machine.no_gpu"
@@ -378,8 +378,8 @@ def _check_quantization(request: GenerationRequest, machine: Machine) -> None:
 
 
 def _check_step_cache(request: GenerationRequest, machine: Machine, offload: str) -> None:
-    """Refuse an offload that a step cache excludes: the cache is never dropped silently."""
-    against = constraints.excluded_by_step_cache(request.step_cache, offload, machine)
+    """Check that the offload works with the requested step cache, which is never dropped silently."""
+    against = constraints.step_cache_conflict(request.step_cache, offload, machine)
     if against is not None:
         raise against.refusal
 

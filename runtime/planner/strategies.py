@@ -1,7 +1,7 @@
-"""The strategies to fit a clip into memory, fastest first, each with its forecast; and the choice of one.
+"""Memory strategies, fastest first, each with its forecast: the choice of one, and the fallback after out-of-memory.
 
-Pure. Weights are quantized unasked only if nothing else fits. Frames are decoded in tiles only if whole frames do not
-fit although nothing but the VAE is on the device.
+Pure. Weights are quantized without a request only if no other strategy fits. Frames are decoded in tiles only if whole
+frames do not fit with only the VAE on the device.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,13 +18,13 @@ from runtime.core.request import AUTO
 from runtime.core.tiles import times_decoded
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner import constraints, execution_options, forecast, memory_model
-from runtime.planner.execution_options import relieved
+from runtime.planner.execution_options import with_less_memory
 from runtime.planner.forecast import ForecastInputs
 from runtime.planner.memory_model import Workload
 
 Memory = Literal["VRAM", "RAM"]
 
-# What stays loaded stays for hours: so much of the free memory at most.
+# Share of free memory for components that stay loaded, possibly for hours.
 _KEEP_SHARE = {"cpu": 0.6, "cuda": 0.9}
 
 _KEEP = ("strategy.keep", MemoryStrategy(keep_loaded=True))
@@ -37,13 +37,13 @@ _SEQUENTIAL = ("strategy.offload_sequential", MemoryStrategy(offload="sequential
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One strategy with all that follows from it.
+    """A strategy with its consequences.
 
     Attributes:
-        seconds: by stage, their "total", and "load", which the total leaves out.
-        tight: whether it fits only if PyTorch's allocator takes nothing on top.
-        against: why this machine cannot do it, however much memory is free.
-        speed: how PyTorch computes with it.
+        seconds: by stage, their "total", and "load", which the total excludes.
+        tight: whether it fits only without the allocator's slack.
+        against: why it is not possible with any amount of memory.
+        speed: execution options of PyTorch.
     """
 
     forecast: StrategyForecast
@@ -55,12 +55,12 @@ class Option:
 
     @property
     def strategy(self) -> MemoryStrategy:
-        """The strategy itself."""
+        """The strategy of the forecast."""
         return self.forecast.strategy
 
     @property
     def settings(self) -> tuple[str, str]:
-        """The request's offload and quantization for it."""
+        """The values of offload and quantization that request it."""
         return self.strategy.offload, self.strategy.quantization
 
 
@@ -74,11 +74,11 @@ class Decision:
 
 
 def options(inputs: ForecastInputs) -> list[Option]:
-    """Return every strategy for such a device, fastest first; what this machine lacks for one is in its forecast."""
+    """Return the strategies for the device, fastest first, including those that are not possible on this machine."""
     if not inputs.workload.cuda:
         return [_option(inputs, Fact(code), strategy) for code, strategy in (_KEEP, _ONE)]
     if inputs.workload.split is not None:
-        # Each of several GPUs keeps what it runs.
+        # With several GPUs weights are not offloaded.
         plain = [_option(inputs, Fact(code), strategy) for code, strategy in (_KEEP, _FREE_TEXT, _ONE)]
         return [*plain, _first_that_fits(_quantized(inputs, "fp8"))]
     plain = [_option(inputs, Fact(code), strategy) for code, strategy in (_KEEP, _FREE_TEXT, _ONE, _MODEL, _GROUP)]
@@ -90,12 +90,12 @@ def decide(inputs: ForecastInputs, offload: str, quantization: str, clip: Fact) 
     """Choose a strategy.
 
     Args:
-        offload, quantization: as asked for, or "auto".
-        clip: what is to be made.
+        offload, quantization: as requested, or "auto".
+        clip: the clip as a fact, for the error.
 
     Raises:
         InvalidRequestError: if offload and quantization exclude each other.
-        MemoryShortError: if no such strategy fits, with the first that does.
+        MemoryShortError: if no requested strategy fits, with the first one that does.
     """
     every = options(inputs)
     asked = _asked(inputs, every, offload, quantization)
@@ -103,7 +103,7 @@ def decide(inputs: ForecastInputs, offload: str, quantization: str, clip: Fact) 
     if chosen is None:
         raise _refusal(inputs, every, asked, clip)
     if chosen not in every:
-        # After the others of its kind, which are faster.
+        # After the faster ones of the same quantization.
         place = 1 + max(place for place, option in enumerate(every) if option.strategy.quantization == quantization)
         every = [*every[:place], chosen, *every[place:]]
     warnings = []
@@ -117,14 +117,14 @@ def decide(inputs: ForecastInputs, offload: str, quantization: str, clip: Fact) 
 
 
 def _first(options: list[Option]) -> Option | None:
-    """Return the option to take: quantized only where nothing else fits, a tight fit, the least tight, only then."""
+    """Return the option to use: unquantized first, and the least tight one only if all are tight."""
     fitting = sorted(filter(_fits, options), key=_is_quantized)
     roomy = next((option for option in fitting if not option.tight), None)
     return roomy or min(fitting, key=lambda option: _needs(option.memory), default=None)
 
 
 def _forecasts(inputs: ForecastInputs, every: list[Option], chosen: Option | None) -> tuple[StrategyForecast, ...]:
-    """Return all forecasts, with whether a request gets the strategy by asking for it."""
+    """Return all forecasts, with whether a request for its settings selects each."""
     forecasts = []
     for option in every:
         excluded = _excluded(inputs, *option.settings)
@@ -139,7 +139,7 @@ def _forecasts(inputs: ForecastInputs, every: list[Option], chosen: Option | Non
 
 
 def _excluded(inputs: ForecastInputs, offload: str, quantization: str) -> Fact | None:
-    """Return why a strategy excludes a backend that was asked for, `None` if it does not."""
+    """Return why a strategy excludes a requested backend, `None` if it does not."""
     for name, backend in inputs.asked.items():
         if backend not in {AUTO, PYTORCH} and is_transformer(name):
             asked = constraints.ComponentSettings(
@@ -156,7 +156,7 @@ def _asked(inputs: ForecastInputs, every: list[Option], offload: str, quantizati
         pool = [option for option in every if quantization == AUTO or not _is_quantized(option)]
     else:
         pool = list(_quantized(inputs, quantization))
-    # An engine holds its weights itself: they are neither brought to it nor quantized unless that was asked for.
+    # Engines hold their weights, which are not offloaded or quantized. Such strategies apply only on request.
     if any(is_transformer(name) for name in inputs.workload.engine_bytes):
         pool = [
             option
@@ -165,7 +165,7 @@ def _asked(inputs: ForecastInputs, every: list[Option], offload: str, quantizati
         ]
     asked = [option for option in pool if offload in {AUTO, option.strategy.offload}]
     if not asked:
-        against = constraints.cannot_wait(_in_pytorch(quantization, offload))
+        against = constraints.offload_conflict(_in_pytorch(quantization, offload))
         if against is not None:
             raise against.refusal
         raise InvalidRequestError(
@@ -175,9 +175,9 @@ def _asked(inputs: ForecastInputs, every: list[Option], offload: str, quantizati
 
 
 def _quantized(inputs: ForecastInputs, kind: str) -> Iterator[Option]:
-    """Yield the strategies with quantized transformers, the one that takes most memory first."""
+    """Yield the strategies with quantized transformers, most memory first."""
     for code, strategy in (_KEEP, _FREE_TEXT, _ONE, _MODEL)[: 4 if inputs.workload.split is None else 3]:
-        if constraints.cannot_wait(_in_pytorch(kind, strategy.offload)) is None:
+        if constraints.offload_conflict(_in_pytorch(kind, strategy.offload)) is None:
             title = Fact("strategy.quantized", {"quantization": kind, "how": Fact(code)})
             yield _option(inputs, title, strategy.replace(quantization=kind))
 
@@ -189,7 +189,7 @@ def _in_pytorch(quantization: str, offload: str) -> constraints.ComponentSetting
 
 
 def _first_that_fits(found: Iterator[Option]) -> Option:
-    """Return the first option with enough memory, the last one if none has; later ones are not computed."""
+    """Return the first option that fits, or the last; options after it are not computed."""
     for option in found:
         if _has_room(option) and not option.tight:
             break
@@ -216,8 +216,8 @@ def _option(inputs: ForecastInputs, title: Fact, strategy: MemoryStrategy) -> Op
     computed, compiling, excluded = execution_options.for_strategy(
         inputs.options, strategy, inputs.base, lambda how: forecast.call_seconds(inputs, strategy, "transformer", how)
     )
-    # Decoding fewer frames in a call costs little time: it comes before any other saving. Tiles cost more than freeing
-    # what does not run, so they come after that.
+    # Decoding fewer frames per call costs little time, so it comes before other savings. Tiles cost more than freeing
+    # components, so they are used only without `keep_loaded`.
     tiles = [] if strategy.keep_loaded else memory_model.tile_sides(inputs.workload)
     fitted = strategy
     memory = forecast.memory(inputs, fitted, computed)
@@ -236,7 +236,7 @@ def _option(inputs: ForecastInputs, title: Fact, strategy: MemoryStrategy) -> Op
     seconds["load"] += compiling
     roomy = _needs(memory) <= usable
     against = (
-        constraints.excluded_by_step_cache(inputs.step_cache, fitted.offload, inputs.machine)
+        constraints.step_cache_conflict(inputs.step_cache, fitted.offload, inputs.machine)
         or constraints.lacking(fitted.quantization, inputs.machine)
         or _unloadable(inputs, fitted)
         or excluded
@@ -247,7 +247,7 @@ def _option(inputs: ForecastInputs, title: Fact, strategy: MemoryStrategy) -> Op
         peak_bytes=peak,
         ram_bytes=ram,
         seconds=seconds["total"],
-        # What stays for hours leaves room for others: keeping everything loaded is never a tight fit.
+        # Components that stay loaded must leave memory for others, so a tight fit does not count.
         fits=roomy or (not fitted.keep_loaded and peak <= inputs.free_bytes),
         fits_ram=ram <= inputs.ram_free_bytes,
         lacks=against.fact if against else None,
@@ -256,7 +256,7 @@ def _option(inputs: ForecastInputs, title: Fact, strategy: MemoryStrategy) -> Op
 
 
 def _unloadable(inputs: ForecastInputs, strategy: MemoryStrategy) -> constraints.Conflict | None:
-    # Weights are quantized one by one as they are read.
+    # Quantized weights are converted one by one as they are read.
     quantized = strategy.quantization != "none"
     whole = {name: size for name, size in inputs.whole.items() if not (quantized and is_transformer(name))}
     return constraints.load_conflict(inputs.workload.spec, whole, inputs.machine)
@@ -303,12 +303,12 @@ def _instead(fastest: Option, other: Option) -> Fact:
 
 @dataclass(frozen=True)
 class FallbackStrategy:
-    """A lower-memory strategy.
+    """A lower-memory strategy after out-of-memory.
 
     Attributes:
         plan: the plan with it.
-        forecast: what it takes.
-        slowdown: duration of the whole clip, as a multiple of the previous strategy's.
+        forecast: of the strategy.
+        slowdown: duration of the clip as a multiple of the previous strategy's.
     """
 
     plan: ExecutionPlan
@@ -350,11 +350,14 @@ def next_strategy(
 ) -> FallbackStrategy | None:
     """Return the first strategy that takes less of `memory` while `component` runs, or `None`.
 
+    The forecast of the plan's strategy was wrong, or another program took memory. Free memory therefore does not count,
+    only that the component that ran out takes less.
+
     Args:
-        lossy: also strategies that change the video a little; the others come first all the same.
+        lossy: include strategies that change the video slightly, after the lossless ones.
     """
     workload = Workload.of(plan, spec)
-    # Offloaded weights are in system memory: there the device's forecast says nothing.
+    # On a GPU, offloaded weights are in system memory, which has a forecast of its own.
     offloaded = memory == "RAM" and workload.cuda
 
     def takes(strategy: MemoryStrategy) -> int:
@@ -378,14 +381,13 @@ def next_strategy(
 
 def _possible(plan: ExecutionPlan, other: StrategyForecast) -> bool:
     on_engines = any(part.engines for name, part in plan.components.items() if is_transformer(name))
-    # An engine holds its weights itself; see `strategies`.
     now, then = plan.strategy, other.strategy
     changes_weights = (now.offload, now.quantization) != (then.offload, then.quantization)
     return not other.lacks and other.fits and other.fits_ram and not (on_engines and changes_weights)
 
 
 def _smaller_decodes(plan: ExecutionPlan, workload: Workload, component: str) -> list[StrategyForecast]:
-    """Return the plan's strategy with less decoded at a time: fewer frames, then tiles of them."""
+    """Return the plan's strategy with smaller decoder calls: fewer frames, then tiles."""
     if component != "vae" or plan.components["vae"].backend != PYTORCH:
         return []
     found = []
@@ -417,12 +419,12 @@ def _with(
         else part
         for name, part in plan.components.items()
     }
-    speed = relieved(plan.speed, strategy.offload, strategy.quantization)
-    workload = replace(workload, text_bytes=speed.text_bytes, at_once=memory_model.at_once(speed))
+    speed = with_less_memory(plan.speed, strategy.offload, strategy.quantization)
+    workload = replace(workload, text_bytes=speed.text_bytes, working_sets=memory_model.working_sets(speed))
     return plan.replace(
         components=components,
         strategy=strategy,
-        # Tiles are decoded by one GPU alone.
+        # One GPU decodes tiles.
         split=plan.split if plan.split is None or strategy.decode_tile is None else plan.split.replace(decode=False),
         speed=speed,
         decode_flops=plan.decode_flops

@@ -38,7 +38,7 @@ from runtime.pipeline import stages
 from runtime.pipeline.degenerate_clip import Detector
 from runtime.pipeline.history import HistoryFile
 from runtime.pipeline.run import run_job
-from runtime.planner.memory_model import taken_before
+from runtime.planner.memory_model import baseline_bytes
 from runtime.planner.resolve import resolve
 from tests import tiny_models
 from tests.gpu.measure_memory import TRANSFORMERS, UMT5, VAES
@@ -158,7 +158,7 @@ def job(spec: ModelSpec, offload: str, quantization: str, arguments: argparse.Na
     with Residency() as residency, measured(arguments.device) as found:
         run_job(plan, spec, events.append, Cancel(), residency, captured)
     end = events[-1]
-    context = taken_before(arguments.device)
+    context = baseline_bytes(arguments.device)
     forecast: dict[str, int] = {}
     for stage in plan.memory:
         forecast[stage.stage] = max(forecast.get(stage.stage, 0), stage.peak_bytes - context)

@@ -19,7 +19,7 @@ from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.run import run_job
 from runtime.pipeline.sampling import decode
-from runtime.planner.execution_options import relieved
+from runtime.planner.execution_options import with_less_memory
 from runtime.planner.resolve import resolve
 from tests.gpu.test_cuda import on_cuda, relative_error
 from tests.pipeline.test_parity import sample
@@ -41,7 +41,7 @@ PACKAGES = {"bnb-8bit": "bitsandbytes", "bnb-4bit": "bitsandbytes", "fp8": "torc
 
 def offloaded(plan: ExecutionPlan, offload: str, quantization: str = "none") -> ExecutionPlan:
     """Return the plan with another memory strategy and the same computation."""
-    plan = with_strategy(plan, offload=offload).replace(speed=relieved(plan.speed, offload, quantization))
+    plan = with_strategy(plan, offload=offload).replace(speed=with_less_memory(plan.speed, offload, quantization))
     for name, part in plan.components.items():
         if name.startswith("transformer"):
             plan = plan.with_component(name, part.replace(quantization=quantization))

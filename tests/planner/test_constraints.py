@@ -17,10 +17,10 @@ from runtime.planner.constraints import (
     RULES,
     ComponentSettings,
     build_conflict,
-    cannot_wait,
     conflict,
     lacking,
     load_conflict,
+    offload_conflict,
 )
 from runtime.planner.engine_index import EngineRecord, ShapeProfile, misfit
 from runtime.planner.forecast import build_seconds
@@ -197,7 +197,7 @@ def test_what_is_excluded(
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_what_cannot_wait_is_a_rule_of_every_machine(backend: str, offload: str, quantization: str) -> None:
     case = ComponentSettings(component="transformer", backend=backend, offload=offload, quantization=quantization)
-    against = cannot_wait(case)
+    against = offload_conflict(case)
     waits = offload in {"model", "group", "sequential"}
     assert (against is not None) == (backend == "pytorch" and quantization == "bnb-8bit" and waits)
     if against is not None:

@@ -213,7 +213,7 @@ def test_what_compiled_calls_took_here_counts() -> None:
         dtype="bfloat16",
         quantization="none",
         offload="none",
-        speed=execution_options.tag(clip.speed, "transformer"),
+        speed=execution_options.history_tag(clip.speed, "transformer"),
     )
     flops = A14B.transformer.forward_flops(clip.tokens, 512)
     # Compiled calls that are slower than what eager ones are expected to take are not asked for again.
@@ -296,11 +296,11 @@ def test_small_models_on_a_gpu_take_both_passes_at_once_and_record_them() -> Non
 
 def test_a_more_frugal_way_goes_without_what_takes_memory() -> None:
     full = Speed(attention="cudnn", compiled=True, text_kept=True, text_bytes=1, paired=True, graphed=True, fused=True)
-    on = execution_options.relieved(full, "model", "none")
+    on = execution_options.with_less_memory(full, "model", "none")
     assert (on.compiled, on.attention, on.fused) == (True, "cudnn", False)
     assert not (on.text_kept or on.text_bytes or on.paired or on.graphed)
-    assert not execution_options.relieved(full, "group", "none").compiled
-    assert not execution_options.relieved(full, "none", "bnb-8bit").compiled
+    assert not execution_options.with_less_memory(full, "group", "none").compiled
+    assert not execution_options.with_less_memory(full, "none", "bnb-8bit").compiled
 
 
 def test_runs_of_another_speed_are_told_apart() -> None:

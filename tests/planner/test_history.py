@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from runtime.core.estimates import StageMemory
-from runtime.planner.history import Kind, Run, remembered, seconds_per_call
+from runtime.planner.history import Kind, Run, corrected_by_history, seconds_per_call
 
 KIND = Kind(
     device="Test CPU, 2 cores",
@@ -34,7 +34,7 @@ def test_seconds_grow_with_the_operations(flops: float, seconds: float, low: flo
 def test_a_run_of_another_kind_tells_nothing(changed: str) -> None:
     other = KIND.replace(**{changed: "other"})
     assert seconds_per_call([RUN], other, 1e12) is None
-    assert remembered([RUN], other, 1e12, STAGE) == STAGE
+    assert corrected_by_history([RUN], other, 1e12, STAGE) == STAGE
 
 
 def test_a_run_of_quite_another_size_tells_nothing() -> None:
@@ -48,17 +48,17 @@ def test_the_nearest_run_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("excess", "working", "beside"),
+    ("excess", "working", "overhead"),
     [(100, 2200, 300), (0, 2000, 300), (-100, 2000, 200), (-400, 2000, 0)],
 )
-def test_memory_beyond_the_forecast_grows_with_the_working_set(excess: int, working: int, beside: int) -> None:
-    found = remembered([RUN.replace(excess_bytes=excess)], KIND, 1e12, STAGE)
-    assert (found.working_bytes, found.overhead_bytes, found.weights_bytes) == (working, beside, 500)
+def test_memory_beyond_the_forecast_grows_with_the_working_set(excess: int, working: int, overhead: int) -> None:
+    found = corrected_by_history([RUN.replace(excess_bytes=excess)], KIND, 1e12, STAGE)
+    assert (found.working_bytes, found.overhead_bytes, found.weights_bytes) == (working, overhead, 500)
     assert found.measured
 
 
 def test_a_run_without_a_peak_or_without_seconds_tells_only_the_other() -> None:
-    assert remembered([RUN.replace(excess_bytes=None)], KIND, 1e12, STAGE) == STAGE
+    assert corrected_by_history([RUN.replace(excess_bytes=None)], KIND, 1e12, STAGE) == STAGE
     assert seconds_per_call([RUN.replace(seconds=0.0)], KIND, 1e12) is None
 
 

@@ -156,7 +156,7 @@ def test_a_whole_job_takes_what_was_measured(row: dict[str, Any]) -> None:
     for name, peak in found.items():
         # What stays loaded was not yet there in the stages before its own: each job was its process's first.
         absent = sum(weights[part] for part in later[name]) if row["keep_loaded"] else 0
-        assert close(peak - absent - memory_model.taken_before("cuda:0"), row[name]), name
+        assert close(peak - absent - memory_model.baseline_bytes("cuda:0"), row[name]), name
     if row["offload"] != "none":
         # The process held 3 GB before, which the forecast counts and the measurement does not.
         taken = memory_model.ram_bytes(held, strategy) + file_pages(weights, row["offload"])

@@ -13,7 +13,7 @@ from runtime.core.plan import ExecutionPlan, Split
 from runtime.core.request import GenerationRequest
 from runtime.machine.probe import Gpu, Machine
 from runtime.planner.history import runs_of
-from runtime.planner.placement import counts, faster
+from runtime.planner.placement import counts, faster_by_split
 from runtime.planner.resolve import resolve
 from runtime.planner.strategies import next_strategy
 from runtime.queue.job_runner import on_gpu
@@ -37,13 +37,13 @@ def on(*gpus: Gpu, ram_gib: float = 500, **changes: Any) -> Machine:
 FOUR = on(*[H200] * 4)
 
 
-def plan(model: str, where: Machine, gpu: int = 0, beside: list[int] | None = None, **values: Any) -> ExecutionPlan:
+def plan(model: str, where: Machine, gpu: int = 0, others: list[int] | None = None, **values: Any) -> ExecutionPlan:
     """Plan a clip of 832x480 with 81 frames."""
     wanted = {"prompt": "a red boat", "seed": 1, "width": 832, "height": 480, "frames": 81} | values
     if model == TI2V:
         wanted |= {"width": 1280, "height": 704}
     request = GenerationRequest.from_mapping(wanted)
-    return resolve(request, spec(model), where, Path("x.mp4"), gpu=gpu, beside=beside)
+    return resolve(request, spec(model), where, Path("x.mp4"), gpu=gpu, others=others)
 
 
 @pytest.mark.parametrize(
@@ -153,12 +153,12 @@ def test_auto_takes_those_that_are_alike_and_leaves_small_models_alone() -> None
 
 
 def test_others_are_those_that_it_may_have() -> None:
-    made = plan(A14B, FOUR, gpu=2, beside=[3, 1], gpus=2)
+    made = plan(A14B, FOUR, gpu=2, others=[3, 1], gpus=2)
     assert made.split is not None
     assert made.split.devices == ("cuda:2", "cuda:3")
     assert made.components["vae"].device == "cuda:2"
     with pytest.raises(InvalidRequestError, match="2 can be used"):
-        plan(A14B, FOUR, gpu=2, beside=[3], gpus=4)
+        plan(A14B, FOUR, gpu=2, others=[3], gpus=4)
 
 
 def test_each_gpu_keeps_all_weights_and_the_fullest_counts() -> None:
@@ -178,15 +178,15 @@ def test_each_gpu_keeps_all_weights_and_the_fullest_counts() -> None:
 
 
 def test_each_gpu_remembers_its_own_passes_and_tokens() -> None:
-    remembered = []
+    growth = []
     for values in ({"gpus": 1}, {"gpus": 2}, {"gpus": 4}, {"gpus": 2, **ALONE}, {"gpus": 1, **ALONE}):
         plain, cached = (plan(A14B, FOUR, step_cache=cache, **values) for cache in ("none", "first-block"))
         before, after = ({stage.component: stage.working_bytes for stage in made.memory} for made in (plain, cached))
         assert before["vae"] == after["vae"]
-        remembered.append(after["transformer"] - before["transformer"])
+        growth.append(after["transformer"] - before["transformer"])
     one_pass = 3 * plan(A14B, FOUR).tokens * spec(A14B).transformer.width * 2
     # 32,760 tokens: half of them are no fraction.
-    assert remembered == [2 * one_pass, one_pass, one_pass // 2, one_pass // 2, one_pass]
+    assert growth == [2 * one_pass, one_pass, one_pass // 2, one_pass // 2, one_pass]
 
 
 def test_more_gpus_are_forecast_to_be_faster() -> None:
@@ -198,8 +198,8 @@ def test_more_gpus_are_forecast_to_be_faster() -> None:
     assert seconds[0]["encode"] == seconds[1]["encode"]
     split = Split(devices=("cuda:0", "cuda:1"), guidance=2, sequence=1, decode=False)
     alone = Seconds(10.0, 8.0, 20.0)
-    assert faster(alone, split, "vae") == alone
-    assert faster(alone, split, "transformer").likely == pytest.approx(5.1, abs=0.1)
+    assert faster_by_split(alone, split, "vae") == alone
+    assert faster_by_split(alone, split, "transformer").likely == pytest.approx(5.1, abs=0.1)
 
 
 @pytest.mark.parametrize(("gpus", "seconds"), [(1, 151.1), (2, 76.1), (4, 43.0)])

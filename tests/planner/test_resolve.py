@@ -237,9 +237,9 @@ def test_a_step_cache_is_reckoned_with(tiny: Callable[[str], ModelSpec]) -> None
             plan(spec, step_cache="first-block", guidance_scale=1),
         )
     ]
-    remembered = 3 * cached.tokens * spec.transformer.width * 4
+    cached_bytes = 3 * cached.tokens * spec.transformer.width * 4
     guided, unguided = (after["transformer"] - before["transformer"] for before, after in (working[:2], working[2:]))
-    assert (guided, unguided) == (2 * remembered, remembered)
+    assert (guided, unguided) == (2 * cached_bytes, cached_bytes)
     assert working[0]["vae"] == working[1]["vae"]
     # What it saves is not known before it was measured: the forecast becomes wider, not only shorter.
     seconds, before = cached.seconds["denoise"], plain.seconds["denoise"]

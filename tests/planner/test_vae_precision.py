@@ -1,4 +1,4 @@
-"""The VAE's precision in a plan: what follows from it for memory, time and what is remembered, and whom to blame."""
+"""The VAE's precision in a plan: what follows from it for memory, time and history, and diagnosis."""
 
 from pathlib import Path
 
