@@ -111,40 +111,31 @@ class Family(Protocol):
     @property
     def known(self) -> Sequence[KnownModel]:
         """Published models of the family."""
-        ...
 
     @property
     def negative_prompt(self) -> str:
         """The negative prompt that the family's authors recommend; empty without one."""
-        ...
 
     def read_spec(self, directory: Path, name: str) -> ModelSpec:
         """Read a model folder of this family; see `registry.read_spec`."""
-        ...
 
     def check(self, directory: Path, title: str) -> None:
         """Check the configurations of a folder whose weights may be missing; see `registry.check_folder`."""
-        ...
 
     def known_spec(self, known: KnownModel, weights_dir: Path) -> ModelSpec:
         """Return the spec of a published model, as if its folder were in `weights_dir`."""
-        ...
 
     def lora_change(self, tensor: str) -> LoraChange | None:
         """Return the module and factor of a tensor in a LoRA file, by its name; `None` for an unknown module."""
-        ...
 
     def lora_weight_shape(self, spec: ModelSpec, module: str) -> tuple[int | None, ...] | None:
         """Return the shape of the weight of a module that LoRAs change; `None` for an unknown axis or module."""
-        ...
 
     def distilled_steps(self, lora: Path) -> int | None:
         """Return for how many steps a LoRA was distilled, by its file's or folder's name; `None` if it was not."""
-        ...
 
     def distilled_shift(self, lora: Path) -> float | None:
         """Return the shift with which a LoRA was distilled, by its file's or folder's name, if known."""
-        ...
 
 
 def family_of(name: str) -> Family:

@@ -32,56 +32,45 @@ class TransformerSpec(Protocol):
     @property
     def num_layers(self) -> int:
         """Blocks."""
-        ...
 
     @property
     def num_attention_heads(self) -> int:
         """Heads of the attention among a clip's tokens."""
-        ...
 
     @property
     def attention_head_dim(self) -> int:
         """Channels of a head."""
-        ...
 
     @property
     def width(self) -> int:
         """Channels of a token."""
-        ...
 
     @property
     def ffn_dim(self) -> int:
         """Channels of the feed-forward's inner layer."""
-        ...
 
     @property
     def in_channels(self) -> int:
         """Channels of the latents."""
-        ...
 
     @property
     def text_dim(self) -> int:
         """Channels of a text embedding."""
-        ...
 
     @property
     def patch_size(self) -> tuple[int, int, int]:
         """Latent frames, rows and columns of one token."""
-        ...
 
     @property
     def rope_max_seq_len(self) -> int:
         """The most tokens along one axis."""
-        ...
 
     @property
     def block_parameters(self) -> int:
         """Weights in the linear layers of all blocks, which quantization and group offload apply to."""
-        ...
 
     def forward_flops(self, tokens: int, text_tokens: int) -> float:
         """Return the operations (two per multiply-add) of one forward pass, batch 1."""
-        ...
 
     def forward_bytes(self, tokens: int, element_bytes: int, *, time_per_token: bool) -> int:
         """Return the peak memory of one forward pass in bytes, weights excluded.
@@ -90,7 +79,6 @@ class TransformerSpec(Protocol):
             element_bytes: of the dtype it computes in.
             time_per_token: whether every token has its own timestep.
         """
-        ...
 
 
 class VaeSpec(Protocol):
@@ -101,26 +89,21 @@ class VaeSpec(Protocol):
     @property
     def z_dim(self) -> int:
         """Channels of the latents."""
-        ...
 
     @property
     def scale_factor_temporal(self) -> int:
         """Frames of one latent frame; the first latent frame is one frame."""
-        ...
 
     @property
     def scale_factor_spatial(self) -> int:
         """Pixels of one latent, in width and in height."""
-        ...
 
     @property
     def last_channels(self) -> int:
         """Channels of the decoder's last and largest level."""
-        ...
 
     def decode_flops(self, frames: int, height: int, width: int) -> float:
         """Return the operations (two per multiply-add) of decoding a clip of that many frames and pixels."""
-        ...
 
     def decode_bytes(
         self, latent_frames: int, height: int, width: int, element_bytes: int, *, cpu: bool = False
@@ -132,7 +115,6 @@ class VaeSpec(Protocol):
             element_bytes: of the dtype it computes in.
             cpu: whether a CPU decodes, whose kernels need other buffers.
         """
-        ...
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ from runtime.core.plan import ExecutionPlan
 from runtime.core.step_cache import NONE
 from runtime.execution.memory import ran_out
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.files import BOUNDARY, HEADER_KEY, HOW, LATEST, LOW_NOISE_FIELD, newest_checkpoint
-from runtime.pipeline.sampling import Conditioning, Reached
+from runtime.pipeline.files import BOUNDARY, COMPUTE_FIELDS, HEADER_KEY, LATEST, LOW_NOISE_FIELD, newest_checkpoint
+from runtime.pipeline.sampling import Conditioning, SamplingState
 
 _VERSION = 1
 _PARTIAL = ".tmp"
@@ -46,7 +46,7 @@ _SHARE = 0.01
 # Estimate of a checkpoint's cost before the first one is written: opening and syncing a file, and a slow disk.
 _OPEN_SECONDS, _BYTES_PER_SECOND = 0.01, 100e6
 # The model and LoRAs are identified by their files.
-_NOT_THE_CLIP = {*HOW, "model", "loras"}
+_OTHER_FIELDS = {*COMPUTE_FIELDS, "model", "loras"}
 # Set when a scheduler is loaded.
 _SCHEDULER_CONFIGURATION = frozenset({"_internal_dict"})
 
@@ -77,7 +77,7 @@ class Checkpoint:
         planned: the plan that the run started with.
         plan: the current plan, fallbacks included.
         of: the number of steps.
-        reached: progress of sampling; `None` before the first step.
+        sampling: progress of sampling; `None` before the first step.
         warnings: emitted so far.
         timings: seconds of each stage so far, in all runs.
         load_seconds: seconds spent on loading so far, in all runs.
@@ -87,7 +87,7 @@ class Checkpoint:
     plan: ExecutionPlan
     of: int
     conditioning: Conditioning
-    reached: Reached | None
+    sampling: SamplingState | None
     warnings: tuple[Fact, ...]
     timings: Mapping[str, float]
     load_seconds: float
@@ -95,7 +95,7 @@ class Checkpoint:
     @property
     def step(self) -> int:
         """Steps done."""
-        return 0 if self.reached is None else self.reached.steps
+        return 0 if self.sampling is None else self.sampling.steps
 
     @property
     def size(self) -> int:
@@ -303,11 +303,11 @@ def identity(stamps: Stamps, plan: ExecutionPlan, *, half: bool) -> str:
     Args:
         half: whether to leave out the second transformer's files and guidance scale.
     """
-    left_out = _NOT_THE_CLIP | ({LOW_NOISE_FIELD} if half else set())
+    excluded = _OTHER_FIELDS | ({LOW_NOISE_FIELD} if half else set())
     # Checkpoints written before these fields existed have neither.
-    left_out |= {"step_cache"} if plan.step_cache == NONE else set()
-    left_out |= {"shift"} if plan.shift is None else set()
-    clip = {name: value for name, value in plan.request_json().items() if name not in left_out}
+    excluded |= {"step_cache"} if plan.step_cache == NONE else set()
+    excluded |= {"shift"} if plan.shift is None else set()
+    clip = {name: value for name, value in plan.request_json().items() if name not in excluded}
     files = {part: stamp for part, stamp in stamps.items() if not (half and part == "transformer_2")}
     return hashlib.sha256(json.dumps([clip, files], sort_keys=True).encode()).hexdigest()
 
@@ -384,9 +384,9 @@ def _read(path: Path, stamps: Stamps, plan: ExecutionPlan, *, half: bool) -> Che
         except ValidationError as error:
             raise CheckpointError("checkpoint.other_version") from error
         device = plan.components["transformer"].device
-        reached = None
+        sampling = None
         if header.scheduler is not None:
-            reached = Reached(
+            sampling = SamplingState(
                 header.step, tensors["latents"].to(device), _tensors_in(header.scheduler, tensors, device)
             )
         negative = tensors.get("negative")
@@ -397,7 +397,7 @@ def _read(path: Path, stamps: Stamps, plan: ExecutionPlan, *, half: bool) -> Che
             conditioning=Conditioning(
                 tensors["positive"].to(device), None if negative is None else negative.to(device)
             ),
-            reached=reached,
+            sampling=sampling,
             warnings=header.warnings,
             timings=header.timings,
             load_seconds=header.load_seconds,
@@ -411,10 +411,10 @@ def _describe_all(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> A
     tensors["positive"] = checkpoint.conditioning.positive
     if checkpoint.conditioning.negative is not None:
         tensors["negative"] = checkpoint.conditioning.negative
-    if checkpoint.reached is None:
+    if checkpoint.sampling is None:
         return None
-    tensors["latents"] = checkpoint.reached.latents
-    state = checkpoint.reached.scheduler
+    tensors["latents"] = checkpoint.sampling.latents
+    state = checkpoint.sampling.scheduler
     return _described(None if state is None else dict(state), tensors)
 
 

@@ -17,7 +17,7 @@ CHECKPOINTS = "*.safetensors"
 # The key of a checkpoint's metadata that holds its JSON header.
 HEADER_KEY = "tandem"
 # Request fields that may differ between runs of one clip: how it is computed and encoded.
-HOW = (
+COMPUTE_FIELDS = (
     "backends",
     "build",
     "offload",

@@ -12,7 +12,7 @@ from runtime.core.plan import ExecutionPlan
 from runtime.core.request import AUTO, GenerationRequest
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.files import BOUNDARY, HOW, LATEST, LOW_NOISE_FIELD, checkpoint_step
+from runtime.pipeline.files import BOUNDARY, COMPUTE_FIELDS, LATEST, LOW_NOISE_FIELD, checkpoint_step
 from runtime.planner.engine_offers import Offers, no_offers
 from runtime.planner.history import History
 from runtime.planner.resolve import resolve
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # it imports torch
     from runtime.pipeline.checkpoint import CheckpointFolder
 
 # Fields that the checkpoint between the two transformers does not depend on.
-CHANGEABLE = (LOW_NOISE_FIELD, *HOW)
+CHANGEABLE = (LOW_NOISE_FIELD, *COMPUTE_FIELDS)
 # They decide the timesteps of both transformers.
 _OF_THE_SCHEDULE = ("steps", "shift")
 

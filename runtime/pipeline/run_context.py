@@ -28,7 +28,7 @@ from runtime.pipeline.checkpoint import (
     scheduler_state,
 )
 from runtime.pipeline.metrics import Metrics
-from runtime.pipeline.sampling import Conditioning, Reached, Step, get_schedule
+from runtime.pipeline.sampling import Conditioning, SamplingState, Step, get_schedule
 
 Emit = Callable[[Event], None]
 
@@ -47,8 +47,8 @@ class RunContext:
         warnings: facts emitted so far, to show with the result.
         current: the running stage and its component.
         conditioning: the encoded prompt, once there is one.
-        reached: progress of sampling; `None` before the first step.
-        progress_at: when `conditioning` or `reached` last changed, by the performance counter.
+        sampling: progress of sampling; `None` before the first step.
+        progress_at: when `conditioning` or `sampling` last changed, by the performance counter.
         earlier: about earlier runs of the job, see `VideoSaved`.
         representative: whether this run makes the full job with one plan, so that its timings belong in the history.
         text_encoded: whether the text encoder ran, rather than the prompt cache.
@@ -73,7 +73,7 @@ class RunContext:
         self.warnings: list[Fact] = []
         self.current: tuple[Stage, str] = ("load", "text_encoder")
         self.conditioning: Conditioning | None = None
-        self.reached: Reached | None = None
+        self.sampling: SamplingState | None = None
         self.progress_at = time.perf_counter()
         self.earlier: dict[str, Any] = {}
         self.representative = True
@@ -101,7 +101,7 @@ class RunContext:
     @property
     def step(self) -> int:
         """Denoising steps done."""
-        return 0 if self.reached is None else self.reached.steps
+        return 0 if self.sampling is None else self.sampling.steps
 
     @property
     def resumable(self) -> bool:
@@ -159,16 +159,16 @@ class RunContext:
         self.progress_at = time.perf_counter()
         self._save_checkpoint()
 
-    def record_step(self, steps: int, latents: torch.Tensor, scheduler: Any) -> Reached:
+    def record_step(self, steps: int, latents: torch.Tensor, scheduler: Any) -> SamplingState:
         """Record and return the progress of sampling after `steps` steps."""
         state = None
         try:
             state = scheduler_state(scheduler)
         except CheckpointError as error:
             self.warn(Fact("pipeline.step_not_resumable", {"cause": error.fact}))
-        self.reached = Reached(steps, latents, state)
+        self.sampling = SamplingState(steps, latents, state)
         self.progress_at = time.perf_counter()
-        return self.reached
+        return self.sampling
 
     def checkpoint_step(self, steps: Sequence[Step], seconds: float, *, resumable: bool = True) -> None:
         """Save a checkpoint if one is due; always between the two transformers and after the last step.
@@ -190,8 +190,8 @@ class RunContext:
             return
         try:
             found = self._folder.load(self.spec, self.plan)
-            if found is not None and found.reached is not None and found.reached.scheduler is not None:
-                restore_scheduler(self.schedule()[0], found.reached.scheduler)
+            if found is not None and found.sampling is not None and found.sampling.scheduler is not None:
+                restore_scheduler(self.schedule()[0], found.sampling.scheduler)
         except CheckpointError as error:
             self._folder.clear()
             self.warn(Fact("pipeline.checkpoint_unusable", {"cause": error.fact}))
@@ -203,7 +203,7 @@ class RunContext:
             self.plan = self.plan.replace(**{name: getattr(found.plan, name) for name in _DECIDED})
         complete = found.conditioning.negative is not None or not wants_guidance(self.plan)
         self.conditioning = found.conditioning if complete else None
-        self.reached = found.reached
+        self.sampling = found.sampling
         for fact in found.warnings:
             self.warn(fact)
         self.metrics.add_earlier(found.timings, found.load_seconds)
@@ -224,14 +224,14 @@ class RunContext:
     def _checkpoint(self) -> Checkpoint | None:
         if self.conditioning is None:
             return None
-        if self.reached is not None and self.reached.scheduler is None and self.step < self.plan.steps:
+        if self.sampling is not None and self.sampling.scheduler is None and self.step < self.plan.steps:
             return None
         return Checkpoint(
             planned=self._planned,
             plan=self.plan,
             of=self.plan.steps,
             conditioning=self.conditioning,
-            reached=self.reached,
+            sampling=self.sampling,
             warnings=tuple(self.warnings),
             timings=self.metrics.timings(),
             load_seconds=self.metrics.load_seconds,

@@ -42,7 +42,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Reached:
+class SamplingState:
     """Progress of sampling: everything that the remaining steps need, except the prompt.
 
     Attributes:

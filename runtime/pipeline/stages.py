@@ -71,11 +71,11 @@ def denoise_latents(context: RunContext, previews: Previews) -> None:
     context.current = ("denoise", "transformer")
     assert context.conditioning is not None
     scheduler, steps = context.schedule()
-    reached = context.reached
-    if reached is None or (reached.scheduler is None and reached.steps < len(steps)):
-        reached = context.record_step(0, get_noise(context.plan), scheduler)
-    if reached.scheduler is not None:
-        restore_scheduler(scheduler, reached.scheduler)
+    sampling = context.sampling
+    if sampling is None or (sampling.scheduler is None and sampling.steps < len(steps)):
+        sampling = context.record_step(0, get_noise(context.plan), scheduler)
+    if sampling.scheduler is not None:
+        restore_scheduler(scheduler, sampling.scheduler)
 
     @contextmanager
     def open_expert(name: str) -> Iterator[Denoiser]:
@@ -91,7 +91,7 @@ def denoise_latents(context: RunContext, previews: Previews) -> None:
 
     with context.metrics.stage("denoise"):
         remaining = denoise(
-            reached.latents, steps, scheduler, context.conditioning, open_expert, context.cancel, start=reached.steps
+            sampling.latents, steps, scheduler, context.conditioning, open_expert, context.cancel, start=sampling.steps
         )
         for done in remaining:
             number, resumable = done.index + 1, may_stop(steps, done.index + 1)
@@ -115,7 +115,7 @@ def decode_and_save(
         BadResultError: if the clip is degenerate; nothing is written.
     """
     context.cancel.check_pause()
-    assert context.reached is not None
+    assert context.sampling is not None
     plan, detector = context.plan, Detector()
     context.current = ("load", "vae")
     previews.forget_frames()
@@ -125,7 +125,7 @@ def decode_and_save(
             written = 0
             chunks = decode(
                 decoder,
-                context.reached.latents,
+                context.sampling.latents,
                 plan.strategy.decode_chunk,
                 context.cancel,
                 plan.strategy.decode_tile,

@@ -20,7 +20,7 @@ from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import Checkpoint, CheckpointFolder, due, estimated_cost
 from runtime.pipeline.files import LATEST, checkpoint_step
-from runtime.pipeline.sampling import Conditioning, Reached
+from runtime.pipeline.sampling import Conditioning, SamplingState
 from tests.pipeline.test_resume import run
 from tests.plans import tiny_plan
 
@@ -44,7 +44,7 @@ def checkpoint_of(spec: ModelSpec, output: Path, **values: Any) -> Checkpoint:
         plan=plan.with_component("vae", plan.components["vae"].replace(reasons=(FELL_BACK,))),
         of=4,
         conditioning=Conditioning(torch.randn(1, 5, 8).half(), torch.randn(1, 5, 8).half()),
-        reached=Reached(2, torch.randn(1, 16, 3, 4, 8), memory),
+        sampling=SamplingState(2, torch.randn(1, 16, 3, 4, 8), memory),
         warnings=(Fact("pipeline.text_cut", {"field": "prompt"}),),
         timings={"encode": 0.1, "denoise": 1 / 3},
         load_seconds=0.7,
@@ -59,11 +59,11 @@ def test_a_checkpoint_survives_a_round_trip(tiny: Tiny, tmp_path: Path) -> None:
     folder.save(written, spec)
     read = folder.load(spec, written.planned)
     assert read is not None
-    assert read.reached is not None and written.reached is not None
+    assert read.sampling is not None and written.sampling is not None
     assert (read.planned, read.plan, read.of, read.step) == (written.planned, written.plan, 4, 2)
     assert (read.warnings, read.timings, read.load_seconds) == (written.warnings, written.timings, 0.7)
-    assert str(read.reached) == str(written.reached)
-    assert torch.equal(read.reached.latents, written.reached.latents)
+    assert str(read.sampling) == str(written.sampling)
+    assert torch.equal(read.sampling.latents, written.sampling.latents)
     assert torch.equal(read.conditioning.positive, written.conditioning.positive)
     assert read.conditioning.positive.dtype == torch.float16
     assert os.listdir(tmp_path / "job") == ["checkpoint.safetensors"]  # noqa: PTH208 - names, hidden ones too
@@ -189,10 +189,10 @@ def test_a_checkpoint_of_other_weights_is_refused(part: str, serves: bool, tiny:
 def test_the_boundary_checkpoint_is_kept_while_others_are_written(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.2-a14b")
     first = checkpoint_of(spec, tmp_path / "x.mp4")
-    assert first.reached is not None
+    assert first.sampling is not None
     folder = CheckpointFolder(tmp_path / "job")
     folder.save(first, spec, boundary=True)
-    later = replace(first, reached=replace(first.reached, steps=3))
+    later = replace(first, sampling=replace(first.sampling, steps=3))
     folder.save(later, spec)
     latest, boundary = folder.load(spec, first.planned), folder.boundary(spec, first.planned)
     assert latest is not None and boundary is not None
@@ -208,21 +208,21 @@ def test_a_kill_before_the_boundary_checkpoint_is_linked_as_latest(tiny: Tiny, t
     spec, path = tiny("wan2.2-a14b"), tmp_path / "job"
     folder = CheckpointFolder(path)
     second = checkpoint_of(spec, tmp_path / "x.mp4")
-    reached = second.reached
-    assert reached is not None and checkpoint_step(path) is None
-    folder.save(replace(second, reached=None), spec)
+    state = second.sampling
+    assert state is not None and checkpoint_step(path) is None
+    folder.save(replace(second, sampling=None), spec)
     early = (path / LATEST).read_bytes()
     folder.save(second, spec, boundary=True)
     (path / LATEST).unlink()  # two names of one file
     (path / LATEST).write_bytes(early)
     assert checkpoint_step(path) == 2
     found = folder.load(spec, second.planned)
-    assert found is not None and found.reached is not None
-    assert torch.equal(found.reached.latents, reached.latents)
+    assert found is not None and found.sampling is not None
+    assert torch.equal(found.sampling.latents, state.latents)
     (path / LATEST).unlink()
     assert checkpoint_step(path) == 2
     # A later checkpoint takes precedence again; a damaged latest one is reported.
-    folder.save(replace(second, reached=replace(reached, steps=3)), spec)
+    folder.save(replace(second, sampling=replace(state, steps=3)), spec)
     assert checkpoint_step(path) == 3
     (path / LATEST).write_bytes(b"x" * 100)
     assert checkpoint_step(path) is None

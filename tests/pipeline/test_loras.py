@@ -122,7 +122,7 @@ def test_a_clip_without_loras_is_unchanged(place: Place) -> None:
     with_one, changed = place.plan("high=style")
     full, high_noise = (identity(stamps(changed), with_one, half=half) for half in (False, True))
     assert full != identity(files, plan, half=False) and high_noise != identity(files, plan, half=True)
-    # The first half does not depend on what changes the second expert.
+    # The high-noise steps do not depend on LoRAs of the low-noise expert.
     low, low_spec = place.plan("low=style")
     assert identity(stamps(low_spec), low, half=True) == identity(files, plan, half=True)
 

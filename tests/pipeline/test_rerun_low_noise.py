@@ -1,4 +1,4 @@
-"""Reruns of the second half: only the low-noise transformer and the decoder run; the first half stays."""
+"""Reruns of the low-noise steps: only the low-noise transformer and the decoder run."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_a_rerun_equals_a_full_run_with_its_settings(
     assert Resumed(step=2, of=4) in events
     assert steps_of(events) == [3, 4]
     loaded = {event.part for event in events if isinstance(event, StageStarted) and event.stage == "load"}
-    # The negative prompt has to be read where the first half did without.
+    # The negative prompt is encoded if the high-noise steps did not need it.
     assert loaded == {"transformer_2", "vae"} | ({"text_encoder"} if high <= 1 < new else set())
     saved = events[-1]
     assert isinstance(saved, VideoSaved)
@@ -59,7 +59,7 @@ def test_a_rerun_equals_a_full_run_with_its_settings(
 def test_a_rerun_can_be_interrupted_and_rerun(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.2-a14b")
     made = tiny_plan(spec, tmp_path / "x.mp4", **SCALES)
-    # Of a job that was interrupted itself, in its second half.
+    # The source job was interrupted in its low-noise steps.
     run(made, spec, tmp_path / "job", stop=lambda event: isinstance(event, StepDone) and event.step == 3)
     plan = redo(made, spec, tmp_path, tmp_path / "new.mp4", guidance_scale_2=1.0)
     run(plan, spec, tmp_path / "redone", stop=lambda event: isinstance(event, StepDone) and event.step == 3)

@@ -35,7 +35,7 @@ from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.run import run_job
 from runtime.pipeline.run_context import RunContext
-from runtime.pipeline.sampling import Conditioning, Reached
+from runtime.pipeline.sampling import Conditioning, SamplingState
 from runtime.video.mp4 import read_metadata
 from tests.pipeline.runs import Choice, events_of, never
 from tests.plans import tiny_plan, with_strategy
@@ -227,7 +227,7 @@ def test_a_jobs_tensors_are_freed_without_garbage_collection(stop: Choice, tiny:
     before = {id(found) for found in gc.get_objects()}
     try:
         run(tiny("wan2.1"), tmp_path / "x.mp4", stop)
-        tracked = (found for found in gc.get_objects() if type(found) in {RunContext, Conditioning, Reached})
+        tracked = (found for found in gc.get_objects() if type(found) in {RunContext, Conditioning, SamplingState})
         assert not [found for found in tracked if id(found) not in before]
     finally:
         gc.enable()

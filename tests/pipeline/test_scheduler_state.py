@@ -43,18 +43,18 @@ def test_a_restored_scheduler_gives_the_same_steps(name: str, config: dict[str, 
     noise = torch.randn(1, 4, 3, 4, 4, generator=torch.Generator().manual_seed(1))
     scheduler = fresh(name, config)
     count = len(scheduler.timesteps)
-    reached, states, copies = [noise], [scheduler_state(scheduler)], [copy.deepcopy(scheduler_state(scheduler))]
+    latents_after, states, copies = [noise], [scheduler_state(scheduler)], [copy.deepcopy(scheduler_state(scheduler))]
     for index in range(count):
-        reached.append(step(scheduler, index, reached[-1]))
+        latents_after.append(step(scheduler, index, latents_after[-1]))
         states.append(scheduler_state(scheduler))
         copies.append(copy.deepcopy(states[-1]))
     for index in range(count):
         other = fresh(name, config)
         restore_scheduler(other, states[index])
-        latents = reached[index]
+        latents = latents_after[index]
         for later in range(index, count):
             latents = step(other, later, latents)
-        assert torch.equal(latents, reached[-1])
+        assert torch.equal(latents, latents_after[-1])
         # Taken as they are, and no later step wrote into them.
         assert str(states[index]) == str(copies[index])
 

@@ -18,7 +18,7 @@ _HUB: Mapping[str, Message] = {
     # Answers of a hub
     "hub.malformed_answer": Message("The hub's answer is malformed.", "Check the hub's address."),
     "hub.gated": Message(
-        "The hub requires an account that has accepted the model's licence.",
+        "The hub requires an account that has accepted the model's license.",
         f"Accept it on the model's page, then {_TOKEN}",
     ),
     "hub.no_revision": Message(

@@ -69,19 +69,19 @@ MESSAGES: Mapping[str, Message] = {
         "The folder {folder} cannot be created: {reason}.", "Set TANDEM_CACHE_DIR to a folder that you can write to."
     ),
     "rerun.one_transformer": Message(
-        "{model} has one transformer, so there is no low-noise half to rerun.",
+        "{model} has one transformer: there are no low-noise steps to rerun.",
         "Generate the video again with the settings that you want.",
     ),
     "rerun.no_low_noise_steps": Message(
-        "The low-noise transformer ran none of the {steps} steps, so there is no low-noise half to rerun.",
+        "The low-noise transformer ran none of the {steps} steps: there is nothing to rerun.",
         "Generate the video again with the settings that you want.",
     ),
     "rerun.schedule_fixed": Message(
-        "{field:setting} cannot change in a rerun: the schedule of the second half follows from the first.",
+        "{field:setting} cannot change in a rerun: it also determines the high-noise steps.",
         "Leave it as it is, or generate the video again.",
     ),
     "rerun.not_changeable": Message(
-        "{field:setting} also applies to the first half.",
+        "{field:setting} also applies to the high-noise steps.",
         "Change one of {changeable:list}, or generate the video again.",
     ),
     "checkpoint.damaged": Message("The checkpoint is damaged."),
@@ -90,7 +90,7 @@ MESSAGES: Mapping[str, Message] = {
     "checkpoint.other_scheduler": Message("It was written with another version of {scheduler}."),
     "checkpoint.scheduler_value": Message("{attribute} is a {type}, which cannot be stored."),
     "checkpoint.not_writable": Message("{folder} cannot be written: {reason}."),
-    "checkpoint.no_memory": Message("There is not enough memory (RAM) for a copy."),
+    "checkpoint.no_memory": Message("There is not enough memory (RAM) to write it."),
     "checkpoint.boundary_unusable": Message(
         "The checkpoint between the two transformers cannot be used: {cause:clause}.", "Generate the video again."
     ),
@@ -99,7 +99,7 @@ MESSAGES: Mapping[str, Message] = {
         "Generate the video again; this keeps the checkpoint.",
     ),
     "checkpoint.boundary_not_copied": Message(
-        "The second half cannot be prepared: {cause:clause}.", "Free some disk space and try again."
+        "The rerun cannot be prepared: {cause:clause}.", "Free some disk space and try again."
     ),
     "pipeline.out_of_memory": Message(
         "Out of memory ({memory}) in the {stage} stage ({component:lower_component}).",
