@@ -1,4 +1,4 @@
-"""What decoding takes on a CPU beside the weights, each clip in a process of its own: rows of `measured_cpu.jsonl`.
+"""Measures the working set of decoding on a CPU, each clip in its own process: rows of `measured_cpu.jsonl`.
 
     python -m tests.planner.measure_cpu --width 768 --height 512 --frames 9 --chunk 2
 

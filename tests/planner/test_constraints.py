@@ -1,4 +1,4 @@
-"""Rules and needs, case by case: each with its chip, its reason and its remedy."""
+"""Rules and requirements, each with badge, reason and remedy; build times; misfits of engines."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -175,7 +175,7 @@ EXCLUDED: list[tuple[str, dict[str, Any], Machine, str, str, str]] = [
 
 
 @pytest.mark.parametrize(("rule", "changes", "on", "badge", "reason", "remedy"), EXCLUDED)
-def test_what_is_excluded(
+def test_rules_exclude_with_reason_and_remedy(
     rule: str, changes: dict[str, Any], on: Machine, badge: str, reason: str, remedy: str
 ) -> None:
     case = replace(CASE, **changes)
@@ -195,7 +195,7 @@ def test_what_is_excluded(
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
-def test_what_cannot_wait_is_a_rule_of_every_machine(backend: str, offload: str, quantization: str) -> None:
+def test_8bit_weights_cannot_be_offloaded_on_any_machine(backend: str, offload: str, quantization: str) -> None:
     case = ComponentSettings(component="transformer", backend=backend, offload=offload, quantization=quantization)
     against = offload_conflict(case)
     waits = offload in {"model", "group", "sequential"}
@@ -253,7 +253,7 @@ def test_every_rule_has_its_case() -> None:
         ({"component": "transformer", "backend": "pytorch", "device": "cpu", "precision": "bfloat16"}, CPU),
     ],
 )
-def test_what_goes_together(changes: dict[str, Any], on: Machine) -> None:
+def test_combinations_without_conflict(changes: dict[str, Any], on: Machine) -> None:
     assert conflict(replace(CASE, **changes), on) is None
 
 
@@ -300,7 +300,7 @@ LACKING: list[tuple[str, Machine, str, str]] = [
 
 
 @pytest.mark.parametrize(("feature", "on", "reason", "remedy"), LACKING)
-def test_what_a_machine_lacks(feature: str, on: Machine, reason: str, remedy: str) -> None:
+def test_unmet_requirements_of_a_machine(feature: str, on: Machine, reason: str, remedy: str) -> None:
     found = lacking(feature, on)
     assert found is not None
     what, advice = render(found.fact)
@@ -350,7 +350,7 @@ def test_which_gpu_a_pytorch_has_kernels_for(capability: tuple[int, int], cuda: 
         (0, GIB, 0, CPU, Fact("planner.build_vram", {"needs": GIB, "total": 0})),
     ],
 )
-def test_room_to_build(ram: int, vram: int, disk: int, on: Machine, reason: Fact | None) -> None:
+def test_memory_and_disk_space_for_builds(ram: int, vram: int, disk: int, on: Machine, reason: Fact | None) -> None:
     found = build_conflict(ram, vram, disk, on)
     assert (None if found is None else found.fact) == reason
     assert found is None or render(found.fact).remedy.endswith(".")
@@ -371,7 +371,7 @@ def test_memory_to_load() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), CHANGES.items())
-def test_what_else_an_engine_is_for_is_said_in_few_words(name: str, value: object) -> None:
+def test_a_misfit_is_a_short_text(name: str, value: object) -> None:
     found = misfit(key(), key(**{name: value}))
     # An engine of another program, family or builder is never the most similar one.
     assert (found is not None) == (name not in {"program", "family", "backend", "builder"}), name
@@ -379,7 +379,7 @@ def test_what_else_an_engine_is_for_is_said_in_few_words(name: str, value: objec
     assert misfit(key(), key()) is None
 
 
-def test_another_gpu_is_said_before_other_sizes() -> None:
+def test_a_misfit_names_the_gpu_before_sizes() -> None:
     assert misfit(key(), key(device="NVIDIA L4", profiles=())) == Fact("engine.misfit_device")
 
 
@@ -404,7 +404,7 @@ def test_build_times_come_from_earlier_builds(tmp_path: Path) -> None:
     assert seconds(of=known("wan2.2-t2v-a14b")) > guess
 
 
-def test_a_guess_is_there_for_every_program() -> None:
+def test_every_program_has_a_build_time() -> None:
     for name in ("diorama", "wan2.2-ti2v-5b", "wan2.2-t2v-a14b"):
         spec = known(name)
         for builder in ("onnx_tensorrt", "torch_tensorrt", "inductor", "onnxruntime"):

@@ -1,4 +1,4 @@
-"""Keys, profiles and what differs."""
+"""Engine keys, shape profiles, and differences of keys."""
 
 import json
 from dataclasses import fields, replace
@@ -72,7 +72,7 @@ def test_a_key_of_other_types_is_refused(name: str, value: object) -> None:
 
 
 @pytest.mark.parametrize("size", [[0, 1, 1], [1, 1], [1, 1, 1, 1], [1, 1, "1"], [1, 1, True], [3, 1, 1], None])
-def test_a_profile_that_cannot_be_is_refused(size: object) -> None:
+def test_an_invalid_profile_is_refused(size: object) -> None:
     values = json.loads(json.dumps(key().to_json()))
     values["profiles"] = [{"min": size, "opt": [2, 2, 2], "max": [2, 2, 2]}]
     with pytest.raises(ValidationError):
@@ -83,7 +83,7 @@ SIZES = st.tuples(*[st.integers(1, 9)] * 3)
 
 
 @given(SIZES, SIZES)
-def test_a_profile_serves_what_lies_between(one: LatentSize, other: LatentSize) -> None:
+def test_a_profile_serves_sizes_within_its_range(one: LatentSize, other: LatentSize) -> None:
     low = tuple(map(min, one, other))
     high = tuple(map(max, one, other))
     profile = ShapeProfile(low, low, high)  # type: ignore[arg-type]  # three sizes each
@@ -165,16 +165,16 @@ WORDS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("wanted", "found", "sentences"), WORDS)
-def test_what_differs_is_said(wanted: dict[str, Any], found: dict[str, Any], sentences: list[str]) -> None:
+def test_differences_of_keys(wanted: dict[str, Any], found: dict[str, Any], sentences: list[str]) -> None:
     assert list(map(str, differences(key(**wanted), key(**found), scale=8))) == sentences
 
 
-def test_whatever_differs_something_is_said() -> None:
+def test_every_differing_field_has_a_difference() -> None:
     for name, value in CHANGES.items():
         assert len(differences(key(), key(**{name: value}))) == 1, name
 
 
-def test_an_engine_for_more_sizes_serves_too_and_a_doubtful_one_does_not(tmp_path: Any) -> None:
+def test_find_accepts_engines_of_more_sizes_and_no_unverified_ones(tmp_path: Any) -> None:
     wide = put(tmp_path, key())
     exact = put(tmp_path, key(profiles=(ShapeProfile.fixed((9, 14, 24)),)), seconds_per_call=0.3)
     fast = put(tmp_path, key(profiles=(ShapeProfile((1, 1, 1), (9, 14, 24), (99, 99, 99)),)), seconds_per_call=0.01)

@@ -1,4 +1,4 @@
-"""Which engine a component is given, case by case."""
+"""The choice of a component's backend from offers."""
 
 from dataclasses import replace
 

@@ -138,7 +138,7 @@ def measured(kind: str, seconds: float, clip: ExecutionPlan) -> Run:
     )
 
 
-def test_the_fastest_that_was_measured_is_taken_if_it_is_still_here() -> None:
+def test_the_fastest_measured_attention_is_used_if_it_is_installed() -> None:
     clip = plan()
     runs = [measured("cudnn", 0.038, clip), measured("flash4", 0.034, clip), measured("flash", 0.06, clip)]
     assert plan(history=runs).speed.attention == "cudnn"  # flash4 is not installed
@@ -156,7 +156,7 @@ def test_the_fastest_that_was_measured_is_taken_if_it_is_still_here() -> None:
 
 
 @pytest.mark.parametrize("kind", list(ATTENTIONS)[2:])
-def test_an_attention_that_cannot_be_had_is_refused_with_what_to_do(kind: str) -> None:
+def test_an_unavailable_attention_is_refused_with_a_remedy(kind: str) -> None:
     with pytest.raises(MachineError) as refused:
         plan(true_size("wan2.1-1.3b"), machine(), attention=kind, frames=5)
     assert "not available here: no NVIDIA GPU was found" in refused.value.what
@@ -195,7 +195,7 @@ def test_compiling_pays_off_for_a_long_clip_and_not_for_a_short_one() -> None:
 
 
 @pytest.mark.parametrize(("took", "compiled"), [(0.2, True), (10_000.0, False)])
-def test_what_compiling_took_here_counts(took: float, compiled: bool) -> None:
+def test_measured_compilation_time_takes_precedence(took: float, compiled: bool) -> None:
     clip = plan()
     run = compiling(clip, A14B, gpu_machine(), took)
     decided = plan(history=[run]).speed
@@ -203,7 +203,7 @@ def test_what_compiling_took_here_counts(took: float, compiled: bool) -> None:
     assert decided.compiled_reason is not None and decided.compiled_reason.data["measured"]
 
 
-def test_what_compiled_calls_took_here_counts() -> None:
+def test_measured_compiled_calls_take_precedence() -> None:
     clip = plan()
     kind = Kind(
         device="NVIDIA H200",
@@ -233,7 +233,7 @@ def test_what_compiled_calls_took_here_counts() -> None:
         ({"quantization": "bnb-4bit"}, "cannot be compiled"),
     ],
 )
-def test_what_excludes_compiling(values: dict[str, Any], what: str) -> None:
+def test_settings_that_exclude_compilation(values: dict[str, Any], what: str) -> None:
     here = gpu_machine(packages=(*TRITON, ("bitsandbytes", "0.50")))
     decided = plan(on=here, **values).speed
     assert not decided.compiled
@@ -244,7 +244,7 @@ def test_what_excludes_compiling(values: dict[str, Any], what: str) -> None:
     assert refused.value.field == "compile"
 
 
-def test_without_triton_nothing_is_compiled() -> None:
+def test_compilation_requires_triton() -> None:
     bare = gpu_machine(packages=())
     reason = Fact("planner.not_compiled", {"cause": Fact("machine.no_triton")})
     assert plan(on=bare).speed.compiled_reason == reason
@@ -252,7 +252,7 @@ def test_without_triton_nothing_is_compiled() -> None:
         plan(on=bare, compile="always")
 
 
-def test_on_a_cpu_only_where_asked_for() -> None:
+def test_blocks_are_compiled_on_a_cpu_only_on_request() -> None:
     small = true_size("wan2.1-1.3b")
     here = replace(machine(), ram_bytes=128 * GIB, ram_free_bytes=120 * GIB)
     assert not plan(small, here, frames=5).speed.compiled
@@ -261,7 +261,7 @@ def test_on_a_cpu_only_where_asked_for() -> None:
         plan(small, replace(here, compiler=None), frames=5, compile="always")
 
 
-def test_keys_and_values_of_the_text_are_kept_where_they_are_small_beside_the_free_memory() -> None:
+def test_the_text_is_cached_if_it_is_small_against_free_memory() -> None:
     large, small = plan(), plan(on=gpu_machine(gib=36), quantization="fp8")
     assert large.speed.text_kept
     # 40 blocks, keys and values, two texts of 512 tokens of 5120 channels in 2 bytes.
@@ -278,7 +278,7 @@ def test_keys_and_values_of_the_text_are_kept_where_they_are_small_beside_the_fr
     assert (offloaded.text_kept, offloaded.text_bytes, offloaded.fused) == (False, 0, False)
 
 
-def test_small_models_on_a_gpu_take_both_passes_at_once_and_record_them() -> None:
+def test_small_models_on_a_gpu_pair_passes_and_use_cuda_graphs() -> None:
     from runtime.models.catalogue import find
 
     decided = plan(find("diorama", Path("none")), gpu_machine()).speed
@@ -294,7 +294,7 @@ def test_small_models_on_a_gpu_take_both_passes_at_once_and_record_them() -> Non
     assert on_cpu.text_kept
 
 
-def test_a_more_frugal_way_goes_without_what_takes_memory() -> None:
+def test_a_lower_memory_strategy_drops_options_that_take_memory() -> None:
     full = Speed(attention="cudnn", compiled=True, text_kept=True, text_bytes=1, paired=True, graphed=True, fused=True)
     on = execution_options.with_less_memory(full, "model", "none")
     assert (on.compiled, on.attention, on.fused) == (True, "cudnn", False)
@@ -303,7 +303,7 @@ def test_a_more_frugal_way_goes_without_what_takes_memory() -> None:
     assert not execution_options.with_less_memory(full, "none", "bnb-8bit").compiled
 
 
-def test_runs_of_another_speed_are_told_apart() -> None:
+def test_runs_with_other_options_are_another_kind() -> None:
     here = gpu_machine()
     planned = plan()
     timings = {"encode": 1.0, "denoise": 200.0, "decode": 2.0}

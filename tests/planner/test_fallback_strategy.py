@@ -1,4 +1,4 @@
-"""What comes next where memory ran out, machine by machine."""
+"""Fallback strategies after out-of-memory on several machines."""
 
 from typing import Any
 
@@ -81,7 +81,7 @@ def check_taken(after: ExecutionPlan, before: ExecutionPlan) -> None:
 
 @pytest.mark.parametrize("where", [on(140, 500), on(24, 96), on(40, 16), CPU])
 @pytest.mark.parametrize("component", ["text_encoder", "transformer", "transformer_2", "vae"])
-def test_it_comes_to_an_end(where: Machine, component: str) -> None:
+def test_fallbacks_end(where: Machine, component: str) -> None:
     found = plan(A14B, where)
     for _ in range(12):
         then = next_strategy(found, spec(A14B), component, "RAM" if where is CPU else "VRAM", lossy=True)

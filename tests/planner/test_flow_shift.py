@@ -1,4 +1,4 @@
-"""The shift in a plan: refused, taken or left to the model, and what it makes of the forecast."""
+"""The shift of a plan: checks, reasons, warnings, and steps of each expert."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -53,7 +53,7 @@ def test_a_shift_says_how_many_steps_each_expert_takes(
     assert ("planner.expert_without_steps" in {one.code for one in made.warnings}) == (0 in taken)
 
 
-def test_the_reason_names_what_the_shift_is_not(tiny: Tiny) -> None:
+def test_the_reason_names_other_shifts(tiny: Tiny) -> None:
     spec = tiny("wan2.2-a14b")
     assert str(plan(spec, shift=5).shift_reason) == "Shift 5, as requested; the model's own scheduler has 3."
     known = known_as("wan2.2-t2v-a14b")
@@ -67,7 +67,7 @@ def test_the_reason_names_what_the_shift_is_not(tiny: Tiny) -> None:
     assert clip.shift_reason(None, here) is None
 
 
-def test_of_a_model_that_is_not_here_the_folder_is_yet_to_say() -> None:
+def test_the_shift_of_a_model_that_is_not_downloaded() -> None:
     known = known_as("wan2.2-t2v-a14b")
     assert known is not None
     spec = known.spec(Path("weights"))
@@ -83,7 +83,7 @@ def test_of_a_model_that_is_not_here_the_folder_is_yet_to_say() -> None:
         ({"_class_name": "DDIMScheduler"}, "scheduler.no_shift"),
     ],
 )
-def test_a_scheduler_that_would_not_follow_is_refused(config: dict[str, Any], cause: str, tiny: Tiny) -> None:
+def test_a_scheduler_with_a_fixed_shift_is_refused(config: dict[str, Any], cause: str, tiny: Tiny) -> None:
     spec = replace(tiny("wan2.2-a14b"), noise=noise_levels(config), scheduler=config["_class_name"])
     with pytest.raises(InvalidRequestError) as refused:
         plan(spec, shift=5.0)
@@ -94,7 +94,7 @@ def test_a_scheduler_that_would_not_follow_is_refused(config: dict[str, Any], ca
     assert (plan(spec).shift, plan(spec).expert_steps) == (None, {})
 
 
-def test_one_transformer_takes_all_steps(tiny: Tiny) -> None:
+def test_one_transformer_runs_all_steps(tiny: Tiny) -> None:
     made = plan(tiny("wan2.1"), shift=12.0, steps=7)
     assert made.expert_steps == {"transformer": 7} and made.shift == 12.0
     assert made.step_flops == plan(tiny("wan2.1"), steps=7).step_flops
@@ -133,14 +133,14 @@ def test_the_forecast_counts_each_experts_steps(tiny: Tiny) -> None:
     assert denoising().likely == pytest.approx(6.0)
     assert denoising(shift=12).likely == pytest.approx(7.0)
     assert denoising(shift=100).likely == pytest.approx(8.0)
-    # What a job took is divided by the same calls: it tells the same of both.
+    # The seconds of a job are divided by the same number of calls.
     for made, seconds in ((even, 6.0), (high, 7.0)):
-        told = runs_of(made, made, spec, machine(), {"encode": 1.0, "denoise": seconds, "decode": 1.0}, {})
-        assert [run.seconds for run in told if run.kind.component == "transformer"] == [pytest.approx(1.0)]
+        runs = runs_of(made, made, spec, machine(), {"encode": 1.0, "denoise": seconds, "decode": 1.0}, {})
+        assert [run.seconds for run in runs if run.kind.component == "transformer"] == [pytest.approx(1.0)]
 
 
 @pytest.mark.parametrize(
-    ("name", "asked", "said"),
+    ("name", "asked", "warned"),
     [
         ("Wan2.2-Lightning-4steps", None, True),
         ("Wan2.2-Lightning-4steps", 5.0, False),
@@ -149,13 +149,13 @@ def test_the_forecast_counts_each_experts_steps(tiny: Tiny) -> None:
         ("CausVid", None, False),  # whose shift is not known
     ],
 )
-def test_a_lora_that_was_distilled_with_another_shift_says_so(
-    name: str, asked: float | None, said: bool, tiny: Tiny
+def test_a_lora_distilled_with_another_shift_is_a_warning(
+    name: str, asked: float | None, warned: bool, tiny: Tiny
 ) -> None:
     use = LoraUse(file=name, path=Path("loras") / f"{name}.safetensors", digest="0", weight=1.0, steps=4)
     spec = replace(tiny("wan2.2-a14b"), loras=(use,))
     taken = {"transformer": 2, "transformer_2": 2}
-    told = clip.shift_warnings(spec, 4, asked, taken)
-    assert bool(told) == said
-    assert not said or (told[0].code, told[0].data["wanted"]) == ("planner.lora_shift", 5.0)
+    warnings = clip.shift_warnings(spec, 4, asked, taken)
+    assert bool(warnings) == warned
+    assert not warned or (warnings[0].code, warnings[0].data["wanted"]) == ("planner.lora_shift", 5.0)
     assert clip.shift_warnings(replace(spec, noise=NoiseLevels()), 4, None, taken) == []

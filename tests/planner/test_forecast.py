@@ -1,4 +1,4 @@
-"""The latency estimate, against H200 measurements, and its parts.
+"""The latency estimate, compared with H200 measurements, and its parts.
 
 The constants are fitted to rows of measured_h200.jsonl with "fitted": true. The split is by rule, not by result:
 transformers are fitted to the models of 1.3 and 5 billion parameters, and the model of 14 billion is held out;
@@ -95,7 +95,7 @@ def test_an_unknown_gpu_is_less_certain() -> None:
     assert unknown.high / unknown.low > known.high / known.low
 
 
-def test_an_engine_takes_what_it_was_measured_to_take() -> None:
+def test_the_estimate_of_a_measured_engine_is_its_measurement() -> None:
     held = replace(workload(spec("wan2.2-a14b"), CLIP), engine_seconds={"transformer": 2.0})
     found = forecast.compute_seconds(held, "transformer", gpu("NVIDIA H200"), MemoryStrategy())
     assert (found.likely, found.measured) == (2.0, True)
@@ -105,7 +105,7 @@ def test_an_engine_takes_what_it_was_measured_to_take() -> None:
     ("offload", "times"),
     [("none", 0), ("model", 1), ("group", 40), ("sequential", 40)],
 )
-def test_weights_are_brought_as_often_as_they_are_used(offload: str, times: int) -> None:
+def test_weights_are_transferred_once_per_use(offload: str, times: int) -> None:
     held = workload(spec("wan2.2-a14b"), CLIP)
     found = forecast.transfer_seconds(held, MemoryStrategy(offload=offload), "transformer", 40)
     gigabytes = 28.6 * times
@@ -113,7 +113,7 @@ def test_weights_are_brought_as_often_as_they_are_used(offload: str, times: int)
     assert found.low <= found.likely <= found.high
 
 
-def test_bringing_blocks_hides_behind_computing_and_bringing_parts_does_not() -> None:
+def test_transfers_of_blocks_overlap_with_computation() -> None:
     compute, transfer = Seconds(10, 8, 12, measured=True), Seconds(4, 3, 5)
     group = forecast.stage_seconds(compute, transfer, MemoryStrategy(offload="group"))
     model = forecast.stage_seconds(compute, transfer, MemoryStrategy(offload="model"))

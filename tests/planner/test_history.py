@@ -1,4 +1,4 @@
-"""What an earlier run tells of the next."""
+"""Forecasts from measurements of earlier jobs."""
 
 import pytest
 from pydantic import ValidationError
@@ -31,13 +31,13 @@ def test_seconds_grow_with_the_operations(flops: float, seconds: float, low: flo
 
 
 @pytest.mark.parametrize("changed", list(vars(KIND)))
-def test_a_run_of_another_kind_tells_nothing(changed: str) -> None:
+def test_runs_of_another_kind_do_not_count(changed: str) -> None:
     other = KIND.replace(**{changed: "other"})
     assert seconds_per_call([RUN], other, 1e12) is None
     assert corrected_by_history([RUN], other, 1e12, STAGE) == STAGE
 
 
-def test_a_run_of_quite_another_size_tells_nothing() -> None:
+def test_runs_of_a_very_different_size_do_not_count() -> None:
     assert seconds_per_call([RUN], KIND, 1e14) is None
 
 
@@ -57,7 +57,7 @@ def test_memory_beyond_the_forecast_grows_with_the_working_set(excess: int, work
     assert found.measured
 
 
-def test_a_run_without_a_peak_or_without_seconds_tells_only_the_other() -> None:
+def test_a_run_without_peak_or_seconds_counts_for_the_other() -> None:
     assert corrected_by_history([RUN.replace(excess_bytes=None)], KIND, 1e12, STAGE) == STAGE
     assert seconds_per_call([RUN.replace(seconds=0.0)], KIND, 1e12) is None
 

@@ -1,4 +1,4 @@
-"""The forecast against the order of work itself: bytes that live at once, counted at true size on the meta device.
+"""The memory model, compared with bytes of live tensors, counted at full size on the meta device.
 
 What kernels take for themselves, and what the allocator rounds up, is not counted: about 1 % (`DECODED`).
 """
@@ -106,7 +106,9 @@ def forward_peak(name: str, size: tuple[int, int, int], *, fused: bool) -> int:
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("name", "size"), [*TRUE_SIZES.items(), ("wan2.2-a14b", (1280, 720, 81))], ids=str)
-def test_a_forward_pass_holds_no_more_than_is_forecast(name: str, size: tuple[int, int, int], fused: bool) -> None:
+def test_live_bytes_of_a_forward_pass_are_within_the_forecast(
+    name: str, size: tuple[int, int, int], fused: bool
+) -> None:
     width, height, frames = size
     model = spec(name)
     forecast = memory_model.denoise_bytes(model, model.tokens(frames, height, width), "bfloat16")
@@ -133,7 +135,7 @@ def decode_peak(name: str, size: tuple[int, int], dtype: torch.dtype, chunk: int
 
 
 @pytest.mark.parametrize(("size", "chunk", "measured"), DECODED)
-def test_what_is_counted_is_what_a_gpu_took(size: tuple[int, int], chunk: int, measured: int) -> None:
+def test_counted_bytes_are_those_measured_on_a_gpu(size: tuple[int, int], chunk: int, measured: int) -> None:
     peak = decode_peak("wan2.2-a14b", size, torch.bfloat16, chunk)
     assert 0.98 * measured <= peak <= measured
     width, height = size
@@ -147,7 +149,7 @@ def test_what_is_counted_is_what_a_gpu_took(size: tuple[int, int], chunk: int, m
     ("name", "size", "least"),
     [("wan2.2-a14b", (832, 480), 0.9), ("wan2.2-a14b", (1280, 720), 0.9), ("wan2.2-ti2v-5b", (1280, 704), 0.7)],
 )
-def test_decoding_holds_no_more_than_is_forecast(
+def test_live_bytes_of_decoding_are_within_the_forecast(
     name: str, size: tuple[int, int], least: float, chunk: int, dtype: torch.dtype
 ) -> None:
     width, height = size

@@ -1,4 +1,4 @@
-"""The memory model, against measurements of components and jobs at their true size, by strategy.
+"""The memory model, compared with measurements of components and jobs at full size.
 
 Most of it follows from the architecture, without fitted constants. The few constants are fitted to rows with
 "fitted": true; the split is by rule, and all other rows are held out:
@@ -81,7 +81,7 @@ def workload(
 
 
 @pytest.mark.parametrize("row", rows("transformer"))
-def test_a_transformer_takes_what_was_measured(row: dict[str, Any]) -> None:
+def test_memory_of_a_transformer_is_near_the_measurement(row: dict[str, Any]) -> None:
     model = spec(row["model"])
     width, height, frames = row["size"]
     working = memory_model.denoise_bytes(model, model.tokens(frames, height, width), row["dtype"])
@@ -91,7 +91,7 @@ def test_a_transformer_takes_what_was_measured(row: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("row", rows("vae"))
-def test_a_decoder_takes_what_was_measured(row: dict[str, Any]) -> None:
+def test_memory_of_a_decoder_is_near_the_measurement(row: dict[str, Any]) -> None:
     model = spec(OF_VAE[row["model"]])
     width, height, _ = row["size"]
     working = model.vae.decode_bytes(row["chunk"], height, width, memory_model.DTYPE_BYTES[row["dtype"]])
@@ -101,7 +101,7 @@ def test_a_decoder_takes_what_was_measured(row: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("row", rows("text_encoder"))
-def test_a_text_encoder_takes_what_was_measured(row: dict[str, Any]) -> None:
+def test_memory_of_a_text_encoder_is_near_the_measurement(row: dict[str, Any]) -> None:
     model = spec(OF_VAE[row["model"]])
     assert close(memory_model.encode_bytes(model, row["dtype"]), row["working"])
     # Made without loading, it holds its embedding twice; loaded, `shared` and the encoder's are one.
@@ -110,7 +110,7 @@ def test_a_text_encoder_takes_what_was_measured(row: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("row", [*rows("transformer"), *rows("vae"), *rows("text_encoder")])
-def test_what_fits_leaves_room_for_the_allocator(row: dict[str, Any]) -> None:
+def test_a_fitting_plan_includes_the_allocator_s_slack(row: dict[str, Any]) -> None:
     model = spec(OF_VAE.get(row["model"], row["model"]) if row["part"] != "transformer" else row["model"])
     dtypes = dict.fromkeys(model.component_names, row["dtype"])
     size = tuple(row.get("size", (832, 480, 81)))
@@ -125,10 +125,10 @@ def test_what_fits_leaves_room_for_the_allocator(row: dict[str, Any]) -> None:
 
 
 def file_pages(weights: Mapping[str, int], offload: str) -> int:
-    """Return what a process holds of files, beside weights that wait page-locked, when it holds most.
+    """Return the largest number of file pages that a process holds in addition to pinned weights.
 
-    Parts are copied one after another, file by file; a file's pages are counted until all of it was copied, and are
-    the system's to take back at any time. What waits otherwise waits in such pages.
+    Components are copied one after another, file by file. The pages of a file are counted until all of it is copied;
+    the system can reclaim them at any time. Weights that are not pinned are in such pages.
     """
     if offload not in {"group", "sequential"}:
         return 0
@@ -140,7 +140,7 @@ def file_pages(weights: Mapping[str, int], offload: str) -> int:
 
 
 @pytest.mark.parametrize("row", JOBS, ids=lambda row: f"{row['model']}-{row['offload']}-{row['quantization']}")
-def test_a_whole_job_takes_what_was_measured(row: dict[str, Any]) -> None:
+def test_memory_of_a_job_is_near_the_measurement(row: dict[str, Any]) -> None:
     model = spec(row["model"])
     dtypes = {**BF16, "vae": row["vae"]}
     kept = text_bytes(model, "bfloat16", texts=2) if row["text_kept"] else 0
@@ -185,7 +185,9 @@ def test_quantized_weights(quantization: str, gigabytes: float) -> None:
         (MemoryStrategy(quantization="bnb-4bit"), 11.4, 8.4, 0.5),
     ],
 )
-def test_weights_on_the_device_by_way(strategy: MemoryStrategy, encode: float, denoise: float, decode: float) -> None:
+def test_weights_on_the_device_by_strategy(
+    strategy: MemoryStrategy, encode: float, denoise: float, decode: float
+) -> None:
     text, high, low, vae = memory_model.stages(workload(spec("wan2.2-a14b"), (832, 480, 81)), strategy)
     assert text.weights_bytes / GB == pytest.approx(encode, abs=0.1)
     assert high.weights_bytes / GB == pytest.approx(denoise, abs=0.1)
@@ -194,12 +196,12 @@ def test_weights_on_the_device_by_way(strategy: MemoryStrategy, encode: float, d
 
 
 @pytest.mark.parametrize(("offload", "gigabytes"), [("none", 8.0), ("model", 72.0), ("group", 72.0)])
-def test_system_memory_holds_what_waits(offload: str, gigabytes: float) -> None:
+def test_system_memory_holds_offloaded_weights(offload: str, gigabytes: float) -> None:
     held = workload(spec("wan2.2-a14b"), (832, 480, 81))
     assert memory_model.ram_bytes(held, MemoryStrategy(offload=offload)) / GB == pytest.approx(gigabytes, abs=0.2)
 
 
-def test_a_tile_takes_its_share_of_a_frame_and_the_clip_comes_together_in_ram() -> None:
+def test_a_tile_takes_its_share_of_a_frame_and_the_clip_is_in_ram() -> None:
     held = workload(spec("wan2.1-1.3b"), (832, 480, 81))
     whole, half, quarter = (memory_model.decode_bytes(held, 1, tile) for tile in (None, 64, 32))
     assert half / whole == pytest.approx(512 / 832, rel=1e-3)
@@ -215,7 +217,7 @@ def test_a_tile_takes_its_share_of_a_frame_and_the_clip_comes_together_in_ram() 
 
 
 @pytest.mark.parametrize(("tile", "measured"), [(None, 21.17), (64, 6.25), (48, 3.65), (32, 1.80)])
-def test_a_tile_takes_what_was_measured(tile: int | None, measured: float) -> None:
+def test_memory_of_a_tile_is_near_the_measurement(tile: int | None, measured: float) -> None:
     held = workload(spec("wan2.1-1.3b"), (1280, 720, 9))
     assert close(
         memory_model.decode_bytes(held, 1, tile) + memory_model.weights_bytes(held.spec, BF16)["vae"], measured * GB
@@ -231,13 +233,13 @@ def decoding_on_a_cpu(row: dict[str, Any]) -> Workload:
 
 
 @pytest.mark.parametrize("row", ON_CPU, ids=lambda row: f"{row['vae']}-{row['size']}-{row['chunk']}-{row['tile']}")
-def test_decoding_on_a_cpu_takes_what_was_measured(row: dict[str, Any]) -> None:
+def test_memory_of_decoding_on_a_cpu_is_near_the_measurement(row: dict[str, Any]) -> None:
     held = decoding_on_a_cpu(row)
     working = memory_model.decode_bytes(held, row["chunk"], row["tile"])
     assert 0.85 * row["working"] - KEPT <= working <= 1.15 * row["working"]
     if row["working"] > GB:
         assert close(working, row["working"])
-    # With what is held beside it, all of it has room.
+    # The peak includes what the process held before.
     strategy = MemoryStrategy(decode_tile=row["tile"], decode_chunk=row["chunk"])
     (stage,) = [stage for stage in memory_model.stages(held, strategy) if stage.component == "vae"]
     peak = row["before"] + row["working"]
@@ -252,7 +254,7 @@ def test_small_convolutions_on_a_cpu_are_unfolded_where_pytorch_does_it() -> Non
         assert ("Mkldnn" in str(chosen)) == (channels * frames * rows > _UNFOLDED)
 
 
-def test_what_a_gpu_takes_is_not_unfolded() -> None:
+def test_convolutions_on_a_gpu_are_not_unfolded() -> None:
     narrow = decoding_on_a_cpu({"vae": "narrow", "size": (768, 512, 5)})
     on_gpu = memory_model.decode_bytes(replace(narrow, device="cuda:0"), 1, None)
     assert memory_model.decode_bytes(narrow, 1, None) > 2 * on_gpu
@@ -260,7 +262,7 @@ def test_what_a_gpu_takes_is_not_unfolded() -> None:
 
 @pytest.mark.parametrize("offload", ["none", "model", "group", "sequential"])
 @pytest.mark.parametrize("model", ["wan2.1-1.3b", "wan2.2-a14b", "wan2.2-ti2v-5b"])
-def test_weights_lie_where_the_offload_puts_them(model: str, offload: str) -> None:
+def test_weights_on_the_device_agree_with_the_placement_of_offloading(model: str, offload: str) -> None:
     made = spec(model)
     held = workload(made, (832, 480, 81))
     sizes = memory_model.weights_bytes(made, BF16)
@@ -273,7 +275,7 @@ def test_weights_lie_where_the_offload_puts_them(model: str, offload: str) -> No
         assert (share <= 0.2) == (where in {"blocks", "leaves"})
 
 
-def test_by_layer_the_text_encoder_takes_its_embedding() -> None:
+def test_the_largest_layer_is_the_text_encoder_s_embedding() -> None:
     with torch.device("meta"):
         encoder = UMT5EncoderModel(UMT5Config(**UMT5)).encoder
     sizes = [sum(p.numel() for p in module.parameters(recurse=False)) for module in encoder.modules()]
@@ -284,7 +286,7 @@ def test_by_layer_the_text_encoder_takes_its_embedding() -> None:
     assert 2 * (first + second) == pytest.approx(text.weights_bytes, rel=0.05)
 
 
-def test_an_engine_holds_its_own_weights_however_the_rest_is_held() -> None:
+def test_engines_hold_their_weights_with_every_offload() -> None:
     held = replace(workload(spec("wan2.2-a14b"), (832, 480, 81)), engine_bytes={"transformer": 30 * GB})
     _, high, low, _ = memory_model.stages(held, MemoryStrategy(offload="group"))
     assert high.weights_bytes == 30 * GB

@@ -1,4 +1,4 @@
-"""How several GPUs share a job: table of requests and machines, what is refused, and what is forecast."""
+"""Several GPUs that share a job: splits, refusals, and forecasts."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -62,12 +62,12 @@ def plan(model: str, where: Machine, gpu: int = 0, others: list[int] | None = No
         (TI2V, {"gpus": 4}, (2, 2)),
         (A14B, {"gpus": 2, "quantization": "fp8"}, (2, 1)),
         (A14B, {"gpus": 4, "step_cache": "first-block"}, (2, 2)),
-        # What excludes several is not several, where nobody asked for a number.
+        # With "auto", settings that exclude several GPUs select one.
         (A14B, {"gpus": "auto", "offload": "group"}, None),
         (A14B, {"gpus": "auto", "quantization": "bnb-4bit"}, None),
     ],
 )
-def test_who_shares_what(model: str, values: dict[str, Any], degrees: tuple[int, int] | None) -> None:
+def test_the_split_of_a_number_of_gpus(model: str, values: dict[str, Any], degrees: tuple[int, int] | None) -> None:
     made = plan(model, FOUR, **values)
     assert (None if made.split is None else (made.split.guidance, made.split.sequence)) == degrees
     assert made.gpus == (1 if degrees is None else degrees[0] * degrees[1])
@@ -120,7 +120,7 @@ def test_who_shares_what(model: str, values: dict[str, Any], degrees: tuple[int,
         (A14B, on(H200, replace(H200, free_bytes=20 * GIB)), {"gpus": 2}, MemoryShortError, "20.0 GiB", "--gpus 1"),
     ],
 )
-def test_what_cannot_be_shared_is_refused(
+def test_settings_that_several_gpus_exclude(
     model: str, where: Machine, values: dict[str, Any], kind: type[TandemError], what: str, remedy: str
 ) -> None:
     with pytest.raises(kind) as caught:
@@ -131,13 +131,13 @@ def test_what_cannot_be_shared_is_refused(
 
 
 @pytest.mark.parametrize("value", [0, -1, 17, 1.5, "two", None, True, [], float("nan")])
-def test_what_is_no_number_of_gpus_is_refused(value: Any) -> None:
+def test_an_invalid_number_of_gpus_is_refused(value: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         GenerationRequest.from_mapping({"prompt": "a boat", "gpus": value})
     assert caught.value.field == "gpus"
 
 
-def test_auto_takes_those_that_are_alike_and_leaves_small_models_alone() -> None:
+def test_auto_uses_identical_gpus_and_one_for_small_models() -> None:
     mixed = on(H200, H100, H200)
     made = plan(A14B, mixed, gpus="auto")
     assert made.split is not None
@@ -152,7 +152,7 @@ def test_auto_takes_those_that_are_alike_and_leaves_small_models_alone() -> None
     assert alone.strategy.offload == "group"
 
 
-def test_others_are_those_that_it_may_have() -> None:
+def test_only_the_permitted_gpus_are_used() -> None:
     made = plan(A14B, FOUR, gpu=2, others=[3, 1], gpus=2)
     assert made.split is not None
     assert made.split.devices == ("cuda:2", "cuda:3")
@@ -161,7 +161,7 @@ def test_others_are_those_that_it_may_have() -> None:
         plan(A14B, FOUR, gpu=2, others=[3], gpus=4)
 
 
-def test_each_gpu_keeps_all_weights_and_the_fullest_counts() -> None:
+def test_each_gpu_holds_all_weights_and_the_fullest_decides() -> None:
     one, two, four = (plan(A14B, FOUR, gpus=count) for count in (1, 2, 4))
     assert one.strategy.keep_loaded and two.strategy.keep_loaded and four.strategy.keep_loaded
     held = [{stage.component: stage.weights_bytes for stage in made.memory} for made in (one, two, four)]
@@ -203,7 +203,7 @@ def test_more_gpus_are_forecast_to_be_faster() -> None:
 
 
 @pytest.mark.parametrize(("gpus", "seconds"), [(1, 151.1), (2, 76.1), (4, 43.0)])
-def test_a_clip_takes_what_h200s_measured(gpus: int, seconds: float) -> None:
+def test_seconds_of_a_clip_on_several_h200s_are_near_the_measurement(gpus: int, seconds: float) -> None:
     packages = (*PACKAGES, ("triton", "3.6.0"), ("nvidia-cudnn-frontend", "1.32"))
     asked: dict[str, Any] = {"steps": 40, "compile": "always", "quantization": "fp8", "attention": "fp8"}
     found = plan(A14B, replace(FOUR, packages=packages), gpus=gpus, **asked).seconds["total"]
@@ -211,7 +211,7 @@ def test_a_clip_takes_what_h200s_measured(gpus: int, seconds: float) -> None:
     assert found.low < seconds < found.high
 
 
-def test_what_several_took_says_nothing_of_one() -> None:
+def test_runs_of_several_gpus_do_not_count_for_one() -> None:
     timings = {"encode": 1.0, "denoise": 100.0, "decode": 2.0}
     devices = []
     for count in (1, 2):
@@ -260,6 +260,6 @@ def test_heads_are_shared_evenly(heads: int, guided: bool, able: list[int]) -> N
     assert counts(model, 8, guided=guided) == able
 
 
-def test_a_pass_that_is_shared_takes_less() -> None:
+def test_a_shared_pass_takes_less_memory() -> None:
     held = workload(spec(A14B), (832, 480, 81))
     assert held.split is None

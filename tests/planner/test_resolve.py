@@ -1,4 +1,4 @@
-"""Decisions, table by table: request and machine in, plan or refusal out."""
+"""Plans and refusals of requests on several machines."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,7 +35,7 @@ def large(spec: ModelSpec) -> ModelSpec:
     return replace(spec, parameters={name: sizes.get(name, 127_000_000) for name in spec.component_names})
 
 
-def test_nothing_stays_open(tiny: Tiny) -> None:
+def test_no_field_of_a_plan_is_auto(tiny: Tiny) -> None:
     made = plan(tiny("wan2.2-a14b"))
     assert (made.width, made.height, made.frames, made.fps, made.steps) == (832, 480, 81, 16, 40)
     assert (made.guidance_scale, made.guidance_scale_2) == (4.0, 3.0)
@@ -90,7 +90,7 @@ def test_one_transformer_has_no_second_guidance(tiny: Tiny) -> None:
         ("wan2.2-ti2v-5b", {"width": 720}, "width", "Use 704 or 736."),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_nearest(
+def test_unsupported_sizes_are_refused_with_the_nearest(
     architecture: str, values: dict[str, Any], field: str, fitting: str, tiny: Tiny
 ) -> None:
     with pytest.raises(InvalidRequestError) as caught:
@@ -136,7 +136,7 @@ def test_nearest(value: int, stride: int, offset: int, low: int, high: int, foun
         ),
     ],
 )
-def test_where_it_runs_and_why(
+def test_device_and_precision_with_reason(
     on: Machine, is_large: bool, device: str, dtypes: set[str], reason: str, tiny: Tiny
 ) -> None:
     spec = large(tiny("wan2.2-a14b")) if is_large else tiny("wan2.2-a14b")
@@ -151,7 +151,7 @@ def test_where_it_runs_and_why(
     ("free_gib", "keep"),
     [(140, True), (48, False), (20, None)],
 )
-def test_parts_stay_loaded_only_where_they_fit(free_gib: float, keep: bool | None, tiny: Tiny) -> None:
+def test_components_stay_loaded_only_if_they_fit(free_gib: float, keep: bool | None, tiny: Tiny) -> None:
     on = machine(gpu=gpu(free_gib=free_gib), torch_cuda="13.0")
     spec = large(tiny("wan2.2-a14b"))
     if keep is None:
@@ -161,14 +161,14 @@ def test_parts_stay_loaded_only_where_they_fit(free_gib: float, keep: bool | Non
         assert plan(spec, on).strategy.keep_loaded is keep
 
 
-def test_too_little_ram_is_told_before_the_run(tiny: Tiny) -> None:
+def test_too_little_ram_is_refused(tiny: Tiny) -> None:
     with pytest.raises(MachineError, match=r"GiB of memory; 20\.0 GiB are free"):
         plan(large(tiny("wan2.2-a14b")))
     with pytest.raises(MachineError):
         plan(large(tiny("wan2.1")), width=1024, height=1024, frames=253)
 
 
-def test_sizes_that_the_model_was_not_made_for_are_warned_of(tiny: Tiny) -> None:
+def test_unusual_sizes_are_warnings(tiny: Tiny) -> None:
     assert plan(tiny("wan2.1")).warnings == ()
     (size,) = plan(tiny("wan2.1"), width=64, height=64).warnings
     assert (size.code, size.data["size"]) == ("planner.unusual_size", "64x64")
@@ -193,7 +193,7 @@ def test_each_gpu_has_its_own_plan(index: int, free_gib: int, tiny: Tiny) -> Non
     assert f"GPU {index}" in why(made.components["vae"])
 
 
-def test_a_second_gpu_that_is_older_has_its_own_arithmetic(tiny: Tiny) -> None:
+def test_precision_is_that_of_the_used_gpu(tiny: Tiny) -> None:
     seen = two_gpus(capabilities=((9, 0), (7, 5)))
     spec = large(tiny("wan2.2-a14b"))
     plans = [resolve(GenerationRequest(prompt="a boat"), spec, seen, OUT, gpu=index) for index in (0, 1)]
@@ -215,7 +215,7 @@ def test_which_gpus_make_videos(seen: Machine, usable: list[int]) -> None:
     assert usable_gpus(seen) == usable
 
 
-def test_a_machine_seen_from_one_gpu_answers_for_that_one() -> None:
+def test_a_machine_seen_from_one_gpu() -> None:
     seen = seen_from(two_gpus(), 1)
     assert [one.name for one in seen.gpus] == ["GPU 1", "GPU 1"]
     assert seen_from(machine(), 0) == machine()

@@ -1,4 +1,4 @@
-"""Which way to hold the weights is taken, machine by machine; what is refused, and what is offered instead."""
+"""The chosen memory strategy on several machines, refusals, and strategies that are offered instead."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -82,7 +82,7 @@ def plan(model: str, where: Machine, **values: Any) -> ExecutionPlan:
         (TI2V, on(140, 500), {}, "none", "none", "all", 4, None),
     ],
 )
-def test_the_way_that_is_taken(
+def test_the_chosen_strategy(
     model: str,
     where: Machine,
     values: dict[str, Any],
@@ -105,16 +105,16 @@ def test_the_way_that_is_taken(
     assert taken.peak_bytes == made.memory_bytes == max(stage.peak_bytes for stage in made.memory) <= made.free_bytes
 
 
-def test_quantizing_unasked_is_said() -> None:
-    (said,) = plan(A14B, on(24, 32)).warnings
-    assert said == Fact("planner.quantized", {"quantization": "bnb-8bit"})
+def test_quantization_without_a_request_is_a_warning() -> None:
+    (warning,) = plan(A14B, on(24, 32)).warnings
+    assert warning == Fact("planner.quantized", {"quantization": "bnb-8bit"})
     assert plan(A14B, on(24, 32), quantization="bnb-8bit").warnings == ()
 
 
-def test_a_tight_fit_is_the_last_resort_and_is_said() -> None:
+def test_a_tight_fit_is_the_last_resort_with_a_warning() -> None:
     made = plan(A14B, on(32, 32, quantizers=()))
-    (said,) = made.warnings
-    assert said == Fact("planner.memory_tight", {"peak": made.memory_bytes, "free": made.free_bytes})
+    (warning,) = made.warnings
+    assert warning == Fact("planner.memory_tight", {"peak": made.memory_bytes, "free": made.free_bytes})
     assert made.memory_bytes < made.free_bytes
     # With room in RAM there is a way that fits well.
     roomy = plan(A14B, on(32, 96, quantizers=()))
@@ -141,7 +141,7 @@ def test_a_tight_fit_is_the_last_resort_and_is_said() -> None:
         (A14B, machine(ram_free_gib=16), {}, "GiB of memory; 16.0 GiB are free", "Use a smaller size"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_what_does(
+def test_too_little_memory_is_refused_with_a_strategy_that_fits(
     model: str, where: Machine, values: dict[str, Any], what: str, remedy: str
 ) -> None:
     with pytest.raises(MachineError) as caught:
@@ -151,7 +151,7 @@ def test_what_does_not_fit_is_refused_with_what_does(
     assert "\n" not in caught.value.what + caught.value.remedy
 
 
-def test_on_a_cpu_offload_changes_nothing_and_says_so() -> None:
+def test_offload_on_a_cpu_is_a_warning() -> None:
     made = plan(A14B, machine(ram_free_gib=500), offload="group")
     assert made.strategy.offload == "none"
     assert made.warnings[0].code == "planner.offload_on_cpu"
@@ -162,14 +162,14 @@ def test_quantized_transformers_are_not_brought_in_parts() -> None:
         plan(A14B, on(140, 500), offload="group", quantization="bnb-4bit")
 
 
-def test_on_a_cpu_parts_are_kept_or_come_one_at_a_time() -> None:
+def test_strategies_of_a_cpu() -> None:
     roomy, short = (plan(SMALL, machine(ram_free_gib=gib)) for gib in (96, 32))
     assert [one.title.code for one in roomy.strategies] == ["strategy.keep", "strategy.one_at_a_time"]
     assert (roomy.strategy.keep_loaded, short.strategy.keep_loaded) == (True, False)
     assert {one.ram_bytes for one in roomy.strategies} == {0}
 
 
-def test_on_a_cpu_too_frames_are_decoded_in_tiles_where_memory_is_short() -> None:
+def test_frames_are_decoded_in_tiles_on_a_cpu_if_memory_is_short() -> None:
     roomy, short = (plan(SMALL, machine(ram_free_gib=gib), width=1920, height=1088) for gib in (64, 30))
     assert (roomy.strategy.decode_tile, short.strategy.decode_tile) == (None, 64)
     # The clip comes together in the same memory.
@@ -181,27 +181,27 @@ def test_on_a_cpu_too_frames_are_decoded_in_tiles_where_memory_is_short() -> Non
     assert short.seconds["denoise"] == roomy.seconds["denoise"]
 
 
-def test_decoding_in_tiles_is_said() -> None:
+def test_decoding_in_tiles_is_a_warning() -> None:
     made = plan(SMALL, on(8, 32))
-    (said,) = made.warnings
-    assert said == Fact("planner.decoded_in_tiles", {"side": 256})
+    (warning,) = made.warnings
+    assert warning == Fact("planner.decoded_in_tiles", {"side": 256})
     (taken,) = [one for one in made.strategies if one.strategy == made.strategy]
     assert str(taken.title) == "Blocks offloaded to RAM, decoding in tiles of 256x256."
     assert made.to_json()["decode_tile"] == 32
 
 
-def test_what_stays_loaded_is_let_go_before_frames_are_cut() -> None:
+def test_components_are_freed_before_frames_are_tiled() -> None:
     strategies = plan(SMALL, on(16, 32)).strategies
     assert [one.strategy.decode_tile for one in strategies[:3]] == [None, None, 64]
 
 
-def test_an_engine_decodes_frames_whole() -> None:
+def test_an_engine_decodes_whole_frames() -> None:
     held = workload(spec(SMALL), (832, 480, 81))
     assert memory_model.tile_sides(held) == [64, 32]
     assert memory_model.tile_sides(replace(held, engine_bytes={"vae": 1})) == []
 
 
-def test_every_tile_is_one_that_the_decoder_takes() -> None:
+def test_the_decoder_supports_every_tile() -> None:
     sides = [
         side for model in (SMALL, TI2V) for side in memory_model.tile_sides(workload(spec(model), (1280, 704, 81)))
     ]
@@ -209,7 +209,7 @@ def test_every_tile_is_one_that_the_decoder_takes() -> None:
     assert min(sides) >= 4
 
 
-def test_what_this_machine_lacks_is_shown_and_never_offered() -> None:
+def test_unavailable_strategies_are_shown_and_not_offered() -> None:
     made = plan(A14B, on(32, 96, (8, 6), ("bitsandbytes",)))
     lacks = {
         one.strategy.quantization: one.lacks and one.lacks.code
@@ -254,7 +254,7 @@ def test_the_ladder_is_from_fast_to_frugal() -> None:
     ("model", "where"),
     [(A14B, on(140, 500)), (A14B, on(24, 96)), (A14B, on(24, 32)), (A14B, on(19, 32)), (SMALL, on(16, 32))],
 )
-def test_what_a_rung_offers_is_taken_when_it_is_asked_for(model: str, where: Machine) -> None:
+def test_an_offered_strategy_is_chosen_on_request(model: str, where: Machine) -> None:
     for one in plan(model, where).strategies:
         if not one.offered:
             assert one.verdict("video memory").code != "strategy.fits"
@@ -265,7 +265,7 @@ def test_what_a_rung_offers_is_taken_when_it_is_asked_for(model: str, where: Mac
         assert len(made.strategies) == len(plan(model, where).strategies)
 
 
-def test_what_the_chosen_backends_exclude_is_not_offered() -> None:
+def test_strategies_that_requested_backends_exclude_are_not_offered() -> None:
     with_tensorrt = replace(on(24, 96), packages=(*on(24, 96).packages, ("tensorrt", "11.0")))
     made = plan(A14B, with_tensorrt, backends={"transformer": "tensorrt"})
     group = next(one for one in made.strategies if one.strategy.flags == "--offload model")
@@ -275,7 +275,7 @@ def test_what_the_chosen_backends_exclude_is_not_offered() -> None:
         plan(A14B, with_tensorrt, backends={"transformer": "tensorrt"}, offload="model")
 
 
-def test_a_way_beyond_the_ladder_has_its_place_on_it() -> None:
+def test_a_requested_strategy_is_inserted_among_the_others() -> None:
     made = plan(A14B, on(140, 500), quantization="fp8", offload="model")
     strategies = made.strategies
     flags = [one.strategy.flags for one in strategies]
@@ -315,15 +315,15 @@ def test_a_refusal_carries_the_ladder(model: str, where: Machine, values: dict[s
 
 
 def test_the_plan_says_it_all_as_json() -> None:
-    said = plan(A14B, on(24, 96)).to_json()
-    assert said["memory"]["peak_bytes"] == said["memory_bytes"]
-    assert said["memory"]["free_bytes"] == 24 * GIB
-    assert [stage["component"] for stage in said["memory"]["stages"]] == list(said["components"])
-    assert set(said["forecast"]) == {"encode", "denoise", "decode", "total", "load"}
-    for forecast in said["forecast"].values():
+    result = plan(A14B, on(24, 96)).to_json()
+    assert result["memory"]["peak_bytes"] == result["memory_bytes"]
+    assert result["memory"]["free_bytes"] == 24 * GIB
+    assert [stage["component"] for stage in result["memory"]["stages"]] == list(result["components"])
+    assert set(result["forecast"]) == {"encode", "denoise", "decode", "total", "load"}
+    for forecast in result["forecast"].values():
         assert forecast["low"] <= forecast["seconds"] <= forecast["high"]
         assert forecast["measured"] is False
-    assert [one["flags"] for one in said["ladder"] if one["taken"]] == ["--offload group"]
+    assert [one["flags"] for one in result["ladder"] if one["taken"]] == ["--offload group"]
 
 
 def test_a_lora_is_added_to_quantized_weights_too() -> None:

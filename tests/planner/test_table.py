@@ -1,4 +1,4 @@
-"""Settings × machines: what is planned, or refused, and in which words. The engine library is empty unless said.
+"""Plans and refusals for a table of settings and machines. The engine library is empty unless a row states otherwise.
 
 `ROWS` hold whatever the memory forecast says; `MEMORY_ROWS` are those that hang on it.
 """
@@ -339,8 +339,8 @@ def test_the_plan_and_its_reasons(row: Row, tmp_path: Path) -> None:
     plan = planned(row, tmp_path)
     parts = plan.components.values()
     assert "".join(LETTERS[part.backend] for part in parts) == row.plan
-    said = [*map(str, plan.warnings), *(text for part in parts for text in (badge_of(part), why(part)))]
-    assert any(row.says in text for text in said), said
+    texts = [*map(str, plan.warnings), *(text for part in parts for text in (badge_of(part), why(part)))]
+    assert any(row.says in text for text in texts), texts
     assert row.also.items() <= (plan.request_json() | plan.strategy.model_dump()).items()
     for part in parts:
         assert bool(part.engines) == (part.backend != "pytorch")
@@ -363,7 +363,7 @@ def test_the_plan_and_its_reasons(row: Row, tmp_path: Path) -> None:
         ({"architecture": "f" * 64}, "planner.badge_no_engine", "planner.small_on_gpu"),
     ],
 )
-def test_an_engine_that_is_there(differs: dict[str, Any], badge: str, reason: str, tmp_path: Path) -> None:
+def test_an_existing_engine(differs: dict[str, Any], badge: str, reason: str, tmp_path: Path) -> None:
     spec = look_up(SHIPPED, tmp_path)
     store = EngineStore(tmp_path / "engines", 10**12)
     wanted = BUILDERS["onnx_tensorrt"].key(

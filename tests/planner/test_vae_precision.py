@@ -1,4 +1,4 @@
-"""The VAE's precision in a plan: what follows from it for memory, time and history, and diagnosis."""
+"""The VAE's precision in a plan: memory, time, history and diagnosis."""
 
 from pathlib import Path
 
@@ -49,7 +49,7 @@ def test_16_bits_take_half_the_memory_and_less_time() -> None:
     assert half.seconds["denoise"] == full.seconds["denoise"]
 
 
-def test_what_was_measured_in_one_precision_says_nothing_of_another() -> None:
+def test_runs_in_another_precision_do_not_count() -> None:
     full = plan("float32")
     peaks = {"encode": 10**10, "denoise": 10**10, "decode": 60 * 10**9}
     ran = runs_of(full, full, LARGE, H200, {"encode": 1.0, "denoise": 99.0, "decode": 77.0}, peaks)
@@ -57,10 +57,10 @@ def test_what_was_measured_in_one_precision_says_nothing_of_another() -> None:
     again = plan("float32", ran)
     assert again.seconds["decode"].measured and again.seconds["decode"].likely == pytest.approx(77.0)
     for other in ("auto", "float16"):
-        fresh, told = plan(other), plan(other, ran)
-        assert told.seconds["decode"] == fresh.seconds["decode"] and not told.seconds["decode"].measured
-        assert [s for s in told.memory if s.stage == "decode"] == [s for s in fresh.memory if s.stage == "decode"]
-        assert told.seconds["denoise"].measured
+        fresh, informed = plan(other), plan(other, ran)
+        assert informed.seconds["decode"] == fresh.seconds["decode"] and not informed.seconds["decode"].measured
+        assert [s for s in informed.memory if s.stage == "decode"] == [s for s in fresh.memory if s.stage == "decode"]
+        assert informed.seconds["denoise"].measured
 
 
 def test_a_measured_decode_in_bfloat16_counts_for_it() -> None:
@@ -94,7 +94,7 @@ def test_tiles_take_half_too() -> None:
 
 
 @pytest.mark.parametrize("asked", ["bfloat16", "float16"])
-def test_what_the_device_cannot_do_is_refused_by_name(asked: str) -> None:
+def test_an_unsupported_precision_is_refused(asked: str) -> None:
     request = GenerationRequest(prompt="x", vae_precision=asked)
     with pytest.raises(InvalidRequestError) as refused:
         resolve(request, LARGE, machine(ram_free_gib=200), Path("x.mp4"))
