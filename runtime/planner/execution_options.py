@@ -4,19 +4,21 @@ Each choice has its reason. Measurements on this machine take precedence over ru
 (bench/h200.md).
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from runtime.core.errors import InvalidRequestError, MachineError
 from runtime.core.estimates import MemoryStrategy, Seconds
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, Speed
 from runtime.core.request import AUTO
+from runtime.core.step_cache import NONE
 from runtime.machine.probe import Gpu, Machine
-from runtime.models.spec import ModelSpec, attention_flops
+from runtime.models.spec import ModelSpec, attention_flops, is_transformer
 from runtime.planner import constraints
 from runtime.planner.constraints import ATTENTION_KERNELS, Conflict
-from runtime.planner.memory_model import DTYPE_BYTES, Workload
+from runtime.planner.forecast import ForecastInputs, call_seconds, compiled_speedup
+from runtime.planner.history import attention_seconds, compile_seconds, device_name
+from runtime.planner.memory_model import DTYPE_BYTES
 
 # Share of free memory for cached keys and values of the text. They save 0.1 % of the time of a large model, 10 % of a
 # small one's.
@@ -28,70 +30,32 @@ _PAIRED_TOKENS = 4096
 _KERNELS_PER_BLOCK, _LAUNCH_SECONDS = 60, 5e-6
 # A measured call includes launches, so it is launch-bound up to this multiple of their time.
 _MEASURED_CALL_RATIO = 4.0
-# Speedups on an H200, used where nothing was measured on this machine. Fitted to the rows of
-# tests/planner/measured_h200_speedups.jsonl that are marked so; tests hold estimates to the others.
-# Compiled transformer blocks, by quantization; FP8 against uncompiled FP8, which takes 1.1 times as long as 16 bits.
-_COMPILED_SPEEDUP: Mapping[str, float] = {"none": 1.17, "fp8": 1.515}
-# Attention kernels against PyTorch's own.
-_ATTENTION_SPEEDUP: Mapping[str, float] = {"flash4": 1.215, "fp8": 1.477}
-# The VAE's Triton kernels in 16 bits, for all convolutions or only between cuDNN's, and in float32.
-_DECODER_SPEEDUP_ALL, _DECODER_SPEEDUP_BETWEEN, _DECODER_SPEEDUP_FLOAT32 = 2.13, 1.505, 1.36
 # Compilation time if it was not measured on this machine. The host of an H200 with 16 cores took 2 to 9 s for a block
 # and 2 to 8 s for the VAE's kernels; the first step of A14B in FP8 took 11 to 13 s longer than the next.
 COMPILE_SECONDS = 20.0
 _NOTHING = Seconds(0, 0, 0, measured=True)
 
-# Seconds of one call of the transformer with all weights on the device, by options.
-CallSeconds = Callable[[Speed], Seconds]
 
-
-@dataclass(frozen=True, kw_only=True)
-class OptionInputs:
-    """What the decisions on PyTorch's execution depend on besides the strategy.
-
-    Attributes:
-        attention, compile: as in the request.
-        calls: number of calls of all transformers.
-        guided: whether a step has two passes.
-        attention_seconds: measured seconds of one attention of this size, by kernel.
-        compile_seconds: measured compilation time by quantization; `None` if not measured.
-        free_bytes: of the device.
-        in_pytorch: whether any transformer runs in PyTorch.
-        passes_apart: whether guidance passes must be separate calls: with a step cache and on several GPUs.
-    """
-
-    workload: Workload
-    machine: Machine
-    attention: str
-    compile: str
-    calls: float
-    guided: bool
-    attention_seconds: Mapping[str, float]
-    compile_seconds: Callable[[str], float | None]
-    free_bytes: int
-    in_pytorch: bool
-    passes_apart: bool = False
-
-
-def shared_options(inputs: OptionInputs) -> Speed:
+def shared_options(inputs: ForecastInputs) -> Speed:
     """Return the options that all memory strategies share: the attention kernel and options that take memory.
 
     Raises:
         InvalidRequestError, MachineError: if a requested option is not possible.
     """
-    if not inputs.in_pytorch:
+    if not _in_pytorch(inputs):
         reason = Fact("planner.engines_compute")
         return Speed(attention_reason=reason, compiled_reason=reason)
     workload = inputs.workload
     attention, reason = choose_attention(inputs)
-    size = text_bytes(workload.spec, workload.dtypes["transformer"], texts=2 if inputs.guided else 1)
+    guided = inputs.calls["text_encoder"] > 1
+    size = text_bytes(workload.spec, workload.dtypes["transformer"], texts=2 if guided else 1)
     kept = size <= _TEXT_SHARE * inputs.free_bytes
     return Speed(
         attention=attention,
         attention_reason=reason,
         text_kept=kept,
         text_bytes=size if kept else 0,
-        paired=workload.cuda and inputs.guided and workload.tokens <= _PAIRED_TOKENS and not inputs.passes_apart,
+        paired=workload.cuda and guided and workload.tokens <= _PAIRED_TOKENS and not _passes_apart(inputs),
         channels_last=workload.cuda,
     )
 
@@ -103,19 +67,24 @@ def text_bytes(spec: ModelSpec, dtype: str, texts: int) -> int:
     return texts * values * DTYPE_BYTES[dtype]
 
 
-def for_strategy(
-    inputs: OptionInputs, strategy: MemoryStrategy, base: Speed, seconds: CallSeconds
-) -> tuple[Speed, Seconds, Conflict | None]:
-    """Complete the options for a memory strategy.
+def _in_pytorch(inputs: ForecastInputs) -> bool:
+    """Return whether any transformer runs in PyTorch."""
+    return any(backend == PYTORCH for name, backend in inputs.backends.items() if is_transformer(name))
 
-    Args:
-        base: from `shared_options`.
-        seconds: of one call.
+
+def _passes_apart(inputs: ForecastInputs) -> bool:
+    """Return whether guidance passes must be separate calls: with a step cache and on several GPUs."""
+    return inputs.step_cache != NONE or inputs.workload.split is not None
+
+
+def for_strategy(inputs: ForecastInputs, strategy: MemoryStrategy) -> tuple[Speed, Seconds, Conflict | None]:
+    """Complete the shared options for a memory strategy.
 
     Returns:
         The options, the compilation time before the first step, and why the request's options exclude the strategy.
     """
-    if not inputs.in_pytorch:
+    base = inputs.base
+    if not _in_pytorch(inputs):
         return base, _NOTHING, None
     on_device = strategy.offload in {"none", "model"}
     stays = strategy.offload == "none" and strategy.quantization == "none"
@@ -124,19 +93,19 @@ def for_strategy(
         text_bytes=base.text_bytes if on_device else 0,
         fused=inputs.workload.cuda and stays,
     )
-    graphed = inputs.workload.cuda and stays and not inputs.passes_apart and _launch_bound(inputs, seconds(base))
+    graphed = inputs.workload.cuda and stays and not _passes_apart(inputs) and _launch_bound(inputs, strategy, base)
     base = base.replace(graphed=graphed)
-    compiled, reason, takes, against = _compiled(inputs, strategy, base, seconds)
+    compiled, reason, takes, against = _compiled(inputs, strategy, base)
     return base.replace(compiled=compiled, compiled_reason=reason), takes if compiled else _NOTHING, against
 
 
-def choose_attention(inputs: OptionInputs) -> tuple[str, Fact]:
+def choose_attention(inputs: ForecastInputs) -> tuple[str, Fact]:
     """Return the attention kernel and the reason.
 
     Raises:
         InvalidRequestError, MachineError: if the requested kernel cannot run on this machine.
     """
-    asked, dtype = inputs.attention, inputs.workload.dtypes["transformer"]
+    asked, dtype = inputs.request.attention, inputs.workload.dtypes["transformer"]
     if asked == "native":
         return asked, Fact("planner.attention_native_asked")
     if asked != AUTO:
@@ -159,7 +128,9 @@ def choose_attention(inputs: OptionInputs) -> tuple[str, Fact]:
     if DTYPE_BYTES[dtype] > DTYPE_BYTES["float16"]:
         return "native", Fact("planner.attention_dtype", {"dtype": dtype})
     able = exact_attentions(inputs.machine)
-    measured = {kind: taken for kind, taken in inputs.attention_seconds.items() if kind in able}
+    flops = attention_flops(inputs.workload.spec, inputs.workload.tokens)
+    seconds = attention_seconds(inputs.history, device_name(inputs.machine, inputs.workload.device), dtype, flops)
+    measured = {kernel: one for kernel, one in seconds.items() if kernel in able}
     if measured:
         best = min(measured, key=lambda kind: measured[kind])
         return best, Fact("planner.attention_measured", {"attention": best, "seconds": measured})
@@ -188,19 +159,23 @@ def _by_rule(gpu: Gpu, able: Sequence[str]) -> tuple[str, Fact]:
     return chosen, Fact("planner.attention_by_rule", {"attention": chosen, "gpu": gpu.name})
 
 
-def _launch_bound(inputs: OptionInputs, call: Seconds) -> bool:
+def _launch_bound(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed) -> bool:
     """Return whether launching kernels takes longer than running them."""
+    call = call_seconds(inputs, strategy, "transformer", base)
     starting = _KERNELS_PER_BLOCK * inputs.workload.spec.transformer.num_layers * _LAUNCH_SECONDS
     return call.likely < (_MEASURED_CALL_RATIO if call.measured else 1.0) * starting
 
 
 def _compiled(
-    inputs: OptionInputs, strategy: MemoryStrategy, base: Speed, seconds: CallSeconds
+    inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed
 ) -> tuple[bool, Fact, Seconds, Conflict | None]:
-    took = inputs.compile_seconds(strategy.quantization)
+    """Return whether blocks are compiled, the reason, the compilation time, and why they cannot be if requested."""
+    workload = inputs.workload
+    device, dtype = device_name(inputs.machine, workload.device), workload.dtypes["transformer"]
+    took = compile_seconds(inputs.history, device, workload.spec, dtype, strategy.quantization)
     likely = COMPILE_SECONDS if took is None else took
     takes = Seconds(likely, likely / 4, likely * 2, measured=took is not None)
-    asked = inputs.compile
+    asked = inputs.request.compile
     if asked == "never":
         return False, Fact("planner.not_compiled_asked"), takes, None
     part = constraints.ComponentSettings(
@@ -211,11 +186,13 @@ def _compiled(
         return against is None, Fact("planner.compiled_asked"), takes, against
     if against is not None:
         return False, Fact("planner.not_compiled", {"cause": against.fact}), takes, None
-    if not inputs.workload.cuda:
+    if not workload.cuda:
         return False, Fact("planner.not_compiled_on_cpu"), takes, None
-    before, after = seconds(base), seconds(base.replace(compiled=True))
+    before, after = (
+        call_seconds(inputs, strategy, "transformer", base.replace(compiled=compiled)) for compiled in (False, True)
+    )
     faster = after.likely if after.measured else before.likely / compiled_speedup(strategy.quantization)
-    saved = (before.likely - faster) * inputs.calls
+    saved = (before.likely - faster) * sum(calls for name, calls in inputs.calls.items() if is_transformer(name))
     data = {"seconds": likely, "saved": max(saved, 0.0), "measured": took is not None}
     if saved > likely:
         return True, Fact("planner.compiled_pays_off", data), takes, None
@@ -252,40 +229,3 @@ def check_compile(asked: str, offload: str, quantization: str, machine: Machine)
         raise against.refusal
     if against is not None:
         raise MachineError("planner.compile_unavailable", cause=against.fact)
-
-
-def compiled_speedup(quantization: str) -> float:
-    """Return the estimated speedup of compiled blocks."""
-    return _COMPILED_SPEEDUP.get(quantization, 1.0)
-
-
-def attention_speedup(kind: str, spec: ModelSpec, tokens: int) -> float:
-    """Return the estimated speedup of a transformer by an attention kernel, against PyTorch's own attention."""
-    transformer = spec.transformer
-    whole = transformer.forward_flops(tokens, spec.max_sequence_length)
-    share = transformer.num_layers * attention_flops(spec, tokens) / whole
-    return 1 / (1 - share + share / _ATTENTION_SPEEDUP.get(kind, 1.0))
-
-
-def decoder_speedup(dtype: str, outputs: int, capability: tuple[int, int]) -> float:
-    """Return the estimated speedup of decoding by Triton kernels.
-
-    Args:
-        outputs: channels of the last block's convolutions.
-    """
-    if dtype == "float32":
-        return _DECODER_SPEEDUP_FLOAT32
-    all_convolutions = outputs == constraints.OUTPUTS_BY_KERNEL and capability == constraints.HOPPER
-    return _DECODER_SPEEDUP_ALL if all_convolutions else _DECODER_SPEEDUP_BETWEEN
-
-
-def history_tag(speed: Speed, component: str) -> str:
-    """Return `history.Kind.speed`: the options that change a component's speed; empty for none."""
-    if component == "text_encoder":
-        return ""
-    if component == "vae":
-        options = {"compiled": speed.compiled, "channels last": speed.channels_last}
-    else:
-        kernel = {} if speed.attention == "native" else {speed.attention: True}
-        options = {"compiled": speed.compiled, **kernel, "paired": speed.paired, "graphed": speed.graphed}
-    return " ".join(name for name, used in options.items() if used)

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 
 from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory
 from runtime.core.plan import EAGER, PYTORCH, LatentSize, Speed
+from runtime.core.request import GenerationRequest
 from runtime.core.step_cache import NONE
 from runtime.machine.probe import Machine
-from runtime.models.spec import ModelSpec, is_transformer
-from runtime.planner import execution_options, history, memory_model, placement
+from runtime.models.spec import ModelSpec, attention_flops, is_transformer
+from runtime.planner import constraints, history, memory_model, placement
 from runtime.planner.engine_index import EngineRecord
 from runtime.planner.history import History
 from runtime.planner.memory_model import DTYPE_BYTES, Workload, call_flops, weights_bytes
@@ -110,34 +111,39 @@ _BUILD_SECONDS: Mapping[str, tuple[float, float, float]] = {
 _VAE_BUILD_SECONDS: Mapping[str, float] = {"onnx_tensorrt": 145, "torch_tensorrt": 180}
 
 
+# Speedups on an H200, used where nothing was measured on this machine. Fitted to the rows of
+# tests/planner/measured_h200_speedups.jsonl that are marked so; tests hold estimates to the others.
+# Compiled transformer blocks, by quantization; FP8 against uncompiled FP8, which takes 1.1 times as long as 16 bits.
+_COMPILED_SPEEDUP: Mapping[str, float] = {"none": 1.17, "fp8": 1.515}
+# Attention kernels against PyTorch's own.
+_ATTENTION_SPEEDUP: Mapping[str, float] = {"flash4": 1.215, "fp8": 1.477}
+# The VAE's Triton kernels in 16 bits, for all convolutions or only between cuDNN's, and in float32.
+_DECODER_SPEEDUP_ALL, _DECODER_SPEEDUP_BETWEEN, _DECODER_SPEEDUP_FLOAT32 = 2.13, 1.505, 1.36
+
+
 @dataclass(frozen=True, kw_only=True)
 class ForecastInputs:
-    """What a forecast depends on besides the strategy.
+    """What forecasts and execution options depend on besides the memory strategy.
 
     Attributes:
-        calls: how often each component is called: prompts, forward passes of each expert, and 1 for the VAE.
+        calls: number of calls of each component: prompts, forward passes of each expert, and 1 for the VAE.
         backends: by component.
-        asked: requested backends, or "auto", by component.
-        whole: bytes of the components that pass through RAM whole when they are loaded.
-        free_bytes: of the device; `ram_free_bytes` of RAM.
-        chunk: latent frames that the VAE decodes in one call, where memory allows.
-        step_cache: as it is used.
-        options: what decides on PyTorch's execution, and `base`, the part of that decision that all strategies share.
+        free_bytes: of the device.
+        chunk: latent frames that the VAE decodes in one call if memory suffices.
+        step_cache: with its strength, or "none".
+        base: execution options that all strategies share.
     """
 
+    request: GenerationRequest
     workload: Workload
     calls: Mapping[str, float]
     machine: Machine
     history: History
     backends: Mapping[str, str]
-    asked: Mapping[str, str]
-    whole: Mapping[str, int]
     free_bytes: int
-    ram_free_bytes: int
     chunk: int
-    options: execution_options.OptionInputs
-    base: Speed = EAGER
     step_cache: str = NONE
+    base: Speed = EAGER
 
 
 def memory(inputs: ForecastInputs, strategy: MemoryStrategy, speed: Speed) -> tuple[StageMemory, ...]:
@@ -180,7 +186,7 @@ def call_seconds(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, sp
             speedup *= _compiled_speedup(inputs, strategy, name)
         if is_transformer(name) and speed.attention != like.attention:
             workload = inputs.workload
-            speedup *= execution_options.attention_speedup(speed.attention, workload.spec, workload.tokens)
+            speedup *= attention_speedup(speed.attention, workload.spec, workload.tokens)
     return found if speedup == 1.0 else replace(found * (1 / speedup), measured=False)
 
 
@@ -268,7 +274,7 @@ def _kind(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Sp
         offload=strategy.offload,
         tile=history.tile_of(strategy, name),
         step_cache=history.cache_of(inputs.step_cache, name),
-        speed=execution_options.history_tag(speed, name) if inputs.backends[name] == PYTORCH else "",
+        speed=history.history_tag(speed, name) if inputs.backends[name] == PYTORCH else "",
     )
 
 
@@ -302,12 +308,12 @@ def _measured_call(
 
 def _compiled_speedup(inputs: ForecastInputs, strategy: MemoryStrategy, name: str) -> float:
     if is_transformer(name):
-        return execution_options.compiled_speedup(strategy.quantization)
+        return compiled_speedup(strategy.quantization)
     workload = inputs.workload
     if name != "vae" or not workload.cuda:
         return 1.0
     gpu = inputs.machine.gpu_of(workload.device)
-    return execution_options.decoder_speedup(workload.dtypes[name], workload.spec.vae.last_channels, gpu.capability)
+    return decoder_speedup(workload.dtypes[name], workload.spec.vae.last_channels, gpu.capability)
 
 
 def _on_gpu(workload: Workload, component: str, machine: Machine, strategy: MemoryStrategy) -> Seconds:
@@ -334,3 +340,28 @@ def _on_gpu(workload: Workload, component: str, machine: Machine, strategy: Memo
         quick, usual, slow = _QUANTIZED[strategy.quantization]
         return Seconds(usual * likely, quick * low * likely, slow * high * likely)
     return Seconds(likely, low * likely, high * likely)
+
+
+def compiled_speedup(quantization: str) -> float:
+    """Return the estimated speedup of compiled blocks."""
+    return _COMPILED_SPEEDUP.get(quantization, 1.0)
+
+
+def attention_speedup(kind: str, spec: ModelSpec, tokens: int) -> float:
+    """Return the estimated speedup of a transformer by an attention kernel, against PyTorch's own attention."""
+    transformer = spec.transformer
+    whole = transformer.forward_flops(tokens, spec.max_sequence_length)
+    share = transformer.num_layers * attention_flops(spec, tokens) / whole
+    return 1 / (1 - share + share / _ATTENTION_SPEEDUP.get(kind, 1.0))
+
+
+def decoder_speedup(dtype: str, outputs: int, capability: tuple[int, int]) -> float:
+    """Return the estimated speedup of decoding by Triton kernels.
+
+    Args:
+        outputs: channels of the last block's convolutions.
+    """
+    if dtype == "float32":
+        return _DECODER_SPEEDUP_FLOAT32
+    all_convolutions = outputs == constraints.OUTPUTS_BY_KERNEL and capability == constraints.HOPPER
+    return _DECODER_SPEEDUP_ALL if all_convolutions else _DECODER_SPEEDUP_BETWEEN

@@ -10,12 +10,11 @@ from pydantic import Field
 
 from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory
 from runtime.core.frozen import FrozenModel
-from runtime.core.plan import ExecutionPlan
+from runtime.core.plan import ExecutionPlan, Speed
 from runtime.core.step_cache import NONE
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner import placement
-from runtime.planner.execution_options import history_tag
 from runtime.planner.memory_model import Workload, baseline_bytes, corrected, stages
 
 # Runs with more than this ratio of operations are not comparable: caches and launches count differently.
@@ -38,7 +37,7 @@ class Kind(FrozenModel):
         component: "transformer" for both experts.
         tile: side of the decoder's tiles in latents; empty for whole frames.
         step_cache: empty for none.
-        speed: `execution_options.history_tag`.
+        speed: see `history_tag`.
     """
 
     device: str
@@ -153,6 +152,18 @@ def calls_of(
 
 def _calls_in(plan: ExecutionPlan) -> dict[str, float]:
     return calls_of(plan.steps, plan.guidance_scale, plan.guidance_scale_2, plan.expert_steps)
+
+
+def history_tag(speed: Speed, component: str) -> str:
+    """Return `history.Kind.speed`: the options that change a component's speed; empty for none."""
+    if component == "text_encoder":
+        return ""
+    if component == "vae":
+        options = {"compiled": speed.compiled, "channels last": speed.channels_last}
+    else:
+        kernel = {} if speed.attention == "native" else {speed.attention: True}
+        options = {"compiled": speed.compiled, **kernel, "paired": speed.paired, "graphed": speed.graphed}
+    return " ".join(name for name, used in options.items() if used)
 
 
 def device_name(machine: Machine, device: str) -> str:

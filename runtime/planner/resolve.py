@@ -15,11 +15,11 @@ from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, LatentSize,
 from runtime.core.request import ALL, AUTO, Auto, GenerationRequest
 from runtime.core.step_cache import NONE, with_strength
 from runtime.machine.probe import Machine, seen_from
-from runtime.models.spec import ModelSpec, attention_flops, is_transformer
+from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner import clip, constraints, execution_options, memory_model, placement
 from runtime.planner.engine_offers import Choice, EngineOffer, Offers, admit, choose, no_offers
 from runtime.planner.forecast import ForecastInputs
-from runtime.planner.history import History, attention_seconds, calls_of, compile_seconds, device_name
+from runtime.planner.history import History, calls_of
 from runtime.planner.placement import place
 from runtime.planner.strategies import decide
 
@@ -151,25 +151,20 @@ def _resolved(
         split=split,
         cached_passes=memory_model.cached_passes(step_cache, guidance, guidance_2),
     )
-    pytorch_bytes = memory_model.weights_bytes(spec, dtypes) if device != "cpu" else {}
-    options = _option_inputs(request, workload, machine, choices, history, calls, free)
-    base = execution_options.shared_options(options)
-    workload = replace(workload, text_bytes=base.text_bytes, working_sets=memory_model.working_sets(base))
     inputs = ForecastInputs(
+        request=request,
         workload=workload,
         calls=calls,
         machine=machine,
         history=history,
         backends={name: choice.backend for name, choice in choices.items()},
-        asked={name: request.backend(name) for name in choices},
-        whole={name: size for name, size in pytorch_bytes.items() if not choices[name].uses},
         free_bytes=free,
-        ram_free_bytes=machine.ram_free_bytes,
         chunk=_decode_chunk(workload, choices["vae"], free),
         step_cache=step_cache,
-        options=options,
-        base=base,
     )
+    base = execution_options.shared_options(inputs)
+    workload = replace(workload, text_bytes=base.text_bytes, working_sets=memory_model.working_sets(base))
+    inputs = replace(inputs, workload=workload, base=base)
     described = Fact("planner.clip", {"model": spec.title, "width": width, "height": height, "frames": frames})
     decision = decide(inputs, offload, request.quantization, described)
     chosen, strategy = decision.chosen, decision.chosen.strategy
@@ -286,32 +281,6 @@ def _workload(
         latent_shape=spec.latent_shape(frames, height, width),
         height=height,
         width=width,
-    )
-
-
-def _option_inputs(
-    request: GenerationRequest,
-    workload: memory_model.Workload,
-    machine: Machine,
-    choices: Mapping[str, Choice],
-    history: History,
-    calls: Mapping[str, float],
-    free: int,
-) -> execution_options.OptionInputs:
-    dtype, name = workload.dtypes["transformer"], device_name(machine, workload.device)
-    experts = [part for part in choices if is_transformer(part)]
-    return execution_options.OptionInputs(
-        workload=workload,
-        machine=machine,
-        attention=request.attention,
-        compile=request.compile,
-        calls=sum(calls[part] for part in experts),
-        guided=calls["text_encoder"] > 1,
-        attention_seconds=attention_seconds(history, name, dtype, attention_flops(workload.spec, workload.tokens)),
-        compile_seconds=lambda quantization: compile_seconds(history, name, workload.spec, dtype, quantization),
-        free_bytes=free,
-        in_pytorch=any(choices[part].backend == PYTORCH for part in experts),
-        passes_apart=request.step_cache != NONE or workload.split is not None,
     )
 
 

@@ -140,7 +140,8 @@ def _forecasts(inputs: ForecastInputs, every: list[Option], chosen: Option | Non
 
 def _excluded(inputs: ForecastInputs, offload: str, quantization: str) -> Fact | None:
     """Return why a strategy excludes a requested backend, `None` if it does not."""
-    for name, backend in inputs.asked.items():
+    for name in inputs.backends:
+        backend = inputs.request.backend(name)
         if backend not in {AUTO, PYTORCH} and is_transformer(name):
             asked = constraints.ComponentSettings(
                 component=name, backend=backend, offload=offload, quantization=quantization
@@ -213,9 +214,7 @@ def _option(inputs: ForecastInputs, title: Fact, strategy: MemoryStrategy) -> Op
         _KEEP_SHARE["cuda" if inputs.workload.cuda else "cpu"] if strategy.keep_loaded else 1.0
     )
     strategy = strategy.replace(decode_chunk=inputs.chunk)
-    computed, compiling, excluded = execution_options.for_strategy(
-        inputs.options, strategy, inputs.base, lambda how: forecast.call_seconds(inputs, strategy, "transformer", how)
-    )
+    computed, compiling, excluded = execution_options.for_strategy(inputs, strategy)
     # Decoding fewer frames per call costs little time, so it comes before other savings. Tiles cost more than freeing
     # components, so they are used only without `keep_loaded`.
     tiles = [] if strategy.keep_loaded else memory_model.tile_sides(inputs.workload)
@@ -249,17 +248,24 @@ def _option(inputs: ForecastInputs, title: Fact, strategy: MemoryStrategy) -> Op
         seconds=seconds["total"],
         # Components that stay loaded must leave memory for others, so a tight fit does not count.
         fits=roomy or (not fitted.keep_loaded and peak <= inputs.free_bytes),
-        fits_ram=ram <= inputs.ram_free_bytes,
+        fits_ram=ram <= inputs.machine.ram_free_bytes,
         lacks=against.fact if against else None,
     )
     return Option(forecast=predicted, memory=memory, seconds=seconds, tight=not roomy, against=against, speed=computed)
 
 
 def _unloadable(inputs: ForecastInputs, strategy: MemoryStrategy) -> constraints.Conflict | None:
-    # Quantized weights are converted one by one as they are read.
+    """Return why a component does not fit into RAM on its way to the GPU; quantized weights are read singly."""
+    workload = inputs.workload
+    if not workload.cuda:
+        return None
     quantized = strategy.quantization != "none"
-    whole = {name: size for name, size in inputs.whole.items() if not (quantized and is_transformer(name))}
-    return constraints.load_conflict(inputs.workload.spec, whole, inputs.machine)
+    weights = {
+        name: size
+        for name, size in memory_model.weights_bytes(workload.spec, workload.dtypes).items()
+        if name not in workload.engine_bytes and not (quantized and is_transformer(name))
+    }
+    return constraints.load_conflict(workload.spec, weights, inputs.machine)
 
 
 def _tile_pixels(inputs: ForecastInputs, tile: int) -> int:
@@ -282,7 +288,12 @@ def _refusal(inputs: ForecastInputs, every: list[Option], asked: list[Option], c
         return MemoryShortError(code, cause=unable.fact, remedy=remedy, strategies=forecasts, where=where)
     least = min(able, key=lambda option: (not option.forecast.fits_ram, option.forecast.peak_bytes)).forecast
     offloaded = min((o.forecast for o in able if o.forecast.fits), key=lambda one: one.ram_bytes, default=None)
-    needs = {"clip": clip, "peak": least.peak_bytes, "free": inputs.free_bytes, "ram_free": inputs.ram_free_bytes}
+    needs = {
+        "clip": clip,
+        "peak": least.peak_bytes,
+        "free": inputs.free_bytes,
+        "ram_free": inputs.machine.ram_free_bytes,
+    }
     if offloaded is None:
         code, remedy = "planner.memory_short", Fact("planner.ask_for_less")
     else:

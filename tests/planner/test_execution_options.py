@@ -20,7 +20,16 @@ from runtime.core.request import ATTENTIONS, GenerationRequest
 from runtime.machine.probe import Gpu, Machine
 from runtime.models.spec import ModelSpec, attention_flops
 from runtime.planner import constraints, execution_options, forecast
-from runtime.planner.history import Kind, Run, architecture, attention_kind, compiling, device_name, runs_of
+from runtime.planner.history import (
+    Kind,
+    Run,
+    architecture,
+    attention_kind,
+    compiling,
+    device_name,
+    history_tag,
+    runs_of,
+)
 from runtime.planner.resolve import resolve
 from tests.plans import GIB, machine
 from tests.published_specs import spec as true_size
@@ -63,21 +72,21 @@ def named(row: dict[str, Any]) -> str:
 
 def test_the_speedups_are_those_of_the_fitted_rows() -> None:
     attention = {row["attention"]: row["seconds"] for row in speedup_rows("attention")}
-    for kernel, speedup in execution_options._ATTENTION_SPEEDUP.items():
+    for kernel, speedup in forecast._ATTENTION_SPEEDUP.items():
         assert speedup == pytest.approx(attention["native"] / attention[kernel], rel=0.01)
     passes = [row for row in speedup_rows("transformer") if row["fitted"]]
     (eager,) = (row["seconds"] for row in passes if not row["compiled"])
     # The estimate of uncompiled FP8 includes its conversions.
     uncompiled = {"none": eager, "fp8": eager * forecast._QUANTIZED["fp8"][1]}
     compiled = {row["quantization"]: row["seconds"] for row in passes if row["compiled"]}
-    for quantization, speedup in execution_options._COMPILED_SPEEDUP.items():
+    for quantization, speedup in forecast._COMPILED_SPEEDUP.items():
         assert speedup == pytest.approx(uncompiled[quantization] / compiled[quantization], rel=0.01)
     decoders: dict[tuple[str, str], dict[bool, float]] = {}
     for row in speedup_rows("vae"):
         if row["fitted"]:
             decoders.setdefault((row["model"], row["dtype"]), {})[row["compiled"]] = row["seconds"]
     for (model, dtype), seconds in decoders.items():
-        speedup = execution_options.decoder_speedup(dtype, true_size(model).vae.last_channels, (9, 0))
+        speedup = forecast.decoder_speedup(dtype, true_size(model).vae.last_channels, (9, 0))
         assert speedup == pytest.approx(seconds[False] / seconds[True], rel=0.01)
 
 
@@ -213,7 +222,7 @@ def test_measured_compiled_calls_take_precedence() -> None:
         dtype="bfloat16",
         quantization="none",
         offload="none",
-        speed=execution_options.history_tag(clip.speed, "transformer"),
+        speed=history_tag(clip.speed, "transformer"),
     )
     flops = A14B.transformer.forward_flops(clip.tokens, 512)
     # Compiled calls that are slower than what eager ones are expected to take are not asked for again.
