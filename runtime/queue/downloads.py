@@ -1,6 +1,6 @@
 """Model downloads of the web app: one at a time, on a thread of the web process.
 
-They are not in the job queue: a download needs no GPU, and for an hour it would hold up every video behind it.
+They are not in the job queue, where a download would delay all videos although it needs no GPU.
 """
 
 import logging
@@ -26,7 +26,7 @@ class ModelDownload(TaskProgress):
     """One download.
 
     Attributes:
-        model: what is downloaded.
+        model: the model that is downloaded.
         cancel: stops it.
     """
 
@@ -35,7 +35,7 @@ class ModelDownload(TaskProgress):
 
     @property
     def cancelling(self) -> bool:
-        """Whether it runs and was asked to stop."""
+        """Whether it runs and a cancel was requested."""
         return self.open and self.cancel.requested
 
 
@@ -43,7 +43,7 @@ class Downloads:
     """Queued, running and ended downloads, by model. Safe between threads.
 
     Args:
-        settings: where models go, where they come from, and whether downloads are allowed.
+        settings: the models folder, the hub, and whether downloads are allowed.
     """
 
     def __init__(self, settings: Settings) -> None:

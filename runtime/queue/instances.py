@@ -12,10 +12,12 @@ import os
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ConfigDict, Json
+
 from runtime.core.errors import StoreError
+from runtime.core.frozen import FrozenModel
 from runtime.core.locks import held, is_held
 from runtime.queue.database import Database
 
@@ -70,9 +72,8 @@ def app_of(instance: str) -> str:
     return instance.partition(".")[0]
 
 
-@dataclass(frozen=True)
-class WorkerEntry:
-    """One worker process.
+class WorkerEntry(FrozenModel):
+    """One worker process: a row of the table `workers`.
 
     Attributes:
         instance: its name, `<app>.<gpu>`.
@@ -84,10 +85,12 @@ class WorkerEntry:
         lent_to: the worker that uses its GPU.
     """
 
+    model_config = ConfigDict(extra="ignore")
+
     instance: str
     gpu: int
     pid: int
-    held: Mapping[int, int]
+    held: Json[dict[int, int]]
     wanted: int
     since: float
     lent_to: str | None
@@ -127,18 +130,7 @@ class WorkerRegistry:
         """Return the workers of an app, by GPU."""
         with self._database.reading() as connection:
             rows = connection.execute("SELECT * FROM workers WHERE app = ? ORDER BY gpu", (app,)).fetchall()
-        return [
-            WorkerEntry(
-                instance=row["instance"],
-                gpu=row["gpu"],
-                pid=row["pid"],
-                held={int(gpu): size for gpu, size in json.loads(row["held"]).items()},
-                wanted=row["wanted"],
-                since=row["since"],
-                lent_to=row["lent_to"],
-            )
-            for row in rows
-        ]
+        return [WorkerEntry.model_validate(dict(row)) for row in rows]
 
     def gpus(self, instance: str) -> list[int]:
         """Return the GPUs that a worker may use, its own first; none while its own is lent."""

@@ -1,8 +1,4 @@
-"""The jobs of this app, for its front ends: submit, change, cancel and follow them. Imports no torch.
-
-Jobs are rows of the store. Worker processes claim and run them (`supervisor`, `worker`); this module reads how far they
-are. It knows nothing about pages.
-"""
+"""The web app's side of the queue: plan and submit jobs and tasks, change, cancel and follow them. Imports no torch."""
 
 import logging
 import secrets
@@ -29,36 +25,31 @@ from runtime.planner.placement import usable_gpus
 from runtime.planner.resolve import resolve
 from runtime.queue import recovery, storage
 from runtime.queue.instances import Instance, WorkerRegistry
-from runtime.queue.records import KINDS, VIDEOS, BuildEngines, JobRecord, Kind, State, Work
+from runtime.queue.records import KINDS, VIDEOS, BuildEngines, JobRecord, Work
 from runtime.queue.store import JobStore
 from runtime.queue.supervisor import Supervisor
 from runtime.queue.views import Job, Task
-from runtime.queue.worker import WorkerConfig, as_seen_by_a_new_job
+from runtime.queue.worker import WorkerConfig, memory_for_new_job
 
-# Ended jobs and tasks that are kept in memory.
-_JOBS_KEPT = 50
-_TASKS_KEPT = 8
+# Ended jobs and tasks that stay in memory.
+_ENDED_JOBS = 50
+_ENDED_TASKS = 8
+# Intervals at which views are refreshed, jobs of dead processes are recovered, and old files are removed.
 _REFRESH_SECONDS = 0.1
-# How often jobs of dead processes are looked for.
 _RECOVERY_SECONDS = 10.0
-# How often jobs that were deleted long ago, and files of killed processes, are removed.
 _CLEANUP_SECONDS = 3600.0
-
-_BUILDS: tuple[Kind, ...] = ("build",)
-_OPEN: tuple[State, ...] = ("queued", "running")
-
-MAX_BATCH = 1000
+_MAX_BATCH = 1000
 
 logger = logging.getLogger(__name__)
 
 
 class JobQueue:
-    """Video jobs and tasks of one store, as one app submits and sees them. Safe between threads.
+    """The video jobs and tasks of a store. Safe between threads.
 
     Args:
-        weights_dir: where models are looked for, besides the shipped ones.
-        outputs_dir: where videos go; made when a job is submitted.
-        engines: what plans may use.
+        weights_dir: the user's models.
+        outputs_dir: the folder for videos, which is created when a job is submitted.
+        engines: the engine library.
         history: measured times of earlier jobs.
         store: the jobs.
     """
@@ -102,7 +93,7 @@ class JobQueue:
         return {} if self._supervisor is None else self._supervisor.pids()
 
     def worker_configs(self, log_file: Path | None = None) -> list[WorkerConfig]:
-        """Return what the workers of this app are started with."""
+        """Return one configuration for each worker process."""
         return [
             WorkerConfig(
                 app=self._instance.id,
@@ -121,7 +112,7 @@ class JobQueue:
 
     @property
     def instance(self) -> str:
-        """This app's name among the processes of the same store."""
+        """The id of this app among the processes that share the store."""
         return self._instance.id
 
     def submit(self, request: GenerationRequest, owner: str | None = None) -> Job:
@@ -130,11 +121,10 @@ class JobQueue:
         Raises:
             TandemError: if it cannot be planned; nothing is queued then.
         """
-        (job,) = self.submit_all([request], owner)
-        return job
+        return self.submit_all([request], owner)[0]
 
     def submit_all(self, requests: Sequence[GenerationRequest], owner: str | None = None) -> list[Job]:
-        """Plan requests and queue them one after the other, as one batch if there are several.
+        """Plan requests and queue them in order; several are one batch.
 
         Raises:
             TandemError: if one of them cannot be planned; nothing is queued then.
@@ -144,7 +134,7 @@ class JobQueue:
         return [self._job_of(record) for record in self.store.add_all(planned, owner=owner)]
 
     def redo_second_half(self, job_id: str, changes: Mapping[str, Any], owner: str | None = None) -> Job:
-        """Queue a job that runs the second expert of another job again, with other settings.
+        """Queue a job that reruns the low-noise steps of another job with other settings.
 
         Args:
             changes: see `rerun_low_noise.plan_rerun`.
@@ -152,15 +142,15 @@ class JobQueue:
         Raises:
             TandemError: if that is not possible; nothing is queued then.
         """
-        made, new_id = self.store.get(job_id).plan, secrets.token_hex(4)
+        first, new_id = self.store.get(job_id).plan, secrets.token_hex(4)
         source, target = self.store.folder(job_id), self.store.folder(new_id)
-        if made is None or source is None or target is None:
+        if first is None or source is None or target is None:
             raise StoreError("queue.nothing_kept", job=job_id)
-        spec = model_for(GenerationRequest.from_mapping(made.request_json()), self._weights_dir)
-        output = output_path(self._outputs_dir, made.prompt)
+        spec = model_for(GenerationRequest.from_mapping(first.request_json()), self._weights_dir)
+        output = output_path(self._outputs_dir, first.prompt)
         machine = seen_from(self.machine(), self._gpus[0])
         plan = plan_rerun(
-            made, changes, spec, source, target, machine, output, self._engines.offers(spec), self.history()
+            first, changes, spec, source, target, machine, output, self._engines.offers(spec), self.history()
         )
         request = GenerationRequest.from_mapping(plan.request_json())
         return self._job_of(self.store.add(request, plan, owner=owner, parent=job_id, job_id=new_id))
@@ -178,10 +168,10 @@ class JobQueue:
         return job
 
     def resume(self, job_id: str, changes: Mapping[str, Any] | None = None) -> Job:
-        """Queue a job that ended without a video again; it resumes from its last checkpoint.
+        """Queue a job again that ended without a video; it resumes from its last checkpoint.
 
         Args:
-            changes: to its request, by field.
+            changes: new values of request fields.
 
         Raises:
             TandemError: if it is queued, runs or is done, or cannot be planned; nothing has changed then.
@@ -197,7 +187,7 @@ class JobQueue:
         return job
 
     def hold(self, ids: Iterable[str], held: bool) -> None:
-        """Pause jobs, running ones after their step, or let them continue."""
+        """Pause jobs, running ones after their current step, or continue them."""
         ids = list(ids)
         self.store.hold(ids, held)
         self._refresh(ids)
@@ -209,7 +199,7 @@ class JobQueue:
         self._refresh(ids)
 
     def add_task(self, work: Work, title: str) -> Task:
-        """Queue work on the engine library behind everything that is queued."""
+        """Add work on the engine library to the end of the queue."""
         build = isinstance(work, BuildEngines)
         record = self.store.add_work(
             "build" if build else "task",
@@ -232,67 +222,64 @@ class JobQueue:
         return None if record.kind != "video" or record.plan is None else self._job_of(record)
 
     def jobs(self, owner: str | None) -> list[Job]:
-        """Return the last jobs of one owner that are not deleted, in the order they came."""
-        found = [self._job_of(record) for record in self.store.list(owner=owner, limit=_JOBS_KEPT) if record.plan]
+        """Return the latest jobs of an owner that are not deleted, in the order of submission."""
+        found = [self._job_of(record) for record in self.store.list(owner=owner, limit=_ENDED_JOBS) if record.plan]
         return found[::-1]
 
     def open_jobs(self) -> list[Job]:
-        """Return the jobs that run and wait, of every owner, in order."""
+        """Return running and queued jobs of every owner, in order."""
         return [self._job_of(record) for record in self.store.queue() if record.kind == "video" and record.plan]
 
     def tasks(self) -> list[Task]:
-        """Return the queued and running tasks, and those that ended last, in the order they were submitted."""
+        """Return queued, running and recently ended tasks in the order of submission."""
         with self._lock:
             return list(self._tasks.values())
 
     def active(self, owner: str | None = None) -> Job | None:
-        """Return the owner's running job, else the first that is queued and not paused."""
+        """Return the owner's running job, or else the first that is queued and not paused."""
         return next((job for job in self.open_jobs() if job.owner == owner and not job.held), None)
 
     def latest(self, owner: str | None = None) -> Job | None:
-        """Return the owner's job that was submitted last."""
+        """Return the job that the owner submitted last."""
         return next((self._job_of(record) for record in self.store.list(owner=owner, limit=1) if record.plan), None)
 
     def ahead(self, of: Job | Task) -> list[JobRecord]:
-        """Return what runs before a job or task; paused jobs do not count."""
+        """Return the jobs and tasks that run before another one, without paused ones."""
         try:
-            line = [one for one in self.store.queue() if not one.held or one.id == of.id]
-        except StoreError:  # a page shows the rest nevertheless
+            queue = [record for record in self.store.queue() if not record.held or record.id == of.id]
+        except StoreError:  # the page shows everything else
             return []
-        ids = [one.id for one in line]
-        return line[: ids.index(of.id)] if of.id in ids else []
+        ids = [record.id for record in queue]
+        return queue[: ids.index(of.id)] if of.id in ids else []
 
     def machine(self) -> Machine:
-        """Return the machine as a new job would find it: memory that workers hold is reused or freed."""
+        """Return the machine with the memory that a new job gets."""
         try:
             workers = self._registry.workers(self._instance.id)
         except StoreError:
             workers = []
-        return as_seen_by_a_new_job(probe(), workers, self._gpus[0])
+        return memory_for_new_job(probe(), workers, self._gpus[0])
 
     def history(self) -> History:
         """Return measured times of earlier jobs."""
         return () if self._history is None else self._history.read()
 
     def close(self) -> None:
-        """Stop the workers, and wait for them: running jobs resume when Tandem starts again.
-
-        Jobs that are not remembered are cancelled.
-        """
+        """Stop the workers and wait for them. Running jobs resume at the next start; those of a temporary store end."""
         if self.store.temporary:
             self.cancel([one.id for one in self.store.queue()])
         if self._supervisor is not None:
             self._supervisor.close()
         self._closing.set()
         self._watcher.join()
-        with suppress(StoreError):  # the next start does it
+        with suppress(StoreError):  # done at the next start
             self._refresh()
             self._registry.remove_app(self._instance.id)
         self._exit.close()
         try:
             recovery.recover(self.store, "")
         except StoreError as error:
-            logger.warning("Jobs that were left cannot be noted: %s", error)
+            logger.warning("Jobs that were running cannot be updated: %s", error)
 
     def _plan(self, request: GenerationRequest) -> ExecutionPlan:
         spec = model_for(request, self._weights_dir)
@@ -301,11 +288,10 @@ class JobQueue:
         return resolve(request, spec, self.machine(), output, offers, self.history(), first)
 
     def _job_of(self, record: JobRecord) -> Job:
-        """Return the one view of a job."""
         with self._lock:
             job = self._jobs.get(record.id)
             if job is None:
-                # This version may not read an older version's plan.
+                # This version may be unable to read the plan of an older version.
                 plan = record.plan or self._plan(record.generation_request())
                 job = self._jobs[record.id] = Job(record, plan, self._title(plan.model), self.store)
                 job.refresh()
@@ -316,12 +302,11 @@ class JobQueue:
         if model not in self._titles:
             try:
                 self._titles[model] = look_up(model, self._weights_dir).title
-            except TandemError:  # it was here when the job was
+            except TandemError:  # the model was removed
                 return model
         return self._titles[model]
 
     def _task_of(self, record: JobRecord) -> Task:
-        """Return the one view of a task."""
         with self._lock:
             task = self._tasks.get(record.id)
             if task is None:
@@ -331,7 +316,7 @@ class JobQueue:
             return task
 
     def _watch(self) -> None:
-        """Keep the views up to date, and take care of jobs that dead processes left."""
+        """Refresh views, recover the jobs of dead processes and remove old files, until `close`."""
         recovered, cleaned = time.monotonic(), -_CLEANUP_SECONDS
         while not self._closing.wait(_REFRESH_SECONDS):
             now = time.monotonic()
@@ -346,50 +331,46 @@ class JobQueue:
                     storage.tidy(self.store, self._outputs_dir)
             except StoreError as error:
                 logger.warning("The job store cannot be read: %s", type(error.__cause__ or error).__name__)
-            except Exception:  # internal error: kept in the log, and no reason to stop watching
+            except Exception:  # internal error: logged, and tried again
                 logger.exception("The job watcher failed")
 
     def _refresh(self, ids: Iterable[str] = ()) -> None:
-        """Refresh the views of jobs that have changed.
-
-        Args:
-            ids: of jobs that are refreshed in any case.
-        """
-        changed = set(ids)
+        """Refresh the views of jobs and tasks that have changed, and of `ids` in any case."""
         with self._lock:
-            self._read, news = self.store.changes(self._read)
-            known: dict[str, Job | Task] = {**self._jobs, **self._tasks}
-        watched = [one for one in known.values() if one.open]
-        states = self.store.states([one.id for one in watched])
-        changed |= news | {one.id for one in watched if one.seen != states.get(one.id)}
-        for one in known.values():
-            if one.id in changed:
-                with suppress(StoreError):  # it was purged
-                    one.refresh()
-        for record in self.store.list(kinds=_BUILDS, states=_OPEN):
+            self._read, changed = self.store.changes(self._read)
+            views: dict[str, Job | Task] = {**self._jobs, **self._tasks}
+        states = self.store.states([view.id for view in views.values() if view.open])
+        changed |= {*ids, *(view.id for view in views.values() if view.open and view.seen != states.get(view.id))}
+        for job_id in changed & views.keys():
+            with suppress(StoreError):  # it was purged
+                views[job_id].refresh()
+        for record in self.store.list(kinds=["build"], states=["queued", "running"]):
             self._task_of(record)
 
     def _forget_old(self) -> None:
-        for kept, most in ((self._jobs, _JOBS_KEPT), (self._tasks, _TASKS_KEPT)):
-            ended = [one for one in kept.values() if not one.open]
-            for one in ended[: max(len(ended) - most, 0)]:
-                del kept[one.id]
+        views: OrderedDict[str, Job] | OrderedDict[str, Task]
+        for views, most in ((self._jobs, _ENDED_JOBS), (self._tasks, _ENDED_TASKS)):
+            ended = [view.id for view in views.values() if not view.open]
+            for job_id in ended[: max(len(ended) - most, 0)]:
+                del views[job_id]
 
 
 def combined(
     request: GenerationRequest, prompts: Sequence[str], seeds: Sequence[int | Auto]
 ) -> list[GenerationRequest]:
-    """Return the request once for each prompt and seed, seed by seed within a prompt.
+    """Return the request with each prompt and each seed, the seeds of one prompt in a row.
 
     Args:
-        prompts: empty ones are skipped; the request's own if there is none.
-        seeds: the request's own if there is none.
+        prompts: empty ones are skipped; by default, the request's own.
+        seeds: by default, the request's own.
 
     Raises:
         InvalidRequestError: for an invalid prompt or seed, or more than a thousand videos.
     """
     given = [prompt for prompt in prompts if prompt.strip()] or [request.prompt]
     chosen = list(seeds) or [request.seed]
-    if len(given) * len(chosen) > MAX_BATCH:
-        raise InvalidRequestError("prompt", "queue.batch_too_large", videos=len(given) * len(chosen), maximum=MAX_BATCH)
+    if len(given) * len(chosen) > _MAX_BATCH:
+        raise InvalidRequestError(
+            "prompt", "queue.batch_too_large", videos=len(given) * len(chosen), maximum=_MAX_BATCH
+        )
     return [request.replace(prompt=prompt, seed=seed) for prompt in given for seed in chosen]

@@ -55,8 +55,8 @@ class Planner:
     """Plans claimed jobs for the machine as it is when they start.
 
     Args:
-        weights_dir: where models are looked for, besides the shipped ones.
-        engines: what plans may use.
+        weights_dir: the user's models.
+        engines: the engine library.
         history: measured times of earlier jobs.
     """
 
@@ -73,14 +73,14 @@ class Planner:
         others: Sequence[int] | None = None,
         deaths: Sequence[Mapping[str, object]] = (),
     ) -> tuple[ModelSpec, ExecutionPlan]:
-        """Return the model and the plan of a claimed job; one that had started keeps its own plan.
+        """Return the model and the plan of a claimed job; a job that had started keeps its plan.
 
         Args:
             gpu, others: see `planner.resolve.resolve`.
             deaths: the events "WorkerDied" of the job, see `recovery.avoid_causes`.
 
         Raises:
-            TandemError: if the job cannot be made on this machine now.
+            TandemError: if the job cannot run on this machine now.
         """
         spec = model_for(record.generation_request(), self._weights_dir)
         if record.begun and record.plan is not None and record.plan.loras == spec.loras:

@@ -6,7 +6,7 @@ import multiprocessing
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -41,23 +41,15 @@ class _Slot:
 
 
 class Supervisor:
-    """The worker processes of this app.
+    """The worker processes of this app, one for each of `configs`."""
 
-    Args:
-        configs: one for each worker.
-        changed: called after a worker died and its job was settled.
-    """
-
-    def __init__(
-        self, store: JobStore, configs: Sequence[WorkerConfig], changed: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, store: JobStore, configs: Sequence[WorkerConfig]) -> None:
         self._store = store
         self._registry = WorkerRegistry(store.database)
         self._slots = [_Slot(config) for config in configs]
-        self._changed = changed
         self._closing = threading.Event()
         self._memory_kills = deque([recovery.MemoryKills.read()], maxlen=2)
-        # A second connection end wakes the thread that waits for processes to end.
+        # Wakes the thread, which waits for processes to end.
         self._wake, self._woken = multiprocessing.Pipe()
         self._thread = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
 
@@ -123,7 +115,6 @@ class Supervisor:
             # The import may crash: without preload it does so within a job, which then fails with a message.
             slot.config = replace(slot.config, preload=False)
         self._delay(slot)
-        self._changed()
 
     def _delay(self, slot: _Slot) -> None:
         short = time.monotonic() - slot.started < _SHORT_LIFE_SECONDS

@@ -19,7 +19,7 @@ from runtime.queue.records import JobRecord
 from runtime.queue.store import JobStore
 
 _LOG_LINES = 60
-_LEFT_OUT = "…"
+_REDACTED = "…"
 _PRIVATE = ("prompt", "negative_prompt")
 # Data of facts that quotes the prompt; "what" is text of an earlier version, which may.
 _PRIVATE_DATA = frozenset({"words", "what"})
@@ -85,8 +85,8 @@ def scrub(value: Any, texts: Sequence[str], folders: Sequence[str]) -> Any:
     def clean(one: Any) -> Any:
         if isinstance(one, str):
             for text in whole:
-                one = text.sub(_LEFT_OUT, one)
-            return one if path is None else path.sub(f"{_LEFT_OUT}{os.sep}", one)
+                one = text.sub(_REDACTED, one)
+            return one if path is None else path.sub(f"{_REDACTED}{os.sep}", one)
         if isinstance(one, Mapping):
             if one.keys() == {"code", "data"}:
                 one = {**one, "data": {key: item for key, item in one["data"].items() if key not in _PRIVATE_DATA}}

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.core.cancel import Cancel
@@ -24,6 +25,8 @@ from runtime.queue.records import (
     Work,
 )
 from runtime.queue.store import JobStore
+
+_LIVE_SECONDS = 0.2
 
 
 class TaskRecorder:
@@ -60,63 +63,116 @@ class TaskRecorder:
         self._store.record_task_event(self.id, {"event": "TaskFound", "lines": list(lines)})
 
 
-_LIVE_SECONDS = 0.2
+@dataclass(frozen=True)
+class TaskRunner:
+    """Runs one task.
 
-# Frees the loaded models: builders measure, and engines that are compared need memory.
-Free = Callable[[], None]
-
-
-def run_task(work: Work, recorder: TaskRecorder, engines: EngineService, weights_dir: Path, free: Free) -> Fact:
-    """Run one task and return its result.
-
-    Raises:
-        CancelledError: if it was cancelled; what was finished before stays.
-        TandemError: if it failed.
+    Attributes:
+        recorder: receives the progress.
+        engines: the engine library.
+        weights_dir: the user's models.
+        free: frees the loaded models: builders measure, and engines that are compared need memory.
     """
-    match work:
-        case BuildEngines():
-            return _build(work, recorder, engines, weights_dir, free)
-        case InspectEngine():
-            return _inspect(work, recorder, engines, weights_dir, free)
-        case ImportEngine():
-            return _import(work, recorder, engines, weights_dir, free)
-        case VerifyEngine():
-            return _verify(work, recorder, engines, weights_dir, free)
-        case DeleteEngine():
-            return _delete(work, engines, free)
-        case PruneEngines():
-            # Engines that stay loaded for the next video may be deleted too.
-            free()
-            pruned = engines.store.prune(work.max_bytes)
-            code = "task.pruned" if pruned.enough else "task.pruned_in_part"
-            return Fact(code, {"count": len(pruned.deleted), "left": pruned.total_bytes})
 
+    recorder: TaskRecorder
+    engines: EngineService
+    weights_dir: Path
+    free: Callable[[], None]
 
-def _build(work: BuildEngines, recorder: TaskRecorder, engines: EngineService, weights_dir: Path, free: Free) -> Fact:
-    recorder.report(Fact("task.looking"), None)
-    request = GenerationRequest.from_mapping(work.request)
-    spec = model_for(request, weights_dir)
-    wanted = wanted_engines(_narrowed(request, work.component), spec, engines)
-    if not wanted:
-        return Fact("task.nothing_to_build")
-    free()
-    failed: list[EngineError] = []
-    built = 0
+    def run(self, work: Work) -> Fact:
+        """Run a task and return its result.
 
-    def report(fact: Fact, share: float | None) -> None:
-        recorder.report(fact, (built + len(failed) + (share or 0.0)) / len(wanted))
+        Raises:
+            CancelledError: if it was cancelled; what was finished before stays.
+            TandemError: if it failed.
+        """
+        match work:
+            case BuildEngines():
+                return self._build(work)
+            case InspectEngine():
+                return self._inspect(work)
+            case ImportEngine():
+                return self._import(work)
+            case VerifyEngine():
+                return self._verify(work)
+            case DeleteEngine():
+                return self._delete(work)
+            case PruneEngines():
+                # Engines that stay loaded for the next video may be deleted too.
+                self.free()
+                pruned = self.engines.store.prune(work.max_bytes)
+                code = "task.pruned" if pruned.enough else "task.pruned_in_part"
+                return Fact(code, {"count": len(pruned.deleted), "left": pruned.total_bytes})
 
-    for one in build_all(wanted, spec, engines, report, recorder.cancel, again=request.build == "always"):
-        if one.error is None:
-            built += 1
-        else:
-            failed.append(one.error)
-            recorder.write("\n".join(filter(None, (one.error.what, one.error.remedy, one.error.log))))
-    if failed and not built:
-        raise failed[0]
-    recorder.report(Fact("task.finished"), 1.0)
-    counts = {"built": built, "wanted": len(wanted)}
-    return Fact("task.built_in_part", {**counts, "cause": failed[0].fact}) if failed else Fact("task.built", counts)
+    def _build(self, work: BuildEngines) -> Fact:
+        self.recorder.report(Fact("task.looking"), None)
+        request = GenerationRequest.from_mapping(work.request)
+        spec = model_for(request, self.weights_dir)
+        wanted = wanted_engines(_narrowed(request, work.component), spec, self.engines)
+        if not wanted:
+            return Fact("task.nothing_to_build")
+        self.free()
+        failed: list[EngineError] = []
+        built = 0
+
+        def report(fact: Fact, share: float | None) -> None:
+            self.recorder.report(fact, (built + len(failed) + (share or 0.0)) / len(wanted))
+
+        for one in build_all(wanted, spec, self.engines, report, self.recorder.cancel, again=request.build == "always"):
+            if one.error is None:
+                built += 1
+            else:
+                failed.append(one.error)
+                self.recorder.write("\n".join(filter(None, (one.error.what, one.error.remedy, one.error.log))))
+        if failed and not built:
+            raise failed[0]
+        self.recorder.report(Fact("task.finished"), 1.0)
+        counts = {"built": built, "wanted": len(wanted)}
+        return Fact("task.built_in_part", {**counts, "cause": failed[0].fact}) if failed else Fact("task.built", counts)
+
+    def _inspect(self, work: InspectEngine) -> Fact:
+        self.recorder.report(Fact("task.opening", {"file": work.path.name}), None)
+        spec = look_up(work.model, self.weights_dir)
+        self.free()
+        contract = inspect_engine(
+            work.path, device_here(self.engines.machine), self.recorder.report, self.recorder.cancel
+        )
+        found = tuple(map(str, contract.describe()))
+        self.recorder.found(found)
+        matches = find_matches(contract, spec, work.component)
+        self.recorder.found((*found, *map(str, describe_matches(matches, spec))))
+        return Fact("task.inspected")
+
+    def _import(self, work: ImportEngine) -> Fact:
+        spec = look_up(work.model, self.weights_dir)
+        self.free()
+        device = device_here(self.engines.machine)
+        done = import_engine(
+            work.path, spec, work.component, self.engines, device, self.recorder.report, self.recorder.cancel
+        )
+        self.recorder.found(tuple(map(str, done.describe())))
+        code = "task.imported" if done.compared else "task.imported_unverified"
+        return Fact(code, {"engine": done.engine.id, "detail": done.engine.detail})
+
+    def _verify(self, work: VerifyEngine) -> Fact:
+        chosen = self.engines.store.choose([work.engine])
+        models = [look_up(name, self.weights_dir) for name in work.models]
+        self.free()
+        (found,) = self.engines.verify(chosen, models, self.recorder.report, self.recorder.cancel)
+        if found.skipped is not None:
+            raise EngineError(found.skipped.code, **found.skipped.data)
+        if not found.engine.usable:
+            raise EngineError("engine.verified_wrong", cause=found.engine.problem or found.engine.detail)
+        return Fact("task.verified", {"detail": found.engine.detail})
+
+    def _delete(self, work: DeleteEngine) -> Fact:
+        (chosen,) = self.engines.store.choose([work.engine])
+        try:
+            freed = self.engines.store.delete(chosen.id)
+        except EngineError:  # it may be loaded for the next video
+            self.free()
+            freed = self.engines.store.delete(chosen.id)
+        return Fact("task.deleted", {"freed": freed})
 
 
 def _narrowed(request: GenerationRequest, component: str | None) -> GenerationRequest:
@@ -124,49 +180,3 @@ def _narrowed(request: GenerationRequest, component: str | None) -> GenerationRe
     if component is None:
         return request
     return GenerationRequest.from_mapping(request.to_json() | {"backends": {component: request.backend(component)}})
-
-
-def _inspect(
-    work: InspectEngine, recorder: TaskRecorder, engines: EngineService, weights_dir: Path, free: Free
-) -> Fact:
-    recorder.report(Fact("task.opening", {"file": work.path.name}), None)
-    spec = look_up(work.model, weights_dir)
-    free()
-    contract = inspect_engine(work.path, device_here(engines.machine), recorder.report, recorder.cancel)
-    found = tuple(map(str, contract.describe()))
-    recorder.found(found)
-    matches = find_matches(contract, spec, work.component)
-    recorder.found((*found, *map(str, describe_matches(matches, spec))))
-    return Fact("task.inspected")
-
-
-def _import(work: ImportEngine, recorder: TaskRecorder, engines: EngineService, weights_dir: Path, free: Free) -> Fact:
-    spec = look_up(work.model, weights_dir)
-    free()
-    device = device_here(engines.machine)
-    done = import_engine(work.path, spec, work.component, engines, device, recorder.report, recorder.cancel)
-    recorder.found(tuple(map(str, done.describe())))
-    code = "task.imported" if done.compared else "task.imported_unverified"
-    return Fact(code, {"engine": done.engine.id, "detail": done.engine.detail})
-
-
-def _verify(work: VerifyEngine, recorder: TaskRecorder, engines: EngineService, weights_dir: Path, free: Free) -> Fact:
-    chosen = engines.store.choose([work.engine])
-    models = [look_up(name, weights_dir) for name in work.models]
-    free()
-    (found,) = engines.verify(chosen, models, recorder.report, recorder.cancel)
-    if found.skipped is not None:
-        raise EngineError(found.skipped.code, **found.skipped.data)
-    if not found.engine.usable:
-        raise EngineError("engine.verified_wrong", cause=found.engine.problem or found.engine.detail)
-    return Fact("task.verified", {"detail": found.engine.detail})
-
-
-def _delete(work: DeleteEngine, engines: EngineService, free: Free) -> Fact:
-    (chosen,) = engines.store.choose([work.engine])
-    try:
-        freed = engines.store.delete(chosen.id)
-    except EngineError:  # it may be loaded for the next video
-        free()
-        freed = engines.store.delete(chosen.id)
-    return Fact("task.deleted", {"freed": freed})

@@ -1,6 +1,6 @@
-"""A worker: claims jobs and tasks from the store and runs them one after the other, on one GPU or on the CPU.
+"""A worker process: claims jobs and tasks from the store and runs them one at a time, on one GPU or the CPU.
 
-In the web app each worker is a process of its own, started by `supervisor`: `main`. Tests run `Worker` on a thread.
+`supervisor` starts the processes at `main`. Tests run `Worker` on a thread.
 """
 
 import contextlib
@@ -39,9 +39,9 @@ if TYPE_CHECKING:  # these import torch
     from runtime.execution.residency import Residency
     from runtime.queue.task_runner import TaskRecorder
 
-# How often the store is asked for work: other processes add jobs without a signal.
+# Interval at which the store is polled for work: other processes add jobs without a signal.
 _POLL_SECONDS = 0.1
-# After the store could not be read, so that the log does not fill up.
+# The same after an error of the store, so that the log does not fill up.
 _RETRY_SECONDS = 5.0
 # Exit code of a worker whose supervisor is gone.
 _EXIT_ORPHANED = 76
@@ -51,17 +51,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig:
-    """What a worker needs; it is pickled on its way to the worker's process.
+    """Configuration of a worker, sent to its process by pickle.
 
     Attributes:
-        app: name of the process that supervises it.
+        app: id of the app that supervises it.
         gpu: index of its GPU; 0 on a machine without GPUs.
-        kinds: what it claims.
+        kinds: the kinds of jobs that it claims.
         store_path: the job store.
-        store_problem: why jobs are not remembered, see `JobStore.problem`.
-        weights_dir: where models are looked for, besides the shipped ones.
+        store_problem: see `JobStore.problem`.
+        weights_dir: the user's models.
         engines: the engine library.
-        history: where measured times are kept.
+        history: measured times of earlier jobs.
         log_file: of the application.
         preload: whether PyTorch is imported before the first job. Otherwise a crash of the import counts as the job's.
     """
@@ -79,12 +79,12 @@ class WorkerConfig:
 
     @property
     def instance(self) -> str:
-        """The worker's name in the store."""
+        """The worker's id in the store."""
         return f"{self.app}.{self.gpu}"
 
 
 def main(config: WorkerConfig, supervisor: Connection) -> None:
-    """Run a worker in this process until the supervisor sends a message, or is gone."""
+    """Run a worker in this process until the supervisor sends a message or dies."""
     # Ctrl-C reaches all processes of a terminal; the supervisor decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # This process is restarted and its job resumes; the web app cannot be.
@@ -104,17 +104,12 @@ def main(config: WorkerConfig, supervisor: Connection) -> None:
     threading.Thread(target=obey, name="supervisor", daemon=True).start()
     worker.run()
     logging.shutdown()
-    # Nothing is left to clean up, and the interpreter takes seconds for it with PyTorch imported.
+    # Skips the interpreter's cleanup, which takes seconds with PyTorch imported.
     os._exit(0)
 
 
 class Worker:
-    """Claims and runs what is queued, from `run` to `stop`.
-
-    Args:
-        store: where jobs are claimed and their events go.
-        config: see there.
-    """
+    """Claims and runs queued jobs and tasks, from `run` to `stop`."""
 
     def __init__(self, store: JobStore, config: WorkerConfig) -> None:
         self._store = store
@@ -129,10 +124,10 @@ class Worker:
         self._lock = threading.Lock()
 
     def stop(self) -> bool:
-        """Claim nothing more; pause a running job, which resumes later, and cancel a running task.
+        """Stop claiming; pause a running job, which resumes later, or cancel a running task.
 
         Returns:
-            Whether something runs, for which `run` waits before it returns.
+            Whether a job or task runs; `run` returns when it has ended.
         """
         with self._lock:
             self._stopping.set()
@@ -144,17 +139,17 @@ class Worker:
         return busy
 
     def run(self) -> None:
-        """Claim and run, until `stop`."""
+        """Claim and run jobs until `stop`."""
         config = self._config
         self._registry.register(config.instance, config.gpu)
         with ExitStack() as stack:
             stack.enter_context(self._poller.polling())
             if config.preload:
-                with contextlib.suppress(Exception):  # reported when there is a job to report it for
+                with contextlib.suppress(Exception):  # reported with the first job
                     self._load_libraries(stack)
             while not self._stopping.is_set():
                 try:
-                    record = None if self._lends() else self._claim()
+                    record = None if self._lend_gpu() else self._claim()
                 except StoreError as error:
                     logger.warning("No job can be claimed: %s", type(error.__cause__ or error).__name__)
                     self._stopping.wait(_RETRY_SECONDS)
@@ -178,8 +173,8 @@ class Worker:
             self._busy = record is not None
             return record
 
-    def _lends(self) -> bool:
-        """Lend this GPU to a worker that waits for several; return whether it is lent."""
+    def _lend_gpu(self) -> bool:
+        """Lend this GPU if a worker waits for several; return whether it is lent."""
         instance = self._config.instance
         waiting = self._registry.waits_for(instance)
         if waiting is not None and self._registry.gpus(instance):
@@ -188,7 +183,7 @@ class Worker:
         return not self._registry.gpus(instance)
 
     def _settle(self) -> None:
-        """Publish the memory that stays in use; return lent GPUs unless processes are kept on them."""
+        """Store the memory that stays in use; return lent GPUs unless processes stay loaded on them."""
         residency, instance = self._residency, self._config.instance
         with contextlib.suppress(StoreError):
             self._registry.report(instance, self._held_bytes())
@@ -208,7 +203,7 @@ class Worker:
         instance = self._config.instance
         self._registry.report(instance, self._held_bytes())
         workers = self._registry.workers(app_of(instance))
-        return as_seen_by_a_new_job(probe(), workers, self._config.gpu)
+        return memory_for_new_job(probe(), workers, self._config.gpu)
 
     def _run_video(self, record: JobRecord, stack: ExitStack) -> None:
         recorder = JobRecorder(record.id, self._store)
@@ -256,7 +251,7 @@ class Worker:
 
         Raises:
             CancelledError, PausedError: if that was requested meanwhile.
-            TandemError: if the job cannot be made on this machine now.
+            TandemError: if the job cannot run on this machine now.
         """
         gpu, instance, registry = self._config.gpu, self._config.instance, self._registry
         deaths = self._store.deaths(record.id)
@@ -273,7 +268,7 @@ class Worker:
         return self._planner.plan(record, self._machine(), gpu, others, deaths)
 
     def _gather(self, recorder: JobRecorder, count: int) -> None:
-        """Wait until this worker has `count` GPUs, and report how many it has meanwhile."""
+        """Wait until this worker has `count` GPUs; report how many it has so far."""
         registry, instance, reported = self._registry, self._config.instance, -1
         recorder.cancel.check_pause()
         # While another worker gathers, it may need this GPU.
@@ -297,7 +292,7 @@ class Worker:
             raise
 
     def _run_task(self, record: JobRecord) -> None:
-        from runtime.queue.task_runner import TaskRecorder, run_task
+        from runtime.queue.task_runner import TaskRecorder, TaskRunner
 
         config = self._config
         if len(self._registry.gpus(config.instance)) > 1:
@@ -309,7 +304,7 @@ class Worker:
             self._begin(recorder)
             try:
                 recorder.cancel.check()
-                result = run_task(work_of(record), recorder, config.engines, config.weights_dir, self._free)
+                result = TaskRunner(recorder, config.engines, config.weights_dir, self._free).run(work_of(record))
                 state: State = "done"
             except CancelledError:
                 state, result = "cancelled", Fact("task.cancelled")
@@ -327,7 +322,7 @@ class Worker:
             self._store.finish(record.id, state, result)
 
     def _give_up(self, record: JobRecord, error: Exception) -> None:
-        """End what could not even start, such as a job of another version: it must not come again and again."""
+        """Fail a job that cannot be started, such as one of another version: otherwise it would be claimed again."""
         failed = Failed.because_of(error)
         if failed.internal:
             logger.error("job %s could not start", record.id, exc_info=error)
@@ -356,7 +351,7 @@ class Worker:
             return
         import torch
 
-        import runtime.pipeline.run  # noqa: F401 - found out here if it does not import
+        import runtime.pipeline.run  # noqa: F401 - import errors are raised here
         from runtime.execution.residency import Residency
 
         if self._config.gpu:
@@ -364,11 +359,11 @@ class Worker:
         self._residency = stack.enter_context(Residency(self._config.engines))
 
 
-def as_seen_by_a_new_job(seen: Machine, workers: Iterable[WorkerEntry], gpu: int) -> Machine:
-    """Return the machine with the memory that a new job on a GPU gets: what its worker holds is reused or freed.
+def memory_for_new_job(seen: Machine, workers: Iterable[WorkerEntry], gpu: int) -> Machine:
+    """Return the machine with the memory that a new job on a GPU gets: memory of its worker is reused or freed.
 
     Args:
-        workers: of this app.
+        workers: all workers of this app.
     """
     gpus, ram = list(seen.gpus), 0
     for worker in workers:
@@ -382,10 +377,7 @@ def as_seen_by_a_new_job(seen: Machine, workers: Iterable[WorkerEntry], gpu: int
 
 
 def device_is_lost(config: WorkerConfig) -> bool:
-    """Return whether CUDA does not work in this process any more, as after an illegal memory access.
-
-    Such an error stays: every later CUDA call in the process fails.
-    """
+    """Return whether every CUDA call in this process fails from now on, as after an illegal memory access."""
     if not config.engines.machine.gpus:
         return False
     import torch

@@ -26,7 +26,7 @@ from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
 from runtime.video.mp4 import read_metadata
 from tests.plans import tiny_plan
-from tests.queue.made import saved
+from tests.queue.samples import sample_result
 
 CLIP = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 5, "steps": 4, "seed": 3, "fps": 8}
 
@@ -239,7 +239,7 @@ def test_a_clip_that_is_not_made_as_planned_is_found_out(hall: Hall, tmp_path: P
     assert unlike(plan, plan.with_component("vae", part.in_pytorch(Fact("planner.took_over")))) == ["vae"]
     recorder = Recorder("cpu")
     with recorder.watching():
-        recorder.emit(saved())
+        recorder.emit(sample_result())
     assert "another way than planned (memory ran out)" in recorder.run().fell_back[0]
     recorder.note(plan, plan, {})
     assert recorder.run().fell_back == ()

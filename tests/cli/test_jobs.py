@@ -18,7 +18,7 @@ from runtime.models.spec import ModelSpec
 from runtime.queue.store import open_store
 from runtime.video.mp4 import find_ffmpeg, read_metadata
 from tests.cli.test_generate import command
-from tests.queue.made import add, asked, planned, saved
+from tests.queue.samples import add_job, sample_plan, sample_request, sample_result
 from tests.waiting import until
 
 Tiny = Callable[[str], ModelSpec]
@@ -46,7 +46,7 @@ def stream(video: Path) -> bytes:
 def test_listing_and_searching(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(["jobs", "list"], capsys) == ({"jobs": []}, "No jobs.\n")
     store = open_store(cache_dir)
-    boat, kite = add(store, "a red boat"), add(store, "a blue kite")
+    boat, kite = add_job(store, "a red boat"), add_job(store, "a blue kite")
     store.request_cancel([boat.id])
     found, text = answer(["jobs", "list"], capsys)
     assert [(job["id"], job["state"]) for job in found["jobs"]] == [(kite.id, "queued"), (boat.id, "cancelled")]
@@ -58,7 +58,7 @@ def test_listing_and_searching(cache_dir: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_a_job_of_a_dead_process_is_called_interrupted(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job = add(open_store(cache_dir), instance="dead")
+    job = add_job(open_store(cache_dir), instance="dead")
     found, _ = answer(["jobs", "list"], capsys)
     assert [(one["id"], one["state"], one["resumable"]) for one in found["jobs"]] == [(job.id, "interrupted", True)]
 
@@ -73,7 +73,7 @@ def test_an_unknown_id_is_said_in_two_lines(act: str, capsys: pytest.CaptureFixt
 
 def test_deleting_asks_and_can_be_undone(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = open_store(cache_dir)
-    jobs = [add(store) for _ in range(2)]
+    jobs = [add_job(store) for _ in range(2)]
     ids = [job.id for job in jobs]
     refused, _ = answer(["jobs", "delete", *ids], capsys, 2)  # there is no terminal here
     assert "--yes" in refused["error"]["remedy"]
@@ -89,11 +89,12 @@ def test_deleting_asks_and_can_be_undone(cache_dir: Path, capsys: pytest.Capture
 
 def test_a_report_holds_no_prompt_and_no_paths(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = open_store(cache_dir)
-    job = store.add(asked(prompt="a zorp at home", negative_prompt="blurry"), planned(), instance="a")
-    store.record(job.id, Planned(plan=planned()))
+    job = store.add(sample_request(prompt="a zorp at home", negative_prompt="blurry"), sample_plan(), instance="a")
+    store.record(job.id, Planned(plan=sample_plan()))
     store.record(job.id, Warned(fact=Fact("pipeline.unknown_words", {"words": ["zorp"], "field": "prompt"})))
     store.record(
-        job.id, Failed(fact=Fact("queue.store_locked", {"file": planned().output, "log": cache_dir / "logs" / "x.log"}))
+        job.id,
+        Failed(fact=Fact("queue.store_locked", {"file": sample_plan().output, "log": cache_dir / "logs" / "x.log"})),
     )
     told, text = answer(["jobs", "show", job.id[:7]], capsys)
     report = told["job"]
@@ -113,8 +114,8 @@ def test_a_report_holds_no_prompt_and_no_paths(cache_dir: Path, capsys: pytest.C
 
 def test_what_is_done_is_not_resumed(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = open_store(cache_dir)
-    job = add(store, instance="a")
-    store.record(job.id, saved())
+    job = add_job(store, instance="a")
+    store.record(job.id, sample_result())
     refused, _ = answer(["jobs", "resume", job.id], capsys, 2)
     assert refused["error"]["what"] == f"Job {job.id} is done."
 

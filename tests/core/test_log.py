@@ -11,7 +11,7 @@ import pytest
 from runtime.core import log
 from runtime.core.events import Cancelled, Event, Failed, FellBack, Planned, StageStarted, StepDone, Warned
 from runtime.core.facts import Fact
-from tests.queue.made import planned, saved
+from tests.queue.samples import sample_plan, sample_result
 
 ROOT = Path(__file__).parents[2]
 LINES = 400
@@ -30,7 +30,7 @@ for number in range(int(sys.argv[3])):
 @pytest.mark.parametrize(
     ("event", "line"),
     [
-        (Planned(plan=planned()), "Planned 192x112 frames=33 steps=4 seed=7"),
+        (Planned(plan=sample_plan()), "Planned 192x112 frames=33 steps=4 seed=7"),
         (StageStarted(stage="load", part="vae"), "StageStarted stage=load part=vae"),
         (StageStarted(stage="save"), "StageStarted stage=save"),
         (
@@ -51,7 +51,7 @@ for number in range(int(sys.argv[3])):
             Failed(fact=Fact("queue.store_locked", {"file": "/home/me/a"}), internal=True),
             "Failed code=queue.store_locked internal=True",
         ),
-        (saved(), "VideoSaved load_seconds=1.500 peak_memory_bytes=1073741824"),
+        (sample_result(), "VideoSaved load_seconds=1.500 peak_memory_bytes=1073741824"),
         (Cancelled(), "Cancelled"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Fixtures that tests of jobs share."""
+"""Shared fixtures of the queue's tests."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,8 +14,8 @@ from tests.thread_queue import RunningQueue
 
 
 @pytest.fixture
-def worker(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Iterator[JobQueue]:
-    """A worker with one tiny model in its weights folder."""
+def queue(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Iterator[JobQueue]:
+    """A running queue with one tiny model in its weights folder."""
     shutil.copytree(tiny("wan2.2-a14b").directory, tmp_path / "weights" / "tiny")
     store = JobStore(tmp_path / "jobs.sqlite")
     made = RunningQueue(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path), store=store)

@@ -2,7 +2,7 @@
 
     .venv/bin/python -m tests.queue.killing --kills 30 --seed 1 [--model DIR]
 
-Kills as many jobs, by default of the shipped model, and prints when, what was left, and what came of it.
+Prints for each kill the moment, the files that remained, and the result after resuming.
 """
 
 import argparse
@@ -39,9 +39,9 @@ class Moment:
     """When a job is killed.
 
     Attributes:
-        event: so many events have been told.
+        event: after so many events.
         delay: seconds after that.
-        call: or as Python is about to do this (one of `CALLS`) for the `count`th time, to a file of the job's.
+        call: or just before Python does this (one of `CALLS`) for the `count`th time, to a file of the job's.
     """
 
     event: int = -1
@@ -52,21 +52,21 @@ class Moment:
 
 @dataclass(frozen=True)
 class Killed:
-    """What a killed job left.
+    """The end of a job's process.
 
     Attributes:
         code: its exit code, -9 if it was killed in time.
-        told: the events it had told.
-        left: names beside the video and in the job's folder.
+        events: the events that it emitted.
+        files: names of files in the outputs folder and in the job's folder.
     """
 
     code: int | None
-    told: list[dict[str, Any]]
-    left: list[str]
+    events: list[dict[str, Any]]
+    files: list[str]
 
 
 class Bench:
-    """Runs one plan in processes of their own. Their server imports PyTorch once, and computes nothing."""
+    """Runs one plan in processes of their own. The fork server imports PyTorch once and computes nothing."""
 
     def __init__(self, spec: ModelSpec, plan: ExecutionPlan, folder: Path) -> None:
         self._spec = spec
@@ -85,8 +85,8 @@ class Bench:
         process.join(120)
         assert process.exitcode is not None, "the job hangs"
         lines = self._log.read_text().splitlines() if self._log.exists() else []
-        left = [path.name for folder in (self._plan.output.parent, self.job) for path in _listed(folder)]
-        return Killed(process.exitcode, [json.loads(line) for line in lines if line.endswith("}")], left)
+        files = [path.name for folder in (self._plan.output.parent, self.job) for path in _listed(folder)]
+        return Killed(process.exitcode, [json.loads(line) for line in lines if line.endswith("}")], files)
 
 
 def _listed(folder: Path) -> list[Path]:
@@ -96,14 +96,14 @@ def _listed(folder: Path) -> list[Path]:
 def _work(directory: Path, plan_json: str, job: Path, log: Path, moment: Moment | None) -> None:
     """Run a job in this process, and end it when its moment has come."""
     plan = ExecutionPlan.model_validate_json(plan_json)
-    told = 0
+    count = 0
 
     def emit(event: Event) -> None:
-        nonlocal told
+        nonlocal count
         with log.open("a") as file:
             file.write(json.dumps(to_json(event)) + "\n")
-        told += 1
-        if moment is not None and told == moment.event:
+        count += 1
+        if moment is not None and count == moment.event:
             threading.Thread(target=_die, args=(moment.delay,), daemon=True).start()
 
     if moment is not None and moment.call:
@@ -134,7 +134,7 @@ def _die_at(moment: Moment, folders: tuple[str, ...], log: Path) -> None:
 
 
 def at_random(chance: random.Random, events: int) -> Moment:
-    """Return a moment anywhere in a job that tells so many events: most in the course of time, some at a call."""
+    """Return a moment anywhere in a job with so many events: most at random times, some at a call."""
     if chance.random() < 0.25:
         call = chance.choice(list(CALLS))
         return Moment(call=call, count=chance.randint(1, CALLS[call]))
@@ -142,7 +142,7 @@ def at_random(chance: random.Random, events: int) -> Moment:
 
 
 def main() -> None:
-    """Kill jobs at random moments and say what came of it."""
+    """Kill jobs at random moments and print the results."""
     from tests.pipeline.test_resume import stream_of
     from tests.pipeline.test_run import frames_of
 
@@ -152,15 +152,15 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=EMBEDDED / "diorama")
     given = parser.parse_args()
     chance = random.Random(given.seed)
-    say = sys.stdout.write
+    write = sys.stdout.write
     with tempfile.TemporaryDirectory() as name:
         out = Path(name) / "out"
         out.mkdir()
         spec = read_spec(given.model, given.model.name)
         plan = tiny_plan(spec, out / "x.mp4", width=96, height=64, frames=17, steps=8)
-        whole = Bench(spec, plan, Path(name) / "whole")
-        whole.job.parent.mkdir()
-        count = len(whole.run().told)
+        undisturbed = Bench(spec, plan, Path(name) / "undisturbed")
+        undisturbed.job.parent.mkdir()
+        count = len(undisturbed.run().events)
         wanted = frames_of(plan.output), stream_of(plan.output)
         same = 0
         for number in range(given.kills):
@@ -171,16 +171,18 @@ def main() -> None:
             moment = at_random(chance, count)
             killed = bench.run(moment)
             resumed = bench.run()
-            end = resumed.told[-1]["event"]
-            from_step = [event["step"] for event in resumed.told if event["event"] == "Resumed"]
-            whole_left = [path.name for path in out.iterdir()] == ["x.mp4"]
+            end = resumed.events[-1]["event"]
+            from_step = [event["step"] for event in resumed.events if event["event"] == "Resumed"]
+            tidy = [path.name for path in out.iterdir()] == ["x.mp4"]
             equal = (frames_of(plan.output), stream_of(plan.output)) == wanted
-            same += equal and whole_left and end == "VideoSaved"
-            last = {key: killed.told[-1].get(key) for key in ("event", "step", "stage", "part")} if killed.told else {}
-            became = "identical" if equal and whole_left else "DIFFERENT"
-            say(f"{number + 1:3} exit {killed.code} after {json.dumps(last)}, {moment}; left {killed.left}; ")
-            say(f"resumed from {from_step or 'the start'}: {end}, {became}\n")
-        say(f"{same} of {given.kills} identical, nothing left over\n")
+            same += equal and tidy and end == "VideoSaved"
+            last = (
+                {key: killed.events[-1].get(key) for key in ("event", "step", "stage", "part")} if killed.events else {}
+            )
+            became = "identical" if equal and tidy else "DIFFERENT"
+            write(f"{number + 1:3} exit {killed.code} after {json.dumps(last)}, {moment}; files {killed.files}; ")
+            write(f"resumed from {from_step or 'the start'}: {end}, {became}\n")
+        write(f"{same} of {given.kills} identical, no file left over\n")
     sys.exit(same != given.kills)
 
 

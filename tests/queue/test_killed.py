@@ -1,4 +1,4 @@
-"""Jobs killed with signal 9: what they left is whole, and resumed in a new process they give the same video.
+"""Jobs killed with signal 9 leave no partial video, and resume in a new process to the same video.
 
 `tests/queue/killing.py` does the same at any number of random moments.
 """
@@ -24,16 +24,18 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def wanted(tiny: Callable[[str], ModelSpec], tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], bytes, str]:
+def undisturbed(
+    tiny: Callable[[str], ModelSpec], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[str], bytes, str]:
     """Return the names of an uninterrupted job's events, its frames and its stream."""
-    folder = tmp_path_factory.mktemp("whole")
+    folder = tmp_path_factory.mktemp("undisturbed")
     out = folder / "x.mp4"
-    told = Bench(tiny("wan2.2-a14b"), tiny_plan(tiny("wan2.2-a14b"), out), folder).run().told
-    return [event["event"] for event in told], frames_of(out), stream_of(out)
+    events = Bench(tiny("wan2.2-a14b"), tiny_plan(tiny("wan2.2-a14b"), out), folder).run().events
+    return [event["event"] for event in events], frames_of(out), stream_of(out)
 
 
 def moments(names: list[str]) -> list[Moment]:
-    """Return moments in every stage of a job that tells these events."""
+    """Return moments in every stage of a job with these events."""
 
     def nth(name: str, n: int = 1) -> int:
         return [index for index, other in enumerate(names, 1) if other == name][n - 1]
@@ -50,10 +52,10 @@ def moments(names: list[str]) -> list[Moment]:
     ]
 
 
-def test_killed_at_any_moment_it_is_resumed_and_the_same(
-    wanted: tuple[list[str], bytes, str], tiny: Callable[[str], ModelSpec], tmp_path: Path
+def test_a_job_killed_at_any_moment_resumes_to_the_same_video(
+    undisturbed: tuple[list[str], bytes, str], tiny: Callable[[str], ModelSpec], tmp_path: Path
 ) -> None:
-    names, frames, stream = wanted
+    names, frames, stream = undisturbed
     spec = tiny("wan2.2-a14b")
     killed = 0
     for number, moment in enumerate(moments(names)):
@@ -64,12 +66,12 @@ def test_killed_at_any_moment_it_is_resumed_and_the_same(
         killed += first.code == -9
         assert not out.exists() or stream_of(out) == stream, moment
         second = bench.run()
-        assert [event["event"] for event in second.told][-1] == "VideoSaved", (moment, second.told[-1])
+        assert [event["event"] for event in second.events][-1] == "VideoSaved", (moment, second.events[-1])
         assert frames_of(out) == frames, moment
         assert stream_of(out) == stream, moment
         assert read_metadata(out)["job"] == "0badcafe"
         assert os.listdir(out.parent) == ["x.mp4"], moment  # noqa: PTH208 - names, hidden ones too
         assert {path.name for path in bench.job.iterdir()} == {"checkpoint.safetensors", "boundary.safetensors"}
-        if any(event["event"] == "CheckpointSaved" for event in first.told):
-            assert "Resumed" in [event["event"] for event in second.told], moment
+        if any(event["event"] == "CheckpointSaved" for event in first.events):
+            assert "Resumed" in [event["event"] for event in second.events], moment
     assert killed >= len(moments(names)) - 1  # the last one may have been done in time

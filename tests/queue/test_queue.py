@@ -1,4 +1,4 @@
-"""The worker over the store: what outlives it, what other processes do to its jobs, and many jobs at once."""
+"""The queue and its store: restarts, changes by other processes, and many jobs at once."""
 
 import random
 import shutil
@@ -40,7 +40,7 @@ Make = Callable[[], JobQueue]
 
 @pytest.fixture
 def start(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Iterator[Make]:
-    """Start a worker on the store in `tmp_path`, as often as asked."""
+    """Return a function that starts a queue on the store in `tmp_path`."""
     shutil.copytree(tiny("wan2.2-a14b").directory, tmp_path / "weights" / "tiny")
     made: list[JobQueue] = []
 
@@ -51,15 +51,15 @@ def start(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Iterator[Make]:
         return made[-1]
 
     yield begin
-    for worker in made:
-        worker.close()
+    for queue in made:
+        queue.close()
 
 
 def steps(job: Job) -> int:
     return sum(isinstance(event, StepDone) for event in job.events)
 
 
-def test_closing_puts_back_and_starting_again_goes_on(start: Make, tmp_path: Path) -> None:
+def test_a_running_job_resumes_after_a_restart_of_the_app(start: Make, tmp_path: Path) -> None:
     """The video that was under way is the one that it would have been."""
     first = start()
     running, waiting = first.submit(small(steps=300, seed=5)), first.submit(small(seed=6))
@@ -83,17 +83,17 @@ def test_closing_puts_back_and_starting_again_goes_on(start: Make, tmp_path: Pat
     assert stream(again.plan.output) == stream(whole.plan.output)
 
 
-def test_pausing_and_going_on(start: Make, tmp_path: Path) -> None:
-    worker, other = start(), stored(tmp_path)
-    paused, passing = worker.submit(small(steps=200)), worker.submit(small())
+def test_a_paused_job_continues(start: Make, tmp_path: Path) -> None:
+    queue, other = start(), stored(tmp_path)
+    paused, passing = queue.submit(small(steps=200)), queue.submit(small())
     until(lambda: steps(paused) > 2)
     other.hold([paused.id], True)  # by another process
     until(lambda: not passing.open)
     assert passing.state == "done"
     assert (paused.state, paused.held, paused.progress.end) == ("queued", True, None)
-    assert worker.active() is None
-    assert worker.ahead(worker.submit(small())) == []
-    worker.hold([paused.id], False)
+    assert queue.active() is None
+    assert queue.ahead(queue.submit(small())) == []
+    queue.hold([paused.id], False)
     until(lambda: not paused.open)
     assert paused.state == "done"
     assert len([event for event in paused.events if isinstance(event, TerminalEvent)]) == 1
@@ -114,41 +114,39 @@ def test_two_apps_share_a_queue(start: Make, tmp_path: Path) -> None:
         assert [type(event).__name__ for event in other.events] == [type(event).__name__ for event in job.events]
 
 
-def test_another_process_cancels(start: Make, tmp_path: Path) -> None:
-    worker, other = start(), stored(tmp_path)
-    running, waiting = worker.submit(small(steps=1000)), worker.submit(small(steps=1000))
+def test_another_process_cancels_jobs(start: Make, tmp_path: Path) -> None:
+    queue, other = start(), stored(tmp_path)
+    running, waiting = queue.submit(small(steps=1000)), queue.submit(small(steps=1000))
     until(lambda: steps(running) > 2)
     other.request_cancel([running.id, waiting.id])
     until(lambda: not running.open and not waiting.open)
     assert [running.state, waiting.state] == ["cancelled", "cancelled"]
 
 
-def test_a_job_of_another_process_is_seen_from_here(
-    start: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_of_another_process_is_visible(start: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runtime.queue.job_queue._RECOVERY_SECONDS", 0.1)
-    worker = start()
-    busy = worker.submit(small(steps=1000))
+    queue = start()
+    busy = queue.submit(small(steps=1000))
     until(lambda: steps(busy) > 2)
     store = stored(tmp_path)
     with Instance(store.path) as other:
         plan = busy.plan.replace(output=tmp_path / "outputs" / "other.mp4")
         record = store.add(small(), plan, instance=other.id)
-        seen = worker.job(record.id)
+        seen = queue.job(record.id)
         assert seen is not None and seen.state == "running"
         note = Fact("pipeline.text_cut", {"field": "prompt"})
         store.record(record.id, Warned(fact=note))
         until(lambda: seen.progress.warnings == (note,))
-        assert {job.id for job in worker.open_jobs()} == {busy.id, record.id}
+        assert {job.id for job in queue.open_jobs()} == {busy.id, record.id}
     until(lambda: seen.state == "interrupted")
-    assert worker.resume(record.id) is seen
+    assert queue.resume(record.id) is seen
     busy.request_cancel()
     until(lambda: seen.state == "done")
 
 
-def test_what_waits_is_planned_anew_when_it_begins(start: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = start()
-    busy, waiting = worker.submit(small(steps=1000)), worker.submit(small(seed=8))
+def test_a_queued_job_is_replanned_at_start(start: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = start()
+    busy, waiting = queue.submit(small(steps=1000)), queue.submit(small(seed=8))
     planned = waiting.plan
     until(lambda: steps(busy) > 2)
     seen = replace(probe(), ram_free_bytes=3 << 30, ram_bytes=4 << 30)
@@ -158,106 +156,106 @@ def test_what_waits_is_planned_anew_when_it_begins(start: Make, monkeypatch: pyt
     assert waiting.state == "done"
     assert waiting.plan.free_bytes != planned.free_bytes
     assert (waiting.plan.seed, waiting.plan.output) == (8, planned.output)
-    assert worker.store.get(waiting.id).plan == waiting.plan
+    assert queue.store.get(waiting.id).plan == waiting.plan
 
 
-def test_what_cannot_be_made_any_more_fails_and_the_next_goes_on(start: Make, tmp_path: Path) -> None:
-    worker = start()
-    busy, gone = worker.submit(small(steps=1000)), worker.submit(small())
+def test_a_job_whose_model_was_removed_fails_and_the_next_runs(start: Make, tmp_path: Path) -> None:
+    queue = start()
+    busy, gone = queue.submit(small(steps=1000)), queue.submit(small())
     until(lambda: steps(busy) > 2)
-    worker.store.edit(gone.id, small(model="lost"), gone.plan.replace(model="lost"))
-    after = worker.submit(small())
+    queue.store.edit(gone.id, small(model="lost"), gone.plan.replace(model="lost"))
+    after = queue.submit(small())
     busy.request_cancel()
     until(lambda: not after.open)
     assert (gone.state, after.state) == ("failed", "done")
-    assert "lost" in str(worker.store.get(gone.id).failure)
+    assert "lost" in str(queue.store.get(gone.id).failure)
 
 
-def test_editing_and_moving(start: Make) -> None:
-    worker = start()
-    busy, first, second = (worker.submit(small(steps=n)) for n in (1000, 3, 4))
+def test_queued_jobs_are_edited_and_moved(start: Make) -> None:
+    queue = start()
+    busy, first, second = (queue.submit(small(steps=n)) for n in (1000, 3, 4))
     until(lambda: busy.state == "running")
-    worker.store.move(second.id, first.id)
-    edited = worker.edit(first.id, small(prompt="a kite", steps=5))
-    assert [one.id for one in worker.ahead(edited)] == [busy.id, second.id]
+    queue.store.move(second.id, first.id)
+    edited = queue.edit(first.id, small(prompt="a kite", steps=5))
+    assert [one.id for one in queue.ahead(edited)] == [busy.id, second.id]
     assert edited.plan.steps == 5
     with pytest.raises(InvalidRequestError):
-        worker.edit(first.id, small(width=33))
+        queue.edit(first.id, small(width=33))
     with pytest.raises(StoreError):
-        worker.edit(busy.id, small())
+        queue.edit(busy.id, small())
     busy.request_cancel()
     until(lambda: not edited.open)
     saved = edited.progress.end
     assert isinstance(saved, VideoSaved) and saved.request["prompt"] == "a kite"
 
 
-def test_a_batch_is_queued_whole_or_not_at_all(start: Make) -> None:
-    worker = start()
-    jobs = worker.submit_all(combined(small(), ["a boat", "a kite"], [1, 2, 3]), owner="guest")
+def test_an_invalid_batch_queues_nothing(start: Make) -> None:
+    queue = start()
+    jobs = queue.submit_all(combined(small(), ["a boat", "a kite"], [1, 2, 3]), owner="guest")
     assert [(job.plan.prompt, job.plan.seed) for job in jobs] == [
         (prompt, seed) for prompt in ("a boat", "a kite") for seed in (1, 2, 3)
     ]
-    records = worker.store.list()
+    records = queue.store.list()
     assert len({record.batch for record in records}) == 1 and records[0].batch
-    assert worker.jobs("guest") == jobs and worker.jobs(None) == []
-    assert worker.active() is None and worker.active("guest") is not None
-    assert worker.latest("guest") is jobs[-1]
+    assert queue.jobs("guest") == jobs and queue.jobs(None) == []
+    assert queue.active() is None and queue.active("guest") is not None
+    assert queue.latest("guest") is jobs[-1]
     with pytest.raises(InvalidRequestError):
-        worker.submit_all([small(), small(width=33)])
-    assert len(worker.store.list()) == 6
-    worker.cancel([job.id for job in jobs])
-    until(lambda: not worker.open_jobs())
+        queue.submit_all([small(), small(width=33)])
+    assert len(queue.store.list()) == 6
+    queue.cancel([job.id for job in jobs])
+    until(lambda: not queue.open_jobs())
 
 
-def test_the_second_half_is_redone(start: Make) -> None:
-    worker = start()
+def test_the_low_noise_steps_are_rerun(start: Make) -> None:
+    queue = start()
     guided = {"guidance_scale": 5.0, "guidance_scale_2": 3.0}
-    first = worker.submit(small(steps=8, seed=4, **guided))
+    first = queue.submit(small(steps=8, seed=4, **guided))
     until(lambda: not first.open)
-    again = worker.redo_second_half(first.id, {"guidance_scale_2": 6.0})
-    whole = worker.submit(small(steps=8, seed=4, **guided | {"guidance_scale_2": 6.0}))
+    again = queue.redo_second_half(first.id, {"guidance_scale_2": 6.0})
+    whole = queue.submit(small(steps=8, seed=4, **guided | {"guidance_scale_2": 6.0}))
     until(lambda: not whole.open)
     assert (first.state, again.state, whole.state) == ("done", "done", "done")
-    assert worker.store.get(again.id).parent == first.id
+    assert queue.store.get(again.id).parent == first.id
     assert 0 < steps(again) < steps(first)
     assert stream(again.plan.output) == stream(whole.plan.output) != stream(first.plan.output)
-    folder = worker.store.folder(again.id)
+    folder = queue.store.folder(again.id)
     assert folder is not None
     assert {path.name for path in folder.iterdir()} == {"boundary.safetensors", "poster.webp"}
     with pytest.raises(InvalidRequestError):
-        worker.redo_second_half(first.id, {"prompt": "a kite"})
-    assert len(worker.store.list()) == 3
+        queue.redo_second_half(first.id, {"prompt": "a kite"})
+    assert len(queue.store.list()) == 3
 
 
 @pytest.mark.slow
-def test_a_build_outlives_its_worker(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
+def test_a_build_continues_after_a_restart_of_the_app(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
     folder = tmp_path / "weights" / "tiny"
     shutil.copytree(tiny("wan2.1").directory, folder)
     engines = EngineService(EngineStore(tmp_path / "engines", 10**10), probe(), tmp_path)
     request = small(backends={"text_encoder": "onnxruntime"})
-    worker = RunningQueue(tmp_path / "weights", tmp_path / "outputs", engines, store=stored(tmp_path))
-    busy = worker.submit(small(steps=1000))
-    build = worker.add_task(BuildEngines(request=request.to_json()), "Build it")
-    task = worker.add_task(PruneEngines(max_bytes=10**10), "Prune")
-    assert [(one.kind, one.title) for one in worker.store.queue()][1:] == [("build", "Build it"), ("task", "Prune")]
-    worker.close()
+    queue = RunningQueue(tmp_path / "weights", tmp_path / "outputs", engines, store=stored(tmp_path))
+    busy = queue.submit(small(steps=1000))
+    build = queue.add_task(BuildEngines(request=request.to_json()), "Build it")
+    task = queue.add_task(PruneEngines(max_bytes=10**10), "Prune")
+    assert [(one.kind, one.title) for one in queue.store.queue()][1:] == [("build", "Build it"), ("task", "Prune")]
+    queue.close()
     assert (build.state, task.state) == ("queued", "queued")
-    worker = RunningQueue(tmp_path / "weights", tmp_path / "outputs", engines, store=stored(tmp_path))
-    (again,) = worker.tasks()
-    worker.cancel([busy.id])
-    until(lambda: not again.open and not worker.store.queue())
-    worker.close()
+    queue = RunningQueue(tmp_path / "weights", tmp_path / "outputs", engines, store=stored(tmp_path))
+    (again,) = queue.tasks()
+    queue.cancel([busy.id])
+    until(lambda: not again.open and not queue.store.queue())
+    queue.close()
     assert (again.title, again.state) == ("Build it", "done")
     assert again.result == Fact("task.built", {"built": 1, "wanted": 1})
-    assert worker.store.get(task.id).state == "done"
+    assert queue.store.get(task.id).state == "done"
     assert len(engines.store.index()) == 1
 
 
-def test_a_store_that_cannot_be_written_for_a_while_loses_nothing(
+def test_events_are_written_after_the_store_could_not_be_written(
     start: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = start()
-    job = worker.submit(small(steps=300))
+    queue = start()
+    job = queue.submit(small(steps=300))
     until(lambda: steps(job) > 2)
     broken = threading.Event()
     record = JobStore.record
@@ -270,19 +268,19 @@ def test_a_store_that_cannot_be_written_for_a_while_loses_nothing(
     monkeypatch.setattr(JobStore, "record", sometimes)
     broken.set()
     until(job.plan.output.is_file)
-    assert worker.store.get(job.id).state == "running"
+    assert queue.store.get(job.id).state == "running"
     broken.clear()
-    until(lambda: worker.store.get(job.id).state == "done")
-    assert sum(values["event"] == "StepDone" for _, _, values in worker.store.events(job.id)) == 300
+    until(lambda: queue.store.get(job.id).state == "done")
+    assert sum(values["event"] == "StepDone" for _, _, values in queue.store.events(job.id)) == 300
     until(lambda: not job.open)
     assert job.state == "done"
 
 
 def test_a_store_that_cannot_be_written_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.queue.made import add
+    from tests.queue.samples import add_job
 
     store = stored(tmp_path)
-    recorder = JobRecorder(add(store, instance="a").id, store)
+    recorder = JobRecorder(add_job(store, instance="a").id, store)
 
     def broken(*_: object) -> bool:
         raise StoreError("queue.store_disk_full", file="jobs.sqlite")
@@ -297,17 +295,17 @@ def test_a_store_that_cannot_be_written_is_reported_once(tmp_path: Path, monkeyp
     assert len(store.events(recorder.id)) == 2
 
 
-def test_previews_cross_processes_and_the_last_is_kept_as_poster(tmp_path: Path) -> None:
-    from tests.queue.made import add, planned, saved
+def test_previews_reach_other_processes_and_the_last_becomes_the_poster(tmp_path: Path) -> None:
+    from tests.queue.samples import add_job, sample_plan, sample_result
 
     store = stored(tmp_path)
-    record = add(store, instance="a")
-    job = Job(record, planned(), "Diorama", store)
+    record = add_job(store, instance="a")
+    job = Job(record, sample_plan(), "Diorama", store)
     recorder = JobRecorder(record.id, store)
     recorder.record(StepDone(step=1, of=4, seconds=0.1, part="transformer", preview=b"webp"))
     job.refresh()
     assert job.progress.preview == b"webp"
-    recorder.record(saved())
+    recorder.record(sample_result())
     folder = store.folder(job.id)
     assert folder is not None
     assert (folder / POSTER).read_bytes() == b"webp"
@@ -333,7 +331,7 @@ while not ended.is_set():
     if not waiting:
         continue
     one, two = chosen.choice(waiting), chosen.choice(waiting)
-    act = chosen.choice(["move", "move", "hold", "go on", "cancel"])
+    act = chosen.choice(["move", "move", "hold", "continue", "cancel"])
     try:
         if act == "move":
             store.move(one, chosen.choice([two, None]))
@@ -349,22 +347,22 @@ print(count)
 
 
 @pytest.mark.slow
-def test_many_jobs_moved_held_and_cancelled_by_two_processes_each_end_once(start: Make, tmp_path: Path) -> None:
-    worker, chosen = start(), random.Random(3)
+def test_jobs_that_two_processes_move_pause_and_cancel_end_once_each(start: Make, tmp_path: Path) -> None:
+    queue, chosen = start(), random.Random(3)
     command = [sys.executable, "-c", MEDDLER, str(tmp_path / "jobs.sqlite"), "7"]
-    jobs = worker.submit_all([small(steps=1, seed=n) for n in range(MANY)])
+    jobs = queue.submit_all([small(steps=1, seed=n) for n in range(MANY)])
     with subprocess.Popen(
         command, cwd=Path(__file__).parents[2], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as other:
         while any(job.state == "queued" and not job.held for job in jobs):
-            worker.cancel([chosen.choice(jobs).id])
+            queue.cancel([chosen.choice(jobs).id])
             time.sleep(chosen.uniform(0, 0.2))
         meddled = int(other.communicate()[0])
     assert meddled > MANY
-    worker.hold([one.id for one in worker.store.queue()], False)
-    until(lambda: not worker.store.queue())
+    queue.hold([one.id for one in queue.store.queue()], False)
+    until(lambda: not queue.store.queue())
     until(lambda: not any(job.open for job in jobs))
-    records: dict[str, JobRecord] = {one.id: one for one in worker.store.list()}
+    records: dict[str, JobRecord] = {one.id: one for one in queue.store.list()}
     assert set(records) == {job.id for job in jobs}
     assert {one.state for one in records.values()} <= {"done", "cancelled"}
     with sqlite3.connect(tmp_path / "jobs.sqlite") as connection:

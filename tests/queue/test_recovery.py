@@ -28,7 +28,7 @@ from runtime.queue.records import JobRecord, PruneEngines
 from runtime.queue.recovery import EXIT_DEVICE_LOST, MemoryKills, avoid_causes, exit_reason
 from runtime.queue.store import JobStore
 from tests.plans import machine, tiny_plan
-from tests.queue.made import add, asked, planned, saved
+from tests.queue.samples import add_job, sample_plan, sample_request, sample_result
 
 KILLED = Fact("queue.exited", {"how": "signal 9, SIGKILL"})
 CRASHED = Fact("queue.exited", {"how": "exit code 1"})
@@ -40,11 +40,11 @@ import sys
 from pathlib import Path
 from runtime.queue.instances import Instance
 from runtime.queue.store import JobStore
-from tests.queue.made import add
+from tests.queue.samples import add_job
 
 store = JobStore(Path(sys.argv[1]))
 with Instance(store.path) as own:
-    print(add(store, instance=own.id).id, own.id, flush=True)
+    print(add_job(store, instance=own.id).id, own.id, flush=True)
     sys.stdin.readline()
 """
 
@@ -62,7 +62,7 @@ def test_jobs_of_a_killed_process_are_interrupted(store: JobStore) -> None:
         assert holder.stdout is not None
         job, other = holder.stdout.readline().split()
         with Instance(store.path) as own:
-            waiting = add(store)
+            waiting = add_job(store)
             assert instances.is_alive(store.path, other)
             assert recovery.recover(store, own.id) == []
             os.kill(holder.pid, signal.SIGKILL)
@@ -88,8 +88,8 @@ def test_a_task_of_a_dead_app_is_cancelled(store: JobStore, tmp_path: Path) -> N
 
 def running(store: JobStore, tmp_path: Path, instance: str = "app.0", stage: Stage = "denoise") -> JobRecord:
     """Return a job that a worker runs, in a stage of the transformer."""
-    plan = planned().replace(output=tmp_path / "x.mp4")
-    job = add(store, instance=instance)
+    plan = sample_plan().replace(output=tmp_path / "x.mp4")
+    job = add_job(store, instance=instance)
     store.record(job.id, Planned(plan=plan))
     store.record(job.id, StageStarted(stage=stage, part="transformer"))
     return store.get(job.id)
@@ -182,8 +182,8 @@ def with_engine(*, build: bool) -> tuple[ExecutionPlan, EngineUse]:
     use = EngineUse(
         id="0" * 16, program="transformer", builder="inductor", precision="float32", profile=profile, build=build
     )
-    part = planned().components["transformer"].replace(backend="inductor", engines=(use,))
-    return planned().with_component("transformer", part), use
+    part = sample_plan().components["transformer"].replace(backend="inductor", engines=(use,))
+    return sample_plan().with_component("transformer", part), use
 
 
 def test_a_build_is_retried_once_and_then_left_out() -> None:
@@ -204,7 +204,7 @@ def test_a_build_is_retried_once_and_then_left_out() -> None:
 def test_a_job_whose_worker_ran_out_of_memory_resumes_with_a_lower_memory_strategy(
     permitted: str, applied: bool
 ) -> None:
-    request = asked(seed=7, steps=4, on_out_of_memory=permitted)
+    request = sample_request(seed=7, steps=4, on_out_of_memory=permitted)
     plan = resolve(request, diorama(), machine(), Path("/nowhere/boat.mp4"))
     killed = death("decode", "vae", out_of_memory=True)
     found = avoid_causes(plan, diorama(), [killed])
@@ -266,7 +266,7 @@ def test_a_complete_video_that_names_its_job_is_done(
     """The process died after it renamed the video and before it stored the event."""
     spec = tiny("wan2.1")
     plan = tiny_plan(spec, tmp_path / "boat.mp4").replace(model="diorama")
-    ours, another, torn = (store.add(asked(), plan, instance="dead") for _ in range(3))
+    ours, another, torn = (store.add(sample_request(), plan, instance="dead") for _ in range(3))
     events: list[Event] = []
     with Residency() as residency:
         run_job(plan, spec, events.append, Cancel(), residency, job_id=ours.id)
@@ -288,7 +288,7 @@ def test_files_of_killed_jobs_are_removed(store: JobStore, tmp_path: Path) -> No
     left.mkdir(parents=True)
     (left / "lock").write_text("")
     (left / "stream.mp4").write_bytes(bytes(1000))
-    kept = add(store)
+    kept = add_job(store)
     for name in (kept.id, "0123abcd", "instances", "something"):
         (tmp_path / "jobs" / name).mkdir(parents=True)
     storage.tidy(store, outputs)
@@ -313,8 +313,8 @@ def test_purging_removes_only_files_in_the_outputs_folder(store: JobStore, tmp_p
     for video in videos:
         video.parent.mkdir()
         video.write_bytes(b"video")
-        job = store.add(asked(), planned().replace(output=video), instance="a")
-        store.record(job.id, saved().model_copy(update={"video": video}))
+        job = store.add(sample_request(), sample_plan().replace(output=video), instance="a")
+        store.record(job.id, sample_result().model_copy(update={"video": video}))
         folder = store.folder(job.id)
         assert folder is not None
         folder.mkdir(parents=True)

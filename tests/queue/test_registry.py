@@ -1,4 +1,4 @@
-"""Workers that lend each other GPUs: no worker waits forever, and no GPU is used by two jobs."""
+"""Workers lend GPUs to each other: no worker waits forever, and no GPU runs two jobs."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ from tests.waiting import until
 
 
 class Workers:
-    """Threads that do what `Worker` does with the registry, and jobs that take no time but their turn."""
+    """Threads that use the registry as `Worker` does, with empty jobs."""
 
     def __init__(self, gpus: int, jobs: list[int]) -> None:
         self.registry = WorkerRegistry(JobStore(None).database)
@@ -63,7 +63,7 @@ class Workers:
                         time.sleep(0.001)
                 held = registry.return_spare(me, wanted)
             self._work(gpu, held)
-            if wanted % 2:  # after an even number the GPUs stay lent, as they do while processes are kept on them
+            if wanted % 2:  # after an even number the GPUs stay lent, as while processes stay loaded on them
                 registry.release(me)
 
     def _lend(self, me: str, *, waits: bool = False) -> None:
@@ -83,7 +83,7 @@ class Workers:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_all_jobs_are_done_and_no_gpu_has_two(seed: int) -> None:
+def test_all_jobs_end_and_no_gpu_runs_two(seed: int) -> None:
     sizes = [[1, 2, 4, 3, 1, 1, 2], [4, 4, 1, 2, 2, 3], [2, 2, 2, 1, 4, 1]][seed]
     jobs = sizes * 4
     with Workers(4, list(jobs)) as workers:
@@ -93,7 +93,7 @@ def test_all_jobs_are_done_and_no_gpu_has_two(seed: int) -> None:
 
 
 @pytest.mark.parametrize("gpus", [2, 3, 4])
-def test_few_jobs_are_done_too(gpus: int) -> None:
+def test_a_few_jobs_end(gpus: int) -> None:
     """With many jobs, a later one would free a worker that waits."""
     for jobs in product(range(1, gpus + 1), repeat=3):
         with Workers(gpus, list(jobs)) as workers:
@@ -109,7 +109,7 @@ def registry(gpus: int) -> WorkerRegistry:
     return made
 
 
-def test_idle_workers_lend_until_there_are_enough() -> None:
+def test_idle_workers_lend_gpus_until_a_job_has_enough() -> None:
     workers = registry(3)
     workers.want("app.2", 2)
     assert [workers.waits_for(f"app.{gpu}") for gpu in range(3)] == ["app.2", "app.2", None]
@@ -122,7 +122,7 @@ def test_idle_workers_lend_until_there_are_enough() -> None:
     assert workers.gpus("app.1") == [1]
 
 
-def test_two_that_wait_gather_one_after_the_other() -> None:
+def test_two_waiting_workers_gather_gpus_one_after_the_other() -> None:
     workers = registry(2)
     workers.want("app.0", 2)
     workers.want("app.1", 2)
@@ -134,7 +134,7 @@ def test_two_that_wait_gather_one_after_the_other() -> None:
     assert workers.gpus("app.1") == [1, 0] and workers.gpus("app.0") == []
 
 
-def test_a_worker_that_stops_waiting_returns_everything_and_is_lent_nothing() -> None:
+def test_a_worker_that_stops_waiting_returns_its_gpus() -> None:
     workers = registry(3)
     workers.want("app.0", 3)
     workers.lend("app.1", "app.0")
@@ -143,7 +143,7 @@ def test_a_worker_that_stops_waiting_returns_everything_and_is_lent_nothing() ->
     assert [workers.gpus(f"app.{gpu}") for gpu in range(3)] == [[0], [1], [2]]
 
 
-def test_a_worker_that_is_replaced_keeps_its_gpu_lent() -> None:
+def test_a_replaced_worker_keeps_its_gpu_lent() -> None:
     workers = registry(2)
     workers.want("app.0", 2)
     workers.lend("app.1", "app.0")

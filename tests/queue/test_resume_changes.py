@@ -1,4 +1,4 @@
-"""Jobs taken up in another way, and the room that jobs take."""
+"""Jobs resumed with other settings, and disk usage of jobs."""
 
 import time
 from pathlib import Path
@@ -11,7 +11,7 @@ from runtime.queue import storage
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import JobStore
 from runtime.queue.views import Job
-from tests.queue.made import add, saved
+from tests.queue.samples import add_job, sample_result
 from tests.queue.test_worker import small, stored, watch
 from tests.waiting import until
 
@@ -20,47 +20,47 @@ def end(job: Job) -> object:
     return list(watch(job))[-1]
 
 
-def test_a_cancelled_job_goes_on_in_another_way(worker: JobQueue) -> None:
-    job = worker.submit(small(seed=3, steps=60, width=64, height=64))
+def test_a_cancelled_job_resumes_with_other_settings(queue: JobQueue) -> None:
+    job = queue.submit(small(seed=3, steps=60, width=64, height=64))
     until(lambda: job.progress.step >= 2, pause=0.005)
     job.request_cancel()
     assert isinstance(end(job), Cancelled)
     with pytest.raises(InvalidRequestError):
-        worker.resume(job.id, {"offload": "somehow"})
-    assert worker.store.get(job.id).state == "cancelled"
-    again = worker.resume(job.id, {"on_out_of_memory": "any"})
-    told = list(watch(again))
-    assert isinstance(told[-1], VideoSaved)
-    assert next(event for event in told if isinstance(event, Resumed)).step >= 2
-    assert worker.store.get(job.id).request["on_out_of_memory"] == "any"
+        queue.resume(job.id, {"offload": "somehow"})
+    assert queue.store.get(job.id).state == "cancelled"
+    again = queue.resume(job.id, {"on_out_of_memory": "any"})
+    events = list(watch(again))
+    assert isinstance(events[-1], VideoSaved)
+    assert next(event for event in events if isinstance(event, Resumed)).step >= 2
+    assert queue.store.get(job.id).request["on_out_of_memory"] == "any"
     with pytest.raises(StoreError, match="is done"):
-        worker.resume(job.id, {"on_out_of_memory": "retry"})
+        queue.resume(job.id, {"on_out_of_memory": "retry"})
 
 
 def finished(store: JobStore, size: int) -> str:
     """Add a finished job with a boundary that is its last checkpoint too."""
-    made = add(store)
+    made = add_job(store)
     store.claim("here")
-    store.record(made.id, saved())
-    kept = store.folder(made.id)
-    assert kept is not None
-    kept.mkdir(parents=True)
-    (kept / "boundary.safetensors").write_bytes(b"x" * size)
-    (kept / "checkpoint.safetensors").hardlink_to(kept / "boundary.safetensors")
+    store.record(made.id, sample_result())
+    folder = store.folder(made.id)
+    assert folder is not None
+    folder.mkdir(parents=True)
+    (folder / "boundary.safetensors").write_bytes(b"x" * size)
+    (folder / "checkpoint.safetensors").hardlink_to(folder / "boundary.safetensors")
     return made.id
 
 
-def test_room_is_measured_and_made(tmp_path: Path) -> None:
+def test_disk_usage_is_measured_and_freed(tmp_path: Path) -> None:
     store = stored(tmp_path)
     ids = [finished(store, size) for size in (1000, 2000)]
-    waits = add(store)
+    waits = add_job(store)
     spared = store.folder(waits.id)
     assert spared is not None
     spared.mkdir()
     (spared / "checkpoint.safetensors").write_bytes(b"x" * 500)
     found = storage.measure(store, None)
     assert (found.checkpoint_bytes, found.finished_bytes, found.deleted) == (3500, 3000, 0)
-    assert storage.measure(store, "somebody") == storage.DiskUsage(0, 0, 0, 0, 0, 0)
+    assert storage.measure(store, "visitor") == storage.DiskUsage(0, 0, 0, 0, 0, 0)
     store.delete(ids[1])
     found = storage.measure(store, None)
     assert (found.finished_bytes, found.deleted, found.deleted_bytes) == (1000, 1, 2000)
@@ -70,11 +70,11 @@ def test_room_is_measured_and_made(tmp_path: Path) -> None:
     assert storage.checkpoint_bytes(store, ids[1]) == 2000
 
 
-def test_age_is_by_the_end_and_never_of_what_is_open(tmp_path: Path) -> None:
+def test_age_counts_from_the_end_and_open_jobs_have_none(tmp_path: Path) -> None:
     store = stored(tmp_path)
     old = finished(store, 1)
-    add(store)
+    add_job(store)
     assert storage.older_than(store, None, 1) == []
     later = time.time() + 2 * 86_400
     assert [job.id for job in storage.older_than(store, None, 1, later)] == [old]
-    assert storage.older_than(store, "somebody", 1, later) == []
+    assert storage.older_than(store, "visitor", 1, later) == []

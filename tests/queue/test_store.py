@@ -1,4 +1,4 @@
-"""The job store: what each call does to a job, and what is refused."""
+"""The job store: the effect of each method on a job, and refusals."""
 
 import sqlite3
 import time
@@ -31,7 +31,7 @@ from runtime.queue import store as store_module
 from runtime.queue.records import BuildEngines, DeleteEngine, JobRecord, work_of
 from runtime.queue.store import JobStore
 from tests.plans import gpu, machine, tiny_plan
-from tests.queue.made import add, asked, planned, saved
+from tests.queue.samples import add_job, sample_plan, sample_request, sample_result
 
 
 @pytest.fixture
@@ -43,8 +43,8 @@ def ids(jobs: object) -> list[str]:
     return [job.id for job in jobs]  # type: ignore[attr-defined]
 
 
-def test_a_job_comes_back_as_it_was(store: JobStore, tmp_path: Path) -> None:
-    request, plan = asked(prompt="Ein “rotes” Boot\nbei 100 % Wind", steps=3), planned(seed=11)
+def test_a_job_is_read_as_it_was_added(store: JobStore, tmp_path: Path) -> None:
+    request, plan = sample_request(prompt="Ein “rotes” Boot\nbei 100 % Wind", steps=3), sample_plan(seed=11)
     made = store.add(request, plan, owner="guest", batch="b", parent="p")
     again = JobStore(tmp_path / "jobs.sqlite").get(made.id)
     assert again == made
@@ -55,24 +55,24 @@ def test_a_job_comes_back_as_it_was(store: JobStore, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_plans_come_back_equal(on_gpu: bool, tmp_path: Path) -> None:
+def test_a_plan_is_read_as_it_was_stored(on_gpu: bool, tmp_path: Path) -> None:
     from runtime.planner.resolve import resolve
 
     spec = read_spec(EMBEDDED / "diorama", "diorama")
-    here = machine(gpu=gpu(free_gib=1), torch_cuda="13.0") if on_gpu else machine()
-    plan = resolve(asked(), spec, here, tmp_path / "a.mp4")
+    on = machine(gpu=gpu(free_gib=1), torch_cuda="13.0") if on_gpu else machine()
+    plan = resolve(sample_request(), spec, on, tmp_path / "a.mp4")
     assert ExecutionPlan.model_validate_json(plan.model_dump_json()) == plan
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"prompt": 1}', "null", "{"])
 def test_a_plan_of_another_version_is_none(text: str, store: JobStore) -> None:
-    record = store.add(asked(), planned())
-    assert record.plan == planned()
+    record = store.add(sample_request(), sample_plan())
+    assert record.plan == sample_plan()
     assert record.replace(plan_json=text).plan is None
 
 
 EVENTS: list[Event] = [
-    Planned(plan=planned()),
+    Planned(plan=sample_plan()),
     StageStarted(stage="load", part="vae"),
     FellBack(component="vae", backend="inductor", reason=Fact("execution.engine_not_finite")),
     StepDone(step=1, of=4, seconds=0.5, part="transformer", preview=b"webp"),
@@ -81,8 +81,8 @@ EVENTS: list[Event] = [
 ]
 
 
-def test_events_are_kept_in_order_and_told_after_a_number(store: JobStore) -> None:
-    job = add(store, instance="here")
+def test_events_are_read_in_order_from_a_number_on(store: JobStore) -> None:
+    job = add_job(store, instance="cli")
     assert all(store.record(job.id, event) for event in EVENTS)
     kept = store.events(job.id)
     assert [values["event"] for _, _, values in kept] == [type(event).__name__ for event in EVENTS]
@@ -100,13 +100,13 @@ def test_events_are_kept_in_order_and_told_after_a_number(store: JobStore) -> No
 @pytest.mark.parametrize(
     ("event", "state"),
     [
-        (saved(), "done"),
+        (sample_result(), "done"),
         (Failed(fact=Fact("pipeline.out_of_memory", {"memory": "RAM"}), internal=True), "failed"),
         (Cancelled(), "cancelled"),
     ],
 )
 def test_a_job_ends_once(event: Event, state: str, store: JobStore) -> None:
-    job = add(store, instance="here")
+    job = add_job(store, instance="cli")
     assert store.record(job.id, event)
     ended = store.get(job.id)
     assert ended.state == state
@@ -115,7 +115,7 @@ def test_a_job_ends_once(event: Event, state: str, store: JobStore) -> None:
     assert ended.ended is not None
     assert ended.resumable == (state != "done")
     for second in (
-        saved(),
+        sample_result(),
         Failed(fact=Fact("queue.store_locked")),
         Cancelled(),
         Warned(fact=Fact("pipeline.text_cut", {"field": "prompt"})),
@@ -125,14 +125,14 @@ def test_a_job_ends_once(event: Event, state: str, store: JobStore) -> None:
     assert len(store.events(job.id)) == 1
 
 
-def test_the_plan_that_a_job_begins_by_is_the_one_it_keeps(store: JobStore) -> None:
-    job = add(store, instance="here")
-    store.record(job.id, Planned(plan=planned(steps=9)))
-    assert store.get(job.id).plan == planned(steps=9)
+def test_a_started_job_keeps_its_plan(store: JobStore) -> None:
+    job = add_job(store, instance="cli")
+    store.record(job.id, Planned(plan=sample_plan(steps=9)))
+    assert store.get(job.id).plan == sample_plan(steps=9)
 
 
-def test_claims_go_in_order_and_each_job_to_one(store: JobStore, tmp_path: Path) -> None:
-    first, second, third = (add(store) for _ in range(3))
+def test_jobs_are_claimed_in_order_and_once(store: JobStore, tmp_path: Path) -> None:
+    first, second, third = (add_job(store) for _ in range(3))
     other = JobStore(tmp_path / "jobs.sqlite")
     store.hold([first.id], True)
     one, two = store.claim("a"), other.claim("b")
@@ -145,8 +145,8 @@ def test_claims_go_in_order_and_each_job_to_one(store: JobStore, tmp_path: Path)
     assert ids(store.queue()) == [first.id, second.id, third.id]
 
 
-def test_many_claims_at_once_give_each_job_to_one(store: JobStore, tmp_path: Path) -> None:
-    made = [add(store) for _ in range(60)]
+def test_simultaneous_claims_return_each_job_once(store: JobStore, tmp_path: Path) -> None:
+    made = [add_job(store) for _ in range(60)]
     taken: list[list[str]] = [[], [], []]
 
     def claim(into: list[str]) -> None:
@@ -155,16 +155,16 @@ def test_many_claims_at_once_give_each_job_to_one(store: JobStore, tmp_path: Pat
             into.append(job.id)
 
     with ThreadPoolExecutor() as threads:
-        list(threads.map(claim, taken))  # what fails is raised here
+        list(threads.map(claim, taken))  # raises errors of the threads
     assert sorted(one for each in taken for one in each) == sorted(ids(made))
     assert all(each == [one for one in ids(made) if one in each] for each in taken)
 
 
-def test_a_task_goes_to_a_worker_that_takes_tasks(store: JobStore, tmp_path: Path) -> None:
+def test_a_task_is_claimed_by_a_worker_for_tasks(store: JobStore, tmp_path: Path) -> None:
     work = DeleteEngine(engine="0" * 16)
     task = store.add_work("task", "Delete it", tmp_path, work.model_dump(mode="json"))
-    build = store.add_work("build", "Build it", tmp_path, asked().to_json(), part="vae")
-    video = add(store)
+    build = store.add_work("build", "Build it", tmp_path, sample_request().to_json(), part="vae")
+    video = add_job(store)
     assert ids(store.queue()) == [task.id, build.id, video.id]
     other = store.claim("a.1", records.VIDEOS)
     assert other is not None and other.id == video.id
@@ -176,7 +176,7 @@ def test_a_task_goes_to_a_worker_that_takes_tasks(store: JobStore, tmp_path: Pat
     found = work_of(build)
     assert isinstance(found, BuildEngines)
     assert (found.request, found.component) == (build.request, "vae")
-    assert (build.part, build.generation_request(), build.title) == ("vae", asked(), "Build it")
+    assert (build.part, build.generation_request(), build.title) == ("vae", sample_request(), "Build it")
     missing = Fact("engine.no_compiler")
     store.finish(build.id, "failed", missing)
     store.finish(build.id, "done", Fact("engine.built"))
@@ -187,7 +187,7 @@ def test_a_task_goes_to_a_worker_that_takes_tasks(store: JobStore, tmp_path: Pat
 
 def test_a_running_job_is_not_queued(store: JobStore) -> None:
     """What the command line runs itself is never claimed by an app."""
-    job = add(store, instance="cli")
+    job = add_job(store, instance="cli")
     assert job.state == "running"
     assert store.claim("app") is None
 
@@ -204,14 +204,14 @@ def test_a_running_job_is_not_queued(store: JobStore) -> None:
         (3, None, "0123"),
     ],
 )
-def test_moving(moved: int, before: int | None, order: str, store: JobStore) -> None:
-    jobs = [add(store) for _ in range(4)]
+def test_a_queued_job_is_moved(moved: int, before: int | None, order: str, store: JobStore) -> None:
+    jobs = [add_job(store) for _ in range(4)]
     store.move(jobs[moved].id, None if before is None else jobs[before].id)
     assert ids(store.queue()) == [jobs[int(place)].id for place in order]
 
 
-def test_a_paused_job_comes_back_to_its_place(store: JobStore) -> None:
-    jobs = [add(store) for _ in range(3)]
+def test_a_paused_job_keeps_its_place(store: JobStore) -> None:
+    jobs = [add_job(store) for _ in range(3)]
     claimed = store.claim("a")
     assert claimed is not None
     store.hold([claimed.id], True)
@@ -224,8 +224,8 @@ def test_a_paused_job_comes_back_to_its_place(store: JobStore) -> None:
     assert following is not None and following.id == jobs[2].id
 
 
-def test_a_pause_is_taken_back_and_never_outdoes_a_cancel(store: JobStore) -> None:
-    job = add(store, instance="a")
+def test_a_pause_is_withdrawn_and_does_not_replace_a_cancel(store: JobStore) -> None:
+    job = add_job(store, instance="a")
     store.hold([job.id], True)
     store.hold([job.id], False)
     assert store.pending([job.id]) == {}
@@ -234,9 +234,9 @@ def test_a_pause_is_taken_back_and_never_outdoes_a_cancel(store: JobStore) -> No
     assert store.pending([job.id]) == {job.id: "cancel"}
 
 
-def test_cancelling(store: JobStore) -> None:
-    waiting, running, done = add(store), add(store, instance="a"), add(store, instance="a")
-    store.record(done.id, saved())
+def test_queued_and_running_jobs_are_cancelled(store: JobStore) -> None:
+    waiting, running, done = add_job(store), add_job(store, instance="a"), add_job(store, instance="a")
+    store.record(done.id, sample_result())
     store.request_cancel([waiting.id, running.id, done.id])
     store.request_cancel([waiting.id])
     assert [store.get(one.id).state for one in (waiting, running, done)] == ["cancelled", "running", "done"]
@@ -244,17 +244,17 @@ def test_cancelling(store: JobStore) -> None:
     assert [values["event"] for _, _, values in store.events(waiting.id)] == ["Cancelled"]
 
 
-def test_editing_keeps_the_place(store: JobStore) -> None:
-    first, second = add(store), add(store)
-    edited = store.edit(first.id, asked(prompt="a blue kite"), planned(seed=5))
-    assert (edited.prompt, edited.request["seed"], edited.plan) == ("a blue kite", 5, planned(seed=5))
+def test_an_edited_job_keeps_its_place(store: JobStore) -> None:
+    first, second = add_job(store), add_job(store)
+    edited = store.edit(first.id, sample_request(prompt="a blue kite"), sample_plan(seed=5))
+    assert (edited.prompt, edited.request["seed"], edited.plan) == ("a blue kite", 5, sample_plan(seed=5))
     assert ids(store.queue()) == [first.id, second.id]
     assert ids(store.list(search="kite")) == [first.id]
 
 
-def test_resuming(store: JobStore) -> None:
-    job, waiting = add(store, instance="dead"), add(store)
-    store.record(job.id, Planned(plan=planned(seed=3)))
+def test_ended_jobs_are_resumed(store: JobStore) -> None:
+    job, waiting = add_job(store, instance="dead"), add_job(store)
+    store.record(job.id, Planned(plan=sample_plan(seed=3)))
     assert store.interrupt(job.id, "dead", None) == "interrupted"
     assert store.interrupt(job.id, "dead", None) is None
     assert store.get(job.id).resumable
@@ -262,7 +262,7 @@ def test_resuming(store: JobStore) -> None:
     assert (again.state, again.begun, again.ended) == ("queued", True, None)
     assert ids(store.queue()) == [waiting.id, job.id]
     taken = store.start(job.id, "cli")
-    assert (taken.state, taken.instance, taken.plan) == ("running", "cli", planned(seed=3))
+    assert (taken.state, taken.instance, taken.plan) == ("running", "cli", sample_plan(seed=3))
 
 
 @pytest.mark.parametrize(
@@ -271,13 +271,13 @@ def test_resuming(store: JobStore) -> None:
         (None, "", "interrupted"),
         (None, "pause", "interrupted"),
         (None, "cancel", "cancelled"),
-        (saved(), "cancel", "done"),
+        (sample_result(), "cancel", "done"),
     ],
 )
-def test_what_becomes_of_a_dead_process_job(
+def test_state_of_a_job_whose_process_died(
     event: VideoSaved | None, asked_to: str, state: str, store: JobStore
 ) -> None:
-    job = add(store, instance="dead")
+    job = add_job(store, instance="dead")
     if asked_to == "cancel":
         store.request_cancel([job.id])
     store.hold([job.id], asked_to == "pause")
@@ -287,16 +287,16 @@ def test_what_becomes_of_a_dead_process_job(
 
 
 def queued(store: JobStore) -> JobRecord:
-    return add(store)
+    return add_job(store)
 
 
 def running(store: JobStore) -> JobRecord:
-    return add(store, instance="a")
+    return add_job(store, instance="a")
 
 
 def done(store: JobStore) -> JobRecord:
     job = running(store)
-    store.record(job.id, saved())
+    store.record(job.id, sample_result())
     return job
 
 
@@ -321,7 +321,7 @@ def unknown(store: JobStore) -> JobRecord:
         (queued, lambda store, one: store.move(one, "ffffffff"), "queue.no_such_job"),
         (running, JobStore.delete, "queue.job_running_delete"),
         (running, lambda store, one: store.move(one, None), "queue.job_not_queued"),
-        (running, lambda store, one: store.edit(one, asked(), planned()), "queue.job_not_queued"),
+        (running, lambda store, one: store.edit(one, sample_request(), sample_plan()), "queue.job_not_queued"),
         (running, JobStore.resume, "queue.job_running"),
         (queued, JobStore.resume, "queue.job_queued"),
         (done, JobStore.resume, "queue.job_done"),
@@ -337,27 +337,27 @@ def test_refusals_change_nothing(
 ) -> None:
     job = state(store)
     before = store.list(), store.list(deleted=True)
-    with pytest.raises(StoreError) as told:
+    with pytest.raises(StoreError) as error:
         call(store, job.id)
-    assert told.value.code == code
-    assert told.value.remedy
+    assert error.value.code == code
+    assert error.value.remedy
     assert (store.list(), store.list(deleted=True)) == before
 
 
-def test_beginnings_of_ids(store: JobStore) -> None:
-    made = [add(store) for _ in range(40)]
+def test_jobs_are_found_by_the_start_of_their_id(store: JobStore) -> None:
+    made = [add_job(store) for _ in range(40)]
     assert store.find(made[0].id) == made[0]
     beginnings = [job.id[0] for job in made]
     shared = next(letter for letter in beginnings if beginnings.count(letter) > 1)
-    with pytest.raises(StoreError) as told:
+    with pytest.raises(StoreError) as error:
         store.find(shared)
-    assert told.value.code == "queue.ambiguous_job"
+    assert error.value.code == "queue.ambiguous_job"
     assert store.find(made[7].id.upper()) == made[7]
 
 
-def test_listing(store: JobStore) -> None:
-    boat, kite, rain = (add(store, prompt=words) for words in ("a red boat", "a kite at 100%", "rain_drops"))
-    store.add(asked(prompt="a guest's boat"), planned(), owner="guest")
+def test_jobs_are_listed_by_state_text_and_owner(store: JobStore) -> None:
+    boat, kite, rain = (add_job(store, prompt=words) for words in ("a red boat", "a kite at 100%", "rain_drops"))
+    store.add(sample_request(prompt="a guest's boat"), sample_plan(), owner="guest")
     store.request_cancel([kite.id])
     assert ids(store.list(owner=None)) == [rain.id, kite.id, boat.id]
     assert len(store.list()) == 4
@@ -377,8 +377,8 @@ def test_listing(store: JobStore) -> None:
         assert ids(store.list(owner=None, search=search)) == [job.id for job in found], search
 
 
-def test_deleting_can_be_undone_until_it_is_purged(store: JobStore) -> None:
-    gone, kept = add(store), add(store)
+def test_a_deleted_job_is_restored_until_it_is_purged(store: JobStore) -> None:
+    gone, kept = add_job(store), add_job(store)
     store.delete(gone.id)
     assert store.get(gone.id).state == "cancelled"
     assert ids(store.list()) == [kept.id]
@@ -398,23 +398,23 @@ def test_a_clock_moved_back_changes_no_order(store: JobStore, monkeypatch: pytes
     made = []
     for hours in (0, -1, -48, 3):
         monkeypatch.setattr(time, "time", lambda at=1e9 + 3600 * hours: at)
-        made.append(add(store))
+        made.append(add_job(store))
     assert ids(store.queue()) == ids(made)
     assert ids(store.list()) == ids(reversed(made))
     claimed = store.claim("a")
     assert claimed is not None and claimed.id == made[0].id
-    store.record(claimed.id, saved())
+    store.record(claimed.id, sample_result())
     store.delete(claimed.id)
     monkeypatch.setattr(time, "time", lambda: 0.0)
     assert store.purge(older_than=60) == []
     assert ids(store.list(deleted=True)) == [claimed.id]
 
 
-def test_in_memory_it_is_the_same_but_for_the_file(tmp_path: Path) -> None:
+def test_a_store_in_memory_has_no_folders(tmp_path: Path) -> None:
     store = JobStore(None)
-    job = add(store)
+    job = add_job(store)
     assert store.claim("a") == store.get(job.id)
-    assert store.record(job.id, saved())
+    assert store.record(job.id, sample_result())
     assert store.get(job.id).state == "done"
     assert store.folder(job.id) is None
     assert list(tmp_path.iterdir()) == []
@@ -422,16 +422,14 @@ def test_in_memory_it_is_the_same_but_for_the_file(tmp_path: Path) -> None:
 
 def test_the_plan_must_be_for_the_request(store: JobStore, tmp_path: Path) -> None:
     spec = read_spec(EMBEDDED / "diorama", "diorama")
-    assert tiny_plan(spec, tmp_path / "a.mp4").model == asked().model
+    assert tiny_plan(spec, tmp_path / "a.mp4").model == sample_request().model
     with pytest.raises(AssertionError):
-        store.add(asked(), planned().replace(model="another"))
+        store.add(sample_request(), sample_plan().replace(model="another"))
     assert store.list() == []
 
 
-def test_many_are_added_and_one_is_taken_up_otherwise_as_a_whole_or_not_at_all(
-    store: JobStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = [(asked(prompt=f"boat {number}"), planned(seed=number)) for number in range(3)]
+def test_adding_a_batch_and_resuming_with_changes_are_atomic(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [(sample_request(prompt=f"boat {number}"), sample_plan(seed=number)) for number in range(3)]
     batch = store.add_all(made)
     assert [one.prompt for one in store.queue()] == ["boat 0", "boat 1", "boat 2"]
     assert len({one.batch for one in batch}) == 1 and batch[0].batch

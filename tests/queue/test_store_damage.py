@@ -1,4 +1,4 @@
-"""What the world does to the job store: killed processes, a full disk, a read-only folder, damage, other versions."""
+"""The job store with killed processes, a full disk, a read-only folder, a damaged file, and other versions."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from runtime.queue import database
 from runtime.queue.job_runner import JobRecorder
 from runtime.queue.records import event_from_json
 from runtime.queue.store import JobStore
-from tests.queue.made import add, saved
+from tests.queue.samples import add_job, sample_result
 
 ROOT = Path(__file__).parents[2]
 LINUX_ROOT = pytest.mark.skipif(
@@ -30,46 +30,47 @@ LINUX_ROOT = pytest.mark.skipif(
 )
 KILLS = 30
 
-# Forks a writer for each line of standard input: it adds, claims, tells and ends jobs as fast as it can, and says of
-# each change that it was made. The next line kills it.
+# Forks a writer for each line of standard input, which adds, claims and ends jobs as fast as it can and prints each
+# change after it was made. The next line kills it.
 NURSERY = """
 import os, random, signal, sys, time
 from pathlib import Path
 from runtime.core.events import Planned, StepDone
 from runtime.queue.records import event_from_json
 from runtime.queue.store import JobStore
-from tests.queue.made import add, planned, saved
+from tests.queue.samples import add_job, sample_plan, sample_result
 
-def say(*words):
+def report(*words):
     os.write(1, (" ".join(words) + "\\n").encode())
 
 def write():
     store = JobStore(Path(sys.argv[1]))
-    say("opened")
+    report("opened")
     while True:
-        job = add(store)
-        say("added", job.id)
+        job = add_job(store)
+        report("added", job.id)
         claimed = store.claim("writer")
-        say("claimed", claimed.id)
-        for event in (Planned(plan=planned()), StepDone(step=1, of=4, seconds=0.1, part="transformer"), saved()):
-            # SQLite's lock is not fair: on a slow disk the other writer would wait for ever.
+        report("claimed", claimed.id)
+        step = StepDone(step=1, of=4, seconds=0.1, part="transformer")
+        for event in (Planned(plan=sample_plan()), step, sample_result()):
+            # SQLite's lock is not fair: on a slow disk the other writer could wait without end.
             time.sleep(random.uniform(0, 0.02))
             store.record(claimed.id, event)
-            say("told", claimed.id, type(event).__name__)
+            report("recorded", claimed.id, type(event).__name__)
 
-planned()
+sample_plan()
 while sys.stdin.readline():
     child = os.fork()
     if child == 0:
         try:
             write()
         finally:
-            say("broke")
+            report("broke")
             os._exit(1)
     sys.stdin.readline()
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    say("killed")
+    report("killed")
 """
 
 
@@ -79,12 +80,12 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
-def test_what_was_acknowledged_outlasts_kill_9(path: Path) -> None:
-    """Two writers at once, killed at random instants; the store opens each time and holds what they said they wrote."""
+def test_acknowledged_changes_survive_kill_9(path: Path) -> None:
+    """Two writers are killed at random moments; the store opens each time and has every change that they reported."""
     chosen = random.Random(5)
     command = [sys.executable, "-c", NURSERY, str(path)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
-    said: list[list[str]] = []
+    reported: list[list[str]] = []
     with subprocess.Popen(command, **pipes) as one, subprocess.Popen(command, **pipes) as two:
         for number in range(KILLS // 2):
             for nursery in (one, two):
@@ -94,29 +95,29 @@ def test_what_was_acknowledged_outlasts_kill_9(path: Path) -> None:
                 # Some are killed while they open the store.
                 lines = chosen.randrange(12) if number % 4 else 0
                 for _ in range(lines):
-                    said.append(nursery.stdout.readline().split())
-                    assert said[-1] != ["broke"]
+                    reported.append(nursery.stdout.readline().split())
+                    assert reported[-1] != ["broke"]
             time.sleep(chosen.uniform(0, 0.02))
             for nursery in (one, two):
                 assert nursery.stdout is not None
                 print(file=nursery.stdin, flush=True)
-                said += [line.split() for line in iter(nursery.stdout.readline, "killed\n")]
+                reported += [line.split() for line in iter(nursery.stdout.readline, "killed\n")]
             JobStore(path).close()
         for nursery in (one, two):
             assert nursery.stdin is not None
             nursery.stdin.close()
-    said = [words for words in said if words != ["opened"]]
+    reported = [words for words in reported if words != ["opened"]]
     store = JobStore(path)
     assert store.notice is None
     jobs = {job.id: job for job in store.list()}
-    told = {job_id: [values["event"] for _, _, values in store.events(job_id)] for job_id in jobs}
-    assert len(said) > KILLS
-    for what, job_id, *name in said:
+    events_of = {job_id: [values["event"] for _, _, values in store.events(job_id)] for job_id in jobs}
+    assert len(reported) > KILLS
+    for what, job_id, *name in reported:
         assert job_id in jobs, what
         assert what != "claimed" or jobs[job_id].state != "queued"
-        assert set(name) <= set(told[job_id])
+        assert set(name) <= set(events_of[job_id])
         assert name != ["VideoSaved"] or jobs[job_id].state == "done"
-    for job_id, events in told.items():
+    for job_id, events in events_of.items():
         assert events == ["Planned", "StepDone", "VideoSaved"][: len(events)]
         assert (jobs[job_id].state == "done") == (len(events) == 3)
 
@@ -127,33 +128,33 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"
     folder.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=False).returncode:
-        pytest.skip("nothing can be mounted here")
+        pytest.skip("no file system can be mounted")
     yield folder
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 @LINUX_ROOT
-def test_a_full_disk_is_said_and_nothing_is_lost(small_disk: Path) -> None:
+def test_a_full_disk_is_reported_and_loses_nothing(small_disk: Path) -> None:
     store = JobStore(small_disk / "jobs.sqlite")
-    job = add(store, instance="a")
+    job = add_job(store, instance="a")
     filler = small_disk / "filler"
     with filler.open("wb", buffering=0) as file, pytest.raises(OSError):
         while True:
             file.write(bytes(4096))
     kept = [job.id]
-    with pytest.raises(StoreError) as told:
+    with pytest.raises(StoreError) as error:
         for _ in range(1000):
-            kept.append(add(store).id)
-    assert told.value.code == "queue.store_disk_full"
+            kept.append(add_job(store).id)
+    assert error.value.code == "queue.store_disk_full"
     assert [one.id for one in store.list()] == kept[::-1]
     with pytest.raises(StoreError, match="The disk is full"):
         while True:
-            store.record(job.id, saved())
-            store.record(add(store, instance="a").id, saved())
+            store.record(job.id, sample_result())
+            store.record(add_job(store, instance="a").id, sample_result())
     filler.unlink()
     states = {one.id: one.state for one in store.list()}
     if states[job.id] == "running":
-        assert store.record(job.id, saved())
+        assert store.record(job.id, sample_result())
     assert store.get(job.id).state == "done"
     store.close()
     again = JobStore(small_disk / "jobs.sqlite")
@@ -162,10 +163,10 @@ def test_a_full_disk_is_said_and_nothing_is_lost(small_disk: Path) -> None:
 
 
 @LINUX_ROOT
-def test_a_disk_that_is_full_before_the_store_is_opened_is_said(small_disk: Path) -> None:
+def test_a_disk_that_is_full_before_the_store_is_opened_is_reported(small_disk: Path) -> None:
     path = small_disk / "jobs.sqlite"
     store = JobStore(path)
-    kept = add(store).id
+    kept = add_job(store).id
     store.close()
     filler = small_disk / "filler"
     with filler.open("wb", buffering=0) as file, pytest.raises(OSError):
@@ -178,43 +179,43 @@ def test_a_disk_that_is_full_before_the_store_is_opened_is_said(small_disk: Path
 
 
 @LINUX_ROOT
-def test_a_read_only_folder_is_said(small_disk: Path) -> None:
+def test_a_read_only_folder_is_reported(small_disk: Path) -> None:
     store = JobStore(small_disk / "jobs.sqlite")
-    add(store)
+    add_job(store)
     store.close()
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    with pytest.raises(StoreError) as told:
+    with pytest.raises(StoreError) as error:
         JobStore(small_disk / "jobs.sqlite")
-    assert told.value.fact == Fact("queue.store_read_only", {"file": small_disk / "jobs.sqlite"})
-    assert "TANDEM_CACHE_DIR" in told.value.remedy
+    assert error.value.fact == Fact("queue.store_read_only", {"file": small_disk / "jobs.sqlite"})
+    assert "TANDEM_CACHE_DIR" in error.value.remedy
 
 
-def test_a_folder_that_cannot_be_is_said(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot be used"):
         JobStore(tmp_path / "file" / "jobs.sqlite")
 
 
-def test_a_store_that_somebody_keeps_locked_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_locked_store_is_reported(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database, "_BUSY_SECONDS", 0.1)
     store = JobStore(path)
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
-    with pytest.raises(StoreError) as told:
-        add(store)
-    assert told.value.code == "queue.store_locked"
-    assert store.list() == []  # reading goes on
+    with pytest.raises(StoreError) as error:
+        add_job(store)
+    assert error.value.code == "queue.store_locked"
+    assert store.list() == []  # reading still works
     other.execute("COMMIT")
     other.close()
-    assert add(store).id
+    assert add_job(store).id
 
 
-def test_a_job_whose_store_is_locked_says_so_once_and_is_written_down_later(
+def test_a_job_whose_store_is_locked_warns_once_and_writes_its_events_later(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(database, "_BUSY_SECONDS", 0.02)
     store = JobStore(path)
-    record = add(store, instance="01234567")
+    record = add_job(store, instance="01234567")
     job = JobRecorder(record.id, store)
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
@@ -225,25 +226,25 @@ def test_a_job_whose_store_is_locked_says_so_once_and_is_written_down_later(
         other.execute("ROLLBACK")
     assert len([line for line in caplog.messages if "events cannot be written yet" in line]) == 1
     assert job.write() is None and job.written
-    told = [values["fact"]["data"]["field"] for _, _, values in store.events(job.id)]
-    assert told == ["one", "two", "three"]
+    fields = [values["fact"]["data"]["field"] for _, _, values in store.events(job.id)]
+    assert fields == ["one", "two", "three"]
     store.close()
 
 
-def test_a_newer_store_is_left_alone(path: Path) -> None:
+def test_a_newer_store_is_refused_and_unchanged(path: Path) -> None:
     JobStore(path).close()
     with sqlite3.connect(path) as connection:
         connection.execute(f"PRAGMA user_version = {len(database.MIGRATIONS) + 1}")
     connection.close()
-    with pytest.raises(StoreError) as told:
+    with pytest.raises(StoreError) as error:
         JobStore(path)
-    assert (told.value.code, told.value.data["version"]) == ("queue.store_too_new", len(database.MIGRATIONS) + 1)
+    assert (error.value.code, error.value.data["version"]) == ("queue.store_too_new", len(database.MIGRATIONS) + 1)
     assert [entry.name for entry in path.parent.iterdir()] == ["jobs.sqlite"]
 
 
-def test_an_older_store_is_brought_up_to_date_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_store_is_migrated_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = JobStore(path)
-    job = add(store)
+    job = add_job(store)
     store.close()
 
     def add_notes(connection: sqlite3.Connection) -> None:
@@ -314,7 +315,7 @@ def text(what: str, remedy: str = "") -> Fact:
 
 def test_a_migration_that_fails_changes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = JobStore(path)
-    job = add(store)
+    job = add_job(store)
     store.close()
     good = database.MIGRATIONS
 
@@ -353,9 +354,9 @@ def emptied(path: Path) -> None:
 @pytest.mark.parametrize("harm", [overwritten_start, overwritten_middle, cut_short, emptied])
 def test_a_damaged_store_is_kept_as_a_backup_and_a_new_one_is_started(harm: Callable[[Path], None], path: Path) -> None:
     store = JobStore(path)
-    jobs = [add(store, instance="a") for _ in range(40)]
+    jobs = [add_job(store, instance="a") for _ in range(40)]
     for job in jobs:
-        store.record(job.id, saved())
+        store.record(job.id, sample_result())
     store.close()
     harm(path)
     damaged = path.read_bytes()
@@ -364,7 +365,7 @@ def test_a_damaged_store_is_kept_as_a_backup_and_a_new_one_is_started(harm: Call
     assert started.notice == Fact("queue.store_damaged", {"backup": backup})
     assert backup.read_bytes() == damaged
     assert started.list() == []
-    new = add(started)
+    new = add_job(started)
     started.close()
     again = JobStore(path)
     assert again.notice is None
@@ -375,20 +376,20 @@ def test_a_damaged_store_is_kept_as_a_backup_and_a_new_one_is_started(harm: Call
     assert backup.read_bytes() == damaged
 
 
-def test_a_file_that_vanishes_under_a_store_is_made_anew(path: Path) -> None:
+def test_a_removed_store_file_is_created_again(path: Path) -> None:
     store = JobStore(path)
-    job = add(store, instance="a")
+    job = add_job(store, instance="a")
     for file in path.parent.glob("jobs.sqlite*"):
         file.unlink()
-    with pytest.raises(StoreError) as told:
-        store.record(job.id, saved())
-    assert told.value.code == "queue.no_such_job"
-    assert JobStore(path).get(add(store).id)
+    with pytest.raises(StoreError) as error:
+        store.record(job.id, sample_result())
+    assert error.value.code == "queue.no_such_job"
+    assert JobStore(path).get(add_job(store).id)
 
 
-def test_damage_that_another_process_mends_is_followed(path: Path) -> None:
+def test_a_file_that_another_process_replaced_is_opened(path: Path) -> None:
     store = JobStore(path)
-    jobs = [add(store) for _ in range(3)]
+    jobs = [add_job(store) for _ in range(3)]
     store.close()
     shutil.copyfile(path, path.with_name("copy"))
     store = JobStore(path)

@@ -12,7 +12,7 @@ from runtime.core.errors import StoreError
 from runtime.core.events import Cancelled, Failed, VideoSaved
 from runtime.core.facts import Fact
 from runtime.queue.store import JobStore
-from tests.queue.made import add, saved
+from tests.queue.samples import add_job, sample_result
 
 which = st.sampled_from([0, 1])
 ENDS = {"VideoSaved", "Failed", "Cancelled"}
@@ -40,8 +40,8 @@ class TwoStores(RuleBasedStateMachine):
         self.folder.cleanup()
 
     @rule(target=jobs, at=which)
-    def add(self, at: int) -> str:
-        job = add(self.stores[at])
+    def add_job(self, at: int) -> str:
+        job = add_job(self.stores[at])
         self.state[job.id] = "queued"
         self.line.append(job.id)
         return job.id
@@ -59,7 +59,7 @@ class TwoStores(RuleBasedStateMachine):
     @rule(
         at=which,
         job=consumes(running),
-        event=st.sampled_from([saved(), Failed(fact=Fact("queue.store_locked")), Cancelled()]),
+        event=st.sampled_from([sample_result(), Failed(fact=Fact("queue.store_locked")), Cancelled()]),
     )
     def end(self, at: int, job: str, event: VideoSaved | Failed | Cancelled) -> None:
         if not job:
@@ -69,7 +69,7 @@ class TwoStores(RuleBasedStateMachine):
         if runs:
             self._ended(job, {VideoSaved: "done", Failed: "failed", Cancelled: "cancelled"}[type(event)])
 
-    @rule(at=which, job=jobs, event=st.sampled_from([saved(), Cancelled()]))
+    @rule(at=which, job=jobs, event=st.sampled_from([sample_result(), Cancelled()]))
     def end_what_does_not_run(self, at: int, job: str, event: VideoSaved | Cancelled) -> None:
         if self.state[job] != "running":
             assert not self.stores[at].record(job, event)
@@ -161,9 +161,9 @@ class TwoStores(RuleBasedStateMachine):
     @invariant()
     def each_job_ends_once_for_each_time_it_began(self) -> None:
         for job, state in self.state.items():
-            told = [values["event"] for _, _, values in self.stores[0].events(job)]
-            ends = sum(name in ENDS or name == "Interrupted" for name in told)
-            assert ends == told.count("QueuedAgain") + (state not in {"queued", "running"})
+            events = [values["event"] for _, _, values in self.stores[0].events(job)]
+            ends = sum(name in ENDS or name == "Interrupted" for name in events)
+            assert ends == events.count("QueuedAgain") + (state not in {"queued", "running"})
 
     def _ended(self, job: str, state: str) -> None:
         self.state[job] = state

@@ -1,4 +1,4 @@
-"""Work on the engine library in the worker's line: real builds (ONNX Runtime, tiny model), real videos beside them."""
+"""Tasks on the engine library in the queue: real builds (ONNX Runtime, tiny model) between real videos."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -45,14 +45,14 @@ def spec(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> ModelSpec:
 
 
 @pytest.fixture
-def worker(engines: EngineService, spec: ModelSpec, tmp_path: Path) -> Iterator[JobQueue]:
+def queue(engines: EngineService, spec: ModelSpec, tmp_path: Path) -> Iterator[JobQueue]:
     made = RunningQueue(tmp_path / "weights", tmp_path / "outputs", engines)
     yield made
     made.close()
 
 
 def small(**values: object) -> GenerationRequest:
-    """Ask for a tiny clip, its text encoder on ONNX Runtime."""
+    """Return a request for a tiny clip with the text encoder on ONNX Runtime."""
     wanted: dict[str, object] = {"prompt": "a red boat", "model": "tiny", "width": 32, "height": 32, "frames": 5}
     wanted |= {"steps": 2, "fps": 8, "backends": {"text_encoder": "onnxruntime"}}
     return GenerationRequest.from_mapping(wanted | values)
@@ -63,9 +63,9 @@ def wait_for(one: Job | Task) -> None:
     until(lambda: one.state not in {"queued", "running"})
 
 
-def add(worker: JobQueue, work: Work) -> Task:
+def add(queue: JobQueue, work: Work) -> Task:
     """Queue a task and wait until it has ended."""
-    task = worker.add_task(work, "Test")
+    task = queue.add_task(work, "Test")
     wait_for(task)
     return task
 
@@ -82,172 +82,172 @@ def code(task: Task) -> str:
 
 
 def test_an_engine_is_built_used_verified_and_deleted(
-    worker: JobQueue, engines: EngineService, spec: ModelSpec, tmp_path: Path
+    queue: JobQueue, engines: EngineService, spec: ModelSpec, tmp_path: Path
 ) -> None:
-    built = add(worker, build())
+    built = add(queue, build())
     assert built.state == "done"
     assert built.result == Fact("task.built", {"built": 1, "wanted": 1})
     assert built.share == 1.0
     assert any("xporting" in line for line in built.log)
     (record,) = engines.store.index()
-    again = add(worker, build())
+    again = add(queue, build())
     assert again.state == "done"
     assert [one.built_at for one in engines.store.index()] == [record.built_at]
 
     # The video keeps its engine open for the next one; deleting it lets go first.
-    job = worker.submit(small())
+    job = queue.submit(small())
     wait_for(job)
     assert isinstance(job.events[-1], VideoSaved)
     assert job.events[-1].plan["components"]["text_encoder"]["backend"] == "onnxruntime"
-    verified = add(worker, VerifyEngine(engine=record.id, models=("tiny",)))
+    verified = add(queue, VerifyEngine(engine=record.id, models=("tiny",)))
     assert verified.state == "done", verified
     assert verified.result is not None and verified.result.code == "task.verified"
     assert "elative error" in render(verified.result).what
-    deleted = add(worker, DeleteEngine(engine=record.id))
+    deleted = add(queue, DeleteEngine(engine=record.id))
     assert deleted.state == "done", deleted
     assert engines.store.index() == []
-    gone = add(worker, DeleteEngine(engine=record.id))
+    gone = add(queue, DeleteEngine(engine=record.id))
     assert gone.state == "failed" and gone.result is not None
     assert gone.result == Fact("engine.not_found", {"engine": record.id})
-    lost = add(worker, VerifyEngine(engine=record.id, models=("tiny",)))
+    lost = add(queue, VerifyEngine(engine=record.id, models=("tiny",)))
     assert lost.state == "failed"
 
 
 @pytest.mark.slow
 def test_a_damaged_engine_fails_verification_and_is_pruned(
-    worker: JobQueue, engines: EngineService, spec: ModelSpec, tmp_path: Path
+    queue: JobQueue, engines: EngineService, spec: ModelSpec, tmp_path: Path
 ) -> None:
-    add(worker, build())
+    add(queue, build())
     (record,) = engines.store.index()
     engine = engines.store.path(record.id) / "engine.onnx"
     data = bytearray(engine.read_bytes())
     data[len(data) // 2] ^= 1
     engine.write_bytes(data)
-    found = add(worker, VerifyEngine(engine=record.id, models=("tiny",)))
+    found = add(queue, VerifyEngine(engine=record.id, models=("tiny",)))
     assert found.state == "failed"
     assert found.result is not None and found.result.code == "engine.verified_wrong"
     assert "engine.onnx" in render(found.result).what
-    pruned = add(worker, PruneEngines(max_bytes=0))
+    pruned = add(queue, PruneEngines(max_bytes=0))
     assert pruned.result == Fact("task.pruned", {"count": 1, "left": 0})
 
 
-def test_tasks_and_jobs_share_one_line(worker: JobQueue, engines: EngineService, spec: ModelSpec) -> None:
-    running = worker.submit(small(steps=1000, backends={}))
-    built = worker.add_task(build(), "Build")
-    waiting = worker.submit(small(backends={}))
-    assert [one.id for one in worker.ahead(waiting)] == [running.id, built.id]
-    assert len(worker.ahead(waiting)) == 2
-    assert worker.active() is running
-    assert worker.latest() is waiting
-    assert worker.job(built.id) is None
-    # One that waits is taken out at once, though the line stands.
-    worker.cancel([built.id])
+def test_tasks_and_jobs_share_one_queue(queue: JobQueue, engines: EngineService, spec: ModelSpec) -> None:
+    running = queue.submit(small(steps=1000, backends={}))
+    built = queue.add_task(build(), "Build")
+    waiting = queue.submit(small(backends={}))
+    assert [one.id for one in queue.ahead(waiting)] == [running.id, built.id]
+    assert len(queue.ahead(waiting)) == 2
+    assert queue.active() is running
+    assert queue.latest() is waiting
+    assert queue.job(built.id) is None
+    # A queued task ends at once although another one runs.
+    queue.cancel([built.id])
     assert built.state == "cancelled"
-    assert [one.id for one in worker.ahead(waiting)] == [running.id]
+    assert [one.id for one in queue.ahead(waiting)] == [running.id]
     running.request_cancel()
     wait_for(waiting)
     assert isinstance([event for event in waiting.events if isinstance(event, TerminalEvent)][-1], VideoSaved)
     assert engines.store.index() == []
 
 
-def test_a_cancelled_build_leaves_nothing_and_the_worker_goes_on(
-    worker: JobQueue, engines: EngineService, spec: ModelSpec
+def test_a_cancelled_build_leaves_no_files_and_the_worker_continues(
+    queue: JobQueue, engines: EngineService, spec: ModelSpec
 ) -> None:
-    built = worker.add_task(build(), "Build")
+    built = queue.add_task(build(), "Build")
     until(lambda: any("xporting" in line for line in built.log), meanwhile=lambda: built.open)
-    worker.cancel([built.id])
+    queue.cancel([built.id])
     wait_for(built)
     assert (built.state, code(built)) == ("cancelled", "task.cancelled")
     assert engines.store.index() == []
     assert [path.name for path in engines.store.folder.iterdir() if path.name != ".locks"] == []
-    after = worker.submit(small(backends={}))
+    after = queue.submit(small(backends={}))
     wait_for(after)
     assert after.state == "done"
 
 
 @pytest.mark.slow
-def test_one_part_alone(worker: JobQueue, engines: EngineService, spec: ModelSpec) -> None:
-    built = add(worker, build("transformer", backends={"all": "onnxruntime"}))
+def test_an_engine_for_one_component_is_built(queue: JobQueue, engines: EngineService, spec: ModelSpec) -> None:
+    built = add(queue, build("transformer", backends={"all": "onnxruntime"}))
     assert built.result == Fact("task.built", {"built": 1, "wanted": 1})
     assert [record.key.program for record in engines.store.index()] == ["transformer"]
 
 
-def test_what_cannot_be_built_here_says_so(worker: JobQueue, engines: EngineService, spec: ModelSpec) -> None:
-    built = add(worker, build(backends={"vae": "tensorrt"}))
+def test_an_unsupported_build_is_refused(queue: JobQueue, engines: EngineService, spec: ModelSpec) -> None:
+    built = add(queue, build(backends={"vae": "tensorrt"}))
     assert built.state == "failed"
     assert built.result is not None
     what, remedy = render(built.result)
     assert "TensorRT engines cannot be built here" in what and remedy
-    nothing = add(worker, build(backends={"vae": "pytorch"}))
+    nothing = add(queue, build(backends={"vae": "pytorch"}))
     assert (nothing.state, code(nothing)) == ("done", "task.nothing_to_build")
 
 
-def test_an_internal_error_ends_the_task_and_not_the_worker(worker: JobQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_ends_the_task_and_not_the_worker(queue: JobQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise ZeroDivisionError("on purpose")
 
     with monkeypatch.context() as patched:
         patched.setattr("runtime.engines.store.EngineStore.prune", broken)
-        ended = add(worker, PruneEngines(max_bytes=0))
+        ended = add(queue, PruneEngines(max_bytes=0))
     assert (ended.state, code(ended)) == ("failed", "event.internal_error")
     assert ended.result is not None and "on purpose" in ended.result.data["error"]
-    assert add(worker, PruneEngines(max_bytes=0)).state == "done"
+    assert add(queue, PruneEngines(max_bytes=0)).state == "done"
 
 
-def test_old_tasks_are_forgotten_and_open_ones_are_not(worker: JobQueue) -> None:
+def test_old_ended_tasks_are_forgotten(queue: JobQueue) -> None:
     for _ in range(30):
-        last = add(worker, PruneEngines(max_bytes=0))
-    kept = worker.tasks()
-    assert kept[-1] is last
-    assert len(kept) < 15
+        last = add(queue, PruneEngines(max_bytes=0))
+    tasks = queue.tasks()
+    assert tasks[-1] is last
+    assert len(tasks) < 15
 
 
-def test_without_a_file_closing_cancels_tasks(engines: EngineService, spec: ModelSpec, tmp_path: Path) -> None:
-    worker = RunningQueue(tmp_path / "weights", tmp_path / "outputs", engines)
-    built = [worker.add_task(build(width=size), "Build") for size in (32, 48)]
-    worker.close()
+def test_closing_a_queue_in_memory_cancels_tasks(engines: EngineService, spec: ModelSpec, tmp_path: Path) -> None:
+    queue = RunningQueue(tmp_path / "weights", tmp_path / "outputs", engines)
+    built = [queue.add_task(build(width=size), "Build") for size in (32, 48)]
+    queue.close()
     assert [task.state for task in built] == ["cancelled", "cancelled"]
     assert engines.store.index() == []
 
 
 @pytest.mark.slow
-def test_a_file_made_elsewhere_is_looked_into_and_imported(
-    worker: JobQueue, engines: EngineService, spec: ModelSpec, tmp_path: Path
+def test_an_engine_file_is_inspected_and_imported(
+    queue: JobQueue, engines: EngineService, spec: ModelSpec, tmp_path: Path
 ) -> None:
     path = foreign.transformer(spec, tmp_path / "foreign.onnx")
-    looked = add(worker, InspectEngine(path=path, model="tiny"))
+    looked = add(queue, InspectEngine(path=path, model="tiny"))
     assert (looked.state, code(looked)) == ("done", "task.inspected")
     assert "Input sample (1, 16, 3, 5, 8) float16" in looked.found
     assert "Could replace the transformer of tiny for 64x32, 9 frames." in looked.found
     assert any(line.startswith("Text: repeated 2 times") for line in looked.found)
     assert engines.store.index() == []
-    refused = add(worker, InspectEngine(path=path, model="tiny", component="vae"))
+    refused = add(queue, InspectEngine(path=path, model="tiny", component="vae"))
     assert refused.state == "failed"
     assert refused.result is not None
     assert refused.result.data["cause"] == Fact("engine.mismatch_kind", {"kind": "transformer"})
     # The contract is shown nevertheless.
     assert "Input timestep (1) int64" in refused.found
-    taken = add(worker, ImportEngine(path=path, model="tiny"))
-    assert taken.state == "done", taken
+    imported = add(queue, ImportEngine(path=path, model="tiny"))
+    assert imported.state == "done", imported
     (record,) = engines.store.index()
-    assert taken.result is not None and taken.result.code == "task.imported"
-    assert taken.result.data["engine"] == record.id
-    assert "elative error" in render(taken.result).what
-    assert "Replaces the transformer of tiny for 64x32, 9 frames." in taken.found
-    assert any(line.startswith("Comparing with the transformer") for line in taken.log)
+    assert imported.result is not None and imported.result.code == "task.imported"
+    assert imported.result.data["engine"] == record.id
+    assert "elative error" in render(imported.result).what
+    assert "Replaces the transformer of tiny for 64x32, 9 frames." in imported.found
+    assert any(line.startswith("Comparing with the transformer") for line in imported.log)
 
 
 @pytest.mark.slow
-def test_an_import_that_is_cancelled_or_of_other_weights_leaves_nothing(
-    worker: JobQueue, engines: EngineService, spec: ModelSpec, tmp_path: Path
+def test_a_cancelled_or_mismatched_import_leaves_no_files(
+    queue: JobQueue, engines: EngineService, spec: ModelSpec, tmp_path: Path
 ) -> None:
     path = foreign.transformer(spec, tmp_path / "other.onnx", module=foreign.other_transformer(spec))
-    cancelled = worker.add_task(ImportEngine(path=path, model="tiny"), "Import")
+    cancelled = queue.add_task(ImportEngine(path=path, model="tiny"), "Import")
     until(lambda: any(line.startswith("Comparing") for line in cancelled.log), meanwhile=lambda: cancelled.open)
-    worker.cancel([cancelled.id])
+    queue.cancel([cancelled.id])
     wait_for(cancelled)
     assert cancelled.state == "cancelled"
-    refused = add(worker, ImportEngine(path=path, model="tiny"))
+    refused = add(queue, ImportEngine(path=path, model="tiny"))
     assert refused.state == "failed"
     assert refused.result is not None
     assert "output differs from the transformer of tiny" in render(refused.result).what
@@ -257,14 +257,14 @@ def test_an_import_that_is_cancelled_or_of_other_weights_leaves_nothing(
 
 @pytest.mark.parametrize("work", [InspectEngine, ImportEngine])
 def test_a_file_that_is_no_engine_is_refused(
-    work: type[InspectEngine | ImportEngine], worker: JobQueue, engines: EngineService, spec: ModelSpec, tmp_path: Path
+    work: type[InspectEngine | ImportEngine], queue: JobQueue, engines: EngineService, spec: ModelSpec, tmp_path: Path
 ) -> None:
     path = tmp_path / "noise.onnx"
     path.write_bytes(bytes(range(256)) * 20)
-    refused = add(worker, work(path=path, model="tiny"))
+    refused = add(queue, work(path=path, model="tiny"))
     assert refused.state == "failed"
     assert refused.result is not None
     assert refused.result.code == "engine.onnx_damaged"
     assert refused.found == ()
-    # The file is at fault, not Tandem: nobody is shown where in its code that was found.
+    # A user error: no traceback.
     assert not any("Traceback" in line for line in refused.log)

@@ -1,4 +1,4 @@
-"""A job that takes several GPUs says that it waits for them, and how many are free; it can be cancelled meanwhile."""
+"""A job on several GPUs waits for them, reports how many are free, and can be cancelled or paused meanwhile."""
 
 import shutil
 import threading
@@ -89,11 +89,11 @@ def waits(job: Job) -> list[Event]:
     return [event for event in job.events if isinstance(event, WaitsForGpus)]
 
 
-def test_it_says_how_many_are_free_and_can_be_cancelled(
+def test_a_waiting_job_reports_free_gpus_and_can_be_cancelled(
     waiting: Waiting, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, registry, job = waiting
-    monkeypatch.setattr("runtime.queue.recovery.recover", lambda *_: None)  # it would call this test a dead process
+    monkeypatch.setattr("runtime.queue.recovery.recover", lambda *_: None)  # it would find that this app is dead
     until(lambda: waits(job), meanwhile=lambda: job.open)
     assert waits(job) == [WaitsForGpus(wanted=4, free=1)]
     waiting.lend(1)
@@ -124,7 +124,7 @@ def test_it_says_how_many_are_free_and_can_be_cancelled(
     assert listing([], "")["jobs"][0]["waits"] is None
 
 
-def test_paused_it_waits_in_the_queue_again(waiting: Waiting) -> None:
+def test_a_paused_waiting_job_is_queued_again(waiting: Waiting) -> None:
     store, _, job = waiting
     until(lambda: waits(job), meanwhile=lambda: job.open)
     store.hold([job.id], True)
@@ -141,7 +141,9 @@ def test_paused_it_waits_in_the_queue_again(waiting: Waiting) -> None:
         (2, 0, "Waiting for 2 GPUs: 0 free"),
     ],
 )
-def test_in_words(wanted: int, free: int, words: str, tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
+def test_waiting_is_described(
+    wanted: int, free: int, words: str, tiny: Callable[[str], ModelSpec], tmp_path: Path
+) -> None:
     progress = Progress().after(WaitsForGpus(wanted=wanted, free=free), 1.0)
     assert (progress.title, progress.fraction, progress.seconds_left) == (words, 0.0, None)
     request = GenerationRequest(prompt="a boat", frames=5, width=32, height=32)

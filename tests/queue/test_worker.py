@@ -1,4 +1,4 @@
-"""The background worker: jobs in order, watched from anywhere, cancelled at any time."""
+"""The queue and its worker: order of jobs, watchers, cancelling, and plans of other versions or GPUs."""
 
 import shutil
 import sqlite3
@@ -21,17 +21,17 @@ from runtime.queue.store import JobStore
 from runtime.queue.views import Job
 from tests.plans import GIB, machine, no_engines
 from tests.plans import gpu as a_gpu
-from tests.queue.made import planned
+from tests.queue.samples import sample_plan
 from tests.thread_queue import RunningQueue
 
 
 def stored(folder: Path) -> JobStore:
-    """Open the store in a folder once more, as another process would."""
+    """Open the store in a folder again, as another process does."""
     return JobStore(folder / "jobs.sqlite")
 
 
 def watch(job: Job) -> Iterator[Event]:
-    """Yield every event of a job from the first, up to and with the terminal one."""
+    """Yield all events of a job, up to and including the terminal one."""
     seen = 0
     while True:
         for event in job.events[seen:]:
@@ -43,13 +43,13 @@ def watch(job: Job) -> Iterator[Event]:
 
 
 def small(**values: object) -> GenerationRequest:
-    """Ask for a tiny clip."""
+    """Return a request for a tiny clip."""
     wanted: dict[str, object] = {"prompt": "a red boat", "model": "tiny", "width": 32, "height": 32, "frames": 5}
     return GenerationRequest.from_mapping(wanted | {"steps": 2, "fps": 8} | values)
 
 
-def test_jobs_run_in_order_and_every_watcher_sees_everything(worker: JobQueue) -> None:
-    jobs = [worker.submit(small(seed=n)) for n in range(3)]
+def test_jobs_run_in_order_and_every_watcher_sees_all_events(queue: JobQueue) -> None:
+    jobs = [queue.submit(small(seed=n)) for n in range(3)]
     seen: list[list[object]] = [[], []]
     watchers = [threading.Thread(target=lambda to=to: to.extend(watch(jobs[1]))) for to in seen]
     for watcher in watchers:
@@ -63,26 +63,26 @@ def test_jobs_run_in_order_and_every_watcher_sees_everything(worker: JobQueue) -
     videos = [job.plan.output for job in jobs]
     assert len(set(videos)) == 3
     assert all(video.is_file() for video in videos)
-    assert worker.active() is None
-    assert worker.latest() is jobs[2]
+    assert queue.active() is None
+    assert queue.latest() is jobs[2]
 
 
-def test_what_cannot_be_made_is_refused_at_once(worker: JobQueue) -> None:
+def test_an_invalid_request_is_refused_at_submission(queue: JobQueue) -> None:
     with pytest.raises(InvalidRequestError):
-        worker.submit(small(width=33))
+        queue.submit(small(width=33))
     with pytest.raises(ModelError):
-        worker.submit(small(model="none"))
-    assert worker.latest() is None
+        queue.submit(small(model="none"))
+    assert queue.latest() is None
 
 
-def test_cancelling_ends_the_running_job_and_skips_waiting_ones(worker: JobQueue) -> None:
-    running, waiting, last = (worker.submit(small(steps=steps)) for steps in (1000, 1000, 2))
-    assert [one.id for one in worker.ahead(last)] == [running.id, waiting.id]
+def test_running_and_queued_jobs_are_cancelled(queue: JobQueue) -> None:
+    running, waiting, last = (queue.submit(small(steps=steps)) for steps in (1000, 1000, 2))
+    assert [one.id for one in queue.ahead(last)] == [running.id, waiting.id]
     waiting.request_cancel()
     assert list(watch(waiting)) == [Cancelled()]
     next(event for event in watch(running) if isinstance(event, StepDone))
-    assert worker.active() is running
-    assert len(worker.ahead(last)) == 1
+    assert queue.active() is running
+    assert len(queue.ahead(last)) == 1
     running.request_cancel()
     assert isinstance(list(watch(last))[-1], VideoSaved)
     assert (running.state, waiting.state, last.state) == ("cancelled", "cancelled", "done")
@@ -90,41 +90,41 @@ def test_cancelling_ends_the_running_job_and_skips_waiting_ones(worker: JobQueue
     assert len(ends) == 3
 
 
-def test_what_is_not_remembered_is_cancelled_by_closing(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
+def test_closing_a_queue_in_memory_cancels_jobs(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
     shutil.copytree(tiny("wan2.1").directory, tmp_path / "weights" / "tiny")
-    worker = RunningQueue(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path))
-    jobs = [worker.submit(small(steps=1000)) for _ in range(2)]
-    worker.close()
+    queue = RunningQueue(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path))
+    jobs = [queue.submit(small(steps=1000)) for _ in range(2)]
+    queue.close()
     assert [job.state for job in jobs] == ["cancelled", "cancelled"]
     assert list((tmp_path / "outputs").iterdir()) == []
 
 
-def test_a_torch_that_does_not_start_ends_the_job_and_not_the_worker(
+def test_a_broken_torch_fails_the_job_and_the_worker_continues(
     tiny: Callable[[str], ModelSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(tiny("wan2.1").directory, tmp_path / "weights" / "tiny")
     monkeypatch.setitem(sys.modules, "runtime.pipeline.run", None)
-    worker = RunningQueue(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path))
-    end = list(watch(worker.submit(small())))[-1]
+    queue = RunningQueue(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path))
+    end = list(watch(queue.submit(small())))[-1]
     assert isinstance(end, Failed)
     assert "cannot be imported" in end.what
     monkeypatch.undo()
-    assert isinstance(list(watch(worker.submit(small())))[-1], VideoSaved)
-    worker.close()
+    assert isinstance(list(watch(queue.submit(small())))[-1], VideoSaved)
+    queue.close()
 
 
-def test_what_this_process_holds_counts_as_free(worker: JobQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_the_worker_counts_as_free(queue: JobQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     def free(gib: float) -> int:
         monkeypatch.setattr("runtime.queue.job_queue.probe", lambda: machine(ram_free_gib=gib))
-        return worker.submit(small(steps=1)).plan.free_bytes
+        return queue.submit(small(steps=1)).plan.free_bytes
 
     assert 10 * GIB + (50 << 20) < free(10) < 20 * GIB
     assert free(24) == 24 * GIB
 
 
-def test_a_job_whose_plan_is_of_another_version_is_planned_anew(worker: JobQueue, tmp_path: Path) -> None:
-    busy, old, broken, last = (worker.submit(small(steps=steps)) for steps in (1000, 2, 2, 2))
-    worker.close()
+def test_a_job_with_a_plan_of_another_version_is_replanned(queue: JobQueue, tmp_path: Path) -> None:
+    busy, old, broken, last = (queue.submit(small(steps=steps)) for steps in (1000, 2, 2, 2))
+    queue.close()
     with sqlite3.connect(tmp_path / "jobs.sqlite") as connection:
         connection.execute("UPDATE jobs SET plan = '{}' WHERE id IN (?, ?)", (old.id, broken.id))
         connection.execute("UPDATE jobs SET request = '{\"a\": 1}' WHERE id = ?", (broken.id,))
@@ -152,8 +152,8 @@ def test_a_job_whose_plan_is_of_another_version_is_planned_anew(worker: JobQueue
         ("cpu", 1, 2, "cpu"),
     ],
 )
-def test_a_plan_goes_on_on_whichever_gpu_is_free(device: str, gpu: int, gpus: int, moved: str | None) -> None:
-    plan = planned()
+def test_a_plan_is_moved_to_a_free_gpu(device: str, gpu: int, gpus: int, moved: str | None) -> None:
+    plan = sample_plan()
     for name in plan.components:
         plan = plan.with_component(name, plan.components[name].replace(device=device))
     found = on_gpu(plan, gpu, replace(machine(), gpus=(a_gpu(),) * gpus))

@@ -15,7 +15,7 @@ from runtime.queue.store import JobStore
 from runtime.server.gradio_requests import access
 from runtime.video.mp4 import read_metadata
 from tests.app_server import Server, make_cache, serving
-from tests.queue.made import add, asked, planned
+from tests.queue.samples import add_job, sample_plan, sample_request
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +98,8 @@ def test_what_lies_elsewhere_or_is_anothers_stays(made: tuple[Server, str]) -> N
     server, _ = made
     store = JobStore(server.cache_dir / "jobs.sqlite")
     try:
-        outside = add(store)
-        theirs = store.add(asked(prompt="a secret"), planned(), owner="somebody").id
+        outside = add_job(store)
+        theirs = store.add(sample_request(prompt="a secret"), sample_plan(), owner="somebody").id
         store.request_cancel([outside.id, theirs])
     finally:
         store.close()
@@ -112,7 +112,7 @@ def test_what_lies_elsewhere_or_is_anothers_stays(made: tuple[Server, str]) -> N
 def test_who_has_not_logged_in_gets_nothing(tmp_path: Path) -> None:
     with serving(make_cache(tmp_path), "--auth", "me:secret") as server:
         store = JobStore(server.cache_dir / "jobs.sqlite")
-        job = add(store)
+        job = add_job(store)
         store.request_cancel([job.id])
         store.close()
         assert get(server, "tandem/now")[0] == 401

@@ -19,7 +19,7 @@ from runtime.ui.history_panel import HistoryPanel, read_view
 from runtime.ui.panels import Call, read_call, respond
 from runtime.ui.queue_panel import QueuePanel
 from tests.plans import no_engines
-from tests.queue.made import saved
+from tests.queue.samples import sample_result
 from tests.queue.test_worker import small
 from tests.thread_queue import RunningQueue
 from tests.ui.test_form import GOOD
@@ -83,7 +83,7 @@ def add(worker: JobQueue, prompt: str, owner: str | None = None) -> str:
 def finish(worker: JobQueue, job_id: str) -> None:
     """Let a job be done, with a file where its video would be."""
     assert worker.store.claim("here") is not None
-    worker.store.record(job_id, saved())
+    worker.store.record(job_id, sample_result())
     output = worker.store.get(job_id).output
     output.parent.mkdir(exist_ok=True)
     output.write_bytes(b"x" * 1000)

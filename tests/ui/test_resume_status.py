@@ -7,9 +7,9 @@ import pytest
 from runtime.core.events import CheckpointSaved, Event, OutOfMemory, Planned, Resumed, StepDone
 from runtime.core.facts import Fact
 from runtime.ui.job_view import resume_status
-from tests.queue.made import planned
+from tests.queue.samples import sample_plan
 
-BEGUN = Planned(plan=planned(steps=20))
+BEGUN = Planned(plan=sample_plan(steps=20))
 
 
 def steps(last: int, first: int = 1) -> list[Event]:

@@ -1,4 +1,4 @@
-"""Requests, plans and results to put into a store; nothing of them is run."""
+"""Sample requests, plans and results for tests of the store; none is run."""
 
 import json
 from functools import lru_cache
@@ -17,21 +17,21 @@ from runtime.queue.store import JobStore
 from tests.plans import machine
 
 
-def asked(**values: Any) -> GenerationRequest:
-    """Ask the shipped model for a clip."""
+def sample_request(**values: Any) -> GenerationRequest:
+    """Return a request for the shipped model."""
     return GenerationRequest.from_mapping({"prompt": "a red boat"} | values)
 
 
 @lru_cache
-def planned(seed: int = 7, steps: int = 4) -> ExecutionPlan:
-    """Plan it."""
+def sample_plan(seed: int = 7, steps: int = 4) -> ExecutionPlan:
+    """Return a plan of `sample_request`."""
     spec = read_spec(EMBEDDED / "diorama", "diorama")
-    return resolve(asked(seed=seed, steps=steps), spec, machine(), Path("/nowhere/boat.mp4"))
+    return resolve(sample_request(seed=seed, steps=steps), spec, machine(), Path("/nowhere/boat.mp4"))
 
 
-def saved() -> VideoSaved:
-    """Tell that it is there."""
-    plan = planned()
+def sample_result() -> VideoSaved:
+    """Return the result of `sample_plan`."""
+    plan = sample_plan()
     return VideoSaved(
         video=plan.output,
         request=plan.request_json(),
@@ -43,6 +43,6 @@ def saved() -> VideoSaved:
     )
 
 
-def add(store: JobStore, prompt: str = "a red boat", instance: str | None = None) -> JobRecord:
-    """Add it to a store; with an instance it runs."""
-    return store.add(asked(prompt=prompt), planned(), instance=instance)
+def add_job(store: JobStore, prompt: str = "a red boat", instance: str | None = None) -> JobRecord:
+    """Add a sample job to a store, as running if `instance` is given."""
+    return store.add(sample_request(prompt=prompt), sample_plan(), instance=instance)
