@@ -52,7 +52,7 @@ WITHOUT_TORCH = (
     "runtime.queue.downloads",
     "runtime.bench.configurations",
     "runtime.bench.statistics",
-    "runtime.bench.table",
+    "runtime.bench.report",
     "runtime.cli.main",
     "runtime.cli.plan_and_doctor",
     "runtime.cli.models",

@@ -1,1 +1,1 @@
-"""Configurations side by side: how fast, how much memory, how alike their videos are."""
+"""Benchmarks: configurations compared by time, memory and similarity of their videos."""

@@ -1,33 +1,33 @@
-"""Two results, of two versions say: how many times as long each configuration takes now. Pure.
+"""Compares two benchmark results, for example of two versions: the ratio of durations of each configuration.
 
-What cannot be compared is not: another machine, another request, a result of another kind.
+Results of different machines or kinds, and configurations with different requests, are not compared.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.bench.environment import differing_machines, differing_versions
+from runtime.bench.report import number, spread_text
+from runtime.bench.result_files import differing_machines, differing_versions
 from runtime.bench.statistics import Spread, ratio
-from runtime.bench.table import number, spread_text
 from runtime.core.errors import InvalidRequestError
 from runtime.core.facts import shortened
 
-HEADINGS = ("Configuration", "Figure", "Before", "Now", "Times as long", "By the runs' spread", "")
+HEADINGS = ("Configuration", "Stage", "Before", "Now", "Ratio", "Range of the ratio", "")
 _KINDS = ("bench", "forward")
-# What of each kind of result stands for all of it.
-_WHOLE = frozenset({"total", "pass"})
-_NOT_OF_THE_CLIP = frozenset({"fps", "on_out_of_memory", "build"})
+# The total of each kind of result.
+_TOTALS = frozenset({"total", "pass"})
+_IRRELEVANT_FIELDS = frozenset({"fps", "on_out_of_memory", "build"})
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One figure of one configuration in both results.
+    """Duration of one stage of one configuration in both results.
 
     Attributes:
-        name, figure: which.
+        name, figure: configuration and stage.
         before, after: seconds.
-        low, median, high: times as long as before; `None` where that says nothing.
+        low, median, high: ratio of the durations.
         verdict: "faster", "slower", "within the spread" or "too few runs".
     """
 
@@ -47,12 +47,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What comparing found.
+    """Differences of two results.
 
     Attributes:
-        differences: of the configurations that both have.
-        left_out: sentences: which configurations cannot be compared, and why.
-        versions: what else differs: "torch 2.11.0, 2.13.0".
+        differences: of configurations that both results have.
+        left_out: configurations that cannot be compared, with the reason, as sentences.
+        versions: versions that differ: "torch 2.11.0, 2.13.0".
     """
 
     differences: tuple[Difference, ...]
@@ -60,7 +60,7 @@ class Comparison:
     versions: tuple[str, ...]
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Return `HEADINGS`' rows."""
+        """Return the rows of a table with `HEADINGS`."""
         return [
             (
                 one.name,
@@ -87,11 +87,11 @@ def check_result(values: Any, schema: int, called: str) -> Mapping[str, Any]:
     """Return a result that was read from a file.
 
     Args:
-        schema: the newest that is understood.
-        called: the file's name.
+        schema: the version of the format that can be read.
+        called: the file's name, for errors.
 
     Raises:
-        InvalidRequestError: if it is none.
+        InvalidRequestError: if it is not a result, or of another version.
     """
     if not isinstance(values, dict) or values.get("kind") not in _KINDS:
         raise InvalidRequestError("file", "bench.not_a_result", file=called)
@@ -106,7 +106,7 @@ def check_result(values: Any, schema: int, called: str) -> Mapping[str, Any]:
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Comparison:
-    """Compare two results, each as `check_result` gave it.
+    """Compare two results that `check_result` returned.
 
     Raises:
         InvalidRequestError: if nothing in them can be compared.
@@ -122,7 +122,7 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Comparison:
         others = {one["name"]: one for one in after["configurations"]}
         for one in before["configurations"]:
             other = others.pop(one["name"], None)
-            why = "only in the first" if other is None else _unlike(one, other)
+            why = "only in the first" if other is None else _request_difference(one, other)
             if why is not None or other is None:
                 left_out.append(f"{one['name']}: {why}.")
                 continue
@@ -135,15 +135,15 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Comparison:
     return Comparison(tuple(found), tuple(left_out), tuple(differing_versions(before, after)))
 
 
-def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+def _request_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     for number_of, which in (("first", one), ("second", other)):
         if not which["stages"]:
             return f"not measured in the {number_of}"
     mine, theirs = one["request"], other["request"]
-    # What only one version knows of cannot be told to differ.
-    names = sorted((set(mine) & set(theirs)) - _NOT_OF_THE_CLIP)
-    unlike = [f"{name} {mine[name]!r}, {theirs[name]!r}" for name in names if mine[name] != theirs[name]]
-    return f"another request ({'; '.join(unlike)})" if unlike else None
+    # Fields that only one version has are not compared.
+    names = sorted((set(mine) & set(theirs)) - _IRRELEVANT_FIELDS)
+    differing = [f"{name} {mine[name]!r}, {theirs[name]!r}" for name in names if mine[name] != theirs[name]]
+    return f"another request ({'; '.join(differing)})" if differing else None
 
 
 def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[Difference]:
@@ -153,17 +153,17 @@ def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[D
         if left is None or right is None:
             continue
         before, after = Spread.from_json(left), Spread.from_json(right)
-        told = ratio(before, after)
-        if told is None:
+        change = ratio(before, after)
+        if change is None:
             continue
-        yield Difference(one["name"], name, before, after, told.median, told.low, told.high, told.verdict)
+        yield Difference(one["name"], name, before, after, change.median, change.low, change.high, change.verdict)
 
 
 def summary(comparison: Comparison) -> str:
-    """Return the whole in a line: how many configurations are faster, slower or neither, in all that they do."""
-    totals = [one for one in comparison.differences if one.figure in _WHOLE]
+    """Return how many configurations are faster, slower or neither in total, as one line."""
+    totals = [one for one in comparison.differences if one.figure in _TOTALS]
     counts = {verdict: sum(one.verdict == verdict for one in totals) for verdict in ("faster", "slower")}
     rest = len(totals) - sum(counts.values())
     largest = max((one for one in totals if one.median), key=lambda one: abs((one.median or 1) - 1), default=None)
-    most = f" The most: {largest.name}, {number(largest.median)} times." if largest and largest.median else ""
+    most = f" Largest change: {largest.name}, ratio {number(largest.median)}." if largest and largest.median else ""
     return f"Of {len(totals)}: {counts['faster']} faster, {counts['slower']} slower, {rest} neither.{most}"

@@ -1,4 +1,4 @@
-"""What one run of a job tells: seconds, memory by stage, what was loaded, built and given up, and its frames."""
+"""Measures one run of a job: seconds, memory by stage, loading, engine builds, fallbacks, and frames."""
 
 import threading
 import time
@@ -23,21 +23,19 @@ _SAMPLE_SECONDS = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
-    """One run.
+class Measurement:
+    """Measurement of one run.
 
     Attributes:
-        end: how it ended; `None` if it was paused.
-        timings: seconds by stage as the job tells them, without loading.
+        end: last event of the job; `None` if it was paused.
+        timings: seconds by stage from the job's result, without loading.
         steps: seconds of each denoising step.
-        wall_seconds: from beginning to end, with all that the stages leave out.
-        load_seconds: spent on loading.
-        build_seconds: spent on building engines.
-        vram, gpu, ram: peak bytes by stage beyond what was held before the run. VRAM is what PyTorch allocated on the
-            GPU; of the GPU in all, what is in use there by anybody when something is told, PyTorch's own reserve and
-            engines included; RAM the process's resident memory. On the CPU there is RAM only.
-        fell_back: sentences: for each part that PyTorch took over, and where the job was done in another way than
-            planned, for whatever reason.
+        wall_seconds: seconds from start to end, including what no stage counts.
+        load_seconds, build_seconds: seconds spent on loading and on building engines.
+        vram, gpu, ram: peak bytes by stage in addition to the use before the run. VRAM: allocated by PyTorch. GPU: used
+            by all programs, sampled at each event, with PyTorch's reserve and engines. RAM: resident memory of the
+            process. On the CPU, only RAM.
+        fell_back: sentences: components that fell back to PyTorch, and other deviations from the plan.
         warnings: sentences.
         frames: batches, (n, height, width, 3) uint8.
     """
@@ -57,9 +55,9 @@ class Told:
 
 
 class Recorder:
-    """Hears of one run: hand `emit`, an `UnwrittenHistory` with it as listener, and `look` to `run_job`.
+    """Records one run: pass `emit`, `add_frames` and an `UnwrittenHistory` with this listener to `run_job`.
 
-    All that within `watching`.
+    Call `run_job` within `measuring`.
     """
 
     def __init__(self, device: str) -> None:
@@ -74,16 +72,16 @@ class Recorder:
         self._gpu: dict[str, int] = {}
         self._stage = ""
         self._before = 0
-        # A job that had to go on in another way is not told to `note`.
-        self._unlike = ["memory ran out"]
+        # `note` is not called for a job that ran with another strategy after out-of-memory.
+        self._changed = ["memory ran out"]
         self._build_seconds = 0.0
         self._building_since: float | None = None
         self._started = self._ended = 0.0
-        self._ram = _RamWatch()
+        self._ram = _RamSampler()
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Time the body and sample its memory."""
+    def measuring(self) -> Iterator[None]:
+        """Measure the duration and sample the memory of the body."""
         self._before = in_use(self._device)
         self._started = time.perf_counter()
         try:
@@ -91,20 +89,20 @@ class Recorder:
                 yield
         finally:
             self._ended = time.perf_counter()
-            self._built()
+            self._end_build()
 
     def emit(self, event: Event) -> None:
-        """Take an event in."""
-        self._look_at_gpu()
+        """Record an event of the job."""
+        self._sample_gpu()
         if isinstance(event, StageStarted):
             self._stage = event.stage
             self._ram.enter(event.stage)
             if event.stage == "build":
                 self._building_since = self._building_since or time.perf_counter()
             else:
-                self._built()
+                self._end_build()
             if event.stage == "decode":
-                self._frames.clear()  # a second attempt begins anew
+                self._frames.clear()  # decoded again after out-of-memory
         elif isinstance(event, StepDone):
             self._steps.append(event.seconds)
         elif isinstance(event, FellBack):
@@ -114,25 +112,25 @@ class Recorder:
         elif isinstance(event, TerminalEvent):
             self._end = event
 
-    def look(self, frames: np.ndarray) -> None:
-        """Keep frames."""
+    def add_frames(self, frames: np.ndarray) -> None:
+        """Record decoded frames."""
         self._frames.append(frames)
 
     def note(self, planned: ExecutionPlan, ran: ExecutionPlan, peaks: Mapping[str, int]) -> None:
-        """Take the GPU's peaks by stage, and whether the job ran as planned."""
-        self._unlike = unlike(planned, ran)
+        """Record the peak VRAM by stage, and how the job deviated from its plan."""
+        self._changed = changed_fields(planned, ran)
         if self._cuda:
             self._vram = dict(peaks)
 
-    def run(self) -> Told:
-        """Return what the run told."""
+    def measurement(self) -> Measurement:
+        """Return the measurement."""
         end = self._end
         saved = end if isinstance(end, VideoSaved) else None
         fell_back = self._fell_back
-        if saved is not None and self._unlike and not fell_back:
-            said = f" {self._warnings[-1]}" if self._warnings else ""
-            fell_back = [f"The clip was made in another way than planned ({', '.join(self._unlike)}).{said}"]
-        return Told(
+        if saved is not None and self._changed and not fell_back:
+            last = f" {self._warnings[-1]}" if self._warnings else ""
+            fell_back = [f"The job deviated from its plan ({', '.join(self._changed)}).{last}"]
+        return Measurement(
             end=end,
             timings=dict(saved.timings) if saved else {},
             steps=tuple(self._steps),
@@ -147,21 +145,21 @@ class Recorder:
             frames=tuple(self._frames),
         )
 
-    def _look_at_gpu(self) -> None:
+    def _sample_gpu(self) -> None:
         if self._cuda and self._stage:
             beyond = in_use(self._device) - self._before
             self._gpu[self._stage] = max(beyond, self._gpu.get(self._stage, 0))
 
-    def _built(self) -> None:
+    def _end_build(self) -> None:
         if self._building_since is not None:
             self._build_seconds += time.perf_counter() - self._building_since
             self._building_since = None
 
 
 class UnwrittenHistory(HistoryFile):
-    """What earlier jobs took here, read from the file; nothing of a benchmark is written there.
+    """Timings of earlier jobs; those of a benchmark stay in memory, so that later forecasts do not use them.
 
-    So no forecast learns from it. `listener` hears instead, while a job runs.
+    `listener` receives the peaks of each finished job.
     """
 
     def __init__(self, folder: Path, machine: Machine) -> None:
@@ -170,11 +168,11 @@ class UnwrittenHistory(HistoryFile):
         self.listener: Recorder | None = None
 
     def read(self) -> History:
-        """Return all runs, those of this benchmark that others are to know of too."""
+        """Return the stored runs and those of this benchmark."""
         return (*super().read(), *self._new)
 
     def add(self, new: Iterable[Run]) -> None:
-        """Keep runs in memory."""
+        """Add runs in memory."""
         self._new.extend(new)
 
     def add_job(
@@ -185,13 +183,13 @@ class UnwrittenHistory(HistoryFile):
         timings: Mapping[str, float],
         peaks: Mapping[str, int],
     ) -> None:
-        """Tell the listener of a job that ended well."""
+        """Pass plans and peaks of a successful job to the listener."""
         if self.listener is not None:
             self.listener.note(planned, ran, peaks)
 
 
-def unlike(planned: ExecutionPlan, ran: ExecutionPlan) -> list[str]:
-    """Return what of a plan became otherwise while it was carried out; that engines are built by then is none."""
+def changed_fields(planned: ExecutionPlan, ran: ExecutionPlan) -> list[str]:
+    """Return the fields and components of a plan that changed while it ran; built engines are not a change."""
     names = [name for name in type(planned).model_fields if name != "components"]
     found = [name for name in names if getattr(planned, name) != getattr(ran, name)]
     built = without_builds(ran).components
@@ -199,32 +197,32 @@ def unlike(planned: ExecutionPlan, ran: ExecutionPlan) -> list[str]:
 
 
 def allocated(device: str) -> int:
-    """Return the bytes that PyTorch has allocated on a GPU now; 0 elsewhere."""
+    """Return the bytes that PyTorch has allocated on a GPU; 0 on the CPU."""
     return torch.cuda.memory_allocated(device) if device.startswith("cuda") else 0
 
 
 def in_use(device: str) -> int:
-    """Return the bytes of a GPU's memory that are in use, by anybody; 0 elsewhere."""
+    """Return the bytes of a GPU that all programs use; 0 on the CPU."""
     if not device.startswith("cuda"):
         return 0
     free, total = torch.cuda.mem_get_info(device)
     return total - free
 
 
-def held_now(device: str) -> dict[str, int]:
-    """Return the bytes that are held now, of each of `entry.MEMORIES`."""
+def used_memory(device: str) -> dict[str, int]:
+    """Return the bytes in use, for each of `benchmark.MEMORIES`."""
     return {"vram": allocated(device), "gpu": in_use(device), "ram": int(psutil.Process().memory_info().rss)}
 
 
-def why_failed(end: TerminalEvent | None) -> tuple[str, str]:
-    """Return what went wrong and what to do about it."""
+def failure_text(end: TerminalEvent | None) -> tuple[str, str]:
+    """Return the problem and the remedy of a job without a video."""
     if isinstance(end, Failed):
         return end.what, end.remedy
     return "The job did not end.", "See the log."
 
 
-class _RamWatch:
-    """Samples the process's resident memory, by stage, while it is entered."""
+class _RamSampler:
+    """Samples the peak resident memory of the process by stage in a `with` block."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
@@ -234,7 +232,7 @@ class _RamWatch:
         self._before = 0
         self.peaks: dict[str, int] = {}
 
-    def __enter__(self) -> "_RamWatch":
+    def __enter__(self) -> "_RamSampler":
         self._before = self._process.memory_info().rss
         self._thread = threading.Thread(target=self._sample, name="bench-ram", daemon=True)
         self._thread.start()
@@ -243,15 +241,15 @@ class _RamWatch:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        self._look()
+        self._update()
 
     def enter(self, stage: str) -> None:
-        self._look()
+        self._update()
         with self._lock:
             self._stage = stage
-        self._look()
+        self._update()
 
-    def _look(self) -> None:
+    def _update(self) -> None:
         held = self._process.memory_info().rss - self._before
         with self._lock:
             if self._stage:
@@ -259,4 +257,4 @@ class _RamWatch:
 
     def _sample(self) -> None:
         while not self._stop.wait(_SAMPLE_SECONDS):
-            self._look()
+            self._update()

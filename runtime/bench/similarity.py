@@ -1,4 +1,4 @@
-"""How alike two clips' frames are before they are encoded: PSNR and SSIM, and LPIPS where all it needs is at hand."""
+"""Similarity of the decoded frames of two clips: PSNR, SSIM, and LPIPS if its packages and weights are installed."""
 
 import functools
 import importlib
@@ -17,24 +17,24 @@ from runtime.core.errors import first_line
 
 _PEAK = 255.0
 _SSIM_SIDE, _SSIM_SIGMA = 11, 1.5
-# It takes half a second per frame of 832×480: of a larger clip so many frames, evenly spread, tell enough.
+# SSIM takes half a second per frame of 832×480; of large clips, some evenly spaced frames are compared.
 _SSIM_FRAMES, _SSIM_PIXELS = 16, 16 * 832 * 480
 _MIDDLE = 128.0
 _SSIM_C1, _SSIM_C2 = (0.01 * _PEAK) ** 2, (0.03 * _PEAK) ** 2
 _LPIPS_PACKAGES = ("torchmetrics", "torchvision")
-# AlexNet as torchvision publishes it, where its own cache would have it.
+# torchvision's AlexNet, in the cache folder of torch.hub.
 _ALEXNET = "alexnet-owt-7be5be79.pth"
 
 
 @dataclass(frozen=True)
-class Likeness:
-    """How alike two clips are.
+class Similarity:
+    """Similarity of two clips.
 
     Attributes:
-        psnr: peak signal-to-noise ratio of all pixels in RGB, in dB; infinite where they are the same.
-        ssim: mean structural similarity of the colours, 1 where they are the same; of a large clip, of some frames.
-        largest: the most that a colour of a pixel differs by, of 255.
-        lpips: learned perceptual distance, 0 where they are the same; `None` where it cannot be had.
+        psnr: peak signal-to-noise ratio of all pixels in RGB, in dB; infinite for equal clips.
+        ssim: mean structural similarity of the color channels, 1 for equal clips; of some frames of a large clip.
+        largest: largest difference of a color value, of 255.
+        lpips: learned perceptual distance, 0 for equal clips; `None` if it cannot be computed.
     """
 
     psnr: float
@@ -43,7 +43,7 @@ class Likeness:
     lpips: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields; a PSNR that is infinite is `None`, and "same" says so."""
+        """Return the fields as JSON types; for equal clips "same" is true and "psnr" is `None`."""
         same = math.isinf(self.psnr)
         return {
             "same": same,
@@ -54,11 +54,11 @@ class Likeness:
         }
 
 
-def likeness(frames: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> Likeness:
-    """Compare two clips of one length and size.
+def similarity(frames: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> Similarity:
+    """Compare two clips of the same length and size.
 
     Args:
-        frames, reference: batches of frames, (n, height, width, 3) uint8, both cut anyhow.
+        frames, reference: batches of frames, (n, height, width, 3) uint8; batch sizes may differ.
 
     Raises:
         ValueError: if the clips differ in length or size.
@@ -72,31 +72,31 @@ def likeness(frames: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> L
         squares += float(np.square(difference).sum())
         largest = max(largest, int(np.abs(difference).max()))
     psnr = 10 * math.log10(_PEAK**2 * one.size / squares) if squares else math.inf
-    chosen = _spread_out(len(one), one.shape[1] * one.shape[2]) if squares else ()
-    similarity = statistics.mean(_ssim(one[index], other[index]) for index in chosen) if chosen else 1.0
+    chosen = _compared_frames(len(one), one.shape[1] * one.shape[2]) if squares else ()
+    ssim = statistics.mean(_ssim(one[index], other[index]) for index in chosen) if chosen else 1.0
     distance = None if lpips_problem() else _lpips(one, other)
-    return Likeness(psnr, similarity, largest, distance)
+    return Similarity(psnr, ssim, largest, distance)
 
 
-def _spread_out(frames: int, pixels: int) -> Sequence[int]:
-    """Return the frames whose structure is compared: all of a small clip, some of a large one."""
+def _compared_frames(frames: int, pixels: int) -> Sequence[int]:
+    """Return the indices of frames for SSIM: all of a small clip, some of a large one."""
     most = max(_SSIM_PIXELS // pixels, _SSIM_FRAMES)
     return range(0, frames, -(-frames // most))
 
 
 def _ssim(frame: np.ndarray, reference: np.ndarray) -> float:
-    """Return the structural similarity of two frames, the mean over pixels and colours.
+    """Return the structural similarity of two frames, averaged over pixels and color channels.
 
-    Source: Wang, Bovik, Sheikh, Simoncelli 2004: Gaussian windows of 11×11 with σ = 1.5, those within the frame.
+    Source: Wang, Bovik, Sheikh, Simoncelli 2004: Gaussian windows of 11×11 with σ = 1.5 that are within the frame.
     """
-    # Around the middle: the variances are small differences of large numbers.
+    # Centered at zero, since variances are small differences of large numbers.
     x, y = (torch.from_numpy(part).permute(2, 0, 1).double() - _MIDDLE for part in (frame, reference))
     offsets = torch.arange(_SSIM_SIDE, dtype=torch.float64) - _SSIM_SIDE // 2
     weights = torch.exp(-offsets.square() / (2 * _SSIM_SIGMA**2))
     weights = weights / weights.sum()
     maps = torch.cat([x, y, x * x, y * y, x * y])
     for axis in (1, 2):
-        # PyTorch has no quick convolution in float64; a sum of shifted frames is.
+        # A sum of shifted frames is faster than PyTorch's convolution in float64.
         inside = maps.shape[axis] - _SSIM_SIDE + 1
         blurred = maps.narrow(axis, 0, inside) * weights[0]
         for at, weight in enumerate(weights[1:].tolist(), start=1):
@@ -112,22 +112,22 @@ def _ssim(frame: np.ndarray, reference: np.ndarray) -> float:
 
 @functools.cache
 def lpips_problem() -> str | None:
-    """Say why LPIPS is not measured, `None` where it is. Nothing is ever downloaded for it."""
+    """Return why LPIPS cannot be measured, or `None`. Nothing is downloaded for it."""
     for package in _LPIPS_PACKAGES:
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed"
     if not (Path(torch.hub.get_dir()) / "checkpoints" / _ALEXNET).is_file():
-        return "its weights are not here"
+        return "its weights are not installed"
     for package in _LPIPS_PACKAGES:
         try:
             importlib.import_module(package)
-        except Exception as error:  # a torchvision that was made for another PyTorch fails in ways of its own
-            return f"{package} does not start here: {first_line(error)}"
+        except Exception as error:  # a torchvision built for another PyTorch raises various errors
+            return f"{package} cannot be imported: {first_line(error)}"
     return None
 
 
 def _lpips(frames: np.ndarray, reference: np.ndarray) -> float:
-    """Return the mean distance of the frames by AlexNet's features, as torchmetrics has it."""
+    """Return the mean distance of the frames by AlexNet's features (torchmetrics)."""
     from torchmetrics.image.lpip import LearnedPerceptualImagePatchSimilarity
 
     metric = LearnedPerceptualImagePatchSimilarity(net_type="alex", normalize=True)

@@ -1,14 +1,14 @@
-"""`bench`: what is measured, and its result as tables, JSON and a picture."""
+"""`bench` and `bench compare`: run a benchmark, print tables, and save the result as JSON and SVG."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from runtime.bench import compare as comparing
-from runtime.bench import files, plot, table
+from runtime.bench import report, result_files
+from runtime.bench.benchmark import SCHEMA, Bench, Setup
 from runtime.bench.configurations import Configuration, check_names, named_flags, standard
 from runtime.bench.recorder import UnwrittenHistory
-from runtime.bench.rounds import SCHEMA, Bench, Setup
 from runtime.cli import exit_codes, terminal
 from runtime.cli.exit_codes import cancel_on_signals
 from runtime.cli.flags import flags_in, request_from_flags
@@ -24,7 +24,7 @@ from runtime.models.loras import model_for
 from runtime.planner.resolve import resolve
 
 PROMPT = "a red boat sails left on a calm sea at sunset"
-# The same in every benchmark, so that results of two versions are of the same clip.
+# Fixed, so that results of two versions are comparable.
 SEED = "1"
 MAX_RUNS = 100
 RUNS, WARMUP = 3, 1
@@ -44,15 +44,15 @@ def measure(
     """Measure whole clips and return the exit code.
 
     Args:
-        flags: those for all configurations.
-        configs: "NAME: FLAGS" each; the usual ones if there are none.
+        flags: options for all configurations.
+        configs: "NAME: FLAGS" each; without any, the default configurations.
     """
     counts = count("runs", runs, RUNS, 1), count("warmup", warmup, WARMUP, 0)
     common = {"prompt": PROMPT if prompt is None else prompt, "seed": SEED} | dict(flags)
     loaded, machine = settings.load(), probe()
     engines = EngineService.from_settings(loaded, machine)
     configurations = _configurations(common, configs, loaded, engines)
-    folder = files.new_folder(loaded.cache_dir, out)
+    folder = result_files.new_folder(loaded.cache_dir, out)
     setup = Setup(
         machine=machine,
         engines=engines,
@@ -63,20 +63,20 @@ def measure(
         warmup=counts[1],
         keep_videos=keep_videos,
     )
-    # What is there is kept as it comes: whatever ends the process.
+    # Results are saved after each run, in case the process ends.
     bench = Bench.of(setup, configurations, terminal.line, lambda now: _save(folder, now.to_json()))
     with cancel_on_signals() as cancel:
         bench.measure(cancel)
     result = bench.to_json()
-    _tell(result, folder)
+    _show(result, folder)
     if as_json and any(one["stages"] for one in result["configurations"]):
         exit_codes.emit_json(result | {"files": [str(folder / "bench.json"), str(folder / "bench.svg")]})
     return _exit_code(bench, as_json=as_json)
 
 
 def compare(one: str, other: str) -> dict[str, Any]:
-    """Print and return how two results differ."""
-    before, after = (comparing.check_result(files.read_json(name), SCHEMA, name) for name in (one, other))
+    """Print and return the differences of two results."""
+    before, after = (comparing.check_result(result_files.read_json(name), SCHEMA, name) for name in (one, other))
     found = comparing.compare(before, after)
     terminal.table(comparing.HEADINGS, found.rows())
     for message in found.left_out:
@@ -87,10 +87,10 @@ def compare(one: str, other: str) -> dict[str, Any]:
 
 
 def count(name: str, text: str | None, default: int, least: int) -> int:
-    """Return the whole number that a flag gives.
+    """Return the whole number that an option gives.
 
     Raises:
-        InvalidRequestError: if it gives none from `least` to `MAX_RUNS`.
+        InvalidRequestError: if it is not a number from `least` to `MAX_RUNS`.
     """
     if text is None:
         return default
@@ -100,10 +100,10 @@ def count(name: str, text: str | None, default: int, least: int) -> int:
 
 
 def configured(common: Mapping[str, Any], configs: Sequence[str]) -> list[Configuration]:
-    """Return the configurations that --config names; its flags take the place of the common ones.
+    """Return the configurations given by --config; their options replace the common ones.
 
     Raises:
-        InvalidRequestError: if one is wrong, naming it.
+        InvalidRequestError: if a configuration is invalid; the error names it.
     """
     named = [named_flags(text) for text in configs]
     check_names([name for name, _ in named])
@@ -133,22 +133,22 @@ def _configurations(
 
 
 def _save(folder: Path, result: Mapping[str, Any]) -> None:
-    files.write_json(folder / "bench.json", result)
+    result_files.write_json(folder / "bench.json", result)
 
 
-def _tell(result: Mapping[str, Any], folder: Path) -> None:
+def _show(result: Mapping[str, Any], folder: Path) -> None:
     first = next((one["request"] for one in result["configurations"] if one["request"] is not None), None)
     title = "Tandem's benchmark"
     if first is not None:
         title = (
             f"{first['model']}, {first['width']}x{first['height']}, {first['frames']} frames, {first['steps']} steps"
         )
-    files.write(folder / "bench.svg", plot.svg(result, title))
-    terminal.table(table.TIMES, table.times(result))
-    terminal.table(table.FIGURES, table.figures(result))
-    for message in table.outcomes(result):
+    result_files.write(folder / "bench.svg", report.svg(result, title))
+    terminal.table(report.TIMING_HEADINGS, report.timing_rows(result))
+    terminal.table(report.QUALITY_HEADINGS, report.quality_rows(result))
+    for message in report.outcomes(result):
         terminal.warning(message)
-    for message in table.notes(result):
+    for message in report.notes(result):
         terminal.line(message)
     terminal.line(f"Saved {folder / 'bench.json'} and {folder / 'bench.svg'}")
 

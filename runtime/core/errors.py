@@ -28,14 +28,11 @@ from runtime.core.facts import Fact, render
 
 
 class TandemError(Exception):
-    """Base of all errors that the user can fix: a code from `core.messages`, and data.
+    """Base of all errors that the user can fix: a code from `core.messages`, and data."""
 
-    Transitional: with two positional arguments they are the text itself, what is wrong and what to do.
-    """
-
-    def __init__(self, code: str, remedy: str | None = None, /, **data: Any) -> None:
+    def __init__(self, code: str, /, **data: Any) -> None:
         super().__init__(code)
-        self.fact = Fact(code, data) if remedy is None else Fact("text", {"what": code, "remedy": remedy})
+        self.fact = Fact(code, data)
 
     @property
     def code(self) -> str:
@@ -65,8 +62,8 @@ class TandemError(Exception):
 class InvalidRequestError(TandemError):
     """A requested value that is not valid; `field` is its name in `GenerationRequest`."""
 
-    def __init__(self, field: str, code: str, remedy: str | None = None, /, **data: Any) -> None:
-        super().__init__(code, remedy, **{"field": field, **data})
+    def __init__(self, field: str, code: str, /, **data: Any) -> None:
+        super().__init__(code, **{"field": field, **data})
         self.field = field
 
 
@@ -94,17 +91,8 @@ class MemoryShortError(MachineError):
         where: the memory that components run in: "video memory" or "memory".
     """
 
-    def __init__(
-        self,
-        code: str,
-        remedy: str | None = None,
-        /,
-        *,
-        strategies: Sequence[StrategyForecast],
-        where: str,
-        **data: Any,
-    ) -> None:
-        super().__init__(code, remedy, where=where, **data)
+    def __init__(self, code: str, /, *, strategies: Sequence[StrategyForecast], where: str, **data: Any) -> None:
+        super().__init__(code, where=where, **data)
         self.strategies = tuple(strategies)
         self.where = where
 
@@ -119,8 +107,8 @@ class EngineError(TandemError):
     `log` holds the last lines of the build log, if there is one.
     """
 
-    def __init__(self, code: str, remedy: str | None = None, /, *, log: str = "", **data: Any) -> None:
-        super().__init__(code, remedy, **data)
+    def __init__(self, code: str, /, *, log: str = "", **data: Any) -> None:
+        super().__init__(code, **data)
         self.log = log
 
 

@@ -1,4 +1,4 @@
-"""Results as `bench` writes them, with made-up figures, for what only reads them."""
+"""Results in the format of `bench`, with invented values."""
 
 from typing import Any
 
@@ -38,11 +38,11 @@ def configuration(name: str = "pytorch", seconds: float = 4.0, **changes: Any) -
 
 
 def failed(name: str, state: str = "failed", why: str = "It broke.") -> dict[str, Any]:
-    """Return a configuration without figures."""
+    """Return a configuration without measurements."""
     return configuration(name) | {
         "state": state,
         "why": why,
-        "remedy": "Mend it.",
+        "remedy": "Fix it.",
         "runs": 0,
         "stages": {},
         "step": None,

@@ -1,4 +1,4 @@
-"""Two results: what differs, by how much, and what is not compared in silence."""
+"""Comparison of two results: ratios, and what is left out with a reason."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from runtime.core.errors import InvalidRequestError
 from tests.bench.made import configuration, failed, result, spread
 
 
-def test_times_as_long_by_configuration_and_stage() -> None:
+def test_ratios_by_configuration_and_stage() -> None:
     before = result(configuration("a", 4.0), configuration("b", 2.0), configuration("c", 1.0))
     after = result(configuration("a", 2.0), configuration("b", 2.02), configuration("c", 2.0))
     found = compare(before, after)
@@ -24,10 +24,10 @@ def test_times_as_long_by_configuration_and_stage() -> None:
     assert figures == ["encode", "denoise", "decode", "mux", "total", "step"]  # loading took no time
     assert found.left_out == () and found.versions == ()
     assert all(len(row) == len(HEADINGS) for row in found.rows())
-    assert summary(found) == "Of 3: 1 faster, 1 slower, 1 neither. The most: c, 2.00 times."
+    assert summary(found) == "Of 3: 1 faster, 1 slower, 1 neither. Largest change: c, ratio 2.00."
 
 
-def test_one_run_proves_nothing() -> None:
+def test_one_run_is_too_few() -> None:
     few = configuration("a", 1.0, stages={"total": spread(1.0, count=1)})
     (found, *_) = compare(result(configuration("a", 4.0)), result(few)).differences
     assert (found.figure, found.verdict) == ("total", "too few runs")
@@ -42,7 +42,7 @@ def test_one_run_proves_nothing() -> None:
         ({"system": "Darwin arm64"}, "system Linux x86_64, Darwin arm64"),
     ],
 )
-def test_another_machine_is_no_comparison(changes: dict[str, Any], says: str) -> None:
+def test_another_machine_is_refused(changes: dict[str, Any], says: str) -> None:
     after = result(configuration())
     after["machine"] = after["machine"] | changes
     with pytest.raises(InvalidRequestError, match="two machines") as error:
@@ -50,7 +50,7 @@ def test_another_machine_is_no_comparison(changes: dict[str, Any], says: str) ->
     assert says in error.value.what
 
 
-def test_another_request_is_left_out_and_told() -> None:
+def test_another_request_is_left_out_with_the_reason() -> None:
     other = configuration("b")
     other["request"] = other["request"] | {"steps": 20}
     found = compare(result(configuration("a"), configuration("b")), result(configuration("a"), other))
@@ -58,13 +58,13 @@ def test_another_request_is_left_out_and_told() -> None:
     assert found.left_out == ("b: another request (steps 4, 20).",)
 
 
-def test_what_only_one_version_knows_of_is_no_other_request() -> None:
+def test_fields_of_one_version_only_are_ignored() -> None:
     newer = configuration("a")
     newer["request"] = newer["request"] | {"attention": "auto"}
     assert compare(result(configuration("a")), result(newer)).differences
 
 
-def test_what_only_one_result_has_is_told() -> None:
+def test_configurations_of_one_result_only_are_listed() -> None:
     before = result(configuration("a"), configuration("b"), failed("c"))
     after = result(configuration("a"), configuration("c"), configuration("d"))
     assert compare(before, after).left_out == (
@@ -74,7 +74,7 @@ def test_what_only_one_result_has_is_told() -> None:
     )
 
 
-def test_nothing_to_compare_is_an_error_that_says_why() -> None:
+def test_nothing_to_compare_is_an_error_with_the_reasons() -> None:
     with pytest.raises(InvalidRequestError, match="a: not measured in the second"):
         compare(result(configuration("a")), result(failed("a")))
     with pytest.raises(InvalidRequestError, match="they are empty"):
@@ -83,7 +83,7 @@ def test_nothing_to_compare_is_an_error_that_says_why() -> None:
         compare(result(configuration("a")), result(configuration("a"), kind="forward"))
 
 
-def test_other_versions_are_what_it_is_for_and_are_named() -> None:
+def test_other_versions_are_compared_and_listed() -> None:
     after = result(configuration("a"), tandem={"version": "0.2.0", "commit": "abc", "changed": True})
     after["versions"] = {"torch": "2.14.0", "cuda": None, "triton": "3.6"}
     assert compare(result(configuration("a")), after).versions == (

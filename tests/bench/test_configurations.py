@@ -1,4 +1,4 @@
-"""Which configurations there are, what they come to, and whether they are held at once."""
+"""Configurations of a benchmark: names, defaults, comparison of their plans."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -67,7 +67,7 @@ def test_name_and_flags(text: str, name: str, flags: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "--steps 4", ": --steps 4", "   :", "a\x07: --steps 4", "x" * 41 + ":"])
-def test_without_a_name_it_is_refused(text: str) -> None:
+def test_a_missing_name_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequestError, match="--config is"):
         named_flags(text)
 
@@ -90,7 +90,7 @@ def test_a_repeated_name_is_refused() -> None:
         ([offer("tensorrt", build=True, problem=Fact("machine.no_gpu"))], "auto", ["pytorch", "auto"]),
     ],
 )
-def test_what_is_measured_where_nobody_says(
+def test_default_configurations(
     offers: Sequence[EngineOffer], build: str, names: list[str], tiny: Callable[[str], ModelSpec]
 ) -> None:
     plan = tiny_plan(tiny("wan2.1"), Path("x.mp4"))
@@ -101,7 +101,7 @@ def test_what_is_measured_where_nobody_says(
     assert found[-1].only_if_new and not found[-1].request.backends
 
 
-def test_a_backend_for_some_parts_only_is_left_out(tiny: Callable[[str], ModelSpec]) -> None:
+def test_a_backend_that_lacks_a_component_is_left_out(tiny: Callable[[str], ModelSpec]) -> None:
     plan = tiny_plan(tiny("wan2.1"), Path("x.mp4"))
     found = standard(
         GenerationRequest(prompt="x"),
@@ -111,7 +111,7 @@ def test_a_backend_for_some_parts_only_is_left_out(tiny: Callable[[str], ModelSp
     assert [one.name for one in found] == ["pytorch", "auto"]
 
 
-def test_where_pytorch_rounds_float32_is_the_reference() -> None:
+def test_float32_is_the_reference_if_pytorch_uses_less_precision() -> None:
     first, second, *_ = standard(GenerationRequest(prompt="x"), large(), lambda *_: [])
     assert (first.name, first.float32, second.name, second.float32) == ("float32", True, "pytorch", False)
     plan = in_float32(large())
@@ -156,7 +156,7 @@ def test_backend_text() -> None:
     assert "ONNX Runtime, float32 (vae)" in backend_text(plan.with_component("vae", onnx))
 
 
-def test_pytorch_in_anothers_place_is_told() -> None:
+def test_a_fallback_to_pytorch_is_reported() -> None:
     plan = large()
     assert fallback_text(plan) is None
     plan = plan.with_component("vae", plan.components["vae"].replace(reasons=(Fact("engine.none_yet"),)))
@@ -188,6 +188,6 @@ def test_engines_are_built_once() -> None:
         ({"model_directory": Path("other")}, "another model"),
     ],
 )
-def test_what_can_be_compared(change: dict[str, object], why: str | None) -> None:
+def test_clip_difference(change: dict[str, object], why: str | None) -> None:
     plan = large()
     assert clip_difference(plan.replace(**change), plan) == why

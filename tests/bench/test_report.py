@@ -1,41 +1,41 @@
-"""Tables and the picture: every configuration is there, and figures stand where they belong."""
+"""Tables and picture of a result: every configuration, with its values in the right columns."""
 
 import re
 from xml.etree import ElementTree
 
 import pytest
 
-from runtime.bench import table
-from runtime.bench.plot import svg
+from runtime.bench import report
+from runtime.bench.report import svg
 from tests.bench.made import alike, configuration, failed, result
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def test_times_are_medians_with_their_spread() -> None:
-    found = table.times(result(configuration("a", 4.0), failed("b"), configuration("c", 40.0)))
+def test_timing_rows_have_medians_with_their_range() -> None:
+    found = report.timing_rows(result(configuration("a", 4.0), failed("b"), configuration("c", 40.0)))
     assert [row[0] for row in found] == ["a", "c"]
-    assert all(len(row) == len(table.TIMES) for row in found)
+    assert all(len(row) == len(report.TIMING_HEADINGS) for row in found)
     assert found[0][1] == "4.00 (3.80–4.20)"
     assert found[0][7:9] == ("9.00 s", "0.50 s")
     assert found[1][1] == "40.0 (38.0–42.0)"
 
 
-def test_building_is_told_apart_now_and_earlier() -> None:
+def test_builds_of_this_benchmark_and_earlier_ones_differ() -> None:
     engine = {"id": "e", "program": "vae_next", "build_seconds": 30.0, "built_now": False}
     now = configuration("now", build_seconds=12.0, engines=[engine])
     earlier = configuration("earlier", engines=[engine])
-    assert [row[-1] for row in table.times(result(now, earlier))] == ["12.0 s", "30.0 s, earlier"]
+    assert [row[-1] for row in report.timing_rows(result(now, earlier))] == ["12.0 s", "30.0 s, earlier"]
 
 
-def test_figures_name_the_worst_part_and_the_likeness() -> None:
+def test_quality_rows_have_the_worst_component_and_the_similarity() -> None:
     parts = {"vae": {"error": 1e-2, "why": ""}, "transformer": {"error": 1e-3, "why": ""}}
     memory = {"vram": {"denoise": 3 << 30}, "gpu": {"decode": 4 << 30}, "ram": {}}
     other = configuration("b", quality=alike(44.44), parts=parts, memory=memory)
     unlike = configuration("c", not_compared="another size", repeats=False)
     same = configuration("d", quality=alike(0) | {"same": True, "psnr": None}, parts={"vae": {"error": 0.0, "why": ""}})
-    found = table.figures(result(configuration("a"), other, unlike, same, failed("e")))
-    assert all(len(row) == len(table.FIGURES) for row in found)
+    found = report.quality_rows(result(configuration("a"), other, unlike, same, failed("e")))
+    assert all(len(row) == len(report.QUALITY_HEADINGS) for row in found)
     assert found[0][:5] == ("a", "", "", "1.0 GiB (decode)", "the reference")
     peaks = ("3.0 GiB (denoise)", "4.0 GiB (decode)", "")
     assert found[1] == ("b", *peaks, "1.0e-02 (vae)", "44.4 dB", "0.9900", "", "yes")
@@ -43,12 +43,12 @@ def test_figures_name_the_worst_part_and_the_likeness() -> None:
     assert found[3][4:6] == ("none", "same frames")
 
 
-def test_what_was_not_measured_is_told_with_what_to_do() -> None:
-    lines = table.outcomes(result(configuration("a"), failed("b"), failed("c", "fell back"), failed("d", "same")))
+def test_unmeasured_configurations_are_listed_with_remedies() -> None:
+    lines = report.outcomes(result(configuration("a"), failed("b"), failed("c", "fell back"), failed("d", "same")))
     assert lines == [
-        "b: failed: It broke. Mend it.",
-        "c: fell back: It broke. Mend it.",
-        "d: It broke. Mend it.",
+        "b: failed: It broke. Fix it.",
+        "c: fell back: It broke. Fix it.",
+        "d: It broke. Fix it.",
     ]
 
 
@@ -56,16 +56,16 @@ def test_what_was_not_measured_is_told_with_what_to_do() -> None:
     ("floor", "says"),
     [
         (None, "no noise floor"),
-        (alike(52.0), "52.0 dB apart"),
+        (alike(52.0), "differ by 52.0 dB"),
         (alike(0) | {"same": True, "psnr": None}, "bit for bit"),
     ],
 )
-def test_the_noise_floor_is_told(floor: object, says: str) -> None:
-    assert says in " ".join(table.notes(result(configuration("a"), noise_floor=floor)))
+def test_the_noise_floor_is_stated(floor: object, says: str) -> None:
+    assert says in " ".join(report.notes(result(configuration("a"), noise_floor=floor)))
 
 
-def test_cancelling_is_told() -> None:
-    assert table.notes(result(configuration("a"), cancelled=True))[0].startswith("Cancelled")
+def test_cancellation_is_stated() -> None:
+    assert report.notes(result(configuration("a"), cancelled=True))[0].startswith("Cancelled")
 
 
 def test_the_picture_is_to_scale() -> None:
@@ -87,13 +87,13 @@ def test_the_picture_is_to_scale() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0003, 0.07, 1.0, 2.5, 260.0, 7200.0])
-def test_the_scale_fits_whatever_it_takes(seconds: float) -> None:
+def test_the_scale_fits_any_duration(seconds: float) -> None:
     root = ElementTree.fromstring(svg(result(configuration("a", seconds)), "x"))
     ticks = [part for part in root.iter(f"{SVG}text") if part.get("text-anchor") == "middle"]
     assert 3 <= len(ticks) <= 7
     assert all(re.fullmatch(r"[\d.e+-]+ s", part.text or "") for part in ticks)
 
 
-def test_a_picture_of_nothing_is_one_too() -> None:
+def test_a_picture_without_measurements_is_valid() -> None:
     root = ElementTree.fromstring(svg(result(failed("a"), failed("b")), "x"))
     assert len(list(root.iter(f"{SVG}rect"))) == 5  # the ground and the legend

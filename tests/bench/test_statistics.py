@@ -1,4 +1,4 @@
-"""Medians, their spread, and what two of them say of each other."""
+"""Medians, their range, and ratios."""
 
 import pytest
 
@@ -38,7 +38,7 @@ def test_ratio(before: Spread, after: Spread, median: float, verdict: str) -> No
 
 
 @pytest.mark.parametrize("zero", [Spread(0, 0, 0, 3), Spread(0.1, 0, 0.2, 3)])
-def test_zero_tells_nothing(zero: Spread) -> None:
+def test_zero_has_no_ratio(zero: Spread) -> None:
     assert ratio(zero, Spread(1, 1, 1, 3)) is None
     assert ratio(Spread(1, 1, 1, 3), zero) is None
 

@@ -1,4 +1,4 @@
-"""`bench` as people and programs start it: bad input, results, comparing, Ctrl-C."""
+"""`bench` on the command line: invalid input, results, comparison, Ctrl-C."""
 
 import json
 import signal
@@ -84,7 +84,7 @@ def test_bad_files_to_compare(
         assert says in what
 
 
-def test_flags_of_a_configuration_are_those_of_generate() -> None:
+def test_configurations_take_the_options_of_generate() -> None:
     assert flags_in("--steps 4 --backend all=pytorch --backend vae=inductor") == {
         "steps": "4",
         "backend": ["all=pytorch", "vae=inductor"],
@@ -100,7 +100,7 @@ def bench(spec: ModelSpec, out: Path, *flags: str) -> list[str]:
     return ["bench", "--model", str(spec.directory), *SMALL, *both, "--out", str(out), *flags]
 
 
-def test_a_benchmark_is_printed_written_drawn_and_compared(
+def test_a_benchmark_is_printed_saved_plotted_and_compared(
     tiny: Tiny, cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "made" / "here"
@@ -131,7 +131,7 @@ def test_a_benchmark_is_printed_written_drawn_and_compared(
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
-def test_ctrl_c_ends_it_with_what_was_measured(tiny: Tiny, cache_dir: Path, tmp_path: Path) -> None:
+def test_ctrl_c_keeps_the_measurements(tiny: Tiny, cache_dir: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     arguments = bench(tiny("wan2.1"), folder, "--runs", "100", "--warmup", "0")
     command = [sys.executable, str(ROOT / "app.py"), *arguments]
@@ -143,7 +143,7 @@ def test_ctrl_c_ends_it_with_what_was_measured(tiny: Tiny, cache_dir: Path, tmp_
                 break
         rest = process.stderr.read()
         assert process.wait() == 130
-    assert "Cancelled: this is what was measured before." in rest
+    assert "Cancelled: these are the measurements until then." in rest
     assert "Traceback" not in rest
     kept = json.loads((folder / "bench.json").read_text())
     assert kept["cancelled"] is True

@@ -22,10 +22,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from runtime.bench import files, plot, table
+from runtime.bench import report, result_files
+from runtime.bench.benchmark import Bench, Setup
 from runtime.bench.configurations import Configuration
 from runtime.bench.recorder import UnwrittenHistory
-from runtime.bench.rounds import Bench, Setup
 from runtime.core.cancel import Cancel
 from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
@@ -93,7 +93,7 @@ def forward(part: str, arguments: argparse.Namespace, folder: Path) -> None:
     def saved(now: Forward) -> None:
         nonlocal shown
         result = now.to_json()
-        files.write_json(OUT / f"{part}.json", result)
+        result_files.write_json(OUT / f"{part}.json", result)
         for one in result["configurations"][shown:]:
             write(json.dumps(one))
         shown = len(result["configurations"])
@@ -127,16 +127,16 @@ def clips(part: str, arguments: argparse.Namespace, folder: Path) -> None:
     )
 
     def saved(now: Bench) -> None:
-        files.write_json(OUT / f"{part}.json", now.to_json())
+        result_files.write_json(OUT / f"{part}.json", now.to_json())
 
     bench = Bench.of(setup, configurations(named, common, quantized=not arguments.small), write, saved)
     bench.measure(Cancel())
     result = bench.to_json()
-    files.write(OUT / f"{part}.svg", plot.svg(result, part))
-    for printed in (table.times(result), table.figures(result)):
+    result_files.write(OUT / f"{part}.svg", report.svg(result, part))
+    for printed in (report.timing_rows(result), report.quality_rows(result)):
         for row in printed:
             write(" | ".join(row))
-    for line in (*table.outcomes(result), *table.notes(result)):
+    for line in (*report.outcomes(result), *report.notes(result)):
         write(line)
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from runtime.bench.benchmark import Bench, Setup
 from runtime.bench.configurations import Configuration
 from runtime.bench.recorder import UnwrittenHistory, allocated
-from runtime.bench.rounds import Bench, Setup
 from runtime.core.cancel import Cancel
 from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService

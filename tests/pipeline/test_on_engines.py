@@ -156,7 +156,7 @@ def break_after(
 
 def failing() -> dict[str, torch.Tensor]:
     """Fail as an engine does."""
-    raise EngineError("The engine failed: on purpose.", "Nothing to do.")
+    raise EngineError("text", what="The engine failed: on purpose.", remedy="Nothing to do.")
 
 
 def starving() -> dict[str, torch.Tensor]:

@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 
-from runtime.bench import files
+from runtime.bench import result_files
 from runtime.cli import exit_codes, terminal
 from runtime.cli.bench import PROMPT, RUNS, SEED, WARMUP, configured
 from runtime.cli.exit_codes import cancel_on_signals
@@ -52,9 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             exact=not given.no_exact,
             baseline=not given.no_baseline,
         )
-        target = files.new_folder(loaded.cache_dir, given.out) / "forward.json"
+        target = result_files.new_folder(loaded.cache_dir, given.out) / "forward.json"
         forward = Forward(
-            setup, configurations, terminal.line, lambda measured: files.write_json(target, measured.to_json())
+            setup, configurations, terminal.line, lambda measured: result_files.write_json(target, measured.to_json())
         )
         with cancel_on_signals() as cancel:
             forward.measure(cancel)

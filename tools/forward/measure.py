@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
+from runtime.bench.benchmark import SCHEMA
 from runtime.bench.component_errors import StandaloneJob, in_floats, relative_error
 from runtime.bench.configurations import Configuration
-from runtime.bench.environment import describe_environment
 from runtime.bench.recorder import allocated
-from runtime.bench.rounds import SCHEMA
+from runtime.bench.report import number, spread_text
+from runtime.bench.result_files import describe_environment
 from runtime.bench.statistics import Spread, spread
-from runtime.bench.table import number, spread_text
 from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.errors import TandemError, first_line
 from runtime.core.plan import BACKEND_TITLES, PYTORCH, ComponentPlan, ExecutionPlan

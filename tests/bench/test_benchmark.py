@@ -1,4 +1,4 @@
-"""Whole benchmarks of tiny real models: turns, figures, failures, and what is left behind."""
+"""Whole benchmarks of tiny real models: order of runs, measurements, failures and files."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.bench import rounds
+from runtime.bench import benchmark
+from runtime.bench.benchmark import Bench, Setup
 from runtime.bench.configurations import Configuration
-from runtime.bench.recorder import Recorder, UnwrittenHistory, unlike
-from runtime.bench.rounds import Bench, Setup
+from runtime.bench.recorder import Recorder, UnwrittenHistory, changed_fields
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError, InvalidRequestError
 from runtime.core.facts import Fact
@@ -33,10 +33,10 @@ CLIP = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 5, "steps":
 
 @dataclass
 class Done:
-    """A benchmark that has run, and the lines that it told."""
+    """A finished benchmark and the lines that it reported."""
 
     bench: Bench
-    told: list[str]
+    lines: list[str]
     folder: Path
 
     def result(self) -> dict[str, Any]:
@@ -50,8 +50,8 @@ class Done:
 
 
 @dataclass(frozen=True)
-class Hall:
-    """Where benchmarks of one model are run, with one engine library."""
+class BenchRunner:
+    """A model and an engine library for benchmarks."""
 
     spec: ModelSpec
     home: Path
@@ -69,7 +69,7 @@ class Hall:
         cancel_at: Callable[[str], bool] = lambda _: False,
         **changes: Any,
     ) -> Done:
-        """Run a benchmark; `cancel_at` says at which line to cancel it."""
+        """Run a benchmark; `it is cancelled at the first line for which `cancel_at` is true."""
         machine = probe()
         engines = EngineService(EngineStore(self.home / "engines", 10**10), machine, self.home)
         setup = Setup(
@@ -80,51 +80,51 @@ class Hall:
             folder=folder,
             runs=2,
         )
-        cancel, told = Cancel(), []
+        cancel, lines = Cancel(), []
 
-        def tell(line: str) -> None:
-            told.append(line)
+        def report(line: str) -> None:
+            lines.append(line)
             if cancel_at(line):
                 cancel.request()
 
-        bench = Bench.of(replace(setup, **changes), configurations, tell)
+        bench = Bench.of(replace(setup, **changes), configurations, report)
         bench.measure(cancel)
-        return Done(bench, told, folder)
+        return Done(bench, lines, folder)
 
 
 @pytest.fixture(scope="module")
-def hall(tiny: Callable[[str], ModelSpec], tmp_path_factory: pytest.TempPathFactory) -> Hall:
-    """Return a place with an empty engine library."""
-    return Hall(tiny("wan2.2-a14b"), tmp_path_factory.mktemp("hall"))
+def runner(tiny: Callable[[str], ModelSpec], tmp_path_factory: pytest.TempPathFactory) -> BenchRunner:
+    """Return a bench with an empty engine library."""
+    return BenchRunner(tiny("wan2.2-a14b"), tmp_path_factory.mktemp("runner"))
 
 
 @pytest.fixture(scope="module")
-def done(hall: Hall, tmp_path_factory: pytest.TempPathFactory) -> Done:
+def done(runner: BenchRunner, tmp_path_factory: pytest.TempPathFactory) -> Done:
     """Return a benchmark of everything that can become of a configuration but a failure on the way."""
     on_text = {"all": "pytorch", "text_encoder": "onnxruntime"}
     configurations = [
-        hall.configuration("pytorch"),
-        hall.configuration("onnx text", backends=on_text),
-        hall.configuration("more steps", steps=5),
-        hall.configuration("no size", width=65),
-        hall.configuration("trt", backends={"vae": "tensorrt"}),
-        hall.configuration("again", only_if_new=True),
+        runner.configuration("pytorch"),
+        runner.configuration("onnx text", backends=on_text),
+        runner.configuration("more steps", steps=5),
+        runner.configuration("no size", width=65),
+        runner.configuration("trt", backends={"vae": "tensorrt"}),
+        runner.configuration("again", only_if_new=True),
     ]
-    return hall.run(tmp_path_factory.mktemp("done"), configurations, keep_videos=True)
+    return runner.run(tmp_path_factory.mktemp("done"), configurations, keep_videos=True)
 
 
 @pytest.mark.slow
-def test_all_take_turns_after_their_warm_up(done: Done) -> None:
+def test_configurations_take_turns_after_warm_up(done: Done) -> None:
     measured = ["pytorch", "onnx text", "more steps"]
-    warm = [line.partition(":")[0] for line in done.told if "warm-up" in line]
-    runs = [line.partition(":")[0] for line in done.told if ": run " in line]
+    warm = [line.partition(":")[0] for line in done.lines if "warm-up" in line]
+    runs = [line.partition(":")[0] for line in done.lines if ": run " in line]
     assert done.bench.together
     assert warm == measured
     assert runs == measured * 2
     assert [one["runs"] for one in done.result()["configurations"]] == [2, 2, 2, 0, 0, 0]
 
 
-def test_stages_steps_loading_and_building_are_told_apart(done: Done) -> None:
+def test_stages_steps_loading_and_building_are_measured_separately(done: Done) -> None:
     one = done.one("onnx text")
     assert set(one["stages"]) == {"encode", "denoise", "decode", "mux", "total"}
     for figure in one["stages"].values():
@@ -140,13 +140,13 @@ def test_stages_steps_loading_and_building_are_told_apart(done: Done) -> None:
     assert done.one("pytorch")["build_seconds"] == 0 and done.one("pytorch")["engines"] == []
 
 
-def test_every_run_reads_the_prompt(done: Done, hall: Hall) -> None:
+def test_every_run_encodes_the_prompt(done: Done, runner: BenchRunner) -> None:
     for name in ("pytorch", "onnx text", "more steps"):
         assert done.one(name)["stages"]["encode"]["low"] > 0
-    assert not (hall.home / "prompts").exists()
+    assert not (runner.home / "prompts").exists()
 
 
-def test_what_ran_is_in_the_result(done: Done) -> None:
+def test_request_plan_and_engines_are_in_the_result(done: Done) -> None:
     result = done.result()
     assert (result["schema"], result["kind"], result["reference"]) == (1, "bench", "pytorch")
     assert result["reference_is"] == "PyTorch, float32"
@@ -157,7 +157,7 @@ def test_what_ran_is_in_the_result(done: Done) -> None:
     assert done.one("onnx text")["runs_on"].startswith("ONNX Runtime, float32 (text_encoder)")
 
 
-def test_memory_is_told_by_stage(done: Done) -> None:
+def test_memory_is_measured_by_stage(done: Done) -> None:
     memory = done.one("pytorch")["memory"]
     assert memory["vram"] == memory["gpu"] == {}
     assert {"encode", "denoise", "decode", "save"} <= set(memory["ram"])
@@ -165,7 +165,7 @@ def test_memory_is_told_by_stage(done: Done) -> None:
     assert max(memory["ram"].values()) > 1 << 18
 
 
-def test_the_clip_is_compared_with_the_references_and_with_its_noise(done: Done) -> None:
+def test_the_clip_is_compared_with_the_reference_and_its_noise_floor(done: Done) -> None:
     floor = done.result()["noise_floor"]
     assert floor["same"] and floor["ssim"] == 1
     assert all(done.one(name)["repeats"] is True for name in ("pytorch", "onnx text", "more steps"))
@@ -175,7 +175,7 @@ def test_the_clip_is_compared_with_the_references_and_with_its_noise(done: Done)
     assert far["psnr"] < 45
 
 
-def test_each_part_is_compared_on_the_same_inputs(done: Done) -> None:
+def test_each_component_is_compared_on_the_same_inputs(done: Done) -> None:
     components = {"text_encoder", "transformer", "transformer_2", "vae"}
     parts = done.one("onnx text")["parts"]
     assert set(parts) == components
@@ -185,7 +185,7 @@ def test_each_part_is_compared_on_the_same_inputs(done: Done) -> None:
     assert all(part["error"] == 0 for part in done.one("more steps")["parts"].values())
 
 
-def test_what_cannot_be_is_a_row_that_says_so(done: Done) -> None:
+def test_a_configuration_that_cannot_run_has_a_row_with_the_reason(done: Done) -> None:
     refused, absent, again = (done.one(name) for name in ("no size", "trt", "again"))
     assert refused["state"] == "refused" and "width is 65" in refused["why"] and "64 or 80" in refused["remedy"]
     assert absent["state"] == "refused" and "PyTorch instead of TensorRT" in absent["why"]
@@ -193,14 +193,16 @@ def test_what_cannot_be_is_a_row_that_says_so(done: Done) -> None:
     assert refused["stages"] == absent["stages"] == again["stages"] == {}
 
 
-def test_one_video_of_each_is_kept_if_wanted_and_nothing_else(done: Done) -> None:
+def test_keep_videos_keeps_one_video_of_each_configuration(done: Done) -> None:
     names = sorted(path.name for path in done.folder.iterdir())
     assert names == ["more-steps-3.mp4", "onnx-text-2.mp4", "pytorch-1.mp4"]
     facts = read_metadata(done.folder / "more-steps-3.mp4")
     assert facts is not None and facts["request"]["steps"] == 5
 
 
-def test_an_engine_that_fails_is_nobodys_time(hall: Hall, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurements_with_a_failed_engine_are_deleted(
+    runner: BenchRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     infer: Callable[..., dict[str, torch.Tensor]] = OnnxRuntimeSession.infer
     seen = 0
 
@@ -208,17 +210,17 @@ def test_an_engine_that_fails_is_nobodys_time(hall: Hall, tmp_path: Path, monkey
         nonlocal seen
         seen += 1
         if seen > 2:  # a job reads the prompt and the negative one
-            raise EngineError("The engine failed: on purpose.", "Nothing to do.")
+            raise EngineError("text", what="The engine failed: on purpose.", remedy="Nothing to do.")
         return infer(self, **inputs)
 
     monkeypatch.setattr(OnnxRuntimeSession, "infer", failing)
     on_text = {"all": "pytorch", "text_encoder": "onnxruntime"}
     short = {"frames": 5, "steps": 1}
     configurations = [
-        hall.configuration("pytorch", **short),
-        hall.configuration("onnx text", backends=on_text, **short),
+        runner.configuration("pytorch", **short),
+        runner.configuration("onnx text", backends=on_text, **short),
     ]
-    done = hall.run(tmp_path, configurations, compare_parts=False)
+    done = runner.run(tmp_path, configurations, compare_parts=False)
     one = done.one("onnx text")
     assert one["state"] == "fell back" and "on purpose" in one["why"]
     assert one["stages"] == {} and one["first"] is None and one["quality"] is None and one["runs"] == 0
@@ -226,32 +228,32 @@ def test_an_engine_that_fails_is_nobodys_time(hall: Hall, tmp_path: Path, monkey
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_clip_that_is_not_made_as_planned_is_found_out(hall: Hall, tmp_path: Path) -> None:
-    plan = tiny_plan(hall.spec, tmp_path / "x.mp4")
+def test_deviations_from_the_plan_are_detected(runner: BenchRunner, tmp_path: Path) -> None:
+    plan = tiny_plan(runner.spec, tmp_path / "x.mp4")
     part = plan.components["vae"]
     built = part.replace(
         engines=(EngineUse(id="e", program="p", builder="b", precision="x", profile=((1, 1, 1),) * 3),)
     )
     to_build = built.replace(engines=(built.engines[0].replace(build=True),))
-    assert unlike(plan.with_component("vae", to_build), plan.with_component("vae", built)) == []
+    assert changed_fields(plan.with_component("vae", to_build), plan.with_component("vae", built)) == []
     other = plan.replace(strategy=plan.strategy.replace(decode_tile=8, offload="model"), free_bytes=1)
-    assert unlike(plan, other) == ["strategy", "free_bytes"]
-    assert unlike(plan, plan.with_component("vae", part.in_pytorch(Fact("planner.took_over")))) == ["vae"]
+    assert changed_fields(plan, other) == ["strategy", "free_bytes"]
+    assert changed_fields(plan, plan.with_component("vae", part.in_pytorch(Fact("planner.took_over")))) == ["vae"]
     recorder = Recorder("cpu")
-    with recorder.watching():
+    with recorder.measuring():
         recorder.emit(sample_result())
-    assert "another way than planned (memory ran out)" in recorder.run().fell_back[0]
+    assert "deviated from its plan (memory ran out)" in recorder.measurement().fell_back[0]
     recorder.note(plan, plan, {})
-    assert recorder.run().fell_back == ()
+    assert recorder.measurement().fell_back == ()
 
 
-def test_forecasts_learn_nothing_of_it(hall: Hall, done: Done) -> None:
-    assert not (hall.home / "history.json").exists()
+def test_the_history_is_not_changed(runner: BenchRunner, done: Done) -> None:
+    assert not (runner.home / "history.json").exists()
     assert done.bench.setup.history.read() == ()
 
 
-def test_memory_that_runs_out_is_no_other_configuration(
-    hall: Hall, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_out_of_memory_fails_instead_of_measuring_another_strategy(
+    runner: BenchRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frames = PyTorchVideoDecoder.frames
 
@@ -261,20 +263,22 @@ def test_memory_that_runs_out_is_no_other_configuration(
         return frames(self, latents, *rest)
 
     monkeypatch.setattr(PyTorchVideoDecoder, "frames", short)
-    configurations = [hall.configuration("fits"), hall.configuration("large", width=48, on_out_of_memory="any")]
-    done = hall.run(tmp_path, configurations, runs=1, warmup=0, compare_parts=False)
+    configurations = [runner.configuration("fits"), runner.configuration("large", width=48, on_out_of_memory="any")]
+    done = runner.run(tmp_path, configurations, runs=1, warmup=0, compare_parts=False)
     large = done.one("large")
     assert large["state"] == "failed" and "Out of memory" in large["why"] and large["remedy"] and large["stages"] == {}
     assert done.one("fits")["state"] == "measured"
 
 
-def test_each_in_its_turn_where_memory_is_short(hall: Hall, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "fit_together", lambda _: False)
+def test_configurations_are_loaded_in_turn_if_memory_is_short(
+    runner: BenchRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benchmark, "fit_together", lambda _: False)
     short = {"frames": 5, "steps": 1}
-    configurations = [hall.configuration("one", **short), hall.configuration("two", width=48, **short)]
-    done = hall.run(tmp_path, configurations, compare_parts=False)
+    configurations = [runner.configuration("one", **short), runner.configuration("two", width=48, **short)]
+    done = runner.run(tmp_path, configurations, compare_parts=False)
     assert not done.bench.together
-    names = [line.partition(":")[0] for line in done.told if "warm-up" in line or ": run " in line]
+    names = [line.partition(":")[0] for line in done.lines if "warm-up" in line or ": run " in line]
     assert names == ["one", "one", "two", "two"] * 2
     assert done.one("one")["state"] == done.one("two")["state"] == "measured"
     assert done.one("two")["quality"] is None and done.one("two")["not_compared"] == "another size"
@@ -283,23 +287,23 @@ def test_each_in_its_turn_where_memory_is_short(hall: Hall, tmp_path: Path, monk
     assert not any(entry.residency._held for entry in done.bench.entries)
 
 
-def test_cancelled_it_keeps_what_was_measured(hall: Hall, tmp_path: Path) -> None:
-    configurations = [hall.configuration("one", steps=2), hall.configuration("two", steps=1)]
-    done = hall.run(tmp_path, configurations, lambda line: line.startswith("one: run 1"), compare_parts=False)
+def test_cancellation_keeps_the_measurements(runner: BenchRunner, tmp_path: Path) -> None:
+    configurations = [runner.configuration("one", steps=2), runner.configuration("two", steps=1)]
+    done = runner.run(tmp_path, configurations, lambda line: line.startswith("one: run 1"), compare_parts=False)
     result = done.result()
     assert result["cancelled"]
     assert [(one["state"], one["runs"]) for one in result["configurations"]] == [("measured", 1), ("waiting", 0)]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_where_nothing_can_be_planned_the_first_says_why(hall: Hall, tmp_path: Path) -> None:
+def test_the_first_error_is_raised_if_nothing_can_be_planned(runner: BenchRunner, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="width is 65"):
-        hall.run(tmp_path, [hall.configuration("one", width=65), hall.configuration("two", height=33)])
+        runner.run(tmp_path, [runner.configuration("one", width=65), runner.configuration("two", height=33)])
 
 
-def test_a_reference_that_fails_leaves_the_others(hall: Hall, tmp_path: Path) -> None:
-    configurations = [hall.configuration("no size", width=65), hall.configuration("good")]
-    done = hall.run(tmp_path, configurations, runs=1, warmup=0)
+def test_a_failed_reference_does_not_stop_the_others(runner: BenchRunner, tmp_path: Path) -> None:
+    configurations = [runner.configuration("no size", width=65), runner.configuration("good")]
+    done = runner.run(tmp_path, configurations, runs=1, warmup=0)
     assert done.one("good")["state"] == "measured"
     assert done.one("good")["not_compared"] == "no reference"
     assert done.one("good")["parts"] == {}

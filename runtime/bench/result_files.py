@@ -1,5 +1,7 @@
-"""The environment of a benchmark: machine, versions of libraries, and Tandem's commit."""
+"""Files of benchmark results: writing and reading them, and the environment that they record."""
 
+import json
+import os
 import platform
 import subprocess
 from collections.abc import Mapping
@@ -11,12 +13,78 @@ from typing import Any
 import torch
 
 from runtime import __version__
+from runtime.core.errors import InvalidRequestError, OutputError
 from runtime.machine.probe import Machine
 
 _ROOT = Path(__file__).parents[2]
 _PACKAGES = ("diffusers", "transformers", "numpy")
 _GIT_SECONDS = 10
 _COMMIT_DIGITS = 12
+
+
+def new_folder(cache_dir: Path, out: str | None) -> Path:
+    """Create and return the folder for a result.
+
+    Args:
+        out: its path; `None` for a new folder in the cache folder.
+
+    Raises:
+        InvalidRequestError: if `out` cannot be the name of a folder.
+        OutputError: if the folder cannot be created.
+    """
+    if out is None:
+        now = datetime.now(timezone.utc).astimezone()
+        folder = cache_dir / "bench" / f"{now:%Y%m%d-%H%M%S}-{os.getpid()}"
+    elif not out.isprintable() or not out.strip():
+        raise InvalidRequestError("out", "cli.folder_unreadable")
+    else:
+        folder = Path(out).expanduser().absolute()
+    if folder.exists() and not folder.is_dir():
+        raise InvalidRequestError("out", "bench.folder_is_file", folder=folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError("cli.folder_not_created", folder=folder, error=error.strerror or str(error)) from error
+    return folder
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file atomically.
+
+    Raises:
+        OutputError: if it cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise OutputError("bench.not_written", file=path, error=error.strerror or str(error)) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a result atomically as JSON.
+
+    Raises:
+        OutputError: if it cannot be written.
+    """
+    write(path, json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(name: str) -> Any:
+    """Return the content of a JSON file.
+
+    Raises:
+        InvalidRequestError: if it cannot be read or is not JSON.
+    """
+    try:
+        return json.loads(Path(name).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidRequestError("file", "bench.not_read", file=name, error=error.strerror or str(error)) from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError("file", "bench.not_json", file=name) from error
 
 
 def describe_environment(machine: Machine) -> dict[str, Any]:
