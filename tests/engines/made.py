@@ -13,7 +13,7 @@ from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.engines import manifest
 from runtime.engines.store import EngineStore
-from runtime.planner.engine_index import EngineKey, EngineRecord, ShapeProfile
+from runtime.planner.engine_index import EngineFile, EngineKey, EngineRecord, ShapeProfile
 
 _KEY = EngineKey(
     program="transformer",
@@ -37,30 +37,35 @@ def key(**changes: Any) -> EngineKey:
     return replace(_KEY, **changes)
 
 
-def put(folder: Path, key: EngineKey, content: bytes = b"engine" * 100, **changes: Any) -> EngineRecord:
-    """Put a finished engine into a folder and return its record."""
-    (folder / "engine.pt2").write_bytes(content)
-    files = manifest.hashed_files(folder, "engine.pt2")
-    record = EngineRecord(
+def record(key: EngineKey, **changes: Any) -> EngineRecord:
+    """Return the record of a verified engine that is in no store, with some fields changed."""
+    made = EngineRecord(
         id=key.digest(),
         key=key,
         model="diorama",
         component="transformer",
-        files=files,
-        file_bytes=sum(file.bytes for file in files),
-        build_seconds=1.5,
+        files=(EngineFile("engine.pt2", 600, "0" * 64),),
+        file_bytes=600,
+        build_seconds=60.0,
         seconds_per_call=0.1,
-        pytorch_seconds_per_call=0.2,
+        pytorch_seconds_per_call=0.3,
         error=1e-6,
         tolerance=1e-4,
         verified=True,
-        detail=Fact("engine.compared", {"error": 1e-6, "where": "velocity at 9×14×24", "tolerance": 1e-4}),
-        built_at=1000.0,
-        last_used=1000.0,
+        detail=Fact("engine.compared", {"error": 1e-6, "where": "velocity", "tolerance": 1e-4}),
+        built_at=1.0,
+        last_used=1.0,
     )
-    record = replace(record, **changes)
-    manifest.write(folder, record)
-    return record
+    return replace(made, **changes)
+
+
+def put(folder: Path, key: EngineKey, content: bytes = b"engine" * 100, **changes: Any) -> EngineRecord:
+    """Put a finished engine into a folder and return its record."""
+    (folder / "engine.pt2").write_bytes(content)
+    files = manifest.hashed_files(folder, "engine.pt2")
+    finished = record(key, files=files, file_bytes=sum(file.bytes for file in files), **changes)
+    manifest.write(folder, finished)
+    return finished
 
 
 def add(store: EngineStore, key: EngineKey, content: bytes = b"engine" * 100, **changes: Any) -> EngineRecord:

@@ -24,9 +24,8 @@ from runtime.ui import form
 from runtime.ui.engines_panel import BreakEven, EnginesPanel, Entry, serves, storage_html, table_html, tasks_html
 from runtime.ui.panels import Call, respond
 from runtime.ui.plan_preview import PlanPreview
-from tests.engines.made import key
+from tests.engines.made import key, record
 from tests.thread_queue import RunningQueue
-from tests.ui.records import record
 from tests.ui.test_form import GOOD
 from tests.ui.test_plan_preview import insert
 from tests.waiting import until
