@@ -32,6 +32,9 @@ def on(
     )
 
 
+SHORT, RAM_SHORT, BOTH_SHORT = "planner.memory_short", "planner.ram_short", "planner.memory_and_ram_short"
+
+
 def plan(model: str, where: Machine, **values: Any) -> ExecutionPlan:
     """Plan a clip of 832x480 with the default frames, decoded in float32: what memory it takes decides the most."""
     wanted = {"prompt": "a red boat", "seed": 1, "width": 832, "height": 480, "vae_precision": "float32"} | values
@@ -122,33 +125,58 @@ def test_a_tight_fit_is_the_last_resort_with_a_warning() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "where", "values", "what", "remedy"),
+    ("model", "where", "values", "code", "gib", "instead"),
     [
-        (A14B, on(24, 96), {"offload": "none", "quantization": "none"}, "video memory", "Use --offload group: "),
-        (A14B, on(24, 96), {"offload": "model"}, "30.7 GiB of video memory", "Use --offload group: "),
-        (A14B, on(24, 32), {"offload": "group"}, "67.1 GiB of system memory (RAM)", "Use --quantization fp8: "),
-        (A14B, on(140, 16), {"offload": "model"}, "system memory (RAM)", "Use --offload none: "),
-        (A14B, on(15, 96), {"quantization": "fp8"}, "video memory", "Use --offload group: "),
-        (A14B, on(8, 32), {}, "67.3 GiB of system memory (RAM)", "add memory (RAM)"),
-        (A14B, on(8, 32), {"offload": "sequential"}, "67.3 GiB of system memory (RAM)", "add memory (RAM)"),
-        (A14B, on(24, 32, quantizers=()), {}, "30.7 GiB of video memory, or 67.1 GiB", "add memory (RAM)"),
-        (SMALL, on(8, 16), {}, "16.7 GiB of system memory (RAM)", "Close other programs"),
-        (SMALL, on(8, 16), {"width": 1920, "height": 1088}, "GiB of video memory", "Use a smaller size"),
-        (SMALL, on(8, 32), {"offload": "none"}, "11.4 GiB of video memory", "Use --offload group: "),
-        (SMALL, on(8, 32), {"offload": "model"}, "11.4 GiB of video memory", "Use --offload group: "),
-        (A14B, on(24, 32, (8, 6)), {"quantization": "fp8"}, "does not support FP8", "Use --quantization bnb-8bit."),
-        (A14B, machine(ram_free_gib=500), {"quantization": "bnb-4bit"}, "no NVIDIA GPU", "Use --quantization none."),
-        (A14B, machine(ram_free_gib=16), {}, "GiB of memory; 16.0 GiB are free", "Use a smaller size"),
+        (A14B, on(24, 96), {"offload": "none", "quantization": "none"}, SHORT, {"peak": 30.7}, {"offload": "group"}),
+        (A14B, on(24, 96), {"offload": "model"}, SHORT, {"peak": 30.7}, {"offload": "group"}),
+        (A14B, on(24, 32), {"offload": "group"}, RAM_SHORT, {"ram": 67.1}, {"quantization": "fp8"}),
+        (A14B, on(140, 16), {"offload": "model"}, RAM_SHORT, {"ram": 67.1}, {"offload": "none"}),
+        (A14B, on(15, 96), {"quantization": "fp8"}, SHORT, {"peak": 22.2}, {"offload": "group"}),
+        (A14B, on(8, 32), {}, BOTH_SHORT, {"ram": 67.3}, "planner.more_ram"),
+        (A14B, on(8, 32), {"offload": "sequential"}, RAM_SHORT, {"ram": 67.3}, "planner.more_ram"),
+        (A14B, on(24, 32, quantizers=()), {}, BOTH_SHORT, {"peak": 30.7, "ram": 67.1}, "planner.more_ram"),
+        (SMALL, on(8, 16), {}, BOTH_SHORT, {"peak": 11.4, "ram": 16.7}, "planner.more_ram"),
+        (SMALL, on(8, 16), {"width": 1920, "height": 1088}, SHORT, {"peak": 11.7}, "planner.ask_for_less"),
+        (SMALL, on(8, 32), {"offload": "none"}, SHORT, {"peak": 11.4}, {"offload": "group"}),
+        (SMALL, on(8, 32), {"offload": "model"}, SHORT, {"peak": 11.4}, {"offload": "group"}),
+        (A14B, machine(ram_free_gib=16), {}, SHORT, {"free": 16.0}, "planner.ask_for_less"),
     ],
 )
 def test_too_little_memory_is_refused_with_a_strategy_that_fits(
-    model: str, where: Machine, values: dict[str, Any], what: str, remedy: str
+    model: str, where: Machine, values: dict[str, Any], code: str, gib: dict[str, float], instead: str | dict[str, str]
 ) -> None:
-    with pytest.raises(MachineError) as caught:
+    with pytest.raises(MemoryShortError) as caught:
         plan(model, where, **values)
-    assert what in caught.value.what
-    assert remedy in caught.value.remedy
+    assert (caught.value.code, caught.value.where) == (code, "video memory" if where.gpus else "memory")
+    for name, size in gib.items():
+        assert caught.value.data[name] / GIB == pytest.approx(size, abs=0.06)
+    remedy = caught.value.data["remedy"]
+    if isinstance(instead, str):
+        assert remedy.code == instead
+    else:
+        assert (remedy.code, remedy.data["changes"]) == ("planner.use_strategy", instead)
     assert "\n" not in caught.value.what + caught.value.remedy
+
+
+def test_the_remedy_names_the_options_of_a_strategy_that_fits() -> None:
+    with pytest.raises(MemoryShortError) as caught:
+        plan(A14B, on(24, 96), offload="model")
+    assert "30.7 GiB of video memory" in caught.value.what
+    assert caught.value.remedy.startswith("Use --offload group: ")
+
+
+@pytest.mark.parametrize(
+    ("where", "quantization", "code", "cause"),
+    [
+        (on(24, 32, (8, 6)), "fp8", "planner.quantization_unavailable", "machine.gpu_without_fp8"),
+        (machine(ram_free_gib=500), "bnb-4bit", "planner.quantization_needs_gpu", "machine.no_gpu"),
+    ],
+)
+def test_an_unavailable_quantization_is_refused(where: Machine, quantization: str, code: str, cause: str) -> None:
+    with pytest.raises(MachineError) as caught:
+        plan(A14B, where, quantization=quantization)
+    assert (caught.value.code, caught.value.data["cause"].code) == (code, cause)
+    assert caught.value.remedy.startswith("Use --quantization ")
 
 
 def test_offload_on_a_cpu_is_a_warning() -> None:
@@ -158,8 +186,10 @@ def test_offload_on_a_cpu_is_a_warning() -> None:
 
 
 def test_quantized_transformers_are_not_brought_in_parts() -> None:
-    with pytest.raises(InvalidRequestError, match="--offload group exclude each other"):
+    with pytest.raises(InvalidRequestError) as caught:
         plan(A14B, on(140, 500), offload="group", quantization="bnb-4bit")
+    assert caught.value.code == "planner.quantized_offload"
+    assert caught.value.data["chosen"] == {"quantization": "bnb-4bit", "offload": "group"}
 
 
 def test_strategies_of_a_cpu() -> None:
@@ -227,7 +257,7 @@ def test_unavailable_strategies_are_shown_and_not_offered() -> None:
     assert all(one.fits and one.fits_ram for one in bare.strategies if one.strategy.quantization == "bnb-4bit")
     with pytest.raises(MachineError) as caught:
         plan(A14B, on(24, 32, quantizers=()), offload="group")
-    assert "--quantization" not in caught.value.remedy
+    assert "changes" not in caught.value.data["remedy"].data
 
 
 def test_the_ladder_is_from_fast_to_frugal() -> None:
@@ -271,8 +301,9 @@ def test_strategies_that_requested_backends_exclude_are_not_offered() -> None:
     group = next(one for one in made.strategies if one.strategy.flags == "--offload model")
     assert not group.offered
     assert str(group.verdict("video memory")) == "unavailable: offload model excludes TensorRT"
-    with pytest.raises(InvalidRequestError, match="Offload model excludes TensorRT"):
+    with pytest.raises(InvalidRequestError) as caught:
         plan(A14B, with_tensorrt, backends={"transformer": "tensorrt"}, offload="model")
+    assert (caught.value.field, caught.value.code) == ("offload", "planner.offload_on_engine")
 
 
 def test_a_requested_strategy_is_inserted_among_the_others() -> None:
