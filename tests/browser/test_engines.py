@@ -11,7 +11,7 @@ from tests.app_server import MODEL, Server
 from tests.browser.conftest import DESKTOP, PHONE, OpenPage, ready
 from tests.browser.test_acceleration import choose, unfold
 from tests.browser.test_page import UNNAMED_INPUTS
-from tests.engines import foreign
+from tests.engines import exported_files
 from tests.ui.test_plan_preview import insert
 
 pytestmark = pytest.mark.browser

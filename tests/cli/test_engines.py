@@ -12,7 +12,7 @@ from runtime.core.errors import InvalidRequestError
 from runtime.engines.store import EngineStore
 from runtime.models.spec import ModelSpec
 from tests.cli.test_bad_input import refused
-from tests.engines.made import key, put
+from tests.engines.engine_files import key, put
 
 
 def stock(cache_dir: Path, count: int) -> list[str]:

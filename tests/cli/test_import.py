@@ -10,7 +10,7 @@ from runtime.cli.main import run
 from runtime.models.spec import ModelSpec
 from tests.cli.test_bad_input import refused
 from tests.cli.test_engines import printed
-from tests.engines import foreign
+from tests.engines import exported_files
 
 
 @pytest.mark.slow

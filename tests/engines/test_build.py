@@ -26,8 +26,8 @@ from runtime.engines.builders.inductor import InductorBuilder
 from runtime.engines.store import EngineStore
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import EngineRecord
-from tests.engines import odd_child
-from tests.engines.made import add, key, refusal, visible
+from tests.engines import child_entries
+from tests.engines.engine_files import add, key, refusal, visible
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -47,8 +47,8 @@ def request_(tiny: Callable[[str], ModelSpec]) -> BuildRequest:
 
 
 def odd(task: str) -> Entry:
-    """Return an entry of the child that does something unusual."""
-    entry: Entry = getattr(odd_child, task)
+    """Return an entry of the child process by its name."""
+    entry: Entry = getattr(child_entries, task)
     return entry
 
 
@@ -62,33 +62,31 @@ def attempt(request: BuildRequest, store: EngineStore, task: str) -> EngineRecor
 
 
 def test_an_engine_is_built_once_with_progress_and_log(request_: BuildRequest, store: EngineStore) -> None:
-    said: list[tuple[Fact, float | None]] = []
-    record = build_engine(request_, store, lambda *progress: said.append(progress), Cancel(), odd("make"))
-    assert (Fact("engine.compiling"), 0.5) in said
-    assert said[-1][1] == 1.0
+    reported: list[tuple[Fact, float | None]] = []
+    record = build_engine(request_, store, lambda *progress: reported.append(progress), Cancel(), odd("make"))
+    assert (Fact("engine.compiling"), 0.5) in reported
+    assert reported[-1][1] == 1.0
     assert store.index() == [record]
     assert "s  Compiling." in (store.path(record.id) / "build.log").read_text()
     # The second time nothing is started.
-    assert build_engine(request_, store, ignore, Cancel(), odd_child.never) == record
+    assert build_engine(request_, store, ignore, Cancel(), child_entries.never) == record
     again = attempt(replace(request_, again=True), store, "make")
     assert again.built_at > record.built_at
     assert (store.folder / "made").read_text() == "made\n" * 2
     assert visible(store) == sorted([ENGINE, "made"])
 
 
-def test_a_damaged_engine_is_built_anew_and_what_was_wrong_is_said(request_: BuildRequest, store: EngineStore) -> None:
+def test_damaged_engine_is_rebuilt_and_the_problem_reported(request_: BuildRequest, store: EngineStore) -> None:
     add(store, key())
     (store.path(ENGINE) / "engine.pt2").write_bytes(b"")
-    said: list[Fact] = []
-    record = build_engine(request_, store, lambda fact, _: said.append(fact), Cancel(), odd("make"))
+    reported: list[Fact] = []
+    record = build_engine(request_, store, lambda fact, _: reported.append(fact), Cancel(), odd("make"))
     cause = Fact("engine.file_other_size", {"file": "engine.pt2", "size": 0, "expected": 600})
-    assert said[0] == Fact("engine.replacing_damaged", {"cause": cause})
+    assert reported[0] == Fact("engine.replacing_damaged", {"cause": cause})
     assert record.usable
 
 
-def test_an_engine_that_is_wrong_is_kept_out_and_not_built_in_vain_again(
-    request_: BuildRequest, store: EngineStore
-) -> None:
+def test_engine_that_fails_verification_is_stored_and_not_rebuilt(request_: BuildRequest, store: EngineStore) -> None:
     with pytest.raises(EngineError) as wrong:
         attempt(request_, store, "make_wrong")
     cause = Fact("engine.compared_not_finite", {"where": "velocity"})
@@ -132,10 +130,10 @@ def test_a_failure_is_reported_with_the_end_of_the_log(
     assert attempt(request_, store, "make").usable
 
 
-def test_rubbish_on_standard_output_is_log_and_nothing_else(request_: BuildRequest, store: EngineStore) -> None:
-    said: list[Fact] = []
-    build_engine(request_, store, lambda fact, _: said.append(fact), Cancel(), odd("babble"))
-    assert said[1:-1] == [Fact("engine.compiling")]
+def test_output_of_the_child_goes_only_to_the_log(request_: BuildRequest, store: EngineStore) -> None:
+    reported: list[Fact] = []
+    build_engine(request_, store, lambda fact, _: reported.append(fact), Cancel(), odd("babble"))
+    assert reported[1:-1] == [Fact("engine.compiling")]
     log = (store.path(ENGINE) / "build.log").read_text()
     for words in ('{"type": "done"}', "no progress", "from C", "red\n", "100%\n", "xxx"):
         assert words in log
@@ -143,7 +141,9 @@ def test_rubbish_on_standard_output_is_log_and_nothing_else(request_: BuildReque
     assert len(log) < 20_000
 
 
-def test_no_child_can_be_started(request_: BuildRequest, store: EngineStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_child_that_cannot_be_started_is_an_error(
+    request_: BuildRequest, store: EngineStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def start(process: SpawnProcess) -> None:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
@@ -153,7 +153,7 @@ def test_no_child_can_be_started(request_: BuildRequest, store: EngineStore, mon
     assert visible(store) == []
 
 
-def test_a_full_disk_is_told(request_: BuildRequest, store: EngineStore) -> None:
+def test_full_disk_is_reported(request_: BuildRequest, store: EngineStore) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 22, limits[1]))
     try:
@@ -165,7 +165,7 @@ def test_a_full_disk_is_told(request_: BuildRequest, store: EngineStore) -> None
     assert attempt(request_, store, "make").usable
 
 
-def test_a_really_full_disk_is_told(request_: BuildRequest, tmp_path: Path) -> None:
+def test_full_file_system_is_reported(request_: BuildRequest, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
@@ -192,14 +192,14 @@ def test_a_really_full_disk_is_told(request_: BuildRequest, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("lack", ["memory", "disk", "video memory"])
-def test_what_does_not_fit_is_refused_before_the_start(
+def test_build_that_does_not_fit_is_refused_before_the_start(
     request_: BuildRequest, store: EngineStore, monkeypatch: pytest.MonkeyPatch, lack: str
 ) -> None:
     field = {"memory": "ram_bytes", "disk": "disk_bytes", "video memory": "vram_bytes"}[lack]
     needs = replace(BuildNeeds(ram_bytes=0, disk_bytes=0, vram_bytes=0), **{field: 1 << 60})
     monkeypatch.setattr(InductorBuilder, "needs", lambda *_: needs)
     with refusal(f"engine.needs_{lack.replace(' ', '_')}") as failed:
-        build_engine(request_, store, ignore, Cancel(), odd_child.never)
+        build_engine(request_, store, ignore, Cancel(), child_entries.never)
     assert failed.value.data["needed"] == 1 << 60
     assert 0 <= failed.value.data["free"] < 1 << 60
     assert visible(store) == []
@@ -245,18 +245,18 @@ def test_cancelling_ends_all_processes_at_once(request_: BuildRequest, store: En
     await_end(hanging.pids)
     assert visible(store) == []
     with pytest.raises(CancelledError):
-        build_engine(request_, store, ignore, cancel, odd_child.never)
+        build_engine(request_, store, ignore, cancel, child_entries.never)
     assert attempt(request_, store, "make").usable
 
 
-def test_a_killed_child_is_told(request_: BuildRequest, store: EngineStore) -> None:
+def test_killed_child_is_reported(request_: BuildRequest, store: EngineStore) -> None:
     hanging = Hanging()
     threading.Thread(target=hanging.then, args=(lambda: os.kill(hanging.pids[0], signal.SIGKILL),)).start()
     with refusal("engine.child_killed") as failed:
         build_engine(request_, store, hanging, Cancel(), odd("hang"))
     assert "memory" in failed.value.remedy
     await_end(hanging.pids[:1] + hanging.pids[2:])
-    os.kill(hanging.pids[1], signal.SIGKILL)  # it left the group, and its parent was killed: nobody can know of it
+    os.kill(hanging.pids[1], signal.SIGKILL)  # it left the group, and its parent was killed
     assert visible(store) == []
     assert attempt(request_, store, "make").usable
 
@@ -269,14 +269,14 @@ from runtime.engines import build as build_module
 from runtime.engines.build import BuildRequest, build_engine
 from runtime.engines.store import EngineStore
 from runtime.models.registry import read_spec
-from tests.engines import odd_child
-from tests.engines.made import key
+from tests.engines import child_entries
+from tests.engines.engine_files import key
 _, model, folder, task = sys.argv
 # Where the tests were started in the background, SIGINT is ignored by all they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 request = BuildRequest(spec=read_spec(Path(model), "wan2.1"), component="transformer", key=key(), device="cpu")
 say = lambda fact, fraction: print(fact, flush=True)
-record = build_engine(request, EngineStore(Path(folder), 1 << 40), say, Cancel(), getattr(odd_child, task))
+record = build_engine(request, EngineStore(Path(folder), 1 << 40), say, Cancel(), getattr(child_entries, task))
 print("built", record.id, record.built_at, flush=True)
 """
 
@@ -293,7 +293,7 @@ def parent(request: BuildRequest, store: EngineStore, task: str) -> Iterator[sub
 
 
 def pids_of(process: subprocess.Popen[str]) -> list[int]:
-    """Return the process ids that a hanging build tells of."""
+    """Return the process ids that a hanging build reports."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("pids "):
@@ -301,7 +301,7 @@ def pids_of(process: subprocess.Popen[str]) -> list[int]:
     raise AssertionError("the build did not begin")
 
 
-def test_ctrl_c_leaves_nothing(request_: BuildRequest, store: EngineStore) -> None:
+def test_ctrl_c_leaves_no_files(request_: BuildRequest, store: EngineStore) -> None:
     with parent(request_, store, "hang") as process:
         pids = pids_of(process)
         os.killpg(process.pid, signal.SIGINT)
@@ -311,7 +311,7 @@ def test_ctrl_c_leaves_nothing(request_: BuildRequest, store: EngineStore) -> No
 
 
 @pytest.mark.parametrize("space", ["without", "with a space"])
-def test_a_killed_parent_takes_its_child_along_and_the_next_call_works(
+def test_child_of_a_killed_parent_ends_and_the_next_build_works(
     request_: BuildRequest, tmp_path: Path, space: str
 ) -> None:
     store = EngineStore(tmp_path / space / "engines", 1 << 40)
@@ -330,7 +330,7 @@ def test_a_killed_parent_takes_its_child_along_and_the_next_call_works(
     assert attempt(request_, store, "make").usable
 
 
-def test_two_builds_of_one_engine_at_once_build_it_once(request_: BuildRequest, store: EngineStore) -> None:
+def test_concurrent_builds_in_two_processes_build_once(request_: BuildRequest, store: EngineStore) -> None:
     with parent(request_, store, "make") as one, parent(request_, store, "make") as other:
         ends = [process.communicate(timeout=60)[0].splitlines() for process in (one, other)]
     assert ends[0][-1] == ends[1][-1]
@@ -340,9 +340,7 @@ def test_two_builds_of_one_engine_at_once_build_it_once(request_: BuildRequest, 
     assert visible(store) == sorted([ENGINE, "made"])
 
 
-def test_two_builds_in_one_process_build_once_even_where_both_insist(
-    request_: BuildRequest, store: EngineStore
-) -> None:
+def test_concurrent_rebuilds_in_one_process_build_once(request_: BuildRequest, store: EngineStore) -> None:
     found: list[EngineRecord] = []
     insist = replace(request_, again=True)
     threads = [threading.Thread(target=lambda: found.append(attempt(insist, store, "make"))) for _ in range(2)]

@@ -19,7 +19,7 @@ from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import ShapeProfile, find
-from tests.engines.made import visible
+from tests.engines.engine_files import visible
 
 
 def ignore(fact: Fact, fraction: float | None) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from runtime.core.errors import EngineError
 from runtime.engines.identity import cpu_instructions, device_text, export_revision, program_key_parts, versions_of
 from runtime.machine.probe import probe
 from runtime.models.registry import FAMILIES, Entry, read_spec
 from runtime.models.spec import ModelSpec
+from tests.engines.engine_files import refusal
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_experts_share_an_architecture_and_not_their_weights(copied: ModelSpec) 
     }
 
 
-def test_a_changed_weight_changes_the_digest_and_a_remark_does_not(copied: ModelSpec, tmp_path: Path) -> None:
+def test_weights_change_the_digest_and_comments_do_not(copied: ModelSpec, tmp_path: Path) -> None:
     before = program_key_parts(copied, "vae", "vae_next", tmp_path)
     config = copied.directory / "vae" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"_name_or_path": "elsewhere"}))
@@ -50,7 +50,7 @@ def test_a_changed_weight_changes_the_digest_and_a_remark_does_not(copied: Model
     assert after[1] != before[1]
 
 
-def test_a_file_that_is_noted_is_not_read_again(copied: ModelSpec, tmp_path: Path) -> None:
+def test_stored_digests_are_reused(copied: ModelSpec, tmp_path: Path) -> None:
     weights = next((copied.directory / "vae").glob("*.safetensors"))
     before = program_key_parts(copied, "vae", "vae_first", tmp_path)
     stat = weights.stat()
@@ -61,33 +61,34 @@ def test_a_file_that_is_noted_is_not_read_again(copied: ModelSpec, tmp_path: Pat
 
 
 @pytest.mark.parametrize("notes", ["{", "[]", '{"x": 1}'])
-def test_damaged_notes_are_written_anew(copied: ModelSpec, tmp_path: Path, notes: str) -> None:
+def test_damaged_digest_file_is_rewritten(copied: ModelSpec, tmp_path: Path, notes: str) -> None:
     wanted = program_key_parts(copied, "vae", "vae_first")
     (tmp_path / "weights.json").write_text(notes)
     assert program_key_parts(copied, "vae", "vae_first", tmp_path) == wanted
     assert len(json.loads((tmp_path / "weights.json").read_text())) in {1, 2}
 
 
-def test_notes_that_cannot_be_written_do_no_harm(copied: ModelSpec, tmp_path: Path) -> None:
+def test_unwritable_digest_file_is_ignored(copied: ModelSpec, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert program_key_parts(copied, "vae", "vae_first", tmp_path / "file") == program_key_parts(
         copied, "vae", "vae_first"
     )
 
 
-def test_the_cpu_is_told_by_its_instructions() -> None:
+def test_cpu_is_identified_by_its_instruction_sets() -> None:
     text = device_text(probe(), "cpu")
     assert text.split()[1:] == cpu_instructions()
-    with pytest.raises(EngineError, match="no GPU cuda:7"):
+    with refusal("engine.no_such_gpu") as refused:
         device_text(probe(), "cuda:7")
+    assert refused.value.data["device"] == "cuda:7"
 
 
-def test_versions_are_of_what_is_installed() -> None:
+def test_versions_of_installed_packages() -> None:
     assert [name for name, _ in versions_of("torch", "no-such-package")] == ["torch"]
     assert "+" not in versions_of("torch")[0][1]
 
 
-def test_the_revision_of_an_export_is_that_of_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_revision_depends_on_code_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def revision(name: str, source: str) -> str:
         folder = tmp_path / name
         folder.mkdir()

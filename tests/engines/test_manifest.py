@@ -12,7 +12,7 @@ import pytest
 from runtime.core.facts import Fact
 from runtime.engines import manifest
 from runtime.planner.engine_index import UNREADABLE_KEY, EngineRecord
-from tests.engines.made import key, put, same
+from tests.engines.engine_files import key, put, same
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ PROBLEM = Fact("engine.file_changed", {"file": "engine.pt2"})
 
 
 @pytest.mark.parametrize("error", [0.0, 1e-6, math.inf, math.nan])
-def test_what_is_written_is_read(folder: Path, error: float) -> None:
+def test_record_survives_writing(folder: Path, error: float) -> None:
     record = put(folder, key(), error=error, detail=DETAIL, pinned=True, problem=PROBLEM)
     read = manifest.read(folder)
     # What is not finite has no number.
@@ -50,7 +50,7 @@ FIELDS = sorted({*EngineRecord.__dataclass_fields__, "format"} - {"file_bytes"})
 
 @pytest.mark.parametrize("value", [[], {}, True, 7, "text", None, -1, 1e999, 10**400, "absent"], ids=str)
 @pytest.mark.parametrize("name", FIELDS)
-def test_wrong_types_are_a_problem_and_never_an_exception(folder: Path, name: str, value: Any) -> None:
+def test_values_of_other_types_are_a_problem(folder: Path, name: str, value: Any) -> None:
     before = manifest.read(folder)
     record = spoil(folder, **{name: value})
     if same(record, before) or record.problem is None:
@@ -93,7 +93,7 @@ FILE = {"name": "engine.pt2", "bytes": 600, "sha256": "0" * 64}
         [FILE, None],
     ],
 )
-def test_files_that_cannot_be_are_a_problem(folder: Path, files: list[Any]) -> None:
+def test_invalid_file_entries_are_a_problem(folder: Path, files: list[Any]) -> None:
     problem = spoil(folder, files=files).problem
     assert problem is not None
     assert problem.code == "engine.manifest_invalid"
@@ -119,21 +119,21 @@ def test_files_that_cannot_be_are_a_problem(folder: Path, files: list[Any]) -> N
     ],
     ids=range(13),
 )
-def test_what_is_no_manifest_is_a_problem(folder: Path, content: bytes, problem: Fact) -> None:
+def test_invalid_manifest_is_a_problem(folder: Path, content: bytes, problem: Fact) -> None:
     (folder / manifest.NAME).write_bytes(content)
     record = manifest.read(folder)
     assert record.problem == problem
     assert record.key == UNREADABLE_KEY
 
 
-def test_any_cut_is_a_problem(folder: Path) -> None:
+def test_truncated_manifest_is_a_problem(folder: Path) -> None:
     whole = (folder / manifest.NAME).read_bytes().rstrip()
     for length in range(0, len(whole), 7):
         (folder / manifest.NAME).write_bytes(whole[:length])
         assert manifest.read(folder).problem
 
 
-def test_a_manifest_that_is_no_file_is_a_problem(folder: Path) -> None:
+def test_manifest_that_is_not_a_regular_file_is_a_problem(folder: Path) -> None:
     path = folder / manifest.NAME
     path.rename(folder / "aside")
     assert manifest.read(folder).problem == Fact("engine.file_missing", {"file": "engine.json"})
@@ -182,7 +182,7 @@ def test_damaged_engine_files_are_named(folder: Path, tmp_path: Path) -> None:
     assert manifest.check_hashes(folder, record) == Fact("engine.file_not_regular", {"file": "engine.pt2"})
 
 
-def test_files_beside_the_engine_count(folder: Path) -> None:
+def test_data_files_are_part_of_the_engine(folder: Path) -> None:
     (folder / "engine.onnx.data").write_bytes(b"weights")
     files = manifest.hashed_files(folder, "engine.pt2")
     assert [(file.name, file.bytes) for file in files] == [("engine.pt2", 600), ("engine.onnx.data", 7)]

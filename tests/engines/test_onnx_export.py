@@ -1,4 +1,4 @@
-"""ONNX files: by the standard, without scatter, large weights beside, and right at every size in ONNX Runtime."""
+"""Exported ONNX files: valid, without scatter, equal to PyTorch at every size; large weights in a separate file."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,12 +23,12 @@ CASES = [
 
 
 @pytest.mark.parametrize(("architecture", "component", "name"), CASES, ids=[case[2] for case in CASES])
-def test_an_engines_file_is_right_at_every_size(built: Build, architecture: str, component: str, name: str) -> None:
+def test_exported_file_equals_pytorch_at_every_size(built: Build, architecture: str, component: str, name: str) -> None:
     engine = built("cpu", architecture, component, name)
     check(engine.folder / "engine.onnx", engine.program(), PROFILES[name])
 
 
-def test_a_transformers_file_is_right_at_every_size_and_exporting_it_says_nothing(
+def test_exported_transformer_equals_pytorch_at_every_size_and_export_prints_nothing(
     tiny: Callable[[str], ModelSpec], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     program = load_program(tiny("wan2.2-ti2v-5b"), "transformer", "transformer", device="cpu", dtype="float32")
@@ -53,7 +53,7 @@ def check(path: Path, program: Program, profile: ShapeProfile) -> None:
     assert result.error < 1e-5, result.detail
 
 
-def test_large_weights_lie_beside(
+def test_large_weights_are_in_a_separate_file(
     tiny: Callable[[str], ModelSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(onnx_export, "_MAX_INLINE_BYTES", 1000)

@@ -5,11 +5,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from runtime.core.errors import EngineError
 from runtime.engines.programs import TEXT_PADDING, IOSignature, Program, cut_text, load_program
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import ShapeProfile
 from tests.engines.conftest import PROFILES, relative
+from tests.engines.engine_files import refusal
 
 CASES = [
     ("wan2.2-a14b", "text_encoder", "text_encoder"),
@@ -30,7 +30,7 @@ def program(request: pytest.FixtureRequest, tiny: Callable[[str], ModelSpec]) ->
     return load_program(tiny(architecture), component, name, device="cpu", dtype="float32")
 
 
-def test_inputs_are_drawn_by_the_seed(program: Program) -> None:
+def test_inputs_depend_on_the_seed(program: Program) -> None:
     size = PROFILES[program.name].opt
     first, again, other = program.inputs(size), program.inputs(size), program.inputs(size, seed=1)
     assert tuple(first) == program.input_names
@@ -39,7 +39,7 @@ def test_inputs_are_drawn_by_the_seed(program: Program) -> None:
     assert tuple(program.run(**first)) == program.output_names
 
 
-def test_exports_hold_at_every_size(program: Program) -> None:
+def test_exported_program_equals_the_module_at_every_size(program: Program) -> None:
     profile = PROFILES[program.name]
     exported = program.export(profile).module()
     for size in (profile.min, profile.opt, profile.max):
@@ -61,7 +61,7 @@ def test_the_signature_has_every_output(program: Program) -> None:
         ]
 
 
-def test_a_fixed_profile_fixes_every_size(tiny: Callable[[str], ModelSpec]) -> None:
+def test_fixed_profile_has_no_dynamic_sizes(tiny: Callable[[str], ModelSpec]) -> None:
     program = load_program(tiny("wan2.1"), "transformer", "transformer", device="cpu", dtype="float32")
     profile = ShapeProfile.fixed((2, 4, 6))
     signature = program.signature(profile, program.example(profile))
@@ -70,7 +70,7 @@ def test_a_fixed_profile_fixes_every_size(tiny: Callable[[str], ModelSpec]) -> N
     assert cut.ranges == {"text": (2, 512)}
 
 
-def test_an_export_with_cut_text_takes_any_text(tiny: Callable[[str], ModelSpec]) -> None:
+def test_export_with_cut_text_accepts_any_length(tiny: Callable[[str], ModelSpec]) -> None:
     program = load_program(tiny("wan2.1"), "transformer", "transformer", device="cpu", dtype="float32")
     exported = program.export(ShapeProfile.fixed((2, 4, 4)), cut=True).module()
     for words in (1, 30, 512):
@@ -90,30 +90,35 @@ def _signature(tiny: Callable[[str], ModelSpec], name: str) -> tuple[IOSignature
 
 
 @pytest.mark.parametrize(
-    ("shape", "what"),
+    ("shape", "given"),
     [
-        ((1, 16, 3, 6, 7), r"latents of shape 1×16×\(1 to 5\)×\(4 to 10\)×\(4 to 12\), not 1×16×3×6×7"),
-        ((1, 16, 6, 6, 8), "not 1×16×6×6×8"),
-        ((1, 16, 3, 6), "not 1×16×3×6"),
-        ((2, 16, 3, 6, 8), "not 2×16×3×6×8"),
+        ((1, 16, 3, 6, 7), "1×16×3×6×7"),
+        ((1, 16, 6, 6, 8), "1×16×6×6×8"),
+        ((1, 16, 3, 6), "1×16×3×6"),
+        ((2, 16, 3, 6, 8), "2×16×3×6×8"),
     ],
 )
-def test_another_size_is_refused(tiny: Callable[[str], ModelSpec], shape: tuple[int, ...], what: str) -> None:
+def test_another_size_is_refused(tiny: Callable[[str], ModelSpec], shape: tuple[int, ...], given: str) -> None:
     signature, inputs = _signature(tiny, "transformer")
-    with pytest.raises(EngineError, match=what):
+    with refusal("engine.other_shape") as refused:
         signature.convert(inputs | {"latents": torch.zeros(shape)}, torch.device("cpu"))
+    expected = "1×16×(1 to 5)×(4 to 10)×(4 to 12)"
+    assert refused.value.data == {"tensor": "latents", "expected": expected, "given": given}
 
 
 def test_caches_of_another_size_are_refused(tiny: Callable[[str], ModelSpec]) -> None:
     signature, inputs = _signature(tiny, "vae_next")
-    with pytest.raises(EngineError, match="expects cache_3"):
+    with refusal("engine.other_shape") as refused:
         signature.convert(inputs | {"cache_3": inputs["cache_3"][..., :-1]}, torch.device("cpu"))
+    assert refused.value.data["tensor"] == "cache_3"
     del inputs["cache_3"]
-    with pytest.raises(EngineError, match="has the inputs"):
+    with refusal("engine.other_inputs") as refused:
         signature.convert(inputs, torch.device("cpu"))
+    assert "cache_3" in refused.value.data["expected"]
+    assert "cache_3" not in refused.value.data["given"]
 
 
-def test_inputs_are_brought_to_the_engines_type(tiny: Callable[[str], ModelSpec]) -> None:
+def test_inputs_are_converted_to_the_engines_dtype(tiny: Callable[[str], ModelSpec]) -> None:
     signature, inputs = _signature(tiny, "transformer")
     strided = inputs["latents"].double().transpose(3, 4).contiguous().transpose(3, 4)
     tensors, _ = signature.convert(inputs | {"latents": strided}, torch.device("cpu"))

@@ -39,7 +39,7 @@ def fresh(spec: ModelSpec) -> EngineRecord:
     return record(key, model=spec.name, component="transformer_2")
 
 
-def test_one_that_would_be_built_now_is_not_stale(fresh: EngineRecord, spec: ModelSpec) -> None:
+def test_current_engine_is_not_stale(fresh: EngineRecord, spec: ModelSpec) -> None:
     assert ENGINES.why_stale(fresh, [spec]) == []
 
 
@@ -54,7 +54,7 @@ def test_one_that_would_be_built_now_is_not_stale(fresh: EngineRecord, spec: Mod
         ({"builder": "forge"}, "engine.stale_without_builder", {"builder": "forge"}),
     ],
 )
-def test_what_differs_is_named(
+def test_differences_are_named(
     fresh: EngineRecord, spec: ModelSpec, changes: dict[str, Any], code: str, data: dict[str, Any]
 ) -> None:
     stale = ENGINES.why_stale(replace(fresh, key=replace(fresh.key, **changes)), [spec])
@@ -84,7 +84,7 @@ def imported(spec: ModelSpec, request: pytest.FixtureRequest) -> EngineRecord:
     return record(key, model=spec.name, component=component)
 
 
-def test_an_imported_one_is_judged_by_what_it_runs_on(imported: EngineRecord, spec: ModelSpec) -> None:
+def test_current_imported_engine_is_not_stale(imported: EngineRecord, spec: ModelSpec) -> None:
     assert ENGINES.why_stale(imported, [spec]) == []
 
 
@@ -104,7 +104,7 @@ def test_an_imported_one_is_judged_by_what_it_runs_on(imported: EngineRecord, sp
         ),
     ],
 )
-def test_an_imported_one_is_stale_where_no_job_would_take_it(
+def test_imported_engine_is_stale_if_it_is_not_offered(
     imported: EngineRecord, spec: ModelSpec, changes: dict[str, Any], code: str, data: dict[str, Any]
 ) -> None:
     changed = replace(imported, key=replace(imported.key, **changes))
@@ -115,12 +115,12 @@ def test_an_imported_one_is_stale_where_no_job_would_take_it(
         assert imported_engines([one], spec, imported.component, HERE, "cpu", None) == wanted
 
 
-def test_a_model_that_is_gone_is_named(fresh: EngineRecord, spec: ModelSpec) -> None:
+def test_missing_model_is_named(fresh: EngineRecord, spec: ModelSpec) -> None:
     assert ENGINES.why_stale(fresh, []) == [Fact("engine.stale_without_model", {"model": spec.name})]
     assert ENGINES.why_stale(replace(fresh, component="eyes"), [spec]) == [
         Fact("engine.stale_without_model", {"model": spec.name})
     ]
 
 
-def test_of_an_unreadable_one_nothing_is_said(fresh: EngineRecord, spec: ModelSpec) -> None:
+def test_unreadable_engine_has_no_differences(fresh: EngineRecord, spec: ModelSpec) -> None:
     assert ENGINES.why_stale(replace(fresh, key=UNREADABLE_KEY, problem=Fact("engine.manifest_damaged")), [spec]) == []

@@ -21,7 +21,7 @@ from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.engines import manifest
 from runtime.engines.store import EngineStore
-from tests.engines.made import add, key, put, refusal, visible
+from tests.engines.engine_files import add, key, put, refusal, visible
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ def keys(count: int) -> list:
     return [key(export_revision=number) for number in range(count)]
 
 
-def test_what_was_inserted_is_found(store: EngineStore) -> None:
+def test_inserted_engine_is_found(store: EngineStore) -> None:
     assert store.index() == []
     assert store.get(key()) is None
     record = add(store, key())
@@ -51,7 +51,7 @@ def test_what_was_inserted_is_found(store: EngineStore) -> None:
     assert visible(store) == [record.id]
 
 
-def test_near_misses_come_with_what_differs(store: EngineStore) -> None:
+def test_similar_engines_are_listed_with_differences(store: EngineStore) -> None:
     add(store, key(precision="float16", versions=(("torch", "2.11.0"),)))
     near = add(store, key(versions=(("torch", "2.11.0"),)))
     add(store, key(program="vae_next"))
@@ -77,18 +77,18 @@ def test_an_engine_is_replaced(store: EngineStore) -> None:
 def test_an_unfinished_engine_is_refused(store: EngineStore) -> None:
     store.folder.mkdir()
     engine_id = key().digest()
-    with store.building(engine_id, wait=lambda: None), store.workspace(engine_id) as room:
+    with store.building(engine_id, wait=lambda: None), store.workspace(engine_id) as work:
         with refusal("engine.not_finished") as refused:
-            store.insert(room.engine, engine_id)
+            store.insert(work.engine, engine_id)
         assert refused.value.data["cause"].code == "engine.file_missing"
-        put(room.engine, key(precision="float16"))
+        put(work.engine, key(precision="float16"))
         with refusal("engine.not_finished") as refused:
-            store.insert(room.engine, engine_id)
+            store.insert(work.engine, engine_id)
         assert refused.value.data["cause"].code == "engine.manifest_changed"
-        put(room.engine, key())
-        (room.engine / "engine.pt2").write_bytes(b"")
+        put(work.engine, key())
+        (work.engine / "engine.pt2").write_bytes(b"")
         with refusal("engine.not_finished") as refused:
-            store.insert(room.engine, engine_id)
+            store.insert(work.engine, engine_id)
         assert refused.value.data["cause"].code == "engine.file_other_size"
     assert visible(store) == []
 
@@ -112,7 +112,7 @@ def test_pinning_and_deleting(store: EngineStore) -> None:
     assert visible(store) == []
 
 
-def test_the_least_recently_used_go_first(store: EngineStore) -> None:
+def test_least_recently_used_engines_are_evicted_first(store: EngineStore) -> None:
     records = [add(store, each, b"x" * 10_000, built_at=1000.0 + n) for n, each in enumerate(keys(5))]
     size = manifest.folder_bytes(store.path(records[0].id))
     store.pin(records[1].id, pinned=True)
@@ -129,7 +129,7 @@ def test_the_least_recently_used_go_first(store: EngineStore) -> None:
     assert not (store.folder / "none").exists()
 
 
-def test_a_new_engine_makes_room_and_stays(store: EngineStore) -> None:
+def test_new_engine_evicts_others_and_stays(store: EngineStore) -> None:
     store.max_bytes = 30_000
     records = [add(store, each, b"x" * 12_000) for each in keys(3)]
     assert {record.id for record in store.index()} == {records[2].id, records[1].id}
@@ -137,7 +137,7 @@ def test_a_new_engine_makes_room_and_stays(store: EngineStore) -> None:
     assert [record.id for record in store.index()] == [huge.id]
 
 
-def test_the_order_of_use_survives_a_clock_that_goes_back(store: EngineStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_of_use_survives_a_clock_set_back(store: EngineStore, monkeypatch: pytest.MonkeyPatch) -> None:
     records = [add(store, each) for each in keys(3)]
     for now, record in zip((5000.0, 3000.0, 1.0), (records[2], records[0], records[1]), strict=True):
         monkeypatch.setattr(time, "time", lambda now=now: now)
@@ -149,7 +149,7 @@ def test_the_order_of_use_survives_a_clock_that_goes_back(store: EngineStore, mo
     assert newest.last_used > by_use[-1].last_used
 
 
-def test_one_in_use_is_not_deleted(store: EngineStore) -> None:
+def test_engine_in_use_is_not_deleted(store: EngineStore) -> None:
     record = add(store, key())
     code = (
         "import sys, time; from pathlib import Path; from runtime.engines.store import EngineStore\n"
@@ -169,7 +169,7 @@ def test_one_in_use_is_not_deleted(store: EngineStore) -> None:
     assert visible(store) == []
 
 
-def test_a_damaged_engine_is_kept_out_and_remembered(store: EngineStore) -> None:
+def test_damaged_engine_is_not_used_and_remembered(store: EngineStore) -> None:
     record = add(store, key())
     assert store.verify_hash(record) is None
     engine = store.path(record.id) / "engine.pt2"
@@ -183,7 +183,7 @@ def test_a_damaged_engine_is_kept_out_and_remembered(store: EngineStore) -> None
 
 
 @pytest.mark.parametrize("what", ["emptied", "folder", "link", "gone"])
-def test_an_engine_file_that_is_none(store: EngineStore, tmp_path: Path, what: str) -> None:
+def test_replaced_engine_files_are_a_problem(store: EngineStore, tmp_path: Path, what: str) -> None:
     record = add(store, key())
     engine = store.path(record.id) / "engine.pt2"
     engine.rename(tmp_path / "outside")
@@ -199,9 +199,9 @@ def test_an_engine_file_that_is_none(store: EngineStore, tmp_path: Path, what: s
     assert (problem.code, problem.data["file"]) == (codes.get(what, "engine.file_not_regular"), "engine.pt2")
     # Broken ones go first, however recently they were used.
     store.touch(record.id)
-    whole = add(store, key(precision="float16"))
-    assert [found.id for found in store.prune(manifest.folder_bytes(store.path(whole.id))).deleted] == [record.id]
-    assert visible(store) == [whole.id]
+    intact = add(store, key(precision="float16"))
+    assert [found.id for found in store.prune(manifest.folder_bytes(store.path(intact.id))).deleted] == [record.id]
+    assert visible(store) == [intact.id]
     assert (tmp_path / "outside").exists()
 
 
@@ -220,7 +220,7 @@ def test_a_damaged_manifest_is_listed_deleted_and_replaced(store: EngineStore) -
     assert visible(store) == []
 
 
-def test_what_is_not_an_engine_is_left_alone(store: EngineStore, tmp_path: Path) -> None:
+def test_other_files_in_the_folder_are_not_touched(store: EngineStore, tmp_path: Path) -> None:
     record = add(store, key())
     outside = tmp_path / "outside"
     shutil.copytree(store.path(record.id), outside)
@@ -254,7 +254,7 @@ def not_root() -> Iterator[None]:
         os.seteuid(user)
 
 
-def test_a_folder_that_cannot_be_written(store: EngineStore, tmp_path: Path) -> None:
+def test_read_only_folder(store: EngineStore, tmp_path: Path) -> None:
     record = add(store, key())
     # pytest's own folders are closed to others.
     for folder in (tmp_path, *list(tmp_path.parents)[:-2]):
@@ -285,7 +285,7 @@ def test_a_folder_that_cannot_be_written(store: EngineStore, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "x" * 300])
-def test_a_folder_that_cannot_be(tmp_path: Path, place: str) -> None:
+def test_folder_that_cannot_be_created(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").write_text("")
     store = EngineStore(tmp_path / place, LARGE)
     assert store.index() == []
@@ -295,24 +295,24 @@ def test_a_folder_that_cannot_be(tmp_path: Path, place: str) -> None:
         pass
 
 
-def test_a_folder_that_vanishes(store: EngineStore) -> None:
+def test_folder_that_is_deleted_meanwhile(store: EngineStore) -> None:
     record = add(store, key())
     with store.using(record.id):
         shutil.rmtree(store.folder)
         store.touch(record.id)
         store.report_problem(record, Fact("engine.file_missing", {"file": "engine.pt2"}))
     assert store.index() == []
-    with store.building(record.id, wait=lambda: None), store.workspace(record.id) as room:
-        put(room.engine, key())
+    with store.building(record.id, wait=lambda: None), store.workspace(record.id) as work:
+        put(work.engine, key())
         shutil.rmtree(store.folder)
         with refusal("engine.not_finished"):
-            store.insert(room.engine, record.id)
+            store.insert(work.engine, record.id)
     assert not store.folder.exists()
     add(store, key())
     assert len(store.index()) == 1
 
 
-def test_a_disk_that_is_full(store: EngineStore) -> None:
+def test_full_disk(store: EngineStore) -> None:
     record = add(store, key())
     before = (store.path(record.id) / manifest.NAME).read_bytes()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -363,7 +363,7 @@ def work(folder: Path, seed: int, seconds: float) -> None:
             assert error.code in {"engine.not_found", "engine.in_use"}, error.what
 
 
-def test_several_processes_do_everything_at_once(store: EngineStore) -> None:
+def test_concurrent_processes(store: EngineStore) -> None:
     store.folder.mkdir()
     spawn = multiprocessing.get_context("spawn")
     workers = [spawn.Process(target=work, args=(store.folder, seed, 4.0)) for seed in range(3)]
@@ -378,7 +378,7 @@ def test_several_processes_do_everything_at_once(store: EngineStore) -> None:
     assert set(visible(store)) == {record.id for record in store.index()}
 
 
-def test_a_process_killed_at_any_instant_leaves_whole_engines_only(store: EngineStore) -> None:
+def test_killed_process_leaves_only_complete_engines(store: EngineStore) -> None:
     store.folder.mkdir()
     spawn = multiprocessing.get_context("spawn")
     worker = spawn.Process(target=work, args=(store.folder, 0, 60.0))

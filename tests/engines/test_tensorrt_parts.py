@@ -19,6 +19,7 @@ from runtime.engines.sessions.tensorrt import TensorRTSession, read_names
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import ShapeProfile
+from tests.engines.engine_files import refusal
 from tests.plans import GPU_PACKAGES, gpu, machine
 
 NAMES = ("onnx_tensorrt", "torch_tensorrt")
@@ -54,12 +55,12 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         ),
     ],
 )
-def test_it_says_why_it_cannot_build(name: str, where: Machine, why: Fact) -> None:
+def test_reason_why_a_builder_is_unavailable(name: str, where: Machine, why: Fact) -> None:
     assert BUILDERS[name].unavailable(where) == why
     assert BUILDERS[name].unavailable(WITH_GPU) is None
 
 
-def test_a_missing_or_unfit_package_is_named() -> None:
+def test_missing_or_incompatible_package_is_named() -> None:
     without = replace(WITH_GPU, packages=())
     assert BUILDERS["onnx_tensorrt"].unavailable(without) == Fact("machine.no_tensorrt")
     with_one = replace(WITH_GPU, packages=(("tensorrt", "11.0.0.114"),))
@@ -106,7 +107,7 @@ def test_keys(name: str, tiny: Callable[[str], ModelSpec]) -> None:
     assert key("transformer") != key("transformer_2")
     assert key("transformer") != key("transformer", precision="float32")
     assert key("transformer") != key("transformer", machine(gpu=gpu(capability=(8, 9)), torch_cuda="13.0"))
-    with pytest.raises(EngineError, match="no"):
+    with refusal("engine.tensorrt_needs_gpu"):
         key("transformer", machine())
 
 
@@ -139,9 +140,9 @@ def test_shapes_are_those_of_the_inputs(component: str, name: str, tiny: Callabl
     assert all(type(tensor) in {torch.Tensor, torch.nn.Parameter} for tensor in program.module.state_dict().values())
 
 
-def test_phases_are_one_rising_share() -> None:
-    told: list[tuple[str, float | None]] = []
-    phases = BuildPhases(lambda line, share: told.append((line, share)))
+def test_build_phases_are_one_increasing_fraction() -> None:
+    reported: list[tuple[str, float | None]] = []
+    phases = BuildPhases(lambda line, share: reported.append((line, share)))
     phases.start("Building", None, 4)
     phases.step("Building", 0)
     phases.start("Timing", "Building", 100)
@@ -149,20 +150,20 @@ def test_phases_are_one_rising_share() -> None:
         phases.step("Timing", step)
     phases.finish("Timing")
     phases.step("Building", 1)
-    phases.step("nobody knows", 3)
+    phases.step("unknown phase", 3)
     phases.step("Building", 3)
     phases.finish("Building")
-    shares = [share for _, share in told if share is not None]
+    shares = [share for _, share in reported if share is not None]
     assert shares == sorted(shares)
     assert shares[0] == 0
-    assert told[1] == ("Building", 0.25)
+    assert reported[1] == ("Building", 0.25)
     # A quarter done, and half of the next quarter.
-    assert any(line == "Timing" and share == pytest.approx(0.375, abs=0.01) for line, share in told)
+    assert any(line == "Timing" and share == pytest.approx(0.375, abs=0.01) for line, share in reported)
     assert shares[-1] == 1
-    assert len(told) < 60
+    assert len(reported) < 60
 
 
-def test_the_timing_cache_is_whole_or_empty(tmp_path: Path) -> None:
+def test_damaged_timing_cache_is_empty(tmp_path: Path) -> None:
     path = tensorrt.timing_cache_path(tmp_path / "0123456789abcdef", "H200 sm90", "8.6.0")
     assert path.parent == tmp_path
     assert path == tensorrt.timing_cache_path(
@@ -183,12 +184,13 @@ def test_the_timing_cache_is_whole_or_empty(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", '{"z": 1}', "\xff"])
-def test_names_that_cannot_be_read(tmp_path: Path, text: str | None) -> None:
+def test_damaged_tensor_names_are_an_error(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "tensors.json"
     if text is not None:
         path.write_text(text, encoding="latin-1")
-    with pytest.raises(EngineError, match=r"tensors\.json"):
+    with refusal("engine.file_unreadable", "engine.file_damaged") as refused:
         read_names(tmp_path)
+    assert refused.value.data["file"] == "tensors.json"
     path.write_text(json.dumps({"given_0": "cache_0"}), encoding="utf-8")
     assert read_names(tmp_path) == {"given_0": "cache_0"}
 
@@ -196,11 +198,11 @@ def test_names_that_cannot_be_read(tmp_path: Path, text: str | None) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_gpu_a_session_is_an_error_not_a_crash(tmp_path: Path) -> None:
     (tmp_path / "engine.plan").write_bytes(b"plan")
-    with pytest.raises(EngineError, match="no"):
+    with refusal("engine.tensorrt_without_gpu"):
         TensorRTSession(tmp_path / "engine.plan", device="cuda:0")
 
 
-def test_out_of_memory_is_told_apart() -> None:
+def test_out_of_memory_is_recognized() -> None:
     code = "engine.tensorrt_not_run"
     messages = tensorrt_library.Messages(errors=["Error Code 2: OutOfMemory (no further information)"])
     assert isinstance(messages.failure(code), torch.OutOfMemoryError)

@@ -16,7 +16,7 @@ NAME = "blocks.1.ffn.net.2.bias"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_a_number_never_passes(built: Build, value: float) -> None:
+def test_outputs_with_nan_or_inf_fail(built: Build, value: float) -> None:
     engine = built("inductor", "wan2.2-a14b", "transformer", "transformer")
     program = engine.program()
     weights = engine.program().module.state_dict()
@@ -28,7 +28,7 @@ def test_what_is_not_a_number_never_passes(built: Build, value: float) -> None:
     assert result.detail == Fact("engine.compared_not_finite", {"where": "velocity at 1×4×4"})
 
 
-def test_what_is_a_little_wrong_fails_in_float32_and_says_where(built: Build) -> None:
+def test_small_error_fails_in_float32_and_names_the_output(built: Build) -> None:
     engine = built("inductor", "wan2.2-a14b", "transformer", "transformer")
     weights = engine.program().module.state_dict()
     weights[NAME] += 0.003

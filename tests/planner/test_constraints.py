@@ -24,7 +24,7 @@ from runtime.planner.constraints import (
 )
 from runtime.planner.engine_index import EngineRecord, ShapeProfile, misfit
 from runtime.planner.forecast import build_seconds
-from tests.engines.made import key, put
+from tests.engines.engine_files import key, put
 from tests.planner.test_engine_index import CHANGES
 from tests.plans import GIB, GPU_PACKAGES, gpu, machine
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from runtime.core.facts import Fact
 from runtime.core.plan import LatentSize
 from runtime.planner.engine_index import EngineKey, ShapeProfile, differences, find
-from tests.engines.made import key, put
+from tests.engines.engine_files import key, put
 
 CHANGES: dict[str, Any] = {
     "program": "vae_next",

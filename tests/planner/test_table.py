@@ -20,7 +20,7 @@ from runtime.machine.probe import Gpu, Machine
 from runtime.models.catalogue import look_up
 from runtime.planner.engine_index import ShapeProfile
 from runtime.planner.resolve import resolve
-from tests.engines.made import add
+from tests.engines.engine_files import add
 from tests.plans import GIB, GPU_PACKAGES, PACKAGES, why
 
 ALL_PACKAGES = (*GPU_PACKAGES, ("bitsandbytes", "0.48.1"), ("torchao", "0.14.1"), ("triton", "3.5.0"))

@@ -25,7 +25,7 @@ from runtime.queue.records import (
     Work,
 )
 from runtime.queue.views import Job, Task
-from tests.engines import foreign
+from tests.engines import exported_files
 from tests.thread_queue import RunningQueue
 from tests.waiting import until
 

@@ -24,7 +24,7 @@ from runtime.ui import form
 from runtime.ui.engines_panel import BreakEven, EnginesPanel, Entry, serves, storage_html, table_html, tasks_html
 from runtime.ui.panels import Call, respond
 from runtime.ui.plan_preview import PlanPreview
-from tests.engines.made import key, record
+from tests.engines.engine_files import key, record
 from tests.thread_queue import RunningQueue
 from tests.ui.test_form import GOOD
 from tests.ui.test_plan_preview import insert

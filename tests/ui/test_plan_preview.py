@@ -14,7 +14,7 @@ from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
 from runtime.planner.history import runs_of
 from runtime.ui.plan_preview import PlanPreview, Preview
-from tests.engines.made import key, put
+from tests.engines.engine_files import key, put
 
 REQUEST = GenerationRequest(prompt="x", width=64, height=32, frames=9)
 

@@ -37,7 +37,7 @@ def key(builder: str, spec: ModelSpec, machine: Machine, component: str, program
     return BUILDERS[builder].key(spec, component, program, (SMALL,), precision="float32", machine=machine, device="cpu")
 
 
-def test_experts_share_what_can_be_shared(tiny: Callable[[str], ModelSpec], machine: Machine) -> None:
+def test_experts_share_an_engine_without_weights(tiny: Callable[[str], ModelSpec], machine: Machine) -> None:
     spec = tiny("wan2.2-a14b")
     one, two = (key("inductor", spec, machine, part, "transformer") for part in ("transformer", "transformer_2"))
     assert one == two
@@ -47,11 +47,11 @@ def test_experts_share_what_can_be_shared(tiny: Callable[[str], ModelSpec], mach
 
 
 @pytest.mark.parametrize("program", PROFILES)
-def test_on_a_gpu_packages_keep_their_weights(program: str) -> None:
+def test_gpu_packages_contain_their_weights(program: str) -> None:
     assert InductorBuilder().keeps_weights(program, (SMALL,), "cuda:0")
 
 
-def test_a_key_names_what_runs_it(tiny: Callable[[str], ModelSpec], machine: Machine) -> None:
+def test_key_contains_provider_and_versions(tiny: Callable[[str], ModelSpec], machine: Machine) -> None:
     spec = tiny("wan2.1")
     openvino = key("onnxruntime", spec, machine, "vae", "vae_next")
     assert dict(openvino.options) == {"provider": "openvino"}
@@ -66,7 +66,7 @@ def test_a_key_names_what_runs_it(tiny: Callable[[str], ModelSpec], machine: Mac
     assert key("inductor", spec, machine, "vae", "vae_first").weights == SWAPPED
 
 
-def test_every_backend_has_its_builders() -> None:
+def test_builders_of_each_backend() -> None:
     assert [builder.name for builder in builders_of("inductor")] == ["inductor"]
     assert [builder.name for builder in builders_of("onnxruntime")] == ["onnxruntime"]
     assert {builder.backend for name in BUILDERS for builder in [BUILDERS[name]]} == {
@@ -76,16 +76,14 @@ def test_every_backend_has_its_builders() -> None:
     }
 
 
-def test_what_is_missing_is_said(machine: Machine) -> None:
+def test_missing_compiler_is_reported(machine: Machine) -> None:
     equipped = replace(machine, compiler="g++")
     assert InductorBuilder().unavailable(equipped) is None
     assert OnnxRuntimeBuilder().unavailable(machine) is None
     bare = replace(machine, compiler=None, packages=(("onnx", "1"),))
     why = InductorBuilder().unavailable(bare)
     assert why is not None and why.code.startswith("machine.no_compiler")
-    text = render(why)
-    assert "C++ compiler" in text.what
-    assert "Install" in text.remedy or "Run" in text.remedy
+    assert render(why).remedy
     assert OnnxRuntimeBuilder().unavailable(bare) is not None
 
 
@@ -102,7 +100,7 @@ def test_only_the_vae_runs_in_bfloat16_on_a_cpu(machine: Machine, monkeypatch: p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", ["vae_first", "vae_next"])
-def test_the_vae_in_bfloat16_is_near(built: Build, program: str) -> None:
+def test_vae_in_bfloat16_is_within_tolerance(built: Build, program: str) -> None:
     profile = ShapeProfile.fixed((2 if program == "vae_next" else 1, 4, 6))
     engine = built("openvino", "wan2.2-ti2v-5b", "vae", program, "bfloat16", profile)
     with engine.session() as session:
@@ -112,7 +110,7 @@ def test_the_vae_in_bfloat16_is_near(built: Build, program: str) -> None:
 
 
 @pytest.mark.parametrize("builder", [INDUCTOR, "openvino"])
-def test_the_text_encoder_is_right(built: Build, builder: str) -> None:
+def test_text_encoder_equals_pytorch(built: Build, builder: str) -> None:
     engine = built(builder, "wan2.1", "text_encoder", "text_encoder")
     with engine.session() as session:
         result = verify(session, engine.program(), PROFILES["text_encoder"], "float32")
@@ -121,7 +119,7 @@ def test_the_text_encoder_is_right(built: Build, builder: str) -> None:
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="trusts no other compilers")
 @pytest.mark.parametrize(("prints", "trusted"), [("13.2.0", True), ("9.4.0", False), ("", False)])
-def test_only_a_recent_gcc_is_trusted(
+def test_only_a_recent_gcc_skips_instruction_set_checks(
     prints: str, trusted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = tmp_path / "g++"
@@ -133,7 +131,7 @@ def test_only_a_recent_gcc_is_trusted(
 
 @pytest.mark.slow
 @pytest.mark.compiler
-def test_a_space_in_the_path_does_not_matter_nor_do_half_precisions(
+def test_build_with_spaces_in_paths_and_half_precision(
     tiny: Callable[[str], ModelSpec], machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "my engines"

@@ -86,7 +86,7 @@ def missing(names: set[str], there: wheels.Names) -> set[str]:
 ALL = used((*SESSION, *BUILDER))
 
 
-def test_the_names_are_found_in_the_source() -> None:
+def test_used_names_are_found_in_the_source() -> None:
     assert {"Runtime", "IExecutionContext.execute_async_v3", "Builder.build_serialized_network"} <= ALL
     assert SINCE_10 | UNTIL_10 <= ALL
     assert len(ALL) > 60
@@ -107,12 +107,12 @@ def test_8_6_has_every_name() -> None:
 
 
 @pytest.mark.parametrize("version", LEAN)
-def test_the_lean_runtime_has_what_a_session_uses(version: str) -> None:
+def test_lean_runtime_has_every_name_that_a_session_uses(version: str) -> None:
     there = wheels.names_of(f"tensorrt-lean-cu13-bindings=={version}", "tensorrt_lean_bindings")
     assert missing(used(SESSION), there) <= UNTIL_10
 
 
-def test_the_record_of_8_6_is_true() -> None:
+def test_recorded_names_of_8_6_are_current() -> None:
     if importlib.util.find_spec("tensorrt") is None or metadata.version("tensorrt") != "8.6.0":
         pytest.skip("tensorrt==8.6.0 is not installed: it is large, and made for Python 3.10 at most")
     assert wheels.read_names("tensorrt") == wheels.recorded_8_6()

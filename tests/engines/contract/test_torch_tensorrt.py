@@ -45,7 +45,7 @@ def function(tree: ast.Module, name: str) -> ast.FunctionDef:
     return next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name)
 
 
-def test_it_fits_the_pinned_torch_and_tensorrt(wheel: Path) -> None:
+def test_wheel_requires_the_pinned_torch_and_tensorrt(wheel: Path) -> None:
     metadata = next(wheel.glob("*.dist-info/METADATA")).read_text(encoding="utf-8")
     needs = {
         need.name: need.specifier for need in map(Requirement, re.findall(r"^Requires-Dist: (.+)$", metadata, re.M))
@@ -75,7 +75,7 @@ def test_every_keyword_of_an_input_is_read(wheel: Path) -> None:
     assert set(input_arguments((sizes[0],) * 3, "z", torch.float32)) <= names
 
 
-def test_outputs_are_called_as_we_expect(wheel: Path) -> None:
+def test_names_of_outputs(wheel: Path) -> None:
     interpreter = parse(wheel, "dynamo/conversion/_TRTInterpreter.py")
     assert "name = f'output{i}'" in ast.unparse(function(interpreter, "output"))
     assert "name=target" in ast.unparse(function(interpreter, "placeholder"))

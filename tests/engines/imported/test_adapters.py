@@ -42,25 +42,25 @@ def noise(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-def test_they_are_written_and_read_back_whole() -> None:
+def test_adapters_survive_json() -> None:
     assert adapters_from_json(adapters_to_json(ALL)) == ALL
 
 
 @pytest.mark.parametrize("adapter", ALL, ids=lambda adapter: type(adapter).__name__)
-def test_each_says_what_it_does_and_costs(adapter: Adapter) -> None:
+def test_every_adapter_describes_itself(adapter: Adapter) -> None:
     assert adapter.describe().code in MESSAGES
     assert str(adapter.describe()).endswith(".")
     assert adapter.exact is not isinstance(adapter, RestoredRows)
 
 
-def test_names_go_there_and_back() -> None:
+def test_names_are_mapped_both_ways() -> None:
     names = Names((("latents", "sample"), ("timestep", "t")), (("velocity", "out"),))
     x, t = noise(2), noise(1)
     assert names.preprocess({"latents": x, "timestep": t}) == {"sample": x, "t": t}
     assert names.postprocess({"out": x}, {}) == {"velocity": x}
 
 
-def test_types_are_cast_at_the_edge_and_back() -> None:
+def test_dtypes_are_converted_both_ways() -> None:
     types = Types((("latents", "float16"), ("timestep", "int64")), (("velocity", "float16"),))
     given = types.preprocess({"latents": noise(3), "timestep": torch.tensor([700.0])})
     assert (given["latents"].dtype, given["timestep"].dtype) == (torch.float16, torch.int64)
@@ -70,7 +70,7 @@ def test_types_are_cast_at_the_edge_and_back() -> None:
 @pytest.mark.parametrize(
     ("axes", "count", "shape"), [(0, 1, ()), (1, 1, (1,)), (1, 2, (2,)), (2, 1, (1, 12)), (2, 2, (2, 12))]
 )
-def test_the_timestep_gets_its_shape(axes: int, count: int, shape: tuple[int, ...]) -> None:
+def test_shape_of_the_timestep(axes: int, count: int, shape: tuple[int, ...]) -> None:
     inputs = {"timestep": torch.tensor([699.9]), "latents": noise(1, 16, 3, 4, 4)}
     given = Timestep(axes, True, (1, 2, 2), count).preprocess(inputs)["timestep"]
     assert tuple(given.shape) == shape
@@ -84,7 +84,7 @@ def attention(query: torch.Tensor, text: torch.Tensor, mask: torch.Tensor | None
     return F.scaled_dot_product_attention(query, text, text, attn_mask=seen)
 
 
-def test_repeated_text_is_attended_to_like_once_and_zeros_are_not() -> None:
+def test_repeated_text_does_not_change_attention_and_zeros_do() -> None:
     query, text = noise(1, 7, 16), noise(1, 12, 16)
     text[:, 5:] = 0.0
     once = attention(query, text)
@@ -93,7 +93,7 @@ def test_repeated_text_is_attended_to_like_once_and_zeros_are_not() -> None:
     assert (zeros - once).norm() / once.norm() > 0.1
 
 
-def test_masked_text_is_attended_to_like_once() -> None:
+def test_masked_text_does_not_change_attention() -> None:
     query, text = noise(1, 7, 16), noise(1, 12, 16)
     given = MaskedText(20).preprocess({"text_embeds": text})
     assert tuple(given["text_embeds"].shape) == (1, 20, 16)
@@ -101,7 +101,7 @@ def test_masked_text_is_attended_to_like_once() -> None:
     assert MaskedText(0).preprocess({"text_embeds": text})[TEXT_MASK].all()
 
 
-def test_unread_rows_are_added_and_taken_off() -> None:
+def test_unread_rows_are_added_and_removed() -> None:
     inputs = {"latents": noise(1, 2, 3, 4, 6)}
     given = UnreadRows(1, 2).preprocess(inputs)["latents"]
     assert tuple(given.shape) == (1, 2, 3, 5, 8)
@@ -113,7 +113,7 @@ def test_unread_rows_are_added_and_taken_off() -> None:
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 0), (0, 1), (1, 2)])
-def test_restored_rows_repeat_the_clean_picture_and_not_the_noise(rows: int, columns: int) -> None:
+def test_restored_rows_repeat_the_clean_latents_and_not_the_noise(rows: int, columns: int) -> None:
     sigma, clean = 0.7, noise(1, 2, 3, 6, 8)
     # A picture whose edge is flat is restored whole.
     clean[..., -1 - rows :, :] = clean[..., -1 - rows, None, :]
@@ -136,7 +136,7 @@ def test_batches_are_split_and_joined(size: int, count: int, calls: int) -> None
     assert joined["velocity"].equal(inputs["latents"] * 2)
 
 
-def test_latents_are_put_back_where_the_vae_has_them() -> None:
+def test_latents_are_denormalized() -> None:
     z = noise(1, 2, 1, 2, 2)
     given = Denormalised((0.5, -1.0), (2.0, 3.0)).preprocess({"z": z})["z"]
     torch.testing.assert_close(given[:, 1], z[:, 1] * 3.0 - 1.0)
@@ -144,7 +144,7 @@ def test_latents_are_put_back_where_the_vae_has_them() -> None:
 
 @pytest.mark.parametrize("order", ["bcfhw", "bfchw", "bfhwc"])
 @pytest.mark.parametrize(("latent_frames", "decoded", "frames"), [(2, 9, 5), (3, 12, 9), (3, 9, 9), (1, 9, 1)])
-def test_frames_are_cut_by_the_rule(order: str, latent_frames: int, decoded: int, frames: int) -> None:
+def test_frames_are_cut_to_the_clip(order: str, latent_frames: int, decoded: int, frames: int) -> None:
     adapter = ClipFrames(order, 3, 4)
     inputs = {"z": noise(1, 2, latent_frames, 2, 2)}
     assert adapter.preprocess(inputs)["z"].shape[2] == 3
@@ -154,7 +154,7 @@ def test_frames_are_cut_by_the_rule(order: str, latent_frames: int, decoded: int
     assert left.equal(whole[0, :frames].clamp(-1, 1))
 
 
-def test_ids_are_padded_and_their_padding_is_zero() -> None:
+def test_ids_are_padded_and_embeddings_zero_in_the_padding() -> None:
     mask = torch.tensor([[1, 1, 0, 0]])
     inputs = {"input_ids": torch.tensor([[5, 6, 0, 0]]), "attention_mask": mask}
     given = PaddedIds(6).preprocess(inputs)

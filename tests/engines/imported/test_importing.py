@@ -1,4 +1,4 @@
-"""Files that somebody else exported: imported, proven, run in a job, and refused where they are anything else."""
+"""Files that another program exported: import, verification, use in a job, and refusal."""
 
 import shutil
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import torch
 from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.errors import EngineError
 from runtime.core.events import Event, FellBack, VideoSaved
-from runtime.core.facts import Fact, render
+from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.engines.imported.importing import Imported, import_engine, inspect_engine
@@ -26,9 +26,9 @@ from runtime.models.spec import ModelSpec
 from runtime.pipeline.run import run_job
 from runtime.planner.resolve import resolve
 from tests.conftest import build_once
-from tests.engines import foreign, odd_child
+from tests.engines import child_entries, exported_files
 from tests.engines.conftest import relative
-from tests.engines.made import visible
+from tests.engines.engine_files import visible
 from tests.plans import machine, why
 
 pytestmark = pytest.mark.slow
@@ -81,14 +81,14 @@ def shelf(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Shelf:
 def files(tiny: Callable[[str], ModelSpec], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return what somebody exported: half precision, one row more than is read, twice the text, whole timesteps."""
     spec = tiny("wan2.2-a14b")
-    return build_once(tmp_path_factory, "foreign", lambda folder: foreign_files(spec, folder))[1]
+    return build_once(tmp_path_factory, "exported", lambda folder: export_files(spec, folder))[1]
 
 
-def foreign_files(spec: ModelSpec, folder: Path) -> dict[str, Path]:
+def export_files(spec: ModelSpec, folder: Path) -> dict[str, Path]:
     """Export the files."""
     return {
-        "carried": foreign.transformer(spec, folder / "carried.onnx"),
-        "pair": foreign.transformer(
+        "carried": exported_files.transformer(spec, folder / "carried.onnx"),
+        "pair": exported_files.transformer(
             spec,
             folder / "pair.onnx",
             component="transformer_2",
@@ -99,9 +99,9 @@ def foreign_files(spec: ModelSpec, folder: Path) -> dict[str, Path]:
             dtype=torch.float32,
             names=("x", "t", "context"),
         ),
-        "cut": foreign.transformer(spec, folder / "cut.onnx", size=(3, 4, 8), cut=1),
-        "decoder": foreign.decoder(spec, folder / "decoder.onnx", (4, 4, 8)),
-        "text": foreign.text_encoder(spec, folder / "text.onnx", 600),
+        "cut": exported_files.transformer(spec, folder / "cut.onnx", size=(3, 4, 8), cut=1),
+        "decoder": exported_files.decoder(spec, folder / "decoder.onnx", (4, 4, 8)),
+        "text": exported_files.text_encoder(spec, folder / "text.onnx", 600),
     }
 
 
@@ -132,7 +132,7 @@ def taken(stock: tuple[Path, dict[str, Imported]]) -> dict[str, Imported]:
     return stock[1]
 
 
-def test_the_foreign_contract_by_all_its_adapters(shelf: Shelf, files: dict[str, Path]) -> None:
+def test_import_with_all_adapters(shelf: Shelf, files: dict[str, Path]) -> None:
     done = shelf.take(files["carried"])
     record = done.engine
     assert done.compared
@@ -152,7 +152,7 @@ def test_the_foreign_contract_by_all_its_adapters(shelf: Shelf, files: dict[str,
     assert again.engine.error == pytest.approx(record.error)
 
 
-def test_guidance_is_two_calls_or_one_of_a_batch(full: Shelf, taken: dict[str, Imported]) -> None:
+def test_batched_engine_serves_guidance_and_single_calls(full: Shelf, taken: dict[str, Imported]) -> None:
     done = taken["pair"]
     # Whose weights these are was found by comparing.
     assert done.engine.component == "transformer_2"
@@ -191,10 +191,10 @@ def test_a_job_on_imported_engines(full: Shelf, taken: dict[str, Imported]) -> N
     engine.write_bytes(engine.read_bytes()[:-1] + b"\0")
     _, fallen = full.run(full.plan(backends={"all": "onnxruntime"}, build="missing"))
     assert [event.component for event in fallen] == ["vae"]
-    assert "Import it again" in render(fallen[0].fact).what
+    assert fallen[0].reason.code == "engine.imported_not_built"
 
 
-def test_a_decoder_of_whole_clips_serves_shorter_ones(full: Shelf, taken: dict[str, Imported]) -> None:
+def test_clip_decoder_serves_shorter_clips(full: Shelf, taken: dict[str, Imported]) -> None:
     done = taken["decoder"]
     lengths = {"width": 64, "height": 32, "frames": 13, "fewest": 1}
     assert done.serves == sizes(Fact("engine.clip_lengths", lengths))
@@ -207,16 +207,16 @@ def test_a_decoder_of_whole_clips_serves_shorter_ones(full: Shelf, taken: dict[s
     torch.testing.assert_close(frames, program.run(z=latents)["frames"], atol=1e-4, rtol=1e-4)
 
 
-def test_a_longer_text_encoder(full: Shelf, taken: dict[str, Imported]) -> None:
+def test_text_encoder_with_a_longer_sequence(full: Shelf, taken: dict[str, Imported]) -> None:
     done = taken["text"]
     assert (done.engine.component, done.serves) == ("text_encoder", Fact("engine.any_clip"))
     assert done.engine.error < 1e-4
 
 
-def test_what_loses_something_is_taken_only_by_name(full: Shelf, taken: dict[str, Imported]) -> None:
+def test_lossy_engine_runs_only_if_its_backend_is_requested(full: Shelf, taken: dict[str, Imported]) -> None:
     done = taken["cut"]
     assert not done.match.exact
-    # What it computes is right; what is made up is told.
+    # The computed part is verified; the error of the reconstructed part is reported.
     assert done.engine.error < 1e-2
     assert done.engine.detail.code == "engine.compared_restored"
     assert done.engine.detail.data["edge"] == Fact("engine.edge_rows", {"rows": 1})
@@ -232,19 +232,19 @@ def test_what_loses_something_is_taken_only_by_name(full: Shelf, taken: dict[str
     assert fallen == []
 
 
-def test_other_weights_are_refused_and_leave_nothing(shelf: Shelf, files: dict[str, Path]) -> None:
+def test_engine_with_other_weights_is_refused_and_removed(shelf: Shelf, files: dict[str, Path]) -> None:
     with pytest.raises(EngineError) as refused:
         shelf.take(files["carried"], "transformer_2")
     assert (refused.value.code, refused.value.data["component"]) == ("engine.import_other_weights", "transformer_2")
-    module = foreign.other_transformer(shelf.spec)
-    path = foreign.transformer(shelf.spec, shelf.folder / "other.onnx", module=module)
+    module = exported_files.other_transformer(shelf.spec)
+    path = exported_files.transformer(shelf.spec, shelf.folder / "other.onnx", module=module)
     with pytest.raises(EngineError) as refused:
         shelf.take(path)
     assert refused.value.code == "engine.import_other_weights"
     assert visible(shelf.service.store) == []
 
 
-def test_an_engine_of_weights_that_changed_is_not_offered(shelf: Shelf, files: dict[str, Path], tmp_path: Path) -> None:
+def test_engine_is_not_offered_after_the_weights_changed(shelf: Shelf, files: dict[str, Path], tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(shelf.spec.directory, folder)
     changed = Shelf(replace(shelf.spec, directory=folder), shelf.service, tmp_path)
@@ -290,7 +290,7 @@ def outside(path: Path, target: Path, location: str) -> Path:
     return target
 
 
-def test_weights_beside_the_file_come_along(shelf: Shelf, files: dict[str, Path], tmp_path: Path) -> None:
+def test_external_weights_are_copied(shelf: Shelf, files: dict[str, Path], tmp_path: Path) -> None:
     path = outside(files["carried"], tmp_path / "beside.onnx", "weights.data")
     record = shelf.take(path).engine
     assert [file.name for file in record.files] == ["engine.onnx", "adapters.json", "weights.data"]
@@ -298,7 +298,9 @@ def test_weights_beside_the_file_come_along(shelf: Shelf, files: dict[str, Path]
 
 
 @pytest.mark.parametrize("location", ["../weights.data", "/etc/passwd", "sub/weights.data", "engine.onnx", "gone.data"])
-def test_weights_outside_are_refused(location: str, shelf: Shelf, files: dict[str, Path], tmp_path: Path) -> None:
+def test_external_weights_in_other_folders_are_refused(
+    location: str, shelf: Shelf, files: dict[str, Path], tmp_path: Path
+) -> None:
     path = outside(files["carried"], tmp_path / "outside.onnx", location)
     with pytest.raises(EngineError) as refused:
         shelf.take(path)
@@ -306,15 +308,15 @@ def test_weights_outside_are_refused(location: str, shelf: Shelf, files: dict[st
     assert visible(shelf.service.store) == []
 
 
-def test_a_crash_while_opening_is_a_message(shelf: Shelf, files: dict[str, Path]) -> None:
+def test_crash_while_opening_is_an_error(shelf: Shelf, files: dict[str, Path]) -> None:
     with pytest.raises(EngineError) as failed:
-        import_engine(files["carried"], shelf.spec, None, shelf.service, "cpu", ignore, Cancel(), odd_child.abort)
+        import_engine(files["carried"], shelf.spec, None, shelf.service, "cpu", ignore, Cancel(), child_entries.abort)
     assert (failed.value.code, failed.value.data["signal"]) == ("engine.child_crashed", 6)
     assert failed.value.data["action"].code == "engine.not_opened"
     assert visible(shelf.service.store) == []
 
 
-def test_cancelling_leaves_nothing(shelf: Shelf, files: dict[str, Path]) -> None:
+def test_cancelled_import_leaves_no_files(shelf: Shelf, files: dict[str, Path]) -> None:
     cancel = Cancel()
 
     def stop(fact: Fact, share: float | None) -> None:
@@ -326,7 +328,7 @@ def test_cancelling_leaves_nothing(shelf: Shelf, files: dict[str, Path]) -> None
     assert visible(shelf.service.store) == []
 
 
-def test_inspecting_imports_nothing(shelf: Shelf, files: dict[str, Path]) -> None:
+def test_inspection_stores_nothing(shelf: Shelf, files: dict[str, Path]) -> None:
     contract = inspect_engine(files["carried"], "cpu", ignore, Cancel())
     assert [port.name for port in contract.inputs] == ["sample", "timestep", "encoder_hidden_states"]
     assert contract.precision == "float16"
@@ -334,7 +336,7 @@ def test_inspecting_imports_nothing(shelf: Shelf, files: dict[str, Path]) -> Non
     assert not shelf.service.store.folder.exists()
 
 
-def test_adapters_that_were_changed_are_not_used(full: Shelf, taken: dict[str, Imported]) -> None:
+def test_engine_with_changed_adapters_is_not_used(full: Shelf, taken: dict[str, Imported]) -> None:
     record = taken["carried"].engine
     path = full.service.store.path(record.id) / "adapters.json"
     path.write_text(path.read_text().replace('"batch": 1', '"batch": 2'))

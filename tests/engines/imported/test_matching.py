@@ -1,4 +1,4 @@
-"""Which engines fit, for which sizes, through which adapters; and what is said of those that do not."""
+"""Engines that match a component: their sizes and adapters; and the mismatches of those that do not."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,7 +29,7 @@ LATENTS = Port("sample", "float16", (1, 16, 9, 60, 104))
 TIME = Port("timestep", "int64", (1,))
 TEXT = Port("encoder_hidden_states", "float16", (1, 512, 4096))
 OUT = Port("out", "float16", (1, 16, 9, 60, 104))
-# Latents, timestep, text and output of the plan that somebody has: any number of frames of 45×80.
+# Latents, timestep, text and output of a plan: any number of frames of 45×80.
 RANGE = ((1, 16, 1, 45, 80), (1, 16, 9, 45, 80), (1, 16, 21, 45, 80))
 CARRIED = (
     replace(LATENTS, sizes=(1, 16, -1, 45, 80), ranges=(RANGE,)),
@@ -64,7 +64,7 @@ def of_kind(match: Match, kind: type) -> Any:
     return next((adapter for adapter in match.adapters if isinstance(adapter, kind)), None)
 
 
-def test_the_plan_that_somebody_has(wan: ModelSpec) -> None:
+def test_plan_with_names_dtypes_and_sizes_of_its_own(wan: ModelSpec) -> None:
     match = fit(wan, *CARRIED)
     assert match.component == "transformer"
     # Of 45 rows patches of two read 44: a clip of 640x352 loses nothing.
@@ -79,14 +79,14 @@ def test_the_plan_that_somebody_has(wan: ModelSpec) -> None:
     assert len(match.describe()) == 6
 
 
-def test_what_needs_little_gets_little(wan: ModelSpec) -> None:
+def test_matching_contract_needs_only_names_and_timestep(wan: ModelSpec) -> None:
     match = fit(wan, LATENTS, replace(TIME, dtype="float32"), TEXT, OUT)
     assert [type(adapter).__name__ for adapter in match.adapters] == ["Timestep", "Types", "Names"]
     assert match.profiles == (ShapeProfile.fixed((9, 60, 104)),)
 
 
 @pytest.mark.parametrize("names", [("x", "t", "context"), ("latents", "timesteps", "prompt_embeds"), ("a", "b", "c")])
-def test_names_are_known_or_told_by_their_axes(wan: ModelSpec, names: tuple[str, str, str]) -> None:
+def test_inputs_are_assigned_by_name_or_axes(wan: ModelSpec, names: tuple[str, str, str]) -> None:
     ports = [replace(port, name=name) for port, name in zip((LATENTS, TIME, TEXT), names, strict=True)]
     match = fit(wan, *reversed(ports), OUT)
     inputs = dict(match.adapters[-1].inputs)  # type: ignore[attr-defined]
@@ -104,7 +104,9 @@ def test_names_are_known_or_told_by_their_axes(wan: ModelSpec, names: tuple[str,
         (46, -1, None, 46),
     ],
 )
-def test_rows(wan: ModelSpec, given: int, out: int, adapter: object, height: int) -> None:
+def test_adapters_of_missing_and_unread_rows(
+    wan: ModelSpec, given: int, out: int, adapter: object, height: int
+) -> None:
     sizes = (1, 16, 9, given, 80), (1, 16, 9, out, 80)
     match = fit(wan, replace(LATENTS, sizes=sizes[0]), TIME, TEXT, replace(OUT, sizes=sizes[1]))
     assert match.profiles == (ShapeProfile.fixed((9, height, 80)),)
@@ -112,7 +114,7 @@ def test_rows(wan: ModelSpec, given: int, out: int, adapter: object, height: int
     assert match.exact is not isinstance(adapter, RestoredRows)
 
 
-def test_of_a_range_of_heights_the_even_ones_are_served(wan: ModelSpec) -> None:
+def test_dynamic_heights_are_multiples_of_the_patch(wan: ModelSpec) -> None:
     ranges = (((1, 16, 1, 31, 41), (1, 16, 5, 45, 81), (1, 16, 21, 61, 105)),)
     free = replace(LATENTS, sizes=(1, 16, -1, -1, -1), ranges=ranges)
     match = fit(wan, free, TIME, TEXT, replace(OUT, sizes=(1, 16, -1, -1, -1)))
@@ -120,7 +122,7 @@ def test_of_a_range_of_heights_the_even_ones_are_served(wan: ModelSpec) -> None:
     assert of_kind(match, UnreadRows) is None
 
 
-def test_without_ranges_it_serves_what_the_model_was_made_for(wan: ModelSpec) -> None:
+def test_dynamic_sizes_without_ranges_are_the_models(wan: ModelSpec) -> None:
     free = replace(LATENTS, sizes=(-1, 16, -1, -1, -1))
     (profile,) = fit(wan, free, TIME, replace(TEXT, sizes=(-1, -1, 4096)), free).profiles
     widths, heights = zip(*wan.sizes, strict=True)
@@ -141,14 +143,14 @@ def test_without_ranges_it_serves_what_the_model_was_made_for(wan: ModelSpec) ->
         (-1, False, None),
     ],
 )
-def test_text(wan: ModelSpec, tokens: int, mask: bool, adapter: object) -> None:
+def test_adapters_of_the_text_length(wan: ModelSpec, tokens: int, mask: bool, adapter: object) -> None:
     masks = [Port("encoder_attention_mask", "int64", (1, tokens))] if mask else []
     match = fit(wan, LATENTS, TIME, replace(TEXT, sizes=(1, tokens, 4096)), *masks, OUT)
     assert (of_kind(match, RepeatedText) or of_kind(match, MaskedText)) == adapter
     assert match.exact
 
 
-def test_a_batch_of_two(wan: ModelSpec) -> None:
+def test_engine_with_batch_two(wan: ModelSpec) -> None:
     pair = [replace(port, sizes=(2, *port.sizes[1:])) for port in (LATENTS, TIME, TEXT, OUT)]
     match = fit(wan, *pair)
     assert match.batch == Batch(2)
@@ -156,7 +158,7 @@ def test_a_batch_of_two(wan: ModelSpec) -> None:
     assert of_kind(match, Timestep).count == 2
 
 
-def test_both_experts_are_tried(tiny: Callable[[str], ModelSpec]) -> None:
+def test_both_experts_match(tiny: Callable[[str], ModelSpec]) -> None:
     spec = tiny("wan2.2-a14b")
     ports = contract(LATENTS, TIME, replace(TEXT, sizes=(1, 512, 32)), OUT)
     assert [match.component for match in find_matches(ports, spec)] == ["transformer", "transformer_2"]
@@ -170,7 +172,7 @@ Z = Port("latent", "float32", (1, 16, 21, 60, 104))
     ("sizes", "order"),
     [((1, 3, 81, 480, 832), "bcfhw"), ((1, 84, 3, 480, 832), "bfchw"), ((1, 81, 480, 832, 3), "bfhwc")],
 )
-def test_a_decoder_of_whole_clips(wan: ModelSpec, sizes: tuple[int, ...], order: str) -> None:
+def test_clip_decoder(wan: ModelSpec, sizes: tuple[int, ...], order: str) -> None:
     found = find_matches(contract(Z, Port("video", "float32", sizes)), wan)
     assert [match.program for match in found] == ["vae_clip", "vae_clip"]
     # Whether it puts mean and deviation back by itself is found out by comparing.
@@ -179,7 +181,7 @@ def test_a_decoder_of_whole_clips(wan: ModelSpec, sizes: tuple[int, ...], order:
     assert found[0].profiles == (ShapeProfile((1, 60, 104), (21, 60, 104), (21, 60, 104)),)
 
 
-def test_a_text_encoder(wan: ModelSpec) -> None:
+def test_text_encoder(wan: ModelSpec) -> None:
     ids, mask = Port("tokens", "int32", (1, 600)), Port("text_mask", "int32", (1, 600))
     match = fit(wan, ids, mask, Port("out", "float16", (1, 600, 4096)))
     assert (match.component, match.profiles) == ("text_encoder", (ShapeProfile.fixed((1, 1, 1)),))
@@ -249,7 +251,7 @@ REFUSED: list[tuple[str, tuple[Port, ...], str | None, str, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("ports", "component", "code", "data"), [case[1:] for case in REFUSED], ids=[c[0] for c in REFUSED]
 )
-def test_what_no_adapter_bridges(
+def test_mismatch_is_named(
     wan: ModelSpec, ports: tuple[Port, ...], component: str | None, code: str, data: dict[str, Any]
 ) -> None:
     with pytest.raises(EngineError) as refused:
@@ -289,7 +291,7 @@ UNKNOWN: list[tuple[str, tuple[Port, ...], str | None, str, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("ports", "component", "code", "data"), [case[1:] for case in UNKNOWN], ids=[c[0] for c in UNKNOWN]
 )
-def test_what_is_of_no_known_kind(
+def test_unknown_kind_of_engine_is_refused(
     wan: ModelSpec, ports: tuple[Port, ...], component: str | None, code: str, data: dict[str, Any]
 ) -> None:
     with pytest.raises(EngineError) as refused:
@@ -298,7 +300,7 @@ def test_what_is_of_no_known_kind(
     assert refused.value.data.items() >= data.items()
 
 
-def test_a_contract_is_written_and_read_back_whole() -> None:
+def test_contract_survives_json() -> None:
     made = contract(*CARRIED, working_bytes=5 << 30, weight_files=("weights.data",))
     assert Contract.from_json(made.to_json()) == made
     made_for = {"backend": "TensorRT", "made_by": "TensorRT 10.3.0", "memory": 5 << 30}

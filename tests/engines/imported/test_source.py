@@ -11,6 +11,7 @@ import pytest
 from runtime.core.errors import EngineError
 from runtime.engines.imported.importing import Source, check_disk_space, check_library, read_source
 from runtime.machine.probe import probe
+from tests.engines.engine_files import refusal
 
 
 def plan(*, size: int, whole: int, version: tuple[int, ...] = (10, 3, 0, 26)) -> bytes:
@@ -41,7 +42,7 @@ FILES: list[tuple[str, bytes | Callable[[Path], None], str]] = [
 
 
 @pytest.mark.parametrize(("name", "content", "code"), FILES, ids=[file[0] for file in FILES])
-def test_what_is_no_engine(name: str, content: bytes | Callable[[Path], None], code: str, tmp_path: Path) -> None:
+def test_other_files_are_refused(name: str, content: bytes | Callable[[Path], None], code: str, tmp_path: Path) -> None:
     path = tmp_path / name
     if isinstance(content, bytes):
         path.write_bytes(content)
@@ -53,26 +54,28 @@ def test_what_is_no_engine(name: str, content: bytes | Callable[[Path], None], c
     assert "\n" not in refused.value.what + refused.value.remedy
 
 
-def test_a_plan_names_its_tensorrt(tmp_path: Path) -> None:
+def test_version_of_a_plan(tmp_path: Path) -> None:
     path = tmp_path / "a.TRT"
     path.write_bytes(plan(size=300, whole=300))
     source = read_source(path)
     assert (source.backend, source.bytes, source.version) == ("tensorrt", 300, "10.3.0")
 
 
-def test_an_unknown_layout_is_left_to_tensorrt(tmp_path: Path) -> None:
+def test_plan_with_unknown_layout_has_no_version(tmp_path: Path) -> None:
     path = tmp_path / "a.plan"
     path.write_bytes(b"ftrt\7" + bytes(300))
     assert read_source(path).version == ""
 
 
-def test_without_tensorrt_a_plan_is_refused(tmp_path: Path) -> None:
+def test_plan_is_refused_without_tensorrt(tmp_path: Path) -> None:
     machine = replace(probe(), gpus=(), gpu_problem=None)
-    with pytest.raises(EngineError, match=r"a\.plan cannot run on this machine: no NVIDIA GPU"):
+    with refusal("engine.import_no_library") as refused:
         check_library(Source(tmp_path / "a.plan", "tensorrt", 300, "10.3.0"), machine)
+    assert refused.value.data["file"] == "a.plan"
+    assert refused.value.data["cause"].code == "machine.no_gpu"
 
 
-def test_what_is_larger_than_the_disk_is_refused(tmp_path: Path) -> None:
+def test_file_larger_than_free_disk_space_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EngineError) as refused:
         check_disk_space(Source(tmp_path / "a.plan", "tensorrt", 1 << 53), tmp_path / "engines")
     assert (refused.value.code, refused.value.data["size"]) == ("engine.import_disk_full", 1 << 53)

@@ -11,12 +11,14 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from runtime.core.errors import EngineError
+from runtime.core.facts import Fact
 from runtime.engines.sessions import open_session
 from runtime.engines.sessions.inductor import InductorSession
 from runtime.engines.sessions.onnxruntime import OnnxRuntimeSession
 from runtime.engines.verify import verify
 from runtime.planner.engine_index import SWAPPED, ShapeProfile
 from tests.engines.conftest import INDUCTOR, PROFILES, Build, Built, relative
+from tests.engines.engine_files import refusal
 
 ROOT = Path(__file__).parents[3]
 ENGINES = [INDUCTOR, "cpu", "openvino"]
@@ -35,14 +37,14 @@ def vae_next(request: pytest.FixtureRequest, built: Build) -> Built:
     return built(request.param, "wan2.2-ti2v-5b", "vae", "vae_next", "float32", profile)
 
 
-def test_the_transformer_is_right_at_every_size(transformer: Built) -> None:
+def test_transformer_equals_pytorch_at_every_size(transformer: Built) -> None:
     with transformer.session() as session:
         result = verify(session, transformer.program(), PROFILES["transformer"], "float32")
     assert result.error < 1e-5, result.detail
     assert 0 < result.seconds_per_call < 5
 
 
-def test_any_text_is_right(transformer: Built) -> None:
+def test_transformer_equals_pytorch_for_any_text_length(transformer: Built) -> None:
     program = transformer.program()
     with transformer.session() as session:
         for words in (0, 1, 100, 512):
@@ -53,7 +55,7 @@ def test_any_text_is_right(transformer: Built) -> None:
             assert relative(session.infer(**inputs)["velocity"], program.run(**inputs)["velocity"]) < 1e-5
 
 
-def test_the_vae_is_right_step_after_step_and_its_caches_stay(vae_next: Built) -> None:
+def test_vae_equals_pytorch_over_several_steps(vae_next: Built) -> None:
     program = vae_next.program()
     (profile,) = vae_next.record.key.profiles
     with vae_next.session() as session:
@@ -69,7 +71,7 @@ def test_the_vae_is_right_step_after_step_and_its_caches_stay(vae_next: Built) -
             theirs.pop("frames")
 
 
-def test_an_output_stays_until_the_call_after_the_next(transformer: Built) -> None:
+def test_outputs_stay_valid_until_the_call_after_the_next(transformer: Built) -> None:
     program = transformer.program()
     with transformer.session() as session:
         first = session.infer(**program.inputs((3, 6, 8), seed=1))["velocity"]
@@ -79,20 +81,22 @@ def test_an_output_stays_until_the_call_after_the_next(transformer: Built) -> No
         assert not torch.equal(first, second)
 
 
-def test_another_size_is_refused_and_the_session_goes_on(transformer: Built) -> None:
+def test_other_sizes_are_refused_and_the_session_stays_usable(transformer: Built) -> None:
     program = transformer.program()
     inputs = program.inputs((3, 6, 8))
     with transformer.session() as session:
         for size in ((6, 6, 8), (3, 6, 14), (3, 5, 8)):
             wrong = inputs | {"latents": torch.zeros(1, 16, *size)}
-            with pytest.raises(EngineError, match="expects latents of"):
+            with refusal("engine.other_shape") as refused:
                 session.infer(**wrong)
-        with pytest.raises(EngineError, match="not latents"):
+            assert refused.value.data["tensor"] == "latents"
+        with refusal("engine.other_inputs") as refused:
             session.infer(latents=inputs["latents"], text_embeds=inputs["text_embeds"])
+        assert refused.value.data["given"] == ["latents", "text_embeds"]
         assert relative(session.infer(**inputs)["velocity"], program.run(**inputs)["velocity"]) < 1e-5
 
 
-def test_a_closed_session_is_of_no_use(transformer: Built) -> None:
+def test_closed_session_raises(transformer: Built) -> None:
     session = transformer.session()
     session.close()
     session.close()
@@ -117,7 +121,7 @@ def test_both_experts_run_on_one_package(built: Build) -> None:
 
 @pytest.mark.slow
 @pytest.mark.compiler
-def test_handed_weights_are_used_where_they_are_and_freed(built: Build) -> None:
+def test_supplied_weights_are_used_in_place_and_freed(built: Build) -> None:
     engine = built("inductor", "wan2.2-a14b", "transformer", "transformer")
     weights = engine.program().module.state_dict()
     name = "blocks.0.attn1.to_q.weight"
@@ -137,7 +141,7 @@ def test_handed_weights_are_used_where_they_are_and_freed(built: Build) -> None:
 
 @pytest.mark.slow
 @pytest.mark.compiler
-def test_opening_again_and_again_takes_no_memory(built: Build) -> None:
+def test_repeated_opening_does_not_leak_memory(built: Build) -> None:
     engine = built("inductor", "wan2.2-a14b", "transformer", "transformer")
     inputs = engine.program().inputs((3, 6, 8))
     held = []
@@ -151,7 +155,7 @@ def test_opening_again_and_again_takes_no_memory(built: Build) -> None:
 
 @pytest.mark.slow
 @pytest.mark.compiler
-def test_experts_take_turns(built: Build) -> None:
+def test_experts_alternate_on_one_package(built: Build) -> None:
     engine = built("inductor", "wan2.2-a14b", "transformer", "transformer")
     parts = ("transformer", "transformer_2")
     programs = {part: engine.program(part) for part in parts}
@@ -167,24 +171,27 @@ def test_experts_take_turns(built: Build) -> None:
 @pytest.mark.compiler
 def test_weights_of_another_model_are_refused(built: Build) -> None:
     engine = built("inductor", "wan2.2-a14b", "transformer", "transformer")
-    with pytest.raises(EngineError, match="which the model lacks"):
+    with refusal("engine.weight_missing"):
         InductorSession(engine.folder / "engine.pt2", device="cpu", weights={})
     weights = engine.program().module.state_dict()
     weights["proj_out.bias"] = weights["proj_out.bias"][:-1]
-    with pytest.raises(EngineError, match=r"proj_out\.bias"):
+    with refusal("engine.weight_missing") as refused:
         InductorSession(engine.folder / "engine.pt2", device="cpu", weights=weights)
+    assert refused.value.data["weight"] == "proj_out.bias"
 
 
-def test_a_file_that_was_changed_is_never_opened(transformer: Built, tmp_path: Path) -> None:
+def test_changed_file_is_never_opened(transformer: Built, tmp_path: Path) -> None:
     name = transformer.record.files[0].name
     data = bytearray((transformer.folder / name).read_bytes())
     data[len(data) // 2] ^= 1
     (tmp_path / name).write_bytes(data)
-    with pytest.raises(EngineError, match="cannot be used"):
+    with refusal("engine.unusable") as refused:
         open_session(tmp_path, transformer.record, device="cpu", weights=dict)
+    assert refused.value.data["cause"] == Fact("engine.file_changed", {"file": name})
     (tmp_path / name).unlink()
-    with pytest.raises(EngineError, match="cannot be used"):
+    with refusal("engine.unusable") as refused:
         open_session(tmp_path, transformer.record, device="cpu", weights=dict)
+    assert refused.value.data["cause"] == Fact("engine.file_missing", {"file": name})
 
 
 _OPEN_DAMAGED = """
@@ -192,6 +199,7 @@ import os, sys
 from dataclasses import replace
 from pathlib import Path
 from runtime.core.errors import EngineError
+from runtime.core.facts import Fact
 from runtime.engines import manifest
 from runtime.engines.sessions import open_session
 
@@ -211,7 +219,7 @@ for damaged in (b"", os.urandom(5000), whole[: len(whole) // 2], Path("README.md
 
 
 @pytest.mark.parametrize("backend", [INDUCTOR, "cpu"])
-def test_a_damaged_file_with_a_right_hash_is_an_error_and_no_crash(built: Build, tmp_path: Path, backend: str) -> None:
+def test_damaged_file_with_a_matching_hash_is_an_error_and_no_crash(built: Build, tmp_path: Path, backend: str) -> None:
     engine = built(backend, "wan2.2-a14b", "transformer", "transformer")
     folder = shutil.copytree(engine.folder, tmp_path / "engine")
     # In a process of its own, which shows a crash.
@@ -228,7 +236,7 @@ def test_a_damaged_file_with_a_right_hash_is_an_error_and_no_crash(built: Build,
     assert all(line.startswith("refused: The ") for line in lines)
 
 
-def test_a_provider_that_is_not_here_is_said(built: Build) -> None:
+def test_missing_provider_is_an_error(built: Build) -> None:
     engine = built("cpu", "wan2.2-a14b", "transformer", "transformer")
     with pytest.raises(EngineError) as error:
         OnnxRuntimeSession(engine.folder / "engine.onnx", provider="cuda", precision="float32", device="cpu")

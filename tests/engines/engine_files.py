@@ -1,4 +1,4 @@
-"""Keys and engines for tests of the store: real folders with real manifests, and a few bytes for an engine."""
+"""Keys and engine folders for tests: real manifests, and a few bytes as the engine."""
 
 import contextlib
 import math
@@ -69,12 +69,12 @@ def put(folder: Path, key: EngineKey, content: bytes = b"engine" * 100, **change
 
 
 def add(store: EngineStore, key: EngineKey, content: bytes = b"engine" * 100, **changes: Any) -> EngineRecord:
-    """Build an engine as the store wants it built, and insert it."""
+    """Build an engine in a workspace and insert it."""
     store.folder.mkdir(exist_ok=True)
-    with store.building(key.digest(), wait=lambda: None), store.workspace(key.digest()) as room:
-        (room.engine / manifest.LOG_NAME).write_text("built\n")
-        put(room.engine, key, content, **changes)
-        return store.insert(room.engine, key.digest())
+    with store.building(key.digest(), wait=lambda: None), store.workspace(key.digest()) as work:
+        (work.engine / manifest.LOG_NAME).write_text("built\n")
+        put(work.engine, key, content, **changes)
+        return store.insert(work.engine, key.digest())
 
 
 @contextlib.contextmanager
@@ -93,7 +93,7 @@ def same(one: EngineRecord, other: EngineRecord) -> bool:
 
 
 def visible(store: EngineStore) -> list[str]:
-    """Return the names of all that lies in the store, its locks left out where none is held."""
+    """Return the names of all entries in the store; no lock may be held, and their folder is left out."""
     if (store.folder / ".locks").is_dir():
         assert list((store.folder / ".locks").iterdir()) == []
     return sorted(path.name for path in store.folder.iterdir() if path.name != ".locks")

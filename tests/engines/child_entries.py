@@ -1,4 +1,4 @@
-"""Entries of the child process that fail in unusual ways, in place of a build."""
+"""Entry functions of the child process for tests: builds that succeed at once, fail, crash or hang."""
 
 # ruff: noqa: T201  # printing is under test
 
@@ -16,7 +16,7 @@ from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.engines.build import BuildJob as Job
 from runtime.engines.child import Report
-from tests.engines.made import put
+from tests.engines.engine_files import put
 
 
 def make(job: Job, report: Report) -> dict[str, Any]:
