@@ -1,1 +1,1 @@
-"""Engines: components exported, built, proven, kept and run by TensorRT, Inductor or ONNX Runtime."""
+"""Engines: components exported, built, verified, stored and run by TensorRT, Inductor or ONNX Runtime."""

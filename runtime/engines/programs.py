@@ -174,7 +174,7 @@ class Program:
     Attributes:
         name: "text_encoder", "transformer", "vae_first", "vae_next" or "vae_clip".
         module: the form, in evaluation mode, with its weights on its device.
-        spec: the model it is of.
+        spec: its model.
     """
 
     name: str
@@ -183,7 +183,6 @@ class Program:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
         return next(self.module.parameters()).device
 
     @property
@@ -320,7 +319,7 @@ def load_program(spec: ModelSpec, component: str, name: str, *, device: str, dty
     """Load a component's weights and put them into a program's form.
 
     Args:
-        component: whose weights: of "transformer" and "transformer_2" comes the one program "transformer".
+        component: whose weights; "transformer" and "transformer_2" have the same program, "transformer".
         name: one of `identity.runnable_programs`.
         device: a torch device.
         dtype: "float32", "bfloat16" or "float16".
@@ -343,9 +342,9 @@ def cut_text(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     length = embeds.shape[1]
     used = embeds[0].any(dim=1).nonzero()
     words = int(used[-1].item()) + 1 if len(used) else 1
-    kept = min(-(-words // _TEXT_STEP) * _TEXT_STEP, length)
-    padding = torch.full((1,), float(length - kept), device=embeds.device)
-    return inputs | {"text_embeds": embeds[:, :kept].contiguous(), TEXT_PADDING: padding}
+    cut = min(-(-words // _TEXT_STEP) * _TEXT_STEP, length)
+    padding = torch.full((1,), float(length - cut), device=embeds.device)
+    return inputs | {"text_embeds": embeds[:, :cut].contiguous(), TEXT_PADDING: padding}
 
 
 def _cache_names(count: int) -> list[str]:

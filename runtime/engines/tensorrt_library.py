@@ -1,4 +1,4 @@
-"""TensorRT as a library: late import, one process-wide logger, errors as facts, and the differences between versions.
+"""Imports TensorRT: one process-wide logger, errors as facts, and the differences between versions.
 
 Supports TensorRT 8.6, 10 and 11. Importing this module does not import TensorRT, so that machines without it can run
 Tandem. Each difference between versions is one small function here.

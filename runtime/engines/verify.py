@@ -102,7 +102,7 @@ def _relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:
     if output.shape != reference.shape or not torch.isfinite(output).all().item():
         return math.nan
     length = float(torch.linalg.vector_norm(reference.float()))
-    # Where zeros are expected (the caches of the first temporal upsampling), only zeros are right.
+    # Where zeros are expected (the caches of the first temporal upsampling), the output must be zero too.
     return float(torch.linalg.vector_norm(output.float() - reference.float())) / (length or 1.0)
 
 

@@ -96,7 +96,7 @@ def test_a_file_made_elsewhere_is_looked_into_trusted_and_imported(
     open_page: OpenPage, server: Server, tmp_path: Path
 ) -> None:
     spec = read_spec(server.cache_dir / "weights" / MODEL, MODEL)
-    path, text = foreign.transformer(spec, tmp_path / "foreign.onnx"), tmp_path / "text.plan"
+    path, text = exported_files.transformer(spec, tmp_path / "foreign.onnx"), tmp_path / "text.plan"
     text.write_text("hello", encoding="utf-8")
     page = open_page()
     go(page)

@@ -18,7 +18,7 @@ def test_a_file_is_imported_listed_and_planned_with(
     tiny: Callable[[str], ModelSpec], cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = tiny("wan2.1")
-    path = foreign.transformer(spec, tmp_path / "foreign.onnx")
+    path = exported_files.transformer(spec, tmp_path / "foreign.onnx")
     capsys.readouterr()
     model = ["--model", str(spec.directory)]
     result = printed(["engines", "import", str(path), "--yes", *model], capsys)

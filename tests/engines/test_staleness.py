@@ -16,7 +16,7 @@ from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import IMPORTED, UNREADABLE_KEY, EngineKey, EngineRecord, ShapeProfile
-from tests.engines.made import record
+from tests.engines.engine_files import record
 
 HERE = probe()
 ENGINES = EngineService(EngineStore(Path("none"), 0), HERE, None)

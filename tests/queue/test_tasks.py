@@ -214,7 +214,7 @@ def test_closing_a_queue_in_memory_cancels_tasks(engines: EngineService, spec: M
 def test_an_engine_file_is_inspected_and_imported(
     queue: JobQueue, engines: EngineService, spec: ModelSpec, tmp_path: Path
 ) -> None:
-    path = foreign.transformer(spec, tmp_path / "foreign.onnx")
+    path = exported_files.transformer(spec, tmp_path / "foreign.onnx")
     looked = add(queue, InspectEngine(path=path, model="tiny"))
     assert (looked.state, code(looked)) == ("done", "task.inspected")
     assert "Input sample (1, 16, 3, 5, 8) float16" in looked.found
@@ -241,7 +241,7 @@ def test_an_engine_file_is_inspected_and_imported(
 def test_a_cancelled_or_mismatched_import_leaves_no_files(
     queue: JobQueue, engines: EngineService, spec: ModelSpec, tmp_path: Path
 ) -> None:
-    path = foreign.transformer(spec, tmp_path / "other.onnx", module=foreign.other_transformer(spec))
+    path = exported_files.transformer(spec, tmp_path / "other.onnx", module=exported_files.other_transformer(spec))
     cancelled = queue.add_task(ImportEngine(path=path, model="tiny"), "Import")
     until(lambda: any(line.startswith("Comparing") for line in cancelled.log), meanwhile=lambda: cancelled.open)
     queue.cancel([cancelled.id])

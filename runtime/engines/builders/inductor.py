@@ -46,14 +46,14 @@ _GCC = 12
 
 @dataclass(frozen=True)
 class InductorBuilder(Builder):
-    """See `Builder`."""
+    """Builds packages with `torch._inductor`'s ahead-of-time compiler."""
 
     name: ClassVar[str] = "inductor"
     backend: ClassVar[str] = "inductor"
     file_name: ClassVar[str] = "engine.pt2"
 
     def default_precision(self, program: str, machine: Machine, device: str) -> str:
-        """See `Builder`.
+        """Return the fastest precision in which a program keeps its quality.
 
         On a CPU with bfloat16 instructions the VAE runs in bfloat16, which changes frames by less than 8-bit color
         does (57 dB). Everything else runs in float32, because a transformer's rounding errors accumulate over the

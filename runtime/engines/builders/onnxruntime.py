@@ -24,7 +24,7 @@ PACKAGES = ("onnxruntime-openvino", "onnxruntime-gpu", "onnxruntime-directml", "
 
 @dataclass(frozen=True)
 class OnnxRuntimeBuilder(Builder):
-    """See `Builder`.
+    """Builds ONNX files for an execution provider.
 
     Args:
         provider: "cpu", "openvino", "cuda", "tensorrt", "coreml" or "directml"; by default the best one of the
@@ -37,7 +37,10 @@ class OnnxRuntimeBuilder(Builder):
     file_name: ClassVar[str] = "engine.onnx"
 
     def default_precision(self, program: str, machine: Machine, device: str) -> str:
-        """See `Builder`. As for Inductor, on a CPU only the VAE runs in bfloat16 (59 dB), which needs OpenVINO."""
+        """Return the fastest precision in which a program keeps its quality.
+
+        As for Inductor, on a CPU only the VAE runs in bfloat16 (59 dB), which needs OpenVINO.
+        """
         if device == "cpu":
             fast = self._provider(device) == "openvino" and cpu_has_bfloat16()
             return "bfloat16" if program.startswith("vae") and fast else "float32"

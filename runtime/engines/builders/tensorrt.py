@@ -63,13 +63,13 @@ _SMALLEST_STEP = 0.005
 
 
 class TensorRTBuilder(Builder):
-    """A `Builder` without `build`."""
+    """What the builders of TensorRT plans share."""
 
     backend: ClassVar[str] = "tensorrt"
     file_name: ClassVar[str] = "engine.plan"
 
     def default_precision(self, program: str, machine: Machine, device: str) -> str:
-        """See `Builder`.
+        """Return the fastest precision in which a program keeps its quality.
 
         - transformer: float16. Its sums and norms stay in float32, its activations are far below float16's limit, and
           float16's eleven bits are closer to the weights than bfloat16's eight.
@@ -84,7 +84,7 @@ class TensorRTBuilder(Builder):
         return usual
 
     def options(self, machine: Machine, device: str) -> tuple[tuple[str, str], ...]:
-        """See `Builder`. Sessions read cuda_graphs."""
+        """Return `EngineKey.options`. Sessions read cuda_graphs."""
         workspace = _workspace_bytes(machine, device) // _MIB
         return (
             ("cuda_graphs", "on"),
@@ -108,7 +108,7 @@ class TensorRTBuilder(Builder):
 
 @dataclass(frozen=True)
 class OnnxTensorRT(TensorRTBuilder):
-    """See `Builder`.
+    """Builds plans with TensorRT's ONNX parser.
 
     Attributes:
         prepare: rewrites the exported file before it is parsed, for a TensorRT that lacks some of its operators.

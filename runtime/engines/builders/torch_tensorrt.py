@@ -68,7 +68,7 @@ def input_arguments(sizes: Shapes, name: str, dtype: "torch.dtype") -> dict[str,
 
 
 class TorchTensorRT(TensorRTBuilder):
-    """See `Builder`. torch-tensorrt supports one profile, so several are replaced with one that encloses them."""
+    """Builds plans with torch-tensorrt. It supports one profile, so several are replaced with an enclosing one."""
 
     name = "torch_tensorrt"
     requires = "torch_tensorrt"

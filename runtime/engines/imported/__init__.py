@@ -1,1 +1,1 @@
-"""Engines made elsewhere: read, matched with a component, adapted, verified against PyTorch, and only then used."""
+"""Imported engine files: read, matched with a component, adapted, and verified against PyTorch before they are used."""

@@ -1,6 +1,6 @@
-"""The contract of an engine file: the tensors that it takes and returns, read from the file in a child process.
+"""The contract of an engine file, read in a child process: the tensors that it takes and returns.
 
-Opening an engine file executes it. The types at the top need no torch.
+Opening an engine file executes it. Importing this module imports no torch.
 """
 
 import math

@@ -1,7 +1,8 @@
 """Imports a TensorRT plan or an ONNX file as an engine of the library.
 
 The file is copied, never linked. Its first bytes are checked, then a child process opens it, so that a crash there is
-an error here. It is kept only if it computes what the model's own weights compute: no file states its weights' origin.
+an error here. It is stored only if it computes what the model's own weights compute: no file states whose weights it
+contains.
 """
 
 import json

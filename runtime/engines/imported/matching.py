@@ -49,7 +49,7 @@ _INTEGERS = frozenset({"int64", "int32", "int8", "uint8", "bool"})
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """One way to use an engine.
+    """A component that an engine can replace, and how.
 
     Attributes:
         component: the component that it replaces.
@@ -82,7 +82,7 @@ class Match:
 
 
 def find_matches(contract: Contract, spec: ModelSpec, component: str | None = None) -> list[Match]:
-    """Return the ways to use an engine with a model, the most likely first.
+    """Return the components of a model that an engine can replace, the most likely first.
 
     Args:
         component: the component to replace; None tries all.

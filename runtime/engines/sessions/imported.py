@@ -1,4 +1,4 @@
-"""Runs an engine that was made elsewhere with the names, sizes and dtypes of the program that it replaces."""
+"""Runs an imported engine through its adapters, with the tensors of the program that it replaces."""
 
 import json
 from dataclasses import dataclass, replace
@@ -47,8 +47,8 @@ class AdaptedSession(Session):
 
     def unrestored(self) -> "AdaptedSession":
         """Return a session on the same engine without that adapter, for comparison. Do not close it."""
-        kept = tuple(adapter for adapter in self._adapters if adapter is not self.restored)
-        return AdaptedSession(self._inner, self._batch, kept)
+        others = tuple(adapter for adapter in self._adapters if adapter is not self.restored)
+        return AdaptedSession(self._inner, self._batch, others)
 
     @torch.inference_mode()
     def infer(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -163,11 +163,10 @@ def _restored_error(session: AdaptedSession, part: CroppedProgram, latent: Laten
     coarse = [latent[0], *(-(-side // _COARSE) for side in latent[1:])]
     smooth = torch.nn.functional.interpolate(noise[..., : coarse[1], : coarse[2]], size=list(latent), mode="trilinear")
     inputs["latents"] = (1 - sigma) * smooth + sigma * noise
-    whole = Program.run(part, **inputs)["velocity"]
-    height, width = whole.shape[-2] - part.missing.rows, whole.shape[-1] - part.missing.columns
-    difference = session.infer(**inputs)["velocity"].to(whole) - whole
+    expected = Program.run(part, **inputs)["velocity"]
+    height, width = expected.shape[-2] - part.missing.rows, expected.shape[-1] - part.missing.columns
+    difference, strip = session.infer(**inputs)["velocity"].to(expected) - expected, expected.clone()
     # Only the reconstructed part counts.
-    difference[..., :height, :width] = 0.0
-    strip = whole.clone()
-    strip[..., :height, :width] = 0.0
+    for tensor in (difference, strip):
+        tensor[..., :height, :width] = 0.0
     return float(difference.norm() / strip.norm())

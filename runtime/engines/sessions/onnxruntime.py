@@ -34,7 +34,7 @@ def open_engine(folder: Path, record: EngineRecord, *, device: str, weights: Wei
 class OnnxRuntimeSession(Session):
     """One loaded ONNX file.
 
-    Outputs alternate between two sets of buffers, which are kept as long as sizes stay the same.
+    Outputs alternate between two sets of buffers, which stay allocated while sizes are the same.
 
     Args:
         model: the ONNX file.
