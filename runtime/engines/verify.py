@@ -15,7 +15,7 @@ from runtime.engines.sessions import Session
 from runtime.planner.engine_index import ShapeProfile
 
 # Relative errors. In float32 another order of summation gives 1e-6, and TF32, which must not be used, 1e-3. Rounding
-# to 11 or 8 bits in every layer gives 1e-3 or 1e-2; a wrong engine gives 0.1 and more.
+# to 11 or 8 bits in every layer gives 1e-3 or 1e-2; an incorrect engine gives 0.1 and more.
 TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
 _TIMED_SECONDS = 1.0
 _FEWEST_CALLS = 3

@@ -1,4 +1,4 @@
-"""Exports diffusers' own modules as somebody else would: their names, odd sizes, half precision, whole timesteps."""
+"""Exports diffusers' modules as other programs do: other names, odd sizes, half precision, integer timesteps."""
 
 import warnings
 from collections.abc import Sequence

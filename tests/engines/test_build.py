@@ -1,4 +1,4 @@
-"""Building in a child process: every failure is an error with a code, leaves nothing, and can be retried."""
+"""Building in a child process: every failure is an error with a code, leaves no files, and can be retried."""
 
 import contextlib
 import errno

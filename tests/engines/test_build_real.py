@@ -1,4 +1,4 @@
-"""A real engine, by a real builder, through the real child process: built, proven, found again, proven again."""
+"""One engine by a real builder in a real child process: built, verified, found, verified again, deleted."""
 
 import os
 from collections.abc import Callable

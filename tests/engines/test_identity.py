@@ -1,4 +1,4 @@
-"""A program's identity: what it is made from, and what is told apart."""
+"""The parts of an engine's key: digests, device, versions, revision of the exported code."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""engine.json survives everything, and nothing in it is believed."""
+"""engine.json: written and read, never trusted; every damage is a problem of the record."""
 
 import json
 import math

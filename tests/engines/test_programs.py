@@ -1,4 +1,4 @@
-"""Programs: example inputs, edges, and exports that hold at every size of their profile."""
+"""Programs: example inputs, signatures, and exports that are valid at every size of their profile."""
 
 from collections.abc import Callable
 

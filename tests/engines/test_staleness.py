@@ -1,4 +1,4 @@
-"""Why an engine is not what this machine would build now."""
+"""Differences between an engine and the one that this machine would build now."""
 
 from collections.abc import Callable
 from dataclasses import replace

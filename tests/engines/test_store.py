@@ -1,4 +1,4 @@
-"""The engine folder: inserting, finding, evicting, and what it must survive."""
+"""The engine folder: inserting, finding, evicting, concurrency, full and read-only disks, killed processes."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""What of the TensorRT path runs without a GPU: who may build, keys, shapes, progress, the timing cache, names."""
+"""The parts of the TensorRT builders that need no GPU: availability, keys, shapes, progress, timing cache, names."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Verification lets right engines pass and no others: not wrong ones, and never NaN or Inf."""
+"""Verification passes engines that equal PyTorch, and fails errors, NaN and Inf."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Lowers every program as torch-tensorrt does, and asks its registry for each operation's converter. Needs no GPU.
+"""Lowers every program as torch-tensorrt does, and looks up each operation's converter. Needs no GPU.
 
     python -m tests.engines.contract.conversion MODEL_FOLDER      run by the test, with the wheels on PYTHONPATH
 

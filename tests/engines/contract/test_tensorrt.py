@@ -1,4 +1,4 @@
-"""Every name of TensorRT that we use exists: in the release that is pinned, in today's lean runtime, in 8.6.
+"""Every used name of TensorRT exists in the pinned release, in the lean runtime, and in 8.6.
 
 The names are read off our source: `trt.NAME…`, and attributes of variables that hold TensorRT's objects.
 """

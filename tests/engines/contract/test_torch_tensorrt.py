@@ -1,4 +1,4 @@
-"""What we ask of torch-tensorrt is in the pinned release: every keyword, a converter for every operation."""
+"""The pinned torch-tensorrt has every used keyword, and a converter for every operation."""
 
 import ast
 import json

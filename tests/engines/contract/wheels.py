@@ -1,4 +1,4 @@
-"""Small wheels of TensorRT and torch-tensorrt, fetched for reading: nothing of them is installed, none needs a GPU.
+"""Downloads small wheels of TensorRT and torch-tensorrt to read their names. Installs nothing and needs no GPU.
 
 TensorRT's Python bindings want its libraries, which are gigabytes. A library with the same few entry points that does
 nothing is enough to import them and look at their classes.

@@ -1,4 +1,4 @@
-"""Each adapter alone, as the function of tensors that it is."""
+"""Each adapter as a function of tensors."""
 
 import pytest
 import torch

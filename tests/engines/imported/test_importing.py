@@ -45,14 +45,14 @@ def sizes(*clips: Fact) -> Fact:
 
 
 @dataclass(frozen=True)
-class Shelf:
+class Library:
     """A model with two experts and an engine library."""
 
     spec: ModelSpec
     service: EngineService
     folder: Path
 
-    def take(self, path: Path, component: str | None = None) -> Imported:
+    def import_file(self, path: Path, component: str | None = None) -> Imported:
         """Import a file."""
         return import_engine(path, self.spec, component, self.service, "cpu", ignore, Cancel())
 
@@ -71,15 +71,15 @@ class Shelf:
 
 
 @pytest.fixture
-def shelf(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Shelf:
+def library(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Library:
     """Return an empty library."""
     service = EngineService(EngineStore(tmp_path / "engines", 10**10), probe(), tmp_path)
-    return Shelf(tiny("wan2.2-a14b"), service, tmp_path)
+    return Library(tiny("wan2.2-a14b"), service, tmp_path)
 
 
 @pytest.fixture(scope="module")
 def files(tiny: Callable[[str], ModelSpec], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return what somebody exported: half precision, one row more than is read, twice the text, whole timesteps."""
+    """Return exported files: half precision, one row more than is read, twice the text, integer timesteps."""
     spec = tiny("wan2.2-a14b")
     return build_once(tmp_path_factory, "exported", lambda folder: export_files(spec, folder))[1]
 
@@ -87,7 +87,7 @@ def files(tiny: Callable[[str], ModelSpec], tmp_path_factory: pytest.TempPathFac
 def export_files(spec: ModelSpec, folder: Path) -> dict[str, Path]:
     """Export the files."""
     return {
-        "carried": exported_files.transformer(spec, folder / "carried.onnx"),
+        "adapted": exported_files.transformer(spec, folder / "adapted.onnx"),
         "pair": exported_files.transformer(
             spec,
             folder / "pair.onnx",
@@ -109,31 +109,31 @@ def export_files(spec: ModelSpec, folder: Path) -> dict[str, Path]:
 def stock(
     tiny: Callable[[str], ModelSpec], files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, Imported]]:
-    """Return a library into which all files were imported, and what was said of each."""
+    """Return a library with all files imported, and the result of each import."""
 
     def fill(folder: Path) -> dict[str, Imported]:
         service = EngineService(EngineStore(folder / "engines", 10**10), probe(), folder)
-        shelf = Shelf(tiny("wan2.2-a14b"), service, folder)
-        return {name: shelf.take(path) for name, path in files.items()}
+        library = Library(tiny("wan2.2-a14b"), service, folder)
+        return {name: library.import_file(path) for name, path in files.items()}
 
     return build_once(tmp_path_factory, "imported", fill)
 
 
 @pytest.fixture
-def full(shelf: Shelf, stock: tuple[Path, dict[str, Imported]]) -> Shelf:
+def full(library: Library, stock: tuple[Path, dict[str, Imported]]) -> Library:
     """Return a copy of that library."""
-    shutil.copytree(stock[0] / "engines", shelf.folder / "engines")
-    return shelf
+    shutil.copytree(stock[0] / "engines", library.folder / "engines")
+    return library
 
 
 @pytest.fixture
-def taken(stock: tuple[Path, dict[str, Imported]]) -> dict[str, Imported]:
-    """Return what was said of each file."""
+def imports(stock: tuple[Path, dict[str, Imported]]) -> dict[str, Imported]:
+    """Return the result of each import."""
     return stock[1]
 
 
-def test_import_with_all_adapters(shelf: Shelf, files: dict[str, Path]) -> None:
-    done = shelf.take(files["carried"])
+def test_import_with_all_adapters(library: Library, files: dict[str, Path]) -> None:
+    done = library.import_file(files["adapted"])
     record = done.engine
     assert done.compared
     assert record.usable
@@ -142,18 +142,18 @@ def test_import_with_all_adapters(shelf: Shelf, files: dict[str, Path]) -> None:
     assert done.serves == sizes(Fact("engine.clip", {"width": 64, "height": 32, "frames": 9}))
     kinds = [type(adapter).__name__ for adapter in done.match.adapters]
     assert kinds == ["Timestep", "RepeatedText", "UnreadRows", "Types", "Names"]
-    assert visible(shelf.service.store) == [record.id]
-    assert not (shelf.service.store.path(record.id) / "engine.onnx").is_symlink()
+    assert visible(library.service.store) == [record.id]
+    assert not (library.service.store.path(record.id) / "engine.onnx").is_symlink()
     # As long as it stays, importing it again changes nothing.
-    assert shelf.take(files["carried"]).engine.built_at == record.built_at
+    assert library.import_file(files["adapted"]).engine.built_at == record.built_at
     # What `engines verify` finds is the same.
-    [again] = shelf.service.verify([record], [shelf.spec], ignore, Cancel())
+    [again] = library.service.verify([record], [library.spec], ignore, Cancel())
     assert again.skipped is None
     assert again.engine.error == pytest.approx(record.error)
 
 
-def test_batched_engine_serves_guidance_and_single_calls(full: Shelf, taken: dict[str, Imported]) -> None:
-    done = taken["pair"]
+def test_batched_engine_serves_guidance_and_single_calls(full: Library, imports: dict[str, Imported]) -> None:
+    done = imports["pair"]
     # Whose weights these are was found by comparing.
     assert done.engine.component == "transformer_2"
     program = load_program(full.spec, "transformer_2", "transformer", device="cpu", dtype="float32")
@@ -167,15 +167,15 @@ def test_batched_engine_serves_guidance_and_single_calls(full: Shelf, taken: dic
     assert relative(alone, expected[:1]) < 1e-5
 
 
-def test_a_job_on_imported_engines(full: Shelf, taken: dict[str, Imported]) -> None:
-    ids = {taken[name].engine.id for name in ("carried", "pair", "decoder", "text")}
+def test_a_job_on_imported_engines(full: Library, imports: dict[str, Imported]) -> None:
+    ids = {imports[name].engine.id for name in ("adapted", "pair", "decoder", "text")}
     plan = full.plan(backends={"all": "onnxruntime"})
     assert {part.engines[0].id for part in plan.components.values()} == ids
     on_engines, fallen = full.run(plan)
     assert fallen == []
     assert {part["backend"] for part in on_engines.plan["components"].values()} == {"onnxruntime"}
 
-    # Unasked, it is taken where it was measured to be faster, like any other.
+    # Unasked, it is imports where it was measured to be faster, like any other.
     offers = full.service.offers(full.spec)("transformer", (3, 4, 8), "cpu")
     fastest = max(offer.speed_up for offer in offers)
     part = full.plan().components["transformer"]
@@ -194,8 +194,8 @@ def test_a_job_on_imported_engines(full: Shelf, taken: dict[str, Imported]) -> N
     assert fallen[0].reason.code == "engine.imported_not_built"
 
 
-def test_clip_decoder_serves_shorter_clips(full: Shelf, taken: dict[str, Imported]) -> None:
-    done = taken["decoder"]
+def test_clip_decoder_serves_shorter_clips(full: Library, imports: dict[str, Imported]) -> None:
+    done = imports["decoder"]
     lengths = {"width": 64, "height": 32, "frames": 13, "fewest": 1}
     assert done.serves == sizes(Fact("engine.clip_lengths", lengths))
     assert done.engine.error < 1e-5
@@ -207,14 +207,14 @@ def test_clip_decoder_serves_shorter_clips(full: Shelf, taken: dict[str, Importe
     torch.testing.assert_close(frames, program.run(z=latents)["frames"], atol=1e-4, rtol=1e-4)
 
 
-def test_text_encoder_with_a_longer_sequence(full: Shelf, taken: dict[str, Imported]) -> None:
-    done = taken["text"]
+def test_text_encoder_with_a_longer_sequence(full: Library, imports: dict[str, Imported]) -> None:
+    done = imports["text"]
     assert (done.engine.component, done.serves) == ("text_encoder", Fact("engine.any_clip"))
     assert done.engine.error < 1e-4
 
 
-def test_lossy_engine_runs_only_if_its_backend_is_requested(full: Shelf, taken: dict[str, Imported]) -> None:
-    done = taken["cut"]
+def test_lossy_engine_runs_only_if_its_backend_is_requested(full: Library, imports: dict[str, Imported]) -> None:
+    done = imports["cut"]
     assert not done.match.exact
     # The computed part is verified; the error of the reconstructed part is reported.
     assert done.engine.error < 1e-2
@@ -222,7 +222,7 @@ def test_lossy_engine_runs_only_if_its_backend_is_requested(full: Shelf, taken: 
     assert done.engine.detail.data["edge"] == Fact("engine.edge_rows", {"rows": 1})
     # With random weights, reconstructing the missing row is far off. The number is reported.
     assert done.engine.detail.data["error"] > 0.5
-    full.service.store.delete(taken["carried"].engine.id)
+    full.service.store.delete(imports["adapted"].engine.id)
     [offer] = [offer for offer in full.service.offers(full.spec)("transformer", (3, 4, 8), "cpu") if offer.ready]
     assert offer.speed_up == 0
     assert full.plan().components["transformer"].backend == "pytorch"
@@ -232,23 +232,25 @@ def test_lossy_engine_runs_only_if_its_backend_is_requested(full: Shelf, taken: 
     assert fallen == []
 
 
-def test_engine_with_other_weights_is_refused_and_removed(shelf: Shelf, files: dict[str, Path]) -> None:
+def test_engine_with_other_weights_is_refused_and_removed(library: Library, files: dict[str, Path]) -> None:
     with pytest.raises(EngineError) as refused:
-        shelf.take(files["carried"], "transformer_2")
+        library.import_file(files["adapted"], "transformer_2")
     assert (refused.value.code, refused.value.data["component"]) == ("engine.import_other_weights", "transformer_2")
-    module = exported_files.other_transformer(shelf.spec)
-    path = exported_files.transformer(shelf.spec, shelf.folder / "other.onnx", module=module)
+    module = exported_files.other_transformer(library.spec)
+    path = exported_files.transformer(library.spec, library.folder / "other.onnx", module=module)
     with pytest.raises(EngineError) as refused:
-        shelf.take(path)
+        library.import_file(path)
     assert refused.value.code == "engine.import_other_weights"
-    assert visible(shelf.service.store) == []
+    assert visible(library.service.store) == []
 
 
-def test_engine_is_not_offered_after_the_weights_changed(shelf: Shelf, files: dict[str, Path], tmp_path: Path) -> None:
+def test_engine_is_not_offered_after_the_weights_changed(
+    library: Library, files: dict[str, Path], tmp_path: Path
+) -> None:
     folder = tmp_path / "model"
-    shutil.copytree(shelf.spec.directory, folder)
-    changed = Shelf(replace(shelf.spec, directory=folder), shelf.service, tmp_path)
-    changed.take(files["carried"])
+    shutil.copytree(library.spec.directory, folder)
+    changed = Library(replace(library.spec, directory=folder), library.service, tmp_path)
+    changed.import_file(files["adapted"])
     assert changed.plan(backends={"all": "onnxruntime"}).components["transformer"].engines
     shutil.rmtree(folder / "transformer")
     shutil.copytree(folder / "transformer_2", folder / "transformer")
@@ -266,15 +268,15 @@ def test_engine_is_not_offered_after_the_weights_changed(shelf: Shelf, files: di
     ids=["cut", "random", "an empty model", "unknown operators"],
 )
 def test_damaged_files(
-    damage: Callable[[bytes], bytes], code: str, shelf: Shelf, files: dict[str, Path], tmp_path: Path
+    damage: Callable[[bytes], bytes], code: str, library: Library, files: dict[str, Path], tmp_path: Path
 ) -> None:
     path = tmp_path / "damaged.onnx"
-    path.write_bytes(damage(files["carried"].read_bytes()))
+    path.write_bytes(damage(files["adapted"].read_bytes()))
     with pytest.raises(EngineError) as refused:
-        shelf.take(path)
+        library.import_file(path)
     assert refused.value.code == code
     assert "\n" not in refused.value.what
-    assert visible(shelf.service.store) == []
+    assert visible(library.service.store) == []
 
 
 def outside(path: Path, target: Path, location: str) -> Path:
@@ -290,33 +292,35 @@ def outside(path: Path, target: Path, location: str) -> Path:
     return target
 
 
-def test_external_weights_are_copied(shelf: Shelf, files: dict[str, Path], tmp_path: Path) -> None:
-    path = outside(files["carried"], tmp_path / "beside.onnx", "weights.data")
-    record = shelf.take(path).engine
+def test_external_weights_are_copied(library: Library, files: dict[str, Path], tmp_path: Path) -> None:
+    path = outside(files["adapted"], tmp_path / "beside.onnx", "weights.data")
+    record = library.import_file(path).engine
     assert [file.name for file in record.files] == ["engine.onnx", "adapters.json", "weights.data"]
     assert record.usable
 
 
 @pytest.mark.parametrize("location", ["../weights.data", "/etc/passwd", "sub/weights.data", "engine.onnx", "gone.data"])
 def test_external_weights_in_other_folders_are_refused(
-    location: str, shelf: Shelf, files: dict[str, Path], tmp_path: Path
+    location: str, library: Library, files: dict[str, Path], tmp_path: Path
 ) -> None:
-    path = outside(files["carried"], tmp_path / "outside.onnx", location)
+    path = outside(files["adapted"], tmp_path / "outside.onnx", location)
     with pytest.raises(EngineError) as refused:
-        shelf.take(path)
+        library.import_file(path)
     assert refused.value.code in {"engine.onnx_weights_outside", "engine.import_weights_missing"}
-    assert visible(shelf.service.store) == []
+    assert visible(library.service.store) == []
 
 
-def test_crash_while_opening_is_an_error(shelf: Shelf, files: dict[str, Path]) -> None:
+def test_crash_while_opening_is_an_error(library: Library, files: dict[str, Path]) -> None:
     with pytest.raises(EngineError) as failed:
-        import_engine(files["carried"], shelf.spec, None, shelf.service, "cpu", ignore, Cancel(), child_entries.abort)
+        import_engine(
+            files["adapted"], library.spec, None, library.service, "cpu", ignore, Cancel(), child_entries.abort
+        )
     assert (failed.value.code, failed.value.data["signal"]) == ("engine.child_crashed", 6)
     assert failed.value.data["action"].code == "engine.not_opened"
-    assert visible(shelf.service.store) == []
+    assert visible(library.service.store) == []
 
 
-def test_cancelled_import_leaves_no_files(shelf: Shelf, files: dict[str, Path]) -> None:
+def test_cancelled_import_leaves_no_files(library: Library, files: dict[str, Path]) -> None:
     cancel = Cancel()
 
     def stop(fact: Fact, share: float | None) -> None:
@@ -324,20 +328,20 @@ def test_cancelled_import_leaves_no_files(shelf: Shelf, files: dict[str, Path]) 
             cancel.request()
 
     with pytest.raises(CancelledError):
-        import_engine(files["carried"], shelf.spec, None, shelf.service, "cpu", stop, cancel)
-    assert visible(shelf.service.store) == []
+        import_engine(files["adapted"], library.spec, None, library.service, "cpu", stop, cancel)
+    assert visible(library.service.store) == []
 
 
-def test_inspection_stores_nothing(shelf: Shelf, files: dict[str, Path]) -> None:
-    contract = inspect_engine(files["carried"], "cpu", ignore, Cancel())
+def test_inspection_stores_nothing(library: Library, files: dict[str, Path]) -> None:
+    contract = inspect_engine(files["adapted"], "cpu", ignore, Cancel())
     assert [port.name for port in contract.inputs] == ["sample", "timestep", "encoder_hidden_states"]
     assert contract.precision == "float16"
     assert contract.made_by.startswith("pytorch")
-    assert not shelf.service.store.folder.exists()
+    assert not library.service.store.folder.exists()
 
 
-def test_engine_with_changed_adapters_is_not_used(full: Shelf, taken: dict[str, Imported]) -> None:
-    record = taken["carried"].engine
+def test_engine_with_changed_adapters_is_not_used(full: Library, imports: dict[str, Imported]) -> None:
+    record = imports["adapted"].engine
     path = full.service.store.path(record.id) / "adapters.json"
     path.write_text(path.read_text().replace('"batch": 1', '"batch": 2'))
     with pytest.raises(EngineError) as refused:

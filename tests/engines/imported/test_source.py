@@ -1,4 +1,4 @@
-"""What is refused before anything opens a file."""
+"""Files that are refused before a library opens them."""
 
 import os
 import struct

@@ -1,4 +1,4 @@
-"""Sessions of Inductor and ONNX Runtime answer like the program, keep outputs alive, and refuse what is not theirs."""
+"""Sessions of Inductor and ONNX Runtime: equality with the program, lifetime of outputs, refused inputs and files."""
 
 import gc
 import shutil
