@@ -1,7 +1,7 @@
 """The engines of this machine: offers to the planner, building, opening, verifying, and why an engine is stale."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _BYTES_PER_GB = 1e9
 
 
-class OpenEngines:
+class OpenEngines(AbstractContextManager["OpenEngines"]):
     """The sessions of one component by program, and a context manager that closes them."""
 
     def __init__(self, sessions: Mapping[str, "Session"], stack: ExitStack) -> None:
@@ -55,12 +55,7 @@ class OpenEngines:
         """Free the engines, which may be deleted from then on."""
         self._stack.close()
 
-    def __enter__(self) -> "OpenEngines":
-        """Return the engines; leaving the block closes them."""
-        return self
-
     def __exit__(self, *_: object) -> None:
-        """Free the engines."""
         self.close()
 
 

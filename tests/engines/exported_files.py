@@ -57,7 +57,7 @@ class TextEncoder(nn.Module):
 
     def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return embeddings (1, tokens, width)."""
-        # What stands in the padding is nothing to rely on.
+        # The content of the padding is undefined.
         embeds: torch.Tensor = self.form(tokens.long(), mask.long())
         return embeds + (1 - mask.float()).unsqueeze(-1)
 

@@ -4,8 +4,9 @@ The module of a backend has its name, and a function `open_engine` with the argu
 """
 
 import importlib
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 Weights = Callable[[], Mapping[str, "torch.Tensor"]]
 
 
-class Session(ABC):
+class Session(AbstractContextManager["Session"]):
     """One loaded engine, and a context manager that closes it. Not thread-safe."""
 
     @abstractmethod
@@ -42,9 +43,6 @@ class Session(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free the engine. The session cannot be used afterwards; outputs that are still referenced stay valid."""
-
-    def __enter__(self) -> "Session":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -115,7 +115,7 @@ def test_unread_rows_are_added_and_removed() -> None:
 @pytest.mark.parametrize(("rows", "columns"), [(1, 0), (0, 1), (1, 2)])
 def test_restored_rows_repeat_the_clean_latents_and_not_the_noise(rows: int, columns: int) -> None:
     sigma, clean = 0.7, noise(1, 2, 3, 6, 8)
-    # A picture whose edge is flat is restored whole.
+    # A picture with a flat edge is restored exactly.
     clean[..., -1 - rows :, :] = clean[..., -1 - rows, None, :]
     clean[..., -1 - columns :] = clean[..., -1 - columns, None]
     other = torch.randn(clean.shape, generator=torch.Generator().manual_seed(1))
