@@ -215,7 +215,7 @@ class ResolvedRequest(FrozenModel):
 
 
 class ExecutionPlan(ResolvedRequest):
-    """The plan of one video. `model_validate_json` also reads plans of the previous version.
+    """The plan of one video. `model_validate_json` also reads plans of previous versions.
 
     Attributes:
         asked: the original request, for planning again after a fallback or when memory runs out.

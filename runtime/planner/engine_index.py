@@ -289,9 +289,9 @@ def _differing_build(wanted: EngineKey, found: EngineKey, scale: int) -> Iterato
     if (wanted.backend, wanted.builder) != (found.backend, found.builder):
         names = {"found": found.builder, "backend": _title(found.backend), "wanted": wanted.builder}
         yield Fact("engine.differs_builder", names)
-    for name, here, there in _changed(wanted.options, found.options):
+    for name, new, old in _changed(wanted.options, found.options):
         unset = Fact("engine.option_unset")
-        data = {"option": name.replace("_", " "), "found": there or unset, "wanted": here or unset}
+        data = {"option": name.replace("_", " "), "found": old or unset, "wanted": new or unset}
         yield Fact("engine.differs_option", data)
 
 

@@ -56,12 +56,13 @@ Offers = Callable[[str, LatentSize, str], Sequence[EngineOffer]]
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend of a component, "pytorch" if `uses` is empty, with its reasons and its badge."""
+    """The backend of a component with its reasons and its badge; `offer` is that of its engines."""
 
     backend: str
     uses: tuple[EngineUse, ...]
     reasons: tuple[Fact, ...]
     badge: Fact
+    offer: EngineOffer | None = None
 
 
 def no_offers(_component: str, _latent: LatentSize, _device: str) -> Sequence[EngineOffer]:
@@ -122,7 +123,7 @@ def _engines(offer: EngineOffer, build: str, reason: Fact) -> Choice:
         badge = Fact("planner.badge_builds", {"seconds": offer.build_seconds})
     else:
         badge = Fact("planner.badge_builds_unknown")
-    return Choice(offer.backend, uses, (reason,), badge)
+    return Choice(offer.backend, uses, (reason,), badge, offer)
 
 
 def _fastest(build: str, offers: list[EngineOffer], in_pytorch: Fact, excluded: Conflict | None) -> Choice:

@@ -87,16 +87,16 @@ def for_strategy(inputs: ForecastInputs, strategy: MemoryStrategy) -> tuple[Spee
     if not _in_pytorch(inputs):
         return base, _NOTHING, None
     on_device = strategy.offload in {"none", "model"}
-    stays = strategy.offload == "none" and strategy.quantization == "none"
+    resident = strategy.offload == "none" and strategy.quantization == "none"
     base = base.replace(
         text_kept=base.text_kept and on_device,
         text_bytes=base.text_bytes if on_device else 0,
-        fused=inputs.workload.cuda and stays,
+        fused=inputs.workload.cuda and resident,
     )
-    graphed = inputs.workload.cuda and stays and not _passes_apart(inputs) and _launch_bound(inputs, strategy, base)
+    graphed = inputs.workload.cuda and resident and not _passes_apart(inputs) and _launch_bound(inputs, strategy, base)
     base = base.replace(graphed=graphed)
-    compiled, reason, takes, against = _compiled(inputs, strategy, base)
-    return base.replace(compiled=compiled, compiled_reason=reason), takes if compiled else _NOTHING, against
+    compiled, reason, seconds, against = _compiled(inputs, strategy, base)
+    return base.replace(compiled=compiled, compiled_reason=reason), seconds if compiled else _NOTHING, against
 
 
 def choose_attention(inputs: ForecastInputs) -> tuple[str, Fact]:
@@ -162,8 +162,8 @@ def _by_rule(gpu: Gpu, able: Sequence[str]) -> tuple[str, Fact]:
 def _launch_bound(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed) -> bool:
     """Return whether launching kernels takes longer than running them."""
     call = call_seconds(inputs, strategy, "transformer", base)
-    starting = _KERNELS_PER_BLOCK * inputs.workload.spec.transformer.num_layers * _LAUNCH_SECONDS
-    return call.likely < (_MEASURED_CALL_RATIO if call.measured else 1.0) * starting
+    launches = _KERNELS_PER_BLOCK * inputs.workload.spec.transformer.num_layers * _LAUNCH_SECONDS
+    return call.likely < (_MEASURED_CALL_RATIO if call.measured else 1.0) * launches
 
 
 def _compiled(
@@ -172,36 +172,36 @@ def _compiled(
     """Return whether blocks are compiled, the reason, the compilation time, and why they cannot be if requested."""
     workload = inputs.workload
     device, dtype = device_name(inputs.machine, workload.device), workload.dtypes["transformer"]
-    took = compile_seconds(inputs.history, device, workload.spec, dtype, strategy.quantization)
-    likely = COMPILE_SECONDS if took is None else took
-    takes = Seconds(likely, likely / 4, likely * 2, measured=took is not None)
+    measured = compile_seconds(inputs.history, device, workload.spec, dtype, strategy.quantization)
+    likely = COMPILE_SECONDS if measured is None else measured
+    seconds = Seconds(likely, likely / 4, likely * 2, measured=measured is not None)
     asked = inputs.request.compile
     if asked == "never":
-        return False, Fact("planner.not_compiled_asked"), takes, None
+        return False, Fact("planner.not_compiled_asked"), seconds, None
     part = constraints.ComponentSettings(
         component="transformer", backend=PYTORCH, offload=strategy.offload, quantization=strategy.quantization
     )
     against = constraints.compile_conflict(part, inputs.machine)
     if asked == "always":
-        return against is None, Fact("planner.compiled_asked"), takes, against
+        return against is None, Fact("planner.compiled_asked"), seconds, against
     if against is not None:
-        return False, Fact("planner.not_compiled", {"cause": against.fact}), takes, None
+        return False, Fact("planner.not_compiled", {"cause": against.fact}), seconds, None
     if not workload.cuda:
-        return False, Fact("planner.not_compiled_on_cpu"), takes, None
+        return False, Fact("planner.not_compiled_on_cpu"), seconds, None
     before, after = (
         call_seconds(inputs, strategy, "transformer", base.replace(compiled=compiled)) for compiled in (False, True)
     )
     faster = after.likely if after.measured else before.likely / compiled_speedup(strategy.quantization)
     saved = (before.likely - faster) * sum(calls for name, calls in inputs.calls.items() if is_transformer(name))
-    data = {"seconds": likely, "saved": max(saved, 0.0), "measured": took is not None}
+    data = {"seconds": likely, "saved": max(saved, 0.0), "measured": measured is not None}
     if saved > likely:
-        return True, Fact("planner.compiled_pays_off", data), takes, None
-    return False, Fact("planner.not_compiled_pays_off", data), takes, None
+        return True, Fact("planner.compiled_pays_off", data), seconds, None
+    return False, Fact("planner.not_compiled_pays_off", data), seconds, None
 
 
 def with_less_memory(speed: Speed, offload: str, quantization: str) -> Speed:
     """Return the options for a lower-memory strategy: without those that take memory or that it excludes."""
-    stays = offload == "none" and quantization == "none"
+    resident = offload == "none" and quantization == "none"
     excluded = offload in {"group", "sequential"} or quantization.startswith("bnb-")
     return speed.replace(
         compiled=speed.compiled and not excluded,
@@ -209,7 +209,7 @@ def with_less_memory(speed: Speed, offload: str, quantization: str) -> Speed:
         text_bytes=0,
         paired=False,
         graphed=False,
-        fused=speed.fused and stays,
+        fused=speed.fused and resident,
     )
 
 

@@ -11,13 +11,13 @@ from typing import TypeVar
 
 from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortError
 from runtime.core.facts import Fact
-from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, LatentSize, default_crf
+from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, default_crf
 from runtime.core.request import ALL, AUTO, Auto, GenerationRequest
 from runtime.core.step_cache import NONE, with_strength
 from runtime.machine.probe import Machine, seen_from
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner import clip, constraints, execution_options, memory_model, placement
-from runtime.planner.engine_offers import Choice, EngineOffer, Offers, admit, choose, no_offers
+from runtime.planner.engine_offers import Choice, Offers, admit, choose, no_offers
 from runtime.planner.forecast import ForecastInputs
 from runtime.planner.history import History, calls_of
 from runtime.planner.placement import place
@@ -124,18 +124,17 @@ def _resolved(
 
     device, dtypes, reason, free = place(spec, machine, gpu, request.vae_precision)
     guided = guidance > 1 and (guidance_2 is None or guidance_2 > 1)
-    split, notes = placement.decide(request, spec, everything, gpu, others, guided=guided)
+    split, split_warnings = placement.decide(request, spec, everything, gpu, others, guided=guided)
     free = placement.free_bytes_of_fullest(split, everything, free)
-    offload, more = _offload(request, machine)
+    offload, offload_warnings = _offload(request, machine)
     _check_step_cache(request, machine, offload)
     _check_quantization(request, machine)
     step_cache = with_strength(request.step_cache)
     execution_options.check_compile(request.compile, offload, request.quantization, machine)
     latent_shape = spec.latent_shape(frames, height, width)
     tokens = spec.tokens(frames, height, width)
-    offered = _RecordedOffers(offers)
     gpus = 1 if split is None else len(split.devices)
-    surroundings = constraints.ComponentSettings(
+    settings = constraints.ComponentSettings(
         component="",
         backend=PYTORCH,
         device=device,
@@ -143,11 +142,11 @@ def _resolved(
         gpus=gpus,
         step_cache=request.step_cache,
     )
-    choices = _choices(request, spec, latent_shape[2:], machine, surroundings, reason, offered)
+    choices = _choices(request, spec, latent_shape[2:], machine, settings, reason, offers)
     if split is not None and choices["vae"].uses:
         split = split.replace(decode=False)
     workload = replace(
-        _workload(spec, device, dtypes, choices, offered, frames, height, width),
+        _workload(spec, device, dtypes, choices, frames, height, width),
         split=split,
         cached_passes=memory_model.cached_passes(step_cache, guidance, guidance_2),
     )
@@ -222,37 +221,11 @@ def _resolved(
             *clip.size_warnings(spec, width, height, frames),
             *clip.lora_warnings(request, spec, steps, max(guidance, guidance_2 or 0)),
             *clip.shift_warnings(spec, steps, shift, expert_steps),
-            *notes,
-            *more,
+            *split_warnings,
+            *offload_warnings,
             *decision.warnings,
         ),
     )
-
-
-class _RecordedOffers:
-    """Offers, with a record of those that were made, from which the chosen ones are looked up."""
-
-    def __init__(self, offers: Offers) -> None:
-        self._offers = offers
-        self._seen: dict[str, Sequence[EngineOffer]] = {}
-
-    def __call__(self, component: str, latent: LatentSize, device: str) -> Sequence[EngineOffer]:
-        """Return the offers for a component."""
-        self._seen[component] = self._offers(component, latent, device)
-        return self._seen[component]
-
-    def chosen(self, choices: Mapping[str, Choice]) -> dict[str, EngineOffer]:
-        """Return the offers of the chosen engines by component."""
-        found = {}
-        for name, choice in choices.items():
-            ids = [use.id for use in choice.uses]
-            if ids:
-                found[name] = next(offer for offer in self._seen[name] if [use.id for use in offer.uses] == ids)
-        return found
-
-    def seconds(self, choices: Mapping[str, Choice]) -> dict[str, float]:
-        """Return the seconds of one call of each component whose engines were measured."""
-        return {name: offer.seconds for name, offer in self.chosen(choices).items() if offer.seconds}
 
 
 def _or(value: Number | Auto, default: Number) -> Number:
@@ -264,19 +237,19 @@ def _workload(
     device: str,
     dtypes: Mapping[str, str],
     choices: Mapping[str, Choice],
-    offers: _RecordedOffers,
     frames: int,
     height: int,
     width: int,
 ) -> memory_model.Workload:
     weights = memory_model.weights_bytes(spec, dtypes)
+    offers = {name: choice.offer for name, choice in choices.items() if choice.offer is not None}
     return memory_model.Workload(
         spec=spec,
         device=device,
         dtypes=dtypes,
         # An engine to be built will have about the size of its weights; Inductor's files do not contain them.
-        engine_bytes={name: max(offer.file_bytes, weights[name]) for name, offer in offers.chosen(choices).items()},
-        engine_seconds=offers.seconds(choices),
+        engine_bytes={name: max(offer.file_bytes, weights[name]) for name, offer in offers.items()},
+        engine_seconds={name: offer.seconds for name, offer in offers.items() if offer.seconds},
         tokens=spec.tokens(frames, height, width),
         latent_shape=spec.latent_shape(frames, height, width),
         height=height,
@@ -304,7 +277,7 @@ def _choices(
     spec: ModelSpec,
     latent: tuple[int, int, int],
     machine: Machine,
-    surroundings: constraints.ComponentSettings,
+    settings: constraints.ComponentSettings,
     in_pytorch: Fact,
     offers: Offers,
 ) -> dict[str, Choice]:
@@ -318,12 +291,12 @@ def _choices(
         asked = request.backend(name)
         # Only the transformers' weights are quantized.
         quantization = request.quantization if is_transformer(name) else "none"
-        case = replace(surroundings, component=name, quantization=quantization)
+        case = replace(settings, component=name, quantization=quantization)
         if asked not in {AUTO, PYTORCH}:
             against = constraints.conflict(replace(case, backend=asked), machine)
             if against is not None and against.setting:
                 raise against.refusal
-        offered = () if asked == PYTORCH else offers(name, latent, surroundings.device)
+        offered = () if asked == PYTORCH else offers(name, latent, settings.device)
         admitted, excluded = admit(offered, case, machine)
         chosen[name] = choose(asked, request.build, admitted, in_pytorch, excluded)
     return chosen

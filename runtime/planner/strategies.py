@@ -371,17 +371,17 @@ def next_strategy(
     # On a GPU, offloaded weights are in system memory, which has a forecast of its own.
     offloaded = memory == "RAM" and workload.cuda
 
-    def takes(strategy: MemoryStrategy) -> int:
+    def needed(strategy: MemoryStrategy) -> int:
         if offloaded:
             return memory_model.ram_bytes(workload, strategy)
         stages = memory_model.stages(workload, strategy)
         return next(stage.peak_bytes for stage in stages if stage.component == component)
 
-    current, now = plan.forecast, takes(plan.strategy)
+    current, now = plan.forecast, needed(plan.strategy)
     found = [
         other
         for other in (*plan.strategies, *_smaller_decodes(plan, workload, component))
-        if _possible(plan, other) and takes(other.strategy) < now and (other.strategy.lossless or lossy)
+        if _possible(plan, other) and needed(other.strategy) < now and (other.strategy.lossless or lossy)
     ]
     chosen = min(found, key=lambda other: not other.strategy.lossless, default=None)
     if chosen is None:
