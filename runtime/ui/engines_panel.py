@@ -138,7 +138,7 @@ class EnginesPanel:
 
     def draw(self, call: Call, _reply: Reply) -> dict[str, str]:
         """Return the components, tasks, storage and engines."""
-        _, records = self._preview.library()
+        records = self._preview.library()
         preview, problem = self._previewed(call.form)
         return drawn(
             {

@@ -1,6 +1,7 @@
 """Text and HTML of the page: facts, settings, numbers, and the Jinja2 templates in `templates/`."""
 
 import json
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ COMPONENT_TITLES = {
 
 
 class FormWords(Words):
-    """What the form calls settings and components."""
+    """Names of settings and components on the form."""
 
     def setting(self, name: str, value: str | None = None) -> str:
         """Return a control's label, with a value its choice: “Offload”, “Offload: By block”.
@@ -102,8 +103,13 @@ def paragraph(fact: Fact) -> str:
 
 
 def page_text(fact: Fact) -> Text:
-    """Return what a fact says and what to do about it."""
+    """Return a fact's text and remedy."""
     return facts.render(fact, WORDS)
+
+
+def sentences(given: Iterable[Fact]) -> str:
+    """Return the texts of facts, equal ones once."""
+    return " ".join(dict.fromkeys(page_text(fact).what for fact in given))
 
 
 def lowered(title: str) -> str:

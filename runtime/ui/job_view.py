@@ -44,12 +44,12 @@ _TICK_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Audience:
-    """For whom jobs are shown.
+    """Who sees a page: the owner or visitors.
 
     Attributes:
         details: where the details of an internal error are, as a sentence.
-        address: returns where the video of a finished job is served.
-        redact: returns a text without what the audience must not see.
+        address: returns the address of a finished job's video.
+        redact: removes from a text what the audience must not see.
         panels: whether their page has the panels, which add to the queue and resume jobs.
     """
 
@@ -232,18 +232,19 @@ def _facts(job: Job, progress: Progress, address: str, audience: Audience) -> st
     if isinstance(progress.end, VideoSaved):
         return audience.redact(result_html(progress.end, job.plan, job.model_title, address))
     # Warnings matter most while the job can still be stopped.
-    return audience.redact(warnings_html(progress.warnings)) if job.open and progress.warnings else ""
+    lines = [page_text(fact).what for fact in progress.warnings] if job.open else []
+    return audience.redact(render("warnings.html", lines=lines)) if lines else ""
 
 
 def _interrupted(job: Job) -> Fact:
-    # A visitor has no command line.
+    # Visitors have no command line.
     return Fact("ui.interrupted" if job.owner is None else "ui.visitor_interrupted", {"job": job.id})
 
 
 def _running(progress: Progress) -> Line:
     detail = ""
     if progress.stage == "denoise" and progress.steps:
-        # The step that runs, not the last one that is done: 1 of 20 during the first.
+        # The step that runs, not the last finished one: 1 of 20 during the first step.
         detail = f"step {min(progress.step + 1, progress.steps)} of {progress.steps}"
     elif progress.building is not None:
         detail = page_text(progress.building.progress).what
@@ -288,11 +289,6 @@ def result_html(saved: VideoSaved, plan: ExecutionPlan, model: str, address: str
         rows=result_rows(saved, plan, model),
         reasons=backend_reasons(saved),
     )
-
-
-def warnings_html(warnings: Sequence[Fact]) -> str:
-    """Return warnings as a list."""
-    return render("warnings.html", lines=[page_text(fact).what for fact in warnings])
 
 
 def backend_reasons(saved: VideoSaved) -> str:

@@ -5,6 +5,7 @@ it changes, the machine every few seconds, and a model's weights are identified 
 plans consider no engines and are marked incomplete.
 """
 
+import functools
 import logging
 import threading
 import time
@@ -15,8 +16,8 @@ from pathlib import Path
 
 from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortError, TandemError
 from runtime.core.estimates import MemoryStrategy, StrategyForecast
-from runtime.core.facts import Fact, short
-from runtime.core.plan import BACKEND_TITLES, PYTORCH, ComponentPlan, ExecutionPlan, LatentSize
+from runtime.core.facts import short
+from runtime.core.plan import BACKEND_TITLES, PYTORCH, ComponentPlan, ExecutionPlan
 from runtime.core.request import COMPONENTS, GenerationRequest
 from runtime.core.units import memory_size
 from runtime.engines.service import EngineService
@@ -24,12 +25,12 @@ from runtime.machine.probe import Machine
 from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner.engine_index import EngineRecord
-from runtime.planner.engine_offers import EngineOffer, Offers, no_offers
+from runtime.planner.engine_offers import Offers, no_offers
 from runtime.planner.history import History
 from runtime.planner.resolve import resolve
 from runtime.server.model_choices import check_offered
 from runtime.ui import form, formatting
-from runtime.ui.formatting import WORDS, page_text, paragraph, render
+from runtime.ui.formatting import WORDS, page_text, paragraph, render, sentences
 from runtime.ui.panels import Call, Reply, drawn, unknown_action
 
 # Free memory changes slowly; a query of the GPU driver takes longer than a plan.
@@ -37,8 +38,6 @@ _MACHINE_SECONDS = 3.0
 # How long a page waits for the identification of a model's weights.
 _WAIT_SECONDS = 0.05
 _NOWHERE = Path("none.mp4")
-
-Stamp = tuple[tuple[str, int], ...]
 
 logger = logging.getLogger(__name__)
 
@@ -87,10 +86,10 @@ class PlanPreview:
         self._lock = threading.Lock()
         self._machine = probe()
         self._machine_at = time.monotonic()
-        self._stamp: Stamp = ()
+        self._stamp: tuple[tuple[str, int], ...] = ()
         self._records: tuple[EngineRecord, ...] | None = None
         self._known: dict[tuple[object, ...], Offers] = {}
-        self._reading: dict[Path, threading.Thread] = {}
+        self._identifying: dict[Path, threading.Thread] = {}
 
     def machine(self) -> Machine:
         """Return this machine as probed a few seconds ago at most."""
@@ -99,60 +98,52 @@ class PlanPreview:
                 self._machine, self._machine_at = self._probe(), time.monotonic()
             return self._machine
 
-    def library(self) -> tuple[Stamp, Sequence[EngineRecord]]:
-        """Return the engines, and a stamp that changes whenever one is added, removed or written to."""
+    def library(self) -> Sequence[EngineRecord]:
+        """Return the engines; they are read again when one was added, removed or written to."""
         stamp = _stamp(self._engines.store.folder)
         with self._lock:
             if self._records is None or stamp != self._stamp:
                 self._records = tuple(self._engines.store.index())
                 self._stamp = stamp
                 self._known.clear()
-            return self._stamp, self._records
+            return self._records
 
     def preview(self, request: GenerationRequest, spec: ModelSpec) -> Preview:
         """Return the plan for a request, or the error why there is none."""
-        _, records = self.library()
-        machine = self.machine()
-        complete = self._is_read(spec)
+        records = self.library()
+        complete = self._is_identified(spec)
         offers = self._offers(spec) if complete else no_offers
         try:
             spec = with_loras(spec, request.loras, self._weights_dir)
             offers = self._offers(spec) if complete else no_offers
-            plan = resolve(request, spec, machine, _NOWHERE, offers, self._history())
+            plan = resolve(request, spec, self.machine(), _NOWHERE, offers, self._history())
         except TandemError as error:
             return Preview(None, error, offers, records, complete, spec)
         return Preview(plan, None, offers, records, complete, spec)
 
     def _offers(self, spec: ModelSpec) -> Offers:
         """Return the engine service's offers, cached until the library or the model changes."""
-        key = (spec.name, _changed(spec), tuple((use.identity, use.expert) for use in spec.loras))
+        key = (spec.name, _modified(spec), tuple((use.identity, use.expert) for use in spec.loras))
         with self._lock:
             if key in self._known:
                 return self._known[key]
-        service = self._engines.offers(spec)
-        answers: dict[tuple[str, LatentSize, str], Sequence[EngineOffer]] = {}
-
-        def offers(component: str, latent: LatentSize, device: str) -> Sequence[EngineOffer]:
-            key = (component, latent, device)
-            if key not in answers:
-                answers[key] = service(component, latent, device)
-            return answers[key]
-
+        offers = functools.cache(self._engines.offers(spec))
         with self._lock:
             return self._known.setdefault(key, offers)
 
-    def _is_read(self, spec: ModelSpec) -> bool:
+    def _is_identified(self, spec: ModelSpec) -> bool:
         """Return whether the model's weights are identified; if not, start a thread that does it and wait briefly."""
         with self._lock:
-            reading = self._reading.get(spec.directory)
-            if reading is None:
-                reading = threading.Thread(target=self._read, args=(spec,), name="plan-preview", daemon=True)
-                self._reading[spec.directory] = reading
-                reading.start()
-        reading.join(_WAIT_SECONDS)
-        return not reading.is_alive()
+            thread = self._identifying.get(spec.directory)
+            if thread is None:
+                thread = threading.Thread(target=self._identify, args=(spec,), name="plan-preview", daemon=True)
+                self._identifying[spec.directory] = thread
+                thread.start()
+        thread.join(_WAIT_SECONDS)
+        return not thread.is_alive()
 
-    def _read(self, spec: ModelSpec) -> None:
+    def _identify(self, spec: ModelSpec) -> None:
+        """Look up the engines of every component, which hashes the model's weights once."""
         defaults = spec.defaults
         latent = spec.latent_shape(defaults.frames, defaults.height, defaults.width)[2:]
         try:
@@ -164,7 +155,7 @@ class PlanPreview:
             logger.exception("The engines of %s could not be looked up", spec.name)
 
 
-def _stamp(folder: Path) -> Stamp:
+def _stamp(folder: Path) -> tuple[tuple[str, int], ...]:
     """Return the names of the engines' folders with their modification times."""
     try:
         found = [path for path in folder.iterdir() if not path.name.startswith(".")]
@@ -173,12 +164,13 @@ def _stamp(folder: Path) -> Stamp:
         return ()
 
 
-def _changed(spec: ModelSpec) -> str:
+def _modified(spec: ModelSpec) -> str:
+    """Return the modification times of the model's folders."""
     folders = (spec.directory / name for name in spec.component_names)
     return "-".join(str(folder.stat().st_mtime_ns) if folder.is_dir() else "" for folder in folders)
 
 
-_LOOKING = "Looking for engines…"
+_SEARCHING = "Looking for engines…"
 # Estimates are shown in tenths of a second.
 _FINEST_SECONDS = 0.1
 # Strategies whose times differ less count as equally fast.
@@ -187,10 +179,11 @@ _SLOWER = 1.05
 
 @dataclass(frozen=True)
 class Badge:
-    """What will run one component, in short and in full.
+    """What will run one component, and why.
 
-    `kind` is "ready" (an engine that exists), "build" (an engine that is built first), "plain" (PyTorch), "instead"
-    (PyTorch although another backend was requested) or "stopped" (the form cannot be carried out).
+    Attributes:
+        kind: "ready" (an engine that exists), "build" (an engine that is built first), "plain" (PyTorch), "instead"
+            (PyTorch although another backend was requested) or "stopped" (the form cannot be carried out).
     """
 
     text: str
@@ -210,15 +203,18 @@ class Memory:
 
 @dataclass(frozen=True)
 class StrategyRow:
-    """One strategy for the weights: what it does and needs, and whether it is used or why not.
+    """One memory strategy.
 
-    `offload` and `quantization` are the form's values that select it; `offered` tells whether they can.
+    Attributes:
+        needs: memory, and time compared to the fastest strategy.
+        verdict: whether it fits, or why it cannot be used.
+        offered: whether it can be selected, by the form's values `offload` and `quantization`.
     """
 
     title: str
-    takes: str
+    needs: str
     verdict: str
-    taken: bool
+    in_use: bool
     offered: bool
     offload: str
     quantization: str
@@ -229,7 +225,7 @@ class PlanSummary:
     """Everything that the panel shows.
 
     Attributes:
-        line: one line, for the closed panel.
+        line: for the title of the closed panel.
         badges: by component.
         memory: `None` if there is no plan.
         time: the estimate.
@@ -260,15 +256,15 @@ def summarize(preview: Preview, components: tuple[str, ...]) -> PlanSummary:
     strategies = _strategies(plan.strategies, memory.where, plan.strategy)
     notes = " ".join(paragraph(note) for note in (plan.shift_reason, *plan.warnings) if note)
     if not preview.complete:
-        badge = Badge(_LOOKING, "Engines are known once the model's files have been read.", "plain")
+        badge = Badge(_SEARCHING, "Engines are known once the model's files have been read.", "plain")
         return PlanSummary(
-            _LOOKING, dict.fromkeys(plan.components, badge), memory, "", strategies, notes, complete=False
+            _SEARCHING, dict.fromkeys(plan.components, badge), memory, "", strategies, notes, complete=False
         )
     badges = {
         name: Badge(_badge(part), _why(plan, name, part), _kind(plan, name, part))
         for name, part in plan.components.items()
     }
-    return PlanSummary(_sum(plan), badges, memory, _time(plan), strategies, notes)
+    return PlanSummary(_summary_line(plan), badges, memory, _time(plan), strategies, notes)
 
 
 def stopped(error: TandemError, components: tuple[str, ...]) -> PlanSummary:
@@ -304,14 +300,10 @@ def badge_html(component: str, badge: Badge | None = None) -> str:
 
 
 def _why(plan: ExecutionPlan, name: str, part: ComponentPlan) -> str:
-    # On a CPU there is nothing to choose.
-    speed = _sentences(plan.speed.reasons) if part.device.startswith("cuda") or plan.asked.compile == "always" else ""
-    reason = _sentences(part.reasons)
+    # On a CPU there is nothing to choose, so the reasons are left out.
+    speed = sentences(plan.speed.reasons) if part.device.startswith("cuda") or plan.asked.compile == "always" else ""
+    reason = sentences(part.reasons)
     return f"{reason} {speed}".strip() if part.backend == PYTORCH and is_transformer(name) else reason
-
-
-def _sentences(facts: Sequence[Fact]) -> str:
-    return " ".join(page_text(fact).what for fact in facts)
 
 
 def _badge(part: ComponentPlan) -> str:
@@ -325,7 +317,7 @@ def _kind(plan: ExecutionPlan, name: str, part: ComponentPlan) -> str:
     return "build" if any(use.build for use in part.engines) else "ready"
 
 
-def _sum(plan: ExecutionPlan) -> str:
+def _summary_line(plan: ExecutionPlan) -> str:
     parts = plan.components
     counted = Counter(BACKEND_TITLES[part.backend] for part in parts.values() if part.backend != PYTORCH)
     how = "Auto" if all(plan.asked.backend(name) == "auto" for name in parts) else "As chosen"
@@ -337,7 +329,7 @@ def _sum(plan: ExecutionPlan) -> str:
     if plan.gpus > 1:
         line = f"{line} on {plan.gpus} GPUs"
     builds = sum(use.build for part in parts.values() for use in part.engines)
-    about = f"about {_words(plan.seconds['total'].likely)}"
+    about = f"about {_duration(plan.seconds['total'].likely)}"
     return f"{line}, {builds} to build first, then {about}" if builds else f"{line}, {about}"
 
 
@@ -345,12 +337,12 @@ def _time(plan: ExecutionPlan) -> str:
     total, load = plan.seconds["total"], plan.seconds["load"]
     how = "measured here" if total.measured else "estimated"
     return (
-        f"about {_words(total.likely)}, {_words(total.low)} to {_words(total.high)} ({how}). "
-        f"Loading before the first: about {_words(load.likely)}."
+        f"about {_duration(total.likely)}, {_duration(total.low)} to {_duration(total.high)} ({how}). "
+        f"Loading before the first: about {_duration(load.likely)}."
     )
 
 
-def _words(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     return formatting.duration(max(seconds, _FINEST_SECONDS))
 
 
@@ -362,18 +354,18 @@ def _memory(plan: ExecutionPlan) -> Memory:
 
 
 def _strategies(
-    strategies: Sequence[StrategyForecast], where: str, taken: MemoryStrategy | None = None
+    strategies: Sequence[StrategyForecast], where: str, in_use: MemoryStrategy | None = None
 ) -> tuple[StrategyRow, ...]:
     """Return all strategies if the fastest does not fit."""
     fastest = strategies[0]
-    if fastest.strategy == taken or (fastest.fits and fastest.fits_ram and not fastest.lacks):
+    if fastest.strategy == in_use or (fastest.fits and fastest.fits_ram and not fastest.lacks):
         return ()
     return tuple(
         StrategyRow(
             title=page_text(one.title).what.rstrip("."),
-            takes=_takes(one, fastest),
-            verdict=paragraph(one.verdict(where, taken=one.strategy == taken)),
-            taken=one.strategy == taken,
+            needs=_needs(one, fastest),
+            verdict=paragraph(one.verdict(where, taken=one.strategy == in_use)),
+            in_use=one.strategy == in_use,
             offered=one.offered,
             offload=one.strategy.offload,
             quantization=one.strategy.quantization,
@@ -382,7 +374,7 @@ def _strategies(
     )
 
 
-def _takes(one: StrategyForecast, fastest: StrategyForecast) -> str:
+def _needs(one: StrategyForecast, fastest: StrategyForecast) -> str:
     slower = one.seconds.likely / fastest.seconds.likely
     times = f", {slower:.1f} times as long" if slower >= _SLOWER else ""
     ram = f" + {memory_size(one.ram_bytes)} RAM" if one.strategy.offload != "none" else ""
@@ -397,7 +389,7 @@ class PreviewPanel:
         self._models = models
 
     def act(self, call: Call) -> Reply:
-        """Summarise the plan; the reply has one line, and whether the model's engines are known."""
+        """Summarize the plan; the reply has one line, and whether the model's engines are known."""
         if call.action != "look":
             raise unknown_action()
         summary = self._summary(call)

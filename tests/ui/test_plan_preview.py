@@ -78,17 +78,17 @@ def test_the_library_is_read_again_only_when_it_changes(
         return index()
 
     monkeypatch.setattr(store, "index", counted)
-    before, records = plan_preview.library()
+    records = plan_preview.library()
     assert [record.id for record in records] == [first]
     for _ in range(5):
-        assert plan_preview.library() == (before, records)
+        assert plan_preview.library() is records
     assert read == 1
     second = insert(store, 2)
-    assert {record.id for record in plan_preview.library()[1]} == {first, second}
+    assert {record.id for record in plan_preview.library()} == {first, second}
     store.pin(first, pinned=True)
-    assert [record.pinned for record in plan_preview.library()[1] if record.id == first] == [True]
+    assert [record.pinned for record in plan_preview.library() if record.id == first] == [True]
     store.delete(second)
-    assert [record.id for record in plan_preview.library()[1]] == [first]
+    assert [record.id for record in plan_preview.library()] == [first]
     assert read == 4
 
 

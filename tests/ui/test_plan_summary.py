@@ -152,9 +152,9 @@ def test_where_memory_is_short_the_ways_are_told() -> None:
         return look(a14b, here=here, **size, **values)
 
     short = on(48)
-    assert [way.title for way in short.strategies if way.taken] == ["One component at a time"]
+    assert [way.title for way in short.strategies if way.in_use] == ["One component at a time"]
     assert short.strategies[0].verdict == "too little video memory"
-    assert short.strategies[-1].verdict == "fits" and short.strategies[-1].takes.endswith("times as long")
+    assert short.strategies[-1].verdict == "fits" and short.strategies[-1].needs.endswith("times as long")
     html = panel_html(short)
     assert html.count('aria-pressed="true"') == 1
     assert 'data-offload="none" data-quantization="none"><span>One component at a time</span>' in html
@@ -163,12 +163,12 @@ def test_where_memory_is_short_the_ways_are_told() -> None:
     assert on(120).strategies == ()
     # Whoever asks for a slower way has memory enough all the same.
     assert on(120, offload="model").strategies == ()
-    assert on(48, offload="group").strategies[4].taken
+    assert on(48, offload="group").strategies[4].in_use
     refused = on(2)
     assert refused.line == "Does not fit"
     assert "video memory; 2.0 GiB are free" in refused.problem
     assert len(refused.strategies) == len(short.strategies)
-    assert not any(way.taken or way.offered for way in refused.strategies)
+    assert not any(way.in_use or way.offered for way in refused.strategies)
     assert "too little video memory" in refused.strategies[-1].verdict
     html = panel_html(refused)
     assert "No strategy fits into memory:" in html and html.count(" disabled>") == len(refused.strategies)
