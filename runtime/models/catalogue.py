@@ -2,11 +2,12 @@
 published models, which can be planned with before their weights are downloaded.
 """
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from runtime.core.errors import ModelError
+from runtime.core.errors import ModelError, TandemError
 from runtime.models.registry import KnownModel, families, read_spec
 from runtime.models.spec import ModelSpec
 
@@ -63,6 +64,35 @@ def look_up(name: str, weights_dir: Path) -> ModelSpec:
         names = [*installed, *(model.name for model in not_downloaded(weights_dir))]
         raise ModelError("model.unknown", name=name, names=names)
     return read_spec(directory.resolve(), directory.resolve().name)
+
+
+def add_usable(models: dict[str, ModelSpec], weights_dir: Path) -> dict[str, ModelSpec]:
+    """Add the usable models of the weights folder that are not in `models` yet, by name; return `models`."""
+    for name in folders(weights_dir):
+        if name not in models:
+            with contextlib.suppress(TandemError):
+                models[name] = find(name, weights_dir)
+    return models
+
+
+def offered(first: str, weights_dir: Path) -> dict[str, ModelSpec]:
+    """Return the usable models by name, starting with `first`, a name or a folder.
+
+    Raises:
+        ModelError: if the first cannot be used.
+    """
+    return add_usable({first: find(first, weights_dir)}, weights_dir)
+
+
+def check_offered(name: object, models: Mapping[str, ModelSpec]) -> ModelSpec:
+    """Return the model with a name that came over HTTP.
+
+    Raises:
+        ModelError: if it is not among `models`; a page cannot open folders of its choice.
+    """
+    if isinstance(name, str) and name in models:
+        return models[name]
+    raise ModelError("model.not_offered", models=list(models))
 
 
 def not_downloaded(weights_dir: Path) -> list[ModelSpec]:

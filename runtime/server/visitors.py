@@ -17,13 +17,13 @@ from runtime.core.events import VideoSaved
 from runtime.core.request import AUTO, FIELDS, GenerationRequest
 from runtime.core.settings import Settings
 from runtime.machine.probe import free_disk_bytes
+from runtime.models.catalogue import check_offered
 from runtime.models.spec import ModelSpec
 from runtime.queue.instances import is_alive
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import JobStore
 from runtime.queue.views import Job
 from runtime.server.job_files import find_output
-from runtime.server.model_choices import check_offered
 
 _HOUR_SECONDS = 3600.0
 _MINUTE = 60

@@ -15,10 +15,10 @@ from runtime.core.errors import TandemError
 from runtime.core.events import Failed, VideoSaved, to_json
 from runtime.core.facts import Fact, Words, render
 from runtime.core.request import FIELDS, GenerationRequest
+from runtime.models.catalogue import check_offered
 from runtime.models.spec import ModelSpec
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.views import Job
-from runtime.server.model_choices import check_offered
 from runtime.server.visitors import Visitors
 from runtime.ui import form, job_view
 from runtime.ui.fields import by_name
@@ -28,15 +28,15 @@ _TYPES: Mapping[str, Any] = {"backends": dict[str, str] | list[str] | None, "lor
 
 
 class ApiWords(Words):
-    """What programs call settings: the names of JSON."""
+    """Names of settings for programs: those of JSON."""
 
     def setting(self, name: str, value: str | None = None) -> str:
-        """Return a field's name, and a value of it: "offload", "offload=group"."""
+        """Return a field's name, with a value "offload=group"."""
         return name if value is None else f"{name}={value}"
 
 
 def endpoint(worker: JobQueue, models: dict[str, ModelSpec], default_model: str) -> Callable[..., Any]:
-    """Return the function behind `/generate`."""
+    """Return the function of `/generate` on the owner's page."""
 
     async def generate(*values: Any) -> AsyncIterator[dict[str, Any]]:
         """Generate one video. Streams the job's events; the last is VideoSaved, whose "video" is the MP4.
@@ -62,7 +62,7 @@ def endpoint(worker: JobQueue, models: dict[str, ModelSpec], default_model: str)
 def visitors_endpoint(
     visitors: Visitors, visitor_of: Callable[[gr.Request], str], audience: job_view.Audience, default_model: str
 ) -> Callable[..., Any]:
-    """Return the function behind `/generate` on the page of a share link's visitors."""
+    """Return the function of `/generate` on the visitors' page."""
 
     async def generate(request: gr.Request, *values: Any) -> AsyncIterator[dict[str, Any]]:
         """Generate one video within the limits. Streams the job's events; the last is VideoSaved.
@@ -82,7 +82,6 @@ def visitors_endpoint(
 
 
 def _request(names: Iterable[str], values: Iterable[Any]) -> GenerationRequest:
-    """Return the request that an endpoint's arguments describe."""
     given = dict(zip(names, values, strict=True))
     return GenerationRequest(
         **{name: value for name, value in given.items() if value is not None or name not in _TYPES}
@@ -92,7 +91,7 @@ def _request(names: Iterable[str], values: Iterable[Any]) -> GenerationRequest:
 def _with_parameters(
     function: Callable[..., Any], names: Iterable[str], default_model: str, *before: inspect.Parameter
 ) -> Callable[..., Any]:
-    """Return an endpoint's function with request fields as parameters, from which gradio makes its schema."""
+    """Set request fields as the parameters of an endpoint's function; Gradio builds its schema from them."""
     parameters = list(before)
     for name in names:
         info = GenerationRequest.model_fields[name]
@@ -108,7 +107,7 @@ def _with_parameters(
     function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # not in typeshed
         parameters, return_annotation=dict[str, Any]
     )
-    # gradio reads the schema of what is yielded from the annotation of the return value.
+    # Gradio reads the schema of yielded values from the annotation of the return value.
     function.__annotations__ = {one.name: one.annotation for one in parameters} | {"return": dict[str, Any]}
     return function
 
@@ -127,7 +126,6 @@ async def _events(
 
 
 def _redacted(value: Any, redact: Callable[[str], str]) -> Any:
-    """Return JSON values with every text redacted."""
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, Mapping):

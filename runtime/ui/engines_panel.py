@@ -16,6 +16,7 @@ from runtime.core.request_fields import AUTO
 from runtime.core.units import about, byte_size
 from runtime.engines.imported.importing import BACKENDS, check_disk_space, check_library, read_source
 from runtime.engines.service import EngineService
+from runtime.models.catalogue import check_offered
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import IMPORTED, UNREADABLE_KEY, EngineRecord, ShapeProfile
 from runtime.planner.engine_offers import EngineOffer
@@ -31,7 +32,6 @@ from runtime.queue.records import (
     Work,
 )
 from runtime.queue.views import Task
-from runtime.server.model_choices import check_offered
 from runtime.ui import form, formatting
 from runtime.ui.formatting import COMPONENT_TITLES, lowered, paragraph, render
 from runtime.ui.panels import Call, Reply, drawn, unknown_action

@@ -1,8 +1,4 @@
-"""Request fields as controls of the web form, generated from their declarations in `core.request`.
-
-A control's value comes from a browser and can be anything: it is not checked here but by `GenerationRequest`, so
-gradio's own checks are left out.
-"""
+"""Request fields as controls of the web form, generated from their declarations in `core.request`."""
 
 import math
 import re
@@ -23,7 +19,7 @@ _DECIMAL = re.compile(r"[+-]?[0-9]{1,20}([.,][0-9]{0,20})?")
 
 
 def control(name: str, **properties: Any) -> gr.components.Component:
-    """Make the control of a field.
+    """Create the control of a field.
 
     Args:
         name: the field's name.
@@ -41,7 +37,7 @@ def control(name: str, **properties: Any) -> gr.components.Component:
         case Prompt():
             return gr.Textbox(lines=2, max_lines=6, **shared)
         case Number(placeholder=str(placeholder)) if placeholder:
-            # A text field, because gradio's number fields show 0 where nothing is given.
+            # A text field, because Gradio's number fields show 0 if they are empty.
             return gr.Textbox(placeholder=placeholder, max_lines=1, **shared)
         case Number() if "maximum" in properties:
             return gr.Slider(buttons=[], **shared)
@@ -53,7 +49,7 @@ def control(name: str, **properties: Any) -> gr.components.Component:
 
 
 def read(name: str, value: Any) -> Any:
-    """Return what a control's value stands for, for `GenerationRequest`.
+    """Return a control's value as `GenerationRequest` takes it; invalid values are unchanged.
 
     Raises:
         InvalidRequestError: for LoRAs that are not names.
@@ -106,7 +102,7 @@ def shown_backend(stored: Any) -> str | None:
 
 
 def loras_text(stored: Any) -> str:
-    """Return stored LoRAs, of a form or a request, one a line; nothing for what is neither."""
+    """Return stored LoRAs of a form or a request, one on each line; empty for other values."""
     if isinstance(stored, str):
         return stored[:_LONGEST_LORAS]
     try:
@@ -116,7 +112,7 @@ def loras_text(stored: Any) -> str:
 
 
 def by_name(loras: Sequence[Lora]) -> tuple[Lora, ...]:
-    """Return LoRAs that are all given by name: the web app opens no files of a page's choice.
+    """Return the LoRAs after checking that all are given by name; a page cannot open files of its choice.
 
     Raises:
         InvalidRequestError: for a path.
@@ -128,7 +124,7 @@ def by_name(loras: Sequence[Lora]) -> tuple[Lora, ...]:
 
 
 def _number(value: Any, *, whole: bool) -> Any:
-    """Return the number that text spells, with a decimal point or comma; other values as they are."""
+    """Return the number in a text, with a decimal point or comma; other values are unchanged."""
     if not isinstance(value, str):
         return value
     if whole:

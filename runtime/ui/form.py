@@ -16,93 +16,17 @@ from runtime.core.request import BACKENDS, COMPONENTS, FIELDS, GenerationRequest
 from runtime.core.request_fields import AUTO, Number
 from runtime.engines.builders import builders_of
 from runtime.machine.probe import Machine
-from runtime.models.catalogue import published
+from runtime.models.catalogue import check_offered, published
 from runtime.models.spec import ModelSpec
 from runtime.planner.placement import VAE_PSNR, usable_gpus
-from runtime.server.model_choices import check_offered
-from runtime.ui import fields, formatting, theme
+from runtime.ui import fields, formatting
 from runtime.ui.formatting import COMPONENT_TITLES, page_text, render
 
 TENSORRT = "tensorrt"
-
-
-@dataclass
-class AccelerationPanel:
-    """The controls of the panel that are not settings.
-
-    Attributes:
-        rows: one for each component.
-        toggles: TensorRT on or off, one for each component; each mirrors the choice of the backend.
-        choose_strategy: pressed by the script when a strategy is selected.
-    """
-
-    rows: dict[str, Any]
-    toggles: dict[str, Any]
-    choose_strategy: gr.Button
-
-
-def acceleration_panel(
-    spec: ModelSpec, machine: Machine, backends: Mapping[str, str]
-) -> tuple[AccelerationPanel, dict[str, Any]]:
-    """Create the panel; return it and its settings by field.
-
-    Args:
-        backends: initial backends by component.
-    """
-    values = model_values(spec)
-    absent = tensorrt_problem(machine)
-    settings: dict[str, Any] = {}
-    rows: dict[str, Any] = {}
-    toggles: dict[str, Any] = {}
-    with gr.Accordion("Acceleration", open=False, elem_id="acceleration", elem_classes="fold"):
-        for name in COMPONENTS:
-            chosen = backends.get(name, AUTO)
-            with gr.Row(elem_classes="part", elem_id=f"part-{name}", **values[f"row_{name}"]) as rows[name]:
-                settings[f"backend_{name}"] = gr.Dropdown(
-                    choices=[(title, value) for value, title in BACKENDS.items()],
-                    value=chosen,
-                    filterable=False,
-                    elem_id=f"field-backend_{name}",
-                    **values[f"backend_{name}"],
-                )
-                toggles[name] = gr.Checkbox(
-                    label="TensorRT",
-                    value=chosen == TENSORRT,
-                    interactive=absent is None,
-                    elem_id=f"tensorrt-{name}",
-                    elem_classes="toggle",
-                )
-                gr.HTML(render("plan_part.html", part=name), elem_classes="badge-line", apply_default_css=False)
-        if absent is not None:
-            gr.HTML(render("no_tensorrt.html", reason=page_text(absent).what), apply_default_css=False)
-        psnr = f"PSNR to float32: {VAE_PSNR['bfloat16']} dB with bfloat16, {VAE_PSNR['float16']} dB with float16."
-        properties = {"gpus": _gpus(machine), "vae_precision": {"info": f"{FIELDS['vae_precision'].help} {psnr}"}}
-        for name, declared in FIELDS.items():
-            if declared.group == "acceleration" and name != "backends":
-                settings[name] = fields.control(name, **properties.get(name, {}))
-        gr.HTML(render("plan_part.html", part="summary"), elem_id="plan-summary", apply_default_css=False)
-        choose_strategy = gr.Button("Choose a strategy", visible="hidden", elem_id="choose-strategy")
-    return AccelerationPanel(rows, toggles, choose_strategy), settings
-
-
-def _gpus(machine: Machine) -> dict[str, Any]:
-    """Return the properties of the choice of GPUs."""
-    count = len(usable_gpus(machine))
-    titles = {"1": "One", AUTO: "All identical GPUs", **{str(n): str(n) for n in range(2, count + 1)}}
-    return {"choices": [(title, value) for value, title in titles.items()], "value": "1", "visible": count > 1}
-
-
-def tensorrt_problem(machine: Machine) -> Fact | None:
-    """Return why TensorRT engines cannot be built or run on this machine, `None` if they can."""
-    problems = [builder.unavailable(machine) for builder in builders_of(TENSORRT)]
-    return None if None in problems else problems[0]
-
-
 CUSTOM = "custom"
-_WIDEST_STEPS = 100
-_MODEL_FRAMES_SHOWN = 2
-
-
+# Sliders end at this many steps, and at this many times the model's longest clip.
+_STEPS_SHOWN = 100
+_LENGTHS_SHOWN = 2
 NAMES = tuple(
     control
     for name in FIELDS
@@ -119,75 +43,114 @@ FOLLOWING_MODEL = (
 ROWS = tuple(f"row_{name}" for name in COMPONENTS)
 
 
-def compose() -> tuple[gr.Textbox, list[tuple[gr.Button, str]]]:
-    """Make the prompt and the examples below it; return it and each example's button with its prompt."""
-    prompt = gr.Textbox(
-        label=FIELDS["prompt"].label,
-        info=FIELDS["prompt"].help,
-        placeholder="a red boat sails to the right on a calm sea at sunset",
-        lines=3,
-        max_lines=8,
-        elem_id="field-prompt",
-    )
-    with gr.Row(elem_id="examples"):
-        buttons = [
-            (gr.Button(example["title"], size="sm", elem_classes="example"), example["prompt"])
-            for example in theme.examples()
-        ]
-    return prompt, buttons
+# Events that the browser handles alone.
+LOCAL: dict[str, Any] = {"fn": None, "show_progress": "hidden", "api_visibility": "private", "queue": False}
+# Events that the server handles. Any number of pages may watch at once.
+SERVED: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_limit": None}
 
 
 @dataclass
-class Basics:
-    """The settings that every page has.
+class Form:
+    """A form, or a part of one.
 
     Attributes:
-        controls: by the names of `BASIC`, in that order.
-        size: the choice of the model's sizes.
-        length: the line with the video's length in seconds.
+        controls: by name, in the order of `NAMES` or `BASIC`.
+        others: what else depends on the model, by name: the choice of sizes, the rows of the acceleration panel.
     """
 
     controls: dict[str, Any]
-    size: gr.Radio
-    length: gr.HTML
+    others: dict[str, Any]
 
 
-@dataclass
-class Settings(Basics):
-    """All settings: `controls` by `NAMES`, in that order, and the acceleration panel."""
+def acceleration_panel(spec: ModelSpec, machine: Machine, backends: Mapping[str, str]) -> Form:
+    """Create the acceleration panel.
 
-    panel: AccelerationPanel
+    Args:
+        backends: initial backends by component.
+    """
+    values = model_values(spec)
+    unavailable = tensorrt_problem(machine)
+    controls: dict[str, Any] = {}
+    rows: dict[str, Any] = {}
+    with gr.Accordion("Acceleration", open=False, elem_id="acceleration", elem_classes="fold"):
+        for name in COMPONENTS:
+            backend, chosen = f"{fields.BACKEND}{name}", backends.get(name, AUTO)
+            with gr.Row(elem_classes="part", elem_id=f"part-{name}", **values[f"row_{name}"]) as rows[f"row_{name}"]:
+                choice = controls[backend] = gr.Dropdown(
+                    choices=[(title, value) for value, title in BACKENDS.items()],
+                    value=chosen,
+                    filterable=False,
+                    elem_id=f"field-{backend}",
+                    **values[backend],
+                )
+                toggle = gr.Checkbox(
+                    label="TensorRT",
+                    value=chosen == TENSORRT,
+                    interactive=unavailable is None,
+                    elem_id=f"tensorrt-{name}",
+                    elem_classes="toggle",
+                )
+                gr.HTML(render("plan_part.html", part=name), elem_classes="badge-line", apply_default_css=False)
+            toggle.input(**LOCAL, inputs=toggle, outputs=choice, js=f"(on) => on ? '{TENSORRT}' : '{AUTO}'")
+            choice.change(**LOCAL, inputs=choice, outputs=toggle, js=f"(name) => name === '{TENSORRT}'")
+        if unavailable is not None:
+            gr.HTML(render("no_tensorrt.html", reason=page_text(unavailable).what), apply_default_css=False)
+        psnr = f"PSNR to float32: {VAE_PSNR['bfloat16']} dB with bfloat16, {VAE_PSNR['float16']} dB with float16."
+        properties = {"gpus": _gpus(machine), "vae_precision": {"info": f"{FIELDS['vae_precision'].help} {psnr}"}}
+        for name, declared in FIELDS.items():
+            if declared.group == "acceleration" and name != "backends":
+                controls[name] = fields.control(name, **properties.get(name, {}))
+        gr.HTML(render("plan_part.html", part="summary"), elem_id="plan-summary", apply_default_css=False)
+        # Pressed by the script when a memory strategy is selected.
+        gr.Button("Choose a strategy", visible="hidden", elem_id="choose-strategy").click(
+            **LOCAL, outputs=[controls["offload"], controls["quantization"]], js="() => window.tandem.strategy"
+        )
+    return Form(controls, rows)
 
 
-def settings_group(
+def _gpus(machine: Machine) -> dict[str, Any]:
+    """Return the properties of the choice of GPUs."""
+    count = len(usable_gpus(machine))
+    titles = {"1": "One", AUTO: "All identical GPUs", **{str(n): str(n) for n in range(2, count + 1)}}
+    return {"choices": [(title, value) for value, title in titles.items()], "value": "1", "visible": count > 1}
+
+
+def tensorrt_problem(machine: Machine) -> Fact | None:
+    """Return why TensorRT engines cannot be built or run on this machine, `None` if they can."""
+    problems = [builder.unavailable(machine) for builder in builders_of(TENSORRT)]
+    return None if None in problems else problems[0]
+
+
+def all_settings(
     models: Mapping[str, ModelSpec],
     chosen: str,
     prompt: gr.Textbox,
     machine: Machine,
     backends: Mapping[str, str],
-) -> Settings:
-    """Make the settings.
+) -> Form:
+    """Create the settings of the owner's page.
 
     Args:
+        prompt: the prompt's control.
         backends: the initial backends by component; "auto" for those not named.
     """
     basics = basic_settings(models, chosen, prompt, model_values(models[chosen]))
-    panel, choices = acceleration_panel(models[chosen], machine, backends)
+    panel = acceleration_panel(models[chosen], machine, backends)
     with gr.Accordion(FIELDS["loras"].label, open=False, elem_id="loras", elem_classes="fold"):
         info = "One a line: name:weight from weights/loras in the cache folder; high= or low= selects one expert."
         loras = fields.control("loras", label="Names", info=info)
-    made = basics.controls | choices | {"loras": loras}
-    return Settings({name: made[name] for name in NAMES}, basics.size, basics.length, panel)
+    created = basics.controls | panel.controls | {"loras": loras}
+    return Form({name: created[name] for name in NAMES}, basics.others | panel.others)
 
 
 def basic_settings(
     models: Mapping[str, ModelSpec], chosen: str, prompt: gr.Textbox, values: Mapping[str, Mapping[str, Any]]
-) -> Basics:
-    """Make the settings that do not choose what runs where.
+) -> Form:
+    """Create the settings that visitors have too; size, length and seed react in the browser, without the server.
 
     Args:
-        prompt: the prompt's control, made by `compose`.
-        values: the properties of the controls that follow the model, see `model_values`.
+        prompt: the prompt's control.
+        values: the properties of the controls that depend on the model, see `model_values`.
     """
     made: dict[str, Any] = {"prompt": prompt}
     info = "Determines the sizes, the length and the defaults below."
@@ -206,11 +169,17 @@ def basic_settings(
     with gr.Row(elem_id="seed-row"):
         made["seed"] = fields.control("seed")
         random = gr.Button("Random", elem_id="random-seed", min_width=90)
-    random.click(None, None, made["seed"], js="() => ''", api_visibility="private", show_progress="hidden")
+    random.click(**LOCAL, outputs=made["seed"], js="() => ''")
     with gr.Accordion("More settings", open=False, elem_id="more", elem_classes="fold"):
         for name in (name for name, declared in FIELDS.items() if declared.group == "more"):
             made[name] = fields.control(name, **values.get(name, {}))
-    return Basics({name: made[name] for name in BASIC}, size, length)
+    sides, timing = [made["width"], made["height"]], [made["frames"], made["fps"]]
+    size.input(**LOCAL, inputs=[size, *sides], outputs=sides, js="(size, w, h) => window.tandem.sizeChosen(size, w, h)")
+    for side in sides:
+        side.change(**LOCAL, inputs=[size, *sides], outputs=size, js="(size, w, h) => window.tandem.sizeTyped(w, h)")
+    for part in timing:
+        part.change(**LOCAL, inputs=timing, outputs=length, js="(frames, fps) => window.tandem.length(frames, fps)")
+    return Form({name: made[name] for name in BASIC}, {"size": size})
 
 
 def model_choices(models: Mapping[str, ModelSpec]) -> list[tuple[str, str]]:
@@ -233,12 +202,12 @@ def model_values(spec: ModelSpec) -> dict[str, dict[str, Any]]:
             "info": f"A multiple of {stride}, plus 1. More frames take more time and memory.",
             "value": defaults.frames,
             "minimum": 1,
-            "maximum": _MODEL_FRAMES_SHOWN * max(*spec.frame_counts, defaults.frames) // stride * stride + 1,
+            "maximum": _LENGTHS_SHOWN * max(*spec.frame_counts, defaults.frames) // stride * stride + 1,
             "step": stride,
         },
         "fps": {"value": defaults.fps},
         "negative_prompt": {"value": defaults.negative_prompt},
-        "steps": {"value": defaults.steps, "minimum": 1, "maximum": max(_WIDEST_STEPS, defaults.steps), "step": 1},
+        "steps": {"value": defaults.steps, "minimum": 1, "maximum": max(_STEPS_SHOWN, defaults.steps), "step": 1},
         "guidance_scale": {"value": defaults.guidance_scale},
         "guidance_scale_2": {"value": second, "visible": spec.experts > 1},
         "shift": {"value": "", "info": f"{FIELDS['shift'].help} Empty: the model's own{_own_shift(spec)}."},

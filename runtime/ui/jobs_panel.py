@@ -1,4 +1,4 @@
-"""What the panels Queue and History share: which jobs may be touched, and the actions on a job of either."""
+"""Base of the panels Queue and History: access to jobs, and the actions that both panels have."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,8 +20,8 @@ class JobsPanel:
     """Base of both panels.
 
     Args:
-        outputs_dir: folder of the videos that can be played and are removed with their jobs.
-        owner: whose jobs the panel shows; `None` is the owner of this Tandem, who also controls the whole queue.
+        outputs_dir: folder of the videos, which can be played and are removed with their jobs.
+        owner: whose jobs the panel shows; `None` is the owner of this Tandem, who controls the whole queue.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class JobsPanel:
         return {"resume": self._resume, "resume-alternative": self._resume_alternative}
 
     def _job(self, job_id: object) -> JobRecord:
-        """Return a job that this panel may touch: an own one; for the owner also any that is queued or runs.
+        """Return a job that the panel's user may change: their own; for the owner also any queued or running job.
 
         Raises:
             TandemError: for any other.

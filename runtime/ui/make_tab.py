@@ -6,18 +6,19 @@ The visitors' page has the tab too. Programs can call the handlers: every value 
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import gradio as gr
 
 from runtime.core.errors import InvalidRequestError, TandemError
+from runtime.core.request import FIELDS
+from runtime.models.catalogue import check_offered
 from runtime.models.spec import ModelSpec
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.views import Job
-from runtime.server.model_choices import check_offered
-from runtime.ui import form, job_view
+from runtime.ui import form, job_view, theme
+from runtime.ui.form import LOCAL, SERVED, Form
 from runtime.ui.formatting import page_text, render
 from runtime.ui.job_view import Audience
 
@@ -31,130 +32,76 @@ element.addEventListener('click', (event) => {
 });
 """
 
-# Events that the browser handles alone.
-LOCAL: dict[str, Any] = {"fn": None, "show_progress": "hidden", "api_visibility": "private", "queue": False}
-# Events that the server handles. Any number of pages may watch at once.
-SERVED: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_limit": None}
-
-Created = TypeVar("Created")
 Updates = tuple[Any, ...]
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class MakeControls:
-    """The controls other than settings.
-
-    Attributes:
-        examples: buttons with their prompts.
-        watched, remembered: the job that this page shows: on the server for Cancel, and in the browser tab for reloads.
-    """
-
-    prompt: gr.Textbox
-    examples: list[tuple[gr.Button, str]]
-    generate: gr.Button
-    cancel: gr.Button
-    picture: gr.HTML
-    status: gr.HTML
-    facts: gr.HTML
-    watched: gr.State
-    remembered: gr.Textbox
-    attach_again: gr.Button
-
-    @property
-    def shown(self) -> list[Any]:
-        """The outputs of a view of a job, in the order of the handlers' updates."""
-        return [
-            self.picture, self.status, self.facts, self.generate, self.cancel, self.watched, self.remembered,
-        ]  # fmt: skip
-
-
-def make(icon: str, settings: Callable[[gr.Textbox], Created], *, panels: bool = True) -> tuple[MakeControls, Created]:
-    """Create the controls in columns.
+def add_make(
+    page: gr.Blocks,
+    handlers: "Handlers",
+    settings: Callable[[gr.Textbox], Form],
+    others: Mapping[str, Any] | None = None,
+) -> Form:
+    """Create prompt, player and settings in columns, and connect them with the handlers.
 
     Args:
         settings: creates the settings; it is given the prompt.
-        panels: whether the page has the panels, which add to the queue and resume jobs.
+        others: more outputs that depend on the model, by name; `handlers.others` has the names of all.
     """
+    panels = handlers.audience.panels
     with gr.Row(elem_id="columns"):
         with gr.Column(elem_id="compose"):
-            prompt, examples = form.compose()
+            prompt = gr.Textbox(
+                label=FIELDS["prompt"].label,
+                info=FIELDS["prompt"].help,
+                placeholder="a red boat sails to the right on a calm sea at sunset",
+                lines=3,
+                max_lines=8,
+                elem_id="field-prompt",
+            )
+            with gr.Row(elem_id="examples"):
+                for example in theme.examples():
+                    button = gr.Button(example["title"], size="sm", elem_classes="example")
+                    button.click(**LOCAL, outputs=prompt, js=f"() => {json.dumps(example['prompt'])}")
             with gr.Row(elem_id="actions"):
                 generate = gr.Button("Generate", variant="primary", size="lg", elem_id="generate")
                 cancel = gr.Button("Cancel", size="lg", elem_id="cancel", visible=False)
             gr.HTML(render("make_actions.html", panels=panels), elem_id="actions-more", apply_default_css=False)
         with gr.Column(elem_id="stage"):
-            picture = gr.HTML(job_view.picture_html(None, "idle", icon), elem_id="picture")
+            picture = gr.HTML(job_view.picture_html(None, "idle", handlers.icon), elem_id="picture")
             status = gr.HTML(job_view.status_html(job_view.IDLE, panels=panels), elem_id="status")
             facts = gr.HTML("", elem_id="facts", js_on_load=_FACTS_SCRIPT)
         with gr.Column(elem_id="settings"):
             created = settings(prompt)
+    # The job that this page shows: on the server for Cancel, and in the browser tab for reloads.
     watched = gr.State(None)
     remembered = gr.Textbox("", visible="hidden", elem_id="remembered", label="Job of this tab")
-    attach_again = gr.Button("Watch again", visible="hidden", elem_id="attach")
-    return (
-        MakeControls(prompt, examples, generate, cancel, picture, status, facts, watched, remembered, attach_again),
-        created,
-    )
+    attach = gr.Button("Watch again", visible="hidden", elem_id="attach")
 
-
-def connect(
-    page: gr.Blocks,
-    make: MakeControls,
-    handlers: "Handlers",
-    controls: dict[str, Any],
-    others: dict[str, Any],
-) -> None:
-    """Connect the controls with the handlers.
-
-    Args:
-        controls: of the form, by name, in the order of `handlers.names`.
-        others: what else depends on the model, by name, in the order of `handlers.others`.
-    """
-    inputs, shown, targets = list(controls.values()), make.shown, others | controls
-    # The handler validates the values as the browser sent them (preprocess=False).
-    make.generate.click(handlers.generate, inputs, shown, preprocess=False, trigger_mode="once", **SERVED)
-    make.cancel.click(handlers.cancel, make.watched, make.cancel, **SERVED)
-    page.load(handlers.attach, make.remembered, shown, js="() => window.tandem.job()", **SERVED)
-    # An answer that was lost with its stream must not block the next attempt.
-    make.attach_again.click(
-        handlers.attach,
-        make.remembered,
-        shown,
-        js="() => window.tandem.job()",
-        trigger_mode="multiple",
-        **SERVED,
-    )
-    make.remembered.change(**LOCAL, inputs=make.remembered, js="(id) => window.tandem.remember(id)")
-    following = [targets[name] for name in handlers.following_model]
-    controls["model"].input(handlers.choose_model, controls["model"], following, preprocess=False, **SERVED)
-    for button, example in make.examples:
-        button.click(**LOCAL, outputs=make.prompt, js=f"() => {json.dumps(example)}")
-    make.facts.select(**LOCAL, outputs=controls["seed"], js="() => String(window.tandem.used.seed)")
+    controls, inputs = created.controls, list(created.controls.values())
+    shown = [picture, status, facts, generate, cancel, watched, remembered]
+    # The handlers validate the values as the browser sent them (preprocess=False).
+    generate.click(handlers.generate, inputs, shown, preprocess=False, trigger_mode="once", **SERVED)
+    cancel.click(handlers.cancel, watched, cancel, **SERVED)
+    stored_job: dict[str, Any] = {"inputs": remembered, "outputs": shown, "js": "() => window.tandem.job()"}
+    page.load(handlers.attach, **stored_job, **SERVED)
+    # A lost answer must not block the next attempt.
+    attach.click(handlers.attach, **stored_job, trigger_mode="multiple", **SERVED)
+    remembered.change(**LOCAL, inputs=remembered, js="(id) => window.tandem.remember(id)")
+    outputs = {**(others or {}), **created.others, **controls}
+    dependent = [outputs[name] for name in handlers.following_model]
+    controls["model"].input(handlers.choose_model, controls["model"], dependent, preprocess=False, **SERVED)
+    facts.select(**LOCAL, outputs=controls["seed"], js="() => String(window.tandem.used.seed)")
     # Both fill the whole form, including the model's sizes and limits.
-    back: dict[str, Any] = {"inputs": make.remembered, "outputs": list(targets.values()), "preprocess": False}
-    make.facts.submit(handlers.fill, **back, js="() => JSON.stringify(window.tandem.used)", **SERVED)
-    page.load(handlers.fill, **back, js="() => window.tandem.stored()", **SERVED).then(
+    fill: dict[str, Any] = {"inputs": remembered, "outputs": list(outputs.values()), "preprocess": False}
+    facts.submit(handlers.fill, **fill, js="() => JSON.stringify(window.tandem.used)", **SERVED)
+    page.load(handlers.fill, **fill, js="() => window.tandem.stored()", **SERVED).then(
         **LOCAL, inputs=inputs, js="(...values) => window.tandem.startKeeping(values)"
     )
-
-
-def connect_basics(controls: dict[str, Any], size: gr.Radio, length: gr.HTML) -> None:
-    """Synchronise size, length and the stored form in the browser, without the server.
-
-    Args:
-        controls: of the form, by name.
-    """
-    sides = [controls["width"], controls["height"]]
-    size.input(**LOCAL, inputs=[size, *sides], outputs=sides, js="(size, w, h) => window.tandem.sizeChosen(size, w, h)")
-    for side in sides:
-        side.change(**LOCAL, inputs=[size, *sides], outputs=size, js="(size, w, h) => window.tandem.sizeTyped(w, h)")
-    timing = [controls["frames"], controls["fps"]]
-    for part in timing:
-        part.change(**LOCAL, inputs=timing, outputs=length, js="(frames, fps) => window.tandem.length(frames, fps)")
-    for control in controls.values():
-        control.change(**LOCAL, inputs=list(controls.values()), js="(...values) => window.tandem.save(values)")
+    for control in inputs:
+        control.change(**LOCAL, inputs=inputs, js="(...values) => window.tandem.save(values)")
+    return created
 
 
 def header(icon: str, fields: Iterable[str], preset: str = "") -> str:
@@ -168,7 +115,11 @@ def header(icon: str, fields: Iterable[str], preset: str = "") -> str:
 
 
 class Handlers:
-    """The handlers of the owner's page. A view of a job updates `MakeControls.shown`; the names are of outputs.
+    """The handlers of the owner's page.
+
+    Attributes:
+        names: of the form's controls, in order.
+        others: names of the other outputs that depend on the model, in order.
 
     Args:
         audience: of the page; it says where details of internal errors are.
@@ -191,7 +142,7 @@ class Handlers:
         self._worker = worker
         self._models = models
         self.audience = audience
-        self._icon = icon
+        self.icon = icon
         self._preset = preset
         self._gpus = gpus
 
@@ -287,7 +238,7 @@ class Handlers:
     async def _follow(self, job: Job) -> AsyncIterator[Updates]:
         """Yield the updates of a page that shows a job, until the job ends."""
         before: job_view.View | None = None
-        async for view in job_view.follow_views(job, self._worker, self.audience, self._icon):
+        async for view in job_view.follow_views(job, self._worker, self.audience, self.icon):
             yield _updates(view, before)
             before = view
 

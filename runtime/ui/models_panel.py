@@ -7,7 +7,7 @@ from typing import Any
 from runtime.core.errors import TandemError
 from runtime.core.settings import Settings
 from runtime.machine.probe import free_disk_bytes
-from runtime.models.catalogue import download_bytes, find, folders, known_models, not_downloaded
+from runtime.models.catalogue import add_usable, download_bytes, known_models, not_downloaded
 from runtime.models.hub.client import check_online
 from runtime.models.registry import KnownModel
 from runtime.models.spec import ModelSpec
@@ -40,21 +40,12 @@ class ModelsPanel:
                 self._downloads.cancel(_known(call.target).name)
             case _:
                 raise unknown_action()
-        self.add_new_models()
+        add_usable(self._models, self._settings.weights_dir)
         return {"models": len(self._models)}
 
     def draw(self, _call: Call, _reply: Reply) -> dict[str, str]:
         """Return the list of models."""
         return drawn({"list": self._list})
-
-    def add_new_models(self) -> None:
-        """Offer usable models that were added to the weights folder."""
-        for name in folders(self._settings.weights_dir):
-            if name not in self._models:
-                try:
-                    self._models[name] = find(name, self._settings.weights_dir)
-                except TandemError:  # it cannot be used
-                    continue
 
     def _list(self) -> str:
         known = [(one, self._downloads.of(one.name)) for one in known_models()]

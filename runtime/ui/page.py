@@ -8,16 +8,17 @@ from starlette.routing import BaseRoute
 from runtime.core.settings import Settings
 from runtime.engines.imported.importing import WARNING
 from runtime.engines.service import EngineService
+from runtime.models.catalogue import add_usable, offered
 from runtime.planner.placement import usable_gpus
 from runtime.queue.downloads import Downloads
 from runtime.queue.job_queue import JobQueue
-from runtime.server.model_choices import offered
 from runtime.ui import api, form, panels, theme
 from runtime.ui.engines_panel import FILE_KINDS, EnginesPanel
+from runtime.ui.form import LOCAL, SERVED
 from runtime.ui.formatting import COMPONENT_TITLES, paragraph, render
 from runtime.ui.history_panel import FILTERS, HistoryPanel
 from runtime.ui.job_view import Audience, video_address
-from runtime.ui.make_tab import LOCAL, SERVED, Handlers, connect, connect_basics, header, make
+from runtime.ui.make_tab import Handlers, add_make, header
 from runtime.ui.models_panel import ModelsPanel
 from runtime.ui.plan_preview import PlanPreview, PreviewPanel
 from runtime.ui.queue_panel import MAX_VARIATIONS, QueuePanel
@@ -38,7 +39,7 @@ def build(
     Raises:
         ModelError: if the model that Tandem was started with cannot be used.
     """
-    models = offered(settings)
+    models = offered(settings.model, settings.weights_dir)
     icon = theme.icon_svg()
     preview = PlanPreview(engines, worker.machine, worker.history, settings.weights_dir)
     preset = form.preset_name(settings.backends)
@@ -53,32 +54,28 @@ def build(
         if sharing is not None:
             add_sharing_bar(page, sharing)
 
-        def settings_column(prompt: gr.Textbox) -> form.Settings:
-            column = form.settings_group(models, settings.model, prompt, preview.machine(), settings.backends)
+        def settings_column(prompt: gr.Textbox) -> form.Form:
+            column = form.all_settings(models, settings.model, prompt, preview.machine(), settings.backends)
             with gr.Accordion("More models", open=False, elem_id="more-models", elem_classes="fold"):
                 _panel("models", count=len(models))
             return column
 
         with gr.Tabs(elem_id="tabs"):
             with gr.Tab("Make", id="make", elem_id="tab-make"):
-                controls, column = make(icon, settings_column)
+                fields = add_make(page, handlers, settings_column).controls
             with gr.Tab("Queue", id="queue", elem_id="tab-queue"):
                 _panel("queue", max_variations=MAX_VARIATIONS)
             with gr.Tab("History", id="history", elem_id="tab-history"):
                 _panel("history", filters=FILTERS)
             with gr.Tab("Engines", id="engines", elem_id="tab-engines"):
                 _panel("engines", kinds=FILE_KINDS, components=COMPONENT_TITLES, warning=paragraph(WARNING))
-        fields, rows = column.controls, {f"row_{name}": row for name, row in column.panel.rows.items()}
-        connect(page, controls, handlers, fields, {"size": column.size, **rows})
-        connect_basics(fields, column.size, column.length)
-        _connect_choices(column)
         # The panels' script reads the form with this button; see `formValues` in panels.js.
         gr.Button("Read the form", visible="hidden", elem_id="read-form").click(
             **LOCAL, inputs=list(fields.values()), js="(...values) => window.tandem.formRead(values)"
         )
 
         def model_choices() -> Any:
-            models_panel.add_new_models()
+            add_usable(models, settings.weights_dir)
             named = form.model_choices(models)
             return gr.update(choices=named, visible=len(named) > 1)
 
@@ -102,15 +99,3 @@ def build(
 def _panel(name: str, **values: Any) -> None:
     """Add the element that the script fills with a panel."""
     gr.HTML(render(f"{name}.html", **values), elem_id=f"panel-{name}", apply_default_css=False)
-
-
-def _connect_choices(column: form.Settings) -> None:
-    """Keep toggles equal to the choices that they mirror, and set a strategy when its button is pressed."""
-    controls, panel = column.controls, column.panel
-    for name, toggle in panel.toggles.items():
-        choice = controls[f"backend_{name}"]
-        toggle.input(**LOCAL, inputs=toggle, outputs=choice, js=f"(on) => on ? '{form.TENSORRT}' : 'auto'")
-        choice.change(**LOCAL, inputs=choice, outputs=toggle, js=f"(name) => name === '{form.TENSORRT}'")
-    panel.choose_strategy.click(
-        **LOCAL, outputs=[controls["offload"], controls["quantization"]], js="() => window.tandem.strategy"
-    )

@@ -1,4 +1,4 @@
-"""The panels Queue, History, Engines and Models over HTTP: JSON requests, HTML parts as answers.
+"""The HTTP route of the panels: JSON requests, and HTML parts as answers.
 
 The page's script sends what a button does, or asks for changes once a second while a panel is visible. An answer has
 the parts of the panel whose HTML differs from what the page shows. Any program on this machine can send requests: every
@@ -9,7 +9,6 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from typing import Any, Protocol
 
 from starlette.concurrency import run_in_threadpool
@@ -19,7 +18,7 @@ from starlette.routing import BaseRoute, Route
 
 from runtime.core.errors import InvalidRequestError, StoreError, TandemError
 from runtime.server.gradio_requests import OWN, RefusedError, check_values, read_object
-from runtime.ui.formatting import paragraph
+from runtime.ui.formatting import paragraph, render
 
 Reply = dict[str, Any]
 
@@ -31,11 +30,12 @@ class Call:
     """One request of a panel.
 
     Attributes:
-        action, target: what to do, and with what: a job, an engine, a component, a model.
-        values: of the HTML form that the button is in.
+        action: the button's action; "look" only asks for changes.
+        target: the job, engine, component or model of the action.
+        values: of the HTML form around the button.
         view: what the panel shows, such as the page of the history.
         form: the values of the controls of Make, in the order of `form.NAMES`.
-        drawn: digests of the parts that the page shows, by name.
+        drawn: digests of the parts that the page has, by name.
     """
 
     action: str = "look"
@@ -47,7 +47,7 @@ class Call:
 
 
 class Panel(Protocol):
-    """What a tab shows and does."""
+    """The content and the actions of a tab."""
 
     def act(self, call: Call) -> Reply:
         """Carry out an action; return what the script needs to know, such as a "message".
@@ -121,10 +121,10 @@ def drawn(parts: Mapping[str, Callable[[], str]]) -> dict[str, str]:
         try:
             html[name] = draw()
         except StoreError as error:
-            html[name] = f'<p class="trouble">{escape(paragraph(error.fact))}</p>'
+            html[name] = render("problem.html", text=paragraph(error.fact))
         except Exception:  # an internal error
             logger.exception("The part %s could not be drawn", name)
-            html[name] = '<p class="trouble">This part cannot be shown. The log has the details.</p>'
+            html[name] = render("problem.html", text="This part cannot be shown. The log has the details.")
     return html
 
 

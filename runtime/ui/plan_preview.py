@@ -22,13 +22,13 @@ from runtime.core.request import COMPONENTS, GenerationRequest
 from runtime.core.units import memory_size
 from runtime.engines.service import EngineService
 from runtime.machine.probe import Machine
+from runtime.models.catalogue import check_offered
 from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner.engine_index import EngineRecord
 from runtime.planner.engine_offers import Offers, no_offers
 from runtime.planner.history import History
 from runtime.planner.resolve import resolve
-from runtime.server.model_choices import check_offered
 from runtime.ui import form, formatting
 from runtime.ui.formatting import WORDS, page_text, paragraph, render, sentences
 from runtime.ui.panels import Call, Reply, drawn, unknown_action

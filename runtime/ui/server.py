@@ -17,10 +17,10 @@ from runtime.upstream import gradio as private
 # The middleware closes uploads; this is a second barrier.
 _MAX_UPLOAD_BYTES = 1024
 _SHUTDOWN_SECONDS = 1
-# Each page that watches a job takes one thread.
+# Threads of Gradio's handlers.
 _THREADS = 80
-# gradio keeps a copy of the page's state for each session.
-_SESSIONS_KEPT = 300
+# Gradio keeps a copy of the page's state for each session.
+_MAX_SESSIONS = 300
 
 
 def start(
@@ -43,7 +43,7 @@ def start(
     Raises:
         OSError: if the port is taken.
     """
-    middleware = [*security.middleware(names, visitors), Middleware(Document, head=theme.head())]
+    middleware = [*security.middleware(names, visitors), Middleware(HeadMiddleware, head=theme.head())]
     _, url, _ = page.launch(
         server_name=f"[{host}]" if ":" in host else host,
         server_port=port,
@@ -63,7 +63,7 @@ def start(
         num_workers=0,
         max_file_size=_MAX_UPLOAD_BYTES,
         max_threads=_THREADS,
-        state_session_capacity=_SESSIONS_KEPT,
+        state_session_capacity=_MAX_SESSIONS,
         favicon_path=theme.ICON,
         theme=theme.theme(),
         app_kwargs={"middleware": middleware, "routes": list(routes)},
@@ -85,12 +85,14 @@ def stop(page: gr.Blocks) -> None:
 _END_OF_HEAD = b"</head>"
 
 
-class Document:
-    """ASGI middleware: adds `head` to every HTML page.
+class HeadMiddleware:
+    """ASGI middleware that adds title, style and script to every HTML page before it leaves the server.
+
+    Gradio adds them only once its own script has started and the user has logged in; until then the page would be
+    unstyled.
 
     Args:
-        app: what makes the pages.
-        head: HTML for the end of their head.
+        head: HTML for the end of each page's head.
     """
 
     def __init__(self, app: ASGIApp, head: str) -> None:
@@ -98,7 +100,7 @@ class Document:
         self._head = head.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, and change what comes back if it is a page."""
+        """Handle one connection."""
         if scope["type"] != "http" or scope["method"] != "GET":
             await self._app(scope, receive, send)
             return

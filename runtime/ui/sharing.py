@@ -15,17 +15,16 @@ from starlette.routing import Route
 
 from runtime.core.errors import MachineError, ModelError
 from runtime.core.settings import Settings
-from runtime.models.catalogue import folders
+from runtime.models.catalogue import folders, offered
 from runtime.queue.job_queue import JobQueue
 from runtime.server.gradio_requests import VIDEO
 from runtime.server.job_files import video_response
-from runtime.server.model_choices import offered
 from runtime.server.security import LOOPBACK
 from runtime.server.tunnel import Tunnel, open_tunnel
 from runtime.server.visitors import Visitors, visitors_models
 from runtime.ui import server, visitor_page
+from runtime.ui.form import SERVED
 from runtime.ui.formatting import render
-from runtime.ui.make_tab import SERVED
 
 State = Literal["opening", "open", "failed", "ended"]
 
@@ -65,7 +64,7 @@ class Sharing:
         self._notify = notify
         self._tunnel: Tunnel | None = None
         self._lock = threading.Lock()
-        models = visitors_models(offered(settings), folders(settings.weights_dir))
+        models = visitors_models(offered(settings.model, settings.weights_dir), folders(settings.weights_dir))
         if not models:
             raise ModelError("server.no_visitor_model")
         self.visitors = Visitors(worker, settings, models)

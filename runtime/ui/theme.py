@@ -1,4 +1,4 @@
-"""Colours, style and script of the page, from `frontend_assets/`. Everything is local: no font or file is fetched."""
+"""Colors, style and script of the page, from `frontend_assets/`. Everything is local: no font or file is fetched."""
 
 import json
 from functools import cache
@@ -7,9 +7,11 @@ from typing import Any
 
 import gradio as gr
 
+from runtime.ui.formatting import render
+
 ASSETS = Path(__file__).parents[2] / "frontend_assets"
 ICON = ASSETS / "icon.svg"
-# In this order: the later ones use the first.
+# In this order; the later ones use the first.
 _SCRIPTS = ("page.js", "panels.js", "restore.js", "compare.js")
 _STYLES = ("style.css", "panels.css")
 
@@ -18,29 +20,23 @@ _MONO = ("ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace")
 
 
 def theme() -> gr.themes.Base:
-    """Return the theme: gradio's base with the colours of `theme.json`, in system fonts."""
+    """Return the theme: gradio's base with the colors of `theme.json`, in system fonts."""
     values = _values()
     dark = {f"{name}_dark": value for name, value in values["dark"].items()}
     return gr.themes.Base(font=_SANS, font_mono=_MONO).set(**values["both"], **values["light"], **dark)
 
 
 def head() -> str:
-    """Return what goes into the page's head: title, style and script, inline so that nothing flashes in later."""
-    ground = {name: _values()[name]["body_background_fill"] for name in ("light", "dark")}
-    return (
-        "<title>Tandem</title>\n"
-        '<meta name="color-scheme" content="light dark">\n'
-        '<meta name="referrer" content="no-referrer">\n'
-        f"<style>{''.join(map(_text, _STYLES))}\n"
-        # gradio knows its colours only once its own script runs; the ground must have them from the first moment.
-        + "".join(f'html[data-theme="{name}"] body {{ background: {fill}; }}\n' for name, fill in ground.items())
-        + "</style>\n"
-        + "".join(f"<script>{_text(name)}</script>" for name in _SCRIPTS)
+    """Return the end of the page's head: title, style and scripts, inline so that the page is styled at once."""
+    # Gradio sets its colors only once its own script runs.
+    backgrounds = {name: _values()[name]["body_background_fill"] for name in ("light", "dark")}
+    return render(
+        "head.html", styles=map(_text, _STYLES), scripts=map(_text, _SCRIPTS), backgrounds=backgrounds.items()
     )
 
 
 def icon_svg() -> str:
-    """Return the icon as inline SVG without a name of its own, for use beside text."""
+    """Return the icon as inline SVG that screen readers skip, for use next to text."""
     return _text("icon.svg").replace('role="img" aria-label="Tandem"', 'aria-hidden="true" focusable="false"').strip()
 
 

@@ -26,7 +26,7 @@ from runtime.server.visitors import (
 from runtime.ui import api, form, theme
 from runtime.ui.formatting import render
 from runtime.ui.job_view import Audience
-from runtime.ui.make_tab import Handlers, connect, connect_basics, header, make
+from runtime.ui.make_tab import Handlers, add_make, header
 
 _DETAILS = "Tell the person who shares this page; their log has the details."
 _TIDY_SECONDS = (3600, 86_400)
@@ -52,9 +52,7 @@ def build(worker: JobQueue, settings: Settings, models: dict[str, ModelSpec], vi
         gr.HTML(header(icon, form.BASIC), elem_id="top")
         values = handlers.model_values(models[chosen])
         limits = gr.HTML(**values["limits"], elem_id="limits", apply_default_css=False)
-        controls, basics = make(icon, lambda prompt: form.basic_settings(models, chosen, prompt, values), panels=False)
-        connect(page, controls, handlers, basics.controls, {"limits": limits, "size": basics.size})
-        connect_basics(basics.controls, basics.size, basics.length)
+        add_make(page, handlers, lambda prompt: form.basic_settings(models, chosen, prompt, values), {"limits": limits})
     page.queue(default_concurrency_limit=None, max_size=_MOST_WAITING)
     return page
 

@@ -110,7 +110,7 @@ def test_two_clips_play_in_step_and_are_measured(open_page: OpenPage) -> None:
     page.wait_for_selector(".numbers:has-text('PSNR')")
     assert "over 9 frames" in page.inner_text(".numbers") and "SSIM 0." in page.inner_text(".numbers")
     differing = page.locator("#history-settings tr.differs th").all_inner_texts()
-    assert {"Seed", "Fps"} <= set(differing) and "Steps" not in differing
+    assert {"Seed", "Frames per second"} <= set(differing) and "Steps" not in differing
     page.wait_for_function("() => document.activeElement.tagName === 'H2'")
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")

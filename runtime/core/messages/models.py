@@ -126,6 +126,7 @@ _HUB: Mapping[str, Message] = {
 _AGAIN = "Copy or download the model again."
 
 _FILES: Mapping[str, Message] = {
+    "model.not_offered": Message("There is no model of that name here.", "Choose one of: {models:list}."),
     "model.file_unreadable": Message("{file} cannot be read: {reason}.", "Check the file {path} and its permissions."),
     "model.file_damaged": Message("{file} is damaged or truncated ({size:,} bytes).", _AGAIN),
     "model.unknown": Message("There is no model {name!r}.", "Use one of {names:list}, or the path of a folder."),
