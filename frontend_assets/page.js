@@ -1,39 +1,40 @@
-// What the page does without the server: stores the form and this tab's job, synchronises size and length, switches
+// What the page does without the server: stores the form and this tab's job, synchronizes size and length, switches
 // between light and dark, and reports a lost connection. Requests only this server's own pages.
 (() => {
   "use strict";
   const WORDS = ["prompt", "negative_prompt", "seed"];   // fields that do not affect the plan
   const PARTS = ["text_encoder", "transformer", "transformer_2", "vae"];
   const FORM = "tandem.form", JOB = "tandem.job", THEME = "tandem.theme";
-  const LOOK_MS = 4000;      // how often the connection is checked
+  const CHECK_MS = 4000;      // how often the connection is checked
   const REST_MS = 30;        // delay from a change of the form to the plan preview
   const SILENCE_MS = 6000;   // a running job sends something every second; longer is a lost connection
 
   // Storage may be forbidden (private windows); then nothing is stored.
-  const recall = (store, key) => { try { return window[store].getItem(key); } catch { return null; } };
-  const keep = (store, key, value) => { try { window[store].setItem(key, value); } catch { /* not stored */ } };
+  const read = (store, key) => { try { return window[store].getItem(key); } catch { return null; } };
+  const write = (store, key, value) => { try { window[store].setItem(key, value); } catch { /* not stored */ } };
   const $ = (selector) => document.querySelector(selector);
 
   let previewed = "", resting = 0;
   const tandem = window.tandem = {
+    read, write,
     used: {},
     strategy: ["auto", "auto"],
     values: [],   // of the form, in the order of the server's form
     restored: false,
-    job: () => recall("sessionStorage", JOB) || "",
-    remember: (id) => { if (id) keep("sessionStorage", JOB, id); },
+    job: () => read("sessionStorage", JOB) || "",
+    remember: (id) => { if (id) write("sessionStorage", JOB, id); },
     // Until the stored form is filled in, the page's defaults must not overwrite it.
     save: (values) => {
       tandem.values = values;
       if (!tandem.restored) return;
       const names = $("#top header").dataset.fields.split(" ");
       const form = Object.fromEntries(names.map((name, i) => [name, values[i]]));
-      // With other flags at the start of the app, stored backends give way to those.
-      keep("localStorage", FORM, JSON.stringify({ ...form, preset: $("#top header").dataset.preset }));
+      // Launch flags override backends that were stored under other flags.
+      write("localStorage", FORM, JSON.stringify({ ...form, preset: $("#top header").dataset.preset }));
       const settings = JSON.stringify(values.filter((_, i) => !WORDS.includes(names[i])));
       if (settings !== previewed) { previewed = settings; previewSoon(); }
     },
-    stored: () => recall("localStorage", FORM) || "",
+    stored: () => read("localStorage", FORM) || "",
     startKeeping: (values) => { tandem.values = values; tandem.restored = true; previewSoon(); },
     use: (request) => { tandem.used = JSON.parse(request); },
     notice: null,   // shown in the browser tab's title until the page is visible
@@ -62,7 +63,7 @@
 
   // Light and dark: the system's choice until the button is pressed, then the button's.
   const system = matchMedia("(prefers-color-scheme: dark)");
-  const dark = () => (recall("localStorage", THEME) || (system.matches ? "dark" : "light")) === "dark";
+  const dark = () => (read("localStorage", THEME) || (system.matches ? "dark" : "light")) === "dark";
   const applyTheme = () => {
     document.documentElement.dataset.theme = dark() ? "dark" : "light";
     document.documentElement.style.colorScheme = dark() ? "dark" : "light";
@@ -72,7 +73,7 @@
     const text = dark() ? "Light" : "Dark";
     if (button && button.textContent !== text) {
       button.textContent = text;
-      button.setAttribute("aria-label", `Switch to ${text.toLowerCase()} colours`);
+      button.setAttribute("aria-label", `Switch to ${text.toLowerCase()} colors`);
     }
   };
   system.addEventListener("change", applyTheme);
@@ -80,7 +81,7 @@
 
   document.addEventListener("click", (event) => {
     if (!event.target.closest("#theme")) return;
-    keep("localStorage", THEME, dark() ? "light" : "dark");
+    write("localStorage", THEME, dark() ? "light" : "dark");
     applyTheme();
   });
 
@@ -124,7 +125,7 @@
     }
   };
 
-  // The field that an error names is marked until it changes.
+  // The field of an error is marked as invalid until it changes.
   let marked = null;
   const unmark = () => { marked?.removeAttribute("aria-invalid"); marked = null; };
   const mark = () => {
@@ -177,8 +178,8 @@
   });
   let stage = null;
 
-  let heardAt = Date.now(), said = "", ended = "";
-  const still = matchMedia("(prefers-reduced-motion: reduce)");
+  let changedAt = Date.now(), shownStatus = "", endedState = "";
+  const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
   let waiting = false;
   const observe = () => {
     if (waiting) return;
@@ -187,55 +188,55 @@
   };
   const tidy = () => {
     const status = $("#status .status");
-    if (status && status.textContent !== said) { said = status.textContent; heardAt = Date.now(); mark(); }
+    if (status && status.textContent !== shownStatus) { shownStatus = status.textContent; changedAt = Date.now(); mark(); }
     // A job may have built engines.
     const state = status?.dataset.state;
-    if (state !== ended && ["done", "failed", "cancelled"].includes(state) && tandem.restored) previewSoon();
-    ended = state;
+    if (state !== endedState && ["done", "failed", "cancelled"].includes(state) && tandem.restored) previewSoon();
+    endedState = state;
     const bar = $("#status .bar:not([hidden])"), percent = bar?.getAttribute("aria-valuenow") ?? tandem.percent;
     const title = tandem.notice ?? (percent ? `${percent}% · Tandem` : "Tandem");
     if (document.title !== title) document.title = title;
     // With reduced motion, the video is started by hand.
     const video = $("#picture video[autoplay]");
-    if (video && still.matches) { video.removeAttribute("autoplay"); video.pause(); }
+    if (video && reducedMotion.matches) { video.removeAttribute("autoplay"); video.pause(); }
     if (!stage && $("#stage")) { stage = $("#stage"); sizes.observe(stage); }
     keepFocus();
     applyTheme();
     describe();
   };
 
-  // The connection is checked regularly. Without it, the page says so instead of showing a job as if it still ran.
+  // The connection is checked regularly. Without it, the page reports that and hides the progress.
   let identity = null;
-  const tell = (message) => {
+  const showOffline = (message) => {
     const line = $("#offline");
     if (line && line.textContent !== message) line.textContent = message;
     document.body.classList.toggle("offline", Boolean(message));
   };
-  const look = async () => {
+  const checkConnection = async () => {
     let answer;
     try {
       answer = await fetch("gradio_api/app_id", { cache: "no-store" });
     } catch {
-      tell("Tandem does not answer: it was stopped, or the connection is lost. "
+      showOffline("Tandem does not answer: it was stopped, or the connection is lost. "
         + "This page reconnects by itself.");
       return;
     }
     if (!answer.ok) {
       // The share server answers for a link that was closed.
-      tell([403, 404, 502, 503].includes(answer.status) ? "Tandem was stopped, or is no longer shared." : "");
+      showOffline([403, 404, 502, 503].includes(answer.status) ? "Tandem was stopped, or is no longer shared." : "");
       return;
     }
     const { app_id: now } = await answer.json();
     if (identity !== null && now !== identity) { location.reload(); return; }
     identity = now;
-    tell("");
+    showOffline("");
     const busy = ["queued", "running", "stopping"].includes($("#status .status")?.dataset.state);
-    // Gradio has one stream of answers. If it ends just as something is requested, the next request gets that answer.
+    // Gradio has one stream of answers. If it ends during a request, that answer only arrives with the next request.
     const waits = busy || !tandem.restored;
-    if (waits && Date.now() - heardAt > SILENCE_MS) { heardAt = Date.now(); $("#attach")?.click(); }
+    if (waits && Date.now() - changedAt > SILENCE_MS) { changedAt = Date.now(); $("#attach")?.click(); }
   };
-  setInterval(() => { if (!document.hidden) look(); }, LOOK_MS);
-  document.addEventListener("visibilitychange", () => { if (!document.hidden) look(); });
+  setInterval(() => { if (!document.hidden) checkConnection(); }, CHECK_MS);
+  document.addEventListener("visibilitychange", () => { if (!document.hidden) checkConnection(); });
 
   const start = () => {
     document.title = "Tandem";
@@ -244,7 +245,7 @@
       attributes: true, attributeFilter: ["class", "style", "disabled"],
     });
     observe();
-    look();
+    checkConnection();
   };
   if (document.body) start(); else document.addEventListener("DOMContentLoaded", start);
 })();

@@ -11,12 +11,11 @@
   const FORM_MS = 2000;       // Gradio gives the form's values within this time
   const OPEN = ["queued", "running"];
   const $ = (selector) => document.querySelector(selector);
-  const recall = (store, key) => { try { return window[store].getItem(key); } catch { return null; } };
-  const keep = (store, key, value) => { try { window[store].setItem(key, value); } catch { /* not stored */ } };
+  const { read, write } = tandem;
   const parse = (text, otherwise) => { try { return JSON.parse(text) ?? otherwise; } catch { return otherwise; } };
 
   const view = { search: "", state: "all", page: 0, open: "", pair: [] };  // of the history
-  let picks = parse(recall("sessionStorage", PICKS), []);
+  let picks = parse(read("sessionStorage", PICKS), []);
 
   // The form's values, in the order of the server's form. Only Gradio has them: a hidden button hands them over.
   let readers = [];
@@ -29,9 +28,9 @@
 
   // Requests: one at a time for each panel. A request for changes is dropped if another one waits.
   const queues = {};
-  const request = (panel, action = "look", target = "", values = {}) => {
+  const request = (panel, action = "refresh", target = "", values = {}) => {
     const queue = queues[panel] ??= { calls: [], busy: false };
-    if (action === "look" && queue.calls.some((call) => call.action === "look")) return;
+    if (action === "refresh" && queue.calls.some((call) => call.action === "refresh")) return;
     queue.calls.push({ action, target, values });
     run(panel, queue);
   };
@@ -46,7 +45,7 @@
         body: JSON.stringify({ ...call, view, form, drawn: drawnParts(panel) }),
       });
       if (answer.ok) receive(panel, await answer.json());
-      else if (call.action !== "look") tell(await answer.text(), null, true);
+      else if (call.action !== "refresh") notify(await answer.text(), null, true);
     } catch { /* the page says that Tandem does not answer */ }
     queue.busy = false;
     run(panel, queue);
@@ -68,14 +67,14 @@
     }
     if (panel === "preview") preview(reply);
     if ("open" in reply) { view.open = reply.open; if (reply.open) show("[data-detail] h2"); }
-    if (reply.message) tell(reply.message, reply.undo, reply.error);
+    if (reply.message) notify(reply.message, reply.undo, reply.error);
     if (reply.edit) edit(reply.edit);
     if (reply.saved) leave();
     if (reply.watch) watch(reply.watch);
     if (reply.added) { $("#queue-add form")?.reset(); watch(reply.added[0]); }
     if (reply.compare) { show("[data-compare] h2"); request("history", "measure"); }
     if (reply.models) models(reply.models);
-    mark();
+    showPicks();
     tandem.tidy();
     if (panel !== "preview" && panel !== "models") setTimeout(states, 0);
   };
@@ -102,7 +101,7 @@
       for (const { name, value } of next.attributes) if (same.getAttribute(name) !== value) same.setAttribute(name, value);
       patch(same, next);
     }
-    while (place) { const gone = place; place = place.nextSibling; gone.remove(); }
+    while (place) { const removed = place; place = place.nextSibling; removed.remove(); }
   };
 
   const preview = ({ line, complete }) => {
@@ -121,7 +120,7 @@
 
   // Buttons. Actions that cannot be undone are confirmed first; Escape or Keep cancels them.
   const LOCAL = {
-    dismiss: () => tell(""),
+    dismiss: () => notify(""),
     leave: () => leave(),
     page: (target) => { view.page = Number(target); request("history"); },
     close: () => { view.open = ""; request("history"); },
@@ -161,9 +160,9 @@
     if (reuse) { fill(parse(reuse.dataset.reuse, {})); goTo("Make"); }
     const report = event.target.closest("[data-report]");
     if (report) copyReport(report.dataset.report, report.closest(".report").querySelector(".with-prompts").checked);
-    if (event.target.closest(".fold > button")) setTimeout(() => look(), 60);
+    if (event.target.closest(".fold > button")) setTimeout(() => refresh(), 60);
     const tab = event.target.closest("#tabs [role=tab]");
-    if (tab) setTimeout(() => { look(true); if (tab.textContent.trim() === "Make") tandem.preview(); }, 60);
+    if (tab) setTimeout(() => { refresh(true); if (tab.textContent.trim() === "Make") tandem.preview(); }, 60);
   });
   // Enter in a form presses its first button.
   document.addEventListener("submit", (event) => {
@@ -186,7 +185,7 @@
   };
   const isVisible = (element) => element.offsetParent !== null;
   // Asks visible panels for changes; those without data-poll only when they are opened or a job has ended.
-  const look = (all = false) => {
+  const refresh = (all = false) => {
     // Gradio creates the content of an accordion when it is opened.
     if ($('[data-panel="preview"]:not([data-digest])')) tandem.preview();
     for (const panel of document.querySelectorAll(".gradio-container [data-panel]:not([data-part])")) {
@@ -236,7 +235,7 @@
     return made;
   };
   let hiding = 0;
-  const tell = (text, undo = null, error = false) => {
+  const notify = (text, undo = null, error = false) => {
     const message = foot.querySelector("#message");
     clearTimeout(hiding);
     message.hidden = !text;
@@ -244,7 +243,7 @@
     message.querySelector("p").textContent = text;
     const acts = undo ? [button("Undo", "restore", undo.join(" "), true)] : [];
     message.querySelector(".acts").replaceChildren(...acts, button("Dismiss", "dismiss"));
-    if (text && !undo && !error) hiding = setTimeout(() => tell(""), MESSAGE_MS);
+    if (text && !undo && !error) hiding = setTimeout(() => notify(""), MESSAGE_MS);
   };
   const edit = ({ id, title, request }) => {
     const bar = foot.querySelector("#editing");
@@ -258,7 +257,7 @@
   const leave = () => { foot.querySelector("#editing").hidden = true; };
 
   // Two videos are selected for comparison.
-  const mark = () => {
+  const showPicks = () => {
     for (const box of document.querySelectorAll("[data-pick]")) box.checked = picks.includes(box.dataset.pick);
     const compare = $("#history-finder [data-action=compare]"), picked = $("#picked");
     if (!compare) return;
@@ -271,8 +270,8 @@
     if (box) {
       picks = picks.filter((id) => id !== box.dataset.pick);
       if (box.checked) picks = [...picks, box.dataset.pick].slice(-2);
-      keep("sessionStorage", PICKS, JSON.stringify(picks));
-      mark();
+      write("sessionStorage", PICKS, JSON.stringify(picks));
+      showPicks();
     }
     if (event.target.id === "history-state") {
       Object.assign(view, { state: event.target.value, page: 0 });
@@ -295,17 +294,17 @@
       const text = await answer.text();
       try {
         await navigator.clipboard.writeText(text);
-        tell(`The report is copied${prompts ? "" : ", without prompts and paths"}.`);
+        notify(`The report is copied${prompts ? "" : ", without prompts and paths"}.`);
       } catch { // no access to the clipboard: save a file instead
         const link = document.createElement("a");
         link.href = URL.createObjectURL(new Blob([text], { type: "application/json" }));
         link.download = `tandem-${id}.json`;
         link.click();
         URL.revokeObjectURL(link.href);
-        tell("The report is saved as a file because this page cannot access the clipboard.");
+        notify("The report is saved as a file because this page cannot access the clipboard.");
       }
     } catch {
-      tell("There is no report: Tandem does not answer, or the job does not exist any more.", null, true);
+      notify("There is no report: Tandem does not answer, or the job does not exist any more.", null, true);
     }
   };
 
@@ -331,7 +330,7 @@
       chime(last === "done");
       if (document.hidden) tandem.notice = last === "done" ? "✓ Done · Tandem" : "✗ Failed · Tandem";
     }
-    if (ended.length && tab() !== TITLES.make) look(true);
+    if (ended.length && tab() !== TITLES.make) refresh(true);
     tandem.tidy();
   };
   document.addEventListener("visibilitychange", () => {
@@ -340,7 +339,7 @@
 
   // A soft sound, off by default. Browsers allow sound only after the page was touched.
   let audio = null;
-  const sounding = () => recall("localStorage", SOUND) === "on";
+  const sounding = () => read("localStorage", SOUND) === "on";
   const wake = () => {
     if (!sounding()) return;
     audio ??= new AudioContext();
@@ -374,7 +373,7 @@
       made.className = "button";
       made.title = "Plays a soft sound when a video is done";
       made.addEventListener("click", () => {
-        keep("localStorage", SOUND, sounding() ? "off" : "on");
+        write("localStorage", SOUND, sounding() ? "off" : "on");
         if (sounding()) chime(true);
         sound();
       });
@@ -389,10 +388,10 @@
       if (!$("#theme") || !$("#tabs, #generate")) return;
       clearInterval(ready);
       sound();
-      mark();
+      showPicks();
       states();
     }, 100);
-    setInterval(() => { if (!document.hidden) look(); }, POLL_MS);
+    setInterval(() => { if (!document.hidden) refresh(); }, POLL_MS);
     setInterval(states, STATES_MS);
   };
   if (document.body) begin(); else document.addEventListener("DOMContentLoaded", begin);

@@ -121,7 +121,7 @@ class EnginesPanel:
     def act(self, call: Call) -> Reply:
         """Carry out an action."""
         match call.action:
-            case "look":
+            case "refresh":
                 return {}
             case "build":
                 return self._add(*self._build(call.target, call.form))

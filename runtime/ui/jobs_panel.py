@@ -44,7 +44,7 @@ class JobsPanel:
 
     def _actions(self) -> Mapping[str, Callable[[Call], Reply]]:
         """Return the actions by name."""
-        return {"look": lambda _: {}, "delete": self._delete, "restore": self._restore}
+        return {"refresh": lambda _: {}, "delete": self._delete, "restore": self._restore}
 
     def _job_actions(self) -> Mapping[str, Callable[[JobRecord, Call], Reply]]:
         """Return the actions on one job by name."""

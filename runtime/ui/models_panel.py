@@ -32,7 +32,7 @@ class ModelsPanel:
     def act(self, call: Call) -> Reply:
         """Carry out an action; the reply has the number of models that the page offers."""
         match call.action:
-            case "look":
+            case "refresh":
                 pass
             case "download":
                 self._downloads.add(_known(call.target))

@@ -30,7 +30,7 @@ class Call:
     """One request of a panel.
 
     Attributes:
-        action: the button's action; "look" only asks for changes.
+        action: the button's action; "refresh" only asks for changes.
         target: the job, engine, component or model of the action.
         values: of the HTML form around the button.
         view: what the panel shows, such as the page of the history.
@@ -38,7 +38,7 @@ class Call:
         drawn: digests of the parts that the page has, by name.
     """
 
-    action: str = "look"
+    action: str = "refresh"
     target: str = ""
     values: Mapping[str, Any] = field(default_factory=dict)
     view: Mapping[str, Any] = field(default_factory=dict)

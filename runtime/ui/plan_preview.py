@@ -390,7 +390,7 @@ class PreviewPanel:
 
     def act(self, call: Call) -> Reply:
         """Summarize the plan; the reply has one line, and whether the model's engines are known."""
-        if call.action != "look":
+        if call.action != "refresh":
             raise unknown_action()
         summary = self._summary(call)
         return {"line": summary.line, "complete": summary.complete, "summary": summary}

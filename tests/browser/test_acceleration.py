@@ -32,13 +32,13 @@ def wait_for_chip(page: Any, part: str, words: str) -> None:
     page.wait_for_selector(f"#part-{part} .badge:has-text('{words}')")
 
 
-def test_the_closed_line_tells_the_sum(open_page: OpenPage) -> None:
+def test_the_closed_panel_shows_the_summary(open_page: OpenPage) -> None:
     page = open_page()
     page.wait_for_function("() => document.querySelector('#acceleration > button').innerText.includes('Auto')")
     assert page.get_attribute("#acceleration > button", "aria-expanded") == "false"
 
 
-def test_a_choice_changes_its_chip_and_no_other(open_page: OpenPage) -> None:
+def test_a_choice_changes_only_its_own_badge(open_page: OpenPage) -> None:
     page = open_page()
     unfold(page)
     choose(page, "backend_vae", "PyTorch")
@@ -51,7 +51,7 @@ def test_a_choice_changes_its_chip_and_no_other(open_page: OpenPage) -> None:
     wait_for_chip(page, "vae", "PyTorch: no ONNX Runtime engine, and none is to be built")
 
 
-def test_every_quick_change_ends_in_the_last_ones_answer(open_page: OpenPage) -> None:
+def test_quick_changes_end_with_the_last_answer(open_page: OpenPage) -> None:
     page = open_page()
     unfold(page)
     for width in ("32", "33", "48", "49", "65", "64"):
@@ -67,7 +67,7 @@ def test_every_quick_change_ends_in_the_last_ones_answer(open_page: OpenPage) ->
     page.wait_for_selector("#plan-summary .memory", state="visible")
 
 
-def test_without_a_gpu_tensorrt_is_out_of_reach_and_says_why(open_page: OpenPage) -> None:
+def test_without_a_gpu_tensorrt_is_disabled_with_the_reason(open_page: OpenPage) -> None:
     page = open_page()
     unfold(page)
     for part in ROWS:
@@ -76,7 +76,7 @@ def test_without_a_gpu_tensorrt_is_out_of_reach_and_says_why(open_page: OpenPage
     assert "No NVIDIA GPU was found" in page.inner_text("#no-tensorrt")
 
 
-def test_the_choices_are_kept_and_come_back_from_a_result(open_page: OpenPage) -> None:
+def test_choices_are_stored_and_restored_from_a_result(open_page: OpenPage) -> None:
     page = open_page()
     unfold(page)
     choose(page, "backend_vae", "PyTorch")
@@ -104,7 +104,7 @@ def test_rows_follow_the_model(open_page: OpenPage) -> None:
 
 
 @pytest.mark.parametrize(("viewport", "scheme"), [(PHONE, "light"), (DESKTOP, "dark")], ids=["phone", "desktop"])
-def test_it_fits_and_can_be_heard(open_page: OpenPage, viewport: dict[str, int], scheme: str) -> None:
+def test_the_layout_fits_and_has_accessible_names(open_page: OpenPage, viewport: dict[str, int], scheme: str) -> None:
     page = open_page(viewport, color_scheme=scheme)
     unfold(page)
     assert page.evaluate("() => document.documentElement.scrollWidth <= document.documentElement.clientWidth")
@@ -116,7 +116,7 @@ def test_it_fits_and_can_be_heard(open_page: OpenPage, viewport: dict[str, int],
     assert page.complaints == []
 
 
-def test_a_chip_does_not_move_what_is_below(open_page: OpenPage) -> None:
+def test_a_badge_does_not_move_the_page(open_page: OpenPage) -> None:
     page = open_page()
     unfold(page)
     place = "() => document.querySelector('#field-build').getBoundingClientRect().y + scrollY"
@@ -126,7 +126,7 @@ def test_a_chip_does_not_move_what_is_below(open_page: OpenPage) -> None:
     assert page.evaluate(place) == before
 
 
-def test_launch_flags_choose_at_first_and_the_form_keeps_what_is_chosen_then(
+def test_launch_flags_are_defaults_until_the_user_chooses(
     open_page: OpenPage, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     with serving(make_cache(tmp_path_factory.mktemp("preset")), "--enable-tensorrt", "--tensorrt-transformer") as other:
@@ -165,7 +165,7 @@ def ask_for_much(page: Any) -> None:
 
 
 @pytest.mark.parametrize(("viewport", "scheme"), [(PHONE, "light"), (DESKTOP, "dark")], ids=["phone", "desktop"])
-def test_where_memory_is_short_a_way_is_chosen(
+def test_a_strategy_can_be_selected_if_memory_is_short(
     open_page: OpenPage, short_of_memory: Server, viewport: dict[str, int], scheme: str
 ) -> None:
     page = open_page(viewport, short_of_memory.url, color_scheme=scheme)
@@ -200,7 +200,7 @@ def test_where_memory_is_short_a_way_is_chosen(
     assert page.complaints == []
 
 
-def test_a_form_refused_for_memory_shows_every_way(open_page: OpenPage, short_of_memory: Server) -> None:
+def test_a_form_that_does_not_fit_lists_all_strategies(open_page: OpenPage, short_of_memory: Server) -> None:
     page = open_page(url=short_of_memory.url)
     unfold(page)
     page.fill("#field-width input", "1024")
@@ -213,7 +213,7 @@ def test_a_form_refused_for_memory_shows_every_way(open_page: OpenPage, short_of
     assert page.locator(".strategy").count() == 9
 
 
-def test_each_chip_follows_its_toggle(open_page: OpenPage, short_of_memory: Server) -> None:
+def test_each_badge_follows_its_toggle(open_page: OpenPage, short_of_memory: Server) -> None:
     page = open_page(url=short_of_memory.url)
     unfold(page)
     for part in ROWS:

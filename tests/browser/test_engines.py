@@ -28,7 +28,7 @@ def stock(server: Server, number: int) -> str:
     return insert(EngineStore(server.cache_dir / "engines", 10**10), number)
 
 
-def test_an_engine_is_deleted_by_keyboard_after_asking(open_page: OpenPage, server: Server) -> None:
+def test_an_engine_is_deleted_by_keyboard_after_confirmation(open_page: OpenPage, server: Server) -> None:
     kept, gone = stock(server, 1), stock(server, 2)
     page = open_page()
     go(page)
@@ -50,7 +50,7 @@ def test_an_engine_is_deleted_by_keyboard_after_asking(open_page: OpenPage, serv
     page.wait_for_function("() => document.activeElement.textContent === 'Library'")
 
 
-def test_pinning_is_seen_by_another_tab(open_page: OpenPage, server: Server) -> None:
+def test_pinning_is_shown_in_another_tab(open_page: OpenPage, server: Server) -> None:
     engine = stock(server, 3)
     page, other = open_page(), open_page()
     go(page)
@@ -61,7 +61,7 @@ def test_pinning_is_seen_by_another_tab(open_page: OpenPage, server: Server) -> 
     assert "Pinned: transformer." in page.inner_text("#message")
 
 
-def test_a_build_is_watched_outlives_a_reload_and_is_cancelled(open_page: OpenPage) -> None:
+def test_a_build_survives_a_reload_and_is_cancelled(open_page: OpenPage) -> None:
     page = open_page()
     unfold(page)
     choose(page, "backend_text_encoder", "ONNX Runtime")
@@ -80,7 +80,7 @@ def test_a_build_is_watched_outlives_a_reload_and_is_cancelled(open_page: OpenPa
     assert "Cancelled." in page.inner_text("#engines-tasks")
 
 
-def test_a_build_makes_an_engine_and_its_chip_ready(open_page: OpenPage) -> None:
+def test_a_build_adds_an_engine_and_changes_its_badge(open_page: OpenPage) -> None:
     page = open_page()
     unfold(page)
     choose(page, "backend_text_encoder", "ONNX Runtime")
@@ -92,9 +92,7 @@ def test_a_build_makes_an_engine_and_its_chip_ready(open_page: OpenPage) -> None
     page.wait_for_selector("#part-text_encoder .badge[data-kind=ready]")
 
 
-def test_a_file_made_elsewhere_is_looked_into_trusted_and_imported(
-    open_page: OpenPage, server: Server, tmp_path: Path
-) -> None:
+def test_an_engine_file_is_inspected_trusted_and_imported(open_page: OpenPage, server: Server, tmp_path: Path) -> None:
     spec = read_spec(server.cache_dir / "weights" / MODEL, MODEL)
     path, text = exported_files.transformer(spec, tmp_path / "foreign.onnx"), tmp_path / "text.plan"
     text.write_text("hello", encoding="utf-8")
@@ -140,7 +138,9 @@ def test_a_file_made_elsewhere_is_looked_into_trusted_and_imported(
 
 
 @pytest.mark.parametrize(("viewport", "scheme"), [(PHONE, "light"), (DESKTOP, "dark")], ids=["phone", "desktop"])
-def test_it_fits_and_can_be_heard(open_page: OpenPage, server: Server, viewport: dict[str, int], scheme: str) -> None:
+def test_the_layout_fits_and_has_accessible_names(
+    open_page: OpenPage, server: Server, viewport: dict[str, int], scheme: str
+) -> None:
     stock(server, 4)
     page = open_page(viewport, color_scheme=scheme)
     go(page)

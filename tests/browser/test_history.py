@@ -43,7 +43,7 @@ def search(page: Any, words: str, count: int) -> None:
     page.wait_for_function(f"() => document.querySelectorAll('#history-gallery li').length === {count}")
 
 
-def test_a_video_is_found_shown_used_again_deleted_and_had_back(open_page: OpenPage, server: Server) -> None:
+def test_a_video_is_found_shown_reused_deleted_and_restored(open_page: OpenPage, server: Server) -> None:
     page = open_page()
     job = make(page, "a red ball sails at night", seed=11, fps=5)
     go(page, "History")
@@ -81,7 +81,7 @@ def test_a_video_is_found_shown_used_again_deleted_and_had_back(open_page: OpenP
     assert page.complaints == []
 
 
-def test_a_report_holds_the_words_only_where_they_are_asked_for(open_page: OpenPage, server: Server) -> None:
+def test_a_report_has_prompts_only_on_demand(open_page: OpenPage, server: Server) -> None:
     page = open_page(permissions=["clipboard-read", "clipboard-write"])
     job = make(page, "a calm blue boat at night")
     go(page, "History")
@@ -98,7 +98,7 @@ def test_a_report_holds_the_words_only_where_they_are_asked_for(open_page: OpenP
     page.wait_for_function("async () => (await navigator.clipboard.readText()).includes('a calm blue boat at night')")
 
 
-def test_two_clips_play_in_step_and_are_measured(open_page: OpenPage) -> None:
+def test_two_clips_play_in_sync_and_are_compared(open_page: OpenPage) -> None:
     page = open_page()
     ids = [make(page, "a boat sails left", seed=1, fps=8), make(page, "a boat sails left", seed=2, fps=4)]
     go(page, "History")
@@ -136,7 +136,7 @@ def test_two_clips_play_in_step_and_are_measured(open_page: OpenPage) -> None:
     assert page.complaints == []
 
 
-def test_a_video_that_is_dropped_brings_its_settings_back(open_page: OpenPage, server: Server) -> None:
+def test_a_dropped_video_restores_its_settings(open_page: OpenPage, server: Server) -> None:
     page = open_page()
     make(page, "a red boat “at” night\n🚤", seed=77, fps=6)
     whole = max(saved_videos(server), key=lambda path: path.stat().st_mtime)
@@ -167,7 +167,7 @@ def test_a_video_that_is_dropped_brings_its_settings_back(open_page: OpenPage, s
     assert page.complaints == []
 
 
-def test_checkpoints_go_after_asking(open_page: OpenPage) -> None:
+def test_checkpoints_are_removed_after_confirmation(open_page: OpenPage) -> None:
     page = open_page()
     job = make(page, "a blue ball on the sea")
     go(page, "History")
@@ -179,7 +179,7 @@ def test_checkpoints_go_after_asking(open_page: OpenPage) -> None:
     page.wait_for_selector("#history-storage [data-action=remove-checkpoints]", state="detached")
 
 
-def test_a_second_half_is_made_anew(open_page: OpenPage) -> None:
+def test_low_noise_steps_run_again(open_page: OpenPage) -> None:
     page = open_page()
     job = make(page, "a boat on the calm sea", seed=5)
     go(page, "History")
@@ -195,7 +195,7 @@ def test_a_second_half_is_made_anew(open_page: OpenPage) -> None:
 
 
 @pytest.mark.parametrize(("viewport", "scheme"), [(PHONE, "light"), (DESKTOP, "dark")], ids=["phone", "desktop"])
-def test_it_fits_and_can_be_heard(open_page: OpenPage, viewport: dict[str, int], scheme: str) -> None:
+def test_the_layout_fits_and_has_accessible_names(open_page: OpenPage, viewport: dict[str, int], scheme: str) -> None:
     page = open_page(viewport, color_scheme=scheme)
     go(page, "History")
     if not page.locator("#history-gallery .poster").count():

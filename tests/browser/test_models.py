@@ -12,9 +12,7 @@ NAME, FOLDER = "wan2.2-t2v-a14b", "Wan2.2-T2V-A14B-Diffusers"
 LAST = "vae/diffusion_pytorch_model.safetensors"
 
 
-def test_a_model_is_downloaded_after_asking_and_can_be_cancelled(
-    open_page: OpenPage, server: Server, hub: LoopbackHub
-) -> None:
+def test_a_download_is_confirmed_and_can_be_cancelled(open_page: OpenPage, server: Server, hub: LoopbackHub) -> None:
     hub.repositories[f"Wan-AI/{FOLDER}"] = of_folder(server.cache_dir / "weights" / MODEL)
     hub.faults[LAST] = Fault("stall", after=1000)
     item = f"#models-list [data-model='{NAME}']"

@@ -35,7 +35,7 @@ PLAYING = (
 )
 
 
-def test_a_sentence_becomes_a_playing_video(open_page: OpenPage, server: Server) -> None:
+def test_a_prompt_becomes_a_playing_video(open_page: OpenPage, server: Server) -> None:
     page = open_page()
     ask(page, "a red boat on the calm sea", long=True)
     page.evaluate("""() => {
@@ -69,7 +69,7 @@ def test_a_sentence_becomes_a_playing_video(open_page: OpenPage, server: Server)
     assert page.complaints == []
 
 
-def test_nothing_is_asked_of_another_host(open_page: OpenPage, server: Server) -> None:
+def test_no_other_host_is_contacted(open_page: OpenPage, server: Server) -> None:
     page = open_page()
     assert page.requests
     assert [url for url in page.requests if not url.startswith((server.url, "data:", "blob:"))] == []
@@ -93,7 +93,7 @@ def test_cancel_stops_the_job_and_leaves_no_file(open_page: OpenPage, server: Se
     assert saved_videos(server) == before
 
 
-def test_a_reload_finds_the_running_job_again(open_page: OpenPage, server: Server) -> None:
+def test_a_reload_shows_the_running_job(open_page: OpenPage, server: Server) -> None:
     page = open_page()
     ask(page, "a blue boat at night", long=True)
     start(page)
@@ -202,7 +202,7 @@ def test_examples_and_sizes_fill_the_form(open_page: OpenPage) -> None:
     page.wait_for_function("() => document.querySelector('#length').textContent.includes('2.3 s at 4 fps')")
 
 
-def test_the_form_follows_the_model_and_comes_back_with_it(open_page: OpenPage) -> None:
+def test_the_form_follows_the_model_and_is_restored_with_it(open_page: OpenPage) -> None:
     page = open_page()
     page.fill("#field-prompt textarea", "a green kite")
     page.fill("#field-fps input", "4")
@@ -247,7 +247,9 @@ def test_keyboard_alone_is_enough(open_page: OpenPage) -> None:
 
 @pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=["phone", "desktop"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_width_and_scheme(open_page: OpenPage, viewport: dict[str, int], scheme: str) -> None:
+def test_the_page_fits_every_width_in_both_color_schemes(
+    open_page: OpenPage, viewport: dict[str, int], scheme: str
+) -> None:
     page = open_page(viewport, color_scheme=scheme)
     assert page.evaluate("() => document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     assert page.locator("#generate").bounding_box()["y"] < viewport["height"] - 50
@@ -261,7 +263,7 @@ def test_every_width_and_scheme(open_page: OpenPage, viewport: dict[str, int], s
     )
 
 
-def test_the_page_can_be_heard(open_page: OpenPage) -> None:
+def test_the_page_has_accessible_names(open_page: OpenPage) -> None:
     page = open_page()
     page.click("#more > button")
     assert page.evaluate("() => document.documentElement.lang") == "en"
@@ -278,7 +280,7 @@ def test_the_page_can_be_heard(open_page: OpenPage) -> None:
     assert state(page) in {"idle", "done", "failed", "cancelled"}
 
 
-def test_nothing_jumps_when_a_job_starts_and_ends(open_page: OpenPage) -> None:
+def test_the_layout_is_stable_when_a_job_starts_and_ends(open_page: OpenPage) -> None:
     page = open_page()
     places = """() => ['#picture .mat', '#actions', '#size'].map((s) => {
       const box = document.querySelector(s).getBoundingClientRect(); return [box.x, box.y, box.width, box.height] })"""

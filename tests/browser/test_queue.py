@@ -45,7 +45,7 @@ def cancel_all(page: Any) -> None:
     titles(page)
 
 
-def test_several_are_moved_changed_and_cancelled(open_page: OpenPage) -> None:
+def test_queued_jobs_are_moved_edited_and_cancelled(open_page: OpenPage) -> None:
     page, other = open_page(), open_page()
     ask(page, "a red boat", long=True)
     go(page)
@@ -77,7 +77,7 @@ def test_several_are_moved_changed_and_cancelled(open_page: OpenPage) -> None:
     assert page.complaints == []
 
 
-def test_variations_have_seeds_of_their_own(open_page: OpenPage) -> None:
+def test_variations_have_different_seeds(open_page: OpenPage) -> None:
     page = open_page()
     ask(page, "a red ball", long=True)
     page.fill("#field-seed textarea, #field-seed input", "7")
@@ -98,7 +98,7 @@ def test_variations_have_seeds_of_their_own(open_page: OpenPage) -> None:
     cancel_all(page)
 
 
-def test_one_more_is_added_while_another_runs_and_a_sound_tells_the_end(open_page: OpenPage) -> None:
+def test_a_job_is_added_while_another_runs_and_a_sound_marks_the_end(open_page: OpenPage) -> None:
     page = open_page()
     page.click("#sound:has-text('Sound off')")
     page.wait_for_selector("#sound:has-text('Sound on')")
@@ -120,7 +120,7 @@ def test_one_more_is_added_while_another_runs_and_a_sound_tells_the_end(open_pag
 
 
 @pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=["phone", "desktop"])
-def test_it_fits_and_can_be_heard(open_page: OpenPage, viewport: dict[str, int]) -> None:
+def test_the_layout_fits_and_has_accessible_names(open_page: OpenPage, viewport: dict[str, int]) -> None:
     page = open_page(viewport)
     ask(page, "a red boat on the sea", long=True)
     go(page)
@@ -132,7 +132,7 @@ def test_it_fits_and_can_be_heard(open_page: OpenPage, viewport: dict[str, int])
     cancel_all(page)
 
 
-def test_a_killed_app_leaves_a_job_that_goes_on(open_page: OpenPage, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_job_resumes_after_the_app_was_killed(open_page: OpenPage, tmp_path_factory: pytest.TempPathFactory) -> None:
     cache = make_cache(tmp_path_factory.mktemp("killed"))
     with serving(cache) as first:
         page = open_page(url=first.url)

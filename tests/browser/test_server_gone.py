@@ -15,7 +15,7 @@ TOLD = "() => document.querySelector('#offline').textContent.includes('does not 
 UNTOLD = "() => document.querySelector('#offline') && !document.querySelector('#offline').textContent"
 
 
-def test_a_page_does_not_pretend(open_page: OpenPage, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_lost_server_is_reported(open_page: OpenPage, tmp_path_factory: pytest.TempPathFactory) -> None:
     with serving(make_cache(tmp_path_factory.mktemp("gone"))) as other:
         page = open_page(url=other.url)
         ask(page, "a red boat", long=True)
@@ -28,7 +28,7 @@ def test_a_page_does_not_pretend(open_page: OpenPage, tmp_path_factory: pytest.T
     assert list((other.cache_dir / "outputs").iterdir()) == []
 
 
-def test_a_lost_connection_loses_nothing(open_page: OpenPage, server: Server) -> None:
+def test_a_lost_connection_is_restored(open_page: OpenPage, server: Server) -> None:
     relay = Relay(int(server.url.rstrip("/").rpartition(":")[2]))
     page = open_page(url=f"http://127.0.0.1:{relay.port}/")
     ask(page, "a calm blue sea", long=True)
@@ -45,7 +45,7 @@ def test_a_lost_connection_loses_nothing(open_page: OpenPage, server: Server) ->
     relay.cut()
 
 
-def test_a_stream_that_ends_too_soon_is_opened_again(chromium: Any, server: Server) -> None:
+def test_a_stream_that_ends_early_is_reopened(chromium: Any, server: Server) -> None:
     context = chromium.new_context()
     page = context.new_page()
     page.set_default_timeout(120_000)

@@ -59,7 +59,7 @@ def ask(page: Any, prompt: str, *, long: bool = False) -> None:
     start(page)
 
 
-def test_without_the_password_there_is_a_login_and_nothing_else(visit: Visit) -> None:
+def test_without_the_password_only_the_login_is_shown(visit: Visit) -> None:
     page = visit(log_in=False)
     assert "Enter the user and password that came with the link." in page.inner_text("body")
     page.fill("input:not([type=password])", "visitor")
@@ -71,7 +71,7 @@ def test_without_the_password_there_is_a_login_and_nothing_else(visit: Visit) ->
 
 
 @pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
-def test_a_stranger_makes_a_video_within_limits_that_are_said(visit: Visit, viewport: dict[str, int]) -> None:
+def test_a_visitor_generates_a_video_within_the_shown_limits(visit: Visit, viewport: dict[str, int]) -> None:
     page = visit(viewport)
     told = page.inner_text("#limits")
     for word in ("visitor", "At most 9 frames, 192×192 and 400 steps", "one video at a time, 20 an hour"):
@@ -94,7 +94,7 @@ def test_a_stranger_makes_a_video_within_limits_that_are_said(visit: Visit, view
     assert page.complaints == []
 
 
-def test_a_limit_is_said_beside_the_stage(visit: Visit) -> None:
+def test_an_exceeded_limit_is_shown_next_to_the_picture(visit: Visit) -> None:
     page = visit()
     page.fill("#field-prompt textarea", "a red boat")
     page.fill("#field-width input", "208")
@@ -106,7 +106,7 @@ def test_a_limit_is_said_beside_the_stage(visit: Visit) -> None:
     page.wait_for_selector("#field-width input[aria-invalid=true]")
 
 
-def test_a_visitor_stops_their_own_video_and_sees_no_others(visit: Visit) -> None:
+def test_visitors_cancel_their_own_video_and_see_no_others(visit: Visit) -> None:
     page, other = visit(), visit(PHONE)
     ask(page, "a red boat that only one may see", long=True)
     wait_for_state(page, "running")
@@ -127,7 +127,7 @@ def test_a_visitor_stops_their_own_video_and_sees_no_others(visit: Visit) -> Non
     page.wait_for_selector("#generate", state="visible")
 
 
-def test_anothers_video_is_refused(visit: Visit) -> None:
+def test_videos_of_other_visitors_are_refused(visit: Visit) -> None:
     page, other = visit(), visit()
     ask(page, "a blue boat")
     wait_for_state(page, "done")
@@ -137,7 +137,7 @@ def test_anothers_video_is_refused(visit: Visit) -> None:
     assert other.evaluate(status, address) == 404
 
 
-def test_whoever_shares_stops_videos_and_then_the_sharing(visit: Visit, chromium: Any, shared: Server) -> None:
+def test_the_owner_stops_visitors_videos_and_sharing(visit: Visit, chromium: Any, shared: Server) -> None:
     page = visit()
     own = chromium.new_context(viewport=DESKTOP).new_page()
     own.goto(shared.url)

@@ -17,7 +17,7 @@ def body(**values: Any) -> bytes:
     return json.dumps({"fn_index": 0, "session_hash": "abc", "data": ["a", None]} | values).encode()
 
 
-def test_a_call_that_fits_is_read() -> None:
+def test_a_valid_call_is_read() -> None:
     assert gradio_requests.read_call(body(), INPUTS)["data"] == ["a", None]
     assert gradio_requests.read_call(body(fn_index=7, data=[]), INPUTS)["fn_index"] == 7
     assert gradio_requests.read_call(body(session_hash=None, fn_index=None), INPUTS, api=0)["session_hash"] is None
@@ -57,7 +57,7 @@ def test_a_call_that_fits_is_read() -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_call_that_gradio_would_stumble_over_is_refused(sent: bytes, words: str) -> None:
+def test_calls_that_gradio_cannot_handle_are_refused(sent: bytes, words: str) -> None:
     with pytest.raises(RefusedError, match=words):
         gradio_requests.read_call(sent, INPUTS)
 
@@ -74,7 +74,7 @@ def test_a_call_that_gradio_would_stumble_over_is_refused(sent: bytes, words: st
     ],
     ids=str,
 )
-def test_only_what_names_an_event_ends_one(values: dict[str, Any]) -> None:
+def test_a_cancellation_must_name_an_event(values: dict[str, Any]) -> None:
     good = {"session_hash": "abc", "fn_index": 0, "event_id": "0" * 32}
     assert gradio_requests.read_cancel(json.dumps(good).encode()) == good
     with pytest.raises(RefusedError):
@@ -122,7 +122,7 @@ def test_only_the_routes_that_are_used_are_open(method: str, path: str, needed: 
     assert access(method, path) == needed
 
 
-def test_only_videos_in_the_outputs_are_served(tmp_path: Path) -> None:
+def test_only_videos_in_the_outputs_folder_are_served(tmp_path: Path) -> None:
     outputs = tmp_path / "Cache" / "outputs"
     (outputs / "sub.mp4").mkdir(parents=True)
     video, secret = outputs / "a video.mp4", tmp_path / "Cache" / "secret.mp4"
@@ -149,7 +149,7 @@ def test_only_videos_in_the_outputs_are_served(tmp_path: Path) -> None:
         assert find_output(asked, outputs) is None, asked
 
 
-def test_links_out_of_the_outputs_lead_nowhere(tmp_path: Path) -> None:
+def test_symlinks_out_of_the_outputs_folder_are_not_followed(tmp_path: Path) -> None:
     outputs = tmp_path / "outputs"
     outputs.mkdir()
     (tmp_path / "secret.mp4").write_bytes(b"x")
@@ -179,7 +179,7 @@ def test_links_out_of_the_outputs_lead_nowhere(tmp_path: Path) -> None:
         (b"lines=0-1", False),
     ],
 )
-def test_ranges_are_plain(value: bytes, readable: bool) -> None:
+def test_only_single_ranges_are_accepted(value: bytes, readable: bool) -> None:
     assert is_single_range(value) == readable
 
 

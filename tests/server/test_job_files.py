@@ -38,7 +38,7 @@ def get(server: Server, path: str, **headers: str) -> tuple[int, bytes, dict[str
             return error.code, error.read(), dict(error.headers)
 
 
-def test_now_tells_states(made: tuple[Server, str]) -> None:
+def test_now_returns_states(made: tuple[Server, str]) -> None:
     server, job = made
     status, body, _ = get(server, "tandem/now")
     assert status == 200 and json.loads(body) == {"queue": 0, "percent": None, "jobs": {job: "done"}}
@@ -51,7 +51,7 @@ def test_a_poster_is_a_still(made: tuple[Server, str]) -> None:
     assert b"ANIM" not in body
 
 
-def test_a_copy_says_nothing_and_leaves_nothing(made: tuple[Server, str], tmp_path: Path) -> None:
+def test_a_copy_has_no_metadata_and_is_removed(made: tuple[Server, str], tmp_path: Path) -> None:
     server, job = made
     status, body, headers = get(server, f"tandem/copy/{job}.mp4")
     copy = tmp_path / "copy.mp4"
@@ -73,7 +73,7 @@ def test_a_report_has_the_prompt_only_on_demand(made: tuple[Server, str]) -> Non
 
 @pytest.mark.parametrize("name", ["01234567", "..%2Fjobs", "%2e%2e", "x" * 300, "0123456g", "%00", ""])
 @pytest.mark.parametrize("path", ["poster/{}.webp", "copy/{}.mp4", "report/{}.json", "report/whole/{}.json"])
-def test_nothing_else_is_there(made: tuple[Server, str], path: str, name: str) -> None:
+def test_unknown_files_are_not_found(made: tuple[Server, str], path: str, name: str) -> None:
     assert get(made[0], f"tandem/{path.format(name)}")[0] in {403, 404}
 
 
@@ -90,11 +90,11 @@ def test_nothing_else_is_there(made: tuple[Server, str], path: str, name: str) -
         ("GET", "/tandem/copy/0123abcd.mp4/", None),
     ],
 )
-def test_the_gate_lets_only_these_through(method: str, path: str, needed: str | None) -> None:
+def test_only_these_routes_are_open(method: str, path: str, needed: str | None) -> None:
     assert access(method, path) == needed
 
 
-def test_what_lies_elsewhere_or_is_anothers_stays(made: tuple[Server, str]) -> None:
+def test_files_outside_the_folder_and_of_visitors_are_not_served(made: tuple[Server, str]) -> None:
     server, _ = made
     store = JobStore(server.cache_dir / "jobs.sqlite")
     try:
@@ -109,7 +109,7 @@ def test_what_lies_elsewhere_or_is_anothers_stays(made: tuple[Server, str]) -> N
     assert theirs not in json.loads(get(server, "tandem/now")[1])["jobs"]
 
 
-def test_who_has_not_logged_in_gets_nothing(tmp_path: Path) -> None:
+def test_files_need_a_login(tmp_path: Path) -> None:
     with serving(make_cache(tmp_path), "--auth", "me:secret") as server:
         store = JobStore(server.cache_dir / "jobs.sqlite")
         job = add_job(store)

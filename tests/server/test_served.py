@@ -56,7 +56,7 @@ def test_generate_streams_events_and_gives_the_video(server: Server, client: Any
     assert set(final["timings"]) == {"encode", "denoise", "decode", "mux", "total"}
 
 
-def test_predict_gives_the_last_event(client: Any) -> None:
+def test_predict_returns_the_last_event(client: Any) -> None:
     first = client.predict("a red boat", seed=5, steps=2, api_name="/generate")
     again = client.predict("a red boat", seed=5, steps=2, shift=7.5, vae_precision="float32", api_name="/generate")
     assert (first["request"]["shift"], again["request"]["shift"]) == (None, 7.5)
@@ -116,7 +116,7 @@ def test_a_closed_stream_does_not_end_the_job(server: Server, client: Any) -> No
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_bad_values_are_answered_in_two_sentences(
+def test_invalid_values_return_error_and_remedy(
     server: Server, client: Any, values: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     with pytest.raises(AppError) as refused:
@@ -126,7 +126,7 @@ def test_bad_values_are_answered_in_two_sentences(
     assert "Traceback" not in (server.cache_dir / "server.txt").read_text(encoding="utf-8")
 
 
-def test_nan_over_raw_http_is_refused(server: Server) -> None:
+def test_nan_over_http_is_rejected(server: Server) -> None:
     # The rest is left to their defaults.
     body = b'{"data": ["a red boat", null, "tiny", NaN, 32]}'
     request = urllib.request.Request(
@@ -140,7 +140,7 @@ def test_nan_over_raw_http_is_refused(server: Server) -> None:
     assert "Traceback" not in (server.cache_dir / "server.txt").read_text(encoding="utf-8")
 
 
-def test_another_site_cannot_press_the_librarys_buttons(server: Server) -> None:
+def test_other_sites_cannot_call_the_engine_panel(server: Server) -> None:
     for path in ("gradio_api/queue/join", "gradio_api/run/predict"):
         assert status(server, path, method="POST", headers={"Origin": "https://evil.example"}) == 403
         # Nor a page that another program of this machine serves.
@@ -167,7 +167,7 @@ def test_only_generate_is_public(client: Any) -> None:
     assert described["unnamed_endpoints"] == {}
 
 
-def test_outputs_are_served_and_nothing_else(server: Server, client: Any) -> None:
+def test_only_outputs_are_served(server: Server, client: Any) -> None:
     client.predict("a red boat", steps=1, api_name="/generate")
     outputs = server.cache_dir / "outputs"
     video = next(outputs.glob("*.mp4"))
@@ -196,7 +196,7 @@ def test_outputs_are_served_and_nothing_else(server: Server, client: Any) -> Non
         assert status(server, f"gradio_api/file/{trick}") in {403, 404}, trick
 
 
-def test_what_the_app_does_not_use_is_shut(server: Server) -> None:
+def test_unused_routes_are_closed(server: Server) -> None:
     for path in ("upload", "proxy=https://example.com/", "api/generate", "component_server", "token", "stream/a/b/1/c"):
         assert status(server, f"gradio_api/{path}") == 403, path
     for path in ("file=https://example.com/", "file=http:/example.com", "file/https://example.com/"):
@@ -205,21 +205,21 @@ def test_what_the_app_does_not_use_is_shut(server: Server) -> None:
     assert status(server, "monitoring") == 403
 
 
-def test_another_sites_name_for_this_machine_is_turned_away(server: Server) -> None:
+def test_other_host_names_are_refused(server: Server) -> None:
     assert status(server, "", headers={"Host": "evil.example:80"}) == 403
     assert status(server, "", headers={"Host": "localhost"}) == 200
     assert status(server, "gradio_api/queue/join", method="POST", headers={"Origin": "https://evil.example"}) == 403
     assert status(server, "gradio_api/queue/join", method="POST", headers={"Origin": "null"}) == 403
 
 
-def test_the_page_may_load_from_here_only(server: Server) -> None:
+def test_the_content_security_policy_allows_only_this_server(server: Server) -> None:
     with urllib.request.urlopen(server.url, timeout=10) as answer:
         policy = answer.headers["Content-Security-Policy"]
     assert "default-src 'self'" in policy
     assert "http" not in policy
 
 
-def test_the_page_is_styled_from_its_first_moment(server: Server) -> None:
+def test_the_page_is_styled_before_its_script_runs(server: Server) -> None:
     with urllib.request.urlopen(server.url, timeout=10) as answer:
         page = answer.read().decode()
     before_body = page.partition("<body")[0]
@@ -237,7 +237,7 @@ def test_a_password_guards_page_endpoint_and_files(tmp_path_factory: pytest.Temp
             Client(guarded.url, auth=("me", "wrong"), verbose=False)
 
 
-def test_a_taken_port_is_said_in_two_lines(server: Server) -> None:
+def test_a_port_in_use_is_reported_in_two_lines(server: Server) -> None:
     port = server.url.rstrip("/").rpartition(":")[2]
     run = subprocess.run(
         [sys.executable, "app.py", "--port", port, "--no-browser"],
@@ -253,7 +253,7 @@ def test_a_taken_port_is_said_in_two_lines(server: Server) -> None:
 
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "203.0.113.7"])
-def test_a_host_that_is_not_this_machine_is_said(host: str, tmp_path: Path) -> None:
+def test_a_host_of_another_machine_is_rejected(host: str, tmp_path: Path) -> None:
     from runtime.ui.app import serve
 
     with pytest.raises(MachineError) as refused, serve(Settings(cache_dir=tmp_path, host=host, port=free_port())):

@@ -53,7 +53,7 @@ def test_a_link_is_read_and_the_program_ends_with_it(tmp_path: Path, monkeypatch
     assert note.stat().st_mtime_ns == after
 
 
-def test_the_program_does_not_outlive_the_app(tmp_path: Path) -> None:
+def test_the_tunnel_program_does_not_outlive_the_app(tmp_path: Path) -> None:
     note = tmp_path / "alive"
     code = f"import time\nwhile True: open({str(note)!r}, 'w').write(str(time.time())); time.sleep(0.01)"
     # An app that is killed says no goodbye; its end of the pipe closes all the same.
@@ -82,7 +82,7 @@ def test_the_program_does_not_outlive_the_app(tmp_path: Path) -> None:
         ("print('login to server failed: no route to host')", "login to server failed: no route to host"),
     ],
 )
-def test_a_program_that_gives_no_link_is_said_in_a_line(
+def test_a_program_without_a_link_is_reported_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, words: str
 ) -> None:
     stand_in(tmp_path, monkeypatch, code)
@@ -91,7 +91,7 @@ def test_a_program_that_gives_no_link_is_said_in_a_line(
     assert "\n" not in failed.value.what and "internet connection" in failed.value.remedy
 
 
-def test_what_is_said_to_gradios_program_and_server_is_what_gradio_says() -> None:
+def test_the_tunnel_command_is_gradios() -> None:
     command = inspect.getsource(tunneling.Tunnel._start_tunnel) + inspect.getsource(
         tunneling.Tunnel._read_url_from_tunnel_stream
     )
@@ -104,14 +104,14 @@ def test_what_is_said_to_gradios_program_and_server_is_what_gradio_says() -> Non
     assert all(f'["{key}"]' in answer for key in ("host", "port", "root_ca"))
 
 
-def test_without_a_network_it_says_what_was_not_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_network_the_unreachable_host_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(networking, "GRADIO_SHARE_SERVER_ADDRESS", None)
     monkeypatch.setattr(networking, "GRADIO_API_SERVER", f"{NOBODY}/v3/tunnel-request")
     with pytest.raises(MachineError, match="was not reached"):
         open_tunnel(7860, tmp_path)
 
 
-def test_a_program_that_is_not_gradios_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_with_another_checksum_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = tmp_path / "ran"
     program = stand_in(tmp_path, monkeypatch, f"open({str(ran)!r}, 'w')")
     address = f"{NOBODY}/frpc"
@@ -122,7 +122,7 @@ def test_a_program_that_is_not_gradios_is_never_run(tmp_path: Path, monkeypatch:
     assert not program.exists() and not ran.exists()
 
 
-def test_the_app_goes_on_without_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_app_runs_without_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(networking, "GRADIO_SHARE_SERVER_ADDRESS", None)
     monkeypatch.setattr(networking, "GRADIO_API_SERVER", f"{NOBODY}/v3/tunnel-request")
     told: list[str] = []

@@ -54,7 +54,7 @@ def too_large(width: int, height: int) -> Fact:
     ],
     ids=str,
 )
-def test_a_video_keeps_to_the_limits(values: dict[str, Any], field: str | None, expected: Fact | None) -> None:
+def test_videos_over_the_limits_are_rejected(values: dict[str, Any], field: str | None, expected: Fact | None) -> None:
     if field is None:
         visitors.check_request(asked(**values), LIMITS)
         return
@@ -90,7 +90,7 @@ def test_a_visitor_may_choose_the_shift(spec: ModelSpec) -> None:
     assert visitors.filled_in(asked(shift=5.0), spec, LIMITS).shift == 5.0
 
 
-def test_what_runs_how_is_not_a_visitors_to_choose(spec: ModelSpec) -> None:
+def test_execution_settings_of_visitors_are_ignored(spec: ModelSpec) -> None:
     wanted = asked(vae_precision="float32", attention="native", compile="never", offload="model")
     assert visitors.filled_in(wanted, spec, LIMITS) == visitors.filled_in(asked(), spec, LIMITS)
 
@@ -104,7 +104,7 @@ def test_every_limit_is_described(limits: Limits) -> None:
     assert ("one video at a time" in told) == (limits.waiting == 1)
 
 
-def test_limits_are_the_models_own_unless_somebody_says(spec: ModelSpec, tmp_path: Path) -> None:
+def test_limits_default_to_the_model(spec: ModelSpec, tmp_path: Path) -> None:
     own = visitors.limits_of(Settings(cache_dir=tmp_path), spec)
     assert (own.frames, own.steps) == (spec.defaults.frames, spec.defaults.steps)
     visitors.check_request(visitors.filled_in(GenerationRequest(prompt="a boat"), spec, own), own)
@@ -121,14 +121,14 @@ def test_limits_are_the_models_own_unless_somebody_says(spec: ModelSpec, tmp_pat
     ],
     ids=str,
 )
-def test_what_nobody_says_is_within_the_limits(spec: ModelSpec, limits: Limits) -> None:
+def test_defaults_are_within_the_limits(spec: ModelSpec, limits: Limits) -> None:
     filled = visitors.filled_in(GenerationRequest(prompt="a boat"), spec, limits)
     visitors.check_request(filled, limits)
     assert (int(filled.frames) - 1) % spec.vae.scale_factor_temporal == 0
     assert int(filled.width) % spec.strides[0] == int(filled.height) % spec.strides[1] == 0
 
 
-def test_a_visitor_chooses_nothing_of_what_runs_where(spec: ModelSpec) -> None:
+def test_visitors_cannot_choose_backends_or_memory_strategies(spec: ModelSpec) -> None:
     wish = GenerationRequest(
         prompt="a boat", backends={"all": "inductor"}, build="always", offload="group", quantization="fp8", seed=7
     )
@@ -137,7 +137,7 @@ def test_a_visitor_chooses_nothing_of_what_runs_where(spec: ModelSpec) -> None:
     assert (filled.prompt, filled.seed) == ("a boat", 7)
 
 
-def test_models_by_a_path_are_not_for_visitors(spec: ModelSpec, tmp_path: Path) -> None:
+def test_models_given_by_a_path_are_not_for_visitors(spec: ModelSpec, tmp_path: Path) -> None:
     here = replace(spec, name="tiny", directory=tmp_path / "weights" / "tiny")
     elsewhere = replace(spec, name="own", directory=tmp_path / "own")
     same_name = replace(spec, name="tiny", directory=tmp_path / "other" / "tiny")
@@ -146,13 +146,13 @@ def test_models_by_a_path_are_not_for_visitors(spec: ModelSpec, tmp_path: Path) 
     assert visitors.visitors_models({str(tmp_path / "other" / "tiny"): same_name}, folders) == {}
 
 
-def test_visitors_hear_of_no_folders() -> None:
+def test_paths_are_removed_from_visitors_messages() -> None:
     folders = {"the cache folder": Path("/home/anna/Cache"), "the home folder": Path("/home/anna")}
     told = visitors.without_paths("The disk of /home/anna/Cache/outputs is full; see /home/anna/notes.", folders)
     assert told == "The disk of the cache folder/outputs is full; see the home folder/notes."
 
 
-def test_passwords_can_be_read_and_not_guessed() -> None:
+def test_passwords_are_random_syllables() -> None:
     made = {make_password() for _ in range(200)}
     assert len(made) == 200
     for password in made:
@@ -161,7 +161,7 @@ def test_passwords_can_be_read_and_not_guessed() -> None:
         assert all(letter in "aeiou" for group in groups for letter in group[1::2])
 
 
-def test_the_last_of_the_disk_is_not_for_visitors() -> None:
+def test_visitors_cannot_fill_the_disk() -> None:
     visitors.check_disk(1 << 29)
     with pytest.raises(LimitError) as refused:
         visitors.check_disk((1 << 29) - 1)

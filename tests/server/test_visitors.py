@@ -54,7 +54,7 @@ def end_of(job: Job) -> str:
     return job.state
 
 
-def test_one_waits_their_turn(visitors: Visitors, worker: JobQueue) -> None:
+def test_a_visitor_waits_for_their_own_video(visitors: Visitors, worker: JobQueue) -> None:
     first = visitors.submit(long(), visitors.name_of("anna"))
     with pytest.raises(LimitError, match="You already have 1 video queued"):
         visitors.submit(long(), visitors.name_of("anna"))
@@ -73,7 +73,7 @@ def test_one_waits_their_turn(visitors: Visitors, worker: JobQueue) -> None:
     assert [end_of(job) for job in (first, second, own)] == ["cancelled", "cancelled", "done"]
 
 
-def test_two_wishes_at_once_do_not_both_take_the_last_place(visitors: Visitors, worker: JobQueue) -> None:
+def test_concurrent_submissions_do_not_exceed_the_limit(visitors: Visitors, worker: JobQueue) -> None:
     start = threading.Barrier(6)
     refused: list[TandemError] = []
 
@@ -93,13 +93,13 @@ def test_two_wishes_at_once_do_not_both_take_the_last_place(visitors: Visitors, 
     assert len(worker.jobs(visitors.name_of("anna"))) == 1
 
 
-def test_whoever_shares_does_not_see_visitors_jobs_as_their_own(visitors: Visitors, worker: JobQueue) -> None:
+def test_visitors_jobs_are_not_the_owners(visitors: Visitors, worker: JobQueue) -> None:
     visitors.submit(long(), visitors.name_of("anna"))
     assert worker.active() is None and worker.latest() is None
     assert worker.active(visitors.name_of("anna")) is not None
 
 
-def test_an_end_is_an_end(visitors: Visitors) -> None:
+def test_nothing_is_submitted_after_sharing_ended(visitors: Visitors) -> None:
     job = visitors.submit(long(), visitors.name_of("anna"))
     visitors.close()
     assert end_of(job) == "cancelled"
@@ -107,7 +107,7 @@ def test_an_end_is_an_end(visitors: Visitors) -> None:
         visitors.submit(long(), visitors.name_of("ben"))
 
 
-def test_models_are_those_of_the_list(visitors: Visitors, tmp_path: Path) -> None:
+def test_visitors_cannot_use_other_models(visitors: Visitors, tmp_path: Path) -> None:
     for name in (str(tmp_path / "weights" / "tiny"), "../tiny", "diorama"):
         with pytest.raises(ModelError, match="no model of that name"):
             visitors.submit(long(model=name), visitors.name_of("anna"))
@@ -127,7 +127,9 @@ def test_sessions_and_requests_are_counted(visitors: Visitors) -> None:
     assert visitors.present() == 1
 
 
-def test_what_waits_for_visitors_of_a_killed_app_is_not_made(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
+def test_queued_jobs_of_visitors_of_a_killed_app_are_cancelled(
+    tiny: Callable[[str], ModelSpec], tmp_path: Path
+) -> None:
     store = JobStore(tmp_path / "jobs.sqlite")
     plan = tiny_plan(tiny("wan2.2-a14b"), tmp_path / "a.mp4")
     with Instance(store.path) as alive:

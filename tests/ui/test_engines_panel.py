@@ -98,7 +98,7 @@ def test_pin_unpin_delete(tab: Tab) -> None:
 
 @pytest.mark.parametrize("act", ["delete", "verify", "pin", "unpin"])
 @pytest.mark.parametrize("of", ["", "../../etc", "0", "*", "all", "0" * 15, "0" * 17, "G" * 16, "0" * 15 + "\n"])
-def test_only_whole_ids_are_taken(tab: Tab, act: str, of: str) -> None:
+def test_engine_ids_are_complete(tab: Tab, act: str, of: str) -> None:
     kept = insert(tab.store, 1)
     assert tab.press(act, of) == NOWHERE
     # A beginning will do on the command line; here a button names one engine.
@@ -107,7 +107,7 @@ def test_only_whole_ids_are_taken(tab: Tab, act: str, of: str) -> None:
     assert [(one.id, one.pinned) for one in tab.store.index()] == [(kept, False)]
 
 
-def test_an_engine_that_is_gone_is_named(tab: Tab) -> None:
+def test_a_missing_engine_is_named(tab: Tab) -> None:
     assert tab.press("delete", "0" * 16).startswith("There is no engine '0000000000000000'.")
 
 
@@ -117,7 +117,7 @@ def test_unknown_actions_do_nothing(tab: Tab, act: str, of: str) -> None:
     assert tab.worker.tasks() == []
 
 
-def test_a_form_that_cannot_be_builds_nothing(tab: Tab) -> None:
+def test_an_invalid_form_builds_nothing(tab: Tab) -> None:
     odd = [GOOD[name] if name != "width" else 65 for name in form.NAMES]
     assert "multiples of 16. Use 64 or 80." in tab.press("build", "all", odd)
     assert tab.press("build", "all", []) == "The form is incomplete. Reload the page."
@@ -125,7 +125,7 @@ def test_a_form_that_cannot_be_builds_nothing(tab: Tab) -> None:
     assert tab.worker.tasks() == []
 
 
-def test_a_build_is_shown_and_cancelled_and_not_asked_for_twice(tab: Tab) -> None:
+def test_a_build_is_queued_once_and_cancelled(tab: Tab) -> None:
     hold = tab.worker.add_task(PRUNE, "Hold")
     chosen = [GOOD[name] if name != "backend_vae" else "onnxruntime" for name in form.NAMES]
     assert tab.press("build", "vae", chosen).endswith(": queued.")
@@ -152,7 +152,7 @@ FILES: dict[str, bytes] = {
 }
 
 
-@pytest.mark.parametrize("take", [True, False], ids=["import", "look"])
+@pytest.mark.parametrize("take", [True, False], ids=["import", "inspect"])
 @pytest.mark.parametrize(
     ("file", "said"),
     [
@@ -167,9 +167,7 @@ FILES: dict[str, bytes] = {
         ("none.plan", "none.plan cannot be read: No such file or directory. Check the path"),
     ],
 )
-def test_a_bad_file_is_told_at_once_in_two_sentences(
-    tab: Tab, tmp_path: Path, file: str, said: str, take: bool
-) -> None:
+def test_an_invalid_file_is_rejected_with_a_remedy(tab: Tab, tmp_path: Path, file: str, said: str, take: bool) -> None:
     for name, content in FILES.items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "folder.plan").mkdir()
@@ -180,7 +178,7 @@ def test_a_bad_file_is_told_at_once_in_two_sentences(
     assert tab.worker.tasks() == []
 
 
-def test_a_file_for_a_library_that_is_not_here_is_told(tab: Tab, tmp_path: Path) -> None:
+def test_a_file_of_a_missing_library_is_rejected(tab: Tab, tmp_path: Path) -> None:
     plan = tmp_path / "whole.plan"
     plan.write_bytes(struct.pack("<4sIQQ4B", b"ftrt", 0, 1, 428, 10, 16, 0, 0) + bytes(400))
     if probe().gpus:
@@ -190,9 +188,9 @@ def test_a_file_for_a_library_that_is_not_here_is_told(tab: Tab, tmp_path: Path)
     assert tab.worker.tasks() == []
 
 
-@pytest.mark.parametrize("take", [True, False], ids=["import", "look"])
+@pytest.mark.parametrize("take", [True, False], ids=["import", "inspect"])
 @pytest.mark.parametrize("trusted", [False, None, 1, "true", True, [], {}])
-def test_nothing_is_opened_before_it_is_trusted(tab: Tab, tmp_path: Path, trusted: object, take: bool) -> None:
+def test_untrusted_files_are_not_opened(tab: Tab, tmp_path: Path, trusted: object, take: bool) -> None:
     path = tmp_path / "x.onnx"
     path.write_bytes(bytes(range(256)))
     said = tab.bring(str(path), "auto", trusted, take=take)
@@ -204,7 +202,7 @@ def test_nothing_is_opened_before_it_is_trusted(tab: Tab, tmp_path: Path, truste
 
 
 @pytest.mark.skipif(os.name != "posix", reason="files have no owners here")
-def test_the_file_of_another_user_is_not_opened(tab: Tab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_another_user_is_not_opened(tab: Tab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.onnx"
     path.write_bytes(bytes(range(256)))
     if os.getuid() == 0:
@@ -216,21 +214,21 @@ def test_the_file_of_another_user_is_not_opened(tab: Tab, tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("file", [None, 7, "", "  ", "a\x00b", "a\nb", "/" + "x" * 5000, [], {}], ids=repr)
-def test_no_path_is_named(tab: Tab, file: object) -> None:
+def test_a_missing_path_is_rejected(tab: Tab, file: object) -> None:
     assert tab.bring(file).startswith("No engine file is given. Enter the absolute path of a .trt, .plan, ")
 
 
 @pytest.mark.parametrize("file", ["x.plan", "../x.plan", "~nobody-of-that-name/x.plan"])
-def test_a_path_begins_at_the_top(tab: Tab, file: str) -> None:
+def test_a_relative_path_is_rejected(tab: Tab, file: str) -> None:
     assert tab.bring(file).startswith(f"The path {file} is not absolute. Enter the absolute path, such as /")
 
 
 @pytest.mark.parametrize("part", [None, 3, "", "eyes", "../x", [], {}])
-def test_it_stands_for_a_part_of_the_model(tab: Tab, part: object) -> None:
+def test_a_component_belongs_to_the_model(tab: Tab, part: object) -> None:
     assert tab.bring("/x.onnx", part).endswith("has no such component. Choose another component, or Automatic.")
 
 
-def test_a_file_is_imported_once_at_a_time_and_shown(tab: Tab, tmp_path: Path) -> None:
+def test_an_import_is_queued_once_and_shown(tab: Tab, tmp_path: Path) -> None:
     path = tmp_path / "noise.onnx"
     path.write_bytes(bytes(range(256)) * 20)
     tab.worker.add_task(PRUNE, "Hold")
@@ -248,7 +246,7 @@ def test_a_file_is_imported_once_at_a_time_and_shown(tab: Tab, tmp_path: Path) -
     assert tab.store.index() == []
 
 
-def test_an_import_needs_no_valid_settings_but_the_model(tab: Tab) -> None:
+def test_an_import_only_needs_a_valid_model(tab: Tab) -> None:
     odd = [GOOD[name] if name != "width" else 65 for name in form.NAMES]
     assert "is not absolute" in tab.bring("x.plan", values=odd)
     other = [GOOD[name] if name != "model" else "none" for name in form.NAMES]
@@ -256,7 +254,7 @@ def test_an_import_needs_no_valid_settings_but_the_model(tab: Tab) -> None:
     assert "The form is incomplete" in tab.bring("/x.plan", values=[])
 
 
-def test_what_was_found_is_shown_as_text(tmp_path: Path) -> None:
+def test_findings_are_escaped(tmp_path: Path) -> None:
     store, work = JobStore(None), InspectEngine(path=Path("x"), model="tiny")
     added = store.add_work("task", "Inspect x", tmp_path, work.model_dump(mode="json"))
     store.claim("00000000.0")
@@ -268,13 +266,13 @@ def test_what_was_found_is_shown_as_text(tmp_path: Path) -> None:
     assert 'class="found" aria-label="Findings" hidden' in tasks_html([(Task(other, store), 0)])
 
 
-def test_the_line_does_not_grow_without_end(tab: Tab) -> None:
+def test_the_number_of_open_tasks_is_limited(tab: Tab) -> None:
     for number in range(40):
         tab.worker.add_task(PRUNE, f"Hold {number}")
     assert tab.press("prune", "") == "20 tasks are already queued or running. Wait until one is done, or cancel one."
 
 
-def test_parts_that_are_drawn_already_are_not_sent_again(tab: Tab) -> None:
+def test_unchanged_parts_are_not_sent_again(tab: Tab) -> None:
     insert(tab.store, 1)
     end = time.monotonic() + 60
     drawn: dict[str, str] = {}
@@ -291,7 +289,7 @@ def test_parts_that_are_drawn_already_are_not_sent_again(tab: Tab) -> None:
     assert "table" in tab.parts(drawn=drawn | reply["digests"])
 
 
-def test_each_part_says_what_building_would_take(tab: Tab) -> None:
+def test_each_component_shows_its_build_time(tab: Tab) -> None:
     chosen = GOOD | {"backend_vae": "pytorch", "backend_transformer": "onnxruntime"}
     values = [chosen[name] for name in form.NAMES]
     end = time.monotonic() + 60
@@ -303,11 +301,11 @@ def test_each_part_says_what_building_would_take(tab: Tab) -> None:
 
 
 @pytest.mark.parametrize("drawn", [{"table": 5}, {"table": None}, {"": []}, {"table": "abc"}], ids=repr)
-def test_digests_are_not_trusted(tab: Tab, drawn: dict[str, Any]) -> None:
+def test_invalid_digests_are_ignored(tab: Tab, drawn: dict[str, Any]) -> None:
     assert len(tab.parts(drawn=drawn)) == 4
 
 
-def test_a_row_says_it_all(tiny: Callable[[str], ModelSpec]) -> None:
+def test_a_row_shows_every_property(tiny: Callable[[str], ModelSpec]) -> None:
     made = record(
         key(profiles=(ShapeProfile.fixed((3, 4, 8)),), backend="tensorrt", precision="float16"),
         model="<b>tiny</b>",
@@ -360,14 +358,14 @@ def test_sizes_are_in_pixels_and_frames(
         assert "latent" in serves(made, None)
 
 
-def test_an_imported_one_says_where_it_was_made(tiny: Callable[[str], ModelSpec]) -> None:
+def test_an_imported_engine_is_marked(tiny: Callable[[str], ModelSpec]) -> None:
     made = record(key(builder="imported", program="vae_clip"), build_seconds=0.0)
     html = table_html([Entry(made, tiny("wan2.1"), [], BreakEven(0, 2))])
     for expected in ("VAE decoder, whole clips", "imported<", "saves 2.0 s a video<", "imported again from its file"):
         assert expected in html, expected
 
 
-def test_a_broken_engine_says_why() -> None:
+def test_a_broken_engine_shows_the_reason() -> None:
     broken = record(key(), problem=Fact("engine.file_changed", {"file": "engine.pt2"}), verified=False)
     unreadable = record(UNREADABLE_KEY, id="0" * 16, problem=Fact("engine.file_missing", {"file": "engine.json"}))
     html = table_html([Entry(one, None, [], None) for one in (broken, unreadable)])
@@ -375,7 +373,7 @@ def test_a_broken_engine_says_why() -> None:
     assert "Unreadable" in html and "Not used: engine.json is missing." in html
 
 
-def test_disk_use_is_a_share_of_the_cap() -> None:
+def test_disk_usage_is_relative_to_the_limit() -> None:
     assert "width:25.0%" in storage_html(250, 1000, 2)
     assert "2 engines, 250 B of at most 1.0 KB" in storage_html(250, 1000, 2)
     assert "width:100.0%" in storage_html(5, 0, 1)

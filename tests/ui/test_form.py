@@ -57,7 +57,7 @@ def read(models: dict[str, ModelSpec], **changes: Any) -> GenerationRequest:
     return form.read([values[name] for name in form.NAMES], models)
 
 
-def test_an_empty_number_names_the_one_that_the_form_shows(models: dict[str, ModelSpec]) -> None:
+def test_an_empty_number_suggests_the_default(models: dict[str, ModelSpec]) -> None:
     spec = models["wan2.2-a14b"]
     without = models | {spec.name: replace(spec, defaults=replace(spec.defaults, guidance_scale_2=None))}
     for offered, shown in ((models, spec.defaults.guidance_scale_2), (without, spec.defaults.guidance_scale)):
@@ -73,7 +73,7 @@ def test_values_become_a_request(models: dict[str, ModelSpec]) -> None:
     assert [read(models, gpus=given).gpus for given in ("2", "auto")] == [2, AUTO]
 
 
-def test_backends_are_told_by_component(models: dict[str, ModelSpec]) -> None:
+def test_backends_are_read_by_component(models: dict[str, ModelSpec]) -> None:
     chosen = {"backend_vae": "onnxruntime", "backend_transformer_2": "pytorch"}
     request = read(models, **chosen, build="never", offload="group", quantization="fp8")
     assert request.backends == {"transformer_2": "pytorch", "vae": "onnxruntime"}
@@ -84,7 +84,7 @@ def test_backends_are_told_by_component(models: dict[str, ModelSpec]) -> None:
 
 @pytest.mark.parametrize("field", [*BACKENDS, "build", "offload", "quantization"])
 @pytest.mark.parametrize("value", [None, "", "cuda", 1, True, [], {}, ["pytorch"], float("nan"), "a" * 100_000])
-def test_what_is_no_choice_is_refused_by_name(models: dict[str, ModelSpec], field: str, value: Any) -> None:
+def test_invalid_choices_are_rejected_by_field(models: dict[str, ModelSpec], field: str, value: Any) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         read(models, **{field: value})
     assert refused.value.field == ("backends" if field in BACKENDS else field)
@@ -101,7 +101,7 @@ def test_what_is_no_choice_is_refused_by_name(models: dict[str, ModelSpec], fiel
         ("a/b\n high=c:1.5 \nlow=c", (Lora("a/b"), Lora("c", 1.5, "high"), Lora("c", 1.0, "low"))),
     ],
 )
-def test_loras_are_told_by_name_one_a_line(models: dict[str, ModelSpec], value: Any, loras: tuple[Lora, ...]) -> None:
+def test_loras_are_read_one_for_each_line(models: dict[str, ModelSpec], value: Any, loras: tuple[Lora, ...]) -> None:
     request = read(models, loras=value)
     assert request.loras == loras
     # They come back from what the browser kept, and from a video's request.
@@ -115,7 +115,7 @@ def test_loras_are_told_by_name_one_a_line(models: dict[str, ModelSpec], value: 
     [7, [], ["a"], {}, True, "a" * 100_000, "a\x00b", "a:-1", "a:0", "a:nan", "a:1e9", "a\na", "\n".join("abcdefghi"),
      "/etc/passwd", "../a", "~/a", "a.safetensors", "C:\\a", "a/../../b", "high="],
 )  # fmt: skip
-def test_what_is_no_lora_of_the_cache_is_refused(models: dict[str, ModelSpec], value: Any) -> None:
+def test_loras_outside_the_cache_are_rejected(models: dict[str, ModelSpec], value: Any) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         read(models, loras=value)
     assert refused.value.field == "loras"
@@ -123,25 +123,25 @@ def test_what_is_no_lora_of_the_cache_is_refused(models: dict[str, ModelSpec], v
 
 
 @pytest.mark.parametrize("stored", [7, [7], {"a": 1}, [{"file": 3}], "x" * 9_000, [["a", "b"]]])
-def test_stored_loras_that_are_none_are_passed_over(models: dict[str, ModelSpec], stored: Any) -> None:
+def test_invalid_stored_loras_are_ignored(models: dict[str, ModelSpec], stored: Any) -> None:
     assert len(form.filled(GOOD | {"loras": stored}, models)["loras"]["value"]) <= 4_000
 
 
 @pytest.mark.parametrize("value", [None, "", "first", 7, [], {}, "first-block:0", "first-block:nan", "x" * 100_000])
-def test_what_is_no_step_cache_is_refused_and_not_brought_back(models: dict[str, ModelSpec], value: Any) -> None:
+def test_invalid_step_caches_are_rejected_and_not_restored(models: dict[str, ModelSpec], value: Any) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         read(models, step_cache=value)
     assert refused.value.field == "step_cache"
     assert form.filled(GOOD | {"step_cache": value}, models)["step_cache"]["value"] == "none"
 
 
-def test_a_step_cache_comes_back_with_its_strength(models: dict[str, ModelSpec]) -> None:
+def test_a_step_cache_is_restored_with_its_strength(models: dict[str, ModelSpec]) -> None:
     for given, kept in (("first-block", "first-block"), ("first-block:0.250", "first-block:0.25")):
         assert read(models, step_cache=given).step_cache == kept
         assert form.filled(GOOD | {"step_cache": given}, models)["step_cache"]["value"] == kept
 
 
-def test_words_and_seed_do_not_matter_to_what_runs_where(models: dict[str, ModelSpec]) -> None:
+def test_prompts_and_seed_do_not_affect_the_plan(models: dict[str, ModelSpec]) -> None:
     values = GOOD | {"prompt": None, "negative_prompt": 7, "seed": "abc"}
     request = form.read_settings([values[name] for name in form.NAMES], models)
     assert (request.width, request.seed) == (64, AUTO)
@@ -154,7 +154,7 @@ def test_an_empty_seed_is_random(models: dict[str, ModelSpec], given: Any, seed:
     assert read(models, seed=given).seed == seed
 
 
-def test_a_model_with_one_transformer_gets_one_guidance(models: dict[str, ModelSpec]) -> None:
+def test_a_model_with_one_transformer_has_one_guidance_scale(models: dict[str, ModelSpec]) -> None:
     assert read(models, model="wan2.1").guidance_scale_2 == AUTO
 
 
@@ -163,7 +163,7 @@ BAD: list[Any] = [None, "", "abc", float("nan"), float("inf"), -1, 0.5, 10**30, 
 
 @pytest.mark.parametrize("field", ["width", "height", "frames", "fps", "steps", "guidance_scale", "guidance_scale_2"])
 @pytest.mark.parametrize("value", BAD, ids=lambda value: repr(value)[:12])
-def test_what_is_no_number_is_refused_by_name(models: dict[str, ModelSpec], field: str, value: Any) -> None:
+def test_invalid_numbers_are_rejected_by_field(models: dict[str, ModelSpec], field: str, value: Any) -> None:
     if field.startswith("guidance") and value == 0.5:
         assert getattr(read(models, **{field: value}), field) == value
         return
@@ -175,21 +175,21 @@ def test_what_is_no_number_is_refused_by_name(models: dict[str, ModelSpec], fiel
 
 
 @pytest.mark.parametrize("value", ["abc", "1.5", "-1", "９" * 30, "1" * 100_000, "0x10", [], {}, float("nan"), -1])
-def test_what_is_no_seed_is_refused(models: dict[str, ModelSpec], value: Any) -> None:
+def test_invalid_seeds_are_rejected(models: dict[str, ModelSpec], value: Any) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         read(models, seed=value)
     assert refused.value.field == "seed"
 
 
 @pytest.mark.parametrize("value", ["", "   ", None, 7, ["a"], "a\x00b", "a" * 100_000])
-def test_what_is_no_prompt_is_refused(models: dict[str, ModelSpec], value: Any) -> None:
+def test_invalid_prompts_are_rejected(models: dict[str, ModelSpec], value: Any) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         read(models, prompt=value)
     assert refused.value.field == "prompt"
 
 
 @pytest.mark.parametrize("value", [None, "", "/etc", "../weights", 7, []])
-def test_only_offered_models_are_taken(models: dict[str, ModelSpec], value: Any) -> None:
+def test_only_offered_models_are_accepted(models: dict[str, ModelSpec], value: Any) -> None:
     with pytest.raises(ModelError):
         read(models, model=value)
 
@@ -203,7 +203,7 @@ def test_controls_follow_the_model(models: dict[str, ModelSpec]) -> None:
     assert set(form.FOLLOWING_MODEL) <= set(two)
 
 
-def test_a_stored_form_comes_back(models: dict[str, ModelSpec]) -> None:
+def test_a_stored_form_is_restored(models: dict[str, ModelSpec]) -> None:
     stored = {"model": "wan2.1", "prompt": "a kite", "width": 64, "height": 32, "fps": 5, "seed": 7, "steps": 3}
     values = form.filled(stored, models)
     assert values["size"]["value"] == form.CUSTOM
@@ -212,7 +212,7 @@ def test_a_stored_form_comes_back(models: dict[str, ModelSpec]) -> None:
 
 
 @pytest.mark.parametrize("value", [None, "x", [], {}, float("nan"), float("inf")])
-def test_a_stored_form_that_makes_no_sense_is_passed_over(models: dict[str, ModelSpec], value: Any) -> None:
+def test_an_invalid_stored_form_is_ignored(models: dict[str, ModelSpec], value: Any) -> None:
     values = form.filled(dict.fromkeys(form.NAMES, value) | {"model": "wan2.1"}, models)
     assert values["width"]["value"] == models["wan2.1"].defaults.width
     gone = form.filled({"model": value, "prompt": "kept", "width": 64}, models)
@@ -231,9 +231,7 @@ def test_every_control_is_a_field_of_the_request() -> None:
     ("given", "shift", "back"),
     [("", None, ""), (None, None, ""), (" auto ", None, ""), ("5", 5.0, "5"), ("7,5", 7.5, "7.5"), (12.0, 12.0, "12")],
 )
-def test_a_shift_is_read_and_comes_back(
-    models: dict[str, ModelSpec], given: Any, shift: float | None, back: str
-) -> None:
+def test_a_shift_is_read_and_restored(models: dict[str, ModelSpec], given: Any, shift: float | None, back: str) -> None:
     request = read(models, shift=given)
     assert request.shift == shift
     for stored in (GOOD | {"shift": given}, request.to_json()):
@@ -247,14 +245,14 @@ def test_a_shift_is_read_and_comes_back(
 @pytest.mark.parametrize(
     "value", ["0", "-1", "1e9", "nan", "much", "5;", 0, 1e9, math.nan, True, [], {}, "9" * 100_000]
 )
-def test_what_is_no_shift_is_refused_and_not_brought_back(models: dict[str, ModelSpec], value: Any) -> None:
+def test_invalid_shifts_are_rejected_and_not_restored(models: dict[str, ModelSpec], value: Any) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         read(models, shift=value)
     assert refused.value.field == "shift" and len(refused.value.what) < 100
     assert form.filled(GOOD | {"shift": value}, models)["shift"]["value"] == ""
 
 
-def test_the_field_says_what_the_models_own_shift_is(models: dict[str, ModelSpec]) -> None:
+def test_the_help_text_has_the_models_own_shift(models: dict[str, ModelSpec]) -> None:
     spec = models["wan2.2-a14b"]
     assert form.model_values(spec)["shift"]["info"].endswith("Empty: the model's own (3).")
     known = known_as("wan2.2-t2v-a14b")
@@ -265,7 +263,7 @@ def test_the_field_says_what_the_models_own_shift_is(models: dict[str, ModelSpec
     assert form.model_values(same)["shift"]["info"].endswith("own (12).")
 
 
-def test_the_vaes_precision_is_read_and_comes_back(models: dict[str, ModelSpec]) -> None:
+def test_the_vae_precision_is_read_and_restored(models: dict[str, ModelSpec]) -> None:
     request = read(models, vae_precision="float16")
     assert request.vae_precision == "float16"
     assert form.filled(request.to_json(), models)["vae_precision"]["value"] == "float16"
@@ -286,7 +284,7 @@ def test_the_page_stores_every_control() -> None:
     assert f'data-fields="{" ".join(form.NAMES)}"' in make_tab.header("", form.NAMES)
 
 
-def test_choices_come_back_from_the_browser_and_from_a_result(models: dict[str, ModelSpec]) -> None:
+def test_choices_are_restored_from_the_browser_and_from_a_result(models: dict[str, ModelSpec]) -> None:
     kept = form.filled({"model": "wan2.1", "backend_vae": "inductor", "build": "missing"}, models)
     assert kept["backend_vae"]["value"] == "inductor"
     assert kept["build"]["value"] == "missing"
@@ -302,7 +300,7 @@ def test_choices_come_back_from_the_browser_and_from_a_result(models: dict[str, 
     assert "value" not in odd["offload"]
 
 
-def test_no_more_gpus_come_back_than_there_are(models: dict[str, ModelSpec]) -> None:
+def test_no_more_gpus_are_restored_than_exist(models: dict[str, ModelSpec]) -> None:
     for kept, gpus, wanted in (("2", 2, "2"), ("4", 2, None), ("auto", 2, "auto"), ("2", 1, None), (4, 4, None)):
         assert form.filled({"model": "wan2.1", "gpus": kept}, models, gpus=gpus)["gpus"].get("value") == wanted
 
@@ -314,7 +312,7 @@ def test_rows_follow_the_model(models: dict[str, ModelSpec]) -> None:
     assert one["backend_transformer"]["label"] == "Transformer"
 
 
-def test_kept_backends_give_way_to_other_launch_flags(models: dict[str, ModelSpec]) -> None:
+def test_launch_flags_override_stored_backends(models: dict[str, ModelSpec]) -> None:
     preset = form.preset_name({"vae": "tensorrt"})
     kept = {"model": "wan2.1", "backend_vae": "pytorch", "build": "never"}
     assert "value" not in form.filled(kept, models, preset)["backend_vae"]

@@ -19,7 +19,7 @@ def test_duration(seconds: float, expected: str) -> None:
     [(None, ""), (0.2, "almost done"), (7.6, "about 8 s left"), (43, "about 45 s left"), (119, "about 120 s left"),
      (170, "about 3 min left"), (9000, "about 2.5 h left")],
 )  # fmt: skip
-def test_time_left_is_no_finer_than_it_deserves(seconds: float | None, expected: str) -> None:
+def test_time_left_is_rounded(seconds: float | None, expected: str) -> None:
     assert formatting.time_left(seconds) == expected
 
 

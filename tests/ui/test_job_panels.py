@@ -93,19 +93,19 @@ def prompts(worker: JobQueue) -> list[str]:
     return [job.prompt for job in worker.store.queue()]
 
 
-CALL: dict[str, Any] = {"action": "look", "target": "", "values": {}, "view": VIEW, "form": [], "drawn": {}}
+CALL: dict[str, Any] = {"action": "refresh", "target": "", "values": {}, "view": VIEW, "form": [], "drawn": {}}
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        b"", b"[]", b"{}", b"nonsense", b'{"action": "look"}', b"[" * 5000,
+        b"", b"[]", b"{}", b"nonsense", b'{"action": "refresh"}', b"[" * 5000,
         *(json.dumps(CALL | {name: 5}).encode() for name in CALL),
         json.dumps(CALL | {"form": json.loads("[" * 30 + "]" * 30)}).encode(),
         json.dumps(CALL | {"values": {"url": "http://127.0.0.1"}}).encode(),
     ],
 )  # fmt: skip
-def test_a_body_that_no_page_sends_is_refused(body: bytes) -> None:
+def test_malformed_requests_are_rejected(body: bytes) -> None:
     with pytest.raises(RefusedError):
         read_call(body)
 
@@ -120,16 +120,14 @@ def test_a_body_that_no_page_sends_is_refused(body: bytes) -> None:
         ("queue", {"action": "open", "target": "01234567"}), ("history", {"action": "add"}),
     ],
 )  # fmt: skip
-def test_an_action_that_no_page_offers_is_refused(
-    desk: Panels, worker: JobQueue, panel: str, changes: dict[str, Any]
-) -> None:
+def test_unknown_actions_are_rejected(desk: Panels, worker: JobQueue, panel: str, changes: dict[str, Any]) -> None:
     add(worker, "a red boat")
     reply = respond(getattr(desk, panel), read_call(json.dumps(CALL | changes).encode()))
     assert reply["error"] and reply["message"] == UNKNOWN
     assert prompts(worker) == ["a red boat"]
 
 
-def test_ids_that_cannot_be_are_ignored() -> None:
+def test_invalid_ids_are_ignored() -> None:
     view = read_view(VIEW | {"open": "../x", "pair": ["01234567", 5], "page": 3})
     assert (view.open, view.pair, view.page) == ("", (), 3)
 
@@ -156,7 +154,7 @@ def test_several_prompts_and_variations_are_added_together(desk: Panels, worker:
         ({"prompts": "a boat"}, {"width": 33}, "multiples of 16"),
     ],
 )
-def test_what_cannot_be_added_adds_nothing(
+def test_invalid_requests_add_nothing(
     desk: Panels, worker: JobQueue, given: dict[str, Any], shown: dict[str, Any], said: str
 ) -> None:
     _, says = act(desk, "add", values=given, form=values(**shown))
@@ -171,13 +169,13 @@ def test_what_cannot_be_added_adds_nothing(
         ("down", "a", "bacd"), ("down", "c", "abdc"), ("down", "d", "abcd"),
     ],
 )  # fmt: skip
-def test_a_move_is_past_one_neighbour(desk: Panels, worker: JobQueue, move: str, of: str, order: str) -> None:
+def test_a_job_moves_past_one_neighbor(desk: Panels, worker: JobQueue, move: str, of: str, order: str) -> None:
     ids = {prompt: add(worker, prompt) for prompt in "abcd"}
     act(desk, move, ids[of])
     assert "".join(prompts(worker)) == order
 
 
-def test_saving_keeps_the_place_and_the_seed(desk: Panels, worker: JobQueue) -> None:
+def test_an_edited_job_keeps_its_place_and_seed(desk: Panels, worker: JobQueue) -> None:
     first, _ = add(worker, "a red boat"), add(worker, "a blue ball")
     _, says = act(desk, "edit", first)
     assert says["edit"]["request"]["prompt"] == "a red boat"
@@ -202,18 +200,18 @@ def test_all_are_paused_and_cancelled(desk: Panels, worker: JobQueue) -> None:
     assert says["message"] == "Cancelled: 3." and "The queue is empty." in drawn["list"]
 
 
-def test_what_is_drawn_already_is_not_sent_again(desk: Panels, worker: JobQueue) -> None:
+def test_unchanged_parts_are_not_sent_again(desk: Panels, worker: JobQueue) -> None:
     add(worker, "a red boat")
-    drawn, says = act(desk, "look")
+    drawn, says = act(desk, "refresh")
     assert "a red boat" in drawn["list"]
-    again, _ = act(desk, "look", drawn=says["digests"])
+    again, _ = act(desk, "refresh", drawn=says["digests"])
     assert again == {}
     add(worker, "a blue ball")
-    again, _ = act(desk, "look", drawn=says["digests"])
+    again, _ = act(desk, "refresh", drawn=says["digests"])
     assert set(again) == {"list"}
 
 
-def test_deleted_jobs_come_back_until_they_are_removed_for_good(desk: Panels, worker: JobQueue) -> None:
+def test_deleted_jobs_can_be_restored_until_they_are_purged(desk: Panels, worker: JobQueue) -> None:
     job = add(worker, "a red boat")
     finish(worker, job)
     output = worker.store.get(job).output
@@ -228,12 +226,12 @@ def test_deleted_jobs_come_back_until_they_are_removed_for_good(desk: Panels, wo
     assert worker.store.list(deleted=True) == []
 
 
-def test_nobody_touches_what_is_anothers(
+def test_users_cannot_change_jobs_of_others(
     desk: Panels, worker: JobQueue, models: dict[str, ModelSpec], tmp_path: Path
 ) -> None:
     visitor = Panels.over(worker, models, tmp_path / "outputs", owner="visitor")
     mine, theirs = add(worker, "a red boat"), add(worker, "a blue ball", "visitor")
-    drawn, _ = act(visitor, "look")
+    drawn, _ = act(visitor, "refresh")
     assert "a blue ball" in drawn["list"] and "a red boat" not in drawn["list"]
     for name in ("cancel", "up", "edit", "save", "open", "delete", "resume", "rerun"):
         _, says = act(visitor, name, mine, tab="history" if name in {"open", "rerun"} else "queue")
@@ -242,10 +240,10 @@ def test_nobody_touches_what_is_anothers(
     assert prompts(worker) == ["a red boat"]
     # Whose machine it is may stop what waits on it, and sees no more of it.
     other = add(worker, "a calm sea", "visitor")
-    assert "visitor" in act(desk, "look")[0]["list"]
+    assert "visitor" in act(desk, "refresh")[0]["list"]
     act(desk, "cancel", other)
     assert prompts(worker) == ["a red boat"]
-    drawn, _ = act(desk, "look", tab="history")
+    drawn, _ = act(desk, "refresh", tab="history")
     assert "a calm sea" not in drawn["gallery"]
     assert act(desk, "open", theirs, tab="history")[1]["error"]
 
@@ -253,16 +251,16 @@ def test_nobody_touches_what_is_anothers(
 def test_history_is_searched_and_paged(desk: Panels, worker: JobQueue) -> None:
     for number in range(26):
         worker.cancel([add(worker, f"boat {number}")])
-    drawn, _ = act(desk, "look", tab="history")
+    drawn, _ = act(desk, "refresh", tab="history")
     assert drawn["gallery"].count("<li") == 24 and "boat 25" in drawn["gallery"]
     drawn, _ = act(desk, "page", tab="history", page=1)
     assert drawn["gallery"].count("<li") == 2 and "boat 0" in drawn["gallery"]
-    drawn, _ = act(desk, "look", tab="history", search="17 BOAT")
+    drawn, _ = act(desk, "refresh", tab="history", search="17 BOAT")
     assert drawn["gallery"].count("<li") == 1
-    assert "Nothing found." in act(desk, "look", tab="history", state="done")[0]["gallery"]
+    assert "Nothing found." in act(desk, "refresh", tab="history", state="done")[0]["gallery"]
 
 
-def test_a_video_that_is_gone_or_elsewhere_is_said(desk: Panels, worker: JobQueue) -> None:
+def test_a_missing_or_moved_video_is_reported(desk: Panels, worker: JobQueue) -> None:
     job = add(worker, "a red boat")
     finish(worker, job)
     worker.store.get(job).output.unlink()

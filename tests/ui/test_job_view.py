@@ -75,7 +75,7 @@ def show(job: Job, store: JobStore, *events: Event) -> job_view.View:
     return job_view.view(job, cast(JobQueue, NobodyAhead()), AUDIENCE, "<svg></svg>", job.progress.now)
 
 
-def test_a_running_job_tells_stage_step_and_time(job: Job, store: JobStore) -> None:
+def test_a_running_job_shows_stage_step_and_time(job: Job, store: JobStore) -> None:
     begin(job, store)
     steps = [StepDone(step=n, of=4, seconds=2.0, part="transformer", preview=b"webp") for n in (1, 2)]
     view = show(job, store, Planned(plan=job.plan), StageStarted(stage="denoise", part="transformer"), *steps)
@@ -87,7 +87,7 @@ def test_a_running_job_tells_stage_step_and_time(job: Job, store: JobStore) -> N
     assert view.busy and not view.stopping
 
 
-def test_a_job_that_waits_says_for_how_much(job: Job) -> None:
+def test_a_queued_job_shows_how_many_are_ahead(job: Job) -> None:
     def shown(*ahead: str) -> str:
         line = cast(JobQueue, SimpleNamespace(ahead=lambda _job: [SimpleNamespace(kind=kind) for kind in ahead]))
         return job_view.view(job, line, AUDIENCE, "", 0.0).status
@@ -98,14 +98,14 @@ def test_a_job_that_waits_says_for_how_much(job: Job) -> None:
     assert "2 tasks are ahead." in shown("video", "task")
 
 
-def test_a_paused_job_says_so(job: Job, store: JobStore) -> None:
+def test_a_paused_job_is_shown_as_paused(job: Job, store: JobStore) -> None:
     store.hold([job.id], True)
     job.refresh()
     view = show(job, store)
     assert "Paused" in view.status and view.busy
 
 
-def test_an_interrupted_job_says_how_to_go_on(job: Job, store: JobStore) -> None:
+def test_an_interrupted_job_shows_how_to_resume(job: Job, store: JobStore) -> None:
     begin(job, store)
     show(job, store, Planned(plan=job.plan), StageStarted(stage="encode"))
     store.interrupt(job.id, "here", None)
@@ -120,7 +120,7 @@ def test_an_interrupted_job_says_how_to_go_on(job: Job, store: JobStore) -> None
     assert isinstance(asyncio.run(heard())[-1], Failed)
 
 
-def test_a_job_that_stops_says_so_at_once(job: Job, store: JobStore) -> None:
+def test_a_cancelled_job_is_shown_as_stopping_at_once(job: Job, store: JobStore) -> None:
     begin(job, store)
     view = show(job, store, Planned(plan=job.plan), StageStarted(stage="encode"))
     assert "Reading the prompt" in view.status
@@ -131,7 +131,7 @@ def test_a_job_that_stops_says_so_at_once(job: Job, store: JobStore) -> None:
     assert "Nothing was saved." in ended.status and not ended.busy
 
 
-def test_a_finished_job_shows_video_and_facts(job: Job, store: JobStore) -> None:
+def test_a_finished_job_shows_video_and_details(job: Job, store: JobStore) -> None:
     view = show(job, store, Planned(plan=job.plan), FramesDecoded(frames=9, of=9), saved(job))
     assert f'src="{job_view.file_url(job.plan.output)}"' in view.picture
     assert "a%20video.mp4" in view.picture
@@ -149,7 +149,7 @@ def test_a_finished_job_shows_video_and_facts(job: Job, store: JobStore) -> None
     assert "<i>" not in view.facts
 
 
-def test_what_a_finished_job_used_beside_the_model_is_told(job: Job) -> None:
+def test_a_finished_job_shows_loras_step_cache_and_shift(job: Job) -> None:
     done = saved(job)
     assert not {"LoRA", "Step cache", "Shift"} & {name for name, _ in job_view.result_rows(done, job.plan, "Tiny")}
     used = {"loras": [{"file": "a", "weight": 0.5, "expert": "low"}], "step_cache": "first-block:0.2", "shift": 5.0}
@@ -169,14 +169,14 @@ def test_reasons_of_a_finished_job_name_settings_as_the_form_does(job: Job) -> N
     assert "--vae-precision" in job_view.backend_reasons(done)
 
 
-def test_an_error_is_what_and_what_to_do(job: Job, store: JobStore) -> None:
+def test_an_error_has_a_description_and_a_remedy(job: Job, store: JobStore) -> None:
     assert (
         "<strong>No memory.</strong> <span>Close a program.</span>"
         in show(job, store, Failed(fact=Fact("text", {"what": "no memory.", "remedy": "Close a program."}))).status
     )
 
 
-def test_a_defect_names_the_log(job: Job, store: JobStore) -> None:
+def test_an_internal_error_names_the_log(job: Job, store: JobStore) -> None:
     assert AUDIENCE.details in show(job, store, Failed.because_of(ZeroDivisionError())).status
 
 

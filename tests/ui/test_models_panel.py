@@ -34,11 +34,11 @@ class Shown:
     settings: Settings
     hub: LoopbackHub
 
-    def press(self, action: str = "look", target: str = "", drawn: dict[str, str] | None = None) -> dict[str, Any]:
+    def press(self, action: str = "refresh", target: str = "", drawn: dict[str, str] | None = None) -> dict[str, Any]:
         """Press a button; return the reply."""
         return respond(self.panel, Call(action, target, drawn=drawn or {}))
 
-    def view(self, action: str = "look", target: str = "") -> str:
+    def view(self, action: str = "refresh", target: str = "") -> str:
         """Press a button; return the panel, with its message."""
         reply = self.press(action, target)
         return unescape(f"{reply['parts']['list']} {reply.get('message', '')}")
@@ -59,7 +59,7 @@ def shown(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Iterator[Shown]:
         downloads.close()
 
 
-def test_known_models_are_named_with_what_they_take(shown: Shown) -> None:
+def test_known_models_show_license_size_and_hardware(shown: Shown) -> None:
     reply = shown.press()
     view = unescape(reply["parts"]["list"])
     for known in KNOWN:
@@ -109,7 +109,7 @@ def test_progress_is_shown_and_a_cancelled_download_resumes(shown: Shown) -> Non
     assert shown.hub.ranges_of(VAE)[-1].startswith("bytes=")
 
 
-def test_one_after_the_other_and_what_waits_is_cancelled_at_once(shown: Shown) -> None:
+def test_downloads_run_in_turn_and_queued_ones_are_cancelled_at_once(shown: Shown) -> None:
     shown.hub.faults["api"] = Fault("stall", times=9)
     shown.press("download", NAME)
     shown.press("download", "wan2.1-t2v-14b")
@@ -124,7 +124,7 @@ def test_one_after_the_other_and_what_waits_is_cancelled_at_once(shown: Shown) -
     assert first is not None and first.state == "cancelled"
 
 
-def test_what_fails_says_why(shown: Shown) -> None:
+def test_a_failed_download_shows_the_reason(shown: Shown) -> None:
     shown.press("download", "wan2.1-t2v-14b")
     view = shown.settle()
     assert "The hub has no such repository" in view
@@ -132,7 +132,7 @@ def test_what_fails_says_why(shown: Shown) -> None:
     assert 'data-state="failed"' in view
 
 
-def test_offline_no_button_does_anything(shown: Shown) -> None:
+def test_offline_downloads_are_refused(shown: Shown) -> None:
     panel = ModelsPanel(Downloads(shown.settings.replace(offline="--offline")), shown.models, shown.settings)
     reply = respond(panel, Call("download", NAME))
     assert reply["error"] and "Downloads are disabled: --offline is set." in reply["message"]
@@ -155,7 +155,7 @@ def test_offline_no_button_does_anything(shown: Shown) -> None:
         ("DOWNLOAD", NAME),
     ],
 )
-def test_what_makes_no_sense_does_nothing(shown: Shown, action: str, target: str) -> None:
+def test_invalid_requests_do_nothing(shown: Shown, action: str, target: str) -> None:
     reply = shown.press(action, target)
     assert reply["error"] and reply["message"] == UNKNOWN
     assert not any(shown.downloads.of(one.name) for one in KNOWN)

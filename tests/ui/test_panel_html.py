@@ -58,12 +58,12 @@ def test_only_waiting_jobs_move_within_the_queue() -> None:
     assert "The queue is empty." in queue_html([])
 
 
-def test_a_visitors_job_is_not_edited_and_a_build_not_paused() -> None:
+def test_visitors_jobs_cannot_be_edited_and_builds_cannot_be_paused() -> None:
     shown = queue_html([Row("a" * 8, "x", "waiting", True, visitor=True), Row("b" * 8, "Build", "waiting", False)])
     assert 'data-action="edit"' not in shown and shown.count('data-action="pause"') == 1 and "visitor" in shown
 
 
-def test_no_text_becomes_markup() -> None:
+def test_all_text_is_escaped() -> None:
     job: Any = SimpleNamespace(
         id="a" * 8, prompt=HOSTILE, state="failed", failure=None, output=Path(HOSTILE), resumable=True, deleted=None,
         ended=0.0, created=0.0,
@@ -89,7 +89,7 @@ def test_no_text_becomes_markup() -> None:
         ({}, {"frames": 5}, Similarity(31.25, 0.9126), "PSNR 31.2 dB, SSIM 0.913, over the first 5 frames."),
     ],
 )
-def test_similarity_names_what_was_measured(
+def test_similarity_names_the_compared_frames(
     one: dict[str, Any], other: dict[str, Any], found: Similarity | None, said: str
 ) -> None:
     base = {"prompt": "x", "frames": 9, "fps": 8, "width": 64, "height": 32}

@@ -49,7 +49,7 @@ def settled(plan_preview: PlanPreview, spec: ModelSpec, request: GenerationReque
     return seen
 
 
-def test_a_plan_comes_with_its_offers(plan_preview: PlanPreview, spec: ModelSpec) -> None:
+def test_a_plan_has_its_offers(plan_preview: PlanPreview, spec: ModelSpec) -> None:
     seen = settled(plan_preview, spec)
     assert seen.plan is not None and seen.error is None
     assert set(seen.plan.components) == set(spec.component_names)
@@ -59,7 +59,7 @@ def test_a_plan_comes_with_its_offers(plan_preview: PlanPreview, spec: ModelSpec
     assert settled(plan_preview, spec).offers("vae", seen.plan.latent_size, "cpu") is offered
 
 
-def test_what_cannot_be_is_an_answer(plan_preview: PlanPreview, spec: ModelSpec) -> None:
+def test_an_invalid_request_returns_its_error(plan_preview: PlanPreview, spec: ModelSpec) -> None:
     seen = plan_preview.preview(GenerationRequest(prompt="x", width=65), spec)
     assert seen.plan is None
     assert isinstance(seen.error, InvalidRequestError)
@@ -92,9 +92,7 @@ def test_the_library_is_read_again_only_when_it_changes(
     assert read == 4
 
 
-def test_a_change_of_the_library_changes_the_offers(
-    plan_preview: PlanPreview, store: EngineStore, spec: ModelSpec
-) -> None:
+def test_offers_follow_the_library(plan_preview: PlanPreview, store: EngineStore, spec: ModelSpec) -> None:
     before = settled(plan_preview, spec)
     assert before.plan is not None
     offered = before.offers("vae", before.plan.latent_size, "cpu")
@@ -102,7 +100,7 @@ def test_a_change_of_the_library_changes_the_offers(
     assert settled(plan_preview, spec).offers("vae", before.plan.latent_size, "cpu") is not offered
 
 
-def test_what_jobs_took_corrects_the_forecast(store: EngineStore, tmp_path: Path, spec: ModelSpec) -> None:
+def test_measured_durations_replace_estimates(store: EngineStore, tmp_path: Path, spec: ModelSpec) -> None:
     engines = EngineService(store, probe(), tmp_path)
     estimated = settled(PlanPreview(engines, probe, lambda: ()), spec).plan
     assert estimated is not None and not estimated.seconds["decode"].measured

@@ -63,7 +63,7 @@ def preview(
     return Preview(plan, None, offers, (), complete, spec)
 
 
-def look(spec: ModelSpec, **values: Any) -> PlanSummary:
+def summary_of(spec: ModelSpec, **values: Any) -> PlanSummary:
     """Return what the panel says."""
     return summarize(preview(spec, **values), spec.component_names)
 
@@ -98,8 +98,8 @@ def spec(tiny: Callable[[str], ModelSpec]) -> ModelSpec:
         ),
     ],
 )
-def test_a_chip_says_what_will_happen(spec: ModelSpec, values: dict[str, Any], text: str, kind: str) -> None:
-    seen = look(spec, **values)
+def test_a_badge_shows_backend_and_reason(spec: ModelSpec, values: dict[str, Any], text: str, kind: str) -> None:
+    seen = summary_of(spec, **values)
     badge = seen.badges["vae"]
     assert (badge.text, badge.kind) == (text, kind)
     plan = preview(spec, **values).plan
@@ -107,49 +107,49 @@ def test_a_chip_says_what_will_happen(spec: ModelSpec, values: dict[str, Any], t
     assert badge.reason == why(plan.components["vae"])
 
 
-def test_the_sum_tells_shares_builds_and_time(spec: ModelSpec) -> None:
+def test_the_summary_has_shares_builds_and_time(spec: ModelSpec) -> None:
     every = [offer(name) for name in spec.component_names]
-    assert look(spec).line == "Auto: PyTorch, about 0.1 s"
+    assert summary_of(spec).line == "Auto: PyTorch, about 0.1 s"
     # The text encoder twice, each expert 5 steps of two calls, the VAE once, a second each.
-    assert look(spec, offers=offering(*every)).line == "Auto: TensorRT for 4 of 4 components, about 23 s"
-    half = look(spec, offers=offering(*every), backends={"vae": "pytorch", "text_encoder": "pytorch"})
+    assert summary_of(spec, offers=offering(*every)).line == "Auto: TensorRT for 4 of 4 components, about 23 s"
+    half = summary_of(spec, offers=offering(*every), backends={"vae": "pytorch", "text_encoder": "pytorch"})
     assert half.line == "As chosen: TensorRT for 2 of 4 components, about 20 s"
     mixed = offering(*every[:3], offer("vae", "inductor", build=True, seconds=0.0))
-    wanted = look(spec, offers=mixed, backends={"vae": "inductor"})
+    wanted = summary_of(spec, offers=mixed, backends={"vae": "inductor"})
     assert (
         wanted.line == "As chosen: TensorRT for 3 and Inductor for 1 of 4 components, 1 to build first, then about 22 s"
     )
 
 
-def test_time_is_told_with_its_bounds_and_what_it_rests_on(spec: ModelSpec) -> None:
+def test_the_time_has_bounds_and_its_source(spec: ModelSpec) -> None:
     every = offering(*(offer(name) for name in spec.component_names))
     plan = preview(spec, offers=every).plan
     assert plan is not None
     total = plan.seconds["total"]
-    measured = look(spec, offers=every).time
+    measured = summary_of(spec, offers=every).time
     assert measured.startswith(f"about 23 s, {total.low:.0f} s to {total.high:.0f} s (measured here). Loading before")
-    assert "(estimated)" in look(spec).time
-    assert look(spec, offers=every, guidance_scale=1.0, guidance_scale_2=1.0).time.startswith("about 12 s")
+    assert "(estimated)" in summary_of(spec).time
+    assert summary_of(spec, offers=every, guidance_scale=1.0, guidance_scale_2=1.0).time.startswith("about 12 s")
 
 
-def test_memory_is_of_the_stage_that_takes_most(spec: ModelSpec) -> None:
-    seen, plan = look(spec).memory, preview(spec).plan
+def test_memory_is_that_of_the_largest_stage(spec: ModelSpec) -> None:
+    seen, plan = summary_of(spec).memory, preview(spec).plan
     assert seen is not None and plan is not None
     assert seen.weights + seen.working == plan.memory_bytes
     assert seen.weights == max(plan.memory, key=lambda stage: stage.peak_bytes).weights_bytes
     assert (seen.where, seen.free) == ("video memory", GPU.gpus[0].free_bytes)
-    on_cpu = look(spec, here=machine()).memory
+    on_cpu = summary_of(spec, here=machine()).memory
     assert on_cpu is not None
     assert (on_cpu.where, on_cpu.free) == ("memory", machine().ram_free_bytes)
 
 
-def test_where_memory_is_short_the_ways_are_told() -> None:
+def test_strategies_are_listed_if_memory_is_short() -> None:
     a14b = look_up("wan2.2-t2v-a14b", Path("none"))
     size = {"width": 832, "height": 480, "frames": 81}
 
     def on(free_gib: float, **values: Any) -> PlanSummary:
         here = replace(GPU, gpus=(gpu(free_gib=free_gib),), ram_bytes=256 * GIB, ram_free_bytes=256 * GIB)
-        return look(a14b, here=here, **size, **values)
+        return summary_of(a14b, here=here, **size, **values)
 
     short = on(48)
     assert [way.title for way in short.strategies if way.in_use] == ["One component at a time"]
@@ -178,26 +178,26 @@ def test_where_memory_is_short_the_ways_are_told() -> None:
     assert [way.offload for way in other.strategies if way.offered] == ["group", "sequential"]
 
 
-def test_what_a_plan_warns_of_is_told(spec: ModelSpec) -> None:
-    seen = look(spec, here=machine(), offload="group")
+def test_warnings_of_a_plan_are_shown(spec: ModelSpec) -> None:
+    seen = summary_of(spec, here=machine(), offload="group")
     assert "“Offload: By block” has no effect on the CPU" in seen.notes
     assert escape(seen.notes) in panel_html(seen)
 
 
-def test_a_form_that_cannot_be_is_said_at_every_chip(spec: ModelSpec) -> None:
-    seen = look(spec, width=65)
+def test_an_invalid_form_is_reported_in_every_badge(spec: ModelSpec) -> None:
+    seen = summary_of(spec, width=65)
     assert isinstance(preview(spec, width=65).error, InvalidRequestError)
     assert set(seen.badges) == set(spec.component_names)
     assert {badge.kind for badge in seen.badges.values()} == {"stopped"}
     assert "multiples of 16" in seen.problem and seen.problem.endswith("Use 64 or 80.")
     assert seen.memory is None
-    full = look(spec, here=machine(ram_free_gib=0.1))
+    full = summary_of(spec, here=machine(ram_free_gib=0.1))
     assert isinstance(preview(spec, here=machine(ram_free_gib=0.1)).error, MachineError)
     assert full.line == "Does not fit"
 
 
-def test_what_is_not_known_yet_is_not_guessed(spec: ModelSpec) -> None:
-    seen = look(spec, complete=False)
+def test_badges_wait_until_engines_are_known(spec: ModelSpec) -> None:
+    seen = summary_of(spec, complete=False)
     assert not seen.complete
     assert {badge.text for badge in seen.badges.values()} == {"Looking for engines…"}
 
@@ -208,14 +208,14 @@ def test_every_summary_has_the_same_elements(spec: ModelSpec) -> None:
     def tags(html: str) -> list[str]:
         return [part.split(">")[0].split(" ")[0] for part in html.split("<")[1:]]
 
-    views = [PlanSummary(""), look(spec), look(spec, width=65)]
+    views = [PlanSummary(""), summary_of(spec), summary_of(spec, width=65)]
     assert len({tuple(tags(panel_html(view))) for view in views}) == 1
-    assert len({tuple(tags(badge_html("vae", badge))) for badge in look(spec).badges.values()}) == 1
+    assert len({tuple(tags(badge_html("vae", badge))) for badge in summary_of(spec).badges.values()}) == 1
 
 
 def test_reasons_are_shown_as_text(spec: ModelSpec) -> None:
     hostile = machine(gpu=replace(gpu(), name='<img src=x onerror="hit()">'), torch_cuda="13.0")
-    seen = look(spec, here=hostile)
+    seen = summary_of(spec, here=hostile)
     html = panel_html(seen) + "".join(badge_html(name, badge) for name, badge in seen.badges.items())
     assert "<img" not in html
     assert "&lt;img" in html
@@ -234,11 +234,11 @@ def test_reasons_are_shown_as_text(spec: ModelSpec) -> None:
         (0.0, -2.0, "saves no time"),
     ],
 )
-def test_when_building_pays_off(build: float, saved: float, words: str) -> None:
+def test_break_even_is_described(build: float, saved: float, words: str) -> None:
     assert str(BreakEven(build, saved)) == words
 
 
-def test_tensorrt_is_out_of_question_without_a_gpu() -> None:
+def test_tensorrt_needs_a_gpu() -> None:
     assert form.tensorrt_problem(machine()) == Fact("machine.no_gpu")
 
 
@@ -256,12 +256,12 @@ def test_tensorrt_is_out_of_question_without_a_gpu() -> None:
     ],
     ids=str,
 )
-def test_the_form_names_its_own_controls(setting: tuple[str, ...], words: str) -> None:
+def test_facts_name_settings_by_their_labels(setting: tuple[str, ...], words: str) -> None:
     assert WORDS.setting(*setting) == words
 
 
-def test_a_refusal_names_what_the_page_has(spec: ModelSpec) -> None:
-    seen = look(spec, offload="group", backends={"transformer": "tensorrt"})
+def test_errors_name_settings_by_their_labels(spec: ModelSpec) -> None:
+    seen = summary_of(spec, offload="group", backends={"transformer": "tensorrt"})
     assert seen.line == "Invalid setting"
     html = panel_html(seen) + badge_html("vae", seen.badges["vae"])
     assert "“Offload: None”" in html and "--offload" not in html

@@ -50,7 +50,7 @@ def full(**values: Any) -> OutOfMemory:
         ([BEGUN, Resumed(step=8, of=20), *steps(9, 9)], 8, "It stopped at step 9 of 20. It continues after step 8."),
     ],
 )
-def test_where_it_stopped_and_continues(events: list[Event], step: int | None, words: str) -> None:
+def test_the_checkpoint_line_says_where_a_job_continues(events: list[Event], step: int | None, words: str) -> None:
     found = resume_status(events, step)
     assert (found.checkpoint, found.step) == (words, step)
 

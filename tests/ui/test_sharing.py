@@ -60,7 +60,7 @@ def other(server: Server) -> Iterator[Visitor]:
     made.client.close()
 
 
-def test_the_link_comes_with_a_password_and_the_own_page_needs_none(server: Server) -> None:
+def test_the_link_has_a_password_and_the_owners_page_needs_none(server: Server) -> None:
     port, user, password = link_of(server.cache_dir)
     assert user == "visitor"
     assert re.fullmatch(r"[a-z]{6}(-[a-z]{6}){3}", password)
@@ -75,7 +75,7 @@ def test_the_link_comes_with_a_password_and_the_own_page_needs_none(server: Serv
         Client(f"http://127.0.0.1:{port}/", auth=(user, "wrong"), verbose=False)
 
 
-def test_the_visitors_page_answers_to_the_links_name_only(visitor: Visitor) -> None:
+def test_the_visitors_page_answers_only_to_the_links_host_name(visitor: Visitor) -> None:
     assert visitor.get("/config", Host=HOST).status == 200
     assert visitor.get("/config", Host=f"{HOST}:80", Origin=f"https://{HOST}").status == 200
     for host in ("evil.example", f"{HOST}.evil.example", "0.0.0.0"):
@@ -83,7 +83,7 @@ def test_the_visitors_page_answers_to_the_links_name_only(visitor: Visitor) -> N
     assert visitor.get("/robots.txt").body == b"User-agent: *\nDisallow: /\n"
 
 
-def test_another_site_reads_and_does_nothing_with_a_visitors_cookie(visitor: Visitor) -> None:
+def test_requests_from_other_sites_are_refused(visitor: Visitor) -> None:
     call = {"data": ["a red boat", *[None] * 10]}
     foreign = ({"Sec_Fetch_Site": "cross-site"}, {"Sec_Fetch_Site": "same-site"}, {"Origin": "https://evil.example"})
     for headers in (*foreign, {"Origin": "null"}):
@@ -95,7 +95,7 @@ def test_another_site_reads_and_does_nothing_with_a_visitors_cookie(visitor: Vis
     assert visitor.get("/", Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="cors").status == 403
 
 
-def test_each_visitor_has_only_their_own_videos(server: Server, visitor: Visitor, other: Visitor) -> None:
+def test_visitors_only_see_their_own_videos(server: Server, visitor: Visitor, other: Visitor) -> None:
     prompt = "a red boat that nobody else may see"
     final = visitor.client.predict(prompt, seed=3, steps=2, api_name="/generate")
     assert str(server.cache_dir) not in json.dumps(final)
@@ -126,7 +126,7 @@ def test_each_visitor_has_only_their_own_videos(server: Server, visitor: Visitor
         assert prompt.encode() not in told and job.encode() not in told, function
 
 
-def test_a_session_is_whose_who_began_it(visitor: Visitor, other: Visitor) -> None:
+def test_a_session_belongs_to_the_visitor_who_started_it(visitor: Visitor, other: Visitor) -> None:
     attach = next(one for one in visitor.client.config["dependencies"] if len(one["inputs"]) == 1 and one["backend_fn"])
     call = {"fn_index": attach["id"], "session_hash": "mine", "data": [""]}
     assert visitor.ask("POST", "/gradio_api/queue/join", call).status == 200
@@ -152,14 +152,14 @@ def test_a_session_is_whose_who_began_it(visitor: Visitor, other: Visitor) -> No
     ],
     ids=str,
 )
-def test_limits_are_said_in_a_sentence(visitor: Visitor, values: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_exceeded_limits_are_described(visitor: Visitor, values: dict[str, Any], words: tuple[str, ...]) -> None:
     with pytest.raises(AppError) as refused:
         visitor.client.predict(**({"prompt": "a red boat"} | values), api_name="/generate")
     for word in words:
         assert word in str(refused.value)
 
 
-def test_no_folder_of_this_machine_is_told(server: Server, visitor: Visitor) -> None:
+def test_no_local_path_is_sent_to_visitors(server: Server, visitor: Visitor) -> None:
     for path in ("/", "/config", "/gradio_api/info", "/manifest.json", "/theme.css"):
         told = visitor.get(path)
         assert told.status == 200, path
@@ -167,7 +167,7 @@ def test_no_folder_of_this_machine_is_told(server: Server, visitor: Visitor) -> 
             assert str(folder).encode() not in told.head + told.body, (path, folder)
 
 
-def test_what_is_not_a_visitors_is_not_there(visitor: Visitor) -> None:
+def test_owner_functions_do_not_exist_for_visitors(visitor: Visitor) -> None:
     page = visitor.get("/config").body.decode()
     for part in ("panel-", "Engines", "field-backend", "acceleration", "Stop sharing", "Offload"):
         assert part not in page, part
@@ -182,14 +182,14 @@ def test_what_is_not_a_visitors_is_not_there(visitor: Visitor) -> None:
     assert visitor.ask("POST", "/gradio_api/call/generate", {"data": ["x" * 300_000]}).status == 413
 
 
-def test_an_hour_has_its_number_of_videos(visitor: Visitor) -> None:
+def test_videos_in_an_hour_are_limited(visitor: Visitor) -> None:
     for seed in range(4):
         visitor.client.predict("a red boat", steps=1, frames=1, seed=seed, api_name="/generate")
     with pytest.raises(AppError, match=r"Visitors may generate 4 videos an hour\. Try again in 60 minutes\."):
         visitor.client.predict("a red boat", steps=1, frames=1, api_name="/generate")
 
 
-def test_the_own_page_has_every_right(server: Server) -> None:
+def test_the_owners_page_has_no_limits(server: Server) -> None:
     client = Client(server.url, verbose=False)
     final = client.predict("a red boat", steps=1, frames=13, backends={"vae": "pytorch"}, api_name="/generate")
     assert final["request"]["frames"] == 13
@@ -197,7 +197,7 @@ def test_the_own_page_has_every_right(server: Server) -> None:
     client.close()
 
 
-def test_passwords_are_not_tried_out(server: Server) -> None:
+def test_login_attempts_are_limited(server: Server) -> None:
     # Last: from here on nobody logs in for a minute.
     port, *_ = link_of(server.cache_dir)
     form = {b"Content-Type": b"application/x-www-form-urlencoded"}
