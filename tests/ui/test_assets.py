@@ -40,8 +40,8 @@ def pairs() -> Iterator[tuple[str, str, str]]:
 
 @pytest.mark.parametrize(("scheme", "text", "ground"), list(pairs()))
 def test_text_can_be_read(scheme: str, text: str, ground: str) -> None:
-    colours = json.loads((theme.ASSETS / "theme.json").read_text(encoding="utf-8"))[scheme]
-    light, dark = sorted((luminance(colours[text]), luminance(colours[ground])), reverse=True)
+    colors = json.loads((theme.ASSETS / "theme.json").read_text(encoding="utf-8"))[scheme]
+    light, dark = sorted((luminance(colors[text]), luminance(colors[ground])), reverse=True)
     assert (light + 0.05) / (dark + 0.05) >= READABLE
 
 
