@@ -1,4 +1,4 @@
-"""Bad input on the command line: exit code 2, one line on what is wrong, one on what to do, no traceback."""
+"""Invalid input on the command line: exit code 2, one line with the problem, one with the remedy, no traceback."""
 
 import json
 import shutil
@@ -322,7 +322,7 @@ def test_launch_flags(
         (["--offload", "disk"], "offload is 'disk'", "sequential"),
     ],
 )
-def test_settings_that_cannot_be(
+def test_invalid_settings(
     flags: list[str], says: str, to_do: str, cache_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     what, remedy = refused(["plan", "a red boat", *flags], capsys)
@@ -364,7 +364,7 @@ def test_loras(
     assert to_do in remedy
 
 
-def test_a_lora_of_few_steps_says_what_it_takes(
+def test_a_step_distillation_lora_states_its_requirements(
     tiny: Callable[[str], ModelSpec], cache_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = tiny("wan2.2-a14b")

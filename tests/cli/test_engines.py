@@ -1,4 +1,4 @@
-"""The engine commands: what they print for programs, and what they refuse."""
+"""The engine commands: JSON output and invalid input."""
 
 import json
 from collections.abc import Callable
@@ -64,7 +64,7 @@ def test_list_pin_prune_delete(cache_dir: Path, capsys: pytest.CaptureFixture[st
     assert printed(["engines", "list"], capsys)["engines"] == []
 
 
-def test_verifying_what_no_model_here_has(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_without_its_model_is_not_verified(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (engine,) = stock(cache_dir, 1)
     found = printed(["engines", "verify", engine], capsys)
     assert "No installed model has the weights" in found["engines"][0]["skipped"]  # type: ignore[index]
@@ -99,7 +99,7 @@ def test_sizes(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "-1", "nan", "inf", "1e400", "10 GiB", "GB", "½", "1,5GB", "٣", "9" * 400])
-def test_what_is_no_size(text: str) -> None:
+def test_an_invalid_size_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequestError):
         parse_size(text)
 

@@ -1,4 +1,4 @@
-"""`generate` as people and programs start it: a process of its own."""
+"""`generate` in a process of its own: output, Ctrl-C, progress line."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def test_json_on_standard_output_and_text_on_standard_error(tiny: Tiny, cache_di
 
 
 @pytest.mark.slow
-def test_without_out_the_video_goes_to_the_cache(tiny: Tiny, cache_dir: Path, tmp_path: Path) -> None:
+def test_without_out_the_video_is_saved_in_the_cache_folder(tiny: Tiny, cache_dir: Path, tmp_path: Path) -> None:
     arguments = command(tiny("wan2.1"), tmp_path / "unused.mp4", "--steps", "1")
     position = arguments.index("--out")
     del arguments[position : position + 2]
@@ -71,7 +71,7 @@ def test_without_out_the_video_goes_to_the_cache(tiny: Tiny, cache_dir: Path, tm
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_stops_and_leaves_nothing(number: int, tiny: Tiny, cache_dir: Path, tmp_path: Path) -> None:
+def test_ctrl_c_leaves_no_file(number: int, tiny: Tiny, cache_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     arguments = command(tiny("wan2.2-a14b"), out / "boat.mp4", "--steps", "1000")
@@ -112,7 +112,7 @@ def test_a_terminal_shows_a_live_line(tiny: Tiny, cache_dir: Path, tmp_path: Pat
     assert re.search(r"Denoising · step \d+/300 · \d+\.\d\d s/step · \d+ s left", text)
 
 
-def test_the_line_says_stage_step_speed_and_time_left(tiny: Tiny, tmp_path: Path) -> None:
+def test_the_progress_line_has_stage_step_speed_and_time_left(tiny: Tiny, tmp_path: Path) -> None:
     planned = Planned(plan=tiny_plan(tiny("wan2.2-a14b"), tmp_path / "x.mp4"))
     progress = Progress().after(planned, 0.0).after(StageStarted(stage="denoise", part="transformer"), 0.0)
     assert re.search(r"Denoising · step 0/4 · \d+ s left$", progress_text(progress))
@@ -129,7 +129,7 @@ def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-def test_without_its_packages_it_says_how_to_get_them(cache_dir: Path) -> None:
+def test_a_missing_package_is_an_error_with_a_remedy(cache_dir: Path) -> None:
     # -S leaves site-packages out.
     done = subprocess.run([sys.executable, "-S", str(ROOT / "app.py")], capture_output=True, text=True, check=False)
     assert done.returncode == 2

@@ -1,4 +1,4 @@
-"""`engines import` on the command line: what it prints, asks and refuses."""
+"""`engines import` on the command line: output, confirmation and invalid input."""
 
 import sys
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from tests.engines import exported_files
 
 
 @pytest.mark.slow
-def test_a_file_is_imported_listed_and_planned_with(
+def test_an_imported_engine_is_listed_and_planned(
     tiny: Callable[[str], ModelSpec], cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = tiny("wan2.1")
@@ -37,7 +37,7 @@ def test_a_file_is_imported_listed_and_planned_with(
     assert engine["id"] in out
 
 
-def test_it_says_what_opening_means_and_asks(
+def test_import_warns_and_asks_for_confirmation(
     cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "x.onnx"

@@ -1,4 +1,4 @@
-"""`jobs …`, and `generate` in the store: as people and programs see it."""
+"""`jobs …`, and jobs of `generate` in the store."""
 
 import json
 import os
@@ -57,21 +57,21 @@ def test_listing_and_searching(cache_dir: Path, capsys: pytest.CaptureFixture[st
     assert "--state is 'asleep'" in refused["error"]["what"]
 
 
-def test_a_job_of_a_dead_process_is_called_interrupted(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_of_a_dead_process_is_interrupted(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = add_job(open_store(cache_dir), instance="dead")
     found, _ = answer(["jobs", "list"], capsys)
     assert [(one["id"], one["state"], one["resumable"]) for one in found["jobs"]] == [(job.id, "interrupted", True)]
 
 
 @pytest.mark.parametrize("act", ["show", "resume", "delete", "undelete"])
-def test_an_unknown_id_is_said_in_two_lines(act: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_id_is_refused_in_two_lines(act: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["jobs", act, "1a2b3c4d"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines() == ["Error: There is no job '1a2b3c4d'.", "To do: Run `jobs list` to list the jobs."]
 
 
-def test_deleting_asks_and_can_be_undone(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_deletion_asks_and_can_be_undone(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = open_store(cache_dir)
     jobs = [add_job(store) for _ in range(2)]
     ids = [job.id for job in jobs]
@@ -87,7 +87,7 @@ def test_deleting_asks_and_can_be_undone(cache_dir: Path, capsys: pytest.Capture
     assert [job.id for job in store.list()] == [ids[1]]
 
 
-def test_a_report_holds_no_prompt_and_no_paths(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diagnostics_contain_no_prompt_and_no_paths(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = open_store(cache_dir)
     job = store.add(sample_request(prompt="a zorp at home", negative_prompt="blurry"), sample_plan(), instance="a")
     store.record(job.id, Planned(plan=sample_plan()))
@@ -112,7 +112,7 @@ def test_a_report_holds_no_prompt_and_no_paths(cache_dir: Path, capsys: pytest.C
     assert "/nowhere/boat.mp4" in text
 
 
-def test_what_is_done_is_not_resumed(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_job_is_not_resumed(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = open_store(cache_dir)
     job = add_job(store, instance="a")
     store.record(job.id, sample_result())
@@ -121,7 +121,7 @@ def test_what_is_done_is_not_resumed(cache_dir: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
-def test_a_killed_job_goes_on_where_it_was(
+def test_a_killed_job_resumes_at_its_checkpoint(
     tiny: Tiny, cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Bit for bit, and while another process, as the web app, looks for work in the same store."""
@@ -156,7 +156,7 @@ def test_a_killed_job_goes_on_where_it_was(
     assert [job.state for job in store.list()] == ["done", "done"]
 
 
-def test_without_a_store_the_video_is_made_and_that_is_said(
+def test_without_a_store_the_video_is_made_with_a_warning(
     tiny: Tiny, cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (cache_dir / "jobs.sqlite").mkdir(parents=True)
@@ -170,7 +170,7 @@ def test_without_a_store_the_video_is_made_and_that_is_said(
     assert refused["error"]["remedy"]
 
 
-def test_a_store_of_a_newer_tandem_is_said(
+def test_a_store_of_a_newer_version_is_refused(
     tiny: Tiny, cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     open_store(cache_dir).close()

@@ -1,4 +1,4 @@
-"""`models list`, `models download` and `models verify`: what they print, ask, refuse and return."""
+"""`models list`, `models download` and `models verify`: output, confirmation and invalid input."""
 
 import io
 import json
@@ -41,7 +41,7 @@ def answer(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int =
     return json.loads(out.splitlines()[-1]), " ".join(err.split())
 
 
-def test_a_known_model_is_fetched_listed_planned_with_and_verified(
+def test_a_published_model_is_downloaded_listed_planned_and_verified(
     hub: LoopbackHub, cache_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result, text = answer(["models", "download", "wan2.1-1.3b", "--yes"], capsys)
@@ -83,7 +83,7 @@ def test_a_known_model_is_fetched_listed_planned_with_and_verified(
     assert "License" not in text
 
 
-def test_it_asks_first_and_takes_no_for_an_answer(
+def test_download_asks_first_and_can_be_declined(
     hub: LoopbackHub, cache_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ["models", "download", "wan2.1-1.3b"]
@@ -105,7 +105,7 @@ def test_it_asks_first_and_takes_no_for_an_answer(
 
 
 @pytest.mark.parametrize("how", ["flag", "TANDEM_OFFLINE", "HF_HUB_OFFLINE", "file"])
-def test_offline_nothing_is_asked_for(
+def test_offline_sends_no_request(
     how: str, hub: LoopbackHub, cache_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = ["--offline"] if how == "flag" else []
@@ -145,7 +145,7 @@ def test_offline_nothing_is_asked_for(
         (["wan2.1-1.3b", "--mirror", "https://[::1"], "not a hub's address", "https://"),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_invalid_input_is_refused(
     arguments: list[str], says: str, to_do: str, hub: LoopbackHub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["models", "download", *arguments, "--yes"]) == 2
@@ -155,7 +155,7 @@ def test_what_cannot_be_is_refused(
     assert "secret" not in what + remedy
 
 
-def test_a_hub_for_other_programs_is_checked_where_it_is_used(
+def test_hf_endpoint_is_validated_when_it_is_used(
     cache_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TANDEM_HUB", raising=False)
@@ -166,7 +166,7 @@ def test_a_hub_for_other_programs_is_checked_where_it_is_used(
     assert "HF_ENDPOINT" in what and "without https" in what
 
 
-def test_verifying_what_was_not_fetched_is_refused(
+def test_verifying_a_model_that_was_not_downloaded_is_refused(
     hub: LoopbackHub, tiny: Callable[[str], ModelSpec], cache_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result, text = answer(["models", "verify"], capsys)
@@ -178,7 +178,7 @@ def test_verifying_what_was_not_fetched_is_refused(
     assert "no-such" in refused(["models", "verify", "no-such"], capsys)[0]
 
 
-def test_a_broken_connection_is_told_and_what_came_is_counted(
+def test_a_broken_connection_is_reported_with_the_received_bytes(
     hub: LoopbackHub, cache_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub.faults[VAE] = Fault("404")
@@ -194,7 +194,7 @@ def test_a_broken_connection_is_told_and_what_came_is_counted(
     assert "already downloaded; " in text
 
 
-def test_a_scheduler_that_differs_from_wans_own_code_is_told() -> None:
+def test_a_scheduler_that_differs_from_the_authors_code_is_reported() -> None:
     known = known_as("a14b")
     assert known is not None
     spec = known.spec(Path("none"))

@@ -25,7 +25,7 @@ def answer(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int =
     return json.loads(line), err
 
 
-def test_plan_says_what_would_run_and_leaves_no_trace(
+def test_plan_shows_decisions_and_writes_nothing(
     tiny: Callable[[str], ModelSpec], cache_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = str(tiny("wan2.2-a14b").directory)
@@ -45,7 +45,7 @@ def test_plan_says_what_would_run_and_leaves_no_trace(
 
 
 @pytest.mark.parametrize("model", ["diorama", "wan2.2-t2v-a14b", "wan2.1-t2v-1.3b"])
-def test_planning_takes_little_and_loads_no_torch(model: str, cache_dir: Path) -> None:
+def test_planning_is_fast_and_imports_no_torch(model: str, cache_dir: Path) -> None:
     arguments = ["plan", "a red boat", "--model", model, "--width", "64", "--height", "64", "--build", "missing"]
     code = (
         # Processor time: how long it takes depends on what else runs.
@@ -58,7 +58,24 @@ def test_planning_takes_little_and_loads_no_torch(model: str, cache_dir: Path) -
     assert "Component" in done.stderr or "GiB of memory" in done.stderr
 
 
-def test_known_models_are_listed_and_not_made_with(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "slow_packages"),
+    [
+        (["plan", "a red boat"], {"torch", "numpy", "asyncio", "unittest", "huggingface_hub", "gradio"}),
+        (["models", "list"], {"torch", "numpy", "unittest", "gradio"}),
+        (["jobs", "list"], {"torch", "gradio"}),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_commands_import_no_slow_packages(arguments: list[str], slow_packages: set[str], cache_dir: Path) -> None:
+    code = (
+        f"import sys; from runtime.cli.main import run; run({arguments}); print(*({slow_packages} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_published_models_are_listed_and_cannot_generate(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result, text = answer(["models", "list"], capsys)
     here = {model["name"]: model["here"] for model in result["models"]}
     assert here == {"diorama": True} | dict.fromkeys([known.name for known in KNOWN], False)
@@ -69,7 +86,7 @@ def test_known_models_are_listed_and_not_made_with(cache_dir: Path, capsys: pyte
     assert "Wan-AI/Wan2.2-T2V-A14B-Diffusers" in remedy
 
 
-def test_plan_shows_the_ladder_where_memory_is_short(
+def test_plan_shows_all_strategies_if_memory_is_short(
     tiny: Callable[[str], ModelSpec],
     cache_dir: Path,
     capsys: pytest.CaptureFixture[str],
@@ -89,7 +106,7 @@ def test_plan_shows_the_ladder_where_memory_is_short(
 
 
 @pytest.mark.parametrize("with_gpu", [True, False], ids=["gpu", "cpu"])
-def test_a_plan_refused_for_memory_shows_the_ways_there_are(
+def test_a_plan_refused_for_memory_shows_all_strategies(
     with_gpu: bool, cache_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     little = machine(gpu=gpu(free_gib=8), torch_cuda="13.0", ram_free_gib=16) if with_gpu else machine(ram_free_gib=16)
@@ -109,7 +126,7 @@ def test_a_plan_refused_for_memory_shows_the_ways_there_are(
     assert "ladder" not in json.loads(capsys.readouterr().out)
 
 
-def test_models_list_names_the_broken_ones(
+def test_models_list_names_damaged_models(
     tiny: Callable[[str], ModelSpec], cache_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("good", "broken"):

@@ -1,11 +1,11 @@
-"""Stopping: what is asked for is heard at the next check, and cancelling counts more than pausing."""
+"""Cancelling and pausing take effect at the next check; cancelling takes precedence."""
 
 import pytest
 
 from runtime.core.cancel import Cancel, CancelledError, PausedError
 
 
-def test_nothing_is_asked_at_first() -> None:
+def test_a_new_token_requests_nothing() -> None:
     cancel = Cancel()
     cancel.check()
     cancel.check_pause()
@@ -13,7 +13,7 @@ def test_nothing_is_asked_at_first() -> None:
     assert not cancel.pausing
 
 
-def test_a_pause_is_heard_where_nothing_is_lost_by_it_only() -> None:
+def test_a_pause_is_raised_by_check_pause_only() -> None:
     cancel = Cancel()
     cancel.pause()
     cancel.check()
@@ -22,7 +22,7 @@ def test_a_pause_is_heard_where_nothing_is_lost_by_it_only() -> None:
         cancel.check_pause()
 
 
-def test_cancelling_counts_more() -> None:
+def test_cancelling_takes_precedence_over_pausing() -> None:
     cancel = Cancel()
     cancel.pause()
     cancel.request()

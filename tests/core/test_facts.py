@@ -1,4 +1,4 @@
-"""Facts: every code that the code states has a message, every message is stated, and data fills the templates."""
+"""Facts: every code in use has a message, every message is used, and data fills the templates."""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The log: rotating, shared by processes, silent about prompts and paths."""
+"""The log: rotating, shared by processes, without prompts and paths."""
 
 import logging
 import os
@@ -76,7 +76,7 @@ def test_processes_that_rotate_one_file_lose_no_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_costs_the_line_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_drops_only_the_line(capsys: pytest.CaptureFixture[str]) -> None:
     handler = log.SharedRotatingHandler("/dev/full", maxBytes=1_000_000, backupCount=1)
     handler.handle(logging.LogRecord("a", logging.INFO, "", 0, "line", None, None))
     with pytest.raises(OSError):
@@ -84,7 +84,7 @@ def test_a_full_disk_costs_the_line_and_nothing_else(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err == ""
 
 
-def test_a_rotation_that_was_killed_in_between_is_made_up_for(tmp_path: Path) -> None:
+def test_an_interrupted_rotation_is_repeated(tmp_path: Path) -> None:
     path, mark = tmp_path / "a.log", tmp_path / "a.log.rotating"
     handler = log.SharedRotatingHandler(path, maxBytes=20, backupCount=1)
 
@@ -103,7 +103,7 @@ def test_a_rotation_that_was_killed_in_between_is_made_up_for(tmp_path: Path) ->
     assert len((tmp_path / "a.log.1").read_text().splitlines()) == 4
 
 
-def test_without_a_file_nothing_is_said_between_what_people_read(tmp_path: Path) -> None:
+def test_without_a_file_nothing_is_printed(tmp_path: Path) -> None:
     (tmp_path / "logs").write_text("no folder")
     done = subprocess.run(
         [sys.executable, "-c", WRITER.replace(".info(", ".error("), tmp_path / "logs" / "tandem.log", "a", "3"],
@@ -115,7 +115,7 @@ def test_without_a_file_nothing_is_said_between_what_people_read(tmp_path: Path)
     assert done.stderr == ""
 
 
-def test_what_python_warns_of_is_in_the_log_alone(tmp_path: Path) -> None:
+def test_python_warnings_are_only_in_the_log(tmp_path: Path) -> None:
     code = "import sys, warnings; from pathlib import Path; from runtime.core import log;"
     code += "log.start(Path(sys.argv[1])); warnings.warn('Argument aux_data is odd'); print('a video')"
     command = [sys.executable, "-c", code, str(tmp_path / "tandem.log")]

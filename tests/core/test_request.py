@@ -1,4 +1,4 @@
-"""What a request accepts by itself, whatever the model."""
+"""Validation of requests that does not depend on the model."""
 
 import math
 from typing import Any
@@ -28,7 +28,7 @@ ANYTHING = st.one_of(
     [("none", "none"), ("first-block", "first-block"), ("first-block:0.20", "first-block:0.2"),
      ("first-block:1", "first-block:1"), ("first-block:1e-3", "first-block:0.001")],
 )  # fmt: skip
-def test_a_step_cache_is_kept_as_short_as_it_can_be(asked: str, kept: str) -> None:
+def test_a_step_cache_is_stored_in_its_shortest_notation(asked: str, kept: str) -> None:
     request = GenerationRequest(prompt="a boat", step_cache=asked)
     assert request.step_cache == kept
     assert GenerationRequest.from_mapping(request.to_json()) == request
@@ -38,7 +38,7 @@ def test_a_step_cache_is_kept_as_short_as_it_can_be(asked: str, kept: str) -> No
     "value", ["", "first", "none:0.1", "first-block:", "first-block:0", "first-block:-1", "first-block:1.1",
               "first-block:nan", "first-block:inf", "first-block:x", None, 7, [], {}, True, "x" * 10_000],
 )  # fmt: skip
-def test_what_is_no_step_cache_is_refused(value: object) -> None:
+def test_an_invalid_step_cache_is_refused(value: object) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         GenerationRequest(prompt="a boat", step_cache=value)  # type: ignore[arg-type]  # on purpose
     assert refused.value.field == "step_cache" and len(refused.value.what) < 100
@@ -48,7 +48,7 @@ def test_what_is_no_step_cache_is_refused(value: object) -> None:
     ("asked", "kept"),
     [(None, None), ("auto", None), (5, 5.0), (MIN_SHIFT, 0.1), (MAX_SHIFT, 100.0), (3.25, 3.25)],
 )
-def test_a_shift_is_a_number_or_the_models_own(asked: object, kept: float | None) -> None:
+def test_a_shift_is_a_number_or_the_default(asked: object, kept: float | None) -> None:
     request = GenerationRequest(prompt="a boat", shift=asked)  # type: ignore[arg-type]  # as it is given
     assert request.shift == kept
     assert GenerationRequest.from_mapping(request.to_json()) == request
@@ -57,14 +57,14 @@ def test_a_shift_is_a_number_or_the_models_own(asked: object, kept: float | None
 @pytest.mark.parametrize(
     "value", [0, -1, 0.0999, 100.1, 1e30, 10**400, math.nan, math.inf, -math.inf, "", "5", "none", True, [], {}, b"5"]
 )
-def test_what_is_no_shift_is_refused(value: object) -> None:
+def test_an_invalid_shift_is_refused(value: object) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         GenerationRequest(prompt="a boat", shift=value)  # type: ignore[arg-type]  # on purpose
     assert refused.value.field == "shift" and len(refused.value.what) < 100
     assert "from 0.1 to 100" in refused.value.remedy
 
 
-def test_stored_requests_from_before_are_read() -> None:
+def test_requests_of_earlier_versions_are_read() -> None:
     stored = GenerationRequest(prompt="a boat", loras=["a:0.5"]).to_json()  # type: ignore[arg-type]  # as it is given
     assert GenerationRequest.from_mapping(stored).loras == (Lora("a", 0.5),)
     for name in ("loras", "step_cache", "shift", "vae_precision"):
@@ -73,7 +73,7 @@ def test_stored_requests_from_before_are_read() -> None:
     assert (read.loras, read.step_cache, read.shift, read.vae_precision) == ((), "none", None, "auto")
 
 
-def test_everything_but_the_prompt_may_stay_open() -> None:
+def test_all_fields_but_the_prompt_have_defaults() -> None:
     request = GenerationRequest(prompt="  a red boat ")
     assert request.prompt == "a red boat"
     assert request.negative_prompt is None

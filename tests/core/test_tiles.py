@@ -1,4 +1,4 @@
-"""Tiles: that they cover a frame, overlap, and are counted."""
+"""Tiles cover a frame, overlap, and are counted."""
 
 import itertools
 

@@ -26,6 +26,7 @@ def _merged(*tables: Mapping[str, Message]) -> dict[str, Message]:
 
 def _load() -> dict[str, Message]:
     from runtime.core.messages import (
+        bench,
         cli,
         core,
         engines,
@@ -53,6 +54,7 @@ def _load() -> dict[str, Message]:
         pipeline.MESSAGES,
         queue.MESSAGES,
         server.MESSAGES,
+        bench.MESSAGES,
         cli.MESSAGES,
         ui.MESSAGES,
     )

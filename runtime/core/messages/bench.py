@@ -1,0 +1,38 @@
+"""Messages of `runtime.bench`."""
+
+from collections.abc import Mapping
+
+from runtime.core.messages import Message
+
+MESSAGES: Mapping[str, Message] = {
+    "bench.backend_without_configuration": Message(
+        "{set[backends]} alone leaves nothing to compare.",
+        'Name configurations, as in --config "onnx: --backend all=onnxruntime".',
+    ),
+    "bench.configuration_invalid": Message("Configuration “{configuration}”: {cause}", "{cause:remedy}"),
+    "bench.configuration_repeated": Message(
+        "Two configurations are named “{configuration}”.", "Give each its own name."
+    ),
+    "bench.configuration_unnamed": Message(
+        "--config is {value}, without a name of 1 to {longest} characters before a colon.",
+        'Give it as in --config "onnx: --backend all=onnxruntime".',
+    ),
+    "bench.count_invalid": Message("{field:setting} is {value}.", "Give a whole number from {low} to {high}."),
+    "bench.folder_is_file": Message("{field:setting} is {folder}, which is a file.", "Give the name of a folder."),
+    "bench.incomplete": Message("{file} is incomplete.", "Give a bench.json that `bench` wrote."),
+    "bench.not_a_result": Message("{file} is not a benchmark result.", "Give a bench.json that `bench` wrote."),
+    "bench.not_json": Message("{file} is not JSON.", "Give a bench.json that `bench` wrote."),
+    "bench.not_read": Message("{file} cannot be read: {error}.", "Give a bench.json that `bench` wrote."),
+    "bench.not_written": Message(
+        "{file} cannot be written: {error}.", "Free some space, or give another folder by --out."
+    ),
+    "bench.nothing_measured": Message("Nothing was measured. {why}", "Choose another configuration."),
+    "bench.nothing_to_compare": Message(
+        "Nothing in these results can be compared: {why}", "Measure the same configurations, with the same request."
+    ),
+    "bench.other_schema": Message("{file} has schema {schema}; this version reads {readable}.", "Measure again."),
+    "bench.two_kinds": Message(
+        "One result is of whole clips, the other of forward passes.", "Give two of the same kind."
+    ),
+    "bench.two_machines": Message("The results are of two machines: {machines:list}.", "Measure both on one machine."),
+}
