@@ -18,8 +18,8 @@ class StandaloneJob:
     """A user of components outside the queue, which records what does not run as planned.
 
     Attributes:
-        cancel: requested when the measurement shall stop.
-        fallbacks: by component, why it does not run as planned.
+        cancel: stops the measurement.
+        fallbacks: by component, the reason why it does not run as planned.
     """
 
     def __init__(self, plan: ExecutionPlan, cancel: Cancel) -> None:

@@ -16,6 +16,8 @@ class FrozenModel(BaseModel):
         unknown = changes.keys() - type(self).model_fields.keys()
         assert not unknown, f"{type(self).__name__} has no {', '.join(unknown)}"
         copy = self.model_copy(update=changes)
-        for cached in copy.__dict__.keys() - type(self).model_fields.keys():  # `cached_property`: of the old values
+        for cached in (
+            copy.__dict__.keys() - type(self).model_fields.keys()
+        ):  # results of `cached_property` for the old values
             del copy.__dict__[cached]
         return copy

@@ -19,7 +19,7 @@ _WORDS = frozenset({"stage", "part", "component", "backend", "memory"})
 
 
 class SharedRotatingHandler(RotatingFileHandler):
-    """A rotating file that several processes write: one rotates at a time, the others notice and follow.
+    """A rotating file that several processes write: one rotates at a time, the others reopen the file.
 
     If the disk is full, lines are dropped. Windows does not rename open files: there the file grows until no other
     process has it open.
@@ -31,14 +31,14 @@ class SharedRotatingHandler(RotatingFileHandler):
         return bool(super().shouldRollover(record))
 
     def doRollover(self) -> None:  # noqa: N802 - logging's own name
-        """Begin a new file; keep the current one while another process rotates."""
-        mark = Path(f"{self.baseFilename}.rotating")
+        """Start a new file, unless another process is rotating."""
+        lock_file = Path(f"{self.baseFilename}.rotating")
         try:
-            mark.touch(exist_ok=False)
+            lock_file.touch(exist_ok=False)
         except FileExistsError:
-            with contextlib.suppress(OSError):  # its owner is quick, unless it was killed in between
-                if time.time() - mark.stat().st_mtime > _ROTATING_SECONDS:
-                    mark.unlink()
+            with contextlib.suppress(OSError):  # a process that rotates is killed or finishes within a second
+                if time.time() - lock_file.stat().st_mtime > _ROTATING_SECONDS:
+                    lock_file.unlink()
             return
         try:
             if not self._follow():
@@ -46,7 +46,7 @@ class SharedRotatingHandler(RotatingFileHandler):
         except OSError:
             self.stream = self.stream or self._open()
         finally:
-            mark.unlink(missing_ok=True)
+            lock_file.unlink(missing_ok=True)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's own name
         """Drop the line: an error of the log cannot be reported anywhere."""
@@ -55,18 +55,18 @@ class SharedRotatingHandler(RotatingFileHandler):
         """Reopen the file if it was replaced or removed; return whether it was."""
         with contextlib.suppress(OSError):
             if self.stream is not None:
-                there, ours = Path(self.baseFilename).stat(), os.fstat(self.stream.fileno())
-                if (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino):
+                current, opened = Path(self.baseFilename).stat(), os.fstat(self.stream.fileno())
+                if (current.st_dev, current.st_ino) == (opened.st_dev, opened.st_ino):
                     return False
         before = self.stream
         self.stream = self._open()
         if before is not None:
-            with contextlib.suppress(OSError):  # buffered lines do not fit on the disk
+            with contextlib.suppress(OSError):  # the disk is full
                 before.close()
         return True
 
 
-def in_the_log(event: Event) -> str:
+def log_line(event: Event) -> str:
     """Return an event as a line of the log: its name, numbers and component."""
     if isinstance(event, Planned):
         plan = event.plan

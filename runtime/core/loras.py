@@ -1,6 +1,6 @@
-"""Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685): as requested, and as used.
+"""Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685) in requests and plans.
 
-Knows nothing about files: `models.loras` finds and checks them.
+`models.loras` finds and checks the files.
 """
 
 import math
@@ -19,7 +19,7 @@ Expert = Literal["both", "high", "low"]
 # The experts that a LoRA can change.
 EXPERTS: tuple[Expert, ...] = (BOTH, "high", "low")
 MAX_LORAS = 8
-# Larger weights break any picture; most LoRAs are made for 1.
+# Larger weights destroy the picture; most LoRAs are trained for 1.
 MAX_WEIGHT = 4.0
 _LONGEST_NAME = 1_000
 _KEYS = frozenset({"file", "weight", "expert"})

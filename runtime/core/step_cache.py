@@ -15,7 +15,7 @@ _KINDS = (NONE, FIRST_BLOCK)
 # See bench/step_cache.md for its effect on the shipped model.
 DEFAULT_STRENGTH = 0.08
 MAX_STRENGTH = 1.0
-# The cache is reset after every so many steps, counted from the first. A job that resumes there gives the same video as
+# The cache is reset after this number of steps. A job that resumes there gives the same video as
 # one that was never interrupted, without storing gigabytes of cache.
 STEPS_OF_A_CACHE = 8
 

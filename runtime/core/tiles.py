@@ -1,14 +1,14 @@
-"""How a frame is cut into overlapping tiles: their positions, and how much is decoded twice."""
+"""Overlapping tiles of a frame: their positions, and how often a latent is decoded on average."""
 
 from dataclasses import dataclass
 
-# As in diffusers: a quarter of a tile is its neighbour's too.
+# A tile overlaps its neighbor by a quarter, as in diffusers.
 OVERLAP = 4
 
 
 @dataclass(frozen=True)
 class Span:
-    """A tile's place along one side, in latents."""
+    """Position of a tile along one side, in latents."""
 
     start: int
     end: int
@@ -18,8 +18,8 @@ def spans(length: int, tile: int) -> list[Span]:
     """Return equal tiles, evenly spaced, that cover `length` and overlap by at least a quarter; one if it fits.
 
     Args:
-        length: of a frame's side, in latents.
-        tile: of a tile's side, in latents; at least 4, so that a quarter of it is something.
+        length: length of the side in latents.
+        tile: length of a tile in latents, at least 4.
     """
     if length <= tile:
         return [Span(0, length)]
@@ -30,11 +30,11 @@ def spans(length: int, tile: int) -> list[Span]:
 
 
 def times_decoded(height: int, width: int, tile: int | None) -> float:
-    """Return how often a latent of a frame is decoded on average: 1 where the frame is decoded whole (`None`).
+    """Return how often a latent is decoded on average.
 
     Args:
-        height, width: of the frame, in latents.
-        tile: of a tile's side, in latents.
+        height, width: size of the frame in latents.
+        tile: length of a tile in latents; `None` without tiling.
     """
     if tile is None:
         return 1.0

@@ -6,18 +6,18 @@ _MINUTE, _HOUR = 60, 3600
 
 
 def byte_size(count: int) -> str:
-    """Return a number of bytes in the unit that suits it: "14.5 MB", "1.2 GB"."""
+    """Return a number of bytes in decimal units: "14.5 MB", "1.2 GB"."""
     unit = next((unit for unit in ("TB", "GB", "MB", "KB") if count >= UNITS[unit]), "B")
     return f"{count / UNITS[unit]:.1f} {unit}" if unit != "B" else f"{count} B"
 
 
 def memory_size(count: int) -> str:
-    """Return bytes of memory in binary units, as memory is sold: "812 MiB", "3.4 GiB"."""
+    """Return a number of bytes in binary units: "812 MiB", "3.4 GiB"."""
     return f"{count / _GIB:,.1f} GiB" if count >= _GIB else f"{count / _MIB:,.0f} MiB"
 
 
 def duration(seconds: float) -> str:
-    """Return whole seconds in words: "8 s", "3 min 5 s", "1 h 2 min"."""
+    """Return a duration: "8 s", "3 min 5 s", "1 h 2 min"."""
     whole = round(seconds)
     if whole < _MINUTE:
         return f"{whole} s"
@@ -27,7 +27,7 @@ def duration(seconds: float) -> str:
 
 
 def about(seconds: float) -> str:
-    """Return a guessed duration in round words: "about 40 s", "about 4 min", "about 2 h"."""
+    """Return a rounded duration: "about 40 s", "about 4 min", "about 2 h"."""
     if seconds < _MINUTE:
         return f"about {max(round(seconds / 10) * 10, 5)} s"
     if seconds < 1.5 * _HOUR:

@@ -26,7 +26,7 @@ from runtime.core.events import (
     Warned,
 )
 from runtime.core.facts import Fact
-from runtime.core.log import in_the_log
+from runtime.core.log import log_line
 from runtime.core.plan import ExecutionPlan
 from runtime.engines.service import EngineService
 from runtime.machine.probe import Machine
@@ -146,7 +146,7 @@ class JobRecorder:
         if isinstance(event, EngineProgress):
             self._show(event)
             return []
-        logger.info("job %s: %s", self.id, in_the_log(event))
+        logger.info("job %s: %s", self.id, log_line(event))
         warnings = []
         with self._lock:
             before = self._failing

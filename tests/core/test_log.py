@@ -56,7 +56,7 @@ for number in range(int(sys.argv[3])):
     ],
 )
 def test_an_event_is_one_line_without_prompt_and_paths(event: Event, line: str) -> None:
-    assert log.in_the_log(event) == line
+    assert log.log_line(event) == line
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows renames no file that another process has open")
