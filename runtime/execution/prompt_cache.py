@@ -1,7 +1,7 @@
 """Text embeddings of earlier prompts, in memory and on disk.
 
-The key of an entry is the text, the files of encoder and tokenizer (names, sizes, times) and how it was computed. Files
-are safetensors, named by digests; a damaged one is removed.
+The key of an entry is the text, the files of text encoders and tokenizers (names, sizes, times), and how the text
+encoder runs. Files are safetensors, named by digests; a damaged one is removed.
 """
 
 import contextlib
@@ -108,7 +108,9 @@ def _key(spec: ModelSpec, part: ComponentPlan, text: str) -> str:
     known: list[Any] = [str(spec.directory), spec.max_sequence_length, text]
     # Only the kind of device: all GPUs compute the same embeddings.
     known += [part.backend, part.device.partition(":")[0], part.dtype, [use.id for use in part.engines]]
-    known += [list(_files(spec.directory / folder)) for folder in ("text_encoder", "tokenizer")]
+    # A family may have more text encoders and tokenizers, such as `text_encoder_2`.
+    folders = sorted(path for path in spec.directory.iterdir() if path.name.startswith(("text_encoder", "tokenizer")))
+    known += [list(_files(folder)) for folder in folders]
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
 

@@ -110,7 +110,8 @@ class Family(Protocol):
 
     @property
     def known(self) -> Sequence[KnownModel]:
-        """Published models of the family."""
+        """Published models of the family; none by default."""
+        return ()
 
     @property
     def negative_prompt(self) -> str:
@@ -126,16 +127,23 @@ class Family(Protocol):
         """Return the spec of a published model, as if its folder were in `weights_dir`."""
 
     def lora_change(self, tensor: str) -> LoraChange | None:
-        """Return the module and factor of a tensor in a LoRA file, by its name; `None` for an unknown module."""
+        """Return the module and factor of a tensor in a LoRA file, by its name; `None` for an unknown module.
+
+        This and the following methods are for families with LoRAs. By default, no LoRA fits.
+        """
+        return None
 
     def lora_weight_shape(self, spec: ModelSpec, module: str) -> tuple[int | None, ...] | None:
         """Return the shape of the weight of a module that LoRAs change; `None` for an unknown axis or module."""
+        return None
 
     def distilled_steps(self, lora: Path) -> int | None:
         """Return for how many steps a LoRA was distilled, by its file's or folder's name; `None` if it was not."""
+        return None
 
     def distilled_shift(self, lora: Path) -> float | None:
         """Return the shift with which a LoRA was distilled, by its file's or folder's name, if known."""
+        return None
 
 
 def family_of(name: str) -> Family:

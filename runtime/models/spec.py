@@ -156,7 +156,7 @@ class ModelSpec:
         expand_timesteps: one timestep per token (TI2V-5B).
         max_sequence_length: text tokens that the transformer attends to, zero-padded.
         parameters: number of weights by component.
-        programs: the programs to build engines of, by component; see `engines.programs`.
+        programs: the components in the order they run, and the programs to build engines of; see `engines.programs`.
         latent_rgb: for previews, where it is known.
         defaults: for "auto".
         sizes, frame_counts: what the model was made for, (width, height) and frames.
@@ -198,8 +198,7 @@ class ModelSpec:
     @property
     def component_names(self) -> tuple[str, ...]:
         """The components in the order they run."""
-        experts = ("transformer", "transformer_2")[: self.experts]
-        return ("text_encoder", *experts, "vae")
+        return tuple(self.programs)
 
     @property
     def total_parameters(self) -> int:

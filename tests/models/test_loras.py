@@ -175,7 +175,7 @@ def test_every_shape_in_the_table_equals_the_transformers(tiny: Tiny) -> None:
         checked = 0
         for name, tensor in loaded(spec).items():
             module = name.removesuffix(".weight")
-            wanted = weight_shape(spec.transformer, module)
+            wanted = weight_shape(spec, module)
             if module == name and not name.endswith("scale_shift_table"):  # a bias
                 continue
             assert wanted is not None, name

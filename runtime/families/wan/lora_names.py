@@ -1,11 +1,11 @@
-"""Names of the tensors in LoRA files for Wan, in every spelling that is in use.
+"""Names of the tensors in LoRA files for Wan, in all spellings in use.
 
     blocks.3.attn1.to_q.lora_A.weight                      diffusers and peft, also below "transformer."
     diffusion_model.blocks.3.self_attn.q.lora_down.weight  Wan's own names, as most files have them; with ".alpha"
     lora_unet_blocks_3_self_attn_q.lora_up.weight          musubi-tuner
     diffusion_model.blocks.3.norm3.diff                    a change of the whole tensor; "diff_b" of its bias
 
-Wan's own names against diffusers': scripts/convert_wan_to_diffusers.py and loaders/lora_conversion_utils.py there.
+Source of the names: diffusers' scripts/convert_wan_to_diffusers.py and loaders/lora_conversion_utils.py.
 Imports no torch.
 """
 
@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 
 from runtime.models.registry import LoraChange
-from runtime.models.spec import TransformerSpec
+from runtime.models.spec import ModelSpec
 
 _PREFIXES = (
     "base_model.model.",
@@ -23,7 +23,7 @@ _PREFIXES = (
     "transformer.",
     "lora_unet_",
 )
-# Suffixes of tensor names, and their role in the module.
+# Roles in a module, by the suffix of the tensor's name; see `LoraChange`.
 _ROLES = {
     "lora_A.weight": "down",
     "lora_A.default.weight": "down",
@@ -38,7 +38,7 @@ _ROLES = {
 }
 _ROLE = re.compile(rf"(.+)\.({'|'.join(map(re.escape, _ROLES))})")
 _BLOCK = re.compile(r"blocks[._](\d+)[._](.+)")
-# Within a block.
+# diffusers' names of modules by Wan's own names: within a block, and outside of the blocks.
 _IN_BLOCK = {
     **{
         f"{original}.{one}": f"{diffusers}.{other}"
@@ -57,7 +57,7 @@ _IN_BLOCK = {
     "norm3": "norm2",
     "modulation": "scale_shift_table",
 }
-_AROUND = {
+_OUTSIDE = {
     "patch_embedding": "patch_embedding",
     "text_embedding.0": "condition_embedder.text_embedder.linear_1",
     "text_embedding.2": "condition_embedder.text_embedder.linear_2",
@@ -67,10 +67,10 @@ _AROUND = {
     "head.head": "proj_out",
     "head.modulation": "scale_shift_table",
 }
-_DIFFUSERS = frozenset({*_IN_BLOCK.values()}), frozenset({*_AROUND.values()})
+_DIFFUSERS = frozenset({*_IN_BLOCK.values()}), frozenset({*_OUTSIDE.values()})
 # musubi-tuner writes underscores for dots.
-_UNDERSCORED = {name.replace(".", "_"): name for name in (*_IN_BLOCK, *_AROUND)}
-# LoRAs from step distillation make a video in a few steps without guidance. Their names identify them.
+_UNDERSCORED = {name.replace(".", "_"): name for name in (*_IN_BLOCK, *_OUTSIDE)}
+# LoRAs from step distillation, which need few steps and no guidance, are identified by their names.
 _DISTILLED = re.compile(
     r"lightning|lightx2v|distill|causvid|accvid|turbo|fastwan|(?<!\d)\d{1,2}[\s_-]?steps?(?![a-z])", re.IGNORECASE
 )
@@ -97,46 +97,47 @@ def change_of(tensor: str) -> LoraChange | None:
     return None if module is None else LoraChange(module, _ROLES[found[2]])
 
 
-def weight_shape(spec: TransformerSpec, module: str) -> tuple[int | None, ...] | None:
-    """Return the shape of the weight that a module of the transformer has, `None` for an axis that is not known.
+def weight_shape(spec: ModelSpec, module: str) -> tuple[int | None, ...] | None:
+    """Return the shape of the weight of a module, with `None` for an unknown axis; `None` for an unknown module.
 
-    Norms have their width alone, modulation is a parameter. `None` if the transformer has no such module.
+    A norm's weight has one axis; modulation is a bare parameter.
     """
-    width, patch = spec.width, prod(spec.patch_size)
+    transformer = spec.transformer
+    width, ffn_width, patch = transformer.width, transformer.ffn_dim, prod(transformer.patch_size)
     block = _BLOCK.match(module)
     if block is None:
         return {
-            "patch_embedding": (width, spec.in_channels, *spec.patch_size),
-            "condition_embedder.text_embedder.linear_1": (width, spec.text_dim),
+            "patch_embedding": (width, transformer.in_channels, *transformer.patch_size),
+            "condition_embedder.text_embedder.linear_1": (width, transformer.text_dim),
             "condition_embedder.text_embedder.linear_2": (width, width),
             "condition_embedder.time_embedder.linear_1": (width, None),
             "condition_embedder.time_embedder.linear_2": (width, width),
             "condition_embedder.time_proj": (6 * width, width),
-            "proj_out": (spec.in_channels * patch, width),
+            "proj_out": (transformer.in_channels * patch, width),
             "scale_shift_table": (1, 2, width),
         }.get(module)
-    if int(block[1]) >= spec.num_layers:
+    if int(block[1]) >= transformer.num_layers:
         return None
     name = block[2]
     if name.endswith(("norm_q", "norm_k", "norm2")):
         return (width,)
     if name == "scale_shift_table":
         return (1, 6, width)
-    return {"ffn.net.0.proj": (spec.ffn_dim, width), "ffn.net.2": (width, spec.ffn_dim)}.get(name, (width, width))
+    return {"ffn.net.0.proj": (ffn_width, width), "ffn.net.2": (width, ffn_width)}.get(name, (width, width))
 
 
 def _module(name: str) -> str | None:
     block = _BLOCK.fullmatch(name)
     rest = block[2] if block else name
     rest = _UNDERSCORED.get(rest, rest)
-    names, known = (_IN_BLOCK, _DIFFUSERS[0]) if block else (_AROUND, _DIFFUSERS[1])
+    names, known = (_IN_BLOCK, _DIFFUSERS[0]) if block else (_OUTSIDE, _DIFFUSERS[1])
     found = names.get(rest, rest if rest in known else None)
     return f"blocks.{block[1]}.{found}" if block and found else found
 
 
-def distilled_steps(path: Path) -> int | None:
+def distilled_steps(lora: Path) -> int | None:
     """Return for how many steps a LoRA was distilled, from its own or its folder's name; `None` if unknown."""
-    for text in (path.stem, path.parent.name):
+    for text in (lora.stem, lora.parent.name):
         if _DISTILLED.search(text):
             steps = _STEPS.search(text)
             number = int(steps[1]) if steps else _DEFAULT_DISTILLED_STEPS
@@ -144,6 +145,6 @@ def distilled_steps(path: Path) -> int | None:
     return None
 
 
-def distilled_shift(path: Path) -> float | None:
+def distilled_shift(lora: Path) -> float | None:
     """Return the shift with which a LoRA was distilled, if its own or its folder's name identifies its author."""
-    return LIGHTX2V_SHIFT if any(_LIGHTX2V.search(text) for text in (path.stem, path.parent.name)) else None
+    return LIGHTX2V_SHIFT if any(_LIGHTX2V.search(text) for text in (lora.stem, lora.parent.name)) else None

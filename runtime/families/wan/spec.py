@@ -17,7 +17,7 @@ from runtime.core.errors import ModelError
 from runtime.families.wan import lora_names
 from runtime.families.wan.known import KNOWN
 from runtime.models.folder import count_parameters, damaged, has_component, read_json, read_sidecar, refuse_pickles
-from runtime.models.registry import Family, KnownModel, LoraChange
+from runtime.models.registry import Family, KnownModel
 from runtime.models.spec import Defaults, ModelSpec
 from runtime.models.timesteps import NoiseLevels, noise_levels
 
@@ -199,6 +199,10 @@ class WanFamily:
 
     known: Sequence[KnownModel] = KNOWN
     negative_prompt = NEGATIVE_PROMPT
+    lora_change = staticmethod(lora_names.change_of)
+    lora_weight_shape = staticmethod(lora_names.weight_shape)
+    distilled_steps = staticmethod(lora_names.distilled_steps)
+    distilled_shift = staticmethod(lora_names.distilled_shift)
 
     def read_spec(self, directory: Path, name: str) -> ModelSpec:
         """Read a model folder, as `WanPipeline.save_pretrained` writes it.
@@ -277,22 +281,6 @@ class WanFamily:
             is_downloaded=False,
             noise=_NOISE,
         )
-
-    def lora_change(self, tensor: str) -> LoraChange | None:
-        """Return the module and factor of a tensor in a LoRA file."""
-        return lora_names.change_of(tensor)
-
-    def lora_weight_shape(self, spec: ModelSpec, module: str) -> tuple[int | None, ...] | None:
-        """Return the shape of a module's weight."""
-        return lora_names.weight_shape(spec.transformer, module)
-
-    def distilled_steps(self, lora: Path) -> int | None:
-        """Return for how many steps a LoRA was distilled."""
-        return lora_names.distilled_steps(lora)
-
-    def distilled_shift(self, lora: Path) -> float | None:
-        """Return the shift with which a LoRA was distilled."""
-        return lora_names.distilled_shift(lora)
 
 
 FAMILY: Family = WanFamily()

@@ -1,12 +1,11 @@
 """LTX-Video's architecture, defaults and limits. Imports no torch."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from runtime.models.folder import count_parameters, damaged, read_json, read_sidecar, refuse_pickles
-from runtime.models.registry import Family, KnownModel, LoraChange
+from runtime.models.registry import Family, KnownModel
 from runtime.models.spec import Defaults, ModelSpec
 from runtime.models.timesteps import noise_levels
 
@@ -79,10 +78,9 @@ class LtxVae:
         return copies * element_bytes * latent_frames * self.scale_factor_temporal * height * width * self.last_channels
 
 
-class LtxFamily:
+class LtxFamily(Family):
     """See `models.registry.Family`."""
 
-    known: Sequence[KnownModel] = ()
     negative_prompt = "worst quality, inconsistent motion, blurry, jittery, distorted"
 
     def read_spec(self, directory: Path, name: str) -> ModelSpec:
@@ -144,25 +142,6 @@ class LtxFamily:
     def known_spec(self, known: KnownModel, weights_dir: Path) -> ModelSpec:
         """No model of this family is published."""
         raise AssertionError(known, weights_dir)
-
-    def lora_change(self, tensor: str) -> LoraChange | None:
-        """No LoRA fits."""
-        del tensor
-        return None
-
-    def lora_weight_shape(self, spec: ModelSpec, module: str) -> tuple[int | None, ...] | None:
-        """No LoRA fits."""
-        raise AssertionError(spec, module)
-
-    def distilled_steps(self, lora: Path) -> int | None:
-        """No LoRA fits."""
-        del lora
-        return None
-
-    def distilled_shift(self, lora: Path) -> float | None:
-        """No LoRA fits."""
-        del lora
-        return None
 
 
 FAMILY: Family = LtxFamily()
