@@ -1,4 +1,4 @@
-"""Blocks compiled once and used by all, held to what they give uncompiled; and what follows where that fails."""
+"""Compiled blocks: shared by all blocks of a kind, equal to uncompiled ones, replaced by them after a failure."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -40,7 +40,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.compiler
-def test_inductor_compiles_and_keeps_it_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inductor_caches_compiled_code_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     places = {"TORCHINDUCTOR_CACHE_DIR": tmp_path / "compiled", "TRITON_CACHE_DIR": tmp_path / "compiled" / "triton"}
     for name in places:
         monkeypatch.setenv(name, "")  # so that what is there now comes back
@@ -72,17 +72,17 @@ def test_all_blocks_of_both_experts_share_one_compilation(tiny: Tiny) -> None:
 
 @pytest.mark.usefixtures("traced")
 @torch.no_grad()
-def test_what_cannot_be_compiled_runs_as_it_is_and_says_so() -> None:
-    said: list[Fact] = []
+def test_a_function_that_cannot_be_compiled_runs_uncompiled_with_a_reason() -> None:
+    reasons: list[Fact] = []
 
     def breaks(x: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()
         return x + 1
 
-    step = CompiledStep(breaks, said.append)
+    step = CompiledStep(breaks, reasons.append)
     for _ in range(3):
         assert step(torch.zeros(2)).tolist() == [1.0, 1.0]
-    (reason,) = said
+    (reason,) = reasons
     assert reason.code == "execution.compilation_failed"
     assert "\n" not in reason.data["error"]
 
@@ -90,16 +90,16 @@ def test_what_cannot_be_compiled_runs_as_it_is_and_says_so() -> None:
 @pytest.mark.usefixtures("traced")
 @torch.no_grad()
 def test_any_number_of_sizes_is_compiled() -> None:
-    said: list[Fact] = []
-    step = CompiledStep(lambda x: x * 2 + 1, said.append)
+    reasons: list[Fact] = []
+    step = CompiledStep(lambda x: x * 2 + 1, reasons.append)
     for size in range(2, 14):
         assert torch.equal(step(torch.ones(size)), torch.full((size,), 3.0))
-    assert not said
+    assert not reasons
 
 
 @pytest.mark.usefixtures("traced")
 @torch.no_grad()
-def test_running_out_of_memory_is_not_taken_for_a_failure_to_compile() -> None:
+def test_out_of_memory_is_not_a_compilation_failure() -> None:
     def full(_: torch.Tensor) -> torch.Tensor:
         raise MemoryError
 
@@ -111,7 +111,7 @@ def test_running_out_of_memory_is_not_taken_for_a_failure_to_compile() -> None:
 
 @pytest.mark.usefixtures("traced")
 @torch.no_grad()
-def test_a_kernel_that_pytorch_is_told_to_take_is_part_of_a_compiled_block(tiny: Tiny) -> None:
+def test_attention_kernels_of_pytorch_are_part_of_a_compiled_block(tiny: Tiny) -> None:
     case = Case(tiny("wan2.1"))
     denoiser = PyTorchDenoiser(case.load(), Speed(compiled=True, attention="flash"))
     wanted = case.wanted(case.texts[0], 500.0)
@@ -133,7 +133,7 @@ def test_attention_of_other_libraries_is_one_call_in_a_compiled_block(tiny: Tiny
     assert 1e-4 < error < 0.1
 
 
-def test_what_the_vaes_kernels_take_to_compile_counts_as_the_blocks_does(
+def test_compilation_of_the_vaes_kernels_is_counted(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vae, "can_run", lambda _: True)
@@ -153,7 +153,7 @@ def test_what_the_vaes_kernels_take_to_compile_counts_as_the_blocks_does(
     assert 0 < taken[1] == taken[2] <= residency.load_seconds
 
 
-def test_a_job_whose_compiler_fails_makes_its_video_and_says_so(
+def test_a_job_whose_compiler_fails_completes_with_a_warning(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object) -> None:
@@ -167,6 +167,6 @@ def test_a_job_whose_compiler_fails_makes_its_video_and_says_so(
         saved = events_of(plan, spec, residency)[-1]
     assert isinstance(saved, VideoSaved), saved
     assert saved.plan["speed"]["compiled"] is False
-    (said,) = [warning for warning in saved.warnings if warning.code == "pipeline.degraded"]
-    assert (said.data["component"], said.data["reason"].code) == ("transformer", "execution.compilation_failed")
+    (reasons,) = [warning for warning in saved.warnings if warning.code == "pipeline.degraded"]
+    assert (reasons.data["component"], reasons.data["reason"].code) == ("transformer", "execution.compilation_failed")
     assert saved.request["compile"] == "always"

@@ -1,4 +1,4 @@
-"""What follows where a call cannot be recorded as a CUDA graph; that it can, and gives the same, is held on a GPU."""
+"""Fallback if a call cannot be recorded as a CUDA graph; tests/gpu checks recording itself."""
 
 import torch
 
@@ -6,12 +6,12 @@ from runtime.core.facts import Fact
 from runtime.execution.cuda_graphs import CudaGraphRunner
 
 
-def test_what_cannot_be_recorded_runs_as_it_is_and_says_so_once() -> None:
-    said: list[Fact] = []
-    graphed = CudaGraphRunner(lambda latents, timestep, text: latents * timestep + text(), said.append)
+def test_a_call_that_cannot_be_recorded_runs_directly_and_is_reported_once() -> None:
+    reasons: list[Fact] = []
+    graphed = CudaGraphRunner(lambda latents, timestep, text: latents * timestep + text(), reasons.append)
     latents, state = torch.ones(1, 2, 3), torch.full((1,), 5.0)
     for factor in (2.0, 3.0):
         assert torch.equal(graphed(latents, torch.tensor(factor), lambda: state), latents * factor + 5)
-    (reason,) = said
+    (reason,) = reasons
     assert reason.code == "execution.graph_capture_failed"
     assert "\n" not in reason.data["error"]

@@ -1,4 +1,4 @@
-"""Memory that was freed goes back to the system."""
+"""Freed memory is returned to the system."""
 
 import platform
 import subprocess
@@ -19,7 +19,7 @@ print((held - psutil.Process().memory_info().rss) >> 20)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other systems give back by themselves")
-def test_what_was_freed_goes_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_freed_memory_is_returned_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     # As it is by then in a process that has allocated larger pieces.
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 25))
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", str(1 << 30))

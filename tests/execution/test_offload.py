@@ -1,4 +1,4 @@
-"""Where weights wait: the decision, and that moving them changes none."""
+"""Offloading: the placement of weights, moving them without changing values, and which memory ran out."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -51,7 +51,7 @@ def part(device: str = "cuda:0", quantization: str = "none", engines: tuple[Engi
         ("sequential", "leaves", "leaves", "whole"),
     ],
 )
-def test_where_weights_wait(offload: str, text_encoder: str, transformer: str, vae: str) -> None:
+def test_placement_of_weights(offload: str, text_encoder: str, transformer: str, vae: str) -> None:
     assert placement("text_encoder", part(), offload) == text_encoder
     for name in ("transformer", "transformer_2"):
         assert placement(name, part(), offload) == transformer
@@ -61,7 +61,7 @@ def test_where_weights_wait(offload: str, text_encoder: str, transformer: str, v
 
 
 @pytest.mark.parametrize("offload", ["model", "group", "sequential"])
-def test_eight_bit_weights_stay_where_they_are(offload: str) -> None:
+def test_eight_bit_weights_stay_on_the_device(offload: str) -> None:
     assert placement("transformer", part(quantization="bnb-8bit"), "none") == "device"
     with pytest.raises(InvalidRequestError) as caught:
         placement("transformer", part(quantization="bnb-8bit"), offload)
@@ -82,7 +82,7 @@ def tensors(module: torch.nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-def test_a_part_goes_to_its_device_and_comes_back_as_it_was() -> None:
+def test_a_component_moves_to_its_device_and_back_unchanged() -> None:
     module = layers()
     before = [tensor.data_ptr() for tensor in tensors(module)]
     placed = place(module, "whole", part("cpu"))
@@ -95,7 +95,7 @@ def test_a_part_goes_to_its_device_and_comes_back_as_it_was() -> None:
         assert [tensor.data_ptr() for tensor in tensors(module)] == before
 
 
-def test_a_device_without_room_leaves_the_weights_in_memory() -> None:
+def test_weights_stay_in_memory_if_the_device_is_full() -> None:
     module = layers()
     placed = place(module, "whole", part("cuda:99"))
     with pytest.raises((RuntimeError, AssertionError)):
@@ -105,7 +105,7 @@ def test_a_device_without_room_leaves_the_weights_in_memory() -> None:
 
 
 @given(st.lists(st.integers(1, 5000), max_size=30), st.integers(256, 4096))
-def test_slabs_hold_every_tensor_apart_from_the_others(sizes: list[int], limit: int) -> None:
+def test_tensors_in_slabs_do_not_overlap(sizes: list[int], limit: int) -> None:
     placed = slabs(sizes, limit)
     assert sum(map(len, placed)) == len(sizes)
     left = iter(sizes)
@@ -153,7 +153,7 @@ def test_which_memory_ran_out(error: BaseException, full: str | None) -> None:
     assert ran_out(error) == full
 
 
-def test_an_allocation_that_no_machine_has_is_ram_that_ran_out() -> None:
+def test_an_allocation_larger_than_any_memory_exhausts_ram() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60, dtype=torch.uint8)
     assert ran_out(caught.value) == "RAM"
@@ -202,7 +202,7 @@ def reading(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reading]:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("offload", ["group", "sequential"])
-def test_weights_are_read_while_they_are_there(
+def test_weights_are_on_the_device_when_they_are_used(
     architecture: str, offload: str, tiny: Callable[[str], ModelSpec], tmp_path: Path, reading: Reading
 ) -> None:
     spec = tiny(architecture)

@@ -1,4 +1,4 @@
-"""What libraries change in PyTorch for the whole process does not show in what is computed."""
+"""Settings of PyTorch that libraries change for the whole process do not change results."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,7 +31,7 @@ def low_default() -> Iterator[Callable[[], None]]:
 
 @pytest.mark.parametrize("architecture", ["wan2.2-a14b", "wan2.2-ti2v-5b"])
 @pytest.mark.parametrize("step_cache", ["none", "first-block:0.2"])
-def test_the_default_dtype_does_not_show(
+def test_the_default_dtype_does_not_change_frames(
     architecture: str, step_cache: str, tiny: Tiny, tmp_path: Path, low_default: Callable[[], None]
 ) -> None:
     spec = tiny(architecture)
@@ -44,7 +44,7 @@ def test_the_default_dtype_does_not_show(
             assert torch.equal(one, other)
 
 
-def test_nor_do_the_shares_of_tiles(low_default: Callable[[], None]) -> None:
+def test_the_default_dtype_does_not_change_blend_weights(low_default: Callable[[], None]) -> None:
     placed = spans(28, 12)
     wanted = blend_weights(placed, 8)
     low_default()
@@ -65,7 +65,7 @@ class Looking(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", ["native", "flash", "fp8"])
-def test_one_threads_attention_is_not_anothers(kind: str) -> None:
+def test_attention_kernels_are_selected_per_thread(kind: str) -> None:
     q = torch.randn(1, 2304, 2, 32)
     with Looking() as looking, torch.no_grad():
         attention(kind)(q, q, q)

@@ -1,4 +1,4 @@
-"""Prompts that were read before are not read again, by this process or the next; nothing else is taken for them."""
+"""Prompts are embedded once, across processes; other weights or a damaged file are a cache miss."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +25,7 @@ def encoding(value: float) -> TextEncoding:
     return TextEncoding(torch.full((1, 4, 8), value), ("zebra",), True)
 
 
-def test_what_was_kept_is_found_by_this_process_and_the_next(tiny: Tiny, tmp_path: Path) -> None:
+def test_embeddings_are_found_by_this_process_and_the_next(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.1")
     part = tiny_plan(spec, tmp_path / "x.mp4").components["text_encoder"]
     cache = PromptCache(tmp_path / "prompts")
@@ -43,7 +43,7 @@ def test_what_was_kept_is_found_by_this_process_and_the_next(tiny: Tiny, tmp_pat
     assert PromptCache(None).find(spec, part, "a red boat") is None
 
 
-def test_other_weights_are_another_encoder(tmp_path: Path) -> None:
+def test_other_weights_are_a_miss(tmp_path: Path) -> None:
     from runtime.models.registry import read_spec
 
     spec = read_spec(tiny_models.build("wan2.1", tmp_path / "model"), "model")
@@ -56,7 +56,7 @@ def test_other_weights_are_another_encoder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"junk", None])
-def test_a_damaged_file_is_a_miss_and_goes(damage: bytes | None, tiny: Tiny, tmp_path: Path) -> None:
+def test_a_damaged_file_is_a_miss_and_is_removed(damage: bytes | None, tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.1")
     part = tiny_plan(spec, tmp_path / "x.mp4").components["text_encoder"]
     PromptCache(tmp_path).keep(spec, part, "a red boat", encoding(2.0))
@@ -66,7 +66,7 @@ def test_a_damaged_file_is_a_miss_and_goes(damage: bytes | None, tiny: Tiny, tmp
     assert not path.exists()
 
 
-def test_no_more_than_so_many_are_kept(tiny: Tiny, tmp_path: Path) -> None:
+def test_the_number_of_entries_is_limited(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.1")
     part = tiny_plan(spec, tmp_path / "x.mp4").components["text_encoder"]
     cache = PromptCache(tmp_path)
@@ -79,7 +79,7 @@ def test_no_more_than_so_many_are_kept(tiny: Tiny, tmp_path: Path) -> None:
     assert last.embeds[0, 0, 0] == 69
 
 
-def test_a_second_clip_loads_no_text_encoder_and_is_the_same(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_second_clip_loads_no_text_encoder_and_is_identical(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.1")
 
     def made(name: str, **values: object) -> tuple[ExecutionPlan, list[Event]]:

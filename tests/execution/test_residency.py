@@ -1,4 +1,4 @@
-"""Offloaded weights: the same video to the bit, loaded once, and given back."""
+"""Offloaded weights: bit-identical video, loaded once, and freed."""
 
 import gc
 import weakref
@@ -36,7 +36,7 @@ def parameters() -> int:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("offload", OFFLOADS)
-def test_latents_are_the_same_to_the_bit(architecture: str, offload: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_latents_are_bit_identical(architecture: str, offload: str, tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny(architecture)
     with Residency() as residency:
         wanted = sample(spec, offloaded(spec, tmp_path / "x.mp4", "none"), residency)
@@ -46,7 +46,7 @@ def test_latents_are_the_same_to_the_bit(architecture: str, offload: str, tiny: 
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
-def test_waiting_weights_are_read_from_disk_once(offload: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_offloaded_weights_are_read_from_disk_once(offload: str, tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.2-a14b")
     plan = offloaded(spec, tmp_path / "x.mp4", offload)
     events: list[Event] = []
@@ -67,7 +67,7 @@ def test_waiting_weights_are_read_from_disk_once(offload: str, tiny: Tiny, tmp_p
 
 
 @pytest.mark.parametrize("offload", ["none", *OFFLOADS])
-def test_nothing_is_left_when_it_is_freed(offload: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_freeing_leaves_no_weights(offload: str, tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.1")
     plan = offloaded(spec, tmp_path / "x.mp4", offload, keep=True)
     before = parameters()
@@ -82,7 +82,7 @@ def test_nothing_is_left_when_it_is_freed(offload: str, tiny: Tiny, tmp_path: Pa
     assert parameters() == before
 
 
-def test_one_part_at_a_time_is_one(tiny: Tiny, tmp_path: Path) -> None:
+def test_at_most_one_component_is_on_the_device(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.2-a14b")
     plan = offloaded(spec, tmp_path / "x.mp4", "none")
     before, alive = parameters(), {}
@@ -101,7 +101,7 @@ def test_one_part_at_a_time_is_one(tiny: Tiny, tmp_path: Path) -> None:
         del denoiser
 
 
-def test_what_a_new_plan_has_no_use_for_is_freed_first(tiny: Tiny, tmp_path: Path) -> None:
+def test_components_that_a_new_plan_does_not_use_are_freed_first(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.1")
     old = offloaded(spec, tmp_path / "x.mp4", "none", keep=True)
     new = offloaded(spec, tmp_path / "x.mp4", "group")
@@ -112,7 +112,7 @@ def test_what_a_new_plan_has_no_use_for_is_freed_first(tiny: Tiny, tmp_path: Pat
             assert not any(residency.holds(spec, old, name) for name in old.components)
 
 
-def test_only_one_expert_is_brought(tiny: Tiny, tmp_path: Path) -> None:
+def test_only_one_expert_is_moved_to_the_device(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.2-a14b")
     plan = offloaded(spec, tmp_path / "x.mp4", "model")
     with Residency() as residency:
@@ -123,7 +123,7 @@ def test_only_one_expert_is_brought(tiny: Tiny, tmp_path: Path) -> None:
         assert all(held.placed.waits_elsewhere for held in residency._held.values())
 
 
-def test_a_plan_that_cannot_be_is_refused_before_anything_is_loaded(tiny: Tiny, tmp_path: Path) -> None:
+def test_an_impossible_plan_is_refused_before_loading(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.1")
     plan = offloaded(spec, tmp_path / "x.mp4", "group")
     plan = plan.with_component("transformer", plan.components["transformer"].replace(quantization="bnb-8bit"))
@@ -137,7 +137,7 @@ def test_a_plan_that_cannot_be_is_refused_before_anything_is_loaded(tiny: Tiny, 
     assert not any(isinstance(event, StageStarted) for event in events)
 
 
-def test_quantization_without_a_gpu_is_one_clear_line(tiny: Tiny, tmp_path: Path) -> None:
+def test_quantization_without_a_gpu_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.1")
     plan = offloaded(spec, tmp_path / "x.mp4", "none")
     plan = plan.with_component("transformer", plan.components["transformer"].replace(quantization="fp8"))

@@ -1,4 +1,4 @@
-"""Tiles: that their shares sum to one, that they decode to what the whole frame gives, and take what is forecast."""
+"""Tiled decoding: blend weights sum to one, tiles equal the whole frame, and calls match the forecast."""
 
 import math
 from collections.abc import Callable
@@ -28,7 +28,7 @@ Tiny = Callable[[str], ModelSpec]
 
 
 @given(st.integers(1, 120), st.integers(4, 60), st.sampled_from([8, 16]))
-def test_shares_of_a_pixel_sum_to_one(length: int, tile: int, scale: int) -> None:
+def test_blend_weights_of_a_pixel_sum_to_one(length: int, tile: int, scale: int) -> None:
     placed = spans(length, tile)
     total = torch.zeros(length * scale)
     for span, share in zip(placed, blend_weights(placed, scale), strict=True):
@@ -40,7 +40,7 @@ def test_shares_of_a_pixel_sum_to_one(length: int, tile: int, scale: int) -> Non
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("chunk", [1, 2])
 @torch.inference_mode()
-def test_a_tile_is_decoded_as_if_it_were_the_frame(architecture: str, chunk: int, tiny: Tiny, tmp_path: Path) -> None:
+def test_a_tile_is_decoded_like_a_whole_frame(architecture: str, chunk: int, tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny(architecture)
     latents = torch.randn((1, spec.vae.z_dim, 3, 8, 6), generator=torch.Generator().manual_seed(1))
     scale = spec.vae.scale_factor_spatial
@@ -61,7 +61,7 @@ def test_a_tile_is_decoded_as_if_it_were_the_frame(architecture: str, chunk: int
 
 @pytest.mark.parametrize(("height", "width", "tile"), [(8, 6, 5), (6, 15, 4), (4, 9, 8)])
 @torch.inference_mode()
-def test_the_decoder_runs_as_often_and_as_large_as_forecast(
+def test_calls_of_the_decoder_match_the_forecast(
     height: int, width: int, tile: int, tiny: Tiny, tmp_path: Path
 ) -> None:
     spec = tiny("wan2.1")
@@ -88,7 +88,7 @@ def test_the_decoder_runs_as_often_and_as_large_as_forecast(
     assert memory_model.clip_bytes(load) == sum(batch.half().nbytes for batch in batches)
 
 
-def test_the_shipped_models_frames_are_those_of_the_whole(tmp_path: Path) -> None:
+def test_the_shipped_models_tiled_frames_equal_whole_frames(tmp_path: Path) -> None:
     spec = find("diorama", tmp_path)
     prompt = "a blue rocket flies up over the city at night"
     plan = tiny_plan(spec, tmp_path / "x.mp4", prompt=prompt, width=192, height=112, frames=5, steps=6)

@@ -69,7 +69,7 @@ def mean_difference(pixels: bytes, other: bytes) -> float:
     return sum(abs(a - b) for a, b in zip(pixels, other, strict=True)) / len(pixels)
 
 
-def test_it_is_planned(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_clip_is_planned(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "a red boat", "--model", str(model), "--json"]) == 0
     plan = json.loads(capsys.readouterr().out.splitlines()[-1])["plan"]
     assert list(plan["components"]) == ["text_encoder", "transformer", "vae"]
@@ -77,7 +77,7 @@ def test_it_is_planned(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan["memory_bytes"] > 0
 
 
-def test_limits_are_the_familys(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_limits_come_from_the_family(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "a red boat", "--model", str(model), "--width", "66", "--json"]) == 2
     assert run(["plan", "a red boat", "--model", str(model), "--frames", "8", "--json"]) == 2
     assert run(["plan", "a red boat", "--model", str(model), "--width", "68", "--frames", "13", "--json"]) == 0
@@ -129,8 +129,8 @@ def test_a_killed_job_resumes_to_the_same_clip(
     )
 
     def kept() -> bool:
-        told = [values for job in store.list() if job.id not in known for _, _, values in store.events(job.id)]
-        return any(values["event"] == "CheckpointSaved" and values["step"] for values in told)
+        events = [values for job in store.list() if job.id not in known for _, _, values in store.events(job.id)]
+        return any(values["event"] == "CheckpointSaved" and values["step"] for values in events)
 
     try:
         until(kept, meanwhile=lambda: process.poll() is None)

@@ -62,7 +62,7 @@ def test_causal_convolutions_keep_their_padding() -> None:
     assert private.causal_padding(WanCausalConv3d(2, 2, (3, 1, 1), padding=(1, 0, 0))) == (2, 0, 0)
 
 
-def test_first_block_caching_asks_whether_to_compute_the_rest(tiny: Callable[[str], ModelSpec]) -> None:
+def test_the_decision_of_first_block_caching_is_replaced(tiny: Callable[[str], ModelSpec]) -> None:
     module = load(tiny)
     asked = []
 
@@ -101,6 +101,6 @@ def test_offload_groups_are_found_on_hooked_modules(tiny: Callable[[str], ModelS
     assert len(moved) == len([hook for hook in hooks if hook is not None]) > 0
 
 
-def test_models_name_what_stays_in_float32() -> None:
+def test_models_list_parameters_that_stay_in_float32() -> None:
     assert "norm2" in private.kept_in_float32(WanTransformer3DModel)
     assert private.kept_in_float32(AutoencoderKLWan) == frozenset()

@@ -46,7 +46,7 @@ def test_gradio_is_loaded_without_parsing_the_source_of_its_components() -> None
     subprocess.run([sys.executable, "-W", "error", "-c", _LOADS], check=True, timeout=120, cwd=ROOT)
 
 
-def test_functions_have_defaults_and_say_whether_they_are_queued(app: routes.App) -> None:
+def test_functions_have_defaults_and_a_queued_flag(app: routes.App) -> None:
     found = private.functions(app)
     queued = private.function_number(app, "queued")
     assert found[queued] == private.PageFunction(("hello", 5), True)

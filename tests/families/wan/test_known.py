@@ -1,4 +1,4 @@
-"""Known models: their numbers are the libraries', their names lead to them, their weights are not here."""
+"""Known models: parameter counts agree with the libraries' classes, every name finds its model."""
 
 import shutil
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def weights(module: torch.nn.Module) -> int:
 
 
 @pytest.mark.parametrize("known", KNOWN, ids=NAMES)
-def test_the_numbers_of_weights_are_the_architectures(known: KnownModel) -> None:
+def test_parameter_counts_are_those_of_the_architectures(known: KnownModel) -> None:
     transformer = {name: value for name, value in known.configs["transformer"].items() if value is not None}
     latents = {
         "latents_mean": [0.0] * known.configs["vae"]["z_dim"],
@@ -76,14 +76,14 @@ def test_names(name: str, of: str, tmp_path: Path) -> None:
     assert str(tmp_path) in caught.value.remedy
 
 
-def test_no_name_is_two_models() -> None:
+def test_names_are_unique() -> None:
     for known in KNOWN:
         assert all(known_as(name) is known for name in known.names)
         assert all(name == name.lower() for name in known.names)
     assert known_as("wan") is None
 
 
-def test_what_is_not_known_is_told_with_what_is(tmp_path: Path) -> None:
+def test_an_unknown_name_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no-such") as caught:
         look_up("no-such", tmp_path)
     assert all(name in caught.value.remedy for name in ["diorama", *NAMES])
@@ -94,7 +94,7 @@ def test_what_is_not_known_is_told_with_what_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["wan2.2-t2v-a14b", "Wan2.2-T2V-A14B", "Wan2.2-T2V-A14B-Diffusers"])
-def test_weights_that_are_here_are_found_by_every_name(folder: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_downloaded_weights_are_found_by_every_name(folder: str, tiny: Tiny, tmp_path: Path) -> None:
     shutil.copytree(tiny("wan2.2-a14b").directory, tmp_path / folder)
     for name in ("A14B", "wan-ai/wan2.2-t2v-a14b-diffusers", folder.upper()):
         assert find(name, tmp_path).directory == tmp_path / folder
@@ -104,7 +104,7 @@ def test_weights_that_are_here_are_found_by_every_name(folder: str, tiny: Tiny, 
     assert find("a14b", tmp_path).title == folder
 
 
-def test_the_shipped_model_goes_before_all(tmp_path: Path) -> None:
+def test_the_shipped_model_has_precedence(tmp_path: Path) -> None:
     assert list(folders(tmp_path)) == ["diorama"]
     assert find("Diorama", tmp_path).is_downloaded
 

@@ -1,4 +1,4 @@
-"""Model folders: what is read from them, and what is refused."""
+"""Reading model folders, and refusing damaged or unsupported ones."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ Tiny = Callable[[str], ModelSpec]
         ("wan2.2-ti2v-5b", 1, 48, (32, 32), True),
     ],
 )
-def test_each_architecture_is_told_apart(
+def test_architectures_are_distinguished(
     architecture: str, experts: int, channels: int, strides: tuple[int, int], expand: bool, tiny: Tiny
 ) -> None:
     spec = tiny(architecture)
@@ -43,7 +43,7 @@ def test_parameters_are_counted_from_the_files(architecture: str, tiny: Tiny) ->
     assert spec.parameters["transformer"] == sum(p.numel() for p in module.parameters())
 
 
-def test_operations_of_a_forward_pass_are_those_that_torch_counts(tiny: Tiny) -> None:
+def test_operations_of_a_forward_pass_equal_torchs_count(tiny: Tiny) -> None:
     spec = tiny("wan2.1")
     module = WanTransformer3DModel.from_pretrained(spec.directory, subfolder="transformer").eval()
     tokens, width = spec.tokens(frames=9, height=96, width=160), spec.transformer.width
@@ -58,7 +58,7 @@ def test_operations_of_a_forward_pass_are_those_that_torch_counts(tiny: Tiny) ->
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_operations_of_decoding_are_those_that_torch_counts(architecture: str, tiny: Tiny) -> None:
+def test_operations_of_decoding_equal_torchs_count(architecture: str, tiny: Tiny) -> None:
     spec = tiny(architecture)
     vae = AutoencoderKLWan.from_pretrained(spec.directory, subfolder="vae").eval()
     with FlopCounterMode(display=False) as counter, torch.inference_mode():
@@ -75,7 +75,7 @@ class _ProjectionsOnly:
         return attn.to_out[0](attn.to_q(hidden_states) + value)
 
 
-def test_a_sidecar_gives_what_configs_do_not_hold(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_sidecar_adds_values_that_configs_lack(tiny: Tiny, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny("wan2.1").directory, folder)
     sidecar = {
@@ -105,7 +105,7 @@ def test_an_image_to_video_transformer_is_refused(tiny: Tiny, tmp_path: Path) ->
         read_spec(folder, "i2v")
 
 
-def test_sharded_weights_are_counted_and_must_be_there(tiny: Tiny, tmp_path: Path) -> None:
+def test_sharded_weights_are_counted_and_must_exist(tiny: Tiny, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny("wan2.1").directory, folder)
     module = WanTransformer3DModel.from_pretrained(folder, subfolder="transformer")
@@ -129,7 +129,7 @@ def test_an_unknown_scheduler_is_named(tiny: Tiny, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler"])
-def test_a_scheduler_that_shifts_by_the_clip_is_refused(name: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_dynamic_shifting_is_refused(name: str, tiny: Tiny, tmp_path: Path) -> None:
     shutil.copytree(tiny("wan2.1").directory, tmp_path / "model")
     config = {"_class_name": name, "use_dynamic_shifting": True}
     (tmp_path / "model" / "scheduler" / "scheduler_config.json").write_text(json.dumps(config))

@@ -1,4 +1,4 @@
-"""The text encoder's form equals transformers' module."""
+"""The text encoder's exportable form equals transformers' module."""
 
 from collections.abc import Callable
 

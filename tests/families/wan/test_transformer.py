@@ -1,4 +1,4 @@
-"""Our order of work in the transformer against diffusers' own: the same values, for each architecture."""
+"""The faster transformer equals diffusers' for each architecture."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -73,7 +73,7 @@ def test_predictions_equal_diffusers(case: Case, speed: Speed) -> None:
 
 
 @torch.no_grad()
-def test_texts_are_told_apart_and_let_go(case: Case) -> None:
+def test_texts_are_distinguished_and_freed(case: Case) -> None:
     denoiser = PyTorchDenoiser(case.load(), Speed(text_kept=True))
     given = torch.tensor(500.0)
     # More texts than are kept, and one that was changed into another in its place.
@@ -105,7 +105,7 @@ def test_keys_and_values_are_computed_once(case: Case) -> None:
 
 
 @torch.no_grad()
-def test_another_size_has_other_rotations(case: Case) -> None:
+def test_rotations_depend_on_the_size(case: Case) -> None:
     denoiser = PyTorchDenoiser(case.load())
     for size in ((2, 4, 10), (2, 10, 4), (2, 4, 10)):
         latents = torch.randn(1, case.spec.vae.z_dim, *size, generator=torch.Generator().manual_seed(2))
@@ -115,7 +115,7 @@ def test_another_size_has_other_rotations(case: Case) -> None:
 
 
 @torch.no_grad()
-def test_fused_parts_are_views_and_adapters_are_left_alone(tiny: Tiny) -> None:
+def test_fused_parts_are_views_and_adapters_are_not_fused(tiny: Tiny) -> None:
     case = Case(tiny("wan2.1"))
     module = case.load()
     adapted = module.blocks[1].attn1
@@ -130,7 +130,7 @@ def test_fused_parts_are_views_and_adapters_are_left_alone(tiny: Tiny) -> None:
     assert close(got, case.wanted(case.texts[0], 500.0))
 
 
-def test_bfloat16_is_nearer_to_float32_than_diffusers(tiny: Tiny) -> None:
+def test_bfloat16_is_closer_to_float32_than_diffusers(tiny: Tiny) -> None:
     case = Case(tiny("wan2.2-a14b"))
     wanted = case.wanted(case.texts[0], 500.0)
     low = case.load()
@@ -143,7 +143,7 @@ def test_bfloat16_is_nearer_to_float32_than_diffusers(tiny: Tiny) -> None:
 
 
 @torch.no_grad()
-def test_adapters_change_it_as_they_change_diffusers(tiny: Tiny) -> None:
+def test_adapters_have_the_same_effect_as_in_diffusers(tiny: Tiny) -> None:
     case = Case(tiny("wan2.1"))
     module = case.load()
     fuse(module)
@@ -159,7 +159,7 @@ def test_adapters_change_it_as_they_change_diffusers(tiny: Tiny) -> None:
     assert type(module) is WanTransformer3DModel
 
 
-def test_blocks_are_diffusers_to_caching_hooks(tiny: Tiny) -> None:
+def test_caching_hooks_work_on_the_replaced_blocks(tiny: Tiny) -> None:
     from diffusers import FirstBlockCacheConfig
 
     case = Case(tiny("wan2.1"))

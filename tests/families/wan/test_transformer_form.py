@@ -1,4 +1,4 @@
-"""The transformer's form equals diffusers' module, with and without its text's padding."""
+"""The transformer's exportable form equals diffusers' module, with and without text padding."""
 
 from collections.abc import Callable
 
@@ -42,7 +42,7 @@ def test_padding_counts_as_one_key(tiny: Callable[[str], ModelSpec], words: int)
         assert relative(program.module(*cut.values()), program.module(*inputs.values())) < 1e-5
 
 
-def test_half_precision_is_near(tiny: Callable[[str], ModelSpec]) -> None:
+def test_half_precision_is_close(tiny: Callable[[str], ModelSpec]) -> None:
     programs = {
         dtype: load_program(tiny("wan2.1"), "transformer", "transformer", device="cpu", dtype=dtype)
         for dtype in ("float32", "bfloat16", "float16")

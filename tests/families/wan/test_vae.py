@@ -1,4 +1,4 @@
-"""The decoder's steps, however values lie, against `AutoencoderKLWan.decode`."""
+"""The faster VAE decoder equals `AutoencoderKLWan.decode` in every memory layout."""
 
 from collections.abc import Callable
 
@@ -36,7 +36,7 @@ def test_decoding_pixel_by_pixel_equals_autoencoder_decode(
 
 @pytest.mark.parametrize("channels_last", [False, True])
 @torch.inference_mode()
-def test_caches_hold_two_frames_and_nothing_else(channels_last: bool, tiny: Callable[[str], ModelSpec]) -> None:
+def test_caches_have_two_frames_and_own_their_storage(channels_last: bool, tiny: Callable[[str], ModelSpec]) -> None:
     vae = AutoencoderKLWan.from_pretrained(tiny("wan2.1").directory, subfolder="vae").eval()
     steps = DecoderSteps(vae.decoder, channels_last=channels_last)
     z = torch.randn(1, 16, 4, 4, 6, generator=torch.Generator().manual_seed(5))
@@ -72,7 +72,7 @@ class Kernels:
 
 @pytest.mark.parametrize("chunk", [1, 3])
 @torch.inference_mode()
-def test_kernels_take_the_convolutions_of_96_channels(chunk: int) -> None:
+def test_kernels_compute_the_convolutions_of_96_channels(chunk: int) -> None:
     forget_all()
     torch.manual_seed(0)
     # Of as many in the last block as Wan's.
@@ -101,16 +101,16 @@ def test_kernels_take_the_convolutions_of_96_channels(chunk: int) -> None:
 
 
 @torch.inference_mode()
-def test_a_kernel_that_fails_is_told_of_once(tiny: Callable[[str], ModelSpec]) -> None:
+def test_a_failing_kernel_is_reported_once(tiny: Callable[[str], ModelSpec]) -> None:
     class Broken(Kernels):
         @staticmethod
         def add_residual(*_: object) -> torch.Tensor:
             raise RuntimeError("no such instruction")
 
     vae = AutoencoderKLWan.from_pretrained(tiny("wan2.1").directory, subfolder="vae").eval()
-    z, told = torch.randn(1, 16, 1, 4, 6), list[Fact]()
-    fast = TritonDecoderOps(torch.device("cpu"), torch.float32, told.append, Broken())
+    z, reasons = torch.randn(1, 16, 1, 4, 6), list[Fact]()
+    fast = TritonDecoderOps(torch.device("cpu"), torch.float32, reasons.append, Broken())
     got, _ = DecoderSteps(vae.decoder, channels_last=True, ops=fast)(z, [], first=True)
     wanted, _ = DecoderSteps(vae.decoder, channels_last=True)(z, [], first=True)
     assert torch.equal(got, wanted)
-    assert told == [Fact("execution.triton_failed", {"error": "RuntimeError: no such instruction"})]
+    assert reasons == [Fact("execution.triton_failed", {"error": "RuntimeError: no such instruction"})]

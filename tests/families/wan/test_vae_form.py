@@ -1,4 +1,4 @@
-"""The VAE's two steps equal diffusers' decoder, however many latent frames a call takes."""
+"""The VAE's exportable steps equal diffusers' decoder for any number of latent frames per call."""
 
 from collections.abc import Callable
 
@@ -43,7 +43,7 @@ def test_frames_are_clamped(tiny: Callable[[str], ModelSpec]) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_is_near(tiny: Callable[[str], ModelSpec], dtype: str) -> None:
+def test_half_precision_is_close(tiny: Callable[[str], ModelSpec], dtype: str) -> None:
     exact, near = (
         load_program(tiny("wan2.1"), "vae", "vae_next", device="cpu", dtype=kind) for kind in ("float32", dtype)
     )

@@ -10,7 +10,7 @@ import pytest
 CHECKS = Path(__file__).with_name("vae_kernels_checks.py")
 
 
-def test_kernels_give_what_pytorch_gives() -> None:
+def test_kernels_equal_pytorch() -> None:
     pytest.importorskip("triton", reason="needs Triton, which comes with PyTorch for CUDA")
     # A process of its own: what is read in for the interpreter stays so.
     command = [sys.executable, "-m", "pytest", str(CHECKS), "-q", "-p", "no:cacheprovider"]

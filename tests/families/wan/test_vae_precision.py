@@ -1,4 +1,4 @@
-"""Decoding in 16 bits: close to float32, strip by strip too, and never white where a value was too large."""
+"""Decoding in 16 bits: close to float32, also in strips; an overflow is an error, not a white pixel."""
 
 from collections.abc import Callable
 from typing import Any
@@ -64,7 +64,7 @@ def test_float16_is_closer(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize("strips", [False, True])
-def test_latents_are_brought_to_their_scale_in_float32(strips: bool, tiny: Tiny) -> None:
+def test_latents_are_denormalised_in_float32(strips: bool, tiny: Tiny) -> None:
     """A mean that bfloat16 does not hold is not rounded before the sum."""
     spec = tiny("wan2.1")
     vae: Any = load_module(spec, "vae", part("bfloat16"))
@@ -78,7 +78,7 @@ def test_latents_are_brought_to_their_scale_in_float32(strips: bool, tiny: Tiny)
     assert not torch.equal(given[0], latents.bfloat16() * torch.tensor(1.003).bfloat16() + 1.0)
 
 
-def test_what_is_too_large_is_no_colour() -> None:
+def test_an_overflow_is_not_a_colour() -> None:
     pixels = torch.tensor([0.5, -3.0, 2.0, torch.inf, -torch.inf, torch.nan]).view(1, 3, 1, 1, 2).half()
     # Along the width: the colours are the last axis.
     assert torch.equal(as_frames(pixels)[0, 0].isnan(), torch.tensor([[False, False, True], [False, True, True]]))
@@ -86,7 +86,7 @@ def test_what_is_too_large_is_no_colour() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "white"), [("bfloat16", True), ("float16", False)])
-def test_an_overflow_is_found_and_its_cause_named(dtype: str, white: bool, tiny: Tiny) -> None:
+def test_an_overflow_is_an_error_that_names_the_cause(dtype: str, white: bool, tiny: Tiny) -> None:
     spec = tiny("wan2.1")
     vae: Any = load_module(spec, "vae", part(dtype))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""PyTorch's decoder goes on where an engine's caches end."""
+"""The PyTorch decoder continues from an engine's caches."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.tiny_models import ARCHITECTURES
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("steps", [1, 2])
 @torch.inference_mode()
-def test_going_on_from_caches_equals_decoding_in_one_go(
+def test_continuing_from_caches_equals_decoding_at_once(
     architecture: str, steps: int, tiny: Callable[[str], ModelSpec], tmp_path: Path
 ) -> None:
     spec = tiny(architecture)

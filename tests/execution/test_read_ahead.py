@@ -1,4 +1,4 @@
-"""The next part's files are read ahead where there is room, and nothing else."""
+"""The files of the next component are read ahead if they fit into free memory."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +13,11 @@ from tests.waiting import until
 
 
 def on_cuda(plan: ExecutionPlan) -> ExecutionPlan:
-    """Return the plan as if its parts ran on a GPU."""
+    """Return the plan with its components on a GPU."""
     return plan.replace(components={n: p.replace(device="cuda:0") for n, p in plan.components.items()})
 
 
-def test_what_comes_next(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
+def test_files_of_the_next_component(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
     spec = tiny("wan2.2-a14b")
     here = tiny_plan(spec, tmp_path / "x.mp4")
     plan = on_cuda(here)
@@ -25,7 +25,7 @@ def test_what_comes_next(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> No
     assert next_files(spec, plan, "transformer", ["transformer"]) == files["transformer_2"] != []
     assert next_files(spec, plan, "transformer", ["transformer", "transformer_2"]) == files["vae"]
     assert next_files(spec, plan, "vae", ["vae"]) == []
-    # On a CPU reading would take from what runs.
+    # On a CPU, reading would slow down the computation.
     assert next_files(spec, here, "transformer", ["transformer"]) == []
 
 
@@ -34,16 +34,16 @@ def position(path: Path) -> int:
     for number in Path("/proc/self/fd").iterdir():
         try:
             if number.resolve() == path.resolve():
-                told = (Path("/proc/self/fdinfo") / number.name).read_text()
-                return int(told.split()[1])
+                status = (Path("/proc/self/fdinfo") / number.name).read_text()
+                return int(status.split()[1])
         except OSError:
             continue
     return -1
 
 
-@pytest.mark.skipif(not Path("/proc/self/fdinfo").is_dir(), reason="looks at open files as Linux tells of them")
-def test_reading_ends_with_its_block_and_needs_room(tmp_path: Path) -> None:
-    # Sparse, and so large that it cannot be read to its end meanwhile.
+@pytest.mark.skipif(not Path("/proc/self/fdinfo").is_dir(), reason="reads /proc/self/fdinfo")
+def test_reading_ahead_ends_with_its_block_and_needs_free_memory(tmp_path: Path) -> None:
+    # Sparse, and too large to be read to its end during the test.
     path = tmp_path / "large.safetensors"
     with path.open("wb") as file:
         file.truncate(1 << 42)
