@@ -25,7 +25,6 @@ class Denoiser(Protocol):
     @property
     def pairs(self) -> bool:
         """Whether `pair` is faster than two calls."""
-        ...
 
     def __call__(
         self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str = PROMPTED
@@ -42,17 +41,14 @@ class Denoiser(Protocol):
             The prediction in the transformer's dtype, shaped like `latents`. It may be written over by the call after
             the next.
         """
-        ...
 
     def pair(
         self, latents: torch.Tensor, timestep: torch.Tensor, first: torch.Tensor, second: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Predict the velocity with each of two texts; arguments and results are those of two calls."""
-        ...
 
     def reset_cache(self) -> None:
         """Discard values cached in earlier steps."""
-        ...
 
 
 class PyTorchDenoiser(Denoiser, Protocol):
@@ -61,16 +57,13 @@ class PyTorchDenoiser(Denoiser, Protocol):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype it computes in."""
-        ...
 
     @property
     def compile_seconds(self) -> float:
         """Seconds spent on compiling so far."""
-        ...
 
     def compute(self, speed: Speed, on_degraded: OnDegraded | None = None) -> None:
         """Apply a plan's `Speed` from the next call on; what fails costs time only."""
-        ...
 
     def caching(self, step_cache: str, sharing: Sharing | None = None) -> AbstractContextManager[None]:
         """Reuse values across steps while entered.
@@ -79,11 +72,9 @@ class PyTorchDenoiser(Denoiser, Protocol):
             step_cache: as in the plan.
             sharing: the processes that share the tokens of a pass, if several do.
         """
-        ...
 
     def forget(self) -> None:
         """Free values cached for a text or a size."""
-        ...
 
 
 class VideoDecoder(Protocol):
@@ -102,7 +93,6 @@ class VideoDecoder(Protocol):
             (frames, height, width, 3), float32 in -1 to 1: on the decoder's device, or on the CPU if tiled; or uint8,
             rounded from that. Tiled frames are complete at the end only: until then, each call yields 0 frames.
         """
-        ...
 
 
 class ResumableDecoder(VideoDecoder, Protocol):
@@ -112,7 +102,6 @@ class ResumableDecoder(VideoDecoder, Protocol):
         self, latents: torch.Tensor, chunk: int, start: int, caches: Sequence[torch.Tensor]
     ) -> Iterator[torch.Tensor]:
         """Decode from latent frame `start`, with the caches that an engine returned for the frames before it."""
-        ...
 
 
 class PyTorchVideoDecoder(ResumableDecoder, Protocol):
@@ -121,11 +110,9 @@ class PyTorchVideoDecoder(ResumableDecoder, Protocol):
     @property
     def compile_seconds(self) -> float:
         """Seconds spent on compiling so far."""
-        ...
 
     def compute(self, speed: Speed, on_degraded: OnDegraded | None = None) -> None:
         """Apply a plan's `Speed` from the next call on; what fails costs time only."""
-        ...
 
 
 class StripDecoder(Protocol):
@@ -133,7 +120,6 @@ class StripDecoder(Protocol):
 
     def frames(self, latents: torch.Tensor, chunk: int) -> Iterator[torch.Tensor]:
         """Yield decoded frames as `VideoDecoder.frames` does, of one strip."""
-        ...
 
 
 class Components(Protocol):
@@ -141,25 +127,20 @@ class Components(Protocol):
 
     def text_encoder(self, spec: ModelSpec, tokenizer: Any, model: TextModel) -> TextEncoder:
         """Make the text encoder of a tokenizer and a model that embeds tokens."""
-        ...
 
     def denoiser(self, module: torch.nn.Module, speed: Speed = ...) -> PyTorchDenoiser:
         """Make the denoiser of a loaded transformer; its weights may be elsewhere until it is called."""
-        ...
 
     def video_decoder(self, module: torch.nn.Module, device: str | torch.device) -> PyTorchVideoDecoder:
         """Make the decoder of a loaded VAE that computes on `device`; its weights may be elsewhere until then."""
-        ...
 
     def strip_decoder(
         self, module: torch.nn.Module, device: str | torch.device, number: int, count: int, speed: Speed
     ) -> StripDecoder:
         """Make the decoder of strip `number` of `count`. Called only if the planner may divide frames (`VaeSpec`)."""
-        ...
 
     def share_tokens(self, module: torch.nn.Module, tokens: Any) -> None:
         """Let several processes compute a transformer together; see `parallel.ulysses.Tokens`."""
-        ...
 
 
 def components_of(spec: ModelSpec) -> Components:

@@ -20,11 +20,9 @@ class Sharing(Protocol):
 
     def real(self, x: torch.Tensor) -> torch.Tensor:
         """Return this process's tokens, (batch, tokens, …), without padding."""
-        ...
 
     def summed(self, values: torch.Tensor) -> list[float]:
         """Return each value of a vector summed over all processes; every process gets identical numbers."""
-        ...
 
 
 @contextmanager

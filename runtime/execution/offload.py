@@ -49,15 +49,12 @@ class Placed(Protocol):
     @property
     def waits_elsewhere(self) -> bool:
         """Whether `bring` has to copy weights."""
-        ...
 
     def bring(self) -> None:
         """Make the module ready to be called."""
-        ...
 
     def away(self) -> None:
         """Free the device's memory until the next `bring`."""
-        ...
 
 
 def placement(name: str, part: ComponentPlan, offload: str) -> Placement:

@@ -77,24 +77,19 @@ class Watch(Protocol):
     @property
     def plan(self) -> ExecutionPlan:
         """The job's plan."""
-        ...
 
     @property
     def cancel(self) -> Cancel:
         """The job's cancellation token."""
-        ...
 
     def loading(self, name: str) -> None:
         """Called before a component is loaded."""
-        ...
 
     def fell_back(self, name: str, reason: Fact) -> None:
         """Record that a component runs in PyTorch from now on, and why."""
-        ...
 
     def on_degraded(self, name: str, field: str, reason: Fact) -> None:
         """Record that the option `field` of the plan's `Speed` is not applied to a component, and why."""
-        ...
 
 
 class Residency:
