@@ -12,7 +12,6 @@ from runtime.models.registry import KnownModel, families, read_spec
 from runtime.models.spec import ModelSpec
 
 EMBEDDED = Path(__file__).parent / "embedded"
-SHIPPED = "diorama"
 _BYTES_PER_WEIGHT = 4
 
 

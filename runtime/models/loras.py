@@ -53,16 +53,6 @@ def loras_dir(weights_dir: Path) -> Path:
     return weights_dir / _FOLDER
 
 
-def named_loras(weights_dir: Path) -> list[str]:
-    """Return the names of the LoRAs in the cache: paths below its folder, without suffix, as in "lightning/high_noise".
-
-    Links that lead out of the folder are left out.
-    """
-    folder = loras_dir(weights_dir)
-    paths = (path for path in sorted(folder.rglob(f"*{SUFFIX}")) if _inside(path, folder))
-    return [path.relative_to(folder).with_suffix("").as_posix() for path in paths]
-
-
 def model_for(request: GenerationRequest, weights_dir: Path, *, needs_weights: bool = True) -> ModelSpec:
     """Return a request's model with its LoRAs.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.models.catalogue import SHIPPED, folders
+from runtime.models.catalogue import folders
 from runtime.ui import theme
 
 READABLE = 4.5
@@ -59,7 +59,7 @@ def test_the_theme_loads() -> None:
 def test_examples_use_words_that_the_shipped_model_knows() -> None:
     from transformers import AutoTokenizer
 
-    shipped = folders(Path("none")).get(SHIPPED)
+    shipped = folders(Path("none")).get("diorama")
     assert shipped is not None
     tokenizer = AutoTokenizer.from_pretrained(shipped / "tokenizer")
     for example in theme.examples():
