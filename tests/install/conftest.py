@@ -79,7 +79,7 @@ class Repo:
             env=self.environment | environment,
             cwd=cwd or self.root,
             check=False,
-            timeout=60,
+            timeout=240,
         )
 
     def start(self, *args: str) -> "subprocess.Popen[str]":

@@ -151,7 +151,7 @@ def test_ctrl_c_while_installing_is_reported_and_the_next_run_resumes(repo: Repo
 def test_two_concurrent_runs_install_once(repo: Repo) -> None:
     repo.require("tinydep==2.0")
     both = [repo.start(), repo.start()]
-    outputs = [process.communicate(timeout=60) for process in both]
+    outputs = [process.communicate(timeout=240) for process in both]
     assert [json.loads(output)["tinydep"] for output, _ in outputs] == [2, 2]
     assert sum("ready after" in errors for _, errors in outputs) == 1
 
