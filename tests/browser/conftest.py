@@ -31,7 +31,7 @@ OpenPage = Callable[..., Any]
 
 @pytest.fixture(scope="package")
 def hub() -> Iterator[LoopbackHub]:
-    """Return the hub that the web app's models would come from; none comes whole, so that none is offered."""
+    """Return the hub of the web app's models; no download completes, so that none is offered."""
     with served() as hub:
         yield hub
 
@@ -48,7 +48,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, hub: LoopbackHub) -> Iterat
 
 @pytest.fixture(scope="package")
 def chromium() -> Iterator[Any]:
-    """Return the browser; it is closed with this folder, because its event loop is in the way of other tests' own."""
+    """Return the browser; it is closed with this package, because its event loop disturbs those of other tests."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if CHROMIUM is None:
         pytest.skip("there is no Chromium on this machine")
@@ -71,12 +71,12 @@ def open_page(chromium: Any, server: Server) -> Iterator[OpenPage]:
         page.requests, page.complaints = [], []
         page.on("request", lambda request: page.requests.append(request.url))
         page.on("pageerror", lambda error: page.complaints.append(str(error)))
-        page.on("console", lambda said: page.complaints.append(said.text) if said.type == "error" else None)
+        page.on("console", lambda message: page.complaints.append(message.text) if message.type == "error" else None)
         page.goto(url)
         ready(page)
         with closing(JobStore(server.cache_dir / NAME)) as store:
             if url == server.url and store.list(owner=None, limit=1):
-                # The page finds the last job by itself, which is not to be taken for one that the test starts.
+                # The page shows the last job, which must not be mistaken for one that the test starts.
                 page.wait_for_selector('#status .status:not([data-job=""])')
         return page
 
@@ -86,13 +86,13 @@ def open_page(chromium: Any, server: Server) -> Iterator[OpenPage]:
 
 
 def ready(page: Any) -> None:
-    """Wait until the page can be used: it is there, and the form is back as it was."""
+    """Wait until the page is loaded and the form is restored."""
     page.wait_for_selector("#generate, #cancel")
     page.wait_for_function("window.tandem && window.tandem.restored")
 
 
 def state(page: Any) -> str:
-    """Return what the status line is in: idle, queued, running, stopping, done, failed or cancelled."""
+    """Return the state of the status line: idle, queued, running, stopping, done, failed or cancelled."""
     return str(page.get_attribute("#status .status", "data-state"))
 
 

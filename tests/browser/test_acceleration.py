@@ -1,4 +1,4 @@
-"""The acceleration panel in a browser: what it says follows the settings, and comes back with the form."""
+"""The acceleration panel in a browser: it follows the settings and is restored with the form."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -219,9 +219,10 @@ def test_each_badge_follows_its_toggle(open_page: OpenPage, short_of_memory: Ser
     for part in ROWS:
         before = page.inner_text(f"#part-{part} .badge")
         for _ in range(2):
-            said = page.inner_text(f"#part-{part} .badge")
+            before = page.inner_text(f"#part-{part} .badge")
             page.click(f"#tensorrt-{part} input")
             page.wait_for_function(
-                "([part, said]) => document.querySelector(`#part-${part} .badge`).innerText !== said", arg=[part, said]
+                "([part, before]) => document.querySelector(`#part-${part} .badge`).innerText !== before",
+                arg=[part, before],
             )
         assert page.inner_text(f"#part-{part} .badge") == before

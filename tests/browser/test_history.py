@@ -1,4 +1,4 @@
-"""The History tab in a browser: found, played, used again, deleted and had back, compared; settings from a file."""
+"""The tab History in a browser: search, play, reuse, delete, restore and compare videos; settings from a file."""
 
 import base64
 import json
@@ -71,7 +71,7 @@ def test_a_video_is_found_shown_reused_deleted_and_restored(open_page: OpenPage,
     search(page, "NIGHT sails ball", 0)
     page.click("#message [data-action=restore]")
     search(page, "NIGHT sails ball", 1)
-    # It is there under “Deleted” as well, for as long as it can be had back.
+    # It is also listed under “Deleted” while it can be restored.
     page.click(f"#history-gallery [data-action=open][data-target='{job}']")
     page.click("[data-detail] [data-action=delete]")
     page.select_option("#history-state", "deleted")
@@ -89,9 +89,9 @@ def test_a_report_has_prompts_only_on_demand(open_page: OpenPage, server: Server
     page.click("#history-gallery .poster")
     page.click("[data-report]")
     page.wait_for_selector("#message:has-text('without prompts and paths')")
-    told = page.evaluate("() => navigator.clipboard.readText()")
-    assert json.loads(told)["id"] == job
-    assert "blue" not in told and str(server.cache_dir) not in told
+    report = page.evaluate("() => navigator.clipboard.readText()")
+    assert json.loads(report)["id"] == job
+    assert "blue" not in report and str(server.cache_dir) not in report
     page.check(".with-prompts")
     page.click("[data-report]")
     page.wait_for_selector("#message:text-is('The report is copied.'), #message:has-text('The report is copied.')")

@@ -27,7 +27,7 @@ def test_a_download_is_confirmed_and_can_be_cancelled(open_page: OpenPage, serve
     assert not hub.requests
     page.click(f"{item} [data-action=download]")
     page.click("dialog[open] .strong")
-    # It goes on without its page.
+    # The download continues without its page.
     page.wait_for_selector(f"{item}[data-state=running] :text('vae/')")
     page.reload()
     ready(page)

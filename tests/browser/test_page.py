@@ -252,6 +252,9 @@ def test_the_page_fits_every_width_in_both_color_schemes(
 ) -> None:
     page = open_page(viewport, color_scheme=scheme)
     assert page.evaluate("() => document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    edges = "['#theme', '#top header'].map((one) => document.querySelector(one).getBoundingClientRect().right)"
+    button, header = page.evaluate(f"() => {edges}")
+    assert button <= header + 1
     assert page.locator("#generate").bounding_box()["y"] < viewport["height"] - 50
     lightness = page.evaluate(
         "() => getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number)"

@@ -1,4 +1,4 @@
-"""Tandem is stopped while it makes a video, and started again: the page shows the same job, and it goes on."""
+"""Tandem is stopped while it generates a video and started again: the page shows the same job, which resumes."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""A page that has lost its server says so instead of pretending, and goes on once it is back."""
+"""A page reports that its server is lost, and reconnects once it is back."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A share link in a browser: what a stranger sees of it and what not, and how whoever shares ends it."""
+"""A share link in a browser: the visitors' page, and how the owner ends sharing."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,7 +27,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def visit(chromium: Any, shared: Server) -> Iterator[Visit]:
-    """Return a function that opens the link in a browser of its own, and logs in unless told otherwise."""
+    """Return a function that opens the link in a browser of its own, and logs in by default."""
     contexts = []
     port, user, password = link_of(shared.cache_dir)
 
@@ -73,9 +73,9 @@ def test_without_the_password_only_the_login_is_shown(visit: Visit) -> None:
 @pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
 def test_a_visitor_generates_a_video_within_the_shown_limits(visit: Visit, viewport: dict[str, int]) -> None:
     page = visit(viewport)
-    told = page.inner_text("#limits")
+    text = page.inner_text("#limits")
     for word in ("visitor", "At most 9 frames, 192×192 and 400 steps", "one video at a time, 20 an hour"):
-        assert word in told
+        assert word in text
     for absent in ("#tab-engines", "#acceleration", "#sharing", "#plan-summary", "[data-action]"):
         assert page.query_selector(absent) is None, absent
     assert "Engines" not in page.inner_text("body")
@@ -111,7 +111,7 @@ def test_visitors_cancel_their_own_video_and_see_no_others(visit: Visit) -> None
     ask(page, "a red boat that only one may see", long=True)
     wait_for_state(page, "running")
     assert page.is_visible("#cancel") and not page.is_visible("#generate")
-    # Another visitor's page, loaded anew with this job's id in its memory, shows nothing of it.
+    # Another visitor's page, reloaded with this job's id in its memory, shows nothing of it.
     job = page.get_attribute("#status .status", "data-job")
     other.evaluate("(id) => sessionStorage.setItem('tandem.job', id)", job)
     other.reload()
@@ -143,8 +143,8 @@ def test_the_owner_stops_visitors_videos_and_sharing(visit: Visit, chromium: Any
     own.goto(shared.url)
     ready(own)
     port, user, password = link_of(shared.cache_dir)
-    told = own.inner_text("#sharing")
-    assert f"http://{HOST}:{port}" in told and user in told and password in told
+    text = own.inner_text("#sharing")
+    assert f"http://{HOST}:{port}" in text and user in text and password in text
     assert own.query_selector("#tab-engines") is not None or "Engines" in own.inner_text("body")
     ask(page, "a red boat", long=True)
     wait_for_state(page, "running")
@@ -157,7 +157,7 @@ def test_the_owner_stops_visitors_videos_and_sharing(visit: Visit, chromium: Any
     own.wait_for_selector("text=Sharing has ended.")
     assert not own.is_visible("#stop-sharing")
     page.wait_for_function("() => document.querySelector('#offline').textContent !== ''")
-    # The own page goes on.
+    # The owner's page still works.
     own.fill("#field-prompt textarea", "a boat of my own")
     own.click("#generate")
     wait_for_state(own, "done")

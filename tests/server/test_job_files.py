@@ -1,4 +1,4 @@
-"""What is fetched beside gradio: one's own jobs by their whole ids, and nothing without the log-in."""
+"""Tandem's own routes serve the owner's jobs by their complete ids, and nothing without a log-in."""
 
 import json
 import urllib.error
@@ -99,7 +99,7 @@ def test_files_outside_the_folder_and_of_visitors_are_not_served(made: tuple[Ser
     store = JobStore(server.cache_dir / "jobs.sqlite")
     try:
         outside = add_job(store)
-        theirs = store.add(sample_request(prompt="a secret"), sample_plan(), owner="somebody").id
+        theirs = store.add(sample_request(prompt="a secret"), sample_plan(), owner="visitor").id
         store.request_cancel([outside.id, theirs])
     finally:
         store.close()

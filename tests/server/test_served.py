@@ -135,8 +135,8 @@ def test_nan_over_http_is_rejected(server: Server) -> None:
     with urllib.request.urlopen(request, timeout=10) as answer:
         event = json.load(answer)["event_id"]
     with urllib.request.urlopen(f"{server.url}gradio_api/call/generate/{event}", timeout=30) as answer:
-        told = answer.read().decode()
-    assert "width is nan, not a whole number." in told
+        text = answer.read().decode()
+    assert "width is nan, not a whole number." in text
     assert "Traceback" not in (server.cache_dir / "server.txt").read_text(encoding="utf-8")
 
 

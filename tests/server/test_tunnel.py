@@ -43,7 +43,7 @@ def test_a_link_is_read_and_the_program_ends_with_it(tmp_path: Path, monkeypatch
     opened = open_tunnel(7860, tmp_path)
     assert (opened.url, opened.host) == ("http://abc.example.org", "abc.example.org")
     until(note.exists)
-    # It goes on though it writes more than a pipe holds, 65,536 bytes on Linux.
+    # It keeps running although it writes more than a pipe holds, 65,536 bytes on Linux.
     for _ in range(10):
         before = note.stat().st_mtime_ns
         until(lambda before=before: note.stat().st_mtime_ns > before)  # type: ignore[misc]
@@ -125,10 +125,10 @@ def test_a_program_with_another_checksum_is_never_run(tmp_path: Path, monkeypatc
 def test_the_app_runs_without_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(networking, "GRADIO_SHARE_SERVER_ADDRESS", None)
     monkeypatch.setattr(networking, "GRADIO_API_SERVER", f"{NOBODY}/v3/tunnel-request")
-    told: list[str] = []
+    lines: list[str] = []
     port = free_port()
     settings = Settings(cache_dir=make_cache(tmp_path), port=port, model=MODEL, share=True, browser=False)
-    with serve(settings, told.append):
-        until(lambda: len(told) == 2)
+    with serve(settings, lines.append):
+        until(lambda: len(lines) == 2)
         assert send(port, b"GET", b"/config").status == 200
-    assert "was not reached" in told[0] and "the local page keeps working" in told[1]
+    assert "was not reached" in lines[0] and "the local page keeps working" in lines[1]

@@ -1,4 +1,4 @@
-"""What visitors of a share link may do: the decisions, as tables."""
+"""Limits for visitors of a share link."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -97,19 +97,19 @@ def test_execution_settings_of_visitors_are_ignored(spec: ModelSpec) -> None:
 
 @pytest.mark.parametrize("limits", [LIMITS, replace(LIMITS, waiting=1, per_hour=1)])
 def test_every_limit_is_described(limits: Limits) -> None:
-    told = visitors.describe_limits(limits)
+    text = visitors.describe_limits(limits)
     for number in (limits.frames, limits.steps, limits.per_hour):
-        assert str(number) in told
-    assert "192×112" in told
-    assert ("one video at a time" in told) == (limits.waiting == 1)
+        assert str(number) in text
+    assert "192×112" in text
+    assert ("one video at a time" in text) == (limits.waiting == 1)
 
 
 def test_limits_default_to_the_model(spec: ModelSpec, tmp_path: Path) -> None:
     own = visitors.limits_of(Settings(cache_dir=tmp_path), spec)
     assert (own.frames, own.steps) == (spec.defaults.frames, spec.defaults.steps)
     visitors.check_request(visitors.filled_in(GenerationRequest(prompt="a boat"), spec, own), own)
-    said = visitors.limits_of(Settings(cache_dir=tmp_path, share_frames=5, share_steps=2, share_size=(64, 48)), spec)
-    assert (said.frames, said.steps, said.sizes) == (5, 2, ((64, 48),))
+    changed = visitors.limits_of(Settings(cache_dir=tmp_path, share_frames=5, share_steps=2, share_size=(64, 48)), spec)
+    assert (changed.frames, changed.steps, changed.sizes) == (5, 2, ((64, 48),))
 
 
 @pytest.mark.parametrize(
@@ -148,8 +148,8 @@ def test_models_given_by_a_path_are_not_for_visitors(spec: ModelSpec, tmp_path: 
 
 def test_paths_are_removed_from_visitors_messages() -> None:
     folders = {"the cache folder": Path("/home/anna/Cache"), "the home folder": Path("/home/anna")}
-    told = visitors.without_paths("The disk of /home/anna/Cache/outputs is full; see /home/anna/notes.", folders)
-    assert told == "The disk of the cache folder/outputs is full; see the home folder/notes."
+    text = visitors.without_paths("The disk of /home/anna/Cache/outputs is full; see /home/anna/notes.", folders)
+    assert text == "The disk of the cache folder/outputs is full; see the home folder/notes."
 
 
 def test_passwords_are_random_syllables() -> None:

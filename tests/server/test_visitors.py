@@ -1,4 +1,4 @@
-"""Where visitors are kept apart, with a worker that runs."""
+"""Visitors' jobs, sessions and limits on a running queue."""
 
 import shutil
 import threading
@@ -61,7 +61,7 @@ def test_a_visitor_waits_for_their_own_video(visitors: Visitors, worker: JobQueu
     second = visitors.submit(long(), visitors.name_of("ben"))
     with pytest.raises(LimitError, match=r"The queue is full\."):
         visitors.submit(long(), visitors.name_of("cleo"))
-    # The person whose Tandem it is waits for nobody's leave.
+    # The limits do not apply to the owner.
     own = worker.submit(long(steps=1))
     assert visitors.open_jobs() == 2
     assert (

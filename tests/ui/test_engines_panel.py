@@ -154,7 +154,7 @@ FILES: dict[str, bytes] = {
 
 @pytest.mark.parametrize("take", [True, False], ids=["import", "inspect"])
 @pytest.mark.parametrize(
-    ("file", "said"),
+    ("file", "expected"),
     [
         ("text.plan", "text.plan is a text file, not an engine. Give a TensorRT plan"),
         ("empty.onnx", "empty.onnx is empty. Copy the file from its source again"),
@@ -167,14 +167,16 @@ FILES: dict[str, bytes] = {
         ("none.plan", "none.plan cannot be read: No such file or directory. Check the path"),
     ],
 )
-def test_an_invalid_file_is_rejected_with_a_remedy(tab: Tab, tmp_path: Path, file: str, said: str, take: bool) -> None:
+def test_an_invalid_file_is_rejected_with_a_remedy(
+    tab: Tab, tmp_path: Path, file: str, expected: str, take: bool
+) -> None:
     for name, content in FILES.items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "folder.plan").mkdir()
     (tmp_path / "link.onnx").symlink_to("/etc/passwd")
-    told = tab.bring(str(tmp_path / file), take=take)
-    assert told.startswith(said), told
-    assert "\n" not in told
+    message = tab.bring(str(tmp_path / file), take=take)
+    assert message.startswith(expected), message
+    assert "\n" not in message
     assert tab.worker.tasks() == []
 
 
@@ -183,8 +185,8 @@ def test_a_file_of_a_missing_library_is_rejected(tab: Tab, tmp_path: Path) -> No
     plan.write_bytes(struct.pack("<4sIQQ4B", b"ftrt", 0, 1, 428, 10, 16, 0, 0) + bytes(400))
     if probe().gpus:
         pytest.skip("this machine may run TensorRT")
-    told = "whole.plan cannot run on this machine: no NVIDIA GPU was found. Install what is missing, or import it on"
-    assert tab.bring(str(plan)).startswith(told)
+    message = "whole.plan cannot run on this machine: no NVIDIA GPU was found. Install what is missing, or import it on"
+    assert tab.bring(str(plan)).startswith(message)
     assert tab.worker.tasks() == []
 
 
@@ -193,8 +195,8 @@ def test_a_file_of_a_missing_library_is_rejected(tab: Tab, tmp_path: Path) -> No
 def test_untrusted_files_are_not_opened(tab: Tab, tmp_path: Path, trusted: object, take: bool) -> None:
     path = tmp_path / "x.onnx"
     path.write_bytes(bytes(range(256)))
-    said = tab.bring(str(path), "auto", trusted, take=take)
-    assert said == (
+    expected = tab.bring(str(path), "auto", trusted, take=take)
+    assert expected == (
         "The file x.onnx holds executable code and is not opened before you confirm that you trust it. "
         "Tick the box if you trust the source of the file."
     )
@@ -295,9 +297,9 @@ def test_each_component_shows_its_build_time(tab: Tab) -> None:
     end = time.monotonic() + 60
     while "Looking" in (parts := tab.parts(values)["components"]):
         assert time.monotonic() < end
-    said = re.findall(r'data-label="Engines">([^<]*)<', parts)
-    assert [words.split(",")[0] for words in said] == ["not built yet"] * 3 + ["none needed"]
-    assert re.fullmatch(r"not built yet, about \d+ s to build with ONNX Runtime", said[1])
+    expected = re.findall(r'data-label="Engines">([^<]*)<', parts)
+    assert [words.split(",")[0] for words in expected] == ["not built yet"] * 3 + ["none needed"]
+    assert re.fullmatch(r"not built yet, about \d+ s to build with ONNX Runtime", expected[1])
 
 
 @pytest.mark.parametrize("drawn", [{"table": 5}, {"table": None}, {"": []}, {"table": "abc"}], ids=repr)

@@ -143,7 +143,7 @@ def test_several_prompts_and_variations_are_added_together(desk: Panels, worker:
 
 
 @pytest.mark.parametrize(
-    ("given", "shown", "said"),
+    ("given", "shown", "expected"),
     [
         ({"variations": "0"}, {}, "Enter a whole number from 1 to 100."),
         ({"variations": "1e9"}, {}, "Enter a whole number from 1 to 100."),
@@ -155,10 +155,10 @@ def test_several_prompts_and_variations_are_added_together(desk: Panels, worker:
     ],
 )
 def test_invalid_requests_add_nothing(
-    desk: Panels, worker: JobQueue, given: dict[str, Any], shown: dict[str, Any], said: str
+    desk: Panels, worker: JobQueue, given: dict[str, Any], shown: dict[str, Any], expected: str
 ) -> None:
     _, says = act(desk, "add", values=given, form=values(**shown))
-    assert said in says["message"] and says["error"]
+    assert expected in says["message"] and says["error"]
     assert prompts(worker) == []
 
 

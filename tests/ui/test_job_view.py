@@ -60,7 +60,7 @@ def begin(job: Job, store: JobStore) -> None:
     job.refresh()
 
 
-def tell(job: Job, store: JobStore, *events: Event) -> None:
+def append_events(job: Job, store: JobStore, *events: Event) -> None:
     """Record events as the job's worker does."""
     recorder = JobRecorder(job.id, store)
     if events and store.get(job.id).state == "queued":
@@ -71,7 +71,7 @@ def tell(job: Job, store: JobStore, *events: Event) -> None:
 
 
 def show(job: Job, store: JobStore, *events: Event) -> job_view.View:
-    tell(job, store, *events)
+    append_events(job, store, *events)
     return job_view.view(job, cast(JobQueue, NobodyAhead()), AUDIENCE, "<svg></svg>", job.progress.now)
 
 
@@ -153,8 +153,8 @@ def test_a_finished_job_shows_loras_step_cache_and_shift(job: Job) -> None:
     done = saved(job)
     assert not {"LoRA", "Step cache", "Shift"} & {name for name, _ in job_view.result_rows(done, job.plan, "Tiny")}
     used = {"loras": [{"file": "a", "weight": 0.5, "expert": "low"}], "step_cache": "first-block:0.2", "shift": 5.0}
-    told = job_view.result_rows(done.model_copy(update={"request": {**done.request, **used}}), job.plan, "Tiny")
-    assert {("LoRA", "low=a:0.5"), ("Step cache", "first-block:0.2"), ("Shift", "5")} <= set(told)
+    rows = job_view.result_rows(done.model_copy(update={"request": {**done.request, **used}}), job.plan, "Tiny")
+    assert {("LoRA", "low=a:0.5"), ("Step cache", "first-block:0.2"), ("Shift", "5")} <= set(rows)
 
 
 def test_reasons_of_a_finished_job_name_settings_as_the_form_does(job: Job) -> None:
@@ -205,7 +205,7 @@ def test_following_ends_with_the_job(job: Job, store: JobStore) -> None:
         async def work() -> None:
             for event in (Planned(plan=job.plan), StageStarted(stage="encode"), Cancelled()):
                 await asyncio.sleep(0.01)
-                tell(job, store, event)
+                append_events(job, store, event)
 
         seen, heard, _ = await asyncio.gather(views(), events(), work())
         return seen, heard

@@ -82,7 +82,7 @@ def test_all_text_is_escaped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "found", "said"),
+    ("one", "other", "found", "expected"),
     [
         ({}, {"width": 32}, None, "64 × 32 and 32 × 32: videos of different sizes cannot be measured."),
         ({}, {}, Similarity(float("inf"), 1.0), "All pixels are equal, over 9 frames."),
@@ -90,11 +90,11 @@ def test_all_text_is_escaped() -> None:
     ],
 )
 def test_similarity_names_the_compared_frames(
-    one: dict[str, Any], other: dict[str, Any], found: Similarity | None, said: str
+    one: dict[str, Any], other: dict[str, Any], found: Similarity | None, expected: str
 ) -> None:
     base = {"prompt": "x", "frames": 9, "fps": 8, "width": 64, "height": 32}
     clips = [Clip("a" * 8, "x", base | values, 1.0, "here") for values in (one, other)]
-    assert said in similarity(clips[0], clips[1], found)
+    assert expected in similarity(clips[0], clips[1], found)
 
 
 def test_differing_settings_come_first() -> None:
@@ -132,8 +132,13 @@ def test_storage_offers_only_what_can_be_removed() -> None:
     offered = render(
         "history_storage.html", usage=DiskUsage(3, 3_000_000, 500_000, 400_000, 1, 10), old=[(30, 1, 1_000_000)]
     )
-    for said in ("3 videos, 3.0 MB", "finished videos: 400.0 KB", "1 job older than 30 days: 1.0 MB", "1 deleted job"):
-        assert said in offered
+    for expected in (
+        "3 videos, 3.0 MB",
+        "finished videos: 400.0 KB",
+        "1 job older than 30 days: 1.0 MB",
+        "1 deleted job",
+    ):
+        assert expected in offered
     assert offered.count('data-confirm=""') == 0
 
 

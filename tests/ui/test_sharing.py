@@ -96,7 +96,7 @@ def test_requests_from_other_sites_are_refused(visitor: Visitor) -> None:
 
 
 def test_visitors_only_see_their_own_videos(server: Server, visitor: Visitor, other: Visitor) -> None:
-    prompt = "a red boat that nobody else may see"
+    prompt = "a red boat that only its visitor may see"
     final = visitor.client.predict(prompt, seed=3, steps=2, api_name="/generate")
     assert str(server.cache_dir) not in json.dumps(final)
     address = f"/{final['video']}"
@@ -107,10 +107,10 @@ def test_visitors_only_see_their_own_videos(server: Server, visitor: Visitor, ot
     assert visitor.cookie.encode() not in part.head and b"no-store" in part.head
     assert other.get(address).status == 404
     assert send(visitor.port, b"GET", address.encode()).status == 401
-    file = next(path for path in (server.cache_dir / "outputs").glob("*nobody-else*.mp4"))
+    file = next(path for path in (server.cache_dir / "outputs").glob("*only-its-visitor*.mp4"))
     for path in (f"/gradio_api/file={file}", f"/gradio_api/file/{file}", f"/video/{file.name}", f"/video/{file}"):
-        for somebody in (visitor, other):
-            assert somebody.get(path).status in {403, 404}, path
+        for person in (visitor, other):
+            assert person.get(path).status in {403, 404}, path
     job = final["video"].removeprefix("video/").removesuffix(".mp4")
     # What only the person whose Tandem it is fetches, not even of one's own.
     for path in ("now", f"poster/{job}.webp", f"copy/{job}.mp4", f"report/{job}.json", f"report/whole/{job}.json"):
@@ -122,8 +122,8 @@ def test_visitors_only_see_their_own_videos(server: Server, visitor: Visitor, ot
         session = f"nosy{function['id']}"
         call = {"fn_index": function["id"], "session_hash": session, "data": [job]}
         assert other.ask("POST", "/gradio_api/queue/join", call).status == 200
-        told = other.get(f"/gradio_api/queue/data?session_hash={session}").body
-        assert prompt.encode() not in told and job.encode() not in told, function
+        answer = other.get(f"/gradio_api/queue/data?session_hash={session}").body
+        assert prompt.encode() not in answer and job.encode() not in answer, function
 
 
 def test_a_session_belongs_to_the_visitor_who_started_it(visitor: Visitor, other: Visitor) -> None:
@@ -161,10 +161,10 @@ def test_exceeded_limits_are_described(visitor: Visitor, values: dict[str, Any],
 
 def test_no_local_path_is_sent_to_visitors(server: Server, visitor: Visitor) -> None:
     for path in ("/", "/config", "/gradio_api/info", "/manifest.json", "/theme.css"):
-        told = visitor.get(path)
-        assert told.status == 200, path
+        answer = visitor.get(path)
+        assert answer.status == 200, path
         for folder in (server.cache_dir, ROOT, Path.home()):
-            assert str(folder).encode() not in told.head + told.body, (path, folder)
+            assert str(folder).encode() not in answer.head + answer.body, (path, folder)
 
 
 def test_owner_functions_do_not_exist_for_visitors(visitor: Visitor) -> None:
@@ -198,7 +198,7 @@ def test_the_owners_page_has_no_limits(server: Server) -> None:
 
 
 def test_login_attempts_are_limited(server: Server) -> None:
-    # Last: from here on nobody logs in for a minute.
+    # Last, because it blocks log-ins for a minute.
     port, *_ = link_of(server.cache_dir)
     form = {b"Content-Type": b"application/x-www-form-urlencoded"}
     answers = [send(port, b"POST", b"/login", form, b"username=visitor&password=x%d" % n) for n in range(30)]
