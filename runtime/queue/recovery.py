@@ -161,18 +161,21 @@ class MemoryKills:
     """How many processes the Linux kernel has killed because memory ran out; 0 where it does not count them.
 
     Attributes:
-        own: in the control group of this process, which its workers share.
-        host: on the whole machine.
+        count: in the control group of this process, which its workers share, or else on the whole machine.
+        certain: whether it is the control group's count, which other programs do not increase.
     """
 
-    own: int = 0
-    host: int = 0
+    count: int = 0
+    certain: bool = False
 
     @classmethod
     def read(cls, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> "MemoryKills":
-        """Read the counters: of control groups of version 1 or 2, and of the machine."""
-        own = [counter for counter in map(_oom_kills, _group_counters(proc, groups)) if counter is not None]
-        return cls(own[0] if own else 0, _oom_kills(proc / "vmstat") or 0)
+        """Read the counter of a control group of version 1 or 2, or else the machine's."""
+        for path in _group_counters(proc, groups):
+            count = _oom_kills(path)
+            if count is not None:
+                return cls(count, certain=True)
+        return cls(_oom_kills(proc / "vmstat") or 0)
 
 
 def exit_reason(code: int, before: MemoryKills, now: MemoryKills) -> tuple[Fact, bool]:
@@ -180,13 +183,10 @@ def exit_reason(code: int, before: MemoryKills, now: MemoryKills) -> tuple[Fact,
 
     Args:
         code: its exit code; negative for a signal.
-        before, now: the kernel's counters from seconds before its end, and from after it.
+        before, now: the kernel's count from seconds before its end, and from after it.
     """
-    if code == -signal.SIGKILL:
-        if now.own > before.own:
-            return Fact("queue.exit_out_of_memory"), True
-        if now.host > before.host:
-            return Fact("queue.exit_probably_out_of_memory"), True
+    if code == -signal.SIGKILL and now.count > before.count:
+        return Fact("queue.exit_out_of_memory" if now.certain else "queue.exit_probably_out_of_memory"), True
     if code == EXIT_DEVICE_LOST:
         return Fact("queue.exit_device_lost"), False
     return Fact("queue.exited", {"how": describe_exit(code)}), False

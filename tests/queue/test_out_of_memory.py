@@ -57,6 +57,7 @@ def limited_group(limit: int) -> Iterator[Path]:
             (group / name).write_text(str(value))
         yield group
     finally:
+        until(lambda: not (group / "cgroup.procs").read_text())  # workers end after the web app
         group.rmdir()
 
 

@@ -221,16 +221,16 @@ def test_a_job_whose_worker_ran_out_of_memory_resumes_with_a_lower_memory_strate
 @pytest.mark.parametrize(
     ("code", "before", "now", "reason"),
     [
-        (-9, MemoryKills(2, 5), MemoryKills(3, 6), ("queue.exit_out_of_memory", {}, True)),
-        (-9, MemoryKills(2, 5), MemoryKills(2, 6), ("queue.exit_probably_out_of_memory", {}, True)),
-        (-9, MemoryKills(2, 5), MemoryKills(2, 5), ("queue.exited", {"how": "signal 9, SIGKILL"}, False)),
-        (-11, MemoryKills(2, 5), MemoryKills(3, 6), ("queue.exited", {"how": "signal 11, SIGSEGV"}, False)),
+        (-9, MemoryKills(2, certain=True), MemoryKills(3, certain=True), ("queue.exit_out_of_memory", {}, True)),
+        (-9, MemoryKills(5), MemoryKills(6), ("queue.exit_probably_out_of_memory", {}, True)),
+        (-9, MemoryKills(5), MemoryKills(5), ("queue.exited", {"how": "signal 9, SIGKILL"}, False)),
+        (-11, MemoryKills(5), MemoryKills(6), ("queue.exited", {"how": "signal 11, SIGSEGV"}, False)),
         (1, MemoryKills(), MemoryKills(), ("queue.exited", {"how": "exit code 1"}, False)),
         (EXIT_DEVICE_LOST, MemoryKills(), MemoryKills(), ("queue.exit_device_lost", {}, False)),
     ],
 )
 @pytest.mark.skipif(sys.platform == "win32", reason="names of signals")
-def test_the_exit_code_and_the_counters_of_the_kernel_explain_a_death(
+def test_the_exit_code_and_the_counter_of_the_kernel_explain_a_death(
     code: int, before: MemoryKills, now: MemoryKills, reason: tuple[str, dict[str, Any], bool]
 ) -> None:
     fact, out_of_memory = exit_reason(code, before, now)
@@ -240,14 +240,14 @@ def test_the_exit_code_and_the_counters_of_the_kernel_explain_a_death(
 @pytest.mark.parametrize(
     ("group", "file", "kills"),
     [
-        ("8:pids:/\n4:memory:/app\n0::/\n", "memory/app/memory.oom_control", MemoryKills(4, 7)),
-        ("4:cpu,memory:/app\n", "memory/memory.oom_control", MemoryKills(4, 7)),
-        ("0::/app/one\n", "app/one/memory.events", MemoryKills(4, 7)),
-        ("0::/app/one\n", "memory.events", MemoryKills(4, 7)),
-        ("0::/app/one\n", "other/memory.events", MemoryKills(0, 7)),
+        ("8:pids:/\n4:memory:/app\n0::/\n", "memory/app/memory.oom_control", MemoryKills(4, certain=True)),
+        ("4:cpu,memory:/app\n", "memory/memory.oom_control", MemoryKills(4, certain=True)),
+        ("0::/app/one\n", "app/one/memory.events", MemoryKills(4, certain=True)),
+        ("0::/app/one\n", "memory.events", MemoryKills(4, certain=True)),
+        ("0::/app/one\n", "other/memory.events", MemoryKills(7)),
     ],
 )
-def test_counters_of_the_control_group_and_the_machine_are_read(
+def test_the_counter_of_the_control_group_or_the_machine_is_read(
     group: str, file: str, kills: MemoryKills, tmp_path: Path
 ) -> None:
     proc, groups = tmp_path / "proc", tmp_path / "cgroup"
