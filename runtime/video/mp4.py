@@ -204,7 +204,8 @@ def to_ffmetadata(title: str, metadata: Mapping[str, Any]) -> str:
     Format: https://ffmpeg.org/ffmpeg-formats.html#Metadata-2
     """
     comment = json.dumps(metadata, ensure_ascii=False, separators=(",", ":"))
-    return f";FFMETADATA1\ntitle={title.translate(_SPECIAL)}\ncomment={comment.translate(_SPECIAL)}\n"
+    title = title.rstrip("\\").translate(_SPECIAL)  # ffmpeg joins the next line to a value that ends in a backslash
+    return f";FFMETADATA1\ntitle={title}\ncomment={comment.translate(_SPECIAL)}\n"
 
 
 def read_metadata(video: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import imageio_ffmpeg
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageSequence
 
@@ -55,6 +55,7 @@ def test_a_higher_crf_gives_a_smaller_file(tmp_path: Path) -> None:
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@example("a\\")
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00"), max_size=60))
 def test_metadata_round_trips_any_text(video: Path, text: str) -> None:
     notes, copy = video.with_name("notes.txt"), video.with_name("copy.mp4")
