@@ -1,4 +1,4 @@
-"""Wan's text conditioning: how a prompt is cleaned before it is tokenized. Tokens and embeddings are standard."""
+"""Cleaning of prompts before they are tokenized, as in diffusers' Wan pipeline."""
 
 import html
 import importlib.util

@@ -1,10 +1,10 @@
-"""Wan's components in operations that every exporter has: one form for each program of `engines.programs`.
+"""Exportable forms of Wan's components: one module for each program of `engines.programs`.
 
 The VAE decoder is two functions of tensors: the first latent frame, and any number of frames after it. diffusers keeps
-the causal convolutions' caches in a list that it changes (`AutoencoderKLWan._decode`): each is `None` before the first
-frame, the sentinel "Rep" after it where time is doubled, a tensor afterwards. Here every cache is a tensor of two
-frames from the start, zeros where diffusers has nothing, which is equal because the convolutions pad with zeros.
-`vae_first` makes the caches, `vae_next` takes and returns them.
+the causal convolutions' caches in a list that it modifies (`AutoencoderKLWan._decode`): a cache is `None` before the
+first frame, the sentinel "Rep" after it if time is doubled, and a tensor afterwards. Here every cache is a tensor of
+two frames, initially zeros, which is equal because the convolutions pad with zeros. `vae_first` returns the first
+caches, `vae_next` takes and returns them.
 """
 
 import math
@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from runtime.families.wan.vae import CACHED_FRAMES
+from runtime.families.wan.vae import CACHED_FRAMES, upsampler_of
 from runtime.upstream.diffusers import causal_padding
 from runtime.upstream.transformers import relative_position_buckets
 
 
 class TextEncoderForm(nn.Module):
-    """A `transformers.UMT5EncoderModel` with the padding's embeddings zeroed, as Wan's pipeline wants them.
+    """A `transformers.UMT5EncoderModel` with zero embeddings for padding, as in `WanPipeline`.
 
     Args:
         module: the encoder; its parameters become this form's.
@@ -77,9 +77,8 @@ def _attend_text(attention: Any, x: torch.Tensor, seen: torch.Tensor, buckets: t
 class TransformerForm(nn.Module):
     """A `diffusers.WanTransformer3DModel` with float32 inputs and outputs, whatever its dtype.
 
-    Between the blocks values stay in float32: diffusers rounds them to the model's type after every step, which
-    costs accuracy and gains nothing. A text-to-video clip has one timestep for all its tokens, so TI2V-5B's timestep
-    per token is one row here too.
+    Values between the blocks are float32: diffusers rounds them to the model's dtype, which costs accuracy and saves no
+    time. A text-to-video clip has one timestep for all tokens, so TI2V-5B's timestep per token is one row too.
 
     Args:
         module: the transformer; its parameters become this form's.
@@ -344,7 +343,7 @@ class VaeForm(nn.Module):
 
         Args:
             z: (1, channels, latent frames, height, width), normalised as the transformer sees them.
-            given: the last step's caches; none means that there was only black before.
+            given: the caches that the previous step returned; none at the clip's start.
         """
         caches = _Caches(given)
         d: Any = self.decoder
@@ -360,16 +359,13 @@ class VaeForm(nn.Module):
         return (self._to_frames(x), *caches.kept)
 
     def _up(self, block: Any, x: torch.Tensor, caches: _Caches) -> torch.Tensor:
-        entered = x
+        block_input = x
         for resnet in block.resnets:
             x = self._residual(resnet, x, caches)
-        residual = hasattr(block, "avg_shortcut")
-        upsampler = block.upsampler if residual else block.upsamplers and block.upsamplers[0]
+        upsampler, shortcut = upsampler_of(block), getattr(block, "avg_shortcut", None)
         if upsampler is not None:
             x = self._upsample(upsampler, x, caches)
-        if residual and block.avg_shortcut is not None:
-            x = x + self._shortcut(block.avg_shortcut, entered)
-        return x
+        return x if shortcut is None else x + self._shortcut(shortcut, block_input)
 
     def _residual(self, block: Any, x: torch.Tensor, caches: _Caches) -> torch.Tensor:
         h = x if isinstance(block.conv_shortcut, nn.Identity) else block.conv_shortcut(x, caches)
@@ -406,10 +402,10 @@ class VaeForm(nn.Module):
 
 
 class VaeClipForm(nn.Module):
-    """Both steps, for a whole clip.
+    """The decoder for whole clips: both steps of `VaeForm`.
 
     Args:
-        vae, other: the same `diffusers.AutoencoderKLWan` twice: each step changes the one that it gets.
+        vae, other: the same `diffusers.AutoencoderKLWan` loaded twice, because each step modifies its own.
     """
 
     def __init__(self, vae: Any, other: Any) -> None:

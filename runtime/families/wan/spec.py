@@ -75,12 +75,12 @@ class TransformerSpec:
         """Return the peak memory of one forward pass in bytes, weights excluded; attention stores no matrix.
 
         The peak is in a block, at one of four moments. In units of tokens × width: the feed-forward's activation
-        (input, stream, cross-attention's output, norm, and the inner layer twice), the gated sum after it (five of
-        these, and product, sum and, unless the model is in float32, the stream once more, all in float32), the
-        rotary embedding in float32 within self-attention, and with a timestep per token (`time_per_token`) the start,
-        where the modulation's six vectors are cast and summed in float32. They stay to the block's end.
+        (input, stream, cross-attention's output, norm, and the inner layer twice); the gated sum after it (five of
+        these, and product, sum and, unless the model is in float32, the stream once more, all in float32); the
+        rotary embedding in float32 within self-attention; and, with a timestep per token (`time_per_token`), the start,
+        where the modulation's six vectors are cast and summed in float32. These remain until the end of the block.
 
-        Source: diffusers' `WanTransformerBlock`; within 3 % of what an H200 took.
+        Source: diffusers' `WanTransformerBlock`; within 3 % of the memory measured on an H200.
         """
         e, width = element_bytes, self.width
         lifted = 0 if element_bytes == _FLOAT32 else _FLOAT32
@@ -146,12 +146,11 @@ class VaeSpec:
         decoder (TI2V-5B) keeps a copy of each level's input for its shortcut. In 16 bits with several latent frames it
         is the norm between two convolutions, which is computed in float32.
 
-        On a CPU it is the same, in oneDNN's layout, but for convolutions with a small input, which PyTorch computes by
-        itself: it unfolds the 27 inputs of each output. The clip's first latent frame, which is decoded
-        alone, may then take more than the calls after it.
+        On a CPU the layout is oneDNN's. PyTorch itself computes convolutions with a small input and unfolds the 27
+        inputs of each output, so the first latent frame, which is decoded alone, may need more memory than later calls.
 
-        Source: diffusers' `autoencoder_kl_wan`, within 1 % of what that took on an H200 in float32
-        (tests/planner/measured_h200.jsonl), and `families.wan.vae`, within 3 % in bfloat16; compiled it takes less.
+        Source: diffusers' `autoencoder_kl_wan`, within 1 % of the memory measured on an H200 in float32
+        (tests/planner/measured_h200.jsonl), and `families.wan.vae`, within 3 % in bfloat16; compiled it needs less.
         """
         most = self._call_bytes(latent_frames, height, width, element_bytes, cpu=cpu, first=False)
         if cpu:

@@ -1,15 +1,15 @@
 """Wan's transformer in a faster order of operations, on diffusers' modules and weights.
 
-Equal to `diffusers.WanTransformer3DModel` up to rounding (tests/families/wan/test_transformer.py). What differs:
+Equal to `diffusers.WanTransformer3DModel` up to rounding (tests/families/wan/test_transformer.py). Differences:
 
-- The rotary embedding's tables are made once for a size, signed, so that a rotation is two products and a sum.
-- The text does not depend on the step: it is projected once a clip, and if `TextState` holds them, so are every block's
-  keys and values.
-- A text-to-video clip has one timestep for all its tokens: TI2V-5B's row per token is one row.
+- The rotary embedding's tables are computed once per size, with signs, so that a rotation is two products and a sum.
+- The text is projected once per clip, because it does not depend on the step; optionally, so are every block's keys and
+  values (`TextState`).
+- A text-to-video clip has one timestep for all tokens, so TI2V-5B's row per token is one row.
 - Operations between two matrix products are adjacent, so that a compiler fuses them into one kernel.
 
-`install` replaces `forward` of a loaded module and of its blocks. They are called as diffusers calls them, hooks
-included, so that offloading, caching, LoRA and quantized layers work as they do there. Attention processors are not
+`install` replaces `forward` of a loaded module and of its blocks. Both are called as in diffusers, hooks included, so
+that offloading, caching, LoRA and quantized layers work as in diffusers. Attention processors are not
 enough, because the order of operations in a whole block changes.
 """
 
@@ -137,11 +137,6 @@ def read_text(module: Any, embeds: torch.Tensor, *, keep: bool) -> TextState:
     return TextState(projected, kept)
 
 
-def forget_sizes(module: Any) -> None:
-    """Free the rotation tables that a transformer keeps for its last size."""
-    module.__dict__.pop("_tables", None)
-
-
 def install(module: Any, kind: str = "native", step: Step = block_step) -> None:
     """Replace `forward` of a loaded transformer and its blocks by this module's, from the next call on.
 
@@ -219,13 +214,13 @@ def _modulate(embedder: Any, timestep: torch.Tensor, dtype: torch.dtype) -> tupl
 
 
 def _rotation(module: Any, latents: torch.Tensor) -> Rotation:
-    """Return the rotation tables for a size; those of the last one are kept."""
+    """Return the rotation tables for a size; the last ones are cached."""
     key = (tuple(latents.shape[2:]), latents.device)
-    made: tuple[Any, Rotation] | None = module.__dict__.get("_tables")
-    if made is None or made[0] != key:
-        made = (key, rotation_tables(*module.rope(latents)))
-        module.__dict__["_tables"] = made
-    return made[1]
+    cached: tuple[Any, Rotation] | None = module.__dict__.get("_tables")
+    if cached is None or cached[0] != key:
+        cached = (key, rotation_tables(*module.rope(latents)))
+        module.__dict__["_tables"] = cached
+    return cached[1]
 
 
 def fuse(module: Any) -> bool:
@@ -234,33 +229,33 @@ def fuse(module: Any) -> bool:
     Skips layers that are quantized or have an adapter.
 
     Returns:
-        Whether any was fused: PyTorch's allocator then keeps the parts' memory for reuse.
+        Whether any was fused: the allocator then still holds the memory of the separate matrices.
     """
-    made = False
+    any_fused = False
     for block in module.blocks:
         attn = block.attn1
         layers = (attn.to_q, attn.to_k, attn.to_v)
         plain = all(type(layer) is nn.Linear and type(layer.weight) is nn.Parameter for layer in layers)
         if not plain or getattr(attn, "fused_projections", False):
             continue
-        whole = nn.Linear(layers[0].in_features, sum(layer.out_features for layer in layers), device="meta")
+        fused = nn.Linear(layers[0].in_features, sum(layer.out_features for layer in layers), device="meta")
         for name in ("weight", "bias"):
             parts = [getattr(layer, name) for layer in layers]
             joined = torch.cat([part.data for part in parts])
-            setattr(whole, name, nn.Parameter(joined, requires_grad=False))
+            setattr(fused, name, nn.Parameter(joined, requires_grad=False))
             for part, view in zip(parts, joined.split([len(part) for part in parts]), strict=True):
                 part.data = view
-        attn.to_qkv = whole
-        attn.fused_projections = made = True
-    return made
+        attn.to_qkv = fused
+        attn.fused_projections = any_fused = True
+    return any_fused
 
 
 def _unfuse_if_stale(attn: Any) -> None:
-    """Remove a fused matrix whose parts have got other weights or an adapter since."""
+    """Remove a fused matrix if its parts have other weights or an adapter now."""
     if not getattr(attn, "fused_projections", False):
         return
-    whole, layers = attn.to_qkv, (attn.to_q, attn.to_k, attn.to_v)
-    views = whole.weight.data.split([whole.out_features // len(layers)] * len(layers))
+    fused, layers = attn.to_qkv, (attn.to_q, attn.to_k, attn.to_v)
+    views = fused.weight.data.split([fused.out_features // len(layers)] * len(layers))
     for layer, view in zip(layers, views, strict=True):
         if type(layer) is not nn.Linear or layer.weight.data_ptr() != view.data_ptr():
             attn.fused_projections = False
@@ -269,9 +264,9 @@ def _unfuse_if_stale(attn: Any) -> None:
 
 
 def share_tokens(module: Any, tokens: Tokens) -> None:
-    """Let several processes compute a transformer together.
+    """Divide the tokens of a transformer's passes among several processes.
 
-    Tokens and rotations are divided before the first block and gathered after the last projection.
+    Tokens and rotations are divided before the first block; tokens are gathered after the last projection.
     """
 
     def share_first(_: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -381,7 +376,7 @@ class PyTorchDenoiser:
     def forget(self) -> None:
         """Free values cached for a text or a size."""
         self._texts.clear()
-        forget_sizes(self._module)
+        self._module.__dict__.pop("_tables", None)  # see `_rotation`
         if self._graphed is not None:
             self._graphed.forget()
 
@@ -404,8 +399,8 @@ class PyTorchDenoiser:
             for known, kept in self._texts:
                 if len(known) == len(texts) and all(a is b for a, b in zip(known, texts, strict=True)):
                     return kept
-            made = read_text(self._module, torch.cat(texts).to(self.dtype), keep=self._keep)
-            self._texts = [*self._texts[1 - _TEXTS :], (texts, made)]
-            return made
+            new = read_text(self._module, torch.cat(texts).to(self.dtype), keep=self._keep)
+            self._texts = [*self._texts[1 - _TEXTS :], (texts, new)]
+            return new
 
         return state

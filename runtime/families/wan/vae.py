@@ -30,14 +30,14 @@ from runtime.planner import constraints
 from runtime.upstream.diffusers import causal_padding
 
 CACHED_FRAMES = 2
-# Frames returned at a time once tiles are joined.
-_TOGETHER = 4
+# Frames yielded at once after the last tile.
+_TILED_FRAMES = 4
 # Convolutions that the kernel computes: channels are a multiple of this (GPUs copy 16 bytes at a time); kernel size.
 _CHANNELS, _SPACE = 8, (3, 3)
-# Crops (…, height, width) to the needed part at numbered places: before each up block, from 0, before the output norm,
+# Crops (…, height, width) to the needed part, at places numbered from 0: before each up block, before the output norm,
 # and at the end.
 Trim = Callable[[torch.Tensor, int], torch.Tensor]
-_Computes = Callable[..., torch.Tensor]
+_Operation = Callable[..., torch.Tensor]
 
 
 def norm_activate(
@@ -55,8 +55,8 @@ def norm_activate(
     if bias is not None:
         x = x + bias.view(1, -1, 1, 1, 1)
     y = F.normalize(x.float(), dim=1).to(x.dtype) * gamma
-    entered = torch.cat([before, F.silu(y)], dim=2)
-    return F.pad(entered, (padding,) * 4) if padding else entered  # padding by 0 would copy
+    joined = torch.cat([before, F.silu(y)], dim=2)
+    return F.pad(joined, (padding,) * 4) if padding else joined  # padding by 0 would copy
 
 
 def add_residual(x: torch.Tensor, bias: torch.Tensor, shortcut: torch.Tensor) -> torch.Tensor:
@@ -86,6 +86,12 @@ def as_frames(pixels: torch.Tensor) -> torch.Tensor:
     return frames.clamp(-1.0, 1.0).where(frames.isfinite(), torch.nan)
 
 
+def upsampler_of(block: Any) -> Any:
+    """Return the upsampler of a decoder's block, or `None`: Wan2.1's blocks have a list, TI2V-5B's a module."""
+    several = getattr(block, "upsamplers", None)
+    return several[0] if several is not None else getattr(block, "upsampler", None)
+
+
 def _gamma(norm: Any) -> torch.Tensor:
     gamma: torch.Tensor = norm.gamma * norm.scale
     return gamma
@@ -101,7 +107,7 @@ class DecoderOps:
         wrap: returns a faster version of a function.
     """
 
-    def __init__(self, wrap: Callable[[_Computes], _Computes] = lambda plain: plain) -> None:
+    def __init__(self, wrap: Callable[[_Operation], _Operation] = lambda plain: plain) -> None:
         self.norm_activate, self.add_residual = wrap(norm_activate), wrap(add_residual)
         self.upsample, self.convolve = wrap(upsample), wrap(convolve)
 
@@ -131,8 +137,8 @@ class DecoderSteps:
         for module in decoder.modules():
             if isinstance(module, nn.Conv3d) and self.ops.supports(module):
                 # Output channels are contiguous.
-                there = module.weight.data.permute(2, 3, 4, 1, 0).contiguous()
-                module.weight.data = there.permute(4, 3, 0, 1, 2)
+                weight = module.weight.data.permute(2, 3, 4, 1, 0).contiguous()
+                module.weight.data = weight.permute(4, 3, 0, 1, 2)
             elif channels_last and isinstance(module, nn.Conv3d | nn.Conv2d):
                 flat = isinstance(module, nn.Conv2d)
                 layout = torch.channels_last if flat else torch.channels_last_3d
@@ -193,15 +199,15 @@ class _Call:
         space = (0, *causal_padding(conv)[1:])
         return F.conv3d(padded, conv.weight, conv.bias if with_bias else None, padding=space)
 
-    def _keep(self, entered: torch.Tensor) -> None:
-        self._kept.append(entered[:, :, -CACHED_FRAMES:].clone(memory_format=self._format))
+    def _keep(self, padded: torch.Tensor) -> None:
+        self._kept.append(padded[:, :, -CACHED_FRAMES:].clone(memory_format=self._format))
 
     def _residual(self, block: Any, x: torch.Tensor) -> torch.Tensor:
         shortcut = block.conv_shortcut(x)
         y = self._norm_convolve(block.norm1, x, None, block.conv1)
         y = self._norm_convolve(block.norm2, y, block.conv1.bias, block.conv2)
-        done: torch.Tensor = self._ops.add_residual(y, block.conv2.bias, shortcut)
-        return done
+        out: torch.Tensor = self._ops.add_residual(y, block.conv2.bias, shortcut)
+        return out
 
     def _norm_convolve(self, norm: Any, x: torch.Tensor, bias: torch.Tensor | None, conv: Any) -> torch.Tensor:
         """Normalise, activate and convolve; `bias` is added to `x` first."""
@@ -214,16 +220,13 @@ class _Call:
         return out
 
     def _up(self, block: Any, x: torch.Tensor) -> torch.Tensor:
-        entered = x
+        block_input = x
         for resnet in block.resnets:
             x = self._residual(resnet, x)
-        residual = hasattr(block, "avg_shortcut")
-        upsampler = block.upsampler if residual else block.upsamplers and block.upsamplers[0]
+        upsampler, shortcut = upsampler_of(block), getattr(block, "avg_shortcut", None)
         if upsampler is not None:
             x = self._upsample(upsampler, x)
-        if residual and block.avg_shortcut is not None:
-            x = x + block.avg_shortcut(entered, first_chunk=self._first)
-        return x
+        return x if shortcut is None else x + shortcut(block_input, first_chunk=self._first)
 
     def _upsample(self, block: Any, x: torch.Tensor) -> torch.Tensor:
         if block.mode == "upsample3d":
@@ -299,8 +302,8 @@ class PyTorchVideoDecoder:
     one at a time up to rounding.
 
     Args:
-        module: its weights may lie elsewhere until it is called.
-        device: where it computes; by default, where its weights are.
+        module: its weights may be on another device until it is called.
+        device: the device that computes; by default, that of the weights.
     """
 
     def __init__(self, module: AutoencoderKLWan, device: str | torch.device | None = None) -> None:
@@ -365,8 +368,8 @@ class PyTorchVideoDecoder:
                     start = end
                     yield clip[:0].float()
         assert clip is not None
-        for start in range(0, len(clip), _TOGETHER):
-            yield clip[start : start + _TOGETHER].float()
+        for start in range(0, len(clip), _TILED_FRAMES):
+            yield clip[start : start + _TILED_FRAMES].float()
 
     @torch.inference_mode()
     def decode_from(
@@ -377,10 +380,10 @@ class PyTorchVideoDecoder:
         caches: Sequence[torch.Tensor],
         trim: Trim | None = None,
     ) -> Iterator[torch.Tensor]:
-        """Decode from latent frame `start` on, with an engine's caches of the frames before it.
+        """Decode from latent frame `start`, with the caches that an engine returned for the frames before it.
 
-        They hold two frames each, zeros where there was nothing: the convolutions pad with zeros, so that is the same.
-        `trim` cuts off parts of each frame that are not needed.
+        Caches have two frames each, zeros before the clip: the convolutions pad with zeros, so the result is equal.
+        `trim` crops each frame to the needed part.
         """
         vae = self._vae
         z = latents.to(self._mean.device, self._mean.dtype) * self._std + self._mean
@@ -445,7 +448,7 @@ def _strip(length: int, number: int, count: int) -> Span:
 
 def _cuts(blocks: list[Any], length: int, strip: Span) -> list[Span]:
     """Return the part that each place of `Trim` keeps, relative to its input."""
-    doubling = [_upsampler(block) is not None for block in blocks]
+    doubling = [upsampler_of(block) is not None for block in blocks]
     lengths = [length]
     for doubles in doubling:
         lengths.append(2 * lengths[-1] if doubles else lengths[-1])
@@ -469,9 +472,3 @@ def _cuts(blocks: list[Any], length: int, strip: Span) -> list[Span]:
 
 def _wider(span: Span, by: int, length: int) -> Span:
     return Span(max(span.start - by, 0), min(span.end + by, length))
-
-
-def _upsampler(block: Any) -> Any:
-    """Return the upsampler of a block, or `None`: Wan2.1's blocks have a list, TI2V-5B's a module."""
-    several = getattr(block, "upsamplers", None)
-    return several[0] if several is not None else getattr(block, "upsampler", None)
