@@ -42,7 +42,7 @@ def torch_tensorrt_problem(machine: Machine) -> Fact | None:
     """Return why torch-tensorrt does not work with this PyTorch, `None` if it does: each release fits one version."""
     installed, torch_version = machine.version_of("torch-tensorrt") or "", machine.torch_version or ""
     if installed.split(".")[:2] != torch_version.split(".")[:2]:
-        return Fact("machine.torch_tensorrt_unfit", {"installed": installed, "torch": torch_version})
+        return Fact("machine.torch_tensorrt_mismatch", {"installed": installed, "torch": torch_version})
     return None
 
 

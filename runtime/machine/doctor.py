@@ -150,7 +150,7 @@ def _packages(machine: Machine) -> Iterator[Finding]:
         if version is not None:
             yield _installed(package, version, machine)
         elif (package.installed_by_us and not package.needs_gpu) or (package.needs_gpu and machine.gpus):
-            code = "doctor.package_of_installer_missing" if package.installed_by_us else "doctor.package_missing"
+            code = "doctor.installer_package_missing" if package.installed_by_us else "doctor.package_missing"
             yield Finding(package.title, "note", Fact(code, {"use": package.use, "install": _pip(package)}))
 
 

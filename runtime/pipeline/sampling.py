@@ -29,9 +29,14 @@ class Conditioning:
 
 @dataclass(frozen=True)
 class Step:
-    """One denoising step: its timestep, the transformer ("expert") that runs it and that one's guidance scale.
+    """One denoising step.
 
-    A `fresh` step uses no cache of earlier steps, so sampling can be resumed before it.
+    Attributes:
+        timestep: scalar tensor on the transformer's device.
+        sigma: the noise level before the step.
+        expert: the transformer that runs it: "transformer" or "transformer_2".
+        guidance_scale: the guidance scale of that transformer.
+        fresh: whether the step starts with an empty step cache, so that sampling can be resumed before it.
     """
 
     timestep: torch.Tensor
@@ -46,9 +51,9 @@ class SamplingState:
     """Progress of sampling: everything that the remaining steps need, except the prompt.
 
     Attributes:
-        steps: done.
+        steps: the number of steps done.
         latents: after these steps, (1, channels, frames, height, width), float32.
-        scheduler: its state, see `scheduler_state`; `None` if it cannot be saved.
+        scheduler: the scheduler's state, see `checkpoint.scheduler_state`; `None` if it cannot be saved.
     """
 
     steps: int
@@ -61,10 +66,10 @@ class StepResult:
     """The result of a step.
 
     Attributes:
-        index: from 0.
+        index: the number of the step, from 0.
         latents: (1, channels, frames, height, width), float32.
         estimate: the clean latents as predicted at this step, of the same shape.
-        seconds: of the step.
+        seconds: the duration of the step.
     """
 
     index: int
@@ -80,7 +85,10 @@ OpenExpert = Callable[[str], AbstractContextManager[Denoiser]]
 
 
 def get_noise(plan: ExecutionPlan) -> torch.Tensor:
-    """Return the seed's noise, (1, channels, frames, height, width), float32; drawn on the CPU, so equal everywhere."""
+    """Return the seed's noise, (1, channels, frames, height, width), float32.
+
+    It is drawn on the CPU, so it does not depend on the device.
+    """
     generator = torch.Generator("cpu").manual_seed(plan.seed)
     noise = torch.randn(plan.latent_shape, generator=generator, dtype=torch.float32)
     return noise.to(plan.components["transformer"].device)
@@ -91,15 +99,15 @@ def get_schedule(plan: ExecutionPlan, scheduler: Any, boundary_ratio: float | No
 
     Args:
         scheduler: a diffusers flow-matching scheduler; its timesteps are set here.
-        boundary_ratio: the high-noise transformer runs while timestep / training timesteps is at least this.
+        boundary_ratio: steps with timestep / training timesteps below this run the low-noise transformer.
 
     Raises:
-        ModelError: if the scheduler is of another kind, or its configuration is unsuitable.
+        ModelError: if it is another kind of scheduler, or its configuration is unsuitable.
     """
     try:
         scheduler.set_timesteps(plan.steps, device=plan.components["transformer"].device)
         scheduler.set_begin_index(0)
-        # In one read, because reading waits for the device. There is one more sigma than timesteps: 0.
+        # Copied at once, because each copy to the CPU waits for the device. There is one more sigma (0) than timesteps.
         values, sigmas = scheduler.timesteps.tolist(), scheduler.sigmas.tolist()
     except _SCHEDULER_ERRORS as error:
         raise _scheduler_error(scheduler, error) from error
@@ -119,8 +127,8 @@ def _scheduler_error(scheduler: Any, error: Exception) -> ModelError:
     return ModelError("pipeline.scheduler_failed", scheduler=type(scheduler).__name__, error=first_line(error))
 
 
-def may_stop(steps: list[Step], done: int) -> bool:
-    """Return whether sampling can be resumed after `done` steps from the latents and the scheduler alone."""
+def resumable_after(steps: list[Step], done: int) -> bool:
+    """Return whether sampling can be resumed after `done` steps: the next step needs no step cache."""
     return done >= len(steps) or steps[done].fresh
 
 
@@ -180,10 +188,10 @@ def decode(
 
     Args:
         chunk, tile: see `VideoDecoder.frames`.
-        part: returns how the VAE currently runs, because an engine may have fallen back to PyTorch.
+        part: returns the VAE's current plan, for error messages; a failed engine may have fallen back to PyTorch.
 
     Raises:
-        BadResultError: if the frames hold NaN or Inf.
+        BadResultError: if the frames contain NaN or Inf.
         CancelledError, PausedError: within one chunk of the request.
     """
     pending: Callable[[], torch.Tensor] | None = None
@@ -195,7 +203,7 @@ def decode(
         if frames.device.type != "cuda":
             yield get_frames()
             continue
-        # The GPU computes the next call while the caller processes the frames of this one.
+        # The GPU decodes the next chunk while the caller processes this one.
         if pending is not None:
             yield pending()
         pending = get_frames
@@ -207,13 +215,14 @@ def decode(
 def _guided(
     denoiser: Denoiser, latents: torch.Tensor, step: Step, conditioning: Conditioning, cancel: Cancel
 ) -> torch.Tensor:
+    """Return the predicted velocity, with classifier-free guidance if the step has it."""
     positive, negative = conditioning.positive, conditioning.negative
     if negative is None or step.guidance_scale <= 1:
         return denoiser(latents, step.timestep, positive)
     if denoiser.pairs:
-        velocity, unguided = denoiser.pair(latents, step.timestep, positive, negative)
+        conditional, unconditional = denoiser.pair(latents, step.timestep, positive, negative)
     else:
-        velocity = denoiser(latents, step.timestep, positive)
+        conditional = denoiser(latents, step.timestep, positive)
         cancel.check()
-        unguided = denoiser(latents, step.timestep, negative, which=UNPROMPTED)
-    return unguided + step.guidance_scale * (velocity - unguided)
+        unconditional = denoiser(latents, step.timestep, negative, which=UNPROMPTED)
+    return unconditional + step.guidance_scale * (conditional - unconditional)

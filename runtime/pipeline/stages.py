@@ -23,7 +23,7 @@ from runtime.pipeline.checkpoint import restore_scheduler
 from runtime.pipeline.degenerate_clip import Detector, degenerate_clip
 from runtime.pipeline.previews import Previews
 from runtime.pipeline.run_context import RunContext, wants_guidance
-from runtime.pipeline.sampling import Conditioning, decode, denoise, get_noise, may_stop
+from runtime.pipeline.sampling import Conditioning, decode, denoise, get_noise, resumable_after
 from runtime.video.mp4 import VideoWriter
 
 
@@ -94,7 +94,7 @@ def denoise_latents(context: RunContext, previews: Previews) -> None:
             sampling.latents, steps, scheduler, context.conditioning, open_expert, context.cancel, start=sampling.steps
         )
         for done in remaining:
-            number, resumable = done.index + 1, may_stop(steps, done.index + 1)
+            number, resumable = done.index + 1, resumable_after(steps, done.index + 1)
             if resumable:
                 context.record_step(number, done.latents, scheduler)
             preview = previews.of_latents(done.estimate)

@@ -1,4 +1,7 @@
-"""Checks a clip's size, length, shift and steps against the model's limits; warnings for unusual values. Pure."""
+"""Check a clip's size, length, shift and steps against the model's limits, and warn about unusual values.
+
+Called by `planner.resolve`. Pure.
+"""
 
 from collections.abc import Mapping
 
@@ -20,15 +23,21 @@ def check_size(spec: ModelSpec, width: int, height: int, frames: int) -> None:
     _check_positions(spec, {"frames": frames, "height": height, "width": width})
     for field, value, stride in (("width", width, spec.strides[0]), ("height", height, spec.strides[1])):
         if value % stride:
-            able = nearest(value, stride, 0, stride, MAX_SIDE)
+            supported = nearest(value, stride, 0, stride, MAX_SIDE)
             raise InvalidRequestError(
-                field, "planner.not_a_multiple", field=field, value=value, model=spec.title, stride=stride, able=able
+                field,
+                "planner.not_a_multiple",
+                field=field,
+                value=value,
+                model=spec.title,
+                stride=stride,
+                able=supported,
             )
     stride = spec.vae.scale_factor_temporal
     if frames % stride != 1:
-        able = nearest(frames, stride, 1, 1, MAX_FRAMES)
+        supported = nearest(frames, stride, 1, 1, MAX_FRAMES)
         raise InvalidRequestError(
-            "frames", "planner.frame_count", value=frames, model=spec.title, stride=stride, able=able
+            "frames", "planner.frame_count", value=frames, model=spec.title, stride=stride, able=supported
         )
 
 
@@ -38,8 +47,8 @@ def nearest(value: int, stride: int, offset: int, low: int, high: int) -> list[i
     return [n for n in (below, below + stride) if low <= n <= high and n > 0]
 
 
-def _check_positions(spec: ModelSpec, asked: Mapping[str, int]) -> None:
-    """Check that the transformer has positions for a clip of these frames, height and width."""
+def _check_positions(spec: ModelSpec, requested: Mapping[str, int]) -> None:
+    """Check that the transformer has position embeddings for the requested "frames", "height" and "width"."""
     positions = [spec.transformer.rope_max_seq_len * patch for patch in spec.transformer.patch_size]
     scale = spec.vae.scale_factor_spatial
     most = {
@@ -47,7 +56,7 @@ def _check_positions(spec: ModelSpec, asked: Mapping[str, int]) -> None:
         "height": positions[1] * scale,
         "width": positions[2] * scale,
     }
-    for field, value in asked.items():
+    for field, value in requested.items():
         if value > most[field]:
             raise InvalidRequestError(
                 field, "planner.too_large", field=field, value=value, model=spec.title, most=most[field]
@@ -78,13 +87,13 @@ def check_shift(request: GenerationRequest, spec: ModelSpec) -> None:
         )
 
 
-def used_shift(request: GenerationRequest, spec: ModelSpec) -> float | None:
-    """Return the shift that replaces the model's own; `None` if they are equal or none is requested."""
+def shift_override(request: GenerationRequest, spec: ModelSpec) -> float | None:
+    """Return the requested shift; `None` if the model's own applies."""
     return None if request.shift == spec.noise.shift else request.shift
 
 
 def shift_reason(shift: float | None, spec: ModelSpec) -> Fact | None:
-    """Return why the shift is not the model's own; `None` if it is."""
+    """Return the reason for a shift from `shift_override`; `None` for the model's own shift."""
     if shift is None:
         return None
     known = published(spec)
@@ -97,7 +106,9 @@ def shift_reason(shift: float | None, spec: ModelSpec) -> Fact | None:
 def expert_steps(spec: ModelSpec, steps: int, shift: float | None) -> dict[str, int]:
     """Return the number of steps of each transformer; empty if unknown.
 
-    The boundary between the experts is a timestep, so it depends on the shift how many steps are on either side.
+    Args:
+        shift: from `shift_override`. The two transformers switch at a fixed timestep, so the shift determines how many
+            steps each one runs.
     """
     if spec.boundary_ratio is None or spec.experts == 1:
         return {"transformer": steps}
@@ -109,25 +120,25 @@ def expert_steps(spec: ModelSpec, steps: int, shift: float | None) -> dict[str, 
     return {"transformer": len(timesteps) - low, "transformer_2": low}
 
 
-def shift_warnings(spec: ModelSpec, steps: int, shift: float | None, taken: Mapping[str, int]) -> list[Fact]:
-    """Return the warnings about the distribution of the steps.
+def shift_warnings(spec: ModelSpec, steps: int, shift: float | None, steps_by_expert: Mapping[str, int]) -> list[Fact]:
+    """Return the warnings about the shift: LoRAs distilled with another one, or a transformer without steps.
 
     Args:
-        taken: the steps of each transformer, see `expert_steps`.
+        shift: from `shift_override`.
+        steps_by_expert: from `expert_steps`.
     """
-    by = spec.noise.shift if shift is None else shift
-    facts = (
-        [_distilled_with_other_shift(spec, use, by) for use in spec.loras]
-        if spec.is_downloaded and spec.noise.setting
-        else []
-    )
-    if shift is not None and not all(taken.values()):
-        without = "transformer_2" if taken["transformer"] else "transformer"
-        facts.append(Fact("planner.expert_without_steps", {"steps": steps, "shift": by, "component": without}))
-    return [fact for fact in facts if fact is not None]
+    effective = spec.noise.shift if shift is None else shift
+    facts = []
+    if spec.is_downloaded and spec.noise.setting:
+        warnings = (_lora_shift_warning(spec, use, effective) for use in spec.loras)
+        facts = [fact for fact in warnings if fact is not None]
+    if shift is not None and not all(steps_by_expert.values()):
+        unused = "transformer_2" if steps_by_expert["transformer"] else "transformer"
+        facts.append(Fact("planner.expert_without_steps", {"steps": steps, "shift": shift, "component": unused}))
+    return facts
 
 
-def _distilled_with_other_shift(spec: ModelSpec, use: LoraUse, shift: float) -> Fact | None:
+def _lora_shift_warning(spec: ModelSpec, use: LoraUse, shift: float) -> Fact | None:
     wanted = None if use.steps is None else family_of(spec.family).distilled_shift(use.path)
     if wanted in {None, shift}:
         return None
@@ -135,7 +146,7 @@ def _distilled_with_other_shift(spec: ModelSpec, use: LoraUse, shift: float) -> 
 
 
 def lora_warnings(request: GenerationRequest, spec: ModelSpec, steps: int, guidance: float) -> list[Fact]:
-    """Return the warnings about LoRAs that were distilled for few steps."""
+    """Return the warnings about LoRAs that were distilled for few steps without guidance."""
     facts = []
     for use in spec.loras:
         if use.steps is None:

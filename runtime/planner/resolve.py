@@ -118,7 +118,7 @@ def _resolved(
     guidance_2 = _second_guidance(request, spec, guidance)
     seed = secrets.randbelow(1 << 32) if request.seed == AUTO else request.seed
     clip.check_shift(request, spec)
-    shift = clip.used_shift(request, spec)
+    shift = clip.shift_override(request, spec)
     expert_steps = clip.expert_steps(spec, steps, shift)
     calls = calls_of(steps, guidance, guidance_2, expert_steps)
 

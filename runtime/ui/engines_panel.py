@@ -66,7 +66,7 @@ def _break_even_of_offer(
     plan: ExecutionPlan, component: str, offer: EngineOffer, records: Sequence[EngineRecord]
 ) -> BreakEven | None:
     """Return build time and savings of a component's engines; `None` if they are not built and measured."""
-    if not offer.speed_up:
+    if not offer.speedup:
         return None
     ids = {use.id for use in offer.uses}
     built = sum(record.build_seconds for record in records if record.id in ids)
@@ -399,7 +399,7 @@ def _components_html(preview: Preview | None, problem: str) -> str:
     used: set[str] = set()
     for name, part in plan.components.items():
         offered = preview.offers(name, plan.latent_size, part.device)
-        fastest = max((offer for offer in offered if offer.speed_up), key=lambda offer: offer.speed_up, default=None)
+        fastest = max((offer for offer in offered if offer.speedup), key=lambda offer: offer.speedup, default=None)
         pays_off = None if fastest is None else _break_even_of_offer(plan, name, fastest, preview.records)
         if fastest is not None and pays_off is not None:
             known.append(pays_off)

@@ -1,6 +1,6 @@
 """Private names of diffusers that Tandem uses, each with the reason.
 
-`tests/upstream/test_diffusers.py` names what broke when diffusers changes.
+`tests/upstream/test_diffusers.py` fails if a release of diffusers changes one of them.
 """
 
 import importlib.util

@@ -1,7 +1,8 @@
 """Private names of gradio that Tandem uses, each with the reason.
 
 Gradio has no public function to validate a call before it runs, to check whether a request is logged in, or to open a
-share link without its own page script. `tests/upstream/test_gradio.py` names what broke when gradio changes.
+share link without its own page script. `tests/upstream/test_gradio.py` fails if a release of gradio changes one of
+them.
 """
 
 import importlib

@@ -1,6 +1,6 @@
 """Private names of PyTorch that Tandem uses, each with the reason.
 
-`tests/upstream/test_torch.py` names what broke when PyTorch changes. Imports torch on use.
+`tests/upstream/test_torch.py` fails if a release of PyTorch changes one of them. Imports torch on use.
 """
 
 from collections.abc import Callable, Iterator

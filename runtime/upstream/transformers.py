@@ -1,18 +1,18 @@
 """Private names of transformers that Tandem uses, each with the reason.
 
-`tests/upstream/test_transformers.py` names what broke when transformers changes.
+`tests/upstream/test_transformers.py` fails if a release of transformers changes one of them.
 """
 
 from typing import Any
 
 
 def relative_position_buckets(attention: Any, distances: Any) -> Any:
-    """Return the bucket of each distance between tokens, int64, shaped like `distances`.
+    """Return the relative position bucket of each distance between tokens, int64, shaped like `distances`.
 
     Args:
-        attention: a UMT5 self-attention.
-        distances: key position minus query position.
+        attention: a `UMT5Attention` for self-attention.
+        distances: key position minus query position, int64.
 
-    Reason: exported programs hold the buckets as a constant; the model computes them in a private method only.
+    Reason: exported programs store the buckets as a constant, and only a private method computes them.
     """
     return attention._relative_position_bucket(distances)

@@ -68,7 +68,7 @@ def test_missing_or_incompatible_package_is_named() -> None:
     assert BUILDERS["torch_tensorrt"].unavailable(with_one) == Fact("machine.no_torch_tensorrt")
     unfit = replace(with_one, packages=(*with_one.packages, ("torch-tensorrt", "2.11.0")))
     assert BUILDERS["torch_tensorrt"].unavailable(unfit) == Fact(
-        "machine.torch_tensorrt_unfit", {"installed": "2.11.0", "torch": "2.13.0"}
+        "machine.torch_tensorrt_mismatch", {"installed": "2.11.0", "torch": "2.13.0"}
     )
 
 

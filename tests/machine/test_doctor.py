@@ -62,10 +62,10 @@ def findings(on: Machine, folder: Path, engines: Path | None = None) -> dict[str
             BARE,
             "ONNX Runtime",
             "note",
-            "doctor.package_of_installer_missing",
+            "doctor.installer_package_missing",
             {"use": "ONNX Runtime engines"},
         ),
-        (ON_GPU, "TensorRT", "note", "doctor.package_of_installer_missing", {}),
+        (ON_GPU, "TensorRT", "note", "doctor.installer_package_missing", {}),
         (
             ON_GPU,
             "bitsandbytes",
@@ -100,7 +100,7 @@ def test_an_installed_package_that_cannot_be_imported_is_to_be_reinstalled(tmp_p
     assert (found.state, found.fact.code) == ("note", "doctor.package_unusable")
     assert found.fact.data["cause"].data["error"].startswith("ModuleNotFoundError")
     text = found.to_json()
-    assert text["detail"].startswith("0.48.0, but it cannot be used: ModuleNotFoundError")
+    assert text["detail"].startswith("0.48.0, cannot be imported: ModuleNotFoundError")
     assert text["fix"].endswith("pip install --force-reinstall bitsandbytes==0.48.0")
 
 

@@ -205,8 +205,8 @@ def test_auto_chooses_the_faster_measurement(bench: Bench) -> None:
     for name, part in bench.plan(backends={}).components.items():
         offer = next(o for o in bench.engines.offers(bench.spec)(name, (3, 4, 8), "cpu") if o.backend == "onnxruntime")
         assert offer.ready
-        assert offer.speed_up > 0
-        assert part.backend == ("onnxruntime" if offer.speed_up >= 1.03 else "pytorch"), why(part)
+        assert offer.speedup > 0
+        assert part.backend == ("onnxruntime" if offer.speedup >= 1.03 else "pytorch"), why(part)
         assert {use.id for use in part.engines} <= set(index)
 
 

@@ -12,7 +12,7 @@ from runtime.core.plan import ExecutionPlan
 from runtime.execution.residency import Residency
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_scheduler
-from runtime.pipeline.sampling import get_schedule, may_stop
+from runtime.pipeline.sampling import get_schedule, resumable_after
 from tests.pipeline.test_parity import by_wan_pipeline, sample
 from tests.plans import tiny_plan
 
@@ -66,6 +66,6 @@ def test_a_cache_is_reset_before_resumable_steps(architecture: str, expected: se
     second = {index for index in range(1, 20) if steps[index].expert != steps[index - 1].expert}
     assert len(second) == spec.experts - 1
     assert {index for index, step in enumerate(steps) if step.fresh} == expected | second
-    assert {done for done in range(21) if may_stop(steps, done)} == expected | second | {20}
+    assert {done for done in range(21) if resumable_after(steps, done)} == expected | second | {20}
     without = get_schedule(plan.replace(step_cache="none"), load_scheduler(spec), spec.boundary_ratio)
-    assert all(may_stop(without, done) for done in range(21))
+    assert all(resumable_after(without, done) for done in range(21))

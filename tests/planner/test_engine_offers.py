@@ -25,9 +25,9 @@ def use(*, build: bool = False) -> EngineUse:
     )
 
 
-def ready(backend: str, speed_up: float = 2.0) -> EngineOffer:
+def ready(backend: str, speedup: float = 2.0) -> EngineOffer:
     """Return an engine that is there and measured."""
-    return EngineOffer(backend=backend, builder=backend, uses=(use(),), seconds=1.0, pytorch_seconds=speed_up)
+    return EngineOffer(backend=backend, builder=backend, uses=(use(),), seconds=1.0, pytorch_seconds=speedup)
 
 
 def buildable(backend: str) -> EngineOffer:

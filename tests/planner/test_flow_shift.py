@@ -73,7 +73,7 @@ def test_the_shift_of_a_model_that_is_not_downloaded() -> None:
     spec = known.spec(Path("weights"))
     assert clip.expert_steps(spec, 40, None) == {}
     assert clip.expert_steps(spec, 4, 5.0) == {"transformer": 2, "transformer_2": 2}
-    assert clip.used_shift(GenerationRequest(prompt="x", shift=5), spec) == 5.0
+    assert clip.shift_override(GenerationRequest(prompt="x", shift=5), spec) == 5.0
 
 
 @pytest.mark.parametrize(

@@ -4,20 +4,20 @@ from collections.abc import Mapping
 
 from runtime.core.messages import Message
 
-_OTHER_BACKEND = "Choose another backend; the component runs in PyTorch until then."
-_INSTALL = "Run install.sh (install.bat on Windows) again: it installs requirements-gpu.txt if there is a GPU."
+_OTHER_BACKEND = "Choose another backend. Until then, the component runs in PyTorch."
+_INSTALL = "Run install.sh (install.bat on Windows) again. If there is a GPU, it installs requirements-gpu.txt."
 _INSTALL_CPU = "Run install.sh (install.bat on Windows)."
-_COMPILER = "There is no C++ compiler."
+_COMPILER = "No C++ compiler was found."
 
 _MACHINE: Mapping[str, Message] = {
     "machine.no_gpu": Message("No NVIDIA GPU was found.", _OTHER_BACKEND),
-    "machine.no_nvml": Message("nvidia-ml-py is not installed, so that NVIDIA GPUs cannot be read.", _INSTALL_CPU),
+    "machine.no_nvml": Message("nvidia-ml-py is not installed, so NVIDIA GPUs cannot be detected.", _INSTALL_CPU),
     "machine.driver_failed": Message(
-        "The NVIDIA driver does not answer ({error}).", "Install or update the NVIDIA driver, then restart."
+        "The NVIDIA driver is not responding ({error}).", "Install or update the NVIDIA driver, then restart."
     ),
     "machine.torch_without_cuda": Message("This PyTorch ({torch}) is built without CUDA.", _INSTALL),
     "machine.driver_too_old": Message(
-        "The NVIDIA driver {driver} is too old: it supports CUDA {runs}, and PyTorch needs {needs}.",
+        "The NVIDIA driver {driver} is too old: it supports CUDA {runs}, but PyTorch needs {needs}.",
         "Update the NVIDIA driver to {least} or later, then restart.",
     ),
     "machine.gpu_too_old": Message(
@@ -30,41 +30,43 @@ _MACHINE: Mapping[str, Message] = {
     "machine.no_compiler": Message(_COMPILER, "Install g++ with the system's package manager."),
     "machine.no_compiler_macos": Message(_COMPILER, "Run `xcode-select --install`."),
     "machine.no_compiler_windows": Message(
-        _COMPILER, "Install the Visual Studio Build Tools with C++, and start Tandem from their prompt."
+        _COMPILER, "Install the Visual Studio Build Tools with C++, and start Tandem from a Developer Command Prompt."
     ),
     "machine.no_onnxruntime": Message("ONNX Runtime is not installed.", _INSTALL_CPU),
     "machine.no_tensorrt": Message("TensorRT is not installed.", _INSTALL),
     "machine.no_torch_tensorrt": Message("torch-tensorrt is not installed.", _INSTALL),
-    "machine.torch_tensorrt_unfit": Message(
+    "machine.torch_tensorrt_mismatch": Message(
         "torch-tensorrt {installed} is not compatible with PyTorch {torch}.", _INSTALL
     ),
     "machine.tensorrt_without_gpu": Message("TensorRT does not support {gpu}.", _OTHER_BACKEND),
     "machine.no_bitsandbytes": Message("bitsandbytes is not installed.", _INSTALL),
     "machine.no_torchao": Message("torchao is not installed.", _INSTALL),
     "machine.gpu_without_fp8": Message("The {gpu} does not support FP8.", "Use {set[quantization=bnb-8bit]}."),
-    "machine.no_triton": Message("The package triton is not installed.", "Install it, or use {set[compile=never]}."),
+    "machine.no_triton": Message(
+        "Triton is not installed.", "Install the package triton, or use {set[compile=never]}."
+    ),
 }
 
 _PACKAGES: Mapping[str, Message] = {
     "package.import_failed": Message("{error}."),
-    "package.import_slow": Message("Importing it took longer than {seconds:g} seconds."),
-    "package.import_crashed": Message("Importing it crashed (signal {signal})."),
-    "package.import_ended": Message("Importing it ended with exit code {exit_code}."),
-    "package.no_process": Message("No process could be started: {error}."),
+    "package.import_slow": Message("The import took longer than {seconds:g} seconds."),
+    "package.import_crashed": Message("The import crashed (signal {signal})."),
+    "package.import_ended": Message("The import exited with code {exit_code}."),
+    "package.no_process": Message("No process could be started to import it: {error}."),
 }
 
-# Details are cells of a table, without a full stop.
+# Table cells: no full stop. `what` is the detail, `remedy` the fix.
 _DOCTOR: Mapping[str, Message] = {
     "doctor.python": Message("{version}"),
     "doctor.python_unsupported": Message(
-        "{version}; Tandem runs on {first} to {last}",
-        "Install one of these and run the installer again, or set TANDEM_PYTHON to it ({last} is fine).",
+        "{version}; Tandem supports {first} to {last}",
+        "Install Python {last} and run the installer again, or set TANDEM_PYTHON to a supported version.",
     ),
     "doctor.torch": Message("{version} (CUDA {cuda})"),
     "doctor.torch_without_cuda": Message("{version} (no CUDA)"),
     "doctor.no_torch": Message("not installed", "Run the installer again."),
     "doctor.no_gpu": Message("no NVIDIA GPU: everything runs on the CPU"),
-    "doctor.no_gpu_unified": Message("no NVIDIA GPU: everything runs on the CPU, which shares its memory with the GPU"),
+    "doctor.no_gpu_unified": Message("no NVIDIA GPU: everything runs on the CPU, whose memory is shared with the GPU"),
     "doctor.gpu": Message(
         "{name}, compute capability {capability}, {free:gib} of {total:gib} free, driver {driver} (CUDA {cuda})"
     ),
@@ -74,26 +76,26 @@ _DOCTOR: Mapping[str, Message] = {
     "doctor.memory_and_swap": Message("{free:gib} of {total:gib} free, {swap_free:gib} of {swap:gib} of swap"),
     "doctor.memory_low": Message("{memory}", "Close other programs: at least {least:gib} should be free."),
     "doctor.cache_not_writable": Message(
-        "{folder} cannot be written: {error}", "Set TANDEM_CACHE_DIR to a folder that you can write to."
+        "{folder} is not writable: {error}", "Set TANDEM_CACHE_DIR to a writable folder."
     ),
     "doctor.folder": Message("{folder}, {free:gib} free"),
     "doctor.cache_disk_full": Message(
         "{folder}, {free:gib} free", "Free some space, or set TANDEM_CACHE_DIR to another disk."
     ),
     "doctor.engines_disk_full": Message(
-        "{folder}, {free:gib} free: too little to build engines",
+        "{folder}, {free:gib} free: not enough to build engines",
         "Free some space, or set TENSORRT_CACHE_DIR to another disk.",
     ),
     "doctor.compiler": Message("{path}"),
-    "doctor.no_compiler": Message("none: Inductor engines and compiled blocks on a CPU need one", "{cause:remedy}"),
-    "doctor.package": Message("{version}"),
-    "doctor.package_unusable": Message(
-        "{version}, but it cannot be used: {cause:sentence}", "Reinstall it: {reinstall}"
+    "doctor.no_compiler": Message(
+        "none: Inductor engines and compiled blocks on a CPU need a compiler", "{cause:remedy}"
     ),
-    "doctor.package_missing": Message("not installed: no {use}", "If you want it: {install}"),
-    "doctor.package_of_installer_missing": Message("not installed: no {use}", _INSTALL),
+    "doctor.package": Message("{version}"),
+    "doctor.package_unusable": Message("{version}, cannot be imported: {cause:sentence}", "Reinstall it: {reinstall}"),
+    "doctor.package_missing": Message("not installed: no {use}", "To install it: {install}"),
+    "doctor.installer_package_missing": Message("not installed: no {use}", _INSTALL),
     "doctor.ffmpeg": Message("{path}"),
-    "doctor.model": Message("{millions:,.1f} million weights"),
+    "doctor.model": Message("{millions:,.1f} million parameters"),
 }
 
 MESSAGES: Mapping[str, Message] = {**_MACHINE, **_PACKAGES, **_DOCTOR}

@@ -40,7 +40,7 @@ _RULES: Mapping[str, Message] = {
     ),
     "planner.needs_gpu": Message("It needs an NVIDIA GPU.", "Use another backend."),
     "planner.onnxruntime_without_cuda": Message(
-        "This ONNX Runtime has no CUDA.", "Choose another backend; the component runs in PyTorch until then."
+        "This ONNX Runtime has no CUDA.", "Choose another backend. Until then, the component runs in PyTorch."
     ),
     "planner.vae_bfloat16": Message(
         "The {gpu} does not support bfloat16.",
@@ -54,7 +54,7 @@ _RULES: Mapping[str, Message] = {
     ),
     "planner.bfloat16": Message(
         "The {gpu} does not support bfloat16.",
-        "Choose another backend; the component runs in PyTorch until then.",
+        "Choose another backend. Until then, the component runs in PyTorch.",
         "no bfloat16 on this GPU",
     ),
     "planner.gpus_offloaded": Message(

@@ -177,7 +177,7 @@ def test_a_job_on_imported_engines(full: Library, imports: dict[str, Imported]) 
 
     # Unasked, it is imports where it was measured to be faster, like any other.
     offers = full.service.offers(full.spec)("transformer", (3, 4, 8), "cpu")
-    fastest = max(offer.speed_up for offer in offers)
+    fastest = max(offer.speedup for offer in offers)
     part = full.plan().components["transformer"]
     assert part.backend == ("onnxruntime" if fastest >= 1.03 else "pytorch")
 
@@ -224,7 +224,7 @@ def test_lossy_engine_runs_only_if_its_backend_is_requested(full: Library, impor
     assert done.engine.detail.data["error"] > 0.5
     full.service.store.delete(imports["adapted"].engine.id)
     [offer] = [offer for offer in full.service.offers(full.spec)("transformer", (3, 4, 8), "cpu") if offer.ready]
-    assert offer.speed_up == 0
+    assert offer.speedup == 0
     assert full.plan().components["transformer"].backend == "pytorch"
     plan = full.plan(backends={"transformer": "onnxruntime"})
     assert plan.components["transformer"].engines[0].id == done.engine.id
