@@ -2,15 +2,16 @@
 
 Equal to `diffusers.WanTransformer3DModel` up to rounding (tests/families/wan/test_transformer.py). Differences:
 
-- The rotary embedding's tables are computed once per size, with signs, so that a rotation is two products and a sum.
-- The text is projected once per clip, because it does not depend on the step; optionally, so are every block's keys and
-  values (`TextState`).
-- A text-to-video clip has one timestep for all tokens, so TI2V-5B's row per token is one row.
-- Operations between two matrix products are adjacent, so that a compiler fuses them into one kernel.
+- The tables of the rotary embedding are computed once per size. The sines carry the sign of each channel, so that a
+  rotation is two products and a sum.
+- The text is the same in all steps. It is projected once per clip; `TextState` can also hold every block's keys and
+  values of it.
+- All tokens of a clip have the same timestep. Where diffusers passes one timestep per token (TI2V-5B), one is passed.
+- Operations between two matrix products are adjacent, so that a compiler can fuse them into one kernel.
 
-`install` replaces `forward` of a loaded module and of its blocks. Both are called as in diffusers, hooks included, so
-that offloading, caching, LoRA and quantized layers work as in diffusers. Attention processors are not
-enough, because the order of operations in a whole block changes.
+`install` replaces `forward` of a loaded module and of its blocks. Both keep diffusers' calling convention, so that its
+hooks, and with them offloading, caching, LoRAs and quantized layers, still work. Attention processors would not be
+enough, because the order of operations changes in the whole block.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,43 +34,50 @@ from runtime.execution.memory import release_cached_memory
 from runtime.execution.parallel.ulysses import Tokens
 from runtime.upstream.diffusers import reset_step_cache
 
-# Keys and values of the text, each (batch, text tokens, heads, head width); or the projected text, (batch,
-# text tokens, width).
+# The text as a block takes it: projected, (batch, text tokens, width), or its keys and values in this block, each
+# (batch, text tokens, heads, head width).
 BlockText = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+# Cosines and signed sines, see `rotation_tables`.
 Rotation = tuple[torch.Tensor, torch.Tensor]
-Step = Callable[..., torch.Tensor]
-# Texts whose keys and values are cached: a prompt, a negative prompt, and both together.
-_TEXTS = 2
+# `block_step`, or a compiled version of it.
+BlockStep = Callable[..., torch.Tensor]
+# Number of texts to cache: the prompt and the negative prompt. A pair of both counts as one text.
+_CACHED_TEXTS = 2
 
 
 def block_step(
     block: Any, x: torch.Tensor, text: BlockText, modulation: torch.Tensor, rotation: Rotation
 ) -> torch.Tensor:
-    """Return `x`, (batch, tokens, width), after one block. It is compiled as a whole.
+    """Run one block. The function is compiled as a whole.
 
     Args:
+        x: hidden states, (batch, tokens, width).
+        text: see `BlockText`.
         modulation: (batch, 6, width), in the model's dtype.
         rotation: from `rotation_tables`.
+
+    Returns:
+        The hidden states after the block, shaped like `x`.
     """
     table = block.scale_shift_table + modulation.float()
     shift, scale, gate, ff_shift, ff_scale, ff_gate = table.chunk(6, dim=1)
     normed = (block.norm1(x.float()) * (1 + scale) + shift).to(x.dtype)
-    x = _added(x, _self_attention(block.attn1, normed, rotation, block.attend) * gate)
+    x = _add_in_float32(x, _self_attention(block.attn1, normed, rotation, block.attend) * gate)
     normed = block.norm2(x.float()).to(x.dtype)
     x = x + _cross_attention(block.attn2, normed, text, block.attend_text)
     normed = (block.norm3(x.float()) * (1 + ff_scale) + ff_shift).to(x.dtype)
-    return _added(x, _feed_forward(block.ffn, normed).float() * ff_gate)
+    return _add_in_float32(x, _feed_forward(block.ffn, normed).float() * ff_gate)
 
 
 def rotation_tables(cos: torch.Tensor, sin: torch.Tensor) -> Rotation:
-    """Return diffusers' cosines and sines, (1, tokens, 1, head width), the sines with the sign of each channel."""
+    """Return diffusers' cosines and its sines, negated in even channels; each (1, tokens, 1, head width)."""
     signed = sin.clone()
     signed[..., 0::2].neg_()
     return cos, signed
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Turn each pair of neighbouring channels of (batch, tokens, heads, head width) by its token's angles."""
+    """Rotate each pair of adjacent channels of `x`, (batch, tokens, heads, head width), by its token's angles."""
     cos, sin = rotation
     swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return (x * cos).addcmul_(swapped, sin).to(x.dtype)
@@ -81,11 +89,11 @@ def keys_and_values(attn: Any, text: torch.Tensor) -> tuple[torch.Tensor, torch.
     return keys, attn.to_v(text).unflatten(2, (attn.heads, -1))
 
 
-def _added(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the sum, added in float32.
+def _add_in_float32(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return `x` + `y`, added in float32, in the dtype of `x`.
 
-    A separate function, so that `y` is computed before `x` is converted to float32 and both are freed at once: together
-    they are a sixth of a block's memory.
+    As a separate function, it computes `y` before it converts `x` to float32, and frees both when it returns. Together
+    they take a sixth of a block's memory.
     """
     return (x.float() + y).to(x.dtype)
 
@@ -115,37 +123,37 @@ def _feed_forward(ffn: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 class TextState:
-    """A text in one transformer: projected, and with every block's keys and values if they are kept."""
+    """A text in one transformer: its projection, and optionally every block's keys and values of it."""
 
-    def __init__(self, projected: torch.Tensor, kept: list[tuple[torch.Tensor, torch.Tensor]] | None) -> None:
+    def __init__(self, projected: torch.Tensor, per_block: list[tuple[torch.Tensor, torch.Tensor]] | None) -> None:
         self._projected = projected
-        self._kept = kept
+        self._per_block = per_block
 
-    def of(self, block: int) -> BlockText:
-        """Return the text as the input of a block."""
-        return self._projected if self._kept is None else self._kept[block]
+    def for_block(self, index: int) -> BlockText:
+        """Return the text as block `index` takes it."""
+        return self._projected if self._per_block is None else self._per_block[index]
 
 
-def read_text(module: Any, embeds: torch.Tensor, *, keep: bool) -> TextState:
+def project_text(module: Any, embeds: torch.Tensor, *, keys_values: bool) -> TextState:
     """Return the state of text embeddings, (batch, text tokens, text width), in a transformer.
 
     Args:
-        keep: also compute every block's keys and values; all weights must be on the device.
+        keys_values: whether to compute every block's keys and values too; all weights must be on the device.
     """
     projected = module.condition_embedder.text_embedder(embeds)
-    kept = [keys_and_values(block.attn2, projected) for block in module.blocks] if keep else None
-    return TextState(projected, kept)
+    per_block = [keys_and_values(block.attn2, projected) for block in module.blocks] if keys_values else None
+    return TextState(projected, per_block)
 
 
-def install(module: Any, kind: str = "native", step: Step = block_step) -> None:
-    """Replace `forward` of a loaded transformer and its blocks by this module's, from the next call on.
+def install(module: Any, kind: str = "native", step: BlockStep = block_step) -> None:
+    """Replace `forward` of a loaded transformer and its blocks; later calls change the options.
 
-    Hooks that diffusers adds later wrap the new `forward` as they wrap its own.
+    Hooks that diffusers adds later wrap the new `forward` as they would wrap the original.
 
     Args:
         module: a `diffusers.WanTransformer3DModel` for text to video, without hooks at the first call.
-        kind: of the attention among the clip's tokens, see `execution.attention`; text is attended to natively.
-        step: computes a block: `block_step`, or that compiled.
+        kind: the kernel of self-attention, see `execution.attention`; cross-attention to the text is always "native".
+        step: `block_step`, or a compiled version of it.
     """
     attend, attend_text = attention(kind), attention("native")
     for block in module.blocks:
@@ -165,7 +173,7 @@ def _block_forward(
     temb: torch.Tensor,
     rotary_emb: Rotation,
 ) -> torch.Tensor:
-    """Return the hidden states after a block, called as diffusers calls it; the text may be its keys and values."""
+    """Run one block. The signature is that of diffusers' block, but the text may be keys and values."""
     out: torch.Tensor = self.step(self, hidden_states, encoder_hidden_states, temb, rotary_emb)
     return out
 
@@ -182,8 +190,8 @@ def _forward(
     Args:
         hidden_states: (batch, channels, frames, height, width).
         timestep: (batch,): one for all tokens.
-        encoder_hidden_states: text embeddings, or their `read_text`. A function is called here, when
-            offloaded weights are on the device.
+        encoder_hidden_states: text embeddings, or their state from `project_text`. A function that returns the state
+            is called here, because offloaded weights are on the device by now.
     """
     assert not return_dict
     batch, _, frames, height, width = hidden_states.shape
@@ -194,11 +202,11 @@ def _forward(
     time, modulation = _modulate(self.condition_embedder, timestep, x.dtype)
     text = encoder_hidden_states
     if isinstance(text, torch.Tensor):
-        text = read_text(self, text, keep=False)
+        text = project_text(self, text, keys_values=False)
     elif not isinstance(text, TextState):
         text = text()
     for index, block in enumerate(self.blocks):
-        x = block(x, text.of(index), modulation, rotation)
+        x = block(x, text.for_block(index), modulation, rotation)
     shift, scale = (self.scale_shift_table + time.unsqueeze(1)).chunk(2, dim=1)
     x = self.proj_out((self.norm_out(x.float()) * (1 + scale) + shift).to(x.dtype))
     x = x.reshape(batch, *grid, pt, ph, pw, -1).permute(0, 7, 1, 4, 2, 5, 3, 6)
@@ -206,7 +214,7 @@ def _forward(
 
 
 def _modulate(embedder: Any, timestep: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a timestep's embedding, (batch, width), and the modulation from it, (batch, 6, width)."""
+    """Return the embedding of a timestep, (batch, width), and the blocks' modulation, (batch, 6, width)."""
     sinusoids = embedder.timesteps_proj(timestep)
     linear_dtype = next(iter(embedder.time_embedder.parameters())).dtype
     time = embedder.time_embedder(sinusoids.to(linear_dtype)).to(dtype)
@@ -224,12 +232,12 @@ def _rotation(module: Any, latents: torch.Tensor) -> Rotation:
 
 
 def fuse(module: Any) -> bool:
-    """Fuse each block's projections to queries, keys and values into one matrix; the parts become views of it.
+    """Fuse each block's query, key and value projections into one matrix; the original weights become views of it.
 
-    Skips layers that are quantized or have an adapter.
+    Layers that are quantized or have an adapter are skipped.
 
     Returns:
-        Whether any was fused: the allocator then still holds the memory of the separate matrices.
+        Whether any block was fused. The memory of the original weights then remains in the allocator's cache.
     """
     any_fused = False
     for block in module.blocks:
@@ -251,7 +259,7 @@ def fuse(module: Any) -> bool:
 
 
 def _unfuse_if_stale(attn: Any) -> None:
-    """Remove a fused matrix if its parts have other weights or an adapter now."""
+    """Remove a fused matrix if a layer's weights were replaced or got an adapter after fusing."""
     if not getattr(attn, "fused_projections", False):
         return
     fused, layers = attn.to_qkv, (attn.to_q, attn.to_k, attn.to_v)
@@ -264,43 +272,43 @@ def _unfuse_if_stale(attn: Any) -> None:
 
 
 def share_tokens(module: Any, tokens: Tokens) -> None:
-    """Divide the tokens of a transformer's passes among several processes.
+    """Divide a transformer's tokens among several processes.
 
-    Tokens and rotations are divided before the first block; tokens are gathered after the last projection.
+    Each process takes its part of the tokens and rotations before the first block. The parts are gathered after the
+    last projection.
     """
 
-    def share_first(_: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (tokens.own(given[0]), *given[1:])
+    def divide_input(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (tokens.own(args[0]), *args[1:])
 
-    def share_rotations(_: Any, __: Any, out: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def divide_rotations(_: Any, __: Any, out: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return tuple(tokens.own(part) for part in out)
 
     blocks: Any = module.blocks
     parts: Any = module
-    parts.rope.register_forward_hook(share_rotations)
-    blocks[0].register_forward_pre_hook(share_first)
+    parts.rope.register_forward_hook(divide_rotations)
+    blocks[0].register_forward_pre_hook(divide_input)
     parts.proj_out.register_forward_hook(lambda _, __, out: tokens.all(out))
     for block in blocks:
         block.attend = tokens.around(block.attend)
 
 
 class PyTorchDenoiser:
-    """A `diffusers.WanTransformer3DModel`, computed by this module.
+    """A `diffusers.WanTransformer3DModel` with the `forward` of this module.
 
-    Values that depend on the text only are computed at its first call, and kept while the same tensor is passed or
-    until `forget`.
+    The `TextState` of the last texts is cached, by the identity of their tensors, until `forget`.
 
     Attributes:
         dtype: the dtype of its arithmetic.
         pairs: see `Denoiser`.
 
     Args:
-        module: its weights may be elsewhere until it is called.
-        speed: execution options until `compute` changes them.
+        module: the transformer; its weights may be elsewhere until it is called.
+        speed: execution options; `compute` changes them.
     """
 
     def __init__(self, module: Any, speed: Speed = EAGER) -> None:
-        # Norms stay in float32 whatever the model's dtype; the patch embedding does not.
+        # Not the dtype of any parameter: norms are always in float32.
         self._module = module
         self.dtype: torch.dtype = module.patch_embedding.weight.dtype
         self._texts: list[tuple[tuple[torch.Tensor, ...], TextState]] = []
@@ -323,7 +331,7 @@ class PyTorchDenoiser:
         install(self._module, speed.attention, self._step or block_step)
         if speed.fused and fuse(self._module):
             release_cached_memory()
-        self._keep = speed.text_kept
+        self._cache_keys_values = speed.text_kept
         self.pairs = speed.paired
         self._graphed = CudaGraphRunner(self._predict, report("graphed")) if speed.graphed else None
 
@@ -365,8 +373,8 @@ class PyTorchDenoiser:
         self, latents: torch.Tensor, timestep: torch.Tensor, first: torch.Tensor, second: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Denoiser`."""
-        one, other = self._run(torch.cat([latents, latents]), timestep, first, second).split(1)
-        return one, other
+        with_first, with_second = self._run(torch.cat([latents, latents]), timestep, first, second).split(1)
+        return with_first, with_second
 
     @property
     def compile_seconds(self) -> float:
@@ -374,7 +382,7 @@ class PyTorchDenoiser:
         return 0.0 if self._step is None else self._step.seconds
 
     def forget(self) -> None:
-        """Free values cached for a text or a size."""
+        """Free everything cached for a text or a size."""
         self._texts.clear()
         self._module.__dict__.pop("_tables", None)  # see `_rotation`
         if self._graphed is not None:
@@ -383,7 +391,7 @@ class PyTorchDenoiser:
     # Not in inference mode: offloading hooks change weights while the module runs.
     @torch.no_grad()
     def _run(self, latents: torch.Tensor, timestep: torch.Tensor, *texts: torch.Tensor) -> torch.Tensor:
-        text = self._read(texts)
+        text = self._text_state(texts)
         if self._graphed is None:
             return self._predict(latents, timestep, text)
         return self._graphed(latents, timestep, text)
@@ -392,15 +400,16 @@ class PyTorchDenoiser:
         output: torch.Tensor = self._module(latents.to(self.dtype), timestep.reshape(1), text)[0]
         return output
 
-    def _read(self, texts: tuple[torch.Tensor, ...]) -> Callable[[], TextState]:
-        """Return a function that makes the texts' state; it is called when the weights are on the device."""
+    def _text_state(self, texts: tuple[torch.Tensor, ...]) -> Callable[[], TextState]:
+        """Return a function that returns the state of the texts; call it when the weights are on the device."""
 
         def state() -> TextState:
-            for known, kept in self._texts:
+            for known, cached in self._texts:
                 if len(known) == len(texts) and all(a is b for a, b in zip(known, texts, strict=True)):
-                    return kept
-            new = read_text(self._module, torch.cat(texts).to(self.dtype), keep=self._keep)
-            self._texts = [*self._texts[1 - _TEXTS :], (texts, new)]
-            return new
+                    return cached
+            embeds = torch.cat(texts).to(self.dtype)
+            projected = project_text(self._module, embeds, keys_values=self._cache_keys_values)
+            self._texts = [*self._texts[1 - _CACHED_TEXTS :], (texts, projected)]
+            return projected
 
         return state
