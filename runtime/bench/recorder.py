@@ -1,4 +1,4 @@
-"""Measures one run of a job: seconds, memory by stage, loading, engine builds, fallbacks, and frames."""
+"""Measures one run of a job: durations, memory by stage, engine builds and fallbacks. Collects its frames."""
 
 import threading
 import time
@@ -30,13 +30,14 @@ class Measurement:
         end: last event of the job; `None` if it was paused.
         timings: seconds by stage from the job's result, without loading.
         steps: seconds of each denoising step.
-        wall_seconds: seconds from start to end, including what no stage counts.
-        load_seconds, build_seconds: seconds spent on loading and on building engines.
-        vram, gpu, ram: peak bytes by stage in addition to the use before the run. VRAM: allocated by PyTorch. GPU: used
-            by all programs, sampled at each event, with PyTorch's reserve and engines. RAM: resident memory of the
-            process. On the CPU, only RAM.
-        fell_back: sentences: components that fell back to PyTorch, and other deviations from the plan.
-        warnings: sentences.
+        wall_seconds: seconds from start to end, including the time between stages.
+        load_seconds, build_seconds: seconds spent on loading weights and on building engines.
+        vram: peak bytes that PyTorch allocated on the GPU, by stage. This and the next two exclude the use before the
+            run; on the CPU, only `ram` is measured.
+        gpu: peak bytes of the GPU that all programs use, sampled at each event. Includes PyTorch's cache and engines.
+        ram: peak resident memory of the process.
+        fell_back: descriptions of components that fell back to PyTorch, and of other deviations from the plan.
+        warnings: texts of the job's warnings.
         frames: batches, (n, height, width, 3) uint8.
     """
 
@@ -55,9 +56,10 @@ class Measurement:
 
 
 class Recorder:
-    """Records one run: pass `emit`, `add_frames` and an `UnwrittenHistory` with this listener to `run_job`.
+    """Records one run of `run_job`.
 
-    Call `run_job` within `measuring`.
+    Call `run_job` within `measuring`. Pass it `emit`, `add_frames`, and an `UnwrittenHistory` whose `listener` is this
+    recorder.
     """
 
     def __init__(self, device: str) -> None:
@@ -71,9 +73,9 @@ class Recorder:
         self._vram: dict[str, int] = {}
         self._gpu: dict[str, int] = {}
         self._stage = ""
-        self._before = 0
-        # `note` is not called for a job that ran with another strategy after out-of-memory.
-        self._changed = ["memory ran out"]
+        self._used_before = 0
+        # Until `add_plans` is called: `run_job` does not add jobs that ran out of memory to the history.
+        self._deviations = ["memory ran out"]
         self._build_seconds = 0.0
         self._building_since: float | None = None
         self._started = self._ended = 0.0
@@ -82,7 +84,7 @@ class Recorder:
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Measure the duration and sample the memory of the body."""
-        self._before = in_use(self._device)
+        self._used_before = in_use(self._device)
         self._started = time.perf_counter()
         try:
             with self._ram:
@@ -116,9 +118,9 @@ class Recorder:
         """Record decoded frames."""
         self._frames.append(frames)
 
-    def note(self, planned: ExecutionPlan, ran: ExecutionPlan, peaks: Mapping[str, int]) -> None:
-        """Record the peak VRAM by stage, and how the job deviated from its plan."""
-        self._changed = changed_fields(planned, ran)
+    def add_plans(self, planned: ExecutionPlan, ran: ExecutionPlan, peaks: Mapping[str, int]) -> None:
+        """Record how the job deviated from its plan, and its peak VRAM by stage."""
+        self._deviations = changed_fields(planned, ran)
         if self._cuda:
             self._vram = dict(peaks)
 
@@ -127,9 +129,9 @@ class Recorder:
         end = self._end
         saved = end if isinstance(end, VideoSaved) else None
         fell_back = self._fell_back
-        if saved is not None and self._changed and not fell_back:
-            last = f" {self._warnings[-1]}" if self._warnings else ""
-            fell_back = [f"The job deviated from its plan ({', '.join(self._changed)}).{last}"]
+        if saved is not None and self._deviations and not fell_back:
+            reason = f" {self._warnings[-1]}" if self._warnings else ""
+            fell_back = [f"The job deviated from its plan ({', '.join(self._deviations)}).{reason}"]
         return Measurement(
             end=end,
             timings=dict(saved.timings) if saved else {},
@@ -147,8 +149,8 @@ class Recorder:
 
     def _sample_gpu(self) -> None:
         if self._cuda and self._stage:
-            beyond = in_use(self._device) - self._before
-            self._gpu[self._stage] = max(beyond, self._gpu.get(self._stage, 0))
+            added = in_use(self._device) - self._used_before
+            self._gpu[self._stage] = max(added, self._gpu.get(self._stage, 0))
 
     def _end_build(self) -> None:
         if self._building_since is not None:
@@ -157,9 +159,10 @@ class Recorder:
 
 
 class UnwrittenHistory(HistoryFile):
-    """Timings of earlier jobs; those of a benchmark stay in memory, so that later forecasts do not use them.
+    """The history file without writing to it: a benchmark's runs stay in memory.
 
-    `listener` receives the peaks of each finished job.
+    Attributes:
+        listener: receives plans and peaks of each job that succeeds.
     """
 
     def __init__(self, folder: Path, machine: Machine) -> None:
@@ -168,11 +171,11 @@ class UnwrittenHistory(HistoryFile):
         self.listener: Recorder | None = None
 
     def read(self) -> History:
-        """Return the stored runs and those of this benchmark."""
+        """Return the runs in the file, then those of this benchmark."""
         return (*super().read(), *self._new)
 
     def add(self, new: Iterable[Run]) -> None:
-        """Add runs in memory."""
+        """Add runs without storing them."""
         self._new.extend(new)
 
     def add_job(
@@ -185,15 +188,15 @@ class UnwrittenHistory(HistoryFile):
     ) -> None:
         """Pass plans and peaks of a successful job to the listener."""
         if self.listener is not None:
-            self.listener.note(planned, ran, peaks)
+            self.listener.add_plans(planned, ran, peaks)
 
 
 def changed_fields(planned: ExecutionPlan, ran: ExecutionPlan) -> list[str]:
-    """Return the fields and components of a plan that changed while it ran; built engines are not a change."""
-    names = [name for name in type(planned).model_fields if name != "components"]
-    found = [name for name in names if getattr(planned, name) != getattr(ran, name)]
-    built = without_builds(ran).components
-    return found + [name for name, part in without_builds(planned).components.items() if built[name] != part]
+    """Return the fields and components of a plan that changed during the job, except by building engines."""
+    fields = [name for name in type(planned).model_fields if name != "components"]
+    before, after = without_builds(planned).components, without_builds(ran).components
+    changed = [name for name in fields if getattr(planned, name) != getattr(ran, name)]
+    return changed + [name for name in before if before[name] != after[name]]
 
 
 def allocated(device: str) -> int:
@@ -222,18 +225,22 @@ def failure_text(end: TerminalEvent | None) -> tuple[str, str]:
 
 
 class _RamSampler:
-    """Samples the peak resident memory of the process by stage in a `with` block."""
+    """Samples the resident memory of the process in a `with` block.
+
+    Attributes:
+        peaks: peak bytes by stage, in addition to those at the start.
+    """
 
     def __init__(self) -> None:
         self._process = psutil.Process()
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._stage = ""
-        self._before = 0
+        self._bytes_at_start = 0
         self.peaks: dict[str, int] = {}
 
     def __enter__(self) -> "_RamSampler":
-        self._before = self._process.memory_info().rss
+        self._bytes_at_start = self._process.memory_info().rss
         self._thread = threading.Thread(target=self._sample, name="bench-ram", daemon=True)
         self._thread.start()
         return self
@@ -250,10 +257,10 @@ class _RamSampler:
         self._update()
 
     def _update(self) -> None:
-        held = self._process.memory_info().rss - self._before
+        used = self._process.memory_info().rss - self._bytes_at_start
         with self._lock:
             if self._stage:
-                self.peaks[self._stage] = max(held, self.peaks.get(self._stage, 0))
+                self.peaks[self._stage] = max(used, self.peaks.get(self._stage, 0))
 
     def _sample(self) -> None:
         while not self._stop.wait(_SAMPLE_SECONDS):

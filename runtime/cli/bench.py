@@ -1,4 +1,4 @@
-"""`bench` and `bench compare`: run a benchmark, print tables, and save the result as JSON and SVG."""
+"""`bench` runs a benchmark, prints tables and saves the results as JSON and SVG; `bench compare` compares two."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,10 +24,10 @@ from runtime.models.loras import model_for
 from runtime.planner.resolve import resolve
 
 PROMPT = "a red boat sails left on a calm sea at sunset"
-# Fixed, so that results of two versions are comparable.
+# Fixed, so that results of different versions are comparable.
 SEED = "1"
 MAX_RUNS = 100
-RUNS, WARMUP = 3, 1
+DEFAULT_RUNS, DEFAULT_WARMUP = 3, 1
 
 
 def measure(
@@ -41,13 +41,18 @@ def measure(
     keep_videos: bool,
     as_json: bool,
 ) -> int:
-    """Measure whole clips and return the exit code.
+    """Run a benchmark and return the exit code.
 
     Args:
         flags: options for all configurations.
+        prompt: of all clips; `PROMPT` by default.
         configs: "NAME: FLAGS" each; without any, the default configurations.
+        runs, warmup: numbers of measured runs and of warm-up runs as text; `None` for the defaults.
+        out: folder for the results; a new one in the cache folder by default.
+        keep_videos: whether to keep one video of each configuration.
     """
-    counts = count("runs", runs, RUNS, 1), count("warmup", warmup, WARMUP, 0)
+    run_count = read_count("runs", runs, DEFAULT_RUNS, 1)
+    warmup_count = read_count("warmup", warmup, DEFAULT_WARMUP, 0)
     common = {"prompt": PROMPT if prompt is None else prompt, "seed": SEED} | dict(flags)
     loaded, machine = settings.load(), probe()
     engines = EngineService.from_settings(loaded, machine)
@@ -59,23 +64,24 @@ def measure(
         history=UnwrittenHistory(loaded.cache_dir, machine),
         weights_dir=loaded.weights_dir,
         folder=folder,
-        runs=counts[0],
-        warmup=counts[1],
+        runs=run_count,
+        warmup=warmup_count,
         keep_videos=keep_videos,
     )
-    # Results are saved after each run, in case the process ends.
-    bench = Bench.of(setup, configurations, terminal.line, lambda now: _save(folder, now.to_json()))
+    # The results so far are saved after each run, in case the process is killed.
+    bench = Bench.of(setup, configurations, terminal.line, lambda so_far: _save(folder, so_far.to_json()))
     with cancel_on_signals() as cancel:
         bench.measure(cancel)
     result = bench.to_json()
     _show(result, folder)
+    # If nothing was measured, `_exit_code` prints the error as JSON.
     if as_json and any(one["stages"] for one in result["configurations"]):
         exit_codes.emit_json(result | {"files": [str(folder / "bench.json"), str(folder / "bench.svg")]})
     return _exit_code(bench, as_json=as_json)
 
 
 def compare(one: str, other: str) -> dict[str, Any]:
-    """Print and return the differences of two results."""
+    """Compare two result files: print the differences and return them as JSON values."""
     before, after = (comparing.check_result(result_files.read_json(name), SCHEMA, name) for name in (one, other))
     found = comparing.compare(before, after)
     terminal.table(comparing.HEADINGS, found.rows())
@@ -86,21 +92,21 @@ def compare(one: str, other: str) -> dict[str, Any]:
     return found.to_json()
 
 
-def count(name: str, text: str | None, default: int, least: int) -> int:
-    """Return the whole number that an option gives.
+def read_count(name: str, text: str | None, default: int, minimum: int) -> int:
+    """Return the value of an option that takes a whole number.
 
     Raises:
-        InvalidRequestError: if it is not a number from `least` to `MAX_RUNS`.
+        InvalidRequestError: if it is not a number from `minimum` to `MAX_RUNS`.
     """
     if text is None:
         return default
-    if not text.isdecimal() or not least <= int(text) <= MAX_RUNS:
-        raise InvalidRequestError(name, "bench.count_invalid", value=shortened(text), low=least, high=MAX_RUNS)
+    if not text.isdecimal() or not minimum <= int(text) <= MAX_RUNS:
+        raise InvalidRequestError(name, "bench.count_invalid", value=shortened(text), low=minimum, high=MAX_RUNS)
     return int(text)
 
 
-def configured(common: Mapping[str, Any], configs: Sequence[str]) -> list[Configuration]:
-    """Return the configurations given by --config; their options replace the common ones.
+def read_configurations(common: Mapping[str, Any], configs: Sequence[str]) -> list[Configuration]:
+    """Return the configurations given by --config; their options override the common ones.
 
     Raises:
         InvalidRequestError: if a configuration is invalid; the error names it.
@@ -123,12 +129,13 @@ def _configurations(
     common: Mapping[str, Any], configs: Sequence[str], loaded: Settings, engines: EngineService
 ) -> list[Configuration]:
     if configs:
-        return configured(common, configs)
+        return read_configurations(common, configs)
     request = request_from_flags(common)
     if request.backends:
         raise SettingsError("bench.backend_without_configuration")
     spec = model_for(request, loaded.weights_dir)
-    plan = resolve(request.replace(backends={ALL: PYTORCH}), spec, engines.machine, Path("none.mp4"))
+    unused_output = Path("none.mp4")
+    plan = resolve(request.replace(backends={ALL: PYTORCH}), spec, engines.machine, unused_output)
     return standard(request, plan, engines.offers(spec))
 
 
@@ -137,12 +144,10 @@ def _save(folder: Path, result: Mapping[str, Any]) -> None:
 
 
 def _show(result: Mapping[str, Any], folder: Path) -> None:
-    first = next((one["request"] for one in result["configurations"] if one["request"] is not None), None)
+    clip = next((one["request"] for one in result["configurations"] if one["request"] is not None), None)
     title = "Tandem's benchmark"
-    if first is not None:
-        title = (
-            f"{first['model']}, {first['width']}x{first['height']}, {first['frames']} frames, {first['steps']} steps"
-        )
+    if clip is not None:
+        title = f"{clip['model']}, {clip['width']}x{clip['height']}, {clip['frames']} frames, {clip['steps']} steps"
     result_files.write(folder / "bench.svg", report.svg(result, title))
     terminal.table(report.TIMING_HEADINGS, report.timing_rows(result))
     terminal.table(report.QUALITY_HEADINGS, report.quality_rows(result))

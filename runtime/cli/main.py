@@ -1,4 +1,4 @@
-"""Declares the commands, and ends each with text for people, JSON for programs and an exit code.
+"""The commands of the command line: their arguments, help and exit codes. Each runs code of another module.
 
 Exit codes: 0 done; 2 user error; 1 internal error; 130 cancelled.
 """
@@ -45,15 +45,15 @@ from runtime.core.request import GenerationRequest
 
 logger = logging.getLogger(__name__)
 
-# The JSON output of a command, its exit code, or both.
+# What a command returns: its JSON output, its exit code, or both.
 Outcome = dict[str, Any] | int | tuple[dict[str, Any], int]
 
 
 class PromptOrCommand(TyperGroup):
-    """A group that runs its command `run` if the first word is not the name of a command."""
+    """A group that runs its command `run` unless the first argument names another command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Insert `run` before the arguments unless they name a command."""
+        """Insert `run` before the arguments unless they start with a command's name."""
         return super().parse_args(ctx, args if args and args[0] in self.commands else ["run", *args])
 
 
@@ -65,16 +65,18 @@ app = typer.Typer(
 )
 models_app = typer.Typer(help="List, download and verify models.", no_args_is_help=True)
 engines_app = typer.Typer(help="List, verify, import and delete engines.", no_args_is_help=True)
-jobs_app = typer.Typer(help="Finished, running and interrupted jobs.", no_args_is_help=True)
+jobs_app = typer.Typer(help="List, show, resume and delete jobs.", no_args_is_help=True)
 bench_app = typer.Typer(help="Compare configurations: time, memory, similarity.", cls=PromptOrCommand)
 for _name, _group in (("models", models_app), ("engines", engines_app), ("jobs", jobs_app), ("bench", bench_app)):
     app.add_typer(_group, name=_name)
 
-JobId = Annotated[str, typer.Argument(metavar="ID", help="A job, by id or its first letters.")]
-JobIds = Annotated[list[str], typer.Argument(metavar="ID...", help="Jobs, by id or its first letters.")]
-EngineIds = Annotated[list[str], typer.Argument(metavar="ID...", help="Engines, as `engines list` shows them.")]
-Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
-Value = str | None
+JobId = Annotated[str, typer.Argument(metavar="ID", help="Job ID or a prefix of it.")]
+JobIds = Annotated[list[str], typer.Argument(metavar="ID...", help="Job IDs or prefixes of them.")]
+EngineIds = Annotated[
+    list[str], typer.Argument(metavar="ID...", help="Engine IDs or prefixes of them, as shown by `engines list`.")
+]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
+OptionalText = str | None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -99,7 +101,7 @@ def run(arguments: list[str]) -> int:
         terminal.line("Cancelled.")
         return CANCELLED
     except BrokenPipeError:
-        # The reader of standard output is gone.
+        # The program that reads standard output has ended.
         sys.stderr.close()
         return INTERNAL_ERROR
     except Exception as error:  # the traceback is in the log
@@ -108,21 +110,21 @@ def run(arguments: list[str]) -> int:
 
 
 def _command_in(arguments: list[str]) -> str:
-    known = {"generate", "plan", "build", "engines", "export", "models", "jobs", "bench", "doctor"}
-    return next((word for word in arguments if word in known), "")
+    names = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
+    return next((word for word in arguments if word in names), "")
 
 
 def _help_of(command: str) -> str:
     starter = "install.bat" if sys.platform == "win32" else "./install.sh"
-    return f"{' '.join(filter(None, (starter, command, '--help')))}"
+    return " ".join(filter(None, (starter, command, "--help")))
 
 
 def _command(
     group: typer.Typer, name: str, *, hidden: bool = False
 ) -> Callable[[Callable[..., Outcome]], Callable[..., int]]:
-    """Return a decorator that adds a command to a group, with `--json` and `--offline`.
+    """Return a decorator that adds a command with the flags `--json` and `--offline` to a group.
 
-    A command that has a parameter `as_json` writes its JSON output itself.
+    A command with a parameter `as_json` writes its JSON output itself.
     """
 
     def add(command: Callable[..., Outcome]) -> Callable[..., int]:
@@ -152,23 +154,16 @@ def _command(
 @takes_web_options
 def web(flags: Flags, context: typer.Context) -> None:
     """Generate a video from a sentence. Without a command, start the web app."""
-    switches = ("no_browser", "version", "enable_tensorrt", "tensorrt_text_encoders", "tensorrt_transformer")
-    values = {name: value for name, value in flags.items() if name not in switches}
-    if "no_browser" in flags:
-        values["browser"] = False
-    values["tensorrt"] = settings.tensorrt_from_flags(
-        enable="enable_tensorrt" in flags,
-        text_encoders="tensorrt_text_encoders" in flags,
-        transformer="tensorrt_transformer" in flags,
-    )
+    # typer calls this function before every command too.
+    values = _settings_of(flags)
     loaded = settings.load(values)
     limit = next((name for name in values if name.startswith("share_")), None)
-    if limit and not loaded.share:
+    if limit is not None and not loaded.share:
         raise SettingsError("cli.limit_without_share", flag=settings.flag_of(limit))
     log.start(loaded.log_file)
     if context.invoked_subcommand is not None:
         given = next((name for name, value in values.items() if value is not None), None)
-        if given:
+        if given is not None:
             command_help = _help_of(context.invoked_subcommand)
             raise SettingsError("cli.web_flag_before_command", flag=settings.flag_of(given), help=command_help)
         return
@@ -180,14 +175,28 @@ def web(flags: Flags, context: typer.Context) -> None:
     launch(loaded)
 
 
+def _settings_of(flags: Flags) -> dict[str, Any]:
+    """Return the settings that the web app's flags set."""
+    switches = ("no_browser", "version", "enable_tensorrt", "tensorrt_text_encoders", "tensorrt_transformer")
+    values = {name: value for name, value in flags.items() if name not in switches}
+    if "no_browser" in flags:
+        values["browser"] = False
+    values["tensorrt"] = settings.tensorrt_from_flags(
+        enable="enable_tensorrt" in flags,
+        text_encoders="tensorrt_text_encoders" in flags,
+        transformer="tensorrt_transformer" in flags,
+    )
+    return values
+
+
 @_command(app, "generate")
 @takes_request
 def generate(
     request: GenerationRequest,
     out: Annotated[
-        Value,
+        OptionalText,
         typer.Option(
-            metavar="FILE.mp4", help="The video's file; an existing one is replaced when the new one is complete."
+            metavar="FILE.mp4", help="File of the video. An existing file is replaced once the new video is complete."
         ),
     ] = None,
     as_json: JsonFlag = False,
@@ -236,7 +245,7 @@ def export(
     component: Annotated[
         str, typer.Option(metavar="NAME", help="text_encoder, transformer, transformer_2 or vae.")
     ] = "transformer",
-    out: Annotated[str, typer.Option(metavar="FOLDER", help="The folder for the ONNX files.")] = "onnx",
+    out: Annotated[str, typer.Option(metavar="FOLDER", help="Folder for the ONNX files.")] = "onnx",
 ) -> Outcome:
     """Export one component as ONNX and compare it with PyTorch."""
     from runtime.cli import engines
@@ -256,10 +265,12 @@ def models_list() -> Outcome:
 def models_download(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A name from `models list`, or OWNER/REPOSITORY.")],
     revision: Annotated[
-        Value,
+        OptionalText,
         typer.Option(metavar="REVISION", help="A branch, tag or commit. [default: the installed one, else main]"),
     ] = None,
-    mirror: Annotated[Value, typer.Option(metavar="URL", help="Address of another hub. [default: TANDEM_HUB]")] = None,
+    mirror: Annotated[
+        OptionalText, typer.Option(metavar="URL", help="Address of another hub. [default: TANDEM_HUB]")
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Agree to the license without being asked.")] = False,
 ) -> Outcome:
     """Download a model, or its missing and damaged files; resumes an earlier download."""
@@ -294,7 +305,7 @@ def engines_list() -> Outcome:
 def engines_verify(
     ids: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[ID...]", help="Engines, as `engines list` shows them. [default: all]"),
+        typer.Argument(metavar="[ID...]", help="Engine IDs or prefixes of them. [default: all]"),
     ] = None,
 ) -> Outcome:
     """Compare engines with PyTorch again."""
@@ -315,8 +326,8 @@ def engines_delete(ids: EngineIds) -> Outcome:
 @_command(engines_app, "prune")
 def engines_prune(
     max_size: Annotated[
-        Value,
-        typer.Option(metavar="SIZE", help="The size to keep, as in 500MB or 20GB. [default: TANDEM_ENGINE_CACHE_GB]"),
+        OptionalText,
+        typer.Option(metavar="SIZE", help="Size to keep, such as 500MB or 20GB. [default: TANDEM_ENGINE_CACHE_GB]"),
     ] = None,
 ) -> Outcome:
     """Delete the least recently used engines until the rest fit a size; pinned engines are kept."""
@@ -331,16 +342,16 @@ def engines_import(
         str, typer.Argument(metavar="FILE", help="A .trt, .plan, .engine or .onnx file that was built elsewhere.")
     ],
     component: Annotated[
-        Value,
+        OptionalText,
         typer.Option(
             metavar="NAME",
-            help="transformer, transformer_2, vae or text_encoder. [default: by its weights]",
+            help="transformer, transformer_2, vae or text_encoder. [default: found by the file's weights]",
         ),
     ] = None,
     model: Annotated[
-        Value, typer.Option(metavar="NAME|DIR", help="The model that it was built from. [default: TANDEM_MODEL]")
+        OptionalText, typer.Option(metavar="NAME|DIR", help="The model that it was built from. [default: TANDEM_MODEL]")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask: the file is trusted.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Trust the file without being asked.")] = False,
 ) -> Outcome:
     """Import an engine that was built elsewhere, after comparing it with PyTorch."""
     from runtime.cli import engines
@@ -418,20 +429,25 @@ def jobs_undelete(ids: JobIds) -> Outcome:
 def bench(
     flags: Flags,
     prompt: Annotated[
-        Value, typer.Argument(metavar="[PROMPT]", help="What the clips show. [default: a boat at sea]")
+        OptionalText, typer.Argument(metavar="[PROMPT]", help="Prompt of the clips. [default: a boat at sea]")
     ] = None,
     config: Annotated[
         list[str] | None,
         typer.Option(
             metavar='"NAME: FLAGS"',
-            help="A configuration: options of `generate`, which replace those given for all. Repeatable; the others "
-            "are compared with the first.",
+            help="A configuration: options of `generate`, which override those given for all configurations. "
+            "Repeatable; the first is the reference for the others.",
         ),
     ] = None,
-    runs: Annotated[Value, typer.Option(metavar="N", help="Measured runs of each configuration. [default: 3]")] = None,
-    warmup: Annotated[Value, typer.Option(metavar="N", help="Runs before them. [default: 1]")] = None,
+    runs: Annotated[
+        OptionalText, typer.Option(metavar="N", help="Measured runs of each configuration. [default: 3]")
+    ] = None,
+    warmup: Annotated[
+        OptionalText, typer.Option(metavar="N", help="Warm-up runs of each configuration. [default: 1]")
+    ] = None,
     out: Annotated[
-        Value, typer.Option(metavar="FOLDER", help="Folder for the result. [default: a new one in the cache folder]")
+        OptionalText,
+        typer.Option(metavar="FOLDER", help="Folder for the results. [default: a new one in the cache folder]"),
     ] = None,
     keep_videos: Annotated[
         bool, typer.Option("--keep-videos", help="Keep one video of each configuration in that folder.")

@@ -243,7 +243,7 @@ def test_deviations_from_the_plan_are_detected(runner: BenchRunner, tmp_path: Pa
     with recorder.measuring():
         recorder.emit(sample_result())
     assert "deviated from its plan (memory ran out)" in recorder.measurement().fell_back[0]
-    recorder.note(plan, plan, {})
+    recorder.add_plans(plan, plan, {})
     assert recorder.measurement().fell_back == ()
 
 

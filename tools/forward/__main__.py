@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from runtime.bench import result_files
 from runtime.cli import exit_codes, terminal
-from runtime.cli.bench import PROMPT, RUNS, SEED, WARMUP, configured
+from runtime.cli.bench import DEFAULT_RUNS, DEFAULT_WARMUP, PROMPT, SEED, read_configurations
 from runtime.cli.exit_codes import cancel_on_signals
 from runtime.cli.flags import flags_in
 from runtime.core import settings
@@ -32,14 +32,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rate", type=_rate, metavar="TFLOPS", help="of the device, for a lower bound of the time")
     parser.add_argument("--no-exact", action="store_true", help="without errors against float32")
     parser.add_argument("--no-baseline", action="store_true", help="without diffusers' own module")
-    parser.add_argument("--runs", type=_count(1), default=RUNS, metavar="N", help=f"timed passes (default: {RUNS})")
-    parser.add_argument("--warmup", type=_count(0), default=WARMUP, metavar="N", help=f"before (default: {WARMUP})")
+    parser.add_argument(
+        "--runs", type=_count(1), default=DEFAULT_RUNS, metavar="N", help=f"timed passes (default: {DEFAULT_RUNS})"
+    )
+    parser.add_argument(
+        "--warmup", type=_count(0), default=DEFAULT_WARMUP, metavar="N", help=f"before (default: {DEFAULT_WARMUP})"
+    )
     parser.add_argument("--out", metavar="FOLDER", help="for forward.json (default: a new one in the cache folder)")
     given, others = parser.parse_known_args(arguments)
     try:
         loaded, machine = settings.load(), probe()
         common = {"prompt": PROMPT, "seed": SEED, **flags_in(shlex.join(others))}
-        configurations = configured(common, given.config or ["as planned:"])
+        configurations = read_configurations(common, given.config or ["as planned:"])
         setup = ForwardSetup(
             machine=machine,
             engines=EngineService.from_settings(loaded, machine),
