@@ -1,9 +1,9 @@
-"""The execution plan: the request without "auto" values, and every decision with its reason.
+"""The execution plan: the request with every "auto" resolved, and every decision with its reason.
 
     ExecutionPlan = ResolvedRequest + decisions
 
-Made by `planner.resolve.resolve`, carried out by `pipeline.run.run_job`, stored as JSON with jobs and checkpoints, and
-written into the MP4.
+`planner.resolve.resolve` makes a plan and `pipeline.run.run_job` executes it. Plans are stored as JSON with jobs and
+checkpoints, and `ExecutionPlan.to_json` is written into the MP4.
 """
 
 from collections.abc import Callable, Mapping
@@ -57,7 +57,7 @@ class ComponentPlan(FrozenModel):
         weights_bytes: size of its weights in that dtype and quantization, or of its engines' files.
         reasons: why it runs there, and other decisions about it.
         engines: its engines in the order of use; empty in PyTorch.
-        quantization: of its weights in PyTorch: "none", "bnb-8bit", "bnb-4bit" or "fp8".
+        quantization: how its weights are quantized in PyTorch: "none", "bnb-8bit", "bnb-4bit" or "fp8".
         badge: the status shown after the backend's title, such as "engine ready" or "no engine yet".
     """
 
@@ -71,14 +71,14 @@ class ComponentPlan(FrozenModel):
     badge: Fact | None = None
 
     def in_pytorch(self, reason: Fact) -> "ComponentPlan":
-        """Return the same component in PyTorch."""
+        """Return the plan of the same component in PyTorch, after its engine failed for `reason`."""
         return self.replace(backend=PYTORCH, engines=(), reasons=(reason,), badge=Fact("planner.took_over"))
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON types.
 
-        `engine` is the id of the engine that does most of the work. `reason` is text in the words of the command line,
-        `reasons` are the facts.
+        `reasons` are the facts, `reason` is their text in the words of the command line. `engine` is the id of the
+        last engine, which does most of the work.
         """
         return {
             "backend": self.backend,
@@ -99,8 +99,8 @@ class Split(FrozenModel):
 
     Attributes:
         devices: torch devices, one for each process; only the first runs components that are not shared.
-        guidance: 2 if the passes with the prompt and without it run on different GPUs, else 1.
-        sequence: GPUs that share the tokens of one pass; there are `guidance` times as many devices.
+        guidance: 2 if the two guidance passes run on different GPUs, else 1.
+        sequence: number of GPUs that share the tokens of one pass; `guidance` × `sequence` is the number of devices.
         decode: whether each GPU decodes a strip of every frame.
     """
 
@@ -132,9 +132,9 @@ class Speed(FrozenModel):
         compiled: whether the transformers' blocks, and the VAE's operations between convolutions, are compiled.
         text_kept: whether every block's keys and values of the text are cached across steps.
         text_bytes: size of that cache.
-        paired: whether both guidance passes are one call.
+        paired: whether both guidance passes run in one call, as a batch of two.
         graphed: whether a transformer's call is recorded as a CUDA graph and replayed.
-        fused: whether queries, keys and values come from one matrix.
+        fused: whether each block's query, key and value projections are one matrix product.
         channels_last: whether the VAE's activations are in channels-last layout.
     """
 
@@ -169,7 +169,7 @@ class Speed(FrozenModel):
 
 EAGER = Speed()
 
-# Small videos are shown enlarged, where compression artifacts show; higher quality costs little there.
+# Players enlarge small videos, which makes compression artifacts visible. Higher quality costs few bytes there.
 _CRF, _SMALL_CRF = 17, 10
 _SMALL_PIXELS = 320 * 240
 
@@ -183,10 +183,10 @@ class ResolvedRequest(FrozenModel):
     """Content and sampling of a video: fields of `GenerationRequest` without "auto" values.
 
     Attributes:
-        guidance_scale: of the (high-noise) transformer.
-        guidance_scale_2: of the low-noise transformer; `None` if the model has only one.
-        model: its name in the catalogue.
-        shift: of the noise levels towards noise; `None` for the value in the model's scheduler configuration.
+        model: the model's name in the catalogue.
+        guidance_scale: guidance scale of the (high-noise) transformer.
+        guidance_scale_2: guidance scale of the low-noise transformer; `None` if the model has only one.
+        shift: the timestep shift of the scheduler; `None` for the model's own.
         step_cache: the kind of step cache with its strength, or "none".
         loras: LoRAs of the transformers; their files exist and are valid.
         crf: H.264 constant rate factor, 0 to 51.
@@ -218,21 +218,21 @@ class ExecutionPlan(ResolvedRequest):
     """The plan of one video. `model_validate_json` also reads plans of previous versions.
 
     Attributes:
-        asked: the original request, for planning again after a fallback or when memory runs out.
+        asked: the original request, to make a new plan after a fallback or out-of-memory.
         model_directory: the model's folder.
         output: the MP4 to write.
         latent_shape: (batch, channels, latent frames, latent height, latent width).
-        tokens: length of the transformer's sequence.
+        tokens: sequence length of the transformer.
         components: by name, in the order they run.
         strategy: how the clip fits into memory.
         split: how several GPUs share the job; `None` on one GPU.
         speed: execution options of PyTorch.
         expert_steps: steps of each transformer, by component; empty if unknown.
-        shift_reason: why the shift is not the model's own; `None` if it is.
+        shift_reason: the reason for `shift`; `None` for the model's own.
         step_flops, decode_flops: operations of one denoising step (guidance included) and of the whole decode.
         free_bytes: free memory of the device.
         memory: the memory of each stage, in order.
-        seconds: the forecast for "encode", "denoise", "decode", their "total", and "load", which comes on top.
+        seconds: the time forecast for "encode", "denoise" and "decode", their "total", and "load", which is extra.
         strategies: forecasts of all strategies on this device, fastest first.
         warnings: warnings about the result.
     """
@@ -275,7 +275,7 @@ class ExecutionPlan(ResolvedRequest):
 
     @property
     def gpus(self) -> int:
-        """Number of devices that work on it; 1 for a CPU."""
+        """Number of devices that run the job; 1 for a CPU."""
         return 1 if self.split is None else len(self.split.devices)
 
     @property
@@ -286,7 +286,7 @@ class ExecutionPlan(ResolvedRequest):
 
     @property
     def memory_bytes(self) -> int:
-        """The forecast's peak over the stages."""
+        """The forecast peak memory over all stages."""
         return max(stage.peak_bytes for stage in self.memory)
 
     @property
@@ -295,7 +295,7 @@ class ExecutionPlan(ResolvedRequest):
         return next(one for one in self.strategies if one.strategy == self.strategy)
 
     def fell_back(self, component: str) -> bool:
-        """Return whether PyTorch runs a component for which another backend was requested."""
+        """Return whether a component runs on a backend other than the requested one."""
         return self.asked.backend(component) not in {AUTO, self.components[component].backend}
 
     def title(self, component: str) -> str:
@@ -310,13 +310,13 @@ class ExecutionPlan(ResolvedRequest):
         }[component]
 
     def with_component(self, name: str, part: ComponentPlan) -> "ExecutionPlan":
-        """Return the plan with another decision for one component."""
+        """Return the plan with the plan of one component replaced."""
         return self.replace(components={**self.components, name: part})
 
     def request_json(self) -> dict[str, Any]:
-        """Return the request with every value as used; `GenerationRequest.from_mapping` reads it back.
+        """Return the request with the values that were used; `GenerationRequest.from_mapping` reads it back.
 
-        Preferences such as backends and attention are as requested.
+        Preferences, such as backends and attention, are those of the request.
         """
         resolved = {name: getattr(self, name) for name in ResolvedRequest.model_fields}
         used = self.asked.to_json() | resolved
@@ -363,7 +363,7 @@ _PREFERENCES = ("backends", "build", "on_out_of_memory", "attention", "compile",
 
 
 def _with_crf(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a plan that was stored before plans had a constant rate factor, with the one that it used."""
+    """Return a plan that was stored before plans had `crf`, with the value that it used."""
     try:
         crf = values["asked"].get("crf", AUTO)
         return values | {"crf": default_crf(values["width"], values["height"]) if crf == AUTO else crf}
@@ -432,5 +432,5 @@ def _component_from_flat(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stored_text(text: str | None) -> Fact | None:
-    """Return text of the previous version as a fact; it stored sentences."""
+    """Return a sentence as a fact: the previous version stored sentences."""
     return Fact("text", {"what": text, "remedy": ""}) if text else None

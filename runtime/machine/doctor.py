@@ -1,4 +1,4 @@
-"""Checks of this machine for `doctor`: what is there, what is missing, and the fix for each problem."""
+"""The checks of the `doctor` command: what this machine has, what is missing, and a fix for each problem."""
 
 import platform
 import sys
@@ -23,7 +23,13 @@ _PYTHONS = ((3, 10), (3, 13))
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check; the fact's remedy is the fix."""
+    """The result of one check.
+
+    Attributes:
+        name: what was checked, as shown to the user.
+        state: "note" for a problem that Tandem works around.
+        fact: the detail; its remedy is the fix.
+    """
 
     name: str
     state: State
@@ -36,7 +42,7 @@ class Finding:
 
 
 def examine(machine: Machine, cache_dir: Path, engines_dir: Path) -> list[Finding]:
-    """Check everything that a video needs or that makes it faster. Imports packages in child processes."""
+    """Check what a video needs and what makes it faster. Packages are imported in child processes."""
     return [
         _python(),
         _torch(machine),
@@ -52,10 +58,10 @@ def examine(machine: Machine, cache_dir: Path, engines_dir: Path) -> list[Findin
     ]
 
 
-def check(name: str, examined: Callable[[], Fact]) -> Finding:
-    """Return the fact of a check, or the error that it raises as a problem."""
+def check(name: str, run: Callable[[], Fact]) -> Finding:
+    """Run a check; an error that it raises is a problem."""
     try:
-        return Finding(name, "ok", examined())
+        return Finding(name, "ok", run())
     except TandemError as error:
         return Finding(name, "problem", error.fact)
 
@@ -83,14 +89,14 @@ def _gpus(machine: Machine) -> Iterator[Finding]:
     elif not machine.gpus:
         yield Finding("GPU", "note", Fact("doctor.no_gpu_unified" if machine.unified_memory else "doctor.no_gpu"))
     for gpu in machine.gpus:
-        described = _described(gpu, machine)
+        description = _describe(gpu, machine)
         if machine.torch_version is not None and problem is not None:
-            yield Finding("GPU", "problem", Fact("doctor.gpu_unusable", {"gpu": described, "cause": problem}))
+            yield Finding("GPU", "problem", Fact("doctor.gpu_unusable", {"gpu": description, "cause": problem}))
         else:
-            yield Finding("GPU", "ok", described)
+            yield Finding("GPU", "ok", description)
 
 
-def _described(gpu: Gpu, machine: Machine) -> Fact:
+def _describe(gpu: Gpu, machine: Machine) -> Fact:
     data = {
         "name": gpu.name,
         "capability": ".".join(map(str, gpu.capability)),
@@ -122,19 +128,19 @@ def _cache(cache_dir: Path) -> Finding:
     except OSError as error:
         data = {"folder": cache_dir, "error": error.strerror}
         return Finding("Cache folder", "problem", Fact("doctor.cache_not_writable", data))
-    free = free_disk_bytes(cache_dir)
-    low = free < _LOW_DISK_BYTES
-    fact = Fact("doctor.cache_disk_full" if low else "doctor.folder", {"folder": cache_dir, "free": free})
-    return Finding("Cache folder", "problem" if low else "ok", fact)
+    return _folder("Cache folder", cache_dir, "problem", "doctor.cache_disk_full")
 
 
 def _engines_folder(cache_dir: Path, engines_dir: Path) -> Iterator[Finding]:
-    if cache_dir in engines_dir.parents:
-        return
-    free = free_disk_bytes(engines_dir)
-    low = free < _LOW_DISK_BYTES
-    fact = Fact("doctor.engines_disk_full" if low else "doctor.folder", {"folder": engines_dir, "free": free})
-    yield Finding("Engine folder", "note" if low else "ok", fact)
+    if cache_dir not in engines_dir.parents:
+        yield _folder("Engine folder", engines_dir, "note", "doctor.engines_disk_full")
+
+
+def _folder(name: str, folder: Path, state_if_full: State, code_if_full: str) -> Finding:
+    free = free_disk_bytes(folder)
+    full = free < _LOW_DISK_BYTES
+    fact = Fact(code_if_full if full else "doctor.folder", {"folder": folder, "free": free})
+    return Finding(name, state_if_full if full else "ok", fact)
 
 
 def _compiler(machine: Machine) -> Finding:
@@ -151,7 +157,7 @@ def _packages(machine: Machine) -> Iterator[Finding]:
             yield _installed(package, version, machine)
         elif (package.installed_by_us and not package.needs_gpu) or (package.needs_gpu and machine.gpus):
             code = "doctor.installer_package_missing" if package.installed_by_us else "doctor.package_missing"
-            yield Finding(package.title, "note", Fact(code, {"use": package.use, "install": _pip(package)}))
+            yield Finding(package.title, "note", Fact(code, {"use": package.use, "install": _pip_command(package)}))
 
 
 def _installed(package: Package, version: str, machine: Machine) -> Finding:
@@ -161,11 +167,11 @@ def _installed(package: Package, version: str, machine: Machine) -> Finding:
         reinstall = f"{sys.executable} -m pip install --force-reinstall {release}=={version}"
         data = {"version": version, "cause": problem, "reinstall": reinstall}
         return Finding(package.title, "note", Fact("doctor.package_unusable", data))
-    unfit = torch_tensorrt_problem(machine) if package.name == "torch-tensorrt" else None
-    if unfit is not None:
-        return Finding(package.title, "note", unfit)
+    mismatch = torch_tensorrt_problem(machine) if package.name == "torch-tensorrt" else None
+    if mismatch is not None:
+        return Finding(package.title, "note", mismatch)
     return Finding(package.title, "ok", Fact("doctor.package", {"version": version}))
 
 
-def _pip(package: Package) -> str:
+def _pip_command(package: Package) -> str:
     return f"{sys.executable} -m pip install {package.distributions[0]}"

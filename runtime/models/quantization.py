@@ -1,7 +1,7 @@
-"""Weight quantization of transformers to 8 or 4 bits at loading, by the libraries that diffusers supports.
+"""Quantization of a transformer's weights to 8 or 4 bits while it is loaded, with bitsandbytes or torchao.
 
-Only the linear layers of the blocks are quantized; they hold nearly all weights. The model's input and output layers
-(patch embedding, text and time embedding, last projection), norms and modulation keep their precision.
+Only the linear layers of the blocks are quantized; they hold nearly all weights. The input and output layers (patch
+embedding, text and time embedding, last projection), norms and modulation keep their precision.
 """
 
 import importlib
@@ -21,10 +21,10 @@ _BF16_CAPABILITY = (8, 0)
 
 
 def loading_arguments(part: ComponentPlan) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` that quantize a transformer onto the part's device.
+    """Return the arguments with which `from_pretrained` quantizes a transformer and loads it onto the part's device.
 
     Raises:
-        MachineError: if the device does not support it, or a package is missing or cannot be imported.
+        MachineError: if the device does not support the quantization, or a package cannot be imported.
     """
     import torch
 
@@ -33,31 +33,31 @@ def loading_arguments(part: ComponentPlan) -> dict[str, Any]:
         raise MachineError("quantization.needs_gpu", kind=kind, device=part.device)
     capability = torch.cuda.get_device_capability(part.device)
     if kind == FP8 and capability < _FP8_CAPABILITY:
-        have, need = (".".join(map(str, numbers)) for numbers in (capability, _FP8_CAPABILITY))
-        raise MachineError("quantization.needs_newer_gpu", kind=kind, needed=need, capability=have)
-    dtype = getattr(torch, arithmetic(part, bfloat16=capability >= _BF16_CAPABILITY))
-    return {"torch_dtype": dtype, "quantization_config": config(kind, dtype), "device_map": {"": part.device}}
+        actual, needed = (".".join(map(str, numbers)) for numbers in (capability, _FP8_CAPABILITY))
+        raise MachineError("quantization.needs_newer_gpu", kind=kind, needed=needed, capability=actual)
+    dtype = getattr(torch, compute_dtype(part, bfloat16=capability >= _BF16_CAPABILITY))
+    return {"torch_dtype": dtype, "quantization_config": diffusers_config(kind, dtype), "device_map": {"": part.device}}
 
 
-def arithmetic(part: ComponentPlan, *, bfloat16: bool) -> str:
-    """Return the dtype in which a quantized part computes: a 16-bit one.
+def compute_dtype(part: ComponentPlan, *, bfloat16: bool) -> str:
+    """Return the 16-bit dtype in which a quantized part computes.
 
     Args:
-        bfloat16: whether the GPU supports it.
+        bfloat16: whether the GPU supports bfloat16.
     """
     if part.quantization == FP8:
-        return "bfloat16"  # the only dtype whose rows torchao scales
+        return "bfloat16"  # torchao scales rows in this dtype only
     if part.dtype == "float32":
         return "bfloat16" if bfloat16 else "float16"
     return part.dtype
 
 
-def config(kind: str, dtype: Any) -> Any:
+def diffusers_config(kind: str, dtype: Any) -> Any:
     """Return diffusers' quantization configuration.
 
     Args:
         kind: "bnb-8bit", "bnb-4bit" or "fp8".
-        dtype: the torch dtype of the arithmetic.
+        dtype: the torch dtype from `compute_dtype`.
 
     Raises:
         MachineError: if the package is missing or cannot be imported.
@@ -68,11 +68,11 @@ def config(kind: str, dtype: Any) -> Any:
     if kind == FP8:
         from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow
 
-        # By default torchao makes Inductor autotune every kernel that this process compiles later, engines included.
+        # By default, torchao makes Inductor autotune every kernel that this process compiles later, engines included.
         settings = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), set_inductor_config=False)
         return diffusers.TorchAoConfig(settings, modules_to_not_convert=list(_NOT_QUANTIZED))
     if kind == BNB_8BIT:
-        # It computes in float16 and logs that at every call.
+        # bitsandbytes computes in float16 and logs that at every call.
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
         return diffusers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=list(_NOT_QUANTIZED))
     return diffusers.BitsAndBytesConfig(
@@ -84,7 +84,7 @@ def config(kind: str, dtype: Any) -> Any:
 
 
 def check_quantized(module: Any, kind: str, component: str, model: str) -> None:
-    """Check that at least one layer was quantized; torchao skips layers whose sides are no multiples of 16.
+    """Check that at least one layer was quantized: torchao skips layers whose sizes are not multiples of 16.
 
     Raises:
         ModelError: if none was.
@@ -94,18 +94,18 @@ def check_quantized(module: Any, kind: str, component: str, model: str) -> None:
 
 
 def is_quantized(parameter: Any) -> bool:
-    """Return whether a parameter is of a quantization library's type."""
+    """Return whether a quantization library replaced this parameter."""
     import torch
 
     return type(parameter) is not torch.nn.Parameter
 
 
 def quantized_like(layer: Any, weight: Any) -> Any:
-    """Return a weight quantized like a linear layer's own, to replace it before the layer is first used.
+    """Return a weight, quantized as that of `layer`, to replace it before the layer is first used.
 
     Args:
-        layer: `torch.nn.Linear`, or a library's subclass.
-        weight: (out, in), in the dtype of the arithmetic.
+        layer: a quantized `torch.nn.Linear` or subclass.
+        weight: (out, in), in the dtype from `compute_dtype`.
     """
     import torch
 
@@ -113,7 +113,7 @@ def quantized_like(layer: Any, weight: Any) -> Any:
     if type(own).__module__.startswith("bitsandbytes"):
         import bitsandbytes
 
-        # Like `from_pretrained`: bitsandbytes quantizes a parameter when it moves from the CPU.
+        # bitsandbytes quantizes a parameter when it moves from the CPU to the GPU.
         if isinstance(own, bitsandbytes.nn.Params4bit):
             names = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "module")
             fresh: Any = bitsandbytes.nn.Params4bit(weight.cpu(), **{name: getattr(own, name) for name in names})
@@ -124,7 +124,7 @@ def quantized_like(layer: Any, weight: Any) -> Any:
 
     plain = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     plain.weight = torch.nn.Parameter(weight.to(own.device), requires_grad=False)
-    quantize_(plain, config(FP8, weight.dtype).get_apply_tensor_subclass())
+    quantize_(plain, diffusers_config(FP8, weight.dtype).get_apply_tensor_subclass())
     return plain.weight
 
 
@@ -132,7 +132,7 @@ def _import_package(kind: str) -> None:
     package = _PACKAGES[kind]
     try:
         importlib.import_module(package)
-    except Exception as error:  # native libraries fail with errors of any type
+    except Exception as error:  # native libraries raise errors of any type
         if isinstance(error, ModuleNotFoundError) and error.name == package:
             raise MachineError("quantization.package_missing", kind=kind, package=package) from error
         reason = first_line(error)

@@ -1,7 +1,7 @@
-"""The history file: time and memory of jobs and attention kernels on this machine, for later plans and estimates.
+"""The history file: measured time and memory of jobs and attention kernels on this machine, for later plans.
 
-A damaged or missing file is an empty history, and a folder that cannot be written is not an error. Processes write one
-after the other. Reading imports no torch.
+A missing or damaged file counts as an empty history. If the file cannot be written, a warning is logged. A lock
+serializes writers. Reading imports no torch.
 """
 
 import logging
@@ -24,7 +24,7 @@ from runtime.planner.history import (
     Run,
     attention_kind,
     attention_seconds,
-    compiling,
+    compilation_run,
     device_name,
     runs_of,
 )
@@ -32,65 +32,69 @@ from runtime.planner.memory_model import DTYPE_BYTES
 
 _VERSION: Literal[1] = 1
 # Only the newest runs are kept, a few hundred bytes each.
-_MOST = 400
-_WAIT_SECONDS = 5.0
+_MAX_RUNS = 400
+_LOCK_SECONDS = 5.0
 
 logger = logging.getLogger(__name__)
 
-# Returns the seconds of one attention call: kind, tokens, heads, head dimension, dtype, device.
+# Returns the seconds of one attention call, given kernel, tokens, heads, head dimension, dtype and device.
 Measure = Callable[[str, int, int, int, str, str], float]
 
 
 class _Document(FrozenModel):
-    """The file."""
+    """The contents of the file."""
 
     version: Literal[1]
     runs: tuple[Run, ...]
 
 
 class HistoryFile:
-    """The history of jobs on `machine`, in `folder`."""
+    """The history of jobs on a machine.
+
+    Args:
+        folder: holds `history.json`.
+    """
 
     def __init__(self, folder: Path, machine: Machine) -> None:
         self._path = folder / "history.json"
         self.machine = machine
-        self._first = True
-        self._known: tuple[tuple[int, int, int], History] | None = None
+        self._first_job = True
+        self._cached: tuple[tuple[int, int, int], History] | None = None
 
     def read(self) -> History:
-        """Return all runs, the newest last; the file is read again only when it has changed."""
+        """Return all runs, the newest last. The file is parsed again only if it has changed."""
         try:
-            found = self._path.stat()
+            status = self._path.stat()
         except OSError:
             return ()
-        # With the inode: every write makes a new file, so two writes within one clock tick differ too.
-        stamp = (found.st_mtime_ns, found.st_size, found.st_ino)
-        known = self._known
-        if known is None or known[0] != stamp:
-            known = self._known = (stamp, self._parsed())
-        return known[1]
+        # Every write creates a new inode, so even two writes within one clock tick differ.
+        stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
+        cached = self._cached
+        if cached is None or cached[0] != stamp:
+            cached = self._cached = (stamp, self._parse())
+        return cached[1]
 
-    def _parsed(self) -> History:
+    def _parse(self) -> History:
         try:
             return _Document.model_validate_json(self._path.read_bytes()).runs
         except (OSError, ValidationError):
             return ()
 
     def add(self, new: Iterable[Run]) -> None:
-        """Add runs; each replaces the run of the same kind and size, and keeps that one's memory if it has none."""
+        """Add runs. Each replaces the run of the same kind and size; without a measured peak, it keeps its memory."""
         runs = {(run.kind, run.flops): run for run in new}
         if not runs:
             return
         target = self._path
-        written = target.with_suffix(f".{os.getpid()}.tmp")
+        partial = target.with_suffix(f".{os.getpid()}.tmp")
         try:
-            with held(target.with_suffix(".lock"), seconds=_WAIT_SECONDS):
+            with held(target.with_suffix(".lock"), seconds=_LOCK_SECONDS):
                 before = {(run.kind, run.flops): run for run in self.read()}
                 kept = [run for key, run in before.items() if key not in runs]
                 now = [_with_memory_of(before.get(key), run) for key, run in runs.items()]
-                document = _Document(version=_VERSION, runs=(*kept, *now)[-_MOST:])
-                written.write_text(document.model_dump_json(), encoding="utf-8")
-                written.replace(target)
+                document = _Document(version=_VERSION, runs=(*kept, *now)[-_MAX_RUNS:])
+                partial.write_text(document.model_dump_json(), encoding="utf-8")
+                partial.replace(target)
         except OSError as error:  # includes a timeout of the lock
             logger.warning("%s could not be written: %s", target.name, error.strerror or error)
 
@@ -104,14 +108,14 @@ class HistoryFile:
     ) -> None:
         """Add a job that succeeded; see `planner.history.runs_of` for the arguments.
 
-        Memory counts only for a process's first job; later ones start with memory in use or cached.
+        Memory is added only for the first job of a process: later jobs start with memory in use or cached.
         """
-        self.add(runs_of(planned, ran, spec, self.machine, timings, peaks if self._first else {}))
-        self._first = False
+        self.add(runs_of(planned, ran, spec, self.machine, timings, peaks if self._first_job else {}))
+        self._first_job = False
 
     def add_compilation(self, plan: ExecutionPlan, spec: ModelSpec, seconds: float) -> None:
-        """Add the time that compilation took."""
-        self.add([compiling(plan, spec, self.machine, seconds)])
+        """Add the compilation time of a job."""
+        self.add([compilation_run(plan, spec, self.machine, seconds)])
 
 
 def _with_memory_of(before: Run | None, run: Run) -> Run:
@@ -123,15 +127,15 @@ def _with_memory_of(before: Run | None, run: Run) -> Run:
 def measure_attention(
     plan: ExecutionPlan, spec: ModelSpec, history: HistoryFile, measure: Measure | None = None
 ) -> None:
-    """Measure the exact attention kernels on this GPU, once per size class and dtype.
+    """Measure the exact attention kernels on this GPU, once per size class and dtype, for later plans.
 
-    The job itself keeps its planned kernel, so that it can be resumed bit for bit; the measurements serve later plans.
+    The job itself keeps its planned kernel, so that a resumed job gives the same video bit by bit.
 
     Args:
-        measure: `execution.attention.seconds_of` by default.
+        measure: by default `execution.attention.seconds_of`.
     """
-    missing = unmeasured(plan, spec, history.read(), history.machine)
-    if not missing:
+    kernels = unmeasured(plan, spec, history.read(), history.machine)
+    if not kernels:
         return
     from runtime.execution.attention import seconds_of
     from runtime.execution.memory import release_cached_memory
@@ -140,10 +144,10 @@ def measure_attention(
     part, transformer = plan.components["transformer"], spec.transformer
     flops, name = attention_flops(spec, plan.tokens), device_name(history.machine, part.device)
     found = []
-    for kind in missing:
+    for kernel in kernels:
         try:
             seconds = measure(
-                kind,
+                kernel,
                 plan.tokens,
                 transformer.num_attention_heads,
                 transformer.attention_head_dim,
@@ -151,19 +155,19 @@ def measure_attention(
                 part.device,
             )
         except Exception as error:  # each package raises its own errors; a kernel that fails is not used
-            logger.info("The attention %s was not measured: %s", kind, type(error).__name__)
+            logger.info("Attention kernel %s could not be measured: %s", kernel, type(error).__name__)
             continue
-        kind_of_run = attention_kind(name, part.dtype, kind)
-        found.append(Run(kind=kind_of_run, flops=flops, seconds=seconds, working_bytes=1, excess_bytes=None))
+        kind = attention_kind(name, part.dtype, kernel)
+        found.append(Run(kind=kind, flops=flops, seconds=seconds, working_bytes=1, excess_bytes=None))
     release_cached_memory()
     history.add(found)
 
 
 def unmeasured(plan: ExecutionPlan, spec: ModelSpec, history: History, machine: Machine) -> list[str]:
-    """Return the attention kernels to measure before a clip is made."""
+    """Return the attention kernels to measure for a plan; none if one was requested or there is no choice."""
     part = plan.components["transformer"]
-    full = DTYPE_BYTES[part.dtype] > DTYPE_BYTES["bfloat16"]
-    if plan.asked.attention != AUTO or part.backend != PYTORCH or not part.device.startswith("cuda") or full:
+    float32 = DTYPE_BYTES[part.dtype] > DTYPE_BYTES["bfloat16"]  # fast kernels need 16 bits
+    if plan.asked.attention != AUTO or part.backend != PYTORCH or not part.device.startswith("cuda") or float32:
         return []
     name, flops = device_name(machine, part.device), attention_flops(spec, plan.tokens)
     if attention_seconds(history, name, part.dtype, flops):

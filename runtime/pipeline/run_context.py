@@ -1,6 +1,7 @@
-"""State of a running job: its plan as it changes, its progress, warnings, checkpoints and result.
+"""State of a running job: its current plan, progress, warnings, checkpoints and result.
 
-`RunContext` emits the job's events, resumes from a checkpoint, and builds missing engines before anything runs.
+`run.run_job` makes a `RunContext`. The stages of the job read and update it; it emits their events, resumes from a
+checkpoint and builds missing engines.
 """
 
 import copy
@@ -32,26 +33,26 @@ from runtime.pipeline.sampling import Conditioning, SamplingState, Step, get_sch
 
 Emit = Callable[[Event], None]
 
-# Fields of a plan that may change while it runs.
-_DECIDED = ("components", "strategy", "decode_flops", "memory", "seconds", "strategies", "split", "speed")
+# Fields of a plan that fallbacks change while it runs.
+_CHANGING_FIELDS = ("components", "strategy", "decode_flops", "memory", "seconds", "strategies", "split", "speed")
 
 
 class RunContext:
-    """What changes while a job runs.
+    """The state of a job while it runs.
 
-    Use as a context manager: until it exits, the job's engines are protected from deletion. If it exits with an
-    exception, the job's progress is saved.
+    It is a context manager. While it is open, the job's engines are protected from deletion. If an exception ends it,
+    it saves the job's progress.
 
     Attributes:
-        plan: what runs where, fallbacks included.
+        plan: the current plan, fallbacks included.
         warnings: facts emitted so far, to show with the result.
         current: the running stage and its component.
-        conditioning: the encoded prompt, once there is one.
+        conditioning: the encoded prompt; `None` until it is encoded.
         sampling: progress of sampling; `None` before the first step.
-        progress_at: when `conditioning` or `sampling` last changed, by the performance counter.
-        earlier: about earlier runs of the job, see `VideoSaved`.
-        representative: whether this run makes the full job with one plan, so that its timings belong in the history.
-        text_encoded: whether the text encoder ran, rather than the prompt cache.
+        progress_at: time of the last change of `conditioning` or `sampling`, from `time.perf_counter`.
+        earlier: facts about earlier runs of the job, see `VideoSaved`.
+        representative: whether this run does the whole job with one plan, so that its timings may enter the history.
+        text_encoded: whether the text encoder ran; `False` if the prompt cache had all texts.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class RunContext:
         self._compiled_before = residency.compile_seconds
         self._planned = plan
         self._folder = checkpoints
-        self._checkpoints = CheckpointPolicy(checkpoints, spec, emit)
+        self._policy = CheckpointPolicy(checkpoints, spec, emit)
         self._engines_in_use = ExitStack()
 
     def __enter__(self) -> "RunContext":
@@ -106,7 +107,7 @@ class RunContext:
     @property
     def resumable(self) -> bool:
         """Whether a checkpoint of the job is on disk."""
-        return self._checkpoints.saved
+        return self._policy.saved
 
     def warn(self, fact: Fact) -> None:
         """Emit a fact to show with the result, unless this run or an earlier one has emitted it."""
@@ -125,7 +126,7 @@ class RunContext:
         self.begin_stage("load", name)
 
     def fell_back(self, name: str, reason: Fact) -> None:
-        """Run a component in PyTorch from now on instead of on its engine."""
+        """Replace a component's engine by PyTorch in the plan, and report it."""
         part = self.plan.components[name]
         backend = part.backend if part.engines else self.plan.asked.backend(name)
         event = FellBack(component=name, backend=backend, reason=reason)
@@ -135,12 +136,12 @@ class RunContext:
             self.emit(event)
 
     def on_degraded(self, name: str, field: str, reason: Fact) -> None:
-        """Record that an option of the plan's `Speed` is not applied: slower, with the same result."""
+        """Reset an option of the plan's `Speed` that cannot be applied; the job is slower, with the same result."""
         self.plan = self.plan.replace(speed=self.plan.speed.replace(**{field: getattr(EAGER, field)}))
         self.warn(Fact("pipeline.degraded", {"component": name, "reason": reason}))
 
     def schedule(self) -> tuple[Any, list[Step]]:
-        """Return a scheduler before its first step, and the plan's steps.
+        """Return a new scheduler before its first step, and the plan's steps.
 
         Raises:
             ModelError: if the model's scheduler cannot be loaded.
@@ -174,14 +175,14 @@ class RunContext:
         """Save a checkpoint if one is due; always between the two transformers and after the last step.
 
         Args:
-            seconds: that the last step took.
-            resumable: whether sampling can be resumed after it; with a step cache that holds for some steps only.
+            seconds: duration of the last step.
+            resumable: whether sampling can be resumed after this step; with a step cache, only after some steps.
         """
-        self._checkpoints.add_step(seconds)
+        self._policy.add_step(seconds)
         if not resumable:
             return
         boundary = self.step < len(steps) and steps[self.step].expert != steps[self.step - 1].expert
-        if boundary or self.step == len(steps) or self._checkpoints.due(self._checkpoint):
+        if boundary or self.step == len(steps) or self._policy.due(self._make_checkpoint):
             self._save_checkpoint(boundary=boundary)
 
     def resume(self) -> None:
@@ -199,8 +200,8 @@ class RunContext:
         if found is None:
             return
         if _decisions(found.planned) == _decisions(self.plan):
-            # Fallbacks of the earlier run stay; if the job was planned differently, the new plan counts.
-            self.plan = self.plan.replace(**{name: getattr(found.plan, name) for name in _DECIDED})
+            # Keep the fallbacks of the earlier run, unless the job is planned differently now.
+            self.plan = self.plan.replace(**{name: getattr(found.plan, name) for name in _CHANGING_FIELDS})
         complete = found.conditioning.negative is not None or not wants_guidance(self.plan)
         self.conditioning = found.conditioning if complete else None
         self.sampling = found.sampling
@@ -213,15 +214,16 @@ class RunContext:
             "load_seconds": round(found.load_seconds, 3),
         }
         self.representative = False
-        self._checkpoints.found(found)
+        self._policy.found(found)
         self.emit(Resumed(step=found.step, of=found.of))
 
     def _save_checkpoint(self, *, boundary: bool = False) -> None:
-        problem = self._checkpoints.save(self._checkpoint, boundary=boundary)
+        problem = self._policy.save(self._make_checkpoint, boundary=boundary)
         if problem is not None:
             self.warn(problem)
 
-    def _checkpoint(self) -> Checkpoint | None:
+    def _make_checkpoint(self) -> Checkpoint | None:
+        """Return the job's progress; `None` if there is nothing to resume from."""
         if self.conditioning is None:
             return None
         if self.sampling is not None and self.sampling.scheduler is None and self.step < self.plan.steps:
@@ -251,12 +253,12 @@ class RunContext:
         )
 
     def build_engines(self) -> None:
-        """Build missing and damaged engines of the components that still have work to do.
+        """Build missing and damaged engines of the components that the remaining stages need.
 
         If an engine cannot be built, PyTorch runs the component.
 
         Raises:
-            CancelledError: within a tenth of a second of the request; nothing of the build is left.
+            CancelledError: within a tenth of a second of the request; the partial build is removed.
             PausedError: once the current engine is built.
         """
         _, steps = self.schedule()
@@ -289,7 +291,7 @@ class RunContext:
             device = self.plan.components[name].device
             again = self.plan.asked.build == "always" or problem is not None
             engines.build(self.spec, name, use, device, partial(self._report_build, name), self.cancel, again=again)
-        # Building the next one may evict engines from the library, but not this one.
+        # Building the next engine may evict others from the library, but not this one.
         self._engines_in_use.enter_context(engines.store.using(use.id))
 
     def _report_build(self, name: str, progress: Fact, share: float | None) -> None:
@@ -302,7 +304,7 @@ def wants_guidance(plan: ExecutionPlan) -> bool:
 
 
 def _decisions(plan: ExecutionPlan) -> tuple[Any, ...]:
-    """Return how a plan computes its clip, without its estimates and its output path."""
+    """Return what a plan decides about how the clip is computed, for comparison with another plan."""
     parts = [
         (name, part.backend, part.device, part.dtype, part.quantization, [use.id for use in part.engines])
         for name, part in plan.components.items()

@@ -1,6 +1,6 @@
-"""Measurements of earlier jobs on this machine, and forecasts from the nearest run of the same kind.
+"""Measurements of earlier jobs on this machine, and forecasts from the run of the same kind that is nearest in size.
 
-Pure: `pipeline.history` reads and writes the file.
+Pure: `pipeline.history` reads and writes the history file.
 """
 
 import hashlib
@@ -17,15 +17,17 @@ from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner import placement
 from runtime.planner.memory_model import Workload, baseline_bytes, corrected, stages
 
-# Runs with more than this ratio of operations are not comparable: caches and launches count differently.
+# Runs are comparable up to this ratio of operations. Beyond it, caches and kernel launches weigh differently.
 _MAX_RATIO = 16.0
+# Below this ratio, two runs have the same size.
 _SAME_RATIO = 1.001
-# Range of a measured latency, (low, high) as factors: other programs may run at the same time. For the same size, and
-# for another one.
+# Range of a forecast latency, as factors (low, high) of a latency that was measured at the same size, or scaled from
+# another size. Other programs may have run at the same time.
 _MEASURED = (0.75, 1.4)
 _SCALED = (0.6, 1.7)
-# `Kind.component` of attention measured alone.
+# `Kind.component` of an attention kernel measured by itself.
 ATTENTION = "attention"
+# `Run.flops` of a compilation, whose time does not depend on the size.
 _ANY_SIZE = 1.0
 
 
@@ -33,8 +35,8 @@ class Kind(FrozenModel):
     """What two runs must have in common to be comparable; names are those of `ComponentPlan`.
 
     Attributes:
-        model: digest of the architecture.
-        component: "transformer" for both experts.
+        model: digest of the architecture, see `architecture`.
+        component: "transformer" for both transformers; also "attention" and "compiling".
         tile: side of the decoder's tiles in latents; empty for whole frames.
         step_cache: empty for none.
         speed: see `history_tag`.
@@ -56,10 +58,10 @@ class Run(FrozenModel):
     """Measurements of one stage of a successful job.
 
     Attributes:
-        flops: operations of one call, of the whole clip for the VAE.
-        seconds: of one call; 0 if not measured.
-        working_bytes: the forecast's working set.
-        excess_bytes: measured peak minus the forecast's; `None` if not measured.
+        flops: operations of one call (VAE: of the whole clip).
+        seconds: duration of one call; 0 if not measured.
+        working_bytes: the forecast working set.
+        excess_bytes: the measured peak minus the forecast peak; `None` if not measured.
     """
 
     kind: Kind
@@ -83,26 +85,25 @@ def runs_of(
     """Return a job's measurements by component, without components that fell back.
 
     Args:
-        planned, ran: the plan at the start and at the end.
+        planned: the plan at the start of the job.
+        ran: the plan at its end, fallbacks included.
         timings: seconds by stage, without loading.
-        peaks: bytes by stage in addition to what was allocated before the job, for stages where no other job counts.
+        peaks: peak bytes by stage, minus what was allocated before the job; only stages without other jobs' memory.
     """
     workload, strategy = Workload.of(planned, spec), planned.strategy
-    calls = _calls_in(planned)
+    calls = _calls_of_plan(planned)
     uncorrected = stages(workload, strategy)
     found = []
     for name in ("text_encoder", "transformer", "vae"):
-        same = [stage for stage in uncorrected if stage.component == name or _both_experts(stage.component, name)]
-        parts = [planned.components[stage.component] for stage in same]
-        computed = history_tag(planned.speed, name)
-        unlike = (
-            computed != history_tag(ran.speed, name)
-            or len({(part.backend, part.dtype, part.quantization) for part in parts}) > 1
-        )
-        fell_back = any(ran.components[s.component].backend != planned.components[s.component].backend for s in same)
-        if unlike or fell_back:
+        alike = [stage for stage in uncorrected if stage.component == name or _both_experts(stage.component, name)]
+        parts = [planned.components[stage.component] for stage in alike]
+        speed = history_tag(planned.speed, name)
+        degraded = speed != history_tag(ran.speed, name)
+        mixed = len({(part.backend, part.dtype, part.quantization) for part in parts}) > 1
+        fell_back = any(ran.components[s.component].backend != planned.components[s.component].backend for s in alike)
+        if degraded or mixed or fell_back:
             continue
-        largest = max(same, key=lambda stage: stage.peak_bytes)
+        largest = max(alike, key=lambda stage: stage.peak_bytes)
         # With several GPUs, memory that each process had allocated before the job is unknown.
         peak = peaks.get(largest.stage) if planned.split is None else None
         kind = Kind(
@@ -115,13 +116,13 @@ def runs_of(
             offload=strategy.offload,
             tile=tile_of(strategy, name),
             step_cache=cache_of(planned.step_cache, name),
-            speed=computed,
+            speed=speed,
         )
         found.append(
             Run(
                 kind=kind,
                 flops=workload.flops(name, strategy.decode_tile),
-                seconds=timings.get(largest.stage, 0.0) / sum(calls[stage.component] for stage in same),
+                seconds=timings.get(largest.stage, 0.0) / sum(calls[stage.component] for stage in alike),
                 working_bytes=largest.working_bytes,
                 excess_bytes=None if peak is None else baseline_bytes(workload.device) + peak - largest.peak_bytes,
             )
@@ -130,7 +131,7 @@ def runs_of(
 
 
 def _both_experts(one: str, other: str) -> bool:
-    """Return whether both are transformers, which share an architecture."""
+    """Return whether both components are transformers; they have the same architecture."""
     return is_transformer(one) and is_transformer(other)
 
 
@@ -140,7 +141,7 @@ def calls_of(
     """Return the number of calls of each component for one clip.
 
     Args:
-        expert_steps: steps of each transformer; if unknown, they share the steps evenly.
+        expert_steps: steps of each transformer; if empty, the steps are divided evenly.
     """
     scales = {"transformer": guidance_scale}
     if guidance_scale_2 is not None:
@@ -150,12 +151,12 @@ def calls_of(
     return {"text_encoder": max(passes.values()), **experts, "vae": 1}
 
 
-def _calls_in(plan: ExecutionPlan) -> dict[str, float]:
+def _calls_of_plan(plan: ExecutionPlan) -> dict[str, float]:
     return calls_of(plan.steps, plan.guidance_scale, plan.guidance_scale_2, plan.expert_steps)
 
 
 def history_tag(speed: Speed, component: str) -> str:
-    """Return `history.Kind.speed`: the options that change a component's speed; empty for none."""
+    """Return `Kind.speed`: the options of `Speed` that change a component's latency, as text; empty for none."""
     if component == "text_encoder":
         return ""
     if component == "vae":
@@ -174,23 +175,23 @@ def device_name(machine: Machine, device: str) -> str:
 
 
 def tile_of(strategy: MemoryStrategy, component: str) -> str:
-    """Return `Kind.tile`: only the VAE works in tiles."""
+    """Return `Kind.tile`; empty for all components but the VAE."""
     return str(strategy.decode_tile) if component == "vae" and strategy.decode_tile is not None else ""
 
 
 def cache_of(step_cache: str, component: str) -> str:
-    """Return `Kind.step_cache`: only transformers are called step by step."""
+    """Return `Kind.step_cache`; empty for all components but the transformers."""
     return step_cache if is_transformer(component) and step_cache != NONE else ""
 
 
 def architecture(spec: ModelSpec) -> str:
-    """Return a short digest of what determines a model's memory and operations."""
+    """Return a short digest of the properties that determine a model's memory and operations."""
     known = repr((spec.transformer, spec.vae, sorted(spec.parameters.items()), spec.expand_timesteps))
     return hashlib.sha256(known.encode()).hexdigest()[:16]
 
 
 def seconds_per_call(history: History, kind: Kind, flops: float) -> Seconds | None:
-    """Return the seconds of one call, scaled by operations from the nearest run; `None` if there is none."""
+    """Return the seconds of one call, scaled by operations from the run nearest in size; `None` if there is none."""
     run = _nearest([run for run in history if run.seconds], kind, flops)
     if run is None:
         return None
@@ -200,10 +201,10 @@ def seconds_per_call(history: History, kind: Kind, flops: float) -> Seconds | No
 
 
 def attention_seconds(history: History, device: str, dtype: str, flops: float) -> dict[str, float]:
-    """Return the seconds of one attention of a number of operations, for each kernel measured on a device."""
-    kinds = {run.kind.backend for run in history if run.kind.component == ATTENTION}
-    found = {kind: seconds_per_call(history, attention_kind(device, dtype, kind), flops) for kind in kinds}
-    return {kind: seconds.likely for kind, seconds in found.items() if seconds is not None}
+    """Return the seconds of one attention call of `flops` operations, for each kernel measured on a device."""
+    kernels = {run.kind.backend for run in history if run.kind.component == ATTENTION}
+    found = {name: seconds_per_call(history, attention_kind(device, dtype, name), flops) for name in kernels}
+    return {name: seconds.likely for name, seconds in found.items() if seconds is not None}
 
 
 def attention_kind(device: str, dtype: str, name: str) -> Kind:
@@ -213,21 +214,21 @@ def attention_kind(device: str, dtype: str, name: str) -> Kind:
     )
 
 
-def compiling(plan: ExecutionPlan, spec: ModelSpec, machine: Machine, seconds: float) -> Run:
-    """Return the measurement of a job's compilation time."""
+def compilation_run(plan: ExecutionPlan, spec: ModelSpec, machine: Machine, seconds: float) -> Run:
+    """Return the run that records a job's compilation time."""
     part = plan.components["transformer"]
-    kind = compiling_kind(device_name(machine, part.device), spec, part.dtype, part.quantization)
+    kind = _compilation_kind(device_name(machine, part.device), spec, part.dtype, part.quantization)
     return Run(kind=kind, flops=_ANY_SIZE, seconds=seconds, working_bytes=1, excess_bytes=None)
 
 
 def compile_seconds(history: History, device: str, spec: ModelSpec, dtype: str, quantization: str) -> float | None:
-    """Return the last measured compilation time, for any size; `None` if not measured."""
-    found = seconds_per_call(history, compiling_kind(device, spec, dtype, quantization), _ANY_SIZE)
+    """Return the last measured compilation time, for clips of any size; `None` if not measured."""
+    found = seconds_per_call(history, _compilation_kind(device, spec, dtype, quantization), _ANY_SIZE)
     return None if found is None else found.likely
 
 
-def compiling_kind(device: str, spec: ModelSpec, dtype: str, quantization: str) -> Kind:
-    """Return the kind of a compilation."""
+def _compilation_kind(device: str, spec: ModelSpec, dtype: str, quantization: str) -> Kind:
+    """Return the kind of compilation runs."""
     return Kind(
         device=device,
         model=architecture(spec),
@@ -240,7 +241,10 @@ def compiling_kind(device: str, spec: ModelSpec, dtype: str, quantization: str) 
 
 
 def corrected_by_history(history: History, kind: Kind, flops: float, stage: StageMemory) -> StageMemory:
-    """Return a stage's memory, corrected by the nearest run's excess; positive excess scales with the working set."""
+    """Return a stage's memory, corrected by the excess of the run nearest in size.
+
+    A positive excess scales with the working set.
+    """
     run = _nearest([run for run in history if run.excess_bytes is not None], kind, flops)
     if run is None or run.excess_bytes is None:
         return stage

@@ -316,7 +316,9 @@ def quantize(module: Any) -> None:
     """Quantize the blocks' linear layers as a job does: FP8, a scale per row."""
     from torchao.quantization import quantize_
 
-    quantize_(module.blocks, quantization.config(quantization.FP8, torch.bfloat16).get_apply_tensor_subclass())
+    quantize_(
+        module.blocks, quantization.diffusers_config(quantization.FP8, torch.bfloat16).get_apply_tensor_subclass()
+    )
 
 
 def part(module: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 from runtime.core.errors import MachineError, ModelError
 from runtime.core.facts import Fact
 from runtime.core.plan import ComponentPlan
-from runtime.models.quantization import arithmetic, check_quantized, config, loading_arguments
+from runtime.models.quantization import check_quantized, compute_dtype, diffusers_config, loading_arguments
 from tests.engines.contract import wheels
 
 KINDS = {"bnb-8bit": "bitsandbytes", "bnb-4bit": "bitsandbytes", "fp8": "torchao"}
@@ -39,7 +39,7 @@ def part(quantization: str, dtype: str = "bfloat16", device: str = "cpu") -> Com
     ],
 )
 def test_it_computes_in_16_bits(kind: str, dtype: str, bfloat16: bool, computes_in: str) -> None:
-    assert arithmetic(part(kind, dtype), bfloat16=bfloat16) == computes_in
+    assert compute_dtype(part(kind, dtype), bfloat16=bfloat16) == computes_in
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -54,7 +54,7 @@ def test_a_cpu_is_refused(kind: str) -> None:
 def test_a_missing_package_is_named(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, KINDS[kind], None)
     with pytest.raises(MachineError) as caught:
-        config(kind, torch.bfloat16)
+        diffusers_config(kind, torch.bfloat16)
     assert caught.value.fact == Fact("quantization.package_missing", {"kind": kind, "package": KINDS[kind]})
     assert "--quantization none" in caught.value.remedy
 
@@ -67,7 +67,7 @@ def test_a_package_that_cannot_be_imported_states_why(
     (tmp_path / f"{KINDS[kind]}.py").write_text("raise OSError('libcudart.so.13 is missing\\nmore')\n", "utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(MachineError) as caught:
-        config(kind, torch.bfloat16)
+        diffusers_config(kind, torch.bfloat16)
     assert caught.value.code == "quantization.package_broken"
     assert caught.value.data == {"kind": kind, "package": KINDS[kind], "reason": "libcudart.so.13 is missing"}
 

@@ -25,7 +25,7 @@ from runtime.planner.history import (
     Run,
     architecture,
     attention_kind,
-    compiling,
+    compilation_run,
     device_name,
     history_tag,
     runs_of,
@@ -216,7 +216,7 @@ def test_compiling_pays_off_for_a_long_clip_and_not_for_a_short_one() -> None:
 @pytest.mark.parametrize(("took", "compiled"), [(0.2, True), (10_000.0, False)])
 def test_measured_compilation_time_takes_precedence(took: float, compiled: bool) -> None:
     clip = plan()
-    run = compiling(clip, A14B, gpu_machine(), took)
+    run = compilation_run(clip, A14B, gpu_machine(), took)
     decided = plan(history=[run]).speed
     assert decided.compiled is compiled
     assert decided.compiled_reason is not None and decided.compiled_reason.data["measured"]

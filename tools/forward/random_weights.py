@@ -57,7 +57,7 @@ def random_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str |
     target, dtype = device or part.device, getattr(torch, part.dtype)
     if part.quantization != quantization.NONE and is_transformer(name):
         _check_quantization(part)
-        dtype = getattr(torch, quantization.arithmetic(part, bfloat16=True))
+        dtype = getattr(torch, quantization.compute_dtype(part, bfloat16=True))
     _fill(made, torch.device(target), dtype, zlib.crc32(name.encode()))
     if is_transformer(name):
         # Position tables are computed, not loaded.
@@ -118,7 +118,7 @@ def _check_quantization(part: ComponentPlan) -> None:
 
 def _quantize(module: torch.nn.Module, part: ComponentPlan) -> None:
     """Quantize the linear layers that `from_pretrained` would quantize."""
-    config = quantization.config(part.quantization, torch.bfloat16)
+    config = quantization.diffusers_config(part.quantization, torch.bfloat16)
     from torchao.quantization import quantize_
 
     kept = {*(config.modules_to_not_convert or ()), *kept_in_float32(module)}
