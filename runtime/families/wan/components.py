@@ -1,4 +1,4 @@
-"""Wan's components in PyTorch; see `models.registry` for who calls this module."""
+"""Wan's components in PyTorch, for `execution.components`, and its exportable forms, for `engines.programs`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, cast

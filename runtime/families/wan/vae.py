@@ -1,12 +1,12 @@
-"""Wan's VAE decoder: several latent frames per call, on diffusers' modules, with few passes over memory.
+"""Wan's VAE decoder on diffusers' modules, with several latent frames per call and few passes over memory.
 
 Equal to `AutoencoderKLWan._decode` up to rounding. Differences:
 
-- The two cached frames of a causal convolution are concatenated with its input when that is computed, not later.
-- The convolution pads in space itself, without a copy. The next operation adds its bias.
+- The operation that computes the input of a causal convolution also prepends the two cached frames.
+- Convolutions pad in space themselves, without a copy. The operation after a convolution adds its bias.
 - With `channels_last`, activations are in the memory layout in which cuDNN's convolutions are fastest.
-- The operations between two convolutions are one function. On GPUs with Triton, kernels (`vae_kernels`) compute it, and
-  some convolutions, whose input is then also padded in space.
+- The operations between two convolutions are one function. On GPUs with Triton, a kernel computes it (`vae_kernels`).
+  Kernels also compute some convolutions; the function before then pads their input in space.
 
 Caches have the format of engines (`programs.VaeForm`): two frames each, initially zeros.
 """
@@ -32,10 +32,11 @@ from runtime.upstream.diffusers import causal_padding
 CACHED_FRAMES = 2
 # Frames yielded at once after the last tile.
 _TILED_FRAMES = 4
-# Convolutions that the kernel computes: channels are a multiple of this (GPUs copy 16 bytes at a time); kernel size.
-_CHANNELS, _SPACE = 8, (3, 3)
-# Crops (…, height, width) to the needed part, at places numbered from 0: before each up block, before the output norm,
-# and at the end.
+# The Triton convolution supports input channels in multiples of this (GPUs copy 16 bytes at a time) and this spatial
+# kernel size.
+_CHANNEL_MULTIPLE, _KERNEL_SIZE = 8, (3, 3)
+# Crops a tensor (…, height, width) to the part that a strip needs, at a place in the decoder. Places are numbered from
+# 0: before each up block, before the output norm, and at the end.
 Trim = Callable[[torch.Tensor, int], torch.Tensor]
 _Operation = Callable[..., torch.Tensor]
 
@@ -43,14 +44,14 @@ _Operation = Callable[..., torch.Tensor]
 def norm_activate(
     x: torch.Tensor, bias: torch.Tensor | None, gamma: torch.Tensor, before: torch.Tensor, padding: int = 0
 ) -> torch.Tensor:
-    """Return the input of a causal convolution: the cached frames, then `x` normalised over channels and activated.
+    """Return the input of a causal convolution: the cached frames, then `x` normalized over channels and activated.
 
     Args:
         x: (1, channels, frames, height, width), the output of the previous convolution.
-        bias: the bias of that convolution, if it is not added yet.
+        bias: the bias of that convolution; `None` if it is already added.
         gamma: the scale of each channel, (channels, 1, 1, 1).
-        before: the cached frames.
-        padding: pixels of zeros around each frame.
+        before: the cached frames, in the layout of `x`.
+        padding: width of the border of zeros around each frame, in pixels.
     """
     if bias is not None:
         x = x + bias.view(1, -1, 1, 1, 1)
@@ -60,24 +61,24 @@ def norm_activate(
 
 
 def add_residual(x: torch.Tensor, bias: torch.Tensor, shortcut: torch.Tensor) -> torch.Tensor:
-    """Add the bias of the last convolution and the shortcut of a residual block."""
+    """Return the output of a residual block: the last convolution's output `x`, its bias, and the shortcut."""
     return x + bias.view(1, -1, 1, 1, 1) + shortcut
 
 
 def upsample(frames: torch.Tensor) -> torch.Tensor:
-    """Return (frames, channels, height, width) twice as high and wide, by nearest-neighbour interpolation."""
+    """Return (frames, channels, height, width) at twice the height and width, by nearest-neighbor interpolation."""
     return F.interpolate(frames, scale_factor=2.0, mode="nearest-exact")
 
 
 def convolve(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the convolution of a padded input, without a bias."""
+    """Convolve a padded input, without a bias."""
     return F.conv3d(x, weight)
 
 
 def as_frames(pixels: torch.Tensor) -> torch.Tensor:
     """Return the decoder's output as frames, (frames, height, width, 3), float32 in -1 to 1.
 
-    Inf becomes NaN: clamped, an overflow would look like white.
+    Inf becomes NaN, because clamping would turn an overflow into white.
 
     Args:
         pixels: (1, 3, frames, height, width).
@@ -104,7 +105,7 @@ class DecoderOps:
         norm_activate, add_residual, upsample, convolve: the functions of this module, wrapped.
 
     Args:
-        wrap: returns a faster version of a function.
+        wrap: takes each of these functions and returns a faster version of it.
     """
 
     def __init__(self, wrap: Callable[[_Operation], _Operation] = lambda plain: plain) -> None:
@@ -117,7 +118,7 @@ class DecoderOps:
         return 0.0
 
     def supports(self, _conv: nn.Conv3d) -> bool:
-        """Return whether `convolve` computes a convolution; PyTorch computes the others."""
+        """Return whether `convolve` can replace a convolution; others run in PyTorch."""
         return False
 
 
@@ -125,9 +126,10 @@ class DecoderSteps:
     """The decoder of a `diffusers.AutoencoderKLWan`, one call at a time.
 
     Args:
-        decoder: a `WanDecoder3d`.
-        channels_last: whether activations and weights are in channels-last layout.
-        ops: the operations between convolutions; if they support a convolution, `channels_last` is required.
+        decoder: a `WanDecoder3d`; the memory layout of its weights is changed.
+        channels_last: whether activations and weights are in channels-last layout. Required if `ops` supports any
+            convolution.
+        ops: the operations between convolutions.
     """
 
     def __init__(self, decoder: Any, *, channels_last: bool = False, ops: DecoderOps | None = None) -> None:
@@ -136,7 +138,7 @@ class DecoderSteps:
         self.ops = ops or DecoderOps()
         for module in decoder.modules():
             if isinstance(module, nn.Conv3d) and self.ops.supports(module):
-                # Output channels are contiguous.
+                # The kernel reads weights with contiguous output channels.
                 weight = module.weight.data.permute(2, 3, 4, 1, 0).contiguous()
                 module.weight.data = weight.permute(4, 3, 0, 1, 2)
             elif channels_last and isinstance(module, nn.Conv3d | nn.Conv2d):
@@ -147,60 +149,60 @@ class DecoderSteps:
     def __call__(
         self, z: torch.Tensor, caches: list[torch.Tensor], *, first: bool, trim: Trim | None = None
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return pixels, (1, channels, frames, height, width), and the caches for the next call.
+        """Decode latent frames; return pixels, (1, channels, frames, height, width), and the caches for the next call.
 
         Args:
             z: (1, channels, latent frames, height, width), after `post_quant_conv`.
-            caches: from the previous call; empty for the first. The list is emptied, so that used caches are freed.
+            caches: from the previous call; empty for the first. This call empties the list, to free used caches early.
             first: whether `z` is the clip's first latent frame, which is decoded to one frame.
-            trim: the same in all calls of a clip; caches are cropped too.
+            trim: must be the same in all calls of a clip, because it also determines the size of the caches.
         """
         return _Call(self, caches, trim, first=first).run(self._decoder, z)
 
 
 class _Call:
-    """One call, with its input and output caches."""
+    """One call of `DecoderSteps`, with its input and output caches."""
 
-    def __init__(self, steps: DecoderSteps, given: list[torch.Tensor], trim: Trim | None, *, first: bool) -> None:
-        self._ops, self._format = steps.ops, steps.layout
-        self._given = given
+    def __init__(self, steps: DecoderSteps, caches: list[torch.Tensor], trim: Trim | None, *, first: bool) -> None:
+        self._ops, self._layout = steps.ops, steps.layout
+        self._caches_in = caches
+        self._caches_out: list[torch.Tensor] = []
         self._trim = trim
-        self._kept: list[torch.Tensor] = []
         self._first = first
 
     def run(self, decoder: Any, z: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        z = z.contiguous(memory_format=self._format)
-        x = self._convolve(decoder.conv_in, torch.cat([self._before(z), z], dim=2), with_bias=True)
+        z = z.contiguous(memory_format=self._layout)
+        x = self._convolve(decoder.conv_in, torch.cat([self._next_cache(z), z], dim=2), with_bias=True)
         mid = decoder.mid_block
         x = self._residual(mid.resnets[0], x)
         for attention, resnet in zip(mid.attentions, mid.resnets[1:], strict=True):
-            x = self._residual(resnet, attention(x).contiguous(memory_format=self._format))
+            x = self._residual(resnet, attention(x).contiguous(memory_format=self._layout))
         for number, block in enumerate(decoder.up_blocks):
-            x = self._up(block, self._trimmed(x, number))
+            x = self._up(block, self._crop(x, number))
         blocks, norm = len(decoder.up_blocks), decoder.norm_out
-        x = self._trimmed(x, blocks)
-        padded = self._ops.norm_activate(x, None, _gamma(norm), self._before(x))
-        return self._trimmed(self._convolve(decoder.conv_out, padded, with_bias=True), blocks + 1), self._kept
+        x = self._crop(x, blocks)
+        padded = self._ops.norm_activate(x, None, _gamma(norm), self._next_cache(x))
+        return self._crop(self._convolve(decoder.conv_out, padded, with_bias=True), blocks + 1), self._caches_out
 
-    def _trimmed(self, x: torch.Tensor, number: int) -> torch.Tensor:
+    def _crop(self, x: torch.Tensor, number: int) -> torch.Tensor:
         # A view would keep the whole tensor in memory.
-        return x if self._trim is None else self._trim(x, number).contiguous(memory_format=self._format)
+        return x if self._trim is None else self._trim(x, number).contiguous(memory_format=self._layout)
 
-    def _before(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the next cache; at the clip's beginning zeros, shaped like frames of `x`."""
-        if self._given:
-            return self._given.pop(0).contiguous(memory_format=self._format)
+    def _next_cache(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the next input cache; at the clip's start, zeros shaped like frames of `x`."""
+        if self._caches_in:
+            return self._caches_in.pop(0).contiguous(memory_format=self._layout)
         frames = torch.zeros_like(x[:, :, :1]).expand(-1, -1, CACHED_FRAMES, -1, -1)
-        return frames.contiguous(memory_format=self._format)
+        return frames.contiguous(memory_format=self._layout)
 
     def _convolve(self, conv: Any, padded: torch.Tensor, *, with_bias: bool = False) -> torch.Tensor:
-        """Convolve an input that starts with cached frames, and cache its last frames for the next call."""
-        self._keep(padded)
+        """Convolve an input that starts with the cached frames, and cache its last frames for the next call."""
+        self._save_cache(padded)
         space = (0, *causal_padding(conv)[1:])
         return F.conv3d(padded, conv.weight, conv.bias if with_bias else None, padding=space)
 
-    def _keep(self, padded: torch.Tensor) -> None:
-        self._kept.append(padded[:, :, -CACHED_FRAMES:].clone(memory_format=self._format))
+    def _save_cache(self, padded: torch.Tensor) -> None:
+        self._caches_out.append(padded[:, :, -CACHED_FRAMES:].clone(memory_format=self._layout))
 
     def _residual(self, block: Any, x: torch.Tensor) -> torch.Tensor:
         shortcut = block.conv_shortcut(x)
@@ -210,12 +212,12 @@ class _Call:
         return out
 
     def _norm_convolve(self, norm: Any, x: torch.Tensor, bias: torch.Tensor | None, conv: Any) -> torch.Tensor:
-        """Normalise, activate and convolve; `bias` is added to `x` first."""
-        given = (x, bias, _gamma(norm), self._before(x))
+        """Add `bias` to `x`, normalize, activate and convolve."""
+        arguments = (x, bias, _gamma(norm), self._next_cache(x))
         if not self._ops.supports(conv):
-            return self._convolve(conv, self._ops.norm_activate(*given))
-        padded = self._ops.norm_activate(*given, 1)
-        self._keep(padded[..., 1:-1, 1:-1])
+            return self._convolve(conv, self._ops.norm_activate(*arguments))
+        padded = self._ops.norm_activate(*arguments, 1)
+        self._save_cache(padded[..., 1:-1, 1:-1])
         out: torch.Tensor = self._ops.convolve(padded, conv.weight)
         return out
 
@@ -237,20 +239,20 @@ class _Call:
 
     def _upsample_time(self, conv: Any, x: torch.Tensor) -> torch.Tensor:
         if self._first:
-            self._kept.append(self._before(x))
+            self._caches_out.append(self._next_cache(x))
             return x
-        padded = torch.cat([self._before(x), x], dim=2)
+        padded = torch.cat([self._next_cache(x), x], dim=2)
         x = self._convolve(conv, padded, with_bias=True)
         b, c, t, h, w = x.shape
-        if self._format is torch.channels_last_3d:
-            # The same as below, in channels-last order.
+        if self._layout is torch.channels_last_3d:
+            # The same result as below, with the copy in channels-last order.
             pixels = x.permute(0, 2, 3, 4, 1).unflatten(4, (2, c // 2)).permute(0, 1, 4, 2, 3, 5)
             return pixels.reshape(b, 2 * t, h, w, c // 2).permute(0, 4, 1, 2, 3)
         return x.view(b, 2, c // 2, t, h, w).permute(0, 2, 3, 1, 4, 5).reshape(b, c // 2, 2 * t, h, w)
 
 
-def can_run(device: torch.device) -> bool:
-    """Return whether Triton runs on a device."""
+def triton_runs_on(device: torch.device) -> bool:
+    """Return whether Triton kernels run on a device."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
@@ -260,46 +262,49 @@ class TritonDecoderOps(DecoderOps):
     Args:
         device, dtype: of the decoder.
         on_degraded: called once if a kernel failed; PyTorch runs from then on.
-        kernels: by default `vae_kernels`.
+        kernels: the module with the kernels, by default `vae_kernels`; tests replace it.
     """
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype, on_degraded: OnDegraded | None = None, kernels: Any = None
     ) -> None:
-        self._faster = WithFallback("execution.triton_failed", on_degraded)
+        self._fallback = WithFallback("execution.triton_failed", on_degraded)
         self._kernels = kernels
-        super().__init__(self._by_kernel)
-        self._convolves = dtype in {torch.float16, torch.bfloat16} and (
+        super().__init__(self._with_kernel)
+        self._has_convolution = dtype in {torch.float16, torch.bfloat16} and (
             kernels is not None or torch.cuda.get_device_capability(device) == constraints.HOPPER
         )
 
     @property
     def compile_seconds(self) -> float:
         """See `DecoderOps`."""
-        return self._faster.seconds
+        return self._fallback.seconds
 
     def supports(self, conv: nn.Conv3d) -> bool:
         """See `DecoderOps`."""
-        outputs, channels, space = conv.out_channels, conv.in_channels, conv.kernel_size[1:]
-        fits = outputs == constraints.OUTPUTS_BY_KERNEL and channels % _CHANNELS == 0 and space == _SPACE
-        return self._convolves and fits
+        return (
+            self._has_convolution
+            and conv.out_channels == constraints.OUTPUTS_BY_KERNEL
+            and conv.in_channels % _CHANNEL_MULTIPLE == 0
+            and conv.kernel_size[1:] == _KERNEL_SIZE
+        )
 
-    def _by_kernel(self, plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Return a function that calls the kernel of the same name."""
+    def _with_kernel(self, plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Return a function that calls the kernel named like `plain`, or `plain` itself once a kernel has failed."""
 
-        def kernel(*given: Any) -> torch.Tensor:
+        def kernel(*arguments: Any) -> torch.Tensor:
             self._kernels = self._kernels or import_module("runtime.families.wan.vae_kernels")
-            out: torch.Tensor = getattr(self._kernels, plain.__name__)(*given)
+            out: torch.Tensor = getattr(self._kernels, plain.__name__)(*arguments)
             return out
 
-        return lambda *given: self._faster.run(kernel, plain, given)
+        return lambda *arguments: self._fallback.run(kernel, plain, arguments)
 
 
 class PyTorchVideoDecoder:
     """The decoder of a `diffusers.AutoencoderKLWan`, computed by `DecoderSteps`.
 
-    The causal convolutions' caches take the first latent frame alone and then any number at once; the result equals
-    one at a time up to rounding.
+    The first latent frame is decoded alone, then any number per call. The result does not depend on that number, up to
+    rounding.
 
     Args:
         module: its weights may be on another device until it is called.
@@ -311,7 +316,7 @@ class PyTorchVideoDecoder:
         config: Any = module.config
         parameter = next(module.decoder.parameters())
         device, shape = device or parameter.device, (1, config.z_dim, 1, 1, 1)
-        # Always in float32: rounding would shift every colour.
+        # Always float32: rounding would shift all colors.
         self._mean = torch.tensor(config.latents_mean, device=device, dtype=torch.float32).view(shape)
         self._std = torch.tensor(config.latents_std, device=device, dtype=torch.float32).view(shape)
         self._dtype = parameter.dtype
@@ -325,7 +330,7 @@ class PyTorchVideoDecoder:
             if on_degraded is not None:
                 on_degraded("compiled", reason)
 
-        fast = speed.compiled and speed.channels_last and can_run(self._mean.device)
+        fast = speed.compiled and speed.channels_last and triton_runs_on(self._mean.device)
         ops = TritonDecoderOps(self._mean.device, self._dtype, report) if fast else None
         self._steps = DecoderSteps(self._vae.decoder, channels_last=speed.channels_last, ops=ops)
 
@@ -344,8 +349,8 @@ class PyTorchVideoDecoder:
     def _tiled(self, latents: torch.Tensor, chunk: int, tile: int) -> Iterator[torch.Tensor]:
         """Decode tile by tile, each through the whole clip, so that only the caches of one tile are in memory.
 
-        Tiles are blended as in `AutoencoderKLWan.tiled_decode`, overlap by a quarter, and all have one size.
-        The clip is collected in memory (RAM) in float16, whose rounding is a sixteenth of a step of 8 bits.
+        Tiles have equal sizes, overlap by a quarter, and are blended as in `AutoencoderKLWan.tiled_decode`. The clip is
+        collected in RAM in float16, whose rounding error is a sixteenth of an 8-bit step.
         """
         scale = self._vae.config.scale_factor_spatial
         rows, columns = spans(latents.shape[3], tile), spans(latents.shape[4], tile)
@@ -388,10 +393,10 @@ class PyTorchVideoDecoder:
         vae = self._vae
         z = latents.to(self._mean.device, self._mean.dtype) * self._std + self._mean
         z = vae.post_quant_conv(z.to(self._dtype))
-        held = [cache.to(z.device, z.dtype) for cache in caches]
+        state = [cache.to(z.device, z.dtype) for cache in caches]
         while start < z.shape[2]:
             end = min(start + chunk, z.shape[2]) if start else 1
-            out, held = self._steps(z[:, :, start:end], held, first=start == 0, trim=trim)
+            out, state = self._steps(z[:, :, start:end], state, first=start == 0, trim=trim)
             if self._patch_size is not None:
                 out = unpatchify(out, patch_size=self._patch_size)
             yield as_frames(out)
@@ -399,11 +404,12 @@ class PyTorchVideoDecoder:
 
 
 class StripDecoder:
-    """Decodes strip `number` of `count`, along the longer side.
+    """Decodes one of several strips into which the longer side of the frames is divided.
 
     Args:
-        module: with its weights on `device`.
+        module: the VAE, with its weights on `device`.
         device: the device that computes.
+        number, count: the number of the strip, from 0, and of all strips.
         speed: execution options.
     """
 
@@ -431,13 +437,13 @@ class StripDecoder:
         Yields:
             (frames, height, width, 3), float32 in -1 to 1; height or width is the strip's.
         """
-        along = longer_side(latents)
-        length = latents.shape[along]
+        axis = longer_side(latents)
+        length = latents.shape[axis]
         cuts = _cuts(self._blocks, length, _strip(length, self._number, self._count))
 
         def trim(x: torch.Tensor, number: int) -> torch.Tensor:
             cut = cuts[number]
-            return x.narrow(along, cut.start, cut.end - cut.start)
+            return x.narrow(axis, cut.start, cut.end - cut.start)
 
         yield from self._whole.decode_from(latents, chunk, 0, (), trim)
 
@@ -447,7 +453,15 @@ def _strip(length: int, number: int, count: int) -> Span:
 
 
 def _cuts(blocks: list[Any], length: int, strip: Span) -> list[Span]:
-    """Return the part that each place of `Trim` keeps, relative to its input."""
+    """Return the part that `Trim` keeps at each place, relative to its input there.
+
+    Goes backwards from the strip's pixels and widens the part by what each convolution reads.
+
+    Args:
+        blocks: the decoder's up blocks.
+        length: length of the divided side in latents.
+        strip: the strip in latents.
+    """
     doubling = [upsampler_of(block) is not None for block in blocks]
     lengths = [length]
     for doubles in doubling:
@@ -455,20 +469,21 @@ def _cuts(blocks: list[Any], length: int, strip: Span) -> list[Span]:
     scale = lengths[-1] // length
     kept = Span(strip.start * scale, strip.end * scale)
     needed = _wider(kept, 1, lengths[-1])  # the last convolution
-    # Relative to the whole frame, from the last place to the first.
+    # Relative to the whole frame, from the last place to the first one.
     spans_needed = [kept, needed]
     for block, doubles, size in zip(reversed(blocks), reversed(doubling), reversed(lengths[:-1]), strict=True):
         if doubles:
-            # The convolution after the upsampling reads one more pixel on each side; two pixels come from one.
+            # The convolution after the upsampling reads one more pixel on each side; each pixel becomes two.
             needed = Span((needed.start - 1) // 2, (needed.end + 2) // 2)
         needed = _wider(needed, 2 * len(block.resnets), size)
         spans_needed.append(needed)
-    cuts, first = [], 0
+    cuts, offset = [], 0  # of the input in the whole frame
     for span, doubles in zip(reversed(spans_needed), [*doubling, False, False], strict=True):
-        cuts.append(Span(span.start - first, span.end - first))
-        first = 2 * span.start if doubles else span.start
+        cuts.append(Span(span.start - offset, span.end - offset))
+        offset = 2 * span.start if doubles else span.start
     return cuts
 
 
 def _wider(span: Span, by: int, length: int) -> Span:
+    """Return the span, `by` longer on each side, within 0..`length`."""
     return Span(max(span.start - by, 0), min(span.end + by, length))
