@@ -1,6 +1,6 @@
-"""Functions compiled by Inductor while a job runs, with a fallback to eager mode. Independent of models.
+"""Compilation by Inductor while a job runs, with a fallback to eager mode. Independent of models.
 
-Compiled code is cached on disk for the next process: `cache_compiled_code_in`.
+`cache_compiled_code_in` sets the disk cache, from which later processes load compiled code.
 """
 
 import logging
@@ -21,9 +21,9 @@ from runtime.upstream.torch import hit_recompile_limit, recompile_limit
 OnDegraded = Callable[[Fact], None]
 
 _INDUCTOR, _TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
-# Limit of recompilations, for other sizes or memory layouts, after which the cache is reset.
-_LIMIT = 32
-# Kinds of inputs that code was compiled for, by function.
+# Dynamo recompiles a function for each new size or memory layout. After this many, all compiled code is discarded.
+_RECOMPILE_LIMIT = 32
+# Signatures of the inputs that each function was compiled for in this process.
 _COMPILED: dict[Callable[..., Any], set[Any]] = {}
 
 logger = logging.getLogger(__name__)
@@ -36,14 +36,14 @@ def cache_compiled_code_in(folder: Path) -> None:
 
 
 class WithFallback:
-    """Runs a fast function, and the plain one after the fast one has failed.
-
-    Attributes:
-        seconds: total time of the first calls for each kind of inputs, which include compilation.
+    """Runs fast functions until one fails, then the plain ones.
 
     Args:
-        failure: code of the reason for a fallback.
-        on_degraded: called once with the reason.
+        failure: code of the `Fact` that reports a failure.
+        on_degraded: called once with that fact.
+
+    Attributes:
+        seconds: total time of the first call with each input signature; these calls include compilation.
     """
 
     def __init__(self, failure: str, on_degraded: OnDegraded | None = None) -> None:
@@ -53,9 +53,9 @@ class WithFallback:
         self._failed = False
 
     def run(self, fast: Callable[..., Any], plain: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """Return the result of `fast`, or of `plain` after a failure."""
+        """Return the result of `fast`, or of `plain` after a failure. Out-of-memory errors are raised."""
         if not self._failed:
-            kinds, kind = _COMPILED.setdefault(plain, set()), _kind(arguments)
+            compiled, signature = _COMPILED.setdefault(plain, set()), _signature(arguments)
             started = time.perf_counter()
             try:
                 result = fast(*arguments)
@@ -64,8 +64,8 @@ class WithFallback:
                     raise
                 self._report(error)
             else:
-                if kind not in kinds:
-                    kinds.add(kind)
+                if signature not in compiled:
+                    compiled.add(signature)
                     self.seconds += time.perf_counter() - started
                 return result
         return plain(*arguments)
@@ -82,7 +82,7 @@ class CompiledStep(WithFallback):
 
     Args:
         function: must not modify its arguments.
-        on_degraded: called once if it cannot be compiled; the function then runs uncompiled.
+        on_degraded: called once if compilation fails; the function runs uncompiled from then on.
     """
 
     def __init__(self, function: Callable[..., Any], on_degraded: OnDegraded | None = None) -> None:
@@ -96,26 +96,26 @@ class CompiledStep(WithFallback):
 
     def _run(self, *arguments: Any) -> Any:
         try:
-            with recompile_limit(_LIMIT):
+            with recompile_limit(_RECOMPILE_LIMIT):
                 return self._compiled(*arguments)
         except Exception as error:
             if not hit_recompile_limit(error):
                 raise
-        forget_all()
+        discard_compiled_code()
         return self._compiled(*arguments)
 
 
-def forget_all() -> None:
+def discard_compiled_code() -> None:
     """Discard this process's compiled code; the cache on disk stays."""
     torch.compiler.reset()
-    for kinds in _COMPILED.values():
-        kinds.clear()
+    for signatures in _COMPILED.values():
+        signatures.clear()
 
 
-def _kind(arguments: Any) -> Any:
-    """Return the properties of the arguments that compiled code depends on, approximately."""
+def _signature(arguments: Any) -> Any:
+    """Return the main properties of the arguments that compiled code depends on: shapes, dtypes and devices."""
     if isinstance(arguments, torch.Tensor):
         return (tuple(arguments.shape), arguments.dtype, arguments.device)
     if isinstance(arguments, tuple | list):
-        return tuple(map(_kind, arguments))
+        return tuple(map(_signature, arguments))
     return type(arguments)

@@ -1,4 +1,4 @@
-"""Runs one claimed video job in this process: plans it, stores its events, and follows requests to cancel or pause it.
+"""Runs a claimed video job in this process: plans it, stores its events, and polls for cancel and pause requests.
 
 Worker processes and the command line use the same functions.
 """
@@ -45,8 +45,8 @@ if TYPE_CHECKING:  # these import torch
     from runtime.pipeline.run_context import Emit
 
 _POLL_SECONDS = 0.1
-# An engine's builder reports many times a second.
-_LIVE_SECONDS = 0.2
+# Least time between two stored progress reports of an engine build, which sends many a second.
+_PROGRESS_SECONDS = 0.2
 
 logger = logging.getLogger(__name__)
 
@@ -73,18 +73,18 @@ class Planner:
         others: Sequence[int] | None = None,
         deaths: Sequence[Mapping[str, object]] = (),
     ) -> tuple[ModelSpec, ExecutionPlan]:
-        """Return the model and the plan of a claimed job; a job that had started keeps its plan.
+        """Return the model and the plan of a claimed job; a job that started before keeps its plan if it can.
 
         Args:
             gpu, others: see `planner.resolve.resolve`.
-            deaths: the events "WorkerDied" of the job, see `recovery.avoid_causes`.
+            deaths: see `recovery.avoid_causes`.
 
         Raises:
             TandemError: if the job cannot run on this machine now.
         """
         spec = model_for(record.generation_request(), self._weights_dir)
         if record.begun and record.plan is not None and record.plan.loras == spec.loras:
-            moved = on_gpu(record.plan, gpu, machine, others)
+            moved = move_to_gpu(record.plan, gpu, machine, others)
             if moved is not None:
                 return spec, avoid_causes(moved, spec, deaths)
             logger.info("job %s: this machine lacks devices of its plan; it is planned again", record.id)
@@ -94,14 +94,14 @@ class Planner:
         return spec, avoid_causes(plan, spec, deaths)
 
 
-def on_gpu(
+def move_to_gpu(
     plan: ExecutionPlan, gpu: int, machine: Machine, others: Sequence[int] | None = None
 ) -> ExecutionPlan | None:
     """Return a plan with its CUDA components on other GPUs; `None` if it needs more GPUs than there are.
 
     Args:
-        gpu: the only one, or the first of several.
-        others: further GPUs that it may use; by default, all usable ones.
+        gpu: index of the only GPU, or of the first of several.
+        others: indices of further GPUs that the plan may use; by default, all usable ones.
     """
     on_cuda = [name for name, part in plan.components.items() if part.device.startswith("cuda")]
     if on_cuda and gpu >= len(machine.gpus):
@@ -117,12 +117,12 @@ def on_gpu(
 
 
 class JobRecorder:
-    """Writes the events of a job that this process runs to the store, its preview to the job's folder.
+    """Writes a job's events to the store, and its preview and poster to the job's folder.
 
-    If the store cannot be written, the job continues, and its events are written as soon as possible.
+    If the store cannot be written, the job continues, and the events are written as soon as possible.
 
     Attributes:
-        cancel: what the job checks; `ControlPoller` sets it.
+        cancel: the token that the job checks; `ControlPoller` sets it on a request.
         end: the terminal event, once the job has ended.
     """
 
@@ -133,7 +133,7 @@ class JobRecorder:
         self._store = store
         self._unwritten: list[Event] = []
         self._failing = False
-        self._live_at = 0.0
+        self._progress_at = 0.0
         self._lock = threading.RLock()
 
     @property
@@ -142,14 +142,14 @@ class JobRecorder:
         return not self._unwritten
 
     def record(self, event: Event) -> list[Warned]:
-        """Store an event; return the warnings that storing it caused, for the front end of this process."""
+        """Store an event. Return warnings about the store, which this process has to show itself."""
         if isinstance(event, EngineProgress):
-            self._show(event)
+            self._store_progress(event)
             return []
         logger.info("job %s: %s", self.id, log_line(event))
         warnings = []
         with self._lock:
-            before = self._failing
+            was_failing = self._failing
             if isinstance(event, StepDone | FramesDecoded) and event.preview is not None:
                 self._save_preview(event.preview)
                 event = event.model_copy(update={"preview": None})
@@ -162,12 +162,12 @@ class JobRecorder:
                 warnings.append(Warned(fact=Fact("queue.job_not_stored", {"cause": self._store.problem})))
                 self._unwritten += warnings
             problem = self.write()
-        if problem is not None and not before and not isinstance(event, TerminalEvent):
+        if problem is not None and not was_failing and not isinstance(event, TerminalEvent):
             warnings.append(Warned(fact=Fact("queue.job_not_stored_yet", {"cause": problem.fact})))
         return warnings
 
     def write(self) -> StoreError | None:
-        """Write the events that could not be written before; return the error if that fails again."""
+        """Write all events that are not written yet; return the error if that fails."""
         with self._lock:
             try:
                 while self._unwritten:
@@ -182,11 +182,11 @@ class JobRecorder:
             self._failing = False
         return None
 
-    def _show(self, event: EngineProgress) -> None:
+    def _store_progress(self, event: EngineProgress) -> None:
         now = time.monotonic()
-        if now - self._live_at >= _LIVE_SECONDS:
-            self._live_at = now
-            with contextlib.suppress(StoreError):  # a later one may succeed
+        if now - self._progress_at >= _PROGRESS_SECONDS:
+            self._progress_at = now
+            with contextlib.suppress(StoreError):  # the next report may succeed
                 self._store.show(self.id, event.model_dump(mode="json"))
 
     def _save_preview(self, preview: bytes) -> None:
@@ -194,9 +194,9 @@ class JobRecorder:
         if folder is not None:
             with contextlib.suppress(OSError):  # the page has no preview then
                 folder.mkdir(parents=True, exist_ok=True)
-                written = folder / f"{PREVIEW}.tmp"
-                written.write_bytes(preview)
-                written.replace(folder / PREVIEW)
+                temporary = folder / f"{PREVIEW}.tmp"
+                temporary.write_bytes(preview)
+                temporary.replace(folder / PREVIEW)
 
     def _save_poster(self) -> None:
         folder = self._store.folder(self.id)
@@ -218,7 +218,7 @@ def run(
     """Run a claimed job in this thread until it ends; if it is paused, `recorder.end` stays `None`.
 
     Args:
-        emit: called with each event; it has to call `recorder.record`.
+        emit: called with each event; must call `recorder.record`.
     """
     from runtime.pipeline.checkpoint import CheckpointFolder
     from runtime.pipeline.rerun_low_noise import prepare_rerun
@@ -238,10 +238,7 @@ def run(
 
 
 class ControlPoller:
-    """Polls the store for requests to cancel or pause the jobs of this process.
-
-    It also retries to write events that could not be written.
-    """
+    """Polls the store for requests to cancel or pause this process's jobs and tasks, and retries failed writes."""
 
     def __init__(self, store: JobStore) -> None:
         self._store = store
@@ -251,7 +248,7 @@ class ControlPoller:
 
     @contextmanager
     def following(self, job: JobRecorder) -> Iterator[None]:
-        """Poll for one job while entered, and after that until all its events are written."""
+        """Poll for a job in a `with` block. Until its events are written, retry to write them, even after the block."""
         with self._lock:
             self._jobs[job.id] = job
         try:
@@ -259,11 +256,11 @@ class ControlPoller:
         finally:
             with self._lock:
                 if job.written:
-                    self._jobs.pop(job.id, None)  # `poll` may have been first
+                    self._jobs.pop(job.id, None)  # or `poll` has removed it
 
     @contextmanager
     def cancelling(self, task_id: str, cancel: Cancel) -> Iterator[None]:
-        """Poll for one task while entered."""
+        """Poll for a task in a `with` block."""
         with self._lock:
             self._cancels[task_id] = cancel
         try:
@@ -293,7 +290,7 @@ class ControlPoller:
 
     @contextmanager
     def polling(self) -> Iterator[None]:
-        """Poll several times a second while entered."""
+        """Poll ten times a second in a `with` block, in another thread."""
         end = threading.Event()
 
         def poll() -> None:

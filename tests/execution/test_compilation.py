@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from runtime.core.events import VideoSaved
 from runtime.core.facts import Fact
 from runtime.core.plan import Speed
-from runtime.execution.compilation import CompiledStep, cache_compiled_code_in, forget_all
+from runtime.execution.compilation import CompiledStep, cache_compiled_code_in, discard_compiled_code
 from runtime.execution.residency import Residency
 from runtime.families.wan import vae
 from runtime.families.wan.transformer import PyTorchDenoiser
@@ -27,10 +27,10 @@ Tiny = Callable[[str], ModelSpec]
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """Begin and end with nothing compiled."""
-    forget_all()
+    discard_compiled_code()
     counters.clear()
     yield
-    forget_all()
+    discard_compiled_code()
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ from runtime.core.cancel import Cancel
 from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, Speed
 from runtime.execution.attention import attention, problem
-from runtime.execution.compilation import forget_all
+from runtime.execution.compilation import discard_compiled_code
 from runtime.execution.residency import Residency
 from runtime.families.wan.transformer import PyTorchDenoiser
 from runtime.families.wan.vae import PyTorchVideoDecoder
@@ -289,7 +289,7 @@ def ready_for(
     # PyTorch's compiler forgets what was tuned otherwise.
     inductor_config.coordinate_descent_tuning = name == "tuned"
     if name == "tuned":
-        forget_all()
+        discard_compiled_code()
     why = problem(speed.attention, bench.device, bench.dtype, width)
     if why is not None:
         raise RuntimeError(str(why))
@@ -482,7 +482,7 @@ def vae_in(
     if dtype == torch.bfloat16 and not bench.arguments.no_profile:
         with bench.trying(part="vae", profile=name):
             profile(bench, f"vae-{bench.size}", partial(decoded, decoder, latents, 4), {"part": "vae"})
-    forget_all()
+    discard_compiled_code()
     return wanted
 
 

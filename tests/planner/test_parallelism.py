@@ -16,7 +16,7 @@ from runtime.planner.history import runs_of
 from runtime.planner.placement import counts, faster_by_split
 from runtime.planner.resolve import resolve
 from runtime.planner.strategies import next_strategy
-from runtime.queue.job_runner import on_gpu
+from runtime.queue.job_runner import move_to_gpu
 from tests.planner.test_memory_model import workload
 from tests.plans import GIB, machine
 from tests.published_specs import spec
@@ -257,11 +257,11 @@ def test_runs_of_several_gpus_do_not_count_for_one() -> None:
 
 def test_a_begun_job_goes_to_as_many_other_gpus() -> None:
     made = plan(A14B, FOUR, gpus=2)
-    moved = on_gpu(made, 3, FOUR, [1])
+    moved = move_to_gpu(made, 3, FOUR, [1])
     assert moved is not None and moved.split is not None
     assert moved.split.devices == ("cuda:3", "cuda:1")
-    assert on_gpu(made, 3, FOUR, []) is None
-    assert on_gpu(made, 0, on(H200)) is None
+    assert move_to_gpu(made, 3, FOUR, []) is None
+    assert move_to_gpu(made, 0, on(H200)) is None
 
 
 def test_tiles_are_decoded_by_one() -> None:

@@ -16,7 +16,7 @@ from runtime.core.events import Cancelled, Event, Failed, StepDone, TerminalEven
 from runtime.core.request import GenerationRequest
 from runtime.models.spec import ModelSpec
 from runtime.queue.job_queue import JobQueue
-from runtime.queue.job_runner import on_gpu
+from runtime.queue.job_runner import move_to_gpu
 from runtime.queue.store import JobStore
 from runtime.queue.views import Job
 from tests.plans import GIB, machine, no_engines
@@ -156,5 +156,5 @@ def test_a_plan_is_moved_to_a_free_gpu(device: str, gpu: int, gpus: int, moved: 
     plan = sample_plan()
     for name in plan.components:
         plan = plan.with_component(name, plan.components[name].replace(device=device))
-    found = on_gpu(plan, gpu, replace(machine(), gpus=(a_gpu(),) * gpus))
+    found = move_to_gpu(plan, gpu, replace(machine(), gpus=(a_gpu(),) * gpus))
     assert (found and {part.device for part in found.components.values()}) == (moved and {moved})

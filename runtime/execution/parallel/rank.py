@@ -1,7 +1,7 @@
-"""The process of one of several GPUs: loads components, computes its share of each call, and answers.
+"""One process of a job on several GPUs: loads components and computes its share of each task.
 
-`group.Group` starts these processes with torch.multiprocessing and sends them tasks, which are the methods of `Rank`.
-A message is JSON values and tensors; neither side unpickles what the other sends.
+`group.Group`, the coordinator, starts one such process per GPU and sends it tasks, which are methods of `Rank`. A
+message consists of JSON values and tensors, read with `weights_only=True`: no side unpickles arbitrary objects.
 """
 
 import io
@@ -35,10 +35,10 @@ from runtime.models.registry import read_spec
 from runtime.models.weights import load_module
 
 _HEARTBEAT_SECONDS = 2.0
-# The coordinator ends processes that wait for another one; it knows more than this timeout.
-_TIMEOUT = timedelta(days=1)
-# All processes are on one machine.
-_LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+# Effectively none: the coordinator finds hanging processes and ends them.
+_COLLECTIVE_TIMEOUT = timedelta(days=1)
+# Set to the loopback interface, because all processes are on one machine.
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 Answer = tuple[dict[str, Any], list[torch.Tensor]]
 
@@ -59,9 +59,9 @@ def send(connection: Connection, values: Mapping[str, Any], tensors: Sequence[to
 
     Raises:
         OSError: if the other end is closed.
-        BlockingIOError: if it reads nothing within the connection's timeout, if it has one.
+        BlockingIOError: if the connection has a timeout, and the other end reads nothing within it.
     """
-    # Copies, because a view is saved with the storage that it is a part of.
+    # `torch.save` writes the whole storage of a view, so views are copied.
     copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
     data = io.BytesIO()
     torch.save((dict(values), copies), data)
@@ -73,18 +73,20 @@ def receive(connection: Connection) -> Message:
 
     Raises:
         EOFError, OSError: if the other end is closed.
-        BlockingIOError: if a message stops within the connection's timeout, if it has one.
+        BlockingIOError: if the connection has a timeout, and a message stalls for that long.
     """
     return Message(*torch.load(io.BytesIO(connection.recv_bytes()), weights_only=True))
 
 
 class Rank:
-    """The components that one process has loaded, and the tasks that it can do.
+    """The tasks of one process, and the components that it has loaded.
+
+    Each task takes the JSON values and the tensors of a message, and returns those of the answer.
 
     Args:
-        number: of this process, from 0.
+        number: rank of this process, from 0.
         split: the devices of all processes and how they share a job.
-        folder: in which the processes find each other.
+        folder: folder of the file with which torch.distributed connects the processes.
     """
 
     def __init__(self, number: int, split: Split, folder: Path) -> None:
@@ -95,32 +97,32 @@ class Rank:
         self._tokens = self._join(len(split.devices), folder)
         self._modules: dict[str, torch.nn.Module] = {}
         self._denoisers: dict[str, PyTorchDenoiser] = {}
-        self._caching: dict[str, ExitStack] = {}
+        self._step_caches: dict[str, ExitStack] = {}
         self._decoder: StripDecoder | None = None
         self._vae: ComponentPlan | None = None
         self._frames: Iterator[torch.Tensor] = iter(())
         self._texts: dict[int, torch.Tensor] = {}
 
     def _join(self, count: int, folder: Path) -> Tokens | None:
-        """Initialize torch.distributed; return how processes share the tokens of a pass, if several do."""
+        """Initialize torch.distributed; return the division of a pass's tokens, `None` if passes are not divided."""
         if self._cuda:
             torch.cuda.set_device(self._device)
         else:
             torch.set_num_threads(max((os.cpu_count() or 1) // count, 1))
-        for variable in _LOOPBACK:
+        for variable in _INTERFACE_VARIABLES:
             os.environ.setdefault(variable, "lo")
         dist.init_process_group(
             "nccl" if self._cuda else "gloo",
-            init_method=(folder / "meet").as_uri(),
+            init_method=(folder / "rendezvous").as_uri(),
             rank=self._number,
             world_size=count,
-            timeout=_TIMEOUT,
+            timeout=_COLLECTIVE_TIMEOUT,
         )
         if self._sequence == 1:
             return None
-        # Every process creates every group.
+        # torch.distributed requires every process to create all groups, including those of other processes.
         groups = [
-            dist.new_group(list(range(first, first + self._sequence)), timeout=_TIMEOUT)
+            dist.new_group(list(range(first, first + self._sequence)), timeout=_COLLECTIVE_TIMEOUT)
             for first in range(0, count, self._sequence)
         ]
         return Tokens(groups[self._number // self._sequence])
@@ -154,7 +156,7 @@ class Rank:
     def free(self, task: Mapping[str, Any], _: list[torch.Tensor]) -> Answer:
         """Free a component."""
         name = task["name"]
-        self._caching.pop(name, ExitStack()).close()
+        self._step_caches.pop(name, ExitStack()).close()
         self._denoisers.pop(name, None)
         self._modules.pop(name, None)
         if name == "vae":
@@ -163,15 +165,23 @@ class Rank:
         return {}, []
 
     def cache(self, task: Mapping[str, Any], _: list[torch.Tensor]) -> Answer:
-        """Set a transformer's step cache, and discard the values of the previous one."""
+        """Replace a transformer's step cache by an empty one."""
         name = task["name"]
-        self._caching.pop(name, ExitStack()).close()
-        self._caching[name] = ExitStack()
-        self._caching[name].enter_context(self._denoisers[name].caching(task["step_cache"], self._tokens))
+        self._step_caches.pop(name, ExitStack()).close()
+        self._step_caches[name] = ExitStack()
+        self._step_caches[name].enter_context(self._denoisers[name].caching(task["step_cache"], self._tokens))
         return {}, []
 
     def forward(self, task: Mapping[str, Any], tensors: list[torch.Tensor]) -> Answer:
-        """Compute this process's share of the passes; the first process that shares a pass returns its result."""
+        """Compute this process's share of one or both guidance passes.
+
+        The first process of those that share a pass returns its result. Values of the task, besides `name`:
+
+        - `texts`, `which`: the text embeddings (by number) and the kind of each pass
+        - `new`, `forget`: numbers of the text embeddings that this message contains, and of those to free
+        - `fresh`: whether to reset the step cache
+        - `tokens`: number of tokens of a pass
+        """
         latents, timestep, *new = tensors
         for number in task["forget"]:
             self._texts.pop(number, None)
@@ -191,17 +201,17 @@ class Rank:
         return ({"passes": own}, results) if first else ({"passes": []}, [])
 
     def decode(self, task: Mapping[str, Any], tensors: list[torch.Tensor]) -> Answer:
-        """Start decoding a clip."""
+        """Start decoding a clip; `next` returns its frames."""
         assert self._decoder is not None
         self._frames = self._decoder.frames(tensors[0], task["chunk"])
         return {}, []
 
     def next(self, _: Mapping[str, Any], __: list[torch.Tensor]) -> Answer:
-        """Decode this process's strip of the next few frames, as bytes."""
+        """Decode this process's strip of the next frames, as uint8."""
         return {}, [as_bytes(next(self._frames), self._vae)]
 
     def memory(self, *, reset_peak: bool) -> dict[str, int]:
-        """Return the GPU's peak of allocated bytes since the last reset, and the bytes taken from the driver."""
+        """Return the peak bytes that PyTorch allocated since the last reset, and the bytes that it reserves now."""
         if not self._cuda:
             return {"peak": 0, "taken": 0}
         memory = {"peak": torch.cuda.max_memory_allocated(), "taken": torch.cuda.memory_reserved()}
@@ -211,11 +221,11 @@ class Rank:
 
 
 def serve(number: int, split: Split, folder: Path, connection: Connection, heartbeats: Any) -> None:
-    """Do tasks until the coordinator ends; the target of one process of `group.Group`.
+    """Do tasks until this process is ended; the target function of `group.Group`'s processes.
 
     Args:
-        number, split, folder: see `Rank`; output goes to `<number>.log` in the folder.
-        heartbeats: a shared array of float64; this process writes `time.monotonic()` to its element.
+        number, split, folder: see `Rank`; standard output and error go to `<number>.log` in the folder.
+        heartbeats: a shared array of float64; this process writes `time.monotonic()` to element `number`.
     """
     log = os.open(folder / f"{number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):
@@ -245,7 +255,7 @@ def serve(number: int, split: Split, folder: Path, connection: Connection, heart
 
 
 def _describe(error: Exception) -> dict[str, Any]:
-    """Return an error as JSON values: a `TandemError` as a fact, exhausted memory by name, and the text."""
+    """Return an error as JSON values: a `TandemError` with its fact, else the kind of memory that ran out, if any."""
     text = str(error) or type(error).__name__
     if isinstance(error, TandemError):
         return {"type": type(error).__name__, "fact": error.fact.model_dump(mode="json"), "text": text}

@@ -9,7 +9,7 @@ from diffusers import AutoencoderKLWan
 
 from runtime.core.facts import Fact
 from runtime.core.plan import Speed
-from runtime.execution.compilation import forget_all
+from runtime.execution.compilation import discard_compiled_code
 from runtime.families.wan import vae
 from runtime.families.wan.vae import CACHED_FRAMES, DecoderSteps, PyTorchVideoDecoder, TritonDecoderOps
 from runtime.models.spec import ModelSpec
@@ -73,7 +73,7 @@ class Kernels:
 @pytest.mark.parametrize("chunk", [1, 3])
 @torch.inference_mode()
 def test_kernels_compute_the_convolutions_of_96_channels(chunk: int) -> None:
-    forget_all()
+    discard_compiled_code()
     torch.manual_seed(0)
     # Of as many in the last block as Wan's.
     vae = AutoencoderKLWan(base_dim=96, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[True]).eval().bfloat16()
