@@ -20,7 +20,7 @@ from runtime.core.facts import Fact
 from runtime.engines import child, manifest
 from runtime.engines.builders import BUILDERS
 from runtime.engines.child import Outcome, Report, run_child
-from runtime.engines.store import EngineStore, working_in
+from runtime.engines.store import EngineStore, child_lock
 from runtime.machine.probe import free_disk_bytes, gpu_index, probe
 from runtime.models import registry
 from runtime.models.loras import read_lora
@@ -106,7 +106,7 @@ Entry = child.Entry[Job]
 def run_job(job: Job, report: Report) -> dict[str, Any]:
     """Run a job; the entry of the child process. Return its result as JSON values."""
     limit_thread_spinning()
-    with working_in(job.workspace):
+    with child_lock(job.workspace):
         if isinstance(job, InspectJob):
             from runtime.engines.imported.contract import read_contract
 

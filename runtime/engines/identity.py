@@ -1,6 +1,6 @@
 """Computes the parts of an engine's key: digests of architecture and weights, the device, and library versions.
 
-Imports no torch. A key takes milliseconds once a model's weights have been hashed.
+Imports no torch. The digests of weights are stored, so a key takes milliseconds except for the first one.
 """
 
 import ast
@@ -9,6 +9,7 @@ import hashlib
 import json
 import platform
 import re
+import secrets
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -22,22 +23,23 @@ from runtime.models.registry import FAMILIES
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import EngineKey, is_of_gpu
 
-# `EngineKey.export_revision` of imported engines, whose program was not exported here.
+# `EngineKey.export_revision` of imported engines: this program did not export them.
 NOT_EXPORTED = 1
-# The digest of a model that is not downloaded: no engine has it.
+# Replaces the digests of a model that is not downloaded; no engine has it.
 _NOT_DOWNLOADED = "not here"
-# Decodes a whole clip in one call.
+# The program that decodes a whole clip in one call.
 CLIP_PROGRAM = "vae_clip"
+# Entries of config.json that do not affect the architecture.
 _NOT_ARCHITECTURE = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version"})
-_DIGESTS = "weights.json"
+_DIGESTS_FILE = "weights.json"
 _REVISION_LENGTH = 16
-# The CPU features by which compilers and libraries choose kernels.
+# CPU features that affect the choice of kernels by compilers and libraries.
 _INSTRUCTIONS = re.compile(r"(avx|amx|fma|f16c|bmi|sse4|asimd|sve|bf16|i8mm)\w*")
 
 
 @functools.cache
 def export_revision(family: str) -> str:
-    """Return a digest of the code that exports a family's programs: other code may compute something else.
+    """Return a digest of the code that exports a family's programs: changed code may export another computation.
 
     Comments, docstrings and formatting do not count.
     """
@@ -68,16 +70,16 @@ def runnable_programs(spec: ModelSpec, component: str) -> tuple[str, ...]:
     return own if component != "vae" or CLIP_PROGRAM in own else (*own, CLIP_PROGRAM)
 
 
-def program_key_parts(spec: ModelSpec, component: str, name: str, notes: Path | None = None) -> tuple[str, str]:
-    """Return the SHA-256 of a program's architecture and of its weights, with the spec's LoRAs.
+def program_key_parts(spec: ModelSpec, component: str, name: str, cache_dir: Path | None = None) -> tuple[str, str]:
+    """Return the digests of a program's architecture and of its weights, including LoRAs (SHA-256).
 
-    For a model that is not downloaded both are values that no engine has.
+    For a model that is not downloaded, both are a value that no engine has.
 
     Args:
-        component: whose weights.
+        component: the component that contains the weights.
         name: one of `runnable_programs`.
-        notes: a folder that stores the weights' digests, so that a file is read once as long as its path, size and
-            time do not change.
+        cache_dir: folder that stores the digests of weight files, so that a file is read again only when its path,
+            size or time of modification changes.
 
     Raises:
         ModelError: if a file cannot be read.
@@ -85,11 +87,11 @@ def program_key_parts(spec: ModelSpec, component: str, name: str, notes: Path | 
     if not spec.is_downloaded:
         return _NOT_DOWNLOADED, _NOT_DOWNLOADED
     config = json.loads((spec.directory / component / "config.json").read_text(encoding="utf-8"))
-    shaping = {key: value for key, value in config.items() if key not in _NOT_ARCHITECTURE and not key.startswith("_")}
+    relevant = {key: value for key, value in config.items() if key not in _NOT_ARCHITECTURE and not key.startswith("_")}
     if name == "text_encoder":
-        shaping["max_sequence_length"] = spec.max_sequence_length
-    architecture = hashlib.sha256(json.dumps(shaping, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-    weights = _weights_digest(spec.directory / component, notes)
+        relevant["max_sequence_length"] = spec.max_sequence_length
+    architecture = hashlib.sha256(json.dumps(relevant, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    weights = _weights_digest(spec.directory / component, cache_dir)
     if spec.loras_of(component):
         added = "\n".join(use.identity for use in spec.loras_of(component))
         weights = hashlib.sha256(f"{weights}\n{added}".encode()).hexdigest()
@@ -97,16 +99,17 @@ def program_key_parts(spec: ModelSpec, component: str, name: str, notes: Path | 
 
 
 def imported_key(
-    key: EngineKey, spec: ModelSpec, component: str, machine: Machine, device: str, notes: Path | None
+    key: EngineKey, spec: ModelSpec, component: str, machine: Machine, device: str, cache_dir: Path | None
 ) -> EngineKey:
-    """Return the key that an imported engine must have to replace a component on this machine now.
+    """Return `key` with the current architecture, weights, library versions and device.
 
-    Sizes, precision and adapters are those of the file. The weights are those that it was compared with.
+    An imported engine can be used if its own key equals the result. Its weights are those of the model that it was
+    compared with when it was imported.
 
     Raises:
         TandemError: if the model's files or the device cannot be read.
     """
-    architecture, weights = program_key_parts(spec, component, key.program, notes)
+    architecture, weights = program_key_parts(spec, component, key.program, cache_dir)
     return replace(
         key,
         architecture=architecture,
@@ -134,12 +137,12 @@ def device_text(machine: Machine, device: str) -> str:
 
 
 def device_like(key_device: str, machine: Machine) -> str:
-    """Return this machine's device of the kind of a key's `device`: "cuda:0" or "cpu"."""
+    """Return "cuda:0" if a key's `device` is a GPU and this machine has one, else "cpu"."""
     return "cuda:0" if is_of_gpu(key_device) and machine.gpus else "cpu"
 
 
 def cpu_instructions() -> list[str]:
-    """Return the CPU's instruction sets that matter for arithmetic, sorted; empty where the system lists none."""
+    """Return the CPU's instruction sets that affect arithmetic, sorted; empty if the system does not list them."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.is_file():
         return []
@@ -167,39 +170,42 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _weights_digest(folder: Path, notes: Path | None) -> str:
+def _weights_digest(folder: Path, cache_dir: Path | None) -> str:
     paths = sorted(folder.glob("*.safetensors"))
     try:
         stamps = {str(path.resolve()): [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
-        known = _read_notes(notes)
+        stored = _read_digests(cache_dir)
         digests = []
         for name, stamp in stamps.items():
-            noted = known.get(name)
-            if not (isinstance(noted, list) and noted[:2] == stamp and len(noted) == 3 and isinstance(noted[2], str)):  # noqa: PLR2004 - size, time, digest
-                known[name] = noted = [*stamp, sha256(Path(name))]
-            digests.append(noted[2])
-        _write_notes(notes, known)
+            match stored.get(name):
+                case [size, time, str(digest)] if [size, time] == stamp:
+                    pass
+                case _:
+                    digest = sha256(Path(name))
+                    stored[name] = [*stamp, digest]
+            digests.append(digest)
+        _write_digests(cache_dir, stored)
     except OSError as error:
         raise ModelError("engine.weights_unreadable", folder=folder, error=error.strerror or str(error)) from error
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
-def _read_notes(folder: Path | None) -> dict[str, Any]:
+def _read_digests(folder: Path | None) -> dict[str, Any]:
+    """Return [size, time of modification, digest] by path; empty if the file is missing or damaged."""
     try:
-        value = json.loads((folder / _DIGESTS).read_text(encoding="utf-8")) if folder is not None else {}
+        value = json.loads((folder / _DIGESTS_FILE).read_text(encoding="utf-8")) if folder is not None else {}
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
 
 
-def _write_notes(folder: Path | None, known: dict[str, Any]) -> None:
-    if folder is None or _read_notes(folder) == known:
+def _write_digests(folder: Path | None, digests: dict[str, Any]) -> None:
+    if folder is None or _read_digests(folder) == digests:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        new = folder / f"{_DIGESTS}.{platform.node()}.{id(known)}"
-        new.write_text(json.dumps(known), encoding="utf-8")
-        new.replace(folder / _DIGESTS)
+        temporary = folder / f"{_DIGESTS_FILE}.{secrets.token_hex(4)}.tmp"
+        temporary.write_text(json.dumps(digests), encoding="utf-8")
+        temporary.replace(folder / _DIGESTS_FILE)
     except OSError:
-        # Stored digests only save time.
-        return
+        return  # the files are hashed again next time

@@ -39,13 +39,13 @@ class ModelOffers:
     """The offers for one model, as `planner.resolve.resolve` takes them. Reads the library once.
 
     Attributes:
-        notes: see `identity.program_key_parts`.
+        cache_dir: see `identity.program_key_parts`.
     """
 
     spec: ModelSpec
     store: EngineStore
     machine: Machine
-    notes: Path | None
+    cache_dir: Path | None
 
     def __call__(self, component: str, latent: LatentSize, device: str) -> list[EngineOffer]:
         """Return the offers for a component, those for the requested size first.
@@ -58,7 +58,7 @@ class ModelOffers:
             *(self._offer(builder, component, latent, device) for builder in builders),
             *(self._unsupported(builder) for name, builder in BUILDERS.items() if name not in names),
         ]
-        for record in imported_engines(self._index, self.spec, component, self.machine, device, self.notes):
+        for record in imported_engines(self._index, self.spec, component, self.machine, device, self.cache_dir):
             profile = next((one for one in record.key.profiles if _serves(record, one, latent)), None)
             if profile is not None:
                 offers.append(_imported(record, profile))
@@ -86,7 +86,7 @@ class ModelOffers:
             precision=use.precision,
             machine=self.machine,
             device=device,
-            notes=self.notes,
+            cache_dir=self.cache_dir,
         )
 
     def _offer(self, builder: Builder, component: str, latent: LatentSize, device: str) -> EngineOffer:
@@ -161,7 +161,7 @@ class ModelOffers:
         existing = self.store.get(key)
         if existing is not None:
             return Fact("engine.existing_unusable", {"cause": existing.problem or existing.detail}), None
-        for record, differing in self.store.near(key, self.spec.vae.scale_factor_spatial):
+        for record, differing in self.store.similar(key, self.spec.vae.scale_factor_spatial):
             similar = (record.key.architecture, record.key.builder) == (key.architecture, key.builder)
             # The other expert's engine is relevant only if both experts run on one engine.
             if similar and (record.component == component or key.weights == SWAPPED):
@@ -176,14 +176,14 @@ def imported_engines(
     component: str,
     machine: Machine,
     device: str,
-    notes: Path | None,
+    cache_dir: Path | None,
 ) -> list[EngineRecord]:
     """Return the imported engines that are verified to hold a component's weights and run on this machine.
 
     Exact ones come first, then the fastest.
 
     Args:
-        notes: see `identity.program_key_parts`.
+        cache_dir: see `identity.program_key_parts`.
     """
     programs = runnable_programs(spec, component)
     found = [
@@ -192,7 +192,7 @@ def imported_engines(
         if record.key.builder == IMPORTED
         and record.key.program in programs
         and record.usable
-        and record.key == imported_key(record.key, spec, component, machine, device, notes)
+        and record.key == imported_key(record.key, spec, component, machine, device, cache_dir)
     ]
     return sorted(found, key=lambda record: (not _is_exact(record), record.seconds_per_call, record.id))
 

@@ -1,6 +1,7 @@
-"""Programs, the units of export and build: one or two per component, with their input and output tensors.
+"""Programs: the modules that are exported and built as engines, with their input and output tensors.
 
-The tensors are the same for every backend and precision; sizes are those of one clip, (1, …):
+A component has one program, a VAE decoder up to two. The tensors are the same for every backend and precision; the batch
+size is 1:
 
     text_encoder  input_ids, attention_mask (1, L) int64                        -> embeds (1, L, D), zero in the padding
     transformer   latents (1, C, F, H, W), timestep (1,), text_embeds (1, L, D) -> velocity, like latents
@@ -8,12 +9,13 @@ The tensors are the same for every backend and precision; sizes are those of one
     vae_next      z (1, C, n, h, w), cache_0 …                                  -> frames (4n, H, W, 3), cache_0 …
     vae_clip      z (1, C, n, h, w)                                             -> frames (4(n - 1) + 1, H, W, 3)
 
-A VAE decoder runs either the first two steps or whole clips (`ModelSpec.programs`); an imported engine may decode whole
-clips for any family.
+A VAE decoder has either `vae_first` and `vae_next`, which decode a clip in steps, or `vae_clip`; `ModelSpec.programs`
+states which. An imported engine may be a `vae_clip` for any family.
 
-All are float32 except the ids, and the caches, which have the program's inner dtype. Frames are in -1 to 1.
+Tensors are float32, except the int64 inputs and the caches, which have the dtype that the program computes in. Frames
+are in -1 to 1.
 
-Engine keys hash this module's source: a change of its code makes every engine stale.
+Engine keys contain a hash of this module's code (`identity.export_revision`): changing it makes every engine stale.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -41,14 +43,14 @@ _INPUTS = {
 }
 _OUTPUTS = {"text_encoder": "embeds", "transformer": "velocity"}
 TEXT_PADDING = "text_padding"
-# Text is cut to a multiple of this, so that prompts of similar length share a shape.
+# The text is cut to a multiple of this many tokens, so that prompts of similar length share a shape.
 _TEXT_STEP = 8
 _WORDS_IN_EXAMPLE = 24
 _EXAMPLE_TIMESTEP = 700.0
 CACHE = "cache_"
 _AXES = ("frames", "height", "width")
 _LATENT_AXES = {2: "frames", 3: "height", 4: "width"}
-# A cache always has two frames. The VAE's first step returns one frame for any profile; its profile has one frame too.
+# The dynamic axes of each tensor, with the names of their sizes. The frames of a cache are fixed: always two.
 _DYNAMIC_AXES: Mapping[str, Mapping[int, str]] = {
     "latents": _LATENT_AXES,
     "velocity": _LATENT_AXES,
@@ -58,14 +60,16 @@ _DYNAMIC_AXES: Mapping[str, Mapping[int, str]] = {
     "text_embeds": {1: "text"},
 }
 _SMALLEST_DYNAMIC = 2
-# The entries of an engine file's metadata: its `IOSignature`, and {name: [dtype, shape]} of the weights that a session
+# Keys of an engine file's metadata: for its `IOSignature`, and for {name: [dtype, shape]} of the weights that a session
 # must supply.
 METADATA_KEY = "tandem.edges"
 WEIGHTS_KEY = "tandem.weights"
 
-# Makes a program's form for a model; `load` loads the component's weights, once a call. A form is a module that takes
-# and returns the tensors above. That of a text encoder has `vocabulary`, the number of its tokens; that of a VAE's step
-# `cache_count`; that of a transformer `cuts_text`, if it also takes `text_padding` from `cut_text`.
+# Makes the exportable form of a program: a module that takes and returns the tensors above. Arguments: the model, the
+# program's name, and a function that loads the component's weights. The form has these attributes:
+#   text encoder   vocabulary: number of tokens
+#   VAE step       cache_count: number of caches
+#   transformer    cuts_text: whether it also takes `text_padding`, see `cut_text`; optional
 MakeForm = Callable[[ModelSpec, str, Callable[[], torch.nn.Module]], torch.nn.Module]
 
 
@@ -121,14 +125,14 @@ class IOSignature:
         """Parse the result of `to_text`.
 
         Raises:
-            ValueError: if it is anything else.
+            ValueError: if the text is invalid.
         """
         return _SIGNATURE.validate_json(text)
 
     def convert(
         self, inputs: Mapping[str, torch.Tensor], device: torch.device
     ) -> tuple[list[torch.Tensor], dict[str, int]]:
-        """Return the inputs in order, contiguous, with the engine's dtypes and on its device; and the named sizes.
+        """Return the inputs in order, contiguous, with the engine's dtypes and on its device, and the named sizes.
 
         Raises:
             EngineError: if the names differ, or a shape is one that the engine was not built for.
@@ -142,7 +146,7 @@ class IOSignature:
         return converted, named_sizes
 
     def _check(self, tensor: TensorSignature, shape: tuple[int, ...], named_sizes: dict[str, int]) -> None:
-        """Raise if a shape does not match; collect the values of named sizes."""
+        """Raise an `EngineError` if a shape does not match; add its named sizes to `named_sizes`."""
         matches = len(shape) == len(tensor.sizes)
         for size, given in zip(tensor.sizes, shape, strict=False):
             if isinstance(size, int):
@@ -169,12 +173,12 @@ _SIGNATURE = TypeAdapter(IOSignature)
 
 @dataclass(frozen=True)
 class Program:
-    """One part of the model in its exportable form.
+    """A program of a model, with its weights.
 
     Attributes:
         name: "text_encoder", "transformer", "vae_first", "vae_next" or "vae_clip".
-        module: the form, in evaluation mode, with its weights on its device.
-        spec: its model.
+        module: the exportable form, in evaluation mode.
+        spec: the model.
     """
 
     name: str
@@ -187,7 +191,7 @@ class Program:
 
     @property
     def cache_count(self) -> int:
-        """How many caches the VAE's steps return; 0 for other programs."""
+        """The number of caches that a step of the VAE returns; 0 for other programs."""
         return int(getattr(self.module, "cache_count", 0))
 
     @property
@@ -202,18 +206,18 @@ class Program:
 
     @property
     def cuts_text(self) -> bool:
-        """Whether the form takes a text whose padding is cut off and counted; see `cut_text`."""
+        """Whether the form can take a text without its padding; see `cut_text`."""
         return bool(getattr(self.module, "cuts_text", False))
 
     @torch.inference_mode()
     def run(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Run the module itself, called as a session is."""
+        """Run the module in PyTorch, with the interface of a session."""
         outputs = self.module(*(inputs[name] for name in self.input_names))
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         return dict(zip(self.output_names, outputs, strict=True))
 
     def inputs(self, latent: LatentSize, seed: int = 0) -> dict[str, torch.Tensor]:
-        """Return inputs of the magnitudes that a clip has, drawn on the CPU: equal on every device.
+        """Return random inputs of the magnitudes that a clip has. They are drawn on the CPU, so equal on every device.
 
         Args:
             latent: (frames, height, width) as a `ShapeProfile` of this program counts them.
@@ -237,7 +241,7 @@ class Program:
             }
         inputs = {"z": noise(1, channels, *latent)}
         if self.name == "vae_next":
-            # A step on other noise fills the caches.
+            # The caches are those of a first step on other noise.
             before = noise(1, channels, 1, *latent[1:])
             with torch.inference_mode():
                 _, *caches = self.module(before)
@@ -245,21 +249,21 @@ class Program:
         return inputs
 
     def example(self, profile: ShapeProfile, *, cut: bool = False) -> dict[str, torch.Tensor]:
-        """Return the tensors that the program is exported with: `inputs` at the profile's best size.
+        """Return the tensors that the program is exported with: `inputs` at the profile's optimal size.
 
         Args:
             cut: whether the transformer's text is cut by `cut_text`.
         """
         inputs = self.inputs(profile.opt)
-        # Tensors made in inference mode cannot be traced.
+        # Tensors created in inference mode cannot be traced.
         inputs = {name: tensor.clone() for name, tensor in inputs.items()}
         return cut_text(inputs) if cut and self.cuts_text else inputs
 
     def export(self, profile: ShapeProfile, *, cut: bool = False) -> torch.export.ExportedProgram:
-        """Export through `torch.export`; a size is dynamic where the profile's minimum and maximum differ.
+        """Export with `torch.export`; sizes are dynamic where the profile's minimum and maximum differ.
 
         Args:
-            cut: whether the transformer takes its text as `cut_text` gives it, of any length.
+            cut: whether the transformer takes text that `cut_text` has cut, of any length.
         """
         example = self.example(profile, cut=cut)
         signature = self.signature(profile, example)
@@ -299,12 +303,12 @@ class Program:
             named = _DYNAMIC_AXES.get(CACHE if name.startswith(CACHE) else name, {})
             sizes: list[Size] = list(tensor.shape)
             for axis, size in named.items():
-                # Everything grows with the latents: pixels and caches are multiples of them.
+                # Sizes of pixels and caches are multiples of those of the latents.
                 if size in dynamic:
                     sizes[axis] = size, tensor.shape[axis] // dynamic[size]
             return TensorSignature(name, str(tensor.dtype).removeprefix("torch."), tuple(sizes))
 
-        # Shapes are known without computing anything.
+        # Fake tensors give the output shapes without computing.
         with without_computing(real_weights=True) as mode, torch.no_grad():
             outputs = self.module(*(mode.from_tensor(tensor) for tensor in example.values()))
         given = zip(self.output_names, outputs if isinstance(outputs, tuple) else (outputs,), strict=True)
@@ -316,10 +320,10 @@ class Program:
 
 
 def load_program(spec: ModelSpec, component: str, name: str, *, device: str, dtype: str) -> Program:
-    """Load a component's weights and put them into a program's form.
+    """Load a component's weights and return one of its programs.
 
     Args:
-        component: whose weights; "transformer" and "transformer_2" have the same program, "transformer".
+        component: the component to load; "transformer" and "transformer_2" have the same program, "transformer".
         name: one of `identity.runnable_programs`.
         device: a torch device.
         dtype: "float32", "bfloat16" or "float16".
@@ -333,10 +337,10 @@ def load_program(spec: ModelSpec, component: str, name: str, *, device: str, dty
 
 
 def cut_text(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the transformer's inputs with the text's zero padding cut off, and counted in `text_padding` (1,).
+    """Return the transformer's inputs without most of the text's zero padding; `text_padding` (1,) is the number cut.
 
-    All padding gives one key and one value, so attention over it is attention over one key whose weight is its
-    count: exact, and on a CPU a quarter of a small transformer's time.
+    All padding tokens have the same key and value, so attention needs only one of them, weighted by their number. The
+    result is exact. On a CPU this saves a quarter of a small transformer's time.
     """
     embeds = inputs["text_embeds"]
     length = embeds.shape[1]
@@ -353,7 +357,7 @@ def _cache_names(count: int) -> list[str]:
 
 @contextmanager
 def full_float32(device: torch.device) -> Iterator[None]:
-    """Disable TF32 while entered: by default, cuDNN rounds the inputs of convolutions to 10 bits."""
+    """Disable TF32 in a `with` block; by default, cuDNN rounds the inputs of convolutions to 10 bits of mantissa."""
     backends: Any = torch.backends
     settings = (backends.cudnn.conv, backends.cuda.matmul) if device.type == "cuda" else ()
     before = [setting.fp32_precision for setting in settings]

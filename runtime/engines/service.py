@@ -74,11 +74,15 @@ class Verified:
 
 @dataclass(frozen=True)
 class EngineService:
-    """The engines in `store`; `notes` is the folder with the weights' digests (`identity.program_key_parts`)."""
+    """The engines in `store`.
+
+    Attributes:
+        cache_dir: stores the digests of weights; see `identity.program_key_parts`.
+    """
 
     store: EngineStore
     machine: Machine
-    notes: Path | None
+    cache_dir: Path | None
 
     @classmethod
     def from_settings(cls, settings: Settings, machine: Machine) -> "EngineService":
@@ -88,7 +92,7 @@ class EngineService:
 
     def offers(self, spec: ModelSpec) -> ModelOffers:
         """Return the function that gives `planner.resolve.resolve` the engines of one model."""
-        return ModelOffers(spec, self.store, self.machine, self.notes)
+        return ModelOffers(spec, self.store, self.machine, self.cache_dir)
 
     def build(
         self,
@@ -183,7 +187,7 @@ class EngineService:
             components = [part for part in spec.component_names if name in runnable_programs(spec, part)]
             for component in sorted(components, key=lambda part: part != record.component):
                 try:
-                    architecture, weights = program_key_parts(spec, component, name, self.notes)
+                    architecture, weights = program_key_parts(spec, component, name, self.cache_dir)
                 except (TandemError, OSError, ValueError):  # a damaged model matches no engine
                     continue
                 if architecture == record.key.architecture and record.key.weights in {weights, SWAPPED}:
@@ -209,7 +213,7 @@ class EngineService:
         spec, device = replace(spec, loras=record.loras), device_like(key.device, self.machine)
         try:
             if key.builder == IMPORTED:
-                wanted = imported_key(key, spec, record.component, self.machine, device, self.notes)
+                wanted = imported_key(key, spec, record.component, self.machine, device, self.cache_dir)
             else:
                 wanted = BUILDERS[key.builder].key(
                     spec,
@@ -219,7 +223,7 @@ class EngineService:
                     precision=key.precision,
                     machine=self.machine,
                     device=device,
-                    notes=self.notes,
+                    cache_dir=self.cache_dir,
                 )
         except TandemError as error:
             return [error.fact]

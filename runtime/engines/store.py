@@ -2,15 +2,15 @@
 
     <engine's id>/                       engine.json, build.log, the engine file and its data files
     .building-<engine's id>-<random>/    the workspace of a build
-        engine/                          becomes <engine's id>/ by one rename
-        scratch/                         the build's temporary files
-        elsewhere                        the path of the scratch folder, if it cannot be in here
+        engine/                          the new engine; renamed to <engine's id>/ when it is complete
+        scratch/                         temporary files of the build
+        elsewhere                        path of the scratch folder, if it is outside the workspace
         child                            a lock that the child process holds while it runs
     .trash-…/                            an engine that is being deleted
     .locks/                              one lock for the store, one per engine that is being built, one per use
 
-An engine appears by one rename and disappears by one rename. All changes happen under the store's lock; reading needs
-no lock and works in a read-only folder. Folders with other names are not touched.
+An engine is added and removed by one rename each. All changes happen under the store's lock; reading needs no lock and
+works in a read-only folder. Folders with other names are never changed.
 
 The remains of killed processes are removed by the next process that lists the engines: a workspace is in use while the
 engine's lock or the child's lock is held.
@@ -38,10 +38,10 @@ from runtime.planner.engine_index import UNREADABLE_KEY, EngineKey, EngineRecord
 
 _ENGINE = re.compile(r"[0-9a-f]{16}")
 _WORKSPACE = re.compile(r"\.building-([0-9a-f]{16})-[0-9a-f]{8}")
-_ELSEWHERE = re.compile(r"tandem-build-[0-9a-f]{16}")
+_SCRATCH_ELSEWHERE = re.compile(r"tandem-build-[0-9a-f]{16}")
 _TRASH = ".trash-"
 _LOCK_SECONDS = 30.0
-_FULL = frozenset({"ENOSPC", "EDQUOT", "EFBIG"})
+_DISK_FULL_ERRORS = frozenset({"ENOSPC", "EDQUOT", "EFBIG"})
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Workspace:
 
 @dataclass(frozen=True)
 class Pruned:
-    """The deleted engines, the size of the rest, and the requested limit. Pinned and used engines stay."""
+    """The engines that `prune` deleted, the size of the remaining ones, and the limit."""
 
     deleted: tuple[EngineRecord, ...]
     total_bytes: int
@@ -66,7 +66,7 @@ class Pruned:
 
     @property
     def enough(self) -> bool:
-        """Whether the rest is within the limit."""
+        """Whether the remaining engines are within the limit; pinned and used ones may exceed it."""
         return self.total_bytes <= self.max_bytes
 
 
@@ -81,8 +81,9 @@ class EngineStore:
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self.folder = folder
         self.max_bytes = max_bytes
+        # Records by id, with the signature of the file that they were read from.
         self._read: dict[str, tuple[tuple[int, int, int], EngineRecord]] = {}
-        # Problems that could not be stored, by engine and build time.
+        # Problems by id and build time: kept in memory, because a read-only folder cannot store them.
         self._problems: dict[tuple[str, float], Fact] = {}
 
     def path(self, engine_id: str) -> Path:
@@ -90,7 +91,7 @@ class EngineStore:
         return self.folder / engine_id
 
     def index(self) -> list[EngineRecord]:
-        """Return all engines, the oldest first, including unusable ones. Checks sizes, reads no engine file."""
+        """Return all engines, oldest first, including unusable ones. Checks the sizes of files, not their content."""
         self._sweep()
         return sorted(self._records(), key=lambda record: (record.built_at, record.id))
 
@@ -109,7 +110,7 @@ class EngineStore:
         for text in ids:
             found = [record for record in engines if text and record.id.startswith(text.lower())]
             if not found:
-                raise _gone(text[:40])
+                raise _not_found(text[:40])
             if len(found) > 1:
                 raise EngineError("engine.id_ambiguous", engine=text[:40], matches=[record.id for record in found])
             chosen[found[0].id] = found[0]
@@ -120,7 +121,7 @@ class EngineStore:
         record = self._record(self.path(key.digest()))
         return record if record is not None and record.key == key else None
 
-    def near(self, key: EngineKey, scale: int = 1) -> list[tuple[EngineRecord, list[Fact]]]:
+    def similar(self, key: EngineKey, scale: int = 1) -> list[tuple[EngineRecord, list[Fact]]]:
         """Return the other engines of the same program with their differences, the most similar first.
 
         Args:
@@ -134,7 +135,7 @@ class EngineStore:
         return sorted(found, key=lambda pair: (len(pair[1]), -pair[0].last_used, pair[0].id))
 
     def verify_hash(self, record: EngineRecord) -> Fact | None:
-        """Read all files of an engine and return the problem, if any; a damaged engine is not used from then on."""
+        """Compare an engine's files with their hashes; mark a damaged engine as unusable and return the problem."""
         unreadable = record.problem if record.key == UNREADABLE_KEY else None
         problem = unreadable or manifest.check_hashes(self.path(record.id), record)
         if problem is not None:
@@ -142,7 +143,7 @@ class EngineStore:
         return problem
 
     def report_problem(self, record: EngineRecord, problem: Fact) -> None:
-        """Stop using an engine, and remember why; works in a read-only folder too."""
+        """Mark an engine as unusable; in a read-only folder, only for this process."""
         self._problems[record.id, record.built_at] = problem
         with contextlib.suppress(EngineError):
             self._rewrite(record.id, problem=problem)
@@ -165,35 +166,35 @@ class EngineStore:
         return self._rewrite(engine_id, pinned=pinned)
 
     def touch(self, engine_id: str) -> None:
-        """Store the time of use of an engine; does nothing in a read-only folder."""
-        if not S_ISDIR(_kind(self.path(engine_id))):
+        """Store the current time as an engine's last use; does nothing in a read-only folder."""
+        if not S_ISDIR(_mode(self.path(engine_id))):
             return
         with contextlib.suppress(EngineError), self._changing():
             self._write(engine_id, last_used=self._now())
 
     @contextlib.contextmanager
     def using(self, engine_id: str) -> Iterator[Path]:
-        """Protect an engine from deletion and eviction within the block; yields its folder.
+        """Protect an engine from deletion and eviction in a `with` block; yields its folder.
 
-        In a read-only folder there is no lock; no process can delete from it either.
+        A read-only folder needs no lock, because nothing can be deleted from it.
 
         Raises:
             EngineError: if the engine is gone.
         """
         with contextlib.ExitStack() as stack:
-            if not S_ISDIR(_kind(self.path(engine_id))):
-                raise _gone(engine_id)
+            if not S_ISDIR(_mode(self.path(engine_id))):
+                raise _not_found(engine_id)
             with contextlib.suppress(EngineError), self._changing():
                 lock = self._locks / f"{engine_id}.use-{os.getpid()}-{secrets.token_hex(4)}"
                 stack.enter_context(held(lock, seconds=_LOCK_SECONDS))
-            if not S_ISDIR(_kind(self.path(engine_id))):
-                raise _gone(engine_id)
+            if not S_ISDIR(_mode(self.path(engine_id))):
+                raise _not_found(engine_id)
             self.touch(engine_id)
             yield self.path(engine_id)
 
     @contextlib.contextmanager
     def building(self, engine_id: str, wait: Callable[[], None]) -> Iterator[None]:
-        """Hold the lock for building an engine; call `wait` repeatedly while another process holds it.
+        """Hold an engine's build lock in a `with` block; call `wait` repeatedly while another process holds it.
 
         Raises:
             EngineError: if the folder cannot be written.
@@ -208,7 +209,7 @@ class EngineStore:
 
     @contextlib.contextmanager
     def workspace(self, engine_id: str) -> Iterator[Workspace]:
-        """Create a folder to build an engine in, and remove it afterwards; only within `building`.
+        """Create a folder to build an engine in, and remove it after the `with` block; only within `building`.
 
         Raises:
             EngineError: if the folder cannot be written.
@@ -239,7 +240,7 @@ class EngineStore:
             self._discard(self.path(engine_id))
             folder.rename(self.path(engine_id))
             self._problems = {known: problem for known, problem in self._problems.items() if known[0] != engine_id}
-            with contextlib.suppress(OSError):  # the disk is full, but the engine is complete
+            with contextlib.suppress(OSError):  # for example a full disk; the engine itself is complete
                 record = self._write(engine_id, last_used=self._now(), pinned=pinned)
             self._evict(self.max_bytes, keep=engine_id)
         self._empty_trash()
@@ -252,7 +253,7 @@ class EngineStore:
             EngineError: if it is gone, in use, or the folder cannot be written.
         """
         if self._record(self.path(engine_id)) is None:
-            raise _gone(engine_id)
+            raise _not_found(engine_id)
         freed = manifest.folder_bytes(self.path(engine_id))
         with self._changing():
             if self._in_use(engine_id):
@@ -262,12 +263,12 @@ class EngineStore:
         return freed
 
     def prune(self, max_bytes: int | None = None) -> Pruned:
-        """Delete damaged engines, then the least recently used, until the rest take at most `max_bytes`.
+        """Delete engines until the remaining ones take at most `max_bytes`: damaged ones, then the least recently used.
 
-        Pinned engines and those in use stay. Nothing is deleted if the store is small enough.
+        Pinned engines and engines in use are kept. Nothing is deleted if the store is within the limit.
 
         Args:
-            max_bytes: by default the store's own limit.
+            max_bytes: the store's own limit by default.
 
         Raises:
             EngineError: if the folder cannot be written.
@@ -290,10 +291,10 @@ class EngineStore:
 
     def _record(self, folder: Path) -> EngineRecord | None:
         """Return the record of the engine in a folder; None if the folder does not exist."""
-        kind = _kind(folder)
-        if S_ISLNK(kind):
+        mode = _mode(folder)
+        if S_ISLNK(mode):
             return manifest.unreadable(folder, Fact("engine.folder_is_link"))
-        if not S_ISDIR(kind):
+        if not S_ISDIR(mode):
             return None
         try:
             status = (folder / manifest.NAME).stat()
@@ -311,8 +312,8 @@ class EngineStore:
         return replace(record, problem=problem)
 
     def _rewrite(self, engine_id: str, **changes: Any) -> EngineRecord:
-        if not S_ISDIR(_kind(self.path(engine_id))):
-            raise _gone(engine_id)
+        if not S_ISDIR(_mode(self.path(engine_id))):
+            raise _not_found(engine_id)
         with self._changing():
             return self._write(engine_id, **changes)
 
@@ -321,10 +322,10 @@ class EngineStore:
         folder = self.path(engine_id)
         record = self._record(folder)
         if record is None:
-            raise _gone(engine_id)
+            raise _not_found(engine_id)
         if record.key == UNREADABLE_KEY:
             raise EngineError("engine.damaged", engine=engine_id, cause=record.problem)
-        # Problems that every reader finds are not stored.
+        # Read again: the problems that `_record` detects are not stored.
         record = replace(manifest.read(folder), **changes)
         manifest.write(folder, record)
         self._read.pop(engine_id, None)
@@ -342,7 +343,7 @@ class EngineStore:
                 raise self._cannot_write(error) from error
 
     def _now(self) -> float:
-        """Return the time, but later than any use so far: the order stays even if the clock is set back."""
+        """Return the time, or a later one than any last use: keeps the order even if the clock is set back."""
         newest = max((record.last_used for record in self._records()), default=0.0)
         return max(time.time(), newest + 1e-3)
 
@@ -366,7 +367,7 @@ class EngineStore:
         return evicted
 
     def _discard(self, folder: Path) -> None:
-        """Remove an engine by a rename, so that it is never visible in part. Of a link, only the link is removed."""
+        """Rename an engine to a trash folder, so that it disappears at once. A link is renamed, not its target."""
         with contextlib.suppress(FileNotFoundError):
             folder.rename(self.folder / f"{_TRASH}{folder.name}-{secrets.token_hex(4)}")
         self._read.pop(folder.name, None)
@@ -387,24 +388,24 @@ class EngineStore:
         for folder in _entries(self.folder):
             match = _WORKSPACE.fullmatch(folder.name)
             if match is not None:
-                # A child may outlive its parent briefly.
+                # The child process may still run for a moment after its parent was killed.
                 with contextlib.suppress(OSError), held(self._locks / match[1], seconds=0):
                     if not is_held(folder / "child"):
                         _remove_workspace(folder)
         for path in _entries(self._locks):
-            is_held(path)
+            is_held(path)  # deletes the lock file if no process holds it
 
     def _cannot_write(self, error: OSError) -> EngineError:
         if isinstance(error, TimeoutError):
             return EngineError("engine.store_locked", folder=self.folder, seconds=_LOCK_SECONDS)
-        if errno.errorcode.get(error.errno or 0) in _FULL:
+        if errno.errorcode.get(error.errno or 0) in _DISK_FULL_ERRORS:
             return EngineError("engine.store_disk_full", folder=self.folder)
         return EngineError("engine.store_read_only", folder=self.folder, error=error.strerror or str(error))
 
 
 @contextlib.contextmanager
-def working_in(workspace: Path) -> Iterator[None]:
-    """Hold the child's lock of a workspace, so that it is not removed while a child outlives its parent.
+def child_lock(workspace: Path) -> Iterator[None]:
+    """Hold the child's lock of a workspace, so that other processes do not remove it even if the parent is killed.
 
     Raises:
         OSError: if the workspace does not exist.
@@ -429,7 +430,7 @@ def _remove_workspace(folder: Path) -> None:
     with contextlib.suppress(OSError, ValueError):
         elsewhere = Path((folder / "elsewhere").read_text(encoding="utf-8"))
         # The file's content is not trusted: only a build's scratch folder is removed.
-        if elsewhere.parent == Path(tempfile.gettempdir()) and _ELSEWHERE.fullmatch(elsewhere.name):
+        if elsewhere.parent == Path(tempfile.gettempdir()) and _SCRATCH_ELSEWHERE.fullmatch(elsewhere.name):
             shutil.rmtree(elsewhere, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -443,16 +444,16 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _has_manifest(folder: Path) -> bool:
-    return S_ISDIR(_kind(folder)) and _kind(folder / manifest.NAME) != 0
+    return S_ISDIR(_mode(folder)) and _mode(folder / manifest.NAME) != 0
 
 
-def _kind(path: Path) -> int:
-    """Return the mode of a path without following links; 0 if nothing is visible there."""
+def _mode(path: Path) -> int:
+    """Return the file mode of a path without following links; 0 if it does not exist or cannot be read."""
     try:
         return path.lstat().st_mode
     except OSError:
         return 0
 
 
-def _gone(engine_id: str) -> EngineError:
+def _not_found(engine_id: str) -> EngineError:
     return EngineError("engine.not_found", engine=engine_id)

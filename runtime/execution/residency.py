@@ -118,7 +118,7 @@ class Residency:
         self.load_seconds = 0.0
         self.group_manager = GroupManager()
         self.compile_seconds = 0.0
-        folder = None if engines is None else engines.notes
+        folder = None if engines is None else engines.cache_dir
         self.prompts = None if folder is None or not keep_prompts else PromptCache(folder / _PROMPTS)
         self._compiled = None if folder is None else folder / _COMPILED
 

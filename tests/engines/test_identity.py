@@ -60,10 +60,10 @@ def test_stored_digests_are_reused(copied: ModelSpec, tmp_path: Path) -> None:
     assert program_key_parts(copied, "vae", "vae_first") != before
 
 
-@pytest.mark.parametrize("notes", ["{", "[]", '{"x": 1}'])
-def test_damaged_digest_file_is_rewritten(copied: ModelSpec, tmp_path: Path, notes: str) -> None:
+@pytest.mark.parametrize("stored", ["{", "[]", '{"x": 1}'])
+def test_damaged_digest_file_is_rewritten(copied: ModelSpec, tmp_path: Path, stored: str) -> None:
     wanted = program_key_parts(copied, "vae", "vae_first")
-    (tmp_path / "weights.json").write_text(notes)
+    (tmp_path / "weights.json").write_text(stored)
     assert program_key_parts(copied, "vae", "vae_first", tmp_path) == wanted
     assert len(json.loads((tmp_path / "weights.json").read_text())) in {1, 2}
 

@@ -56,7 +56,7 @@ def test_similar_engines_are_listed_with_differences(store: EngineStore) -> None
     near = add(store, key(versions=(("torch", "2.11.0"),)))
     add(store, key(program="vae_next"))
     add(store, key())
-    found = store.near(key())
+    found = store.similar(key())
     assert found[0] == (
         near,
         [Fact("engine.differs_version", {"package": "PyTorch", "found": "2.11.0", "here": "2.13.0"})],
@@ -210,7 +210,7 @@ def test_a_damaged_manifest_is_listed_deleted_and_replaced(store: EngineStore) -
     (store.path(record.id) / manifest.NAME).write_text("{")
     assert store.index()[0].problem == Fact("engine.manifest_damaged")
     assert store.get(key()) is None
-    assert store.near(key()) == []
+    assert store.similar(key()) == []
     with refusal("engine.damaged"):
         store.pin(record.id, pinned=True)
     store.touch(record.id)
@@ -265,7 +265,7 @@ def test_read_only_folder(store: EngineStore, tmp_path: Path) -> None:
     with not_root():
         assert store.index() == [record]
         assert store.get(key()) == record
-        assert store.near(key(precision="float16"))[0][0] == record
+        assert store.similar(key(precision="float16"))[0][0] == record
         with store.using(record.id) as path:
             assert path == store.path(record.id)
         store.touch(record.id)

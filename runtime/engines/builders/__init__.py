@@ -59,7 +59,7 @@ class Builder(ABC):
         precision: str,
         machine: Machine,
         device: str,
-        notes: Path | None = None,
+        cache_dir: Path | None = None,
     ) -> EngineKey:
         """Return the key of the engine that `build` creates on this machine. Imports no torch.
 
@@ -67,13 +67,13 @@ class Builder(ABC):
             component: whose weights.
             profiles: the latent sizes that the engine serves.
             device: "cpu" or "cuda:0".
-            notes: see `identity.program_key_parts`.
+            cache_dir: see `identity.program_key_parts`.
 
         Raises:
             ModelError: if the weights cannot be read.
             EngineError: if the device does not exist.
         """
-        architecture, weights = program_key_parts(spec, component, program, notes)
+        architecture, weights = program_key_parts(spec, component, program, cache_dir)
         return EngineKey(
             program=program,
             family=spec.family,

@@ -1,6 +1,7 @@
-"""The contract of an engine file, read in a child process: the tensors that it takes and returns.
+"""The contract of an imported engine file: its input and output tensors, precision and memory.
 
-Opening an engine file executes it. Importing this module imports no torch.
+Opening an engine file can run code that it contains, so `read_contract` is called in a child process. Importing this
+module imports no torch.
 """
 
 import math
@@ -18,21 +19,21 @@ from runtime.core.plan import BACKEND_TITLES
 if TYPE_CHECKING:
     import torch
 
-# The size of a dynamic axis.
-FREE = -1
-# The upper limit of a dynamic size that the file does not limit.
-MOST = 1 << 30
+# Stands for the size of a dynamic axis.
+DYNAMIC = -1
+# Maximum of a dynamic axis whose range the file does not state.
+UNLIMITED = 1 << 30
 Sizes = tuple[int, ...]
 # Minimum, optimum and maximum of one size; the optimum is 0 if the file does not state one.
 Span = tuple[int, int, int]
 
-# Fragments of TensorRT's own messages, and what they mean.
+# Fragments of TensorRT's error messages ("Platform specific tag mismatch"), and the codes of their causes.
 _PLAN_MISMATCHES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("incompatible device", "expecting compute"), "engine.plan_of_another_gpu"),
     (("latform specific tag", "latformTag"), "engine.plan_of_another_system"),
     (("version", "Version"), "engine.plan_of_another_tensorrt"),
 )
-_MOST_WEIGHT_FILES = 100
+_MAX_WEIGHT_FILES = 100
 _ONNX_PRECISIONS = {"FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16"}
 
 
@@ -41,10 +42,10 @@ class Port:
     """One input or output.
 
     Attributes:
-        name: the engine's own.
-        dtype: torch's name of its dtype.
-        sizes: one number per axis, `FREE` if dynamic.
-        ranges: minimum, optimal and maximum sizes of each profile; empty if the file does not state them.
+        name: its name in the file.
+        dtype: the name of its torch dtype.
+        sizes: one per axis, `DYNAMIC` for a dynamic one.
+        ranges: minimum, optimum and maximum sizes for each shape profile; empty if the file does not state them.
     """
 
     name: str
@@ -55,29 +56,29 @@ class Port:
     def span(self, axis: int, profile: int) -> Span:
         """Return the possible sizes of an axis in a profile."""
         size = self.sizes[axis]
-        if size != FREE:
+        if size != DYNAMIC:
             return size, size, size
         if not self.ranges:
-            return 1, 0, MOST
+            return 1, 0, UNLIMITED
         low, best, high = (sizes[axis] for sizes in self.ranges[profile])
         return low, best, high
 
     def __str__(self) -> str:
         """Return "sample (1, 16, any, 45, 80) float16"."""
-        sizes = ", ".join("any" if size == FREE else str(size) for size in self.sizes)
+        sizes = ", ".join("any" if size == DYNAMIC else str(size) for size in self.sizes)
         return f"{self.name} ({sizes}) {self.dtype}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contract:
-    """The properties of an engine file that are known without running it.
+    """The properties of an engine file that can be read without running it.
 
     Attributes:
-        backend: what runs it: "tensorrt" or "onnxruntime".
+        backend: "tensorrt" or "onnxruntime".
         made_by: the program that wrote the file; empty if unknown.
         inputs, outputs: in the file's order.
-        precision: of the arithmetic inside, as far as the file shows it: it sets the tolerance of verification.
-        working_bytes: memory that it needs in addition to its weights while it runs; 0 if unknown.
+        precision: dtype of its arithmetic, as far as the file shows it; determines the tolerance of verification.
+        working_bytes: memory that it needs while it runs, in addition to its weights; 0 if unknown.
         weight_files: names of the files with its external weights.
     """
 
@@ -95,7 +96,7 @@ class Contract:
         return max((len(port.ranges) for port in self.inputs), default=0) or 1
 
     def describe(self) -> list[Fact]:
-        """Return the contract for people, a fact per line."""
+        """Return the contract as text for the user, one fact per line."""
         made_by = self.made_by or Fact("engine.unknown_maker")
         data = {"backend": BACKEND_TITLES[self.backend], "made_by": made_by, "memory": self.working_bytes}
         return [
@@ -113,7 +114,7 @@ class Contract:
         """Parse the result of `to_json`.
 
         Raises:
-            ValueError: if it is anything else.
+            ValueError: if the value is invalid.
         """
         return TypeAdapter(cls).validate_python(value)
 
@@ -142,7 +143,7 @@ def _read_plan(path: Path, device: "torch.device") -> Contract:
             engine = deserialize(runtime, path, messages)
         except EngineError as error:
             errors = " ".join(messages.errors)
-            code = next((code for marks, code in _PLAN_MISMATCHES if any(mark in errors for mark in marks)), None)
+            code = next((code for parts, code in _PLAN_MISMATCHES if any(part in errors for part in parts)), None)
             raise EngineError(code or "engine.plan_damaged", cause=error.fact) from error
         ports = {
             name: _plan_port(trt, engine, name)
@@ -157,7 +158,7 @@ def _read_plan(path: Path, device: "torch.device") -> Contract:
         made_by=f"TensorRT {trt.__version__}",
         inputs=inputs,
         outputs=outputs,
-        # A plan does not state its arithmetic. Most plans are float16, and a wrong one is far outside any tolerance.
+        # A plan does not state its precision. Most are float16; verification rejects an error of another magnitude.
         precision="bfloat16" if "bfloat16" in types else "float16",
         working_bytes=int(memory),
     )
@@ -170,7 +171,7 @@ def _plan_port(trt: Any, engine: Any, name: str) -> Port:
         raise EngineError("engine.tensorrt_host_tensor", tensor=name)
     sizes = tuple(int(size) for size in engine.get_tensor_shape(name))
     ranges: list[tuple[Sizes, Sizes, Sizes]] = []
-    if FREE in sizes and engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT:
+    if DYNAMIC in sizes and engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT:
         for profile in range(engine.num_optimization_profiles):
             low, best, high = (tuple(map(int, shape)) for shape in engine.get_tensor_profile_shape(name, profile))
             ranges.append((low, best, high))
@@ -188,7 +189,7 @@ def _read_onnx(path: Path) -> Contract:
         return _onnx_contract(model)
     except EngineError:
         raise
-    except Exception as error:  # protobuf's errors have no common base, and the content may be anything
+    except Exception as error:  # protobuf's errors have no common base class
         raise EngineError("engine.onnx_damaged", error=first_line(error)) from error
 
 
@@ -204,7 +205,7 @@ def _onnx_contract(model: Any) -> Contract:
         made_by=f"{maker} (ONNX, opset {opset})",
         inputs=inputs,
         outputs=outputs,
-        # The coarsest dtype: inputs and outputs are rounded too.
+        # The least precise dtype, because inputs and outputs are rounded too.
         precision=next((name for name in ("bfloat16", "float16") if name in types), "float32"),
         weight_files=_weight_files(model),
     )
@@ -214,7 +215,7 @@ def _onnx_port(value: Any) -> Port:
     import onnx
 
     tensor = value.type.tensor_type
-    sizes = tuple(size.dim_value if size.HasField("dim_value") else FREE for size in tensor.shape.dim)
+    sizes = tuple(size.dim_value if size.HasField("dim_value") else DYNAMIC for size in tensor.shape.dim)
     try:
         dtype = str(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
     except KeyError:
@@ -246,6 +247,6 @@ def _weight_files(model: Any) -> tuple[str, ...]:
         if "location" in place and place["location"] not in names:
             names.append(place["location"])
     for name in names:
-        if Path(name).name != name or "\\" in name or name.startswith(".") or len(names) > _MOST_WEIGHT_FILES:
+        if Path(name).name != name or "\\" in name or name.startswith(".") or len(names) > _MAX_WEIGHT_FILES:
             raise EngineError("engine.onnx_weights_outside", file=name[:80])
     return tuple(sorted(names))

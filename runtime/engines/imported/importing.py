@@ -331,7 +331,7 @@ def _record(
     """Write contract, adapters and engine.json of an engine before it is compared, and return its record."""
     text = json.dumps({"contract": contract.to_json(), **match.to_json()}, indent=1)
     (folder / ADAPTERS_FILE).write_text(text + "\n", encoding="utf-8")
-    architecture, weights = program_key_parts(spec, match.component, match.program, service.notes)
+    architecture, weights = program_key_parts(spec, match.component, match.program, service.cache_dir)
     options = {
         "contract": sha256(text.encode()).hexdigest(),
         EXACT: "yes" if match.exact else "no",
