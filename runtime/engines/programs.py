@@ -1,7 +1,7 @@
 """Programs: the modules that are exported and built as engines, with their input and output tensors.
 
-A component has one program, a VAE decoder up to two. The tensors are the same for every backend and precision; the batch
-size is 1:
+A component has one program, a VAE decoder up to two. The tensors are the same for every backend and precision. The
+batch size is 1:
 
     text_encoder  input_ids, attention_mask (1, L) int64                        -> embeds (1, L, D), zero in the padding
     transformer   latents (1, C, F, H, W), timestep (1,), text_embeds (1, L, D) -> velocity, like latents

@@ -1,11 +1,11 @@
 """The middleware in front of Gradio's app, as ASGI classes in the style of Starlette's own.
 
-- A page of another site is refused: on loopback by the host that it addresses (DNS rebinding) and by its origin;
-  elsewhere by the browser's fetch metadata and by its origin. Programs send neither header and are let through.
-- The log-in is checked once, here; log-in attempts are limited to twenty a minute.
-- Only the routes of `gradio_requests` are open, and bodies are validated before Gradio reads them.
-- On the visitors' page a session belongs to the visitor who started it.
-- The content security policy restricts the page to what this server sends.
+- Requests from pages of other sites are refused: on loopback by the Host header (DNS rebinding) and the Origin header,
+  elsewhere by fetch metadata (Sec-Fetch-Site) and the Origin header. Programs send no such headers and are accepted.
+- The login is checked here only. Login attempts are limited to twenty a minute.
+- Only the routes of `gradio_requests` are open. Bodies are validated before Gradio reads them.
+- On the visitors' page, a session belongs to the visitor who started it.
+- The content security policy lets the page load resources from this server only.
 
 References: OWASP CSRF cheat sheet (fetch metadata, origin check), Starlette `TrustedHostMiddleware`.
 """
@@ -33,19 +33,19 @@ from runtime.server.visitors import Visitors
 from runtime.upstream import gradio as private
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
-_READING = frozenset({"GET", "HEAD"})
+_SAFE_METHODS = frozenset({"GET", "HEAD"})
 # Values of Sec-Fetch-Site for requests of the page itself and of the browser's address bar.
 _OWN_SITE = frozenset({"same-origin", "none"})
 _LOGINS_PER_MINUTE = 20
 _MINUTE = 60.0
 _HOST = re.compile(r"[A-Za-z0-9._-]{1,253}(?::[0-9]{1,5})?|\[[0-9A-Fa-f:.]{2,45}\](?::[0-9]{1,5})?")
-# Gradio builds addresses from these headers; `None`: never passed on.
+# Gradio builds URLs from these headers. They are removed if the value does not match; with `None`, always.
 _FORWARDED = {
     b"x-forwarded-host": re.compile(rb"[A-Za-z0-9._-]{1,253}(?::[0-9]{1,5})?"),
     b"x-forwarded-proto": re.compile(rb"https?"),
     b"x-gradio-server": None,
 }
-# Gradio's page compiles templates and styles in the browser, hence the two "unsafe".
+# Gradio's page compiles templates and styles in the browser, which needs 'unsafe-eval' and 'unsafe-inline'.
 _POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; media-src 'self' data: blob:; font-src 'self' data:; connect-src 'self' data: blob:; "
@@ -68,7 +68,7 @@ def middleware(host_names: Callable[[], frozenset[str] | None], visitors: Visito
     return [
         Middleware(SecurityHeadersMiddleware),
         Middleware(ExceptionMiddleware),  # a RefusedError becomes a response
-        Middleware(SenderMiddleware, host_names=host_names),
+        Middleware(CrossSiteMiddleware, host_names=host_names),
         Middleware(AuthenticationMiddleware, backend=GradioLogin(visitors)),
         Middleware(AccessMiddleware, visitors=visitors),
         Middleware(ValidationMiddleware, visitors=visitors),
@@ -97,8 +97,8 @@ class SecurityHeadersMiddleware:
             await self._app(scope, receive, send_with_headers)
 
 
-class SenderMiddleware:
-    """Refuses requests of other sites' pages and requests for other hosts."""
+class CrossSiteMiddleware:
+    """Refuses requests from pages of other sites, and requests with another host name."""
 
     def __init__(self, app: ASGIApp, host_names: Callable[[], frozenset[str] | None]) -> None:
         self._app = app
@@ -113,9 +113,9 @@ class SenderMiddleware:
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         site, origin, host = headers.get("sec-fetch-site"), headers.get("origin"), headers.get("host", "")
-        # A link on another page may open this one; a script there cannot read it.
+        # A link on another site may open this page; that site's scripts cannot read it.
         navigates = (
-            scope["method"] in _READING
+            scope["method"] in _SAFE_METHODS
             and access(scope["method"], scope["path"]) == "public"
             and headers.get("sec-fetch-mode", "navigate") == "navigate"
         )
@@ -131,17 +131,17 @@ class SenderMiddleware:
 
 
 class GradioLogin(AuthenticationBackend):
-    """Authenticates a request by the token that Gradio's log-in set as a cookie.
+    """Authenticates a request by the cookie of Gradio's login.
 
-    The credentials have the scope "login" if the page needs no log-in, or if the request has one. The user's name is
-    the visitor's on the visitors' page, and empty on the owner's.
+    The credentials have the scope "login" if the request has a valid cookie or the page needs no login. The user's name
+    is the visitor's name on the visitors' page, and empty on the owner's page.
     """
 
     def __init__(self, visitors: Visitors | None) -> None:
         self._visitors = visitors
 
     async def authenticate(self, conn: HTTPConnection) -> tuple[AuthCredentials, SimpleUser] | None:
-        """Return credentials and user, `None` without a log-in."""
+        """Return credentials and user; `None` if the request needs a login and has none."""
         app = conn.scope["app"]
         token = private.login_token(app, conn.cookies)
         if token is None and private.requires_login(app):
@@ -151,7 +151,7 @@ class GradioLogin(AuthenticationBackend):
 
 
 class AccessMiddleware:
-    """Refuses closed routes, requests without a log-in, too many log-in attempts and too many requests at once."""
+    """Refuses closed routes, requests without a login, and too many login attempts or simultaneous requests."""
 
     def __init__(self, app: ASGIApp, visitors: Visitors | None) -> None:
         self._app = app
@@ -163,7 +163,8 @@ class AccessMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        needed, visitors = self._check(scope), self._visitors
+        needed = self._check(scope)
+        visitors = self._visitors
         # A page loads many public assets at once; they are not counted.
         if visitors is None or needed == "public":
             await self._app(scope, receive, send)
@@ -194,7 +195,7 @@ class AccessMiddleware:
 
 
 class ValidationMiddleware:
-    """Validates headers, bodies and streams of requests to Gradio, and whose session they are for."""
+    """Validates headers, bodies and streams of requests to Gradio, and checks the owner of their session."""
 
     def __init__(self, app: ASGIApp, visitors: Visitors | None) -> None:
         self._app = app
@@ -220,7 +221,7 @@ class ValidationMiddleware:
         await self._app(scope, receive, send)
 
     def _validated(self, scope: Scope, body: bytes) -> bytes:
-        """Return the body of a call, with defaults for values that were left out."""
+        """Validate the body of a call and return it; for `/generate`, missing values are replaced by defaults."""
         app, path = scope["app"], scope["path"].rstrip("/")
         if path == gradio_requests.RESET:
             gradio_requests.read_reset(body)
@@ -229,7 +230,7 @@ class ValidationMiddleware:
             call = gradio_requests.read_cancel(body)
         else:
             functions = private.functions(app)
-            # Gradio answers a call with status 500 if it bypasses the queue of a queued function.
+            # Gradio fails with status 500 if a call to a queued function bypasses the queue.
             queued = path != gradio_requests.RUN
             inputs = {number: len(one.defaults) for number, one in functions.items() if one.queued == queued}
             if path == gradio_requests.GENERATE:
@@ -242,7 +243,7 @@ class ValidationMiddleware:
         return body
 
     def _check_stream(self, scope: Scope, query: bytes) -> None:
-        """Check that the session or event of a stream exists, and whose it is."""
+        """Check that the session or event of a stream exists, and that the session is the visitor's own."""
         app, path = scope["app"], scope["path"]
         session = None
         if path == gradio_requests.STREAM:
@@ -280,21 +281,21 @@ async def _read_body(receive: Receive) -> bytes:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that gives a body that was read already, then what is received next."""
-    given = False
+    """Return a `receive` that first returns a body that was already read."""
+    replayed = False
 
     async def replay() -> Message:
-        nonlocal given
-        if given:
+        nonlocal replayed
+        if replayed:
             return await receive()
-        given = True
+        replayed = True
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replay
 
 
 def _supported(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Return headers without those that Gradio or Starlette cannot parse."""
+    """Return the headers without forwarding headers and ranges that Gradio or Starlette cannot handle."""
     kept = []
     for name, value in headers:
         if name in _FORWARDED:
@@ -308,11 +309,12 @@ def _supported(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
 
 
 def _is_from(origin: str | None, names: frozenset[str]) -> bool:
+    """Return whether an Origin header has one of the host names; `True` without one."""
     return origin is None or _host_name(_netloc(origin)) in names
 
 
 def _addressed(headers: Headers) -> frozenset[str]:
-    """Return the host names by which a request addresses this server."""
+    """Return the host names in a request's Host and X-Forwarded-Host headers."""
     return frozenset(_host_name(headers[name]) for name in ("host", "x-forwarded-host") if name in headers)
 
 
@@ -324,5 +326,6 @@ def _netloc(address: str) -> str:
 
 
 def _host_name(host: str) -> str:
+    """Return a host without its port and brackets, in lower case."""
     name, _, port = host.rpartition(":")
     return (name if name and port.isdigit() else host).strip("[]").lower()

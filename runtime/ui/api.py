@@ -1,7 +1,7 @@
 """The endpoint `/generate`, for programs: `gradio_client.Client(url).predict("a red boat", api_name="/generate")`.
 
-Its parameters are the fields of `GenerationRequest`. Visitors of a share link have an endpoint of their own, without
-the fields that choose what runs where.
+Its parameters are the fields of `GenerationRequest`. Visitors of a share link have another endpoint with
+fewer fields.
 """
 
 import asyncio
@@ -23,15 +23,15 @@ from runtime.server.visitors import Visitors
 from runtime.ui import form, job_view
 from runtime.ui.fields import by_name
 
-# The types of lists and mappings in the endpoint's schema; JSON's null stands for the default.
+# Types of the lists and mappings in the endpoint's schema; null stands for the default.
 _TYPES: Mapping[str, Any] = {"backends": dict[str, str] | list[str] | None, "loras": list[str] | None}
 
 
 class ApiWords(Words):
-    """Names of settings for programs: those of JSON."""
+    """Names of settings in messages for programs: the endpoint's parameters."""
 
     def setting(self, name: str, value: str | None = None) -> str:
-        """Return a field's name, with a value "offload=group"."""
+        """Return a field's name, or "offload=group" with a value."""
         return name if value is None else f"{name}={value}"
 
 
@@ -49,7 +49,7 @@ def endpoint(worker: JobQueue, models: dict[str, ModelSpec], default_model: str)
         try:
             request = _request(FIELDS, values)
             check_offered(request.model, models)
-            by_name(request.loras)
+            by_name(request.loras)  # raises for a path
             job = await asyncio.to_thread(worker.submit, request)
         except TandemError as error:
             raise _error(_text(error.fact)) from error
@@ -77,21 +77,25 @@ def visitors_endpoint(
         async for event in _events(job, lambda _: audience.address(job), audience.redact):
             yield event
 
-    visitor = inspect.Parameter("request", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=gr.Request)
-    return _with_parameters(generate, form.BASIC, default_model, visitor)
+    gradio_request = inspect.Parameter("request", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=gr.Request)
+    return _with_parameters(generate, form.BASIC, default_model, gradio_request)
 
 
 def _request(names: Iterable[str], values: Iterable[Any]) -> GenerationRequest:
-    given = dict(zip(names, values, strict=True))
-    return GenerationRequest(
-        **{name: value for name, value in given.items() if value is not None or name not in _TYPES}
-    )
+    """Return the request with these fields; null for a list or mapping means its default."""
+    given = zip(names, values, strict=True)
+    return GenerationRequest(**{name: value for name, value in given if value is not None or name not in _TYPES})
 
 
 def _with_parameters(
     function: Callable[..., Any], names: Iterable[str], default_model: str, *before: inspect.Parameter
 ) -> Callable[..., Any]:
-    """Set request fields as the parameters of an endpoint's function; Gradio builds its schema from them."""
+    """Set the parameters of an endpoint's function, from which Gradio builds the schema.
+
+    Args:
+        names: request fields.
+        before: parameters before those of the fields.
+    """
     parameters = list(before)
     for name in names:
         info = GenerationRequest.model_fields[name]
@@ -115,7 +119,14 @@ def _with_parameters(
 async def _events(
     job: Job, video: Callable[[VideoSaved], Any], redact: Callable[[str], str] = str
 ) -> AsyncIterator[dict[str, Any]]:
-    """Yield a job's events as JSON, with every text redacted; `video` returns where the finished video is."""
+    """Yield a job's events as JSON values, with every text redacted.
+
+    Args:
+        video: returns the value of the last event's "video".
+
+    Raises:
+        gr.Error: if the job fails.
+    """
     async for event in job_view.follow_events(job):
         if isinstance(event, Failed):
             raise _error(redact(f"{event.what} {event.remedy}"))

@@ -1,17 +1,16 @@
-"""The panel Engines: engines at the current settings and when they pay off, tasks, the engine library, importing."""
+"""The Engines panel: engines of each component at the current settings, tasks, the engine library, imports."""
 
 import math
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
 from pathlib import Path
 from typing import Any
 
 from runtime.core.errors import EngineError, InvalidRequestError, TandemError
 from runtime.core.facts import Fact
-from runtime.core.plan import BACKEND_TITLES, PYTORCH, ExecutionPlan, LatentSize
+from runtime.core.plan import BACKEND_TITLES, PYTORCH, LatentSize
 from runtime.core.request_fields import AUTO
 from runtime.core.units import about, byte_size
 from runtime.engines.imported.importing import BACKENDS, check_disk_space, check_library, read_source
@@ -20,7 +19,6 @@ from runtime.models.catalogue import check_offered
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import IMPORTED, UNREADABLE_KEY, EngineRecord, ShapeProfile
 from runtime.planner.engine_offers import EngineOffer
-from runtime.planner.history import calls_of
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.records import (
     BuildEngines,
@@ -33,52 +31,10 @@ from runtime.queue.records import (
 )
 from runtime.queue.views import Task
 from runtime.ui import form, formatting
+from runtime.ui.break_even import BreakEven, break_even_of_offer, break_even_of_record
 from runtime.ui.formatting import COMPONENT_TITLES, lowered, paragraph, render
 from runtime.ui.panels import Call, Reply, drawn, unknown_action
 from runtime.ui.plan_preview import PlanPreview, Preview, summarize
-
-
-@dataclass(frozen=True)
-class BreakEven:
-    """Build time of engines and time saved per video, in seconds; imported engines have no build time."""
-
-    build_seconds: float
-    saved_seconds: float
-
-    def __str__(self) -> str:
-        """Return "18 min 0 s to build, saves 40 s a video: after 27 videos"."""
-        saved = f"saves {_short(self.saved_seconds)} a video" if self.saved_seconds > 0 else "saves no time"
-        if not self.build_seconds:
-            return saved
-        built = f"{formatting.duration(self.build_seconds)} to build"
-        if self.saved_seconds <= 0:
-            return f"{built}, {saved}"
-        videos = ceil(self.build_seconds / self.saved_seconds)
-        after = "after 1 video" if videos <= 1 else f"after {videos:,} videos"
-        return f"{built}, {saved}: {after}"
-
-
-def _calls_per_video(plan: ExecutionPlan) -> Mapping[str, float]:
-    return calls_of(plan.steps, plan.guidance_scale, plan.guidance_scale_2, plan.expert_steps)
-
-
-def _break_even_of_offer(
-    plan: ExecutionPlan, component: str, offer: EngineOffer, records: Sequence[EngineRecord]
-) -> BreakEven | None:
-    """Return build time and savings of a component's engines; `None` if they are not built and measured."""
-    if not offer.speedup:
-        return None
-    ids = {use.id for use in offer.uses}
-    built = sum(record.build_seconds for record in records if record.id in ids)
-    return BreakEven(built, _calls_per_video(plan)[component] * (offer.pytorch_seconds - offer.seconds))
-
-
-def _short(seconds: float) -> str:
-    milliseconds = 1000 * seconds
-    if milliseconds < 1:
-        return "less than 1 ms"
-    return f"{milliseconds:.0f} ms" if seconds < 1 else formatting.duration(seconds)
-
 
 PROGRAM_TITLES: Mapping[str, str] = {
     "text_encoder": "Text encoder",
@@ -87,7 +43,7 @@ PROGRAM_TITLES: Mapping[str, str] = {
     "vae_next": "VAE decoder, further steps",
     "vae_clip": "VAE decoder, whole clips",
 }
-# Suffixes of engine files that can be imported, as words.
+# Suffixes of engine files that can be imported, as text.
 FILE_KINDS = f"{', '.join(list(BACKENDS)[:-1])} or {list(BACKENDS)[-1]}"
 _ENGINE_ID = re.compile(r"[0-9a-f]{16}")
 _TASK_ID = re.compile(r"[0-9a-f]{8}")
@@ -99,7 +55,13 @@ _ALL = "all"
 
 @dataclass(frozen=True)
 class Entry:
-    """One engine, its model if that is known, why it is stale, and when it pays off."""
+    """One engine of the library.
+
+    Attributes:
+        spec: its model, if that is known.
+        stale: reasons why it cannot be used anymore.
+        break_even: when it pays off, if the current settings use it.
+    """
 
     record: EngineRecord
     spec: ModelSpec | None
@@ -108,7 +70,7 @@ class Entry:
 
 
 class EnginesPanel:
-    """The panel; see `panels.Panel`."""
+    """The Engines panel; see `panels.Panel`."""
 
     def __init__(
         self, worker: JobQueue, engines: EngineService, models: dict[str, ModelSpec], preview: PlanPreview
@@ -137,7 +99,7 @@ class EnginesPanel:
         raise unknown_action()
 
     def draw(self, call: Call, _reply: Reply) -> dict[str, str]:
-        """Return the components, tasks, storage and engines."""
+        """Return the HTML of the components, tasks, storage and engines."""
         records = self._preview.library()
         preview, problem = self._previewed(call.form)
         return drawn(
@@ -177,7 +139,7 @@ class EnginesPanel:
         return BuildEngines(request=request.to_json(), component=None if component == _ALL else component), title
 
     def _import(self, call: Call) -> tuple[Work, str]:
-        """Return the task for an engine file; its first bytes are valid and the user trusts it."""
+        """Check the file's path, its first bytes, disk space and the user's trust; return the task and its title."""
         spec = form.read_model(call.form, self._models)
         component = read_component(call.values.get("component"), spec)
         source = read_source(read_path(call.values.get("file")))
@@ -208,7 +170,7 @@ class EnginesPanel:
         return storage_html(store.total_bytes(), store.max_bytes, len(records))
 
     def _previewed(self, values: Sequence[Any]) -> tuple[Preview | None, str]:
-        """Return the plan preview for the form, and why there is no plan."""
+        """Return the plan preview for the form's settings, and why there is no plan (empty if there is one)."""
         try:
             request = form.read_settings(values, self._models)
             preview = self._preview.preview(request, check_offered(request.model, self._models))
@@ -222,7 +184,7 @@ class EnginesPanel:
         for record in sorted(records, key=lambda record: (-record.last_used, record.id)):
             spec = next((spec for spec in models if spec.name == record.model), None)
             stale = self._engines.why_stale(record, models)
-            entries.append(Entry(record, spec, stale, _break_even(record, preview)))
+            entries.append(Entry(record, spec, stale, break_even_of_record(record, preview)))
         return entries
 
 
@@ -246,7 +208,7 @@ def read_path(value: object) -> Path:
 
 
 def read_component(value: object, spec: ModelSpec) -> str | None:
-    """Read which component an engine file is for; `None` means any.
+    """Read the component that an engine file is for; `None` if it is to be detected.
 
     Raises:
         InvalidRequestError: if the model does not have it.
@@ -273,12 +235,16 @@ def check_trusted(value: object, path: Path) -> None:
 
 
 def tasks_html(entries: Sequence[tuple[Task, int]]) -> str:
-    """Return tasks, newest first; each entry has the number of jobs ahead of the task."""
+    """Return the HTML of the tasks, newest first.
+
+    Args:
+        entries: tasks, each with the number of jobs and tasks ahead of it.
+    """
     return render("engines_tasks.html", tasks=[_task(task, ahead) for task, ahead in reversed(entries)])
 
 
 def storage_html(total_bytes: int, max_bytes: int, count: int) -> str:
-    """Return how much disk space engines use, and the limit."""
+    """Return the HTML of the disk space that engines use, with the limit."""
     share = min(total_bytes / max_bytes, 1.0) if max_bytes else float(total_bytes > 0)
     return render(
         "engines_storage.html", total=total_bytes, maximum=max_bytes, count=count, percent=f"{100 * share:.1f}"
@@ -286,23 +252,23 @@ def storage_html(total_bytes: int, max_bytes: int, count: int) -> str:
 
 
 def table_html(entries: Sequence[Entry]) -> str:
-    """Return the engines, one row each."""
+    """Return the HTML of the engines, one row each."""
     return render("engines_table.html", rows=[_row(entry) for entry in entries])
 
 
-def serves(record: EngineRecord, spec: ModelSpec | None) -> str:
+def supported_sizes(record: EngineRecord, spec: ModelSpec | None) -> str:
     """Return the sizes that an engine supports: in pixels and frames, or in latent units if its model is unknown."""
     if record.key.program == "text_encoder":
         return "any size"
-    return ", ".join(_profile(record.key.program, profile, spec) for profile in record.key.profiles)
+    return ", ".join(_profile_text(record.key.program, profile, spec) for profile in record.key.profiles)
 
 
-def _profile(program: str, profile: ShapeProfile, spec: ModelSpec | None) -> str:
-    low, high = (_size(program, latent, spec) for latent in (profile.min, profile.max))
+def _profile_text(program: str, profile: ShapeProfile, spec: ModelSpec | None) -> str:
+    low, high = (_size_text(program, latent, spec) for latent in (profile.min, profile.max))
     return low if low == high else f"{low} to {high}"
 
 
-def _size(program: str, latent: LatentSize, spec: ModelSpec | None) -> str:
+def _size_text(program: str, latent: LatentSize, spec: ModelSpec | None) -> str:
     frames, height, width = latent
     if spec is None:
         return f"{frames} × {height} × {width} latent"
@@ -313,7 +279,7 @@ def _size(program: str, latent: LatentSize, spec: ModelSpec | None) -> str:
 
 
 def _row(entry: Entry) -> dict[str, Any]:
-    """Return one engine for the template."""
+    """Return the template's values for one engine."""
     record = entry.record
     key = record.key
     known = key != UNREADABLE_KEY
@@ -330,7 +296,7 @@ def _row(entry: Entry) -> dict[str, Any]:
         "imported": key.builder == IMPORTED,
         "size": size,
         "cells": (
-            ("Serves", serves(record, entry.spec)),
+            ("Sizes", supported_sizes(record, entry.spec)),
             ("Backend", f"{backend}, {key.precision}" if known else ""),
             ("On disk", size),
             ("Speed", _speed(record)),
@@ -389,30 +355,30 @@ def _task(task: Task, ahead: int) -> dict[str, Any]:
 
 
 def _components_html(preview: Preview | None, problem: str) -> str:
-    """Return the components at the current settings; `problem` is why there is no plan."""
+    """Return the HTML of the components at the current settings; `problem` states why there is no plan."""
     if preview is None or preview.plan is None:
         return render("engines_components.html", rows=[], what="", total="", problem=problem)
     plan = preview.plan
     badges = summarize(preview, tuple(plan.components)).badges
     rows: list[tuple[str, str, str, str]] = []  # component, title, badge, break-even
     known: list[BreakEven] = []
-    used: set[str] = set()
+    used_ids: set[str] = set()
     for name, part in plan.components.items():
         offered = preview.offers(name, plan.latent_size, part.device)
         fastest = max((offer for offer in offered if offer.speedup), key=lambda offer: offer.speedup, default=None)
-        pays_off = None if fastest is None else _break_even_of_offer(plan, name, fastest, preview.records)
+        pays_off = None if fastest is None else break_even_of_offer(plan, name, fastest, preview.records)
         if fastest is not None and pays_off is not None:
             known.append(pays_off)
-            used |= {use.id for use in fastest.uses}
+            used_ids |= {use.id for use in fastest.uses}
         unbuilt = _unbuilt(plan.asked.backend(name), offered) if preview.complete else ""
         rows.append((name, plan.title(name), badges[name].text, str(pays_off or unbuilt)))
     size = f"{formatting.size(plan.width, plan.height)}, {plan.frames} frames, {plan.steps} steps"
     total = ""
     if known:
-        # Both experts may use one engine, which was built once.
-        built = sum(record.build_seconds for record in preview.records if record.id in used)
-        both = BreakEven(built, sum(max(one.saved_seconds, 0.0) for one in known))
-        total = f"{'In total' if len(known) == len(rows) else 'Engines that are built'}: {both}."
+        # Several components may use the same engine, which was built once.
+        built = sum(record.build_seconds for record in preview.records if record.id in used_ids)
+        combined = BreakEven(built, sum(max(one.saved_seconds, 0.0) for one in known))
+        total = f"{'In total' if len(known) == len(rows) else 'Engines that are built'}: {combined}."
     elif preview.complete:
         total = "Savings are known once engines are built and measured."
     what = (
@@ -432,19 +398,3 @@ def _unbuilt(asked: str, offered: Sequence[EngineOffer]) -> str:
         return "not measured" if any(offer.ready for offer in wanted) else "none can be built on this machine"
     duration = f", {about(first.build_seconds)} to build with {BACKEND_TITLES[first.backend]}"
     return f"not built yet{duration if first.build_seconds else ''}"
-
-
-def _break_even(record: EngineRecord, preview: Preview | None) -> BreakEven | None:
-    """Return when an engine pays off at the form's settings, if they use it."""
-    if preview is None or preview.plan is None or not record.seconds_per_call:
-        return None
-    plan = preview.plan
-    calls = 0.0
-    for name, part in plan.components.items():
-        offered = preview.offers(name, plan.latent_size, part.device)
-        if any(use.id == record.id and not use.build for offer in offered for use in offer.uses):
-            calls += _calls_per_video(plan)[name]
-    if record.key.program == "vae_next":
-        calls *= plan.latent_size[0] - 1
-    saved = calls * (record.pytorch_seconds_per_call - record.seconds_per_call)
-    return BreakEven(record.build_seconds, saved) if calls else None

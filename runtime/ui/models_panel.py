@@ -1,4 +1,4 @@
-"""The panel Models: downloads of known models, with license, size and minimum hardware."""
+"""The Models panel: downloads models of the catalogue; shows their license, size and minimum hardware."""
 
 import functools
 from pathlib import Path
@@ -18,10 +18,10 @@ from runtime.ui.panels import Call, Reply, drawn, unknown_action
 
 
 class ModelsPanel:
-    """The panel; see `panels.Panel`. Models are named, never given by an address.
+    """The Models panel; see `panels.Panel`. Actions accept names of catalogue models only, no URLs.
 
     Args:
-        models: those that the page offers, by name; downloaded models are added.
+        models: the models that the page offers, by name; the panel adds downloaded models.
     """
 
     def __init__(self, downloads: Downloads, models: dict[str, ModelSpec], settings: Settings) -> None:
@@ -30,7 +30,7 @@ class ModelsPanel:
         self._settings = settings
 
     def act(self, call: Call) -> Reply:
-        """Carry out an action; the reply has the number of models that the page offers."""
+        """Carry out an action; the reply contains the number of models that the page offers."""
         match call.action:
             case "refresh":
                 pass
@@ -44,7 +44,7 @@ class ModelsPanel:
         return {"models": len(self._models)}
 
     def draw(self, _call: Call, _reply: Reply) -> dict[str, str]:
-        """Return the list of models."""
+        """Return the HTML of the list of models."""
         return drawn({"list": self._list})
 
     def _list(self) -> str:
@@ -54,11 +54,11 @@ class ModelsPanel:
             "models_list.html",
             rows=[_row(absent[one.name], task) for one, task in known if one.name in absent],
             done=[_result(task) for _, task in known if task is not None and task.state == "done"],
-            offline=self._offline(),
+            offline=self._offline_reason(),
             free_bytes=free_disk_bytes(self._settings.weights_dir),
         )
 
-    def _offline(self) -> str:
+    def _offline_reason(self) -> str:
         """Return why nothing can be downloaded; empty if downloads are possible."""
         try:
             check_online(self._settings)
@@ -68,8 +68,13 @@ class ModelsPanel:
 
 
 def _row(spec: ModelSpec, task: ModelDownload | None) -> dict[str, Any]:
-    """Return a model that can be downloaded, for the template; its size is the download's upper bound in bytes."""
-    state = "absent" if task is None else "stopping" if task.cancelling else task.state
+    """Return the template's values for a model that can be downloaded; "size" is the largest download in bytes."""
+    if task is None:
+        state, line, percent = "absent", "", None
+    else:
+        state = "stopping" if task.cancelling else task.state
+        line = task.line if state == "running" else _result(task)
+        percent = None if task.share is None else round(100 * task.share)
     card = _smallest_card(spec.name)
     return {
         "spec": spec,
@@ -77,8 +82,8 @@ def _row(spec: ModelSpec, task: ModelDownload | None) -> dict[str, Any]:
         "busy": state in {"queued", "running", "stopping"},
         "size": download_bytes(spec),
         "needs": f"Minimum hardware: {card}." if card else "It needs more memory than one graphics card has.",
-        "percent": None if task is None or task.share is None else round(100 * task.share),
-        "line": "" if task is None else task.line if state == "running" else _result(task),
+        "percent": percent,
+        "line": line,
     }
 
 
@@ -92,6 +97,7 @@ def _smallest_card(name: str) -> str:
 
 
 def _known(name: str) -> KnownModel:
+    """Return a model of the catalogue by name."""
     found = next((one for one in known_models() if one.name == name), None)
     if found is None:
         raise unknown_action()

@@ -14,15 +14,8 @@ from runtime.core.settings import ROOT, Settings
 from runtime.models.spec import ModelSpec
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.views import Job
-from runtime.server.visitors import (
-    Visitors,
-    allows_size,
-    defaults_within,
-    describe_limits,
-    limits_of,
-    most_frames,
-    without_paths,
-)
+from runtime.server.visitor_limits import allows_size, defaults_within, describe_limits, limits_of, most_frames
+from runtime.server.visitors import Visitors, without_paths
 from runtime.ui import api, form, theme
 from runtime.ui.formatting import render
 from runtime.ui.job_view import Audience

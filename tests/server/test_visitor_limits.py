@@ -12,8 +12,8 @@ from runtime.core.facts import Fact
 from runtime.core.request import GenerationRequest
 from runtime.core.settings import Settings
 from runtime.models.spec import ModelSpec
-from runtime.server import visitors
-from runtime.server.visitors import Limits
+from runtime.server import visitor_limits, visitors
+from runtime.server.visitor_limits import Limits
 from runtime.ui.sharing import make_password
 
 LIMITS = Limits(frames=33, steps=20, sizes=((192, 112), (160, 160)), waiting=2, waiting_all=5, per_hour=3)
@@ -56,10 +56,10 @@ def too_large(width: int, height: int) -> Fact:
 )
 def test_videos_over_the_limits_are_rejected(values: dict[str, Any], field: str | None, expected: Fact | None) -> None:
     if field is None:
-        visitors.check_request(asked(**values), LIMITS)
+        visitor_limits.check_request(asked(**values), LIMITS)
         return
     with pytest.raises(InvalidRequestError) as refused:
-        visitors.check_request(asked(**values), LIMITS)
+        visitor_limits.check_request(asked(**values), LIMITS)
     assert (refused.value.field, refused.value.fact) == (field, expected)
 
 
@@ -79,25 +79,25 @@ def test_videos_over_the_limits_are_rejected(values: dict[str, Any], field: str 
 )
 def test_the_queue_has_limits(own: int, everybody: int, before: tuple[float, ...], expected: Fact | None) -> None:
     if expected is None:
-        visitors.check_queue(LIMITS, own, everybody, before, 10_000.0)
+        visitor_limits.check_queue(LIMITS, own, everybody, before, 10_000.0)
         return
     with pytest.raises(LimitError) as refused:
-        visitors.check_queue(LIMITS, own, everybody, before, 10_000.0)
+        visitor_limits.check_queue(LIMITS, own, everybody, before, 10_000.0)
     assert refused.value.fact == expected
 
 
 def test_a_visitor_may_choose_the_shift(spec: ModelSpec) -> None:
-    assert visitors.filled_in(asked(shift=5.0), spec, LIMITS).shift == 5.0
+    assert visitor_limits.filled_in(asked(shift=5.0), spec, LIMITS).shift == 5.0
 
 
 def test_execution_settings_of_visitors_are_ignored(spec: ModelSpec) -> None:
     wanted = asked(vae_precision="float32", attention="native", compile="never", offload="model")
-    assert visitors.filled_in(wanted, spec, LIMITS) == visitors.filled_in(asked(), spec, LIMITS)
+    assert visitor_limits.filled_in(wanted, spec, LIMITS) == visitor_limits.filled_in(asked(), spec, LIMITS)
 
 
 @pytest.mark.parametrize("limits", [LIMITS, replace(LIMITS, waiting=1, per_hour=1)])
 def test_every_limit_is_described(limits: Limits) -> None:
-    text = visitors.describe_limits(limits)
+    text = visitor_limits.describe_limits(limits)
     for number in (limits.frames, limits.steps, limits.per_hour):
         assert str(number) in text
     assert "192×112" in text
@@ -105,10 +105,12 @@ def test_every_limit_is_described(limits: Limits) -> None:
 
 
 def test_limits_default_to_the_model(spec: ModelSpec, tmp_path: Path) -> None:
-    own = visitors.limits_of(Settings(cache_dir=tmp_path), spec)
+    own = visitor_limits.limits_of(Settings(cache_dir=tmp_path), spec)
     assert (own.frames, own.steps) == (spec.defaults.frames, spec.defaults.steps)
-    visitors.check_request(visitors.filled_in(GenerationRequest(prompt="a boat"), spec, own), own)
-    changed = visitors.limits_of(Settings(cache_dir=tmp_path, share_frames=5, share_steps=2, share_size=(64, 48)), spec)
+    visitor_limits.check_request(visitor_limits.filled_in(GenerationRequest(prompt="a boat"), spec, own), own)
+    changed = visitor_limits.limits_of(
+        Settings(cache_dir=tmp_path, share_frames=5, share_steps=2, share_size=(64, 48)), spec
+    )
     assert (changed.frames, changed.steps, changed.sizes) == (5, 2, ((64, 48),))
 
 
@@ -122,8 +124,8 @@ def test_limits_default_to_the_model(spec: ModelSpec, tmp_path: Path) -> None:
     ids=str,
 )
 def test_defaults_are_within_the_limits(spec: ModelSpec, limits: Limits) -> None:
-    filled = visitors.filled_in(GenerationRequest(prompt="a boat"), spec, limits)
-    visitors.check_request(filled, limits)
+    filled = visitor_limits.filled_in(GenerationRequest(prompt="a boat"), spec, limits)
+    visitor_limits.check_request(filled, limits)
     assert (int(filled.frames) - 1) % spec.vae.scale_factor_temporal == 0
     assert int(filled.width) % spec.strides[0] == int(filled.height) % spec.strides[1] == 0
 
@@ -132,7 +134,7 @@ def test_visitors_cannot_choose_backends_or_memory_strategies(spec: ModelSpec) -
     wish = GenerationRequest(
         prompt="a boat", backends={"all": "inductor"}, build="always", offload="group", quantization="fp8", seed=7
     )
-    filled = visitors.filled_in(wish, spec, LIMITS)
+    filled = visitor_limits.filled_in(wish, spec, LIMITS)
     assert (filled.backends, filled.build, filled.offload, filled.quantization) == ({}, "never", "auto", "auto")
     assert (filled.prompt, filled.seed) == ("a boat", 7)
 
@@ -162,7 +164,7 @@ def test_passwords_are_random_syllables() -> None:
 
 
 def test_visitors_cannot_fill_the_disk() -> None:
-    visitors.check_disk(1 << 29)
+    visitor_limits.check_disk(1 << 29)
     with pytest.raises(LimitError) as refused:
-        visitors.check_disk((1 << 29) - 1)
+        visitor_limits.check_disk((1 << 29) - 1)
     assert refused.value.code == "server.disk_full"

@@ -21,7 +21,8 @@ from runtime.queue.records import InspectEngine, PruneEngines
 from runtime.queue.store import JobStore
 from runtime.queue.views import Task
 from runtime.ui import form
-from runtime.ui.engines_panel import BreakEven, EnginesPanel, Entry, serves, storage_html, table_html, tasks_html
+from runtime.ui.break_even import BreakEven
+from runtime.ui.engines_panel import EnginesPanel, Entry, storage_html, supported_sizes, table_html, tasks_html
 from runtime.ui.panels import Call, respond
 from runtime.ui.plan_preview import PlanPreview
 from tests.engines.engine_files import key, record
@@ -355,9 +356,9 @@ def test_sizes_are_in_pixels_and_frames(
     tiny: Callable[[str], ModelSpec], program: str, profile: ShapeProfile, words: str
 ) -> None:
     made = record(key(program=program, profiles=(profile,)))
-    assert serves(made, tiny("wan2.1")) == words
+    assert supported_sizes(made, tiny("wan2.1")) == words
     if program != "text_encoder":
-        assert "latent" in serves(made, None)
+        assert "latent" in supported_sizes(made, None)
 
 
 def test_an_imported_engine_is_marked(tiny: Callable[[str], ModelSpec]) -> None:

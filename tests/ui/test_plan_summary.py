@@ -18,7 +18,7 @@ from runtime.models.spec import ModelSpec
 from runtime.planner.engine_offers import EngineOffer, Offers, no_offers
 from runtime.planner.resolve import resolve
 from runtime.ui import form
-from runtime.ui.engines_panel import BreakEven
+from runtime.ui.break_even import BreakEven
 from runtime.ui.formatting import WORDS
 from runtime.ui.plan_preview import PlanSummary, Preview, badge_html, panel_html, summarize
 from tests.plans import GIB, GPU_PACKAGES, gpu, machine, why

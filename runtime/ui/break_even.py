@@ -1,0 +1,70 @@
+"""When a compiled engine pays off: after how many videos the time that it saves exceeds the time to build it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from runtime.core.plan import ExecutionPlan
+from runtime.planner.engine_index import EngineRecord
+from runtime.planner.engine_offers import EngineOffer
+from runtime.planner.history import calls_of
+from runtime.ui import formatting
+from runtime.ui.plan_preview import Preview
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """Build time of engines and time saved per video, in seconds. The build time of imported engines is 0."""
+
+    build_seconds: float
+    saved_seconds: float
+
+    def __str__(self) -> str:
+        """Return "18 min 0 s to build, saves 40 s a video: after 27 videos"."""
+        saved = f"saves {_brief(self.saved_seconds)} a video" if self.saved_seconds > 0 else "saves no time"
+        if not self.build_seconds:
+            return saved
+        built = f"{formatting.duration(self.build_seconds)} to build"
+        if self.saved_seconds <= 0:
+            return f"{built}, {saved}"
+        videos = ceil(self.build_seconds / self.saved_seconds)
+        after = "after 1 video" if videos <= 1 else f"after {videos:,} videos"
+        return f"{built}, {saved}: {after}"
+
+
+def break_even_of_offer(
+    plan: ExecutionPlan, component: str, offer: EngineOffer, records: Sequence[EngineRecord]
+) -> BreakEven | None:
+    """Return when the engines of an offer pay off for a component; `None` if they are not built and measured."""
+    if not offer.speedup:
+        return None
+    ids = {use.id for use in offer.uses}
+    built = sum(record.build_seconds for record in records if record.id in ids)
+    return BreakEven(built, _calls_per_video(plan)[component] * (offer.pytorch_seconds - offer.seconds))
+
+
+def break_even_of_record(record: EngineRecord, preview: Preview | None) -> BreakEven | None:
+    """Return when an engine pays off at the previewed settings; `None` if they do not use it."""
+    if preview is None or preview.plan is None or not record.seconds_per_call:
+        return None
+    plan = preview.plan
+    calls = 0.0
+    for name, part in plan.components.items():
+        offered = preview.offers(name, plan.latent_size, part.device)
+        if any(use.id == record.id and not use.build for offer in offered for use in offer.uses):
+            calls += _calls_per_video(plan)[name]
+    if record.key.program == "vae_next":
+        calls *= plan.latent_size[0] - 1
+    saved = calls * (record.pytorch_seconds_per_call - record.seconds_per_call)
+    return BreakEven(record.build_seconds, saved) if calls else None
+
+
+def _calls_per_video(plan: ExecutionPlan) -> Mapping[str, float]:
+    return calls_of(plan.steps, plan.guidance_scale, plan.guidance_scale_2, plan.expert_steps)
+
+
+def _brief(seconds: float) -> str:
+    milliseconds = 1000 * seconds
+    if milliseconds < 1:
+        return "less than 1 ms"
+    return f"{milliseconds:.0f} ms" if seconds < 1 else formatting.duration(seconds)
