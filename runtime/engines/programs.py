@@ -50,7 +50,8 @@ _EXAMPLE_TIMESTEP = 700.0
 CACHE = "cache_"
 _AXES = ("frames", "height", "width")
 _LATENT_AXES = {2: "frames", 3: "height", 4: "width"}
-# The dynamic axes of each tensor, with the names of their sizes. The frames of a cache are fixed: always two.
+# The dynamic axes of each tensor, with the names of their sizes. A cache always has two frames. The VAE's first step
+# always takes and returns one frame, so the profiles of `vae_first` have one frame too.
 _DYNAMIC_AXES: Mapping[str, Mapping[int, str]] = {
     "latents": _LATENT_AXES,
     "velocity": _LATENT_AXES,

@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # these import torch
     from runtime.pipeline.run_context import Emit
 
 _POLL_SECONDS = 0.1
-# Least time between two stored progress reports of an engine build, which sends many a second.
+# Least time between two stored progress reports of an engine build; builders report more often.
 _PROGRESS_SECONDS = 0.2
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """Which requests reach Gradio, and what they may contain. Pure functions.
 
-Open are the page and its assets, the log-in, calls of the page's functions, the streams of their results, and Tandem's
+Open are the page and its assets, the login, calls of the page's functions, the streams of their results, and Tandem's
 own routes. All other routes of Gradio are closed, among them uploads, the proxy, files by path or address, deep links,
 component servers, media streams, monitoring, the log-out (it ends every session) and the development pages.
 

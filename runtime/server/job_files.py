@@ -72,7 +72,7 @@ def is_single_range(value: bytes) -> bool:
 
 
 def routes(worker: JobQueue, settings: Settings) -> list[BaseRoute]:
-    """Return the routes of the owner's page. The middleware has checked the log-in."""
+    """Return the routes of the owner's page. The middleware has checked the login."""
     files = _JobFiles(worker, settings)
     return [
         Route(f"{FILE}{{path:path}}", files.video),

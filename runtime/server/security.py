@@ -184,7 +184,7 @@ class AccessMiddleware:
         if method == "POST" and path.rstrip("/") == gradio_requests.LOGIN:
             now = time.monotonic()
             if len(self._logins) == _LOGINS_PER_MINUTE and now - self._logins[0] < _MINUTE:
-                raise RefusedError("Too many log-in attempts. Wait a minute.", 429)
+                raise RefusedError("Too many login attempts. Wait a minute.", 429)
             self._logins.append(now)
         needed = access(method, path, visitors=self._visitors is not None)
         if needed is None:

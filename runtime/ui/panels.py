@@ -61,7 +61,7 @@ class Panel(Protocol):
 
 
 def routes(panels: Mapping[str, Panel]) -> list[BaseRoute]:
-    """Return the route of all panels, by name. The middleware has checked sender, log-in and size."""
+    """Return the route of all panels, by name. The middleware has checked sender, login and size."""
 
     async def answer(request: Request) -> Response:
         panel = panels.get(request.path_params["name"])

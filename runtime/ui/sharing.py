@@ -43,7 +43,7 @@ class Sharing:
     Attributes:
         url: the link; empty unless it is open.
         problem: why the link failed, and the remedy.
-        user, password: the visitors' log-in.
+        user, password: the visitors' login.
         generated: whether the password was generated here.
         visitors: their sessions and limits.
 

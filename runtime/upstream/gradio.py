@@ -51,13 +51,13 @@ def load() -> None:
 def requires_login(app: Any) -> bool:
     """Return whether the app was launched with `auth`.
 
-    Reason: `App.auth` is an undocumented attribute; the middleware checks the log-in before gradio does.
+    Reason: `App.auth` is an undocumented attribute; the middleware checks the login before gradio does.
     """
     return app.auth is not None
 
 
 def login_token(app: Any, cookies: Mapping[str, str]) -> str | None:
-    """Return the log-in token among a request's cookies, if gradio issued it.
+    """Return the login token among a request's cookies, if gradio issued it.
 
     Reason: `App.tokens` and the cookie names are undocumented; gradio checks them in its own routes only.
     """

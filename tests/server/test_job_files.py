@@ -1,4 +1,4 @@
-"""Tandem's own routes serve the owner's jobs by their complete ids, and nothing without a log-in."""
+"""Tandem's own routes serve the owner's jobs by their complete ids, and nothing without a login."""
 
 import json
 import urllib.error

@@ -198,7 +198,7 @@ def test_the_owners_page_has_no_limits(server: Server) -> None:
 
 
 def test_login_attempts_are_limited(server: Server) -> None:
-    # Last, because it blocks log-ins for a minute.
+    # Last, because it blocks logins for a minute.
     port, *_ = link_of(server.cache_dir)
     form = {b"Content-Type": b"application/x-www-form-urlencoded"}
     answers = [send(port, b"POST", b"/login", form, b"username=visitor&password=x%d" % n) for n in range(30)]

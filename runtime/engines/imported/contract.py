@@ -158,7 +158,7 @@ def _read_plan(path: Path, device: "torch.device") -> Contract:
         made_by=f"TensorRT {trt.__version__}",
         inputs=inputs,
         outputs=outputs,
-        # A plan does not state its precision. Most are float16; verification rejects an error of another magnitude.
+        # A plan does not state its precision; most are float16. The error of a wrong engine exceeds any tolerance.
         precision="bfloat16" if "bfloat16" in types else "float16",
         working_bytes=int(memory),
     )

@@ -165,7 +165,7 @@ class Rank:
         return {}, []
 
     def cache(self, task: Mapping[str, Any], _: list[torch.Tensor]) -> Answer:
-        """Replace a transformer's step cache by an empty one."""
+        """Set a transformer's step cache; it starts empty."""
         name = task["name"]
         self._step_caches.pop(name, ExitStack()).close()
         self._step_caches[name] = ExitStack()
