@@ -39,7 +39,7 @@ def version_numbers(text: str) -> tuple[int, ...]:
 
 
 def torch_tensorrt_problem(machine: Machine) -> Fact | None:
-    """Return why torch-tensorrt does not work with this PyTorch, `None` if it does: each release fits one version."""
+    """Return why torch-tensorrt does not work with this PyTorch, `None` if it does: each release needs one version."""
     installed, torch_version = machine.version_of("torch-tensorrt") or "", machine.torch_version or ""
     if installed.split(".")[:2] != torch_version.split(".")[:2]:
         return Fact("machine.torch_tensorrt_mismatch", {"installed": installed, "torch": torch_version})
@@ -47,7 +47,7 @@ def torch_tensorrt_problem(machine: Machine) -> Fact | None:
 
 
 def compiler_problem(machine: Machine) -> Fact | None:
-    """Return that the C++ compiler is missing that Inductor and compiled blocks on a CPU need, `None` if it exists."""
+    """Return why Inductor cannot compile for a CPU: no C++ compiler was found; `None` if there is one."""
     if machine.compiler is not None:
         return None
     codes = {"Windows": "machine.no_compiler_windows", "Darwin": "machine.no_compiler_macos"}

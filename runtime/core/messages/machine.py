@@ -5,17 +5,19 @@ from collections.abc import Mapping
 from runtime.core.messages import Message
 
 _OTHER_BACKEND = "Choose another backend. Until then, the component runs in PyTorch."
-_INSTALL = "Run install.sh (install.bat on Windows) again. If there is a GPU, it installs requirements-gpu.txt."
-_INSTALL_CPU = "Run install.sh (install.bat on Windows)."
-_COMPILER = "No C++ compiler was found."
+_RUN_INSTALLER_ON_GPU = (
+    "Run install.sh (install.bat on Windows) again. If there is a GPU, it installs requirements-gpu.txt."
+)
+_RUN_INSTALLER = "Run install.sh (install.bat on Windows)."
+_NO_COMPILER = "No C++ compiler was found."
 
 _MACHINE: Mapping[str, Message] = {
     "machine.no_gpu": Message("No NVIDIA GPU was found.", _OTHER_BACKEND),
-    "machine.no_nvml": Message("nvidia-ml-py is not installed, so NVIDIA GPUs cannot be detected.", _INSTALL_CPU),
+    "machine.no_nvml": Message("nvidia-ml-py is not installed, so NVIDIA GPUs cannot be detected.", _RUN_INSTALLER),
     "machine.driver_failed": Message(
         "The NVIDIA driver is not responding ({error}).", "Install or update the NVIDIA driver, then restart."
     ),
-    "machine.torch_without_cuda": Message("This PyTorch ({torch}) is built without CUDA.", _INSTALL),
+    "machine.torch_without_cuda": Message("This PyTorch ({torch}) is built without CUDA.", _RUN_INSTALLER_ON_GPU),
     "machine.driver_too_old": Message(
         "The NVIDIA driver {driver} is too old: it supports CUDA {runs}, but PyTorch needs {needs}.",
         "Update the NVIDIA driver to {least} or later, then restart.",
@@ -26,21 +28,22 @@ _MACHINE: Mapping[str, Message] = {
     "machine.gpu_too_new": Message(
         "This PyTorch (CUDA {cuda}) has no kernels for {gpu}.", "Install PyTorch built for CUDA 12.8 or later."
     ),
-    "machine.no_torch": Message("PyTorch is not installed.", _INSTALL_CPU),
-    "machine.no_compiler": Message(_COMPILER, "Install g++ with the system's package manager."),
-    "machine.no_compiler_macos": Message(_COMPILER, "Run `xcode-select --install`."),
+    "machine.no_torch": Message("PyTorch is not installed.", _RUN_INSTALLER),
+    "machine.no_compiler": Message(_NO_COMPILER, "Install g++ with the system's package manager."),
+    "machine.no_compiler_macos": Message(_NO_COMPILER, "Run `xcode-select --install`."),
     "machine.no_compiler_windows": Message(
-        _COMPILER, "Install the Visual Studio Build Tools with C++, and start Tandem from a Developer Command Prompt."
+        _NO_COMPILER,
+        "Install the Visual Studio Build Tools with C++, and start Tandem from a Developer Command Prompt.",
     ),
-    "machine.no_onnxruntime": Message("ONNX Runtime is not installed.", _INSTALL_CPU),
-    "machine.no_tensorrt": Message("TensorRT is not installed.", _INSTALL),
-    "machine.no_torch_tensorrt": Message("torch-tensorrt is not installed.", _INSTALL),
+    "machine.no_onnxruntime": Message("ONNX Runtime is not installed.", _RUN_INSTALLER),
+    "machine.no_tensorrt": Message("TensorRT is not installed.", _RUN_INSTALLER_ON_GPU),
+    "machine.no_torch_tensorrt": Message("torch-tensorrt is not installed.", _RUN_INSTALLER_ON_GPU),
     "machine.torch_tensorrt_mismatch": Message(
-        "torch-tensorrt {installed} is not compatible with PyTorch {torch}.", _INSTALL
+        "torch-tensorrt {installed} is not compatible with PyTorch {torch}.", _RUN_INSTALLER_ON_GPU
     ),
     "machine.tensorrt_without_gpu": Message("TensorRT does not support {gpu}.", _OTHER_BACKEND),
-    "machine.no_bitsandbytes": Message("bitsandbytes is not installed.", _INSTALL),
-    "machine.no_torchao": Message("torchao is not installed.", _INSTALL),
+    "machine.no_bitsandbytes": Message("bitsandbytes is not installed.", _RUN_INSTALLER_ON_GPU),
+    "machine.no_torchao": Message("torchao is not installed.", _RUN_INSTALLER_ON_GPU),
     "machine.gpu_without_fp8": Message("The {gpu} does not support FP8.", "Use {set[quantization=bnb-8bit]}."),
     "machine.no_triton": Message(
         "Triton is not installed.", "Install the package triton, or use {set[compile=never]}."
@@ -93,7 +96,7 @@ _DOCTOR: Mapping[str, Message] = {
     "doctor.package": Message("{version}"),
     "doctor.package_unusable": Message("{version}, cannot be imported: {cause:sentence}", "Reinstall it: {reinstall}"),
     "doctor.package_missing": Message("not installed: no {use}", "To install it: {install}"),
-    "doctor.installer_package_missing": Message("not installed: no {use}", _INSTALL),
+    "doctor.installer_package_missing": Message("not installed: no {use}", _RUN_INSTALLER_ON_GPU),
     "doctor.ffmpeg": Message("{path}"),
     "doctor.model": Message("{millions:,.1f} million parameters"),
 }
