@@ -217,7 +217,7 @@ def test_each_badge_follows_its_toggle(open_page: OpenPage, short_of_memory: Ser
     page = open_page(url=short_of_memory.url)
     unfold(page)
     for part in ROWS:
-        before = page.inner_text(f"#part-{part} .badge")
+        planned = page.inner_text(f"#part-{part} .badge")
         for _ in range(2):
             before = page.inner_text(f"#part-{part} .badge")
             page.click(f"#tensorrt-{part} input")
@@ -225,4 +225,4 @@ def test_each_badge_follows_its_toggle(open_page: OpenPage, short_of_memory: Ser
                 "([part, before]) => document.querySelector(`#part-${part} .badge`).innerText !== before",
                 arg=[part, before],
             )
-        assert page.inner_text(f"#part-{part} .badge") == before
+        assert page.inner_text(f"#part-{part} .badge") == planned
