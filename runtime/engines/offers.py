@@ -12,7 +12,7 @@ from runtime.core.facts import Fact
 from runtime.core.loras import LoraUse
 from runtime.core.plan import EngineUse, LatentSize
 from runtime.engines.builders import BUILDERS, Builder, BuildNeeds, builders_for
-from runtime.engines.identity import imported_key, runnable_programs
+from runtime.engines.key_parts import imported_key, runnable_programs
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import Machine, free_disk_bytes
 from runtime.models.spec import ModelSpec
@@ -39,7 +39,7 @@ class ModelOffers:
     """The offers for one model, as `planner.resolve.resolve` takes them. Reads the library once.
 
     Attributes:
-        cache_dir: see `identity.program_key_parts`.
+        cache_dir: see `key_parts.program_key_parts`.
     """
 
     spec: ModelSpec
@@ -183,7 +183,7 @@ def imported_engines(
     Exact ones come first, then the fastest.
 
     Args:
-        cache_dir: see `identity.program_key_parts`.
+        cache_dir: see `key_parts.program_key_parts`.
     """
     programs = runnable_programs(spec, component)
     found = [

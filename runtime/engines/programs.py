@@ -15,7 +15,7 @@ states which. An imported engine may be a `vae_clip` for any family.
 Tensors are float32, except the int64 inputs and the caches, which have the dtype that the program computes in. Frames
 are in -1 to 1.
 
-Engine keys contain a hash of this module's code (`identity.export_revision`): changing it makes every engine stale.
+Engine keys contain a hash of this module's code (`key_parts.export_revision`): changing it makes every engine stale.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -325,7 +325,7 @@ def load_program(spec: ModelSpec, component: str, name: str, *, device: str, dty
 
     Args:
         component: the component to load; "transformer" and "transformer_2" have the same program, "transformer".
-        name: one of `identity.runnable_programs`.
+        name: one of `key_parts.runnable_programs`.
         device: a torch device.
         dtype: "float32", "bfloat16" or "float16".
 

@@ -14,7 +14,7 @@ from runtime.core.settings import Settings
 from runtime.engines.build import BuildRequest, build_engine, verify_engine
 from runtime.engines.builders import BUILDERS
 from runtime.engines.child import Report
-from runtime.engines.identity import device_like, device_text, imported_key, program_key_parts, runnable_programs
+from runtime.engines.key_parts import device_like, device_text, imported_key, program_key_parts, runnable_programs
 from runtime.engines.offers import ModelOffers
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import Machine
@@ -77,7 +77,7 @@ class EngineService:
     """The engines in `store`.
 
     Attributes:
-        cache_dir: stores the digests of weights; see `identity.program_key_parts`.
+        cache_dir: stores the digests of weights; see `key_parts.program_key_parts`.
     """
 
     store: EngineStore

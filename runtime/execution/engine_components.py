@@ -7,7 +7,7 @@ import torch
 
 from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
-from runtime.engines.identity import CLIP_PROGRAM
+from runtime.engines.key_parts import CLIP_PROGRAM
 from runtime.engines.service import OpenEngines
 from runtime.execution.components import PROMPTED, Denoiser, ResumableDecoder
 from runtime.execution.text_encoder import TextModel

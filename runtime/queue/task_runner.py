@@ -26,7 +26,7 @@ from runtime.queue.records import (
 )
 from runtime.queue.store import JobStore
 
-_LIVE_SECONDS = 0.2
+_PROGRESS_SECONDS = 0.2
 
 
 class TaskRecorder:
@@ -49,7 +49,7 @@ class TaskRecorder:
         if fact != self._last:
             self._last = fact
             self._store.record_task_event(self.id, {"event": "TaskProgress", "fact": fact.model_dump(mode="json")})
-        elif now - self._reported_at < _LIVE_SECONDS:
+        elif now - self._reported_at < _PROGRESS_SECONDS:
             return
         self._reported_at = now
         self._store.show(self.id, {"fact": fact.model_dump(mode="json"), "share": share})

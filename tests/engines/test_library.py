@@ -11,7 +11,7 @@ from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.engines import manifest
 from runtime.engines.build import verify_engine
-from runtime.engines.identity import device_text, program_key_parts
+from runtime.engines.key_parts import device_text, program_key_parts
 from runtime.engines.service import EngineService, Verified
 from runtime.engines.store import EngineStore, Pruned
 from runtime.machine.probe import probe

@@ -9,7 +9,7 @@ import pytest
 
 from runtime.core.facts import Fact
 from runtime.engines.builders import BUILDERS
-from runtime.engines.identity import CLIP_PROGRAM, NOT_EXPORTED, device_text, program_key_parts, versions_of
+from runtime.engines.key_parts import CLIP_PROGRAM, NOT_EXPORTED, device_text, program_key_parts, versions_of
 from runtime.engines.offers import imported_engines
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore

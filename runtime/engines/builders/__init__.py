@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
 
 from runtime.core.facts import Fact
 from runtime.engines.child import Report
-from runtime.engines.identity import device_text, export_revision, program_key_parts, versions_of
+from runtime.engines.key_parts import device_text, export_revision, program_key_parts, versions_of
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
 from runtime.planner.constraints import lacking
@@ -67,7 +67,7 @@ class Builder(ABC):
             component: whose weights.
             profiles: the latent sizes that the engine serves.
             device: "cpu" or "cuda:0".
-            cache_dir: see `identity.program_key_parts`.
+            cache_dir: see `key_parts.program_key_parts`.
 
         Raises:
             ModelError: if the weights cannot be read.

@@ -26,7 +26,7 @@ from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.engines.builders import Builder, BuildNeeds, weights_bytes
 from runtime.engines.child import Report
-from runtime.engines.identity import cpu_has_bfloat16
+from runtime.engines.key_parts import cpu_has_bfloat16
 from runtime.machine.probe import Machine, cpp_compiler
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import SWAPPED, EngineKey, ShapeProfile

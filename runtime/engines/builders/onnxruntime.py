@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from runtime.core.facts import Fact
 from runtime.engines.builders import Builder, BuildNeeds, weights_bytes
 from runtime.engines.child import Report
-from runtime.engines.identity import cpu_has_bfloat16, versions_of
+from runtime.engines.key_parts import cpu_has_bfloat16, versions_of
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import EngineKey, ShapeProfile

@@ -35,9 +35,9 @@ from runtime.engines.build import (
 )
 from runtime.engines.builders import builders_of, onnxruntime, tensorrt
 from runtime.engines.child import Report
-from runtime.engines.identity import NOT_EXPORTED, device_text, program_key_parts, versions_of
 from runtime.engines.imported.contract import Contract
 from runtime.engines.imported.matching import ADAPTERS_FILE, Match, find_matches
+from runtime.engines.key_parts import NOT_EXPORTED, device_text, program_key_parts, versions_of
 from runtime.engines.offers import EXACT, served_sizes
 from runtime.engines.service import EngineService
 from runtime.machine.compatibility import cuda_problem

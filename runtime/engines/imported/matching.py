@@ -11,7 +11,6 @@ from typing import Any
 
 from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
-from runtime.engines.identity import CLIP_PROGRAM
 from runtime.engines.imported.adapters import (
     TEXT_MASK,
     Adapter,
@@ -29,6 +28,7 @@ from runtime.engines.imported.adapters import (
     adapters_to_json,
 )
 from runtime.engines.imported.contract import Contract, Port, Span
+from runtime.engines.key_parts import CLIP_PROGRAM
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner.engine_index import ShapeProfile
 

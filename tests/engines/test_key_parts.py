@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.engines.identity import cpu_instructions, device_text, export_revision, program_key_parts, versions_of
+from runtime.engines.key_parts import cpu_instructions, device_text, export_revision, program_key_parts, versions_of
 from runtime.machine.probe import probe
 from runtime.models.registry import FAMILIES, Entry, read_spec
 from runtime.models.spec import ModelSpec

@@ -1,4 +1,4 @@
-"""Computes the parts of an engine's key: digests of architecture and weights, the device, and library versions.
+"""The parts of an engine's key: digests of architecture and weights, the device, and library versions.
 
 Imports no torch. The digests of weights are stored, so a key takes milliseconds except for the first one.
 """
