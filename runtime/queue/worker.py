@@ -195,7 +195,7 @@ class Worker:
             return {}
         import torch
 
-        held = self._residency.group_manager.taken_bytes()
+        held = self._residency.group_manager.reserved_bytes()
         own = self._config.gpu
         return held | {own: torch.cuda.memory_reserved(own) + held.get(own, 0)}
 

@@ -70,7 +70,7 @@ class Group:
     Attributes:
         processes: in the order of the split's devices.
         alive: whether the processes run.
-        taken_bytes: memory that each process took from its GPU's driver, as of its last answer.
+        reserved_bytes: memory that PyTorch reserves in each process, as of its last answer.
 
     Raises:
         GroupError: if they cannot be started.
@@ -79,7 +79,7 @@ class Group:
     def __init__(self, split: Split, check: Callable[[], None], limits: Limits | None = None) -> None:
         self.split = split
         self.alive = True
-        self.taken_bytes = [0] * len(split.devices)
+        self.reserved_bytes = [0] * len(split.devices)
         self._peaks = [0] * len(split.devices)
         self._reset_peak = False
         self._limits = limits or Limits()
@@ -227,7 +227,7 @@ class Group:
         if "failed" in message.values:
             self._fail_as_reported(number, message.values["failed"])
         self._peaks[number] = max(self._peaks[number], int(message.values.get("peak", 0)))
-        self.taken_bytes[number] = int(message.values.get("taken", 0))
+        self.reserved_bytes[number] = int(message.values.get("reserved", 0))
         return message
 
     def _find_hanging(self, answers: dict[int, Message], limit: float, *, silence: bool) -> None:

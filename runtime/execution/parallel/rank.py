@@ -190,14 +190,15 @@ class Rank:
         texts = task["texts"]
         if self._tokens is not None:
             self._tokens.count = task["tokens"]
+        # Consecutive processes share a pass; the groups of them take the passes in turn.
+        group, first = self._number // self._sequence, self._number % self._sequence == 0
         groups = dist.get_world_size() // self._sequence
-        own = [index for index in range(len(texts)) if index % groups == self._number // self._sequence]
+        own = [index for index in range(len(texts)) if index % groups == group]
         latents, timestep = latents.to(self._device), timestep.to(self._device)
         denoiser = self._denoisers[task["name"]]
         if task["fresh"]:
             denoiser.reset_cache()
         results = [denoiser(latents, timestep, self._texts[texts[index]], task["which"][index]) for index in own]
-        first = self._number % self._sequence == 0
         return ({"passes": own}, results) if first else ({"passes": []}, [])
 
     def decode(self, task: Mapping[str, Any], tensors: list[torch.Tensor]) -> Answer:
@@ -213,8 +214,8 @@ class Rank:
     def memory(self, *, reset_peak: bool) -> dict[str, int]:
         """Return the peak bytes that PyTorch allocated since the last reset, and the bytes that it reserves now."""
         if not self._cuda:
-            return {"peak": 0, "taken": 0}
-        memory = {"peak": torch.cuda.max_memory_allocated(), "taken": torch.cuda.memory_reserved()}
+            return {"peak": 0, "reserved": 0}
+        memory = {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.memory_reserved()}
         if reset_peak:
             torch.cuda.reset_peak_memory_stats()
         return memory

@@ -245,12 +245,12 @@ class GroupManager:
         """See `Group`; 0 if no group runs."""
         return 0 if self.group is None else self.group.peak_bytes
 
-    def taken_bytes(self) -> dict[int, int]:
-        """Return the memory that the processes took from the driver, by the GPU's index."""
+    def reserved_bytes(self) -> dict[int, int]:
+        """Return the memory that PyTorch reserves in the processes, by the GPU's index."""
         if self.group is None:
             return {}
-        taken = zip(self.group.split.devices, self.group.taken_bytes, strict=True)
-        return {gpu_index(device): size for device, size in taken if device.startswith("cuda:")}
+        reserved = zip(self.group.split.devices, self.group.reserved_bytes, strict=True)
+        return {gpu_index(device): size for device, size in reserved if device.startswith("cuda:")}
 
     def dismiss(self) -> None:
         """End the group."""
