@@ -52,7 +52,7 @@ WITHOUT_TORCH = (
     "runtime.queue.downloads",
     "runtime.bench.configurations",
     "runtime.bench.statistics",
-    "runtime.bench.report",
+    "runtime.bench.render",
     "runtime.cli.main",
     "runtime.cli.plan_and_doctor",
     "runtime.cli.models",

@@ -9,7 +9,7 @@ import torch
 from runtime.engines.service import EngineService
 from runtime.execution import residency
 from runtime.models.weights import load_module
-from runtime.pipeline.history import HistoryFile
+from runtime.pipeline.history_file import HistoryFile
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import JobStore
 from runtime.queue.worker import Worker

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.bench.report import number, spread_text
+from runtime.bench.render import number, spread_text
 from runtime.bench.result_files import differing_machines, differing_versions
 from runtime.bench.statistics import Spread, ratio
 from runtime.core.errors import InvalidRequestError

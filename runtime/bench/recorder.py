@@ -16,7 +16,7 @@ from runtime.core.events import Event, Failed, FellBack, StageStarted, StepDone,
 from runtime.core.plan import ExecutionPlan
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.history import HistoryFile
+from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.history import History, Run
 
 _SAMPLE_SECONDS = 0.02

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.bench import compare as comparing
-from runtime.bench import report, result_files
+from runtime.bench import render, result_files
 from runtime.bench.benchmark import SCHEMA, Bench, Setup
 from runtime.bench.configurations import Configuration, check_names, named_flags, standard
 from runtime.bench.recorder import UnwrittenHistory
@@ -148,12 +148,12 @@ def _show(result: Mapping[str, Any], folder: Path) -> None:
     title = "Tandem's benchmark"
     if clip is not None:
         title = f"{clip['model']}, {clip['width']}x{clip['height']}, {clip['frames']} frames, {clip['steps']} steps"
-    result_files.write(folder / "bench.svg", report.svg(result, title))
-    terminal.table(report.TIMING_HEADINGS, report.timing_rows(result))
-    terminal.table(report.QUALITY_HEADINGS, report.quality_rows(result))
-    for message in report.outcomes(result):
+    result_files.write(folder / "bench.svg", render.svg(result, title))
+    terminal.table(render.TIMING_HEADINGS, render.timing_rows(result))
+    terminal.table(render.QUALITY_HEADINGS, render.quality_rows(result))
+    for message in render.outcomes(result):
         terminal.warning(message)
-    for message in report.notes(result):
+    for message in render.notes(result):
         terminal.line(message)
     terminal.line(f"Saved {folder / 'bench.json'} and {folder / 'bench.svg'}")
 

@@ -22,7 +22,7 @@ from runtime.machine.probe import Machine, probe
 from runtime.models.loras import model_for
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import make_folder, output_path
-from runtime.pipeline.history import HistoryFile
+from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.resolve import resolve
 from runtime.queue import recovery
 from runtime.queue.instances import Instance

@@ -18,7 +18,7 @@ from runtime.models.hub.files import Verification, read_manifest
 from runtime.models.hub.files import verify as verify_folder
 from runtime.models.registry import family_of, read_spec
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.history import HistoryFile
+from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.requirements import Needs, needs
 
 _LONGEST_SHOWN = 60

@@ -19,7 +19,7 @@ from runtime.models.catalogue import folders
 from runtime.models.loras import model_for
 from runtime.models.registry import read_spec
 from runtime.pipeline.files import output_path
-from runtime.pipeline.history import HistoryFile
+from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.resolve import resolve
 
 _STAGES = ("encode", "denoise", "decode")

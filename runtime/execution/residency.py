@@ -24,7 +24,7 @@ from runtime.execution.components import Denoiser, PyTorchDenoiser, PyTorchVideo
 from runtime.execution.engine_components import OUT_OF_MEMORY, EngineDenoiser, EngineTextModel, EngineVideoDecoder
 from runtime.execution.memory import release_cached_memory
 from runtime.execution.offload import Placed, Placement, place, placement
-from runtime.execution.parallel.shared import GroupManager, shared_speed
+from runtime.execution.parallel.proxies import GroupManager, shared_speed
 from runtime.execution.prompt_cache import PromptCache
 from runtime.execution.text_encoder import PyTorchTextModel, TextEncoder, TextModel
 from runtime.models.quantization import NONE

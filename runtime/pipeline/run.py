@@ -15,7 +15,7 @@ from runtime.core.plan import ExecutionPlan
 from runtime.execution.residency import Residency
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import CheckpointFolder
-from runtime.pipeline.history import HistoryFile, measure_attention
+from runtime.pipeline.history_file import HistoryFile, measure_attention
 from runtime.pipeline.metrics import Metrics
 from runtime.pipeline.oom_retry import with_oom_retry
 from runtime.pipeline.previews import Previews

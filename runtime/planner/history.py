@@ -1,6 +1,6 @@
 """Measurements of earlier jobs on this machine, and forecasts from the run of the same kind that is nearest in size.
 
-Pure: `pipeline.history` reads and writes the history file.
+Pure: `pipeline.history_file` reads and writes the history file.
 """
 
 import hashlib

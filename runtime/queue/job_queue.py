@@ -18,7 +18,7 @@ from runtime.machine.probe import Machine, probe, seen_from
 from runtime.models.catalogue import look_up
 from runtime.models.loras import model_for
 from runtime.pipeline.files import make_folder, output_path
-from runtime.pipeline.history import HistoryFile
+from runtime.pipeline.history_file import HistoryFile
 from runtime.pipeline.rerun_low_noise import plan_rerun
 from runtime.planner.history import History
 from runtime.planner.placement import usable_gpus

@@ -33,7 +33,7 @@ from runtime.machine.probe import Machine
 from runtime.models.loras import model_for
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import POSTER, PREVIEW
-from runtime.pipeline.history import HistoryFile
+from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.placement import usable_gpus
 from runtime.planner.resolve import resolve
 from runtime.queue.records import JobRecord

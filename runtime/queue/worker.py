@@ -27,7 +27,7 @@ from runtime.core.processes import be_killed_first
 from runtime.engines.service import EngineService
 from runtime.machine.probe import Machine, probe
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.history import HistoryFile
+from runtime.pipeline.history_file import HistoryFile
 from runtime.queue import job_runner
 from runtime.queue.instances import WorkerEntry, WorkerRegistry, app_of
 from runtime.queue.job_runner import ControlPoller, JobRecorder, Planner

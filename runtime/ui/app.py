@@ -19,7 +19,7 @@ from runtime.core.facts import render
 from runtime.core.settings import Settings
 from runtime.engines.service import EngineService
 from runtime.machine.probe import probe
-from runtime.pipeline.history import HistoryFile
+from runtime.pipeline.history_file import HistoryFile
 from runtime.queue.downloads import Downloads
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import open_store

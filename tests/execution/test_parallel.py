@@ -19,7 +19,7 @@ from runtime.core.facts import Fact
 from runtime.core.plan import ComponentPlan, Speed, Split
 from runtime.execution.decoded_frames import longer_side
 from runtime.execution.parallel.group import Limits
-from runtime.execution.parallel.shared import GroupManager, SentTexts, SharedDenoiser, SharedVideoDecoder
+from runtime.execution.parallel.proxies import GroupManager, SentTexts, SharedDenoiser, SharedVideoDecoder
 from runtime.execution.parallel.ulysses import Tokens
 from runtime.families.wan.transformer import PyTorchDenoiser, block_step, install, share_tokens
 from runtime.families.wan.vae import PyTorchVideoDecoder, StripDecoder

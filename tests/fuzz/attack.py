@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from tests.app_server import ROOT, Server, make_cache, serving
 from tests.fuzz import random_requests
-from tests.fuzz.wire import Answer, send
+from tests.fuzz.raw_http import Answer, send
 from tests.sharing_app import link_of
 
 FLAGS = ("--share", "--share-frames", "9", "--share-steps", "2", "--share-queue", "50", "--share-queue-all", "200",

@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from runtime.bench import report, result_files
+from runtime.bench import render, result_files
 from runtime.bench.benchmark import Bench, Setup
 from runtime.bench.configurations import Configuration
 from runtime.bench.recorder import UnwrittenHistory
@@ -132,11 +132,11 @@ def clips(part: str, arguments: argparse.Namespace, folder: Path) -> None:
     bench = Bench.of(setup, configurations(named, common, quantized=not arguments.small), write, saved)
     bench.measure(Cancel())
     result = bench.to_json()
-    result_files.write(OUT / f"{part}.svg", report.svg(result, part))
-    for printed in (report.timing_rows(result), report.quality_rows(result)):
+    result_files.write(OUT / f"{part}.svg", render.svg(result, part))
+    for printed in (render.timing_rows(result), render.quality_rows(result)):
         for row in printed:
             write(" | ".join(row))
-    for line in (*report.outcomes(result), *report.notes(result)):
+    for line in (*render.outcomes(result), *render.notes(result)):
         write(line)
 
 

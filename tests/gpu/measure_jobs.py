@@ -36,7 +36,7 @@ from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from runtime.pipeline import stages
 from runtime.pipeline.degenerate_clip import Detector
-from runtime.pipeline.history import HistoryFile
+from runtime.pipeline.history_file import HistoryFile
 from runtime.pipeline.run import run_job
 from runtime.planner.memory_model import baseline_bytes
 from runtime.planner.resolve import resolve

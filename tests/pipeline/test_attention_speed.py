@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from runtime.pipeline.history import HistoryFile, measure_attention, unmeasured
+from runtime.pipeline.history_file import HistoryFile, measure_attention, unmeasured
 from tests.planner.test_execution_options import A14B, TRITON, gpu_machine, plan
 
 

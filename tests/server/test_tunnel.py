@@ -15,7 +15,7 @@ from runtime.server import tunnel
 from runtime.server.tunnel import open_tunnel
 from runtime.ui.app import serve
 from tests.app_server import MODEL, free_port, make_cache
-from tests.fuzz.wire import send
+from tests.fuzz.raw_http import send
 from tests.waiting import until
 
 NOBODY = "http://127.0.0.1:9"

@@ -11,7 +11,7 @@ from gradio_client import Client
 from gradio_client.exceptions import AppError
 
 from tests.app_server import MODEL, ROOT, Server, make_cache, serving
-from tests.fuzz.wire import Answer, send
+from tests.fuzz.raw_http import Answer, send
 from tests.sharing_app import HOST, link_of
 
 FLAGS = (

@@ -20,7 +20,7 @@ from runtime.bench.benchmark import SCHEMA
 from runtime.bench.component_errors import StandaloneJob, in_floats, relative_error
 from runtime.bench.configurations import Configuration
 from runtime.bench.recorder import allocated
-from runtime.bench.report import number, spread_text
+from runtime.bench.render import number, spread_text
 from runtime.bench.result_files import describe_environment
 from runtime.bench.statistics import Spread, spread
 from runtime.core.cancel import Cancel, CancelledError

@@ -27,8 +27,8 @@ from runtime.core.errors import GroupError, TandemError
 from runtime.core.facts import Fact
 from runtime.core.plan import Split
 from runtime.core.processes import describe_exit, kill_tree
-from runtime.execution.parallel import rank
-from runtime.execution.parallel.rank import Message, receive, send
+from runtime.execution.parallel import rank_process
+from runtime.execution.parallel.rank_process import Message, receive, send
 
 _POLL_SECONDS = 0.1
 _EXIT_SECONDS = 2.0
@@ -91,7 +91,7 @@ class Group:
         method = "spawn" if split.devices[0].startswith("cuda") else "forkserver"
         context: Any = torch.multiprocessing.get_context(method)
         if method == "forkserver":
-            context.set_forkserver_preload([rank.__name__])
+            context.set_forkserver_preload([rank_process.__name__])
         self._heartbeats: Any = context.RawArray("d", len(split.devices))
         self.processes: list[Any] = []
         self._connections: list[Connection] = []
@@ -99,7 +99,7 @@ class Group:
             own, other = context.Pipe()
             self._connections.append(own)
             arguments = (number, split, self._folder, other, self._heartbeats)
-            process = context.Process(target=rank.serve, args=arguments, name=f"gpu-{number}", daemon=True)
+            process = context.Process(target=rank_process.serve, args=arguments, name=f"gpu-{number}", daemon=True)
             try:
                 process.start()
             except OSError as error:
@@ -133,7 +133,7 @@ class Group:
         """Send a task to all processes.
 
         Args:
-            task: a method of `rank.Rank`.
+            task: a method of `rank_process.Rank`.
             values: JSON values for it.
 
         Raises:

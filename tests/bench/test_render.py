@@ -5,17 +5,17 @@ from xml.etree import ElementTree
 
 import pytest
 
-from runtime.bench import report
-from runtime.bench.report import svg
+from runtime.bench import render
+from runtime.bench.render import svg
 from tests.bench.made import alike, configuration, failed, result
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_timing_rows_have_medians_with_their_range() -> None:
-    found = report.timing_rows(result(configuration("a", 4.0), failed("b"), configuration("c", 40.0)))
+    found = render.timing_rows(result(configuration("a", 4.0), failed("b"), configuration("c", 40.0)))
     assert [row[0] for row in found] == ["a", "c"]
-    assert all(len(row) == len(report.TIMING_HEADINGS) for row in found)
+    assert all(len(row) == len(render.TIMING_HEADINGS) for row in found)
     assert found[0][1] == "4.00 (3.80–4.20)"
     assert found[0][7:9] == ("9.00 s", "0.50 s")
     assert found[1][1] == "40.0 (38.0–42.0)"
@@ -25,7 +25,7 @@ def test_builds_of_this_benchmark_and_earlier_ones_differ() -> None:
     engine = {"id": "e", "program": "vae_next", "build_seconds": 30.0, "built_now": False}
     now = configuration("now", build_seconds=12.0, engines=[engine])
     earlier = configuration("earlier", engines=[engine])
-    assert [row[-1] for row in report.timing_rows(result(now, earlier))] == ["12.0 s", "30.0 s, earlier"]
+    assert [row[-1] for row in render.timing_rows(result(now, earlier))] == ["12.0 s", "30.0 s, earlier"]
 
 
 def test_quality_rows_have_the_worst_component_and_the_similarity() -> None:
@@ -34,8 +34,8 @@ def test_quality_rows_have_the_worst_component_and_the_similarity() -> None:
     other = configuration("b", quality=alike(44.44), parts=parts, memory=memory)
     unlike = configuration("c", not_compared="another size", repeats=False)
     same = configuration("d", quality=alike(0) | {"same": True, "psnr": None}, parts={"vae": {"error": 0.0, "why": ""}})
-    found = report.quality_rows(result(configuration("a"), other, unlike, same, failed("e")))
-    assert all(len(row) == len(report.QUALITY_HEADINGS) for row in found)
+    found = render.quality_rows(result(configuration("a"), other, unlike, same, failed("e")))
+    assert all(len(row) == len(render.QUALITY_HEADINGS) for row in found)
     assert found[0][:5] == ("a", "", "", "1.0 GiB (decode)", "the reference")
     peaks = ("3.0 GiB (denoise)", "4.0 GiB (decode)", "")
     assert found[1] == ("b", *peaks, "1.0e-02 (vae)", "44.4 dB", "0.9900", "", "yes")
@@ -44,7 +44,7 @@ def test_quality_rows_have_the_worst_component_and_the_similarity() -> None:
 
 
 def test_unmeasured_configurations_are_listed_with_remedies() -> None:
-    lines = report.outcomes(result(configuration("a"), failed("b"), failed("c", "fell back"), failed("d", "same")))
+    lines = render.outcomes(result(configuration("a"), failed("b"), failed("c", "fell back"), failed("d", "same")))
     assert lines == [
         "b: failed: It broke. Fix it.",
         "c: fell back: It broke. Fix it.",
@@ -61,11 +61,11 @@ def test_unmeasured_configurations_are_listed_with_remedies() -> None:
     ],
 )
 def test_the_noise_floor_is_stated(floor: object, says: str) -> None:
-    assert says in " ".join(report.notes(result(configuration("a"), noise_floor=floor)))
+    assert says in " ".join(render.notes(result(configuration("a"), noise_floor=floor)))
 
 
 def test_cancellation_is_stated() -> None:
-    assert report.notes(result(configuration("a"), cancelled=True))[0].startswith("Cancelled")
+    assert render.notes(result(configuration("a"), cancelled=True))[0].startswith("Cancelled")
 
 
 def test_the_picture_is_to_scale() -> None:

@@ -13,7 +13,7 @@ from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.execution.residency import Residency
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.history import HistoryFile
+from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.history import Run
 from runtime.planner.resolve import resolve
 from tests.pipeline.runs import events_of
@@ -139,7 +139,7 @@ def test_an_unwritable_history_is_no_error(tmp_path: Path) -> None:
 def test_concurrent_processes_lose_no_runs(tmp_path: Path, history: HistoryFile) -> None:
     code = (
         "import sys; from pathlib import Path\n"
-        "from runtime.pipeline.history import HistoryFile; from runtime.machine.probe import probe\n"
+        "from runtime.pipeline.history_file import HistoryFile; from runtime.machine.probe import probe\n"
         "from tests.planner.test_history import RUN\n"
         "history = HistoryFile(Path(sys.argv[1]), probe())\n"
         "for number in range(20): history.add([RUN.replace(flops=float(sys.argv[2]) + number)])\n"
