@@ -141,8 +141,11 @@ def first_line(error: BaseException) -> str:
 def ram_ran_out(error: BaseException) -> bool:
     """Return whether an error means that this machine's memory (RAM) is full.
 
-    PyTorch's allocator raises a RuntimeError, mapping a file an OSError.
+    PyTorch's allocator raises a RuntimeError, mapping a file an OSError. oneDNN has one text for all failures to create
+    a kernel; for a size and dtype that it supports, that is memory for the kernel's code.
     """
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
+    if isinstance(error, RuntimeError):
+        return "DefaultCPUAllocator" in str(error) or str(error) == "could not create a primitive"
+    return isinstance(error, MemoryError)

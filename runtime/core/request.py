@@ -433,8 +433,3 @@ def _declarations() -> dict[str, RequestField]:
 FIELDS: Mapping[str, RequestField] = MappingProxyType(_declarations())
 facts.OPTIONS.update({name: declared.flag for name, declared in FIELDS.items() if declared.flag})
 facts.OPTIONS["guidance_scale_2"] = FIELDS["guidance_scale"].flag
-
-
-def label(field: str) -> str:
-    """Return a field's name in plain words: `guidance_scale` is "guidance scale"."""
-    return field.replace("_", " ")

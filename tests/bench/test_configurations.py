@@ -160,8 +160,8 @@ def test_a_fallback_to_pytorch_is_reported() -> None:
     plan = large()
     assert fallback_text(plan) is None
     plan = plan.with_component("vae", plan.components["vae"].replace(reasons=(Fact("engine.none_yet"),)))
-    said = fallback_text(plan.replace(asked=plan.asked.replace(backends={"vae": "inductor"})))
-    assert said == "VAE decoder: PyTorch instead of Inductor. There is none yet."
+    text = fallback_text(plan.replace(asked=plan.asked.replace(backends={"vae": "inductor"})))
+    assert text == "VAE decoder: PyTorch instead of Inductor. There is none yet."
     assert fallback_text(plan.replace(asked=plan.asked.replace(backends={"vae": "pytorch"}))) is None
 
 

@@ -11,7 +11,7 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.browser
 
-TOLD = "() => document.querySelector('#offline').textContent.includes('does not answer')"
+NO_ANSWER = "() => document.querySelector('#offline').textContent.includes('does not answer')"
 UNTOLD = "() => document.querySelector('#offline') && !document.querySelector('#offline').textContent"
 
 
@@ -21,7 +21,7 @@ def test_a_lost_server_is_reported(open_page: OpenPage, tmp_path_factory: pytest
         ask(page, "a red boat", long=True)
         start(page)
         wait_for_state(page, "running")
-    page.wait_for_function(TOLD)
+    page.wait_for_function(NO_ANSWER)
     assert page.is_hidden("#status .line")
     assert page.input_value("#field-prompt textarea") == "a red boat"
     # Nothing half-made is left either.
@@ -35,7 +35,7 @@ def test_a_lost_connection_is_restored(open_page: OpenPage, server: Server) -> N
     start(page)
     wait_for_state(page, "running")
     relay.cut()
-    page.wait_for_function(TOLD)
+    page.wait_for_function(NO_ANSWER)
     relay.mend()
     page.wait_for_function(UNTOLD)
     ready(page)

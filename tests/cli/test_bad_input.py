@@ -383,22 +383,24 @@ def test_a_step_distillation_lora_states_its_requirements(
 
     def shift_of(*flags: str) -> float | None:
         assert run([*plan, "--lora", "style_low_noise", "--preset", "lightning-4", *flags, "--json"]) == 0
-        out, said = capsys.readouterr()
+        out, printed = capsys.readouterr()
         result = json.loads(out.strip().splitlines()[-1])
         assert result["plan"]["expert_steps"] == {"transformer": 2, "transformer_2": 2}
-        assert "Steps of each expert: High-noise transformer 2, Low-noise transformer 2" in said
+        assert "Steps of each expert: High-noise transformer 2, Low-noise transformer 2" in printed
         shift: float | None = result["plan"]["shift"]
-        assert (f"Shift {shift or 0:g}, as requested; the model's own scheduler has 3." in said) == (shift is not None)
+        assert (f"Shift {shift or 0:g}, as requested; the model's own scheduler has 3." in printed) == (
+            shift is not None
+        )
         return shift
 
     quick = {"steps": 4, "guidance_scale": 1.0, "guidance_scale_2": 1.0}
-    scales, said = planned(*both)
-    assert scales == quick and "distilled for 4 steps without guidance; this video uses these values" in said
-    scales, said = planned(*both, "--steps", "20", "--guidance", "4,3")
+    scales, printed = planned(*both)
+    assert scales == quick and "distilled for 4 steps without guidance; this video uses these values" in printed
+    scales, printed = planned(*both, "--steps", "20", "--guidance", "4,3")
     assert scales == {"steps": 20, "guidance_scale": 4.0, "guidance_scale_2": 3.0}
-    assert "this video uses 20 steps with guidance 4. Use --steps 4 --guidance 1." in said
-    scales, said = planned("--lora", "style_low_noise", "--preset", "lightning-4")
-    assert scales == quick and not said.count("distilled")
+    assert "this video uses 20 steps with guidance 4. Use --steps 4 --guidance 1." in printed
+    scales, printed = planned("--lora", "style_low_noise", "--preset", "lightning-4")
+    assert scales == quick and not printed.count("distilled")
     assert [shift_of(*flags) for flags in ((), ("--shift", "6"), ("--shift", "auto"))] == [5.0, 6.0, None]
     assert planned("--lora", "style_low_noise", "--preset", "lightning-4", "--steps", "6")[0] == quick | {"steps": 6}
     assert planned("--lora", "style_low_noise")[0]["steps"] == 40

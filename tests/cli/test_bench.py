@@ -106,18 +106,18 @@ def test_a_benchmark_is_printed_saved_plotted_and_compared(
     folder = tmp_path / "made" / "here"
     assert run([*bench(tiny("wan2.1"), folder, "--runs", "2"), "--json"]) == 0
     out, err = capsys.readouterr()
-    told: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
-    assert [one["name"] for one in told["configurations"]] == ["plain", "three"]
-    assert told["configurations"][1]["flags"] == "--backend all=pytorch --steps 3"
-    assert told["configurations"][1]["request"]["steps"] == 3
-    assert told["configurations"][0]["request"]["seed"] == 1
-    assert "sails left" in told["configurations"][0]["request"]["prompt"]
+    printed: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
+    assert [one["name"] for one in printed["configurations"]] == ["plain", "three"]
+    assert printed["configurations"][1]["flags"] == "--backend all=pytorch --steps 3"
+    assert printed["configurations"][1]["request"]["steps"] == 3
+    assert printed["configurations"][0]["request"]["seed"] == 1
+    assert "sails left" in printed["configurations"][0]["request"]["prompt"]
     assert sorted(path.name for path in folder.iterdir()) == ["bench.json", "bench.svg"]
-    assert told["files"] == [str(folder / "bench.json"), str(folder / "bench.svg")]
+    assert printed["files"] == [str(folder / "bench.json"), str(folder / "bench.svg")]
     kept = json.loads((folder / "bench.json").read_text())
-    assert kept == {name: value for name, value in told.items() if name != "files"}
-    for said in ("Configuration", "plain", "three", "the reference", "LPIPS:", "bit for bit"):
-        assert said in err
+    assert kept == {name: value for name, value in printed.items() if name != "files"}
+    for text in ("Configuration", "plain", "three", "the reference", "LPIPS:", "bit for bit"):
+        assert text in err
     assert "Traceback" not in err
     # Nothing is remembered of it: no jobs, no history, no videos.
     assert not {"jobs.sqlite", "history.json", "outputs"} & {path.name for path in cache_dir.iterdir()}

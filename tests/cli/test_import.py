@@ -43,10 +43,10 @@ def test_import_warns_and_asks_for_confirmation(
     path = tmp_path / "x.onnx"
     path.write_bytes(bytes(100))
     assert run(["engines", "import", str(path)]) == 2
-    said = capsys.readouterr().err
-    assert "executable code" in said
-    assert "there is no terminal" in said
-    assert "--yes" in said
+    printed = capsys.readouterr().err
+    assert "executable code" in printed
+    assert "there is no terminal" in printed
+    assert "--yes" in printed
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     for answer in ("n", "", "yesterday"):
         monkeypatch.setattr("builtins.input", lambda answer=answer: answer)

@@ -96,8 +96,8 @@ def test_diagnostics_contain_no_prompt_and_no_paths(cache_dir: Path, capsys: pyt
         job.id,
         Failed(fact=Fact("queue.store_locked", {"file": sample_plan().output, "log": cache_dir / "logs" / "x.log"})),
     )
-    told, text = answer(["jobs", "show", job.id[:7]], capsys)
-    report = told["job"]
+    printed, text = answer(["jobs", "show", job.id[:7]], capsys)
+    report = printed["job"]
     assert (report["id"], report["state"]) == (job.id, "failed")
     assert report["versions"]["torch"] and report["machine"]["cores"]
     assert report["plan"]["components"]["vae"]["reason"]
@@ -107,8 +107,8 @@ def test_diagnostics_contain_no_prompt_and_no_paths(cache_dir: Path, capsys: pyt
     assert report["failure"]["what"].startswith("…/boat.mp4 is locked")
     for private in ("zorp", "blurry", "/nowhere", str(cache_dir), str(Path.home())):
         assert private not in json.dumps(report) + text, private
-    told, text = answer(["jobs", "show", job.id, "--with-prompt"], capsys)
-    assert told["job"]["request"]["prompt"] == "a zorp at home"
+    printed, text = answer(["jobs", "show", job.id, "--with-prompt"], capsys)
+    assert printed["job"]["request"]["prompt"] == "a zorp at home"
     assert "/nowhere/boat.mp4" in text
 
 
@@ -132,8 +132,8 @@ def test_a_killed_job_resumes_at_its_checkpoint(
 
         def kept() -> bool:
             assert store.claim("app") is None
-            told = [values for job in store.list() for _, _, values in store.events(job.id)]
-            return any(values["event"] == "CheckpointSaved" and values["step"] for values in told)
+            events = [values for job in store.list() for _, _, values in store.events(job.id)]
+            return any(values["event"] == "CheckpointSaved" and values["step"] for values in events)
 
         until(kept, meanwhile=lambda: process.poll() is None)
         os.kill(process.pid, signal.SIGKILL)
@@ -148,8 +148,8 @@ def test_a_killed_job_resumes_at_its_checkpoint(
     assert read_metadata(out)["job"] == killed.id
     store = open_store(cache_dir)
     assert store.get(killed.id).state == "done"
-    told = [values for _, _, values in store.events(killed.id)]
-    assert next(values["step"] for values in told if values["event"] == "Resumed") > 0
+    events = [values for _, _, values in store.events(killed.id)]
+    assert next(values["step"] for values in events if values["event"] == "Resumed") > 0
     whole = tmp_path / "whole.mp4"
     answer(command(tiny("wan2.2-a14b"), whole, *flags)[2:], capsys)
     assert stream(out) == stream(whole)

@@ -115,9 +115,9 @@ def test_offline_sends_no_request(
     elif how != "flag":
         monkeypatch.setenv(how, "1")
     what, _ = refused(["models", "download", "wan2.1-1.3b", "--yes", *flags], capsys)
-    said = {"flag": "--offline or TANDEM_OFFLINE", "file": "settings.json"}.get(how, how)
+    expected = {"flag": "--offline or TANDEM_OFFLINE", "file": "settings.json"}.get(how, how)
     assert what.startswith("Error: Downloads are disabled: ")
-    assert said in what
+    assert expected in what
     assert not hub.requests
     # The rest works as ever, and the flag is gone with its command.
     assert run(["models", "list", *flags]) == 0

@@ -71,8 +71,8 @@ def test_processes_that_rotate_one_file_lose_no_line(tmp_path: Path) -> None:
     files = list(path.parent.iterdir())
     assert len(files) > 5 and all(file.name.startswith("tandem.log") for file in files)
     assert not path.with_name("tandem.log.rotating").exists()
-    said = [line.partition("writer ")[2] for file in files for line in file.read_text().splitlines()]
-    assert sorted(said) == sorted(f"{name} line {number}" for name in range(3) for number in range(LINES))
+    lines = [line.partition("writer ")[2] for file in files for line in file.read_text().splitlines()]
+    assert sorted(lines) == sorted(f"{name} line {number}" for name in range(3) for number in range(LINES))
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")

@@ -136,7 +136,7 @@ def test_attention_of_other_libraries_is_one_call_in_a_compiled_block(tiny: Tiny
 def test_compilation_of_the_vaes_kernels_is_counted(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vae, "can_run", lambda _: True)
+    monkeypatch.setattr(vae, "triton_runs_on", lambda _: True)
     monkeypatch.setattr(vae, "import_module", lambda _: vae)
     spec = tiny("wan2.1")
     plan = tiny_plan(spec, tmp_path / "x.mp4", compile="always")

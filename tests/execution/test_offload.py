@@ -143,6 +143,8 @@ def test_moving_into_slabs_changes_no_value() -> None:
         (RuntimeError("CUDA error: out of memory"), "VRAM"),
         (MemoryError(), "RAM"),
         (RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"), "RAM"),
+        (RuntimeError("could not create a primitive"), "RAM"),
+        (RuntimeError("could not create a primitive descriptor for a convolution"), None),
         (OSError(12, "Cannot allocate memory"), "RAM"),
         (OSError(28, "No space left on device"), None),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),

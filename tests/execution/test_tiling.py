@@ -55,7 +55,7 @@ def test_a_tile_is_decoded_like_a_whole_frame(architecture: str, chunk: int, tin
     # The corner is no other tile's.
     alone = (slice(None), slice(0, 3 * scale), slice(0, scale))
     assert (tiled[alone] - corner[alone]).abs().max() < 1e-3
-    # Whoever reads can stop after each call: 2 × 2 tiles.
+    # The reader can stop after each call: 2 × 2 tiles.
     assert sum(len(batch) == 0 for batch in batches) == 4 * (3 if chunk == 1 else 2)
 
 

@@ -18,7 +18,7 @@ from tests.app_server import MODEL, free_port, make_cache
 from tests.fuzz.raw_http import send
 from tests.waiting import until
 
-NOBODY = "http://127.0.0.1:9"
+UNREACHABLE = "http://127.0.0.1:9"
 
 
 def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> Path:
@@ -106,7 +106,7 @@ def test_the_tunnel_command_is_gradios() -> None:
 
 def test_without_a_network_the_unreachable_host_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(networking, "GRADIO_SHARE_SERVER_ADDRESS", None)
-    monkeypatch.setattr(networking, "GRADIO_API_SERVER", f"{NOBODY}/v3/tunnel-request")
+    monkeypatch.setattr(networking, "GRADIO_API_SERVER", f"{UNREACHABLE}/v3/tunnel-request")
     with pytest.raises(MachineError, match="was not reached"):
         open_tunnel(7860, tmp_path)
 
@@ -114,7 +114,7 @@ def test_without_a_network_the_unreachable_host_is_named(tmp_path: Path, monkeyp
 def test_a_program_with_another_checksum_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = tmp_path / "ran"
     program = stand_in(tmp_path, monkeypatch, f"open({str(ran)!r}, 'w')")
-    address = f"{NOBODY}/frpc"
+    address = f"{UNREACHABLE}/frpc"
     monkeypatch.setattr(tunneling, "BINARY_URL", address)
     monkeypatch.setitem(tunneling.CHECKSUMS, address, "0" * 64)
     with pytest.raises(MachineError, match=r"could not be downloaded from 127\.0\.0\.1"):
@@ -124,7 +124,7 @@ def test_a_program_with_another_checksum_is_never_run(tmp_path: Path, monkeypatc
 
 def test_the_app_runs_without_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(networking, "GRADIO_SHARE_SERVER_ADDRESS", None)
-    monkeypatch.setattr(networking, "GRADIO_API_SERVER", f"{NOBODY}/v3/tunnel-request")
+    monkeypatch.setattr(networking, "GRADIO_API_SERVER", f"{UNREACHABLE}/v3/tunnel-request")
     lines: list[str] = []
     port = free_port()
     settings = Settings(cache_dir=make_cache(tmp_path), port=port, model=MODEL, share=True, browser=False)

@@ -161,7 +161,7 @@ def test_strategies_are_listed_if_memory_is_short() -> None:
     assert html.count(" disabled>") == sum(not way.offered for way in short.strategies) == 5
     assert '<button type="button" class="button" data-offload="auto" data-quantization="auto">' in html
     assert on(120).strategies == ()
-    # Whoever asks for a slower way has memory enough all the same.
+    # A slower strategy was requested although memory suffices for a faster one.
     assert on(120, offload="model").strategies == ()
     assert on(48, offload="group").strategies[4].in_use
     refused = on(2)

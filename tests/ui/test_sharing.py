@@ -28,7 +28,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 class Visitor:
-    """Somebody who has logged in."""
+    """A visitor who has logged in."""
 
     def __init__(self, server: Server) -> None:
         self.port, user, password = link_of(server.cache_dir)
