@@ -23,8 +23,9 @@ def test_flags_take_precedence_over_environment_over_file(tmp_path: Path) -> Non
 
 def test_other_machines_need_a_password(tmp_path: Path) -> None:
     environ = {"TANDEM_CACHE_DIR": str(tmp_path), "TANDEM_HOST": "0.0.0.0"}
-    with pytest.raises(SettingsError, match="password"):
+    with pytest.raises(SettingsError) as refused:
         settings.load({}, environ)
+    assert refused.value.code == "settings.host_without_password"
     assert settings.load({"auth": "me:s3cret:x"}, environ).auth == ("me", "s3cret:x")
 
 
@@ -57,8 +58,9 @@ def test_an_invalid_limit_is_refused(tmp_path: Path, name: str, value: str) -> N
 
 def test_a_link_excludes_another_host(tmp_path: Path) -> None:
     environ = {"TANDEM_CACHE_DIR": str(tmp_path), "TANDEM_HOST": "0.0.0.0", "TANDEM_AUTH": "me:secret"}
-    with pytest.raises(SettingsError, match="exclude each other"):
+    with pytest.raises(SettingsError) as refused:
         settings.load({"share": True}, environ)
+    assert refused.value.code == "settings.share_with_host"
 
 
 def test_downloads_are_disabled_by_tandem_or_huggingface_variables(tmp_path: Path) -> None:
@@ -70,8 +72,9 @@ def test_downloads_are_disabled_by_tandem_or_huggingface_variables(tmp_path: Pat
     assert settings.load({}, environ | {"HF_HUB_OFFLINE": "1", "TANDEM_OFFLINE": "0"}).offline == ""
     (tmp_path / "settings.json").write_text('{"offline": true}')
     assert settings.load({}, environ | {"HF_HUB_OFFLINE": "0"}).offline.endswith("settings.json")
-    with pytest.raises(SettingsError, match="exclude each other"):
+    with pytest.raises(SettingsError) as refused:
         settings.load({"share": True}, environ)
+    assert refused.value.code == "settings.share_offline"
     assert settings.load({"share": True, "offline": False}, environ | {"HF_HUB_OFFLINE": "1"}).share
 
 
@@ -94,8 +97,10 @@ def test_downloads_are_disabled_by_tandem_or_huggingface_variables(tmp_path: Pat
 def test_a_hub_needs_https_unless_it_is_on_this_machine(tmp_path: Path, address: str, hub: str | None) -> None:
     environ = {"TANDEM_CACHE_DIR": str(tmp_path), "TANDEM_HUB": address, "HF_ENDPOINT": "https://other.example"}
     if hub is None:
-        with pytest.raises(SettingsError, match="TANDEM_HUB"):
+        with pytest.raises(SettingsError) as refused:
             settings.load({}, environ)
+        codes = {"settings.hub_without_https", "settings.hub_with_password", "settings.not_a_hub"}
+        assert refused.value.code in codes and refused.value.data["source"] == "TANDEM_HUB"
     else:
         assert settings.load({}, environ).hub == hub
     assert settings.load({}, {"TANDEM_CACHE_DIR": str(tmp_path), "HF_ENDPOINT": address}).hub == address
@@ -118,16 +123,18 @@ def test_folder_and_size_of_the_engine_library(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ["many", "-1", "nan", "inf", "1e999", "50GB"])
 def test_an_invalid_library_size_is_refused(tmp_path: Path, value: str) -> None:
-    with pytest.raises(SettingsError, match="TANDEM_ENGINE_CACHE_GB"):
+    with pytest.raises(SettingsError) as refused:
         settings.load({}, {"TANDEM_CACHE_DIR": str(tmp_path), "TANDEM_ENGINE_CACHE_GB": value})
+    assert refused.value.code == "settings.not_gigabytes"
 
 
 @pytest.mark.parametrize("name", ["file", "x" * 300, "~no-such-user/engines"])
 def test_an_invalid_engine_folder_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("")
     value = name if name.startswith("~") else str(tmp_path / name)
-    with pytest.raises(SettingsError, match="TENSORRT_CACHE_DIR"):
+    with pytest.raises(SettingsError) as refused:
         settings.load({}, {"TANDEM_CACHE_DIR": str(tmp_path), "TENSORRT_CACHE_DIR": value})
+    assert refused.value.code == "settings.not_a_folder"
 
 
 @pytest.mark.parametrize("name", [*settings.VARIABLES.values(), settings.CACHE_VARIABLE])
@@ -152,8 +159,9 @@ def test_launch_flags_preset_backends(tmp_path: Path, flags: tuple[bool, bool, b
 
 
 def test_a_tensorrt_part_needs_enable_tensorrt() -> None:
-    with pytest.raises(SettingsError, match="--tensorrt-transformer was given, but TensorRT is not enabled") as caught:
+    with pytest.raises(SettingsError) as caught:
         settings.tensorrt_from_flags(enable=False, text_encoders=False, transformer=True)
+    assert caught.value.code == "settings.tensorrt_not_enabled"
     assert "--enable-tensorrt" in caught.value.remedy
 
 
@@ -168,8 +176,9 @@ def test_tensorrt_parts_by_variable(tmp_path: Path, value: str, parts: tuple[str
 
 @pytest.mark.parametrize("value", ["yes", "all,vae", "unet", ",", "text_encoder"])
 def test_unknown_tensorrt_parts_are_refused(tmp_path: Path, value: str) -> None:
-    with pytest.raises(SettingsError, match="TANDEM_TENSORRT") as caught:
+    with pytest.raises(SettingsError) as caught:
         settings.load({}, {"TANDEM_CACHE_DIR": str(tmp_path), "TANDEM_TENSORRT": value})
+    assert caught.value.code == "settings.tensorrt_invalid"
     assert "text-encoders" in caught.value.remedy
 
 

@@ -33,8 +33,9 @@ def test_a_cancelled_job_resumes_with_other_settings(queue: JobQueue) -> None:
     assert isinstance(events[-1], VideoSaved)
     assert next(event for event in events if isinstance(event, Resumed)).step >= 2
     assert queue.store.get(job.id).request["on_out_of_memory"] == "any"
-    with pytest.raises(StoreError, match="is done"):
+    with pytest.raises(StoreError) as refused:
         queue.resume(job.id, {"on_out_of_memory": "retry"})
+    assert refused.value.code == "queue.job_done"
 
 
 def finished(store: JobStore, size: int) -> str:

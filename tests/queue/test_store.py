@@ -446,12 +446,14 @@ def test_adding_a_batch_and_resuming_with_changes_are_atomic(store: JobStore, mo
 
     columns = store_module._video
     monkeypatch.setattr(store_module, "_video", third)
-    with pytest.raises(StoreError, match="full"):
+    with pytest.raises(StoreError) as refused:
         store.add_all(made)
+    assert refused.value.code == "queue.store_disk_full"
     assert ids(store.list()) == there
     monkeypatch.setattr(store_module, "_video", full)
-    with pytest.raises(StoreError, match="full"):
+    with pytest.raises(StoreError) as refused:
         store.resume(before.id, made[1])
+    assert refused.value.code == "queue.store_disk_full"
     assert store.get(before.id) == before
     monkeypatch.undo()
     again = store.resume(before.id, made[1])

@@ -101,8 +101,9 @@ def test_an_image_to_video_transformer_is_refused(tiny: Tiny, tmp_path: Path) ->
     shutil.copytree(tiny("wan2.1").directory, folder)
     config = json.loads((folder / "transformer" / "config.json").read_text())
     (folder / "transformer" / "config.json").write_text(json.dumps(config | {"in_channels": 36}))
-    with pytest.raises(ModelError, match="36 input channels"):
+    with pytest.raises(ModelError) as refused:
         read_spec(folder, "i2v")
+    assert refused.value.code == "model.channels_differ"
 
 
 def test_sharded_weights_are_counted_and_must_exist(tiny: Tiny, tmp_path: Path) -> None:
@@ -115,8 +116,9 @@ def test_sharded_weights_are_counted_and_must_exist(tiny: Tiny, tmp_path: Path) 
     assert len(shards) > 1
     assert read_spec(folder, "x").parameters == tiny("wan2.1").parameters
     shards[0].unlink()
-    with pytest.raises(ModelError, match="cannot be read"):
+    with pytest.raises(ModelError) as refused:
         read_spec(folder, "x")
+    assert refused.value.code == "model.file_unreadable"
 
 
 def test_an_unknown_scheduler_is_named(tiny: Tiny, tmp_path: Path) -> None:
@@ -133,8 +135,9 @@ def test_dynamic_shifting_is_refused(name: str, tiny: Tiny, tmp_path: Path) -> N
     shutil.copytree(tiny("wan2.1").directory, tmp_path / "model")
     config = {"_class_name": name, "use_dynamic_shifting": True}
     (tmp_path / "model" / "scheduler" / "scheduler_config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="use_dynamic_shifting"):
+    with pytest.raises(ModelError) as refused:
         read_spec(tmp_path / "model", "x")
+    assert refused.value.code == "model.dynamic_shifting"
 
 
 def test_models_in_the_weights_folder_are_found_by_name(tiny: Tiny, tmp_path: Path) -> None:
