@@ -1,4 +1,4 @@
-"""Comparison of two results: ratios, and what is left out with a reason."""
+"""Comparison of two results: ratios, and the reasons for excluded configurations."""
 
 from typing import Any
 

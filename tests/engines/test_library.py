@@ -96,18 +96,18 @@ def test_owner_of_an_engine(tiny: Callable[[str], ModelSpec], store: EngineStore
 def test_engines_of_other_models_or_machines_are_skipped(tiny: Callable[[str], ModelSpec], store: EngineStore) -> None:
     spec, service = tiny("wan2.1"), EngineService(store, probe(), None)
     architecture, weights = program_key_parts(spec, "transformer", "transformer")
-    of_nobody = add(store, key(), b"x")
+    without_model = add(store, key(), b"x")
     elsewhere = add(store, key(architecture=architecture, weights=weights), b"x")
     damaged = add(store, key(architecture=architecture, weights=weights, precision="float16"), b"x")
     (store.path(damaged.id) / manifest.NAME).write_text("{")
-    engines = store.choose([of_nobody.id, elsewhere.id, damaged.id])
+    engines = store.choose([without_model.id, elsewhere.id, damaged.id])
     found = list(service.verify(engines, [spec], ignore, Cancel()))
-    assert found[0].skipped == Fact("engine.no_model_with_weights", {"engine": of_nobody.id, "model": "diorama"})
+    assert found[0].skipped == Fact("engine.no_model_with_weights", {"engine": without_model.id, "model": "diorama"})
     assert found[1].skipped is not None
     assert (found[1].skipped.code, found[1].skipped.data["engine"]) == ("engine.other_device", elsewhere.id)
     assert found[1].skipped.data["cause"].code in {"engine.differs_more_instructions", "engine.differs_instructions"}
     assert found[2] == Verified(engines[2])
-    assert {record.id for record in store.index() if record.usable} == {of_nobody.id, elsewhere.id}
+    assert {record.id for record in store.index() if record.usable} == {without_model.id, elsewhere.id}
     cancel = Cancel()
     cancel.request()
     with pytest.raises(CancelledError):

@@ -12,8 +12,6 @@ Random weights, two experts of a few blocks. Prints a JSON object per measuremen
 
 import argparse
 import gc
-import json
-import os
 import sys
 import tempfile
 import time
@@ -36,6 +34,7 @@ from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
 from runtime.planner import memory_model
 from tests import lora_files
+from tests.gpu import results
 from tests.gpu.measure_residency import measured, model, with_weights
 from tests.pipeline.test_parity import sample
 from tests.plans import Alone, tiny_plan, with_strategy
@@ -47,13 +46,7 @@ CACHES = ("none", "first-block:0.05", "first-block:0.2", "first-block:1")
 HELD = (("none", "none"), ("model", "none"), ("none", "fp8"), ("none", "bnb-4bit"), ("group", "none"))
 
 
-def say(**found: Any) -> None:
-    """Print a measurement and append it to extras.jsonl."""
-    line = json.dumps(found)
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-    with (Path(os.environ.get("OUT", ".")) / "extras.jsonl").open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
+say = partial(results.say, "extras.jsonl")
 
 
 def reporting_failure(what: dict[str, Any], work: Callable[[], None], arguments: argparse.Namespace) -> None:

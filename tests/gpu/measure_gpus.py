@@ -49,6 +49,7 @@ from runtime.pipeline.run import run_job
 from runtime.pipeline.sampling import decode
 from runtime.planner.resolve import resolve
 from tests import tiny_models
+from tests.gpu import results
 from tests.gpu.check_common import relative_error
 from tests.gpu.measure_jobs import HOME, MODELS, Unjudged, save
 from tests.gpu.measure_memory import TRANSFORMERS, VAES
@@ -67,12 +68,8 @@ STARTED = time.monotonic()
 
 
 def say(**found: Any) -> None:
-    """Print a measurement and append it to gpus.jsonl."""
-    line = json.dumps({"at": round(time.monotonic() - STARTED, 1), **found})
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-    with (Path(os.environ.get("OUT", ".")) / "gpus.jsonl").open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
+    """Report a measurement with the seconds since the start."""
+    results.say("gpus.jsonl", at=round(time.monotonic() - STARTED, 1), **found)
 
 
 def model(arguments: argparse.Namespace) -> ModelSpec:

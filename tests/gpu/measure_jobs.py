@@ -9,7 +9,6 @@ $OUT/jobs.jsonl: estimated and measured bytes, on the GPU by stage (PyTorch's, s
 
 import argparse
 import gc
-import json
 import os
 import shutil
 import sys
@@ -41,6 +40,7 @@ from runtime.pipeline.run import run_job
 from runtime.planner.memory_model import baseline_bytes
 from runtime.planner.resolve import resolve
 from tests import tiny_models
+from tests.gpu import results
 from tests.gpu.measure_memory import TRANSFORMERS, UMT5, VAES
 from tests.gpu.measure_residency import measured
 
@@ -87,13 +87,7 @@ class Captured(HistoryFile):
         self.peaks = dict(peaks)
 
 
-def say(**found: Any) -> None:
-    """Print a job's figures and append them to jobs.jsonl."""
-    line = json.dumps(found)
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-    with (Path(os.environ.get("OUT", ".")) / "jobs.jsonl").open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
+say = partial(results.say, "jobs.jsonl")
 
 
 def save(make: Any, folder: Path, device: str) -> None:

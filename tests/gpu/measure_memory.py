@@ -8,8 +8,6 @@ on top of them and its inputs at its peak, `reserved` what the allocator took fr
 """
 
 import gc
-import json
-import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -27,6 +25,7 @@ from transformers import UMT5Config, UMT5EncoderModel
 from runtime.execution.text_encoder import PyTorchTextModel
 from runtime.families.wan.transformer import PyTorchDenoiser
 from runtime.families.wan.vae import PyTorchVideoDecoder
+from tests.gpu import results
 
 # From the models' configurations, https://huggingface.co/Wan-AI.
 TRANSFORMERS: dict[str, dict[str, Any]] = {
@@ -77,13 +76,7 @@ DECODED = {
 DEVICE = "cuda:0"
 
 
-def say(**found: Any) -> None:
-    """Print a measurement and append it to memory.jsonl."""
-    line = json.dumps(found)
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-    with (Path(os.environ.get("OUT", ".")) / "memory.jsonl").open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
+say = partial(results.say, "memory.jsonl")
 
 
 @contextmanager

@@ -9,8 +9,6 @@ still allocated after everything was freed; `error` is that of the latents relat
 
 import argparse
 import gc
-import json
-import os
 import shutil
 import sys
 import tempfile
@@ -35,6 +33,7 @@ from runtime.families.wan.vae import PyTorchVideoDecoder
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from tests import tiny_models
+from tests.gpu import results
 from tests.pipeline.test_parity import sample
 from tests.plans import tiny_plan, with_strategy
 
@@ -59,13 +58,7 @@ STARTED = time.monotonic()
 TILES = (None, 64, 48, 32)
 
 
-def say(**found: Any) -> None:
-    """Print a measurement and append it to residency.jsonl."""
-    line = json.dumps(found)
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-    with (Path(os.environ.get("OUT", ".")) / "residency.jsonl").open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
+say = partial(results.say, "residency.jsonl")
 
 
 @contextmanager
