@@ -25,6 +25,13 @@ BACKEND_TITLES = facts.BACKEND_TITLES
 
 # (latent frames, latent height, latent width)
 LatentSize = tuple[int, int, int]
+# The programs of block engines begin with this.
+_BLOCK = "block_"
+
+
+def is_block_program(program: str) -> bool:
+    """Whether a program computes a part of each block of a transformer, with the block's weights as inputs."""
+    return program.startswith(_BLOCK)
 
 
 class EngineUse(FrozenModel):
@@ -69,6 +76,16 @@ class ComponentPlan(FrozenModel):
     engines: tuple[EngineUse, ...] = ()
     quantization: str = "none"
     badge: Fact | None = None
+
+    @property
+    def on_engine(self) -> bool:
+        """Whether engines replace the component: its weights are not loaded in PyTorch."""
+        return bool(self.engines) and not self.in_blocks
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether engines compute parts of each block, with the weights of the module that PyTorch loads."""
+        return any(is_block_program(use.program) for use in self.engines)
 
     def in_pytorch(self, reason: Fact) -> "ComponentPlan":
         """Return the plan of the same component in PyTorch, after its engine failed for `reason`."""

@@ -157,6 +157,7 @@ class ModelSpec:
         max_sequence_length: text tokens that the transformer attends to, zero-padded.
         parameters: number of weights by component.
         programs: the components in the order they run, and the programs to build engines of; see `engines.programs`.
+        block_programs: the programs of a transformer's block engines; empty if the family has none.
         latent_rgb: for previews, where it is known.
         defaults: for "auto".
         sizes, frame_counts: what the model was made for, (width, height) and frames.
@@ -188,6 +189,7 @@ class ModelSpec:
     is_downloaded: bool = True
     flow_shift: float | None = None
     unsupported: frozenset[str] = frozenset()
+    block_programs: tuple[str, ...] = ()
     loras: tuple[LoraUse, ...] = ()
     noise: NoiseLevels = UNKNOWN_LEVELS
 

@@ -6,7 +6,7 @@ Pure: no torch, no disk. `engines.store` reads the records and passes them to th
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from math import inf, nan
 from typing import Annotated, Any
 
@@ -93,7 +93,7 @@ class EngineKey:
     """The complete identity of an engine. Engines with equal keys are interchangeable; in doubt keys differ.
 
     Attributes:
-        program: "text_encoder", "transformer", "vae_first" or "vae_next".
+        program: "text_encoder", "transformer", "vae_first", "vae_next" or one of `ModelSpec.block_programs`.
         family: of the model, a key of `models.registry.FAMILIES`.
         architecture: SHA-256 of the configuration values that shape the program.
         weights: SHA-256 of the weights, or `SWAPPED`.
@@ -187,8 +187,13 @@ class EngineRecord:
         files: the engine file first, then the data files that belong to it.
         file_bytes: of all its files.
         build_seconds: duration of the build.
-        seconds_per_call, pytorch_seconds_per_call: medians at the optimal size; 0 if not measured.
+        seconds_per_call: median at the optimal size; 0 if not measured.
+        pytorch_seconds_per_call: of the program in PyTorch, in the precision of the engine; 0 if not measured.
+        baselines: seconds of what PyTorch would run instead of the engine, at the optimal size: the component as the
+            family computes it, in the dtype of a plan without engines, "eager" and "compiled" as far as measured.
+        context_bytes: GPU memory that the engine needs while it runs, besides weights, inputs and outputs.
         error: relative, ‖out − ref‖/‖ref‖, the largest of all outputs and sizes; NaN if an output was not finite.
+        largest_error: the largest |out − ref| of all outputs, relative to the output's largest |ref|.
         tolerance: the largest `error` allowed for the precision.
         verified: whether the error was within the tolerance.
         detail: the result of verification for people.
@@ -210,7 +215,10 @@ class EngineRecord:
     build_seconds: _Positive = 0.0
     seconds_per_call: _Positive = 0.0
     pytorch_seconds_per_call: _Positive = 0.0
+    baselines: Mapping[str, _Positive] = field(default_factory=dict)
+    context_bytes: Annotated[int, Field(ge=0)] = 0
     error: _Positive = nan
+    largest_error: _Positive = 0.0
     tolerance: _Positive = 0.0
     verified: bool = False
     detail: Fact = Fact("engine.not_compared_yet")  # noqa: RUF009 - facts are frozen

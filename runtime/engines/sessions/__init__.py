@@ -48,6 +48,28 @@ class Session(AbstractContextManager["Session"]):
         self.close()
 
 
+class BlockSession(Session):
+    """A session of a block engine: its inputs include weights, and one axis of its tensors counts tokens."""
+
+    @property
+    @abstractmethod
+    def most_tokens(self) -> int:
+        """The most tokens of one call."""
+
+    @abstractmethod
+    def write(self, inputs: Mapping[str, "torch.Tensor"], outputs: Mapping[str, "torch.Tensor"]) -> None:
+        """Run the engine once on the current stream, with outputs written into given tensors.
+
+        Args:
+            inputs, outputs: by name, contiguous, on the engine's device, with its dtypes; no output overlaps an input.
+                Read and written in place: the caller keeps them until the stream has passed this call.
+
+        Raises:
+            EngineError: if the engine does not take these tensors or fails.
+            MemoryError, torch.OutOfMemoryError: if memory runs out.
+        """
+
+
 def open_session(folder: Path, record: EngineRecord, *, device: str, weights: Weights) -> Session:
     """Load an engine.
 
